@@ -1,0 +1,72 @@
+# Octavo. `make demo` trains a small Llama in FP8; `make test` runs every test. `make help` lists the rest.
+
+VENV ?= .venv
+PYTHON ?= python3
+DEMO ?= runs/demo
+# SYSTEM_TORCH=1 takes PyTorch from the machine's own Python: an offline machine, a CUDA container.
+SYSTEM_TORCH ?=
+
+BIN := $(VENV)/bin
+ifneq ($(filter-out 0,$(SYSTEM_TORCH)),)
+VENV_FLAGS := --system-site-packages
+else
+PIP_FLAGS := -c constraints.txt
+endif
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format types layers tables docs check wheels clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' Makefile
+
+demo: $(VENV)/installed ## train a small Llama in FP8 and its BF16 twin on real text
+	$(BIN)/octavo train --preset demo --out $(DEMO) --overwrite
+
+test: $(VENV)/installed-dev ## run every test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/installed-dev ## ruff and codespell
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+
+format: $(VENV)/installed-dev ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(VENV)/installed-dev ## mypy, strict
+	$(BIN)/mypy
+
+layers: $(VENV)/installed-dev ## imports point down
+	$(BIN)/lint-imports
+
+tables: $(VENV)/installed-dev ## write the generated tables of README and docs again
+	$(BIN)/python -m octavo.bench.tables
+
+docs: $(VENV)/installed-dev ## the generated tables are current, the examples run
+	$(BIN)/python -m octavo.bench.tables --check
+	$(BIN)/python -m pytest tests/test_docs.py tests/test_readme.py
+
+check: lint types layers test docs ## everything that .ci/run runs
+
+wheels: $(VENV)/installed ## wheels/: what an offline machine with its own PyTorch needs beside it
+	$(BIN)/python -m pip download --quiet --dest wheels hatchling editables cyclopts plotext rich
+
+clean: ## remove the virtual environment and the caches; runs/ stays
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+
+$(VENV)/installed: $(BIN)/python pyproject.toml constraints.txt
+	@echo "octavo: installing into $(VENV) (the first time this downloads PyTorch)"
+	@$(PIP_INSTALL) -e .
+	@touch $@
+
+$(VENV)/installed-dev: $(BIN)/python pyproject.toml constraints.txt
+	@echo "octavo: installing into $(VENV), with the tools for tests (the first time this downloads PyTorch)"
+	@$(PIP_INSTALL) -e '.[dev]'
+	@touch $(VENV)/installed $@
+
+$(BIN)/python:
+	@python=$$(sh .ci/find-python $(PYTHON)) || exit 1; \
+	"$$python" -m venv $(VENV_FLAGS) $(VENV) || { rm -rf $(VENV); \
+	echo "octavo: '$$python -m venv' does not work here. On Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }

@@ -1,0 +1,44 @@
+"""Octavo trains models in FP8: one byte for a weight, an activation, a gradient and an optimizer state.
+
+The public names load on first use, so that `import octavo` and the command line stay quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from octavo.conversion import Plan, Policy, convert, disabled, revert
+    from octavo.conversion import make_plan as plan
+    from octavo.numerics import dequantize, quantize
+    from octavo.recipes import Recipe
+    from octavo.tensor import FP8Tensor
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Plan": "octavo.conversion:Plan",
+    "Policy": "octavo.conversion:Policy",
+    "convert": "octavo.conversion:convert",
+    "disabled": "octavo.conversion:disabled",
+    "plan": "octavo.conversion:make_plan",
+    "revert": "octavo.conversion:revert",
+    "dequantize": "octavo.numerics:dequantize",
+    "quantize": "octavo.numerics:quantize",
+    "Recipe": "octavo.recipes:Recipe",
+    "FP8Tensor": "octavo.tensor:FP8Tensor",
+}
+
+__all__ = [*_HOME, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'octavo' has no attribute '{name}'")
+    module, attribute = _HOME[name].split(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,139 @@
+"""Tables of facts that the code already states: recipes, errors, the keys of a run file, dependencies."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import typing
+from collections.abc import Callable
+from typing import Any
+
+from octavo import errors, recipes
+from octavo.bench.markdown import table
+from octavo.bench.results import KINDS
+from octavo.train.config import RunConfig
+
+
+FIELD_HEADER = ("key", "type or choices", "default", "meaning")
+
+
+def recipe_table() -> str:
+    """Return the presets: each operand of each GEMM, and what a layer keeps for backward."""
+    header = (
+        "recipe",
+        "fprop: input, weight",
+        "dgrad: grad_output, weight",
+        "wgrad: grad_output, input",
+        "kept",
+    )
+    rows = []
+    for name in recipes.names():
+        recipe = recipes.load(name)
+        operands = {gemm: f"{left}, {right}" for gemm, left, right in recipe.gemms()}
+        kept = "; ".join(recipes.kept_for_backward(recipe))
+        rows.append((f"`{name}`", *(operands.get(gemm, "BF16") for gemm in recipes.GEMMS), kept))
+    return table(header, rows)
+
+
+def preset_table() -> str:
+    """Return the presets, each with the sentence that its code says about itself."""
+    from octavo.recipes.presets import PRESETS
+
+    return table(
+        ("recipe", "what it does"), [(f"`{name}`", _sentence(make)) for name, make in PRESETS.items()]
+    )
+
+
+def error_table() -> str:
+    """Return the exceptions, each with its docstring and its bases."""
+    found = [
+        value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, Exception)
+    ]
+    rows = [
+        (f"`{cls.__name__}`", ", ".join(f"`{base.__name__}`" for base in cls.__bases__), _sentence(cls))
+        for cls in found
+    ]
+    return table(("exception", "is a", "when"), rows)
+
+
+def field_table(cls: type[Any], prefix: str = "") -> str:
+    """Return the fields of a dataclass: key, type, default and the docstring below it, nested ones in full.
+
+    `prefix` stands before each key: the table that the fields belong to, and a dot.
+    """
+    return table(FIELD_HEADER, _field_rows(cls, prefix))
+
+
+def _field_rows(cls: type[Any], prefix: str = "") -> list[tuple[str, str, str, str]]:
+    docs, hints = field_docs(cls), typing.get_type_hints(cls)
+    rows = []
+    for field in dataclasses.fields(cls):
+        key, hint = f"{prefix}{field.name}", hints[field.name]
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            rows += _field_rows(hint, f"{key}.")
+            continue
+        rows.append((f"`{key}`", _type(field, hint), _default(field), docs.get(field.name, "")))
+    return rows
+
+
+def _type(field: dataclasses.Field[Any], hint: Any) -> str:
+    if typing.get_origin(hint) is typing.Literal:
+        return ", ".join(f"`{choice}`" for choice in typing.get_args(hint))
+    return f"`{field.type}`"
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default is not dataclasses.MISSING:
+        return f"`{field.default}`"
+    return "required" if field.default_factory is dataclasses.MISSING else f"`{field.default_factory()}`"
+
+
+def field_docs(cls: type[Any]) -> dict[str, str]:
+    """Return the docstring literal that stands under each field of the dataclass `cls`."""
+    source = inspect.cleandoc(inspect.getsource(cls))
+    body = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)).body
+    docs = {}
+    for field, text in itertools.pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            is_text = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+            if is_text and isinstance(text.value.value, str):
+                docs[field.target.id] = " ".join(text.value.value.split())
+    return docs
+
+
+def _sentence(documented: object) -> str:
+    return " ".join((inspect.getdoc(documented) or "").split("\n\n")[0].split())
+
+
+def run_file_table() -> str:
+    """Return every key of a run file."""
+    return field_table(RunConfig)
+
+
+def recipe_key_table() -> str:
+    """Return the keys of a recipe file; GEMM stands for each of the three, OPERAND for each of its two."""
+    rows = [row for row in _field_rows(recipes.Recipe) if "." not in row[0]]
+    rows += _field_rows(recipes.Gemm, "GEMM.")
+    return table(FIELD_HEADER, rows + _field_rows(recipes.Operand, "GEMM.OPERAND."))
+
+
+def result_kind_table() -> str:
+    """Return, for each kind of result, the keys that a row must have."""
+    rows = [
+        (f"`{kind}`", ", ".join(f"`{key}` ({required.__name__})" for key, required in keys.items()))
+        for kind, keys in KINDS.items()
+    ]
+    return table(("kind", "keys of a row"), rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "recipes": preset_table,
+    "recipe-operands": recipe_table,
+    "errors": error_table,
+    "run-file": run_file_table,
+    "recipe-keys": recipe_key_table,
+    "result-kinds": result_kind_table,
+}
+"""Tables by name. A new one is a function above and a line here."""

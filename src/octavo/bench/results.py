@@ -1,0 +1,178 @@
+"""Result files: what was measured, on what, with which command. All figures in README and docs come from one.
+
+A result is `benchmarks/results/<date>-<hardware>-<kind>.json`, the newest of a kind `latest/<kind>.json` too.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import platform
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import octavo
+from octavo import strict
+from octavo.errors import ConfigError, did_you_mean
+
+KINDS: dict[str, dict[str, type]] = {
+    "demo": {
+        "recipe": str,
+        "device": str,
+        "steps": int,
+        "tokens": int,
+        "heldout_loss_fp8": float,
+        "heldout_loss_bf16": float,
+        "gap_percent": float,
+    },
+    "parity": {"model": str, "tokens": int, "recipe": str, "seed": int, "heldout_loss": float},
+    "step": {"workload": str, "implementation": str, "ms": float, "ratio_to_bf16": float, "peak_gib": float},
+}
+"""For each kind, what every row must have. Other keys are welcome: they are kept and not read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """One measurement session. Invalid content raises `ConfigError` on construction."""
+
+    kind: str
+    """One of `KINDS`."""
+    date: str
+    """The day it was measured, as YYYY-MM-DD."""
+    hardware: str
+    """A slug, as `hardware()` gives it: `nvidia-h200`."""
+    versions: dict[str, str]
+    """Software by name, as `versions()` gives it."""
+    command: str
+    """The command that measures it again."""
+    rows: tuple[dict[str, Any], ...]
+    """One row a figure, with the keys of `KINDS[kind]` and any others."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            near = did_you_mean(self.kind, KINDS)
+            raise ConfigError(f"result: unknown kind '{self.kind}'.{near} Known kinds: {', '.join(KINDS)}.")
+        if not re.fullmatch(r"\d{4}-\d{2}-\d{2}", self.date):
+            raise ConfigError(f"result: the date '{self.date}' is not written YYYY-MM-DD.")
+        if self.hardware != slug(self.hardware):
+            raise ConfigError(f"result: hardware '{self.hardware}' is no slug; '{slug(self.hardware)}' is.")
+        if not self.rows:
+            raise ConfigError("result: there are no rows. A result without a measurement is not written.")
+        for index, row in enumerate(self.rows):
+            _check_row(row, KINDS[self.kind], f"result of kind '{self.kind}': rows[{index}]")
+
+    @property
+    def file_name(self) -> str:
+        """The name of its file: `<date>-<hardware>-<kind>.json`."""
+        return f"{self.date}-{self.hardware}-{self.kind}.json"
+
+
+def _check_row(row: Mapping[str, Any], required: Mapping[str, type], where: str) -> None:
+    for key, kind in required.items():
+        if key not in row:
+            raise ConfigError(f"{where}: the key '{key}' is missing.{did_you_mean(key, row)}")
+        value = row[key]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (is_number if kind is float else isinstance(value, kind) and not isinstance(value, bool)):
+            raise ConfigError(f"{where}: '{key}' must be {kind.__name__}, got {value!r}.")
+    for key, value in row.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{where}: '{key}' is {value}. A figure must be finite.")
+
+
+def write(result: Result, directory: Path) -> Path:
+    """Write `result` under `directory` and return its path. One of the same name is replaced.
+
+    `latest/<kind>.json` follows unless it holds a later day. Each file appears whole or not at all.
+
+    Raises:
+        ConfigError: `latest/<kind>.json` exists and is not a result.
+    """
+    text = json.dumps(strict.to_dict(result), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    path = directory / result.file_name
+    latest = directory / "latest" / f"{result.kind}.json"
+    superseded = latest.exists() and load(latest).date > result.date
+    for target in [path] if superseded else [path, latest]:
+        _replace(target, text)
+    return path
+
+
+def _replace(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def load(path: Path) -> Result:
+    """Read a result file.
+
+    Raises:
+        ConfigError: the file is missing, malformed, has an unknown key or a row that lacks one.
+    """
+    try:
+        return strict.read(Result, strict.read_file(path), str(path))
+    except ConfigError as error:
+        raise error if str(path) in str(error) else ConfigError(f"{path}: {error}") from error
+
+
+def latest(kind: str, directory: Path) -> Result | None:
+    """Return the newest result of `kind` under `directory`, or None where it was never measured."""
+    path = directory / "latest" / f"{kind}.json"
+    return load(path) if path.exists() else None
+
+
+def today() -> str:
+    """Return today's date, UTC, as results write it."""
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
+def versions() -> dict[str, str]:
+    """Return the versions a figure depends on: python, torch, octavo; cuda and triton where they exist."""
+    import torch
+
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+    if importlib.util.find_spec("triton") is not None:
+        found["triton"] = importlib.metadata.version("triton")
+    return {**found, "octavo": octavo.__version__}
+
+
+def hardware() -> str:
+    """Return a slug of what computes here: the first GPU's name, else the processor's."""
+    import torch
+
+    if torch.cuda.is_available():
+        return slug(torch.cuda.get_device_name(0))
+    return slug(_processor())
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        named = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(encoding="utf-8"), re.MULTILINE)
+        if named and named[1].strip().lower() != "unknown":
+            return named[1]
+    return platform.processor() or platform.machine() or "cpu"
+
+
+def slug(name: str) -> str:
+    """Return `name` in lower case, words joined by dashes: `NVIDIA H200` is `nvidia-h200`."""
+    bare = re.sub(r"\((r|tm)\)", "", name.lower())
+    return re.sub(r"[^a-z0-9.]+", "-", bare).strip("-.")

@@ -1,0 +1,207 @@
+"""The tables of README and docs. Figures come from `benchmarks/results/latest`, facts from the code.
+
+A page holds a table between two lines, and only what stands between them is written:
+
+    <!-- table: parity -->
+    <!-- end -->
+
+`python -m octavo.bench.tables` writes every page again; with `--check` it names the pages that are not
+current and exits with 1. Run it from the root of the repository, or give `--root`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from octavo.bench import facts, results
+from octavo.bench.markdown import table
+from octavo.bench.results import Result
+from octavo.errors import ConfigError, OctavoError, did_you_mean
+
+NOT_MEASURED = "*Not measured yet.*"
+MARK = re.compile(r"^<!-- (?:table: (?P<name>\S+)|(?P<end>end)) -->$")
+
+Row = dict[str, Any]
+
+
+def demo(result: Result) -> str:
+    """Return the table of the demo: both losses on held-out text and the gap between them."""
+    header = ("device", "recipe", "steps", "tokens", "FP8 loss", "BF16 loss", "gap")
+    rows = [
+        (
+            row["device"],
+            row["recipe"],
+            f"{row['steps']:,}",
+            f"{row['tokens']:,}",
+            f"{row['heldout_loss_fp8']:.4f}",
+            f"{row['heldout_loss_bf16']:.4f}",
+            f"{row['gap_percent']:+.2f} %",
+        )
+        for row in result.rows
+    ]
+    return table(header, rows)
+
+
+def parity(result: Result) -> str:
+    """Return, for each model, the held-out loss of every recipe and seed, and the gap to the mean of BF16."""
+    groups = _grouped(result.rows, "model", "tokens")
+    return "\n\n".join(
+        _parity_of(f"{model}, {tokens:,} tokens", rows) for (model, tokens), rows in groups.items()
+    )
+
+
+def _parity_of(title: str, rows: Sequence[Row]) -> str:
+    losses: dict[str, dict[int, float]] = {}
+    for row in rows:
+        of_recipe = losses.setdefault(row["recipe"], {})
+        if row["seed"] in of_recipe:
+            raise ConfigError(
+                f"result of kind 'parity': {title}: {row['recipe']}, seed {row['seed']} stands twice."
+            )
+        of_recipe[row["seed"]] = row["heldout_loss"]
+    seeds = sorted({row["seed"] for row in rows})
+    bf16 = list(losses.get("bf16", {}).values())
+    body = [
+        (
+            recipe,
+            *(f"{by_seed[seed]:.4f}" if seed in by_seed else "" for seed in seeds),
+            f"{fmean(by_seed.values()):.4f}",
+            _gap(fmean(by_seed.values()), bf16) if recipe != "bf16" else "",
+        )
+        for recipe, by_seed in losses.items()
+    ]
+    header = ("recipe", *(f"seed {seed}" for seed in seeds), "mean", "gap to BF16")
+    return f"**{title}**: held-out loss, nats a token\n\n{table(header, body)}\n\n{_spread(bf16)}"
+
+
+def _gap(loss: float, bf16: Sequence[float]) -> str:
+    return f"{100 * (loss / fmean(bf16) - 1):+.2f} %" if bf16 else "BF16 not measured"
+
+
+def _spread(bf16: Sequence[float]) -> str:
+    if len(bf16) < 2:
+        return f"BF16 was trained with {len(bf16)} seeds, so its own spread is not known."
+    spread = max(bf16) - min(bf16)
+    lie = f"The {len(bf16)} BF16 seeds lie {spread:.4f} apart ({100 * spread / fmean(bf16):.2f} %)"
+    return f"{lie}: a gap inside that spread is chance."
+
+
+def step(result: Result) -> str:
+    """Return, for each workload, time, speed against BF16 and peak memory of every implementation."""
+    header = ("implementation", "ms", "times BF16's speed", "peak GiB")
+    blocks = []
+    for (workload,), rows in _grouped(result.rows, "workload").items():
+        body = [
+            (
+                row["implementation"],
+                f"{row['ms']:.1f}",
+                f"{row['ratio_to_bf16']:.2f}",
+                f"{row['peak_gib']:.1f}",
+            )
+            for row in rows
+        ]
+        blocks.append(f"**{workload}**\n\n{table(header, body)}")
+    return "\n\n".join(blocks)
+
+
+def _grouped(rows: Iterable[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return groups
+
+
+MEASURED: dict[str, Callable[[Result], str]] = {"demo": demo, "parity": parity, "step": step}
+"""Tables of the newest result of a kind."""
+
+
+def render(name: str, directory: Path) -> str:
+    """Return the table called `name`; measured ones come from the results under `directory`.
+
+    Raises:
+        ConfigError: there is no such table, or a result file is invalid.
+    """
+    if name in facts.TABLES:
+        return facts.TABLES[name]()
+    if name not in MEASURED:
+        known = (*MEASURED, *facts.TABLES)
+        raise ConfigError(f"unknown table '{name}'.{did_you_mean(name, known)} Tables: {', '.join(known)}.")
+    result = results.latest(name, directory)
+    if result is None:
+        return NOT_MEASURED
+    software = ", ".join(f"{key} {value}" for key, value in result.versions.items())
+    origin = f"Measured on {result.hardware} ({software}) with `{result.command}`: `{result.file_name}`."
+    return f"{MEASURED[name](result)}\n\n{origin}"
+
+
+def fill(text: str, directory: Path, where: str) -> str:
+    """Return the page `text` with every table between markers written again; `where` names it in errors.
+
+    Raises:
+        ConfigError: a table that does not end, an end without a table, or an unknown table.
+    """
+    lines: list[str] = []
+    open_table: str | None = None
+    for number, line in enumerate(text.splitlines(), start=1):
+        mark = MARK.match(line)
+        if mark is None:
+            lines += [] if open_table else [line]
+            continue
+        if bool(mark["end"]) != bool(open_table):
+            problem = (
+                f"'{open_table}' has no end before this line"
+                if open_table
+                else "ends a table that never began"
+            )
+            raise ConfigError(f"{where}:{number}: {line}: {problem}.")
+        lines.append(f"{render(open_table, directory)}\n{line}" if open_table else line)
+        open_table = mark["name"]
+    if open_table:
+        raise ConfigError(f"{where}: the table '{open_table}' has no `<!-- end -->`.")
+    return "\n".join(lines) + "\n"
+
+
+def pages(root: Path) -> list[Path]:
+    """Return the Markdown pages of the repository at `root` that may hold tables."""
+    named = [root / "README.md", root / "benchmarks" / "README.md"]
+    return [page for page in (*named, *sorted((root / "docs").rglob("*.md"))) if page.is_file()]
+
+
+def outdated(root: Path) -> dict[Path, str]:
+    """Return the pages whose tables are not current, each with the text it should have."""
+    directory = root / "benchmarks" / "results"
+    texts = {page: page.read_text(encoding="utf-8") for page in pages(root)}
+    current = {page: fill(text, directory, str(page.relative_to(root))) for page, text in texts.items()}
+    return {page: text for page, text in current.items() if text != texts[page]}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the tables, or only check them. Returns the exit code: 0 all current, 1 not."""
+    parser = argparse.ArgumentParser(
+        prog="python -m octavo.bench.tables", description="Write the generated tables."
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 where a page is not current"
+    )
+    parser.add_argument("--root", type=Path, default=Path(), help="the repository (default: here)")
+    options = parser.parse_args(arguments)
+    try:
+        stale = outdated(options.root)
+    except OctavoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for page, text in stale.items():
+        if not options.check:
+            page.write_text(text, encoding="utf-8")
+        print(f"{page}: {'not current; run python -m octavo.bench.tables' if options.check else 'written'}")
+    return 1 if options.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""Carry out a plan on a user's model, in place, and undo it. Names, parameters, hooks and state_dict stay as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from octavo.conversion.plan import Plan, make_plan, refuse_fallbacks
+from octavo.conversion.policy import Policy
+from octavo.errors import NonFiniteError
+from octavo.nn import Linear
+from octavo.recipes import RecipeLike
+
+
+def convert(
+    model: nn.Module,
+    recipe: RecipeLike = "folded",
+    *,
+    policy: Policy | None = None,
+    tokens: int = 8192,
+    strict: bool = False,
+) -> Plan:
+    """Make a model's linear layers compute in FP8, in place, and return the plan that was carried out.
+
+    Call it before the optimizer or after it: the parameters are the same objects. A model that is already converted is
+    converted anew to `recipe`; a layer that the plan leaves in BF16 is turned back.
+
+    Args:
+        strict: refuse, rather than run slowly, where a GPU has no fast kernel for the recipe.
+
+    Raises:
+        ConfigError: an unknown recipe, or a pattern that matches no layer.
+        NonFiniteError: a weight to be converted holds a NaN or an infinity; nothing has been changed.
+        UnsupportedError: under `strict`, a layer would fall back.
+    """
+    plan = make_plan(model, recipe, policy=policy, tokens=tokens)
+    if strict:
+        refuse_fallbacks(plan)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    for name in plan.recipes:
+        _check_finite(name, layers[name])
+    for name, layer in layers.items():
+        if name in plan.recipes:
+            Linear.adopt(layer, plan.recipes[name])
+        elif isinstance(layer, Linear):
+            layer.release()
+    return plan
+
+
+def revert(model: nn.Module) -> int:
+    """Turn every FP8 layer back into an `nn.Linear`, in place; return how many there were."""
+    layers = _fp8_layers(model)
+    for layer in layers:
+        layer.release()
+    return len(layers)
+
+
+@contextmanager
+def disabled(model: nn.Module) -> Iterator[None]:
+    """Compute in the model's own precision inside the block, for an evaluation beside the FP8 one."""
+    layers = [layer for layer in _fp8_layers(model) if layer.enabled]
+    for layer in layers:
+        layer.enabled = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enabled = True
+
+
+def _fp8_layers(model: nn.Module) -> list[Linear]:
+    return [module for module in model.modules() if isinstance(module, Linear)]
+
+
+def _check_finite(name: str, layer: nn.Linear) -> None:
+    weight = layer.weight
+    if weight.is_meta or bool(torch.isfinite(weight).all()):
+        return
+    count = int((~torch.isfinite(weight)).sum())
+    row, column = (int(i) for i in torch.nonzero(~torch.isfinite(weight))[0])
+    raise NonFiniteError(
+        f"{name}.weight holds {count} value(s) that are NaN or infinite, the first at row {row}, column {column}. "
+        "Load a good checkpoint, or find the step that produced them; nothing was converted."
+    )

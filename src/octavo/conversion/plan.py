@@ -1,0 +1,190 @@
+"""The plan: for every linear layer what it will compute in, and why. Nothing is changed by making one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from octavo.conversion.gain import predicted_gain
+from octavo.conversion.policy import Policy
+from octavo.errors import ConfigError, UnsupportedError, did_you_mean
+from octavo.kernels.explain import gemm_kernel
+from octavo.recipes import GEMMS, Recipe, RecipeLike, load
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerPlan:
+    """What one linear layer will do."""
+
+    name: str
+    shape: tuple[int, int]
+    """(N, K): output features, input features."""
+    recipe: str
+    precision: str
+    """fprop / dgrad / wgrad, each fp8 or bf16."""
+    kernels: str
+    """The kernel of each FP8 GEMM; `-` where there is none."""
+    gain: float | None
+    """Predicted BF16 time / FP8 time on a Hopper GPU; None on other devices and for layers in BF16."""
+    reason: str
+    """Why it stays in BF16, or what to know of its kernels."""
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether any of its GEMMs runs in FP8."""
+        return "fp8" in self.precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The plan of a whole model. `print(plan)` shows it as a table."""
+
+    recipe: Recipe
+    device: str
+    tokens: int
+    layers: tuple[LayerPlan, ...]
+    recipes: dict[str, Recipe]
+    """Layer name -> the recipe it runs by."""
+
+    @property
+    def fp8_layers(self) -> int:
+        """The count of layers that run in FP8."""
+        return sum(layer.is_fp8 for layer in self.layers)
+
+    def to_json(self) -> str:
+        """Return the plan as JSON."""
+        body = {"recipe": self.recipe.name, "device": self.device, "tokens": self.tokens}
+        return json.dumps({**body, "layers": [asdict(layer) for layer in self.layers]}, indent=1)
+
+    def __str__(self) -> str:
+        return "\n".join(_table(self))
+
+
+def make_plan(
+    model: nn.Module,
+    recipe: RecipeLike = "folded",
+    *,
+    policy: Policy | None = None,
+    tokens: int = 8192,
+    device: torch.device | str | None = None,
+) -> Plan:
+    """Return what `convert` would do to a model.
+
+    Args:
+        model: any module; on the meta device too.
+        recipe: a name, a file, a mapping or a Recipe; `modules` in it overrides it by name pattern.
+        policy: what stays in BF16; the default keeps heads, embeddings, routers and small layers.
+        tokens: tokens of one forward, for the predicted gain.
+        device: where it will run; by default where the model is.
+
+    Raises:
+        ConfigError: an unknown recipe, or a pattern that matches no linear layer.
+    """
+    recipe, policy = load(recipe), policy or Policy()
+    layers = list(_linear_layers(model))
+    device = torch.device(device) if device is not None else _device_of(model)
+    _check_patterns(recipe, [name for name, _ in layers])
+    recipes = {name: _recipe_for(name, recipe) for name, _ in layers}
+    rows = tuple(_plan_layer(name, layer, recipes[name], policy, tokens, device) for name, layer in layers)
+    chosen = {row.name: recipes[row.name] for row in rows if row.is_fp8}
+    return Plan(recipe=recipe, device=str(device), tokens=tokens, layers=rows, recipes=chosen)
+
+
+def refuse_fallbacks(plan: Plan) -> None:
+    """Raise where a layer of the plan would run on the reference kernel although the device is a GPU.
+
+    Raises:
+        UnsupportedError: naming the first such layer and its reason.
+    """
+    for layer in plan.layers:
+        if layer.is_fp8 and plan.device.startswith("cuda") and "reference" in layer.kernels:
+            raise UnsupportedError(
+                f"{layer.name}: recipe '{layer.recipe}' has no fast kernel on {plan.device} ({layer.reason}). "
+                "Choose another recipe, or convert with strict=False to run it slowly."
+            )
+
+
+def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield each linear layer once, by its first name; a layer used in two places is one layer."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            yield name, module
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    parameter = next(model.parameters(), None)
+    return torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
+
+
+def _check_patterns(recipe: Recipe, names: list[str]) -> None:
+    for pattern in recipe.modules:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(
+                f"recipe '{recipe.name}': modules: the pattern '{pattern}' matches no linear layer.{did_you_mean(pattern, names)}"
+            )
+
+
+def _recipe_for(name: str, recipe: Recipe) -> Recipe:
+    chosen = recipe
+    for pattern, other in recipe.modules.items():
+        chosen = other if fnmatchcase(name, pattern) else chosen
+    return chosen
+
+
+def _plan_layer(
+    name: str, layer: nn.Linear, recipe: Recipe, policy: Policy, tokens: int, device: torch.device
+) -> LayerPlan:
+    out_features, in_features = layer.out_features, layer.in_features
+    kept = policy.reason_to_keep(name, layer) if type(layer).__module__ != "octavo.nn.linear" else None
+    gain = predicted_gain(recipe, out_features, in_features, tokens) if device.type == "cuda" and recipe.is_fp8 else None
+    if kept is None and not recipe.is_fp8:
+        kept = "the recipe says bf16"
+    if kept is None and gain is not None and gain < policy.min_gain:
+        kept = f"too small to gain: predicted {gain:.2f} times BF16 at {tokens} tokens"
+    if kept is not None:
+        recipe, gain = load("bf16"), None
+    names, notes = _kernels(recipe, device)
+    return LayerPlan(
+        name=name,
+        shape=(out_features, in_features),
+        recipe=recipe.name,
+        precision=" / ".join(recipe.gemm(gemm).precision for gemm in GEMMS),
+        kernels=" / ".join(names),
+        gain=gain,
+        reason=kept or notes,
+    )
+
+
+def _kernels(recipe: Recipe, device: torch.device) -> tuple[list[str], str]:
+    """Return the kernel of each GEMM, and a note where the reference runs on a GPU."""
+    operands = {name: (a, b) for name, a, b in recipe.gemms()}
+    names, notes = [], ""
+    for gemm in GEMMS:
+        if gemm not in operands:
+            names.append("-")
+            continue
+        a, b = operands[gemm]
+        name, refused = gemm_kernel(device, (a.format, a.granularity), (b.format, b.granularity))
+        names.append(name)
+        if name == "reference" and device.type == "cuda":
+            notes = f"{gemm} falls back: {'; '.join(f'{kernel}: {why}' for kernel, why in refused.items())}"
+    return names, notes
+
+
+def _table(plan: Plan) -> list[str]:
+    rows = [("layer", "N x K", "recipe", "fprop / dgrad / wgrad", "gain", "why")]
+    for layer in plan.layers:
+        shape, gain = "{} x {}".format(*layer.shape), f"{layer.gain:.2f}" if layer.gain else "-"
+        rows.append((layer.name, shape, layer.recipe, layer.kernels if layer.is_fp8 else "bf16", gain, layer.reason))
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]).rstrip() for row in rows]
+    weights = sum(layer.shape[0] * layer.shape[1] for layer in plan.layers)
+    fp8_weights = sum(layer.shape[0] * layer.shape[1] for layer in plan.layers if layer.is_fp8)
+    share = fp8_weights / weights if weights else 0.0
+    total = f"{plan.fp8_layers} of {len(plan.layers)} linear layers in FP8 ({share:.0%} of their weights) on {plan.device}"
+    return [*lines, "", total]

@@ -1,0 +1,46 @@
+"""The policy: which layers stay in BF16 whatever the recipe, and why. A user reads it, edits it and passes it on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+
+def _keep() -> dict[str, str]:
+    return {
+        "*lm_head": "output head: its error goes straight into the loss",
+        "output": "output head: its error goes straight into the loss",
+        "*embed*": "embedding",
+        "*router": "router: a small error sends a token to another expert",
+        "*.gate": "router: a small error sends a token to another expert",
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What `plan` and `convert` leave alone."""
+
+    keep: dict[str, str] = field(default_factory=_keep)
+    """Name pattern -> reason. `*` matches anything, dots included."""
+    min_features: int = 32
+    """A layer with fewer input or output features stays in BF16."""
+    min_gain: float = 1.0
+    """On a GPU, a layer whose predicted gain is below this stays in BF16. 0 converts all."""
+    filter: Callable[[str, nn.Linear], bool] | None = None
+    """A further test, (name, layer) -> whether to convert it."""
+
+    def reason_to_keep(self, name: str, layer: nn.Linear) -> str | None:
+        """Return why this layer stays in BF16, or None."""
+        for pattern, reason in self.keep.items():
+            if fnmatchcase(name, pattern):
+                return reason
+        if type(layer) is not nn.Linear:
+            return f"{type(layer).__name__} is a subclass of nn.Linear with a forward of its own"
+        if min(layer.in_features, layer.out_features) < self.min_features:
+            return f"fewer than {self.min_features} features"
+        if self.filter is not None and not self.filter(name, layer):
+            return "left out by the policy's filter"
+        return None

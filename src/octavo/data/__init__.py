@@ -1,0 +1,50 @@
+"""Text into tokens into batches: corpora, held-out split, tokenizers, memory-mapped token files, a resumable loader.
+
+    source -> read_corpus -> prepare (tokenize, split, write once) -> TokenFiles -> Loader, heldout_batches
+
+Names load on first use, so that the command line stays quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from octavo.data.bpe import BPETokenizer
+    from octavo.data.corpus import Document, read_corpus
+    from octavo.data.loader import Loader, heldout_batches
+    from octavo.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+    from octavo.data.tokens import TokenFiles, prepare
+
+_HOME = {
+    "BPETokenizer": "octavo.data.bpe",
+    "ByteTokenizer": "octavo.data.tokenizer",
+    "Document": "octavo.data.corpus",
+    "Loader": "octavo.data.loader",
+    "TokenFiles": "octavo.data.tokens",
+    "Tokenizer": "octavo.data.tokenizer",
+    "heldout_batches": "octavo.data.loader",
+    "load_tokenizer": "octavo.data.tokenizer",
+    "prepare": "octavo.data.tokens",
+    "read_corpus": "octavo.data.corpus",
+}
+
+__all__ = [
+    "BPETokenizer",
+    "ByteTokenizer",
+    "Document",
+    "Loader",
+    "TokenFiles",
+    "Tokenizer",
+    "heldout_batches",
+    "load_tokenizer",
+    "prepare",
+    "read_corpus",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'octavo.data' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -1,0 +1,141 @@
+"""Byte-level BPE, trained on the corpus at hand, through the package `tokenizers`."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from octavo.data.corpus import open_corpus
+from octavo.data.tokenizer import Tokens
+from octavo.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+END_OF_DOCUMENT = "<|endofdocument|>"
+SMALLEST, LARGEST = 272, 65_536
+SAMPLE_BYTES = 64_000_000
+"""Text to learn merges from; more changes them little and takes minutes."""
+
+
+class BPETokenizer:
+    """A byte-level BPE: any text encodes, and decodes to itself."""
+
+    def __init__(self, backend: Backend, name: str = "bpe") -> None:
+        """Wrap a tokenizer of the package `tokenizers`; one with an end-of-text token of its own keeps it.
+
+        Raises:
+            DataError: it has no token to end a document, or more ids than uint16 holds.
+        """
+        ends = (END_OF_DOCUMENT, "<|endoftext|>", "<|end_of_text|>", "</s>")
+        found = [i for i in map(backend.token_to_id, ends) if i is not None]
+        size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        if not found:
+            raise DataError(f"the tokenizer has no token that ends a document; add one of {', '.join(ends)}.")
+        if size > LARGEST:
+            raise DataError(f"the tokenizer has {size} ids; token files hold 16-bit ids, {LARGEST} at most.")
+        self.name = f"{name}-{size}"
+        self.vocab = -(-size // 16) * 16
+        self.end_of_document: int = found[0]
+        self.fingerprint = hashlib.sha256(backend.to_str().encode()).hexdigest()
+        self._backend = backend
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab: int = 4096) -> BPETokenizer:
+        """Learn `vocab` ids (bytes, merges, and the end of document) from `texts`. Deterministic.
+
+        Raises:
+            ConfigError: `vocab` is no multiple of 16 from 272 to 65,536.
+            DataError: `tokenizers` is not installed.
+        """
+        if vocab % 16 or not SMALLEST <= vocab <= LARGEST:
+            raise ConfigError(f"tokenizer: vocab {vocab} is not a multiple of 16 from {SMALLEST} to {LARGEST}.")
+        tokenizers = _package()
+        backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = tokenizers.decoders.ByteLevel()
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=vocab,
+            special_tokens=[END_OF_DOCUMENT],
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        backend.train_from_iterator(texts, trainer)
+        return cls(backend)
+
+    @classmethod
+    def load(cls, path: Path) -> BPETokenizer:
+        """Return the tokenizer of a `.json` file.
+
+        Raises:
+            DataError: the file is missing or malformed, or `tokenizers` is not installed.
+        """
+        tokenizers = _package()
+        if not path.is_file():
+            raise DataError(f"{path}: there is no such tokenizer file.")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises bare Exception
+            raise DataError(f"{path}: not a tokenizer file ({error}).") from error
+        return cls(backend)
+
+    def save(self, path: Path) -> None:
+        """Write a `.json` file that `load` and the package `tokenizers` read.
+
+        Raises:
+            DataError: the file cannot be written; nothing half-written stays.
+        """
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as stream:
+                    stream.write(self._backend.to_str())
+                Path(temporary).replace(path)
+            finally:
+                Path(temporary).unlink(missing_ok=True)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be written ({error.strerror}).") from error
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
+        """Return the ids of each text, uint16, without the end of document."""
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint16) for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids`; ends of document and padding ids give nothing."""
+        text: str = self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
+        return text
+
+
+def trained(source: str | Path, vocab: int, cache_dir: Path) -> BPETokenizer:
+    """Return the BPE of `vocab` ids for `source`, trained once and then found in `cache_dir`."""
+    corpus = open_corpus(source)
+    key = hashlib.sha256(f"{corpus.listing_sha256()} {vocab} {SAMPLE_BYTES}".encode()).hexdigest()[:12]
+    path = cache_dir / f"bpe-{vocab}-{key}.json"
+    if path.is_file():
+        return BPETokenizer.load(path)
+    tokenizer = BPETokenizer.train(_sample(corpus.documents(), corpus.size), vocab)
+    tokenizer.save(path)
+    return tokenizer
+
+
+def _sample(documents: Iterable[Any], size: int) -> Iterator[str]:
+    """Yield every n-th text, evenly over the corpus, such that about SAMPLE_BYTES are read."""
+    every = max(1, round(size / SAMPLE_BYTES))
+    return (document.text for document in itertools.islice(documents, 0, None, every))
+
+
+def _package() -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise DataError("a BPE tokenizer needs the package tokenizers: pip install octavo[tokenizers]") from error
+    return tokenizers

@@ -1,0 +1,111 @@
+"""From a file to documents, by its suffix. Every complaint names the file, and the line where there is one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from octavo.errors import DataError
+
+SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text, and where it came from."""
+
+    name: str
+    """Path relative to its source, with a line or row number where a file holds several documents."""
+    text: str
+    """The text, line ends as they are in the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextFile:
+    """A file that holds documents."""
+
+    name: str
+    """Path relative to its source, with `/` between parts."""
+    path: Path
+    """Where it is."""
+
+
+def read_documents(file: TextFile) -> Iterator[Document]:
+    """Yield the documents of one file: one in a text file, one a line in `.jsonl`, one a row in `.parquet`.
+
+    Raises:
+        DataError: the file cannot be read, is empty, is not UTF-8, or a line or row has no text.
+    """
+    if file.path.suffix == ".parquet":
+        documents = _parquet(file)
+    elif file.path.suffix == ".jsonl":
+        documents = _jsonl(file)
+    else:
+        documents = iter([Document(file.name, read_text(file.path))])
+    empty = True
+    for document in documents:
+        if document.text.strip():
+            empty = False
+            yield document
+    if empty:
+        raise DataError(f"{file.path}: the file is empty.")
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a UTF-8 file, line ends untouched, a byte-order mark dropped."""
+    try:
+        return path.read_bytes().decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text (byte {error.start}); convert it, or remove it from the folder.") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
+
+
+def _jsonl(file: TextFile) -> Iterator[Document]:
+    try:
+        with file.path.open("rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                if line.strip():
+                    yield Document(f"{file.name}:{number}", _line_text(line, f"{file.path}:{number}"))
+    except OSError as error:
+        raise DataError(f"{file.path}: cannot be read ({error.strerror}).") from error
+
+
+def _line_text(line: bytes, where: str) -> str:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not a line of JSON ({error}).") from error
+    text = value.get("text") if isinstance(value, dict) else None
+    if not isinstance(text, str):
+        keys = f"its fields are {', '.join(map(str, value))}" if isinstance(value, dict) and value else "it has none"
+        raise DataError(f"{where}: each line needs a field 'text' that is a string; {keys}.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: the text holds a lone surrogate, which is no character ({error.reason}).") from error
+    return text
+
+
+def _parquet(file: TextFile) -> Iterator[Document]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(f"{file.path}: reading Parquet needs pyarrow: pip install octavo[parquet]") from error
+    try:
+        table = pyarrow.parquet.ParquetFile(file.path)
+        if "text" not in table.schema_arrow.names:
+            columns = ", ".join(table.schema_arrow.names)
+            raise DataError(f"{file.path}: needs a column 'text'; its columns are {columns}.")
+        row = 0
+        for batch in table.iter_batches(batch_size=1024, columns=["text"]):
+            for text in batch.column(0).to_pylist():
+                if not isinstance(text, str):
+                    raise DataError(f"{file.path}: row {row}: the column 'text' holds {text!r}, not a string.")
+                yield Document(f"{file.name}:{row}", text)
+                row += 1
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"{file.path}: not a readable Parquet file ({error}).") from error

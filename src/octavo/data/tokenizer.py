@@ -1,0 +1,98 @@
+"""Text to token ids and back. Bytes need nothing; BPE needs the package `tokenizers`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.errors import DataError, did_you_mean
+
+Tokens = NDArray[np.uint16]
+
+
+class Tokenizer(Protocol):
+    """What `prepare` and a training run need of a tokenizer."""
+
+    @property
+    def name(self) -> str:
+        """Short name for tables and folders."""
+        ...
+
+    @property
+    def vocab(self) -> int:
+        """Size of the embedding: all ids lie below it. A multiple of 16."""
+        ...
+
+    @property
+    def end_of_document(self) -> int:
+        """The id that closes a document."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """A text that differs wherever two tokenizers could give different ids."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
+        """Return the ids of each text, uint16, without the end of document."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids`; ends of document and padding ids give nothing."""
+        ...
+
+
+class ByteTokenizer:
+    """The 256 bytes of UTF-8, and one id that ends a document.
+
+    257 ids are in use. `vocab` is 272, the next multiple of 16, because an FP8 GEMM needs dimensions divisible by 16;
+    ids 257 to 271 never occur.
+    """
+
+    name = "bytes"
+    vocab = 272
+    end_of_document = 256
+    fingerprint = "bytes-1"
+
+    def encode(self, text: str) -> Tokens:
+        """Return the UTF-8 bytes of `text` as uint16."""
+        return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
+        """Return the ids of each text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids`; a cut character becomes U+FFFD."""
+        return bytes(i for i in map(int, ids) if i < 256).decode(errors="replace")
+
+
+def load_tokenizer(name: str, *, source: str | Path | None = None, cache_dir: Path | None = None) -> Tokenizer:
+    """Return the tokenizer called `name`.
+
+    - `bytes`: `ByteTokenizer`.
+    - a path that ends in `.json`: a BPE saved by `BPETokenizer.save`, or any `tokenizers` file.
+    - `bpe-4096` (any size): a byte-level BPE trained on the text of `source`, kept in `cache_dir` and found there again.
+
+    Raises:
+        DataError: an unknown name, a missing or malformed file, or `tokenizers` is not installed.
+    """
+    if name == "bytes":
+        return ByteTokenizer()
+    if name.endswith(".json"):
+        from octavo.data.bpe import BPETokenizer
+
+        return BPETokenizer.load(Path(name))
+    kind, _, size = name.partition("-")
+    if kind != "bpe" or not size.isdigit():
+        near = did_you_mean(name, ("bytes", "bpe-4096"))
+        raise DataError(f"unknown tokenizer '{name}'.{near} Give 'bytes', 'bpe-<size>', or the path of a .json file.")
+    if source is None or cache_dir is None:
+        raise DataError(f"the tokenizer '{name}' is trained on a corpus: give a source and a folder to keep it in.")
+    from octavo.data.bpe import trained
+
+    return trained(source, int(size), cache_dir)

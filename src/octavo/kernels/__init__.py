@@ -1,0 +1,8 @@
+"""Kernels: one contract an operation, a `reference/` twin, `vendor/` for what PyTorch brings, and a record of what ran."""
+
+from octavo.kernels.explain import explain
+from octavo.kernels.gemm import gemm
+from octavo.kernels.ledger import Ledger, record
+from octavo.kernels.quantize import contiguous, quantize
+
+__all__ = ["Ledger", "contiguous", "explain", "gemm", "quantize", "record"]

@@ -1,0 +1,118 @@
+"""The GEMM contract, and who fulfils it.
+
+    gemm(a, b) = a . b^T        a (M, K), b (N, K): FP8 codes, contiguous; result (M, N), in `out_dtype`
+
+Scales are multiplied in; sums are FP32, or what the hardware keeps where `accumulate` is `fast`. M, N and K may be any
+size, 0 included. `KERNELS` is the order of preference: the first that does not refuse the operands runs. The choice is
+made inside a custom operator, so that compiled code counts and chooses as eager code does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.kernels import ledger
+from octavo.kernels.reference.gemm import gemm as reference_gemm
+from octavo.kernels.vendor import scaled_mm as vendor
+from octavo.numerics import Quantized, granularity_named
+
+
+@dataclass(frozen=True)
+class GemmKernel:
+    """One way to run the GEMM."""
+
+    name: str
+    refuses: Callable[[Quantized, Quantized], str | None]
+    """Returns why it cannot take these operands, or None."""
+    run: Callable[[Quantized, Quantized, torch.dtype, bool], Tensor]
+    """(a, b, out_dtype, fast accumulation) -> (M, N)."""
+
+
+KERNELS = (
+    GemmKernel("scaled_mm.tensor", vendor.refuses_tensor, vendor.scaled_mm_tensor),
+    GemmKernel("scaled_mm.row", vendor.refuses_row, vendor.scaled_mm_row),
+    GemmKernel("scaled_mm.block", vendor.refuses_block, vendor.scaled_mm_block),
+    GemmKernel("reference", lambda a, b: None, lambda a, b, dtype, fast: reference_gemm(a, b, dtype)),
+)
+
+
+def choose(a: Quantized, b: Quantized) -> tuple[GemmKernel, dict[str, str]]:
+    """Return the kernel for these operands, and why each one before it was refused."""
+    refused: dict[str, str] = {}
+    for kernel in KERNELS:
+        reason = kernel.refuses(a, b)
+        if reason is None:
+            return kernel, refused
+        refused[kernel.name] = reason
+    raise AssertionError("the reference kernel takes everything")
+
+
+def gemm(a: Quantized, b: Quantized, out_dtype: torch.dtype, accumulate: str = "slow") -> Tensor:
+    """Return a . b^T.
+
+    Args:
+        a: (M, K), codes contiguous.
+        b: (N, K), codes contiguous.
+        out_dtype: BF16, FP16 or FP32.
+        accumulate: `slow` or `fast`; `fast` is taken up by kernels that have it.
+    """
+    result: Tensor = torch.ops.octavo.gemm(
+        a.codes,
+        a.scale,
+        a.granularity.name,
+        b.codes,
+        b.scale,
+        b.granularity.name,
+        out_dtype,
+        accumulate == "fast",
+    )
+    return result
+
+
+def _gemm(
+    a: Tensor,
+    a_scale: Tensor,
+    a_granularity: str,
+    b: Tensor,
+    b_scale: Tensor,
+    b_granularity: str,
+    out_dtype: torch.dtype,
+    fast: bool,
+) -> Tensor:
+    left = Quantized(a, a_scale, granularity_named(a_granularity))
+    right = Quantized(b, b_scale, granularity_named(b_granularity))
+    if 0 in (a.shape[0], a.shape[1], b.shape[0]):
+        return a_scale.new_zeros(a.shape[0], b.shape[0], dtype=out_dtype)
+    kernel, refused = choose(left, right)
+    ledger.count(kernel.name)
+    if kernel.name == "reference" and a.is_cuda:
+        nearest = {"tensor": "scaled_mm.tensor", "row": "scaled_mm.row"}.get(a_granularity, "scaled_mm.block")
+        ledger.fall_back(f"gemm {a_granularity} x {b_granularity} ran as reference: {nearest}: {refused[nearest]}")
+    return kernel.run(left, right, out_dtype, fast).contiguous()
+
+
+def _gemm_shape(
+    a: Tensor,
+    a_scale: Tensor,
+    a_granularity: str,
+    b: Tensor,
+    b_scale: Tensor,
+    b_granularity: str,
+    out_dtype: torch.dtype,
+    fast: bool,
+) -> Tensor:
+    return a_scale.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+
+
+_library = torch.library.Library("octavo", "FRAGMENT")
+_library.define(
+    "gemm(Tensor a, Tensor a_scale, str a_granularity, Tensor b, Tensor b_scale, str b_granularity, "
+    "ScalarType out_dtype, bool fast) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
+)
+_library.impl("gemm", _gemm, "CompositeExplicitAutograd")
+torch.library.register_fake("octavo::gemm", _gemm_shape, lib=_library)

@@ -1,0 +1,53 @@
+"""What really ran. A ledger counts FP8 GEMMs by kernel and writes down each fallback, for as long as it is open."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+log = logging.getLogger("octavo")
+
+
+@dataclass
+class Ledger:
+    """The GEMMs counted while a `record()` block was open."""
+
+    gemms: Counter[str] = field(default_factory=Counter)
+    """FP8 GEMMs run, by kernel."""
+    fallbacks: list[str] = field(default_factory=list)
+    """One line for each reason a slower kernel ran on a device that has a faster one."""
+
+
+# Backward runs in threads of the autograd engine, which see no context variables: hence one list for the process.
+_open: list[Ledger] = []
+_warned: set[str] = set()
+
+
+@contextmanager
+def record() -> Iterator[Ledger]:
+    """Count every FP8 GEMM that runs inside the block, in eager mode and in compiled code, in any thread."""
+    ledger = Ledger()
+    _open.append(ledger)
+    try:
+        yield ledger
+    finally:
+        _open.remove(ledger)
+
+
+def count(kernel: str) -> None:
+    """Enter one GEMM in every open ledger."""
+    for ledger in _open:
+        ledger.gemms[kernel] += 1
+
+
+def fall_back(reason: str) -> None:
+    """Enter a fallback in every open ledger, and warn of it in the log, once a reason."""
+    for ledger in _open:
+        if reason not in ledger.fallbacks:
+            ledger.fallbacks.append(reason)
+    if reason not in _warned:
+        _warned.add(reason)
+        log.warning("FP8 fallback: %s", reason)

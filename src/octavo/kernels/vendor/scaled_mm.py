@@ -1,0 +1,129 @@
+"""`torch._scaled_mm` for tensor and row scales, `F.scaled_mm` for 1x128 and 128x128 blocks (Hopper, CUDA 12.9 or newer).
+
+Both multiply a (M, K) row-major by b^T, b (N, K) row-major: the contraction is contiguous in both. On a GPU, K and N must
+be multiples of 16 (128 for blocks): what is missing is filled with zero codes and scale 1, which change no sum.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.functional import ScalingType
+
+from octavo.numerics import BLOCK_128x128, PER_ROW, PER_TENSOR, TILE_1x128, Quantized
+
+_BLOCKS = {TILE_1x128: ScalingType.BlockWise1x128, BLOCK_128x128: ScalingType.BlockWise128x128}
+
+
+def refuses_tensor(a: Quantized, b: Quantized) -> str | None:
+    """Return why the tensor-scaled GEMM cannot take these operands, or None."""
+    if (a.granularity, b.granularity) != (PER_TENSOR, PER_TENSOR):
+        return "its operands have more than one scale"
+    return _refuses_device(a.codes.device)
+
+
+def refuses_row(a: Quantized, b: Quantized) -> str | None:
+    """Return why the row-scaled GEMM cannot take these operands, or None."""
+    if not {a.granularity, b.granularity} <= {PER_TENSOR, PER_ROW}:
+        return "its operands are not scaled by row"
+    if a.codes.is_cuda and torch.float8_e5m2 in (a.codes.dtype, b.codes.dtype):
+        return "row scales take E4M3 operands only"
+    return _refuses_device(a.codes.device)
+
+
+def refuses_block(a: Quantized, b: Quantized) -> str | None:
+    """Return why the block-scaled GEMM cannot take these operands, or None."""
+    pair = (a.granularity, b.granularity)
+    if not set(pair) <= set(_BLOCKS) or pair == (BLOCK_128x128, BLOCK_128x128):
+        return "its operands are not 1x128 by 128x128, 128x128 by 1x128, or 1x128 by 1x128"
+    if torch.float8_e5m2 in (a.codes.dtype, b.codes.dtype):
+        return "block scales take E4M3 operands only"
+    if not a.codes.is_cuda:
+        return "PyTorch has no block-scaled GEMM for a CPU"
+    if torch.cuda.get_device_capability(a.codes.device)[0] != 9:
+        return "cuBLAS has block scales on Hopper (compute capability 9.0) only"
+    return _refuses_device(a.codes.device)
+
+
+def scaled_mm_tensor(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> Tensor:
+    """Return a . b^T, one scale an operand."""
+    rows, cols = a.codes.shape[0], b.codes.shape[0]
+    a_MK, b_NK = _pad(a.codes, 1, 16), _pad(b.codes, 16, 16)
+    y_MN = torch._scaled_mm(
+        a_MK, b_NK.t(), a.scale.reshape(()), b.scale.reshape(()), out_dtype=out_dtype, use_fast_accum=fast
+    )
+    return y_MN[:rows, :cols]
+
+
+def scaled_mm_row(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> Tensor:
+    """Return a . b^T, one scale a row of each operand; an operand with one scale has it spread over its rows.
+
+    On a GPU the result is rounded to BF16 first, whatever `out_dtype` is: cuBLAS gives row scales no other output.
+    """
+    rows, cols = a.codes.shape[0], b.codes.shape[0]
+    a_MK, b_NK = _pad(a.codes, 1, 16), _pad(b.codes, 16, 16)
+    scale_a = a.scale.expand(rows, 1).contiguous()
+    scale_b = F.pad(b.scale.expand(cols, 1), (0, 0, 0, b_NK.shape[0] - cols), value=1.0).reshape(1, -1).contiguous()
+    hardware_dtype = torch.bfloat16 if a_MK.is_cuda else out_dtype
+    y_MN = torch._scaled_mm(a_MK, b_NK.t(), scale_a, scale_b, out_dtype=hardware_dtype, use_fast_accum=fast)
+    return y_MN[:rows, :cols].to(out_dtype)
+
+
+def scaled_mm_block(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> Tensor:
+    """Return a . b^T for 1x128 and 128x128 scales. cuBLAS accumulates slowly in this mode; `fast` is not offered."""
+    rows, cols = a.codes.shape[0], b.codes.shape[0]
+    a_MK, b_NK = _pad(a.codes, 128, 128), _pad(b.codes, 128, 128)
+    y_MN = F.scaled_mm(
+        a_MK,
+        b_NK.t(),
+        _block_scale(a, *a_MK.shape),
+        _BLOCKS[a.granularity],
+        _block_scale(b, *b_NK.shape),
+        _BLOCKS[b.granularity],
+        output_dtype=out_dtype,
+    )
+    return y_MN[:rows, :cols]
+
+
+def _block_scale(x: Quantized, rows: int, cols: int) -> Tensor:
+    """Lay the scales out as cuBLAS reads them: the kept index contiguous, 128x128 blocks padded to four along the sum."""
+    tiles = x.granularity.scale_shape(rows, cols)
+    if x.granularity == BLOCK_128x128:
+        tiles = (tiles[0], -(-tiles[1] // 4) * 4)
+    scale = F.pad(x.scale, (0, tiles[1] - x.scale.shape[1], 0, tiles[0] - x.scale.shape[0]), value=1.0)
+    if x.granularity == TILE_1x128:
+        return scale.t().contiguous().t()  # (rows, K / 128), stride (1, rows)
+    return scale.contiguous().t()  # (K / 128 rounded up to 4, N / 128), stride (1, K / 128)
+
+
+def _pad(codes: Tensor, row_multiple: int, col_multiple: int) -> Tensor:
+    rows, cols = codes.shape
+    missing_rows, missing_cols = -rows % row_multiple, -cols % col_multiple
+    if not codes.is_cuda or not (missing_rows or missing_cols):
+        return codes
+    return F.pad(codes.view(torch.uint8), (0, missing_cols, 0, missing_rows)).view(codes.dtype)
+
+
+@cache
+def _refuses_device(device: torch.device) -> str | None:
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        return None if capability >= (8, 9) else f"compute capability {capability[0]}.{capability[1]} has no FP8 (8.9 is the first)"
+    if device.type != "cpu":
+        return f"no FP8 GEMM for {device.type}"
+    return _probe_cpu()
+
+
+def _probe_cpu() -> str | None:
+    """Try the smallest product: which CPU builds of PyTorch have `_scaled_mm` is written nowhere."""
+    codes = torch.ones(16, 16).to(torch.float8_e4m3fn)
+    try:
+        torch._scaled_mm(codes, codes.t(), torch.ones(16, 1), torch.ones(1, 16), out_dtype=torch.float32)
+    except (RuntimeError, NotImplementedError) as error:
+        return f"this PyTorch has no _scaled_mm for the CPU ({str(error).splitlines()[0]})"
+    return None
+
+

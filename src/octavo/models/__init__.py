@@ -1,0 +1,32 @@
+"""Models written for reading: a Llama and a GPT in plain PyTorch, built from one `ModelConfig`.
+
+`ModelConfig` and `flops_per_token` need no torch; what does loads on first use, so that the command line stays quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from octavo.models.config import ModelConfig
+from octavo.models.flops import flops_per_token
+
+if TYPE_CHECKING:
+    from octavo.models.factory import build, count_parameters
+    from octavo.models.gpt import GPT
+    from octavo.models.llama import Llama
+
+__all__ = ["GPT", "Llama", "ModelConfig", "build", "count_parameters", "flops_per_token"]
+
+_HOME = {
+    "GPT": "octavo.models.gpt",
+    "Llama": "octavo.models.llama",
+    "build": "octavo.models.factory",
+    "count_parameters": "octavo.models.factory",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'octavo.models' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOME[name]), name)

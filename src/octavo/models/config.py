@@ -1,0 +1,89 @@
+"""The shape of a model, checked when it is written down. No torch here: the command line reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from octavo.errors import ConfigError, did_you_mean
+
+Architecture = Literal["llama", "gpt"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Shape of a Llama or a GPT.
+
+    Raises:
+        ConfigError: a value that no model can have; the message names the field.
+    """
+
+    architecture: Architecture = "llama"
+    """`llama`: RMSNorm, rotary positions, SwiGLU, no biases. `gpt`: LayerNorm, learned positions, GELU, biases."""
+    vocab: int
+    """Number of token ids; a multiple of 16 lets the head run in FP8."""
+    dim: int
+    """Width of the residual stream."""
+    layers: int
+    """Number of blocks."""
+    heads: int
+    """Number of query heads; divides `dim`."""
+    kv_heads: int | None = None
+    """Number of key and value heads (grouped queries, `llama` only); None means `heads`."""
+    ffn: int | None = None
+    """Hidden width of the feed-forward; None means 8/3 `dim` rounded up (`llama`) or 4 `dim` (`gpt`)."""
+    sequence: int
+    """Longest sequence, in tokens."""
+    rope_theta: float = 10000.0
+    """Base of the rotary wavelengths (`llama` only)."""
+    tie_embeddings: bool = False
+    """Whether the head shares the weight of the token embedding."""
+    norm_eps: float = 1e-5
+    """Added to the variance in the norms."""
+
+    def __post_init__(self) -> None:
+        if self.architecture not in get_args(Architecture):
+            near = did_you_mean(str(self.architecture), get_args(Architecture))
+            raise ConfigError(f"model.architecture: {self.architecture!r} is neither 'llama' nor 'gpt'.{near}")
+        for name in ("vocab", "dim", "layers", "heads", "kv_heads", "ffn", "sequence", "rope_theta", "norm_eps"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"model.{name}: {value} is not a positive number.")
+        self._check_heads()
+
+    def _check_heads(self) -> None:
+        if self.dim % self.heads:
+            raise ConfigError(f"model.heads: {self.heads} heads do not divide dim {self.dim}.")
+        if self.heads % self.key_value_heads:
+            raise ConfigError(f"model.kv_heads: {self.kv_heads} does not divide heads {self.heads}.")
+        if self.architecture == "gpt" and self.key_value_heads != self.heads:
+            raise ConfigError("model.kv_heads: grouped queries need architecture 'llama'; leave it out for 'gpt'.")
+        if self.architecture == "llama" and self.head_dim % 2:
+            raise ConfigError(
+                f"model.heads: dim {self.dim} / heads {self.heads} = {self.head_dim} is odd; "
+                "rotary positions turn pairs of channels, choose an even head size."
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one head."""
+        return self.dim // self.heads
+
+    @property
+    def key_value_heads(self) -> int:
+        """`kv_heads`, or `heads` where it is None."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def ffn_dim(self) -> int:
+        """`ffn`, or the architecture's usual width where it is None.
+
+        A Llama has three feed-forward matrices where a GPT has two, so 8/3 `dim` keeps its parameters at those of 4 `dim`.
+        Rounded up to a multiple of 128 (a block of scales, a tile), or of 32 in models too small for that.
+        """
+        if self.ffn is not None:
+            return self.ffn
+        if self.architecture == "gpt":
+            return 4 * self.dim
+        multiple = 128 if self.dim >= 512 else 32
+        return -(-8 * self.dim // (3 * multiple)) * multiple

@@ -1,0 +1,95 @@
+"""A GPT-2: pre-norm blocks, learned positions, one fused query-key-value linear, GELU, biases.
+
+Shapes: B batch, T tokens, D dim, H heads, E head size, V vocab. Precision under autocast is as in `llama.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octavo.models.config import ModelConfig
+from octavo.models.init import reset_parameters
+from octavo.models.loss import check_length, cross_entropy
+
+
+class GPT(nn.Module):
+    """A language model. `forward` gives logits, or the loss where targets are given."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab, config.dim)
+        self.pos_embeddings = nn.Embedding(config.sequence, config.dim)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.lm_head = nn.Linear(config.dim, config.vocab, bias=False)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.tok_embeddings.weight
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Draw all parameters anew from `generator`."""
+        reset_parameters(self, self.config.layers, generator)
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """Return the logits (B,T,V), or the mean cross-entropy in FP32 where `targets_BT` (next tokens) is given.
+
+        Raises:
+            ConfigError: T is longer than `config.sequence`.
+        """
+        length = check_length(tokens_BT, self.config.sequence)
+        x_BTD = self.tok_embeddings(tokens_BT) + self.pos_embeddings.weight[:length]
+        for block in self.layers:
+            x_BTD = block(x_BTD)
+        logits_BTV: Tensor = self.lm_head(self.norm(x_BTD))
+        return logits_BTV if targets_BT is None else cross_entropy(logits_BTV, targets_BT)
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Return the residual stream after this block, in the shape and dtype of `x_BTD`."""
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
+        x_BTD = x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
+        return x_BTD
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.wqkv = nn.Linear(config.dim, 3 * config.dim)
+        self.wo = nn.Linear(config.dim, config.dim)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Return what each token gathers from itself and those before it, (B,T,D)."""
+        heads_BTHE = self.wqkv(x_BTD).unflatten(-1, (-1, self.head_dim))
+        q_BHTE, k_BHTE, v_BHTE = heads_BTHE.transpose(1, 2).chunk(3, dim=1)
+        y_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE, is_causal=True)
+        y_BTD: Tensor = self.wo(y_BHTE.transpose(1, 2).flatten(2))
+        return y_BTD
+
+
+class FeedForward(nn.Module):
+    """`w2(gelu(w1(x)))`, with GPT-2's tanh form of GELU."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.ffn_dim)
+        self.w2 = nn.Linear(config.ffn_dim, config.dim)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Return the transformed tokens, (B,T,D)."""
+        y_BTD: Tensor = self.w2(F.gelu(self.w1(x_BTD), approximate="tanh"))
+        return y_BTD

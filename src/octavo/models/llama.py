@@ -1,0 +1,131 @@
+"""A Llama: pre-norm blocks, rotary positions, grouped queries, SwiGLU, no biases.
+
+Shapes: B batch, T tokens, D dim, H query heads, G key and value heads, E head size, V vocab.
+
+Under `torch.autocast(bfloat16)` the linears compute in BF16 while the residual stream, the norms, the rotation and the loss
+stay in FP32: the embedding gives FP32, and adding a BF16 branch to an FP32 stream gives FP32.
+Each block compiles on its own: `for block in model.layers: block.compile(fullgraph=True)`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octavo.models.config import ModelConfig
+from octavo.models.init import reset_parameters
+from octavo.models.loss import check_length, cross_entropy
+
+
+class Llama(nn.Module):
+    """A language model. `forward` gives logits, or the loss where targets are given."""
+
+    rope_cos: Tensor
+    rope_sin: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab, config.dim)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.lm_head = nn.Linear(config.dim, config.vocab, bias=False)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.tok_embeddings.weight
+        cos_TE, sin_TE = rotary_tables(config.head_dim, config.sequence, config.rope_theta)
+        self.register_buffer("rope_cos", cos_TE, persistent=False)
+        self.register_buffer("rope_sin", sin_TE, persistent=False)
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Draw all parameters anew from `generator`."""
+        reset_parameters(self, self.config.layers, generator)
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """Return the logits (B,T,V), or the mean cross-entropy in FP32 where `targets_BT` (next tokens) is given.
+
+        Raises:
+            ConfigError: T is longer than `config.sequence`.
+        """
+        length = check_length(tokens_BT, self.config.sequence)
+        cos_TE, sin_TE = self.rope_cos[:length], self.rope_sin[:length]
+        x_BTD = self.tok_embeddings(tokens_BT)
+        for block in self.layers:
+            x_BTD = block(x_BTD, cos_TE, sin_TE)
+        logits_BTV: Tensor = self.lm_head(self.norm(x_BTD))
+        return logits_BTV if targets_BT is None else cross_entropy(logits_BTV, targets_BT)
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+        """Return the residual stream after this block, in the shape and dtype of `x_BTD`."""
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TE, sin_TE)
+        x_BTD = x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
+        return x_BTD
+
+
+class Attention(nn.Module):
+    """Causal self-attention; several query heads share a key and value head where `kv_heads` is below `heads`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.grouped = config.key_value_heads != config.heads
+        kv_dim = config.key_value_heads * config.head_dim
+        self.wq = nn.Linear(config.dim, config.dim, bias=False)
+        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+        """Return what each token gathers from itself and those before it, (B,T,D)."""
+        q_BHTE = rotate(self._heads(self.wq(x_BTD)), cos_TE, sin_TE)
+        k_BGTE = rotate(self._heads(self.wk(x_BTD)), cos_TE, sin_TE)
+        v_BGTE = self._heads(self.wv(x_BTD))
+        y_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BGTE, v_BGTE, is_causal=True, enable_gqa=self.grouped)
+        y_BTD: Tensor = self.wo(y_BHTE.transpose(1, 2).flatten(2))
+        return y_BTD
+
+    def _heads(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: `w2(silu(w1(x)) * w3(x))`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Return the transformed tokens, (B,T,D)."""
+        y_BTD: Tensor = self.w2(F.silu(self.w1(x_BTD)) * self.w3(x_BTD))
+        return y_BTD
+
+
+def rotary_tables(head_dim: int, sequence: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines (T, E/2) in FP32: pair i of position t turns by `t * theta^(-2i/E)`."""
+    frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angles_TE = torch.outer(torch.arange(sequence, dtype=torch.float64), frequencies)
+    return angles_TE.cos().float(), angles_TE.sin().float()
+
+
+def rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+    """Turn each head's channel pairs by their token's position, in FP32; the dtype of `x_BHTE` is kept.
+
+    Channel i is paired with i + E/2, as Hugging Face stores its weights (Meta's own files pair neighbours).
+    """
+    first, second = x_BHTE.float().chunk(2, dim=-1)
+    turned = torch.cat((first * cos_TE - second * sin_TE, second * cos_TE + first * sin_TE), dim=-1)
+    return turned.to(x_BHTE.dtype)

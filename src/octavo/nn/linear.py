@@ -1,0 +1,88 @@
+"""`octavo.nn.Linear`: an `nn.Linear` whose GEMMs run in FP8. Its parameters are the master weights, in the dtype they had."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.nn.functional import WeightCodes, linear, quantize_weight
+from octavo.recipes import Recipe, RecipeLike, load
+
+
+class Linear(nn.Linear):
+    """A linear layer computed by a recipe.
+
+    Parameters, names, state_dict, hooks and flags are those of `nn.Linear`, so that a layer becomes one of these and back
+    by changing its class (`adopt`, `release`). The quantised weight is kept until the weight changes: it is keyed on the
+    parameter's version counter, which every in-place update moves. Writing through `weight.data` moves no counter; call
+    `forget_codes()` after that.
+    """
+
+    recipe: Recipe
+    enabled: bool
+    """False: compute as `nn.Linear` does, for an evaluation in high precision."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: RecipeLike = "folded",
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self._start(load(recipe))
+
+    @classmethod
+    def adopt(cls, module: nn.Linear, recipe: Recipe) -> None:
+        """Turn an `nn.Linear` into this class in place; everything attached to it stays."""
+        module.__class__ = cls
+        assert isinstance(module, cls)
+        module._start(recipe)
+
+    def release(self) -> None:
+        """Turn this layer back into an `nn.Linear` in place."""
+        for name in ("recipe", "enabled", "_codes"):
+            self.__dict__.pop(name, None)
+        self.__class__ = nn.Linear  # type: ignore[assignment]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return x W^T + b for x (..., K), in x's dtype, or in autocast's where that is on."""
+        if not self.enabled:
+            return super().forward(input)
+        device = input.device.type
+        if torch.is_autocast_enabled(device):
+            input = input.to(torch.get_autocast_dtype(device))
+        # Compiled code quantises the weight where it uses it: a version counter read there would recompile every step.
+        codes = None if torch.compiler.is_compiling() else self.codes(input.requires_grad and torch.is_grad_enabled())
+        return linear(input, self.weight, self.bias, self.recipe, codes)
+
+    def codes(self, needs_dgrad: bool = True) -> WeightCodes:
+        """Return the quantised weight, made anew only if the weight has changed since the last call."""
+        weight = self.weight
+        if weight.is_inference():  # such a tensor counts no versions
+            return quantize_weight(weight, self.recipe, needs_dgrad)
+        key = (weight._version, weight.data_ptr(), weight.device, weight.dtype)
+        if self._codes is None or self._codes[0] != key or (needs_dgrad and not self._codes[1]):
+            with torch.no_grad():
+                self._codes = (key, needs_dgrad, quantize_weight(weight, self.recipe, needs_dgrad))
+        return self._codes[2]
+
+    def forget_codes(self) -> None:
+        """Drop the quantised weight, so that the next forward makes it anew."""
+        self._codes: tuple[tuple[Any, ...], bool, WeightCodes] | None = None
+
+    def extra_repr(self) -> str:
+        """Return what `print(model)` shows of this layer."""
+        return f"{super().extra_repr()}, recipe={self.recipe.name}" + ("" if self.enabled else ", disabled")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_codes": None}  # copies and files carry the weight, never its cached codes
+
+    def _start(self, recipe: Recipe) -> None:
+        self.recipe, self.enabled = recipe, True
+        self.forget_codes()

@@ -1,0 +1,52 @@
+"""The numbers: formats, granularities, scales, quantise, error measures. Plain PyTorch, any device: the specification."""
+
+from octavo.numerics.error import ErrorReport, kurtosis, measure, sqnr_db, sqnr_per_row_db
+from octavo.numerics.formats import E4M3, E5M2, E8M0, FORMATS, Format, format_named, format_of
+from octavo.numerics.granularity import (
+    BLOCK_128x128,
+    GROUP_1x32,
+    PER_COLUMN,
+    PER_ROW,
+    PER_TENSOR,
+    TILE_1x128,
+    Granularity,
+    granularity_named,
+    tile_amax,
+)
+from octavo.numerics.quantize import Quantized, Rounding, dequantize, quantize, to_codes
+from octavo.numerics.random import random_bits
+from octavo.numerics.scaling import Scaling, from_e8m0, scale_from_amax, to_e8m0
+
+__all__ = [
+    "E4M3",
+    "E5M2",
+    "E8M0",
+    "FORMATS",
+    "PER_COLUMN",
+    "PER_ROW",
+    "PER_TENSOR",
+    "BLOCK_128x128",
+    "ErrorReport",
+    "Format",
+    "GROUP_1x32",
+    "Granularity",
+    "Quantized",
+    "Rounding",
+    "Scaling",
+    "TILE_1x128",
+    "dequantize",
+    "format_named",
+    "format_of",
+    "from_e8m0",
+    "granularity_named",
+    "kurtosis",
+    "measure",
+    "quantize",
+    "random_bits",
+    "scale_from_amax",
+    "sqnr_db",
+    "sqnr_per_row_db",
+    "tile_amax",
+    "to_codes",
+    "to_e8m0",
+]

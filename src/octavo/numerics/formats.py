@@ -1,0 +1,121 @@
+"""The number formats of FP8 training and all their facts.
+
+E4M3 and E5M2 are the OCP 8-bit formats (OFP8 1.0, table 1): E4M3 gives up its infinities for range and has one NaN
+a sign; E5M2 is IEEE-like. E8M0 (OCP MX 1.0, section 5.4.1) is a bare exponent and holds power-of-two scales.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.errors import ConfigError, did_you_mean
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Format:
+    """One 8-bit floating-point format. Every figure follows from the five fields."""
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    has_sign: bool
+    has_infinity: bool
+    dtype: torch.dtype
+
+    @property
+    def max(self) -> float:
+        """The largest finite value."""
+        if self.mantissa_bits == 0:  # E8M0: code 255 is NaN, code 254 the largest
+            return 2.0 ** (2**self.exponent_bits - 2 - self.bias)
+        if self.has_infinity:  # IEEE-like: the top exponent is for infinities and NaN
+            return (2 - 2.0**-self.mantissa_bits) * 2.0 ** (2**self.exponent_bits - 2 - self.bias)
+        # E4M3: the top exponent counts, only its last mantissa is NaN
+        return (2 - 2.0 ** (1 - self.mantissa_bits)) * 2.0 ** (2**self.exponent_bits - 1 - self.bias)
+
+    @property
+    def smallest_normal(self) -> float:
+        """The smallest positive value that still has the full mantissa."""
+        return 2.0**-self.bias if self.mantissa_bits == 0 else 2.0 ** (1 - self.bias)
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """The smallest positive value; below half of it everything rounds to zero."""
+        return self.smallest_normal if self.mantissa_bits == 0 else self.smallest_normal * 2.0**-self.mantissa_bits
+
+    @property
+    def epsilon(self) -> float:
+        """The gap between 1 and the next value."""
+        return 2.0**-self.mantissa_bits
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Return the float64 value of each code, from the definition of the format rather than from a cast.
+
+        Args:
+            codes: uint8, any shape.
+        """
+        bits = codes.to(torch.int64)
+        mantissa = bits & (2**self.mantissa_bits - 1)
+        exponent = (bits >> self.mantissa_bits) & (2**self.exponent_bits - 1)
+        fraction = mantissa.double() * 2.0**-self.mantissa_bits
+        power = torch.pow(2.0, (exponent - self.bias).double())
+        value = torch.where(exponent > 0, power * (1 + fraction), self.smallest_normal * fraction)
+        if not self.has_sign:  # E8M0 has neither sign, zero nor subnormals
+            return torch.where(bits == 255, torch.nan, power)
+        top = exponent == 2**self.exponent_bits - 1
+        if self.has_infinity:
+            value = torch.where(top, torch.where(mantissa == 0, torch.inf, torch.nan), value)
+        else:
+            value = torch.where(top & (mantissa == 2**self.mantissa_bits - 1), torch.nan, value)
+        return torch.where(bits >= 128, -value, value)
+
+
+E4M3 = Format(
+    name="e4m3",
+    exponent_bits=4,
+    mantissa_bits=3,
+    bias=7,
+    has_sign=True,
+    has_infinity=False,
+    dtype=torch.float8_e4m3fn,
+)
+E5M2 = Format(
+    name="e5m2",
+    exponent_bits=5,
+    mantissa_bits=2,
+    bias=15,
+    has_sign=True,
+    has_infinity=True,
+    dtype=torch.float8_e5m2,
+)
+E8M0 = Format(
+    name="e8m0",
+    exponent_bits=8,
+    mantissa_bits=0,
+    bias=127,
+    has_sign=False,
+    has_infinity=False,
+    dtype=torch.float8_e8m0fnu,
+)
+
+FORMATS = {f.name: f for f in (E4M3, E5M2, E8M0)}
+_BY_DTYPE = {f.dtype: f for f in FORMATS.values()}
+
+
+def format_named(name: str) -> Format:
+    """Return the format of that name.
+
+    Raises:
+        ConfigError: there is no such format.
+    """
+    if name not in FORMATS:
+        raise ConfigError(f"unknown format '{name}'.{did_you_mean(name, FORMATS)} Formats: {', '.join(FORMATS)}.")
+    return FORMATS[name]
+
+
+def format_of(codes: Tensor) -> Format:
+    """Return the format of a tensor of codes, from its dtype."""
+    return _BY_DTYPE[codes.dtype]

@@ -1,0 +1,108 @@
+"""Granularity: which elements of a matrix share one scale. A granularity is a tile; the matrix is covered by it.
+
+| name      | tile (rows x columns) | scales of an (R, C) matrix    |
+|-----------|-----------------------|-------------------------------|
+| `tensor`  | all x all             | (1, 1)                        |
+| `row`     | 1 x all               | (R, 1)                        |
+| `column`  | all x 1               | (1, C)                        |
+| `1x128`   | 1 x 128               | (R, ceil(C / 128))            |
+| `128x128` | 128 x 128             | (ceil(R / 128), ceil(C / 128)) |
+| `1x32`    | 1 x 32                | (R, ceil(C / 32))             |
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.errors import ConfigError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Granularity:
+    """A tile of `rows` x `cols` elements that share one scale; `None` stands for the whole extent."""
+
+    rows: int | None
+    cols: int | None
+
+    @property
+    def name(self) -> str:
+        """The name read by `granularity_named`."""
+        named = {(None, None): "tensor", (1, None): "row", (None, 1): "column"}
+        return named.get((self.rows, self.cols)) or f"{self.rows or 'all'}x{self.cols or 'all'}"
+
+    @property
+    def transposed(self) -> Granularity:
+        """The granularity of the transposed matrix."""
+        return Granularity(self.cols, self.rows)
+
+    def tile(self, rows: int, cols: int) -> tuple[int, int]:
+        """Return the tile's size in a (rows, cols) matrix."""
+        return self.rows or max(rows, 1), self.cols or max(cols, 1)
+
+    def scale_shape(self, rows: int, cols: int) -> tuple[int, int]:
+        """Return the shape of the scales of a (rows, cols) matrix. A ragged last tile has a scale too."""
+        tile_rows, tile_cols = self.tile(rows, cols)
+        return -(-rows // tile_rows), -(-cols // tile_cols)
+
+    def tiles(self, x: Tensor) -> Tensor:
+        """View an (R, C) matrix as (R', tile rows, C', tile cols). Ragged edges are filled with zeros, which no amax sees."""
+        rows, cols = x.shape
+        tile_rows, tile_cols = self.tile(rows, cols)
+        x = F.pad(x, (0, -cols % tile_cols, 0, -rows % tile_rows)) if cols % tile_cols or rows % tile_rows else x
+        return x.reshape(-(-rows // tile_rows), tile_rows, -(-cols // tile_cols), tile_cols)
+
+    def untile(self, tiles: Tensor, rows: int, cols: int) -> Tensor:
+        """Undo `tiles`: return the (rows, cols) matrix, its padding cut off."""
+        return tiles.reshape(tiles.shape[0] * tiles.shape[1], -1)[:rows, :cols]
+
+    def expand(self, scale: Tensor, rows: int, cols: int) -> Tensor:
+        """Return the (rows, cols) matrix that holds for each element the scale of its tile."""
+        tile_rows, tile_cols = self.tile(rows, cols)
+        spread = scale[:, None, :, None].expand(-1, tile_rows, -1, tile_cols)
+        return self.untile(spread, rows, cols)
+
+
+PER_TENSOR = Granularity(None, None)
+PER_ROW = Granularity(1, None)
+PER_COLUMN = Granularity(None, 1)
+TILE_1x128 = Granularity(1, 128)
+BLOCK_128x128 = Granularity(128, 128)
+GROUP_1x32 = Granularity(1, 32)
+
+NAMES = ("tensor", "row", "column", "1x128", "128x128", "1x32")
+
+
+def granularity_named(name: str) -> Granularity:
+    """Return the granularity of a name such as `row`, `1x128` or `128x1`.
+
+    Raises:
+        ConfigError: the name is not a granularity.
+    """
+    whole = {"tensor": PER_TENSOR, "row": PER_ROW, "column": PER_COLUMN}
+    if name in whole:
+        return whole[name]
+    if size := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", name):
+        return Granularity(int(size[1]), int(size[2]))
+    raise ConfigError(
+        f"unknown granularity '{name}'.{did_you_mean(name, NAMES)} Granularities: {', '.join(NAMES)}, or any ROWSxCOLUMNS."
+    )
+
+
+def tile_amax(x: Tensor, granularity: Granularity) -> Tensor:
+    """Return the largest finite magnitude of each tile, FP32, in the shape of the scales.
+
+    NaN and infinities are left out: they keep their own codes (rule 3), so they must not decide the scale of their neighbours.
+
+    Args:
+        x: (R, C), any floating-point dtype.
+    """
+    magnitude = x.float().abs()
+    magnitude = torch.where(magnitude < torch.inf, magnitude, 0.0)
+    if x.numel() == 0:
+        return magnitude.new_zeros(granularity.scale_shape(*x.shape))
+    return granularity.tiles(magnitude).amax(dim=(1, 3))

@@ -1,0 +1,38 @@
+"""Random bits from a counter: Philox-4x32-10 (Salmon et al., SC'11, section 3.3).
+
+The bits of an element depend on the seed and the element's index alone, so the same codes come out on every device, in
+every order, and after a resume. Triton's `tl.randint(seed, offset)` gives the same stream.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+_KEY_STEP = (0x9E3779B9, 0xBB67AE85)
+_MULTIPLIER = (0xD2511F53, 0xCD9E8D57)
+
+
+def random_bits(seed: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return int64 values in [0, 2^32), element i drawn for counter i (row-major)."""
+    count = 1
+    for extent in shape:
+        count *= extent
+    counter = torch.arange(count, dtype=torch.int64, device=device)
+    zero = torch.zeros_like(counter)
+    c0, c1, c2, c3 = counter & _MASK, zero, zero, zero
+    k0, k1 = seed & _MASK, (seed >> 32) & _MASK
+    for _ in range(10):
+        high0, low0 = _multiply(c0, _MULTIPLIER[0])
+        high1, low1 = _multiply(c2, _MULTIPLIER[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _KEY_STEP[0]) & _MASK, (k1 + _KEY_STEP[1]) & _MASK
+    return c0.reshape(shape)
+
+
+def _multiply(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """Return the high and the low 32 bits of a 32 x 32 bit product, in halves so that int64 does not overflow."""
+    low_part = (x & 0xFFFF) * factor
+    high_part = (x >> 16) * factor + (low_part >> 16)
+    return high_part >> 16, ((high_part & 0xFFFF) << 16) | (low_part & 0xFFFF)

@@ -1,0 +1,81 @@
+"""From amax to scale. `scale` is what a code is multiplied by to give the value back, everywhere in Octavo.
+
+There is no floor under amax: an all-zero tile takes scale 1, and anything else is scaled, so that Q(2^-k x) = 2^-k Q(x)
+for as long as FP32 can hold the scale. The one bound is FP32's own: a scale is never below 2^-126, because hardware that
+flushes subnormals would turn it into zero.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from octavo.errors import ConfigError, did_you_mean
+from octavo.numerics.formats import Format
+
+Scaling = Literal["power_of_two", "float32"]
+
+_SMALLEST_SCALE = 2.0**-126
+_MANTISSA = 0x7FFFFF
+
+
+def scale_from_amax(amax: Tensor, fmt: Format, scaling: Scaling) -> tuple[Tensor, Tensor]:
+    """Return (scale, inverse): what codes, and what values, are multiplied by.
+
+    `power_of_two`: the smallest power of two with amax <= scale * fmt.max, that is ceil(log2(amax / fmt.max)). It is
+    found in the bits of amax, so that no division can round it differently on another device. Rounding the exponent up,
+    never down, keeps the largest element from saturating (arXiv 2506.08027, section 3).
+
+    `float32`: amax / fmt.max and its reciprocal fmt.max / amax, each rounded once from FP64.
+
+    Args:
+        amax: FP32, any shape, finite and not negative.
+
+    Raises:
+        ConfigError: `scaling` is neither of the two.
+    """
+    if scaling == "power_of_two":
+        return _power_of_two(amax, fmt)
+    if scaling == "float32":
+        return _float32(amax, fmt)
+    known = get_args(Scaling)
+    raise ConfigError(f"unknown scaling '{scaling}'.{did_you_mean(scaling, known)} Scalings: {', '.join(known)}.")
+
+
+def _power_of_two(amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
+    max_bits = torch.tensor(fmt.max, dtype=torch.float32).view(torch.int32).item()
+    bits = amax.view(torch.int32)
+    exponent = (bits >> 23) - (int(max_bits) >> 23) + 127
+    exponent = exponent + ((bits & _MANTISSA) > (int(max_bits) & _MANTISSA)).int()
+    exponent = exponent.clamp(min=1)  # 2^-126
+    exponent = torch.where(bits == 0, 127, exponent)
+    return (exponent << 23).view(torch.float32), ((254 - exponent) << 23).view(torch.float32)
+
+
+def _float32(amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
+    # FP64 division rounds the same way in eager mode, under a compiler and in a hand-written kernel; FP32 does not.
+    exact = torch.where(amax == 0, fmt.max, amax.double())
+    scale = (exact / fmt.max).float().clamp(min=_SMALLEST_SCALE)
+    inverse = (fmt.max / exact).float().clamp(max=1 / _SMALLEST_SCALE)
+    return scale, inverse
+
+
+def to_e8m0(scale: Tensor) -> Tensor:
+    """Return power-of-two scales as E8M0 codes (uint8), one byte a scale.
+
+    Raises:
+        ConfigError: a scale is not a power of two, so that one byte cannot hold it.
+    """
+    bits = scale.view(torch.int32)
+    if bool((bits & _MANTISSA).any()) or bool((scale <= 0).any()):
+        raise ConfigError("these scales are not powers of two: quantise with scaling='power_of_two' to store them as E8M0.")
+    return (bits >> 23).to(torch.uint8)
+
+
+def from_e8m0(codes: Tensor) -> Tensor:
+    """Return the FP32 scales of E8M0 codes (uint8). Code 255 is NaN."""
+    exponent = codes.to(torch.int32)
+    bits = torch.where(exponent == 0, 1 << 22, exponent << 23)  # 2^-127 is subnormal in FP32
+    return torch.where(exponent == 255, torch.nan, bits.view(torch.float32))

@@ -1,0 +1,121 @@
+"""Recipes as text: read strictly from a name, a mapping, a TOML or a JSON file, and explained in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from octavo import strict
+from octavo.errors import ConfigError, did_you_mean
+from octavo.recipes.presets import PRESETS
+from octavo.recipes.spec import GEMMS, Operand, Recipe
+
+RecipeLike = str | Path | Mapping[str, Any] | Recipe
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of the presets."""
+    return tuple(PRESETS)
+
+
+def load(recipe: RecipeLike, where: str = "recipe") -> Recipe:
+    """Return a recipe from a preset's name, a `.toml` or `.json` file, or a mapping.
+
+    A mapping names the preset it starts from in `base` (default `folded`) and overrides any of it:
+
+        base = "folded"
+        [wgrad]
+        precision = "bf16"
+        [modules]
+        "layers.0.*" = "bf16"
+
+    Raises:
+        ConfigError: an unknown name or key, or a recipe that no kernel could run.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, Mapping):
+        return _from_mapping(recipe, where)
+    path = Path(recipe)
+    if path.suffix in (".toml", ".json"):
+        return _from_mapping({"name": path.stem, **strict.read_file(path)}, str(path))
+    if str(recipe) not in PRESETS:
+        raise ConfigError(
+            f"unknown {where} '{recipe}'.{did_you_mean(str(recipe), PRESETS)} "
+            f"Recipes: {', '.join(PRESETS)}, or a .toml or .json file."
+        )
+    return PRESETS[str(recipe)]()
+
+
+def _from_mapping(mapping: Mapping[str, Any], where: str) -> Recipe:
+    base = load(mapping.get("base", "folded"), f"{where}: base")
+    changes = {key: value for key, value in mapping.items() if key not in ("base", "modules")}
+    merged = _merge(strict.to_dict(base), {"name": f"{base.name}, changed", **changes})
+    modules = mapping.get("modules", {})
+    if not isinstance(modules, Mapping):
+        raise ConfigError(f"{where}: modules: expected a table of patterns, got {modules!r}.")
+    overrides = {pattern: load(value, f"{where}: modules.{pattern}") for pattern, value in modules.items()}
+    merged["modules"] = {**base.modules, **overrides}
+    return strict.read(Recipe, merged, where)
+
+
+def _merge(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in changes.items():
+        nested = isinstance(value, Mapping) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if nested else value
+    return merged
+
+
+def explain(recipe: Recipe) -> str:
+    """Return what the recipe does, GEMM by GEMM: each operand, where its codes come from, and what backward keeps."""
+    lines = [f"recipe {recipe.name}"]
+    operands = {name: (a, b) for name, a, b in recipe.gemms()}
+    for name in GEMMS:
+        if name not in operands:
+            lines.append(f"  {name}  BF16")
+            continue
+        a, b = operands[name]
+        left, right = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}[name]
+        lines.append(f"  {name}  FP8, {recipe.gemm(name).accumulate} accumulation")
+        lines.append(f"    {left:<12}{a!s:<24}{_source(recipe, name, left, a, b)}")
+        lines.append(f"    {right:<12}{b!s:<24}{_source(recipe, name, right, b, a)}")
+    lines.append(f"  kept for backward: {', '.join(kept_for_backward(recipe))}")
+    lines += [f"  {pattern}: {other.name}" for pattern, other in recipe.modules.items()]
+    return "\n".join(lines)
+
+
+def _source(recipe: Recipe, gemm: str, role: str, operand: Operand, partner: Operand) -> str:
+    if operand.is_folded:
+        return "codes of fprop, transposed; its scales are folded into grad_output"
+    if source := reused_from(recipe, gemm, role):
+        return f"codes and scales of {source}, transposed"
+    return f"quantised, after {'input' if gemm == 'wgrad' else 'weight'}'s scales are multiplied in" if partner.is_folded else "quantised"
+
+
+def reused_from(recipe: Recipe, gemm: str, role: str) -> str | None:
+    """Return the GEMM whose codes of this role, transposed, are this operand's; None where it is quantised anew."""
+    operands = {name: (a, b) for name, a, b in recipe.gemms()}
+    if gemm not in operands or gemm == "fprop":
+        return None
+    a, b = operands[gemm]
+    if role != "grad_output":
+        source = recipe.fprop.weight if role == "weight" else recipe.fprop.input
+        return "fprop" if recipe.fprop.is_fp8 and b.is_transpose_of(source) else None
+    folds = b.is_folded or recipe.dgrad.weight.is_folded
+    reuses = gemm == "wgrad" and "dgrad" in operands and not folds and a.is_transpose_of(recipe.dgrad.grad_output)
+    return "dgrad" if reuses else None
+
+
+def kept_for_backward(recipe: Recipe) -> list[str]:
+    """Return what a linear layer saves between forward and backward, in words."""
+    kept = []
+    for gemm, role in (("wgrad", "input"), ("dgrad", "weight")):
+        if not recipe.gemm(gemm).is_fp8:
+            kept.append(f"{role} in BF16")
+        elif reused_from(recipe, gemm, role):
+            kept.append(f"{role} codes of fprop")
+        else:
+            kept.append(f"{role} codes of {gemm}")
+    return kept

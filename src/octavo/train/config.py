@@ -1,0 +1,220 @@
+"""The configuration of a run, from a preset, a file and flags, each read strictly on top of the one before.
+
+No torch here: the command line reads this file to answer `--help`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from octavo import strict
+from octavo.errors import ConfigError, did_you_mean
+from octavo.models.config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """The text and how it is cut."""
+
+    source: str = "python"
+    """`python` (the standard library), `python-packages` (installed packages too), `english`, or a file or directory."""
+    tokenizer: str = "bytes"
+    """`bytes`, `bpe-SIZE` for a byte-pair encoding trained on the source, or a tokenizer's .json file."""
+    sequence: int = 256
+    """Tokens in a training sequence."""
+    heldout: float = 0.05
+    """Share of the documents kept for evaluation, never trained on."""
+    cache: Path = Path("~/.cache/octavo")
+    """Where tokenized text is kept between runs."""
+
+    def __post_init__(self) -> None:
+        _positive("data", self, "sequence")
+        _within("data", self, "heldout", low=0, high=0.5)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW, its schedule and the clipping before it."""
+
+    lr: float = 1e-3
+    """Peak learning rate."""
+    min_lr: float = 0.1
+    """Learning rate at the last step, as a share of the peak."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay, on matrices only."""
+    clip: float = 1.0
+    """Largest global norm of the gradient; 0 leaves it as it is."""
+    warmup: float = 0.07
+    """Share of the steps over which the learning rate rises."""
+
+    def __post_init__(self) -> None:
+        _positive("optimizer", self, "lr", "eps")
+        _within("optimizer", self, "min_lr", low=0, high=1)
+        _within("optimizer", self, "warmup", low=0, high=1)
+        _within("optimizer", self, "weight_decay", "clip", low=0, high=math.inf)
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"optimizer.betas: {list(self.betas)} must both be at least 0 and below 1.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoopConfig:
+    """What is trained for how long, where, and what is kept."""
+
+    steps: int = 300
+    """Updates of the weights."""
+    batch: int = 16
+    """Sequences an update sees."""
+    accumulate: int = 1
+    """Parts that a batch is split into, to fit in memory; their gradients are averaged."""
+    recipe: str = "folded"
+    """FP8 recipe: a name that `octavo recipes` lists, or the path of a recipe file."""
+    twin: bool = True
+    """Train the BF16 twin beside it, on the same batches from the same weights."""
+    seed: int = 0
+    """Seed of the weights and of the order of the batches."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:INDEX`."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """torch.compile a block at a time; `auto`: on with CUDA, off on the CPU."""
+    log_every: int = 10
+    """Steps between two lines of the log."""
+    eval_every: int = 0
+    """Steps between two evaluations on held-out text; 0: only at the end."""
+    eval_tokens: int = 65536
+    """Held-out tokens of an evaluation, at most."""
+    checkpoint_every: int = 0
+    """Steps between two checkpoints; 0: only at the end."""
+    keep: int = 2
+    """Checkpoints kept."""
+    out: Path = Path("runs/run")
+    """Directory of the run."""
+
+    def __post_init__(self) -> None:
+        _positive("run", self, "steps", "batch", "accumulate", "log_every", "eval_tokens", "keep")
+        _within("run", self, "eval_every", "checkpoint_every", "seed", low=0, high=2**63 - 1)
+        if self.batch % self.accumulate:
+            raise ConfigError(f"run.accumulate: {self.accumulate} does not divide run.batch {self.batch}.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """Everything that decides a run."""
+
+    model: ModelConfig
+    """The shape of the model."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """The text and how it is cut."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """AdamW, its schedule and the clipping before it."""
+    run: LoopConfig = field(default_factory=LoopConfig)
+    """What is trained for how long, where, and what is kept."""
+
+    def __post_init__(self) -> None:
+        if self.model.sequence < self.data.sequence:
+            raise ConfigError(
+                f"data.sequence: {self.data.sequence} tokens are more than model.sequence {self.model.sequence} allows."
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on, by each model."""
+        return self.run.steps * self.run.batch * self.data.sequence
+
+
+def assemble(*layers: tuple[str, Mapping[str, Any]]) -> RunConfig:
+    """Read `(where, settings)` layers, a later one over an earlier one: a preset, then a file, then flags.
+
+    Each layer is read on top of those before it, so that an error names the layer that brought it in.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type, an impossible value; the message names where, the key, what was meant.
+    """
+    merged: dict[str, Any] = {}
+    config: RunConfig | None = None
+    for where, settings in layers:
+        merged = _merge(merged, settings)
+        config = strict.read(RunConfig, _with_defaults(merged), where)
+    if config is None:
+        raise ConfigError(f"no configuration given: name a file or a preset ({', '.join(presets())}).")
+    return config
+
+
+def presets() -> list[str]:
+    """Return the names of the presets that ship with the package."""
+    return sorted(p.name.removesuffix(".toml") for p in _presets().iterdir() if p.name.endswith(".toml"))
+
+
+def load_preset(name: str, *, cuda: bool) -> tuple[str, dict[str, Any]]:
+    """Return a preset as a layer for `assemble`. `demo` stands for `demo-cuda` or `demo-cpu`, as `cuda` says.
+
+    Raises:
+        ConfigError: no preset has this name.
+    """
+    resolved = f"demo-{'cuda' if cuda else 'cpu'}" if name == "demo" else name
+    if resolved not in presets():
+        known = ["demo", *presets()]
+        near = did_you_mean(name, known)
+        raise ConfigError(f"--preset: there is no preset '{name}'.{near} Presets: {', '.join(known)}.")
+    with resources.as_file(_presets() / f"{resolved}.toml") as path:
+        return f"preset '{resolved}'", strict.read_file(path)
+
+
+def load_file(path: Path) -> tuple[str, dict[str, Any]]:
+    """Return a run file as a layer for `assemble`. Unless it says otherwise, the run goes to `runs/<name of the file>`."""
+    settings = strict.read_file(path)
+    return str(path), _merge({"run": {"out": f"runs/{path.stem}"}}, settings)
+
+
+def _presets() -> Any:
+    return resources.files("octavo.train") / "presets"
+
+
+def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(under)
+    for key, value in over.items():
+        below = merged.get(key)
+        both = isinstance(value, Mapping) and isinstance(below, Mapping)
+        merged[key] = _merge(below, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def _with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill in what the data decides about the model: its vocabulary and its longest sequence."""
+    data = settings.get("data", {})
+    if not isinstance(data, Mapping):
+        return dict(settings)
+    decided = {
+        "vocab": _vocabulary(data.get("tokenizer", "bytes")),
+        "sequence": data.get("sequence", 256),
+    }
+    return _merge({"model": decided}, settings)
+
+
+def _vocabulary(tokenizer: object) -> int:
+    from octavo.data.tokenizer import ByteTokenizer, load_tokenizer
+
+    if isinstance(tokenizer, str) and tokenizer.endswith(".json"):
+        return load_tokenizer(tokenizer).vocab
+    kind, _, size = str(tokenizer).partition("-")
+    return int(size) if kind == "bpe" and size.isdigit() else ByteTokenizer.vocab
+
+
+def _positive(section: str, config: object, *names: str) -> None:
+    for name in names:
+        if not 0 < getattr(config, name) < math.inf:
+            raise ConfigError(f"{section}.{name}: {getattr(config, name)} is not a positive number.")
+
+
+def _within(section: str, config: object, *names: str, low: float, high: float) -> None:
+    for name in names:
+        if not low <= getattr(config, name) <= high:
+            raise ConfigError(f"{section}.{name}: {getattr(config, name)} is not between {low} and {high}.")

@@ -1,0 +1,116 @@
+"""What a run tells those who watch it: plain values, no tensors. The console, the metrics file and tests listen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from octavo.train.config import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Started:
+    """A run is about to make its first step."""
+
+    config: RunConfig
+    """As resolved: presets, file and flags applied."""
+    lanes: tuple[str, ...]
+    """Names of the models in training: `fp8`, `bf16` or both, in this order."""
+    device: str
+    """For people: the name of the processor or GPU."""
+    parameters: int
+    """Parameters of one model."""
+    plan: Any
+    """The conversion carried out on the FP8 model; None without one."""
+    corpus: Mapping[str, Any]
+    """Facts of the text: `unigram_entropy` in nats a token, token counts."""
+    first_step: int
+    """0, or the number of steps that the checkpoint resumed from had made."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Logged:
+    """A line of the log."""
+
+    step: int
+    """Steps made, this one included."""
+    loss: Mapping[str, float]
+    """By lane: mean loss of this step's batch, in nats a token."""
+    gradient_norm: Mapping[str, float]
+    """By lane: global norm before clipping."""
+    milliseconds: Mapping[str, float]
+    """By lane: time of this step."""
+    lr: float
+    """Learning rate of this step."""
+    tokens: int
+    """Tokens trained on so far, by each lane."""
+    tokens_per_second: float
+    """Tokens a second since the last line, all lanes running one after another."""
+
+    def record(self) -> dict[str, Any]:
+        """Return the line as `metrics.jsonl` holds it."""
+        named = {"loss": self.loss, "gradient_norm": self.gradient_norm, "milliseconds": self.milliseconds}
+        by_lane = {f"{name}_{lane}": value for name, values in named.items() for lane, value in values.items()}
+        rest = {"gap_percent": gap_percent(self.loss), "lr": self.lr, "tokens": self.tokens}
+        return {"step": self.step, **by_lane, **rest, "tokens_per_second": self.tokens_per_second}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluated:
+    """An evaluation on held-out text."""
+
+    step: int
+    """Steps made."""
+    loss: Mapping[str, float]
+    """By lane: mean held-out loss in nats a token."""
+
+    def record(self) -> dict[str, Any]:
+        """Return the evaluation as `metrics.jsonl` holds it."""
+        by_lane = {f"heldout_loss_{lane}": value for lane, value in self.loss.items()}
+        return {"step": self.step, **by_lane, "heldout_gap_percent": gap_percent(self.loss)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """A checkpoint was written."""
+
+    step: int
+    """Steps made."""
+    path: Path
+    """Its directory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finished:
+    """A run has ended as planned."""
+
+    summary: Mapping[str, Any]
+    """The content of `summary.json`."""
+    history: Sequence[Mapping[str, Any]]
+    """The lines of `metrics.jsonl`."""
+    directory: Path
+    """Where the run is stored."""
+
+
+Event = Started | Logged | Evaluated | Saved | Finished
+
+
+class Reporter(Protocol):
+    """Someone who watches a run."""
+
+    def report(self, event: Event) -> None:
+        """Take in one event; called in the order in which things happen."""
+        ...
+
+    def close(self) -> None:
+        """Let go of terminals and files; called once, also when the run failed."""
+        ...
+
+
+def gap_percent(loss: Mapping[str, float]) -> float | None:
+    """Return by how many percent the FP8 loss lies above the BF16 loss; None unless both are there."""
+    if "fp8" not in loss or "bf16" not in loss:
+        return None
+    return 100 * (loss["fp8"] - loss["bf16"]) / loss["bf16"]

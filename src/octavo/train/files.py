@@ -1,0 +1,73 @@
+"""The small files of a run: JSON written whole, and one line of metrics after another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import RunError
+from octavo.train.events import Evaluated, Event, Logged
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file under a temporary name, then rename it.
+
+    Raises:
+        RunError: it could not be written; what was there before stays.
+    """
+    temporary = path.with_name(f".writing-{path.name}")
+
+    def write() -> None:
+        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(path)
+
+    try:
+        guarded(path, write)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def guarded(path: Path, action: Callable[[], object]) -> None:
+    """Do something to the file or directory `path`.
+
+    Raises:
+        RunError: the system refused; the message names the path and the reason.
+    """
+    try:
+        action()
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written ({error.strerror}).") from error
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one line a logged step or an evaluation, on the disk as soon as it happens."""
+
+    def __init__(self, path: Path, *, keep_until: int) -> None:
+        """Open `path`, keeping the lines up to step `keep_until`: a resumed run writes those after it again."""
+        self._path = path
+        kept = [line for line in read_metrics(path) if line["step"] <= keep_until]
+        guarded(path, lambda: path.write_text("".join(map(_line, kept)), encoding="utf-8"))
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def report(self, event: Event) -> None:
+        """Write the event, if it is one that measures."""
+        if isinstance(event, Logged | Evaluated):
+            guarded(self._path, lambda: self._file.write(_line(event.record())))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a metrics file; none where there is no file. A last line cut short is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(record) + "\n"

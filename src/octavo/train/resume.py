@@ -1,0 +1,53 @@
+"""Whether a checkpoint belongs to the run that wants to continue from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from octavo import strict
+from octavo.errors import CheckpointError
+from octavo.train.config import RunConfig
+
+# What may change between a checkpoint and its continuation: none of it touches the numbers of the steps to come,
+# but `steps`, which a user changes to train for longer.
+FREE = {
+    "data.cache",
+    "run.checkpoint_every",
+    "run.compile",
+    "run.device",
+    "run.eval_every",
+    "run.eval_tokens",
+    "run.keep",
+    "run.log_every",
+    "run.out",
+    "run.steps",
+}
+
+
+def check_same_run(saved: Mapping[str, Any], config: RunConfig, where: Path) -> None:
+    """Compare the configuration in a checkpoint with that of the run to continue.
+
+    Raises:
+        CheckpointError: they differ in more than how the run is watched and kept; the message names the first key.
+    """
+    there, here = dict(_flat(saved)), dict(_flat(strict.to_dict(config)))
+    for key in [*here, *(there.keys() - here.keys())]:
+        if key not in FREE and there.get(key) != here.get(key):
+            raise CheckpointError(
+                f"{where}: this is the checkpoint of another {_what(key)}: {key} is {there.get(key)!r} there and"
+                f" {here.get(key)!r} here. Resume with the same, or start a new run with another --out."
+            )
+
+
+def _what(key: str) -> str:
+    return {"model": "model", "data": "corpus"}.get(key.split(".")[0], "recipe" if key == "run.recipe" else "run")
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

@@ -1,0 +1,240 @@
+"""The training loop: lanes in lockstep on the same batches, watched, evaluated and kept."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from octavo import kernels, strict
+from octavo.errors import CheckpointError, ConfigError
+from octavo.models import count_parameters
+from octavo.train import checkpoint
+from octavo.train import device as devices
+from octavo.train.config import RunConfig
+from octavo.train.evaluate import heldout_loss
+from octavo.train.events import Evaluated, Event, Finished, Logged, Reporter, Saved, Started
+from octavo.train.files import MetricsFile, guarded, read_metrics, write_json
+from octavo.train.lane import Measured
+from octavo.train.resume import check_same_run
+from octavo.train.schedule import learning_rate
+from octavo.train.setup import Setup, set_up
+from octavo.train.state import lane_tensors, random_tensors, restore_lane, restore_random
+from octavo.train.stopwatch import Stopwatch
+from octavo.train.summary import summarise
+
+
+def train(
+    config: RunConfig, *, reporters: Sequence[Reporter] = (), resume: bool = False, overwrite: bool = False
+) -> dict[str, Any]:
+    """Carry out a run and return its summary, which `summary.json` in the directory of the run holds too.
+
+    Raises:
+        ConfigError: the configuration asks for something that does not exist, or the directory already holds a run.
+        DataError: the source has no text, or too little.
+        CheckpointError: nothing to resume from, a checkpoint of another run, or one that cannot be read or written.
+        RunError: the loss is no longer finite, or a file of the run cannot be written.
+    """
+    _check_directory(config.run.out, resume=resume, overwrite=overwrite)
+    trainer = Trainer(set_up(config), reporters)
+    if resume:
+        trainer.resume()
+    return trainer.run()
+
+
+class Trainer:
+    """A run in progress."""
+
+    def __init__(self, setup: Setup, reporters: Sequence[Reporter]) -> None:
+        self.setup = setup
+        self.config = setup.config
+        self.directory = setup.config.run.out
+        self.checkpoints = self.directory / "checkpoints"
+        self.done = 0
+        """Steps made."""
+        self._watching = list(reporters)
+        self._earlier: Mapping[str, Any] = {"seconds": 0.0, "fp8_gemms": {}, "fallbacks": []}
+        self._started = self._since = time.perf_counter()
+        self._since_step = 0
+
+    def resume(self) -> None:
+        """Take over the state of the newest checkpoint.
+
+        Raises:
+            CheckpointError: it cannot be read, or is of another run.
+            NonFiniteError: it holds a NaN or an infinite weight.
+        """
+        found = checkpoint.load(checkpoint.find(self.checkpoints)[-1])
+        check_same_run(found.state["config"], self.config, found.path)
+        if found.step > self.config.run.steps:
+            raise CheckpointError(f"{found.path}: is past the end of this run of {self.config.run.steps} steps.")
+        for lane in self.setup.lanes:
+            restore_lane(lane, found.tensors[lane.name], found.path)
+        restore_random(found.tensors["random"])
+        self.setup.loader.load_state_dict(found.state["loader"])
+        self._earlier = found.state["totals"]
+        self.done = self._since_step = found.step
+
+    def run(self) -> dict[str, Any]:
+        """Train to the last step, evaluate, and return the summary."""
+        try:
+            self._open_directory()
+            self._tell(self._start_event())
+            with kernels.record() as self._ledger:
+                while self.done < self.config.run.steps:
+                    self._step()
+                heldout = self._evaluate()
+            summary = self._summarise(heldout)
+            write_json(self.directory / "summary.json", summary)
+            self._tell(Finished(summary=summary, history=self._history(), directory=self.directory))
+        finally:
+            for reporter in self._watching:
+                reporter.close()
+        return summary
+
+    def _step(self) -> None:
+        run, device = self.config.run, self.setup.device
+        lr = self._learning_rate()
+        inputs_BT, targets_BT = (part.to(device, non_blocking=True) for part in self.setup.loader.next_batch())
+        self.done += 1
+        measured, watches = {}, {}
+        for lane in self.setup.lanes:
+            with Stopwatch(device) as watches[lane.name]:
+                measured[lane.name] = lane.step(
+                    inputs_BT, targets_BT, step=self.done, lr=lr, accumulate=run.accumulate
+                )
+        last = self.done == run.steps
+        log = last or self.done == 1 or self._due(run.log_every)
+        save = last or self._due(run.checkpoint_every)
+        # Reading a result makes a GPU wait for it; a CPU has it anyway.
+        if log or save or device.type == "cpu":
+            self._check()
+        if log:
+            self._log(measured, watches, lr)
+        if save:
+            self._save()
+        if self._due(run.eval_every) and not last:
+            self._evaluate()
+        if save or self._due(run.eval_every):
+            self._restart_clock()
+
+    def _learning_rate(self) -> float:
+        o = self.config.optimizer
+        return learning_rate(self.done, steps=self.config.run.steps, peak=o.lr, warmup=o.warmup, floor=o.min_lr)
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.done % every == 0
+
+    def _check(self) -> None:
+        last = checkpoint.latest(self.checkpoints)
+        way_back = f"The last good checkpoint is {last}." if last else "There is no checkpoint yet."
+        for lane in self.setup.lanes:
+            lane.check(way_back)
+
+    def _log(self, measured: Mapping[str, Measured], watches: Mapping[str, Stopwatch], lr: float) -> None:
+        milliseconds = {name: watch.milliseconds() for name, watch in watches.items()}
+        per_step = self.config.run.batch * self.config.data.sequence
+        elapsed = time.perf_counter() - self._since
+        event = Logged(
+            step=self.done,
+            loss={name: float(m.loss) for name, m in measured.items()},
+            gradient_norm={name: float(m.gradient_norm) for name, m in measured.items()},
+            milliseconds=milliseconds,
+            lr=lr,
+            tokens=self.done * per_step,
+            tokens_per_second=(self.done - self._since_step) * per_step / elapsed,
+        )
+        self._restart_clock()
+        self._tell(event)
+
+    def _restart_clock(self) -> None:
+        self._since, self._since_step = time.perf_counter(), self.done
+
+    def _evaluate(self) -> dict[str, float]:
+        loss = {lane.name: heldout_loss(lane, self.setup.heldout) for lane in self.setup.lanes}
+        self._tell(Evaluated(step=self.done, loss=loss))
+        return loss
+
+    def _save(self) -> None:
+        tensors = {lane.name: lane_tensors(lane) for lane in self.setup.lanes}
+        state = {
+            "config": strict.to_dict(self.config),
+            "loader": self.setup.loader.state_dict(),
+            "totals": self._totals(),
+            "versions": devices.versions(),
+        }
+        path = checkpoint.save(
+            self.checkpoints,
+            self.done,
+            {**tensors, "random": random_tensors()},
+            state,
+            keep=self.config.run.keep,
+        )
+        self._tell(Saved(step=self.done, path=path))
+
+    def _totals(self) -> dict[str, Any]:
+        """Return what has added up since the first step, also across resumes."""
+        earlier = self._earlier
+        return {
+            "seconds": earlier["seconds"] + time.perf_counter() - self._started,
+            "fp8_gemms": dict(Counter(earlier["fp8_gemms"]) + self._ledger.gemms),
+            "fallbacks": [*dict.fromkeys([*earlier["fallbacks"], *self._ledger.fallbacks])],
+        }
+
+    def _open_directory(self) -> None:
+        guarded(self.directory, lambda: self.directory.mkdir(parents=True, exist_ok=True))
+        if not self.done:
+            checkpoint.discard(self.checkpoints)
+        (self.directory / "summary.json").unlink(missing_ok=True)
+        write_json(self.directory / "config.json", strict.to_dict(self.config))
+        if self.setup.plan is not None:
+            write_json(self.directory / "plan.json", self.setup.plan.to_json())
+        self._watching.insert(0, MetricsFile(self.directory / "metrics.jsonl", keep_until=self.done))
+
+    def _start_event(self) -> Started:
+        return Started(
+            config=self.config,
+            lanes=tuple(lane.name for lane in self.setup.lanes),
+            device=devices.describe(self.setup.device),
+            parameters=count_parameters(self.setup.lanes[0].model),
+            plan=self.setup.plan,
+            corpus=self.setup.corpus,
+            first_step=self.done,
+        )
+
+    def _summarise(self, heldout: Mapping[str, float]) -> dict[str, Any]:
+        totals = self._totals()
+        return summarise(
+            self.config,
+            device=devices.describe(self.setup.device),
+            parameters=count_parameters(self.setup.lanes[0].model),
+            heldout=heldout,
+            corpus=self.setup.corpus,
+            gemms=totals["fp8_gemms"],
+            fallbacks=totals["fallbacks"],
+            history=self._history(),
+            seconds=totals["seconds"],
+        )
+
+    def _history(self) -> list[dict[str, Any]]:
+        return read_metrics(self.directory / "metrics.jsonl")
+
+    def _tell(self, event: Event) -> None:
+        for reporter in self._watching:
+            reporter.report(event)
+
+
+def _check_directory(out: Path, *, resume: bool, overwrite: bool) -> None:
+    """See to it, before any work, that nobody loses a run and that there is something to resume."""
+    last = checkpoint.latest(out / "checkpoints")
+    if resume and overwrite:
+        raise ConfigError("--resume continues a run and --overwrite starts it over: choose one.")
+    if resume and last is None:
+        raise CheckpointError(f"{out / 'checkpoints'}: there is no checkpoint to resume from. Start without --resume.")
+    if last is not None and not (resume or overwrite):
+        raise ConfigError(
+            f"{out}: holds a run already ({last.name}). --resume continues it, --overwrite starts over, --out names"
+            " another directory."
+        )

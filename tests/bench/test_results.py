@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.bench import results
+from octavo.errors import ConfigError
+
+ROW: dict[str, Any] = {"model": "124m", "tokens": 100, "recipe": "folded", "seed": 0, "heldout_loss": 1.5}
+
+
+def parity(**changes: Any) -> results.Result:
+    fields: dict[str, Any] = {
+        "kind": "parity",
+        "date": "2026-11-21",
+        "hardware": "nvidia-h200",
+        "versions": {"torch": "2.11.0"},
+        "command": "octavo train",
+        "rows": (ROW,),
+    }
+    return results.Result(**{**fields, **changes})
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    result = parity(rows=({**ROW, "note": "extra keys stay"},))
+    path = results.write(result, tmp_path)
+    assert path == tmp_path / "2026-11-21-nvidia-h200-parity.json"
+    assert results.load(path) == result
+    assert results.latest("parity", tmp_path) == result
+    assert set(json.loads(path.read_text())) == {"kind", "date", "hardware", "versions", "command", "rows"}
+
+
+def test_latest_is_the_newest_day_whatever_the_order_of_writing(tmp_path: Path) -> None:
+    results.write(parity(date="2026-11-22", command="new"), tmp_path)
+    results.write(parity(date="2026-11-21", command="old"), tmp_path)
+    newest = results.latest("parity", tmp_path)
+    assert newest is not None and newest.command == "new"
+    assert len(list(tmp_path.glob("*.json"))) == 2
+
+
+def test_never_measured_is_none(tmp_path: Path) -> None:
+    assert results.latest("step", tmp_path) is None
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = results.write(parity(), tmp_path)
+    before = path.read_text()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        results.write(parity(command="second"), tmp_path)
+    assert path.read_text() == before
+    assert [p.name for p in tmp_path.iterdir() if p.is_file()] == [path.name]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="file modes of POSIX")
+def test_others_may_read_it(tmp_path: Path) -> None:
+    assert results.write(parity(), tmp_path).stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "parties"}, "Did you mean 'parity'"),
+        ({"date": "21.11.2026"}, "YYYY-MM-DD"),
+        ({"hardware": "NVIDIA H200"}, "'nvidia-h200' is"),
+        ({"rows": ()}, "no rows"),
+        (
+            {"rows": (ROW, {"model": "124m", "tokens": 1, "recipe": "x"})},
+            r"rows\[1\]: the key 'seed' is missing",
+        ),
+        ({"rows": ({**ROW, "tokens": 1.5},)}, "'tokens' must be int, got 1.5"),
+        ({"rows": ({**ROW, "seed": True},)}, "'seed' must be int, got True"),
+        ({"rows": ({**ROW, "heldout_loss": "1.5"},)}, "'heldout_loss' must be float"),
+        ({"rows": ({**ROW, "heldout_loss": float("nan")},)}, "must be finite"),
+        ({"rows": ({**ROW, "extra": float("inf")},)}, "'extra' is inf"),
+    ],
+)
+def test_what_is_wrong_is_said(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parity(**changes)
+
+
+def test_an_integer_serves_as_a_float() -> None:
+    assert parity(rows=({**ROW, "heldout_loss": 2},)).rows[0]["heldout_loss"] == 2
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"kind": "parity", "colour": 1}'])
+def test_a_bad_file_is_named(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"bad\.json"):
+        results.load(path)
+
+
+def test_a_bad_row_in_a_file_names_the_file(tmp_path: Path) -> None:
+    path = results.write(parity(), tmp_path)
+    mapping = json.loads(path.read_text())
+    del mapping["rows"][0]["recipe"]
+    path.write_text(json.dumps(mapping))
+    with pytest.raises(ConfigError, match=r"parity\.json: .*rows\[0\]: the key 'recipe' is missing"):
+        results.load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "slug"),
+    [
+        ("NVIDIA H200", "nvidia-h200"),
+        ("Intel(R) Xeon(R) CPU @ 2.20GHz", "intel-xeon-cpu-2.20ghz"),
+        ("AMD EPYC 7B13 ", "amd-epyc-7b13"),
+    ],
+)
+def test_slug(name: str, slug: str) -> None:
+    assert results.slug(name) == slug
+
+
+def test_this_machine_can_be_written_down() -> None:
+    assert results.hardware() == results.slug(results.hardware()) != ""
+    assert {"python", "torch", "octavo"} <= set(results.versions())
+    parity(hardware=results.hardware(), versions=results.versions(), date=results.today())
+
+
+def test_replacing_a_field_checks_again() -> None:
+    with pytest.raises(ConfigError, match="unknown kind"):
+        replace(parity(), kind="")

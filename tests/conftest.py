@@ -1,0 +1,29 @@
+"""What every test relies on: a seed, few threads, and `gpu` tests only where there is a GPU."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported: test shapes are small, and machines are shared.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+import pytest
+import torch
+
+torch.set_num_threads(min(2, os.cpu_count() or 1, int(os.environ["OMP_NUM_THREADS"])))
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Give every test the same random numbers, whatever ran before it."""
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked `gpu` on a machine without CUDA."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)

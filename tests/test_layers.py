@@ -1,0 +1,22 @@
+"""Imports point down: the contract in pyproject.toml holds, and it covers every module there is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_imports_point_down_the_layers() -> None:
+    from importlinter.cli import lint_imports
+
+    assert lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True) == 0
+
+
+def test_reading_the_configuration_needs_no_torch() -> None:
+    code = (
+        "import sys, octavo, octavo.recipes, octavo.train, octavo.cli.main; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
