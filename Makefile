@@ -51,7 +51,7 @@ docs: $(VENV)/installed-dev ## the generated tables are current, the examples ru
 check: lint types layers test docs ## everything that .ci/run runs
 
 wheels: $(VENV)/installed ## wheels/: what an offline machine with its own PyTorch needs beside it
-	$(BIN)/python -m pip download --quiet --dest wheels hatchling editables cyclopts plotext rich
+	$(BIN)/python -m pip download --quiet --dest wheels hatchling editables cyclopts
 
 clean: ## remove the virtual environment and the caches; runs/ stays
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -74,7 +74,9 @@ def test_demo_shows_both_losses_and_the_gap() -> None:
         "heldout_loss_bf16": 1.6,
         "gap_percent": 0.625,
     }
-    assert "| cpu | folded | 300 | 614,400 | 1.6100 | 1.6000 | +0.62 % |" in tables.demo(result("demo", row))
+    line = "| cpu | folded | 300 | 614,400 | 1.6100 | 1.6000 | +0.62 % |"
+    assert f"{line}  |" in tables.demo(result("demo", row))
+    assert f"{line} 3.2000 |" in tables.demo(result("demo", {**row, "unigram_entropy": 3.2}))
 
 
 def test_a_measured_table_says_where_its_figures_come_from(tmp_path: Path) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
-import itertools
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +11,8 @@ from typing import Any
 from octavo import errors, recipes
 from octavo.bench.markdown import table
 from octavo.bench.results import KINDS
+from octavo.cli.flags import field_docs
 from octavo.train.config import RunConfig
-
 
 FIELD_HEADER = ("key", "type or choices", "default", "meaning")
 
@@ -74,7 +72,9 @@ def _field_rows(cls: type[Any], prefix: str = "") -> list[tuple[str, str, str, s
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
             rows += _field_rows(hint, f"{key}.")
             continue
-        rows.append((f"`{key}`", _type(field, hint), _default(field), docs.get(field.name, "")))
+        rows.append(
+            (f"`{key}`", _type(field, hint), _default(field), " ".join(docs.get(field.name, "").split()))
+        )
     return rows
 
 
@@ -90,19 +90,6 @@ def _default(field: dataclasses.Field[Any]) -> str:
     return "required" if field.default_factory is dataclasses.MISSING else f"`{field.default_factory()}`"
 
 
-def field_docs(cls: type[Any]) -> dict[str, str]:
-    """Return the docstring literal that stands under each field of the dataclass `cls`."""
-    source = inspect.cleandoc(inspect.getsource(cls))
-    body = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)).body
-    docs = {}
-    for field, text in itertools.pairwise(body):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            is_text = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-            if is_text and isinstance(text.value.value, str):
-                docs[field.target.id] = " ".join(text.value.value.split())
-    return docs
-
-
 def _sentence(documented: object) -> str:
     return " ".join((inspect.getdoc(documented) or "").split("\n\n")[0].split())
 
@@ -115,8 +102,10 @@ def run_file_table() -> str:
 def recipe_key_table() -> str:
     """Return the keys of a recipe file; GEMM stands for each of the three, OPERAND for each of its two."""
     rows = [row for row in _field_rows(recipes.Recipe) if "." not in row[0]]
-    rows += _field_rows(recipes.Gemm, "GEMM.")
-    return table(FIELD_HEADER, rows + _field_rows(recipes.Operand, "GEMM.OPERAND."))
+    rows += _field_rows(recipes.Gemm, "GEMM.") + _field_rows(recipes.Operand, "GEMM.OPERAND.")
+    return table(
+        ("key", "type or choices", "meaning"), [(key, choices, text) for key, choices, _, text in rows]
+    )
 
 
 def result_kind_table() -> str:

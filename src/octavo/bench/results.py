@@ -6,12 +6,9 @@ A result is `benchmarks/results/<date>-<hardware>-<kind>.json`, the newest of a 
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
-import importlib.util
 import json
 import math
 import os
-import platform
 import re
 import tempfile
 from collections.abc import Mapping
@@ -19,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import octavo
 from octavo import strict
 from octavo.errors import ConfigError, did_you_mean
 
@@ -144,35 +140,34 @@ def today() -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions a figure depends on: python, torch, octavo; cuda and triton where they exist."""
-    import torch
+    from octavo.train import device
 
-    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    if torch.version.cuda is not None:
-        found["cuda"] = torch.version.cuda
-    if importlib.util.find_spec("triton") is not None:
-        found["triton"] = importlib.metadata.version("triton")
-    return {**found, "octavo": octavo.__version__}
+    return {name: version for name, version in device.versions().items() if version is not None}
 
 
 def hardware() -> str:
     """Return a slug of what computes here: the first GPU's name, else the processor's."""
     import torch
 
-    if torch.cuda.is_available():
-        return slug(torch.cuda.get_device_name(0))
-    return slug(_processor())
+    from octavo.train import device
 
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        named = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(encoding="utf-8"), re.MULTILINE)
-        if named and named[1].strip().lower() != "unknown":
-            return named[1]
-    return platform.processor() or platform.machine() or "cpu"
+    name = device.describe(device.resolve("auto"))
+    return slug(name.removesuffix(f", {torch.get_num_threads()} threads")) or "unknown"
 
 
 def slug(name: str) -> str:
     """Return `name` in lower case, words joined by dashes: `NVIDIA H200` is `nvidia-h200`."""
     bare = re.sub(r"\((r|tm)\)", "", name.lower())
     return re.sub(r"[^a-z0-9.]+", "-", bare).strip("-.")
+
+
+def from_summary(path: Path, command: str = "make demo") -> Result:
+    """Return the `summary.json` of a run on this machine as a result of kind `demo`.
+
+    Raises:
+        ConfigError: the file is missing or malformed, or the run had no BF16 twin.
+    """
+    row = strict.read_file(path)
+    return Result(
+        kind="demo", date=today(), hardware=hardware(), versions=versions(), command=command, rows=(row,)
+    )

@@ -31,8 +31,8 @@ Row = dict[str, Any]
 
 
 def demo(result: Result) -> str:
-    """Return the table of the demo: both losses on held-out text and the gap between them."""
-    header = ("device", "recipe", "steps", "tokens", "FP8 loss", "BF16 loss", "gap")
+    """Return the table of the demo: both held-out losses, the gap, and the entropy of single bytes."""
+    header = ("device", "recipe", "steps", "tokens", "FP8 loss", "BF16 loss", "gap", "byte entropy")
     rows = [
         (
             row["device"],
@@ -42,6 +42,7 @@ def demo(result: Result) -> str:
             f"{row['heldout_loss_fp8']:.4f}",
             f"{row['heldout_loss_bf16']:.4f}",
             f"{row['gap_percent']:+.2f} %",
+            f"{row['unigram_entropy']:.4f}" if "unigram_entropy" in row else "",
         )
         for row in result.rows
     ]

@@ -1,4 +1,4 @@
-"""Text into tokens into batches: corpora, held-out split, tokenizers, memory-mapped token files, a resumable loader.
+"""Text into tokens into batches: corpora, tokenizers, memory-mapped token files, a resumable loader.
 
     source -> read_corpus -> prepare (tokenize, split, write once) -> TokenFiles -> Loader, heldout_batches
 

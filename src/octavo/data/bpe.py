@@ -23,6 +23,7 @@ END_OF_DOCUMENT = "<|endofdocument|>"
 SMALLEST, LARGEST = 272, 65_536
 SAMPLE_BYTES = 64_000_000
 """Text to learn merges from; more changes them little and takes minutes."""
+PIECE_CHARACTERS = 1_000_000
 
 
 class BPETokenizer:
@@ -45,18 +46,23 @@ class BPETokenizer:
         self.vocab = -(-size // 16) * 16
         self.end_of_document: int = found[0]
         self.fingerprint = hashlib.sha256(backend.to_str().encode()).hexdigest()
+        backend.encode_special_tokens = True  # a text that spells the end of document is not one
         self._backend = backend
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab: int = 4096) -> BPETokenizer:
         """Learn `vocab` ids (bytes, merges, and the end of document) from `texts`. Deterministic.
 
+        Texts with few repeats have fewer merges to give; read the size that came out from `vocab`.
+
         Raises:
             ConfigError: `vocab` is no multiple of 16 from 272 to 65,536.
             DataError: `tokenizers` is not installed.
         """
         if vocab % 16 or not SMALLEST <= vocab <= LARGEST:
-            raise ConfigError(f"tokenizer: vocab {vocab} is not a multiple of 16 from {SMALLEST} to {LARGEST}.")
+            raise ConfigError(
+                f"tokenizer: vocab {vocab} is not a multiple of 16 from {SMALLEST} to {LARGEST}."
+            )
         tokenizers = _package()
         backend = tokenizers.Tokenizer(tokenizers.models.BPE())
         backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -106,8 +112,13 @@ class BPETokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the ids of each text, uint16, without the end of document."""
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=np.uint16) for encoding in encodings]
+        pieces = [list(_pieces(text)) for text in texts]
+        encodings = iter(
+            self._backend.encode_batch_fast(list(itertools.chain(*pieces)), add_special_tokens=False)
+        )
+        return [
+            np.array([i for _ in parts for i in next(encodings).ids], dtype=np.uint16) for parts in pieces
+        ]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`; ends of document and padding ids give nothing."""
@@ -127,6 +138,15 @@ def trained(source: str | Path, vocab: int, cache_dir: Path) -> BPETokenizer:
     return tokenizer
 
 
+def _pieces(text: str) -> Iterator[str]:
+    """Cut a long text after line ends, so that all cores share one huge document."""
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start + PIECE_CHARACTERS) + 1 or len(text)
+        yield text[start:end]
+        start = end
+
+
 def _sample(documents: Iterable[Any], size: int) -> Iterator[str]:
     """Yield every n-th text, evenly over the corpus, such that about SAMPLE_BYTES are read."""
     every = max(1, round(size / SAMPLE_BYTES))
@@ -137,5 +157,5 @@ def _package() -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise DataError("a BPE tokenizer needs the package tokenizers: pip install octavo[tokenizers]") from error
+        raise DataError("a BPE tokenizer needs the package tokenizers: pip install octavo[bpe]") from error
     return tokenizers

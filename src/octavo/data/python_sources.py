@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import site
 import sys
 import sysconfig
@@ -22,8 +21,6 @@ LONGEST_LINE = 1_000
 """Characters; a longer line is data, not code."""
 FEWEST_LETTERS = 0.25
 """Share of letters; below it a file is a table of numbers."""
-
-_LETTER = re.compile(r"[^\W\d_]")
 
 
 def standard_library() -> list[TextFile]:
@@ -43,7 +40,7 @@ def packages() -> list[TextFile]:
 
 
 def read_sources(files: Iterable[TextFile]) -> Iterator[Document]:
-    """Yield each file once that reads as code: no copy of an earlier one, no table of data, not too large, UTF-8.
+    """Yield the files that read as code: no copy of an earlier one, no data, not too large, UTF-8.
 
     Raises:
         DataError: none of them does.
@@ -58,7 +55,9 @@ def read_sources(files: Iterable[TextFile]) -> Iterator[Document]:
             seen.add(digest)
             yield Document(file.name, text)
     if not seen:
-        raise DataError("no readable Python sources were found for this interpreter; give a folder of text instead.")
+        raise DataError(
+            "no readable Python sources were found for this interpreter; give a folder of text instead."
+        )
 
 
 def looks_like_code(text: str) -> bool:

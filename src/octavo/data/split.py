@@ -27,12 +27,12 @@ def threshold(digests: Sequence[int], fraction: float) -> int | None:
     It is `fraction` of the hash space, moved just as far as is needed for one document on each side.
     None where all contents are equal (one document, say): then `tail` splits inside the document.
     """
-    distinct = sorted(set(digests))
-    if len(distinct) < 2:
+    least, greatest = min(digests), max(digests)
+    if least == greatest:
         return None
-    return min(max(int(fraction * SPACE), distinct[0] + 1), distinct[-1])
+    return min(max(int(fraction * SPACE), least + 1), greatest)
 
 
 def tail(length: int, fraction: float) -> int:
-    """Return where the held-out tail of a lone document of `length` tokens begins; both parts get a token at least."""
+    """Return where the held-out tail of a lone document of `length` tokens begins, no part empty."""
     return min(max(round(length * (1 - fraction)), 1), length - 1)

@@ -49,8 +49,8 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """The 256 bytes of UTF-8, and one id that ends a document.
 
-    257 ids are in use. `vocab` is 272, the next multiple of 16, because an FP8 GEMM needs dimensions divisible by 16;
-    ids 257 to 271 never occur.
+    257 ids are in use. `vocab` is 272, the next multiple of 16, because an FP8 GEMM needs dimensions
+    divisible by 16; ids 257 to 271 never occur.
     """
 
     name = "bytes"
@@ -71,12 +71,15 @@ class ByteTokenizer:
         return bytes(i for i in map(int, ids) if i < 256).decode(errors="replace")
 
 
-def load_tokenizer(name: str, *, source: str | Path | None = None, cache_dir: Path | None = None) -> Tokenizer:
+def load_tokenizer(
+    name: str, *, source: str | Path | None = None, cache_dir: Path | None = None
+) -> Tokenizer:
     """Return the tokenizer called `name`.
 
     - `bytes`: `ByteTokenizer`.
     - a path that ends in `.json`: a BPE saved by `BPETokenizer.save`, or any `tokenizers` file.
-    - `bpe-4096` (any size): a byte-level BPE trained on the text of `source`, kept in `cache_dir` and found there again.
+    - `bpe-4096` (any size): a byte-level BPE trained on the text of `source`, kept in `cache_dir` and found
+      there again.
 
     Raises:
         DataError: an unknown name, a missing or malformed file, or `tokenizers` is not installed.
@@ -90,9 +93,13 @@ def load_tokenizer(name: str, *, source: str | Path | None = None, cache_dir: Pa
     kind, _, size = name.partition("-")
     if kind != "bpe" or not size.isdigit():
         near = did_you_mean(name, ("bytes", "bpe-4096"))
-        raise DataError(f"unknown tokenizer '{name}'.{near} Give 'bytes', 'bpe-<size>', or the path of a .json file.")
+        raise DataError(
+            f"unknown tokenizer '{name}'.{near} Give 'bytes', 'bpe-<size>', or the path of a .json file."
+        )
     if source is None or cache_dir is None:
-        raise DataError(f"the tokenizer '{name}' is trained on a corpus: give a source and a folder to keep it in.")
+        raise DataError(
+            f"the tokenizer '{name}' is trained on a corpus: give a source and a folder to keep it in."
+        )
     from octavo.data.bpe import trained
 
     return trained(source, int(size), cache_dir)

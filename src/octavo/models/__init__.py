@@ -1,6 +1,7 @@
 """Models written for reading: a Llama and a GPT in plain PyTorch, built from one `ModelConfig`.
 
-`ModelConfig` and `flops_per_token` need no torch; what does loads on first use, so that the command line stays quick.
+`ModelConfig` and `flops_per_token` need no torch; what does loads on first use, so that the command line
+stays quick.
 """
 
 from __future__ import annotations

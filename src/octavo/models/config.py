@@ -19,7 +19,7 @@ class ModelConfig:
     """
 
     architecture: Architecture = "llama"
-    """`llama`: RMSNorm, rotary positions, SwiGLU, no biases. `gpt`: LayerNorm, learned positions, GELU, biases."""
+    """`llama` (RMSNorm, rotary, SwiGLU, no biases) or `gpt` (LayerNorm, learned positions, GELU, biases)."""
     vocab: int
     """Number of token ids; a multiple of 16 lets the head run in FP8."""
     dim: int
@@ -44,8 +44,20 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.architecture not in get_args(Architecture):
             near = did_you_mean(str(self.architecture), get_args(Architecture))
-            raise ConfigError(f"model.architecture: {self.architecture!r} is neither 'llama' nor 'gpt'.{near}")
-        for name in ("vocab", "dim", "layers", "heads", "kv_heads", "ffn", "sequence", "rope_theta", "norm_eps"):
+            raise ConfigError(
+                f"model.architecture: {self.architecture!r} is neither 'llama' nor 'gpt'.{near}"
+            )
+        for name in (
+            "vocab",
+            "dim",
+            "layers",
+            "heads",
+            "kv_heads",
+            "ffn",
+            "sequence",
+            "rope_theta",
+            "norm_eps",
+        ):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"model.{name}: {value} is not a positive number.")
@@ -57,7 +69,9 @@ class ModelConfig:
         if self.heads % self.key_value_heads:
             raise ConfigError(f"model.kv_heads: {self.kv_heads} does not divide heads {self.heads}.")
         if self.architecture == "gpt" and self.key_value_heads != self.heads:
-            raise ConfigError("model.kv_heads: grouped queries need architecture 'llama'; leave it out for 'gpt'.")
+            raise ConfigError(
+                "model.kv_heads: grouped queries need architecture 'llama'; leave it out for 'gpt'."
+            )
         if self.architecture == "llama" and self.head_dim % 2:
             raise ConfigError(
                 f"model.heads: dim {self.dim} / heads {self.heads} = {self.head_dim} is odd; "
@@ -78,8 +92,9 @@ class ModelConfig:
     def ffn_dim(self) -> int:
         """`ffn`, or the architecture's usual width where it is None.
 
-        A Llama has three feed-forward matrices where a GPT has two, so 8/3 `dim` keeps its parameters at those of 4 `dim`.
-        Rounded up to a multiple of 128 (a block of scales, a tile), or of 32 in models too small for that.
+        A Llama has three feed-forward matrices where a GPT has two, so 8/3 `dim` keeps its parameters at
+        those of 4 `dim`. Rounded up to a multiple of 128 (a block of scales, a tile), or of 32 in models too
+        small for that.
         """
         if self.ffn is not None:
             return self.ffn

@@ -11,8 +11,12 @@ from octavo.models.llama import Llama
 
 
 def build(config: ModelConfig, seed: int) -> nn.Module:
-    """Return a freshly initialised model on the CPU in FP32. One seed gives the same bits, whatever was drawn before."""
-    model: Llama | GPT = Llama(config) if config.architecture == "llama" else GPT(config)
+    """Return a new model in FP32 on the CPU.
+
+    One seed gives the same bits, whatever was drawn before; the global random state is left as it was.
+    """
+    with torch.random.fork_rng(devices=[]):  # layers draw when they are made
+        model: Llama | GPT = Llama(config) if config.architecture == "llama" else GPT(config)
     model.reset_parameters(torch.Generator().manual_seed(seed))
     return model
 

@@ -10,10 +10,10 @@ def flops_per_token(config: ModelConfig, sequence: int) -> int:
 
     `6 N + 6 L D T` (Chowdhery et al. 2022, PaLM, appendix B, with causal attention counted at half):
 
-    - N: the weights that are multiplied (all linear layers and the head; the embedding is a lookup and costs nothing).
-      Each is one multiply and one add in fprop, in dgrad and in wgrad: 6 operations.
-    - Attention: a token attends to T/2 tokens on average. Scores and weighted values are two products of D channels,
-      2 * 2 * D * T/2 = 2 D T operations a layer forward, and twice that backward: 6 L D T.
+    - N: the weights that are multiplied (all linear layers and the head; the embedding is a lookup and costs
+      nothing). Each is one multiply and one add in fprop, in dgrad and in wgrad: 6 operations.
+    - Attention: a token attends to T/2 tokens on average. Scores and weighted values are two products of D
+      channels, 2 * 2 * D * T/2 = 2 D T operations a layer forward, and twice that backward: 6 L D T.
 
     Norms, activations and the softmax are left out: below a percent. `sequence` is the length T trained on.
     """
@@ -22,7 +22,7 @@ def flops_per_token(config: ModelConfig, sequence: int) -> int:
 
 
 def matmul_parameters(config: ModelConfig) -> int:
-    """Return the number of weights in linear layers, the head included (also where it is tied), biases excluded."""
+    """Return the number of weights in linear layers, the head included even if tied, biases excluded."""
     kv_dim = config.key_value_heads * config.head_dim
     attention = 2 * config.dim * config.dim + 2 * config.dim * kv_dim
     feed_forward = (3 if config.architecture == "llama" else 2) * config.dim * config.ffn_dim

@@ -33,7 +33,7 @@ class GPT(nn.Module):
         reset_parameters(self, self.config.layers, generator)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """Return the logits (B,T,V), or the mean cross-entropy in FP32 where `targets_BT` (next tokens) is given.
+        """Return the logits (B,T,V), or the mean cross-entropy in FP32 if the next tokens are given.
 
         Raises:
             ConfigError: T is longer than `config.sequence`.
@@ -59,8 +59,8 @@ class Block(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Return the residual stream after this block, in the shape and dtype of `x_BTD`."""
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
-        x_BTD = x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
-        return x_BTD
+        y_BTD: Tensor = x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
+        return y_BTD
 
 
 class Attention(nn.Module):
@@ -74,8 +74,8 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Return what each token gathers from itself and those before it, (B,T,D)."""
-        heads_BTHE = self.wqkv(x_BTD).unflatten(-1, (-1, self.head_dim))
-        q_BHTE, k_BHTE, v_BHTE = heads_BTHE.transpose(1, 2).chunk(3, dim=1)
+        qkv_BTHE: Tensor = self.wqkv(x_BTD).view(*x_BTD.shape[:-1], -1, self.head_dim)
+        q_BHTE, k_BHTE, v_BHTE = qkv_BTHE.transpose(1, 2).chunk(3, dim=1)
         y_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE, is_causal=True)
         y_BTD: Tensor = self.wo(y_BHTE.transpose(1, 2).flatten(2))
         return y_BTD

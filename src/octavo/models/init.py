@@ -15,9 +15,9 @@ RESIDUAL_OUTPUTS = ("wo.weight", "w2.weight")
 def reset_parameters(model: nn.Module, layers: int, generator: torch.Generator) -> None:
     """Draw all parameters of `model` anew, in the order of their names in the module tree.
 
-    Matrices are normal with standard deviation 0.02. The two that write to the residual stream (`wo`, `w2`) are scaled by
-    `1 / sqrt(2 * layers)`, so that the stream's variance does not grow with depth (Radford et al. 2019, GPT-2).
-    Norm weights are one, biases zero. A tied weight is drawn once.
+    Matrices are normal with standard deviation 0.02. The two that write to the residual stream (`wo`, `w2`)
+    are scaled by `1 / sqrt(2 * layers)`, so that the stream's variance does not grow with depth (Radford et
+    al. 2019, GPT-2). Norm weights are one, biases zero. A tied weight is drawn once.
     """
     for name, parameter in model.named_parameters():
         if parameter.dim() >= 2:

@@ -2,9 +2,9 @@
 
 Shapes: B batch, T tokens, D dim, H query heads, G key and value heads, E head size, V vocab.
 
-Under `torch.autocast(bfloat16)` the linears compute in BF16 while the residual stream, the norms, the rotation and the loss
-stay in FP32: the embedding gives FP32, and adding a BF16 branch to an FP32 stream gives FP32.
-Each block compiles on its own: `for block in model.layers: block.compile(fullgraph=True)`.
+Under `torch.autocast(bfloat16)` the linears compute in BF16 while the residual stream, the norms, the
+rotation and the loss stay in FP32: the embedding gives FP32, and adding a BF16 branch to an FP32 stream gives
+FP32. Each block compiles on its own: `for block in model.layers: block.compile(fullgraph=True)`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Llama(nn.Module):
         reset_parameters(self, self.config.layers, generator)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """Return the logits (B,T,V), or the mean cross-entropy in FP32 where `targets_BT` (next tokens) is given.
+        """Return the logits (B,T,V), or the mean cross-entropy in FP32 if the next tokens are given.
 
         Raises:
             ConfigError: T is longer than `config.sequence`.
@@ -69,12 +69,12 @@ class Block(nn.Module):
     def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
         """Return the residual stream after this block, in the shape and dtype of `x_BTD`."""
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TE, sin_TE)
-        x_BTD = x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
-        return x_BTD
+        y_BTD: Tensor = x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
+        return y_BTD
 
 
 class Attention(nn.Module):
-    """Causal self-attention; several query heads share a key and value head where `kv_heads` is below `heads`."""
+    """Causal self-attention; query heads share a key and value head where `kv_heads` is below `heads`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -91,12 +91,14 @@ class Attention(nn.Module):
         q_BHTE = rotate(self._heads(self.wq(x_BTD)), cos_TE, sin_TE)
         k_BGTE = rotate(self._heads(self.wk(x_BTD)), cos_TE, sin_TE)
         v_BGTE = self._heads(self.wv(x_BTD))
-        y_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BGTE, v_BGTE, is_causal=True, enable_gqa=self.grouped)
+        y_BHTE = F.scaled_dot_product_attention(
+            q_BHTE, k_BGTE, v_BGTE, is_causal=True, enable_gqa=self.grouped
+        )
         y_BTD: Tensor = self.wo(y_BHTE.transpose(1, 2).flatten(2))
         return y_BTD
 
     def _heads(self, x_BTD: Tensor) -> Tensor:
-        return x_BTD.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return x_BTD.view(*x_BTD.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
 
 class FeedForward(nn.Module):

@@ -45,8 +45,8 @@ def quantize(
 ) -> Quantized:
     """Quantise a matrix.
 
-    Finite values saturate at the format's maximum; NaN stays NaN; an infinity stays one in E5M2 and becomes NaN in E4M3,
-    which has none. Neither touches the scale of its neighbours.
+    Finite values saturate at the format's maximum. NaN stays NaN and an infinity becomes NaN; neither touches the scale of
+    its neighbours.
 
     Args:
         x: (R, C), FP32, BF16 or FP16. R or C may be 0.
@@ -68,10 +68,10 @@ def quantize(
 
 
 def to_codes(x: Tensor, fmt: Format) -> Tensor:
-    """Round FP32 values to the nearest code, ties to even; saturate what is finite, keep what is not."""
-    # A cast alone will not do: whether it saturates, and whether it swallows infinities, differs between PyTorch versions.
-    kept = x if fmt.has_infinity else torch.nan
-    return torch.where(x.abs() == torch.inf, kept, x.clamp(-fmt.max, fmt.max)).to(fmt.dtype)
+    """Round FP32 values to the nearest code, ties to even; saturate what is finite, give NaN for what is not."""
+    # A cast alone will not do: whether it saturates differs between PyTorch versions, and compiled casts turn infinities
+    # into the largest finite value, even in E5M2, which has them. NaN is what every one of them hands on.
+    return torch.where(x.abs() == torch.inf, torch.nan, x.clamp(-fmt.max, fmt.max)).to(fmt.dtype)
 
 
 def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -142,7 +142,7 @@ def assemble(*layers: tuple[str, Mapping[str, Any]]) -> RunConfig:
     config: RunConfig | None = None
     for where, settings in layers:
         merged = _merge(merged, settings)
-        config = strict.read(RunConfig, _with_defaults(merged), where)
+        config = strict.read(RunConfig, _with_defaults(merged, where), where)
     if config is None:
         raise ConfigError(f"no configuration given: name a file or a preset ({', '.join(presets())}).")
     return config
@@ -187,24 +187,19 @@ def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _with_defaults(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Fill in what the data decides about the model: its vocabulary and its longest sequence."""
-    data = settings.get("data", {})
-    if not isinstance(data, Mapping):
-        return dict(settings)
-    decided = {
-        "vocab": _vocabulary(data.get("tokenizer", "bytes")),
-        "sequence": data.get("sequence", 256),
-    }
+    data = strict.read(DataConfig, settings.get("data", {}), f"{where}: data")
+    decided = {"vocab": _vocabulary(data.tokenizer), "sequence": data.sequence}
     return _merge({"model": decided}, settings)
 
 
-def _vocabulary(tokenizer: object) -> int:
+def _vocabulary(tokenizer: str) -> int:
     from octavo.data.tokenizer import ByteTokenizer, load_tokenizer
 
-    if isinstance(tokenizer, str) and tokenizer.endswith(".json"):
+    if tokenizer.endswith(".json"):
         return load_tokenizer(tokenizer).vocab
-    kind, _, size = str(tokenizer).partition("-")
+    kind, _, size = tokenizer.partition("-")
     return int(size) if kind == "bpe" and size.isdigit() else ByteTokenizer.vocab
 
 

@@ -11,6 +11,14 @@ from octavo.train.config import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Preparing:
+    """The text is about to be read and the models built: the first time on a large corpus, this takes a while."""
+
+    config: RunConfig
+    """As resolved: presets, file and flags applied."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Started:
     """A run is about to make its first step."""
 
@@ -94,7 +102,7 @@ class Finished:
     """Where the run is stored."""
 
 
-Event = Started | Logged | Evaluated | Saved | Finished
+Event = Preparing | Started | Logged | Evaluated | Saved | Finished
 
 
 class Reporter(Protocol):

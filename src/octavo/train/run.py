@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from octavo import kernels, strict
+from octavo.data import TokenFiles
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models import count_parameters
 from octavo.train import checkpoint
 from octavo.train import device as devices
 from octavo.train.config import RunConfig
 from octavo.train.evaluate import heldout_loss
-from octavo.train.events import Evaluated, Event, Finished, Logged, Reporter, Saved, Started
+from octavo.train.events import Evaluated, Event, Finished, Logged, Preparing, Reporter, Saved, Started
 from octavo.train.files import MetricsFile, guarded, read_metrics, write_json
 from octavo.train.lane import Measured
 from octavo.train.resume import check_same_run
@@ -38,6 +40,8 @@ def train(
         RunError: the loss is no longer finite, or a file of the run cannot be written.
     """
     _check_directory(config.run.out, resume=resume, overwrite=overwrite)
+    for reporter in reporters:
+        reporter.report(Preparing(config=config))
     trainer = Trainer(set_up(config), reporters)
     if resume:
         trainer.resume()
@@ -97,7 +101,7 @@ class Trainer:
     def _step(self) -> None:
         run, device = self.config.run, self.setup.device
         lr = self._learning_rate()
-        inputs_BT, targets_BT = (part.to(device, non_blocking=True) for part in self.setup.loader.next_batch())
+        inputs_BT, targets_BT = (part.to(device, non_blocking=True) for part in next(self.setup.loader))
         self.done += 1
         measured, watches = {}, {}
         for lane in self.setup.lanes:
@@ -190,7 +194,7 @@ class Trainer:
         (self.directory / "summary.json").unlink(missing_ok=True)
         write_json(self.directory / "config.json", strict.to_dict(self.config))
         if self.setup.plan is not None:
-            write_json(self.directory / "plan.json", self.setup.plan.to_json())
+            write_json(self.directory / "plan.json", json.loads(self.setup.plan.to_json()))
         self._watching.insert(0, MetricsFile(self.directory / "metrics.jsonl", keep_until=self.done))
 
     def _start_event(self) -> Started:
@@ -200,7 +204,7 @@ class Trainer:
             device=devices.describe(self.setup.device),
             parameters=count_parameters(self.setup.lanes[0].model),
             plan=self.setup.plan,
-            corpus=self.setup.corpus,
+            corpus=_facts(self.setup.corpus),
             first_step=self.done,
         )
 
@@ -211,7 +215,7 @@ class Trainer:
             device=devices.describe(self.setup.device),
             parameters=count_parameters(self.setup.lanes[0].model),
             heldout=heldout,
-            corpus=self.setup.corpus,
+            corpus=_facts(self.setup.corpus),
             gemms=totals["fp8_gemms"],
             fallbacks=totals["fallbacks"],
             history=self._history(),
@@ -224,6 +228,12 @@ class Trainer:
     def _tell(self, event: Event) -> None:
         for reporter in self._watching:
             reporter.report(event)
+
+
+def _facts(corpus: TokenFiles) -> dict[str, Any]:
+    """Return what is known of the text but where it lies on this machine."""
+    facts = strict.to_dict(corpus)
+    return {key: value for key, value in facts.items() if key != "directory"}
 
 
 def _check_directory(out: Path, *, resume: bool, overwrite: bool) -> None:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from octavo import recipes
 from octavo.conversion import Plan, convert
-from octavo.data import Loader, heldout_batches, prepare
+from octavo.data import Loader, TokenFiles, heldout_batches, load_tokenizer, prepare
 from octavo.errors import ConfigError
 from octavo.models import build
 from octavo.train import device as devices
@@ -39,8 +36,8 @@ class Setup:
     """Training batches."""
     heldout: list[Batch]
     """The fixed evaluation batches, `(inputs_BT, targets_BT)` on the CPU."""
-    corpus: Mapping[str, Any]
-    """Facts of the text."""
+    corpus: TokenFiles
+    """The text, tokenized and split."""
 
 
 def set_up(config: RunConfig) -> Setup:
@@ -60,19 +57,20 @@ def set_up(config: RunConfig) -> Setup:
     return Setup(config, device, lanes, plan, loader, heldout, corpus)
 
 
-def _text(config: RunConfig) -> tuple[Loader, list[Batch], Mapping[str, Any]]:
+def _text(config: RunConfig) -> tuple[Loader, list[Batch], TokenFiles]:
     data, run = config.data, config.run
     cache = data.cache.expanduser()
-    files = prepare(data.source, data.tokenizer, cache, data.heldout)
-    if files.vocab > config.model.vocab:
+    tokenizer = load_tokenizer(data.tokenizer, source=data.source, cache_dir=cache)
+    if tokenizer.vocab > config.model.vocab:
         raise ConfigError(
             f"model.vocab: {config.model.vocab} is too small for the tokenizer '{data.tokenizer}', which needs"
-            f" {files.vocab}; leave model.vocab out."
+            f" {tokenizer.vocab}; leave model.vocab out."
         )
+    files = prepare(data.source, tokenizer, cache, data.heldout)
     loader = Loader(files.train, batch=run.batch, sequence=data.sequence, seed=run.seed)
     part = run.batch // run.accumulate
-    heldout = list(heldout_batches(files.heldout, batch=part, sequence=data.sequence, tokens=run.eval_tokens))
-    return loader, heldout, files.meta
+    heldout = list(heldout_batches(files.heldout, part, data.sequence, limit_tokens=run.eval_tokens))
+    return loader, heldout, files
 
 
 def _lanes(config: RunConfig, recipe: recipes.Recipe, device: torch.device) -> tuple[tuple[Lane, ...], Plan | None]:

@@ -1,0 +1,141 @@
+"""Parity: train one model by several recipes with several seeds and compare the held-out losses.
+
+Each (recipe, seed) is a run of its own in a process of its own, one a GPU, as many at a time as there are GPUs. Runs of
+one seed start from the same weights and see the same batches, so that the recipe is all that differs; the spread between
+the seeds in BF16 says what a difference means.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import RunError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One training run of a parity study."""
+
+    recipe: str
+    seed: int
+    out: Path
+
+    @property
+    def label(self) -> str:
+        """Its name in messages."""
+        return f"{self.recipe} seed {self.seed}"
+
+
+@dataclass
+class _Worker:
+    job: Job
+    slot: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    started: float = field(default_factory=time.monotonic)
+
+
+def run_parity(
+    arguments: Sequence[str],
+    recipes: Sequence[str],
+    seeds: Sequence[int],
+    *,
+    out: Path,
+    slots: int = 1,
+    report: Callable[[str], None] = print,
+) -> list[dict[str, Any]]:
+    """Run `octavo train` for every recipe and seed and return one row each, as the result kind `parity` has them.
+
+    Args:
+        arguments: flags of `octavo train` that all runs share (`--preset`, `--steps`, ...).
+        out: directory for the runs, one below it for each.
+        slots: runs at a time; slot i sees GPU i alone, where there are GPUs.
+        report: called with a line of progress.
+
+    Raises:
+        RunError: a run failed; the message quotes the last line it printed. The others are stopped.
+    """
+    waiting = [Job(recipe=recipe, seed=seed, out=out / f"{recipe}-{seed}") for seed in seeds for recipe in recipes]
+    jobs, running, free = list(waiting), [], list(range(slots))
+    try:
+        while waiting or running:
+            while waiting and free:
+                running.append(_start(waiting.pop(0), free.pop(0), arguments))
+                report(f"{running[-1].job.label}: started")
+            time.sleep(0.5)
+            for worker in [w for w in running if w.process.poll() is not None]:
+                running.remove(worker)
+                free.append(worker.slot)
+                report(_finish(worker))
+    finally:
+        for worker in running:
+            worker.process.terminate()
+    return [_row(job) for job in jobs]
+
+
+def _start(job: Job, slot: int, arguments: Sequence[str]) -> _Worker:
+    job.out.mkdir(parents=True, exist_ok=True)
+    flags = ["--recipe", job.recipe, "--seed", str(job.seed), "--out", str(job.out), "--no-twin", "--overwrite"]
+    command = [sys.executable, "-m", "octavo", "train", *arguments, *flags]
+    log = job.out / "output.log"
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            command, stdout=stream, stderr=subprocess.STDOUT, env={**os.environ, "CUDA_VISIBLE_DEVICES": str(slot)}
+        )
+    return _Worker(job=job, slot=slot, process=process, log=log)
+
+
+def _finish(worker: _Worker) -> str:
+    seconds = time.monotonic() - worker.started
+    if worker.process.returncode:
+        lines = worker.log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["(no output)"]
+        raise RunError(f"{worker.job.label}: exit code {worker.process.returncode}. Its last line: {lines[-1]}")
+    return f"{worker.job.label}: held-out loss {_row(worker.job)['heldout_loss']:.4f} after {seconds:.0f} s"
+
+
+def _row(job: Job) -> dict[str, Any]:
+    summary = json.loads((job.out / "summary.json").read_text(encoding="utf-8"))
+    config = json.loads((job.out / "config.json").read_text(encoding="utf-8"))
+    lane = "bf16" if job.recipe == "bf16" else "fp8"
+    return {
+        "model": model_name(config["model"]["architecture"], summary["parameters"]),
+        "tokens": summary["tokens"],
+        "recipe": job.recipe,
+        "seed": job.seed,
+        "heldout_loss": summary[f"heldout_loss_{lane}"],
+        "perplexity": summary[f"perplexity_{lane}"],
+        "step_ms": summary[f"step_milliseconds_{lane}"],
+        "tokens_per_second": summary["tokens_per_second"],
+        "fp8_gemms": summary["fp8_gemms"],
+        "fallbacks": summary["fallbacks"],
+        "unigram_entropy": summary["unigram_entropy"],
+        "heldout_tokens": config["run"]["eval_tokens"],
+        "corpus_tokens": summary["corpus"].get("train_tokens"),
+    }
+
+
+def model_name(architecture: str, parameters: int) -> str:
+    """Return a short name of a model: `llama-129m`."""
+    return f"{architecture}-{round(parameters / 1e6)}m" if parameters >= 1e6 else f"{architecture}-{round(parameters / 1e3)}k"
+
+
+def curves(out: Path, recipes: Sequence[str], seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the logged training loss of every run, one row each: recipe, seed, steps and losses."""
+    rows = []
+    for recipe in recipes:
+        for seed in seeds:
+            lines = (out / f"{recipe}-{seed}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+            logged = [line for line in map(json.loads, lines) if "step" in line]
+            key = "loss_bf16" if recipe == "bf16" else "loss_fp8"
+            points = [(line["step"], round(line[key], 4)) for line in logged if line.get(key) is not None]
+            rows.append({"recipe": recipe, "seed": seed, "steps": [p[0] for p in points], "loss": [p[1] for p in points]})
+    return rows
+

@@ -1,0 +1,104 @@
+"""A flag for every field of a configuration, with the field's own words as its help.
+
+`run.eval_every` becomes `--run.eval-every`, and `--eval-every` as long as no other section has a field of that name.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+import types
+import typing
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any
+
+from cyclopts import Group, Parameter
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Flag:
+    """One field of one section."""
+
+    section: str
+    name: str
+    type: Any
+    help: str
+    is_unique: bool
+    """Whether no other section has a field of this name."""
+
+    @property
+    def keyword(self) -> str:
+        """The Python name of the parameter."""
+        return f"{self.section}__{self.name}"
+
+    def parameter(self, group: Group) -> inspect.Parameter:
+        """Return the parameter of a command; None means that the flag was not given."""
+        dashed = self.name.replace("_", "-")
+        stems = [f"{self.section}.{dashed}", *([dashed] if self.is_unique else [])]
+        negative = f"--no-{stems[-1]}" if self.type is bool else ()
+        described = Parameter(
+            name=[f"--{stem}" for stem in stems], negative=negative, help=self.help, group=group, show_default=False
+        )
+        annotation = Annotated[self.type | None, described]
+        return inspect.Parameter(self.keyword, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def with_flags_of(cls: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a command so that it takes a flag for every field of the nested dataclass `cls`.
+
+    The command receives those given as one nested mapping, its argument `settings`.
+    """
+    flags = list(_flags(cls))
+    titles = field_docs(cls).items()
+    groups = {name: Group(f"{name}: {title}", sort_key=i) for i, (name, title) in enumerate(titles, 1)}
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*arguments: Any, **keywords: Any) -> Any:
+            settings: dict[str, dict[str, Any]] = {}
+            for flag in flags:
+                value = keywords.pop(flag.keyword, None)
+                if value is not None:
+                    settings.setdefault(flag.section, {})[flag.name] = value
+            return command(*arguments, settings=settings, **keywords)
+
+        own = inspect.signature(command, eval_str=True)
+        kept = [p for p in own.parameters.values() if p.name != "settings"]
+        parameters = [*kept, *(flag.parameter(groups[flag.section]) for flag in flags)]
+        signature = own.replace(parameters=parameters)
+        wrapper.__name__, wrapper.__doc__, wrapper.__module__ = command.__name__, command.__doc__, command.__module__
+        wrapper.__signature__ = signature  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+        return wrapper
+
+    return decorate
+
+
+def _flags(cls: type) -> Iterator[Flag]:
+    sections = {f.name: typing.get_type_hints(cls)[f.name] for f in dataclasses.fields(cls)}
+    seen = Counter(f.name for section in sections.values() for f in dataclasses.fields(section))
+    for section_name, section in sections.items():
+        hints, helps = typing.get_type_hints(section), field_docs(section)
+        for f in dataclasses.fields(section):
+            yield Flag(section_name, f.name, _bare(hints[f.name]), helps.get(f.name, ""), seen[f.name] == 1)
+
+
+def field_docs(cls: type) -> Mapping[str, str]:
+    """Return the docstring literal under each field of a dataclass."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)  # what getsource returns for a class
+    docs = {}
+    for field, text in zip(body.body, body.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+            if isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):
+                docs[field.target.id] = inspect.cleandoc(text.value.value)
+    return docs
+
+
+def _bare(hint: Any) -> Any:
+    """Return `int` for `int | None`: not giving the flag is how a user says None."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return next(a for a in typing.get_args(hint) if a is not type(None))
+    return hint

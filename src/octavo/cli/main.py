@@ -1,0 +1,69 @@
+"""`octavo`: the commands, and what becomes of their errors.
+
+Exit codes: 0 done, 1 an error or a failed check, 2 a wrong flag or configuration, 130 interrupted.
+OCTAVO_DEBUG=1 in the environment shows tracebacks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError, Parameter
+
+from octavo import __version__
+from octavo.cli.doctor import doctor
+from octavo.cli.plan import plan
+from octavo.cli.recipes import recipes
+from octavo.cli.train import train
+from octavo.errors import ConfigError, OctavoError
+
+HELP = """Train models in FP8.
+
+Start with:
+
+    octavo train --preset demo     train a Llama in FP8 beside its BF16 twin
+    octavo doctor                  see what this machine can do
+
+`octavo COMMAND --help` explains a command.
+OCTAVO_DEBUG=1 in the environment shows tracebacks.
+"""
+
+app = App(
+    name="octavo",
+    help=HELP,
+    help_format="plaintext",
+    version=__version__,
+    default_parameter=Parameter(show_default=False),
+    suppress_keyboard_interrupt=False,
+)
+for command in (train, plan, doctor, recipes):
+    app.command(command)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit."""
+    try:
+        code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+    except (CycloptsError, ConfigError) as error:
+        _fail(error, str(error), 2)
+    except OctavoError as error:
+        _fail(error, str(error), 1)
+    except KeyboardInterrupt as error:
+        _fail(error, "interrupted.", 130)
+    except BrokenPipeError:
+        # The reader of a pipe (`| head`) left: nothing to say, and nobody to say it to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:
+        _fail(error, f"{type(error).__name__}: {error} (unexpected; OCTAVO_DEBUG=1 shows where)", 1)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(error: BaseException, message: str, code: int) -> None:
+    """Say it in one line, whatever the message looks like."""
+    if os.environ.get("OCTAVO_DEBUG") == "1":
+        raise error
+    print(f"octavo: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)

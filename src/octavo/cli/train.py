@@ -1,0 +1,87 @@
+"""`octavo train`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from octavo import strict
+from octavo.cli.config import configure
+from octavo.cli.flags import with_flags_of
+from octavo.train.config import RunConfig
+
+
+@with_flags_of(RunConfig)
+def train(
+    file: Path | None = None,
+    /,
+    *,
+    preset: str | None = None,
+    resume: Annotated[bool, Parameter(negative=())] = False,
+    overwrite: Annotated[bool, Parameter(negative=())] = False,
+    dry_run: Annotated[bool, Parameter(negative=())] = False,
+    json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    settings: Mapping[str, Any],
+) -> int:
+    """Train a model in FP8 and its BF16 twin on the same batches, and compare them on held-out text.
+
+    Settings come from a preset, then from FILE, then from flags; the later wins.
+
+    Examples:
+
+        octavo train --preset demo               minutes, on a CPU or a GPU
+        octavo train --preset tiny --recipe block
+        octavo train my.toml --steps 500 --lr 6e-4
+        octavo train runs/demo/config.json --resume
+
+    Parameters
+    ----------
+    file
+        Run file, .toml or .json; a run stores its own as config.json.
+    preset
+        demo (demo-cuda or demo-cpu, as the device is), or tiny. Under FILE.
+    resume
+        Continue from the last checkpoint, bit for bit.
+    overwrite
+        Start over in a directory that holds a run.
+    dry_run
+        Print the resolved configuration and stop.
+    json_output
+        Print the summary as JSON on stdout, the progress on stderr.
+    """
+    config = configure(file, preset, settings)
+    if dry_run:
+        print(json.dumps(strict.to_dict(config), indent=2))
+        return 0
+    summary = _run(config, resume=resume, overwrite=overwrite, json_output=json_output)
+    if json_output:
+        print(json.dumps(summary, indent=2))
+    return 0
+
+
+def _run(config: RunConfig, *, resume: bool, overwrite: bool, json_output: bool) -> Mapping[str, Any]:
+    from rich.console import Console
+
+    from octavo.train import train as carry_out
+    from octavo.train.console import ConsoleReporter
+
+    reporter = ConsoleReporter(Console(stderr=json_output, highlight=False))
+    try:
+        return carry_out(config, reporters=[reporter], resume=resume, overwrite=overwrite)
+    except KeyboardInterrupt:
+        print(f"octavo: interrupted. {_way_back(config)}", file=sys.stderr)
+        sys.exit(130)
+
+
+def _way_back(config: RunConfig) -> str:
+    from octavo.train import checkpoint
+
+    last = checkpoint.latest(config.run.out / "checkpoints")
+    if last is None:
+        return "No checkpoint had been written; --checkpoint-every N writes one every N steps."
+    return f"Continue from {last.name} with: octavo train {config.run.out / 'config.json'} --resume"

@@ -1,0 +1,159 @@
+"""The pass over a corpus: documents become ids, and go to the training or the held-out file."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.data.corpus import Corpus
+from octavo.data.documents import Document
+from octavo.data.split import SPACE, digest, tail, threshold
+from octavo.data.tokenizer import Tokenizer, Tokens
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes of text done, bytes in all)."""
+
+BATCH_CHARACTERS = 4_000_000
+"""Text tokenized at once: enough to keep a parallel tokenizer busy, little enough to hold."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """What one pass wrote; the fields are those of `TokenFiles`."""
+
+    documents: int
+    heldout_documents: int
+    train_tokens: int
+    heldout_tokens: int
+    train_bytes: int
+    heldout_bytes: int
+    unigram_entropy: float
+    content_sha256: str
+
+
+class Side:
+    """One of the two files while it is written."""
+
+    def __init__(self, stream: BinaryIO, vocab: int) -> None:
+        """Write ids below `vocab` to `stream`."""
+        self.documents = 0
+        self.bytes = 0
+        self.counts: NDArray[np.int64] = np.zeros(vocab, dtype=np.int64)
+        self._stream = stream
+        self._pending: list[Tokens] = []
+
+    def add(self, ids: Tokens, size: int) -> None:
+        """Take the ids of a document, or of a part of one, whose text has `size` bytes."""
+        self.documents += 1
+        self.bytes += size
+        self._pending.append(ids)
+
+    def flush(self) -> None:
+        """Write and count what was added."""
+        if self._pending:
+            ids = np.concatenate(self._pending)
+            self._pending.clear()
+            self.counts += np.bincount(ids, minlength=len(self.counts))
+            self._stream.write(ids.astype("<u2", copy=False).tobytes())
+
+
+def encode_split(
+    corpus: Corpus, tokenizer: Tokenizer, folder: Path, fraction: float, progress: Progress | None
+) -> Written:
+    """Write `train.bin` and `heldout.bin` of `corpus` into `folder`.
+
+    One pass is enough where the hash leaves documents on both sides. Few documents may need the limit moved,
+    and then a second pass: such corpora are read again rather than every corpus held in memory.
+    """
+    limit = int(fraction * SPACE)
+    digests, train, heldout = _pass(corpus, tokenizer, folder, fraction, limit, progress)
+    moved = threshold(digests, fraction)
+    if moved != limit:
+        digests, train, heldout = _pass(corpus, tokenizer, folder, fraction, moved, progress)
+    return Written(
+        documents=train.documents,
+        heldout_documents=heldout.documents,
+        train_tokens=int(train.counts.sum()),
+        heldout_tokens=int(heldout.counts.sum()),
+        train_bytes=train.bytes,
+        heldout_bytes=heldout.bytes,
+        unigram_entropy=unigram_entropy(train.counts, heldout.counts),
+        content_sha256=hashlib.sha256(np.array(digests, dtype="<u8").tobytes()).hexdigest(),
+    )
+
+
+def unigram_entropy(train: NDArray[np.int64], heldout: NDArray[np.int64]) -> float:
+    """Return the mean cost in nats of a held-out id under the training frequencies.
+
+    `train` and `heldout` count each id. One is added to every training count, so that an id unseen there
+    costs much but not infinitely much.
+    """
+    log_share = np.log(train + 1) - np.log((train + 1).sum())
+    return float(-(heldout * log_share).sum() / heldout.sum())
+
+
+def _pass(
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    folder: Path,
+    fraction: float,
+    limit: int | None,
+    progress: Progress | None,
+) -> tuple[array[int], Side, Side]:
+    digests = array("Q")
+    done, size = 0, corpus.size
+    with (
+        (folder / "train.bin").open("wb") as train_stream,
+        (folder / "heldout.bin").open("wb") as heldout_stream,
+    ):
+        train, heldout = Side(train_stream, tokenizer.vocab), Side(heldout_stream, tokenizer.vocab)
+        for batch in _batches(corpus.documents()):
+            texts = [document.text for document in batch]
+            for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+                content = text.encode()
+                digests.append(digest(content))
+                _place(_closed(ids, tokenizer), content, digests[-1], fraction, limit, train, heldout)
+                done += len(content)
+            train.flush()
+            heldout.flush()
+            if progress:
+                progress(min(done, size), size)
+    if progress:
+        progress(size, size)
+    return digests, train, heldout
+
+
+def _place(
+    ids: Tokens, content: bytes, key: int, fraction: float, limit: int | None, train: Side, heldout: Side
+) -> None:
+    if limit is not None:
+        (heldout if key < limit else train).add(ids, len(content))
+        return
+    cut = tail(len(ids), fraction)
+    head_bytes = round(len(content) * min(1, cut / max(1, len(ids) - 1)))  # the end of document has no bytes
+    train.add(ids[:cut], head_bytes)
+    heldout.add(ids[cut:], len(content) - head_bytes)
+
+
+def _closed(ids: Tokens, tokenizer: Tokenizer) -> Tokens:
+    return np.append(ids, np.uint16(tokenizer.end_of_document))
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document.text)
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,186 @@
+"""Token files into batches: packed windows in a random order that is a function of seed and position alone.
+
+A file of N ids is cut into `(N - 1) // T` windows of T + 1 ids that overlap by one, so that every id but the
+first is a target exactly once in a pass. Documents are packed without regard for their ends; the
+end-of-document id marks them.
+
+The stream of windows is global: sample n is window `permutation(seed, n // windows)[n % windows]`. In every
+step rank r takes the r-th batch of the next `world * batch` samples. Hence the state is one number, the same
+samples are visited for any number of ranks, and nothing is dropped at the end of a pass.
+
+Shapes: B batch, T sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.data.tokenizer import Tokens
+from octavo.errors import CheckpointError, ConfigError, DataError
+
+Batch = tuple[Tensor, Tensor]
+"""(inputs_BT, targets_BT), int64 on the CPU; a target is the id after its input."""
+
+
+class Loader:
+    """An endless iterator over batches of training tokens. `state_dict` resumes it exactly."""
+
+    def __init__(
+        self, tokens_path: Path, batch: int, sequence: int, seed: int, rank: int = 0, world: int = 1
+    ) -> None:
+        """Open `tokens_path`, a file of `prepare`, for rank `rank` of `world`; `batch` is that of one rank.
+
+        Raises:
+            DataError: the file is missing or empty, or holds less than one batch of all ranks.
+            ConfigError: a size that is not positive, or a rank outside 0 to `world - 1`.
+        """
+        for name, value in (("batch", batch), ("sequence", sequence), ("world", world)):
+            if value < 1:
+                raise ConfigError(f"{name}: {value} is not a positive number.")
+        if not 0 <= rank < world:
+            raise ConfigError(f"rank: {rank} is not in 0 to {world - 1}.")
+        self._tokens = open_tokens(tokens_path)
+        self._windows = (len(self._tokens) - 1) // sequence
+        if self._windows < batch * world:
+            need = batch * world * sequence + 1
+            raise DataError(
+                f"{tokens_path}: the corpus has {len(self._tokens):,} tokens, but one batch needs {need:,} "
+                f"({world} x {batch} sequences of {sequence}); give more text or a smaller batch or sequence."
+            )
+        self._batch, self._sequence, self._seed = batch, sequence, seed
+        self._rank, self._world = rank, world
+        self._samples = 0
+        self._order: tuple[int, NDArray[np.int64]] = (0, permutation(seed, 0, self._windows))
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        first = self._samples + self._rank * self._batch
+        windows = np.array([self._window(first + i) for i in range(self._batch)])
+        self._samples += self._batch * self._world
+        return gather(self._tokens, windows, self._sequence)
+
+    @property
+    def windows(self) -> int:
+        """Windows in one pass over the file."""
+        return self._windows
+
+    @property
+    def tokens_seen(self) -> int:
+        """Targets handed out so far, by all ranks together."""
+        return self._samples * self._sequence
+
+    @property
+    def epoch(self) -> int:
+        """Passes completed; 0 during the first."""
+        return self._samples // self._windows
+
+    @property
+    def repeats(self) -> float:
+        """How often the text was seen on average so far; above 1, text is being repeated."""
+        return self._samples / self._windows
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position, and what it is a position in."""
+        return {
+            "samples": self._samples,
+            "seed": self._seed,
+            "sequence": self._sequence,
+            "tokens": len(self._tokens),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the last batch before `state_dict` was called.
+
+        Batch and number of ranks may have changed.
+
+        Raises:
+            CheckpointError: the state belongs to another corpus, sequence or seed, or is malformed.
+        """
+        mine = self.state_dict()
+        for name in ("seed", "sequence", "tokens"):
+            if state.get(name) != mine[name]:
+                raise CheckpointError(
+                    f"the data position was saved with {name} {state.get(name)}, this run has {mine[name]}; "
+                    "resume with the same corpus, sequence and seed."
+                )
+        samples = state.get("samples")
+        if not isinstance(samples, int) or samples < 0:
+            raise CheckpointError(f"the data position {samples!r} is not a number of samples.")
+        self._samples = samples
+
+    def _window(self, sample: int) -> int:
+        epoch, position = divmod(sample, self._windows)
+        if self._order[0] != epoch:
+            self._order = (epoch, permutation(self._seed, epoch, self._windows))
+        return int(self._order[1][position])
+
+
+def heldout_batches(
+    tokens_path: Path, batch: int, sequence: int, limit_tokens: int | None = None
+) -> Iterator[Batch]:
+    """Return the batches of an evaluation: the file from its beginning, in order, always the same.
+
+    All batches have the same shape (a compiled model is compiled once), so up to a batch is left out at the
+    end; a file shorter than one batch gives one smaller batch. `limit_tokens` stops after the batch that
+    reaches it.
+
+    Raises:
+        DataError: the file is missing, or shorter than one sequence; at the call, not at the first batch.
+        ConfigError: a size that is not positive.
+    """
+    for name, value in (("batch", batch), ("sequence", sequence), ("limit_tokens", limit_tokens)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}: {value} is not a positive number.")
+    tokens = open_tokens(tokens_path)
+    windows = (len(tokens) - 1) // sequence
+    if windows == 0:
+        raise DataError(
+            f"{tokens_path}: {len(tokens):,} held-out tokens are fewer than one sequence of {sequence} and "
+            "its target; give more text, a larger held-out share or a shorter sequence."
+        )
+    size = min(batch, windows)
+    count = windows // size
+    if limit_tokens is not None:
+        count = min(count, -(-limit_tokens // (size * sequence)))
+    return (gather(tokens, np.arange(i * size, (i + 1) * size), sequence) for i in range(count))
+
+
+def open_tokens(path: Path) -> Tokens:
+    """Return the ids of a token file, memory-mapped, read-only.
+
+    Raises:
+        DataError: the file is missing, empty, or not made of 16-bit ids.
+    """
+    try:
+        size = path.stat().st_size
+        if size == 0 or size % 2:
+            raise DataError(f"{path}: {size} bytes are not a file of 16-bit token ids.")
+        return np.memmap(path, dtype="<u2", mode="r")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
+
+
+def permutation(seed: int, epoch: int, windows: int) -> NDArray[np.int64]:
+    """Return the order of the windows in one pass.
+
+    Sorted raw words of a counter-based generator: NumPy promises those words for all versions, its shuffles
+    it does not.
+    """
+    words = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(windows)
+    return np.argsort(words, kind="stable")
+
+
+def gather(tokens: Tokens, windows: NDArray[np.int64], sequence: int) -> Batch:
+    """Return inputs and targets, both (len(windows), T), of the windows with these numbers."""
+    positions = windows[:, None] * sequence + np.arange(sequence + 1)
+    ids = torch.from_numpy(tokens[positions].astype(np.int64))
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()

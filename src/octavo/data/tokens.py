@@ -1,0 +1,173 @@
+"""Token files: a corpus, tokenized and split once, then memory-mapped by every run.
+
+A folder holds `train.bin` and `heldout.bin` (uint16, little-endian, documents one after another, each closed
+by the end of document) and `meta.json`. It appears whole or not at all, and is used again while the corpus
+and the tokenizer stay the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octavo import strict
+from octavo.data.corpus import Corpus, open_corpus
+from octavo.data.encode import Progress, Written, encode_split
+from octavo.data.split import check_fraction
+from octavo.data.tokenizer import Tokenizer
+from octavo.errors import ConfigError, DataError
+
+VERSION = 1
+"""Raised whenever the same corpus and tokenizer would give other files."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenFiles:
+    """A tokenized corpus on disk, and what is known of it."""
+
+    directory: Path
+    """The folder that holds the files."""
+    source: str
+    """The source, as it was given."""
+    tokenizer: str
+    """Name of the tokenizer."""
+    vocab: int
+    """Size of the embedding that the ids need."""
+    documents: int
+    """Documents with a part in `train.bin`."""
+    heldout_documents: int
+    """Documents with a part in `heldout.bin`."""
+    train_tokens: int
+    """Ids in `train.bin`."""
+    heldout_tokens: int
+    """Ids in `heldout.bin`."""
+    train_bytes: int
+    """UTF-8 bytes of the training text."""
+    heldout_bytes: int
+    """UTF-8 bytes of the held-out text; with the loss it gives bits a byte, which compares tokenizers."""
+    unigram_entropy: float
+    """Nats a held-out token costs a model that knows only how frequent each id is: a mark to beat."""
+    heldout_share: float
+    """The share of documents that was asked for."""
+    listing_sha256: str
+    """Digest of the names, sizes and times of the files read."""
+    content_sha256: str
+    """Digest of all texts in their order: equal on two machines that hold the same corpus."""
+
+    @property
+    def train(self) -> Path:
+        """Path of the training tokens."""
+        return self.directory / "train.bin"
+
+    @property
+    def heldout(self) -> Path:
+        """Path of the held-out tokens."""
+        return self.directory / "heldout.bin"
+
+    @classmethod
+    def read(cls, directory: Path) -> TokenFiles:
+        """Return the token files that `prepare` left in `directory`.
+
+        Raises:
+            DataError: `meta.json` is missing or malformed, or a file is not as long as it says.
+        """
+        try:
+            meta = strict.read_file(directory / "meta.json")
+            files = strict.read(cls, {**meta, "directory": directory}, str(directory / "meta.json"))
+        except ConfigError as error:
+            raise DataError(f"{directory}: not a folder of token files: {error}") from error
+        for path, tokens in ((files.train, files.train_tokens), (files.heldout, files.heldout_tokens)):
+            if not path.is_file() or path.stat().st_size != 2 * tokens:
+                raise DataError(f"{path}: missing or truncated; remove {directory} to have it made again.")
+        return files
+
+
+def prepare(
+    source: str | Path,
+    tokenizer: Tokenizer,
+    cache_dir: Path,
+    heldout: float = 0.02,
+    progress: Progress | None = None,
+) -> TokenFiles:
+    """Return the token files of `source`, written under `cache_dir` unless they are there already.
+
+    `source` is what `read_corpus` takes. About the share `heldout` of the documents, picked by a hash of
+    their content, is held out; at least one document is on each side, and a lone document is held out by its
+    tail. `progress`, if given, is called with the bytes of text done and the bytes in all.
+
+    Raises:
+        DataError: the source cannot be read, or the files cannot be written; nothing half-written stays.
+        ConfigError: `heldout` is not between 0 and 1.
+    """
+    check_fraction(heldout)
+    corpus = open_corpus(source)
+    listing = corpus.listing_sha256()
+    directory = cache_dir / _folder_name(corpus, tokenizer, listing, heldout)
+    if (ready := _found(directory)) is not None:
+        return ready
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".writing-", dir=cache_dir))
+    except OSError as error:
+        raise DataError(f"{cache_dir}: token files cannot be written here ({error.strerror}).") from error
+    try:
+        folder = scratch / directory.name
+        folder.mkdir()
+        written = encode_split(corpus, tokenizer, folder, heldout, progress)
+        meta = _meta(corpus, tokenizer, written, heldout, listing)
+        (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+        _publish(folder, directory)
+    except OSError as error:
+        need = f"about {3 * corpus.size // 2**20 + 1} MiB are needed"
+        raise DataError(
+            f"{cache_dir}: the token files could not be written ({error.strerror}); {need}."
+        ) from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return TokenFiles.read(directory)
+
+
+def _folder_name(corpus: Corpus, tokenizer: Tokenizer, listing: str, heldout: float) -> str:
+    key = hashlib.sha256(f"{VERSION} {listing} {tokenizer.fingerprint} {heldout!r}".encode()).hexdigest()[:12]
+    stem = re.sub(r"[^A-Za-z0-9]+", "-", Path(corpus.source).name).strip("-")[:40]
+    return f"{stem or 'corpus'}-{tokenizer.name}-{key}"
+
+
+def _found(directory: Path) -> TokenFiles | None:
+    """Return what is there if it is whole."""
+    try:
+        return TokenFiles.read(directory)
+    except DataError:
+        return None
+
+
+def _publish(folder: Path, directory: Path) -> None:
+    """Move the finished folder into place; where another process was first, its files stay."""
+    if directory.exists() and _found(directory) is None:
+        shutil.rmtree(directory)
+    try:
+        folder.rename(directory)
+    except OSError:
+        if _found(directory) is None:
+            raise
+
+
+def _meta(
+    corpus: Corpus, tokenizer: Tokenizer, written: Written, heldout: float, listing: str
+) -> dict[str, Any]:
+    values = dataclasses.asdict(written)
+    return {
+        "source": corpus.source,
+        "tokenizer": tokenizer.name,
+        "vocab": tokenizer.vocab,
+        **values,
+        "heldout_share": heldout,
+        "listing_sha256": listing,
+    }

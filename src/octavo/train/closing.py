@@ -1,0 +1,79 @@
+"""The end of a run on a terminal: what came out, where it is stored, what to do next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from octavo.train.events import Finished
+from octavo.train.plot import plot
+
+_LANES = {"fp8": "FP8", "bf16": "BF16"}
+
+
+def closing_block(console: Console, event: Finished) -> None:
+    """Print the results, the loss curves and the next commands."""
+    curves = {
+        f"loss {title}": [(line["step"], line[f"loss_{lane}"]) for line in event.history if f"loss_{lane}" in line]
+        for lane, title in _LANES.items()
+    }
+    console.print()
+    console.print(plot({name: points for name, points in curves.items() if points}), soft_wrap=True)
+    console.print()
+    for label, value in _facts(event):
+        console.print(f"{label:<22}{value}", markup=False, soft_wrap=True)
+    console.print("\nNext", markup=False)
+    commands = _next(event)
+    width = max(len(command) for command, _ in commands) + 3
+    for command, purpose in commands:
+        console.print(f"  {command:<{width}}{purpose}", markup=False, soft_wrap=True)
+
+
+def _facts(event: Finished) -> Iterator[tuple[str, str]]:
+    summary = event.summary
+    for lane, title in _LANES.items():
+        loss = summary[f"heldout_loss_{lane}"]
+        if loss is not None:
+            surprise = summary[f"perplexity_{lane}"]
+            yield f"held-out loss {title}", f"{loss:.4f} nats a token, perplexity {surprise:.3f}"
+    if summary["gap_percent"] is not None:
+        yield "gap", f"{summary['gap_percent']:+.3f} % (FP8 against BF16, held-out)"
+    if summary["unigram_entropy"] is not None:
+        yield "unigram entropy", f"{summary['unigram_entropy']:.4f} nats a token (what token frequencies alone give)"
+    yield "trained on", f"{summary['tokens']:,} tokens in {_duration(summary['seconds'])}, {_speed(summary)}"
+    if summary["heldout_loss_fp8"] is not None:
+        yield "FP8 GEMMs run", _gemms(summary["fp8_gemms"])
+        yield "fallbacks", "; ".join(summary["fallbacks"]) or "none"
+    yield "stored in", f"{event.directory} (summary.json, metrics.jsonl, plan.json, config.json, checkpoints)"
+
+
+def _speed(summary: Mapping[str, Any]) -> str:
+    times = [
+        f"{title} {summary[f'step_milliseconds_{lane}']:.0f} ms a step"
+        for lane, title in _LANES.items()
+        if summary[f"step_milliseconds_{lane}"] is not None
+    ]
+    return ", ".join([f"{summary['tokens_per_second'] or math.nan:,.0f} tokens/s", *times])
+
+
+def _gemms(gemms: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {kernel}" for kernel, count in sorted(gemms.items())) or "none"
+
+
+def _next(event: Finished) -> Sequence[tuple[str, str]]:
+    stored = event.directory / "config.json"
+    more = 2 * event.summary["steps"]
+    other = "block" if event.summary["recipe"] != "block" else "folded"
+    return [
+        (f"octavo plan {stored}", "which layers ran in FP8, and why"),
+        (f"octavo train {stored} --resume --steps {more}", "train on"),
+        (f"octavo train {stored} --recipe {other} --out {event.directory}-{other}", "the same with another recipe"),
+    ]
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"

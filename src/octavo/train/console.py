@@ -1,0 +1,131 @@
+"""The run in a terminal: a live table while it trains, a closing block when it ends. Plain lines where it is piped."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from octavo import __version__
+from octavo.train.closing import closing_block
+from octavo.train.events import Evaluated, Event, Finished, Logged, Preparing, Saved, Started, gap_percent
+
+_ROWS = 12
+_TITLES = {"fp8": "loss FP8", "bf16": "loss BF16"}
+_WIDTH = 10
+
+
+class ConsoleReporter:
+    """Writes a run to a terminal, or to whatever stands in for one."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        # No markup and no highlighting: what is printed is what was measured.
+        self._console = console or Console(highlight=False)
+        self._rows: deque[list[str]] = deque(maxlen=_ROWS)
+        self._columns: list[str] = []
+        self._live: Live | None = None
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+
+    def report(self, event: Event) -> None:
+        """Show one event."""
+        match event:
+            case Preparing():
+                self._say(f"octavo {__version__}: reading '{event.config.data.source}' and building the models ...")
+            case Started():
+                self._start(event)
+            case Logged():
+                self._log(event)
+            case Evaluated():
+                losses = "  ".join(f"{lane.upper()} {loss:.4f}" for lane, loss in event.loss.items())
+                self._say(f"step {event.step}: held-out loss  {losses}")
+            case Saved():
+                self._say(f"step {event.step}: checkpoint {event.path}")
+            case Finished():
+                self.close()
+                closing_block(self._console, event)
+
+    def close(self) -> None:
+        """Leave the last state of the table on the screen and give the cursor back."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _start(self, event: Started) -> None:
+        run, data = event.config.run, event.config.data
+        twin = " and its BF16 twin" if len(event.lanes) == 2 else ""
+        self._say(
+            f"{event.config.model.architecture.capitalize()} of {_count(event.parameters)} parameters, recipe"
+            f" {run.recipe}{twin}, on {event.device}"
+        )
+        self._say(
+            f"{run.steps} steps of {run.batch} x {data.sequence} tokens from '{data.source}'"
+            f" ({event.config.tokens:,} in all), run in {run.out}"
+        )
+        if event.first_step:
+            self._say(f"resumed after step {event.first_step}")
+        losses = [_TITLES[lane] for lane in event.lanes]
+        gap = ["gap %"] if len(losses) == 2 else []
+        self._columns = ["step", *losses, *gap, "tokens/s", "lr", "grad norm"]
+        if self._console.is_terminal:
+            self._open_live(run.steps, event.first_step)
+        else:
+            self._say("".join(title.rjust(_WIDTH) for title in self._columns))
+
+    def _open_live(self, steps: int, done: int) -> None:
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(bar_width=40),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self._console,
+        )
+        self._task = self._progress.add_task("training", total=steps, completed=done)
+        self._live = Live(self._screen(), console=self._console, refresh_per_second=4)
+        self._live.start()
+
+    def _log(self, event: Logged) -> None:
+        self._rows.append(_cells(event))
+        if self._live is None:
+            self._say("".join(cell.rjust(_WIDTH) for cell in self._rows[-1]))
+            return
+        assert self._progress is not None  # opened with the table
+        self._progress.update(self._task, completed=event.step)
+        self._live.update(self._screen())
+
+    def _screen(self) -> Group:
+        table = Table(box=None, pad_edge=False)
+        for title in self._columns:
+            table.add_column(title, justify="right", min_width=8)
+        for row in self._rows:
+            table.add_row(*row)
+        return Group(table, *([self._progress] if self._progress else []))
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, markup=False, soft_wrap=True)
+
+
+def _cells(event: Logged) -> list[str]:
+    gap = gap_percent(event.loss)
+    return [
+        str(event.step),
+        *(f"{loss:.4f}" for loss in event.loss.values()),
+        *([] if gap is None else [f"{gap:+.2f}"]),
+        f"{event.tokens_per_second:,.0f}",
+        f"{event.lr:.1e}",
+        f"{_first(event.gradient_norm):.3f}",
+    ]
+
+
+def _first(values: Mapping[str, float]) -> float:
+    return next(iter(values.values()))
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,}"

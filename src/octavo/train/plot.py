@@ -1,0 +1,76 @@
+"""Curves in a terminal, drawn with braille dots: two across and four down in each character."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.text import Text
+
+Points = Sequence[tuple[float, float]]
+COLOURS = ("cyan", "yellow", "magenta", "green")
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+
+
+def plot(curves: Mapping[str, Points], *, width: int = 64, height: int = 10) -> Text:
+    """Return curves of `(x, y)` points in one frame, with their range at the axes and a legend below.
+
+    Where two curves share a character it takes the colour of the later one. Points that are not finite are left out.
+    """
+    drawn = {name: [p for p in points if abs(p[1]) < float("inf")] for name, points in curves.items()}
+    xs = [x for points in drawn.values() for x, _ in points]
+    ys = [y for points in drawn.values() for _, y in points]
+    if not xs:
+        return Text("(nothing to plot)")
+    box = (min(xs), max(xs), min(ys), max(ys))
+    cells: dict[tuple[int, int], tuple[int, str]] = {}
+    for (_, points), colour in zip(drawn.items(), COLOURS, strict=False):
+        _draw(points, box, cells, colour, width, height)
+    return _frame(cells, box, list(drawn), width, height)
+
+
+def _draw(
+    points: Points,
+    box: tuple[float, float, float, float],
+    cells: dict[tuple[int, int], tuple[int, str]],
+    colour: str,
+    width: int,
+    height: int,
+) -> None:
+    low_x, high_x, low_y, high_y = box
+    columns, rows = 2 * width - 1, 4 * height - 1
+    at = [
+        (columns * (x - low_x) / ((high_x - low_x) or 1), rows * (high_y - y) / ((high_y - low_y) or 1))
+        for x, y in points
+    ]
+    for (x0, y0), (x1, y1) in zip(at, at[1:] or at, strict=False):
+        length = int(max(abs(x1 - x0), abs(y1 - y0))) + 1
+        for i in range(length + 1):
+            column, row = round(x0 + (x1 - x0) * i / length), round(y0 + (y1 - y0) * i / length)
+            dots, _ = cells.get((row // 4, column // 2), (0, ""))
+            cells[row // 4, column // 2] = (dots | _DOTS[column % 2][row % 4], colour)
+
+
+def _frame(
+    cells: Mapping[tuple[int, int], tuple[int, str]],
+    box: tuple[float, float, float, float],
+    names: Sequence[str],
+    width: int,
+    height: int,
+) -> Text:
+    low_x, high_x, low_y, high_y = box
+    labels = {0: f"{high_y:.3g}", height - 1: f"{low_y:.3g}"}
+    margin = max(map(len, labels.values()))
+    text = Text()
+    for row in range(height):
+        text.append(f"{labels.get(row, ''):>{margin}} ┤" if row in labels else " " * margin + " │")
+        for column in range(width):
+            dots, colour = cells.get((row, column), (0, ""))
+            text.append(chr(0x2800 + dots) if dots else " ", style=colour or None)
+        text.append("\n")
+    text.append(" " * margin + " └" + "─" * width + "\n")
+    ends = f"{low_x:g}", f"step {high_x:g}"
+    text.append(" " * (margin + 2) + ends[0] + ends[1].rjust(width - len(ends[0])) + "\n")
+    text.append(" " * (margin + 2))
+    for name, colour in zip(names, COLOURS, strict=False):
+        text.append(f"━━ {name}   ", style=colour)
+    return text

@@ -1,0 +1,75 @@
+"""README and docs are true: examples run, commands and files are accepted, links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from octavo import recipes
+from octavo.cli.main import app
+from octavo.train.config import assemble
+
+ROOT = Path(__file__).parents[1]
+TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
+PAGES = [*TOP, *sorted(ROOT.glob("docs/**/*.md"))]
+FIGURE = re.compile(r"\d[\d.,]*\s?(?:%|ms\b|dB\b|GiB\b|TFLOP|tokens/s|times as fast|x faster)")
+
+pytestmark = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def blocks(page: Path, language: str) -> Iterator[str]:
+    """Yield the code blocks of a page, without those under a `<!-- not run: why -->`."""
+    for fence in re.finditer(r"^([^\n]*)\n+```(\w+)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+        if fence[2] == language and not fence[1].startswith("<!-- not run:"):
+            yield fence[3]
+
+
+def prose(page: Path) -> str:
+    """Return a page without its code and without its generated tables."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"^<!-- table: .*?^<!-- end -->$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": "docs"}
+    for code in blocks(page, "python"):
+        exec(compile(code, str(page), "exec"), namespace)
+
+
+def test_files_are_accepted(page: Path) -> None:
+    for code in blocks(page, "toml"):
+        settings = tomllib.loads(code)
+        if {"model", "data", "optimizer", "run"} & set(settings):
+            assemble((str(page), settings))
+        else:
+            recipes.load(settings, str(page))
+
+
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", prose(page))
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_make_targets_exist(page: Path) -> None:
+    known = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {name for code in blocks(page, "bash") for name in re.findall(r"\bmake ([a-z]+)", code)}
+    assert named <= known
+
+
+def test_commands_are_accepted(page: Path) -> None:
+    lines = [
+        line for code in blocks(page, "bash") for line in code.splitlines() if line.startswith("octavo ")
+    ]
+    for line in lines:
+        command, _, _ = app.parse_args(shlex.split(line)[1:], exit_on_error=False, print_error=False)
+        assert command.__module__ == f"octavo.cli.{line.split()[1]}"
+
+
+def test_no_figure_is_typed(page: Path) -> None:
+    assert FIGURE.findall(prose(page)) == []

@@ -1,0 +1,78 @@
+"""What the README promises first: two commands, and a handful of lines for one's own model."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_first_block_is_the_two_commands() -> None:
+    first = re.search(r"^```bash\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    assert first is not None and first[1].splitlines() == ["make demo", "make test"]
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize(
+    ("target", "command"),
+    [("demo", "octavo train --preset demo --out runs/demo"), ("test", "python -m pytest")],
+)
+def test_make_would_run(target: str, command: str) -> None:
+    dry = ["make", "--dry-run", "--always-make", target]
+    shown = subprocess.run(dry, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert f".venv/bin/{command}" in shown
+
+
+def test_an_old_python_is_one_clear_line(tmp_path: Path) -> None:
+    old = tmp_path / "python3"
+    old.write_text('#!/bin/sh\ncase "$2" in *version_info*) exit 1;; *) echo 3.9.2;; esac\n')
+    old.chmod(0o755)
+    find = ["/bin/sh", str(ROOT / ".ci/find-python"), "python3"]
+    done = subprocess.run(find, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("octavo: needs Python 3.11 or newer, and 'python3' is 3.9.2.")
+
+
+def test_a_new_python_is_found_under_another_name(tmp_path: Path) -> None:
+    (tmp_path / "python3.12").symlink_to(sys.executable)
+    find = ["/bin/sh", str(ROOT / ".ci/find-python"), "no-such-python"]
+    done = subprocess.run(find, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=True)
+    assert done.stdout == "python3.12\n"
+
+
+def test_octavo_on_your_own_model_takes_a_handful_of_lines() -> None:
+    code = re.search(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    assert code is not None
+    lines = [line for line in code[1].splitlines() if line.strip() and not line.startswith("import")]
+    assert len(lines) <= 6
+
+
+def test_dependencies_are_explained() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    needed = {_name(line) for line in project["dependencies"]}
+    develop = {_name(line) for line in extras["dev"]} - {"octavo"}
+    optional = {_name(line) for extra in ("english", "bpe", "parquet") for line in extras[extra]}
+    page = (ROOT / "docs/reference/dependencies.md").read_text()
+    sections = re.split(r"^## ", page, flags=re.MULTILINE)[1:]
+    explained = [
+        re.findall(r"^\| (?!package|extra|---)(.+?) \|", section, re.MULTILINE) for section in sections
+    ]
+    assert set(explained[0]) == needed
+    assert set(explained[1]) == {"english", "bpe", "parquet"}
+    assert all(name in sections[1] for name in optional)
+    assert set(explained[2]) == develop
+
+
+def _name(requirement: str) -> str:
+    match = re.match(r"[A-Za-z0-9_-]+", requirement)
+    assert match is not None
+    return match[0]

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo import strict
+from octavo.errors import ConfigError
+from octavo.train.config import RunConfig, assemble, load_file, load_preset, presets
+
+TINY = load_preset("tiny", cuda=False)
+
+
+def with_settings(**sections: Any) -> RunConfig:
+    return assemble(TINY, ("run.toml", sections))
+
+
+@pytest.mark.parametrize("name", presets())
+def test_presets_can_be_read(name: str) -> None:
+    assert assemble(load_preset(name, cuda=False)).run.steps > 0
+
+
+def test_demo_is_what_the_device_can_carry() -> None:
+    assert load_preset("demo", cuda=True) == load_preset("demo-cuda", cuda=False)
+    assert load_preset("demo", cuda=False) == load_preset("demo-cpu", cuda=True)
+
+
+def test_unknown_preset_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="no preset 'dmo'. Did you mean 'demo'"):
+        load_preset("dmo", cuda=False)
+
+
+def test_later_layers_win_key_by_key() -> None:
+    config = assemble(TINY, ("file", {"run": {"steps": 7, "seed": 3}}), ("flags", {"run": {"steps": 9}}))
+    assert (config.run.steps, config.run.seed, config.run.batch) == (9, 3, 4)
+
+
+def test_errors_name_the_layer_the_key_and_what_was_meant() -> None:
+    with pytest.raises(ConfigError, match=r"flags: run.*'stepz'.*Did you mean 'steps'"):
+        assemble(TINY, ("file", {"run": {"steps": 7}}), ("flags", {"run": {"stepz": 9}}))
+    with pytest.raises(ConfigError, match=r"run.toml.*'optimiser'.*Did you mean 'optimizer'"):
+        with_settings(optimiser={"lr": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "message"),
+    [
+        ("run", "steps", 0, "run.steps"),
+        ("run", "steps", "many", "steps"),
+        ("run", "accumulate", 3, "does not divide run.batch 4"),
+        ("run", "compile", "maybe", "'maybe'"),
+        ("data", "heldout", 0.9, "data.heldout"),
+        ("data", "sequence", 0, "data.sequence"),
+        ("optimizer", "lr", -1.0, "optimizer.lr"),
+        ("optimizer", "betas", [0.9, 1.0], "optimizer.betas"),
+        ("optimizer", "betas", [0.9], "betas"),
+        ("optimizer", "warmup", 1.5, "optimizer.warmup"),
+        ("model", "heads", 5, "model.heads"),
+        ("model", "sequence", 8, "more than model.sequence 8"),
+    ],
+)
+def test_impossible_values_are_named(section: str, key: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        with_settings(**{section: {key: value}})
+
+
+def test_section_that_is_no_table() -> None:
+    with pytest.raises(ConfigError, match=r"run.toml: data"):
+        with_settings(data=3)
+
+
+def test_the_data_decides_vocabulary_and_sequence_of_the_model() -> None:
+    config = with_settings(data={"sequence": 48, "tokenizer": "bpe-512"})
+    assert (config.model.vocab, config.model.sequence) == (512, 48)
+    assert with_settings().model.vocab == 272
+
+
+def test_a_file_names_its_run(tmp_path: Path) -> None:
+    file = tmp_path / "first.toml"
+    file.write_text("[run]\nsteps = 3\n", encoding="utf-8")
+    assert assemble(TINY, load_file(file)).run.out == Path("runs/first")
+
+
+def test_a_stored_configuration_reads_back(tmp_path: Path) -> None:
+    config = with_settings(run={"steps": 3})
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(strict.to_dict(config)), encoding="utf-8")
+    assert assemble(load_file(file)) == config
+
+
+def test_nothing_given() -> None:
+    with pytest.raises(ConfigError, match="presets? .*tiny"):
+        assemble()
+
+
+def test_tokens_of_a_run() -> None:
+    assert with_settings(run={"steps": 10}).tokens == 10 * 4 * 32

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from octavo.errors import RunError
+from octavo.models import ModelConfig, build
+from octavo.train.config import OptimizerConfig
+from octavo.train.lane import Lane
+
+CONFIG = ModelConfig(vocab=32, dim=16, layers=1, heads=2, ffn=32, sequence=8)
+
+
+def lane(**settings: float) -> Lane:
+    return Lane("bf16", build(CONFIG, seed=0), OptimizerConfig(**settings), autocast=False)
+
+
+def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(seed))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def test_accumulated_parts_equal_the_whole_batch() -> None:
+    whole, parts = lane(eps=1e-3), lane(eps=1e-3)
+    for step in range(3):
+        a = whole.step(*batch(step), step=step, lr=1e-2)
+        b = parts.step(*batch(step), step=step, lr=1e-2, accumulate=4)
+        # The same sum in another order: FP32 rounds each of some 1e2 to 1e3 additions at 6e-8.
+        torch.testing.assert_close(a.loss, b.loss, rtol=1e-5, atol=0)
+        torch.testing.assert_close(a.gradient_norm, b.gradient_norm, rtol=1e-5, atol=0)
+    for name, parameter in whole.parameters.items():
+        torch.testing.assert_close(parameter, parts.parameters[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def gradient_norm(model: nn.Module) -> float:
+    model(*batch()).backward()
+    return float(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm())
+
+
+def test_the_gradient_norm_is_global_and_measured_before_clipping() -> None:
+    clipped = lane(clip=1e-3)
+    expected = gradient_norm(copy.deepcopy(clipped.model))
+    assert float(clipped.step(*batch(), step=1, lr=0.0).gradient_norm) == pytest.approx(expected, rel=1e-5)
+
+
+def test_clipping_scales_the_gradient_that_the_update_sees() -> None:
+    clipped, free = lane(clip=1e-3), lane(clip=0.0)
+    norm = float(free.step(*batch(), step=1, lr=0.0).gradient_norm)
+    clipped.step(*batch(), step=1, lr=0.0)
+    for name, parameter in clipped.parameters.items():
+        seen = clipped.optimizer.state[parameter]["exp_avg"]
+        unscaled = free.optimizer.state[free.parameters[name]]["exp_avg"]
+        torch.testing.assert_close(seen, unscaled * (1e-3 / norm), rtol=1e-4, atol=1e-12)
+
+
+def test_decay_is_decoupled_and_only_on_matrices() -> None:
+    trained = lane(weight_decay=0.5, eps=1e30)  # so large an eps leaves nothing of the gradient's step
+    before = {name: p.detach().clone() for name, p in trained.parameters.items()}
+    trained.step(*batch(), step=1, lr=0.1)
+    for name, parameter in trained.parameters.items():
+        factor = 1 - 0.1 * 0.5 if parameter.ndim >= 2 else 1.0
+        torch.testing.assert_close(parameter, before[name] * factor, msg=name)
+
+
+def test_the_learning_rate_is_that_of_the_step() -> None:
+    trained = lane(lr=1.0, weight_decay=0.0)
+    before = {name: p.detach().clone() for name, p in trained.parameters.items()}
+    trained.step(*batch(), step=1, lr=0.0)
+    assert all(torch.equal(p, before[name]) for name, p in trained.parameters.items())
+
+
+def test_an_update_counts_as_a_new_version_of_every_weight() -> None:
+    # FP8 layers keep their quantised weight until its version changes; fused AdamW does not count one by itself.
+    trained = lane()
+    before = {name: p._version for name, p in trained.parameters.items()}
+    trained.step(*batch(), step=1, lr=1e-3)
+    assert all(p._version > before[name] for name, p in trained.parameters.items())
+
+
+def test_frozen_parameters_stay_as_they_are() -> None:
+    model = build(CONFIG, seed=0)
+    frozen = model.get_parameter("layers.0.feed_forward.w1.weight").requires_grad_(False)
+    before = frozen.detach().clone()
+    Lane("bf16", model, OptimizerConfig(), autocast=False).step(*batch(), step=1, lr=1e-2)
+    assert torch.equal(frozen, before)
+
+
+def test_the_first_broken_step_is_named_with_the_way_back() -> None:
+    trained = lane()
+    trained.step(*batch(), step=1, lr=1e-3)
+    trained.check("unused")
+    with torch.no_grad():
+        trained.parameters["layers.0.feed_forward.w1.weight"][0, 0] = float("nan")
+    for step in (2, 3):
+        trained.step(*batch(), step=step, lr=1e-3)
+    with pytest.raises(RunError, match=r"BF16 model is no longer finite at step 2\. The last good checkpoint is X\."):
+        trained.check("The last good checkpoint is X.")

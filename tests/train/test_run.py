@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from octavo.errors import CheckpointError, ConfigError, DataError, NonFiniteError, RunError
+from octavo.train import checkpoint, train
+from octavo.train.config import RunConfig
+from octavo.train.events import Event, Finished, Logged, Saved, Started
+from octavo.train.files import read_metrics
+
+Configure = Callable[..., RunConfig]
+EVERY_STEP = {"steps": 6, "log_every": 1, "checkpoint_every": 1, "keep": 10}
+
+
+class Listener:
+    """Writes down what happens, and stops the run after a step if told to."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.events: list[Event] = []
+        self.closed = 0
+        self._stop_after = stop_after
+
+    def report(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, Saved) and event.step == self._stop_after:
+            raise KeyboardInterrupt
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def stopped_after(step: int, config: RunConfig) -> Path:
+    """Run until the checkpoint of `step` is written, then interrupt. Return the checkpoint."""
+    with pytest.raises(KeyboardInterrupt):
+        train(config, reporters=[Listener(stop_after=step)])
+    path = checkpoint.latest(config.run.out / "checkpoints")
+    assert path is not None
+    return path
+
+
+def measured(out: Path) -> list[dict[str, Any]]:
+    """Return the metrics but what depends on the clock."""
+    timed = ("tokens_per_second", "milliseconds_fp8", "milliseconds_bf16")
+    return [{k: v for k, v in line.items() if k not in timed} for line in read_metrics(out / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("recipe", ["folded", "block", "bf16"])
+def test_resuming_continues_bit_for_bit(configure: Configure, tmp_path: Path, recipe: str) -> None:
+    straight = configure(run={**EVERY_STEP, "recipe": recipe, "out": str(tmp_path / "straight")})
+    broken = configure(run={**EVERY_STEP, "recipe": recipe, "out": str(tmp_path / "broken")})
+    summary = train(straight)
+    stopped_after(3, broken)
+    torch.manual_seed(99)  # a new process would start from other random numbers
+    resumed = train(broken, resume=True)
+
+    assert measured(broken.run.out) == measured(straight.run.out)
+    assert len(measured(broken.run.out)) == 6 + 1
+    for key in ("heldout_loss_fp8", "heldout_loss_bf16", "fp8_gemms", "tokens"):
+        assert resumed[key] == summary[key], key
+    lanes = ["bf16"] if recipe == "bf16" else ["fp8", "bf16"]
+    for name in [*lanes, "random"]:
+        a, b = (load_file(c.run.out / "checkpoints/step-000006" / f"{name}.safetensors") for c in (straight, broken))
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_both_lanes_start_from_the_same_bits_and_see_the_same_batches(configure: Configure) -> None:
+    # With learning rate 0 the weights never move, so both lanes differ by the precision of the GEMMs alone.
+    config = configure(run={"steps": 1, "log_every": 1}, optimizer={"lr": 1e-30, "weight_decay": 0.0})
+    train(config)
+    path = checkpoint.latest(config.run.out / "checkpoints")
+    assert path is not None
+    fp8, bf16 = (load_file(path / f"{lane}.safetensors") for lane in ("fp8", "bf16"))
+    names = [name for name in bf16 if name.startswith("model.")]
+    assert names
+    assert fp8.keys() == bf16.keys()
+    assert all(torch.equal(fp8[name], bf16[name]) for name in names)
+    [line, _] = measured(config.run.out)
+    assert line["loss_fp8"] != line["loss_bf16"]
+    assert line["loss_fp8"] == pytest.approx(line["loss_bf16"], rel=1e-3)
+
+
+def test_fp8_learns_as_bf16_does(configure: Configure) -> None:
+    summary = train(configure(run={"steps": 60, "batch": 8}, optimizer={"lr": 1e-2}))
+    losses = [line["loss_fp8"] for line in read_metrics(Path(configure().run.out) / "metrics.jsonl") if "loss_fp8" in line]
+    assert losses[0] > 5.5  # ln 272 = 5.6
+    assert summary["heldout_loss_fp8"] < 3.0
+    # Stale quantised weights, a wrong scale or a lost gradient show as several percent.
+    assert abs(summary["gap_percent"]) < 1.0
+
+
+def test_the_summary_and_the_files_of_a_run(configure: Configure) -> None:
+    listener = Listener()
+    config = configure(run={"steps": 4, "eval_every": 2, "accumulate": 2})
+    summary = train(config, reporters=[listener])
+    out = config.run.out
+    assert {p.name for p in out.iterdir()} == {"checkpoints", "config.json", "metrics.jsonl", "plan.json", "summary.json"}
+    assert json.loads((out / "summary.json").read_text(encoding="utf-8")) == summary
+    assert summary["tokens"] == 4 * 4 * 32
+    assert summary["steps"] == 4
+    assert summary["gap_percent"] == pytest.approx(
+        100 * (summary["heldout_loss_fp8"] / summary["heldout_loss_bf16"] - 1), abs=1e-9
+    )
+    assert summary["fp8_gemms_total"] == sum(summary["fp8_gemms"].values()) > 4 * 14 * 3
+    assert summary["fallbacks"] == []
+    assert 0 < summary["unigram_entropy"] < 5.6
+    kinds = [type(event) for event in listener.events]
+    assert kinds.index(Started) < kinds.index(Logged) < kinds.index(Saved) < kinds.index(Finished)
+    assert [line["step"] for line in measured(out) if "heldout_loss_fp8" in line] == [2, 4]
+    assert listener.closed == 1
+
+
+def test_a_run_without_its_twin(configure: Configure) -> None:
+    summary = train(configure(run={"steps": 2, "twin": False}))
+    assert summary["heldout_loss_fp8"] > 0
+    assert summary["heldout_loss_bf16"] is None
+    assert summary["gap_percent"] is None
+
+
+def test_a_run_in_bf16_runs_no_fp8_gemm(configure: Configure) -> None:
+    config = configure(run={"steps": 2, "recipe": "bf16"})
+    summary = train(config)
+    assert (summary["heldout_loss_fp8"], summary["fp8_gemms_total"]) == (None, 0)
+    assert summary["heldout_loss_bf16"] > 0
+    assert not (config.run.out / "plan.json").exists()
+
+
+def test_a_resumed_run_may_be_longer(configure: Configure) -> None:
+    train(configure(run={"steps": 2}))
+    summary = train(configure(run={"steps": 4}), resume=True)
+    assert summary["steps"] == 4
+
+
+def test_a_finished_run_resumed_only_evaluates(configure: Configure) -> None:
+    config = configure(run={"steps": 2})
+    first = train(config)
+    assert train(config, resume=True)["heldout_loss_fp8"] == first["heldout_loss_fp8"]
+
+
+def test_nobodys_run_is_overwritten_unasked(configure: Configure) -> None:
+    config = configure(run={"steps": 2})
+    first = train(config)
+    with pytest.raises(ConfigError, match=r"holds a run already \(step-000002\).*--resume.*--overwrite"):
+        train(config)
+    assert json.loads((config.run.out / "summary.json").read_text(encoding="utf-8")) == first
+    train(configure(run={"steps": 1}), overwrite=True)
+    assert [p.name for p in checkpoint.find(config.run.out / "checkpoints")] == ["step-000001"]
+
+
+def test_nothing_to_resume(configure: Configure) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint to resume from"):
+        train(configure(), resume=True)
+    assert not configure().run.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": {"ffn": 96}}, "of another model: model.ffn is 64 there and 96 here"),
+        ({"run": {"recipe": "block"}}, "of another recipe: run.recipe is 'folded' there and 'block' here"),
+        ({"run": {"seed": 5}}, "of another run: run.seed"),
+        ({"run": {"steps": 1}}, "past the end of this run of 1 steps"),
+        ({"data": {"sequence": 16}}, "of another model: model.sequence"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(
+    configure: Configure, change: dict[str, dict[str, Any]], message: str
+) -> None:
+    train(configure(run={"steps": 2}))
+    changed = {"run": {"steps": 2, **change.get("run", {})}, **{k: v for k, v in change.items() if k != "run"}}
+    with pytest.raises(CheckpointError, match=message):
+        train(configure(**changed), resume=True)
+    path = checkpoint.latest(configure().run.out / "checkpoints")
+    assert path is not None
+    assert checkpoint.load(path).step == 2
+
+
+def test_tensors_of_another_model_are_refused(configure: Configure) -> None:
+    # The configuration agrees, the tensors do not: a checkpoint put together by hand.
+    path = stopped_after(1, configure(run=EVERY_STEP))
+    file = path / "fp8.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"] = torch.ones(31)
+    rewrite(file, tensors)
+    with pytest.raises(CheckpointError, match=r"'norm.weight' has the shape \[31\] there and \[32\] here"):
+        train(configure(run=EVERY_STEP), resume=True)
+    del tensors["model.norm.weight"]
+    rewrite(file, tensors)
+    with pytest.raises(CheckpointError, match=r"only the model has the parameter 'norm.weight'"):
+        train(configure(run=EVERY_STEP), resume=True)
+
+
+def test_a_truncated_checkpoint_leaves_the_one_before_to_go_on_from(configure: Configure) -> None:
+    config = configure(run=EVERY_STEP)
+    path = stopped_after(2, config)
+    (path / "fp8.safetensors").write_bytes((path / "fp8.safetensors").read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"truncated.*Remove .*step-000002 to resume from step-000001"):
+        train(config, resume=True)
+    shutil.rmtree(path)
+    assert train(config, resume=True)["steps"] == 6
+
+
+def test_a_weight_that_is_not_finite_is_named(configure: Configure) -> None:
+    config = configure(run=EVERY_STEP)
+    path = stopped_after(1, config)
+    tensors = load_file(path / "fp8.safetensors")
+    tensors["model.layers.0.attention.wq.weight"][3, 4] = float("nan")
+    rewrite(path / "fp8.safetensors", tensors)
+    with pytest.raises(NonFiniteError, match=r"layers\.0\.attention\.wq\.weight"):
+        train(config, resume=True)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(configure: Configure) -> None:
+    config = configure(run=EVERY_STEP, optimizer={"lr": 1e30, "warmup": 0.0})
+    with pytest.raises(RunError, match=r"FP8 model is no longer finite at step 2\. The last good checkpoint is .*step-0"):
+        train(config)
+    path = checkpoint.latest(config.run.out / "checkpoints")
+    assert path is not None
+    assert path.name == "step-000001"
+
+
+def test_no_space_left_keeps_the_last_good_checkpoint(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configure(run=EVERY_STEP)
+    stopped_after(2, config)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("octavo.train.checkpoint.os.fsync", full)
+        with pytest.raises(CheckpointError, match=r"step-000003: cannot be written \(No space left on device\)"):
+            train(config, resume=True)
+    assert [p.name for p in sorted((config.run.out / "checkpoints").iterdir())] == ["step-000001", "step-000002"]
+    assert train(config, resume=True)["steps"] == 6
+
+
+@pytest.mark.parametrize("files", [{}, {"empty.txt": ""}, {"short.txt": "too short"}])
+def test_too_little_text_leaves_no_directory(configure: Configure, tmp_path: Path, files: dict[str, str]) -> None:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    config = configure(data={"source": str(folder)})
+    with pytest.raises(DataError):
+        train(config)
+    assert not config.run.out.exists()
+
+
+def test_unknown_recipe_and_device(configure: Configure) -> None:
+    with pytest.raises(ConfigError, match="'foldd'. Did you mean 'folded'"):
+        train(configure(run={"recipe": "foldd"}))
+    with pytest.raises(ConfigError, match="run.device: 'tpu' is none of"):
+        train(configure(run={"device": "tpu"}))
+    assert not configure().run.out.exists()
+
+
+def test_vocabulary_too_small(configure: Configure) -> None:
+    with pytest.raises(ConfigError, match="model.vocab: 256 is too small .* needs 272"):
+        train(configure(model={"vocab": 256}))
+
+
+def rewrite(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Replace a file of a checkpoint and the size that its state notes."""
+    save_file(tensors, file)
+    state = json.loads((file.parent / "state.json").read_text(encoding="utf-8"))
+    state["files"][file.name] = file.stat().st_size
+    (file.parent / "state.json").write_text(json.dumps(state), encoding="utf-8")

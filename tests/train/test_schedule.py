@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from octavo.train.schedule import learning_rate
+
+
+def rate(step: int, *, steps: int = 100, warmup: float = 0.1, floor: float = 0.1) -> float:
+    return learning_rate(step, steps=steps, peak=2.0, warmup=warmup, floor=floor)
+
+
+def test_warm_up_rises_in_a_straight_line_and_never_starts_at_zero() -> None:
+    assert [rate(s) for s in range(10)] == pytest.approx([0.2 * (s + 1) for s in range(10)])
+
+
+def test_peak_follows_the_warm_up_and_the_floor_ends_the_run() -> None:
+    assert rate(10) == pytest.approx(2.0)
+    assert rate(99) == pytest.approx(0.2)
+
+
+def test_halfway_down_is_the_mean_of_peak_and_floor() -> None:
+    assert rate(10 + 44) + rate(10 + 45) == pytest.approx(2.0 + 0.2)
+    # A quarter of the way down a cosine, (1 + cos(pi/4)) / 2 of the height is left; a straight line would leave 3/4.
+    assert learning_rate(25, steps=101, peak=1.0, warmup=0.0, floor=0.0) == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
+
+
+def test_falls_all_the_way_and_stays_down_past_the_end() -> None:
+    rates = [rate(s) for s in range(10, 100)]
+    assert rates == sorted(rates, reverse=True)
+    assert rate(150) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_shortest_runs(steps: int) -> None:
+    assert all(0 < rate(s, steps=steps) <= 2.0 for s in range(steps))
+
+
+def test_all_warm_up() -> None:
+    assert rate(99, warmup=1.0) == pytest.approx(2.0)
