@@ -3,7 +3,7 @@
 import pytest
 
 from octavo.bench import parity
-from octavo.errors import RunError
+from octavo.errors import ConfigError, RunError
 
 TINY = ["--preset", "tiny", "--steps", "4", "--device", "cpu"]
 
@@ -28,6 +28,20 @@ def test_one_row_for_each_recipe_and_seed(small_corpus, tmp_path):
     curves = parity.curves(tmp_path / "runs", ["bf16", "folded"], [0, 1])
     assert curves[0]["steps"][-1] == 4 and len(curves[0]["loss"]) == len(curves[0]["steps"])
     assert curves[0]["loss"][0] == pytest.approx(curves[1]["loss"][0], rel=0.01)  # same weights, same first batch
+
+
+def test_a_study_goes_on_where_it_stopped(small_corpus, tmp_path):
+    out, lines = tmp_path / "runs", []
+    first = parity.run_parity(small_corpus, ["bf16"], [0], out=out, report=lines.append)
+    both = parity.run_parity(small_corpus, ["bf16"], [0, 1], out=out, report=lines.append)
+    assert both[0] == first[0]
+    assert [line for line in lines if "started" in line] == ["bf16 seed 0: started", "bf16 seed 1: started"]
+
+
+def test_a_directory_of_another_study_is_refused(small_corpus, tmp_path):
+    parity.run_parity(small_corpus, ["bf16"], [0], out=tmp_path)
+    with pytest.raises(ConfigError, match="another directory"):
+        parity.run_parity([*small_corpus, "--lr", "1e-4"], ["bf16"], [0], out=tmp_path)
 
 
 def test_a_failed_run_is_named_with_its_reason(small_corpus, tmp_path):

@@ -18,17 +18,23 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with text enough for a hundred batches of the preset `tiny`."""
     folder = tmp_path_factory.mktemp("corpus")
     for i in range(40):
-        lines = [f"line {j} of document {i} holds {i * j % 97} apples and {(i + j) ** 2 % 89} pears" for j in range(30)]
+        lines = [
+            f"line {j} of document {i} holds {i * j % 97} apples and {(i + j) ** 2 % 89} pears"
+            for j in range(30)
+        ]
         (folder / f"{i}.txt").write_text("\n".join(lines), encoding="utf-8")
     return folder
 
 
 @pytest.fixture
 def configure(corpus: Path, tmp_path: Path) -> Configure:
-    """Return the preset `tiny` on that corpus, with keyword settings a section: `configure(run={"steps": 3})`."""
+    """Return the preset `tiny` on that corpus, changed section by section: `configure(run={"steps": 3})`."""
 
     def make(**sections: dict[str, Any]) -> RunConfig:
-        base = {"data": {"source": str(corpus), "cache": str(tmp_path / "cache")}, "run": {"out": str(tmp_path / "run")}}
+        base = {
+            "data": {"source": str(corpus), "cache": str(tmp_path / "cache")},
+            "run": {"out": str(tmp_path / "run")},
+        }
         return assemble(load_preset("tiny", cuda=False), ("test corpus", base), ("test", sections))
 
     return make

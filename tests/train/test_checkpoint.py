@@ -20,7 +20,9 @@ def tensors(value: float = 1.0) -> dict[str, dict[str, Tensor]]:
 
 
 def save(directory: Path, step: int, value: float = 1.0, *, keep: int = 2) -> Path:
-    return checkpoint.save(directory, step, tensors(value), {"config": {"seed": 1}, "loader": {"samples": 7}}, keep=keep)
+    return checkpoint.save(
+        directory, step, tensors(value), {"config": {"seed": 1}, "loader": {"samples": 7}}, keep=keep
+    )
 
 
 def test_what_was_saved_comes_back(tmp_path: Path) -> None:
@@ -48,7 +50,9 @@ def test_missing_file_is_named_and_the_one_before_offered(tmp_path: Path, missin
     save(tmp_path, 1)
     path = save(tmp_path, 2)
     (path / missing).unlink()
-    with pytest.raises(CheckpointError, match=rf"step-000002/{missing}: cannot be read .*resume from step-000001"):
+    with pytest.raises(
+        CheckpointError, match=rf"step-000002/{missing}: cannot be read .*resume from step-000001"
+    ):
         checkpoint.load(path)
 
 
@@ -70,7 +74,9 @@ def test_malformed_tensors_of_the_right_size(tmp_path: Path) -> None:
         checkpoint.load(path)
 
 
-@pytest.mark.parametrize("content", [b"[]", b"{}", b'{"format": 1, "step": 1, "config": {}, "files": 3}', b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "content", [b"[]", b"{}", b'{"format": 1, "step": 1, "config": {}, "files": 3}', b"\xff\xfe"]
+)
 def test_state_that_is_none(tmp_path: Path, content: bytes) -> None:
     path = save(tmp_path, 1)
     (path / "state.json").write_bytes(content)
@@ -102,9 +108,15 @@ FULL_INSIDE = SafetensorError("Error while serializing: I/O error: No space left
 
 @pytest.mark.parametrize(
     ("function", "error"),
-    [("checkpoint.save_file", FULL_INSIDE), ("checkpoint.os.fsync", FULL), ("checkpoint.Path.write_text", FULL)],
+    [
+        ("checkpoint.save_file", FULL_INSIDE),
+        ("checkpoint.os.fsync", FULL),
+        ("checkpoint.Path.write_text", FULL),
+    ],
 )
-def test_no_space_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, error: Exception) -> None:
+def test_no_space_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, error: Exception
+) -> None:
     before = save(tmp_path, 1)
 
     def fail(*_: Any, **__: Any) -> None:

@@ -28,7 +28,7 @@ def test_demo_is_what_the_device_can_carry() -> None:
 
 
 def test_unknown_preset_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="no preset 'dmo'. Did you mean 'demo'"):
+    with pytest.raises(ConfigError, match=r"no preset 'dmo'. Did you mean 'demo'"):
         load_preset("dmo", cuda=False)
 
 
@@ -91,7 +91,7 @@ def test_a_stored_configuration_reads_back(tmp_path: Path) -> None:
 
 
 def test_nothing_given() -> None:
-    with pytest.raises(ConfigError, match="presets? .*tiny"):
+    with pytest.raises(ConfigError, match=r"presets? .*tiny"):
         assemble()
 
 

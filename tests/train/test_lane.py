@@ -73,7 +73,7 @@ def test_the_learning_rate_is_that_of_the_step() -> None:
 
 
 def test_an_update_counts_as_a_new_version_of_every_weight() -> None:
-    # FP8 layers keep their quantised weight until its version changes; fused AdamW does not count one by itself.
+    # FP8 layers keep a quantised weight until its version changes; fused AdamW by itself counts none.
     trained = lane()
     before = {name: p._version for name, p in trained.parameters.items()}
     trained.step(*batch(), step=1, lr=1e-3)
@@ -96,5 +96,7 @@ def test_the_first_broken_step_is_named_with_the_way_back() -> None:
         trained.parameters["layers.0.feed_forward.w1.weight"][0, 0] = float("nan")
     for step in (2, 3):
         trained.step(*batch(), step=step, lr=1e-3)
-    with pytest.raises(RunError, match=r"BF16 model is no longer finite at step 2\. The last good checkpoint is X\."):
+    with pytest.raises(
+        RunError, match=r"BF16 model is no longer finite at step 2\. The last good checkpoint is X\."
+    ):
         trained.check("The last good checkpoint is X.")

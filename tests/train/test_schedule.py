@@ -22,8 +22,9 @@ def test_peak_follows_the_warm_up_and_the_floor_ends_the_run() -> None:
 
 def test_halfway_down_is_the_mean_of_peak_and_floor() -> None:
     assert rate(10 + 44) + rate(10 + 45) == pytest.approx(2.0 + 0.2)
-    # A quarter of the way down a cosine, (1 + cos(pi/4)) / 2 of the height is left; a straight line would leave 3/4.
-    assert learning_rate(25, steps=101, peak=1.0, warmup=0.0, floor=0.0) == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
+    # A quarter of the way along a straight line would leave 3/4.
+    a_quarter_on = learning_rate(25, steps=101, peak=1.0, warmup=0.0, floor=0.0)
+    assert a_quarter_on == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
 
 
 def test_falls_all_the_way_and_stays_down_past_the_end() -> None:

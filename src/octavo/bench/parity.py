@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from octavo.errors import RunError
+from octavo.errors import ConfigError, RunError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +54,8 @@ def run_parity(
 ) -> list[dict[str, Any]]:
     """Run `octavo train` for every recipe and seed and return one row each, as the result kind `parity` has them.
 
+    Runs that `out` already holds, finished, are not made again: a study goes on where it stopped, or takes in more seeds.
+
     Args:
         arguments: flags of `octavo train` that all runs share (`--preset`, `--steps`, ...).
         out: directory for the runs, one below it for each.
@@ -62,9 +64,13 @@ def run_parity(
 
     Raises:
         RunError: a run failed; the message quotes the last line it printed. The others are stopped.
+        ConfigError: `out` holds runs made with other arguments.
     """
-    waiting = [Job(recipe=recipe, seed=seed, out=out / f"{recipe}-{seed}") for seed in seeds for recipe in recipes]
-    jobs, running, free = list(waiting), [], list(range(slots))
+    _claim(out, arguments)
+    jobs = [Job(recipe=recipe, seed=seed, out=out / f"{recipe}-{seed}") for seed in seeds for recipe in recipes]
+    waiting = [job for job in jobs if not (job.out / "summary.json").exists()]
+    running: list[_Worker] = []
+    free = list(range(slots))
     try:
         while waiting or running:
             while waiting and free:
@@ -79,6 +85,16 @@ def run_parity(
         for worker in running:
             worker.process.terminate()
     return [_row(job) for job in jobs]
+
+
+def _claim(out: Path, arguments: Sequence[str]) -> None:
+    """Write down what the runs of this directory share, or see that it is the same."""
+    study = out / "study.json"
+    if not study.exists():
+        out.mkdir(parents=True, exist_ok=True)
+        study.write_text(json.dumps(list(arguments)), encoding="utf-8")
+    elif json.loads(study.read_text(encoding="utf-8")) != list(arguments):
+        raise ConfigError(f"{out}: holds a study with other settings ({study}). Name another directory with --out.")
 
 
 def _start(job: Job, slot: int, arguments: Sequence[str]) -> _Worker:

@@ -54,15 +54,16 @@ def _show(findings: Mapping[str, Any]) -> None:
 
 def _pairs(console: Any, title: str, pairs: Mapping[str, Any]) -> None:
     console.print(f"\n{title}", style="bold", markup=False)
+    width = max(map(len, pairs)) + 2
     for key, value in pairs.items():
-        console.print(f"  {key:<14}{value}", markup=False, soft_wrap=True)
+        console.print(f"  {key:<{width}}{value}", markup=False, soft_wrap=True)
 
 
 def _rows(console: Any, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     from rich.table import Table
 
     console.print(f"\n{title}", style="bold", markup=False)
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, padding=(0, 1, 0, 2), pad_edge=True)
     for key in rows[0] if rows else ():
         table.add_column(key.replace("_", " "), overflow="fold")
     for row in rows:

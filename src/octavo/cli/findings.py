@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from octavo import kernels
+from octavo.nn.selfcheck import selfcheck
 from octavo.train import device as devices
 
 OPTIONAL = {
@@ -27,7 +28,7 @@ def examine(device_name: str) -> dict[str, Any]:
         ConfigError: there is no such device.
     """
     device = devices.resolve(device_name)
-    checks = kernels.selfcheck(device)
+    checks = selfcheck(device)
     failures = [f"{row['recipe']} {row['gemm']}" for row in checks if not row["passed"]]
     return {
         "hardware": _hardware(device),

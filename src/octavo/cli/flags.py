@@ -1,6 +1,6 @@
 """A flag for every field of a configuration, with the field's own words as its help.
 
-`run.eval_every` becomes `--run.eval-every`, and `--eval-every` as long as no other section has a field of that name.
+`run.eval_every` becomes `--run.eval-every`, and `--eval-every` unless another section has that field.
 """
 
 from __future__ import annotations
@@ -40,10 +40,15 @@ class Flag:
         stems = [f"{self.section}.{dashed}", *([dashed] if self.is_unique else [])]
         negative = f"--no-{stems[-1]}" if self.type is bool else ()
         described = Parameter(
-            name=[f"--{stem}" for stem in stems], negative=negative, help=self.help, group=group, show_default=False
+            name=[f"--{stem}" for stem in stems],
+            negative=negative,
+            help=self.help,
+            group=group,
+            show_default=False,
         )
-        annotation = Annotated[self.type | None, described]
-        return inspect.Parameter(self.keyword, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        parameter = inspect.Parameter(self.keyword, inspect.Parameter.KEYWORD_ONLY, default=None)
+        optional: Any = self.type | None
+        return parameter.replace(annotation=Annotated[optional, described])
 
 
 def with_flags_of(cls: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -68,7 +73,8 @@ def with_flags_of(cls: type) -> Callable[[Callable[..., Any]], Callable[..., Any
         kept = [p for p in own.parameters.values() if p.name != "settings"]
         parameters = [*kept, *(flag.parameter(groups[flag.section]) for flag in flags)]
         signature = own.replace(parameters=parameters)
-        wrapper.__name__, wrapper.__doc__, wrapper.__module__ = command.__name__, command.__doc__, command.__module__
+        for attribute in ("__name__", "__doc__", "__module__"):
+            setattr(wrapper, attribute, getattr(command, attribute))
         wrapper.__signature__ = signature  # type: ignore[attr-defined]
         wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
         return wrapper
@@ -91,9 +97,9 @@ def field_docs(cls: type) -> Mapping[str, str]:
     assert isinstance(body, ast.ClassDef)  # what getsource returns for a class
     docs = {}
     for field, text in zip(body.body, body.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
-            if isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):
-                docs[field.target.id] = inspect.cleandoc(text.value.value)
+        match field, text:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
+                docs[name] = inspect.cleandoc(words)
     return docs
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError, Parameter
 
 from octavo import __version__
+from octavo.cli.bench import bench
 from octavo.cli.doctor import doctor
 from octavo.cli.plan import plan
 from octavo.cli.recipes import recipes
@@ -38,7 +39,7 @@ app = App(
     default_parameter=Parameter(show_default=False),
     suppress_keyboard_interrupt=False,
 )
-for command in (train, plan, doctor, recipes):
+for command in (train, plan, doctor, recipes, bench):
     app.command(command)
 
 

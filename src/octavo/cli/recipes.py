@@ -8,7 +8,9 @@ from typing import Annotated
 from cyclopts import Parameter
 
 
-def recipes(name: str | None = None, /, *, json_output: Annotated[bool, Parameter(name="--json", negative=())] = False) -> int:
+def recipes(
+    name: str | None = None, /, *, json_output: Annotated[bool, Parameter(name="--json", negative=())] = False
+) -> int:
     """List the FP8 recipes, or explain one.
 
     Examples:

@@ -8,19 +8,19 @@ from octavo.kernels.gemm import KERNELS, choose
 from octavo.numerics import Quantized, format_named, granularity_named, quantize
 
 
-def explain(device: torch.device | str) -> list[dict[str, str]]:
-    """Return, for every GEMM kernel, whether this device can run it: `kernel`, `runs` ("yes" or "no") and `reason`."""
+def explain(device: torch.device | str) -> list[dict[str, str | bool]]:
+    """Return, for every GEMM kernel, whether this device can run it: `operation`, `kernel`, `available` and `reason`."""
     probes = {
         "scaled_mm.tensor": ("tensor", "tensor"),
         "scaled_mm.row": ("row", "row"),
         "scaled_mm.block": ("1x128", "128x128"),
         "reference": ("1x32", "1x32"),
     }
-    rows = []
+    rows: list[dict[str, str | bool]] = []
     for kernel in KERNELS:
         a, b = (probe_operand(name, "e4m3", device) for name in probes[kernel.name])
         reason = kernel.refuses(a, b)
-        rows.append({"kernel": kernel.name, "runs": "no" if reason else "yes", "reason": reason or ""})
+        rows.append({"operation": "gemm", "kernel": kernel.name, "available": reason is None, "reason": reason or ""})
     return rows
 
 

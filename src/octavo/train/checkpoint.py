@@ -1,7 +1,7 @@
 """Checkpoints: safetensors and JSON, no pickle, written whole or not at all.
 
     checkpoints/step-000100/
-        state.json              step, configuration, loader, totals, versions, and the size of every file beside it
+        state.json              step, configuration, loader, totals, versions, size of every file
         fp8.safetensors         model.<parameter>, optimizer.<parameter>.exp_avg | exp_avg_sq | step
         bf16.safetensors        the same of the twin
         random.safetensors      the states of torch's generators
@@ -50,12 +50,18 @@ class Checkpoint:
 
 
 def save(
-    directory: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], *, keep: int
+    directory: Path,
+    step: int,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    state: Mapping[str, Any],
+    *,
+    keep: int,
 ) -> Path:
     """Write `directory/step-XXXXXX`, then remove all but the newest `keep` checkpoints. Return its path.
 
     Raises:
-        CheckpointError: it could not be written (no space left, say). Nothing half-written remains; those before stay.
+        CheckpointError: it could not be written (no space left, say). Nothing half-written remains, and the
+            checkpoints before it stay.
     """
     final = directory / f"{_PREFIX}{step:06d}"
     temporary = directory / f"{_TEMPORARY}{final.name}"
@@ -143,7 +149,9 @@ def _read_state(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file}: truncated or malformed ({error}).{_remedy(path)}") from error
     if version != FORMAT:
-        raise CheckpointError(f"{path}: checkpoint format {version}; this version of octavo reads format {FORMAT}.")
+        raise CheckpointError(
+            f"{path}: checkpoint format {version}; this version of octavo reads format {FORMAT}."
+        )
     return dict(state)
 
 
@@ -165,8 +173,8 @@ def _check_finite(path: Path, lane: str, named: Mapping[str, Tensor]) -> None:
             count = int((~torch.isfinite(tensor)).sum())
             parameter = name.removeprefix("model.")
             raise NonFiniteError(
-                f"{path / lane}.safetensors: {count} of {tensor.numel()} values of the parameter '{parameter}' are"
-                f" NaN or infinite.{_remedy(path)}"
+                f"{path / lane}.safetensors: {count} of {tensor.numel()} values of the parameter"
+                f" '{parameter}' are NaN or infinite.{_remedy(path)}"
             )
 
 

@@ -17,7 +17,9 @@ _LANES = {"fp8": "FP8", "bf16": "BF16"}
 def closing_block(console: Console, event: Finished) -> None:
     """Print the results, the loss curves and the next commands."""
     curves = {
-        f"loss {title}": [(line["step"], line[f"loss_{lane}"]) for line in event.history if f"loss_{lane}" in line]
+        f"loss {title}": [
+            (line["step"], line[f"loss_{lane}"]) for line in event.history if f"loss_{lane}" in line
+        ]
         for lane, title in _LANES.items()
     }
     console.print()
@@ -42,7 +44,10 @@ def _facts(event: Finished) -> Iterator[tuple[str, str]]:
     if summary["gap_percent"] is not None:
         yield "gap", f"{summary['gap_percent']:+.3f} % (FP8 against BF16, held-out)"
     if summary["unigram_entropy"] is not None:
-        yield "unigram entropy", f"{summary['unigram_entropy']:.4f} nats a token (what token frequencies alone give)"
+        yield (
+            "unigram entropy",
+            f"{summary['unigram_entropy']:.4f} nats a token (what token frequencies alone give)",
+        )
     yield "trained on", f"{summary['tokens']:,} tokens in {_duration(summary['seconds'])}, {_speed(summary)}"
     if summary["heldout_loss_fp8"] is not None:
         yield "FP8 GEMMs run", _gemms(summary["fp8_gemms"])
@@ -64,13 +69,12 @@ def _gemms(gemms: Mapping[str, int]) -> str:
 
 
 def _next(event: Finished) -> Sequence[tuple[str, str]]:
-    stored = event.directory / "config.json"
-    more = 2 * event.summary["steps"]
-    other = "block" if event.summary["recipe"] != "block" else "folded"
+    stored, more = event.directory / "config.json", 2 * event.summary["steps"]
+    other = "block" if event.summary["recipe"] == "folded" else "folded"
     return [
-        (f"octavo plan {stored}", "which layers ran in FP8, and why"),
+        (f"octavo plan {stored}", "which precision each layer ran in, and why"),
         (f"octavo train {stored} --resume --steps {more}", "train on"),
-        (f"octavo train {stored} --recipe {other} --out {event.directory}-{other}", "the same with another recipe"),
+        (f"octavo train {stored} --recipe {other} --out {event.directory}-{other}", "another recipe"),
     ]
 
 

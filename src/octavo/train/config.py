@@ -22,7 +22,7 @@ class DataConfig:
     """The text and how it is cut."""
 
     source: str = "python"
-    """`python` (the standard library), `python-packages` (installed packages too), `english`, or a file or directory."""
+    """`python` (standard library), `python-packages` (and what is installed), `english`, or a file or folder."""
     tokenizer: str = "bytes"
     """`bytes`, `bpe-SIZE` for a byte-pair encoding trained on the source, or a tokenizer's .json file."""
     sequence: int = 256
@@ -121,7 +121,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.model.sequence < self.data.sequence:
             raise ConfigError(
-                f"data.sequence: {self.data.sequence} tokens are more than model.sequence {self.model.sequence} allows."
+                f"data.sequence: {self.data.sequence} is more than model.sequence {self.model.sequence}."
             )
 
     @property
@@ -136,7 +136,7 @@ def assemble(*layers: tuple[str, Mapping[str, Any]]) -> RunConfig:
     Each layer is read on top of those before it, so that an error names the layer that brought it in.
 
     Raises:
-        ConfigError: an unknown key, a wrong type, an impossible value; the message names where, the key, what was meant.
+        ConfigError: an unknown key, a wrong type, an impossible value; the message says which and where.
     """
     merged: dict[str, Any] = {}
     config: RunConfig | None = None
@@ -169,7 +169,7 @@ def load_preset(name: str, *, cuda: bool) -> tuple[str, dict[str, Any]]:
 
 
 def load_file(path: Path) -> tuple[str, dict[str, Any]]:
-    """Return a run file as a layer for `assemble`. Unless it says otherwise, the run goes to `runs/<name of the file>`."""
+    """Return a run file as a layer for `assemble`. By default the run goes to `runs/<name of the file>`."""
     settings = strict.read_file(path)
     return str(path), _merge({"run": {"out": f"runs/{path.stem}"}}, settings)
 

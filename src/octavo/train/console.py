@@ -1,4 +1,4 @@
-"""The run in a terminal: a live table while it trains, a closing block when it ends. Plain lines where it is piped."""
+"""The run in a terminal: a live table, then a closing block; in a pipe, plain lines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ from collections.abc import Mapping
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from octavo import __version__
@@ -35,7 +43,9 @@ class ConsoleReporter:
         """Show one event."""
         match event:
             case Preparing():
-                self._say(f"octavo {__version__}: reading '{event.config.data.source}' and building the models ...")
+                self._say(
+                    f"octavo {__version__}: reading '{event.config.data.source}' and building the models ..."
+                )
             case Started():
                 self._start(event)
             case Logged():

@@ -13,7 +13,7 @@ from octavo.train.lane import Lane
 
 @torch.no_grad()
 def heldout_loss(lane: Lane, batches: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """Return the mean loss in nats a token of `(inputs_BT, targets_BT)` batches, each token weighing the same."""
+    """Return the mean loss in nats a token of `(inputs_BT, targets_BT)` batches."""
     lane.model.eval()
     total = torch.zeros((), dtype=torch.float64, device=lane.device)
     tokens = 0
@@ -26,5 +26,5 @@ def heldout_loss(lane: Lane, batches: Sequence[tuple[Tensor, Tensor]]) -> float:
 
 
 def perplexity(loss: float) -> float:
-    """Return `exp(loss)`: the number of equally likely tokens that would be as hard to guess. Infinite past 700 nats."""
+    """Return `exp(loss)`, the number of equally likely tokens as hard to guess; infinite past 700 nats."""
     return math.exp(loss) if loss < 700 else math.inf

@@ -1,4 +1,4 @@
-"""What a run tells those who watch it: plain values, no tensors. The console, the metrics file and tests listen."""
+"""What a run tells those who watch it: plain values, no tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from octavo.train.config import RunConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preparing:
-    """The text is about to be read and the models built: the first time on a large corpus, this takes a while."""
+    """The text is about to be read and the models built. The first time, a large corpus takes a while."""
 
     config: RunConfig
     """As resolved: presets, file and flags applied."""
@@ -60,7 +60,9 @@ class Logged:
     def record(self) -> dict[str, Any]:
         """Return the line as `metrics.jsonl` holds it."""
         named = {"loss": self.loss, "gradient_norm": self.gradient_norm, "milliseconds": self.milliseconds}
-        by_lane = {f"{name}_{lane}": value for name, values in named.items() for lane, value in values.items()}
+        by_lane = {
+            f"{name}_{lane}": value for name, values in named.items() for lane, value in values.items()
+        }
         rest = {"gap_percent": gap_percent(self.loss), "lr": self.lr, "tokens": self.tokens}
         return {"step": self.step, **by_lane, **rest, "tokens_per_second": self.tokens_per_second}
 

@@ -45,7 +45,7 @@ class MetricsFile:
     """`metrics.jsonl`: one line a logged step or an evaluation, on the disk as soon as it happens."""
 
     def __init__(self, path: Path, *, keep_until: int) -> None:
-        """Open `path`, keeping the lines up to step `keep_until`: a resumed run writes those after it again."""
+        """Open `path`, keeping the lines up to step `keep_until`: a resumed run writes the others again."""
         self._path = path
         kept = [line for line in read_metrics(path) if line["step"] <= keep_until]
         guarded(path, lambda: path.write_text("".join(map(_line, kept)), encoding="utf-8"))

@@ -7,7 +7,7 @@ Shapes: B sequences in a batch, T tokens in a sequence.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -32,38 +32,43 @@ class Lane:
     Parameters stay in FP32; forward and backward run under BF16 autocast unless `autocast` is false.
     """
 
-    def __init__(self, name: str, model: nn.Module, config: OptimizerConfig, *, autocast: bool = True) -> None:
+    def __init__(
+        self, name: str, model: nn.Module, config: OptimizerConfig, *, autocast: bool = True
+    ) -> None:
         self.name = name
         self.model = model
         self.clip = config.clip
         self.autocast = autocast
         self.parameters = dict(model.named_parameters())
-        self.device = next(iter(self.parameters.values())).device
+        self._trained = [p for p in self.parameters.values() if p.requires_grad]
+        self.device = self._trained[0].device
         self.optimizer = torch.optim.AdamW(
-            _groups(self.parameters.values(), config.weight_decay),
+            _groups(self._trained, config.weight_decay),
             lr=config.lr,
             betas=config.betas,
             eps=config.eps,
             fused=True,
         )
-        # Where the loss first stopped being finite. It lives on the device, so that no step has to wait for it.
+        # Where the loss first stopped being finite. On the device, so that no step has to wait for it.
         self._broken_at = torch.full((), -1, dtype=torch.int64, device=self.device)
 
-    def step(self, inputs_BT: Tensor, targets_BT: Tensor, *, step: int, lr: float, accumulate: int = 1) -> Measured:
+    def step(
+        self, inputs_BT: Tensor, targets_BT: Tensor, *, step: int, lr: float, accumulate: int = 1
+    ) -> Measured:
         """Make one update from a batch, split into `accumulate` equal parts whose gradients are averaged."""
         self.model.train()
         loss = torch.zeros((), device=self.device)
         for inputs, targets in _parts(inputs_BT, targets_BT, accumulate):
             part = self.loss(inputs, targets) / accumulate
-            part.backward()  # type: ignore[no-untyped-call]
+            part.backward()
             loss += part.detach().float()
-        norm = nn.utils.clip_grad_norm_(self.parameters.values(), self.clip or float("inf"))
+        norm = nn.utils.clip_grad_norm_(self._trained, self.clip or float("inf"))
         self._note(step, loss, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        # Fused AdamW writes without counting versions, which is how an FP8 layer knows that its weight has changed.
-        torch.autograd.graph.increment_version(self.parameters.values())
+        # Fused AdamW counts no versions, and these are how an FP8 layer knows that its weight has changed.
+        torch.autograd.graph.increment_version(self._trained)
         self.optimizer.zero_grad(set_to_none=True)
         return Measured(loss, norm)
 
@@ -74,7 +79,7 @@ class Lane:
         return loss
 
     def check(self, last_checkpoint: str) -> None:
-        """Stop the run if a step since the start met a loss or a gradient that is not finite. Waits for the device.
+        """Stop the run if any step met a loss or a gradient that is not finite. Waits for the device.
 
         Raises:
             RunError: names the lane, the step, and `last_checkpoint`, the way back.
@@ -83,7 +88,7 @@ class Lane:
         if broken_at >= 0:
             raise RunError(
                 f"the loss or the gradient norm of the {self.name.upper()} model is no longer finite at step"
-                f" {broken_at}. {last_checkpoint} A lower --lr, or --recipe bf16 to compare, is the next thing to try."
+                f" {broken_at}. {last_checkpoint} Try a lower --lr, or --recipe bf16 to compare."
             )
 
     def _note(self, step: int, loss: Tensor, norm: Tensor) -> None:
@@ -95,9 +100,8 @@ def _parts(inputs_BT: Tensor, targets_BT: Tensor, count: int) -> Iterator[tuple[
     yield from zip(inputs_BT.chunk(count), targets_BT.chunk(count), strict=True)
 
 
-def _groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, object]]:
-    """Split off what is not decayed: norms and biases set a level, and shrinking a level is not regularisation."""
-    trained = [p for p in parameters if p.requires_grad]
+def _groups(trained: Sequence[nn.Parameter], weight_decay: float) -> list[dict[str, object]]:
+    """Split off what is not decayed: norms and biases set a level, and shrinking that does not regularise."""
     return [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},

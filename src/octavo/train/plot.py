@@ -14,7 +14,7 @@ _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 def plot(curves: Mapping[str, Points], *, width: int = 64, height: int = 10) -> Text:
     """Return curves of `(x, y)` points in one frame, with their range at the axes and a legend below.
 
-    Where two curves share a character it takes the colour of the later one. Points that are not finite are left out.
+    A character that curves share takes the colour of the last. Points that are not finite are left out.
     """
     drawn = {name: [p for p in points if abs(p[1]) < float("inf")] for name, points in curves.items()}
     xs = [x for points in drawn.values() for x, _ in points]

@@ -10,8 +10,8 @@ from octavo import strict
 from octavo.errors import CheckpointError
 from octavo.train.config import RunConfig
 
-# What may change between a checkpoint and its continuation: none of it touches the numbers of the steps to come,
-# but `steps`, which a user changes to train for longer.
+# What may change between a checkpoint and its continuation, as it does not decide the numbers. `steps` does,
+# through the schedule, but whoever changes it means to.
 FREE = {
     "data.cache",
     "run.checkpoint_every",
@@ -30,19 +30,21 @@ def check_same_run(saved: Mapping[str, Any], config: RunConfig, where: Path) -> 
     """Compare the configuration in a checkpoint with that of the run to continue.
 
     Raises:
-        CheckpointError: they differ in more than how the run is watched and kept; the message names the first key.
+        CheckpointError: they differ in what decides the numbers; the message names the first such key.
     """
     there, here = dict(_flat(saved)), dict(_flat(strict.to_dict(config)))
     for key in [*here, *(there.keys() - here.keys())]:
         if key not in FREE and there.get(key) != here.get(key):
             raise CheckpointError(
-                f"{where}: this is the checkpoint of another {_what(key)}: {key} is {there.get(key)!r} there and"
-                f" {here.get(key)!r} here. Resume with the same, or start a new run with another --out."
+                f"{where}: this is the checkpoint of another {_what(key)}: {key} is {there.get(key)!r} there"
+                f" and {here.get(key)!r} here. Resume with the same, or start a new run with another --out."
             )
 
 
 def _what(key: str) -> str:
-    return {"model": "model", "data": "corpus"}.get(key.split(".")[0], "recipe" if key == "run.recipe" else "run")
+    return {"model": "model", "data": "corpus"}.get(
+        key.split(".")[0], "recipe" if key == "run.recipe" else "run"
+    )
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

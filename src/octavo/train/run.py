@@ -34,9 +34,9 @@ def train(
     """Carry out a run and return its summary, which `summary.json` in the directory of the run holds too.
 
     Raises:
-        ConfigError: the configuration asks for something that does not exist, or the directory already holds a run.
+        ConfigError: the configuration asks for what does not exist, or the directory already holds a run.
         DataError: the source has no text, or too little.
-        CheckpointError: nothing to resume from, a checkpoint of another run, or one that cannot be read or written.
+        CheckpointError: no checkpoint, one of another run, or one that cannot be read or written.
         RunError: the loss is no longer finite, or a file of the run cannot be written.
     """
     _check_directory(config.run.out, resume=resume, overwrite=overwrite)
@@ -73,7 +73,9 @@ class Trainer:
         found = checkpoint.load(checkpoint.find(self.checkpoints)[-1])
         check_same_run(found.state["config"], self.config, found.path)
         if found.step > self.config.run.steps:
-            raise CheckpointError(f"{found.path}: is past the end of this run of {self.config.run.steps} steps.")
+            raise CheckpointError(
+                f"{found.path}: is past the end of this run of {self.config.run.steps} steps."
+            )
         for lane in self.setup.lanes:
             restore_lane(lane, found.tensors[lane.name], found.path)
         restore_random(found.tensors["random"])
@@ -126,7 +128,9 @@ class Trainer:
 
     def _learning_rate(self) -> float:
         o = self.config.optimizer
-        return learning_rate(self.done, steps=self.config.run.steps, peak=o.lr, warmup=o.warmup, floor=o.min_lr)
+        return learning_rate(
+            self.done, steps=self.config.run.steps, peak=o.lr, warmup=o.warmup, floor=o.min_lr
+        )
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.done % every == 0
@@ -242,9 +246,11 @@ def _check_directory(out: Path, *, resume: bool, overwrite: bool) -> None:
     if resume and overwrite:
         raise ConfigError("--resume continues a run and --overwrite starts it over: choose one.")
     if resume and last is None:
-        raise CheckpointError(f"{out / 'checkpoints'}: there is no checkpoint to resume from. Start without --resume.")
+        raise CheckpointError(
+            f"{out / 'checkpoints'}: there is no checkpoint to resume from. Start without --resume."
+        )
     if last is not None and not (resume or overwrite):
         raise ConfigError(
-            f"{out}: holds a run already ({last.name}). --resume continues it, --overwrite starts over, --out names"
-            " another directory."
+            f"{out}: holds a run already ({last.name}). --resume continues it, --overwrite starts over,"
+            " --out names another directory."
         )

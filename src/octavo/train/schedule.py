@@ -8,8 +8,8 @@ import math
 def learning_rate(step: int, *, steps: int, peak: float, warmup: float, floor: float) -> float:
     """Return the learning rate of `step`, counted from 0, in a run of `steps` steps.
 
-    It rises in a straight line over the first `warmup * steps` steps (never to 0: the first step learns), reaches
-    `peak` at their end, and falls along half a cosine to `floor * peak` at the last step.
+    It rises in a straight line over the first `warmup * steps` steps (above 0: the first step learns),
+    reaches `peak` at their end, and falls along half a cosine to `floor * peak` at the last step.
     """
     rising = round(warmup * steps)
     if step < rising:

@@ -63,8 +63,8 @@ def _text(config: RunConfig) -> tuple[Loader, list[Batch], TokenFiles]:
     tokenizer = load_tokenizer(data.tokenizer, source=data.source, cache_dir=cache)
     if tokenizer.vocab > config.model.vocab:
         raise ConfigError(
-            f"model.vocab: {config.model.vocab} is too small for the tokenizer '{data.tokenizer}', which needs"
-            f" {tokenizer.vocab}; leave model.vocab out."
+            f"model.vocab: {config.model.vocab} is too small for the tokenizer '{data.tokenizer}', which"
+            f" needs {tokenizer.vocab}; leave model.vocab out."
         )
     files = prepare(data.source, tokenizer, cache, data.heldout)
     loader = Loader(files.train, batch=run.batch, sequence=data.sequence, seed=run.seed)
@@ -73,7 +73,9 @@ def _text(config: RunConfig) -> tuple[Loader, list[Batch], TokenFiles]:
     return loader, heldout, files
 
 
-def _lanes(config: RunConfig, recipe: recipes.Recipe, device: torch.device) -> tuple[tuple[Lane, ...], Plan | None]:
+def _lanes(
+    config: RunConfig, recipe: recipes.Recipe, device: torch.device
+) -> tuple[tuple[Lane, ...], Plan | None]:
     """Both lanes start from the same bits: the twin is a copy, made before the conversion."""
     model = build(config.model, config.run.seed).to(device)
     if not recipe.is_fp8:

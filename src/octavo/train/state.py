@@ -1,4 +1,4 @@
-"""A lane's state as named tensors, and back. What is saved here is all that a lane needs to continue bit for bit."""
+"""A lane's state as named tensors, and back. It is all that a lane needs to continue bit for bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MODEL, _OPTIMIZER = "model.", "optimizer."
 
 
 def lane_tensors(lane: Lane) -> dict[str, Tensor]:
-    """Return the parameters, persistent buffers and AdamW state of `lane` by name. A tied weight appears once."""
+    """Return the parameters, persistent buffers and AdamW state of `lane` by name, a tied weight once."""
     tensors = {_MODEL + name: tensor for name, tensor in _weights(lane).items()}
     for name, parameter in lane.parameters.items():
         for key, value in lane.optimizer.state.get(parameter, {}).items():
@@ -27,7 +27,7 @@ def restore_lane(lane: Lane, tensors: Mapping[str, Tensor], where: Path) -> None
     """Copy what `lane_tensors` returned into `lane`. Nothing is copied unless everything fits.
 
     Raises:
-        CheckpointError: a parameter is missing, unknown or of another shape: the checkpoint is of another model.
+        CheckpointError: a parameter is missing, unknown or of another shape: it is of another model.
     """
     weights = _weights(lane)
     saved = {name.removeprefix(_MODEL): tensor for name, tensor in tensors.items() if name.startswith(_MODEL)}

@@ -8,7 +8,7 @@ import torch
 
 
 class Stopwatch:
-    """Times one stretch of work. On CUDA it drops two marks into the stream; reading them waits, taking them does not."""
+    """Times one stretch of work. On CUDA it leaves two marks in the stream; only reading them waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"

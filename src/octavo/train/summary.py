@@ -26,11 +26,16 @@ def summarise(
 ) -> dict[str, Any]:
     """Return the summary. Losses are in nats a token; a lane that was not trained has None.
 
-    `tokens_per_second` and the milliseconds a step are medians over the log, so that compiling does not count.
+    `tokens_per_second` and the milliseconds a step are medians over the log: compiling does not count.
     """
     losses = {f"heldout_loss_{lane}": heldout.get(lane) for lane in ("fp8", "bf16")}
-    surprises = {f"perplexity_{lane}": perplexity(heldout[lane]) if lane in heldout else None for lane in ("fp8", "bf16")}
-    times = {f"step_milliseconds_{lane}": _median(history, f"milliseconds_{lane}") for lane in ("fp8", "bf16")}
+    surprises = {
+        f"perplexity_{lane}": perplexity(heldout[lane]) if lane in heldout else None
+        for lane in ("fp8", "bf16")
+    }
+    times = {
+        f"step_milliseconds_{lane}": _median(history, f"milliseconds_{lane}") for lane in ("fp8", "bf16")
+    }
     return {
         "recipe": config.run.recipe,
         "device": device,

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from cyclopts import App
+
+from octavo.cli.flags import field_docs, with_flags_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Left:
+    size_of: int = 1
+    """How big."""
+    on: bool = True
+    """Whether it is on."""
+    shared: str = "a"
+    pair: tuple[float, float] = (1.0, 2.0)
+    """Two of them,
+    in order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Right:
+    shared: str | None = None
+    """Text."""
+    kind: Literal["x", "y"] = "x"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Both:
+    left: Left = field(default_factory=Left)
+    """On the left."""
+    right: Right = field(default_factory=Right)
+    """On the right."""
+
+
+@with_flags_of(Both)
+def command(name: str = "n", *, settings: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Do it."""
+    return name, settings
+
+
+def parsed(*arguments: str) -> Any:
+    app = App(result_action="return_value")
+    app.default(command)
+    return app(arguments, exit_on_error=False, print_error=False)
+
+
+def test_only_what_was_given_is_set() -> None:
+    assert parsed() == ("n", {})
+    assert parsed("m", "--size-of", "3") == ("m", {"left": {"size_of": 3}})
+
+
+def test_long_and_short_names() -> None:
+    assert parsed("--left.size-of", "3") == parsed("--size-of", "3")
+    assert parsed("--left.shared", "l", "--right.shared", "r")[1] == {
+        "left": {"shared": "l"},
+        "right": {"shared": "r"},
+    }
+
+
+def test_types() -> None:
+    settings = parsed("--no-on", "--pair", "3", "4.5", "--kind", "y")[1]
+    assert settings == {"left": {"on": False, "pair": (3.0, 4.5)}, "right": {"kind": "y"}}
+
+
+def test_words_of_the_fields() -> None:
+    assert field_docs(Left) == {
+        "size_of": "How big.",
+        "on": "Whether it is on.",
+        "pair": "Two of them,\nin order.",
+    }
+    assert field_docs(Both) == {"left": "On the left.", "right": "On the right."}

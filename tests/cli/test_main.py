@@ -1,0 +1,191 @@
+"""The command line as a user meets it: in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from octavo import __version__
+
+COMMAND = [sys.executable, "-m", "octavo"]
+TEXT = "\n".join(f"{i} apples and {i * i % 89} pears" for i in range(2000))
+
+
+def octavo(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `octavo` and return what it said."""
+    env = {**os.environ, "COLUMNS": "120", **environment}
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, check=False, env=env)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> list[str]:
+    """Return the arguments of a run of seconds, in a directory of its own."""
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    places = {"--source": tmp_path / "text.txt", "--cache": tmp_path / "cache", "--out": tmp_path / "run"}
+    flags = [part for flag, path in places.items() for part in (flag, str(path))]
+    return ["train", "--preset", "tiny", "--device", "cpu", "--log-every", "1", *flags]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["train", "--help"], ["plan", "--help"], ["doctor", "--help"]]
+)
+def test_help_is_quick_and_needs_no_torch(arguments: list[str]) -> None:
+    code = (
+        "import sys, octavo.cli.main as m\n"
+        "try: m.main(sys.argv[1:])\n"
+        "except SystemExit as e: sys.exit(e.code or ('torch' in sys.modules and 77))"
+    )
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
+        )
+        times.append(time.perf_counter() - start)
+        assert done.returncode == 0, done.stderr
+        assert "Usage: octavo" in done.stdout
+    assert min(times) < 0.5
+
+
+def test_version() -> None:
+    assert octavo("--version").stdout.strip() == __version__
+
+
+def test_help_has_a_flag_for_every_field_in_the_words_of_the_field() -> None:
+    text = " ".join(octavo("train", "--help").stdout.replace("│", " ").split())
+    assert "--optimizer.weight-decay --weight-decay" in text
+    assert "Decoupled weight decay, on matrices only." in text
+    assert "--no-twin" in text
+    # `sequence` is a field of two sections: it has no short name.
+    assert "--data.sequence" in text
+    assert " --sequence" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "'train'|\"train\""),
+        (["train"], "name a run file, or a preset"),
+        (["train", "--preset", "dmo"], "Did you mean 'demo'"),
+        (["train", "--preset", "tiny", "--stepz", "3"], "--stepz.*Did you mean --steps"),
+        (["train", "--preset", "tiny", "--steps", "many"], "--steps.*many"),
+        (["train", "--preset", "tiny", "--steps", "0"], "run.steps: 0 is not a positive number"),
+        (["train", "--preset", "tiny", "--compile", "maybe"], "--compile.*auto"),
+        (["train", "--preset", "tiny", "--recipe", "foldd"], "'foldd'.*Did you mean 'folded'"),
+        (["train", "--preset", "tiny", "--device", "tpu"], "run.device"),
+        (["train", "nowhere.toml"], "nowhere.toml: cannot be read"),
+        (["recipes", "foldd"], "Did you mean 'folded'"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exits_with_2(arguments: list[str], message: str, tmp_path: Path) -> None:
+    done = octavo(*arguments)
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line.startswith("octavo: error: ")
+    assert re.search(message, line), line
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[run]\nstepz = 3\n", "run.toml: run: unknown key 'stepz'. Did you mean 'steps'?"),
+        ("[optimiser]\nlr = 1e-3\n", "run.toml: unknown key 'optimiser'. Did you mean 'optimizer'?"),
+        ("[run]\nsteps = '3'\n", "run.toml: run: steps: expected int, got '3'"),
+        ("[run\n", "run.toml: malformed toml"),
+    ],
+)
+def test_wrong_file_names_the_file_the_key_and_what_was_meant(
+    tmp_path: Path, content: str, message: str
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(content, encoding="utf-8")
+    done = octavo("train", str(file), "--preset", "tiny")
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[run]\nsteps = 7\nbatch = 2\ntwin = true\n", encoding="utf-8")
+    flags = "--preset tiny --steps 9 --no-twin --betas 0.8 0.9 --dry-run"
+    done = octavo("train", str(file), *flags.split())
+    config = json.loads(done.stdout)
+    assert (config["run"]["steps"], config["run"]["batch"], config["run"]["log_every"]) == (9, 2, 5)
+    assert config["run"]["twin"] is False
+    assert config["optimizer"]["betas"] == [0.8, 0.9]
+
+
+def test_a_run_from_end_to_end_and_on_from_there(tiny: list[str], tmp_path: Path) -> None:
+    done = octavo(*tiny, "--steps", "3")
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout
+    assert "held-out loss FP8" in done.stdout
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
+    wanted = "recipe device steps tokens heldout_loss_fp8 heldout_loss_bf16 gap_percent fp8_gemms fallbacks"
+    assert set(wanted.split()) <= summary.keys()
+
+    again = octavo(*tiny, "--steps", "3")
+    assert again.returncode == 2
+    assert "--resume continues it" in again.stderr
+
+    longer = octavo("train", str(tmp_path / "run" / "config.json"), "--resume", "--steps", "5", "--json")
+    assert longer.returncode == 0, longer.stderr
+    assert json.loads(longer.stdout)["steps"] == 5
+    assert "resumed after step 3" in longer.stderr
+
+
+def test_errors_of_the_data_exit_with_1_and_leave_nothing(tiny: list[str], tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("", encoding="utf-8")
+    done = octavo(*tiny)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith("octavo: error: ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_debug_shows_the_traceback() -> None:
+    assert "Traceback" in octavo("recipes", "foldd", OCTAVO_DEBUG="1").stderr
+
+
+def test_interrupting_says_how_to_continue(tiny: list[str], tmp_path: Path) -> None:
+    arguments = [*COMMAND, *tiny, "--steps", "100000", "--checkpoint-every", "5"]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "checkpoint" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"octavo train {tmp_path / 'run' / 'config.json'} --resume" in said
+    assert "Traceback" not in said
+    assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
+
+
+def test_plan_shows_every_linear_layer() -> None:
+    done = octavo("plan", "--preset", "tiny", "--recipe", "block", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert "layers.1.feed_forward.w3" in done.stdout
+    assert "lm_head" in done.stdout
+    assert "recipe block" in done.stdout
+
+
+def test_plan_as_json() -> None:
+    done = octavo("plan", "--preset", "tiny", "--json", "--device", "cpu")
+    assert len(json.loads(done.stdout)["layers"]) == 2 * 7 + 1
+
+
+def test_recipes() -> None:
+    assert "recipe folded" in octavo("recipes").stdout
+    assert "folded into grad_output" in octavo("recipes", "folded").stdout
+    assert "folded" in json.loads(octavo("recipes", "--json").stdout)
+    assert json.loads(octavo("recipes", "block", "--json").stdout)["name"] == "block"

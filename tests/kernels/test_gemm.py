@@ -1,0 +1,230 @@
+"""Every GEMM against float64, from the same codes and scales, in every size.
+
+The bound, throughout: products of two FP8 codes are exact in FP32, so that only adding and scaling round. Adding K terms in
+any order is off by at most (K - 1) 2^-24 of the sum of magnitudes |a| . |b|^T (Higham, Accuracy and Stability, 4.2), and
+up to four more roundings scale operands and result: (K + 3) 2^-24. It is a worst case; errors seen are far below it.
+"""
+
+import pytest
+import torch
+
+from octavo import kernels
+from octavo.errors import ConfigError
+from octavo.kernels.gemm import KERNELS, choose
+from octavo.kernels.reference.gemm import gemm as reference_gemm
+from octavo.numerics import Quantized
+from octavo.recipes import load, names
+
+UNIT = 2.0**-24
+SIZES = [(1, 1, 1), (3, 5, 7), (16, 16, 16), (17, 33, 130), (128, 256, 384), (1, 200, 129), (65, 1, 127)]
+every_size = pytest.mark.parametrize(("m", "n", "k"), SIZES, ids=lambda v: str(v))
+
+
+def as_the_gemm_gets_it(operand) -> tuple[str, str, str]:
+    """A folded operand arrives with scale 1 for all of it."""
+    return operand.format, "tensor" if operand.is_folded else operand.granularity, operand.scaling
+
+
+PAIRS = sorted({(as_the_gemm_gets_it(a), as_the_gemm_gets_it(b)) for name in names() for _, a, b in load(name).gemms()})
+every_pair = pytest.mark.parametrize(("left", "right"), PAIRS, ids=lambda v: "-".join(v))
+
+
+def operands(m: int, n: int, k: int, left, right) -> tuple[Quantized, Quantized]:
+    """Quantise two matrices whose rows and columns have magnitudes of their own, so that no two scales are alike."""
+    a = torch.randn(m, k) * torch.exp(2 * torch.randn(m, 1)) * torch.exp(torch.randn(1, k))
+    b = torch.randn(n, k) * torch.exp(2 * torch.randn(n, 1)) * torch.exp(torch.randn(1, k))
+    return kernels.quantize(a, *left), kernels.quantize(b, *right)
+
+
+def test_the_pairs_are_those_of_the_presets():
+    assert len(PAIRS) == 6  # row-row, row-tensor (folded), tensor-tensor (E4M3, E5M2), 1x128 by 128x128, 1x128 by 1x128
+
+
+@every_size
+@every_pair
+def test_gemm_is_float64s_up_to_fp32_sums(m, n, k, left, right, oracle):
+    a, b = operands(m, n, k, left, right)
+    exact, magnitude = oracle(a, b)
+    y = kernels.gemm(a, b, torch.float32)
+    assert y.shape == (m, n) and y.dtype == torch.float32 and y.is_contiguous()
+    assert bool(((y - exact).abs() <= (k + 3) * UNIT * magnitude).all())
+
+
+@every_pair
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bit_results_are_the_fp32_result_rounded_once(left, right, dtype):
+    a, b = operands(33, 48, 80, left, right)
+    y = kernels.gemm(a, b, torch.float32)
+    step = torch.finfo(dtype).eps * y.abs() + torch.finfo(dtype).smallest_normal
+    assert kernels.gemm(a, b, dtype).dtype == dtype
+    in_range = y.abs() < torch.finfo(dtype).max
+    assert bool(((kernels.gemm(a, b, dtype) - y).abs() <= step / 2 * (1 + 2.0**-8))[in_range].all())
+
+
+@every_pair
+def test_reference_and_the_kernel_chosen_agree(left, right):
+    # Same codes, same scales; what differs is the order of FP32 sums, and where the scales are multiplied in: each is
+    # within (K + 3) 2^-24 of |a| . |b|^T of the exact result, so they are within twice that of one another.
+    a, b = operands(70, 50, 300, left, right)
+    magnitude = reference_gemm(Quantized(a.codes.abs(), *a[1:]), Quantized(b.codes.abs(), *b[1:]), torch.float32)
+    difference = (kernels.gemm(a, b, torch.float32) - reference_gemm(a, b, torch.float32)).abs()
+    assert bool((difference <= 2 * 303 * UNIT * magnitude).all())
+
+
+@every_pair
+def test_small_integers_are_exact(left, right):
+    # Codes and sums below 2^24 leave nothing to round: every kernel must give the very same integers.
+    a, b = torch.randint(-4, 5, (20, 150)).float(), torch.randint(-4, 5, (30, 150)).float()
+    a[:, 0] = b[:, 0] = 4.0  # one amax for all
+    quantized = [kernels.quantize(x, operand[0], operand[1]) for x, operand in ((a, left), (b, right))]
+    assert torch.equal(kernels.gemm(*quantized, torch.float32), a @ b.t())
+
+
+@every_pair
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 5, 7), (5, 0, 7), (5, 7, 0), (0, 0, 0), (0, 5, 0)], ids=str)
+def test_empty_sizes_give_zeros_and_run_no_kernel(m, n, k, left, right):
+    a, b = kernels.quantize(torch.randn(m, k), *left), kernels.quantize(torch.randn(n, k), *right)
+    with kernels.record() as ledger:
+        y = kernels.gemm(a, b, torch.bfloat16)
+    assert torch.equal(y, torch.zeros(m, n, dtype=torch.bfloat16))
+    assert not ledger.gemms
+
+
+@every_pair
+def test_rule_3_nan_reaches_its_row_and_column_and_no_other(left, right):
+    a, b = torch.randn(20, 150), torch.randn(30, 150)
+    a[3, 5] = torch.nan
+    b[7, 140] = torch.inf
+    y = kernels.gemm(kernels.quantize(a, *left), kernels.quantize(b, *right), torch.float32)
+    expected = torch.zeros(20, 30, dtype=torch.bool)
+    expected[3], expected[:, 7] = True, True
+    assert torch.equal(y.isnan(), expected)
+
+
+def test_rule_6_padding_changes_no_sum(oracle):
+    # The largest codes right at a ragged edge, in every odd size around a multiple of 16.
+    for size in (15, 17, 31, 33):
+        x = torch.full((size, size), 448.0)
+        a = kernels.quantize(x, "e4m3", "row")
+        assert torch.equal(kernels.gemm(a, a, torch.float32), torch.full((size, size), 448.0**2 * size))
+
+
+@pytest.mark.parametrize("name", ["rows", "0x128"])
+def test_unknown_granularity(name):
+    codes, scale = torch.zeros(2, 2).to(torch.float8_e4m3fn), torch.ones(1, 1)
+    with pytest.raises(ConfigError, match="unknown granularity"):
+        torch.ops.octavo.gemm(codes, scale, name, codes, scale, "tensor", torch.float32, False)
+
+
+# --- who runs -------------------------------------------------------------------------------------------------------
+
+
+def probe(granularity: str, fmt: str = "e4m3") -> Quantized:
+    return kernels.quantize(torch.ones(32, 256), fmt, granularity)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "kernel"),
+    [
+        ("tensor", "tensor", "scaled_mm.tensor"),
+        ("row", "row", "scaled_mm.row"),
+        ("row", "tensor", "scaled_mm.row"),
+        ("tensor", "row", "scaled_mm.row"),
+        ("1x128", "128x128", "reference"),
+        ("1x128", "1x128", "reference"),
+        ("1x32", "1x32", "reference"),
+        ("row", "1x128", "reference"),
+        ("column", "row", "reference"),
+    ],
+)
+def test_choice_on_a_cpu(left, right, kernel):
+    chosen, refused = choose(probe(left), probe(right))
+    assert chosen.name == kernel
+    before = [k.name for k in KERNELS][: [k.name for k in KERNELS].index(kernel)]
+    assert list(refused) == before
+    assert all(refused.values()), "every refusal has a reason"
+
+
+def test_reasons_are_the_real_ones():
+    _, refused = choose(probe("1x128"), probe("128x128"))
+    assert refused == {
+        "scaled_mm.tensor": "its operands have more than one scale",
+        "scaled_mm.row": "its operands are not scaled by row",
+        "scaled_mm.block": "PyTorch has no block-scaled GEMM for a CPU",
+    }
+    _, refused = choose(probe("128x128"), probe("128x128"))
+    assert refused["scaled_mm.block"].startswith("its operands are not 1x128 by 128x128")
+    _, refused = choose(probe("1x128", "e5m2"), probe("128x128"))
+    assert refused["scaled_mm.block"] == "block scales take E4M3 operands only"
+
+
+def test_compiled_gemm_is_the_eager_one():
+    a, b = operands(33, 48, 80, ("e4m3", "row"), ("e4m3", "row"))
+    compiled = torch.compile(lambda: kernels.gemm(a, b, torch.bfloat16), backend="aot_eager", fullgraph=True)
+    with kernels.record() as ledger:
+        assert torch.equal(compiled(), kernels.gemm(a, b, torch.bfloat16))
+    assert ledger.gemms == {"scaled_mm.row": 2}
+
+
+def test_the_operator_is_well_formed():
+    a, b = operands(5, 4, 6, ("e4m3", "row"), ("e4m3", "tensor"))
+    arguments = (a.codes, a.scale, "row", b.codes, b.scale, "tensor", torch.float32, False)
+    torch.library.opcheck(torch.ops.octavo.gemm, arguments, test_utils="test_faketensor")
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+def on_gpu(x: Quantized) -> Quantized:
+    return Quantized(x.codes.cuda(), x.scale.cuda(), x.granularity)
+
+
+@pytest.mark.gpu
+@every_size
+@every_pair
+def test_gpu_gemm_against_float64(m, n, k, left, right, oracle):
+    # Hopper's "slow" path promotes to FP32 every 128 terms and truncates 13-bit fractions in between: 2^-13 of the sum
+    # of magnitudes is the bound that allows; row scales come out in BF16, half a step of 2^-8 on top.
+    a, b = operands(m, n, k, left, right)
+    exact, magnitude = oracle(a, b)
+    with kernels.record() as ledger:
+        y = kernels.gemm(on_gpu(a), on_gpu(b), torch.float32).cpu().double()
+    assert bool(((y - exact).abs() <= 2.0**-13 * magnitude + 2.0**-8 * exact.abs()).all())
+    assert "reference" not in ledger.gemms and not ledger.fallbacks
+
+
+@pytest.mark.gpu
+@every_pair
+def test_gpu_gemm_is_right_in_the_mean(left, right, oracle):
+    a, b = operands(300, 200, 1000, left, right)
+    exact, _ = oracle(a, b)
+    y = kernels.gemm(on_gpu(a), on_gpu(b), torch.bfloat16).cpu().double()
+    noise = ((y - exact).square().sum() / exact.square().sum()).sqrt()
+    assert noise < 2.0**-8  # rounding to BF16 gives 2^-9 at worst, 2^-10 or so in the mean
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("left", "right"), [("tensor", "tensor"), ("row", "row")])
+def test_rule_5_slow_accumulation_keeps_a_coherent_sum_and_fast_does_not(left, right, oracle):
+    k = 14336
+    a, b = (kernels.quantize(torch.rand(rows, k) + 0.5, "e4m3", g) for rows, g in ((128, left), (256, right)))
+    exact, _ = oracle(a, b)
+    slow, fast = (
+        float(((kernels.gemm(on_gpu(a), on_gpu(b), torch.float32, mode).cpu() - exact) / exact).mean().abs())
+        for mode in ("slow", "fast")
+    )
+    assert slow < 1e-3
+    assert fast > 3 * slow and fast > 1e-3
+
+
+@pytest.mark.gpu
+def test_rule_7_a_fallback_on_a_gpu_is_written_down_with_its_reason():
+    a = on_gpu(kernels.quantize(torch.randn(64, 128), "e4m3", "1x32"))
+    with kernels.record() as ledger:
+        kernels.gemm(a, a, torch.bfloat16)
+        kernels.gemm(a, a, torch.bfloat16)
+    assert ledger.gemms == {"reference": 2}
+    assert len(ledger.fallbacks) == 1
+    assert "1x32 x 1x32 ran as reference: scaled_mm.block: its operands are not" in ledger.fallbacks[0]
+
+

@@ -1,0 +1,104 @@
+"""What `_scaled_mm` needs done around it: refusals, padding, and the layout of block scales."""
+
+import pytest
+import torch
+
+from octavo import kernels
+from octavo.kernels.vendor import scaled_mm
+from octavo.numerics import BLOCK_128x128, TILE_1x128, Quantized, granularity_named
+
+
+def probe(granularity: str, fmt: str = "e4m3", shape: tuple[int, int] = (32, 256)) -> Quantized:
+    return kernels.quantize(torch.randn(shape), fmt, granularity)
+
+
+@pytest.mark.parametrize("granularity", ["row", "column", "1x128", "128x128", "1x32"])
+def test_tensor_refuses_more_than_one_scale(granularity):
+    for pair in ((probe(granularity), probe("tensor")), (probe("tensor"), probe(granularity))):
+        assert scaled_mm.refuses_tensor(*pair) == "its operands have more than one scale"
+
+
+@pytest.mark.parametrize("granularity", ["column", "1x128", "128x128", "1x32"])
+def test_row_refuses_other_tiles(granularity):
+    for pair in ((probe(granularity), probe("row")), (probe("row"), probe(granularity))):
+        assert scaled_mm.refuses_row(*pair) == "its operands are not scaled by row"
+
+
+def test_both_formats_run_on_a_cpu():
+    for fmt in ("e4m3", "e5m2"):
+        assert scaled_mm.refuses_tensor(probe("tensor", fmt), probe("tensor")) is None
+        assert scaled_mm.refuses_row(probe("row", fmt), probe("row")) is None
+
+
+@pytest.mark.parametrize(("left", "right"), [("128x128", "128x128"), ("row", "128x128"), ("1x32", "128x128"), ("1x128", "128x1")])
+def test_block_refuses_pairs_that_cublas_has_not(left, right):
+    assert scaled_mm.refuses_block(probe(left), probe(right)).startswith("its operands are not 1x128 by 128x128")
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (130, 257), (1, 1), (256, 513), (640, 128)], ids=str)
+def test_tile_scales_are_laid_out_with_the_kept_index_contiguous(shape):
+    x = probe("1x128", shape=shape)
+    rows, cols = (-(-extent // 128) * 128 for extent in shape)
+    laid_out = scaled_mm._block_scale(x, rows, cols)
+    assert laid_out.shape == (rows, cols // 128)
+    assert laid_out.stride(0) == 1 and (cols == 128 or laid_out.stride(1) == rows)
+    assert torch.equal(laid_out[: shape[0], : x.scale.shape[1]], x.scale)
+    assert bool((laid_out[shape[0] :] == 1).all())
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (130, 257), (1, 1), (256, 513), (640, 128)], ids=str)
+def test_block_scales_are_padded_to_four_along_the_sum(shape):
+    x = probe("128x128", shape=shape)
+    rows, cols = (-(-extent // 128) * 128 for extent in shape)
+    laid_out = scaled_mm._block_scale(x, rows, cols)
+    padded = -(-(cols // 128) // 4) * 4
+    assert laid_out.shape == (padded, rows // 128)
+    assert laid_out.stride(0) == 1 and (rows == 128 or laid_out.stride(1) == padded)
+    assert torch.equal(laid_out[: x.scale.shape[1], : x.scale.shape[0]], x.scale.t())
+    assert bool((laid_out[x.scale.shape[1] :] == 1).all())
+
+
+def test_rule_6_codes_are_not_padded_where_the_hardware_needs_none():
+    codes = probe("row", shape=(3, 5)).codes
+    assert scaled_mm._pad(codes, 128, 128) is codes
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+def random_codes(rows: int, cols: int, granularity) -> Quantized:
+    """Codes and scales drawn apart, so that a scale in the wrong place shows as a factor of up to 2^12."""
+    scale = torch.exp2(torch.randint(-6, 7, granularity.scale_shape(rows, cols)).float())
+    return Quantized(torch.randn(rows, cols).to(torch.float8_e4m3fn).cuda(), scale.cuda(), granularity)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("left", "right"), [(TILE_1x128, BLOCK_128x128), (BLOCK_128x128, TILE_1x128), (TILE_1x128, TILE_1x128)])
+@pytest.mark.parametrize(("m", "n", "k"), [(128, 128, 128), (384, 256, 640), (130, 140, 300), (1, 129, 1), (257, 1, 513)], ids=str)
+def test_non_uniform_block_scales_reach_their_blocks(m, n, k, left, right, oracle):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("block scales are Hopper's")
+    a, b = random_codes(m, k, left), random_codes(n, k, right)
+    assert scaled_mm.refuses_block(a, b) is None
+    exact, magnitude = oracle(a, b)
+    y = scaled_mm.scaled_mm_block(a, b, torch.float32, False).cpu().double()
+    assert y.shape == (m, n)
+    assert bool(((y - exact).abs() <= 2.0**-12 * magnitude).all())  # one wrong scale is off by a factor of two at least
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (17, 33, 130), (128, 256, 384), (5, 16, 15)], ids=str)
+@pytest.mark.parametrize(("left", "right"), [("row", "row"), ("row", "tensor"), ("tensor", "row"), ("tensor", "tensor")])
+def test_row_and_tensor_scales_in_every_size(m, n, k, left, right, oracle):
+    a, b = random_codes(m, k, granularity_named(left)), random_codes(n, k, granularity_named(right))
+    exact, magnitude = oracle(a, b)
+    kernel = scaled_mm.scaled_mm_tensor if (left, right) == ("tensor", "tensor") else scaled_mm.scaled_mm_row
+    y = kernel(a, b, torch.float32, False).cpu().double()
+    assert y.shape == (m, n)
+    assert bool(((y - exact).abs() <= 2.0**-13 * magnitude + 2.0**-8 * exact.abs()).all())  # row scales: rounded to BF16
+
+
+@pytest.mark.gpu
+def test_e5m2_with_row_scales_is_refused_on_a_gpu():
+    a = kernels.quantize(torch.randn(32, 32, device="cuda"), "e5m2", "row")
+    assert scaled_mm.refuses_row(a, a) == "row scales take E4M3 operands only"

@@ -1,0 +1,74 @@
+"""The three GEMMs of a linear layer by a recipe, in float64, sharing no code with Octavo: NumPy and ml_dtypes."""
+
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from octavo.recipes import Operand, Recipe
+
+TWIN = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
+
+
+def quantise(x: np.ndarray, operand: Operand) -> tuple[np.ndarray, np.ndarray]:
+    """Return the codes' values and each element's scale, both (R, C) in float64."""
+    largest = float(ml_dtypes.finfo(TWIN[operand.format]).max)
+    whole = {"tensor": x.shape, "row": (1, x.shape[1])}
+    height, width = whole.get(operand.granularity) or map(int, operand.granularity.split("x"))
+    codes, scales = np.empty(x.shape), np.empty(x.shape)
+    for top in range(0, x.shape[0], height):
+        for left in range(0, x.shape[1], width):
+            tile = np.s_[top : top + height, left : left + width]
+            ratio = float(np.abs(x[tile]).max()) / largest
+            if operand.scaling == "power_of_two":
+                mantissa, exponent = np.frexp(ratio)
+                scale = inverse = np.ldexp(1.0, exponent - (mantissa == 0.5))
+                inverse = 1 / scale
+            else:
+                scale, inverse = float(np.float32(ratio)), float(np.float32(1 / ratio))
+            scaled = (x[tile] * np.float32(inverse)).clip(-largest, largest)
+            codes[tile], scales[tile] = scaled.astype(TWIN[operand.format]).astype(np.float64), scale
+    return codes, scales
+
+
+def product(a: np.ndarray, b: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a . b^T and |a| . |b|^T."""
+    return torch.from_numpy(a @ b.T), torch.from_numpy(np.abs(a) @ np.abs(b).T)
+
+
+def three_gemms(
+    x_MK: torch.Tensor, w_NK: torch.Tensor, dy_MN: torch.Tensor, recipe: Recipe
+) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+    """Return (result, sum of magnitudes) of y, dx and dw: FP32 operands quantised as the recipe says, multiplied in float64."""
+    x, w, dy = (t.detach().float().numpy() for t in (x_MK, w_NK, dy_MN))
+    x8, sx = quantise(x, recipe.fprop.input)
+    w8, sw = quantise(w, recipe.fprop.weight)
+    y = product(x8 * sx, w8 * sw) if recipe.fprop.is_fp8 else product(x.astype(float), w.astype(float))
+
+    if not recipe.dgrad.is_fp8:
+        dx = product(dy.astype(float), w.T.astype(float))
+    elif recipe.dgrad.weight.is_folded:
+        g8, sg = quantise(dy * sw[:, 0].astype(np.float32), recipe.dgrad.grad_output)
+        dx = product(g8 * sg, w8.T)
+    else:
+        g8, sg = quantise(dy, recipe.dgrad.grad_output)
+        wt8, swt = quantise(w.T, recipe.dgrad.weight)
+        dx = product(g8 * sg, wt8 * swt)
+
+    if not recipe.wgrad.is_fp8:
+        dw = product(dy.T.astype(float), x.T.astype(float))
+    elif recipe.wgrad.input.is_folded:
+        h8, sh = quantise((dy * sx[:, :1].astype(np.float32)).T, recipe.wgrad.grad_output)
+        dw = product(h8 * sh, x8.T)
+    else:
+        h8, sh = quantise(dy.T, recipe.wgrad.grad_output)
+        xt8, sxt = quantise(x.T, recipe.wgrad.input)
+        dw = product(h8 * sh, xt8 * sxt)
+    return y, dx, dw
+
+
+@pytest.fixture
+def oracle() -> Callable[..., tuple[tuple[torch.Tensor, torch.Tensor], ...]]:
+    return three_gemms

@@ -1,0 +1,73 @@
+"""The presets are what the design says: each GEMM's operands, and which codes backward takes from forward."""
+
+import pytest
+
+from octavo.recipes import GEMMS, Recipe, load, names, reused_from
+from octavo.recipes.presets import PRESETS
+
+OPERANDS = {
+    "folded": {
+        "fprop": ("E4M3 row", "E4M3 row"),
+        "dgrad": ("E4M3 row", "E4M3 column"),
+        "wgrad": ("E4M3 row", "E4M3 column"),
+    },
+    "rowwise": {gemm: ("E4M3 row", "E4M3 row") for gemm in GEMMS},
+    "tensorwise": {
+        "fprop": ("E4M3 tensor FP32 scales", "E4M3 tensor FP32 scales"),
+        "dgrad": ("E5M2 tensor FP32 scales", "E4M3 tensor FP32 scales"),
+        "wgrad": ("E5M2 tensor FP32 scales", "E4M3 tensor FP32 scales"),
+    },
+    "block": {
+        "fprop": ("E4M3 1x128", "E4M3 128x128"),
+        "dgrad": ("E4M3 1x128", "E4M3 128x128"),
+        "wgrad": ("E4M3 1x128", "E4M3 1x128"),
+    },
+    "bf16": {},
+}
+# (dgrad.grad_output, dgrad.weight, wgrad.grad_output, wgrad.input): whose codes, transposed, each of them is
+REUSED = {
+    "folded": (None, "fprop", None, "fprop"),
+    "rowwise": (None, None, None, None),
+    "tensorwise": (None, "fprop", "dgrad", "fprop"),
+    "block": (None, "fprop", None, None),
+    "bf16": (None, None, None, None),
+}
+every_preset = pytest.mark.parametrize("name", PRESETS)
+
+
+def test_names_in_the_order_they_are_shown():
+    assert names() == ("folded", "rowwise", "tensorwise", "block", "bf16")
+
+
+@every_preset
+def test_operands(name):
+    assert {gemm: (str(a), str(b)) for gemm, a, b in load(name).gemms()} == OPERANDS[name]
+
+
+@every_preset
+def test_each_carries_its_own_name_and_overrides_no_module(name):
+    recipe = load(name)
+    assert isinstance(recipe, Recipe)
+    assert recipe.name == name
+    assert recipe.modules == {}
+
+
+@every_preset
+def test_which_codes_are_used_again(name):
+    roles = [("dgrad", "grad_output"), ("dgrad", "weight"), ("wgrad", "grad_output"), ("wgrad", "input")]
+    assert tuple(reused_from(load(name), gemm, role) for gemm, role in roles) == REUSED[name]
+    assert reused_from(load(name), "fprop", "input") is reused_from(load(name), "fprop", "weight") is None
+
+
+@every_preset
+def test_rule_5_accumulation_is_slow_by_default(name):
+    assert [load(name).gemm(gemm).accumulate for gemm in GEMMS] == ["slow"] * 3
+
+
+@every_preset
+def test_rounding_is_to_nearest(name):
+    assert {operand.rounding for _, a, b in load(name).gemms() for operand in (a, b)} <= {"nearest"}
+
+
+def test_only_bf16_runs_no_gemm_in_fp8():
+    assert [name for name in names() if not load(name).is_fp8] == ["bf16"]

@@ -1,0 +1,129 @@
+"""A recipe that no kernel could run, or that would compute something else than it says, cannot be made."""
+
+import dataclasses
+
+import pytest
+
+from octavo.errors import ConfigError
+from octavo.recipes import Dgrad, Fprop, Operand, Recipe, Wgrad, load, reused_from
+
+ROW, COLUMN, E5M2 = Operand(), Operand(granularity="column"), Operand(format="e5m2")
+
+
+def refused(message: str, **gemms):
+    with pytest.raises(ConfigError, match=message):
+        Recipe(name="mine", **gemms)
+
+
+def test_e5m2_by_e5m2():
+    refused("recipe 'mine': fprop: no hardware multiplies E5M2 by E5M2", fprop=Fprop(input=E5M2, weight=E5M2))
+    refused("recipe 'mine': wgrad: no hardware", wgrad=Wgrad(grad_output=E5M2, input=E5M2))
+
+
+def test_e5m2_by_e4m3_either_way():
+    Recipe(name="mine", fprop=Fprop(input=E5M2), dgrad=Dgrad(weight=E5M2), wgrad=Wgrad(grad_output=E5M2))
+
+
+@pytest.mark.parametrize(
+    "gemms",
+    [
+        {"fprop": Fprop(input=COLUMN)},
+        {"dgrad": Dgrad(grad_output=COLUMN)},
+        {"wgrad": Wgrad(grad_output=COLUMN)},
+    ],
+    ids=lambda gemms: next(iter(gemms)),
+)
+def test_left_operands_cannot_be_folded(gemms):
+    refused(f"recipe 'mine': {next(iter(gemms))}: its left operand cannot be 'column'", **gemms)
+
+
+def test_fprop_weight_cannot_be_folded():
+    refused(r"fprop\.weight cannot be 'column' \(folded\): fprop is where the codes are made", fprop=Fprop(weight=COLUMN))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        Operand(granularity="tensor"),
+        Operand(granularity="128x128"),
+        Operand(format="e5m2"),
+        Operand(scaling="float32"),
+        Operand(rounding="stochastic"),
+    ],
+    ids=str,
+)
+def test_folded_operands_need_the_codes_of_fprop(source):
+    refused("dgrad.weight is 'column'.*those of fprop.weight", fprop=Fprop(weight=source), dgrad=Dgrad(weight=COLUMN))
+    refused("wgrad.input is 'column'.*those of fprop.input", fprop=Fprop(input=source), wgrad=Wgrad(input=COLUMN))
+
+
+def test_folded_operands_need_fprop_in_fp8():
+    bf16 = Fprop(precision="bf16")
+    refused("dgrad.weight is 'column'.*must be in FP8", fprop=bf16, dgrad=Dgrad(weight=COLUMN))
+    refused("wgrad.input is 'column'.*must be in FP8", fprop=bf16, wgrad=Wgrad(input=COLUMN))
+
+
+def test_folded_stochastic_rounding_is_refused_since_its_codes_are_never_rounded_again():
+    stochastic = Operand(granularity="column", rounding="stochastic")
+    refused("nearest rounding", fprop=Fprop(weight=Operand(rounding="stochastic")), dgrad=Dgrad(weight=stochastic))
+
+
+def test_folded_with_fp32_scales_is_allowed():
+    row, column = Operand(scaling="float32"), Operand(granularity="column", scaling="float32")
+    Recipe(name="mine", fprop=Fprop(input=row, weight=row), dgrad=Dgrad(weight=column), wgrad=Wgrad(input=column))
+
+
+def test_a_gemm_in_bf16_is_not_checked_for_what_it_does_not_use():
+    Recipe(name="mine", dgrad=Dgrad(precision="bf16", weight=COLUMN), fprop=Fprop(weight=Operand(granularity="tensor")))
+
+
+def test_unknown_granularity_says_where():
+    refused(
+        r"recipe 'mine'.*fprop.*unknown granularity 'rwo'\. Did you mean 'row'\?", fprop=Fprop(input=Operand(granularity="rwo"))
+    )
+
+
+def test_rule_5_fast_accumulation_never_for_wgrad():
+    refused(r"recipe 'mine': wgrad\.accumulate = 'fast' is refused.*Use 'slow'", wgrad=Wgrad(accumulate="fast"))
+    Recipe(name="mine", fprop=Fprop(accumulate="fast"), dgrad=Dgrad(accumulate="fast"))
+
+
+def test_gemms_in_bf16_are_left_out():
+    recipe = Recipe(name="mine", dgrad=Dgrad(precision="bf16"))
+    assert [name for name, _, _ in recipe.gemms()] == ["fprop", "wgrad"]
+    assert recipe.is_fp8 and not recipe.gemm("dgrad").is_fp8
+
+
+def test_recipes_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load("folded").name = "other"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (Operand(granularity="tensor"), Operand(granularity="tensor"), True),
+        (Operand(granularity="128x128"), Operand(granularity="128x128"), True),
+        (COLUMN, ROW, True),
+        (Operand(granularity="128x1"), Operand(granularity="1x128"), True),
+        (ROW, ROW, False),
+        (Operand(granularity="1x128"), Operand(granularity="1x128"), False),
+        (Operand(granularity="tensor", format="e5m2"), Operand(granularity="tensor"), False),
+        (Operand(granularity="tensor", scaling="float32"), Operand(granularity="tensor"), False),
+        (Operand(granularity="tensor", rounding="stochastic"), Operand(granularity="tensor", rounding="stochastic"), False),
+    ],
+    ids=lambda value: str(value),
+)
+def test_is_transpose_of(one, other, expected):
+    assert one.is_transpose_of(other) is expected
+
+
+def test_gradients_are_quantised_anew_where_a_scale_was_folded_into_them():
+    # wgrad's gradient has X's scales in it, dgrad's has W's: neither is the transpose of the other, tensor scales or not.
+    tensor = Operand(granularity="tensor")
+    plain = Recipe(name="mine", dgrad=Dgrad(grad_output=tensor), wgrad=Wgrad(grad_output=tensor))
+    assert reused_from(plain, "wgrad", "grad_output") == "dgrad"
+    for folds in ({"dgrad": Dgrad(grad_output=tensor, weight=COLUMN)}, {"wgrad": Wgrad(grad_output=tensor, input=COLUMN)}):
+        assert reused_from(dataclasses.replace(plain, **folds), "wgrad", "grad_output") is None
+    without_dgrad = dataclasses.replace(plain, dgrad=Dgrad(grad_output=tensor, precision="bf16"))
+    assert reused_from(without_dgrad, "wgrad", "grad_output") is None

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from octavo.train.config import RunConfig, assemble, load_preset
+from octavo.train.console import ConsoleReporter
+from octavo.train.events import Evaluated, Event, Finished, Logged, Saved, Started
+from octavo.train.summary import summarise
+
+
+def tiny() -> RunConfig:
+    return assemble(load_preset("tiny", cuda=False))
+
+
+def run_of(*lanes: str) -> list[Event]:
+    """Return the events of a short run in which the FP8 loss lies 1 % above."""
+    config = tiny()
+    loss = {lane: {"fp8": 2.02, "bf16": 2.0}[lane] for lane in lanes}
+    ones = dict.fromkeys(lanes, 1.0)
+    logged = [
+        Logged(
+            step=step,
+            loss=loss,
+            gradient_norm=ones,
+            milliseconds=ones,
+            lr=1e-3,
+            tokens=128 * step,
+            tokens_per_second=1234.0,
+        )
+        for step in (10, 20)
+    ]
+    started = Started(
+        config=config,
+        lanes=lanes,
+        device="a processor",
+        parameters=38_048,
+        plan=None,
+        corpus={},
+        first_step=0,
+    )
+    history = [line.record() for line in logged]
+    summary = summarise(
+        config,
+        device="a processor",
+        parameters=38_048,
+        heldout=loss,
+        corpus={"unigram_entropy": 3.2},
+        gemms={"scaled_mm.row": 840},
+        fallbacks=[],
+        history=history,
+        seconds=75.0,
+    )
+    return [
+        started,
+        *logged,
+        Saved(step=20, path=Path("runs/tiny/checkpoints/step-000020")),
+        Evaluated(step=20, loss=loss),
+        Finished(summary=summary, history=history, directory=Path("runs/tiny")),
+    ]
+
+
+def shown(events: list[Event], *, terminal: bool) -> str:
+    written = io.StringIO()
+    reporter = ConsoleReporter(
+        Console(file=written, force_terminal=terminal, width=120, highlight=False, legacy_windows=False)
+    )
+    for event in events:
+        reporter.report(event)
+    reporter.close()
+    return written.getvalue()
+
+
+def test_piped_output_is_aligned_lines_without_escapes() -> None:
+    text = shown(run_of("fp8", "bf16"), terminal=False)
+    assert "\x1b" not in text
+    titles, *rows = [
+        line for line in text.splitlines() if "loss FP8 loss BF16" in line or line.endswith("1.000")
+    ]
+    assert titles.split() == [
+        "step",
+        "loss",
+        "FP8",
+        "loss",
+        "BF16",
+        "gap",
+        "%",
+        "tokens/s",
+        "lr",
+        "grad",
+        "norm",
+    ]
+    assert [row.split() for row in rows] == [
+        [step, "2.0200", "2.0000", "+1.00", "1,234", "1.0e-03", "1.000"] for step in ("10", "20")
+    ]
+    assert {len(line) for line in (titles, *rows)} == {len(titles)}
+
+
+def test_a_terminal_gets_a_table_and_the_progress() -> None:
+    text = shown(run_of("fp8", "bf16"), terminal=True)
+    assert "\x1b" in text
+    assert "loss BF16" in text
+    assert "20/20" in text
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h")  # the cursor comes back
+
+
+def test_the_cursor_comes_back_when_a_run_fails() -> None:
+    text = shown(run_of("fp8", "bf16")[:2], terminal=True)
+    assert text.rstrip().endswith("\x1b[?25h")
+
+
+def test_the_closing_block_says_what_came_out_and_what_to_do() -> None:
+    text = shown(run_of("fp8", "bf16"), terminal=False)
+    for expected in (
+        "held-out loss FP8     2.0200 nats a token, perplexity 7.538",
+        "held-out loss BF16    2.0000 nats a token, perplexity 7.389",
+        "gap                   +1.000 %",
+        "unigram entropy       3.2000",
+        "in 1 min 15 s",
+        "840 scaled_mm.row",
+        "fallbacks             none",
+        "stored in             runs/tiny",
+        "octavo train runs/tiny/config.json --resume --steps 40",
+    ):
+        assert expected in text
+
+
+def test_a_single_lane_shows_no_gap() -> None:
+    fp8, bf16 = (shown(run_of(lane), terminal=False) for lane in ("fp8", "bf16"))
+    assert "gap" not in fp8
+    assert "loss BF16" not in fp8
+    assert "loss FP8" not in bf16
+    assert "FP8 GEMMs" not in bf16
