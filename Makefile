@@ -1,7 +1,8 @@
 # Octavo. `make demo` trains a small Llama in FP8; `make test` runs every test. `make help` lists the rest.
 
 VENV ?= .venv
-PYTHON ?= python3
+# The Python to make the virtual environment with; without one, the first that is new enough.
+PYTHON ?=
 DEMO ?= runs/demo
 # SYSTEM_TORCH=1 takes PyTorch from the machine's own Python: an offline machine, a CUDA container.
 SYSTEM_TORCH ?=

@@ -35,7 +35,7 @@ def test_an_old_python_is_one_clear_line(tmp_path: Path) -> None:
     old = tmp_path / "python3"
     old.write_text('#!/bin/sh\ncase "$2" in *version_info*) exit 1;; *) echo 3.9.2;; esac\n')
     old.chmod(0o755)
-    find = ["/bin/sh", str(ROOT / ".ci/find-python"), "python3"]
+    find = ["/bin/sh", str(ROOT / ".ci/find-python")]
     done = subprocess.run(find, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith("octavo: needs Python 3.11 or newer, and 'python3' is 3.9.2.")
@@ -43,9 +43,13 @@ def test_an_old_python_is_one_clear_line(tmp_path: Path) -> None:
 
 def test_a_new_python_is_found_under_another_name(tmp_path: Path) -> None:
     (tmp_path / "python3.12").symlink_to(sys.executable)
-    find = ["/bin/sh", str(ROOT / ".ci/find-python"), "no-such-python"]
+    find = ["/bin/sh", str(ROOT / ".ci/find-python")]
     done = subprocess.run(find, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=True)
     assert done.stdout == "python3.12\n"
+    asked = subprocess.run(
+        [*find, "no-such"], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
+    assert asked.returncode == 1 and "'no-such' is not there" in asked.stderr
 
 
 def test_octavo_on_your_own_model_takes_a_handful_of_lines() -> None:

@@ -30,7 +30,19 @@ _HOME = {
     "FP8Tensor": "octavo.tensor:FP8Tensor",
 }
 
-__all__ = [*_HOME, "__version__"]
+__all__ = [
+    "FP8Tensor",
+    "Plan",
+    "Policy",
+    "Recipe",
+    "__version__",
+    "convert",
+    "dequantize",
+    "disabled",
+    "plan",
+    "quantize",
+    "revert",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Strict reading of configuration: a mapping becomes a dataclass, or the error says which key, where and what was meant."""
+"""Strict reading of configuration: a mapping becomes a dataclass, or an error says which key and what was meant."""
 
 from __future__ import annotations
 

@@ -19,15 +19,24 @@ def small_corpus(tmp_path):
 
 def test_one_row_for_each_recipe_and_seed(small_corpus, tmp_path):
     lines = []
-    rows = parity.run_parity(small_corpus, ["bf16", "folded"], [0, 1], out=tmp_path / "runs", slots=2, report=lines.append)
-    assert [(row["recipe"], row["seed"]) for row in rows] == [("bf16", 0), ("folded", 0), ("bf16", 1), ("folded", 1)]
+    rows = parity.run_parity(
+        small_corpus, ["bf16", "folded"], [0, 1], out=tmp_path / "runs", slots=2, report=lines.append
+    )
+    assert [(row["recipe"], row["seed"]) for row in rows] == [
+        ("bf16", 0),
+        ("folded", 0),
+        ("bf16", 1),
+        ("folded", 1),
+    ]
     assert all(row["tokens"] == 4 * 4 * 32 for row in rows)
     assert rows[0]["heldout_loss"] != rows[2]["heldout_loss"]  # another seed is another run
     assert rows[0]["fp8_gemms"] == {} and rows[1]["fp8_gemms"] != {}
     assert sum("held-out loss" in line for line in lines) == 4
     curves = parity.curves(tmp_path / "runs", ["bf16", "folded"], [0, 1])
     assert curves[0]["steps"][-1] == 4 and len(curves[0]["loss"]) == len(curves[0]["steps"])
-    assert curves[0]["loss"][0] == pytest.approx(curves[1]["loss"][0], rel=0.01)  # same weights, same first batch
+    assert curves[0]["loss"][0] == pytest.approx(
+        curves[1]["loss"][0], rel=0.01
+    )  # same weights, same first batch
 
 
 def test_a_study_goes_on_where_it_stopped(small_corpus, tmp_path):

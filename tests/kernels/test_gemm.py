@@ -1,8 +1,9 @@
 """Every GEMM against float64, from the same codes and scales, in every size.
 
-The bound, throughout: products of two FP8 codes are exact in FP32, so that only adding and scaling round. Adding K terms in
-any order is off by at most (K - 1) 2^-24 of the sum of magnitudes |a| . |b|^T (Higham, Accuracy and Stability, 4.2), and
-up to four more roundings scale operands and result: (K + 3) 2^-24. It is a worst case; errors seen are far below it.
+The bound, throughout: products of two FP8 codes are exact in FP32, so that only adding and scaling round. Adding K
+terms in any order is off by at most (K - 1) 2^-24 of the sum of magnitudes |a| . |b|^T (Higham, Accuracy and
+Stability, 4.2), and up to four more roundings scale operands and result: (K + 3) 2^-24. It is a worst case; errors
+seen are far below it.
 """
 
 import pytest
@@ -164,6 +165,15 @@ def test_compiled_gemm_is_the_eager_one():
     with kernels.record() as ledger:
         assert torch.equal(compiled(), kernels.gemm(a, b, torch.bfloat16))
     assert ledger.gemms == {"scaled_mm.row": 2}
+
+
+@every_pair
+def test_autocast_does_not_reach_into_a_gemm(left, right):
+    # A training step calls it under autocast: operands with FP32 scales must not be rounded to BF16 on the way.
+    a, b = operands(33, 48, 80, left, right)
+    expected = kernels.gemm(a, b, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(kernels.gemm(a, b, torch.float32), expected)
 
 
 def test_the_operator_is_well_formed():

@@ -54,8 +54,8 @@ def normal(m: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
 def with_outliers(m: int, n: int, k: int, alignment: int = -1) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens and channels with lognormal magnitudes of their own: tokens over five decades, channels over two.
 
-    alignment: -1 where the gradient is small for large tokens (after a norm), 0 where it is the same for all, 1 where it
-    is large for them.
+    alignment: -1 where the gradient is small for large tokens (after a norm), 0 where it is the same for all, 1 where
+        it is large for them.
     """
     token, channel, feature = torch.exp(2 * torch.randn(m, 1)), torch.exp(torch.randn(1, k)), torch.exp(torch.randn(1, n))
     return torch.randn(m, k) * token * channel, torch.randn(n, k) * 0.02, torch.randn(m, n) * feature * token**alignment
@@ -81,8 +81,9 @@ def test_three_gemms_are_float64s_up_to_fp32_sums(recipe, m, n, k, oracle):
 
 
 def test_folding_is_exact_with_power_of_two_scales():
-    # Gradients of a few bits lose nothing when they are quantised, weight scales and token scales inside or not. Then dx
-    # must be dy . (W's values) and dw dy^T . (X's values): moving the scales has changed nothing, in any bit of a product.
+    # Gradients of a few bits lose nothing when they are quantised, weight scales and token scales inside or not. Then
+    # dx must be dy . (W's values) and dw dy^T . (X's values): moving the scales has changed nothing, in any bit of a
+    # product.
     x, w, _ = with_outliers(40, 24, 56)
     token = torch.exp2(torch.randint(-3, 4, (40, 1)).float())
     x = x / x.abs().amax(dim=1, keepdim=True) * 448 * token  # scales 2^-3 to 2^3, so that H stays in E4M3's range
@@ -121,8 +122,8 @@ def test_bf16_quantises_no_weight():
 
 @every_fp8_preset
 def test_accuracy_on_normal_data(name):
-    # E4M3's 3 fraction bits leave an operand at 31.5 dB, a product of two at 28.5; E5M2 gradients cost 4 dB more. A single
-    # row averages fewer errors, so that the worst of 256 lies some 2 dB lower.
+    # E4M3's 3 fraction bits leave an operand at 31.5 dB, a product of two at 28.5; E5M2 gradients cost 4 dB more. A
+    # single row averages fewer errors, so that the worst of 256 lies some 2 dB lower.
     data = normal(256, 192, 320)
     gradients = 24.0 if name == "tensorwise" else 27.0
     for result, reference, least in zip(run(*data, name), exact(*data), (27.0, gradients, gradients), strict=True):
@@ -132,8 +133,9 @@ def test_accuracy_on_normal_data(name):
 
 @pytest.mark.parametrize("alignment", [-1, 0, 1])
 def test_folded_is_as_accurate_as_rowwise_on_outliers(alignment):
-    # Power-of-two scales move E4M3's window without touching a digit, so that the two differ only by what flushes below it:
-    # in dw, where tokens of all sizes meet, folding the token's scale into the gradient even narrows the range (-1).
+    # Power-of-two scales move E4M3's window without touching a digit, so that the two differ only by what flushes
+    # below it: in dw, where tokens of all sizes meet, folding the token's scale into the gradient even narrows the
+    # range (-1).
     for seed in range(3):
         torch.manual_seed(seed)
         data = with_outliers(256, 192, 320, alignment)
@@ -143,7 +145,8 @@ def test_folded_is_as_accurate_as_rowwise_on_outliers(alignment):
 
 
 def test_outliers_ruin_rows_under_one_scale_a_tensor_and_not_under_folded():
-    # What the outlier data are for: small tokens flush under the scale of large ones. Without this the test above says little.
+    # What the outlier data are for: small tokens flush under the scale of large ones. Without this the test above
+    # says little.
     data = with_outliers(256, 192, 320)
     worst = {name: float(sqnr_per_row_db(exact(*data)[0], run(*data, name)[0]).min()) for name in ("folded", "tensorwise")}
     assert worst["tensorwise"] < 15.0
@@ -180,8 +183,8 @@ def test_rule_3_an_infinite_gradient_is_seen_in_dx_and_dw(name):
 
 
 def test_stochastic_rounding_averages_out_over_steps():
-    # Unbiased means that the mean gradient of many steps nears the exact one: the noise falls as 1 / sqrt(steps). Were the
-    # same random bits drawn at every step, it would not fall at all.
+    # Unbiased means that the mean gradient of many steps nears the exact one: the noise falls as 1 / sqrt(steps).
+    # Were the same random bits drawn at every step, it would not fall at all.
     recipe = load({"base": "rowwise", "wgrad": {"grad_output": {"rounding": "stochastic"}}})
     dy = torch.randn(64, 32)
     x = torch.eye(64, 48)  # exact in FP8, and dw picks single gradients

@@ -199,7 +199,8 @@ def test_every_change_of_the_weight_makes_new_codes(change):
 
 
 def test_another_parameter_in_the_same_memory_is_another_weight():
-    # A freed parameter's memory goes to the next one, whose version counter starts at 0 again. Here that is no accident.
+    # A freed parameter's memory goes to the next one, whose version counter starts at 0 again. Here that is no
+    # accident.
     memory = np.random.default_rng(0).normal(size=(24, 40)).astype(np.float32)
     layer = Linear(40, 24)
     x = torch.randn(5, 40)
@@ -342,7 +343,7 @@ def test_training_nears_what_fp32_training_reaches():
         torch.manual_seed(1)
         layer = kind(32, 8)
         optimizer = torch.optim.Adam(layer.parameters(), lr=0.05)
-        for _ in range(100):
+        for _ in range(250):
             loss = (layer(x) - x @ target.t()).square().mean()
             optimizer.zero_grad()
             loss.backward()

@@ -75,7 +75,8 @@ def test_rule_4_nearest_even_at_every_boundary(fmt, oracle_codes):
 
 @every_format
 def test_rule_4_random_doubles_around_every_boundary(fmt, oracle_codes):
-    # 60 doubles at every boundary, from one FP32 step away to a whole gap away, rounded to FP32 first, as quantize does.
+    # 60 doubles at every boundary, from one FP32 step away to a whole gap away, rounded to FP32 first, as quantize
+    # does.
     random = np.random.default_rng(0)
     edges = np.concatenate([boundaries(fmt), -boundaries(fmt)])[:, None]
     x = edges + np.maximum(np.abs(edges), fmt.smallest_subnormal) * random.normal(size=(1, 60)) * 2.0 ** -random.integers(1, 26, 60)
@@ -184,7 +185,8 @@ def test_transposing_commutes_with_quantising(scaling, x):
 @given(x=matrices)
 @settings(deadline=None, max_examples=60)
 def test_idempotent_with_power_of_two_scales(fmt, x):
-    # The values stay; the codes may be another notation of them, for where the amax was rounded down the scale may halve.
+    # The values stay; the codes may be another notation of them, for where the amax was rounded down the scale may
+    # halve.
     for granularity in (PER_TENSOR, PER_ROW, TILE_1x128):
         once = dequantize(quantize(torch.from_numpy(x), fmt, granularity))
         assert torch.equal(dequantize(quantize(once, fmt, granularity)), once)
@@ -194,7 +196,8 @@ def test_idempotent_with_power_of_two_scales(fmt, x):
 @given(x=matrices)
 @settings(deadline=None, max_examples=60)
 def test_dequantise_is_exact_in_bf16_with_power_of_two_scales(fmt, x):
-    # Codes have at most 4 significant bits, BF16 has 8; its exponents reach down to 2^-133, and these inputs stay above.
+    # Codes have at most 4 significant bits, BF16 has 8; its exponents reach down to 2^-133, and these inputs stay
+    # above.
     x = torch.from_numpy(np.where(np.abs(x) < 1e-20, 0, x))
     quantized = quantize(x, fmt, PER_ROW)
     exact = quantized.codes.double() * quantized.scale.double()

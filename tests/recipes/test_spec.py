@@ -119,7 +119,8 @@ def test_is_transpose_of(one, other, expected):
 
 
 def test_gradients_are_quantised_anew_where_a_scale_was_folded_into_them():
-    # wgrad's gradient has X's scales in it, dgrad's has W's: neither is the transpose of the other, tensor scales or not.
+    # wgrad's gradient has X's scales in it, dgrad's has W's: neither is the transpose of the other, tensor scales or
+    # not.
     tensor = Operand(granularity="tensor")
     plain = Recipe(name="mine", dgrad=Dgrad(grad_output=tensor), wgrad=Wgrad(grad_output=tensor))
     assert reused_from(plain, "wgrad", "grad_output") == "dgrad"

@@ -39,16 +39,12 @@ def preset_table() -> str:
     """Return the presets, each with the sentence that its code says about itself."""
     from octavo.recipes.presets import PRESETS
 
-    return table(
-        ("recipe", "what it does"), [(f"`{name}`", _sentence(make)) for name, make in PRESETS.items()]
-    )
+    return table(("recipe", "what it does"), [(f"`{name}`", _sentence(make)) for name, make in PRESETS.items()])
 
 
 def error_table() -> str:
     """Return the exceptions, each with its docstring and its bases."""
-    found = [
-        value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, Exception)
-    ]
+    found = [value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, Exception)]
     rows = [
         (f"`{cls.__name__}`", ", ".join(f"`{base.__name__}`" for base in cls.__bases__), _sentence(cls))
         for cls in found
@@ -72,9 +68,7 @@ def _field_rows(cls: type[Any], prefix: str = "") -> list[tuple[str, str, str, s
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
             rows += _field_rows(hint, f"{key}.")
             continue
-        rows.append(
-            (f"`{key}`", _type(field, hint), _default(field), " ".join(docs.get(field.name, "").split()))
-        )
+        rows.append((f"`{key}`", _type(field, hint), _default(field), " ".join(docs.get(field.name, "").split())))
     return rows
 
 
@@ -103,9 +97,7 @@ def recipe_key_table() -> str:
     """Return the keys of a recipe file; GEMM stands for each of the three, OPERAND for each of its two."""
     rows = [row for row in _field_rows(recipes.Recipe) if "." not in row[0]]
     rows += _field_rows(recipes.Gemm, "GEMM.") + _field_rows(recipes.Operand, "GEMM.OPERAND.")
-    return table(
-        ("key", "type or choices", "meaning"), [(key, choices, text) for key, choices, _, text in rows]
-    )
+    return table(("key", "type or choices", "meaning"), [(key, choices, text) for key, choices, _, text in rows])
 
 
 def result_kind_table() -> str:

@@ -1,8 +1,8 @@
 """Parity: train one model by several recipes with several seeds and compare the held-out losses.
 
-Each (recipe, seed) is a run of its own in a process of its own, one a GPU, as many at a time as there are GPUs. Runs of
-one seed start from the same weights and see the same batches, so that the recipe is all that differs; the spread between
-the seeds in BF16 says what a difference means.
+Each (recipe, seed) is a run of its own in a process of its own, one a GPU, as many at a time as there are GPUs. Runs
+of one seed start from the same weights and see the same batches, so that the recipe is all that differs; the spread
+between the seeds in BF16 says what a difference means.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def run_parity(
 ) -> list[dict[str, Any]]:
     """Run `octavo train` for every recipe and seed and return one row each, as the result kind `parity` has them.
 
-    Runs that `out` already holds, finished, are not made again: a study goes on where it stopped, or takes in more seeds.
+    Runs that `out` already holds, finished, are not made again: a study goes on where it stopped, or takes in more
+    seeds.
 
     Args:
         arguments: flags of `octavo train` that all runs share (`--preset`, `--steps`, ...).
@@ -99,12 +100,24 @@ def _claim(out: Path, arguments: Sequence[str]) -> None:
 
 def _start(job: Job, slot: int, arguments: Sequence[str]) -> _Worker:
     job.out.mkdir(parents=True, exist_ok=True)
-    flags = ["--recipe", job.recipe, "--seed", str(job.seed), "--out", str(job.out), "--no-twin", "--overwrite"]
+    flags = [
+        "--recipe",
+        job.recipe,
+        "--seed",
+        str(job.seed),
+        "--out",
+        str(job.out),
+        "--no-twin",
+        "--overwrite",
+    ]
     command = [sys.executable, "-m", "octavo", "train", *arguments, *flags]
     log = job.out / "output.log"
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            command, stdout=stream, stderr=subprocess.STDOUT, env={**os.environ, "CUDA_VISIBLE_DEVICES": str(slot)}
+            command,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": str(slot)},
         )
     return _Worker(job=job, slot=slot, process=process, log=log)
 
@@ -140,7 +153,11 @@ def _row(job: Job) -> dict[str, Any]:
 
 def model_name(architecture: str, parameters: int) -> str:
     """Return a short name of a model: `llama-129m`."""
-    return f"{architecture}-{round(parameters / 1e6)}m" if parameters >= 1e6 else f"{architecture}-{round(parameters / 1e3)}k"
+    return (
+        f"{architecture}-{round(parameters / 1e6)}m"
+        if parameters >= 1e6
+        else f"{architecture}-{round(parameters / 1e3)}k"
+    )
 
 
 def curves(out: Path, recipes: Sequence[str], seeds: Sequence[int]) -> list[dict[str, Any]]:
@@ -152,6 +169,12 @@ def curves(out: Path, recipes: Sequence[str], seeds: Sequence[int]) -> list[dict
             logged = [line for line in map(json.loads, lines) if "step" in line]
             key = "loss_bf16" if recipe == "bf16" else "loss_fp8"
             points = [(line["step"], round(line[key], 4)) for line in logged if line.get(key) is not None]
-            rows.append({"recipe": recipe, "seed": seed, "steps": [p[0] for p in points], "loss": [p[1] for p in points]})
+            rows.append(
+                {
+                    "recipe": recipe,
+                    "seed": seed,
+                    "steps": [p[0] for p in points],
+                    "loss": [p[1] for p in points],
+                }
+            )
     return rows
-

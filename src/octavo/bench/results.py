@@ -168,6 +168,4 @@ def from_summary(path: Path, command: str = "make demo") -> Result:
         ConfigError: the file is missing or malformed, or the run had no BF16 twin.
     """
     row = strict.read_file(path)
-    return Result(
-        kind="demo", date=today(), hardware=hardware(), versions=versions(), command=command, rows=(row,)
-    )
+    return Result(kind="demo", date=today(), hardware=hardware(), versions=versions(), command=command, rows=(row,))

@@ -1,4 +1,4 @@
-"""Time one training step of a stack of Llama blocks, forward and backward, in BF16, in torchao and by every recipe.
+"""Time a step of a stack of Llama blocks, forward and backward, in BF16, in torchao and by every recipe.
 
 The stack has no embedding and no head, so that it is the blocks that are compared. All implementations run one after
 another in one process on the same random normal data; each is the median of several steps after a warm-up. One profiled
@@ -8,10 +8,14 @@ step says where the time goes.
 from __future__ import annotations
 
 import gc
+import importlib.util
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -78,27 +82,26 @@ class Stack(nn.Module):
         return x_BTD
 
 
-def implementations() -> dict[str, Callable[[nn.Module, int], None]]:
-    """Return name -> what makes a BF16 stack into that implementation, in place. torchao is there when it is installed."""
-    found: dict[str, Callable[[nn.Module, int], None]] = {"bf16": lambda model, tokens: None}
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError:
-        pass
-    else:
-
-        def convert_torchao(model: nn.Module, name: str) -> None:
-            convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(name))
-
-        for name in ("tensorwise", "rowwise"):
-            found[f"torchao {name}"] = lambda model, tokens, name=name: convert_torchao(model, name)
-    for name in recipes.names():
-        if name != "bf16":
-            found[f"octavo {name}"] = lambda model, tokens, name=name: _convert_octavo(model, name, tokens)
-    return found
+Prepare = Callable[[nn.Module, int], None]
+"""(BF16 stack, tokens a step): makes the stack into an implementation, in place."""
 
 
-def _convert_octavo(model: nn.Module, recipe: str, tokens: int) -> None:
+def implementations() -> dict[str, Prepare]:
+    """Return every implementation by name. torchao's are there when it is installed."""
+    found: dict[str, Prepare] = {"bf16": lambda model, tokens: None}
+    if importlib.util.find_spec("torchao") is not None:
+        found |= {f"torchao {name}": partial(_convert_torchao, recipe=name) for name in ("tensorwise", "rowwise")}
+    octavos = [name for name in recipes.names() if name != "bf16"]
+    return found | {f"octavo {name}": partial(_convert_octavo, recipe=name) for name in octavos}
+
+
+def _convert_torchao(model: nn.Module, tokens: int, recipe: str) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
+
+
+def _convert_octavo(model: nn.Module, tokens: int, recipe: str) -> None:
     octavo.convert(model, recipe, policy=octavo.Policy(min_gain=0.0), tokens=tokens, strict=True)
 
 
@@ -132,24 +135,41 @@ def bench_step(
     return rows
 
 
-def _measure(
-    workload: Workload,
-    name: str,
-    prepare: Callable[[nn.Module, int], None],
-    device: str,
-    compile: bool,
-    steps: int,
-) -> dict[str, Any]:
+def _measure(workload: Workload, name: str, prepare: Prepare, device: str, compile: bool, steps: int) -> dict[str, Any]:
+    _free(device)
+    step = _make_step(workload, prepare, device, compile)
+    with _attention(device):
+        for _ in range(3):
+            step()
+        with kernels.record() as ledger:
+            step()
+        times, peak = _time(step, steps, device)
+        categories = _profile(step) if device == "cuda" else {}
+    ms = statistics.median(times)
+    return {
+        "workload": workload.name,
+        "implementation": name,
+        "ms": round(ms, 3),
+        "ratio_to_bf16": 1.0,
+        "peak_gib": round(peak, 2),
+        "tokens_per_s": round(workload.batch * workload.sequence / ms * 1e3),
+        "spread_ms": round(max(times) - min(times), 3),
+        **{f"{category}_ms": round(value, 2) for category, value in categories.items()},
+        "fp8_gemms": dict(ledger.gemms),
+        "fallbacks": ledger.fallbacks,
+        "shape": asdict(workload),
+    }
+
+
+def _make_step(workload: Workload, prepare: Prepare, device: str, compile: bool) -> Callable[[], None]:
+    """Return a function that runs one forward and backward of a new stack on random data."""
     torch.manual_seed(0)
-    tokens = workload.batch * workload.sequence
     with torch.device(device):
         model = Stack(workload).to(torch.bfloat16)
-        x = torch.randn(
-            workload.batch, workload.sequence, workload.dim, dtype=torch.bfloat16, requires_grad=True
-        )
+        x = torch.randn(workload.batch, workload.sequence, workload.dim, dtype=torch.bfloat16, requires_grad=True)
         gradient = torch.randn_like(x)
     model.cos, model.sin = model.cos.float(), model.sin.float()
-    prepare(model, tokens)
+    prepare(model, workload.batch * workload.sequence)
     if compile:
         for block in model.layers:
             block.compile(fullgraph=True)
@@ -159,29 +179,7 @@ def _measure(
         model.zero_grad(set_to_none=True)
         x.grad = None
 
-    with _attention(device):
-        for _ in range(3):
-            step()
-        with kernels.record() as ledger:
-            step()
-        times, peak = _time(step, steps, device)
-        categories = _profile(step) if device == "cuda" else {}
-    del model, x, gradient
-    _free(device)
-    ms = statistics.median(times)
-    return {
-        "workload": workload.name,
-        "implementation": name,
-        "ms": round(ms, 3),
-        "ratio_to_bf16": 1.0,
-        "peak_gib": round(peak, 2),
-        "tokens_per_s": round(tokens / ms * 1e3),
-        "spread_ms": round(max(times) - min(times), 3),
-        **{f"{category}_ms": round(value, 2) for category, value in categories.items()},
-        "fp8_gemms": dict(ledger.gemms),
-        "fallbacks": ledger.fallbacks,
-        "shape": asdict(workload),
-    }
+    return step
 
 
 @contextmanager
@@ -197,8 +195,6 @@ def _attention(device: str) -> Iterator[None]:
 def _time(step: Callable[[], None], steps: int, device: str) -> tuple[list[float], float]:
     """Return the milliseconds of each step, by device events, and the peak memory in GiB."""
     if device != "cuda":
-        import time
-
         times = []
         for _ in range(steps):
             start = time.perf_counter()
@@ -212,7 +208,7 @@ def _time(step: Callable[[], None], steps: int, device: str) -> tuple[list[float
         step()
         event.record()
     torch.cuda.synchronize()
-    times = [start.elapsed_time(end) for start, end in zip(events, events[1:], strict=False)]
+    times = [start.elapsed_time(end) for start, end in pairwise(events)]
     return times, torch.cuda.max_memory_allocated() / 2**30
 
 

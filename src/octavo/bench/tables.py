@@ -52,9 +52,7 @@ def demo(result: Result) -> str:
 def parity(result: Result) -> str:
     """Return, for each model, the held-out loss of every recipe and seed, and the gap to the mean of BF16."""
     groups = _grouped(result.rows, "model", "tokens")
-    return "\n\n".join(
-        _parity_of(f"{model}, {tokens:,} tokens", rows) for (model, tokens), rows in groups.items()
-    )
+    return "\n\n".join(_parity_of(f"{model}, {tokens:,} tokens", rows) for (model, tokens), rows in groups.items())
 
 
 def _parity_of(title: str, rows: Sequence[Row]) -> str:
@@ -62,9 +60,7 @@ def _parity_of(title: str, rows: Sequence[Row]) -> str:
     for row in rows:
         of_recipe = losses.setdefault(row["recipe"], {})
         if row["seed"] in of_recipe:
-            raise ConfigError(
-                f"result of kind 'parity': {title}: {row['recipe']}, seed {row['seed']} stands twice."
-            )
+            raise ConfigError(f"result of kind 'parity': {title}: {row['recipe']}, seed {row['seed']} stands twice.")
         of_recipe[row["seed"]] = row["heldout_loss"]
     seeds = sorted({row["seed"] for row in rows})
     bf16 = list(losses.get("bf16", {}).values())
@@ -155,11 +151,7 @@ def fill(text: str, directory: Path, where: str) -> str:
             lines += [] if open_table else [line]
             continue
         if bool(mark["end"]) != bool(open_table):
-            problem = (
-                f"'{open_table}' has no end before this line"
-                if open_table
-                else "ends a table that never began"
-            )
+            problem = f"'{open_table}' has no end before this line" if open_table else "ends a table that never began"
             raise ConfigError(f"{where}:{number}: {line}: {problem}.")
         lines.append(f"{render(open_table, directory)}\n{line}" if open_table else line)
         open_table = mark["name"]
@@ -184,12 +176,8 @@ def outdated(root: Path) -> dict[Path, str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the tables, or only check them. Returns the exit code: 0 all current, 1 not."""
-    parser = argparse.ArgumentParser(
-        prog="python -m octavo.bench.tables", description="Write the generated tables."
-    )
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit with 1 where a page is not current"
-    )
+    parser = argparse.ArgumentParser(prog="python -m octavo.bench.tables", description="Write the generated tables.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a page is not current")
     parser.add_argument("--root", type=Path, default=Path(), help="the repository (default: here)")
     options = parser.parse_args(arguments)
     try:

@@ -49,13 +49,20 @@ def step(
     from octavo.errors import ConfigError, did_you_mean
 
     if workload not in WORKLOADS:
-        raise ConfigError(f"--workload: there is no '{workload}'.{did_you_mean(workload, WORKLOADS)} Workloads: {', '.join(WORKLOADS)}.")
+        near = did_you_mean(workload, WORKLOADS)
+        raise ConfigError(f"--workload: there is no '{workload}'.{near} Workloads: {', '.join(WORKLOADS)}.")
     device = _device(device)
 
     def report(row: dict[str, Any]) -> None:
-        parts = " ".join(f"{part} {row[f'{part}_ms']:.1f}" for part in ("gemm", "attention", "elementwise") if f"{part}_ms" in row)
-        line = f"{row['implementation']:<20} {row['ms']:>9.2f} ms  {row['ratio_to_bf16']:.2f} x BF16  {row['peak_gib']:.1f} GiB  {parts}"
-        print(line, file=sys.stderr if json_output else sys.stdout, flush=True)
+        parts = " ".join(
+            f"{part} {row[f'{part}_ms']:.1f}" for part in ("gemm", "attention", "elementwise") if f"{part}_ms" in row
+        )
+        figures = f"{row['ms']:>9.2f} ms  {row['ratio_to_bf16']:.2f} x BF16  {row['peak_gib']:.1f} GiB"
+        print(
+            f"{row['implementation']:<20} {figures}  {parts}",
+            file=sys.stderr if json_output else sys.stdout,
+            flush=True,
+        )
 
     rows = bench_step(WORKLOADS[workload], only, device=device, compile=device == "cuda", steps=steps, report=report)
     return _finish("step", rows, write, json_output, f"octavo bench step --workload {workload} --steps {steps}")

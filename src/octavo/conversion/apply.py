@@ -1,4 +1,4 @@
-"""Carry out a plan on a user's model, in place, and undo it. Names, parameters, hooks and state_dict stay as they were."""
+"""Carry out a plan on a user's model, in place, and undo it. Names, parameters, hooks and state_dict stay."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The predicted gain of a layer: time of its three GEMMs in BF16 over their time in FP8 with the passes that quantise.
 
-Rates are an H200's, dense, random normal data, slow accumulation. Passes run at the speed of a device copy, one for each
-matrix that is quantised or transposed, as `torch.compile` fuses them. It is a prediction for Hopper: `octavo bench step`
-measures.
+Rates are an H200's, dense, random normal data, slow accumulation. Passes run at the speed of a device copy, one for
+each matrix that is quantised or transposed, as `torch.compile` fuses them. It is a prediction for Hopper: `octavo
+bench step` measures.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ def predicted_gain(recipe: Recipe, out_features: int, in_features: int, tokens: 
     bf16 = flops / (_TFLOPS["bf16"] * 1e12)
     operands = {name: (a, b) for name, a, b in recipe.gemms()}
     fp8 = sum(flops / (_rate(operands[name]) * 1e12) if name in operands else bf16 for name in GEMMS)
-    sizes = {"input": tokens * in_features, "weight": out_features * in_features, "grad_output": tokens * out_features}
+    sizes = {
+        "input": tokens * in_features,
+        "weight": out_features * in_features,
+        "grad_output": tokens * out_features,
+    }
     moved = sum(_bytes(recipe, gemm, role) * sizes[role] for gemm, role in _passes(recipe))
     return 3 * bf16 / (fp8 + moved / (_COPY_GB_PER_S * 1e9))
 
@@ -38,12 +42,16 @@ def _rate(operands: tuple[Operand, Operand]) -> float:
 
 
 def _passes(recipe: Recipe) -> list[tuple[str, str]]:
-    roles = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
+    roles = {
+        "fprop": ("input", "weight"),
+        "dgrad": ("grad_output", "weight"),
+        "wgrad": ("grad_output", "input"),
+    }
     return [(gemm, role) for gemm in GEMMS if recipe.gemm(gemm).is_fp8 for role in roles[gemm]]
 
 
 def _bytes(recipe: Recipe, gemm: str, role: str) -> float:
-    """Return bytes moved an element: a byte transpose reads and writes one; a quantisation reads two, twice for an amax."""
+    """Return bytes moved an element: a byte transpose moves two; a quantisation reads two, twice for an amax."""
     if reused_from(recipe, gemm, role):
         return 2.0
     operand = getattr(recipe.gemm(gemm), role)

@@ -125,7 +125,8 @@ def _check_patterns(recipe: Recipe, names: list[str]) -> None:
     for pattern in recipe.modules:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
-                f"recipe '{recipe.name}': modules: the pattern '{pattern}' matches no linear layer.{did_you_mean(pattern, names)}"
+                f"recipe '{recipe.name}': modules: the pattern '{pattern}' matches no linear layer."
+                f"{did_you_mean(pattern, names)}"
             )
 
 
@@ -141,7 +142,9 @@ def _plan_layer(
 ) -> LayerPlan:
     out_features, in_features = layer.out_features, layer.in_features
     kept = policy.reason_to_keep(name, layer) if type(layer).__module__ != "octavo.nn.linear" else None
-    gain = predicted_gain(recipe, out_features, in_features, tokens) if device.type == "cuda" and recipe.is_fp8 else None
+    gain = (
+        predicted_gain(recipe, out_features, in_features, tokens) if device.type == "cuda" and recipe.is_fp8 else None
+    )
     if kept is None and not recipe.is_fp8:
         kept = "the recipe says bf16"
     if kept is None and gain is not None and gain < policy.min_gain:
@@ -182,9 +185,12 @@ def _table(plan: Plan) -> list[str]:
         shape, gain = "{} x {}".format(*layer.shape), f"{layer.gain:.2f}" if layer.gain else "-"
         rows.append((layer.name, shape, layer.recipe, layer.kernels if layer.is_fp8 else "bf16", gain, layer.reason))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]).rstrip() for row in rows]
+    lines = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]).rstrip()
+        for row in rows
+    ]
     weights = sum(layer.shape[0] * layer.shape[1] for layer in plan.layers)
     fp8_weights = sum(layer.shape[0] * layer.shape[1] for layer in plan.layers if layer.is_fp8)
     share = fp8_weights / weights if weights else 0.0
-    total = f"{plan.fp8_layers} of {len(plan.layers)} linear layers in FP8 ({share:.0%} of their weights) on {plan.device}"
-    return [*lines, "", total]
+    total = f"{plan.fp8_layers} of {len(plan.layers)} linear layers in FP8 ({share:.0%} of their weights)"
+    return [*lines, "", f"{total} on {plan.device}"]

@@ -60,9 +60,7 @@ class BPETokenizer:
             DataError: `tokenizers` is not installed.
         """
         if vocab % 16 or not SMALLEST <= vocab <= LARGEST:
-            raise ConfigError(
-                f"tokenizer: vocab {vocab} is not a multiple of 16 from {SMALLEST} to {LARGEST}."
-            )
+            raise ConfigError(f"tokenizer: vocab {vocab} is not a multiple of 16 from {SMALLEST} to {LARGEST}.")
         tokenizers = _package()
         backend = tokenizers.Tokenizer(tokenizers.models.BPE())
         backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -113,12 +111,8 @@ class BPETokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the ids of each text, uint16, without the end of document."""
         pieces = [list(_pieces(text)) for text in texts]
-        encodings = iter(
-            self._backend.encode_batch_fast(list(itertools.chain(*pieces)), add_special_tokens=False)
-        )
-        return [
-            np.array([i for _ in parts for i in next(encodings).ids], dtype=np.uint16) for parts in pieces
-        ]
+        encodings = iter(self._backend.encode_batch_fast(list(itertools.chain(*pieces)), add_special_tokens=False))
+        return [np.array([i for _ in parts for i in next(encodings).ids], dtype=np.uint16) for parts in pieces]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`; ends of document and padding ids give nothing."""

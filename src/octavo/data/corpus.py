@@ -91,9 +91,7 @@ def open_corpus(source: str | Path) -> Corpus:
     else:
         files = _user_files(Path(source).expanduser())
     if not files:
-        raise DataError(
-            f"{name}: no Python sources were found for this interpreter; give a folder of text instead."
-        )
+        raise DataError(f"{name}: no Python sources were found for this interpreter; give a folder of text instead.")
     return Corpus(source=name, files=tuple(files))
 
 
@@ -106,9 +104,7 @@ def _user_files(path: Path) -> list[TextFile]:
     if not path.is_dir():
         near = did_you_mean(str(path), NAMED)
         raise DataError(f"{path}: there is no such file or folder.{near} Named sources: {', '.join(NAMED)}.")
-    found = {
-        child.resolve(): child for child in sorted(path.rglob("*"), reverse=True) if _is_text(child, path)
-    }
+    found = {child.resolve(): child for child in sorted(path.rglob("*"), reverse=True) if _is_text(child, path)}
     if not found:
         raise DataError(f"{path}: the folder holds no text; looked for {kinds}.")
     names = {child.relative_to(path).as_posix(): child for child in found.values()}

@@ -78,18 +78,12 @@ def _line_text(line: bytes, where: str) -> str:
         raise DataError(f"{where}: not a line of JSON ({error}).") from error
     text = value.get("text") if isinstance(value, dict) else None
     if not isinstance(text, str):
-        keys = (
-            f"its fields are {', '.join(map(str, value))}"
-            if isinstance(value, dict) and value
-            else "it has none"
-        )
+        keys = f"its fields are {', '.join(map(str, value))}" if isinstance(value, dict) and value else "it has none"
         raise DataError(f"{where}: each line needs a field 'text' that is a string; {keys}.")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(
-            f"{where}: the text holds a lone surrogate, which is no character ({error.reason})."
-        ) from error
+        raise DataError(f"{where}: the text holds a lone surrogate, which is no character ({error.reason}).") from error
     return text
 
 
@@ -108,9 +102,7 @@ def _parquet(file: TextFile) -> Iterator[Document]:
         for batch in table.iter_batches(batch_size=1024, columns=["text"]):
             for text in batch.column(0).to_pylist():
                 if not isinstance(text, str):
-                    raise DataError(
-                        f"{file.path}: row {row}: the column 'text' holds {text!r}, not a string."
-                    )
+                    raise DataError(f"{file.path}: row {row}: the column 'text' holds {text!r}, not a string.")
                 yield Document(f"{file.name}:{row}", text)
                 row += 1
     except (OSError, pyarrow.ArrowException) as error:

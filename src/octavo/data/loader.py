@@ -32,9 +32,7 @@ Batch = tuple[Tensor, Tensor]
 class Loader:
     """An endless iterator over batches of training tokens. `state_dict` resumes it exactly."""
 
-    def __init__(
-        self, tokens_path: Path, batch: int, sequence: int, seed: int, rank: int = 0, world: int = 1
-    ) -> None:
+    def __init__(self, tokens_path: Path, batch: int, sequence: int, seed: int, rank: int = 0, world: int = 1) -> None:
         """Open `tokens_path`, a file of `prepare`, for rank `rank` of `world`; `batch` is that of one rank.
 
         Raises:
@@ -124,9 +122,7 @@ class Loader:
         return int(self._order[1][position])
 
 
-def heldout_batches(
-    tokens_path: Path, batch: int, sequence: int, limit_tokens: int | None = None
-) -> Iterator[Batch]:
+def heldout_batches(tokens_path: Path, batch: int, sequence: int, limit_tokens: int | None = None) -> Iterator[Batch]:
     """Return the batches of an evaluation: the file from its beginning, in order, always the same.
 
     All batches have the same shape (a compiled model is compiled once), so up to a batch is left out at the

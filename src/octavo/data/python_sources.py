@@ -55,9 +55,7 @@ def read_sources(files: Iterable[TextFile]) -> Iterator[Document]:
             seen.add(digest)
             yield Document(file.name, text)
     if not seen:
-        raise DataError(
-            "no readable Python sources were found for this interpreter; give a folder of text instead."
-        )
+        raise DataError("no readable Python sources were found for this interpreter; give a folder of text instead.")
 
 
 def looks_like_code(text: str) -> bool:

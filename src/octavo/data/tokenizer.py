@@ -71,9 +71,7 @@ class ByteTokenizer:
         return bytes(i for i in map(int, ids) if i < 256).decode(errors="replace")
 
 
-def load_tokenizer(
-    name: str, *, source: str | Path | None = None, cache_dir: Path | None = None
-) -> Tokenizer:
+def load_tokenizer(name: str, *, source: str | Path | None = None, cache_dir: Path | None = None) -> Tokenizer:
     """Return the tokenizer called `name`.
 
     - `bytes`: `ByteTokenizer`.
@@ -93,13 +91,9 @@ def load_tokenizer(
     kind, _, size = name.partition("-")
     if kind != "bpe" or not size.isdigit():
         near = did_you_mean(name, ("bytes", "bpe-4096"))
-        raise DataError(
-            f"unknown tokenizer '{name}'.{near} Give 'bytes', 'bpe-<size>', or the path of a .json file."
-        )
+        raise DataError(f"unknown tokenizer '{name}'.{near} Give 'bytes', 'bpe-<size>', or the path of a .json file.")
     if source is None or cache_dir is None:
-        raise DataError(
-            f"the tokenizer '{name}' is trained on a corpus: give a source and a folder to keep it in."
-        )
+        raise DataError(f"the tokenizer '{name}' is trained on a corpus: give a source and a folder to keep it in.")
     from octavo.data.bpe import trained
 
     return trained(source, int(size), cache_dir)

@@ -126,9 +126,7 @@ def prepare(
         _publish(folder, directory)
     except OSError as error:
         need = f"about {3 * corpus.size // 2**20 + 1} MiB are needed"
-        raise DataError(
-            f"{cache_dir}: the token files could not be written ({error.strerror}); {need}."
-        ) from error
+        raise DataError(f"{cache_dir}: the token files could not be written ({error.strerror}); {need}.") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return TokenFiles.read(directory)
@@ -159,9 +157,7 @@ def _publish(folder: Path, directory: Path) -> None:
             raise
 
 
-def _meta(
-    corpus: Corpus, tokenizer: Tokenizer, written: Written, heldout: float, listing: str
-) -> dict[str, Any]:
+def _meta(corpus: Corpus, tokenizer: Tokenizer, written: Written, heldout: float, listing: str) -> dict[str, Any]:
     values = dataclasses.asdict(written)
     return {
         "source": corpus.source,

@@ -1,4 +1,4 @@
-"""Kernels: one contract an operation, a `reference/` twin, `vendor/` for what PyTorch brings, and a record of what ran."""
+"""Kernels: one contract an operation, a `reference/` twin, `vendor/` for PyTorch's own, a record of what ran."""
 
 from octavo.kernels.explain import explain
 from octavo.kernels.gemm import gemm

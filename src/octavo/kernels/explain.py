@@ -9,7 +9,7 @@ from octavo.numerics import Quantized, format_named, granularity_named, quantize
 
 
 def explain(device: torch.device | str) -> list[dict[str, str | bool]]:
-    """Return, for every GEMM kernel, whether this device can run it: `operation`, `kernel`, `available` and `reason`."""
+    """Return for every GEMM kernel whether this device can run it: `operation`, `kernel`, `available`, `reason`."""
     probes = {
         "scaled_mm.tensor": ("tensor", "tensor"),
         "scaled_mm.row": ("row", "row"),

@@ -44,9 +44,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.architecture not in get_args(Architecture):
             near = did_you_mean(str(self.architecture), get_args(Architecture))
-            raise ConfigError(
-                f"model.architecture: {self.architecture!r} is neither 'llama' nor 'gpt'.{near}"
-            )
+            raise ConfigError(f"model.architecture: {self.architecture!r} is neither 'llama' nor 'gpt'.{near}")
         for name in (
             "vocab",
             "dim",
@@ -69,9 +67,7 @@ class ModelConfig:
         if self.heads % self.key_value_heads:
             raise ConfigError(f"model.kv_heads: {self.kv_heads} does not divide heads {self.heads}.")
         if self.architecture == "gpt" and self.key_value_heads != self.heads:
-            raise ConfigError(
-                "model.kv_heads: grouped queries need architecture 'llama'; leave it out for 'gpt'."
-            )
+            raise ConfigError("model.kv_heads: grouped queries need architecture 'llama'; leave it out for 'gpt'.")
         if self.architecture == "llama" and self.head_dim % 2:
             raise ConfigError(
                 f"model.heads: dim {self.dim} / heads {self.heads} = {self.head_dim} is odd; "

@@ -91,9 +91,7 @@ class Attention(nn.Module):
         q_BHTE = rotate(self._heads(self.wq(x_BTD)), cos_TE, sin_TE)
         k_BGTE = rotate(self._heads(self.wk(x_BTD)), cos_TE, sin_TE)
         v_BGTE = self._heads(self.wv(x_BTD))
-        y_BHTE = F.scaled_dot_product_attention(
-            q_BHTE, k_BGTE, v_BGTE, is_causal=True, enable_gqa=self.grouped
-        )
+        y_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BGTE, v_BGTE, is_causal=True, enable_gqa=self.grouped)
         y_BTD: Tensor = self.wo(y_BHTE.transpose(1, 2).flatten(2))
         return y_BTD
 

@@ -16,9 +16,7 @@ def check_length(tokens_BT: Tensor, sequence: int) -> int:
     """
     length = tokens_BT.shape[-1]
     if length > sequence:
-        raise ConfigError(
-            f"a sequence of {length} tokens is longer than the model's {sequence}; raise model.sequence."
-        )
+        raise ConfigError(f"a sequence of {length} tokens is longer than the model's {sequence}; raise model.sequence.")
     return length
 
 

@@ -4,9 +4,9 @@ M: tokens, N: output features, K: input features.
 
     fprop   Y  = X W^T       dgrad   dX = dY W       wgrad   dW = dY^T X
 
-A folded operand brings the codes of fprop, transposed, with no scale that a GEMM could apply. With X = diag(sx) X8 and
-W = diag(sw) W8, dX = (dY diag(sw)) W8 and dW = (diag(sx) dY)^T X8: the scale moves into the gradient, which is quantised
-after it. With power-of-two scales the move is exact.
+A folded operand brings the codes of fprop, transposed, with no scale that a GEMM could apply. With X = diag(sx) X8
+and W = diag(sw) W8, dX = (dY diag(sw)) W8 and dW = (diag(sx) dY)^T X8: the scale moves into the gradient, which is
+quantised after it. With power-of-two scales the move is exact.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def quantize_weight(weight_NK: Tensor, recipe: Recipe, needs_dgrad: bool = True)
     return WeightCodes(fprop, quantize_operand(weight_NK.t(), operand))
 
 
-def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, recipe: Recipe, codes: WeightCodes | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, recipe: Recipe, codes: WeightCodes | None = None
+) -> Tensor:
     """Return x W^T + b with the three GEMMs of `recipe`, in the dtype of x.
 
     Args:
@@ -74,7 +76,7 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, recipe: Recipe, 
     x_MK = x.reshape(-1, x.shape[-1])
     if codes is None:
         codes = quantize_weight(weight_NK, recipe, needs_dgrad=x.requires_grad and torch.is_grad_enabled())
-    y_MN: Tensor = _Linear.apply(x_MK, weight_NK, recipe, codes)
+    y_MN: Tensor = _Linear.apply(x_MK, weight_NK, recipe, codes)  # type: ignore[no-untyped-call]
     y = y_MN.reshape(*x.shape[:-1], weight_NK.shape[0])
     return y if bias_N is None else y + bias_N.to(y.dtype)
 
@@ -124,7 +126,7 @@ def _keep_input(x_MK: Tensor, x_fprop: Quantized | None, recipe: Recipe) -> tupl
 
 
 def _keep_weight(weight_NK: Tensor, codes: WeightCodes, recipe: Recipe) -> tuple[Tensor, ...]:
-    """Return what dgrad needs of the weight: (weight,) in BF16, or (codes (K, N), scale) and the folded scale (1, N)."""
+    """Return what dgrad needs: (weight,) in BF16, or the weight's (codes (K, N), scale), and (1, N) scales to fold."""
     if codes.dgrad is None:
         return (weight_NK,)
     kept = (codes.dgrad.codes, codes.dgrad.scale)

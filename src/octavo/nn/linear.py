@@ -1,8 +1,8 @@
-"""`octavo.nn.Linear`: an `nn.Linear` whose GEMMs run in FP8. Its parameters are the master weights, in the dtype they had."""
+"""`octavo.nn.Linear`: an `nn.Linear` whose GEMMs run in FP8. Its parameters stay the master weights."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,18 +11,29 @@ from octavo.nn.functional import WeightCodes, linear, quantize_weight
 from octavo.recipes import Recipe, RecipeLike, load
 
 
+class CachedCodes(NamedTuple):
+    """A quantised weight, and what it was made from."""
+
+    key: tuple[Any, ...]
+    """Version, address, device and dtype of the weight."""
+    with_dgrad: bool
+    """Whether the codes of dgrad are there too."""
+    codes: WeightCodes
+
+
 class Linear(nn.Linear):
     """A linear layer computed by a recipe.
 
-    Parameters, names, state_dict, hooks and flags are those of `nn.Linear`, so that a layer becomes one of these and back
-    by changing its class (`adopt`, `release`). The quantised weight is kept until the weight changes: it is keyed on the
-    parameter's version counter, which every in-place update moves. Writing through `weight.data` moves no counter; call
-    `forget_codes()` after that.
+    Parameters, names, state_dict, hooks and flags are those of `nn.Linear`, so that a layer becomes one of these and
+    back by changing its class (`adopt`, `release`). The quantised weight is kept until the weight changes: it is
+    keyed on the parameter's version counter, which every in-place update moves. Writing through `weight.data` moves
+    no counter; call `forget_codes()` after that.
     """
 
     recipe: Recipe
     enabled: bool
     """False: compute as `nn.Linear` does, for an evaluation in high precision."""
+    _cached: CachedCodes | None
 
     def __init__(
         self,
@@ -46,7 +57,7 @@ class Linear(nn.Linear):
 
     def release(self) -> None:
         """Turn this layer back into an `nn.Linear` in place."""
-        for name in ("recipe", "enabled", "_codes"):
+        for name in ("recipe", "enabled", "_cached"):
             self.__dict__.pop(name, None)
         self.__class__ = nn.Linear  # type: ignore[assignment]
 
@@ -67,21 +78,23 @@ class Linear(nn.Linear):
         if weight.is_inference():  # such a tensor counts no versions
             return quantize_weight(weight, self.recipe, needs_dgrad)
         key = (weight._version, weight.data_ptr(), weight.device, weight.dtype)
-        if self._codes is None or self._codes[0] != key or (needs_dgrad and not self._codes[1]):
+        cached = self._cached
+        if cached is None or cached.key != key or (needs_dgrad and not cached.with_dgrad):
             with torch.no_grad():
-                self._codes = (key, needs_dgrad, quantize_weight(weight, self.recipe, needs_dgrad))
-        return self._codes[2]
+                cached = CachedCodes(key, needs_dgrad, quantize_weight(weight, self.recipe, needs_dgrad))
+            self._cached = cached
+        return cached.codes
 
     def forget_codes(self) -> None:
         """Drop the quantised weight, so that the next forward makes it anew."""
-        self._codes: tuple[tuple[Any, ...], bool, WeightCodes] | None = None
+        self._cached = None
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows of this layer."""
         return f"{super().extra_repr()}, recipe={self.recipe.name}" + ("" if self.enabled else ", disabled")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_codes": None}  # copies and files carry the weight, never its cached codes
+        return {**self.__dict__, "_cached": None}  # copies and files carry the weight, never its cached codes
 
     def _start(self, recipe: Recipe) -> None:
         self.recipe, self.enabled = recipe, True

@@ -41,7 +41,14 @@ def selfcheck(device: torch.device | str) -> list[dict[str, Any]]:
         got = {"fprop": y.detach(), "dgrad": leaf_x.grad, "wgrad": leaf_weight.grad}
         for gemm, a, b in recipe.gemms():
             floor = FLOOR_DB["e5m2" if "e5m2" in (a.format, b.format) else "e4m3"]
-            rows.append({"recipe": name, "gemm": gemm, "kernel": "+".join(ledger.gemms), **_compare(exact[gemm], got[gemm], floor)})
+            rows.append(
+                {
+                    "recipe": name,
+                    "gemm": gemm,
+                    "kernel": "+".join(ledger.gemms),
+                    **_compare(exact[gemm], got[gemm], floor),
+                }
+            )
     return rows
 
 
@@ -49,4 +56,9 @@ def _compare(exact: torch.Tensor, got: torch.Tensor | None, floor: float) -> dic
     assert got is not None
     result = got.double().cpu()
     whole, worst = sqnr_db(exact, result), float(sqnr_per_row_db(exact, result).min())
-    return {"sqnr_db": whole, "worst_row_db": worst, "floor_db": floor, "passed": whole >= floor and worst >= floor - 2}
+    return {
+        "sqnr_db": whole,
+        "worst_row_db": worst,
+        "floor_db": floor,
+        "passed": whole >= floor and worst >= floor - 2,
+    }

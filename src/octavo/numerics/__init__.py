@@ -1,15 +1,15 @@
-"""The numbers: formats, granularities, scales, quantise, error measures. Plain PyTorch, any device: the specification."""
+"""The numbers: formats, granularities, scales, quantise, error measures. Plain PyTorch: the specification."""
 
 from octavo.numerics.error import ErrorReport, kurtosis, measure, sqnr_db, sqnr_per_row_db
 from octavo.numerics.formats import E4M3, E5M2, E8M0, FORMATS, Format, format_named, format_of
 from octavo.numerics.granularity import (
-    BLOCK_128x128,
-    GROUP_1x32,
     PER_COLUMN,
     PER_ROW,
     PER_TENSOR,
-    TILE_1x128,
+    BLOCK_128x128,
     Granularity,
+    GROUP_1x32,
+    TILE_1x128,
     granularity_named,
     tile_amax,
 )

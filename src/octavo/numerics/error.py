@@ -54,7 +54,9 @@ def measure(x: Tensor, quantized: Quantized) -> ErrorReport:
     codes = quantized.codes.double().abs()
     counted = finite & (x != 0)
     count = max(int(counted.sum()), 1)
-    limit = quantized.granularity.expand(quantized.scale, *x.shape).double() * fmt.max * (1 + 2.0**-20)  # its own rounding aside
+    limit = (
+        quantized.granularity.expand(quantized.scale, *x.shape).double() * fmt.max * (1 + 2.0**-20)
+    )  # its own rounding aside
     clean = torch.where(finite, x.double(), 0.0)
     restored = torch.where(finite, dequantize(quantized).double(), 0.0)
     return ErrorReport(

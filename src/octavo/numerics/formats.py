@@ -30,11 +30,11 @@ class Format:
     def max(self) -> float:
         """The largest finite value."""
         if self.mantissa_bits == 0:  # E8M0: code 255 is NaN, code 254 the largest
-            return 2.0 ** (2**self.exponent_bits - 2 - self.bias)
+            return float(2.0 ** (2**self.exponent_bits - 2 - self.bias))
         if self.has_infinity:  # IEEE-like: the top exponent is for infinities and NaN
-            return (2 - 2.0**-self.mantissa_bits) * 2.0 ** (2**self.exponent_bits - 2 - self.bias)
+            return float((2 - self.epsilon) * 2.0 ** (2**self.exponent_bits - 2 - self.bias))
         # E4M3: the top exponent counts, only its last mantissa is NaN
-        return (2 - 2.0 ** (1 - self.mantissa_bits)) * 2.0 ** (2**self.exponent_bits - 1 - self.bias)
+        return float((2 - 2 * self.epsilon) * 2.0 ** (2**self.exponent_bits - 1 - self.bias))
 
     @property
     def smallest_normal(self) -> float:

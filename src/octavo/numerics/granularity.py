@@ -50,7 +50,7 @@ class Granularity:
         return -(-rows // tile_rows), -(-cols // tile_cols)
 
     def tiles(self, x: Tensor) -> Tensor:
-        """View an (R, C) matrix as (R', tile rows, C', tile cols). Ragged edges are filled with zeros, which no amax sees."""
+        """View an (R, C) matrix as (R', tile rows, C', tile cols), its ragged edges filled with zeros (rule 6)."""
         rows, cols = x.shape
         tile_rows, tile_cols = self.tile(rows, cols)
         x = F.pad(x, (0, -cols % tile_cols, 0, -rows % tile_rows)) if cols % tile_cols or rows % tile_rows else x
@@ -89,14 +89,16 @@ def granularity_named(name: str) -> Granularity:
     if size := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", name):
         return Granularity(int(size[1]), int(size[2]))
     raise ConfigError(
-        f"unknown granularity '{name}'.{did_you_mean(name, NAMES)} Granularities: {', '.join(NAMES)}, or any ROWSxCOLUMNS."
+        f"unknown granularity '{name}'.{did_you_mean(name, NAMES)} "
+        f"Granularities: {', '.join(NAMES)}, or any ROWSxCOLUMNS."
     )
 
 
 def tile_amax(x: Tensor, granularity: Granularity) -> Tensor:
     """Return the largest finite magnitude of each tile, FP32, in the shape of the scales.
 
-    NaN and infinities are left out: they keep their own codes (rule 3), so they must not decide the scale of their neighbours.
+    NaN and infinities are left out: they keep their own codes (rule 3), so they must not decide the scale of their
+    neighbours.
 
     Args:
         x: (R, C), any floating-point dtype.

@@ -1,7 +1,7 @@
 """Quantise and dequantise: the specification that every kernel is held to, in plain PyTorch, on any device.
 
-    codes = round(x * inverse)   saturated to the format's range, one (scale, inverse) a tile
-    x     ~ codes * scale
+codes = round(x * inverse)   saturated to the format's range, one (scale, inverse) a tile
+x     ~ codes * scale
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def quantize(
 ) -> Quantized:
     """Quantise a matrix.
 
-    Finite values saturate at the format's maximum. NaN stays NaN and an infinity becomes NaN; neither touches the scale of
-    its neighbours.
+    Finite values saturate at the format's maximum. NaN stays NaN and an infinity becomes NaN; neither touches the
+    scale of its neighbours.
 
     Args:
         x: (R, C), FP32, BF16 or FP16. R or C may be 0.
@@ -69,8 +69,8 @@ def quantize(
 
 def to_codes(x: Tensor, fmt: Format) -> Tensor:
     """Round FP32 values to the nearest code, ties to even; saturate what is finite, give NaN for what is not."""
-    # A cast alone will not do: whether it saturates differs between PyTorch versions, and compiled casts turn infinities
-    # into the largest finite value, even in E5M2, which has them. NaN is what every one of them hands on.
+    # A cast alone will not do: whether it saturates differs between PyTorch versions, and compiled casts turn
+    # infinities into the largest finite value, even in E5M2, which has them. NaN is what every one of them hands on.
     return torch.where(x.abs() == torch.inf, torch.nan, x.clamp(-fmt.max, fmt.max)).to(fmt.dtype)
 
 
@@ -92,5 +92,3 @@ def _round_stochastic(x: Tensor, fmt: Format, seed: int) -> Tensor:
     uniform = (random_bits(seed, tuple(x.shape), x.device) >> 8).float() * 2.0**-24
     rounded = (below + (uniform < steps - below).float()) * quantum
     return torch.where(x.isfinite(), rounded.copysign(x), x)
-
-

@@ -1,8 +1,8 @@
 """From amax to scale. `scale` is what a code is multiplied by to give the value back, everywhere in Octavo.
 
-There is no floor under amax: an all-zero tile takes scale 1, and anything else is scaled, so that Q(2^-k x) = 2^-k Q(x)
-for as long as FP32 can hold the scale. The one bound is FP32's own: a scale is never below 2^-126, because hardware that
-flushes subnormals would turn it into zero.
+There is no floor under amax: an all-zero tile takes scale 1, and anything else is scaled, so that Q(2^-k x) = 2^-k
+Q(x) for as long as FP32 can hold the scale. The one bound is FP32's own: a scale is never below 2^-126, because
+hardware that flushes subnormals would turn it into zero.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def to_e8m0(scale: Tensor) -> Tensor:
     """
     bits = scale.view(torch.int32)
     if bool((bits & _MANTISSA).any()) or bool((scale <= 0).any()):
-        raise ConfigError("these scales are not powers of two: quantise with scaling='power_of_two' to store them as E8M0.")
+        raise ConfigError(
+            "these scales are not powers of two: quantise with scaling='power_of_two' to store them as E8M0."
+        )
     return (bits >> 23).to(torch.uint8)
 
 

@@ -46,7 +46,12 @@ def block() -> Recipe:
 
 def bf16() -> Recipe:
     """No FP8: the layer stays as it is."""
-    return Recipe(name="bf16", fprop=Fprop(precision="bf16"), dgrad=Dgrad(precision="bf16"), wgrad=Wgrad(precision="bf16"))
+    return Recipe(
+        name="bf16",
+        fprop=Fprop(precision="bf16"),
+        dgrad=Dgrad(precision="bf16"),
+        wgrad=Wgrad(precision="bf16"),
+    )
 
 
 PRESETS = {make.__name__: make for make in (folded, rowwise, tensorwise, block, bf16)}

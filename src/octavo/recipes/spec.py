@@ -5,9 +5,9 @@
     wgrad   dW (N, K) = grad_output^T (N, M) . input^T (K, M)^T
 
 M: tokens, N: output features, K: input features. Every operand is described as it stands in these lines: its rows are
-kept, its columns are summed over. So `row` is one scale a kept row, which every row-wise GEMM can apply to its result.
-`column` is one scale a summed index, which no GEMM can apply: such an operand is *folded*. Its codes are those of fprop,
-transposed, and its scales are multiplied into the other operand before that one is quantised.
+    kept, its columns are summed over. So `row` is one scale a kept row, which every row-wise GEMM can apply to its
+    result. `column` is one scale a summed index, which no GEMM can apply: such an operand is *folded*. Its codes are
+    those of fprop, transposed, and its scales are multiplied into the other operand before that one is quantised.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ class Operand:
         return same and self.tile == other.tile.transposed and self.rounding == "nearest"
 
     def __str__(self) -> str:
-        extras = [{"float32": "FP32 scales"}.get(self.scaling, ""), {"stochastic": "stochastic"}.get(self.rounding, "")]
+        extras = [
+            {"float32": "FP32 scales"}.get(self.scaling, ""),
+            {"stochastic": "stochastic"}.get(self.rounding, ""),
+        ]
         return " ".join([self.format.upper(), self.granularity, *filter(None, extras)])
 
 
@@ -152,7 +155,9 @@ class Recipe:
         if a.format == b.format == "e5m2":
             raise ConfigError(f"{where}: no hardware multiplies E5M2 by E5M2. Give one operand format = 'e4m3'.")
         if a.is_folded:
-            raise ConfigError(f"{where}: its left operand cannot be 'column' (folded). Only dgrad.weight and wgrad.input can.")
+            raise ConfigError(
+                f"{where}: its left operand cannot be 'column' (folded). Only dgrad.weight and wgrad.input can."
+            )
         if gemm == "fprop" and b.is_folded:
             raise ConfigError(f"{where}.weight cannot be 'column' (folded): fprop is where the codes are made.")
 
@@ -162,6 +167,7 @@ class Recipe:
         if not self.fprop.is_fp8 or not operand.is_transpose_of(source):
             role = where.split(".")[1]
             raise ConfigError(
-                f"recipe '{self.name}': {where} is 'column' (folded), so its codes are those of fprop.{role}: that one must "
-                f"be in FP8, 'row', with the same format, scaling and nearest rounding. It is {source}, this one {operand}."
+                f"recipe '{self.name}': {where} is 'column' (folded), so its codes are those of fprop.{role}: that one "
+                "must be in FP8, 'row', with the same format, scaling and nearest rounding. "
+                f"It is {source}, this one {operand}."
             )

@@ -77,7 +77,11 @@ def explain(recipe: Recipe) -> str:
             lines.append(f"  {name}  BF16")
             continue
         a, b = operands[name]
-        left, right = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}[name]
+        left, right = {
+            "fprop": ("input", "weight"),
+            "dgrad": ("grad_output", "weight"),
+            "wgrad": ("grad_output", "input"),
+        }[name]
         lines.append(f"  {name}  FP8, {recipe.gemm(name).accumulate} accumulation")
         lines.append(f"    {left:<12}{a!s:<24}{_source(recipe, name, left, a, b)}")
         lines.append(f"    {right:<12}{b!s:<24}{_source(recipe, name, right, b, a)}")
@@ -91,7 +95,11 @@ def _source(recipe: Recipe, gemm: str, role: str, operand: Operand, partner: Ope
         return "codes of fprop, transposed; its scales are folded into grad_output"
     if source := reused_from(recipe, gemm, role):
         return f"codes and scales of {source}, transposed"
-    return f"quantised, after {'input' if gemm == 'wgrad' else 'weight'}'s scales are multiplied in" if partner.is_folded else "quantised"
+    return (
+        f"quantised, after {'input' if gemm == 'wgrad' else 'weight'}'s scales are multiplied in"
+        if partner.is_folded
+        else "quantised"
+    )
 
 
 def reused_from(recipe: Recipe, gemm: str, role: str) -> str | None:

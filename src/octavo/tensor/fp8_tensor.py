@@ -1,8 +1,9 @@
 """`FP8Tensor`: a matrix that is stored in FP8 and knows how to be one in a PyTorch program.
 
-It holds what `numerics.Quantized` holds, codes and scales, and the dtype it came from. It moves between devices, detaches,
-clones, transposes, goes through `torch.compile`, and multiplies through the FP8 GEMMs. Every other operation raises: a
-silent trip through BF16 is what FP8 storage is there to avoid. Call `dequantize()` where that is wanted.
+It holds what `numerics.Quantized` holds, codes and scales, and the dtype it came from. It moves between devices,
+detaches, clones, transposes, goes through `torch.compile`, and multiplies through the FP8 GEMMs. Every other
+operation raises: a silent trip through BF16 is what FP8 storage is there to avoid. Call `dequantize()` where that is
+wanted.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class FP8Tensor(Tensor):
     granularity: Granularity
 
     @staticmethod
-    def __new__(cls, codes: Tensor, scale: Tensor, granularity: Granularity, dtype: torch.dtype) -> FP8Tensor:
+    def __new__(  # noqa: D102
+        cls, codes: Tensor, scale: Tensor, granularity: Granularity, dtype: torch.dtype
+    ) -> FP8Tensor:
         tensor: FP8Tensor = Tensor._make_wrapper_subclass(
             cls, codes.shape, strides=codes.stride(), dtype=dtype, device=codes.device
         )
@@ -54,7 +57,7 @@ class FP8Tensor(Tensor):
         """The codes and scales, as the kernels take them."""
         return Quantized(self.codes, self.scale, self.granularity)
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values, codes * scale, in `dtype` (default: the dtype it was made from)."""
         return dequantize(self.quantized, dtype or self.dtype)
 
@@ -75,12 +78,12 @@ class FP8Tensor(Tensor):
         expected = tile.scale_shape(*codes.shape)
         if tuple(scale.shape) != expected:
             raise CheckpointError(
-                f"codes of shape {tuple(codes.shape)} with granularity '{granularity}' have scales of shape {expected}, "
-                f"found {tuple(scale.shape)}: the file is of another tensor."
+                f"codes of shape {tuple(codes.shape)} with granularity '{granularity}' have scales of shape "
+                f"{expected}, found {tuple(scale.shape)}: the file is of another tensor."
             )
         return cls(codes, scale, tile, dtype)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         shape = " x ".join(map(str, self.shape))
         return f"FP8Tensor({shape}, {self.codes.dtype}, scale per {self.granularity.name}, from {self.dtype})"
 
@@ -94,12 +97,17 @@ class FP8Tensor(Tensor):
         return cls(inner["codes"], inner["scale"], *meta)
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func not in _OPERATIONS:
             raise UnsupportedError(
-                f"{func} is not defined for an FP8Tensor: it would have to leave FP8. Call .dequantize() first if that is meant."
+                f"{func} is not defined for an FP8Tensor: it would have to leave FP8. "
+                "Call .dequantize() first if that is meant."
             )
         return _OPERATIONS[func](*args, **(kwargs or {}))
 
@@ -127,7 +135,8 @@ def _matmul(a: FP8Tensor, b: FP8Tensor) -> Tensor:
     """a (M, K) @ b (K, N), both in FP8; b is most often the transpose of a stored (N, K)."""
     if not (isinstance(a, FP8Tensor) and isinstance(b, FP8Tensor)):
         raise UnsupportedError(
-            "an FP8Tensor multiplies only another FP8Tensor: quantise the other operand, or call .dequantize() on this one."
+            "an FP8Tensor multiplies only another FP8Tensor: quantise the other operand, "
+            "or call .dequantize() on this one."
         )
     return kernels.gemm(kernels.contiguous(a.quantized), kernels.contiguous(b.quantized.t()), a.dtype)
 

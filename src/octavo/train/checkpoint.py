@@ -149,9 +149,7 @@ def _read_state(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file}: truncated or malformed ({error}).{_remedy(path)}") from error
     if version != FORMAT:
-        raise CheckpointError(
-            f"{path}: checkpoint format {version}; this version of octavo reads format {FORMAT}."
-        )
+        raise CheckpointError(f"{path}: checkpoint format {version}; this version of octavo reads format {FORMAT}.")
     return dict(state)
 
 

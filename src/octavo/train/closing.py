@@ -17,9 +17,7 @@ _LANES = {"fp8": "FP8", "bf16": "BF16"}
 def closing_block(console: Console, event: Finished) -> None:
     """Print the results, the loss curves and the next commands."""
     curves = {
-        f"loss {title}": [
-            (line["step"], line[f"loss_{lane}"]) for line in event.history if f"loss_{lane}" in line
-        ]
+        f"loss {title}": [(line["step"], line[f"loss_{lane}"]) for line in event.history if f"loss_{lane}" in line]
         for lane, title in _LANES.items()
     }
     console.print()

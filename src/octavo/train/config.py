@@ -120,9 +120,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         if self.model.sequence < self.data.sequence:
-            raise ConfigError(
-                f"data.sequence: {self.data.sequence} is more than model.sequence {self.model.sequence}."
-            )
+            raise ConfigError(f"data.sequence: {self.data.sequence} is more than model.sequence {self.model.sequence}.")
 
     @property
     def tokens(self) -> int:

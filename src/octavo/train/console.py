@@ -43,9 +43,7 @@ class ConsoleReporter:
         """Show one event."""
         match event:
             case Preparing():
-                self._say(
-                    f"octavo {__version__}: reading '{event.config.data.source}' and building the models ..."
-                )
+                self._say(f"octavo {__version__}: reading '{event.config.data.source}' and building the models ...")
             case Started():
                 self._start(event)
             case Logged():

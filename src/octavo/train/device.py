@@ -27,9 +27,7 @@ def resolve(name: str) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError(
-            f"run.device: no CUDA device is available to torch {torch.__version__}; use --device cpu."
-        )
+        raise ConfigError(f"run.device: no CUDA device is available to torch {torch.__version__}; use --device cpu.")
     if int(index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"run.device: '{name}' is not there; CUDA devices: {torch.cuda.device_count()}.")
     return torch.device("cuda", int(index or 0))

@@ -60,9 +60,7 @@ class Logged:
     def record(self) -> dict[str, Any]:
         """Return the line as `metrics.jsonl` holds it."""
         named = {"loss": self.loss, "gradient_norm": self.gradient_norm, "milliseconds": self.milliseconds}
-        by_lane = {
-            f"{name}_{lane}": value for name, values in named.items() for lane, value in values.items()
-        }
+        by_lane = {f"{name}_{lane}": value for name, values in named.items() for lane, value in values.items()}
         rest = {"gap_percent": gap_percent(self.loss), "lr": self.lr, "tokens": self.tokens}
         return {"step": self.step, **by_lane, **rest, "tokens_per_second": self.tokens_per_second}
 

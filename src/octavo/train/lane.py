@@ -32,9 +32,7 @@ class Lane:
     Parameters stay in FP32; forward and backward run under BF16 autocast unless `autocast` is false.
     """
 
-    def __init__(
-        self, name: str, model: nn.Module, config: OptimizerConfig, *, autocast: bool = True
-    ) -> None:
+    def __init__(self, name: str, model: nn.Module, config: OptimizerConfig, *, autocast: bool = True) -> None:
         self.name = name
         self.model = model
         self.clip = config.clip
@@ -52,9 +50,7 @@ class Lane:
         # Where the loss first stopped being finite. On the device, so that no step has to wait for it.
         self._broken_at = torch.full((), -1, dtype=torch.int64, device=self.device)
 
-    def step(
-        self, inputs_BT: Tensor, targets_BT: Tensor, *, step: int, lr: float, accumulate: int = 1
-    ) -> Measured:
+    def step(self, inputs_BT: Tensor, targets_BT: Tensor, *, step: int, lr: float, accumulate: int = 1) -> Measured:
         """Make one update from a batch, split into `accumulate` equal parts whose gradients are averaged."""
         self.model.train()
         loss = torch.zeros((), device=self.device)

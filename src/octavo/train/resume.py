@@ -42,9 +42,7 @@ def check_same_run(saved: Mapping[str, Any], config: RunConfig, where: Path) -> 
 
 
 def _what(key: str) -> str:
-    return {"model": "model", "data": "corpus"}.get(
-        key.split(".")[0], "recipe" if key == "run.recipe" else "run"
-    )
+    return {"model": "model", "data": "corpus"}.get(key.split(".")[0], "recipe" if key == "run.recipe" else "run")
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -73,9 +73,7 @@ class Trainer:
         found = checkpoint.load(checkpoint.find(self.checkpoints)[-1])
         check_same_run(found.state["config"], self.config, found.path)
         if found.step > self.config.run.steps:
-            raise CheckpointError(
-                f"{found.path}: is past the end of this run of {self.config.run.steps} steps."
-            )
+            raise CheckpointError(f"{found.path}: is past the end of this run of {self.config.run.steps} steps.")
         for lane in self.setup.lanes:
             restore_lane(lane, found.tensors[lane.name], found.path)
         restore_random(found.tensors["random"])
@@ -108,9 +106,7 @@ class Trainer:
         measured, watches = {}, {}
         for lane in self.setup.lanes:
             with Stopwatch(device) as watches[lane.name]:
-                measured[lane.name] = lane.step(
-                    inputs_BT, targets_BT, step=self.done, lr=lr, accumulate=run.accumulate
-                )
+                measured[lane.name] = lane.step(inputs_BT, targets_BT, step=self.done, lr=lr, accumulate=run.accumulate)
         last = self.done == run.steps
         log = last or self.done == 1 or self._due(run.log_every)
         save = last or self._due(run.checkpoint_every)
@@ -128,9 +124,7 @@ class Trainer:
 
     def _learning_rate(self) -> float:
         o = self.config.optimizer
-        return learning_rate(
-            self.done, steps=self.config.run.steps, peak=o.lr, warmup=o.warmup, floor=o.min_lr
-        )
+        return learning_rate(self.done, steps=self.config.run.steps, peak=o.lr, warmup=o.warmup, floor=o.min_lr)
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.done % every == 0
@@ -246,9 +240,7 @@ def _check_directory(out: Path, *, resume: bool, overwrite: bool) -> None:
     if resume and overwrite:
         raise ConfigError("--resume continues a run and --overwrite starts it over: choose one.")
     if resume and last is None:
-        raise CheckpointError(
-            f"{out / 'checkpoints'}: there is no checkpoint to resume from. Start without --resume."
-        )
+        raise CheckpointError(f"{out / 'checkpoints'}: there is no checkpoint to resume from. Start without --resume.")
     if last is not None and not (resume or overwrite):
         raise ConfigError(
             f"{out}: holds a run already ({last.name}). --resume continues it, --overwrite starts over,"

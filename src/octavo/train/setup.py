@@ -73,9 +73,7 @@ def _text(config: RunConfig) -> tuple[Loader, list[Batch], TokenFiles]:
     return loader, heldout, files
 
 
-def _lanes(
-    config: RunConfig, recipe: recipes.Recipe, device: torch.device
-) -> tuple[tuple[Lane, ...], Plan | None]:
+def _lanes(config: RunConfig, recipe: recipes.Recipe, device: torch.device) -> tuple[tuple[Lane, ...], Plan | None]:
     """Both lanes start from the same bits: the twin is a copy, made before the conversion."""
     model = build(config.model, config.run.seed).to(device)
     if not recipe.is_fp8:

@@ -30,12 +30,9 @@ def summarise(
     """
     losses = {f"heldout_loss_{lane}": heldout.get(lane) for lane in ("fp8", "bf16")}
     surprises = {
-        f"perplexity_{lane}": perplexity(heldout[lane]) if lane in heldout else None
-        for lane in ("fp8", "bf16")
+        f"perplexity_{lane}": perplexity(heldout[lane]) if lane in heldout else None for lane in ("fp8", "bf16")
     }
-    times = {
-        f"step_milliseconds_{lane}": _median(history, f"milliseconds_{lane}") for lane in ("fp8", "bf16")
-    }
+    times = {f"step_milliseconds_{lane}": _median(history, f"milliseconds_{lane}") for lane in ("fp8", "bf16")}
     return {
         "recipe": config.run.recipe,
         "device": device,

@@ -1,7 +1,8 @@
-"""`torch._scaled_mm` for tensor and row scales, `F.scaled_mm` for 1x128 and 128x128 blocks (Hopper, CUDA 12.9 or newer).
+"""`torch._scaled_mm` for tensor and row scales, `F.scaled_mm` for 1x128 and 128x128 blocks (Hopper, CUDA 12.9 or
+newer).
 
-Both multiply a (M, K) row-major by b^T, b (N, K) row-major: the contraction is contiguous in both. On a GPU, K and N must
-be multiples of 16 (128 for blocks): what is missing is filled with zero codes and scale 1, which change no sum.
+Both multiply a (M, K) row-major by b^T, b (N, K) row-major: the contraction is contiguous in both. On a GPU, K and N
+must be multiples of 16 (128 for blocks): what is missing is filled with zero codes and scale 1, which change no sum.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
-from octavo.numerics import BLOCK_128x128, PER_ROW, PER_TENSOR, TILE_1x128, Quantized
+from octavo.numerics import PER_ROW, PER_TENSOR, BLOCK_128x128, Quantized, TILE_1x128
 
 _BLOCKS = {TILE_1x128: ScalingType.BlockWise1x128, BLOCK_128x128: ScalingType.BlockWise128x128}
 
@@ -89,7 +90,7 @@ def scaled_mm_block(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bo
 
 
 def _block_scale(x: Quantized, rows: int, cols: int) -> Tensor:
-    """Lay the scales out as cuBLAS reads them: the kept index contiguous, 128x128 blocks padded to four along the sum."""
+    """Lay the scales out as cuBLAS reads them: kept index contiguous, 128x128 blocks padded to four along the sum."""
     tiles = x.granularity.scale_shape(rows, cols)
     if x.granularity == BLOCK_128x128:
         tiles = (tiles[0], -(-tiles[1] // 4) * 4)
@@ -111,7 +112,11 @@ def _pad(codes: Tensor, row_multiple: int, col_multiple: int) -> Tensor:
 def _refuses_device(device: torch.device) -> str | None:
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
-        return None if capability >= (8, 9) else f"compute capability {capability[0]}.{capability[1]} has no FP8 (8.9 is the first)"
+        return (
+            None
+            if capability >= (8, 9)
+            else f"compute capability {capability[0]}.{capability[1]} has no FP8 (8.9 is the first)"
+        )
     if device.type != "cpu":
         return f"no FP8 GEMM for {device.type}"
     return _probe_cpu()
@@ -125,5 +130,3 @@ def _probe_cpu() -> str | None:
     except (RuntimeError, NotImplementedError) as error:
         return f"this PyTorch has no _scaled_mm for the CPU ({str(error).splitlines()[0]})"
     return None
-
-

@@ -1,0 +1,317 @@
+"""Converting changes how linear layers compute, and nothing that anybody else holds on to."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo import kernels
+from octavo.conversion import Policy, apply, convert, disabled, make_plan, revert
+from octavo.conversion.plan import LayerPlan, Plan
+from octavo.errors import ConfigError, NonFiniteError, UnsupportedError
+from octavo.nn import Linear
+from octavo.recipes import load
+
+TOKENS = torch.arange(24).reshape(2, 12) * 3
+
+
+def fp8(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, Linear)]
+
+
+def test_the_layers_of_the_plan_are_converted_and_no_others(model, converted):
+    plan = convert(model)
+    assert fp8(model) == converted == list(plan.recipes)
+    assert type(model.lm_head) is nn.Linear
+    with kernels.record() as ledger:
+        model(TOKENS).sum().backward()
+    assert ledger.gemms == {"scaled_mm.row": 12}
+
+
+def test_the_plan_returned_is_the_one_that_make_plan_gives(model):
+    expected = str(make_plan(model, "block"))
+    assert str(convert(model, "block")) == expected
+
+
+def test_the_functions_are_on_top_of_the_package():
+    assert octavo.convert is convert and octavo.revert is revert and octavo.disabled is disabled
+    assert octavo.plan is make_plan
+
+
+def test_everything_attached_to_a_layer_survives_both_ways(model):
+    layer = model.layers[0].up
+    seen: list[str] = []
+    layer.register_forward_pre_hook(lambda *_: seen.append("pre"))
+    layer.register_forward_hook(lambda *_: seen.append("forward"))
+    layer.register_full_backward_hook(lambda *_: seen.append("backward"))
+    layer.weight.register_hook(lambda _: seen.append("weight"))
+    layer.note, layer.weight.note = "mine", "its"
+    model.layers[1].down.weight.requires_grad_(False)
+    model.eval()
+    model.layers[1].train()
+    parameters = dict(model.named_parameters())
+    modules = dict(model.named_modules())
+    flags = {name: module.training for name, module in modules.items()}
+    state = model.state_dict()
+
+    def unchanged() -> None:
+        assert {name: id(p) for name, p in model.named_parameters()} == {name: id(p) for name, p in parameters.items()}
+        assert {name: id(m) for name, m in model.named_modules()} == {name: id(m) for name, m in modules.items()}
+        assert {name: m.training for name, m in model.named_modules()} == flags
+        assert list(model.state_dict()) == list(state)
+        assert all(torch.equal(model.state_dict()[name], value) for name, value in state.items())
+        assert model.lm_head.weight is model.embed.weight
+        assert model.again is model.layers[0].up
+        assert (layer.note, layer.weight.note) == ("mine", "its")
+        assert not model.layers[1].down.weight.requires_grad
+        seen.clear()
+        model(TOKENS).sum().backward()
+        assert seen == ["pre", "forward", "weight", "backward"] or seen == ["pre", "forward", "backward", "weight"]
+
+    unchanged()
+    convert(model)
+    unchanged()
+    revert(model)
+    unchanged()
+
+
+def test_an_optimizer_made_before_keeps_training_it(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    convert(model)
+    before = model.layers[0].up.weight.clone()
+    model(TOKENS).square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(model.layers[0].up.weight, before)
+
+
+def test_revert_gives_back_the_model_that_was(model, converted):
+    expected = model(TOKENS)
+    modules = {name: (type(m), dict(m.__dict__)) for name, m in model.named_modules()}
+    convert(model)
+    assert not torch.equal(model(TOKENS), expected)
+    assert revert(model) == len(converted)
+    assert {name: (type(m), dict(m.__dict__)) for name, m in model.named_modules()} == modules
+    assert torch.equal(model(TOKENS), expected)
+    assert revert(model) == 0
+
+
+def test_tied_linear_layers_stay_tied_and_both_gradients_arrive():
+    model = nn.ModuleDict({"one": nn.Linear(64, 64, bias=False), "two": nn.Linear(64, 64, bias=False)})
+    model.two.weight = model.one.weight
+    convert(model)
+    assert model.one.weight is model.two.weight
+    x = torch.randn(8, 64)
+    alone = []
+    for layer in (model.one, model.two):
+        (gradient,) = torch.autograd.grad(layer(x).square().sum(), layer.weight)
+        alone.append(gradient)
+    (model.one(x).square().sum() + model.two(x).square().sum()).backward()
+    torch.testing.assert_close(model.one.weight.grad, alone[0] + alone[1])
+
+
+def test_a_linear_layer_as_the_whole_model():
+    layer = nn.Linear(64, 64)
+    plan = convert(layer)
+    assert type(layer) is Linear and plan.fp8_layers == 1
+    with disabled(layer):
+        assert not layer.enabled
+    assert revert(layer) == 1 and type(layer) is nn.Linear
+
+
+def test_state_dict_goes_between_converted_and_plain_models(model):
+    convert(model)
+    twin = type(model)()
+    twin.load_state_dict(model.state_dict())
+    model.load_state_dict(twin.state_dict())
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    twin.load_state_dict(torch.load(file, weights_only=True))
+
+
+def test_a_copy_of_a_converted_model_is_converted(model, converted):
+    convert(model)
+    twin = copy.deepcopy(model)
+    assert fp8(twin) == converted
+    assert torch.equal(twin(TOKENS), model(TOKENS))
+    assert twin.lm_head.weight is twin.embed.weight
+
+
+def test_converting_twice_is_converting_once(model, converted):
+    first = convert(model)
+    y = model(TOKENS)
+    assert str(convert(model)) == str(first)
+    assert fp8(model) == converted
+    assert torch.equal(model(TOKENS), y)
+
+
+def test_converting_to_another_recipe(model, converted):
+    convert(model, "tensorwise")
+    convert(model, "block")
+    assert all(model.get_submodule(name).recipe == load("block") for name in converted)
+    once = type(model)()
+    once.load_state_dict(model.state_dict())
+    convert(once, "block")
+    assert torch.equal(once(TOKENS), model(TOKENS))
+
+
+def test_converting_to_bf16_turns_layers_back(model):
+    convert(model)
+    convert(model, "bf16")
+    assert fp8(model) == []
+
+
+def test_a_policy_that_keeps_a_converted_layer_turns_it_back(model, converted):
+    convert(model, policy=Policy(keep={}))
+    assert "lm_head" in fp8(model)
+    convert(model)
+    assert fp8(model) == converted
+
+
+def test_subclasses_are_left_alone_and_the_plan_says_why():
+    class Lora(nn.Linear):
+        pass
+
+    model = nn.Sequential(Lora(64, 64), nn.Linear(64, 64))
+    plan = convert(model)
+    assert type(model[0]) is Lora and type(model[1]) is Linear
+    assert plan.layers[0].reason == "Lora is a subclass of nn.Linear with a forward of its own"
+
+
+def test_subclasses_of_our_own_layer_are_left_alone_too():
+    class Mine(Linear):
+        pass
+
+    model = nn.Sequential(Mine(64, 64), nn.Linear(64, 64))
+    convert(model)
+    assert type(model[0]) is Mine
+    convert(model, "bf16")
+    revert(model)
+    assert type(model[0]) is Mine
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_weight_that_is_not_finite_stops_it_before_anything_has_changed(model, value):
+    with torch.no_grad():
+        model.layers[1].down.weight[3, 5] = value
+        model.layers[1].down.weight[4, 0] = value
+    message = r"layers\.1\.down\.weight holds 2 value\(s\) that are NaN or infinite, the first at row 3, column 5"
+    with pytest.raises(NonFiniteError, match=message):
+        convert(model)
+    assert fp8(model) == []
+
+
+def test_a_weight_that_is_not_finite_stops_a_change_of_recipe_too(model, converted):
+    convert(model)
+    with torch.no_grad():
+        model.layers[1].down.weight[3, 5] = torch.nan
+    with pytest.raises(NonFiniteError):
+        convert(model, "block")
+    assert {model.get_submodule(name).recipe.name for name in converted} == {"folded"}
+
+
+def test_a_layer_that_stays_in_bf16_may_hold_what_it_likes(model, converted):
+    with torch.no_grad():
+        model.layers[0].router.weight[0, 0] = torch.nan
+    convert(model)
+    assert fp8(model) == converted
+
+
+def test_the_message_for_a_root_layer_names_its_weight():
+    layer = nn.Linear(64, 64)
+    with torch.no_grad():
+        layer.weight[0, 0] = torch.nan
+    with pytest.raises(NonFiniteError, match=r"^weight holds 1 value"):
+        convert(layer)
+
+
+@pytest.mark.parametrize("recipe", ["foldd", {"modules": {"nowhere.*": "bf16"}}], ids=str)
+def test_a_wrong_recipe_changes_nothing(model, recipe):
+    with pytest.raises(ConfigError):
+        convert(model, recipe)
+    assert fp8(model) == []
+
+
+def test_a_model_on_the_meta_device_can_be_converted_and_filled_later():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64))
+    convert(model)
+    model.to_empty(device="cpu")
+    nn.init.normal_(model[0].weight)
+    nn.init.zeros_(model[0].bias)
+    assert torch.equal(model(torch.zeros(2, 64)), torch.zeros(2, 64))
+
+
+# --- disabled -------------------------------------------------------------------------------------------------------
+
+
+def test_disabled_computes_as_before_the_conversion(model):
+    expected = model(TOKENS)
+    convert(model)
+    converted_y = model(TOKENS)
+    with disabled(model), kernels.record() as ledger:
+        assert torch.equal(model(TOKENS), expected)
+    assert not ledger.gemms
+    assert torch.equal(model(TOKENS), converted_y)
+
+
+def test_disabled_ends_when_an_exception_leaves_it(model):
+    convert(model)
+    with pytest.raises(ZeroDivisionError), disabled(model):
+        raise ZeroDivisionError
+    assert all(model.get_submodule(name).enabled for name in fp8(model))
+
+
+def test_disabled_inside_disabled_ends_with_the_outer_one(model):
+    convert(model)
+    layer = model.layers[0].up
+    with disabled(model):
+        with disabled(model.layers[0]):
+            assert not layer.enabled
+        assert not layer.enabled
+    assert layer.enabled
+
+
+def test_disabled_leaves_alone_what_was_off_already(model):
+    convert(model)
+    model.layers[0].up.enabled = False
+    with disabled(model):
+        pass
+    assert not model.layers[0].up.enabled
+
+
+def test_disabled_of_a_plain_model_does_nothing(model):
+    expected = model(TOKENS)
+    with disabled(model):
+        assert torch.equal(model(TOKENS), expected)
+
+
+# --- strict ---------------------------------------------------------------------------------------------------------
+
+
+def test_rule_7_strict_refuses_a_fallback_and_changes_nothing(model, monkeypatch):
+    row = LayerPlan(
+        name="layers.0.up",
+        shape=(128, 64),
+        recipe="mine",
+        precision="fp8 / fp8 / fp8",
+        kernels="scaled_mm.row / reference / scaled_mm.row",
+        gain=1.2,
+        reason="dgrad falls back: row scales take E4M3 operands only",
+    )
+    recipe = load("folded")
+    plan = Plan(recipe=recipe, device="cuda:0", tokens=1, layers=(row,), recipes={"layers.0.up": recipe})
+    monkeypatch.setattr(apply, "make_plan", lambda *_, **__: plan)
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.up: recipe 'mine' has no fast kernel on cuda:0 \(dgrad falls back"):
+        convert(model, strict=True)
+    assert fp8(model) == []
+    convert(model, strict=False)
+    assert fp8(model) == ["layers.0.up"]
+
+
+def test_strict_on_a_cpu_refuses_nothing(model, converted):
+    convert(model, "block", strict=True)
+    assert fp8(model) == converted

@@ -1,0 +1,62 @@
+"""The predicted gain behaves as the machine does: it grows with the size, and passes cost what they move."""
+
+import itertools
+
+import pytest
+
+from octavo.conversion.gain import predicted_gain
+from octavo.recipes import load
+
+SIZES = [256, 512, 1024, 2048, 4096, 8192, 16384]
+FP8 = ["folded", "rowwise", "tensorwise", "block"]
+
+
+def test_bf16_gains_nothing():
+    assert predicted_gain(load("bf16"), 4096, 4096, 8192) == pytest.approx(1.0, rel=1e-12)
+
+
+@pytest.mark.parametrize("recipe", FP8)
+@pytest.mark.parametrize("axis", [0, 1, 2], ids=["out_features", "in_features", "tokens"])
+def test_it_grows_with_every_size(recipe, axis):
+    for small, large in itertools.pairwise(SIZES):
+        shape = [4096, 4096, 8192]
+        shape[axis] = small
+        less = predicted_gain(load(recipe), *shape)
+        shape[axis] = large
+        assert predicted_gain(load(recipe), *shape) > less > 0
+
+
+@pytest.mark.parametrize("recipe", FP8)
+def test_it_nears_the_ratio_of_the_rates_and_never_passes_it(recipe):
+    # The GEMM rates of measured-h200.md over BF16's 670 TFLOP/s: what is left when passes cost nothing.
+    limit = {"folded": 1160, "rowwise": 1160, "tensorwise": 1190, "block": 880}[recipe] / 670
+    assert predicted_gain(load(recipe), 4096, 14336, 16384) < limit
+    assert predicted_gain(load(recipe), 1 << 24, 1 << 24, 1 << 24) == pytest.approx(limit, rel=1e-2)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_block_is_below_rowwise_and_rowwise_below_folded(size):
+    block, rowwise, folded = (predicted_gain(load(name), size, size, 8192) for name in ("block", "rowwise", "folded"))
+    assert block < rowwise < folded
+
+
+def test_small_layers_lose_and_large_ones_gain():
+    for recipe in FP8:
+        assert predicted_gain(load(recipe), 256, 256, 8192) < 1
+    assert predicted_gain(load("folded"), 14336, 4096, 16384) > 1.4
+
+
+def test_every_gemm_left_in_bf16_costs_gain():
+    shape = (8192, 8192, 16384)
+    whole = predicted_gain(load("folded"), *shape)
+    one = predicted_gain(load({"wgrad": {"precision": "bf16"}}), *shape)
+    two = predicted_gain(load({"wgrad": {"precision": "bf16"}, "dgrad": {"precision": "bf16"}}), *shape)
+    assert whole > one > two > 1
+
+
+def test_worked_out_by_hand():
+    # tensorwise, N = K = M = 1000: 2e9 operations a GEMM. Quantised: x, w and dy, 5 bytes an element; transposed: w,
+    # x and dy, 2 bytes an element: 21 MB.
+    bf16 = 2e9 / 670e12
+    expected = 3 * bf16 / (3 * 2e9 / 1190e12 + 21e6 / 4200e9)
+    assert predicted_gain(load("tensorwise"), 1000, 1000, 1000) == pytest.approx(expected, rel=1e-12)

@@ -1,0 +1,211 @@
+"""A plan says what each layer will do and why, and changes nothing."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from octavo.conversion import LayerPlan, Policy, convert, make_plan
+from octavo.conversion import plan as module
+from octavo.conversion.plan import refuse_fallbacks
+from octavo.errors import ConfigError, OctavoError, UnsupportedError
+from octavo.recipes import load
+
+TABLE = """\ layer            N x K     recipe  fprop / dgrad / wgrad                          gain  why layers.0.up
+128 x 64  folded  scaled_mm.row / scaled_mm.row / scaled_mm.row  - layers.0.down    64 x 128  folded  scaled_mm.row /
+scaled_mm.row / scaled_mm.row  - layers.0.router  256 x 64  bf16    bf16                                           -
+router: a small error sends a token to another expert layers.0.tiny    8 x 64    bf16    bf16 -     fewer than 32
+features layers.1.up      128 x 64  folded  scaled_mm.row / scaled_mm.row / scaled_mm.row  - layers.1.down    64 x 128
+folded  scaled_mm.row / scaled_mm.row / scaled_mm.row  - layers.1.router  256 x 64  bf16 bf16
+-     router: a small error sends a token to another expert layers.1.tiny    8 x 64    bf16    bf16
+-     fewer than 32 features lm_head 96 x 64   bf16    bf16                                           -     output
+head: its error goes straight into the loss
+
+4 of 9 linear layers in FP8 (44% of their weights) on cpu"""
+
+
+def of(plan, name: str) -> LayerPlan:
+    return next(layer for layer in plan.layers if layer.name == name)
+
+
+def test_table_of_a_small_model(model):
+    assert str(make_plan(model)) == TABLE
+
+
+def test_a_plan_changes_nothing(model):
+    before = {name: (type(m), dict(m.__dict__)) for name, m in model.named_modules()}
+    make_plan(model, "block")
+    assert {name: (type(m), dict(m.__dict__)) for name, m in model.named_modules()} == before
+
+
+def test_shared_layers_are_planned_once_by_their_first_name(model):
+    assert [layer.name for layer in make_plan(model).layers].count("layers.0.up") == 1
+    assert "again" not in [layer.name for layer in make_plan(model).layers]
+
+
+def test_what_a_row_says(model):
+    row = of(make_plan(model, {"base": "block", "dgrad": {"precision": "bf16"}}), "layers.0.up")
+    assert row == LayerPlan(
+        name="layers.0.up",
+        shape=(128, 64),
+        recipe="block, changed",
+        precision="fp8 / bf16 / fp8",
+        kernels="reference / - / reference",
+        gain=None,
+        reason="",
+    )
+    assert row.is_fp8
+
+
+def test_the_plan_of_bf16_keeps_everything_and_says_so(model):
+    plan = make_plan(model, "bf16")
+    assert plan.fp8_layers == 0 and plan.recipes == {}
+    assert of(plan, "layers.0.up").reason == "the recipe says bf16"
+    assert of(plan, "layers.0.router").reason.startswith("router")
+    assert str(plan).endswith("0 of 9 linear layers in FP8 (0% of their weights) on cpu")
+
+
+def test_recipes_by_pattern_the_last_match_wins(model):
+    recipe = load({"modules": {"layers.*": "block", "layers.1.*": "bf16", "*.down": "tensorwise"}})
+    plan = make_plan(model, recipe)
+    assert {name: of(plan, name).recipe for name in ("layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down")} == {
+        "layers.0.up": "block",
+        "layers.0.down": "tensorwise",
+        "layers.1.up": "bf16",
+        "layers.1.down": "tensorwise",
+    }
+    assert set(plan.recipes) == {"layers.0.up", "layers.0.down", "layers.1.down"}
+
+
+def test_a_pattern_does_not_overrule_the_policy(model):
+    plan = make_plan(model, load({"modules": {"lm_head": "folded"}}))
+    assert not of(plan, "lm_head").is_fp8
+
+
+def test_unknown_pattern_says_what_was_meant(model):
+    message = (
+        r"recipe 'folded, changed': modules: the pattern 'layers\.0\.upp' matches no linear layer\. Did you mean 'layers\.0\.up'\?"
+    )
+    with pytest.raises(ConfigError, match=message):
+        make_plan(model, load({"modules": {"layers.0.upp": "bf16"}}))
+
+
+def test_unknown_recipe(model):
+    with pytest.raises(ConfigError, match="Did you mean 'block'?"):
+        make_plan(model, "blokc")
+
+
+def test_a_policy_of_ones_own(model):
+    plan = make_plan(model, policy=Policy(keep={}, min_features=0, filter=lambda name, _: not name.endswith("up")))
+    assert {layer.name for layer in plan.layers if not layer.is_fp8} == {"layers.0.up", "layers.1.up"}
+    assert of(plan, "layers.0.up").reason == "left out by the policy's filter"
+
+
+def test_root_module_that_is_a_linear_layer():
+    plan = make_plan(nn.Linear(64, 64))
+    assert [layer.name for layer in plan.layers] == [""]
+    assert plan.fp8_layers == 1
+
+
+def test_models_without_linear_layers():
+    for empty in (nn.Conv2d(3, 4, 3), nn.Sequential(), nn.Identity()):
+        assert str(make_plan(empty)).endswith("0 of 0 linear layers in FP8 (0% of their weights) on cpu")
+
+
+def test_a_model_on_the_meta_device():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+    plan = make_plan(model)
+    assert [layer.is_fp8 for layer in plan.layers] == [True, False]
+
+
+def test_json_says_what_the_plan_says(model):
+    plan = make_plan(model, "block", tokens=123)
+    body = json.loads(plan.to_json())
+    assert {key: body[key] for key in ("recipe", "device", "tokens")} == {"recipe": "block", "device": "cpu", "tokens": 123}
+    layers = [LayerPlan(**{**layer, "shape": tuple(layer["shape"])}) for layer in body["layers"]]
+    assert tuple(layers) == plan.layers
+
+
+def test_a_converted_model_is_planned_as_it_was_before(model):
+    before = make_plan(model)
+    convert(model)
+    assert str(make_plan(model)) == str(before)
+
+
+def test_the_policy_holds_for_a_converted_model_too(model):
+    convert(model, policy=Policy(keep={}, min_features=0))
+    assert str(make_plan(model)) == TABLE
+
+
+# --- a GPU that is not here -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Answer for a Hopper GPU: tensor and row scales have a kernel, E5M2 by row does not, blocks do."""
+
+    def gemm_kernel(device, a, b):
+        if a[1] in ("1x128", "128x128"):
+            return "scaled_mm.block", {}
+        if "e5m2" in (a[0], b[0]) and "row" in (a[1], b[1]):
+            return "reference", {"scaled_mm.row": "row scales take E4M3 operands only"}
+        return ("scaled_mm.tensor" if a[1] == b[1] == "tensor" else "scaled_mm.row"), {}
+
+    monkeypatch.setattr(module, "gemm_kernel", gemm_kernel)
+
+
+E5M2 = {"base": "rowwise", "name": "mine", "dgrad": {"grad_output": {"format": "e5m2"}}}
+
+
+@pytest.mark.usefixtures("hopper")
+def test_on_a_gpu_a_layer_too_small_to_gain_stays_in_bf16():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(4096, 4096))
+    plan = make_plan(model, device="cuda")
+    small, large = plan.layers
+    assert not small.is_fp8 and small.gain is None
+    assert small.reason.startswith("too small to gain: predicted 0.") and small.reason.endswith("times BF16 at 8192 tokens")
+    assert large.is_fp8 and large.gain is not None and large.gain > 1
+    assert all(layer.is_fp8 for layer in make_plan(model, device="cuda", policy=Policy(min_gain=0)).layers)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_gain_is_shown_in_the_table():
+    plan = make_plan(nn.Sequential(nn.Linear(4096, 4096)), device="cuda")
+    assert f"  {plan.layers[0].gain:.2f}" in str(plan).splitlines()[1]
+    assert str(plan).endswith("on cuda")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_rule_7_the_plan_says_what_falls_back_and_strict_refuses_it():
+    plan = make_plan(nn.Sequential(nn.Linear(4096, 4096)), E5M2, device="cuda")
+    row = plan.layers[0]
+    assert row.kernels == "scaled_mm.row / reference / scaled_mm.row"
+    assert row.reason == "dgrad falls back: scaled_mm.row: row scales take E4M3 operands only"
+    with pytest.raises(UnsupportedError, match="0: recipe 'mine' has no fast kernel on cuda.*row scales take E4M3.*strict=False"):
+        refuse_fallbacks(plan)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_rule_7_without_fallbacks_strict_refuses_nothing(model):
+    for name in ("folded", "rowwise", "tensorwise", "block", "bf16"):
+        refuse_fallbacks(make_plan(nn.Linear(4096, 4096), name, device="cuda"))
+    refuse_fallbacks(make_plan(model, "block"))  # a CPU has nothing faster
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU where there is none")
+def test_a_plan_for_a_gpu_that_is_not_here_is_an_error_of_ours():
+    with pytest.raises(OctavoError):
+        make_plan(nn.Linear(4096, 4096), device="cuda")
+
+
+@pytest.mark.gpu
+def test_no_preset_falls_back_on_hopper():
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("not Hopper")
+    layer = nn.Linear(4096, 4096, device="cuda")
+    for name in ("folded", "rowwise", "tensorwise", "block"):
+        plan = make_plan(layer, name)
+        assert plan.fp8_layers == 1 and "reference" not in plan.layers[0].kernels
+        refuse_fallbacks(plan)
