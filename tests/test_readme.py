@@ -46,9 +46,7 @@ def test_a_new_python_is_found_under_another_name(tmp_path: Path) -> None:
     find = ["/bin/sh", str(ROOT / ".ci/find-python")]
     done = subprocess.run(find, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=True)
     assert done.stdout == "python3.12\n"
-    asked = subprocess.run(
-        [*find, "no-such"], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
-    )
+    asked = subprocess.run([*find, "no-such"], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
     assert asked.returncode == 1 and "'no-such' is not there" in asked.stderr
 
 
@@ -67,9 +65,7 @@ def test_dependencies_are_explained() -> None:
     optional = {_name(line) for extra in ("english", "bpe", "parquet") for line in extras[extra]}
     page = (ROOT / "docs/reference/dependencies.md").read_text()
     sections = re.split(r"^## ", page, flags=re.MULTILINE)[1:]
-    explained = [
-        re.findall(r"^\| (?!package|extra|---)(.+?) \|", section, re.MULTILINE) for section in sections
-    ]
+    explained = [re.findall(r"^\| (?!package|extra|---)(.+?) \|", section, re.MULTILINE) for section in sections]
     assert set(explained[0]) == needed
     assert set(explained[1]) == {"english", "bpe", "parquet"}
     assert all(name in sections[1] for name in optional)

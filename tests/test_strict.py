@@ -81,8 +81,14 @@ def test_instances_are_taken_as_they_are():
     [
         ({"nmae": 1}, r"run\.toml: unknown key 'nmae'\. Did you mean 'name'\? Known keys: name, rate, on, "),
         ({"zzzz": 1}, r"run\.toml: unknown key 'zzzz'\. Known keys"),
-        ({"inner": {"sise": 1}}, r"run\.toml: inner: unknown key 'sise'\. Did you mean 'size'\? Known keys: kind, size\."),
-        ({"inner": {"kind": "fst"}}, r"run\.toml: inner: kind: 'fst' is none of 'slow', 'fast'\. Did you mean 'fast'\?"),
+        (
+            {"inner": {"sise": 1}},
+            r"run\.toml: inner: unknown key 'sise'\. Did you mean 'size'\? Known keys: kind, size\.",
+        ),
+        (
+            {"inner": {"kind": "fst"}},
+            r"run\.toml: inner: kind: 'fst' is none of 'slow', 'fast'\. Did you mean 'fast'\?",
+        ),
         ({"inner": {"kind": ["slow"]}}, r"inner: kind: \['slow'\] is none of"),
         ({"inner": 3}, r"run\.toml: inner: expected a table of settings, got 3\."),
         ({"name": 3}, r"run\.toml: name: expected str, got 3 \(int\)\."),

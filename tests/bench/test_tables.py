@@ -106,9 +106,7 @@ def test_a_broken_page_is_named(page: str, message: str, tmp_path: Path) -> None
         tables.fill(page, tmp_path, "page.md")
 
 
-def test_check_reports_a_stale_page_and_writing_mends_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_reports_a_stale_page_and_writing_mends_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "README.md"
     page.write_text("<!-- table: step -->\nstale\n<!-- end -->\n")
     at_root = ["--root", str(tmp_path)]
@@ -118,9 +116,7 @@ def test_check_reports_a_stale_page_and_writing_mends_it(
     assert tables.main(["--check", *at_root]) == 0
 
 
-def test_an_invalid_result_is_one_line_and_exit_code_1(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_invalid_result_is_one_line_and_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     latest = tmp_path / "benchmarks" / "results" / "latest"
     latest.mkdir(parents=True)
     (latest / "step.json").write_text("{}")

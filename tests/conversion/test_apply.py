@@ -305,7 +305,9 @@ def test_rule_7_strict_refuses_a_fallback_and_changes_nothing(model, monkeypatch
     recipe = load("folded")
     plan = Plan(recipe=recipe, device="cuda:0", tokens=1, layers=(row,), recipes={"layers.0.up": recipe})
     monkeypatch.setattr(apply, "make_plan", lambda *_, **__: plan)
-    with pytest.raises(UnsupportedError, match=r"layers\.0\.up: recipe 'mine' has no fast kernel on cuda:0 \(dgrad falls back"):
+    with pytest.raises(
+        UnsupportedError, match=r"layers\.0\.up: recipe 'mine' has no fast kernel on cuda:0 \(dgrad falls back"
+    ):
         convert(model, strict=True)
     assert fp8(model) == []
     convert(model, strict=False)

@@ -12,17 +12,21 @@ from octavo.conversion.plan import refuse_fallbacks
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
 from octavo.recipes import load
 
-TABLE = """\ layer            N x K     recipe  fprop / dgrad / wgrad                          gain  why layers.0.up
-128 x 64  folded  scaled_mm.row / scaled_mm.row / scaled_mm.row  - layers.0.down    64 x 128  folded  scaled_mm.row /
-scaled_mm.row / scaled_mm.row  - layers.0.router  256 x 64  bf16    bf16                                           -
-router: a small error sends a token to another expert layers.0.tiny    8 x 64    bf16    bf16 -     fewer than 32
-features layers.1.up      128 x 64  folded  scaled_mm.row / scaled_mm.row / scaled_mm.row  - layers.1.down    64 x 128
-folded  scaled_mm.row / scaled_mm.row / scaled_mm.row  - layers.1.router  256 x 64  bf16 bf16
--     router: a small error sends a token to another expert layers.1.tiny    8 x 64    bf16    bf16
--     fewer than 32 features lm_head 96 x 64   bf16    bf16                                           -     output
-head: its error goes straight into the loss
+ROUTER = "router: a small error sends a token to another expert"
+HEAD = "output head: its error goes straight into the loss"
+TABLE = f"""
+layer            N x K     recipe  fprop / dgrad / wgrad                          gain  why
+layers.0.up      128 x 64  folded  scaled_mm.row / scaled_mm.row / scaled_mm.row  -
+layers.0.down    64 x 128  folded  scaled_mm.row / scaled_mm.row / scaled_mm.row  -
+layers.0.router  256 x 64  bf16    bf16                                           -     {ROUTER}
+layers.0.tiny    8 x 64    bf16    bf16                                           -     fewer than 32 features
+layers.1.up      128 x 64  folded  scaled_mm.row / scaled_mm.row / scaled_mm.row  -
+layers.1.down    64 x 128  folded  scaled_mm.row / scaled_mm.row / scaled_mm.row  -
+layers.1.router  256 x 64  bf16    bf16                                           -     {ROUTER}
+layers.1.tiny    8 x 64    bf16    bf16                                           -     fewer than 32 features
+lm_head          96 x 64   bf16    bf16                                           -     {HEAD}
 
-4 of 9 linear layers in FP8 (44% of their weights) on cpu"""
+4 of 9 linear layers in FP8 (45% of their weights) on cpu""".lstrip()
 
 
 def of(plan, name: str) -> LayerPlan:
@@ -69,7 +73,9 @@ def test_the_plan_of_bf16_keeps_everything_and_says_so(model):
 def test_recipes_by_pattern_the_last_match_wins(model):
     recipe = load({"modules": {"layers.*": "block", "layers.1.*": "bf16", "*.down": "tensorwise"}})
     plan = make_plan(model, recipe)
-    assert {name: of(plan, name).recipe for name in ("layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down")} == {
+    assert {
+        name: of(plan, name).recipe for name in ("layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down")
+    } == {
         "layers.0.up": "block",
         "layers.0.down": "tensorwise",
         "layers.1.up": "bf16",
@@ -84,15 +90,13 @@ def test_a_pattern_does_not_overrule_the_policy(model):
 
 
 def test_unknown_pattern_says_what_was_meant(model):
-    message = (
-        r"recipe 'folded, changed': modules: the pattern 'layers\.0\.upp' matches no linear layer\. Did you mean 'layers\.0\.up'\?"
-    )
+    message = r"modules: the pattern 'layers\.0\.upp' matches no linear layer\. Did you mean 'layers\.0\.up'\?"
     with pytest.raises(ConfigError, match=message):
         make_plan(model, load({"modules": {"layers.0.upp": "bf16"}}))
 
 
 def test_unknown_recipe(model):
-    with pytest.raises(ConfigError, match="Did you mean 'block'?"):
+    with pytest.raises(ConfigError, match=r"Did you mean 'block'\?"):
         make_plan(model, "blokc")
 
 
@@ -123,7 +127,11 @@ def test_a_model_on_the_meta_device():
 def test_json_says_what_the_plan_says(model):
     plan = make_plan(model, "block", tokens=123)
     body = json.loads(plan.to_json())
-    assert {key: body[key] for key in ("recipe", "device", "tokens")} == {"recipe": "block", "device": "cpu", "tokens": 123}
+    assert {key: body[key] for key in ("recipe", "device", "tokens")} == {
+        "recipe": "block",
+        "device": "cpu",
+        "tokens": 123,
+    }
     layers = [LayerPlan(**{**layer, "shape": tuple(layer["shape"])}) for layer in body["layers"]]
     assert tuple(layers) == plan.layers
 
@@ -165,7 +173,9 @@ def test_on_a_gpu_a_layer_too_small_to_gain_stays_in_bf16():
     plan = make_plan(model, device="cuda")
     small, large = plan.layers
     assert not small.is_fp8 and small.gain is None
-    assert small.reason.startswith("too small to gain: predicted 0.") and small.reason.endswith("times BF16 at 8192 tokens")
+    assert small.reason.startswith("too small to gain: predicted 0.") and small.reason.endswith(
+        "times BF16 at 8192 tokens"
+    )
     assert large.is_fp8 and large.gain is not None and large.gain > 1
     assert all(layer.is_fp8 for layer in make_plan(model, device="cuda", policy=Policy(min_gain=0)).layers)
 
@@ -183,7 +193,9 @@ def test_rule_7_the_plan_says_what_falls_back_and_strict_refuses_it():
     row = plan.layers[0]
     assert row.kernels == "scaled_mm.row / reference / scaled_mm.row"
     assert row.reason == "dgrad falls back: scaled_mm.row: row scales take E4M3 operands only"
-    with pytest.raises(UnsupportedError, match="0: recipe 'mine' has no fast kernel on cuda.*row scales take E4M3.*strict=False"):
+    with pytest.raises(
+        UnsupportedError, match=r"0: recipe 'mine' has no fast kernel on cuda.*row scales take E4M3.*strict=False"
+    ):
         refuse_fallbacks(plan)
 
 

@@ -236,5 +236,3 @@ def test_rule_7_a_fallback_on_a_gpu_is_written_down_with_its_reason():
     assert ledger.gemms == {"reference": 2}
     assert len(ledger.fallbacks) == 1
     assert "1x32 x 1x32 ran as reference: scaled_mm.block: its operands are not" in ledger.fallbacks[0]
-
-

@@ -41,7 +41,7 @@ def product(a: np.ndarray, b: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
 def three_gemms(
     x_MK: torch.Tensor, w_NK: torch.Tensor, dy_MN: torch.Tensor, recipe: Recipe
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-    """Return (result, sum of magnitudes) of y, dx and dw: FP32 operands quantised as the recipe says, multiplied in float64."""
+    """Return (result, sum of magnitudes) of y, dx and dw: quantised as the recipe says, multiplied in float64."""
     x, w, dy = (t.detach().float().numpy() for t in (x_MK, w_NK, dy_MN))
     x8, sx = quantise(x, recipe.fprop.input)
     w8, sw = quantise(w, recipe.fprop.weight)

@@ -1,4 +1,4 @@
-"""The linear layer's three GEMMs: against float64 (conftest.py), how accurate they are, and what they keep for backward."""
+"""The linear layer's three GEMMs: against float64 (conftest.py), how accurate, and what they keep for backward."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ FP8_PRESETS = PRESETS[:-1]
 
 
 def operands(gemm_operands: dict[str, tuple[str, str]], **settings) -> dict:
-    return {gemm: {role: settings for role in roles} for gemm, roles in gemm_operands.items()}
+    return {gemm: dict.fromkeys(roles, settings) for gemm, roles in gemm_operands.items()}
 
 
 ROLES = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
@@ -28,7 +28,9 @@ RECIPES: dict[str, Recipe] = {name: load(name) for name in PRESETS} | {
     "folded, one scale a gradient": load({g: {"grad_output": {"granularity": "tensor"}} for g in ("dgrad", "wgrad")}),
     "rowwise, fprop bf16": load({"base": "rowwise", "fprop": {"precision": "bf16"}}),
     "rowwise, FP32 scales": load({"base": "rowwise", **operands(ROLES, scaling="float32")}),
-    "tensorwise, only wgrad": load({"base": "tensorwise", "fprop": {"precision": "bf16"}, "dgrad": {"precision": "bf16"}}),
+    "tensorwise, only wgrad": load(
+        {"base": "tensorwise", "fprop": {"precision": "bf16"}, "dgrad": {"precision": "bf16"}}
+    ),
     "only dgrad folded": load({"wgrad": {"input": {"granularity": "row"}}}),
     "only wgrad folded": load({"dgrad": {"weight": {"granularity": "row"}}}),
     "block, FP32 scales": load({"base": "block", **operands(ROLES, scaling="float32")}),
@@ -57,7 +59,11 @@ def with_outliers(m: int, n: int, k: int, alignment: int = -1) -> tuple[Tensor, 
     alignment: -1 where the gradient is small for large tokens (after a norm), 0 where it is the same for all, 1 where
         it is large for them.
     """
-    token, channel, feature = torch.exp(2 * torch.randn(m, 1)), torch.exp(torch.randn(1, k)), torch.exp(torch.randn(1, n))
+    token, channel, feature = (
+        torch.exp(2 * torch.randn(m, 1)),
+        torch.exp(torch.randn(1, k)),
+        torch.exp(torch.randn(1, n)),
+    )
     return torch.randn(m, k) * token * channel, torch.randn(n, k) * 0.02, torch.randn(m, n) * feature * token**alignment
 
 
@@ -148,7 +154,9 @@ def test_outliers_ruin_rows_under_one_scale_a_tensor_and_not_under_folded():
     # What the outlier data are for: small tokens flush under the scale of large ones. Without this the test above
     # says little.
     data = with_outliers(256, 192, 320)
-    worst = {name: float(sqnr_per_row_db(exact(*data)[0], run(*data, name)[0]).min()) for name in ("folded", "tensorwise")}
+    worst = {
+        name: float(sqnr_per_row_db(exact(*data)[0], run(*data, name)[0]).min()) for name in ("folded", "tensorwise")
+    }
     assert worst["tensorwise"] < 15.0
     assert worst["folded"] > 23.0
 
@@ -201,7 +209,11 @@ def test_stochastic_rounding_averages_out_over_steps():
 @pytest.mark.parametrize("shape", [(7,), (3, 7), (2, 3, 7), (1, 2, 3, 7), (0, 7), (2, 0, 7)], ids=str)
 @pytest.mark.parametrize("name", PRESETS)
 def test_any_leading_shape(name, shape):
-    x, w, bias = torch.randn(shape, requires_grad=True), torch.randn(5, 7, requires_grad=True), torch.randn(5, requires_grad=True)
+    x, w, bias = (
+        torch.randn(shape, requires_grad=True),
+        torch.randn(5, 7, requires_grad=True),
+        torch.randn(5, requires_grad=True),
+    )
     y = linear(x, w, bias, load(name))
     assert y.shape == (*shape[:-1], 5)
     flat = linear(x.reshape(-1, 7), w, bias, load(name))

@@ -55,7 +55,12 @@ def test_forward_and_gradients_are_those_of_the_function(recipe):
     twin_x, weight, bias = (t.detach().clone().requires_grad_() for t in (x, layer.weight, layer.bias))
     twin = functional.linear(twin_x, weight, bias, load(recipe))
     twin.square().sum().backward()
-    for one, other in ((y, twin), (x.grad, twin_x.grad), (layer.weight.grad, weight.grad), (layer.bias.grad, bias.grad)):
+    for one, other in (
+        (y, twin),
+        (x.grad, twin_x.grad),
+        (layer.weight.grad, weight.grad),
+        (layer.bias.grad, bias.grad),
+    ):
         assert torch.equal(one, other)
 
 
@@ -67,7 +72,7 @@ def test_the_same_arguments_as_nn_linear():
     assert torch.equal(ours.weight, theirs.weight) and ours.bias is None
     assert isinstance(ours, nn.Linear)
     assert ours.recipe == load("rowwise")
-    with pytest.raises(ConfigError, match="unknown recipe 'rowise'. Did you mean 'rowwise'?"):
+    with pytest.raises(ConfigError, match=r"unknown recipe 'rowise'\. Did you mean 'rowwise'\?"):
         Linear(8, 4, recipe="rowise")
 
 

@@ -5,7 +5,18 @@ import math
 import pytest
 import torch
 
-from octavo.numerics import E4M3, E5M2, PER_ROW, PER_TENSOR, Quantized, kurtosis, measure, quantize, sqnr_db, sqnr_per_row_db
+from octavo.numerics import (
+    E4M3,
+    E5M2,
+    PER_ROW,
+    PER_TENSOR,
+    Quantized,
+    kurtosis,
+    measure,
+    quantize,
+    sqnr_db,
+    sqnr_per_row_db,
+)
 
 
 def test_sqnr_of_known_noise():

@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 
 from octavo.errors import ConfigError
 from octavo.numerics import (
-    BLOCK_128x128,
     E4M3,
     E5M2,
-    GROUP_1x32,
     PER_COLUMN,
     PER_ROW,
     PER_TENSOR,
-    TILE_1x128,
+    BLOCK_128x128,
     Granularity,
+    GROUP_1x32,
+    TILE_1x128,
     granularity_named,
     quantize,
     tile_amax,
@@ -63,7 +63,7 @@ def test_unknown_name(name):
 
 
 def test_unknown_name_says_what_was_meant():
-    with pytest.raises(ConfigError, match="Did you mean 'tensor'?"):
+    with pytest.raises(ConfigError, match=r"Did you mean 'tensor'\?"):
         granularity_named("tensr")
 
 
@@ -82,7 +82,14 @@ def test_scale_shape_counts_ragged_tiles(granularity, shape):
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("tensor", (1, 1)), ("row", (300, 1)), ("column", (1, 200)), ("1x128", (300, 2)), ("128x128", (3, 2)), ("1x32", (300, 7))],
+    [
+        ("tensor", (1, 1)),
+        ("row", (300, 1)),
+        ("column", (1, 200)),
+        ("1x128", (300, 2)),
+        ("128x128", (3, 2)),
+        ("1x32", (300, 7)),
+    ],
 )
 def test_scale_shape_of_the_table(name, expected):
     assert granularity_named(name).scale_shape(300, 200) == expected

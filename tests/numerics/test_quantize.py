@@ -10,23 +10,32 @@ from hypothesis.extra.numpy import arrays
 
 from octavo.errors import ConfigError
 from octavo.numerics import (
-    BLOCK_128x128,
     E4M3,
     E5M2,
-    GROUP_1x32,
     PER_COLUMN,
     PER_ROW,
     PER_TENSOR,
-    TILE_1x128,
+    BLOCK_128x128,
     Granularity,
+    GROUP_1x32,
     Quantized,
+    TILE_1x128,
     dequantize,
     quantize,
     to_codes,
 )
 
 TWIN = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
-GRANULARITIES = [PER_TENSOR, PER_ROW, PER_COLUMN, TILE_1x128, BLOCK_128x128, GROUP_1x32, Granularity(128, 1), Granularity(3, 5)]
+GRANULARITIES = [
+    PER_TENSOR,
+    PER_ROW,
+    PER_COLUMN,
+    TILE_1x128,
+    BLOCK_128x128,
+    GROUP_1x32,
+    Granularity(128, 1),
+    Granularity(3, 5),
+]
 every_format = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
 every_granularity = pytest.mark.parametrize("granularity", GRANULARITIES, ids=lambda g: g.name)
 every_scaling = pytest.mark.parametrize("scaling", ["power_of_two", "float32"])
@@ -40,7 +49,7 @@ def values_of(fmt) -> np.ndarray:
 
 
 def boundaries(fmt) -> np.ndarray:
-    """Return the values, the midpoints between them, and the first value that would be rounded to beyond the largest."""
+    """Return the values, the midpoints between them, and where rounding would go beyond the largest value."""
     values = values_of(fmt)
     beyond = 2 * values[-1] - values[-2]
     return np.concatenate([values, (values[1:] + values[:-1]) / 2, [(values[-1] + beyond) / 2, beyond]])
@@ -79,7 +88,9 @@ def test_rule_4_random_doubles_around_every_boundary(fmt, oracle_codes):
     # does.
     random = np.random.default_rng(0)
     edges = np.concatenate([boundaries(fmt), -boundaries(fmt)])[:, None]
-    x = edges + np.maximum(np.abs(edges), fmt.smallest_subnormal) * random.normal(size=(1, 60)) * 2.0 ** -random.integers(1, 26, 60)
+    x = edges + np.maximum(np.abs(edges), fmt.smallest_subnormal) * random.normal(
+        size=(1, 60)
+    ) * 2.0 ** -random.integers(1, 26, 60)
     x = x.astype(np.float32).ravel()
     assert_same_codes(uint8(to_codes(torch.from_numpy(x), fmt)), oracle_codes(x, fmt.name), fmt)
 
@@ -95,7 +106,15 @@ def test_rule_4_ties_go_to_the_even_code(fmt):
 @every_format
 def test_rule_4_finite_values_saturate(fmt):
     top = fmt.max
-    beyond = [top, np.nextafter(np.float32(top), np.float32(np.inf)), top * 17 / 16, top * 1.5, 2 * top, 1e30, 3.4028235e38]
+    beyond = [
+        top,
+        np.nextafter(np.float32(top), np.float32(np.inf)),
+        top * 17 / 16,
+        top * 1.5,
+        2 * top,
+        1e30,
+        3.4028235e38,
+    ]
     x = torch.tensor([float(v) for v in beyond])
     assert torch.equal(to_codes(x, fmt).float(), torch.full_like(x, top))
     assert torch.equal(to_codes(-x, fmt).float(), torch.full_like(x, -top))
@@ -248,7 +267,7 @@ def test_empty_matrices(granularity, shape):
 
 @pytest.mark.parametrize("shape", [(4,), (2, 3, 4), ()], ids=str)
 def test_only_matrices(shape):
-    with pytest.raises(ConfigError, match="takes a matrix, got shape .*: flatten the leading dimensions first"):
+    with pytest.raises(ConfigError, match=r"takes a matrix, got shape .*: flatten the leading dimensions first"):
         quantize(torch.zeros(shape))
 
 
@@ -269,14 +288,17 @@ def test_quantized_transposes_as_a_view():
 
 def test_dequantise_of_a_matrix_made_by_hand():
     codes = torch.tensor([[1.0, -2.0, 3.0], [0.5, 448.0, 0.0]]).to(E4M3.dtype)
-    assert dequantize(Quantized(codes, torch.tensor([[2.0], [0.25]]), PER_ROW)).tolist() == [[2, -4, 6], [0.125, 112, 0]]
+    assert dequantize(Quantized(codes, torch.tensor([[2.0], [0.25]]), PER_ROW)).tolist() == [
+        [2, -4, 6],
+        [0.125, 112, 0],
+    ]
 
 
 # --- stochastic rounding --------------------------------------------------------------------------------------------
 
 
 def stochastic(x: torch.Tensor, fmt, seed: int) -> torch.Tensor:
-    """Return the values that stochastic rounding gives at scale 1: a last row holds the largest value and fixes the scale."""
+    """Return what stochastic rounding gives at scale 1: a last row of the largest value fixes the scale."""
     anchored = torch.cat([x, torch.full((1, x.shape[1]), fmt.max)])
     quantized = quantize(anchored, fmt, PER_TENSOR, rounding="stochastic", seed=seed)
     assert quantized.scale.item() == 1.0
@@ -288,7 +310,7 @@ def stochastic(x: torch.Tensor, fmt, seed: int) -> torch.Tensor:
 def test_rule_4_stochastic_rounding_is_unbiased(fmt, share):
     count = 40_000
     values = values_of(fmt)
-    places = [0, 1, 2 ** fmt.mantissa_bits - 1, 40, len(values) - 2]  # zero, subnormal, its end, normal, the last gap
+    places = [0, 1, 2**fmt.mantissa_bits - 1, 40, len(values) - 2]  # zero, subnormal, its end, normal, the last gap
     for place in places:
         low, high = values[place], values[place + 1]
         for sign in (1, -1):

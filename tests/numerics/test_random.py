@@ -1,4 +1,4 @@
-"""Random bits are Philox-4x32-10: against the known answers of Random123, an independent twin, and Triton's generator."""
+"""Random bits are Philox-4x32-10: against known answers of Random123, an independent twin, and Triton's stream."""
 
 import os
 import subprocess
@@ -91,7 +91,11 @@ def test_triton_gives_the_same_stream(tmp_path):
     script = tmp_path / "bits.py"  # triton reads the source of a kernel from a file, and its mode at import
     script.write_text(TRITON)
     run = subprocess.run(
-        [sys.executable, script], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=True
+        [sys.executable, script],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     for seed, line in zip((0, 1, 123456789, 0x299F31D0A4093822), run.stdout.splitlines(), strict=True):
         assert random_bits(seed, (64,), CPU).tolist() == [int(word) for word in line.split()]

@@ -141,7 +141,9 @@ def test_below_the_end_of_fp32_values_flush_instead_of_dividing_by_zero(fmt, sca
         assert scale_of(amax, fmt, scaling) == (SMALLEST, 1 / SMALLEST)
     x = torch.tensor([[2.0**-149, -(2.0**-128)]])
     restored = dequantize(quantize(x, fmt, PER_ROW, scaling))
-    assert bool(((restored - x).abs() <= fmt.smallest_subnormal * 2.0**-127).all()), "half a subnormal step of scale 2^-126"
+    assert bool(((restored - x).abs() <= fmt.smallest_subnormal * 2.0**-127).all()), (
+        "half a subnormal step of scale 2^-126"
+    )
 
 
 @every_format

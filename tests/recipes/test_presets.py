@@ -11,7 +11,7 @@ OPERANDS = {
         "dgrad": ("E4M3 row", "E4M3 column"),
         "wgrad": ("E4M3 row", "E4M3 column"),
     },
-    "rowwise": {gemm: ("E4M3 row", "E4M3 row") for gemm in GEMMS},
+    "rowwise": dict.fromkeys(GEMMS, ("E4M3 row", "E4M3 row")),
     "tensorwise": {
         "fprop": ("E4M3 tensor FP32 scales", "E4M3 tensor FP32 scales"),
         "dgrad": ("E5M2 tensor FP32 scales", "E4M3 tensor FP32 scales"),

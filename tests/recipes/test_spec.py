@@ -38,7 +38,9 @@ def test_left_operands_cannot_be_folded(gemms):
 
 
 def test_fprop_weight_cannot_be_folded():
-    refused(r"fprop\.weight cannot be 'column' \(folded\): fprop is where the codes are made", fprop=Fprop(weight=COLUMN))
+    refused(
+        r"fprop\.weight cannot be 'column' \(folded\): fprop is where the codes are made", fprop=Fprop(weight=COLUMN)
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,7 +81,8 @@ def test_a_gemm_in_bf16_is_not_checked_for_what_it_does_not_use():
 
 def test_unknown_granularity_says_where():
     refused(
-        r"recipe 'mine'.*fprop.*unknown granularity 'rwo'\. Did you mean 'row'\?", fprop=Fprop(input=Operand(granularity="rwo"))
+        r"recipe 'mine'.*fprop.*unknown granularity 'rwo'\. Did you mean 'row'\?",
+        fprop=Fprop(input=Operand(granularity="rwo")),
     )
 
 
@@ -110,7 +113,11 @@ def test_recipes_are_frozen():
         (Operand(granularity="1x128"), Operand(granularity="1x128"), False),
         (Operand(granularity="tensor", format="e5m2"), Operand(granularity="tensor"), False),
         (Operand(granularity="tensor", scaling="float32"), Operand(granularity="tensor"), False),
-        (Operand(granularity="tensor", rounding="stochastic"), Operand(granularity="tensor", rounding="stochastic"), False),
+        (
+            Operand(granularity="tensor", rounding="stochastic"),
+            Operand(granularity="tensor", rounding="stochastic"),
+            False,
+        ),
     ],
     ids=lambda value: str(value),
 )
@@ -124,7 +131,10 @@ def test_gradients_are_quantised_anew_where_a_scale_was_folded_into_them():
     tensor = Operand(granularity="tensor")
     plain = Recipe(name="mine", dgrad=Dgrad(grad_output=tensor), wgrad=Wgrad(grad_output=tensor))
     assert reused_from(plain, "wgrad", "grad_output") == "dgrad"
-    for folds in ({"dgrad": Dgrad(grad_output=tensor, weight=COLUMN)}, {"wgrad": Wgrad(grad_output=tensor, input=COLUMN)}):
+    for folds in (
+        {"dgrad": Dgrad(grad_output=tensor, weight=COLUMN)},
+        {"wgrad": Wgrad(grad_output=tensor, input=COLUMN)},
+    ):
         assert reused_from(dataclasses.replace(plain, **folds), "wgrad", "grad_output") is None
     without_dgrad = dataclasses.replace(plain, dgrad=Dgrad(grad_output=tensor, precision="bf16"))
     assert reused_from(without_dgrad, "wgrad", "grad_output") is None

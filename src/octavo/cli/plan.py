@@ -44,7 +44,7 @@ def plan(
     import torch
 
     from octavo import recipes
-    from octavo.conversion import make_plan
+    from octavo.conversion import Policy, make_plan
     from octavo.models import build
     from octavo.train.device import resolve
 
@@ -53,7 +53,8 @@ def plan(
     with torch.device("meta"):
         model = build(config.model, config.run.seed)
     tokens = config.run.batch // config.run.accumulate * config.data.sequence
-    planned = make_plan(model, recipe, tokens=tokens, device=device)
+    policy = Policy(min_gain=config.run.min_gain)
+    planned = make_plan(model, recipe, policy=policy, tokens=tokens, device=device)
     if json_output:
         print(planned.to_json())
     else:

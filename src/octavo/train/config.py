@@ -77,6 +77,8 @@ class LoopConfig:
     """Parts that a batch is split into, to fit in memory; their gradients are averaged."""
     recipe: str = "folded"
     """FP8 recipe: a name that `octavo recipes` lists, or the path of a recipe file."""
+    min_gain: float = 1.0
+    """On a GPU, layers that are predicted to gain less than this stay in BF16; 0 converts them all."""
     twin: bool = True
     """Train the BF16 twin beside it, on the same batches from the same weights."""
     seed: int = 0
@@ -100,6 +102,7 @@ class LoopConfig:
 
     def __post_init__(self) -> None:
         _positive("run", self, "steps", "batch", "accumulate", "log_every", "eval_tokens", "keep")
+        _within("run", self, "min_gain", low=0, high=math.inf)
         _within("run", self, "eval_every", "checkpoint_every", "seed", low=0, high=2**63 - 1)
         if self.batch % self.accumulate:
             raise ConfigError(f"run.accumulate: {self.accumulate} does not divide run.batch {self.batch}.")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import recipes
-from octavo.conversion import Plan, convert
+from octavo.conversion import Plan, Policy, convert
 from octavo.data import Loader, TokenFiles, heldout_batches, load_tokenizer, prepare
 from octavo.errors import ConfigError
 from octavo.models import build
@@ -80,7 +80,7 @@ def _lanes(config: RunConfig, recipe: recipes.Recipe, device: torch.device) -> t
         return (_lane("bf16", model, config, device),), None
     twin = copy.deepcopy(model) if config.run.twin else None
     tokens = config.run.batch // config.run.accumulate * config.data.sequence
-    plan = convert(model, recipe, tokens=tokens)
+    plan = convert(model, recipe, policy=Policy(min_gain=config.run.min_gain), tokens=tokens)
     lanes = [_lane("fp8", model, config, device)]
     if twin is not None:
         lanes.append(_lane("bf16", twin, config, device))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octavo.kernels.reference.gemm import gemm
-from octavo.numerics import PER_COLUMN, PER_ROW, PER_TENSOR, TILE_1x128, Quantized
+from octavo.numerics import PER_COLUMN, PER_ROW, PER_TENSOR, Quantized, TILE_1x128
 
 
 def matrix(rows: list[list[float]], scale: list[list[float]], granularity, dtype=torch.float8_e4m3fn) -> Quantized:

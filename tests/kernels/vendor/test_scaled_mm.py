@@ -5,7 +5,7 @@ import torch
 
 from octavo import kernels
 from octavo.kernels.vendor import scaled_mm
-from octavo.numerics import BLOCK_128x128, TILE_1x128, Quantized, granularity_named
+from octavo.numerics import BLOCK_128x128, Quantized, TILE_1x128, granularity_named
 
 
 def probe(granularity: str, fmt: str = "e4m3", shape: tuple[int, int] = (32, 256)) -> Quantized:
@@ -30,7 +30,9 @@ def test_both_formats_run_on_a_cpu():
         assert scaled_mm.refuses_row(probe("row", fmt), probe("row")) is None
 
 
-@pytest.mark.parametrize(("left", "right"), [("128x128", "128x128"), ("row", "128x128"), ("1x32", "128x128"), ("1x128", "128x1")])
+@pytest.mark.parametrize(
+    ("left", "right"), [("128x128", "128x128"), ("row", "128x128"), ("1x32", "128x128"), ("1x128", "128x1")]
+)
 def test_block_refuses_pairs_that_cublas_has_not(left, right):
     assert scaled_mm.refuses_block(probe(left), probe(right)).startswith("its operands are not 1x128 by 128x128")
 
@@ -73,8 +75,12 @@ def random_codes(rows: int, cols: int, granularity) -> Quantized:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("left", "right"), [(TILE_1x128, BLOCK_128x128), (BLOCK_128x128, TILE_1x128), (TILE_1x128, TILE_1x128)])
-@pytest.mark.parametrize(("m", "n", "k"), [(128, 128, 128), (384, 256, 640), (130, 140, 300), (1, 129, 1), (257, 1, 513)], ids=str)
+@pytest.mark.parametrize(
+    ("left", "right"), [(TILE_1x128, BLOCK_128x128), (BLOCK_128x128, TILE_1x128), (TILE_1x128, TILE_1x128)]
+)
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(128, 128, 128), (384, 256, 640), (130, 140, 300), (1, 129, 1), (257, 1, 513)], ids=str
+)
 def test_non_uniform_block_scales_reach_their_blocks(m, n, k, left, right, oracle):
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("block scales are Hopper's")
@@ -88,14 +94,18 @@ def test_non_uniform_block_scales_reach_their_blocks(m, n, k, left, right, oracl
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (17, 33, 130), (128, 256, 384), (5, 16, 15)], ids=str)
-@pytest.mark.parametrize(("left", "right"), [("row", "row"), ("row", "tensor"), ("tensor", "row"), ("tensor", "tensor")])
+@pytest.mark.parametrize(
+    ("left", "right"), [("row", "row"), ("row", "tensor"), ("tensor", "row"), ("tensor", "tensor")]
+)
 def test_row_and_tensor_scales_in_every_size(m, n, k, left, right, oracle):
     a, b = random_codes(m, k, granularity_named(left)), random_codes(n, k, granularity_named(right))
     exact, magnitude = oracle(a, b)
     kernel = scaled_mm.scaled_mm_tensor if (left, right) == ("tensor", "tensor") else scaled_mm.scaled_mm_row
     y = kernel(a, b, torch.float32, False).cpu().double()
     assert y.shape == (m, n)
-    assert bool(((y - exact).abs() <= 2.0**-13 * magnitude + 2.0**-8 * exact.abs()).all())  # row scales: rounded to BF16
+    assert bool(
+        ((y - exact).abs() <= 2.0**-13 * magnitude + 2.0**-8 * exact.abs()).all()
+    )  # row scales: rounded to BF16
 
 
 @pytest.mark.gpu

@@ -1,5 +1,4 @@
-"""`torch._scaled_mm` for tensor and row scales, `F.scaled_mm` for 1x128 and 128x128 blocks (Hopper, CUDA 12.9 or
-newer).
+"""`torch._scaled_mm` for tensor and row scales, `F.scaled_mm` for 1x128 and 128x128 blocks (Hopper, CUDA 12.9 on).
 
 Both multiply a (M, K) row-major by b^T, b (N, K) row-major: the contraction is contiguous in both. On a GPU, K and N
 must be multiples of 16 (128 for blocks): what is missing is filled with zero codes and scale 1, which change no sum.
