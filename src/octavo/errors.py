@@ -36,5 +36,5 @@ class RunError(OctavoError):
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return `" Did you mean 'x'?"` for the nearest choice, or `""` where none is near."""
-    near = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(word), list(choices), n=1, cutoff=0.5)
     return f" Did you mean '{near[0]}'?" if near else ""

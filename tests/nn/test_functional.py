@@ -203,6 +203,16 @@ def test_stochastic_rounding_averages_out_over_steps():
     assert sqnr_db(reference, mean) > sqnr_db(reference, first) + 12  # 10 log10(64) = 18 dB, less chance
 
 
+def test_stochastic_rounding_compiles_and_draws_anew_every_time():
+    recipe = load({"base": "rowwise", "wgrad": {"grad_output": {"rounding": "stochastic"}}})
+    x, w, dy = normal(24, 16, 40)
+    w.requires_grad_()
+    compiled = torch.compile(linear, backend="aot_eager", fullgraph=True)
+    first, second = (torch.autograd.grad(compiled(x, w, None, recipe), w, dy)[0] for _ in range(2))
+    assert not torch.equal(first, second)
+    torch._dynamo.reset()
+
+
 # --- shapes, bias, dtypes -------------------------------------------------------------------------------------------
 
 

@@ -245,6 +245,16 @@ def test_a_frozen_weight_is_quantised_once(quantised):
     assert quantised == [(24, 40)]
 
 
+def test_a_frozen_weight_is_quantised_once_while_others_train(quantised):
+    model = nn.Sequential(Linear(40, 24), nn.Linear(24, 8))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model[1].parameters(), fused=True)
+    for _ in range(3):
+        model(torch.randn(5, 40)).sum().backward()
+        optimizer.step()
+    assert quantised == [(24, 40)]
+
+
 def test_an_evaluation_between_steps_costs_nothing(quantised):
     layer = Linear(40, 24)
     layer(torch.randn(5, 40, requires_grad=True)).sum().backward()
@@ -305,6 +315,18 @@ def test_checkpointed_activations_give_the_same_gradients(recipe):
         model.zero_grad()
         run(x).square().sum().backward()
         gradients.append([x.grad, *(p.grad.clone() for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_checkpointed_stochastic_rounding_draws_the_same_bits_again():
+    recipe = load({"base": "rowwise", "fprop": {"input": {"rounding": "stochastic"}}})
+    model = nn.Sequential(Linear(40, 24, recipe=recipe), nn.ReLU(), Linear(24, 8, recipe=recipe))
+    gradients = []
+    for run in (model, lambda x: checkpoint(model, x, use_reentrant=False)):
+        torch.manual_seed(5)
+        model.zero_grad()
+        run(torch.ones(5, 40)).square().sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 

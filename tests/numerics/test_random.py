@@ -53,6 +53,11 @@ def test_every_element_is_its_own_counter(seed):
     assert bits.flatten().tolist() == expected
 
 
+@pytest.mark.parametrize("seed", [0, 1, 0xFFFFFFFF, 1 << 32, (1 << 62) - 1], ids=hex)
+def test_a_seed_may_be_a_tensor(seed):
+    assert torch.equal(random_bits(torch.tensor(seed), (64,), CPU), random_bits(seed, (64,), CPU))
+
+
 def test_shape_does_not_matter_only_the_index_does():
     assert torch.equal(random_bits(7, (6, 4), CPU).flatten(), random_bits(7, (24,), CPU))
     assert torch.equal(random_bits(7, (5,), CPU), random_bits(7, (24,), CPU)[:5])

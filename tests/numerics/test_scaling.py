@@ -35,7 +35,7 @@ def nearest_fp32(x: Fraction) -> Fraction:
 
 @every_format
 @given(amax=positive_fp32)
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, derandomize=True, max_examples=300)
 def test_power_of_two_is_the_smallest_that_holds_amax(fmt, amax):
     scale, inverse = scale_of(amax, fmt, "power_of_two")
     assert scale * inverse == 1
@@ -59,7 +59,7 @@ def test_power_of_two_at_and_beside_every_power(fmt):
 
 @every_format
 @given(amax=positive_fp32)
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, derandomize=True, max_examples=300)
 def test_float32_is_the_quotient_rounded_once(fmt, amax):
     scale, inverse = scale_of(amax, fmt, "float32")
     exact = Fraction(amax) / Fraction(fmt.max)
@@ -70,7 +70,7 @@ def test_float32_is_the_quotient_rounded_once(fmt, amax):
 @every_format
 @every_scaling
 @given(pair=st.tuples(positive_fp32, positive_fp32))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, derandomize=True, max_examples=100)
 def test_scale_is_monotone_in_amax(fmt, scaling, pair):
     low, high = (scale_of(amax, fmt, scaling) for amax in sorted(pair))
     assert low[0] <= high[0] and low[1] >= high[1]
@@ -104,11 +104,12 @@ def test_rule_2_amax_zero_gives_scale_one_and_zero_codes(fmt, scaling):
 @every_format
 @every_scaling
 @given(data=st.data())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, derandomize=True, max_examples=150)
 def test_rule_2_no_floor_so_quantise_is_scale_invariant(fmt, scaling, data):
     """Q(2^-k x) = 2^-k Q(x): same codes, scale moved by 2^-k, until the scale would pass 2^-126, where FP32 ends."""
     values = data.draw(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=8))
     x = torch.tensor([values])
+    x = torch.where(x.abs() < 2.0**-60, 0.0, x)  # start well above where scales end
     quantized = quantize(x, fmt, PER_TENSOR, scaling)
     room = int(torch.log2(quantized.scale).floor()) + 126  # how far the scale can still move down
     k = data.draw(st.integers(-60, room))

@@ -45,7 +45,7 @@ def convert(
     for name, layer in layers.items():
         if name in plan.recipes:
             Linear.adopt(layer, plan.recipes[name])
-        elif isinstance(layer, Linear):
+        elif type(layer) is Linear:
             layer.release()
     return plan
 
@@ -72,7 +72,7 @@ def disabled(model: nn.Module) -> Iterator[None]:
 
 
 def _fp8_layers(model: nn.Module) -> list[Linear]:
-    return [module for module in model.modules() if isinstance(module, Linear)]
+    return [module for module in model.modules() if type(module) is Linear]
 
 
 def _check_finite(name: str, layer: nn.Linear) -> None:
@@ -82,6 +82,7 @@ def _check_finite(name: str, layer: nn.Linear) -> None:
     count = int((~torch.isfinite(weight)).sum())
     row, column = (int(i) for i in torch.nonzero(~torch.isfinite(weight))[0])
     raise NonFiniteError(
-        f"{name}.weight holds {count} value(s) that are NaN or infinite, the first at row {row}, column {column}. "
+        f"{'.'.join(filter(None, (name, 'weight')))} holds {count} value(s) that are NaN or infinite, the first at row "
+        f"{row}, column {column}. "
         "Load a good checkpoint, or find the step that produced them; nothing was converted."
     )

@@ -84,6 +84,7 @@ def make_plan(
 
     Raises:
         ConfigError: an unknown recipe, or a pattern that matches no linear layer.
+        UnsupportedError: `device` is not there to be asked what it can run.
     """
     recipe, policy = load(recipe), policy or Policy()
     layers = list(_linear_layers(model))
@@ -141,7 +142,7 @@ def _plan_layer(
     name: str, layer: nn.Linear, recipe: Recipe, policy: Policy, tokens: int, device: torch.device
 ) -> LayerPlan:
     out_features, in_features = layer.out_features, layer.in_features
-    kept = policy.reason_to_keep(name, layer) if type(layer).__module__ != "octavo.nn.linear" else None
+    kept = policy.reason_to_keep(name, layer)
     gain = (
         predicted_gain(recipe, out_features, in_features, tokens) if device.type == "cuda" and recipe.is_fp8 else None
     )

@@ -8,6 +8,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from octavo.nn import Linear
+
 
 def _keep() -> dict[str, str]:
     return {
@@ -37,7 +39,7 @@ class Policy:
         for pattern, reason in self.keep.items():
             if fnmatchcase(name, pattern):
                 return reason
-        if type(layer) is not nn.Linear:
+        if type(layer) not in (nn.Linear, Linear):
             return f"{type(layer).__name__} is a subclass of nn.Linear with a forward of its own"
         if min(layer.in_features, layer.out_features) < self.min_features:
             return f"fewer than {self.min_features} features"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from octavo.errors import UnsupportedError
 from octavo.kernels.gemm import KERNELS, choose
 from octavo.numerics import Quantized, format_named, granularity_named, quantize
 
@@ -31,6 +32,12 @@ def gemm_kernel(device: torch.device | str, a: tuple[str, str], b: tuple[str, st
 
 
 def probe_operand(granularity: str, fmt: str, device: torch.device | str) -> Quantized:
-    """Return the smallest matrix of that kind. A folded operand reaches the GEMM with a single scale."""
+    """Return the smallest matrix of that kind. A folded operand reaches the GEMM with a single scale.
+
+    Raises:
+        UnsupportedError: there is no such device here to be asked.
+    """
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError("there is no CUDA device here to ask what it can run: plan where there is one.")
     tile = granularity_named("tensor" if granularity == "column" else granularity)
     return quantize(torch.ones(128, 128, device=device), format_named(fmt), tile)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 log = logging.getLogger("octavo")
 
 
-@dataclass
+@dataclass(eq=False)
 class Ledger:
     """The GEMMs counted while a `record()` block was open."""
 

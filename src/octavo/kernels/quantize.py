@@ -17,7 +17,7 @@ def quantize(
     granularity: str,
     scaling: Scaling = "power_of_two",
     rounding: Rounding = "nearest",
-    seed: int = 0,
+    seed: int | Tensor = 0,
 ) -> Quantized:
     """Quantise an (R, C) matrix. The codes come out contiguous, also those of a transposed view.
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from octavo import kernels
 from octavo.numerics import PER_TENSOR, Quantized
@@ -39,7 +40,10 @@ def quantize_operand(x: Tensor, operand: Operand, fold: Tensor | None = None) ->
     """
     if fold is not None:
         x = x.float() * fold
-    return kernels.quantize(x, operand.format, operand.granularity, operand.scaling, operand.rounding)
+    # A seed of its own for every call, from PyTorch's generator: a resumed run draws the same ones again.
+    stochastic = operand.rounding == "stochastic"
+    seed = torch.randint(2**62, (), device=x.device) if stochastic else 0
+    return kernels.quantize(x, operand.format, operand.granularity, operand.scaling, operand.rounding, seed)
 
 
 def transpose_codes(source: Quantized, operand: Operand) -> Quantized:
@@ -100,6 +104,7 @@ class _Linear(torch.autograd.Function):
         return y_MN
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         recipe, kept = ctx.recipe, ctx.saved_tensors
         kept_x, kept_weight = kept[: ctx.kept_x], kept[ctx.kept_x :]

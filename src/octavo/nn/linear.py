@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo.nn.functional import WeightCodes, linear, quantize_weight
 from octavo.recipes import Recipe, RecipeLike, load
@@ -14,11 +16,29 @@ from octavo.recipes import Recipe, RecipeLike, load
 class CachedCodes(NamedTuple):
     """A quantised weight, and what it was made from."""
 
+    weight: ReferenceType[Tensor]
+    """The very parameter: another one in the same memory is another weight."""
     key: tuple[Any, ...]
-    """Version, address, device and dtype of the weight."""
+    """Its state: version, optimizer steps, address, device, dtype; and the recipe."""
     with_dgrad: bool
     """Whether the codes of dgrad are there too."""
     codes: WeightCodes
+
+
+class _OptimizerSteps:
+    """How many steps any optimizer of this process has made.
+
+    PyTorch's fused optimizers write weights without moving their version counters, so the counter alone does not tell.
+    """
+
+    count = 0
+
+    @classmethod
+    def made(cls, *_: Any) -> None:
+        cls.count += 1
+
+
+register_optimizer_step_post_hook(_OptimizerSteps.made)
 
 
 class Linear(nn.Linear):
@@ -77,17 +97,25 @@ class Linear(nn.Linear):
         weight = self.weight
         if weight.is_inference():  # such a tensor counts no versions
             return quantize_weight(weight, self.recipe, needs_dgrad)
-        key = (weight._version, weight.data_ptr(), weight.device, weight.dtype)
+        steps = _OptimizerSteps.count if weight.requires_grad else 0
+        key = (weight._version, steps, weight.data_ptr(), weight.device, weight.dtype, id(self.recipe))
         cached = self._cached
-        if cached is None or cached.key != key or (needs_dgrad and not cached.with_dgrad):
+        current = cached is not None and cached.weight() is weight and cached.key == key
+        if cached is None or not current or (needs_dgrad and not cached.with_dgrad):
             with torch.no_grad():
-                cached = CachedCodes(key, needs_dgrad, quantize_weight(weight, self.recipe, needs_dgrad))
+                codes = quantize_weight(weight, self.recipe, needs_dgrad)
+            cached = CachedCodes(ref(weight), key, needs_dgrad, codes)
             self._cached = cached
         return cached.codes
 
     def forget_codes(self) -> None:
         """Drop the quantised weight, so that the next forward makes it anew."""
         self._cached = None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self.forget_codes()  # the weight moves or changes its dtype: its new memory may have the old address
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows of this layer."""

@@ -41,7 +41,7 @@ def quantize(
     granularity: Granularity = PER_ROW,
     scaling: Scaling = "power_of_two",
     rounding: Rounding = "nearest",
-    seed: int = 0,
+    seed: int | Tensor = 0,
 ) -> Quantized:
     """Quantise a matrix.
 
@@ -82,7 +82,7 @@ def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float32) -> Tens
     return (codes * quantized.granularity.expand(quantized.scale, *codes.shape)).to(dtype)
 
 
-def _round_stochastic(x: Tensor, fmt: Format, seed: int) -> Tensor:
+def _round_stochastic(x: Tensor, fmt: Format, seed: int | Tensor) -> Tensor:
     """Round FP32 values to a neighbour that the format holds, up with the probability of the distance from below."""
     magnitude = x.abs().clamp(max=fmt.max)
     exponent = (magnitude.view(torch.int32) >> 23).clamp(min=128 - fmt.bias)  # the smallest normal's, below it

@@ -14,8 +14,12 @@ _KEY_STEP = (0x9E3779B9, 0xBB67AE85)
 _MULTIPLIER = (0xD2511F53, 0xCD9E8D57)
 
 
-def random_bits(seed: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return int64 values in [0, 2^32), element i drawn for counter i (row-major)."""
+def random_bits(seed: int | Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return int64 values in [0, 2^32), element i drawn for counter i (row-major).
+
+    Args:
+        seed: 64 bits; as an int64 tensor of one element it stays on its device.
+    """
     count = 1
     for extent in shape:
         count *= extent

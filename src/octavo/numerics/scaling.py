@@ -69,7 +69,7 @@ def to_e8m0(scale: Tensor) -> Tensor:
         ConfigError: a scale is not a power of two, so that one byte cannot hold it.
     """
     bits = scale.view(torch.int32)
-    if bool((bits & _MANTISSA).any()) or bool((scale <= 0).any()):
+    if bool((bits & _MANTISSA).any()) or not bool(((scale > 0) & (scale < torch.inf)).all()):
         raise ConfigError(
             "these scales are not powers of two: quantise with scaling='power_of_two' to store them as E8M0."
         )

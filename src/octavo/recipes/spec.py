@@ -123,6 +123,11 @@ class Recipe:
             self._check_gemm(gemm, a, b)
         self._check_folded("dgrad.weight", self.dgrad, self.dgrad.weight, self.fprop.weight)
         self._check_folded("wgrad.input", self.wgrad, self.wgrad.input, self.fprop.input)
+        if nested := next((pattern for pattern, recipe in self.modules.items() if recipe.modules), None):
+            raise ConfigError(
+                f"recipe '{self.name}': modules.'{nested}': a recipe inside `modules` cannot have `modules` itself. "
+                "Give each pattern its own line."
+            )
         if self.wgrad.accumulate == "fast":
             raise ConfigError(
                 f"recipe '{self.name}': wgrad.accumulate = 'fast' is refused: wgrad sums over all tokens, where fast "
@@ -151,7 +156,11 @@ class Recipe:
 
     def _check_gemm(self, gemm: str, a: Operand, b: Operand) -> None:
         where = f"recipe '{self.name}': {gemm}"
-        _ = a.tile, b.tile  # an unknown granularity is refused here
+        for operand in (a, b):
+            try:
+                _ = operand.tile
+            except ConfigError as error:
+                raise ConfigError(f"{where}: {error}") from error
         if a.format == b.format == "e5m2":
             raise ConfigError(f"{where}: no hardware multiplies E5M2 by E5M2. Give one operand format = 'e4m3'.")
         if a.is_folded:

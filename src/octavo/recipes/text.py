@@ -37,6 +37,8 @@ def load(recipe: RecipeLike, where: str = "recipe") -> Recipe:
         return recipe
     if isinstance(recipe, Mapping):
         return _from_mapping(recipe, where)
+    if not isinstance(recipe, str | Path):
+        raise ConfigError(f"{where}: a recipe is a name, a file, a mapping or a Recipe, not {recipe!r}.")
     path = Path(recipe)
     if path.suffix in (".toml", ".json"):
         return _from_mapping({"name": path.stem, **strict.read_file(path)}, str(path))
