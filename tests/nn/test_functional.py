@@ -286,6 +286,15 @@ def test_only_the_needed_gemms_run(name, x_grad, w_grad, expected):
     assert (x.grad is not None, w.grad is not None) == (x_grad, w_grad)
 
 
+def test_rule_5_each_gemm_accumulates_as_the_recipe_says_and_wgrad_slowly(monkeypatch):
+    modes = []
+    original = kernels.gemm
+    monkeypatch.setattr(kernels, "gemm", lambda a, b, dtype, mode: modes.append(mode) or original(a, b, dtype, mode))
+    run(*normal(24, 16, 40), "folded")
+    run(*normal(24, 16, 40), load({"fprop": {"accumulate": "fast"}, "dgrad": {"accumulate": "fast"}}))
+    assert modes == ["slow", "slow", "slow", "fast", "fast", "slow"]
+
+
 @pytest.mark.parametrize(("x_grad", "w_grad"), [(True, False), (False, True)])
 @every_recipe
 def test_a_gradient_does_not_depend_on_whether_the_other_is_asked_for(recipe, x_grad, w_grad):

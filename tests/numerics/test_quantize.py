@@ -329,6 +329,17 @@ def test_stochastic_rounding_never_moves_an_exact_value(fmt):
 
 
 @every_format
+@pytest.mark.parametrize("bits", [0, (1 << 32) - 1], ids=["least", "most"])
+def test_stochastic_rounding_at_the_ends_of_the_random_numbers(fmt, bits, monkeypatch):
+    # The least number rounds up whatever is not exact, the most rounds it down; exact values stay under both.
+    monkeypatch.setitem(quantize.__globals__, "random_bits", lambda seed, shape, device: torch.full(shape, bits))
+    values = torch.from_numpy(values_of(fmt)).float()
+    assert torch.equal(stochastic(values[None], fmt, 0)[0], values)
+    middles = (values[1:] + values[:-1]) / 2
+    assert torch.equal(stochastic(middles[None], fmt, 0)[0], values[1:] if bits == 0 else values[:-1])
+
+
+@every_format
 def test_stochastic_rounding_goes_to_a_neighbour(fmt):
     values = values_of(fmt)
     x = torch.from_numpy(np.random.default_rng(0).uniform(-fmt.max, fmt.max, (1, 5000))).float()
