@@ -290,11 +290,25 @@ def test_autocast_over_an_fp32_master(recipe):
     assert y.dtype == torch.bfloat16
     y.sum().backward()
     assert (x.grad.dtype, layer.weight.grad.dtype, layer.bias.grad.dtype) == (torch.float32,) * 3
-    narrow = x.detach().bfloat16().requires_grad_()  # the same in BF16 by hand, without autocast
-    expected = functional.linear(narrow, layer.weight, layer.bias, load(recipe))
+    # The same by hand, without autocast: results in BF16, codes from the FP32 input, which is never rounded twice.
+    wide = x.detach().requires_grad_()
+    expected = functional.linear(wide, layer.weight, layer.bias, load(recipe), dtype=torch.bfloat16)
     assert torch.equal(y, expected)
-    (dw,) = torch.autograd.grad(expected.sum(), layer.weight)
+    dx, dw = torch.autograd.grad(expected.sum(), (wide, layer.weight))
+    assert torch.equal(x.grad, dx)
     assert torch.equal(layer.weight.grad, dw)
+
+
+def test_rule_4_under_autocast_an_input_is_rounded_once():
+    # 17.01 is nearer to the code 18 than to 16; rounded to BF16 first it is 17, a tie, which goes to the even code 16.
+    layer = Linear(32, 32, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.eye(32))
+    x = torch.zeros(1, 32)
+    x[0, 0], x[0, 1] = 448.0, 17.01
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x)[0, 1] == 18
+        assert layer(x.bfloat16())[0, 1] == 16
 
 
 def test_autocast_of_fp32_keeps_fp32_and_none_keeps_the_inputs_dtype():

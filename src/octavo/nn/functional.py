@@ -67,20 +67,27 @@ def quantize_weight(weight_NK: Tensor, recipe: Recipe, needs_dgrad: bool = True)
 
 
 def linear(
-    x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, recipe: Recipe, codes: WeightCodes | None = None
+    x: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    recipe: Recipe,
+    codes: WeightCodes | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return x W^T + b with the three GEMMs of `recipe`, in the dtype of x.
+    """Return x W^T + b with the three GEMMs of `recipe`, in `dtype`.
 
     Args:
         x: (..., K); the leading dimensions may be anything, empty included.
         weight_NK: (N, K), any floating-point dtype: the master weight.
-        bias_N: (N,) or None; added in the dtype of x.
+        bias_N: (N,) or None; added in `dtype`.
         codes: the quantised weight, where it is already there.
+        dtype: what every GEMM rounds its result to, and what a GEMM in high precision computes in; default the dtype
+            of x. Quantisation starts from x as it is.
     """
     x_MK = x.reshape(-1, x.shape[-1])
     if codes is None:
         codes = quantize_weight(weight_NK, recipe, needs_dgrad=x.requires_grad and torch.is_grad_enabled())
-    y_MN: Tensor = _Linear.apply(x_MK, weight_NK, recipe, codes)  # type: ignore[no-untyped-call]
+    y_MN: Tensor = _Linear.apply(x_MK, weight_NK, recipe, codes, dtype or x.dtype)  # type: ignore[no-untyped-call]
     y = y_MN.reshape(*x.shape[:-1], weight_NK.shape[0])
     return y if bias_N is None else y + bias_N.to(y.dtype)
 
@@ -89,42 +96,44 @@ class _Linear(torch.autograd.Function):
     """Y = X W^T. Saves only what the needed backward GEMMs read, in FP8 wherever they are."""
 
     @staticmethod
-    def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor, recipe: Recipe, codes: WeightCodes) -> Tensor:
+    def forward(
+        ctx: Any, x_MK: Tensor, weight_NK: Tensor, recipe: Recipe, codes: WeightCodes, dtype: torch.dtype
+    ) -> Tensor:
         x_fprop = quantize_operand(x_MK, recipe.fprop.input) if recipe.fprop.is_fp8 else None
         if x_fprop is not None and codes.fprop is not None:
-            y_MN = kernels.gemm(x_fprop, codes.fprop, x_MK.dtype, recipe.fprop.accumulate)
+            y_MN = kernels.gemm(x_fprop, codes.fprop, dtype, recipe.fprop.accumulate)
         else:
-            y_MN = x_MK @ weight_NK.to(x_MK.dtype).t()
+            y_MN = x_MK.to(dtype) @ weight_NK.to(dtype).t()
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        kept_x = _keep_input(x_MK, x_fprop, recipe) if needs_weight else ()
+        kept_x = _keep_input(x_MK, x_fprop, recipe, dtype) if needs_weight else ()
         kept_weight = _keep_weight(weight_NK, codes, recipe) if needs_x else ()
         ctx.save_for_backward(*kept_x, *kept_weight)
         ctx.recipe, ctx.kept_x = recipe, len(kept_x)
-        ctx.weight_dtype, ctx.x_dtype = weight_NK.dtype, x_MK.dtype
+        ctx.dtype, ctx.weight_dtype, ctx.x_dtype = dtype, weight_NK.dtype, x_MK.dtype
         return y_MN
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         recipe, kept = ctx.recipe, ctx.saved_tensors
         kept_x, kept_weight = kept[: ctx.kept_x], kept[ctx.kept_x :]
-        dy_MN = grad_outputs[0].to(ctx.x_dtype)
+        dy_MN = grad_outputs[0].to(ctx.dtype)
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         reuses = reused_from(recipe, "wgrad", "grad_output") is not None
         g = None
         if recipe.dgrad.is_fp8 and (needs_x or (reuses and needs_weight)):
             fold = kept_weight[2] if recipe.dgrad.weight.is_folded else None
             g = quantize_operand(dy_MN, recipe.dgrad.grad_output, fold)
-        dx = _dgrad(dy_MN, g, kept_weight, recipe) if needs_x else None
+        dx = _dgrad(dy_MN, g, kept_weight, recipe).to(ctx.x_dtype) if needs_x else None
         h = transpose_codes(g, recipe.wgrad.grad_output) if g is not None and reuses and needs_weight else None
         dw = _wgrad(dy_MN, h, kept_x, recipe).to(ctx.weight_dtype) if needs_weight else None
-        return dx, dw, None, None
+        return dx, dw, None, None, None
 
 
-def _keep_input(x_MK: Tensor, x_fprop: Quantized | None, recipe: Recipe) -> tuple[Tensor, ...]:
+def _keep_input(x_MK: Tensor, x_fprop: Quantized | None, recipe: Recipe, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Return what wgrad needs of the input: (x,) in BF16, (codes (M, K), scale) of fprop, or (codes (K, M), scale)."""
     if not recipe.wgrad.is_fp8:
-        return (x_MK,)
+        return (x_MK.to(dtype),)
     if x_fprop is not None and reused_from(recipe, "wgrad", "input"):
         return x_fprop.codes, x_fprop.scale
     return quantize_operand(x_MK.t(), recipe.wgrad.input)[:2]

@@ -86,11 +86,10 @@ class Linear(nn.Linear):
         if not self.enabled:
             return super().forward(input)
         device = input.device.type
-        if torch.is_autocast_enabled(device):
-            input = input.to(torch.get_autocast_dtype(device))
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
         # Compiled code quantises the weight where it uses it: a version counter read there would recompile every step.
         codes = None if torch.compiler.is_compiling() else self.codes(input.requires_grad and torch.is_grad_enabled())
-        return linear(input, self.weight, self.bias, self.recipe, codes)
+        return linear(input, self.weight, self.bias, self.recipe, codes, dtype)
 
     def codes(self, needs_dgrad: bool = True) -> WeightCodes:
         """Return the quantised weight, made anew only if the weight has changed since the last call."""
