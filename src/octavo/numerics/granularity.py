@@ -47,14 +47,18 @@ class Granularity:
     def scale_shape(self, rows: int, cols: int) -> tuple[int, int]:
         """Return the shape of the scales of a (rows, cols) matrix. A ragged last tile has a scale too."""
         tile_rows, tile_cols = self.tile(rows, cols)
-        return -(-rows // tile_rows), -(-cols // tile_cols)
+        # Not -(-rows // tile): with sizes that vary, torch.compile cannot split its loops by that.
+        return (rows + tile_rows - 1) // tile_rows, (cols + tile_cols - 1) // tile_cols
 
     def tiles(self, x: Tensor) -> Tensor:
         """View an (R, C) matrix as (R', tile rows, C', tile cols), its ragged edges filled with zeros (rule 6)."""
         rows, cols = x.shape
         tile_rows, tile_cols = self.tile(rows, cols)
-        x = F.pad(x, (0, -cols % tile_cols, 0, -rows % tile_rows)) if cols % tile_cols or rows % tile_rows else x
-        return x.reshape(-(-rows // tile_rows), tile_rows, -(-cols // tile_cols), tile_cols)
+        tiled_rows, tiled_cols = self.scale_shape(rows, cols)
+        missing_rows, missing_cols = tiled_rows * tile_rows - rows, tiled_cols * tile_cols - cols
+        if missing_rows or missing_cols:
+            x = F.pad(x, (0, missing_cols, 0, missing_rows))
+        return x.reshape(tiled_rows, tile_rows, tiled_cols, tile_cols)
 
     def untile(self, tiles: Tensor, rows: int, cols: int) -> Tensor:
         """Undo `tiles`: return the (rows, cols) matrix, its padding cut off."""
