@@ -34,9 +34,7 @@ def tiny(tmp_path: Path) -> list[str]:
     return ["train", "--preset", "tiny", "--device", "cpu", "--log-every", "1", *flags]
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["train", "--help"], ["plan", "--help"], ["doctor", "--help"]]
-)
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["plan", "--help"], ["doctor", "--help"]])
 def test_help_is_quick_and_needs_no_torch(arguments: list[str]) -> None:
     code = (
         "import sys, octavo.cli.main as m\n"
@@ -46,9 +44,7 @@ def test_help_is_quick_and_needs_no_torch(arguments: list[str]) -> None:
     times = []
     for _ in range(3):
         start = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
-        )
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
         times.append(time.perf_counter() - start)
         assert done.returncode == 0, done.stderr
         assert "Usage: octavo" in done.stdout
@@ -102,9 +98,7 @@ def test_wrong_usage_is_one_line_and_exits_with_2(arguments: list[str], message:
         ("[run\n", "run.toml: malformed toml"),
     ],
 )
-def test_wrong_file_names_the_file_the_key_and_what_was_meant(
-    tmp_path: Path, content: str, message: str
-) -> None:
+def test_wrong_file_names_the_file_the_key_and_what_was_meant(tmp_path: Path, content: str, message: str) -> None:
     file = tmp_path / "run.toml"
     file.write_text(content, encoding="utf-8")
     done = octavo("train", str(file), "--preset", "tiny")

@@ -18,10 +18,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with text enough for a hundred batches of the preset `tiny`."""
     folder = tmp_path_factory.mktemp("corpus")
     for i in range(40):
-        lines = [
-            f"line {j} of document {i} holds {i * j % 97} apples and {(i + j) ** 2 % 89} pears"
-            for j in range(30)
-        ]
+        lines = [f"line {j} of document {i} holds {i * j % 97} apples and {(i + j) ** 2 % 89} pears" for j in range(30)]
         (folder / f"{i}.txt").write_text("\n".join(lines), encoding="utf-8")
     return folder
 

@@ -50,9 +50,7 @@ def test_missing_file_is_named_and_the_one_before_offered(tmp_path: Path, missin
     save(tmp_path, 1)
     path = save(tmp_path, 2)
     (path / missing).unlink()
-    with pytest.raises(
-        CheckpointError, match=rf"step-000002/{missing}: cannot be read .*resume from step-000001"
-    ):
+    with pytest.raises(CheckpointError, match=rf"step-000002/{missing}: cannot be read .*resume from step-000001"):
         checkpoint.load(path)
 
 
@@ -74,9 +72,7 @@ def test_malformed_tensors_of_the_right_size(tmp_path: Path) -> None:
         checkpoint.load(path)
 
 
-@pytest.mark.parametrize(
-    "content", [b"[]", b"{}", b'{"format": 1, "step": 1, "config": {}, "files": 3}', b"\xff\xfe"]
-)
+@pytest.mark.parametrize("content", [b"[]", b"{}", b'{"format": 1, "step": 1, "config": {}, "files": 3}', b"\xff\xfe"])
 def test_state_that_is_none(tmp_path: Path, content: bytes) -> None:
     path = save(tmp_path, 1)
     (path / "state.json").write_bytes(content)
@@ -114,9 +110,7 @@ FULL_INSIDE = SafetensorError("Error while serializing: I/O error: No space left
         ("checkpoint.Path.write_text", FULL),
     ],
 )
-def test_no_space_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, error: Exception
-) -> None:
+def test_no_space_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, error: Exception) -> None:
     before = save(tmp_path, 1)
 
     def fail(*_: Any, **__: Any) -> None:

@@ -76,9 +76,7 @@ def shown(events: list[Event], *, terminal: bool) -> str:
 def test_piped_output_is_aligned_lines_without_escapes() -> None:
     text = shown(run_of("fp8", "bf16"), terminal=False)
     assert "\x1b" not in text
-    titles, *rows = [
-        line for line in text.splitlines() if "loss FP8 loss BF16" in line or line.endswith("1.000")
-    ]
+    titles, *rows = [line for line in text.splitlines() if "loss FP8 loss BF16" in line or line.endswith("1.000")]
     assert titles.split() == [
         "step",
         "loss",

@@ -49,9 +49,7 @@ def test_evaluations_are_lines_too(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path / "m", keep_until=0)
     metrics.report(Evaluated(step=3, loss={"bf16": 2.0}))
     metrics.close()
-    assert read_metrics(tmp_path / "m") == [
-        {"step": 3, "heldout_loss_bf16": 2.0, "heldout_gap_percent": None}
-    ]
+    assert read_metrics(tmp_path / "m") == [{"step": 3, "heldout_loss_bf16": 2.0, "heldout_gap_percent": None}]
 
 
 def test_a_resumed_run_writes_what_came_after_its_checkpoint_anew(tmp_path: Path) -> None:

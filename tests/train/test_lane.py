@@ -96,7 +96,5 @@ def test_the_first_broken_step_is_named_with_the_way_back() -> None:
         trained.parameters["layers.0.feed_forward.w1.weight"][0, 0] = float("nan")
     for step in (2, 3):
         trained.step(*batch(), step=step, lr=1e-3)
-    with pytest.raises(
-        RunError, match=r"BF16 model is no longer finite at step 2\. The last good checkpoint is X\."
-    ):
+    with pytest.raises(RunError, match=r"BF16 model is no longer finite at step 2\. The last good checkpoint is X\."):
         trained.check("The last good checkpoint is X.")

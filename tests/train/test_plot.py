@@ -6,11 +6,7 @@ from octavo.train.plot import plot
 
 
 def rows(text: str) -> list[str]:
-    return [
-        line.split("┤" if "┤" in line else "│", 1)[1]
-        for line in text.splitlines()
-        if "┤" in line or "│" in line
-    ]
+    return [line.split("┤" if "┤" in line else "│", 1)[1] for line in text.splitlines() if "┤" in line or "│" in line]
 
 
 def test_a_falling_line_runs_from_the_upper_left_to_the_lower_right() -> None:

@@ -67,10 +67,7 @@ def test_resuming_continues_bit_for_bit(configure: Configure, tmp_path: Path, re
         assert resumed[key] == summary[key], key
     lanes = ["bf16"] if recipe == "bf16" else ["fp8", "bf16"]
     for name in [*lanes, "random"]:
-        a, b = (
-            load_file(c.run.out / "checkpoints/step-000006" / f"{name}.safetensors")
-            for c in (straight, broken)
-        )
+        a, b = (load_file(c.run.out / "checkpoints/step-000006" / f"{name}.safetensors") for c in (straight, broken))
         assert a.keys() == b.keys()
         assert all(torch.equal(a[key], b[key]) for key in a)
 
@@ -94,9 +91,7 @@ def test_both_lanes_start_from_the_same_bits_and_see_the_same_batches(configure:
 def test_fp8_learns_as_bf16_does(configure: Configure) -> None:
     summary = train(configure(run={"steps": 40, "batch": 8}, optimizer={"lr": 3e-3}))
     losses = [
-        line["loss_fp8"]
-        for line in read_metrics(Path(configure().run.out) / "metrics.jsonl")
-        if "loss_fp8" in line
+        line["loss_fp8"] for line in read_metrics(Path(configure().run.out) / "metrics.jsonl") if "loss_fp8" in line
     ]
     assert losses[0] > 5.5  # ln 272 = 5.6
     assert summary["heldout_loss_fp8"] < 3.3
@@ -245,9 +240,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(configure: C
     assert path.name == "step-000001"
 
 
-def test_no_space_left_keeps_the_last_good_checkpoint(
-    configure: Configure, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_space_left_keeps_the_last_good_checkpoint(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configure(run=EVERY_STEP)
     stopped_after(2, config)
 
@@ -256,9 +249,7 @@ def test_no_space_left_keeps_the_last_good_checkpoint(
 
     with monkeypatch.context() as patched:
         patched.setattr("octavo.train.checkpoint.os.fsync", full)
-        with pytest.raises(
-            CheckpointError, match=r"step-000003: cannot be written \(No space left on device\)"
-        ):
+        with pytest.raises(CheckpointError, match=r"step-000003: cannot be written \(No space left on device\)"):
             train(config, resume=True)
     assert [p.name for p in sorted((config.run.out / "checkpoints").iterdir())] == [
         "step-000001",
@@ -268,9 +259,7 @@ def test_no_space_left_keeps_the_last_good_checkpoint(
 
 
 @pytest.mark.parametrize("files", [{}, {"empty.txt": ""}, {"short.txt": "too short"}])
-def test_too_little_text_leaves_no_directory(
-    configure: Configure, tmp_path: Path, files: dict[str, str]
-) -> None:
+def test_too_little_text_leaves_no_directory(configure: Configure, tmp_path: Path, files: dict[str, str]) -> None:
     folder = tmp_path / "text"
     folder.mkdir()
     for name, text in files.items():

@@ -86,7 +86,7 @@ def _spread(bf16: Sequence[float]) -> str:
         return f"BF16 was trained with {len(bf16)} seeds, so its own spread is not known."
     spread = max(bf16) - min(bf16)
     lie = f"The {len(bf16)} BF16 seeds lie {spread:.4f} apart ({100 * spread / fmean(bf16):.2f} %)"
-    return f"{lie}: a gap inside that spread is chance."
+    return f"{lie}: a gap inside that spread cannot be told from chance."
 
 
 def step(result: Result) -> str:

@@ -107,8 +107,7 @@ def tile_amax(x: Tensor, granularity: Granularity) -> Tensor:
     Args:
         x: (R, C), any floating-point dtype.
     """
-    magnitude = x.float().abs()
-    magnitude = torch.where(magnitude < torch.inf, magnitude, 0.0)
     if x.numel() == 0:
-        return magnitude.new_zeros(granularity.scale_shape(*x.shape))
-    return granularity.tiles(magnitude).amax(dim=(1, 3))
+        return torch.zeros(granularity.scale_shape(*x.shape), device=x.device)
+    magnitude = x.abs().nan_to_num_(nan=0.0, posinf=0.0)
+    return granularity.tiles(magnitude).amax(dim=(1, 3)).float()  # a maximum is exact in any dtype

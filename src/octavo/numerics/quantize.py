@@ -71,7 +71,8 @@ def to_codes(x: Tensor, fmt: Format) -> Tensor:
     """Round FP32 values to the nearest code, ties to even; saturate what is finite, give NaN for what is not."""
     # A cast alone will not do: whether it saturates differs between PyTorch versions, and compiled casts turn
     # infinities into the largest finite value, even in E5M2, which has them. NaN is what every one of them hands on.
-    return torch.where(x.abs() == torch.inf, torch.nan, x.clamp(-fmt.max, fmt.max)).to(fmt.dtype)
+    finite_or_nan = torch.nan_to_num(x, nan=torch.nan, posinf=torch.nan, neginf=torch.nan)
+    return finite_or_nan.clamp_(-fmt.max, fmt.max).to(fmt.dtype)
 
 
 def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
