@@ -70,4 +70,6 @@ def test_commands_are_accepted(page: Path) -> None:
 
 
 def test_no_figure_is_typed(page: Path) -> None:
+    if page.parent.name == "log":
+        return  # a notebook: what was expected is nowhere measured
     assert FIGURE.findall(prose(page)) == []

@@ -34,9 +34,7 @@ def test_one_row_for_each_recipe_and_seed(small_corpus, tmp_path):
     assert sum("held-out loss" in line for line in lines) == 4
     curves = parity.curves(tmp_path / "runs", ["bf16", "folded"], [0, 1])
     assert curves[0]["steps"][-1] == 4 and len(curves[0]["loss"]) == len(curves[0]["steps"])
-    assert curves[0]["loss"][0] == pytest.approx(
-        curves[1]["loss"][0], rel=0.01
-    )  # same weights, same first batch
+    assert curves[0]["loss"][0] == pytest.approx(curves[1]["loss"][0], rel=0.01)  # same weights, same first batch
 
 
 def test_a_study_goes_on_where_it_stopped(small_corpus, tmp_path):

@@ -70,9 +70,7 @@ def test_the_listing_changes_with_names_sizes_and_times_alone(tmp_path: Path) ->
         ({"a.parquet": "nonsense"}, "a.parquet", ["a.parquet", "Parquet"]),
     ],
 )
-def test_bad_sources_say_where_and_what(
-    tmp_path: Path, files: dict[str, str], source: str, words: list[str]
-) -> None:
+def test_bad_sources_say_where_and_what(tmp_path: Path, files: dict[str, str], source: str, words: list[str]) -> None:
     write(tmp_path, files)
     if source.endswith(".parquet"):
         pytest.importorskip("pyarrow")

@@ -56,9 +56,7 @@ def test_a_batch_may_straddle_two_passes(path: Path) -> None:
 
 @settings(max_examples=25)
 @given(st.integers(1, 4), st.integers(1, 9), st.integers(1, 12), st.integers(0, 2**63))
-def test_ranks_share_out_what_one_would_visit(
-    path: Path, world: int, batch: int, steps: int, seed: int
-) -> None:
+def test_ranks_share_out_what_one_would_visit(path: Path, world: int, batch: int, steps: int, seed: int) -> None:
     alone = Loader(path, batch * world, 10, seed)
     ranks = [Loader(path, batch, 10, seed, rank, world) for rank in range(world)]
     for _ in range(steps):

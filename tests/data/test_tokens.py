@@ -40,9 +40,7 @@ def test_the_files_are_what_meta_says(source: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in files.directory.parent.iterdir()) == [files.directory.name]
 
 
-def test_the_second_time_nothing_is_written(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_second_time_nothing_is_written(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = prepared(source, tmp_path)
     monkeypatch.setattr(tokens, "encode_split", None)
     assert prepared(source, tmp_path) == first

@@ -61,7 +61,5 @@ def test_impossible_shapes_name_the_field(change: dict[str, Any], words: list[st
 
 
 def test_the_configuration_needs_no_torch() -> None:
-    code = (
-        "import sys, octavo.models, octavo.data; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    )
+    code = "import sys, octavo.models, octavo.data; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -98,6 +98,5 @@ def test_goes_through_compiled_code(x):
 
 def test_repr_names_what_it_is(x):
     assert (
-        repr(FP8Tensor.from_tensor(x))
-        == "FP8Tensor(40 x 200, torch.float8_e4m3fn, scale per row, from torch.float32)"
+        repr(FP8Tensor.from_tensor(x)) == "FP8Tensor(40 x 200, torch.float8_e4m3fn, scale per row, from torch.float32)"
     )
