@@ -72,14 +72,6 @@ def test_the_learning_rate_is_that_of_the_step() -> None:
     assert all(torch.equal(p, before[name]) for name, p in trained.parameters.items())
 
 
-def test_an_update_counts_as_a_new_version_of_every_weight() -> None:
-    # FP8 layers keep a quantised weight until its version changes; fused AdamW by itself counts none.
-    trained = lane()
-    before = {name: p._version for name, p in trained.parameters.items()}
-    trained.step(*batch(), step=1, lr=1e-3)
-    assert all(p._version > before[name] for name, p in trained.parameters.items())
-
-
 def test_frozen_parameters_stay_as_they_are() -> None:
     model = build(CONFIG, seed=0)
     frozen = model.get_parameter("layers.0.feed_forward.w1.weight").requires_grad_(False)
