@@ -70,4 +70,5 @@ $(VENV)/installed-dev: $(BIN)/python pyproject.toml constraints.txt
 $(BIN)/python:
 	@python=$$(sh .ci/find-python $(PYTHON)) || exit 1; \
 	"$$python" -m venv $(VENV_FLAGS) $(VENV) || { rm -rf $(VENV); \
-	echo "octavo: '$$python -m venv' does not work here. On Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
+	echo "octavo: '$$python -m venv' does not work here. On Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }; \
+	test -z "$(VENV_FLAGS)" || sh .ci/see-packages "$$python" $(VENV) || { rm -rf $(VENV); exit 1; }

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -152,7 +153,10 @@ def test_debug_shows_the_traceback() -> None:
 
 def test_interrupting_says_how_to_continue(tiny: list[str], tmp_path: Path) -> None:
     arguments = [*COMMAND, *tiny, "--steps", "100000", "--checkpoint-every", "5"]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    # A shell that starts the tests in the background has SIGINT ignored, and a child would inherit that.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(arguments, **pipes, preexec_fn=heed) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if "checkpoint" in line:

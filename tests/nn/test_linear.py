@@ -474,3 +474,13 @@ def test_compiled_by_inductor_on_a_gpu_uses_the_same_codes(recipe):
     for one, other in zip(*outcomes, strict=True):
         assert float((one - other).norm() / one.norm()) < 2.0**-7
     torch._dynamo.reset()
+
+
+@every_preset
+def test_a_layer_without_inputs_gives_its_bias(recipe):
+    layer = Linear(0, 5, recipe=recipe)
+    x = torch.randn(3, 0, requires_grad=True)
+    y = layer(x)
+    assert torch.equal(y, layer.bias.expand(3, 5))
+    y.sum().backward()
+    assert layer.weight.grad.shape == (5, 0) and x.grad.shape == (3, 0)

@@ -147,3 +147,8 @@ def test_rule_6_padding_never_enters_a_scale(granularity, fmt):
     assert quantized.scale.shape == largest.shape
     assert bool((largest / quantized.scale > fmt.max / 2).all()), "the scale fits the tile's own amax"
     assert bool((largest / quantized.scale <= fmt.max).all())
+
+
+@pytest.mark.parametrize("granularity", [Granularity(128, None), Granularity(None, 16), Granularity(3, 5), PER_ROW])
+def test_every_name_is_read_back(granularity):
+    assert granularity_named(granularity.name) == granularity

@@ -79,6 +79,15 @@ def test_a_gemm_in_bf16_is_not_checked_for_what_it_does_not_use():
     Recipe(name="mine", dgrad=Dgrad(precision="bf16", weight=COLUMN), fprop=Fprop(weight=Operand(granularity="tensor")))
 
 
+def test_fast_accumulation_that_would_be_ignored_is_refused():
+    tile = Operand(granularity="1x128")
+    block = Operand(granularity="128x128")
+    refused(
+        "fprop.accumulate = 'fast' does nothing with 1x128 and 128x128",
+        fprop=Fprop(input=tile, weight=block, accumulate="fast"),
+    )
+
+
 def test_unknown_granularity_says_where():
     refused(
         r"recipe 'mine'.*fprop.*unknown granularity 'rwo'\. Did you mean 'row'\?",

@@ -65,14 +65,13 @@ recipe bf16
 }
 CHANGES = {
     "base": "block",
-    "dgrad": {"accumulate": "fast", "grad_output": {"scaling": "float32"}},
+    "dgrad": {"grad_output": {"scaling": "float32"}},
     "wgrad": {"precision": "bf16"},
     "modules": {"layers.0.*": "bf16", "*.down": {"base": "folded", "name": "down"}},
 }
 TOML = """
 base = "block"
 [dgrad]
-accumulate = "fast"
 grad_output.scaling = "float32"
 [wgrad]
 precision = "bf16"
@@ -91,10 +90,11 @@ def test_explain_preset(name):
 
 def test_explain_names_the_overrides_and_what_they_change():
     text = explain(load(CHANGES))
-    assert "dgrad  FP8, fast accumulation\n    grad_output E4M3 1x128 FP32 scales  quantised" in text
+    assert "dgrad  FP8, slow accumulation\n    grad_output E4M3 1x128 FP32 scales  quantised" in text
     assert "  wgrad  BF16\n" in text
     assert "kept for backward: input in BF16, weight codes of fprop\n" in text
     assert text.endswith("  layers.0.*: bf16\n  *.down: down")
+    assert "fprop  FP8, fast accumulation" in explain(load({"fprop": {"accumulate": "fast"}}))
 
 
 def test_a_recipe_is_itself():
@@ -105,7 +105,6 @@ def test_a_recipe_is_itself():
 def test_overrides_change_what_they_name_and_nothing_else():
     block, changed = load("block"), load(CHANGES)
     assert changed.fprop == block.fprop
-    assert changed.dgrad.accumulate == "fast"
     assert changed.dgrad.grad_output.scaling == "float32"
     assert changed.dgrad.grad_output.granularity == "1x128"
     assert changed.dgrad.weight == block.dgrad.weight

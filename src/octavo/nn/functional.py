@@ -11,6 +11,7 @@ quantised after it. With power-of-two scales the move is exact.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -84,7 +85,7 @@ def linear(
         dtype: what every GEMM rounds its result to, and what a GEMM in high precision computes in; default the dtype
             of x. Quantisation starts from x as it is.
     """
-    x_MK = x.reshape(-1, x.shape[-1])
+    x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     if codes is None:
         codes = quantize_weight(weight_NK, recipe, needs_dgrad=x.requires_grad and torch.is_grad_enabled())
     y_MN: Tensor = _Linear.apply(x_MK, weight_NK, recipe, codes, dtype or x.dtype)  # type: ignore[no-untyped-call]

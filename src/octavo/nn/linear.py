@@ -97,7 +97,7 @@ class Linear(nn.Linear):
         if weight.is_inference():  # such a tensor counts no versions
             return quantize_weight(weight, self.recipe, needs_dgrad)
         steps = _OptimizerSteps.count if weight.requires_grad else 0
-        key = (weight._version, steps, weight.data_ptr(), weight.device, weight.dtype, id(self.recipe))
+        key = (weight._version, steps, weight.data_ptr(), weight.device, weight.dtype, self.recipe)
         cached = self._cached
         current = cached is not None and cached.weight() is weight and cached.key == key
         if cached is None or not current or (needs_dgrad and not cached.with_dgrad):

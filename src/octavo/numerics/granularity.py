@@ -48,7 +48,9 @@ class Granularity:
         """Return the shape of the scales of a (rows, cols) matrix. A ragged last tile has a scale too."""
         tile_rows, tile_cols = self.tile(rows, cols)
         # Not -(-rows // tile): with sizes that vary, torch.compile cannot split its loops by that.
-        return (rows + tile_rows - 1) // tile_rows, (cols + tile_cols - 1) // tile_cols
+        tiled_rows = 1 if self.rows is None else (rows + tile_rows - 1) // tile_rows
+        tiled_cols = 1 if self.cols is None else (cols + tile_cols - 1) // tile_cols
+        return tiled_rows, tiled_cols
 
     def tiles(self, x: Tensor) -> Tensor:
         """View an (R, C) matrix as (R', tile rows, C', tile cols), its ragged edges filled with zeros (rule 6)."""
@@ -90,8 +92,8 @@ def granularity_named(name: str) -> Granularity:
     whole = {"tensor": PER_TENSOR, "row": PER_ROW, "column": PER_COLUMN}
     if name in whole:
         return whole[name]
-    if size := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", name):
-        return Granularity(int(size[1]), int(size[2]))
+    if size := re.fullmatch(r"([1-9]\d*|all)x([1-9]\d*|all)", name):
+        return Granularity(*(None if extent == "all" else int(extent) for extent in size.groups()))
     raise ConfigError(
         f"unknown granularity '{name}'.{did_you_mean(name, NAMES)} "
         f"Granularities: {', '.join(NAMES)}, or any ROWSxCOLUMNS."
@@ -107,7 +109,8 @@ def tile_amax(x: Tensor, granularity: Granularity) -> Tensor:
     Args:
         x: (R, C), any floating-point dtype.
     """
+    magnitude = x.float().abs()
+    magnitude = torch.where(magnitude < torch.inf, magnitude, 0.0)
     if x.numel() == 0:
-        return torch.zeros(granularity.scale_shape(*x.shape), device=x.device)
-    magnitude = x.abs().nan_to_num_(nan=0.0, posinf=0.0)
-    return granularity.tiles(magnitude).amax(dim=(1, 3)).float()  # a maximum is exact in any dtype
+        return magnitude.new_zeros(granularity.scale_shape(*x.shape))
+    return granularity.tiles(magnitude).amax(dim=(1, 3))

@@ -71,12 +71,14 @@ def to_codes(x: Tensor, fmt: Format) -> Tensor:
     """Round FP32 values to the nearest code, ties to even; saturate what is finite, give NaN for what is not."""
     # A cast alone will not do: whether it saturates differs between PyTorch versions, and compiled casts turn
     # infinities into the largest finite value, even in E5M2, which has them. NaN is what every one of them hands on.
-    finite_or_nan = torch.nan_to_num(x, nan=torch.nan, posinf=torch.nan, neginf=torch.nan)
-    return finite_or_nan.clamp_(-fmt.max, fmt.max).to(fmt.dtype)
+    return torch.where(x.abs() == torch.inf, torch.nan, x.clamp(-fmt.max, fmt.max)).to(fmt.dtype)
 
 
 def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return codes * scale as an (R, C) matrix of `dtype`. With power-of-two scales it is exact, in BF16 too."""
+    """Return codes * scale as an (R, C) matrix of `dtype`. With power-of-two scales it is exact, in BF16 too.
+
+    The one limit is BF16's own: below 2^-133 it has no values.
+    """
     codes = quantized.codes.float()
     if codes.numel() == 0:
         return codes.to(dtype)
