@@ -163,8 +163,8 @@ class Recipe:
                 raise ConfigError(f"{where}: {error}") from error
         if self.gemm(gemm).accumulate == "fast" and not {a.granularity, b.granularity} <= {"tensor", "row", "column"}:
             raise ConfigError(
-                f"{where}.accumulate = 'fast' does nothing with {a.granularity} and {b.granularity} scales: these GEMMs "
-                "accumulate slowly. Leave it out."
+                f"{where}.accumulate = 'fast' does nothing with {a.granularity} and {b.granularity} scales: "
+                "such GEMMs accumulate slowly. Leave it out."
             )
         if a.format == b.format == "e5m2":
             raise ConfigError(f"{where}: no hardware multiplies E5M2 by E5M2. Give one operand format = 'e4m3'.")
