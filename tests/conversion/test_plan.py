@@ -15,16 +15,12 @@ from octavo.recipes import load
 ROUTER = "router: a small error sends a token to another expert"
 HEAD = "output head: its error goes straight into the loss"
 TABLE = f"""
-layer            N x K     recipe  fprop / dgrad / wgrad                          gain  why
-layers.0.up      128 x 64  folded  scaled_mm.row / scaled_mm.row / scaled_mm.row  -
-layers.0.down    64 x 128  folded  scaled_mm.row / scaled_mm.row / scaled_mm.row  -
-layers.0.router  256 x 64  bf16    bf16                                           -     {ROUTER}
-layers.0.tiny    8 x 64    bf16    bf16                                           -     fewer than 32 features
-layers.1.up      128 x 64  folded  scaled_mm.row / scaled_mm.row / scaled_mm.row  -
-layers.1.down    64 x 128  folded  scaled_mm.row / scaled_mm.row / scaled_mm.row  -
-layers.1.router  256 x 64  bf16    bf16                                           -     {ROUTER}
-layers.1.tiny    8 x 64    bf16    bf16                                           -     fewer than 32 features
-lm_head          96 x 64   bf16    bf16                                           -     {HEAD}
+layer                N x K     recipe  fprop / dgrad / wgrad                          gain  why
+layers.*.up (2)      128 x 64  folded  scaled_mm.row / scaled_mm.row / scaled_mm.row  -
+layers.*.down (2)    64 x 128  folded  scaled_mm.row / scaled_mm.row / scaled_mm.row  -
+layers.*.router (2)  256 x 64  bf16    bf16                                           -     {ROUTER}
+layers.*.tiny (2)    8 x 64    bf16    bf16                                           -     fewer than 32 features
+lm_head              96 x 64   bf16    bf16                                           -     {HEAD}
 
 4 of 9 linear layers in FP8 (45% of their weights) on cpu""".lstrip()
 

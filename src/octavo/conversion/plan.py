@@ -181,10 +181,7 @@ def _kernels(recipe: Recipe, device: torch.device) -> tuple[list[str], str]:
 
 
 def _table(plan: Plan) -> list[str]:
-    rows = [("layer", "N x K", "recipe", "fprop / dgrad / wgrad", "gain", "why")]
-    for layer in plan.layers:
-        shape, gain = "{} x {}".format(*layer.shape), f"{layer.gain:.2f}" if layer.gain else "-"
-        rows.append((layer.name, shape, layer.recipe, layer.kernels if layer.is_fp8 else "bf16", gain, layer.reason))
+    rows = [("layer", "N x K", "recipe", "fprop / dgrad / wgrad", "gain", "why"), *_alike(plan.layers)]
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     lines = [
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]).rstrip()
@@ -195,3 +192,15 @@ def _table(plan: Plan) -> list[str]:
     share = fp8_weights / weights if weights else 0.0
     total = f"{plan.fp8_layers} of {len(plan.layers)} linear layers in FP8 ({share:.0%} of their weights)"
     return [*lines, "", f"{total} on {plan.device}"]
+
+
+def _alike(layers: tuple[LayerPlan, ...]) -> list[tuple[str, ...]]:
+    """Return the rows of the table; layers that differ only by the numbers in their names share one, with a count."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for layer in layers:
+        shape, gain = "{} x {}".format(*layer.shape), f"{layer.gain:.2f}" if layer.gain else "-"
+        precision = layer.kernels if layer.is_fp8 else "bf16"
+        pattern = ".".join("*" if part.isdigit() else part for part in layer.name.split("."))
+        key = (pattern, shape, layer.recipe, precision, gain, layer.reason)
+        groups.setdefault(key, []).append(layer.name)
+    return [(names[0] if len(names) == 1 else f"{key[0]} ({len(names)})", *key[1:]) for key, names in groups.items()]
