@@ -45,8 +45,9 @@ for command in (train, plan, doctor, recipes, bench):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
-    # OpenMP's threads spin while they wait. Where other programs want the cores too, that makes a run 5 times slower.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # OpenMP's threads spin while they wait: for long, a run beside other programs is 5 times slower; not at all, a run
+    # that has the cores for itself is a third slower. A short spin costs little either way.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
     except (CycloptsError, ConfigError) as error:
