@@ -36,7 +36,7 @@ def plan(
     file
         Run file, .toml or .json; a run stores its own as config.json.
     preset
-        demo (demo-cuda or demo-cpu, as the device is), or tiny. Under FILE.
+        demo (demo-cuda or demo-cpu, as the device is), tiny, or parity-cuda. Under FILE.
     json_output
         Print the plan as JSON.
     """
