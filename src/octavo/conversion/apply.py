@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from typing import cast
+
 import torch
 from torch import nn
 
 from octavo.conversion.plan import Plan, make_plan, refuse_fallbacks
 from octavo.conversion.policy import Policy
+from octavo.conversion.structure import Structure
 from octavo.errors import NonFiniteError
 from octavo.nn import Linear
+from octavo.nn.fused import FusedMLP, MLPRoles, fuse, unfuse
+from octavo.nn.shared import SharedInput
 from octavo.recipes import RecipeLike
 
 
@@ -42,16 +47,30 @@ def convert(
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for name in plan.recipes:
         _check_finite(name, layers[name])
-    for name, layer in layers.items():
-        if name in plan.recipes:
-            Linear.adopt(layer, plan.recipes[name])
-        elif type(layer) is Linear:
-            layer.release()
+    revert(model)
+    for name, recipe in plan.recipes.items():
+        Linear.adopt(layers[name], recipe)
+    for structure in plan.structures:
+        _join(model.get_submodule(structure.name), structure)
     return plan
+
+
+def _join(module: nn.Module, structure: Structure) -> None:
+    """Make the layers of a structure compute together."""
+    if structure.kind == "mlp":
+        fuse(module, MLPRoles(structure.activation, structure.layers[:-1], structure.layers[-1]))
+        return
+    layers = [cast(Linear, module.get_submodule(name)) for name in structure.layers]
+    shared = SharedInput(layers)
+    for layer in layers:
+        layer.shared = shared
 
 
 def revert(model: nn.Module) -> int:
     """Turn every FP8 layer back into an `nn.Linear`, in place; return how many there were."""
+    for module in model.modules():
+        if isinstance(module, FusedMLP):
+            unfuse(module)
     layers = _fp8_layers(model)
     for layer in layers:
         layer.release()

@@ -12,6 +12,7 @@ from torch import nn
 
 from octavo.conversion.gain import predicted_gain
 from octavo.conversion.policy import Policy
+from octavo.conversion.structure import Structure, find_structures
 from octavo.errors import ConfigError, UnsupportedError, did_you_mean
 from octavo.kernels.explain import gemm_kernel
 from octavo.recipes import GEMMS, Recipe, RecipeLike, load
@@ -50,6 +51,8 @@ class Plan:
     layers: tuple[LayerPlan, ...]
     recipes: dict[str, Recipe]
     """Layer name -> the recipe it runs by."""
+    structures: tuple[Structure, ...] = ()
+    """What is computed together."""
 
     @property
     def fp8_layers(self) -> int:
@@ -59,7 +62,9 @@ class Plan:
     def to_json(self) -> str:
         """Return the plan as JSON."""
         body = {"recipe": self.recipe.name, "device": self.device, "tokens": self.tokens}
-        return json.dumps({**body, "layers": [asdict(layer) for layer in self.layers]}, indent=1)
+        layers = [asdict(layer) for layer in self.layers]
+        structures = [asdict(structure) for structure in self.structures]
+        return json.dumps({**body, "layers": layers, "structures": structures}, indent=1)
 
     def __str__(self) -> str:
         return "\n".join(_table(self))
@@ -93,7 +98,10 @@ def make_plan(
     recipes = {name: _recipe_for(name, recipe) for name, _ in layers}
     rows = tuple(_plan_layer(name, layer, recipes[name], policy, tokens, device) for name, layer in layers)
     chosen = {row.name: recipes[row.name] for row in rows if row.is_fp8}
-    return Plan(recipe=recipe, device=str(device), tokens=tokens, layers=rows, recipes=chosen)
+    structures = tuple(find_structures(model, chosen)) if policy.fuse else ()
+    return Plan(
+        recipe=recipe, device=str(device), tokens=tokens, layers=rows, recipes=chosen, structures=structures
+    )
 
 
 def refuse_fallbacks(plan: Plan) -> None:
@@ -191,7 +199,17 @@ def _table(plan: Plan) -> list[str]:
     fp8_weights = sum(layer.shape[0] * layer.shape[1] for layer in plan.layers if layer.is_fp8)
     share = fp8_weights / weights if weights else 0.0
     total = f"{plan.fp8_layers} of {len(plan.layers)} linear layers in FP8 ({share:.0%} of their weights)"
-    return [*lines, "", f"{total} on {plan.device}"]
+    return [*lines, "", f"{total} on {plan.device}", *_together(plan.structures)]
+
+
+def _together(structures: tuple[Structure, ...]) -> list[str]:
+    """Return a line for each kind of structure, those that differ only by the numbers in their names as one."""
+    groups: dict[tuple[str, str], int] = {}
+    for structure in structures:
+        pattern = ".".join("*" if part.isdigit() else part for part in structure.name.split("."))
+        key = (pattern, structure.what)
+        groups[key] = groups.get(key, 0) + 1
+    return [f"{pattern} ({count}): {what}" for (pattern, what), count in groups.items()]
 
 
 def _alike(layers: tuple[LayerPlan, ...]) -> list[tuple[str, ...]]:

@@ -31,6 +31,8 @@ class Policy:
     """A layer with fewer input or output features stays in BF16."""
     min_gain: float = 1.0
     """On a GPU, a layer whose predicted gain is below this stays in BF16. 0 converts all."""
+    fuse: bool = True
+    """Whether layers that share an input, MLPs and norms are computed together where they are recognised."""
     filter: Callable[[str, nn.Linear], bool] | None = None
     """A further test, (name, layer) -> whether to convert it."""
 

@@ -3,6 +3,8 @@
 from octavo.kernels.explain import explain
 from octavo.kernels.gemm import gemm
 from octavo.kernels.ledger import Ledger, record
-from octavo.kernels.quantize import contiguous, quantize
+from octavo.kernels.quantize import contiguous, quantize, quantize_pair
+from octavo.kernels.target import Target
+from octavo.kernels.transpose import transpose
 
-__all__ = ["Ledger", "contiguous", "explain", "gemm", "quantize", "record"]
+__all__ = ["Ledger", "Target", "contiguous", "explain", "gemm", "quantize", "quantize_pair", "record", "transpose"]

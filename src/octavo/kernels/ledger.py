@@ -1,4 +1,4 @@
-"""What really ran. A ledger counts FP8 GEMMs by kernel and writes down each fallback, for as long as it is open."""
+"""What really ran: FP8 GEMMs by kernel, quantised weights and every fallback, for as long as a ledger is open."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ class Ledger:
 
     gemms: Counter[str] = field(default_factory=Counter)
     """FP8 GEMMs run, by kernel."""
+    weights: int = 0
+    """Weights quantised: those that were there already do not count."""
     fallbacks: list[str] = field(default_factory=list)
     """One line for each reason a slower kernel ran on a device that has a faster one."""
 
@@ -41,6 +43,12 @@ def count(kernel: str) -> None:
     """Enter one GEMM in every open ledger."""
     for ledger in _open:
         ledger.gemms[kernel] += 1
+
+
+def count_weights(number: int) -> None:
+    """Enter weights that were quantised in every open ledger."""
+    for ledger in _open:
+        ledger.weights += number
 
 
 def fall_back(reason: str) -> None:

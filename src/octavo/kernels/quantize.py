@@ -1,14 +1,26 @@
 """The quantise contract: what one pass over a matrix produces, in the layout that the GEMM reads.
 
-Today there is one implementation, the specification itself: eager on a CPU, fused by `torch.compile` on a GPU.
+    quantize        one matrix, as it lies
+    quantize_pair   one matrix, as the left operand of two GEMMs: as it lies, and transposed
+
+Under `torch.compile` the codes of a matrix as it lies are plain PyTorch, so that the compiler makes them in the pass
+that produces the matrix. Everything else is a custom operator: Triton on a GPU, the specification elsewhere.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
+from octavo.errors import ConfigError
+from octavo.kernels.dispatch import uses_triton
+from octavo.kernels.reference import quantize as reference
+from octavo.kernels.target import Target, empty, target_of
+from octavo.kernels.transpose import transpose
 from octavo.numerics import Quantized, Rounding, Scaling, format_named, granularity_named
-from octavo.numerics import quantize as reference_quantize
+from octavo.numerics import quantize as specified
 
 
 def quantize(
@@ -25,10 +37,92 @@ def quantize(
         ConfigError: x is not a matrix, or a name is unknown.
     """
     fmt, tile = format_named(format), granularity_named(granularity)
-    quantized = reference_quantize(x, fmt, tile, scaling, rounding, seed)
-    return contiguous(quantized)
+    if rounding == "nearest" and x.is_cuda and x.dim() == 2 and not torch.compiler.is_compiling():
+        target = Target(format, granularity, scaling)
+        if x.stride(0) == 1 and x.stride(1) != 1:
+            transposed = quantize_pair([x.t()], None, target)[1]
+            assert transposed is not None
+            return transposed
+        result = quantize_pair([x], target, None)[0]
+        assert result is not None
+        return result
+    return contiguous(specified(x, fmt, tile, scaling, rounding, seed))
+
+
+def quantize_pair(
+    sources: Sequence[Tensor],
+    rows: Target | None,
+    columns: Target | None,
+    row_fold: Tensor | None = None,
+    column_fold: Tensor | None = None,
+) -> tuple[Quantized | None, Quantized | None]:
+    """Quantise the matrix X (R, C) that lies in `sources` side by side, as two GEMMs read it.
+
+    Args:
+        sources: matrices (R, C_i), FP32, BF16 or FP16.
+        rows: how to quantise X * row_fold, or None for not at all.
+        columns: how to quantise (X * column_fold)^T, or None. Its granularity is named as the transpose has it.
+        row_fold: FP32 (1, C), the scales of a folded partner.
+        column_fold: FP32 (R, 1).
+
+    Returns:
+        X as it lies, codes (R, C), and X^T, codes (C, R), both contiguous.
+
+    Raises:
+        ConfigError: a source is not a matrix, or their rows differ.
+    """
+    if any(source.dim() != 2 or source.shape[0] != sources[0].shape[0] for source in sources):
+        shapes = [tuple(source.shape) for source in sources]
+        raise ConfigError(f"quantize_pair takes matrices of as many rows, got shapes {shapes}.")
+    codes, scale, codes_t, scale_t = torch.ops.octavo.quantize_pair(
+        list(sources), str(rows or ""), str(columns or ""), row_fold, column_fold
+    )
+    return (
+        None if rows is None else Quantized(codes, scale, rows.tile),
+        None if columns is None else Quantized(codes_t, scale_t, columns.tile),
+    )
 
 
 def contiguous(quantized: Quantized) -> Quantized:
     """Return the same matrix with contiguous codes and scales: of a transposed view, a byte transpose."""
-    return Quantized(quantized.codes.contiguous(), quantized.scale.contiguous(), quantized.granularity)
+    codes = quantized.codes
+    if not codes.is_contiguous():
+        codes = transpose(codes.t()) if codes.t().is_contiguous() else codes.contiguous()
+    return Quantized(codes, quantized.scale.contiguous(), quantized.granularity)
+
+
+def _quantize_pair(
+    sources: list[Tensor], rows: str, columns: str, row_fold: Tensor | None, column_fold: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    targets = target_of(rows), target_of(columns)
+    if 0 not in (sources[0].shape[0], sum(s.shape[1] for s in sources)) and sources[0].is_cuda:
+        from octavo.kernels.triton import quantize as fast
+
+        if uses_triton(sources[0], "quantize", fast.refuses(*targets)):
+            return _flat(*fast.quantize_pair(sources, *targets, row_fold, column_fold), sources[0])
+    return _flat(*reference.quantize_pair(sources, *targets, row_fold, column_fold), sources[0])
+
+
+def _flat(rows: Quantized | None, columns: Quantized | None, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    nothing = [like.new_empty(0) for _ in range(4)]
+    return (*(rows[:2] if rows else nothing[:2]), *(columns[:2] if columns else nothing[2:]))
+
+
+def _quantize_pair_shape(
+    sources: list[Tensor], rows: str, columns: str, row_fold: Tensor | None, column_fold: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    total_r, total_c = sources[0].shape[0], sum(source.shape[1] for source in sources)
+    row, column, device = target_of(rows), target_of(columns), sources[0].device
+    return _flat(
+        row and empty(row, total_r, total_c, device), column and empty(column, total_c, total_r, device), sources[0]
+    )
+
+
+_library = torch.library.Library("octavo", "FRAGMENT")
+_library.define(
+    "quantize_pair(Tensor[] sources, str rows, str columns, Tensor? row_fold, Tensor? column_fold) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.impl("quantize_pair", _quantize_pair, "CompositeExplicitAutograd")
+torch.library.register_fake("octavo::quantize_pair", _quantize_pair_shape, lib=_library)

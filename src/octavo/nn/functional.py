@@ -1,8 +1,10 @@
-"""The linear layer in FP8: three GEMMs, one autograd function, everything decided by the recipe.
+"""Linear layers in FP8: three GEMMs, one autograd function, everything decided by the recipe.
 
 M: tokens, N: output features, K: input features.
 
     fprop   Y  = X W^T       dgrad   dX = dY W       wgrad   dW = dY^T X
+
+Layers that read the same X are computed as one: X is quantised once, and W is the stack of their weights.
 
 A folded operand brings the codes of fprop, transposed, with no scale that a GEMM could apply. With X = diag(sx) X8
 and W = diag(sw) W8, dX = (dY diag(sw)) W8 and dW = (diag(sx) dY)^T X8: the scale moves into the gradient, which is
@@ -12,6 +14,7 @@ quantised after it. With power-of-two scales the move is exact.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,17 +22,102 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from octavo import kernels
-from octavo.numerics import PER_TENSOR, Quantized
+from octavo.kernels import Target
+from octavo.nn import weights as stacked
+from octavo.nn.weights import transpose_codes
+from octavo.numerics import Quantized
 from octavo.recipes import Operand, Recipe, reused_from
 
 
-class WeightCodes(NamedTuple):
-    """A weight as the GEMMs of one recipe read it."""
+def linear(
+    x: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    recipe: Recipe,
+    dtype: torch.dtype | None = None,
+    ready: Quantized | None = None,
+) -> Tensor:
+    """Return x W^T + b with the three GEMMs of `recipe`, in `dtype`.
+
+    Args:
+        x: (..., K); the leading dimensions may be anything, empty included.
+        weight_NK: (N, K), any floating-point dtype: the master weight.
+        bias_N: (N,) or None; added in `dtype`.
+        dtype: what every GEMM rounds its result to, and what a GEMM in high precision computes in; default the dtype
+            of x. Quantisation starts from x as it is.
+        ready: x as fprop reads it, (M, K), where whoever made x has quantised it too.
+    """
+    return linears(x, [weight_NK], [bias_N], recipe, dtype, ready)[0]
+
+
+def linears(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    recipe: Recipe,
+    dtype: torch.dtype | None = None,
+    ready: Quantized | None = None,
+) -> list[Tensor]:
+    """Return x W_i^T + b_i for layers that share their input: x is quantised once, dgrad and wgrad are one GEMM each.
+
+    Args:
+        weights: (N_i, K) each. Scales are those of the stack (sum of N_i, K).
+    """
+    x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    codes, scale = (None, None) if ready is None else (ready.codes, ready.scale)
+    outputs: tuple[Tensor, ...] = _Linears.apply(x_MK, codes, scale, recipe, dtype or x.dtype, *weights)  # type: ignore[no-untyped-call]
+    shaped = [y_MN.reshape(*x.shape[:-1], y_MN.shape[1]) for y_MN in outputs]
+    return [y if b is None else y + b.to(y.dtype) for y, b in zip(shaped, biases, strict=True)]
+
+
+class _Linears(torch.autograd.Function):
+    """Y_i = X W_i^T. Saves what the needed backward GEMMs read of X, in FP8 wherever they are, and the weights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_MK: Tensor,
+        codes: Tensor | None,
+        scale: Tensor | None,
+        recipe: Recipe,
+        dtype: torch.dtype,
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ready = None if codes is None or scale is None else Quantized(codes, scale, recipe.fprop.input.tile)
+        x = read_input(x_MK, recipe, dtype, any(ctx.needs_input_grad[5:]), ready)
+        ctx.save_for_backward(*x.kept, *(weights if ctx.needs_input_grad[0] else ()))
+        ctx.recipe, ctx.kept, ctx.dtype, ctx.x_dtype = recipe, len(x.kept), dtype, x_MK.dtype
+        ctx.parts = [(weight.shape[0], weight.dtype) for weight in weights]
+        return tuple(fprop(x_MK, x.fprop, weights, recipe, dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        recipe, saved = ctx.recipe, ctx.saved_tensors
+        kept, weights = saved[: ctx.kept], saved[ctx.kept :]
+        needs_x, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
+        sources = [dy.to(ctx.dtype) for dy in dys]
+        g, h = read_gradient(sources, kept, weights, recipe, needs_x, any(needs_weight))
+        dx = dgrad(sources, g, weights, recipe, ctx.dtype).to(ctx.x_dtype) if needs_x else None
+        dws: list[Tensor | None] = [None] * len(needs_weight)
+        if any(needs_weight):
+            dw = wgrad(sources, h, read_kept_input(kept, recipe), recipe, ctx.dtype)
+            dws = [part if needed else None for part, needed in zip(unstack(dw, ctx.parts), needs_weight, strict=True)]
+        return dx, None, None, None, None, *dws
+
+
+class Input(NamedTuple):
+    """The input of linear layers as their GEMMs read it."""
 
     fprop: Quantized | None
-    """(N, K); None where fprop is in BF16."""
-    dgrad: Quantized | None
-    """(K, N), with scale 1 where it is folded; None where dgrad is in BF16."""
+    """(M, K); None where fprop is in BF16."""
+    kept: tuple[Tensor, ...]
+    """What wgrad needs of it: (x,) in BF16, (codes (M, K), scale) of fprop, (codes (K, M), scale) of its own; or ()."""
+
+
+def target_of(operand: Operand) -> Target:
+    """Return what a kernel is asked to make for an operand of a recipe."""
+    return Target(operand.format, operand.granularity, operand.scaling, operand.rounding)
 
 
 def quantize_operand(x: Tensor, operand: Operand, fold: Tensor | None = None) -> Quantized:
@@ -47,126 +135,113 @@ def quantize_operand(x: Tensor, operand: Operand, fold: Tensor | None = None) ->
     return kernels.quantize(x, operand.format, operand.granularity, operand.scaling, operand.rounding, seed)
 
 
-def transpose_codes(source: Quantized, operand: Operand) -> Quantized:
-    """Return fprop's matrix as a backward GEMM reads it: its codes transposed, its scale 1 if the operand is folded."""
-    transposed = source.t()
-    if operand.is_folded:
-        transposed = Quantized(transposed.codes, source.scale.new_ones(1, 1), PER_TENSOR)
-    return kernels.contiguous(transposed)
-
-
-def quantize_weight(weight_NK: Tensor, recipe: Recipe, needs_dgrad: bool = True) -> WeightCodes:
-    """Quantise a weight for fprop and, if needed, for dgrad."""
-    weight_NK = weight_NK.detach()
-    fprop = quantize_operand(weight_NK, recipe.fprop.weight) if recipe.fprop.is_fp8 else None
-    if not (needs_dgrad and recipe.dgrad.is_fp8):
-        return WeightCodes(fprop, None)
-    operand = recipe.dgrad.weight
-    if fprop is not None and reused_from(recipe, "dgrad", "weight"):
-        return WeightCodes(fprop, transpose_codes(fprop, operand))
-    return WeightCodes(fprop, quantize_operand(weight_NK.t(), operand))
-
-
-def linear(
-    x: Tensor,
-    weight_NK: Tensor,
-    bias_N: Tensor | None,
-    recipe: Recipe,
-    codes: WeightCodes | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Return x W^T + b with the three GEMMs of `recipe`, in `dtype`.
+def quantize_both(
+    sources: Sequence[Tensor],
+    rows: Operand | None,
+    columns: Operand | None,
+    row_fold: Tensor | None = None,
+    column_fold: Tensor | None = None,
+) -> tuple[Quantized | None, Quantized | None]:
+    """Quantise the matrix (R, C) that lies in `sources` side by side: as it is for `rows`, transposed for `columns`.
 
     Args:
-        x: (..., K); the leading dimensions may be anything, empty included.
-        weight_NK: (N, K), any floating-point dtype: the master weight.
-        bias_N: (N,) or None; added in `dtype`.
-        codes: the quantised weight, where it is already there.
-        dtype: what every GEMM rounds its result to, and what a GEMM in high precision computes in; default the dtype
-            of x. Quantisation starts from x as it is.
+        row_fold: FP32 (1, C), multiplied in before `rows`.
+        column_fold: FP32 (R, 1), multiplied in before `columns`.
     """
-    x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    if codes is None:
-        codes = quantize_weight(weight_NK, recipe, needs_dgrad=x.requires_grad and torch.is_grad_enabled())
-    y_MN: Tensor = _Linear.apply(x_MK, weight_NK, recipe, codes, dtype or x.dtype)  # type: ignore[no-untyped-call]
-    y = y_MN.reshape(*x.shape[:-1], weight_NK.shape[0])
-    return y if bias_N is None else y + bias_N.to(y.dtype)
+    if all(operand is None or operand.rounding == "nearest" for operand in (rows, columns)):
+        targets = [operand and target_of(operand) for operand in (rows, columns)]
+        return kernels.quantize_pair(sources, targets[0], targets[1], row_fold, column_fold)
+    x = sources[0] if len(sources) == 1 else torch.cat(list(sources), dim=1)
+    fold_t = None if column_fold is None else column_fold.t()
+    return rows and quantize_operand(x, rows, row_fold), columns and quantize_operand(x.t(), columns, fold_t)
 
 
-class _Linear(torch.autograd.Function):
-    """Y = X W^T. Saves only what the needed backward GEMMs read, in FP8 wherever they are."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_MK: Tensor, weight_NK: Tensor, recipe: Recipe, codes: WeightCodes, dtype: torch.dtype
-    ) -> Tensor:
-        x_fprop = quantize_operand(x_MK, recipe.fprop.input) if recipe.fprop.is_fp8 else None
-        if x_fprop is not None and codes.fprop is not None:
-            y_MN = kernels.gemm(x_fprop, codes.fprop, dtype, recipe.fprop.accumulate)
-        else:
-            y_MN = x_MK.to(dtype) @ weight_NK.to(dtype).t()
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
-        kept_x = _keep_input(x_MK, x_fprop, recipe, dtype) if needs_weight else ()
-        kept_weight = _keep_weight(weight_NK, codes, recipe) if needs_x else ()
-        ctx.save_for_backward(*kept_x, *kept_weight)
-        ctx.recipe, ctx.kept_x = recipe, len(kept_x)
-        ctx.dtype, ctx.weight_dtype, ctx.x_dtype = dtype, weight_NK.dtype, x_MK.dtype
-        return y_MN
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        recipe, kept = ctx.recipe, ctx.saved_tensors
-        kept_x, kept_weight = kept[: ctx.kept_x], kept[ctx.kept_x :]
-        dy_MN = grad_outputs[0].to(ctx.dtype)
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
-        reuses = reused_from(recipe, "wgrad", "grad_output") is not None
-        g = None
-        if recipe.dgrad.is_fp8 and (needs_x or (reuses and needs_weight)):
-            fold = kept_weight[2] if recipe.dgrad.weight.is_folded else None
-            g = quantize_operand(dy_MN, recipe.dgrad.grad_output, fold)
-        dx = _dgrad(dy_MN, g, kept_weight, recipe).to(ctx.x_dtype) if needs_x else None
-        h = transpose_codes(g, recipe.wgrad.grad_output) if g is not None and reuses and needs_weight else None
-        dw = _wgrad(dy_MN, h, kept_x, recipe).to(ctx.weight_dtype) if needs_weight else None
-        return dx, dw, None, None, None
+def read_input(
+    x_MK: Tensor, recipe: Recipe, dtype: torch.dtype, needs_weight: bool, ready: Quantized | None = None
+) -> Input:
+    """Quantise an input for fprop, and keep what wgrad will need of it. `ready`: fprop's codes if they are there."""
+    forward = recipe.fprop.input if recipe.fprop.is_fp8 else None
+    if not needs_weight or not recipe.wgrad.is_fp8:
+        x = forward and (ready or quantize_operand(x_MK, forward))
+        return Input(x, (x_MK.to(dtype),) if needs_weight else ())
+    if forward and reused_from(recipe, "wgrad", "input"):
+        x = ready or quantize_operand(x_MK, forward)
+        return Input(x, (x.codes, x.scale))
+    x, transposed = quantize_both([x_MK], None if ready else forward, recipe.wgrad.input)
+    assert transposed is not None
+    return Input(ready or x, (transposed.codes, transposed.scale))
 
 
-def _keep_input(x_MK: Tensor, x_fprop: Quantized | None, recipe: Recipe, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Return what wgrad needs of the input: (x,) in BF16, (codes (M, K), scale) of fprop, or (codes (K, M), scale)."""
+def read_kept_input(kept: tuple[Tensor, ...], recipe: Recipe) -> Quantized | Tensor:
+    """Return what `read_input` kept as wgrad reads it: (K, M) in FP8, or (M, K) in BF16."""
     if not recipe.wgrad.is_fp8:
-        return (x_MK.to(dtype),)
-    if x_fprop is not None and reused_from(recipe, "wgrad", "input"):
-        return x_fprop.codes, x_fprop.scale
-    return quantize_operand(x_MK.t(), recipe.wgrad.input)[:2]
-
-
-def _keep_weight(weight_NK: Tensor, codes: WeightCodes, recipe: Recipe) -> tuple[Tensor, ...]:
-    """Return what dgrad needs: (weight,) in BF16, or the weight's (codes (K, N), scale), and (1, N) scales to fold."""
-    if codes.dgrad is None:
-        return (weight_NK,)
-    kept = (codes.dgrad.codes, codes.dgrad.scale)
-    return (*kept, codes.fprop.scale.t()) if codes.fprop is not None and recipe.dgrad.weight.is_folded else kept
-
-
-def _dgrad(dy_MN: Tensor, g: Quantized | None, kept: tuple[Tensor, ...], recipe: Recipe) -> Tensor:
-    """Return dX (M, K) = dY W."""
-    if g is None:
-        return dy_MN @ kept[0].to(dy_MN.dtype)
-    operand = recipe.dgrad.weight
-    weight_KN = Quantized(kept[0], kept[1], PER_TENSOR if operand.is_folded else operand.tile)
-    return kernels.gemm(g, weight_KN, dy_MN.dtype, recipe.dgrad.accumulate)
-
-
-def _wgrad(dy_MN: Tensor, h: Quantized | None, kept: tuple[Tensor, ...], recipe: Recipe) -> Tensor:
-    """Return dW (N, K) = dY^T X. `h` is dY^T where it is already quantised."""
-    if not recipe.wgrad.is_fp8:
-        return dy_MN.t() @ kept[0]
+        return kept[0]
     codes, scale = kept
     operand = recipe.wgrad.input
-    if h is None:
-        h = quantize_operand(dy_MN.t(), recipe.wgrad.grad_output, scale.t() if operand.is_folded else None)
     if reused_from(recipe, "wgrad", "input"):
-        x_KM = transpose_codes(Quantized(codes, scale, recipe.fprop.input.tile), operand)
-    else:
-        x_KM = Quantized(codes, scale, operand.tile)
-    return kernels.gemm(h, x_KM, dy_MN.dtype, recipe.wgrad.accumulate)
+        return transpose_codes(Quantized(codes, scale, recipe.fprop.input.tile), operand.is_folded)
+    return Quantized(codes, scale, operand.tile)
+
+
+def folds(
+    kept: tuple[Tensor, ...], weights: Sequence[Tensor], recipe: Recipe, needs_x: bool, needs_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the scales that move into the gradient: of the weights (1, N) for dgrad, of the input (M, 1) for wgrad."""
+    row_fold = column_fold = None
+    if needs_x and recipe.dgrad.is_fp8 and recipe.dgrad.weight.is_folded:
+        row_fold = stacked.weight_scale(weights, target_of(recipe.fprop.weight)).t()
+    if needs_weight and recipe.wgrad.is_fp8 and recipe.wgrad.input.is_folded:
+        column_fold = kept[1]
+    return row_fold, column_fold
+
+
+def read_gradient(
+    dys: Sequence[Tensor],
+    kept: tuple[Tensor, ...],
+    weights: Sequence[Tensor],
+    recipe: Recipe,
+    needs_x: bool,
+    needs_weight: bool,
+) -> tuple[Quantized | None, Quantized | None]:
+    """Return dY as dgrad reads it, (M, N), and as wgrad reads it, (N, M), quantised from one read; None for BF16."""
+    rows = recipe.dgrad.grad_output if needs_x and recipe.dgrad.is_fp8 else None
+    columns = recipe.wgrad.grad_output if needs_weight and recipe.wgrad.is_fp8 else None
+    if rows is None and columns is None:
+        return None, None
+    return quantize_both(dys, rows, columns, *folds(kept, weights, recipe, needs_x, needs_weight))
+
+
+def fprop(
+    x_MK: Tensor, x: Quantized | None, weights: Sequence[Tensor], recipe: Recipe, dtype: torch.dtype
+) -> list[Tensor]:
+    """Return X W_i^T for each weight."""
+    if x is None:
+        return [x_MK.to(dtype) @ weight_NK.to(dtype).t() for weight_NK in weights]
+    return stacked.fprop(x, weights, target_of(recipe.fprop.weight), dtype, recipe.fprop.accumulate)
+
+
+def dgrad(
+    dys: Sequence[Tensor], g: Quantized | None, weights: Sequence[Tensor], recipe: Recipe, dtype: torch.dtype
+) -> Tensor:
+    """Return dX (M, K), the sum over the weights of dY_i W_i."""
+    if g is None:
+        parts = [dy_MN @ weight_NK.to(dtype) for dy_MN, weight_NK in zip(dys, weights, strict=True)]
+        return sum(parts[1:], start=parts[0])
+    source = target_of(recipe.fprop.weight) if reused_from(recipe, "dgrad", "weight") else None
+    return stacked.dgrad(g, weights, target_of(recipe.dgrad.weight), source, dtype, recipe.dgrad.accumulate)
+
+
+def wgrad(
+    dys: Sequence[Tensor], h: Quantized | None, x: Quantized | Tensor, recipe: Recipe, dtype: torch.dtype
+) -> Tensor:
+    """Return dW (N, K) of the stack."""
+    if isinstance(x, Quantized):
+        assert h is not None
+        return kernels.gemm(h, x, dtype, recipe.wgrad.accumulate)
+    return torch.cat([dy_MN.t() @ x for dy_MN in dys])
+
+
+def unstack(dw: Tensor, parts: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
+    """Cut the gradient of a stack into those of its weights, each given by its rows and dtype."""
+    cut = dw.split([rows for rows, _ in parts])
+    return [dw_NK.to(dtype) for dw_NK, (_, dtype) in zip(cut, parts, strict=True)]

@@ -1,0 +1,32 @@
+"""`quantize_pair` as it is defined: put the sources side by side, fold, and quantise both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.target import Target
+from octavo.numerics import Quantized, quantize
+
+
+def quantize_pair(
+    sources: Sequence[Tensor],
+    rows: Target | None,
+    columns: Target | None,
+    row_fold: Tensor | None = None,
+    column_fold: Tensor | None = None,
+) -> tuple[Quantized | None, Quantized | None]:
+    """See `octavo.kernels.quantize.quantize_pair`."""
+    x = torch.cat(list(sources), dim=1)
+    return _quantize(x, rows, row_fold), _quantize(x.t(), columns, None if column_fold is None else column_fold.t())
+
+
+def _quantize(x: Tensor, target: Target | None, fold: Tensor | None) -> Quantized | None:
+    if target is None:
+        return None
+    if fold is not None:
+        x = x.float() * fold
+    result = quantize(x, target.fmt, target.tile, target.scaling)
+    return Quantized(result.codes.contiguous(), result.scale.contiguous(), result.granularity)

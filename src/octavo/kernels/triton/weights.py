@@ -1,0 +1,71 @@
+"""Quantise many weights in one launch: a program a row, wherever in memory that row is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.triton.codes import finite_magnitude, scale_of, to_codes
+from octavo.numerics import Quantized
+
+LONGEST_ROW = 32768
+"""Elements of a row that one program still holds."""
+
+_TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def refuses(weights: Sequence[Tensor]) -> str | None:
+    """Return why one launch cannot take these weights, or None."""
+    if len({weight.dtype for weight in weights}) > 1 or weights[0].dtype not in _TRITON:
+        return "the weights differ in dtype, or are neither FP32, BF16 nor FP16"
+    if weights[0].shape[1] > LONGEST_ROW:
+        return f"a row has more than {LONGEST_ROW} elements"
+    if any(weight.stride(1) != 1 for weight in weights):
+        return "the rows of a weight are not contiguous"
+    return None
+
+
+def row_addresses(weights: Sequence[Tensor]) -> Tensor:
+    """Return the address of every row of some (N_i, K) matrices with contiguous rows, int64 (sum of N_i,)."""
+    starts = [torch.arange(w.shape[0], dtype=torch.int64) * (w.stride(0) * w.element_size()) for w in weights]
+    table = torch.cat([start + w.data_ptr() for start, w in zip(starts, weights, strict=True)])
+    return table.to(weights[0].device)
+
+
+def quantize_rows(addresses: Tensor, dtype: torch.dtype, out: Quantized, power_of_two: bool) -> None:
+    """Write into `out`, (rows, K) with a scale a row, the codes of the rows that lie at `addresses`.
+
+    Args:
+        addresses: of `row_addresses`.
+        dtype: of the rows.
+    """
+    rows, cols = out.codes.shape
+    size = triton.next_power_of_2(cols)
+    _rows_at_kernel[(rows,)](
+        addresses, out.codes, out.scale, cols, ALIGNED=cols * dtype.itemsize % 16 == 0, DTYPE=_TRITON[dtype], POWER_OF_TWO=power_of_two, SIZE=size,
+        num_warps=min(max(size // 1024, 1), 16),
+    )  # fmt: skip
+
+
+
+
+@triton.jit
+def _rows_at_kernel(
+    addresses, codes_ptr, scale_ptr, cols,
+    ALIGNED: tl.constexpr, DTYPE: tl.constexpr, POWER_OF_TWO: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """ALIGNED: every row starts at a multiple of 16 bytes, as memory of PyTorch does."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, SIZE)
+    inside = columns < cols
+    x_ptr = tl.load(addresses + row).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        x_ptr = tl.multiple_of(x_ptr, 16)
+    x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    scale, inverse = scale_of(tl.max(finite_magnitude(x), axis=0), codes_ptr.dtype.element_ty, POWER_OF_TWO)
+    tl.store(scale_ptr + row, scale)
+    tl.store(codes_ptr + row * cols + columns, to_codes(x * inverse, codes_ptr.dtype.element_ty), mask=inside)

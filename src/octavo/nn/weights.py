@@ -1,0 +1,270 @@
+"""Quantised weights: made once for each value a weight takes, kept for as long as the weight lives.
+
+Linear layers that share an input are one layer whose weight is the stack of theirs, so what is kept belongs to a list
+of weights. Compiled code meets only the operators at the end of this file. They take the weights themselves and find
+the codes when they run: no codes stand in a graph, none are saved for backward, and each call sees whether a weight
+has changed. It has when its version counter has moved, or any optimizer has made a step: PyTorch's fused optimizers
+write without moving the counter. Writing through `weight.data` moves neither; call `weights_changed()` after it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from octavo import kernels
+from octavo.kernels import Target, ledger
+from octavo.kernels.dispatch import why_not
+from octavo.kernels.target import empty, target_of
+from octavo.numerics import PER_COLUMN, PER_TENSOR, Quantized, granularity_named
+
+
+@dataclass(eq=False)
+class _Kept:
+    """The codes of one stack of weights, and what they were made from."""
+
+    stack: Quantized
+    state: tuple[Any, ...]
+    addresses: Tensor | None = None
+    """Of every row, for the kernel that takes many weights in one launch."""
+
+
+_kept: dict[tuple[Any, ...], _Kept] = {}
+_changes = 0
+
+
+def weights_changed(*_: Any) -> None:
+    """Mark every kept weight as out of date: the next forward quantises it anew."""
+    global _changes
+    _changes += 1
+
+
+register_optimizer_step_post_hook(weights_changed)
+
+
+def forget(weight: Tensor) -> None:
+    """Drop all that is kept of one weight."""
+    for key in [key for key in _kept if id(weight) in key[2:]]:
+        _kept.pop(key, None)
+
+
+def quantized_weights(weights: Sequence[Tensor], target: Target, transposed: bool = False) -> Quantized:
+    """Return the stack (N, K) of weights (N_i, K), or its transpose (K, N), quantised as `target` says.
+
+    Nothing is computed where it is there already. After a change the same memory is written again, so that a captured
+    CUDA graph reads the new codes.
+    """
+    key = (target, transposed, *map(id, weights))
+    state = _state(weights)
+    kept = _kept.get(key)
+    if kept is not None and kept.state == state and not _must_record(weights[0]):
+        return kept.stack
+    ledger.count_weights(len(weights))
+    with torch.inference_mode(False), torch.no_grad():  # what is kept must also serve a training step
+        stack, addresses = _quantize(weights, target, transposed, kept)
+    if any(weight.is_inference() for weight in weights):  # such a tensor counts no versions
+        return stack
+    if kept is None:
+        for weight in weights:
+            weakref.finalize(weight, _kept.pop, key, None)
+    _kept[key] = _Kept(stack, state, addresses)
+    return stack
+
+
+def _state(weights: Sequence[Tensor]) -> tuple[Any, ...]:
+    steps = _changes if any(weight.requires_grad for weight in weights) else None
+    return steps, *((None if w.is_inference() else w._version, *_place(w)) for w in weights)
+
+
+def _place(weight: Tensor) -> tuple[Any, ...]:
+    return weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, weight.device
+
+
+def _must_record(weight: Tensor) -> bool:
+    """Whether a CUDA graph is being captured: it must quantise each time it is replayed."""
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _quantize(
+    weights: Sequence[Tensor], target: Target, transposed: bool, kept: _Kept | None
+) -> tuple[Quantized, Tensor | None]:
+    """Return the stack, in the memory of `kept` where it fits, and the addresses of its rows where they were needed."""
+    rows, cols = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+    shape = (cols, rows) if transposed else (rows, cols)
+    old = kept.stack if kept is not None and kept.stack.codes.shape == shape else None
+    if old is not None and old.codes.device != weights[0].device:
+        old = None
+    if not transposed and _has_one_launch(weights, target):
+        from octavo.kernels.triton.weights import quantize_rows, row_addresses
+
+        same_place = kept is not None and [s[1:] for s in kept.state[1:]] == [_place(w) for w in weights]
+        addresses = kept.addresses if kept is not None and same_place else None
+        addresses = row_addresses(weights) if addresses is None else addresses
+        stack = old or empty(target, rows, cols, weights[0].device)
+        quantize_rows(addresses, weights[0].dtype, stack, target.scaling == "power_of_two")
+        return stack, addresses
+    new = _quantize_one_by_one(weights, target, transposed)
+    if old is None:
+        return new, None
+    old.codes.copy_(new.codes)
+    old.scale.copy_(new.scale)
+    return old, None
+
+
+def _has_one_launch(weights: Sequence[Tensor], target: Target) -> bool:
+    """Whether one Triton launch quantises all these weights."""
+    if not weights[0].is_cuda or (target.granularity, target.rounding) != ("row", "nearest"):
+        return False
+    from octavo.kernels.triton.weights import refuses
+
+    return refuses(weights) is None and why_not(weights[0].device) is None
+
+
+def _quantize_one_by_one(weights: Sequence[Tensor], target: Target, transposed: bool) -> Quantized:
+    tile_rows = target.tile.rows
+    if len(weights) > 1 and not transposed and tile_rows and all(w.shape[0] % tile_rows == 0 for w in weights[:-1]):
+        parts = [_quantize_matrix(weight, target) for weight in weights]
+        codes = torch.cat([part.codes.view(torch.uint8) for part in parts]).view(target.fmt.dtype)
+        return Quantized(codes, torch.cat([part.scale for part in parts]), target.tile)
+    stack = weights[0].detach() if len(weights) == 1 else torch.cat(list(weights))
+    return _quantize_matrix(stack.t() if transposed else stack, target)
+
+
+def _quantize_matrix(x: Tensor, target: Target) -> Quantized:
+    stochastic = target.rounding == "stochastic"
+    seed = torch.randint(2**62, (), device=x.device) if stochastic else 0
+    return kernels.quantize(x.detach(), *target, seed)
+
+
+def fprop(x: Quantized, weights: Sequence[Tensor], target: Target, dtype: torch.dtype, accumulate: str) -> list[Tensor]:
+    """Return x W_i^T for each weight (N_i, K), as (M, N_i) of `dtype`; the stack is quantised as `target` says.
+
+    Args:
+        x: (M, K).
+    """
+    outputs: list[Tensor] = torch.ops.octavo.fprop(
+        x.codes, x.scale, x.granularity.name, list(weights), str(target), dtype, accumulate
+    )
+    return outputs
+
+
+def dgrad(
+    g: Quantized, weights: Sequence[Tensor], target: Target, source: Target | None, dtype: torch.dtype, accumulate: str
+) -> Tensor:
+    """Return G W for the stack W (N, K) of the weights, as (M, K) of `dtype`.
+
+    Args:
+        g: (M, N).
+        target: how W^T (K, N) is quantised. Where it is folded, G already holds its scales.
+        source: how fprop quantises W, if those codes, transposed, are the ones to use.
+    """
+    result: Tensor = torch.ops.octavo.dgrad(
+        g.codes, g.scale, g.granularity.name, list(weights), str(target), str(source or ""), dtype, accumulate
+    )
+    return result
+
+
+def weight_scale(weights: Sequence[Tensor], target: Target) -> Tensor:
+    """Return the scales of the stack of weights as fprop quantises it, in a memory of their own."""
+    scale: Tensor = torch.ops.octavo.weight_scale(list(weights), str(target))
+    return scale
+
+
+def transpose_codes(source: Quantized, folded: bool) -> Quantized:
+    """Return a matrix of fprop as a backward GEMM reads it: its codes transposed, its scale 1 if it is folded."""
+    transposed = source.t()
+    if folded:
+        transposed = Quantized(transposed.codes, source.scale.new_ones(1, 1), PER_TENSOR)
+    return kernels.contiguous(transposed)
+
+
+def _target(text: str) -> Target:
+    target = target_of(text)
+    assert target is not None
+    return target
+
+
+def _fprop(
+    x: Tensor, x_scale: Tensor, x_granularity: str, weights: list[Tensor], target: str, dtype: torch.dtype, accumulate: str
+) -> list[Tensor]:
+    stack = quantized_weights(weights, _target(target))
+    left = Quantized(x, x_scale, granularity_named(x_granularity))
+    counts = [weight.shape[0] for weight in weights]
+    parts = _split(stack, counts)
+    if parts is None:  # a tile of scales straddles two weights
+        return [y.contiguous() for y in kernels.gemm(left, stack, dtype, accumulate).split(counts, dim=1)]
+    return [kernels.gemm(left, part, dtype, accumulate) for part in parts]
+
+
+def _split(stack: Quantized, counts: list[int]) -> list[Quantized] | None:
+    """Return the rows of each weight in a stack, views; None where tiles of scales do not end where they do."""
+    height = stack.granularity.rows
+    if len(counts) == 1 or height is None:
+        scales = [stack.scale] * len(counts)
+    elif any(count % height for count in counts[:-1]):
+        return None
+    else:
+        scales = list(stack.scale.split([-(-count // height) for count in counts]))
+    codes = stack.codes.split(counts)
+    return [Quantized(c, s, stack.granularity) for c, s in zip(codes, scales, strict=True)]
+
+
+def _dgrad(
+    g: Tensor, g_scale: Tensor, g_granularity: str, weights: list[Tensor], target: str, source: str,
+    dtype: torch.dtype, accumulate: str,
+) -> Tensor:  # fmt: skip
+    if source:
+        stack_KN = transpose_codes(quantized_weights(weights, _target(source)), _target(target).tile == PER_COLUMN)
+    else:
+        stack_KN = quantized_weights(weights, _target(target), transposed=True)
+    return kernels.gemm(Quantized(g, g_scale, granularity_named(g_granularity)), stack_KN, dtype, accumulate)
+
+
+def _weight_scale(weights: list[Tensor], target: str) -> Tensor:
+    return quantized_weights(weights, _target(target)).scale.clone()
+
+
+def _fprop_shape(
+    x: Tensor, x_scale: Tensor, x_granularity: str, weights: list[Tensor], target: str, dtype: torch.dtype, accumulate: str
+) -> list[Tensor]:
+    return [x.new_empty(x.shape[0], weight.shape[0], dtype=dtype) for weight in weights]
+
+
+def _dgrad_shape(
+    g: Tensor, g_scale: Tensor, g_granularity: str, weights: list[Tensor], target: str, source: str,
+    dtype: torch.dtype, accumulate: str,
+) -> Tensor:  # fmt: skip
+    return g.new_empty(g.shape[0], weights[0].shape[1], dtype=dtype)
+
+
+def _weight_scale_shape(weights: list[Tensor], target: str) -> Tensor:
+    shape = _target(target).tile.scale_shape(sum(weight.shape[0] for weight in weights), weights[0].shape[1])
+    return weights[0].new_empty(shape, dtype=torch.float32)
+
+
+_library = torch.library.Library("octavo", "FRAGMENT")
+for _schema, _run, _shape in (
+    (
+        "fprop(Tensor x, Tensor x_scale, str x_granularity, Tensor[] weights, str target, ScalarType dtype, str accumulate)"
+        " -> Tensor[]",
+        _fprop,
+        _fprop_shape,
+    ),
+    (
+        "dgrad(Tensor g, Tensor g_scale, str g_granularity, Tensor[] weights, str target, str source, "
+        "ScalarType dtype, str accumulate) -> Tensor",
+        _dgrad,
+        _dgrad_shape,
+    ),
+    ("weight_scale(Tensor[] weights, str target) -> Tensor", _weight_scale, _weight_scale_shape),
+):
+    _name = _schema.partition("(")[0]
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"octavo::{_name}", _shape, lib=_library)
