@@ -142,3 +142,51 @@ def test_a_summary_becomes_a_result_of_the_demo(tmp_path: Path) -> None:
     path.write_text(json.dumps({**summary, **losses, "heldout_loss_bf16": None}))
     with pytest.raises(ConfigError, match="'heldout_loss_bf16' must be float, got None"):
         results.from_summary(path)
+
+
+def step(*workloads: str, **changes: Any) -> results.Result:
+    row = {"implementation": "bf16", "ms": 1.0, "ratio_to_bf16": 1.0, "peak_gib": 0.1}
+    rows = tuple({"workload": workload, **row} for workload in workloads)
+    return parity(**{"kind": "step", "rows": rows, **changes})
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        ("step", {"workload": "tiny", "implementation": "octavo folded"}),
+        ("gemm", {"shape": "8x8x8", "kernel": "reference", "operands": "row", "accumulate": "slow"}),
+        ("kernels", {"kernel": "transpose", "shape": "8 x 8"}),
+    ],
+)
+def test_a_row_may_say_what_failed_in_place_of_its_figures(kind: str, row: dict[str, Any]) -> None:
+    assert parity(kind=kind, rows=({**row, "error": "RuntimeError: no"},)).rows[0]["error"] == "RuntimeError: no"
+    with pytest.raises(ConfigError, match="is missing"):
+        parity(kind=kind, rows=(row,))
+    with pytest.raises(ConfigError, match=f"'{next(iter(row))}' is missing"):
+        parity(kind=kind, rows=({"error": "RuntimeError: no"},))
+    with pytest.raises(ConfigError, match="'error' must be str"):
+        parity(kind=kind, rows=({**row, "error": None},))
+
+
+def test_a_training_run_may_not_fail() -> None:
+    with pytest.raises(ConfigError, match="'heldout_loss' is missing"):
+        parity(rows=({"model": "124m", "tokens": 1, "recipe": "x", "seed": 0, "error": "no"},))
+
+
+def test_merging_keeps_the_workloads_that_were_not_measured_again() -> None:
+    merged = results.merge(step("a", "b", command="first"), step("b", "c", command="second"))
+    assert [row["workload"] for row in merged.rows] == ["a", "b", "c"]
+    assert merged.command == "first; second"
+    again = step("a", command="second")
+    assert results.merge(step("a", command="first"), again) == again
+
+
+@pytest.mark.parametrize("change", [{"date": "2026-11-20"}, {"hardware": "other"}, {"versions": {"torch": "2.13.0"}}])
+def test_one_file_is_of_one_day_machine_and_software(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(change))} was .* cannot be one file"):
+        results.merge(step("a", **change), step("b"))
+
+
+def test_a_failure_is_one_line() -> None:
+    assert results.failure(ValueError("first\nsecond")) == "ValueError: first"
+    assert results.failure(MemoryError()) == "MemoryError: no message"

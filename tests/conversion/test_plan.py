@@ -22,7 +22,8 @@ layers.*.router (2)  256 x 64  bf16    bf16                                     
 layers.*.tiny (2)    8 x 64    bf16    bf16                                           -     fewer than 32 features
 lm_head              96 x 64   bf16    bf16                                           -     {HEAD}
 
-4 of 9 linear layers in FP8 (45% of their weights) on cpu""".lstrip()
+4 of 9 linear layers in FP8 (45% of their weights) on cpu
+norm: makes the codes of its result in the same pass""".lstrip()
 
 
 def of(plan, name: str) -> LayerPlan:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.models import Llama, ModelConfig, build
-from octavo.models.llama import rotary_tables, rotate
+from octavo.models.llama import rotary_tables
+from octavo.nn.rotary import rotate
 
 SMALL: dict[str, Any] = {"vocab": 48, "dim": 32, "layers": 2, "heads": 4, "sequence": 16}
 
@@ -81,7 +82,7 @@ def test_a_token_changes_nothing_before_it() -> None:
 def test_rotation_depends_on_distance_alone() -> None:
     cos_TE, sin_TE = rotary_tables(8, 64, 10000.0)
     q, k = torch.randn(8), torch.randn(8)
-    q_TE, k_TE = (rotate(x.expand(1, 1, 64, 8), cos_TE, sin_TE)[0, 0] for x in (q, k))
+    q_TE, k_TE = (rotate(x.expand(1, 64, 1, 8), cos_TE, sin_TE)[0, :, 0] for x in (q, k))
     near = torch.stack([q_TE[t + 5] @ k_TE[t] for t in range(59)])
     torch.testing.assert_close(near, near[:1].expand(59), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(q_TE.norm(dim=-1), q.norm().expand(64))
@@ -89,7 +90,7 @@ def test_rotation_depends_on_distance_alone() -> None:
 
 
 def test_rotation_keeps_the_dtype() -> None:
-    x = torch.randn(1, 2, 4, 8, dtype=torch.bfloat16)
+    x = torch.randn(1, 4, 2, 8, dtype=torch.bfloat16)
     assert rotate(x, *rotary_tables(8, 4, 10000.0)).dtype == torch.bfloat16
 
 

@@ -5,6 +5,7 @@ A result is `benchmarks/results/<date>-<hardware>-<kind>.json`, the newest of a 
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import math
@@ -31,8 +32,28 @@ KINDS: dict[str, dict[str, type]] = {
     },
     "parity": {"model": str, "tokens": int, "recipe": str, "seed": int, "heldout_loss": float},
     "step": {"workload": str, "implementation": str, "ms": float, "ratio_to_bf16": float, "peak_gib": float},
+    "gemm": {
+        "shape": str,
+        "kernel": str,
+        "operands": str,
+        "accumulate": str,
+        "tflops": float,
+        "ratio_to_bf16": float,
+    },
+    "kernels": {
+        "kernel": str,
+        "shape": str,
+        "ms": float,
+        "bytes": int,
+        "passes": int,
+        "gb_per_s": float,
+        "ratio_to_copy": float,
+    },
 }
-"""For each kind, what every row must have. Other keys are welcome: they are kept and not read."""
+"""For each kind, what every row must have. Other keys are welcome: they are kept, and read where a table shows them."""
+
+MAY_FAIL = ("step", "gemm", "kernels")
+"""Kinds whose rows may have `error`, a text, in place of their figures: what failed is part of what was measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +84,10 @@ class Result:
         if not self.rows:
             raise ConfigError("result: there are no rows. A result without a measurement is not written.")
         for index, row in enumerate(self.rows):
-            _check_row(row, KINDS[self.kind], f"result of kind '{self.kind}': rows[{index}]")
+            required: Mapping[str, type] = KINDS[self.kind]
+            if self.kind in MAY_FAIL and "error" in row:
+                required = {"error": str, **{key: kind for key, kind in required.items() if kind is str}}
+            _check_row(row, required, f"result of kind '{self.kind}': rows[{index}]")
 
     @property
     def file_name(self) -> str:
@@ -84,6 +108,11 @@ def _check_row(row: Mapping[str, Any], required: Mapping[str, type], where: str)
             raise ConfigError(f"{where}: '{key}' is {value}. A figure must be finite.")
 
 
+def failure(error: Exception) -> str:
+    """Return what a row says of an exception under `error`: its class and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0] or 'no message'}"
+
+
 def write(result: Result, directory: Path) -> Path:
     """Write `result` under `directory` and return its path. One of the same name is replaced.
 
@@ -99,6 +128,25 @@ def write(result: Result, directory: Path) -> Path:
     for target in [path] if superseded else [path, latest]:
         _replace(target, text)
     return path
+
+
+def merge(older: Result, newer: Result) -> Result:
+    """Return `newer` with the rows of `older` for workloads that `newer` has not measured: one file for a day's work.
+
+    Rows of one workload are never mixed: they compare only within a session.
+
+    Raises:
+        ConfigError: they are of another kind, day, machine or software, so that one file cannot stand for both.
+    """
+    for field in ("kind", "date", "hardware", "versions"):
+        before, now = getattr(older, field), getattr(newer, field)
+        if before != now:
+            raise ConfigError(f"result: {field} was {before!r} and is {now!r}: these cannot be one file.")
+    measured = {row.get("workload") for row in newer.rows}
+    kept = tuple(row for row in older.rows if row.get("workload") not in measured)
+    if not kept:
+        return newer
+    return dataclasses.replace(newer, rows=(*kept, *newer.rows), command=f"{older.command}; {newer.command}")
 
 
 def _replace(path: Path, text: str) -> None:
@@ -145,13 +193,13 @@ def versions() -> dict[str, str]:
     return {name: version for name, version in device.versions().items() if version is not None}
 
 
-def hardware() -> str:
-    """Return a slug of what computes here: the first GPU's name, else the processor's."""
+def hardware(device_name: str = "auto") -> str:
+    """Return a slug of what computes: the name of the GPU, or of the processor; by default the first GPU if any."""
     import torch
 
     from octavo.train import device
 
-    name = device.describe(device.resolve("auto"))
+    name = device.describe(device.resolve(device_name))
     return slug(name.removesuffix(f", {torch.get_num_threads()} threads")) or "unknown"
 
 

@@ -1,108 +1,51 @@
-"""Time a step of a stack of Llama blocks, forward and backward, in BF16, in torchao and by every recipe.
+"""Time a training step of a workload in BF16, in torchao and by every recipe.
 
-The stack has no embedding and no head, so that it is the blocks that are compared. All implementations run one after
-another in one process on the same random normal data; each is the median of several steps after a warm-up. One profiled
-step says where the time goes.
+All implementations run one after another in one process, on the same weights and the same random normal data. Each is
+the median of several steps after a warm-up. A few profiled steps say where the time goes, the machine's own rates what
+would be possible, and BF16 timed again at the end how far the machine has drifted.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib.util
+import json
+import math
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
-from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import octavo
-from octavo import kernels, recipes
-from octavo.errors import UnsupportedError
-from octavo.models.config import ModelConfig
-from octavo.models.llama import Block, rotary_tables
+from octavo import kernels
+from octavo.bench import rates
+from octavo.bench.floor import floor_ms
+from octavo.bench.implementations import BF16, Implementation, implementations
+from octavo.bench.profile import PARTS, Profile, profile
+from octavo.bench.results import failure, slug
+from octavo.bench.timing import milliseconds, warm_up
+from octavo.bench.workloads import Training, Workload, build
+from octavo.errors import NonFiniteError, RunError, UnsupportedError, did_you_mean
+
+Row = dict[str, Any]
+
+TRACED = 25
+"""Kernels of an implementation that a trace names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Workload:
-    """The shape of a stack and of the batch that goes through it."""
+class Session:
+    """What all implementations of one run share."""
 
-    name: str
-    dim: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    layers: int
-    batch: int
-    sequence: int
-
-
-WORKLOADS = {
-    "llama-8b-stack": Workload(
-        name="llama-8b-stack", dim=4096, ffn=14336, heads=32, kv_heads=8, layers=8, batch=2, sequence=8192
-    ),
-    "tiny": Workload(name="tiny", dim=128, ffn=256, heads=4, kv_heads=2, layers=2, batch=2, sequence=64),
-}
-
-CATEGORIES = {
-    "attention": ("attention", "fmha", "sdpa", "cudnn_generated", "flash"),
-    "gemm": ("gemm", "nvjet", "cutlass", "cublas", "xmma", "s16816"),
-}
-
-
-class Stack(nn.Module):
-    """Llama blocks in a row, BF16, with their rotary tables."""
-
-    def __init__(self, workload: Workload) -> None:
-        super().__init__()
-        config = ModelConfig(
-            vocab=16,
-            dim=workload.dim,
-            ffn=workload.ffn,
-            heads=workload.heads,
-            kv_heads=workload.kv_heads,
-            layers=workload.layers,
-            sequence=workload.sequence,
-        )
-        self.layers = nn.ModuleList(Block(config) for _ in range(workload.layers))
-        cos_TE, sin_TE = rotary_tables(config.head_dim, workload.sequence, config.rope_theta)
-        self.register_buffer("cos", cos_TE, persistent=False)
-        self.register_buffer("sin", sin_TE, persistent=False)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """Return the stream after the last block."""
-        for block in self.layers:
-            x_BTD = block(x_BTD, self.cos, self.sin)
-        return x_BTD
-
-
-Prepare = Callable[[nn.Module, int], None]
-"""(BF16 stack, tokens a step): makes the stack into an implementation, in place."""
-
-
-def implementations() -> dict[str, Prepare]:
-    """Return every implementation by name. torchao's are there when it is installed."""
-    found: dict[str, Prepare] = {"bf16": lambda model, tokens: None}
-    if importlib.util.find_spec("torchao") is not None:
-        found |= {f"torchao {name}": partial(_convert_torchao, recipe=name) for name in ("tensorwise", "rowwise")}
-    octavos = [name for name in recipes.names() if name != "bf16"]
-    return found | {f"octavo {name}": partial(_convert_octavo, recipe=name) for name in octavos}
-
-
-def _convert_torchao(model: nn.Module, tokens: int, recipe: str) -> None:
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
-
-
-def _convert_octavo(model: nn.Module, tokens: int, recipe: str) -> None:
-    octavo.convert(model, recipe, policy=octavo.Policy(min_gain=0.0), tokens=tokens, strict=True)
+    workload: Workload
+    device: str
+    compile: bool
+    steps: int
+    warm_up_s: float
+    trace: Path | None
 
 
 def bench_step(
@@ -112,74 +55,140 @@ def bench_step(
     device: str = "cuda",
     compile: bool = True,
     steps: int = 20,
-    report: Callable[[dict[str, Any]], None] = lambda row: None,
-) -> list[dict[str, Any]]:
-    """Return one row an implementation: ms, ratio_to_bf16, peak_gib, tokens_per_s, ms by category, FP8 GEMMs a step.
+    warm_up_s: float = 1.0,
+    trace: Path | None = None,
+    report: Callable[[Row], None] = lambda row: None,
+) -> list[Row]:
+    """Return one row an implementation, as the result kind `step` has them; the baseline first.
+
+    An implementation that fails has a row with `error` and no figures, and the others go on.
 
     Args:
         names: implementations to run, BF16 always first; all where empty.
-        report: called with each row as it comes.
+        steps: steps to time; the median counts.
+        warm_up_s: seconds of steps before that, three steps at the least.
+        trace: directory for the longest kernels of each implementation, one JSON file each; on a GPU only.
+        report: called with each row as it comes, and with the baseline's once more, when its drift is known.
 
     Raises:
         UnsupportedError: a name that is not there.
+        RunError: the baseline failed, so that there is nothing to compare with.
     """
-    known = implementations()
-    if missing := [name for name in names if name not in known]:
-        raise UnsupportedError(f"no implementation '{missing[0]}' here. There are: {', '.join(known)}.")
-    rows: list[dict[str, Any]] = []
-    for name in dict.fromkeys(("bf16", *(names or known))):
-        row = _measure(workload, name, known[name], device, compile, steps)
-        row["ratio_to_bf16"] = round(rows[0]["ms"] / row["ms"], 3) if rows else 1.0
+    known = implementations(head=workload.vocab > 0)
+    if missing := next((name for name in names if name not in known), None):
+        near = did_you_mean(missing, known)
+        raise UnsupportedError(f"no implementation '{missing}' here.{near} There are: {', '.join(known)}.")
+    session = Session(workload=workload, device=device, compile=compile, steps=steps, warm_up_s=warm_up_s, trace=trace)
+    limits = rates.measure(workload, device) if device == "cuda" else None
+    rows: list[Row] = []
+    for name in dict.fromkeys((BF16, *(names or known))):
+        row = _attempt(session, known[name])
+        if not rows and "error" in row:
+            raise RunError(f"the baseline {BF16} failed, and the rest has nothing to be compared with: {row['error']}")
         rows.append(row)
+        if "error" not in row:
+            _compare(session, row, rows[0], known[name], limits)
         report(row)
+    if len(rows) > 1:
+        again = _attempt(session, known[BF16])
+        rows[0] |= {"drift": round(again["ms"] / rows[0]["ms"] - 1, 4)} if "ms" in again else {}
+        report(rows[0])
     return rows
 
 
-def _measure(workload: Workload, name: str, prepare: Prepare, device: str, compile: bool, steps: int) -> dict[str, Any]:
-    _free(device)
-    step = _make_step(workload, prepare, device, compile)
+def _attempt(session: Session, implementation: Implementation) -> Row:
+    """Return the row of an implementation; if it fails, one that says how."""
+    row = {"workload": session.workload.name, "implementation": implementation.name}
+    try:
+        return row | _measure(session, implementation)
+    except Exception as error:  # one that fails must not lose the others
+        return row | {"error": failure(error)}
+    finally:
+        _free(session.device)
+
+
+def _measure(session: Session, implementation: Implementation) -> Row:
+    workload, device = session.workload, session.device
+    training = build(workload, implementation, device, compile=session.compile)
     with _attention(device):
-        for _ in range(3):
-            step()
+        first_norm = _gradient_norm(training)
+        warm_up(training.step, device, seconds=session.warm_up_s)
         with kernels.record() as ledger:
-            step()
-        times, peak = _time(step, steps, device)
-        categories = _profile(step) if device == "cuda" else {}
+            training.step()
+        times, peak = _time(training, session)
+        profiled = profile(training.step) if device == "cuda" else None
+        last_norm = _gradient_norm(training)
+    if not math.isfinite(first_norm + last_norm):  # NaN draws less power than numbers: its time would be too good
+        raise NonFiniteError(f"{implementation.name}: its gradients are not finite, so its time means nothing.")
+    if profiled is not None and session.trace is not None:
+        _write_trace(session.trace, workload.name, implementation.name, profiled)
     ms = statistics.median(times)
     return {
-        "workload": workload.name,
-        "implementation": name,
         "ms": round(ms, 3),
-        "ratio_to_bf16": 1.0,
         "peak_gib": round(peak, 2),
-        "tokens_per_s": round(workload.batch * workload.sequence / ms * 1e3),
+        "tokens_per_s": round(workload.tokens / ms * 1e3),
         "spread_ms": round(max(times) - min(times), 3),
-        **{f"{category}_ms": round(value, 2) for category, value in categories.items()},
+        **_parts(profiled, ms),
         "fp8_gemms": dict(ledger.gemms),
+        "weights_quantised": ledger.weights,
         "fallbacks": ledger.fallbacks,
+        "gradient_norm": float(f"{first_norm:.4g}"),
         "shape": asdict(workload),
     }
 
 
-def _make_step(workload: Workload, prepare: Prepare, device: str, compile: bool) -> Callable[[], None]:
-    """Return a function that runs one forward and backward of a new stack on random data."""
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = Stack(workload).to(torch.bfloat16)
-        x = torch.randn(workload.batch, workload.sequence, workload.dim, dtype=torch.bfloat16, requires_grad=True)
-        gradient = torch.randn_like(x)
-    model.cos, model.sin = model.cos.float(), model.sin.float()
-    prepare(model, workload.batch * workload.sequence)
-    if compile:
-        for block in model.layers:
-            block.compile(fullgraph=True)
+def _time(training: Training, session: Session) -> tuple[list[float], float]:
+    """Return the milliseconds of each step, and the peak of allocated memory in GiB."""
+    if session.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    times = milliseconds(training.step, session.device, session.steps)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if session.device == "cuda" else 0.0
+    return times, peak
 
-    def step() -> None:
-        model(x).backward(gradient)
-        model.zero_grad(set_to_none=True)
-        x.grad = None
 
-    return step
+def _gradient_norm(training: Training) -> float:
+    """Run a step and return the norm of all its gradients: in the first one, every implementation has the same work."""
+    training.forward_backward()
+    gradients = [parameter.grad for parameter in training.model.parameters() if parameter.grad is not None]
+    norm = math.hypot(*(float(torch.linalg.vector_norm(gradient, dtype=torch.float32)) for gradient in gradients))
+    training.update()
+    return norm
+
+
+def _parts(profiled: Profile | None, ms: float) -> Row:
+    """Return the milliseconds of each part; `idle_ms` is what is left of a step's time while no kernel runs.
+
+    Parts that no kernel belongs to are left out. They add up to more than the step where kernels overlap.
+    """
+    if profiled is None:
+        return {}
+    usual = ("gemm", "attention", "elementwise")
+    parts = {part: profiled.parts[part] for part in PARTS if part in usual or profiled.parts[part]}
+    spent = {f"{part}_ms": round(value, 2) for part, value in parts.items()}
+    return spent | {"idle_ms": round(max(ms - profiled.busy, 0.0), 2)}
+
+
+def _compare(
+    session: Session, row: Row, baseline: Row, implementation: Implementation, limits: rates.Rates | None
+) -> None:
+    """Add what a row says beside others: against the baseline, the floor and the datasheet."""
+    row["ratio_to_bf16"] = round(baseline["ms"] / row["ms"], 3)
+    peak = rates.datasheet_tflops(torch.cuda.get_device_name()) if session.device == "cuda" else None
+    if peak is not None:
+        row["mfu_bf16"] = round(session.workload.flops / row["ms"] / peak / 1e9, 4)
+    if limits is None:
+        return
+    if row is baseline:
+        row["rates"] = asdict(limits)
+    floor = floor_ms(session.workload, implementation, limits, baseline["attention_ms"])
+    row |= {"floor_ms": round(floor, 2), "fraction_of_floor": round(floor / row["ms"], 4)}
+
+
+def _write_trace(directory: Path, workload: str, implementation: str, profiled: Profile) -> None:
+    trace = {"workload": workload, "implementation": implementation, "kernels": profiled.kernels[:TRACED]}
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{slug(f'{workload} {implementation}')}.json"
+    path.write_text(json.dumps(trace, indent=1) + "\n", encoding="utf-8")
 
 
 @contextmanager
@@ -190,47 +199,6 @@ def _attention(device: str) -> Iterator[None]:
         return
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
         yield
-
-
-def _time(step: Callable[[], None], steps: int, device: str) -> tuple[list[float], float]:
-    """Return the milliseconds of each step, by device events, and the peak memory in GiB."""
-    if device != "cuda":
-        times = []
-        for _ in range(steps):
-            start = time.perf_counter()
-            step()
-            times.append((time.perf_counter() - start) * 1e3)
-        return times, 0.0
-    torch.cuda.reset_peak_memory_stats()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    events[0].record()
-    for event in events[1:]:
-        step()
-        event.record()
-    torch.cuda.synchronize()
-    times = [start.elapsed_time(end) for start, end in pairwise(events)]
-    return times, torch.cuda.max_memory_allocated() / 2**30
-
-
-def _profile(step: Callable[[], None]) -> dict[str, float]:
-    """Return the GPU milliseconds of one step by category, from the profiler's kernel names."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        step()
-        torch.cuda.synchronize()
-    totals = dict.fromkeys(("gemm", "attention", "elementwise"), 0.0)
-    for event in profile.key_averages():
-        if milliseconds := event.device_time_total / 1e3:
-            totals[_category(event.key.lower())] += milliseconds
-    return totals
-
-
-def _category(kernel: str) -> str:
-    if kernel.startswith("triton_"):  # compiled passes: named after all they fuse, a GEMM's name among it
-        return "elementwise"
-    for category, words in CATEGORIES.items():
-        if any(word in kernel for word in words):
-            return category
-    return "elementwise"
 
 
 def _free(device: str) -> None:

@@ -90,21 +90,111 @@ def _spread(bf16: Sequence[float]) -> str:
 
 
 def step(result: Result) -> str:
-    """Return, for each workload, time, speed against BF16 and peak memory of every implementation."""
-    header = ("implementation", "ms", "times BF16's speed", "peak GiB")
+    """Return, for each workload, the time of every implementation, what it is spent on, and its peak memory."""
+    return _steps(result, STEP_COLUMNS, notes=True)
+
+
+def step_summary(result: Result) -> str:
+    """Return, for each workload, time, speed against its peers and peak memory of every implementation."""
+    return _steps(result, [column for column in STEP_COLUMNS if column[1] in SUMMARY], notes=False)
+
+
+PEER = "torchao tensorwise"
+STEP_COLUMNS = (
+    ("ms", "ms", "{:.1f}"),
+    ("times BF16's speed", "ratio_to_bf16", "{:.2f}"),
+    (f"times {PEER}", "ratio_to_peer", "{:.2f}"),
+    ("GEMM ms", "gemm_ms", "{:.1f}"),
+    ("attention ms", "attention_ms", "{:.1f}"),
+    ("element-wise ms", "elementwise_ms", "{:.1f}"),
+    ("optimizer ms", "optimizer_ms", "{:.1f}"),
+    ("communication ms", "communication_ms", "{:.1f}"),
+    ("idle ms", "idle_ms", "{:.1f}"),
+    ("peak GiB", "peak_gib", "{:.1f}"),
+    ("of BF16's datasheet peak", "mfu_bf16", "{:.2f}"),
+    ("fraction of floor", "fraction_of_floor", "{:.2f}"),
+)
+"""Title, key of the row, format. A column that no row has a figure for is left out."""
+SUMMARY = ("ms", "ratio_to_bf16", "ratio_to_peer", "peak_gib")
+
+
+def _steps(result: Result, columns: Sequence[tuple[str, str, str]], *, notes: bool) -> str:
     blocks = []
     for (workload,), rows in _grouped(result.rows, "workload").items():
-        body = [
-            (
-                row["implementation"],
-                f"{row['ms']:.1f}",
-                f"{row['ratio_to_bf16']:.2f}",
-                f"{row['peak_gib']:.1f}",
-            )
-            for row in rows
-        ]
-        blocks.append(f"**{workload}**\n\n{table(header, body)}")
+        peer = next((row["ms"] for row in rows if row["implementation"] == PEER and "ms" in row), None)
+        if peer is not None:
+            rows = [row | {"ratio_to_peer": peer / row["ms"]} if "ms" in row else row for row in rows]
+        block = f"**{workload}**{_shape(rows[0])}\n\n{_figures(('implementation',), columns, rows)}"
+        blocks.append(block + (_session(rows[0]) if notes else ""))
     return "\n\n".join(blocks)
+
+
+def _figures(names: Sequence[str], columns: Sequence[tuple[str, str, str]], rows: Sequence[Row]) -> str:
+    """Return a table of rows: what names them, then their figures; the error of a row that failed in the first."""
+    shown = [column for column in columns if any(column[1] in row for row in rows)]
+    body = []
+    for row in rows:
+        figures = [form.format(row[key]) if key in row else "" for _, key, form in shown]
+        if "error" in row:
+            figures[0] = f"failed: {row['error']}"
+        body.append((*(row[name] for name in names), *figures))
+    return table((*names, *(title for title, *_ in shown)), body)
+
+
+def _shape(row: Row) -> str:
+    if "shape" not in row:
+        return ""
+    shape = row["shape"]
+    kind = f", vocabulary {shape['vocab']:,}" if shape.get("vocab") else ", no head"
+    tokens = f"{shape['batch']} x {shape['sequence']:,} tokens"
+    sizes = f"dim {shape['dim']:,}, ffn {shape['ffn']:,}, {shape['heads']} heads, {shape['kv_heads']} KV heads"
+    return f": {shape['layers']} layers, {sizes}{kind}, {tokens}"
+
+
+def _session(baseline: Row) -> str:
+    """Return what the baseline's row says of the whole session: the machine's own rates, and its drift."""
+    said = []
+    if "rates" in baseline:
+        rates = baseline["rates"]
+        tflops = ", ".join(f"{name} {rate:,.0f}" for name, rate in rates["tflops"].items())
+        said.append(
+            f"The machine's own rates in this session: copy {rates['copy_gb_per_s']:,.0f} GB/s; GEMM TFLOP/s: {tflops}."
+        )
+    if "drift" in baseline:
+        said.append(f"BF16, timed again at the end: {100 * baseline['drift']:+.1f} % of its time.")
+    return "\n\n" + " ".join(said) if said else ""
+
+
+def gemm(result: Result) -> str:
+    """Return one table: a line a shape, a column a kernel; TFLOP/s, and times BF16's in brackets."""
+    columns: dict[tuple[str, str, str], str] = {}
+    for row in result.rows:
+        title = "BF16" if row["kernel"] == "bf16" else f"{row['operands']}, {row['accumulate']}: `{row['kernel']}`"
+        columns[row["kernel"], row["operands"], row["accumulate"]] = title
+    body = []
+    for (shape,), rows in _grouped(result.rows, "shape").items():
+        cells = {(row["kernel"], row["operands"], row["accumulate"]): _gemm_cell(row) for row in rows}
+        body.append((shape.replace("x", " x "), *(cells.get(column, "") for column in columns)))
+    return table(("M x N x K", *columns.values()), body)
+
+
+def _gemm_cell(row: Row) -> str:
+    if "error" in row:
+        return f"failed: {row['error']}"
+    return f"{row['tflops']:,.0f}" + ("" if row["kernel"] == "bf16" else f" ({row['ratio_to_bf16']:.2f})")
+
+
+KERNEL_COLUMNS = (
+    ("ms", "ms", "{:.3f}"),
+    ("passes", "passes", "{}"),
+    ("GB/s", "gb_per_s", "{:,.0f}"),
+    ("of a copy's", "ratio_to_copy", "{:.2f}"),
+)
+
+
+def kernels(result: Result) -> str:
+    """Return one line a kernel and shape: time, and the bytes it must move against those of a copy."""
+    return _figures(("kernel", "shape"), KERNEL_COLUMNS, result.rows)
 
 
 def _grouped(rows: Iterable[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:
@@ -114,8 +204,15 @@ def _grouped(rows: Iterable[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]
     return groups
 
 
-MEASURED: dict[str, Callable[[Result], str]] = {"demo": demo, "parity": parity, "step": step}
-"""Tables of the newest result of a kind."""
+MEASURED: dict[str, tuple[str, Callable[[Result], str]]] = {
+    "demo": ("demo", demo),
+    "parity": ("parity", parity),
+    "step": ("step", step),
+    "step-summary": ("step", step_summary),
+    "gemm": ("gemm", gemm),
+    "kernels": ("kernels", kernels),
+}
+"""Tables of measurements: the kind whose newest result they show, and what shows it."""
 
 
 def render(name: str, directory: Path) -> str:
@@ -129,12 +226,13 @@ def render(name: str, directory: Path) -> str:
     if name not in MEASURED:
         known = (*MEASURED, *facts.TABLES)
         raise ConfigError(f"unknown table '{name}'.{did_you_mean(name, known)} Tables: {', '.join(known)}.")
-    result = results.latest(name, directory)
+    kind, show = MEASURED[name]
+    result = results.latest(kind, directory)
     if result is None:
         return NOT_MEASURED
     software = ", ".join(f"{key} {value}" for key, value in result.versions.items())
     origin = f"Measured on {result.hardware} ({software}) with `{result.command}`: `{result.file_name}`."
-    return f"{MEASURED[name](result)}\n\n{origin}"
+    return f"{show(result)}\n\n{origin}"
 
 
 def fill(text: str, directory: Path, where: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,60 +13,224 @@ from cyclopts import App, Parameter
 bench = App(name="bench", help="Measure speed and accuracy, and write the result files that the tables are made from.")
 
 
+Names = Annotated[tuple[str, ...], Parameter(negative=())]
+Write = Annotated[Path | None, Parameter(negative=())]
+Json = Annotated[bool, Parameter(name="--json", negative=())]
+
+
 @bench.command
 def step(
     *,
-    workload: str = "llama-8b-stack",
-    only: tuple[str, ...] = (),
+    workload: Names = ("llama-8b-stack",),
+    only: Names = (),
+    dim: int | None = None,
+    ffn: int | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    layers: int | None = None,
+    batch: int | None = None,
+    sequence: int | None = None,
+    vocab: int | None = None,
     device: str = "auto",
     steps: int = 20,
-    write: Annotated[Path | None, Parameter(negative=())] = None,
-    json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    trace: Annotated[Path | None, Parameter(negative=())] = None,
+    write: Write = None,
+    add: Annotated[bool, Parameter(negative=())] = False,
+    json_output: Json = False,
 ) -> int:
-    """Time forward and backward of a stack of Llama blocks: BF16, torchao where it is installed, every recipe.
+    """Time a training step of Llama blocks, or of a whole Llama: BF16, torchao where it is installed, every recipe.
+
+    Exits with 1 where an implementation failed; the others are measured all the same.
 
     Examples:
 
         octavo bench step
-        octavo bench step --only "octavo folded" --steps 50
+        octavo bench step --workload llama-1b --only "octavo folded" --trace traces
+        octavo bench step --dim 5120 --ffn 17408 --heads 40 --layers 4 --batch 1
         octavo bench step --workload tiny --device cpu
 
     Parameters
     ----------
     workload
-        llama-8b-stack (8 layers, 16,384 tokens) or tiny.
+        llama-8b-stack (8 layers, 16,384 tokens), llama-1b-stack, llama-1b (with head, loss and optimizer), tiny or
+        tiny-model; more than one where given again.
     only
         Implementations to run beside BF16; all where it is not given.
+    dim
+        In place of the workload's: width of the residual stream.
+    ffn
+        Hidden width of the feed-forward.
+    heads
+        Query heads.
+    kv_heads
+        Key and value heads.
+    layers
+        Blocks.
+    batch
+        Sequences a step.
+    sequence
+        Tokens of a sequence.
+    vocab
+        Token ids of a whole model; 0 for a stack of blocks without head and optimizer.
     device
         cuda or cpu; auto takes the GPU where there is one.
     steps
         Steps timed, after a warm-up; the median counts.
+    trace
+        Directory for the longest kernels of each implementation, as JSON; on a GPU.
+    write
+        Directory of result files to write to, benchmarks/results in this repository.
+    add
+        Keep what today's file says of other workloads.
+    json_output
+        Print the rows as JSON on stdout, the progress on stderr.
+    """
+    from octavo.bench.step import bench_step
+    from octavo.bench.workloads import WORKLOADS
+    from octavo.errors import ConfigError, did_you_mean
+
+    shape = {"dim": dim, "ffn": ffn, "heads": heads, "kv_heads": kv_heads, "layers": layers}
+    shape |= {"batch": batch, "sequence": sequence, "vocab": vocab}
+    chosen = []
+    for name in workload:
+        if name not in WORKLOADS:
+            near = did_you_mean(name, WORKLOADS)
+            raise ConfigError(f"--workload: there is no '{name}'.{near} Workloads: {', '.join(WORKLOADS)}.")
+        chosen.append(WORKLOADS[name].but(**shape))
+    device = _device(device)
+    say = _printer(json_output)
+    rows: list[dict[str, Any]] = []
+    for one in chosen:
+        rows += bench_step(
+            one,
+            only,
+            device=device,
+            compile=device == "cuda",
+            steps=_positive("--steps", steps),
+            trace=trace,
+            report=lambda row: say(_step_line(row)),
+        )
+    flags = [*(f"--workload {name}" for name in workload), *(f'--only "{name}"' for name in only)]
+    flags += [f"--{key.replace('_', '-')} {value}" for key, value in shape.items() if value is not None]
+    command = " ".join(["octavo bench step", *flags, f"--steps {steps}"])
+    return _finish("step", rows, write, json_output, command, device=device, add=add)
+
+
+def _step_line(row: dict[str, Any]) -> str:
+    name = f"{row['workload']:<15} {row['implementation']:<24}"
+    if "error" in row:
+        return f"{name} failed: {row['error']}"
+    if "drift" in row:
+        return f"{name} {100 * row['drift']:+.1f} % when timed again at the end"
+    parts = ("gemm", "attention", "elementwise", "optimizer", "communication", "idle")
+    spent = " ".join(f"{part} {row[f'{part}_ms']:.1f}" for part in parts if f"{part}_ms" in row)
+    floor = f"  {row['fraction_of_floor']:.2f} of floor" if "fraction_of_floor" in row else ""
+    figures = f"{row['ms']:>9.2f} ms  {row['ratio_to_bf16']:.2f} x BF16  {row['peak_gib']:.1f} GiB{floor}"
+    return f"{name} {figures}  {spent}".rstrip()
+
+
+@bench.command
+def gemm(
+    *,
+    shape: Names = (),
+    device: str = "auto",
+    repeats: int = 20,
+    write: Write = None,
+    json_output: Json = False,
+) -> int:
+    """Time every FP8 GEMM kernel of this machine beside BF16, on random normal matrices.
+
+    Examples:
+
+        octavo bench gemm
+        octavo bench gemm --shape 8192x4096x4096 --shape 16384x28672x4096
+        octavo bench gemm --shape 64x64x64 --device cpu
+
+    Parameters
+    ----------
+    shape
+        MxNxK of A (M, K) times B (N, K) transposed; may be given again. By default the shapes of a Llama-8B.
+    device
+        cuda or cpu; auto takes the GPU where there is one.
+    repeats
+        Calls timed, after a warm-up; the median counts.
     write
         Directory of result files to write to, benchmarks/results in this repository.
     json_output
         Print the rows as JSON on stdout, the progress on stderr.
     """
-    from octavo.bench.step import WORKLOADS, bench_step
+    from octavo.bench.gemm import SHAPES, bench_gemm, parse_shape
+
+    shapes = tuple(map(parse_shape, shape)) or SHAPES
+    say = _printer(json_output)
+    rows = bench_gemm(
+        shapes,
+        device=_device(device),
+        repeats=_positive("--repeats", repeats),
+        report=lambda row: say(_gemm_line(row)),
+    )
+    command = " ".join(["octavo bench gemm", *(f"--shape {text}" for text in shape), f"--repeats {repeats}"])
+    return _finish("gemm", rows, write, json_output, command, device=device)
+
+
+def _gemm_line(row: dict[str, Any]) -> str:
+    name = f"{row['shape']:<18} {row['kernel']:<18} {row['operands']:<16} {row['accumulate']:<5}"
+    if "error" in row:
+        return f"{name} failed: {row['error']}"
+    return f"{name} {row['tflops']:>8.1f} TFLOP/s  {row['ratio_to_bf16']:.2f} x BF16"
+
+
+@bench.command
+def kernels(
+    *,
+    only: Names = (),
+    device: str = "auto",
+    repeats: int = 20,
+    write: Write = None,
+    json_output: Json = False,
+) -> int:
+    """Time each fused kernel beside a copy of as many bytes, at the shapes of a Llama-8B; small ones on a CPU.
+
+    Examples:
+
+        octavo bench kernels
+        octavo bench kernels --only quantize --only transpose
+        octavo bench kernels --device cpu
+
+    Parameters
+    ----------
+    only
+        What the names of the kernels to run begin with; all where it is not given.
+    device
+        cuda or cpu; auto takes the GPU where there is one.
+    repeats
+        Calls timed, after a warm-up; the median counts.
+    write
+        Directory of result files to write to, benchmarks/results in this repository.
+    json_output
+        Print the rows as JSON on stdout, the progress on stderr.
+    """
+    from octavo.bench.kernels import CASES, bench_kernels
     from octavo.errors import ConfigError, did_you_mean
 
-    if workload not in WORKLOADS:
-        near = did_you_mean(workload, WORKLOADS)
-        raise ConfigError(f"--workload: there is no '{workload}'.{near} Workloads: {', '.join(WORKLOADS)}.")
-    device = _device(device)
+    names = [case.kernel for case in CASES]
+    for start in only:
+        if not any(name.startswith(start) for name in names):
+            known = ", ".join(dict.fromkeys(names))
+            raise ConfigError(f"--only: no kernel begins with '{start}'.{did_you_mean(start, names)} Kernels: {known}.")
+    say = _printer(json_output)
+    rows = bench_kernels(
+        only, device=_device(device), repeats=_positive("--repeats", repeats), report=lambda row: say(_kernel_line(row))
+    )
+    command = " ".join(["octavo bench kernels", *(f'--only "{name}"' for name in only), f"--repeats {repeats}"])
+    return _finish("kernels", rows, write, json_output, command, device=device)
 
-    def report(row: dict[str, Any]) -> None:
-        parts = " ".join(
-            f"{part} {row[f'{part}_ms']:.1f}" for part in ("gemm", "attention", "elementwise") if f"{part}_ms" in row
-        )
-        figures = f"{row['ms']:>9.2f} ms  {row['ratio_to_bf16']:.2f} x BF16  {row['peak_gib']:.1f} GiB"
-        print(
-            f"{row['implementation']:<20} {figures}  {parts}",
-            file=sys.stderr if json_output else sys.stdout,
-            flush=True,
-        )
 
-    rows = bench_step(WORKLOADS[workload], only, device=device, compile=device == "cuda", steps=steps, report=report)
-    return _finish("step", rows, write, json_output, f"octavo bench step --workload {workload} --steps {steps}")
+def _kernel_line(row: dict[str, Any]) -> str:
+    name = f"{row['kernel']:<30} {row['shape']:<15}"
+    if "error" in row:
+        return f"{name} failed: {row['error']}"
+    return f"{name} {row['ms']:>8.3f} ms  {row['gb_per_s']:>7.1f} GB/s  {row['ratio_to_copy']:.2f} of a copy's"
 
 
 @bench.command
@@ -77,8 +242,8 @@ def parity(
     steps: int | None = None,
     slots: int | None = None,
     out: Path = Path("runs/parity"),
-    write: Annotated[Path | None, Parameter(negative=())] = None,
-    json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    write: Write = None,
+    json_output: Json = False,
 ) -> int:
     """Train one model by several recipes and seeds, on the same batches, and compare held-out losses.
 
@@ -119,7 +284,7 @@ def parity(
         numbers,
         out=out,
         slots=slots or max(torch.cuda.device_count(), 1),
-        report=lambda line: print(line, file=sys.stderr if json_output else sys.stdout, flush=True),
+        report=_printer(json_output),
     )
     (out / "curves.json").write_text(json.dumps(curves(out, names, numbers)), encoding="utf-8")
     command = f"octavo bench parity --recipes {recipes} --seeds {seeds} {' '.join(shared)}"
@@ -127,12 +292,35 @@ def parity(
 
 
 def _device(name: str) -> str:
-    import torch
+    from octavo.train.device import resolve
 
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+    return resolve(name).type
 
 
-def _finish(kind: str, rows: list[dict[str, Any]], write: Path | None, json_output: bool, command: str) -> int:
+def _positive(flag: str, number: int) -> int:
+    from octavo.errors import ConfigError
+
+    if number < 1:
+        raise ConfigError(f"{flag}: {number} is not a positive number.")
+    return number
+
+
+def _printer(json_output: bool) -> Callable[[str], None]:
+    """Return what prints a line of progress: to stderr where stdout is for JSON."""
+    return lambda line: print(line, file=sys.stderr if json_output else sys.stdout, flush=True)
+
+
+def _finish(
+    kind: str,
+    rows: list[dict[str, Any]],
+    write: Path | None,
+    json_output: bool,
+    command: str,
+    *,
+    device: str = "auto",
+    add: bool = False,
+) -> int:
+    """Print and write what was measured. Returns the exit code: 1 where a row failed."""
     from octavo.bench import results
 
     if json_output:
@@ -141,11 +329,12 @@ def _finish(kind: str, rows: list[dict[str, Any]], write: Path | None, json_outp
         result = results.Result(
             kind=kind,
             date=results.today(),
-            hardware=results.hardware(),
+            hardware=results.hardware(device),
             versions=results.versions(),
             command=command,
             rows=tuple(rows),
         )
-        path = results.write(result, write)
-        print(f"written: {path}", file=sys.stderr)
-    return 0
+        if add and (write / result.file_name).exists():
+            result = results.merge(results.load(write / result.file_name), result)
+        print(f"written: {results.write(result, write)}", file=sys.stderr)
+    return 1 if any("error" in row for row in rows) else 0

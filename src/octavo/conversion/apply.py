@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-
 from typing import cast
 
 import torch
@@ -15,9 +14,11 @@ from octavo.conversion.policy import Policy
 from octavo.conversion.structure import Structure
 from octavo.errors import NonFiniteError
 from octavo.nn import Linear
+from octavo.nn.functional import target_of
 from octavo.nn.fused import FusedMLP, MLPRoles, fuse, unfuse
+from octavo.nn.norm import Norm, adopt
 from octavo.nn.shared import SharedInput
-from octavo.recipes import RecipeLike
+from octavo.recipes import Recipe, RecipeLike
 
 
 def convert(
@@ -51,12 +52,15 @@ def convert(
     for name, recipe in plan.recipes.items():
         Linear.adopt(layers[name], recipe)
     for structure in plan.structures:
-        _join(model.get_submodule(structure.name), structure)
+        _join(model.get_submodule(structure.name), structure, plan.recipe)
     return plan
 
 
-def _join(module: nn.Module, structure: Structure) -> None:
-    """Make the layers of a structure compute together."""
+def _join(module: nn.Module, structure: Structure, recipe: Recipe) -> None:
+    """Make the layers of a structure compute together. `recipe`: what norms quantise for."""
+    if structure.kind == "norm":
+        adopt(module, target_of(recipe.fprop.input) if recipe.fprop.is_fp8 else None)
+        return
     if structure.kind == "mlp":
         fuse(module, MLPRoles(structure.activation, structure.layers[:-1], structure.layers[-1]))
         return
@@ -71,6 +75,8 @@ def revert(model: nn.Module) -> int:
     for module in model.modules():
         if isinstance(module, FusedMLP):
             unfuse(module)
+        elif isinstance(module, Norm):
+            module.release()
     layers = _fp8_layers(model)
     for layer in layers:
         layer.release()
@@ -80,14 +86,15 @@ def revert(model: nn.Module) -> int:
 @contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
     """Compute in the model's own precision inside the block, for an evaluation beside the FP8 one."""
-    layers = [layer for layer in _fp8_layers(model) if layer.enabled]
-    for layer in layers:
-        layer.enabled = False
+    modules = [module for module in model.modules() if type(module) is Linear or isinstance(module, Norm)]
+    modules = [module for module in modules if module.enabled]
+    for module in modules:
+        module.enabled = False
     try:
         yield
     finally:
-        for layer in layers:
-            layer.enabled = True
+        for module in modules:
+            module.enabled = True
 
 
 def _fp8_layers(model: nn.Module) -> list[Linear]:

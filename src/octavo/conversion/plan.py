@@ -12,7 +12,7 @@ from torch import nn
 
 from octavo.conversion.gain import predicted_gain
 from octavo.conversion.policy import Policy
-from octavo.conversion.structure import Structure, find_structures
+from octavo.conversion.structure import Structure, find_mlps, find_structures, full_name
 from octavo.errors import ConfigError, UnsupportedError, did_you_mean
 from octavo.kernels.explain import gemm_kernel
 from octavo.recipes import GEMMS, Recipe, RecipeLike, load
@@ -96,12 +96,13 @@ def make_plan(
     device = torch.device(device) if device is not None else _device_of(model)
     _check_patterns(recipe, [name for name, _ in layers])
     recipes = {name: _recipe_for(name, recipe) for name, _ in layers}
-    rows = tuple(_plan_layer(name, layer, recipes[name], policy, tokens, device) for name, layer in layers)
+    mlps = find_mlps(model)
+    in_mlps = {full_name(name, child) for name, roles in mlps.items() for child in (*roles.inner, roles.down)}
+    kept = {name: policy.reason_to_keep(name, layer, name in in_mlps) for name, layer in layers}
+    rows = tuple(_plan_layer(name, layer, recipes[name], kept[name], policy, tokens, device) for name, layer in layers)
     chosen = {row.name: recipes[row.name] for row in rows if row.is_fp8}
-    structures = tuple(find_structures(model, chosen)) if policy.fuse else ()
-    return Plan(
-        recipe=recipe, device=str(device), tokens=tokens, layers=rows, recipes=chosen, structures=structures
-    )
+    structures = tuple(find_structures(model, chosen, mlps)) if policy.fuse and chosen else ()
+    return Plan(recipe=recipe, device=str(device), tokens=tokens, layers=rows, recipes=chosen, structures=structures)
 
 
 def refuse_fallbacks(plan: Plan) -> None:
@@ -147,10 +148,10 @@ def _recipe_for(name: str, recipe: Recipe) -> Recipe:
 
 
 def _plan_layer(
-    name: str, layer: nn.Linear, recipe: Recipe, policy: Policy, tokens: int, device: torch.device
+    name: str, layer: nn.Linear, recipe: Recipe, kept: str | None, policy: Policy, tokens: int, device: torch.device
 ) -> LayerPlan:
+    """Return the row of one layer. `kept`: why the policy keeps it in BF16."""
     out_features, in_features = layer.out_features, layer.in_features
-    kept = policy.reason_to_keep(name, layer)
     gain = (
         predicted_gain(recipe, out_features, in_features, tokens) if device.type == "cuda" and recipe.is_fp8 else None
     )
@@ -204,12 +205,20 @@ def _table(plan: Plan) -> list[str]:
 
 def _together(structures: tuple[Structure, ...]) -> list[str]:
     """Return a line for each kind of structure, those that differ only by the numbers in their names as one."""
-    groups: dict[tuple[str, str], int] = {}
+    groups: dict[tuple[str, str], list[str]] = {}
     for structure in structures:
-        pattern = ".".join("*" if part.isdigit() else part for part in structure.name.split("."))
-        key = (pattern, structure.what)
-        groups[key] = groups.get(key, 0) + 1
-    return [f"{pattern} ({count}): {what}" for (pattern, what), count in groups.items()]
+        groups.setdefault((_pattern(structure.name), structure.what), []).append(structure.name)
+    names = {key: _counted(key[0], found) or "the model itself" for key, found in groups.items()}
+    return [f"{names[key]}: {key[1]}" for key in groups]
+
+
+def _pattern(name: str) -> str:
+    """Return a name with stars for the numbers in it."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _counted(pattern: str, names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{pattern} ({len(names)})"
 
 
 def _alike(layers: tuple[LayerPlan, ...]) -> list[tuple[str, ...]]:
@@ -218,7 +227,6 @@ def _alike(layers: tuple[LayerPlan, ...]) -> list[tuple[str, ...]]:
     for layer in layers:
         shape, gain = "{} x {}".format(*layer.shape), f"{layer.gain:.2f}" if layer.gain else "-"
         precision = layer.kernels if layer.is_fp8 else "bf16"
-        pattern = ".".join("*" if part.isdigit() else part for part in layer.name.split("."))
-        key = (pattern, shape, layer.recipe, precision, gain, layer.reason)
+        key = (_pattern(layer.name), shape, layer.recipe, precision, gain, layer.reason)
         groups.setdefault(key, []).append(layer.name)
-    return [(names[0] if len(names) == 1 else f"{key[0]} ({len(names)})", *key[1:]) for key, names in groups.items()]
+    return [(_counted(key[0], names), *key[1:]) for key, names in groups.items()]

@@ -10,14 +10,16 @@ from torch import nn
 
 from octavo.nn import Linear
 
+_ROUTER = "router: a small error sends a token to another expert"
+
 
 def _keep() -> dict[str, str]:
     return {
         "*lm_head": "output head: its error goes straight into the loss",
         "output": "output head: its error goes straight into the loss",
         "*embed*": "embedding",
-        "*router": "router: a small error sends a token to another expert",
-        "*.gate": "router: a small error sends a token to another expert",
+        "*router": _ROUTER,
+        "*.gate": _ROUTER,
     }
 
 
@@ -36,10 +38,10 @@ class Policy:
     filter: Callable[[str, nn.Linear], bool] | None = None
     """A further test, (name, layer) -> whether to convert it."""
 
-    def reason_to_keep(self, name: str, layer: nn.Linear) -> str | None:
-        """Return why this layer stays in BF16, or None."""
+    def reason_to_keep(self, name: str, layer: nn.Linear, in_mlp: bool = False) -> str | None:
+        """Return why this layer stays in BF16, or None. `in_mlp`: it belongs to an MLP, whose gate routes nothing."""
         for pattern, reason in self.keep.items():
-            if fnmatchcase(name, pattern):
+            if fnmatchcase(name, pattern) and not (in_mlp and reason == _ROUTER):
                 return reason
         if type(layer) not in (nn.Linear, Linear):
             return f"{type(layer).__name__} is a subclass of nn.Linear with a forward of its own"

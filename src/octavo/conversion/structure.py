@@ -13,17 +13,19 @@ import copy
 import inspect
 import itertools
 import textwrap
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from octavo.kernels.activation import KINDS
 from octavo.kernels.reference.activation import value_and_slope
-from octavo.nn.fused import FusedMLP, MLPRoles
+from octavo.nn.fused import FusedMLP, MLPRoles, unfuse
 from octavo.nn.mlp import refuses
+from octavo.nn.norm import adopts
 from octavo.recipes import Recipe
 
 _WIDTH, _HIDDEN = 8, 24  # of the layers in a copy
@@ -35,8 +37,8 @@ class Structure:
 
     name: str
     """The module's full name."""
-    kind: Literal["mlp", "shared"]
-    layers: tuple[str, ...]
+    kind: Literal["mlp", "shared", "norm"]
+    layers: tuple[str, ...] = ()
     """The children it is made of; of an MLP gate, up and down."""
     activation: str = ""
     """Of an MLP."""
@@ -46,24 +48,51 @@ class Structure:
         """Say what is computed together, in a line."""
         if self.kind == "mlp":
             return f"{', '.join(self.layers)} and {self.activation} between them computed as one"
+        if self.kind == "norm":
+            return "makes the codes of its result in the same pass"
         return f"{', '.join(self.layers)} share an input, quantised once; one dgrad, one wgrad"
 
 
-def find_structures(model: nn.Module, recipes: dict[str, Recipe]) -> Iterator[Structure]:
-    """Yield what can be computed together among the layers that run in FP8.
+def find_mlps(model: nn.Module) -> dict[str, MLPRoles]:
+    """Return what the children of each MLP in a model do, by the MLP's full name."""
+    return {name: roles for name, module in model.named_modules() if (roles := find_mlp(module)) is not None}
+
+
+def find_structures(model: nn.Module, recipes: dict[str, Recipe], mlps: dict[str, MLPRoles]) -> Iterator[Structure]:
+    """Yield what can be computed together among the layers that run in FP8, and the norms that such layers may read.
 
     Args:
         recipes: full name of each FP8 layer -> its recipe.
+        mlps: what `find_mlps` found.
     """
+    widths = {cast(nn.Linear, model.get_submodule(name)).in_features for name in recipes}
     for name, module in model.named_modules():
-        own = {child: recipes.get(f"{name}.{child}" if name else child) for child, _ in module.named_children()}
-        roles = find_mlp(module)
+        if adopts(module):
+            if _width(module) in widths:
+                yield Structure(name=name, kind="norm")
+            continue
+        own = {child: recipes.get(full_name(name, child)) for child, _ in module.named_children()}
+        roles = mlps.get(name)
         if roles is not None and _can_fuse(roles, own):
             yield Structure(name=name, kind="mlp", layers=(*roles.inner, roles.down), activation=roles.kind)
             continue
         for names in find_shared(module):
-            if own[names[0]] is not None and all(own[child] == own[names[0]] for child in names):
-                yield Structure(name=name, kind="shared", layers=names)
+            in_fp8 = [child for child in names if own[child] is not None]
+            same = tuple(child for child in in_fp8 if own[child] == own[in_fp8[0]])
+            if len(same) > 1:
+                yield Structure(name=name, kind="shared", layers=same)
+
+
+def full_name(module: str, child: str) -> str:
+    """Return the name that a model knows a module's child by; its own name is empty."""
+    return f"{module}.{child}" if module else child
+
+
+def _width(norm: nn.Module) -> int:
+    """Return the width of what a norm gives."""
+    weight = getattr(norm, "weight", None)
+    shape = norm.normalized_shape if weight is None else weight.shape
+    return int(cast(Any, shape)[0])
 
 
 def _can_fuse(roles: MLPRoles, recipes: dict[str, Recipe | None]) -> bool:
@@ -74,23 +103,19 @@ def _can_fuse(roles: MLPRoles, recipes: dict[str, Recipe | None]) -> bool:
 
 
 def find_mlp(module: nn.Module) -> MLPRoles | None:
-    """Return the roles of the children of a module whose `forward` is an MLP, or None for any other module."""
+    """Return the roles of the children of a module whose `forward` is an MLP, or None for any other module.
+
+    It is one if its children are two or three linear layers, the rest of it has no parameters and no buffers, and it
+    gives what the formula gives, in training and in evaluation, for small and for large inputs.
+    """
     layers = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
-    others = [child for child in module.children() if not isinstance(child, nn.Linear)]
-    if len(layers) not in (2, 3) or any(list(other.parameters()) or list(other.buffers()) for other in others):
+    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
+    if len(layers) not in (2, 3) or any(name.rpartition(".")[0] not in layers for name, _ in tensors):
         return None
-    roles = list(_possible_roles(layers))
-    if not roles:
+    if "forward" in vars(module):  # patched: its class does not say what it computes
         return None
-    probe, x = _tiny_copy(module, roles[0]), _random(2, 3, _WIDTH)
-    try:
-        with torch.no_grad():
-            got = probe(x)
-    except Exception:  # whatever it needs, it is not one tensor: no MLP
-        return None
-    if not isinstance(got, Tensor) or got.shape != x.shape:
-        return None
-    return next((role for role in roles if torch.allclose(_formula(probe, role, x), got, rtol=1e-4, atol=1e-5)), None)
+    with torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng([]):
+        return next((roles for roles in _possible_roles(layers) if _computes(module, roles)), None)
 
 
 def _possible_roles(layers: dict[str, nn.Linear]) -> Iterator[MLPRoles]:
@@ -102,26 +127,51 @@ def _possible_roles(layers: dict[str, nn.Linear]) -> Iterator[MLPRoles]:
             yield from (MLPRoles(kind, tuple(inner), down) for kind in KINDS)
 
 
-def _tiny_copy(module: nn.Module, roles: MLPRoles) -> nn.Module:
-    """Return a copy of a module on the CPU whose linear layers are small and random; nothing else is copied."""
-    probe = copy.copy(module)
-    probe._modules = dict(module._modules)
+def _computes(module: nn.Module, roles: MLPRoles) -> bool:
+    """Return whether the forward of a module is the MLP of these roles."""
+    x = _random(2, 4, _WIDTH) * torch.tensor([1e-2, 1.0, 1.0, 1e3])[:, None]
+    for training in (True, False):
+        try:
+            probe = _tiny_copy(module, roles, training)
+            y = type(probe).forward(probe, x)  # past the hooks of `__call__`
+        except Exception:  # whatever it needs, it is not one tensor: no MLP
+            return False
+        if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
+            return False
+        expected = _formula(probe, roles, x)
+        if not bool(((y - expected).abs() <= 1e-5 * expected.abs().amax(-1, keepdim=True)).all()):
+            return False
+    return True
+
+
+def _tiny_copy(module: nn.Module, roles: MLPRoles, training: bool) -> nn.Module:
+    """Return a copy of a module on the CPU whose linear layers are small and random; it holds no other tensors."""
+    probe = _shallow_copy(module, training)
     if isinstance(module, FusedMLP):
-        probe.__class__ = type(module).__mro__[2]
+        unfuse(cast(FusedMLP, probe))
     for name in (*roles.inner, roles.down):
         shape = (_WIDTH, _HIDDEN) if name == roles.down else (_HIDDEN, _WIDTH)
-        layer = nn.Linear(shape[1], shape[0], bias=module.get_submodule(name).bias is not None, device="cpu")
-        with torch.no_grad():
-            for parameter in layer.parameters():
-                parameter.copy_(_random(*parameter.shape))
+        bias = module.get_submodule(name).bias is not None
+        layer = nn.Linear(shape[1], shape[0], bias=bias, dtype=torch.float32)
+        for parameter in layer.parameters():
+            parameter.copy_(_random(*parameter.shape))
         probe._modules[name] = layer
-    probe.training = True  # so that a dropout is seen
     return probe
 
 
+def _shallow_copy(module: nn.Module, training: bool) -> nn.Module:
+    """Return a copy of the modules in a tree, in that mode and without hooks, which holds the same of all else."""
+    twin = copy.copy(module)
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    hooks: dict[str, Any] = {name: OrderedDict() for name in kinds}
+    children = {name: child and _shallow_copy(child, training) for name, child in module._modules.items()}
+    vars(twin).update(hooks, training=training, _modules=children, _compiled_call_impl=None)
+    return twin
+
+
 def _random(*shape: int) -> Tensor:
-    """Return random numbers that depend on the shape alone, on the CPU whatever the default device is."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), device="cpu")
+    """Return random numbers that depend on the shape alone."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float32)
 
 
 def _formula(probe: nn.Module, roles: MLPRoles, x: Tensor) -> Tensor:
@@ -134,17 +184,14 @@ def _formula(probe: nn.Module, roles: MLPRoles, x: Tensor) -> Tensor:
 def find_shared(module: nn.Module) -> list[tuple[str, ...]]:
     """Return the names of linear children of a module that its `forward` calls on the same variable, by group."""
     layers = {name for name, child in module.named_children() if isinstance(child, nn.Linear)}
-    if len(layers) < 2:
+    function = _source(module) if len(layers) > 1 else None
+    if function is None or not function.args.args:
         return []
-    try:
-        source = textwrap.dedent(inspect.getsource(type(module).forward))
-        function = next(node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
-    except (OSError, TypeError, SyntaxError, StopIteration):
-        return []
+    owner = function.args.args[0].arg
     groups: dict[tuple[str, int], list[str]] = {}
     assigned: dict[str, int] = {}
-    for statement in function.body:  # straight-line code only: what stands in a branch or a loop may not run
-        for name, argument in _calls(statement):
+    for statement in _straight_line(function.body):
+        for name, argument in _calls(statement, owner):
             if name in layers:
                 groups.setdefault((argument, assigned.get(argument, 0)), []).append(name)
         for variable in _assigned(statement):
@@ -152,19 +199,47 @@ def find_shared(module: nn.Module) -> list[tuple[str, ...]]:
     return [tuple(names) for names in groups.values() if len(set(names)) == len(names) > 1]
 
 
-def _calls(statement: ast.stmt) -> Iterator[tuple[str, str]]:
+def _source(module: nn.Module) -> ast.FunctionDef | None:
+    """Return the parsed `forward` of a module, behind its decorators; None where there is no source."""
+    parent = type(module).parent if isinstance(module, FusedMLP) else type(module)
+    try:
+        source = textwrap.dedent(inspect.getsource(parent.forward))
+        return next(node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
+    except (OSError, TypeError, SyntaxError, StopIteration):
+        return None
+
+
+def _straight_line(body: list[ast.stmt]) -> Iterator[ast.AST]:
+    """Yield statements in the order in which they run, for a `with` its items and then its body."""
+    for statement in body:
+        if isinstance(statement, ast.With):
+            yield from statement.items
+            yield from _straight_line(statement.body)
+        else:
+            yield statement
+
+
+def _calls(statement: ast.AST, owner: str) -> Iterator[tuple[str, str]]:
     """Yield (child, variable) for each call `self.child(variable)` in a statement, in the order of the source."""
-    if isinstance(statement, ast.If | ast.For | ast.While | ast.Try | ast.FunctionDef):
-        return
-    calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call) and len(node.args) == 1]
+    calls = [node for node in _certain(statement) if isinstance(node, ast.Call) and len(node.args) == 1]
     for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset)):
         target, argument = call.func, call.args[0]
-        of_self = isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self"
-        if of_self and isinstance(argument, ast.Name) and not call.keywords:
-            assert isinstance(target, ast.Attribute)
+        if not (isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == owner):
+            continue
+        if isinstance(argument, ast.Name) and not call.keywords:
             yield target.attr, argument.id
 
 
-def _assigned(statement: ast.stmt) -> set[str]:
+def _certain(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield all nodes below one, without those in branches, loops and functions: they may not run, or run often."""
+    simple = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr | ast.Return | ast.withitem
+    doubtful = ast.Lambda | ast.IfExp | ast.BoolOp | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+    if isinstance(node, simple) or (isinstance(node, ast.expr | ast.keyword) and not isinstance(node, doubtful)):
+        yield node
+        for child in ast.iter_child_nodes(node):
+            yield from _certain(child)
+
+
+def _assigned(statement: ast.AST) -> set[str]:
     """Return the variables that a statement may give another value."""
     return {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
@@ -27,12 +29,21 @@ def uses_triton(x: Tensor, operation: str, refused: str | None = None) -> bool:
 
 @cache
 def why_not(device: torch.device) -> str | None:
-    """Return why Triton kernels cannot run on this device, or None."""
+    """Return why Triton kernels cannot run on this device, or None. `OCTAVO_TRITON=0` switches them off."""
     if device.type != "cuda":
         return f"Triton kernels run on NVIDIA GPUs, this is {device.type}"
+    if os.environ.get("OCTAVO_TRITON") == "0":
+        return "OCTAVO_TRITON=0 switches Triton kernels off"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 9):
         return f"compute capability {capability[0]}.{capability[1]} has no FP8 (8.9 is the first)"
     return None
+
+
+def launches_on(device: torch.device) -> AbstractContextManager[object]:
+    """Return a block in which Triton launches on this device: by itself it takes the current one, and its stream."""
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return nullcontext()
+    return torch.cuda.device(device)

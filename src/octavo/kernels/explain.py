@@ -1,28 +1,42 @@
-"""Which kernel would run, and why not another: answered by asking the kernels themselves with the smallest operands."""
+"""Which kernel would run, and why not another: answered by asking the kernels themselves with the smallest operands.
+
+Whether a Triton kernel takes a particular shape or target, its contract decides in the call; a ledger has the reason.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from octavo.errors import UnsupportedError
+from octavo.kernels.dispatch import why_not
 from octavo.kernels.gemm import KERNELS, choose
 from octavo.numerics import Quantized, format_named, granularity_named, quantize
 
 
+TWINS = ("quantize", "weights", "transpose", "activation", "norm", "rotary", "cross_entropy")
+"""Operations that have two kernels: Triton's and the reference."""
+_PROBES = {"scaled_mm.tensor": ("tensor", "tensor"), "scaled_mm.row": ("row", "row"), "reference": ("1x32", "1x32")}
+"""The granularities that a GEMM kernel is asked with. All others are for blocks."""
+
+
 def explain(device: torch.device | str) -> list[dict[str, str | bool]]:
-    """Return for every GEMM kernel whether this device can run it: `operation`, `kernel`, `available`, `reason`."""
-    probes = {
-        "scaled_mm.tensor": ("tensor", "tensor"),
-        "scaled_mm.row": ("row", "row"),
-        "scaled_mm.block": ("1x128", "128x128"),
-        "reference": ("1x32", "1x32"),
-    }
+    """Return for every kernel whether this device can run it: `operation`, `kernel`, `available`, `reason`.
+
+    Of an operation's kernels the first that is available runs.
+    """
     rows: list[dict[str, str | bool]] = []
     for kernel in KERNELS:
-        a, b = (probe_operand(name, "e4m3", device) for name in probes[kernel.name])
-        reason = kernel.refuses(a, b)
-        rows.append({"operation": "gemm", "kernel": kernel.name, "available": reason is None, "reason": reason or ""})
+        operands = _PROBES.get(kernel.name, ("1x128", "128x128"))
+        a, b = (probe_operand(name, "e4m3", device) for name in operands)
+        rows.append(_row("gemm", kernel.name, kernel.refuses(a, b)))
+    refused = why_not(torch.device(device))
+    for operation in TWINS:
+        rows += [_row(operation, "triton", refused), _row(operation, "reference", None)]
     return rows
+
+
+def _row(operation: str, kernel: str, reason: str | None) -> dict[str, str | bool]:
+    return {"operation": operation, "kernel": kernel, "available": reason is None, "reason": reason or ""}
 
 
 def gemm_kernel(device: torch.device | str, a: tuple[str, str], b: tuple[str, str]) -> tuple[str, dict[str, str]]:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.kernels.dispatch import uses_triton
+from octavo.kernels.dispatch import launches_on, uses_triton
 from octavo.kernels.reference import quantize as reference
-from octavo.kernels.target import Target, empty, target_of
+from octavo.kernels.target import Target, empty, laid_out, target_of
 from octavo.kernels.transpose import transpose
 from octavo.numerics import Quantized, Rounding, Scaling, format_named, granularity_named
 from octavo.numerics import quantize as specified
@@ -84,11 +84,11 @@ def quantize_pair(
 
 
 def contiguous(quantized: Quantized) -> Quantized:
-    """Return the same matrix with contiguous codes and scales: of a transposed view, a byte transpose."""
+    """Return the same matrix with contiguous codes, and scales as GEMMs read them: of a transposed view, a byte transpose."""
     codes = quantized.codes
-    if not codes.is_contiguous():
-        codes = transpose(codes.t()) if codes.t().is_contiguous() else codes.contiguous()
-    return Quantized(codes, quantized.scale.contiguous(), quantized.granularity)
+    if not codes.is_contiguous() and codes.t().is_contiguous():
+        codes = transpose(codes.t())
+    return laid_out(quantized._replace(codes=codes))
 
 
 def _quantize_pair(
@@ -99,7 +99,8 @@ def _quantize_pair(
         from octavo.kernels.triton import quantize as fast
 
         if uses_triton(sources[0], "quantize", fast.refuses(*targets)):
-            return _flat(*fast.quantize_pair(sources, *targets, row_fold, column_fold), sources[0])
+            with launches_on(sources[0].device):
+                return _flat(*fast.quantize_pair(sources, *targets, row_fold, column_fold), sources[0])
     return _flat(*reference.quantize_pair(sources, *targets, row_fold, column_fold), sources[0])
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from octavo.numerics import Format, Granularity, Quantized, Rounding, Scaling, format_named, granularity_named
+from octavo.numerics import Format, Granularity, Quantized, Rounding, Scaling, TILE_1x128, format_named, granularity_named
 
 
 class Target(NamedTuple):
@@ -46,8 +46,25 @@ def target_of(text: str) -> Target | None:
 def empty(target: Target, rows: int, cols: int, device: torch.device) -> Quantized:
     """Return an (rows, cols) matrix of that kind, its memory not written yet."""
     codes = torch.empty(rows, cols, dtype=target.fmt.dtype, device=device)
-    scale = torch.empty(target.tile.scale_shape(rows, cols), dtype=torch.float32, device=device)
-    return Quantized(codes, scale, target.tile)
+    return Quantized(codes, empty_scale(target, rows, cols, device), target.tile)
+
+
+def empty_scale(target: Target, rows: int, cols: int, device: torch.device) -> Tensor:
+    """Return the memory for the scales of an (rows, cols) matrix.
+
+    Scales of 1x128 tiles lie column after column, as GEMMs read them: those of one step of the sum together.
+    """
+    shape = target.tile.scale_shape(rows, cols)
+    if target.tile == TILE_1x128:
+        return torch.empty(shape[::-1], dtype=torch.float32, device=device).t()
+    return torch.empty(shape, dtype=torch.float32, device=device)
+
+
+def laid_out(quantized: Quantized) -> Quantized:
+    """Return the same matrix with contiguous codes, and scales that lie as `empty_scale` says."""
+    scale = quantized.scale
+    scale = scale.t().contiguous().t() if quantized.granularity == TILE_1x128 else scale.contiguous()
+    return Quantized(quantized.codes.contiguous(), scale, quantized.granularity)
 
 
 def contiguous_rows(x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.kernels.dispatch import uses_triton
+from octavo.kernels.dispatch import launches_on, uses_triton
 
 
 def transpose(codes: Tensor) -> Tensor:
@@ -18,7 +18,8 @@ def _transpose(codes: Tensor) -> Tensor:
     if codes.numel() and uses_triton(codes, "transpose"):
         from octavo.kernels.triton.transpose import transpose as fast
 
-        return fast(codes)
+        with launches_on(codes.device):
+            return fast(codes)
     return codes.t().contiguous()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from octavo.models.config import ModelConfig
 from octavo.models.init import reset_parameters
-from octavo.models.loss import check_length, cross_entropy
+from octavo.models.loss import check_length, head_loss
 
 
 class GPT(nn.Module):
@@ -42,8 +42,8 @@ class GPT(nn.Module):
         x_BTD = self.tok_embeddings(tokens_BT) + self.pos_embeddings.weight[:length]
         for block in self.layers:
             x_BTD = block(x_BTD)
-        logits_BTV: Tensor = self.lm_head(self.norm(x_BTD))
-        return logits_BTV if targets_BT is None else cross_entropy(logits_BTV, targets_BT)
+        x_BTD = self.norm(x_BTD)
+        return self.lm_head(x_BTD) if targets_BT is None else head_loss(x_BTD, self.lm_head, targets_BT)
 
 
 class Block(nn.Module):

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from octavo.models.config import ModelConfig
 from octavo.models.init import reset_parameters
-from octavo.models.loss import check_length, cross_entropy
+from octavo.models.loss import check_length, head_loss
+from octavo.nn.rotary import rotate
 
 
 class Llama(nn.Module):
@@ -52,8 +53,8 @@ class Llama(nn.Module):
         x_BTD = self.tok_embeddings(tokens_BT)
         for block in self.layers:
             x_BTD = block(x_BTD, cos_TE, sin_TE)
-        logits_BTV: Tensor = self.lm_head(self.norm(x_BTD))
-        return logits_BTV if targets_BT is None else cross_entropy(logits_BTV, targets_BT)
+        x_BTD = self.norm(x_BTD)
+        return self.lm_head(x_BTD) if targets_BT is None else head_loss(x_BTD, self.lm_head, targets_BT)
 
 
 class Block(nn.Module):
@@ -88,15 +89,15 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
         """Return what each token gathers from itself and those before it, (B,T,D)."""
-        q_BHTE = rotate(self._heads(self.wq(x_BTD)), cos_TE, sin_TE)
-        k_BGTE = rotate(self._heads(self.wk(x_BTD)), cos_TE, sin_TE)
-        v_BGTE = self._heads(self.wv(x_BTD))
+        q_BHTE = rotate(self._heads(self.wq(x_BTD)), cos_TE, sin_TE).transpose(1, 2)
+        k_BGTE = rotate(self._heads(self.wk(x_BTD)), cos_TE, sin_TE).transpose(1, 2)
+        v_BGTE = self._heads(self.wv(x_BTD)).transpose(1, 2)
         y_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BGTE, v_BGTE, is_causal=True, enable_gqa=self.grouped)
         y_BTD: Tensor = self.wo(y_BHTE.transpose(1, 2).flatten(2))
         return y_BTD
 
     def _heads(self, x_BTD: Tensor) -> Tensor:
-        return x_BTD.view(*x_BTD.shape[:-1], -1, self.head_dim).transpose(1, 2)
+        return x_BTD.view(*x_BTD.shape[:-1], -1, self.head_dim)
 
 
 class FeedForward(nn.Module):
@@ -119,13 +120,3 @@ def rotary_tables(head_dim: int, sequence: int, theta: float) -> tuple[Tensor, T
     frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angles_TE = torch.outer(torch.arange(sequence, dtype=torch.float64), frequencies)
     return angles_TE.cos().float(), angles_TE.sin().float()
-
-
-def rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """Turn each head's channel pairs by their token's position, in FP32; the dtype of `x_BHTE` is kept.
-
-    Channel i is paired with i + E/2, as Hugging Face stores its weights (Meta's own files pair neighbours).
-    """
-    first, second = x_BHTE.float().chunk(2, dim=-1)
-    turned = torch.cat((first * cos_TE - second * sin_TE, second * cos_TE + first * sin_TE), dim=-1)
-    return turned.to(x_BHTE.dtype)

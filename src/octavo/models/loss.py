@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo.errors import ConfigError
+from octavo.nn import Linear
+from octavo.nn.cross_entropy import linear_cross_entropy
+from octavo.recipes import RecipeLike
 
 
 def check_length(tokens_BT: Tensor, sequence: int) -> int:
@@ -18,6 +21,27 @@ def check_length(tokens_BT: Tensor, sequence: int) -> int:
     if length > sequence:
         raise ConfigError(f"a sequence of {length} tokens is longer than the model's {sequence}; raise model.sequence.")
     return length
+
+
+def head_loss(x_BTD: Tensor, head: nn.Linear, targets_BT: Tensor) -> Tensor:
+    """Return `cross_entropy(head(x), targets)`, by chunks of tokens: their logits are never in memory all at once.
+
+    A head that is more than its weights (hooks, a subclass of `nn.Linear`) is called instead.
+    """
+    recipe = _recipe_of(head)
+    if recipe is None:
+        return cross_entropy(head(x_BTD), targets_BT)
+    return linear_cross_entropy(x_BTD, head.weight, targets_BT, bias=head.bias, recipe=recipe)
+
+
+def _recipe_of(head: nn.Linear) -> RecipeLike | None:
+    """Return the recipe of a head that computes x W^T + b and nothing else, or None."""
+    hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
+    if any(hooks) or "forward" in vars(head):
+        return None
+    if type(head) is Linear:
+        return head.recipe if head.enabled else "bf16"
+    return "bf16" if type(head) is nn.Linear else None
 
 
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ class _Linears(torch.autograd.Function):
         kept, weights = saved[: ctx.kept], saved[ctx.kept :]
         needs_x, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
         sources = [dy.to(ctx.dtype) for dy in dys]
-        g, h = read_gradient(sources, kept, weights, recipe, needs_x, any(needs_weight))
+        g, h = read_gradient(sources, scale_of(kept), weights, recipe, needs_x, any(needs_weight))
         dx = dgrad(sources, g, weights, recipe, ctx.dtype).to(ctx.x_dtype) if needs_x else None
         dws: list[Tensor | None] = [None] * len(needs_weight)
         if any(needs_weight):
@@ -149,11 +149,14 @@ def quantize_both(
         column_fold: FP32 (R, 1), multiplied in before `columns`.
     """
     if all(operand is None or operand.rounding == "nearest" for operand in (rows, columns)):
-        targets = [operand and target_of(operand) for operand in (rows, columns)]
+        targets = [None if operand is None else target_of(operand) for operand in (rows, columns)]
         return kernels.quantize_pair(sources, targets[0], targets[1], row_fold, column_fold)
     x = sources[0] if len(sources) == 1 else torch.cat(list(sources), dim=1)
     fold_t = None if column_fold is None else column_fold.t()
-    return rows and quantize_operand(x, rows, row_fold), columns and quantize_operand(x.t(), columns, fold_t)
+    return (
+        None if rows is None else quantize_operand(x, rows, row_fold),
+        None if columns is None else quantize_operand(x.t(), columns, fold_t),
+    )
 
 
 def read_input(
@@ -161,8 +164,9 @@ def read_input(
 ) -> Input:
     """Quantise an input for fprop, and keep what wgrad will need of it. `ready`: fprop's codes if they are there."""
     forward = recipe.fprop.input if recipe.fprop.is_fp8 else None
+    ready = ready if forward else None
     if not needs_weight or not recipe.wgrad.is_fp8:
-        x = forward and (ready or quantize_operand(x_MK, forward))
+        x = (ready or quantize_operand(x_MK, forward)) if forward else None
         return Input(x, (x_MK.to(dtype),) if needs_weight else ())
     if forward and reused_from(recipe, "wgrad", "input"):
         x = ready or quantize_operand(x_MK, forward)
@@ -183,32 +187,44 @@ def read_kept_input(kept: tuple[Tensor, ...], recipe: Recipe) -> Quantized | Ten
     return Quantized(codes, scale, operand.tile)
 
 
+def scale_of(kept: tuple[Tensor, ...]) -> Tensor | None:
+    """Return the scale of what `read_input` kept, if that is codes."""
+    return kept[1] if len(kept) == 2 else None
+
+
 def folds(
-    kept: tuple[Tensor, ...], weights: Sequence[Tensor], recipe: Recipe, needs_x: bool, needs_weight: bool
+    input_scale: Tensor | None, weights: Sequence[Tensor], recipe: Recipe, needs_x: bool, needs_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the scales that move into the gradient: of the weights (1, N) for dgrad, of the input (M, 1) for wgrad."""
+    """Return the scales that move into the gradient: of the weights (1, N) for dgrad, of the input (M, 1) for wgrad.
+
+    Args:
+        input_scale: that of fprop's codes of the input; read where wgrad is folded.
+    """
     row_fold = column_fold = None
     if needs_x and recipe.dgrad.is_fp8 and recipe.dgrad.weight.is_folded:
         row_fold = stacked.weight_scale(weights, target_of(recipe.fprop.weight)).t()
     if needs_weight and recipe.wgrad.is_fp8 and recipe.wgrad.input.is_folded:
-        column_fold = kept[1]
+        column_fold = input_scale
     return row_fold, column_fold
 
 
 def read_gradient(
     dys: Sequence[Tensor],
-    kept: tuple[Tensor, ...],
+    input_scale: Tensor | None,
     weights: Sequence[Tensor],
     recipe: Recipe,
     needs_x: bool,
     needs_weight: bool,
 ) -> tuple[Quantized | None, Quantized | None]:
-    """Return dY as dgrad reads it, (M, N), and as wgrad reads it, (N, M), quantised from one read; None for BF16."""
+    """Return dY as dgrad reads it, (M, N), and as wgrad reads it, (N, M), quantised from one read; None for BF16.
+
+    `input_scale`: as for `folds`.
+    """
     rows = recipe.dgrad.grad_output if needs_x and recipe.dgrad.is_fp8 else None
     columns = recipe.wgrad.grad_output if needs_weight and recipe.wgrad.is_fp8 else None
     if rows is None and columns is None:
         return None, None
-    return quantize_both(dys, rows, columns, *folds(kept, weights, recipe, needs_x, needs_weight))
+    return quantize_both(dys, rows, columns, *folds(input_scale, weights, recipe, needs_x, needs_weight))
 
 
 def fprop(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
-from octavo.nn.handoff import taken
 from octavo.nn.functional import target_of
+from octavo.nn.handoff import taken
 from octavo.nn.linear import Linear, compute_dtype
 from octavo.nn.mlp import mlp
+from octavo.recipes import Recipe
 
 
 @dataclass(frozen=True)
@@ -26,40 +27,83 @@ class MLPRoles:
 
 
 class FusedMLP(nn.Module):
-    """Mixed into the class of a module that computes an MLP; `fuse` makes such a class, `unfuse` takes it away."""
+    """Mixed into the class of a module that computes an MLP; `fuse` makes such a class, `unfuse` takes it away.
 
-    roles: MLPRoles
+    What the module computes was seen when it was fused. Give it another activation, and it must be converted again.
+    """
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    parent: type[nn.Module]
+    """The class it was, and will be."""
+    mlp_roles: MLPRoles
+    mlp_recipes: tuple[Recipe, Recipe]
+    """Of gate and up, and of down."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the MLP of x (..., D). With a hook or a disabled layer inside, it is computed as the user wrote it."""
-        children = [self.get_submodule(name) for name in (*self.roles.inner, self.roles.down)]
-        plain = all(type(child) is Linear and child.enabled and not _has_hooks(child) for child in children)
-        if args or kwargs or not plain:
-            return cast(Tensor, super().forward(x, *args, **kwargs))
-        *inner, down = cast(list[Linear], children)
-        ready = taken(x, target_of(inner[0].recipe.fprop.input))
+        layers = self._layers() if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs else None
+        if layers is None:
+            return super().forward(*args, **kwargs)
+        (*inner, down), x, (recipe, outer) = layers, args[0], self.mlp_recipes
+        ready = taken(x, target_of(recipe.fprop.input))
         weights = [layer.weight for layer in inner]
-        return mlp(
-            x, weights, down.weight, down.bias, self.roles.kind, inner[0].recipe, down.recipe, compute_dtype(x), ready
+        kind = self.mlp_roles.kind
+        return mlp(x, weights, down.weight, down.bias, kind, recipe, outer, compute_dtype(x), ready)
+
+    def extra_repr(self) -> str:
+        """Return what `print(model)` shows of this module."""
+        return ", ".join(filter(None, (super().extra_repr(), f"activation={self.mlp_roles.kind}")))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Reduce to the parent's class: no file can name a class that was made while running."""
+        reduced = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
+        cls, *arguments = reduced[1]
+        if cls is not type(self):  # the user's own way
+            return reduced
+        return _rebuild, (type(self).parent, *arguments), *reduced[2:]
+
+    def _layers(self) -> list[Linear] | None:
+        """Return gate, up and down; None if one is not as it was, or if anybody wants to see what lies between them."""
+        roles, (inner, outer) = self.mlp_roles, self.mlp_recipes
+        recipes = dict.fromkeys(roles.inner, inner) | {roles.down: outer}
+        layers = [self.get_submodule(name) for name in recipes]
+        same = all(
+            type(layer) is Linear and layer.enabled and layer.recipe is recipe
+            for layer, recipe in zip(layers, recipes.values(), strict=True)
         )
+        watched = _has_any_global_hook() or any(_has_hooks(child) for child in self.modules() if child is not self)
+        return cast(list[Linear], layers) if same and not watched else None
 
 
 def fuse(module: nn.Module, roles: MLPRoles) -> None:
-    """Make a module compute its MLP as one, in place."""
-    module.__class__ = _fused_class(type(module))
-    cast(FusedMLP, module).roles = roles
+    """Make a module compute its MLP as one, in place. Its layers are FP8 layers already."""
+    inner, down = (cast(Linear, module.get_submodule(name)) for name in (roles.inner[0], roles.down))
+    module.__class__ = _class_for(type(module))
+    fused = cast(FusedMLP, module)
+    fused.mlp_roles, fused.mlp_recipes = roles, (inner.recipe, down.recipe)
 
 
-def unfuse(module: nn.Module) -> None:
+def unfuse(module: FusedMLP) -> None:
     """Undo `fuse`, in place."""
-    del cast(Any, module).roles
-    module.__class__ = type(module).__mro__[2]
+    for name in ("mlp_roles", "mlp_recipes"):
+        module.__dict__.pop(name, None)
+    module.__class__ = type(module).parent  # type: ignore[assignment]
 
 
-@cache
-def _fused_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Fused{cls.__name__}", (FusedMLP, cls), {"__module__": cls.__module__})
+_CLASSES: dict[type[nn.Module], type[FusedMLP]] = {}
+
+
+def _class_for(parent: type[nn.Module]) -> type[FusedMLP]:
+    if parent not in _CLASSES:
+        names = {"parent": parent, "__module__": parent.__module__, "__doc__": parent.__doc__}
+        _CLASSES[parent] = type(f"Fused{parent.__name__}", (FusedMLP, parent), names)
+    return _CLASSES[parent]
+
+
+def _rebuild(parent: type[nn.Module], *arguments: Any) -> FusedMLP:
+    cls = _class_for(parent)
+    return cls.__new__(cls, *arguments)
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+    own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(own)

@@ -7,7 +7,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from octavo.nn.functional import linear
+from octavo.nn.functional import linear, target_of
+from octavo.nn.handoff import taken
 from octavo.nn.shared import SharedInput
 from octavo.nn.weights import forget
 from octavo.recipes import Recipe, RecipeLike, load
@@ -59,7 +60,8 @@ class Linear(nn.Linear):
             return super().forward(input)
         if self.shared is not None:
             return self.shared.output(self, input)
-        return linear(input, self.weight, self.bias, self.recipe, compute_dtype(input))
+        ready = taken(input, target_of(self.recipe.fprop.input))
+        return linear(input, self.weight, self.bias, self.recipe, compute_dtype(input), ready)
 
     def forget_codes(self) -> None:
         """Drop the quantised weight, so that the next forward makes it anew."""

@@ -27,6 +27,7 @@ from octavo.nn.functional import (
     read_gradient,
     read_input,
     read_kept_input,
+    scale_of,
     target_of,
     unstack,
     wgrad,
@@ -105,9 +106,9 @@ class _MLP(torch.autograd.Function):
         needs_x, (*needs_inner, needs_down) = ctx.needs_input_grad[0], ctx.needs_input_grad[7:]
 
         dy = [grad_outputs[0].to(dtype)]
-        g, h = read_gradient(dy, ((), hidden_scale), weights[-1:], outer, True, needs_down)
+        g, h = read_gradient(dy, hidden_scale, weights[-1:], outer, True, needs_down)
         d_hidden = dgrad(dy, g, weights[-1:], outer, dtype)
-        row_fold, column_fold = folds(kept, weights[:-1], inner, needs_x, any(needs_inner))
+        row_fold, column_fold = folds(scale_of(kept), weights[:-1], inner, needs_x, any(needs_inner))
         gradients = activation_backward(
             ctx.kind,
             d_hidden,

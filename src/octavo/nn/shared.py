@@ -4,17 +4,22 @@ A module calls them one after another. The first call computes all of them, and 
 Whether they do read the same input is seen in each call, by identity: a layer called with another tensor computes
 alone. The joint call has one node in the autograd graph, so that backward has the gradients of all outputs at once:
 they are quantised side by side, and dgrad, whose sum over the layers the GEMM makes, and wgrad are one GEMM each.
+
+One node means one backward: `q.sum().backward()` and then `k.sum().backward()` needs `retain_graph=True` in the first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from octavo.nn.functional import linears
+from octavo.nn.functional import linears, target_of
+from octavo.nn.handoff import taken
+from octavo.nn.weights import state_of
+from octavo.recipes import Recipe
 
 if TYPE_CHECKING:
     from octavo.nn.linear import Linear
@@ -23,30 +28,60 @@ if TYPE_CHECKING:
 class SharedInput:
     """A group of layers, held by each of them as `layer.shared`."""
 
+    layers: tuple[Linear, ...]
+    _input: Tensor | None
+    _waiting: dict[int, Tensor]
+    """Outputs for that input that nobody has asked for yet, by the place of their layer."""
+    _states: dict[int, tuple[Any, ...]]
+
     def __init__(self, layers: Sequence[Linear]) -> None:
         self.layers = tuple(layers)
-        self._input: Tensor | None = None
-        self._version: int | None = None
-        self._waiting: dict[int, Tensor] = {}
+        self._clear()
 
     def output(self, layer: Linear, x: Tensor) -> Tensor:
         """Return the output of one layer for x, and compute those of the others if x is new."""
-        position = self.layers.index(layer)
-        if self._input is not x or self._version != _version(x) or position not in self._waiting:
-            self._compute(x)
-        y = self._waiting.pop(position)
+        found = [i for i, member in enumerate(self.layers) if member is layer]
+        if not found:  # a copy of a member, such as a replica on another device
+            return self._compute([layer], x)[0]
+        position = found[0]
+        if position not in self._waiting:
+            self._compute_all(layer.recipe, x)
+        y, state, same = self._waiting.pop(position), self._states[position], self._input is x
         if not self._waiting:
-            self._input = None
-        return y
+            self._clear()
+        return y if same and state == _state(layer, x) else self._compute([layer], x)[0]
 
-    def _compute(self, x: Tensor) -> None:
+    def _compute_all(self, recipe: Recipe, x: Tensor) -> None:
+        members = [i for i, layer in enumerate(self.layers) if layer.enabled and layer.recipe is recipe]
+        outputs = self._compute([self.layers[i] for i in members], x)
+        self._input, self._waiting = x, dict(zip(members, outputs, strict=True))
+        self._states = {i: _state(self.layers[i], x) for i in members}
+
+    def _compute(self, layers: Sequence[Linear], x: Tensor) -> list[Tensor]:
         from octavo.nn.linear import compute_dtype
 
-        weights, biases = [layer.weight for layer in self.layers], [layer.bias for layer in self.layers]
-        outputs = linears(x, weights, biases, self.layers[0].recipe, compute_dtype(x))
-        self._input, self._version, self._waiting = x, _version(x), dict(enumerate(outputs))
+        recipe = layers[0].recipe
+        ready = taken(x, target_of(recipe.fprop.input))
+        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+        return linears(x, weights, biases, recipe, compute_dtype(x), ready)
+
+    def _clear(self) -> None:
+        self._input, self._waiting, self._states = None, {}, {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"layers": self.layers}  # copies and files carry no activations
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.layers = state["layers"]
+        self._clear()
 
 
-def _version(x: Tensor) -> int | None:
-    """Return what tells an input from itself after a change in place. Compiled code has none: it is traced anew."""
-    return None if torch.compiler.is_compiling() or x.is_inference() else x._version
+def _state(layer: Linear, x: Tensor) -> tuple[Any, ...]:
+    """Return what the output of a layer depends on beside the identity of x; another, by ==, once that has changed."""
+    from octavo.nn.linear import compute_dtype
+
+    modes = (compute_dtype(x), torch.is_grad_enabled(), x.requires_grad)
+    if torch.compiler.is_compiling():  # compiled code has no versions: it is traced anew
+        return modes
+    parameters = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
+    return *modes, id(layer.recipe), None if x.is_inference() else x._version, *state_of(parameters)

@@ -30,9 +30,14 @@ class _Kept:
     """The codes of one stack of weights, and what they were made from."""
 
     stack: Quantized
-    state: tuple[Any, ...]
-    addresses: Tensor | None = None
-    """Of every row, for the kernel that takes many weights in one launch."""
+    state: tuple[Any, ...] | None
+    """What they were made from; None: who knows, a CUDA graph writes here whenever it is replayed."""
+    places: list[tuple[Any, ...]]
+    """The memory that they were made from."""
+    rows: Any = None
+    """Where every row lies, for the kernel that takes many weights in one launch."""
+    finalizers: tuple[weakref.finalize[Any, Any], ...] = ()
+    """What drops this when a weight dies."""
 
 
 _kept: dict[tuple[Any, ...], _Kept] = {}
@@ -51,7 +56,9 @@ register_optimizer_step_post_hook(weights_changed)
 def forget(weight: Tensor) -> None:
     """Drop all that is kept of one weight."""
     for key in [key for key in _kept if id(weight) in key[2:]]:
-        _kept.pop(key, None)
+        kept = _kept.pop(key, None)
+        for finalizer in () if kept is None else kept.finalizers:
+            finalizer.detach()
 
 
 def quantized_weights(weights: Sequence[Tensor], target: Target, transposed: bool = False) -> Quantized:
@@ -61,23 +68,29 @@ def quantized_weights(weights: Sequence[Tensor], target: Target, transposed: boo
     CUDA graph reads the new codes.
     """
     key = (target, transposed, *map(id, weights))
-    state = _state(weights)
+    state, records = state_of(weights), _records(weights[0])
     kept = _kept.get(key)
-    if kept is not None and kept.state == state and not _must_record(weights[0]):
+    if kept is not None and kept.state == state and not records:
         return kept.stack
     ledger.count_weights(len(weights))
     with torch.inference_mode(False), torch.no_grad():  # what is kept must also serve a training step
-        stack, addresses = _quantize(weights, target, transposed, kept)
+        stack, rows = _quantize(weights, target, transposed, kept)
     if any(weight.is_inference() for weight in weights):  # such a tensor counts no versions
         return stack
-    if kept is None:
-        for weight in weights:
-            weakref.finalize(weight, _kept.pop, key, None)
-    _kept[key] = _Kept(stack, state, addresses)
+    finalizers = _finalizers(weights, key) if kept is None else kept.finalizers
+    _kept[key] = _Kept(stack, None if records else state, [_place(w) for w in weights], rows, finalizers)
     return stack
 
 
-def _state(weights: Sequence[Tensor]) -> tuple[Any, ...]:
+def _finalizers(weights: Sequence[Tensor], key: tuple[Any, ...]) -> tuple[weakref.finalize[Any, Any], ...]:
+    finalizers = tuple(weakref.finalize(weight, _kept.pop, key, None) for weight in weights)
+    for finalizer in finalizers:
+        finalizer.atexit = False
+    return finalizers
+
+
+def state_of(weights: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Return what is another, by ==, once one of these weights has changed."""
     steps = _changes if any(weight.requires_grad for weight in weights) else None
     return steps, *((None if w.is_inference() else w._version, *_place(w)) for w in weights)
 
@@ -86,29 +99,26 @@ def _place(weight: Tensor) -> tuple[Any, ...]:
     return weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, weight.device
 
 
-def _must_record(weight: Tensor) -> bool:
-    """Whether a CUDA graph is being captured: it must quantise each time it is replayed."""
+def _records(weight: Tensor) -> bool:
+    """Return whether a CUDA graph is being captured: it must quantise each time it is replayed."""
     return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _quantize(
-    weights: Sequence[Tensor], target: Target, transposed: bool, kept: _Kept | None
-) -> tuple[Quantized, Tensor | None]:
-    """Return the stack, in the memory of `kept` where it fits, and the addresses of its rows where they were needed."""
+def _quantize(weights: Sequence[Tensor], target: Target, transposed: bool, kept: _Kept | None) -> tuple[Quantized, Any]:
+    """Return the stack, in the memory of `kept` where it fits, and where its rows lie if that was needed."""
     rows, cols = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
     shape = (cols, rows) if transposed else (rows, cols)
     old = kept.stack if kept is not None and kept.stack.codes.shape == shape else None
     if old is not None and old.codes.device != weights[0].device:
         old = None
     if not transposed and _has_one_launch(weights, target):
-        from octavo.kernels.triton.weights import quantize_rows, row_addresses
+        from octavo.kernels.triton.weights import find_rows, quantize_rows
 
-        same_place = kept is not None and [s[1:] for s in kept.state[1:]] == [_place(w) for w in weights]
-        addresses = kept.addresses if kept is not None and same_place else None
-        addresses = row_addresses(weights) if addresses is None else addresses
+        known = kept.rows if kept is not None and kept.places == [_place(w) for w in weights] else None
+        found = known or find_rows(weights)
         stack = old or empty(target, rows, cols, weights[0].device)
-        quantize_rows(addresses, weights[0].dtype, stack, target.scaling == "power_of_two")
-        return stack, addresses
+        quantize_rows(found, weights[0].dtype, stack, target.scaling == "power_of_two")
+        return stack, found
     new = _quantize_one_by_one(weights, target, transposed)
     if old is None:
         return new, None
@@ -191,8 +201,9 @@ def _target(text: str) -> Target:
 
 
 def _fprop(
-    x: Tensor, x_scale: Tensor, x_granularity: str, weights: list[Tensor], target: str, dtype: torch.dtype, accumulate: str
-) -> list[Tensor]:
+    x: Tensor, x_scale: Tensor, x_granularity: str, weights: list[Tensor], target: str,
+    dtype: torch.dtype, accumulate: str,
+) -> list[Tensor]:  # fmt: skip
     stack = quantized_weights(weights, _target(target))
     left = Quantized(x, x_scale, granularity_named(x_granularity))
     counts = [weight.shape[0] for weight in weights]
@@ -231,8 +242,9 @@ def _weight_scale(weights: list[Tensor], target: str) -> Tensor:
 
 
 def _fprop_shape(
-    x: Tensor, x_scale: Tensor, x_granularity: str, weights: list[Tensor], target: str, dtype: torch.dtype, accumulate: str
-) -> list[Tensor]:
+    x: Tensor, x_scale: Tensor, x_granularity: str, weights: list[Tensor], target: str,
+    dtype: torch.dtype, accumulate: str,
+) -> list[Tensor]:  # fmt: skip
     return [x.new_empty(x.shape[0], weight.shape[0], dtype=dtype) for weight in weights]
 
 
@@ -251,8 +263,8 @@ def _weight_scale_shape(weights: list[Tensor], target: str) -> Tensor:
 _library = torch.library.Library("octavo", "FRAGMENT")
 for _schema, _run, _shape in (
     (
-        "fprop(Tensor x, Tensor x_scale, str x_granularity, Tensor[] weights, str target, ScalarType dtype, str accumulate)"
-        " -> Tensor[]",
+        "fprop(Tensor x, Tensor x_scale, str x_granularity, Tensor[] weights, str target, "
+        "ScalarType dtype, str accumulate) -> Tensor[]",
         _fprop,
         _fprop_shape,
     ),

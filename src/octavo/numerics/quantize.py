@@ -70,8 +70,9 @@ def quantize(
 def to_codes(x: Tensor, fmt: Format) -> Tensor:
     """Round FP32 values to the nearest code, ties to even; saturate what is finite, give NaN for what is not."""
     # A cast alone will not do: whether it saturates differs between PyTorch versions, and compiled casts turn
-    # infinities into the largest finite value, even in E5M2, which has them. NaN is what every one of them hands on.
-    return torch.where(x.abs() == torch.inf, torch.nan, x.clamp(-fmt.max, fmt.max)).to(fmt.dtype)
+    # infinities into the largest finite value, even in E5M2, which has them. NaN is what every one of them hands on;
+    # its sign is set here, since processors differ in it.
+    return torch.where(x.abs() < torch.inf, x.clamp(-fmt.max, fmt.max), torch.nan).to(fmt.dtype)
 
 
 def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from octavo.recipes.spec import Dgrad, Fprop, Operand, Recipe, Wgrad
 
 
@@ -13,6 +15,17 @@ def folded() -> Recipe:
         fprop=Fprop(input=row, weight=row),
         dgrad=Dgrad(grad_output=row, weight=folded),
         wgrad=Wgrad(grad_output=row, input=folded),
+    )
+
+
+def folded_fast() -> Recipe:
+    """`folded` with fast accumulation in fprop and dgrad: quicker on Hopper, at the price of sums that shrink."""
+    recipe = folded()
+    return replace(
+        recipe,
+        name="folded_fast",
+        fprop=replace(recipe.fprop, accumulate="fast"),
+        dgrad=replace(recipe.dgrad, accumulate="fast"),
     )
 
 
@@ -54,4 +67,4 @@ def bf16() -> Recipe:
     )
 
 
-PRESETS = {make.__name__: make for make in (folded, rowwise, tensorwise, block, bf16)}
+PRESETS = {make.__name__: make for make in (folded, folded_fast, rowwise, tensorwise, block, bf16)}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo.kernels.target import Target
+from octavo.kernels.target import Target, laid_out
 from octavo.numerics import Quantized, quantize
 
 
@@ -28,5 +28,4 @@ def _quantize(x: Tensor, target: Target | None, fold: Tensor | None) -> Quantize
         return None
     if fold is not None:
         x = x.float() * fold
-    result = quantize(x, target.fmt, target.tile, target.scaling)
-    return Quantized(result.codes.contiguous(), result.scale.contiguous(), result.granularity)
+    return laid_out(quantize(x, target.fmt, target.tile, target.scaling))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton.codes import finite_magnitude, scale_of, to_codes
+from octavo.kernels.triton.codes import amax, scale_of, to_codes
 from octavo.numerics import Quantized
 
 LONGEST_ROW = 32768
@@ -29,28 +30,31 @@ def refuses(weights: Sequence[Tensor]) -> str | None:
     return None
 
 
-def row_addresses(weights: Sequence[Tensor]) -> Tensor:
-    """Return the address of every row of some (N_i, K) matrices with contiguous rows, int64 (sum of N_i,)."""
+class Rows(NamedTuple):
+    """Where the rows of some weights lie."""
+
+    addresses: Tensor
+    """int64, one a row."""
+    aligned: bool
+    """Whether every row starts at a multiple of 16 bytes, so that a thread may load as many at once."""
+
+
+def find_rows(weights: Sequence[Tensor]) -> Rows:
+    """Return where the rows of (N_i, K) matrices lie; each has its rows contiguous."""
     starts = [torch.arange(w.shape[0], dtype=torch.int64) * (w.stride(0) * w.element_size()) for w in weights]
     table = torch.cat([start + w.data_ptr() for start, w in zip(starts, weights, strict=True)])
-    return table.to(weights[0].device)
+    aligned = all(w.data_ptr() % 16 == 0 and w.stride(0) * w.element_size() % 16 == 0 for w in weights)
+    return Rows(table.to(weights[0].device), aligned)
 
 
-def quantize_rows(addresses: Tensor, dtype: torch.dtype, out: Quantized, power_of_two: bool) -> None:
-    """Write into `out`, (rows, K) with a scale a row, the codes of the rows that lie at `addresses`.
-
-    Args:
-        addresses: of `row_addresses`.
-        dtype: of the rows.
-    """
-    rows, cols = out.codes.shape
+def quantize_rows(rows: Rows, dtype: torch.dtype, out: Quantized, power_of_two: bool) -> None:
+    """Write into `out`, (rows, K) with a scale a row, the codes of rows of that dtype, wherever they lie."""
+    count, cols = out.codes.shape
     size = triton.next_power_of_2(cols)
-    _rows_at_kernel[(rows,)](
-        addresses, out.codes, out.scale, cols, ALIGNED=cols * dtype.itemsize % 16 == 0, DTYPE=_TRITON[dtype], POWER_OF_TWO=power_of_two, SIZE=size,
-        num_warps=min(max(size // 1024, 1), 16),
+    _rows_at_kernel[(count,)](
+        rows.addresses, out.codes, out.scale, cols, ALIGNED=rows.aligned, DTYPE=_TRITON[dtype],
+        POWER_OF_TWO=power_of_two, SIZE=size, num_warps=min(max(size // 1024, 1), 16),
     )  # fmt: skip
-
-
 
 
 @triton.jit
@@ -58,7 +62,6 @@ def _rows_at_kernel(
     addresses, codes_ptr, scale_ptr, cols,
     ALIGNED: tl.constexpr, DTYPE: tl.constexpr, POWER_OF_TWO: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """ALIGNED: every row starts at a multiple of 16 bytes, as memory of PyTorch does."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, SIZE)
     inside = columns < cols
@@ -66,6 +69,6 @@ def _rows_at_kernel(
     if ALIGNED:
         x_ptr = tl.multiple_of(x_ptr, 16)
     x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    scale, inverse = scale_of(tl.max(finite_magnitude(x), axis=0), codes_ptr.dtype.element_ty, POWER_OF_TWO)
+    scale, inverse = scale_of(amax(x, 0), codes_ptr.dtype.element_ty, POWER_OF_TWO)
     tl.store(scale_ptr + row, scale)
     tl.store(codes_ptr + row * cols + columns, to_codes(x * inverse, codes_ptr.dtype.element_ty), mask=inside)

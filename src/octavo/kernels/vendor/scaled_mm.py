@@ -93,7 +93,8 @@ def _block_scale(x: Quantized, rows: int, cols: int) -> Tensor:
     tiles = x.granularity.scale_shape(rows, cols)
     if x.granularity == BLOCK_128x128:
         tiles = (tiles[0], -(-tiles[1] // 4) * 4)
-    scale = F.pad(x.scale, (0, tiles[1] - x.scale.shape[1], 0, tiles[0] - x.scale.shape[0]), value=1.0)
+    missing = (0, tiles[1] - x.scale.shape[1], 0, tiles[0] - x.scale.shape[0])
+    scale = F.pad(x.scale, missing, value=1.0) if any(missing) else x.scale
     if x.granularity == TILE_1x128:
         return scale.t().contiguous().t()  # (rows, K / 128), stride (1, rows)
     return scale.contiguous().t()  # (K / 128 rounded up to 4, N / 128), stride (1, K / 128)

@@ -1,0 +1,251 @@
+"""The activation contract: the middle of an MLP, straight into the codes that the GEMMs around it read.
+
+    h = f(gate) * up       gated
+    h = f(gate)            otherwise         f: silu, gelu (with erf), gelu_tanh, relu2 (the squared ReLU)
+
+M: tokens. F: hidden width. D (M, N): the gradient, [d gate | d up] side by side (N = 2 F) or d gate alone (N = F).
+All is computed in FP32 from the inputs' dtype; h and D are rounded once, into codes, and never written otherwise. So
+the backward makes h again from gate and up instead of keeping it.
+
+Everything is a custom operator: Triton on a GPU, `reference/activation.py`, which is the definition, elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.errors import ConfigError, did_you_mean
+from octavo.kernels.dispatch import launches_on, uses_triton, why_not
+from octavo.kernels.reference import activation as reference
+from octavo.kernels.target import Target, empty, target_of
+from octavo.numerics import Quantized
+
+KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
+
+
+class ActivationGradients(NamedTuple):
+    """What the backward GEMMs read. None where it was not asked for."""
+
+    rows: Quantized | None
+    """D, codes (M, N)."""
+    columns: Quantized | None
+    """D^T, codes (N, M)."""
+    hidden: Quantized | None
+    """h^T, codes (F, M)."""
+
+
+def activation(kind: str, gate: Tensor, up: Tensor | None, target: Target) -> Quantized:
+    """Return the codes of h (M, F), contiguous.
+
+    Args:
+        kind: one of `KINDS`.
+        gate: (M, F), BF16, FP16 or FP32; may be a view whose rows lie apart.
+        up: as gate, or None.
+
+    Raises:
+        ConfigError: the kind is unknown, the shapes differ, or the rounding is stochastic.
+    """
+    _check(kind, gate=gate, up=up)
+    _check_rounding(target)
+    codes, scale = torch.ops.octavo.activation(gate, up, kind, str(target))
+    return Quantized(codes, scale, target.tile)
+
+
+def activation_backward(
+    kind: str,
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    *,
+    rows: Target | None,
+    columns: Target | None,
+    hidden: Target | None,
+    hidden_scale: Tensor | None = None,
+    row_fold: Tensor | None = None,
+    column_fold: Tensor | None = None,
+) -> ActivationGradients:
+    """Return D quantised as it lies and transposed, and h^T. What has no target is not made.
+
+    Args:
+        kind: one of `KINDS`.
+        dh: (M, F), the gradient of h, of any dtype that gate may have.
+        gate: (M, F), as in the forward.
+        up: as gate, or None.
+        rows: how to quantise D * row_fold.
+        columns: how to quantise (D * column_fold)^T; its granularity is named as the transpose has it.
+        hidden: how to quantise h^T, likewise.
+        hidden_scale: FP32 (M, 1), powers of two: the scales of the forward's codes, if those are wanted again. Then the
+            codes of h^T are the forward's transposed, its scale is (1, M), and `hidden` must be `column`.
+        row_fold: FP32 (1, N), the scales of a folded weight.
+        column_fold: FP32 (M, 1), the scales of a folded input.
+
+    Raises:
+        ConfigError: the kind is unknown, shapes do not fit, a rounding is stochastic, or `hidden_scale` comes with
+            another granularity.
+    """
+    _check(kind, dh=dh, gate=gate, up=up)
+    _check_rounding(rows, columns, hidden)
+    m, n = gate.shape[0], gate.shape[1] * (1 if up is None else 2)
+    _check_factors("hidden_scale", hidden_scale, (m, 1))
+    _check_factors("row_fold", row_fold, (1, n))
+    _check_factors("column_fold", column_fold, (m, 1))
+    if hidden_scale is not None and (
+        hidden is None or (hidden.granularity, hidden.scaling) != ("column", "power_of_two")
+    ):
+        raise ConfigError(
+            f"hidden_scale holds one power of two a token, but hidden is '{hidden}': the forward's codes transposed "
+            "have the granularity 'column' and power-of-two scales. Say so, or leave hidden_scale out."
+        )
+    made = torch.ops.octavo.activation_backward(
+        dh, gate, up, kind, *(str(target or "") for target in (rows, columns, hidden)),
+        hidden_scale, row_fold, column_fold,
+    )  # fmt: skip
+    pairs = [(made[i], made[i + 1]) for i in (0, 2, 4)]
+    targets = (rows, columns, hidden)
+    return ActivationGradients(
+        *(
+            None if target is None else Quantized(*pair, target.tile)
+            for target, pair in zip(targets, pairs, strict=True)
+        )
+    )
+
+
+def activation_backward_plain(kind: str, dh: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return d gate and d up (M, F), contiguous, in the dtype of dh, for recipes that no fused kernel takes.
+
+    Raises:
+        ConfigError: the kind is unknown, or the shapes differ.
+    """
+    _check(kind, dh=dh, gate=gate, up=up)
+    d_gate, d_up = torch.ops.octavo.activation_backward_plain(dh, gate, up, kind)
+    return d_gate, None if up is None else d_up
+
+
+def _check(kind: str, gate: Tensor, **others: Tensor | None) -> None:
+    if kind not in KINDS:
+        raise ConfigError(f"unknown activation '{kind}'.{did_you_mean(kind, KINDS)} Activations: {', '.join(KINDS)}.")
+    if gate.dim() != 2:
+        raise ConfigError(
+            f"gate must be a matrix (M, F), got shape {tuple(gate.shape)}: flatten its leading dimensions."
+        )
+    for name, other in others.items():
+        if other is not None and other.shape != gate.shape:
+            raise ConfigError(
+                f"{name} has shape {tuple(other.shape)}, gate {tuple(gate.shape)}: they must be the same."
+            )
+
+
+def _check_rounding(*targets: Target | None) -> None:
+    if any(target.rounding != "nearest" for target in filter(None, targets)):
+        raise ConfigError("a fused activation rounds to nearest: quantise what `activation_backward_plain` returns.")
+
+
+def _check_factors(name: str, factors: Tensor | None, shape: tuple[int, int]) -> None:
+    if factors is not None and (factors.shape != shape or factors.dtype != torch.float32):
+        raise ConfigError(f"{name} must be FP32 {shape}, it is {factors.dtype} {tuple(factors.shape)}.")
+
+
+def _runs_triton(gate: Tensor, up: Tensor | None, operation: str, **targets: Target | None) -> bool:
+    if gate.numel() == 0 or not gate.is_cuda:
+        return False
+    refused = None
+    if why_not(gate.device) is None:
+        from octavo.kernels.triton import activation as fused
+
+        refused = fused.refuses(gate.shape[1], up is not None, **targets)
+    return uses_triton(gate, operation, refused)
+
+
+def _activation(gate: Tensor, up: Tensor | None, kind: str, target: str) -> tuple[Tensor, Tensor]:
+    goal = target_of(target)
+    assert goal is not None
+    if _runs_triton(gate, up, f"activation {kind}", hidden=goal):
+        from octavo.kernels.triton import activation as fused
+
+        with launches_on(gate.device):
+            return fused.activation(kind, gate, up, goal)[:2]
+    return reference.activation(kind, gate, up, goal)[:2]
+
+
+def _activation_shape(gate: Tensor, up: Tensor | None, kind: str, target: str) -> tuple[Tensor, Tensor]:
+    goal = target_of(target)
+    assert goal is not None
+    rows, cols = gate.shape
+    return empty(goal, rows, cols, gate.device)[:2]
+
+
+def _activation_backward(
+    dh: Tensor, gate: Tensor, up: Tensor | None, kind: str, rows: str, columns: str, hidden: str,
+    hidden_scale: Tensor | None, row_fold: Tensor | None, column_fold: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    targets = target_of(rows), target_of(columns), target_of(hidden)
+    named = dict(zip(("rows", "columns", "hidden"), targets, strict=True))
+    if _runs_triton(gate, up, f"activation_backward {kind}", **named):
+        from octavo.kernels.triton import activation as fused
+
+        with launches_on(gate.device):
+            made = fused.activation_backward(kind, dh, gate, up, *targets, hidden_scale, row_fold, column_fold)
+    else:
+        made = reference.activation_backward(kind, dh, gate, up, *targets, hidden_scale, row_fold, column_fold)
+    return _flat(*made, like=gate)
+
+
+def _activation_backward_shape(
+    dh: Tensor, gate: Tensor, up: Tensor | None, kind: str, rows: str, columns: str, hidden: str,
+    hidden_scale: Tensor | None, row_fold: Tensor | None, column_fold: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    (m, f), device = gate.shape, gate.device
+    n = f if up is None else 2 * f
+    row, column, h_t = target_of(rows), target_of(columns), target_of(hidden)
+    return _flat(
+        row and empty(row, m, n, device), column and empty(column, n, m, device), h_t and empty(h_t, f, m, device),
+        like=gate,
+    )  # fmt: skip
+
+
+def _flat(*made: Quantized | None, like: Tensor) -> list[Tensor]:
+    """Return codes and scale of each, empty tensors for what was not made: operators return plain tensors."""
+    return [x for quantized in made for x in (quantized[:2] if quantized else (like.new_empty(0), like.new_empty(0)))]
+
+
+def _activation_backward_plain(dh: Tensor, gate: Tensor, up: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
+    if _runs_triton(gate, up, f"activation_backward_plain {kind}"):
+        from octavo.kernels.triton import activation as fused
+
+        with launches_on(gate.device):
+            d_gate, d_up = fused.activation_backward_plain(kind, dh, gate, up)
+    else:
+        d_gate, d_up = reference.activation_backward_plain(kind, dh, gate, up)
+    return d_gate.contiguous(), dh.new_empty(0) if d_up is None else d_up.contiguous()
+
+
+def _activation_backward_plain_shape(dh: Tensor, gate: Tensor, up: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
+    return dh.new_empty(dh.shape), dh.new_empty(0 if up is None else dh.shape)
+
+
+_library = torch.library.Library("octavo", "FRAGMENT")
+
+
+def _define(signature: str, run: Callable[..., object], shape: Callable[..., object]) -> None:
+    name = signature.partition("(")[0]
+    _library.define(signature, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"octavo::{name}", shape, lib=_library)
+
+
+_define("activation(Tensor gate, Tensor? up, str kind, str target) -> (Tensor, Tensor)", _activation, _activation_shape)
+_define(
+    "activation_backward(Tensor dh, Tensor gate, Tensor? up, str kind, str rows, str columns, str hidden, "
+    "Tensor? hidden_scale, Tensor? row_fold, Tensor? column_fold) -> Tensor[]",
+    _activation_backward,
+    _activation_backward_shape,
+)
+_define(
+    "activation_backward_plain(Tensor dh, Tensor gate, Tensor? up, str kind) -> (Tensor, Tensor)",
+    _activation_backward_plain,
+    _activation_backward_plain_shape,
+)

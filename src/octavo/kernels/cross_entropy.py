@@ -1,0 +1,61 @@
+"""The cross-entropy contract: a chunk of logits in, each row's loss out, the logits' gradient in their place.
+
+    loss_t = lse_t - z_target + z_loss * lse_t^2                           lse = log(sum(exp(z)))
+    dz_tv  = softmax(z)_tv * (1 + 2 * z_loss * lse_t) - [v = target_t]
+
+With a soft cap, z = softcap * tanh(logits / softcap) (Gemma 2, arXiv 2408.00118, section 2), and the gradient passes
+through it. `z_loss` keeps lse near zero (PaLM, arXiv 2204.02311, section 5). All of it in FP32, each row read twice at
+most.
+
+It writes where it reads, so it is no operator that compiled code could meet: one calls it (`octavo.nn.cross_entropy`).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from octavo.errors import ConfigError
+from octavo.kernels.dispatch import launches_on, uses_triton
+from octavo.kernels.reference import cross_entropy as reference
+
+
+def cross_entropy_(
+    logits_MV: Tensor,
+    targets_M: Tensor,
+    *,
+    ignore_index: int = -100,
+    gradient: bool = True,
+    softcap: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """Return the loss of each row, FP32 (M,), and write the gradient of their sum over the logits, in their dtype.
+
+    A row whose target is `ignore_index` has loss 0 and gradient 0. On a GPU, where looking would mean waiting, a row
+    with any other target outside the vocabulary has NaN for both.
+
+    Args:
+        logits_MV: (M, V), FP32, BF16 or FP16, rows contiguous.
+        targets_M: int64 (M,).
+        gradient: False leaves the logits as they are.
+        softcap: 0 for none.
+
+    Raises:
+        ConfigError: on a CPU, a target is outside the vocabulary.
+    """
+    if not targets_M.is_cuda:
+        _check(targets_M, logits_MV.shape[1], ignore_index)
+    if logits_MV.shape[0] and uses_triton(logits_MV, "cross_entropy"):
+        from octavo.kernels.triton import cross_entropy as fast
+
+        with launches_on(logits_MV.device):
+            return fast.cross_entropy_(logits_MV, targets_M, ignore_index, gradient, softcap, z_loss)
+    return reference.cross_entropy_(logits_MV, targets_M, ignore_index, gradient, softcap, z_loss)
+
+
+def _check(targets_M: Tensor, vocab: int, ignore_index: int) -> None:
+    outside = ((targets_M < 0) | (targets_M >= vocab)) & (targets_M != ignore_index)
+    if bool(outside.any()):
+        raise ConfigError(
+            f"target {int(targets_M[outside][0])} is outside the vocabulary of {vocab} tokens. "
+            f"Targets are 0 to {vocab - 1}, or {ignore_index} for a token that does not count."
+        )

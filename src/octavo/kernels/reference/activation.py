@@ -1,0 +1,94 @@
+"""The activations of an MLP as they are defined, in FP32: h = f(gate) * up, its gradients, and their codes."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.reference.quantize import quantize_pair
+from octavo.kernels.target import Target
+from octavo.numerics import PER_COLUMN, Quantized
+from octavo.numerics.quantize import to_codes
+
+
+def activation(kind: str, gate: Tensor, up: Tensor | None, target: Target) -> Quantized:
+    """See `octavo.kernels.activation.activation`."""
+    codes, _ = quantize_pair([_hidden(kind, gate, up)], target, None)
+    assert codes is not None
+    return codes
+
+
+def activation_backward(
+    kind: str,
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    rows: Target | None,
+    columns: Target | None,
+    hidden: Target | None,
+    hidden_scale: Tensor | None,
+    row_fold: Tensor | None,
+    column_fold: Tensor | None,
+) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
+    """See `octavo.kernels.activation.activation_backward`."""
+    gradients = [d for d in _gradients(kind, dh, gate, up) if d is not None]
+    h_t = None
+    if hidden is not None and hidden_scale is not None:
+        codes = to_codes(_hidden(kind, gate, up) * (1 / hidden_scale), hidden.fmt)  # exact: a power of two
+        h_t = Quantized(codes.t().contiguous(), hidden_scale.reshape(1, -1).clone(), PER_COLUMN)
+    elif hidden is not None:
+        _, h_t = quantize_pair([_hidden(kind, gate, up)], None, hidden)
+    return *quantize_pair(gradients, rows, columns, row_fold, column_fold), h_t
+
+
+def activation_backward_plain(kind: str, dh: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """See `octavo.kernels.activation.activation_backward_plain`."""
+    d_gate, d_up = _gradients(kind, dh, gate, up)
+    return d_gate.to(dh.dtype), None if d_up is None else d_up.to(dh.dtype)
+
+
+def value(kind: str, x: Tensor) -> Tensor:
+    """Return f(x) of an FP32 tensor."""
+    return value_and_slope(kind, x)[0]
+
+
+def value_and_slope(kind: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return f(x) and f'(x) of an FP32 tensor.
+
+    | kind        | f(x)                                                          |
+    |-------------|---------------------------------------------------------------|
+    | `silu`      | x * sigmoid(x)                                                |
+    | `gelu`      | x * (1 + erf(x / sqrt(2))) / 2                                |
+    | `gelu_tanh` | x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3))            |
+    | `relu2`     | max(x, 0)^2                                                   |
+
+    `gelu_tanh` is the usual one: (1 + tanh(u)) / 2 = sigmoid(2 u).
+    """
+    if kind == "silu":
+        share = 1 / (1 + torch.exp(-x))
+        f = x * share
+        return f, share + f * (1 - share)
+    if kind == "gelu":
+        share = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+        return x * share, share + x * (torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi)))
+    if kind == "gelu_tanh":
+        steepness = 2 * math.sqrt(2 / math.pi)
+        share = 1 / (1 + torch.exp(-steepness * x * (1 + 0.044715 * x * x)))
+        f = x * share
+        return f, share + f * (1 - share) * (steepness * (1 + 3 * 0.044715 * x * x))
+    positive = torch.where(x <= 0, 0.0, x)  # NaN stays
+    return positive * positive, 2 * positive
+
+
+def _hidden(kind: str, gate: Tensor, up: Tensor | None) -> Tensor:
+    h = value(kind, gate.float())
+    return h if up is None else h * up.float()
+
+
+def _gradients(kind: str, dh: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return d gate and d up, FP32."""
+    f, slope = value_and_slope(kind, gate.float())
+    dh = dh.float()
+    return (dh * slope, None) if up is None else (dh * up.float() * slope, dh * f)

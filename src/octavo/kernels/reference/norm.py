@@ -1,0 +1,65 @@
+"""RMS norm and layer norm as they are defined, forward and backward, in FP32.
+
+Backward, with the normalised row n = (s - mean) * rstd, mean 0 for an RMS norm, and g = dy * weight:
+
+    ds = rstd * (g - n * mean(g n) - mean(g))      the last term for a layer norm only
+    dweight = sum over rows of dy * n              dbias = sum over rows of dy
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.target import Target
+from octavo.numerics import Quantized, quantize
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    target: Target | None,
+    keep_y: bool,
+    centred: bool,
+) -> tuple[Tensor | None, Quantized | None, Tensor, Tensor | None, Tensor | None]:
+    """Return y, its codes, rstd, total and mean: see `octavo.kernels.norm`. centred: a layer norm."""
+    total = None if residual is None else (x.float() + residual.float()).to(x.dtype)
+    s = (x if total is None else total).float()
+    mean = s.mean(dim=1) if centred else None
+    if mean is not None:
+        s = s - mean[:, None]
+    rstd = torch.rsqrt((s * s).mean(dim=1) + eps)
+    y = s * rstd[:, None]
+    if weight is not None:
+        y = y * weight.float()
+    if bias is not None:
+        y = y + bias.float()
+    quantized = None if target is None else quantize(y, target.fmt, target.tile, target.scaling)
+    return y.to(x.dtype) if keep_y else None, quantized, rstd, total, mean
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    residual_grad: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return dx in x's dtype, dweight and dbias in FP32: see `octavo.kernels.norm`."""
+    dy, s = dy.float(), x.float()
+    normed = (s if mean is None else s - mean[:, None]) * rstd[:, None]
+    g = dy if weight is None else dy * weight.float()
+    dx = g - normed * (g * normed).mean(dim=1, keepdim=True)
+    if mean is not None:
+        dx = dx - g.mean(dim=1, keepdim=True)
+    dx = dx * rstd[:, None]
+    if residual_grad is not None:
+        dx = dx + residual_grad.float()
+    dweight = None if weight is None else (dy * normed).sum(dim=0)
+    dbias = None if bias is None else dy.sum(dim=0)
+    return dx.to(x.dtype), dweight, dbias

@@ -1,0 +1,74 @@
+"""The rotary contract: each head's channel pairs turn by their token's position.
+
+    y_i       = x_i       * cos - x_(i+E/2) * sin        i < E/2
+    y_(i+E/2) = x_(i+E/2) * cos + x_i       * sin
+
+B: batch. T: tokens. H: heads. E: channels of a head, i paired with i + E/2, as Hugging Face stores weights. In FP32,
+rounded once to x's dtype. The gradient is the same turn the other way: `conjugate` takes -sin for sin.
+
+It is a custom operator: Triton on a GPU, `reference/rotary.py`, which is the definition, elsewhere.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.errors import ConfigError
+from octavo.kernels.dispatch import launches_on, uses_triton
+from octavo.kernels.reference import rotary as reference
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, conjugate: bool = False) -> Tensor:
+    """Return x turned, (B, T, H, E) in x's dtype, contiguous: `y.flatten(2)` is free.
+
+    Args:
+        x: (B, T, H, E), BF16, FP16 or FP32, of any strides: pass a (B, H, T, E) tensor as `x.transpose(1, 2)`.
+        cos: (T, E/2), or (1, T, E/2), or (B, T, E/2) where positions differ in the batch; any of these dtypes. Also of
+            width E, as Hugging Face makes them: the second half repeats the first and is not read.
+        sin: as cos.
+        conjugate: turn back.
+
+    Raises:
+        ConfigError: shapes that do not fit.
+    """
+    if x.dim() != 4 or x.shape[-1] % 2:
+        raise ConfigError(f"rotate takes (B, T, H, E) with E even, got shape {tuple(x.shape)}.")
+    result: Tensor = torch.ops.octavo.rotate(x, _table(cos, x, "cos"), _table(sin, x, "sin"), conjugate)
+    return result
+
+
+def _table(table: Tensor, x: Tensor, name: str) -> Tensor:
+    """Return a table as (1 or B, T, E/2)."""
+    batch, length, _, width = x.shape
+    given = tuple(table.shape)
+    table = table[None] if table.dim() == 2 else table
+    if table.dim() != 3 or table.shape[0] not in (1, batch) or table.shape[1] != length:
+        raise ConfigError(f"{name} has shape {given}, but x {tuple(x.shape)} wants ({length}, {width // 2}).")
+    if table.shape[2] not in (width // 2, width):
+        raise ConfigError(
+            f"{name} has {table.shape[2]} columns for {width} channels: {width // 2} or {width} are read."
+        )
+    return table[..., : width // 2]
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, conjugate: bool) -> Tensor:
+    refused = "it has more rows than 32 bits count" if x.numel() >= 2**31 * x.shape[-1] else None
+    if x.numel() and uses_triton(x, "rotate", refused):
+        from octavo.kernels.triton import rotary as fused
+
+        with launches_on(x.device):
+            return fused.rotate(x, cos, sin, conjugate)
+    return reference.rotate(x, cos, sin, conjugate)
+
+
+def _rotate_shape(x: Tensor, cos: Tensor, sin: Tensor, conjugate: bool) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_library = torch.library.Library("octavo", "FRAGMENT")
+_library.define(
+    "rotate(Tensor x, Tensor cos, Tensor sin, bool conjugate) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
+_library.impl("rotate", _rotate, "CompositeExplicitAutograd")
+torch.library.register_fake("octavo::rotate", _rotate_shape, lib=_library)

@@ -1,0 +1,333 @@
+"""Do this machine's Triton kernels give what their reference twins give? A table of cases, on small random data.
+
+Triton has compiled correct kernels wrongly before, in one version and not in the next: transposes of tiles of bytes, and
+maxima that hand NaN on. The kernels here avoid both. That they do is worth looking at on every new machine: the twins
+compute the same on a CPU. Codes and scales are equal; where sums or exponentials differ in their last bit, a code may be
+one off on at most 1 element in 10,000.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.errors import UnsupportedError
+from octavo.kernels.dispatch import launches_on, why_not
+from octavo.kernels.reference import activation as reference_activation
+from octavo.kernels.reference import cross_entropy as reference_cross_entropy
+from octavo.kernels.reference import norm as reference_norm
+from octavo.kernels.reference import quantize as reference_quantize
+from octavo.kernels.reference import rotary as reference_rotary
+from octavo.kernels.target import Target, empty
+from octavo.numerics import Quantized
+from octavo.numerics import quantize as specified
+
+SHAPES = ((130, 300), (256, 384))
+"""One that no tile divides, and one that is compiled as those of real models are: for multiples of 16."""
+STEP = {torch.float32: 4e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+"""By dtype, relative: what another order of FP32 sums may turn a rounding by."""
+OF_LARGEST = 1e-5
+"""The same, relative to the largest element."""
+
+_ROW, _COLUMN = Target("e4m3", "row", "power_of_two"), Target("e4m3", "column", "power_of_two")
+_TILE = Target("e4m3", "1x128", "power_of_two")
+_FORWARD, _GRADIENT = Target("e4m3", "tensor", "float32"), Target("e5m2", "tensor", "float32")  # of `tensorwise`
+_GRANULARITIES = ("tensor", "row", "column", "1x128", "128x1", "128x128")
+_TARGETS = (
+    *(Target("e4m3", granularity, "power_of_two") for granularity in _GRANULARITIES),
+    _FORWARD,
+    _GRADIENT,
+    Target("e5m2", "128x128", "float32"),
+)
+
+
+class Case(NamedTuple):
+    """One call of a kernel and of its twin."""
+
+    name: str
+    operands: tuple[Any, ...]
+    """On the CPU."""
+    run: Callable[..., Any]
+    reference: Callable[..., Any]
+    exact: bool = False
+    """Whether the two must be equal to the bit."""
+
+
+def check_kernels(device: torch.device | str, kernels: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Return one row a case: `kernel`, `case`, `passed`, `detail`. The first time, every kernel is compiled.
+
+    Args:
+        kernels: which of `KERNELS` to look at; default all.
+
+    Raises:
+        UnsupportedError: this device runs no Triton kernels.
+    """
+    device = torch.device(device)
+    if reason := why_not(device):
+        raise UnsupportedError(f"there are no Triton kernels to check: {reason}.")
+    with launches_on(device):
+        return [_row(name, *found) for name in kernels or KERNELS for found in _check(KERNELS[name], device)]
+
+
+def _row(kernel: str, case: str, passed: bool, detail: str) -> dict[str, Any]:
+    return {"kernel": kernel, "case": case, "passed": passed, "detail": detail}
+
+
+def _check(cases: Callable[[], Iterator[Case]], device: torch.device) -> Iterator[tuple[str, bool, str]]:
+    """Yield (case, whether it passed, what was found)."""
+    try:
+        for case in cases():
+            yield case.name, *_outcome(case, device)
+    except Exception as error:  # a Triton that lacks what we import
+        yield "all", False, _said(error)
+
+
+def _outcome(case: Case, device: torch.device) -> tuple[bool, str]:
+    try:
+        want = case.reference(*_copied(case.operands, torch.device("cpu")))
+        return compare(case.run(*_copied(case.operands, device)), want, case.exact)
+    except Exception as error:  # of Triton's compiler, or of the driver: a finding like any other
+        return False, _said(error)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _copied(operands: Sequence[Any], device: torch.device) -> list[Any]:
+    """Return operands on a device, copied: a kernel may write where it reads."""
+    copies = []
+    for value in operands:
+        if isinstance(value, Tensor):
+            value = value.to(device, copy=True)
+        copies.append(_copied(value, device) if isinstance(value, list) else value)
+    return copies
+
+
+# --- comparing -------------------------------------------------------------------------------------------------------
+
+
+def compare(got: Any, want: Any, exact: bool) -> tuple[bool, str]:
+    """Return whether results agree, and how far apart they are. They are tensors, `Quantized`, None, or tuples of them."""
+    pairs = itertools.zip_longest(_tensors(got), _tensors(want))
+    found = [_compare(one, other, exact) for one, other in pairs]
+    apart = [text for passed, text in found if not passed] or [text for _, text in found if text]
+    return all(passed for passed, _ in found), "; ".join(dict.fromkeys(apart)) or "equal"
+
+
+def _tensors(made: Any) -> Iterator[Tensor | None]:
+    if made is None or isinstance(made, Tensor):
+        yield made
+    elif isinstance(made, tuple | list):
+        for each in made:
+            yield from _tensors(each)
+
+
+def _compare(got: Tensor | None, want: Tensor | None, exact: bool) -> tuple[bool, str]:
+    if got is None or want is None:
+        return got is want, "" if got is want else "one result is missing, or one too many"
+    got = got.cpu()
+    if (got.dtype, got.shape) != (want.dtype, want.shape):
+        return False, f"{got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"
+    if want.dtype.itemsize == 1:
+        return _compare_codes(got, want, exact)
+    return _compare_numbers(got, want, exact)
+
+
+def _compare_codes(got: Tensor, want: Tensor, exact: bool) -> tuple[bool, str]:
+    if exact:
+        differ = got.view(torch.uint8) != want.view(torch.uint8)
+        return not differ.any(), _places(differ, "bytes differ")
+    apart = (_position(got) - _position(want)).abs()
+    passed = int(apart.max()) <= 1 and int((apart > 0).sum()) <= -(-apart.numel() // 10_000)
+    return passed, _places(apart > 0, f"codes differ, by up to {int(apart.max())}")
+
+
+def _position(codes: Tensor) -> Tensor:
+    """Number codes from the lowest to the highest; NaN is far from all but NaN."""
+    bits = codes.view(torch.uint8).int()
+    return torch.where(codes.float().isnan(), 999, torch.where(bits < 128, bits, 128 - bits))
+
+
+def _compare_numbers(got: Tensor, want: Tensor, exact: bool) -> tuple[bool, str]:
+    one, other = got.double(), want.double()
+    equal = (one == other) | (one.isnan() & other.isnan())
+    if exact:
+        return bool(equal.all()), _places(~equal, "values differ")
+    size = other.abs().where(other.isfinite(), 0.0)
+    allowed = STEP[want.dtype] * size + OF_LARGEST * size.max()
+    far = ~equal & ~((one - other).abs() <= allowed)
+    if far.any():
+        return False, _places(far, "values are too far off")
+    return True, "" if equal.all() else "within rounding"
+
+
+def _places(differ: Tensor, what: str) -> str:
+    if not differ.any():
+        return ""
+    first = tuple(torch.nonzero(differ)[0].tolist())
+    return f"{int(differ.sum()):,} of {differ.numel():,} {what}, first at {first}"
+
+
+# --- the cases -------------------------------------------------------------------------------------------------------
+
+
+def _normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Normal numbers that depend on the shape alone, rows of very different sizes."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    sizes = torch.exp2(torch.randint(-6, 7, (shape[0], *(1 for _ in shape[1:])), generator=generator))
+    return (torch.randn(shape, generator=generator) * sizes).to(dtype)
+
+
+def _hard(rows: int, cols: int) -> Tensor:
+    """Normal numbers, NaN, infinities, zero rows and columns, tiny and huge rows."""
+    x = _normal(rows, cols)
+    x[3, 5], x[7, 9], x[8, 1], x[rows - 1, cols - 1] = torch.nan, torch.inf, -torch.inf, torch.nan
+    x[9], x[:, 11], x[12] = 0, 0, torch.nan
+    x[20] *= 1e-25
+    x[21] *= 1e25
+    return x
+
+
+def _folds(rows: int, cols: int) -> tuple[Tensor, Tensor]:
+    """Powers of two, (1, cols) and (rows, 1)."""
+    powers = torch.exp2((torch.arange(rows + cols) % 7 - 3).float())
+    return powers[None, :cols].contiguous(), powers[cols:, None].contiguous()
+
+
+def _quantize() -> Iterator[Case]:
+    from octavo.kernels.triton import quantize as fused
+
+    twins = fused.quantize_pair, reference_quantize.quantize_pair
+    for shape in SHAPES:
+        size, x, folds = f"{shape[0]}x{shape[1]}", _hard(*shape), _folds(*shape)
+        for target in _TARGETS:
+            yield Case(f"{target}, both ways, {size}", ([x], target, target, *folds), *twins, exact=True)
+        yield Case(f"{_ROW}, as it lies, {size}", ([x], _ROW, None, folds[0]), *twins, exact=True)
+        yield Case(f"{_ROW}, transposed, {size}", ([x], None, _ROW, None, folds[1]), *twins, exact=True)
+    parts = list(_hard(130, 300).split((128, 128, 44), dim=1))
+    for target in (_ROW, _TILE):
+        yield Case(f"{target}, three matrices", (parts, target, target, *_folds(130, 300)), *twins, exact=True)
+
+
+def _transpose() -> Iterator[Case]:
+    from octavo.kernels.triton import transpose as fused
+
+    for rows, cols in (*SHAPES, (257, 16)):
+        codes = (torch.arange(rows * cols) * 7919 >> 3).to(torch.uint8).reshape(rows, cols).view(torch.float8_e4m3fn)
+        yield Case(f"{rows}x{cols}", (codes,), fused.transpose, lambda codes: codes.t().contiguous(), exact=True)
+
+
+def _weights() -> Iterator[Case]:
+    from octavo.kernels.triton import weights as fused
+
+    def run(weights: list[Tensor], target: Target) -> Quantized:
+        rows, cols = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+        out = empty(target, rows, cols, weights[0].device)
+        fused.quantize_rows(fused.find_rows(weights), weights[0].dtype, out, target.scaling == "power_of_two")
+        return out
+
+    def reference(weights: list[Tensor], target: Target) -> Quantized:
+        return specified(torch.cat(weights), target.fmt, target.tile, target.scaling)
+
+    for dtype, cols in itertools.product((torch.bfloat16, torch.float32), (300, 384)):
+        weights = [_normal(rows, cols, dtype=dtype) for rows in (24, 7, 40)]
+        for target in (_ROW, _ROW._replace(scaling="float32")):
+            yield Case(f"{target} of {str(dtype)[6:]}, 71x{cols}", (weights, target), run, reference, exact=True)
+
+
+def _hidden(rows: int, cols: int, gated: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The gradient of h, gate and up."""
+    dh, gate, up = (_normal(rows + i, cols)[:rows] for i in range(3))
+    gate = (gate / 8).clamp(-4, 4)  # what is further out is 0, or what went in
+    gate[1], gate[2, 3], dh[4, 5] = 0, torch.nan, torch.inf
+    return dh, gate, up if gated else None
+
+
+def _activation() -> Iterator[Case]:
+    from octavo.kernels.triton import activation as fused
+
+    forward = fused.activation, reference_activation.activation
+    backward = fused.activation_backward, reference_activation.activation_backward
+    plain = fused.activation_backward_plain, reference_activation.activation_backward_plain
+    kinds = (("silu", True), ("gelu_tanh", True), ("gelu", False), ("relu2", False))
+    for (kind, gated), shape in itertools.product(kinds, SHAPES):
+        dh, gate, up = _hidden(*shape, gated)
+        scale = reference_activation.activation(kind, gate, up, _ROW).scale
+        folds = _folds(shape[0], shape[1] * (1 + gated))
+        name = f"{kind}{', gated' if gated else ''}, {shape[0]}x{shape[1]}"
+        yield Case(f"folded {name}", (kind, gate, up, _ROW), *forward)
+        yield Case(f"folded {name}, backward", (kind, dh, gate, up, _ROW, _ROW, _COLUMN, scale, *folds), *backward)
+    recipes = (("block", _TILE, _TILE), ("tensorwise", _FORWARD, _GRADIENT))
+    for (rows, _), (recipe, ahead, gradient) in itertools.product(SHAPES, recipes):
+        dh, gate, up = _hidden(rows, 256, True)
+        targets = gradient, gradient, ahead, None, None, None
+        yield Case(f"{recipe} silu, gated, {rows}x256", ("silu", gate, up, ahead), *forward)
+        yield Case(f"{recipe} silu, gated, {rows}x256, backward", ("silu", dh, gate, up, *targets), *backward)
+    yield Case("silu, gated, 130x300, plain backward", ("silu", *_hidden(130, 300, True)), *plain)
+
+
+def _norm() -> Iterator[Case]:
+    from octavo.kernels.triton import norm as fused
+
+    for (name, centred), shape in itertools.product((("rms", False), ("layer", True)), SHAPES):
+        x, residual, dy, flowing = (_normal(shape[0] + i, shape[1])[: shape[0]] for i in range(4))
+        weight, bias = (_normal(i, shape[1])[0] for i in (1, 2))
+        bias = bias if centred else None
+        size = f"{name}, {shape[0]}x{shape[1]}"
+        for target in (_ROW, _TILE):
+            broken = x.clone()
+            broken[2, 7], broken[4, 9], broken[6] = torch.nan, torch.inf, 0
+            operands = broken, weight, bias, 1e-5, residual, target, True, centred
+            yield Case(f"{size}, {target}", operands, fused.forward, reference_norm.forward)
+        rstd, mean = (reference_norm.forward(x, None, None, 1e-5, None, None, False, centred)[i] for i in (2, 4))
+        operands = dy, x, weight, bias, mean, rstd, flowing
+        yield Case(f"{size}, backward", operands, fused.backward, reference_norm.backward)
+
+
+def _rotary() -> Iterator[Case]:
+    from octavo.kernels.triton import rotary as fused
+
+    for length, width in ((33, 12), (32, 128)):
+        x, angles = _normal(2, length, 3, width), _normal(1, length, width // 2, dtype=torch.float32)
+        for conjugate in (False, True):
+            name = f"2x{length}x3x{width}{', back' if conjugate else ''}"
+            operands = x, angles.cos(), angles.sin(), conjugate
+            yield Case(name, operands, fused.rotate, reference_rotary.rotate, exact=True)
+
+
+def _cross_entropy() -> Iterator[Case]:
+    from octavo.kernels.triton import cross_entropy as fused
+
+    def both(kernel: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+        return lambda logits, *rest: (kernel(logits, *rest), logits)  # the gradient lies where the logits were
+
+    twins = both(fused.cross_entropy_), both(reference_cross_entropy.cross_entropy_)
+    for (rows, vocab), dtype, (softcap, z_loss) in itertools.product(
+        ((40, 300), (3, 20_000)), (torch.float32, torch.bfloat16), ((0.0, 0.0), (5.0, 0.01))
+    ):
+        logits, targets = _normal(rows, vocab, dtype=dtype).clamp(-20, 20), torch.arange(rows) * 7 % vocab
+        targets[1] = -100
+        name = f"{rows}x{vocab} of {str(dtype)[6:]}{', soft cap and z-loss' if softcap else ''}"
+        yield Case(name, (logits, targets, -100, True, softcap, z_loss), *twins)
+
+
+KERNELS: dict[str, Callable[[], Iterator[Case]]] = {
+    "quantize": _quantize,
+    "transpose": _transpose,
+    "weights": _weights,
+    "activation": _activation,
+    "norm": _norm,
+    "rotary": _rotary,
+    "cross_entropy": _cross_entropy,
+}
+"""What is looked at: the cases of each kernel."""
+
+
+def failures(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """Return the names of the kernels that failed a case, each once."""
+    return list(dict.fromkeys(str(row["kernel"]) for row in rows if not row["passed"]))

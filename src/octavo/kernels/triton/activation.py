@@ -1,0 +1,473 @@
+"""The activations of an MLP, straight into codes: see `octavo.kernels.activation`.
+
+As in `quantize`, maxima that a program cannot see are found by a first pass, and a second one writes: backwards, where
+the first has left its last reads in the cache. Both compute with the same functions, and no multiplication and addition
+are contracted into one rounding: so the maxima are those of what is written, and the backward's h is the forward's, to
+the bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.target import Target, contiguous_rows
+from octavo.kernels.triton import quantize
+from octavo.kernels.triton.codes import (
+    INTERPRETED,
+    NONE,
+    ROW,
+    SIDE,
+    amax,
+    emit,
+    end_search,
+    factors,
+    finite_magnitude,
+    inside,
+    quads,
+    scale_of,
+    search,
+    to_codes,
+)
+from octavo.kernels.triton.output import Output
+from octavo.kernels.triton.shape import Shape
+from octavo.numerics import Quantized
+
+# Chosen for an H200; `TILED`: where scales belong to tiles of 128.
+LONGEST_ROW = 16384
+"""Elements of a row that one program still holds."""
+ROW_WARP = 1024
+"""Elements of such a row that one warp holds."""
+FORWARD_SEARCH = Shape(4, 1024, warps=4, steps=32, stages=3)
+FORWARD_WRITE = Shape(64, 128, warps=4)
+FORWARD_TILED = Shape(64, SIDE.value, warps=4)
+BACKWARD_SEARCH = Shape(2, 1024, warps=4, steps=64, stages=3)
+BACKWARD_WRITE = Shape(64, 64, warps=4)
+BACKWARD_TILED = Shape(32, SIDE.value, warps=8)
+PLAIN = Shape(8, 512, warps=4)
+
+
+def refuses(
+    width: int,
+    is_gated: bool,
+    *,
+    rows: Target | None = None,
+    columns: Target | None = None,
+    hidden: Target | None = None,
+) -> str | None:
+    """Return why the kernels here cannot make these targets of a hidden width, or None."""
+    if reason := quantize.refuses(rows, columns, hidden):
+        return reason
+    tiles = (rows.tile if rows else None, columns.tile.transposed if columns else None)
+    if is_gated and width % SIDE.value and any(tile is not None and tile.cols == SIDE.value for tile in tiles):
+        return f"tiles of {SIDE.value} columns straddle [d gate | d up] where the hidden width is {width}"
+    return None
+
+
+def activation(kind: str, gate: Tensor, up: Tensor | None, target: Target) -> Quantized:
+    """See `octavo.kernels.activation.activation`."""
+    gate, up = contiguous_rows(gate), up if up is None else contiguous_rows(up)
+    rows, cols = gate.shape
+    output = Output(target, rows, cols, gate.device)
+    assert output.quantized is not None
+    sources = gate, up, gate.stride(0), 0 if up is None else up.stride(0)
+    if target.granularity == "row" and cols <= LONGEST_ROW:
+        size = triton.next_power_of_2(cols)
+        _forward_rows_kernel[(rows,)](
+            *sources, *output.quantized[:2], cols,
+            KIND=kind, POWER_OF_TWO=output.constants[1], SIZE=size,
+            num_warps=min(max(size // ROW_WARP, 1), 16), enable_fp_fusion=False,
+        )  # fmt: skip
+        return output.quantized
+    if output.searches:
+        shape = FORWARD_SEARCH
+        _forward_search_kernel[shape.grid(rows, cols)](
+            *sources, rows, cols, *output.arguments[2:], KIND=kind, MODE=output.mode, **shape.strip(rows, cols)
+        )
+        output.end_search()
+    shape = FORWARD_TILED if output.is_tiled else FORWARD_WRITE
+    across, down = shape.grid(rows, cols)
+    _forward_write_kernel[(across * down,)](
+        *sources, rows, cols, *output.arguments,
+        KIND=kind, MODE=output.mode, POWER_OF_TWO=output.constants[1], **shape.meta(),
+    )  # fmt: skip
+    return output.quantized
+
+
+def activation_backward(
+    kind: str,
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    rows: Target | None,
+    columns: Target | None,
+    hidden: Target | None,
+    hidden_scale: Tensor | None,
+    row_fold: Tensor | None,
+    column_fold: Tensor | None,
+) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
+    """See `octavo.kernels.activation.activation_backward`."""
+    m, f = gate.shape
+    n = f if up is None else 2 * f
+    row = Output(rows, m, n, gate.device)
+    column = Output(columns, m, n, gate.device, transposed=True)
+    h_t = Output(hidden, m, f, gate.device, transposed=True, scale=hidden_scale)
+    outputs = row, column, h_t
+    folds = (None if fold is None else fold.contiguous() for fold in (row_fold, column_fold))
+    sources = *_sources(dh, gate, up), m, f, *folds
+    if any(output.searches for output in outputs):
+        shape = BACKWARD_SEARCH
+        modes = [output.mode if output.searches else NONE.value for output in outputs]
+        _backward_search_kernel[shape.grid(m, f)](
+            *sources, *row.arguments[2:], *column.arguments[2:], *h_t.arguments[2:],
+            KIND=kind, ROW_MODE=modes[0], COLUMN_MODE=modes[1], HIDDEN_MODE=modes[2], **shape.strip(m, f),
+        )  # fmt: skip
+        for output in outputs:
+            output.end_search()
+    if any(output.mode != NONE.value for output in outputs):
+        shape = BACKWARD_TILED if any(output.is_tiled for output in outputs) else BACKWARD_WRITE
+        across, down = shape.grid(m, f)
+        _backward_write_kernel[(across * down,)](
+            *sources, *row.arguments, *column.arguments, *h_t.arguments,
+            KIND=kind, ROW_MODE=row.mode, ROW_POWER_OF_TWO=row.constants[1],
+            COLUMN_MODE=column.mode, COLUMN_POWER_OF_TWO=column.constants[1],
+            HIDDEN_MODE=h_t.mode, HIDDEN_POWER_OF_TWO=h_t.constants[1],
+            **shape.strip(m, f),
+        )  # fmt: skip
+    return row.quantized, column.quantized, h_t.quantized
+
+
+def activation_backward_plain(kind: str, dh: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """See `octavo.kernels.activation.activation_backward_plain`."""
+    m, f = gate.shape
+    d_gate = torch.empty(m, f, dtype=dh.dtype, device=dh.device)
+    d_up = None if up is None else torch.empty_like(d_gate)
+    across, down = PLAIN.grid(m, f)
+    _backward_plain_kernel[(across * down,)](*_sources(dh, gate, up), m, f, d_gate, d_up, KIND=kind, **PLAIN.meta())
+    return d_gate, d_up
+
+
+def _sources(dh: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Any, ...]:
+    """Return the arguments of `_gradients`: three matrices and the strides of their rows."""
+    matrices = [None if x is None else contiguous_rows(x) for x in (dh, gate, up)]
+    return *matrices, *(0 if x is None else x.stride(0) for x in matrices)
+
+
+@triton.jit
+def _exp(x):
+    """exp in two instructions. Its subnormal results are 0."""
+    if INTERPRETED:
+        return tl.exp(x)
+    return tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x * 1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _sigmoid(x):
+    """1 / (1 + exp(-x)) without the steps that a division takes for subnormal results."""
+    if INTERPRETED:
+        return 1.0 / (1.0 + tl.exp(-x))
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [1.0 + _exp(-x)], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _value_and_slope(x, KIND: tl.constexpr):
+    """f(x) and f'(x) of FP32 values, operation by operation as in `reference/activation.py`."""
+    if KIND == "silu":
+        share = _sigmoid(x)
+        value = x * share
+        slope = share + value * (1.0 - share)
+    elif KIND == "gelu":
+        share = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        value = x * share
+        slope = share + x * (_exp(-0.5 * x * x) * 0.3989422804014327)
+    elif KIND == "gelu_tanh":
+        share = _sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))
+        value = x * share
+        slope = share + value * (1.0 - share) * (1.5957691216057308 * (1.0 + 0.134145 * x * x))
+    else:
+        tl.static_assert(KIND == "relu2")
+        positive = tl.where(x <= 0.0, 0.0, x)  # NaN stays
+        value = positive * positive
+        slope = 2.0 * positive
+    return value, slope
+
+
+@triton.jit
+def _load(x_ptr, stride, rows, cols, in_rows, in_cols):
+    """A tile in FP32, 0 outside the matrix."""
+    where = x_ptr + rows[:, None].to(tl.int64) * stride + cols[None, :]
+    return tl.load(where, mask=in_rows[:, None] & in_cols[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _hidden(gate_ptr, up_ptr, gate_stride, up_stride, rows, cols, in_rows, in_cols, KIND: tl.constexpr):
+    """A tile of h."""
+    h, _ = _value_and_slope(_load(gate_ptr, gate_stride, rows, cols, in_rows, in_cols), KIND)
+    if up_ptr is not None:
+        h = h * _load(up_ptr, up_stride, rows, cols, in_rows, in_cols)
+    return h
+
+
+@triton.jit
+def _gradients(
+    dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, rows, cols, in_rows, in_cols, KIND: tl.constexpr
+):
+    """Tiles of d gate, d up and h. Where there is no up, d up is d gate again."""
+    dh = _load(dh_ptr, dh_stride, rows, cols, in_rows, in_cols)
+    h, slope = _value_and_slope(_load(gate_ptr, gate_stride, rows, cols, in_rows, in_cols), KIND)
+    if up_ptr is not None:
+        up = _load(up_ptr, up_stride, rows, cols, in_rows, in_cols)
+        d_gate = dh * up * slope
+        d_up = dh * h
+        h = h * up
+    else:
+        d_gate = dh * slope
+        d_up = d_gate
+    return d_gate, d_up, h
+
+
+@triton.jit
+def _last_first(total_c, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+    """Which strip of tiles this program writes, and its columns: (strip, tile_c, cols, in_cols)."""
+    across = tl.cdiv(total_c, WIDTH)
+    number = tl.num_programs(0) - 1 - tl.program_id(0)
+    strip, tile_c = number // across, number % across
+    cols = tile_c * WIDTH + tl.arange(0, WIDTH)
+    return strip, tile_c, cols, inside(cols, total_c, EVEN)
+
+
+@triton.jit
+def _forward_rows_kernel(
+    gate_ptr, up_ptr, gate_stride, up_stride, codes_ptr, scale_ptr, total_c,
+    KIND: tl.constexpr, POWER_OF_TWO: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """One row a program, held whole."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, SIZE)
+    there = cols < total_c
+    h, _ = _value_and_slope(tl.load(gate_ptr + row * gate_stride + cols, mask=there, other=0.0).to(tl.float32), KIND)
+    if up_ptr is not None:
+        h = h * tl.load(up_ptr + row * up_stride + cols, mask=there, other=0.0).to(tl.float32)
+    scale, inverse = scale_of(amax(h, 0), codes_ptr.dtype.element_ty, POWER_OF_TWO)
+    tl.store(scale_ptr + row, scale)
+    tl.store(codes_ptr + row * total_c + cols, to_codes(h * inverse, codes_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _forward_search_kernel(
+    gate_ptr, up_ptr, gate_stride, up_stride, total_r, total_c, stride_r, stride_c, amax_ptr,
+    KIND: tl.constexpr, MODE: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """The maxima of h in a region of STEPS tiles, one under the other."""
+    cols = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    in_cols = inside(cols, total_c, EVEN)
+    first = tl.program_id(1) * HEIGHT * STEPS
+    running = tl.zeros((HEIGHT, WIDTH), tl.float32)
+    for step in tl.range(STEPS, num_stages=STAGES):
+        rows = first + step * HEIGHT + tl.arange(0, HEIGHT)
+        in_rows = inside(rows, total_r, EVEN)
+        h = _hidden(gate_ptr, up_ptr, gate_stride, up_stride, rows, cols, in_rows, in_cols, KIND)
+        running = search(finite_magnitude(h), running, amax_ptr, rows, in_rows, MODE)
+    end_search(running, amax_ptr, stride_r, stride_c, tl.program_id(1), cols, in_cols, MODE)
+
+
+@triton.jit
+def _forward_write_kernel(
+    gate_ptr, up_ptr, gate_stride, up_stride, total_r, total_c, codes, scale, stride_r, stride_c, inverse,
+    KIND: tl.constexpr, MODE: tl.constexpr, POWER_OF_TWO: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The codes of one tile of h."""
+    tile_r, tile_c, cols, in_cols = _last_first(total_c, WIDTH, False)
+    rows, in_rows = quads(tile_r, total_r, HEIGHT, False)
+    h0 = _hidden(gate_ptr, up_ptr, gate_stride, up_stride, rows[0], cols, in_rows[0], in_cols, KIND)
+    h1 = _hidden(gate_ptr, up_ptr, gate_stride, up_stride, rows[1], cols, in_rows[1], in_cols, KIND)
+    h2 = _hidden(gate_ptr, up_ptr, gate_stride, up_stride, rows[2], cols, in_rows[2], in_cols, KIND)
+    h3 = _hidden(gate_ptr, up_ptr, gate_stride, up_stride, rows[3], cols, in_rows[3], in_cols, KIND)
+    emit(
+        (h0, h1, h2, h3), codes, total_r, total_c, scale, stride_r, stride_c, inverse, rows, cols, in_rows, in_cols,
+        tile_r, tile_c, MODE=MODE, POWER_OF_TWO=POWER_OF_TWO, TRANSPOSED=False,
+    )  # fmt: skip
+
+
+@triton.jit
+def _search_halves(
+    gate, up, gate_running, up_running, amax_ptr, rows, in_rows, MODE: tl.constexpr, GATED: tl.constexpr
+):
+    """`codes.search` in [d gate | d up]: the halves share their rows, and have columns of their own."""
+    gate = finite_magnitude(gate)
+    if GATED:
+        up = finite_magnitude(up)
+        if MODE == ROW:
+            gate = tl.maximum(gate, up)
+        else:
+            up_running = search(up, up_running, amax_ptr, rows, in_rows, MODE)
+    return search(gate, gate_running, amax_ptr, rows, in_rows, MODE), up_running
+
+
+@triton.jit
+def _end_search_halves(
+    gate_running, up_running, amax_ptr, stride_r, stride_c, cols, in_cols, half, MODE: tl.constexpr, GATED: tl.constexpr
+):
+    strip = tl.program_id(1)
+    end_search(gate_running, amax_ptr, stride_r, stride_c, strip, cols, in_cols, MODE)
+    if GATED:
+        end_search(up_running, amax_ptr, stride_r, stride_c, strip, cols + half, in_cols, MODE)
+
+
+@triton.jit
+def _backward_search_kernel(
+    dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, total_r, half, row_fold, column_fold,
+    row_stride_r, row_stride_c, row_amax, column_stride_r, column_stride_c, column_amax,
+    hidden_stride_r, hidden_stride_c, hidden_amax,
+    KIND: tl.constexpr, ROW_MODE: tl.constexpr, COLUMN_MODE: tl.constexpr, HIDDEN_MODE: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """The maxima of D and h in a region of STEPS tiles, one under the other. half: the columns of d gate."""
+    GATED: tl.constexpr = up_ptr is not None
+    cols = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    in_cols = inside(cols, half, EVEN)
+    first = tl.program_id(1) * HEIGHT * STEPS
+    gate_factors = factors(row_fold, cols, in_cols)[None, :]
+    up_factors = gate_factors
+    if GATED:
+        up_factors = factors(row_fold, cols + half, in_cols)[None, :]
+    row_gate = tl.zeros((HEIGHT, WIDTH), tl.float32)
+    row_up, column_gate, column_up, running = row_gate, row_gate, row_gate, row_gate
+    for step in tl.range(STEPS, num_stages=STAGES):
+        rows = first + step * HEIGHT + tl.arange(0, HEIGHT)
+        in_rows = inside(rows, total_r, EVEN)
+        d_gate, d_up, h = _gradients(
+            dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, rows, cols, in_rows, in_cols, KIND
+        )
+        if ROW_MODE != NONE:
+            row_gate, row_up = _search_halves(
+                d_gate * gate_factors, d_up * up_factors, row_gate, row_up, row_amax, rows, in_rows, ROW_MODE, GATED
+            )
+        if COLUMN_MODE != NONE:
+            f = factors(column_fold, rows, in_rows)[:, None]
+            column_gate, column_up = _search_halves(
+                d_gate * f, d_up * f, column_gate, column_up, column_amax, rows, in_rows, COLUMN_MODE, GATED
+            )
+        if HIDDEN_MODE != NONE:
+            running = search(finite_magnitude(h), running, hidden_amax, rows, in_rows, HIDDEN_MODE)
+    if ROW_MODE != NONE:
+        _end_search_halves(
+            row_gate, row_up, row_amax, row_stride_r, row_stride_c, cols, in_cols, half, ROW_MODE, GATED
+        )
+    if COLUMN_MODE != NONE:
+        _end_search_halves(
+            column_gate, column_up, column_amax, column_stride_r, column_stride_c, cols, in_cols, half, COLUMN_MODE, GATED
+        )
+    if HIDDEN_MODE != NONE:
+        end_search(
+            running, hidden_amax, hidden_stride_r, hidden_stride_c, tl.program_id(1), cols, in_cols, HIDDEN_MODE
+        )
+
+
+@triton.jit
+def _emit_half(
+    d, total_r, total_c, row_fold, column_fold,
+    row_codes, row_scale, row_stride_r, row_stride_c, row_inverse,
+    column_codes, column_scale, column_stride_r, column_stride_c, column_inverse,
+    rows, cols, in_rows, in_cols, tile_r, tile_c,
+    ROW_MODE: tl.constexpr, ROW_POWER_OF_TWO: tl.constexpr,
+    COLUMN_MODE: tl.constexpr, COLUMN_POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    """A tile of D, in quarters: its codes as it lies, and transposed."""
+    if ROW_MODE != NONE:
+        f = factors(row_fold, cols, in_cols)[None, :]
+        emit(
+            (d[0] * f, d[1] * f, d[2] * f, d[3] * f), row_codes, total_r, total_c,
+            row_scale, row_stride_r, row_stride_c, row_inverse, rows, cols, in_rows, in_cols, tile_r, tile_c,
+            MODE=ROW_MODE, POWER_OF_TWO=ROW_POWER_OF_TWO, TRANSPOSED=False,
+        )  # fmt: skip
+    if COLUMN_MODE != NONE:
+        f0, f1 = factors(column_fold, rows[0], in_rows[0])[:, None], factors(column_fold, rows[1], in_rows[1])[:, None]
+        f2, f3 = factors(column_fold, rows[2], in_rows[2])[:, None], factors(column_fold, rows[3], in_rows[3])[:, None]
+        emit(
+            (d[0] * f0, d[1] * f1, d[2] * f2, d[3] * f3), column_codes, total_r, total_c,
+            column_scale, column_stride_r, column_stride_c, column_inverse, rows, cols, in_rows, in_cols,
+            tile_r, tile_c,
+            MODE=COLUMN_MODE, POWER_OF_TWO=COLUMN_POWER_OF_TWO, TRANSPOSED=True,
+        )  # fmt: skip
+
+
+@triton.jit
+def _backward_write_kernel(
+    dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, total_r, half, row_fold, column_fold,
+    row_codes, row_scale, row_stride_r, row_stride_c, row_inverse,
+    column_codes, column_scale, column_stride_r, column_stride_c, column_inverse,
+    hidden_codes, hidden_scale, hidden_stride_r, hidden_stride_c, hidden_inverse,
+    KIND: tl.constexpr, ROW_MODE: tl.constexpr, ROW_POWER_OF_TWO: tl.constexpr,
+    COLUMN_MODE: tl.constexpr, COLUMN_POWER_OF_TWO: tl.constexpr,
+    HIDDEN_MODE: tl.constexpr, HIDDEN_POWER_OF_TWO: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """STEPS tiles of dh, gate and up, one under the other: up to five tiles of codes of each. half: the columns of d gate."""
+    strip, tile_c, cols, in_cols = _last_first(half, WIDTH, EVEN)
+    for step in tl.range(STEPS, num_stages=STAGES):
+        tile_r = strip * STEPS + step
+        rows, in_rows = quads(tile_r, total_r, HEIGHT, EVEN)
+        g0, u0, h0 = _gradients(
+            dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, rows[0], cols, in_rows[0], in_cols, KIND
+        )
+        g1, u1, h1 = _gradients(
+            dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, rows[1], cols, in_rows[1], in_cols, KIND
+        )
+        g2, u2, h2 = _gradients(
+            dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, rows[2], cols, in_rows[2], in_cols, KIND
+        )
+        g3, u3, h3 = _gradients(
+            dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, rows[3], cols, in_rows[3], in_cols, KIND
+        )
+        total_c = half if up_ptr is None else 2 * half
+        _emit_half(
+            (g0, g1, g2, g3), total_r, total_c, row_fold, column_fold,
+            row_codes, row_scale, row_stride_r, row_stride_c, row_inverse,
+            column_codes, column_scale, column_stride_r, column_stride_c, column_inverse,
+            rows, cols, in_rows, in_cols, tile_r, tile_c,
+            ROW_MODE, ROW_POWER_OF_TWO, COLUMN_MODE, COLUMN_POWER_OF_TWO,
+        )  # fmt: skip
+        if up_ptr is not None:
+            _emit_half(
+                (u0, u1, u2, u3), total_r, total_c, row_fold, column_fold,
+                row_codes, row_scale, row_stride_r, row_stride_c, row_inverse,
+                column_codes, column_scale, column_stride_r, column_stride_c, column_inverse,
+                rows, cols + half, in_rows, in_cols, tile_r, tile_c + half // WIDTH,
+                ROW_MODE, ROW_POWER_OF_TWO, COLUMN_MODE, COLUMN_POWER_OF_TWO,
+            )  # fmt: skip
+        if HIDDEN_MODE != NONE:
+            emit(
+                (h0, h1, h2, h3), hidden_codes, total_r, half,
+                hidden_scale, hidden_stride_r, hidden_stride_c, hidden_inverse,
+                rows, cols, in_rows, in_cols, tile_r, tile_c,
+                MODE=HIDDEN_MODE, POWER_OF_TWO=HIDDEN_POWER_OF_TWO, TRANSPOSED=True,
+            )  # fmt: skip
+
+
+@triton.jit
+def _backward_plain_kernel(
+    dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, total_r, half, d_gate_ptr, d_up_ptr,
+    KIND: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One tile of d gate and d up, in their dtype."""
+    tile_r, _, cols, in_cols = _last_first(half, WIDTH, False)
+    rows = tile_r * HEIGHT + tl.arange(0, HEIGHT)
+    in_rows = rows < total_r
+    d_gate, d_up, _ = _gradients(
+        dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, rows, cols, in_rows, in_cols, KIND
+    )
+    where = rows[:, None].to(tl.int64) * half + cols[None, :]
+    there = in_rows[:, None] & in_cols[None, :]
+    tl.store(d_gate_ptr + where, d_gate.to(d_gate_ptr.dtype.element_ty), mask=there)
+    if d_up_ptr is not None:
+        tl.store(d_up_ptr + where, d_up.to(d_up_ptr.dtype.element_ty), mask=there)

@@ -1,0 +1,18 @@
+"""FP32 values in the dtype of the memory they go to."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from octavo.kernels.triton.codes import INTERPRETED
+
+
+@triton.jit
+def to_dtype(x, DTYPE: tl.constexpr):
+    """Round FP32 to the nearest BF16, FP16 or FP32, ties to even. Triton's interpreter alone would truncate to BF16."""
+    if INTERPRETED and tl.bfloat16 == DTYPE:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = tl.where(x == x, rounded, 0x7FC00000).to(tl.uint32).to(tl.float32, bitcast=True)
+    return x.to(DTYPE)

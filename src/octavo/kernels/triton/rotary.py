@@ -1,0 +1,46 @@
+"""The rotation of channel pairs: a head's channels are a row, a program holds a few. Tables come from the cache."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.triton.cast import to_dtype
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, conjugate: bool) -> Tensor:
+    """See `octavo.kernels.rotary.rotate`; the tables are (1 or B, T, E/2)."""
+    x, cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, cos, sin))
+    batch, length, heads, width = x.shape
+    y = x.new_empty(x.shape)
+    rows, size = batch * length * heads, triton.next_power_of_2(width // 2)
+    height = max(1024 // size, 1)
+    cos_strides, sin_strides = ((0 if t.shape[0] == 1 else t.stride(0), t.stride(1)) for t in (cos, sin))
+    _rotate_kernel[(triton.cdiv(rows, height),)](
+        x, *x.stride()[:3], cos, *cos_strides, sin, *sin_strides, y, rows, length, heads, width // 2,
+        CONJUGATE=conjugate, ROWS=height, SIZE=size, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return y
+
+
+@triton.jit
+def _rotate_kernel(
+    x_ptr, stride_b, stride_t, stride_h, cos_ptr, cos_b, cos_t, sin_ptr, sin_b, sin_t,
+    y_ptr, total, length, heads, half, CONJUGATE: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Products are not fused with sums: the results are the reference's, bit for bit."""
+    rows, pairs = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, SIZE)[None, :]
+    inside = (rows < total)[:, None] & (pairs < half)
+    token, head = rows // heads, rows % heads
+    batch, time = (token // length).to(tl.int64), (token % length).to(tl.int64)
+    x_where = x_ptr + (batch * stride_b + time * stride_t + head.to(tl.int64) * stride_h)[:, None] + pairs
+    first = tl.load(x_where, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x_where + half, mask=inside, other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + (batch * cos_b + time * cos_t)[:, None] + pairs, mask=inside, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + (batch * sin_b + time * sin_t)[:, None] + pairs, mask=inside, other=0.0).to(tl.float32)
+    if CONJUGATE:
+        sin = -sin
+    y_where = y_ptr + rows[:, None].to(tl.int64) * (2 * half) + pairs
+    tl.store(y_where, to_dtype(first * cos - second * sin, y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_where + half, to_dtype(second * cos + first * sin, y_ptr.dtype.element_ty), mask=inside)

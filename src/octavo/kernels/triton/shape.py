@@ -1,0 +1,34 @@
+"""What a program of a kernel works on: chosen for an H200, by trying."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+
+
+class Shape(NamedTuple):
+    """The tile of a program, its warps, how many tiles it takes, one under the other, and how many it loads ahead."""
+
+    height: int
+    width: int
+    warps: int
+    steps: int = 1
+    stages: int = 1
+
+    def grid(self, rows: int, cols: int) -> tuple[int, int]:
+        """Return how many programs cover a matrix, (across, down)."""
+        return triton.cdiv(cols, self.width), triton.cdiv(rows, self.height * self.steps)
+
+    def meta(self) -> dict[str, Any]:
+        """Return the tile and the warps as a kernel takes them.
+
+        Multiplications and additions are not contracted into one rounding: what two kernels, or a kernel and its twin,
+        compute by the same formula is equal to the bit.
+        """
+        return {"HEIGHT": self.height, "WIDTH": self.width, "num_warps": self.warps, "enable_fp_fusion": False}
+
+    def strip(self, rows: int, cols: int) -> dict[str, Any]:
+        """Return what a kernel takes that walks down `steps` tiles; `EVEN`: they cover a matrix without a rest."""
+        even = cols % self.width == 0 and rows % (self.height * self.steps) == 0
+        return {**self.meta(), "STEPS": self.steps, "STAGES": self.stages, "EVEN": even}

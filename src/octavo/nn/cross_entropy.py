@@ -1,0 +1,271 @@
+"""The output head and its loss in one: logits exist for a chunk of tokens at a time, and never for backward.
+
+M: tokens, V: vocabulary, K: width of the model.
+
+A chunk's logits become its loss and, in the same memory, the gradient over them; that is multiplied into dX and dW at
+once, in forward. Backward has only the gradient of the loss to multiply in (as in Liger Kernel's fused linear
+cross-entropy, arXiv 2410.10989, section 3.3). What stays between the two is dX, and dW where one is wanted.
+
+dW is summed over chunks in FP32: on a GPU inside the GEMM, elsewhere from each chunk's result in the dtype of the GEMM.
+Reading and writing it is what many small chunks cost; 4096 tokens make that a few percent.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from octavo import kernels, strict
+from octavo.errors import ConfigError
+from octavo.kernels.cross_entropy import cross_entropy_
+from octavo.nn.functional import Input, fprop, read_gradient, read_input, read_kept_input, scale_of, target_of
+from octavo.nn.linear import compute_dtype
+from octavo.nn.weights import quantized_weights, transpose_codes
+from octavo.numerics import Quantized
+from octavo.recipes import Recipe, RecipeLike, load, names, reused_from
+
+CHUNK_BYTES = {"cuda": 2**30, "cpu": 2**26}
+"""What the logits of one chunk may take."""
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight_VK: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    recipe: RecipeLike = "bf16",
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum"] = "mean",
+    chunk: int | None = None,
+    softcap: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """Return `F.cross_entropy(x W^T + b, targets)` in FP32, shape (), with the three GEMMs of `recipe`.
+
+    The GEMMs compute in autocast's dtype where that is on, else in that of x; gradients have the dtypes of what they
+    are gradients of. Gradients are made in forward, and only of what requires them; a second derivative does not exist.
+
+    Args:
+        x: (..., K); the leading dimensions may be anything.
+        weight_VK: (V, K), any floating-point dtype.
+        targets: int64, the shape of x without its last dimension.
+        bias: (V,) or None.
+        ignore_index: the target of a token that does not count.
+        reduction: `mean` over the tokens that count (NaN if none does, as in PyTorch), or `sum`.
+        chunk: tokens whose logits are there at a time; None chooses by `CHUNK_BYTES`.
+        softcap: logits become softcap * tanh(logits / softcap); 0 for none.
+        z_loss: adds z_loss * log(sum(exp(logits)))^2 to each token's loss.
+
+    Raises:
+        ConfigError: shapes or options that do not fit; on a CPU, a target outside the vocabulary. On a GPU such a
+            target makes the loss NaN, because looking would mean waiting.
+    """
+    _check(x, weight_VK, targets, bias, reduction, chunk, softcap)
+    dtype = compute_dtype(x)
+    x_MK, targets_M = x.reshape(targets.numel(), x.shape[-1]), targets.reshape(-1)
+    differentiated = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight_VK, bias)]
+    if chunk is None:
+        chunk = chunk_of(weight_VK.shape[0], dtype, x.device.type)
+    text = recipe if isinstance(recipe, str) and recipe in names() else _to_text(load(recipe))
+    options = (text, dtype, ignore_index, float(softcap), float(z_loss), chunk, *differentiated)
+    total: Tensor = _LinearCrossEntropy.apply(x_MK, weight_VK, bias, targets_M, options)  # type: ignore[no-untyped-call]
+    if reduction == "sum":
+        return total
+    count = (targets_M != ignore_index).sum()
+    return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
+
+
+def chunk_of(vocab: int, dtype: torch.dtype, device: str) -> int:
+    """Return how many tokens' logits fit in `CHUNK_BYTES`: a multiple of 1024, or of 128 where that is too many."""
+    tokens = CHUNK_BYTES.get(device, CHUNK_BYTES["cpu"]) // (vocab * dtype.itemsize)
+    step = 1024 if tokens >= 1024 else 128
+    return max(tokens // step * step, step)
+
+
+def _check(
+    x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, reduction: str, chunk: int | None, softcap: float
+) -> None:
+    if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:] or x.shape[:-1] != targets.shape:
+        raise ConfigError(
+            f"linear_cross_entropy takes x (..., K), weight (V, K) and targets (...), "
+            f"got {tuple(x.shape)}, {tuple(weight.shape)} and {tuple(targets.shape)}."
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ConfigError(f"bias has shape {tuple(bias.shape)}, the weight has {weight.shape[0]} rows.")
+    if targets.dtype != torch.int64:
+        raise ConfigError(f"targets are {targets.dtype}: make them int64 with targets.long().")
+    if reduction not in ("mean", "sum"):
+        raise ConfigError(f"unknown reduction '{reduction}': it is 'mean' or 'sum'.")
+    if (chunk is not None and chunk < 1) or softcap < 0:
+        raise ConfigError(f"chunk {chunk} must be at least 1 and softcap {softcap} not negative.")
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The sum of the losses. Its gradients are there when forward is done."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_MK: Tensor, weight_VK: Tensor, bias_V: Tensor | None, targets_M: Tensor, options: tuple[Any, ...]
+    ) -> Tensor:
+        loss_M, *gradients = torch.ops.octavo.linear_cross_entropy(x_MK, weight_VK, bias_V, targets_M, *options)
+        ctx.save_for_backward(*gradients)
+        ctx.differentiated = options[-3:]
+        total: Tensor = loss_M.sum()
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        pairs = zip(ctx.saved_tensors, ctx.differentiated, strict=True)
+        dx, dw, db = (_scaled(gradient, grad_outputs[0]) if wanted else None for gradient, wanted in pairs)
+        return dx, dw, db, None, None
+
+
+def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+    """Return gradient * factor: in its own memory, which can be gigabytes, unless backward may come by again."""
+    if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
+        return gradient * factor
+    return gradient.mul_(factor)
+
+
+class _Head:
+    """The three GEMMs of the head as a recipe has them, for one chunk after another."""
+
+    def __init__(self, weight_VK: Tensor, bias_V: Tensor | None, recipe: Recipe, dtype: torch.dtype) -> None:
+        self.recipe, self.dtype = recipe, dtype
+        self.weight_VK = weight_VK if recipe.is_fp8 else weight_VK.to(dtype)
+        self.bias_V = None if bias_V is None else bias_V.to(dtype)
+        self.dw_VK: Tensor | None = None
+        """The sum over the chunks so far, FP32."""
+        self._dgrad_KV: Quantized | None = None
+
+    def forward(self, x_MK: Tensor, needs_weight: bool) -> tuple[Tensor, Input]:
+        """Return the logits, and x as the GEMMs read it."""
+        x_MK = x_MK if self.recipe.is_fp8 else x_MK.to(self.dtype)
+        x = read_input(x_MK, self.recipe, self.dtype, needs_weight)
+        logits_MV = fprop(x_MK, x.fprop, [self.weight_VK], self.recipe, self.dtype)[0]
+        return logits_MV if self.bias_V is None else logits_MV.add_(self.bias_V), x
+
+    def backward(self, d_MV: Tensor, x: Input, needs_x: bool, needs_weight: bool) -> Tensor | None:
+        """Return dX if it is needed, and add this chunk's dW to `dw_VK` if that is."""
+        g, h = read_gradient([d_MV], scale_of(x.kept), [self.weight_VK], self.recipe, needs_x, needs_weight)
+        if needs_weight:
+            self._add_wgrad(d_MV.t(), h, read_kept_input(x.kept, self.recipe))
+        if not needs_x:
+            return None
+        if g is None:
+            return d_MV @ self.weight_VK.to(self.dtype)
+        return kernels.gemm(g, self._transposed_weight(), self.dtype, self.recipe.dgrad.accumulate)
+
+    def _add_wgrad(self, d_VM: Tensor, h: Quantized | None, x: Quantized | Tensor) -> None:
+        total = self.dw_VK
+        if isinstance(x, Tensor) and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):  # FP32 to the end
+            if total is None:
+                self.dw_VK = torch.mm(d_VM, x, out_dtype=torch.float32)
+            else:
+                torch.addmm(total, d_VM, x, out_dtype=torch.float32, out=total)
+            return
+        if isinstance(x, Quantized):
+            assert h is not None
+            part = kernels.gemm(h, x, self.dtype, self.recipe.wgrad.accumulate)
+        else:
+            part = d_VM @ x
+        self.dw_VK = part.float() if total is None else total.add_(part)
+
+    def _transposed_weight(self) -> Quantized:
+        """Return the weight as dgrad reads it, (K, V), made once for all chunks."""
+        if self._dgrad_KV is None:
+            operand = self.recipe.dgrad.weight
+            if reused_from(self.recipe, "dgrad", "weight"):
+                codes = quantized_weights([self.weight_VK], target_of(self.recipe.fprop.weight))
+                self._dgrad_KV = transpose_codes(codes, operand.is_folded)
+            else:
+                self._dgrad_KV = quantized_weights([self.weight_VK], target_of(operand), transposed=True)
+        return self._dgrad_KV
+
+
+def _linear_cross_entropy(
+    x_MK: Tensor, weight_VK: Tensor, bias_V: Tensor | None, targets_M: Tensor, recipe: str, dtype: torch.dtype,
+    ignore_index: int, softcap: float, z_loss: float, chunk: int, needs_x: bool, needs_weight: bool, needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the loss of each token, FP32 (M,), and the gradients of their sum; empty where not needed."""
+    loss_M, dx_MK, dw_VK, db_V = _empty(x_MK, weight_VK, bias_V, needs_x, False, needs_bias)
+    db_sum_V = torch.zeros_like(db_V, dtype=torch.float32)
+    with torch.no_grad(), torch.autocast(x_MK.device.type, enabled=False):
+        head = _Head(weight_VK, bias_V, _from_text(recipe), dtype)
+        for start in range(0, x_MK.shape[0], chunk):
+            part = slice(start, start + chunk)
+            d_MV, x = head.forward(x_MK[part], needs_weight)  # the logits, until the next line
+            loss_M[part] = cross_entropy_(
+                d_MV, targets_M[part], ignore_index=ignore_index, softcap=softcap, z_loss=z_loss,
+                gradient=needs_x or needs_weight or needs_bias,
+            )  # fmt: skip
+            dx = head.backward(d_MV, x, needs_x, needs_weight)
+            if dx is not None:
+                dx_MK[part] = dx
+            if needs_bias:
+                db_sum_V += d_MV.sum(dim=0, dtype=torch.float32)
+            del d_MV, x  # or the next chunk's logits would stand beside them
+    if needs_weight:
+        dw_VK = torch.zeros_like(weight_VK) if head.dw_VK is None else head.dw_VK.to(weight_VK.dtype)
+    return loss_M, dx_MK, dw_VK, db_sum_V.to(db_V.dtype)
+
+
+def _empty(
+    x: Tensor, weight: Tensor, bias: Tensor | None, needs_x: bool, needs_weight: bool, needs_bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the memory of the results, not written yet."""
+    loss_M = x.new_empty(x.shape[0], dtype=torch.float32)
+    shapes = [(x, needs_x), (weight, needs_weight), (bias, needs_bias)]
+    dx, dw, db = ((x if t is None else t).new_empty(t.shape if t is not None and wanted else 0) for t, wanted in shapes)
+    return loss_M, dx, dw, db
+
+
+def _linear_cross_entropy_shape(
+    x_MK: Tensor, weight_VK: Tensor, bias_V: Tensor | None, targets_M: Tensor, recipe: str, dtype: torch.dtype,
+    ignore_index: int, softcap: float, z_loss: float, chunk: int, needs_x: bool, needs_weight: bool, needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return _empty(x_MK, weight_VK, bias_V, needs_x, needs_weight, needs_bias)
+
+
+_OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
+_GEMM, _OPERAND = ("precision", "accumulate"), ("format", "granularity", "scaling", "rounding")
+
+
+def _to_text(recipe: Recipe) -> str:
+    """Write down a recipe for the operator, which takes plain types."""
+    words = []
+    for name, operands in _OPERANDS.items():
+        gemm = recipe.gemm(name)
+        words += [getattr(gemm, field) for field in _GEMM]
+        words += [getattr(getattr(gemm, operand), field) for operand in operands for field in _OPERAND]
+    return " ".join(words)
+
+
+@cache
+def _from_text(text: str) -> Recipe:
+    """Return the recipe that `_to_text` wrote down, or the preset of that name."""
+    if text in names():
+        return load(text)
+    words = iter(text.split())
+    made: dict[str, Any] = {"name": "head"}
+    for name, operands in _OPERANDS.items():
+        made[name] = {field: next(words) for field in _GEMM}
+        made[name].update({operand: {field: next(words) for field in _OPERAND} for operand in operands})
+    return strict.read(Recipe, made, "recipe")
+
+
+_library = torch.library.Library("octavo", "FRAGMENT")
+_library.define(
+    "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor targets, str recipe, ScalarType dtype, "
+    "int ignore_index, float softcap, float z_loss, int chunk, bool needs_x, bool needs_weight, bool needs_bias) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.impl("linear_cross_entropy", _linear_cross_entropy, "CompositeExplicitAutograd")
+torch.library.register_fake("octavo::linear_cross_entropy", _linear_cross_entropy_shape, lib=_library)

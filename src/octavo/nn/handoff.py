@@ -1,0 +1,55 @@
+"""Codes that travel with a tensor, from the layer that computed it to the layer that reads it.
+
+Eager mode only: what was made of a tensor while it was written is pinned to that tensor object. Any other tensor, a
+view or a copy, carries nothing, and neither does this one once it has been written to. Compiled code has no objects to
+pin to, and needs none.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.target import Target
+from octavo.numerics import Quantized
+
+_NAME = "_octavo_offer"
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The codes of one tensor, as they were when it had this version and this memory."""
+
+    owner: ReferenceType[Tensor]
+    quantized: Quantized
+    target: Target
+    version: int
+    address: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, ()  # deep copies and files carry nothing; `torch.load` knows this type
+
+
+def offer(y: Tensor, quantized: Quantized, target: Target) -> None:
+    """Pin to y (..., D) the codes (M, D) of the same values, M its leading dimensions, made for `target`."""
+    if not (torch.compiler.is_compiling() or y.is_inference()):  # inference tensors count no versions
+        setattr(y, _NAME, Offer(ref(y), quantized, target, y._version, y.data_ptr()))
+
+
+def taken(x: Tensor, target: Target) -> Quantized | None:
+    """Return the codes (M, D) pinned to x for this target, or None. They may be taken any number of times.
+
+    As everywhere in PyTorch, writing through `x.data` goes unseen.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    pinned = getattr(x, _NAME, None)
+    if not isinstance(pinned, Offer) or pinned.owner() is not x or pinned.target != target:
+        return None
+    unchanged = (pinned.version, pinned.address) == (x._version, x.data_ptr())
+    return pinned.quantized if unchanged else None

@@ -1,0 +1,237 @@
+"""Norms that hand the FP8 codes of their result to the linear layer that reads it.
+
+As with `octavo.nn.Linear`, a module becomes one of these and back by changing its class: parameters, names, state_dict,
+hooks and flags stay. It computes by itself only where that gains something: in eager mode on a GPU, where one kernel
+writes y and its codes. Compiled code is the parent's forward, which the compiler fuses with the quantisation that
+follows. Input that the kernels would not treat as the parent does goes to the parent too.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from octavo.kernels import norm
+from octavo.kernels.dispatch import why_not
+from octavo.kernels.target import Target
+from octavo.nn.handoff import offer
+from octavo.numerics import Quantized
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_PLAIN = (Tensor, nn.Parameter)  # a DTensor knows how to be normalised, the kernels do not know how it lies
+
+
+class Norm(nn.Module):
+    """What all norms here have in common. It stands before the user's class in the order of inheritance."""
+
+    weight: Tensor | None
+    target: Target | None
+    """What the reader of y quantises it to; None: y alone is written."""
+    enabled: bool
+    """False: compute as the parent does."""
+    parent: type[nn.Module]
+    """The class it was, and will be."""
+    centred = False
+    """Whether it is a layer norm."""
+    normalized_shape: tuple[int, ...]
+
+    @classmethod
+    def adopt(cls, module: nn.Module, target: Target | None) -> None:
+        """Turn a module of the parent class into this class in place; everything attached to it stays.
+
+        A target that needs the maximum of all of y (`tensor`) is left to the reader: then y alone is written.
+        """
+        module.__class__ = cls
+        assert isinstance(module, cls)
+        module.target = None if target is None or norm.refuses(target) else target
+        module.enabled = True
+
+    def release(self) -> None:
+        """Turn this module back into its parent class in place."""
+        for name in ("target", "enabled"):
+            self.__dict__.pop(name, None)
+        self.__class__ = type(self).parent  # type: ignore[assignment]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the norm of x (..., D) over its last dimension. Anything more than x goes to the parent."""
+        if kwargs or len(args) != 1 or not self._takes(args[0]):
+            return super().forward(*args, **kwargs)
+        x: Tensor = args[0]
+        x_MD = x.reshape(-1, x.shape[-1])
+        eps = _eps_of(self)
+        eps = _default_eps(x.dtype, x.device) if eps is None else eps
+        y_MD, codes, scale = _Function.apply(x_MD, *self._affine(), eps, self.target, self.centred)  # type: ignore[no-untyped-call]
+        y = y_MD.view(x.shape)
+        if self.target is not None:
+            offer(y, Quantized(codes, scale, self.target.tile), self.target)
+        return y
+
+    def extra_repr(self) -> str:
+        """Return what `print(model)` shows of this module."""
+        shown = [
+            super().extra_repr(),
+            f"codes={self.target}" if self.target else "",
+            "" if self.enabled else "disabled",
+        ]
+        return ", ".join(filter(None, shown))
+
+    def _affine(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return weight and bias; only a layer norm's `bias` is one."""
+        return self.weight, getattr(self, "bias", None) if self.centred else None
+
+    def _takes(self, x: Any) -> bool:
+        """Return whether the kernels gain anything here and give what the parent gives, dtype included."""
+        if torch.compiler.is_compiling() or not self.enabled or type(x) not in _PLAIN or not _gains(x.device):
+            return False
+        parameters = [p for p in self._affine() if p is not None]
+        shape = parameters[0].shape if parameters else self.normalized_shape
+        if x.shape[-1:] != shape or not 0 < x.shape[-1] <= norm.LONGEST_ROW:
+            return False
+        if any((p.dtype, p.device) != (x.dtype, x.device) or type(p) not in _PLAIN for p in parameters):
+            return False
+        # Autocast lets some norms run in FP32 and others not, by class, version and device. FP32 stays FP32 in all.
+        return x.dtype == torch.float32 if torch.is_autocast_enabled(x.device.type) else x.dtype in _DTYPES
+
+
+class RMSNorm(Norm, nn.RMSNorm):  # type: ignore[misc]  # `weight` is declared in both
+    """An `nn.RMSNorm`."""
+
+    parent = nn.RMSNorm
+
+
+class LayerNorm(Norm, nn.LayerNorm):  # type: ignore[misc]
+    """An `nn.LayerNorm`."""
+
+    parent = nn.LayerNorm
+    centred = True
+
+
+def adopts(module: nn.Module) -> bool:
+    """Return whether `adopt` takes this module: a norm of PyTorch's over one dimension, or a user's RMS norm.
+
+    The latter is known by what it does: it has one parameter, `weight` (D,), and an epsilon, and gives the RMS norm of
+    random rows, in FP32 and in BF16. Models of Hugging Face bring such classes of their own.
+    """
+    if isinstance(module, Norm):
+        return True
+    if type(module) in (nn.RMSNorm, nn.LayerNorm):
+        return len(cast(nn.RMSNorm, module).normalized_shape) == 1
+    return _is_rms_norm(module)
+
+
+def adopt(module: nn.Module, target: Target | None) -> None:
+    """Turn a module that `adopts` takes into its counterpart here, in place. It remains an instance of its class."""
+    _class_for(type(module)).adopt(module, target)
+
+
+def _gains(device: torch.device) -> bool:
+    return device.type == "cuda" and why_not(device) is None
+
+
+_CLASSES: dict[type[nn.Module], type[Norm]] = {nn.RMSNorm: RMSNorm, nn.LayerNorm: LayerNorm}
+
+
+def _class_for(parent: type[nn.Module]) -> type[Norm]:
+    if issubclass(parent, Norm):
+        return parent
+    if parent not in _CLASSES:
+        _CLASSES[parent] = type(parent.__name__, (Norm, parent), {"parent": parent, "__reduce__": _reduce})
+    return _CLASSES[parent]
+
+
+def _reduce(self: Norm) -> tuple[Any, ...]:
+    return _rebuild, (type(self).parent,), self.__dict__  # no file can name a class that was made while running
+
+
+def _rebuild(parent: type[nn.Module]) -> Norm:
+    cls = _class_for(parent)
+    return cls.__new__(cls)
+
+
+def _eps_of(module: nn.Module) -> float | None:
+    for name in ("eps", "variance_epsilon", "epsilon"):
+        if isinstance(eps := getattr(module, name, None), float):
+            return eps
+    return None
+
+
+@cache
+def _default_eps(dtype: torch.dtype, device: torch.device) -> float:
+    """Return what PyTorch's RMS norm takes where no eps is given: versions differ in whose, x's dtype's or FP32's."""
+    single = torch.finfo(torch.float32).eps
+    if dtype == torch.float32:
+        return single
+    x = torch.full((1, 8), single**0.5, dtype=dtype, device=device)
+    y = float(F.rms_norm(x, (8,))[0, 0])  # 1 / sqrt(2) with FP32's, far below with a 16-bit one
+    return single if y > 0.5 else torch.finfo(dtype).eps
+
+
+def _is_rms_norm(module: nn.Module) -> bool:
+    parameters = dict(module.named_parameters())
+    if list(parameters) != ["weight"] or parameters["weight"].dim() != 1 or _eps_of(module) is None:
+        return False
+    if "forward" in vars(module) or any(True for _ in module.children()) or any(True for _ in module.buffers()):
+        return False
+    with torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        return _gives_rms_norm(module, torch.float32, 1e-5) and _gives_rms_norm(module, torch.bfloat16, 2e-2)
+
+
+def _gives_rms_norm(module: nn.Module, dtype: torch.dtype, tolerance: float) -> bool:
+    """Run the module's forward, with another weight, on rows that eps changes not at all, by half and very much."""
+    eps, width = cast(float, _eps_of(module)), cast(Tensor, module.weight).shape[0]
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(width, generator=generator).to(dtype)
+    rows = torch.tensor([[[1.0], [30.0]], [[eps**0.5], [eps]]])
+    x = (torch.randn(2, 2, width, generator=generator) * rows).to(dtype)
+    exact = x.double() * (x.double().square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+    probe = copy.copy(module)
+    vars(probe)["_parameters"] = {"weight": nn.Parameter(weight)}
+    try:
+        y = type(module).forward(probe, x)  # past the hooks of `__call__`
+    except Exception:  # whatever a stranger's class may raise: then it is none
+        return False
+    if not isinstance(y, Tensor) or y.dtype != dtype or y.shape != x.shape:
+        return False
+    return bool(((y.double() - exact).abs() <= tolerance * exact.abs() + 1e-12).all())
+
+
+class _Function(torch.autograd.Function):
+    """y, and its codes and scales where there is a target."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_MD: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        target: Target | None,
+        centred: bool,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        if centred:
+            made = norm.layer_norm(x_MD, weight, bias, eps, target=target)
+        else:
+            made = norm.rms_norm(x_MD, weight, eps, target=target)
+        ctx.save_for_backward(x_MD, weight, bias, made.mean, made.rstd)
+        ctx.set_materialize_grads(False)  # else backward would get zeros for the codes
+        if made.quantized is None:
+            return made.y, None, None
+        ctx.mark_non_differentiable(made.quantized.codes, made.quantized.scale)
+        return made.y, made.quantized.codes, made.quantized.scale
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        dy = grad_outputs[0]
+        x_MD, weight, bias, mean, rstd = ctx.saved_tensors
+        if dy is None:
+            return (None,) * 6
+        if mean is None:
+            return *norm.rms_norm_backward(dy, x_MD, weight, rstd), None, None, None, None
+        return *norm.layer_norm_backward(dy, x_MD, weight, bias, mean, rstd), None, None, None

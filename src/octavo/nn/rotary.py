@@ -1,0 +1,35 @@
+"""Rotary position embedding with its gradient: one kernel each way, in eager mode and in compiled code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from octavo.kernels import rotary
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return x (B, T, H, E) with each head's channel pairs turned by their token's position, contiguous, in x's dtype.
+
+    Arguments and errors are those of `octavo.kernels.rotary.rotate`. The tables get no gradient.
+    """
+    y: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Rotate(torch.autograd.Function):
+    """A rotation; its gradient is turned back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return rotary.rotate(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return rotary.rotate(grad_outputs[0], cos, sin, conjugate=True), None, None

@@ -1,0 +1,52 @@
+"""Every recipe is timed, and the head of a whole model only where that is said."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from octavo import recipes
+from octavo.bench.implementations import BF16, implementations, precisions
+from octavo.bench.rates import PRECISIONS
+from octavo.bench.workloads import WORKLOADS, build
+from octavo.nn import Linear
+
+
+def test_bf16_comes_first_and_every_recipe_is_there() -> None:
+    known = implementations()
+    assert next(iter(known)) == BF16
+    assert {f"octavo {name}" for name in recipes.names() if name != BF16} <= set(known)
+    assert not known["octavo folded (eager)"].compile and known["octavo folded"].compile
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        ("bf16", (BF16, BF16, BF16)),
+        ("folded", ("row slow", "row slow", "row slow")),
+        ("tensorwise", ("tensor slow", "tensor slow", "tensor slow")),
+        ("block", ("block", "block", "block")),
+        (
+            {"name": "x", "fprop": {"accumulate": "fast"}, "wgrad": {"precision": "bf16"}},
+            ("row fast", "row slow", BF16),
+        ),
+    ],
+)
+def test_each_gemm_has_the_precision_of_its_recipe(recipe: recipes.RecipeLike, expected: tuple[str, ...]) -> None:
+    assert precisions(recipes.load(recipe)) == expected
+
+
+def test_every_precision_has_a_rate() -> None:
+    named = {precision for implementation in implementations(head=True).values() for precision in implementation.gemms}
+    assert named <= {BF16, *PRECISIONS}
+
+
+def test_the_head_stays_in_bf16_unless_it_is_said() -> None:
+    known = implementations(head=True)
+    assert "octavo folded + fp8 head" not in implementations()
+    heads = [
+        build(WORKLOADS["tiny-model"], known[name], "cpu", compile=False).model.get_submodule("lm_head")
+        for name in ("octavo folded", "octavo folded + fp8 head")
+    ]
+    assert [isinstance(head, Linear) for head in heads] == [False, True]
+    assert all(isinstance(head, nn.Linear) for head in heads)

@@ -1,0 +1,76 @@
+"""`octavo bench` as a user meets it, in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from octavo.bench import kernels as bench_kernels
+from octavo.bench import results
+from octavo.cli.main import app
+from octavo.errors import ConfigError
+
+
+def octavo(line: str) -> int:
+    """Run a command and return its exit code; its errors are raised."""
+    code: int = app(line, exit_on_error=False, print_error=False, result_action="return_value")
+    return code
+
+
+def test_step_prints_writes_and_adds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = f'--only "octavo folded" --steps 1 --device cpu --write {tmp_path}'
+    assert octavo(f"bench step --workload tiny --layers 1 {flags}") == 0
+    printed = capsys.readouterr()
+    assert "octavo folded" in printed.out and "when timed again at the end" in printed.out
+    assert "written: " in printed.err
+    first = results.latest("step", tmp_path)
+    assert first is not None and {row["workload"] for row in first.rows} == {"custom"}
+    assert {row["shape"]["layers"] for row in first.rows} == {1}
+    assert first.command == 'octavo bench step --workload tiny --only "octavo folded" --layers 1 --steps 1'
+
+    assert octavo(f"bench step --workload tiny --json --add {flags}") == 0
+    rows = json.loads(capsys.readouterr().out)
+    both = results.latest("step", tmp_path)
+    assert both is not None and [row["workload"] for row in both.rows] == ["custom"] * 2 + ["tiny"] * 2
+    assert list(both.rows[2:]) == rows
+
+
+def test_gemm_and_kernels_print_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert octavo(f"bench gemm --shape 16x16x32 --device cpu --repeats 1 --json --write {tmp_path}") == 0
+    assert {row["shape"] for row in json.loads(capsys.readouterr().out)} == {"16x16x32"}
+    assert octavo(f"bench kernels --only transpose --device cpu --repeats 1 --json --write {tmp_path}") == 0
+    assert {row["kernel"] for row in json.loads(capsys.readouterr().out)} == {"transpose"}
+    assert {path.name for path in (tmp_path / "latest").iterdir()} == {"gemm.json", "kernels.json"}
+
+
+def test_what_failed_is_written_and_the_exit_code_is_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(draw: bench_kernels.Draw, m: int, n: int) -> bench_kernels.Prepared:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(bench_kernels, "CASES", (bench_kernels.Case("add", (8, 8), fails),))
+    assert octavo(f"bench kernels --device cpu --write {tmp_path}") == 1
+    assert "failed: ValueError: broken" in capsys.readouterr().out
+    written = results.latest("kernels", tmp_path)
+    assert written is not None and written.rows[0]["error"] == "ValueError: broken"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("step --workload tyni", "there is no 'tyni'. Did you mean 'tiny'"),
+        ("step --workload tiny --heads 3", "3 heads do not divide dim 128"),
+        ("step --workload tiny --steps 0", "--steps: 0 is not a positive number"),
+        ("gemm --shape 8192x4096", "--shape: '8192x4096' is not MxNxK"),
+        ("gemm --device tpu", "'tpu' is none of auto, cpu, cuda"),
+        ("kernels --only transposed", "no kernel begins with 'transposed'. Did you mean 'transpose'"),
+        ("kernels --repeats 0", "--repeats: 0 is not a positive number"),
+    ],
+)
+def test_wrong_flags_are_named(line: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        octavo(f"bench {line} {'' if '--device' in line else '--device cpu'}")
+    assert message in str(caught.value)

@@ -1,0 +1,137 @@
+"""The norm contract: what comes out for what is asked, in eager mode and in compiled code, and what is refused."""
+
+import pytest
+import torch
+
+from octavo.errors import ConfigError, UnsupportedError
+from octavo.kernels import ledger
+from octavo.kernels.norm import layer_norm, layer_norm_backward, refuses, rms_norm, rms_norm_backward
+from octavo.kernels.reference import norm as reference
+from octavo.kernels.target import Target
+
+EPS = 1e-5
+ROW = Target("e4m3", "row", "power_of_two")
+BLOCK = Target("e5m2", "1x128", "float32")
+
+
+def equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    one_byte = a.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    return a.dtype == b.dtype and (
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if one_byte else torch.equal(a, b)
+    )
+
+
+@pytest.mark.parametrize("target", [None, ROW, BLOCK], ids=str)
+@pytest.mark.parametrize("keep_y", [True, False])
+@pytest.mark.parametrize("with_residual", [True, False])
+@pytest.mark.parametrize("rows", [0, 9])
+def test_what_is_asked_for_comes_out_and_nothing_else(target, keep_y, with_residual, rows):
+    x, weight, bias = torch.randn(rows, 200).bfloat16(), torch.randn(200), torch.randn(200)
+    residual = torch.randn(rows, 200).bfloat16() if with_residual else None
+    options = {"residual": residual, "target": target, "keep_y": keep_y}
+    for made, centred in (
+        (rms_norm(x, weight, EPS, **options), False),
+        (layer_norm(x, weight, bias, EPS, **options), True),
+    ):
+        want = reference.forward(x, weight, bias if centred else None, EPS, residual, target, keep_y, centred)
+        for mine, theirs in zip((made.y, made.rstd, made.total, made.mean), (want[0], *want[2:]), strict=True):
+            assert equal(mine, theirs)
+        assert (made.y is None) == (not keep_y) and (made.total is None) == (not with_residual)
+        assert (made.quantized is None) == (target is None)
+        if target is not None:
+            assert made.quantized.granularity == target.tile and made.quantized.codes.dtype == target.fmt.dtype
+            assert equal(made.quantized.codes, want[1].codes) and equal(made.quantized.scale, want[1].scale)
+
+
+@pytest.mark.parametrize("rows", [0, 9])
+def test_gradients_come_in_the_dtypes_of_what_they_are_of(rows):
+    x, weight, bias = torch.randn(rows, 40).bfloat16(), torch.randn(40).half(), torch.randn(40)
+    dy = torch.randn(rows, 40).bfloat16()
+    _, _, rstd, _, mean = layer_norm(x, weight, bias, EPS)
+    dx, dweight, dbias = layer_norm_backward(dy, x, weight, bias, mean, rstd)
+    want = reference.backward(dy, x, weight, bias, mean, rstd, None)
+    assert equal(dx, want[0]) and equal(dweight, want[1].half()) and equal(dbias, want[2])
+    assert layer_norm_backward(dy, x, None, None, mean, rstd)[1:] == (None, None)
+    assert layer_norm_backward(dy, x, weight, None, mean, rstd)[2] is None
+    assert rms_norm_backward(dy, x, None, rstd, dy)[1] is None
+    assert equal(
+        rms_norm_backward(dy, x, weight, rstd, dy)[0], reference.backward(dy, x, weight, None, None, rstd, dy)[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        (Target("e4m3", "tensor", "float32"), "'tensor' are not known when a row is"),
+        (Target("e4m3", "128x128", "float32"), "'128x128' are not known"),
+        (Target("e4m3", "row", "float32", "stochastic"), "rounds to nearest only"),
+    ],
+    ids=str,
+)
+def test_refused_targets(target, why):
+    assert refuses(ROW) is None and why in refuses(target)
+    x = torch.randn(4, 8)
+    for call in (lambda: rms_norm(x, None, EPS, target=target), lambda: layer_norm(x, None, None, EPS, target=target)):
+        with pytest.raises(UnsupportedError, match="Quantise y after it"):
+            call()
+
+
+def test_shapes_that_do_not_fit():
+    x, row = torch.randn(4, 8), torch.randn(4)
+    with pytest.raises(ConfigError, match=r"shape \(2, 4, 8\): flatten"):
+        rms_norm(torch.randn(2, 4, 8), None, EPS)
+    with pytest.raises(ConfigError, match=r"weight has shape \(4,\), but x \(4, 8\) wants \(8,\)"):
+        rms_norm(x, row, EPS)
+    with pytest.raises(ConfigError, match="bias"):
+        layer_norm(x, None, row, EPS)
+    with pytest.raises(ConfigError, match="residual has shape"):
+        rms_norm(x, None, EPS, residual=x.t())
+    with pytest.raises(ConfigError, match="dy"):
+        rms_norm_backward(x.t(), x, None, row)
+    with pytest.raises(ConfigError, match="residual_grad"):
+        layer_norm_backward(x, x, None, None, row, row, x.t())
+
+
+def test_the_operators_are_well_formed():
+    x, weight, rows = torch.randn(200, 5).bfloat16().t(), torch.randn(200), torch.rand(5)
+    ops, check = torch.ops.octavo, torch.library.opcheck
+    for target in ("", str(BLOCK)):
+        for keep_y, residual in ((True, None), (False, x)):
+            check(ops.rms_norm, (x, weight, EPS, residual, target, keep_y), test_utils="test_faketensor")
+            check(ops.layer_norm, (x, weight, weight, EPS, residual, target, keep_y), test_utils="test_faketensor")
+    for parameter in (None, weight.half()):
+        check(ops.rms_norm_backward, (x, x, parameter, rows, x), test_utils="test_faketensor")
+        check(ops.layer_norm_backward, (x, x, parameter, None, rows, rows, None), test_utils="test_faketensor")
+
+
+def test_compiled_code_gives_the_same():
+    x, weight = torch.randn(5, 200).bfloat16(), torch.randn(200)
+
+    def both(x):
+        made = rms_norm(x, weight, EPS, residual=x, target=ROW)
+        return made.y, made.quantized.codes, rms_norm_backward(made.y, made.total, weight, made.rstd)
+
+    eager, compiled = both(x), torch.compile(both, backend="aot_eager", fullgraph=True)(x)
+    assert equal(eager[0], compiled[0]) and equal(eager[1], compiled[1])
+    assert all(equal(a, b) for a, b in zip(eager[2], compiled[2], strict=True))
+
+
+@pytest.mark.gpu
+def test_rows_too_long_for_a_program_are_written_down():
+    x = torch.randn(3, 20000, device="cuda")
+    with ledger.record() as record:
+        made = rms_norm(x, None, EPS, target=ROW)
+    assert record.fallbacks == ["rms_norm ran as reference: rows of 20000 elements do not fit a program, 16384 do"]
+    torch.testing.assert_close(made.y, torch.nn.functional.rms_norm(x, (20000,), None, EPS))
+
+
+@pytest.mark.gpu
+def test_a_gpu_runs_the_kernels():
+    x = torch.randn(300, 4096, device="cuda").bfloat16()
+    with ledger.record() as record:
+        made = rms_norm(x, x[0], EPS, residual=x, target=ROW)
+        rms_norm_backward(x, made.total, x[0], made.rstd, x)
+    assert not record.fallbacks
+    assert made.y.is_cuda and made.quantized.codes.shape == x.shape

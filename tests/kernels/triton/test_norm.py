@@ -1,0 +1,188 @@
+"""Triton's norms against their reference twin: statistics and y to FP32 rounding, codes one apart in 1 of 10,000."""
+
+import pytest
+import torch
+
+from octavo.kernels.reference import norm as reference
+from octavo.kernels.target import Target
+from octavo.kernels.triton import norm as fused
+from octavo.numerics import Quantized
+
+EPS = 1e-5
+ROW = Target("e4m3", "row", "power_of_two")
+TARGETS = [
+    ROW,
+    Target("e5m2", "row", "float32"),
+    Target("e4m3", "1x128", "power_of_two"),
+    Target("e4m3", "1x128", "float32"),
+]
+SHAPES = [(1, 128), (5, 1), (33, 96), (40, 300), (3, 3000)]
+STEP = {torch.float32: 4e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+"""One unit in the last place, relative: what another order of FP32 sums may turn a rounding by."""
+
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+both_norms = pytest.mark.parametrize("centred", [False, True], ids=["rms", "layer"])
+
+
+@pytest.fixture(autouse=True)
+def loops_with_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let loops have bounds in the interpreter: it converts them by `int(array)`, which NumPy 2.4 refuses."""
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+def matrix(shape: tuple[int, int], device: str) -> torch.Tensor:
+    return torch.randn(shape, device=device) * torch.exp(torch.randn(shape[0], 1, device=device)) + 0.3
+
+
+def order(codes: torch.Tensor) -> torch.Tensor:
+    """Number the codes from the lowest to the highest, so that neighbours differ by one."""
+    bits = codes.view(torch.uint8).int()
+    return torch.where(bits < 128, bits, 128 - bits)
+
+
+def assert_same_codes(got: Quantized, want: Quantized) -> None:
+    assert got.codes.shape == want.codes.shape and got.scale.shape == want.scale.shape
+    torch.testing.assert_close(got.scale, want.scale, rtol=1e-6, atol=0)
+    apart = (order(got.codes) - order(want.codes)).abs()
+    assert int(apart.max()) <= 1
+    assert int((apart > 0).sum()) <= -(-apart.numel() // 10_000)
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor, size: float = 1.0) -> None:
+    assert got.dtype == want.dtype and got.shape == want.shape
+    torch.testing.assert_close(got, want, rtol=STEP[want.dtype], atol=4e-6 * size)
+    if want.dtype != torch.float32:  # where the sums agree, so does the rounding: most must be equal
+        assert float((got != want).float().mean()) < 0.01 or got.numel() < 100
+
+
+@every_shape
+@both_norms
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_codes(shape, centred, target, device):
+    x, weight, bias = matrix(shape, device).bfloat16(), torch.randn(shape[1], device=device), None
+    arguments = (x, weight, bias, EPS, None, target)
+    y, quantized, rstd, total, mean = fused.forward(*arguments, keep_y=False, centred=centred)
+    _, want, want_rstd, _, want_mean = reference.forward(*arguments, keep_y=False, centred=centred)
+    assert y is None and total is None
+    assert_same_codes(quantized, want)
+    assert_close(rstd, want_rstd, float(want_rstd.max()))
+    assert (mean is None) == (want_mean is None)
+    if mean is not None:
+        assert_close(mean, want_mean)
+
+
+@pytest.mark.parametrize("dtype", STEP, ids=str)
+@both_norms
+@pytest.mark.parametrize("affine", [False, True], ids=["plain", "affine"])
+@pytest.mark.parametrize("with_residual", [False, True], ids=["alone", "residual"])
+def test_y_and_total(dtype, centred, affine, with_residual, device):
+    shape = (21, 200)
+    x, residual = matrix(shape, device).to(dtype), matrix(shape, device).to(dtype) if with_residual else None
+    weight, bias = (torch.randn(200, device=device).to(dtype) if affine else None for _ in range(2))
+    arguments = (x, weight, bias if centred else None, EPS, residual)
+    for target in (None, ROW):
+        y, _, _, total, _ = fused.forward(*arguments, target, keep_y=True, centred=centred)
+        want, _, _, want_total, _ = reference.forward(*arguments, target, keep_y=True, centred=centred)
+        assert_close(y, want, 4.0)
+        assert (total is None) == (want_total is None)
+        if total is not None:
+            assert torch.equal(total, want_total)
+
+
+@both_norms
+def test_rows_may_lie_apart_or_across(centred, device):
+    wide, narrow = matrix((20, 400), device), matrix((300, 20), device)
+    for x, residual in ((wide[:, 50:350], None), (narrow.t(), wide[:, 100:400])):
+        arguments = (None, None, EPS, residual, ROW, True, centred)
+        y, quantized, *_ = fused.forward(x, *arguments)
+        want, wanted, *_ = reference.forward(x, *arguments)
+        assert_close(y, want, 4.0)
+        assert_same_codes(quantized, wanted)
+
+
+def test_rule_3_nan_stays_in_its_row(device):
+    x = matrix((6, 200), device)
+    x[2, 7], x[4, 9] = torch.nan, torch.inf
+    arguments = (None, None, EPS, None, TARGETS[2], True, False)
+    y, quantized, *_ = fused.forward(x, *arguments)
+    want, wanted, *_ = reference.forward(x, *arguments)
+    assert torch.equal(y.isnan(), want.isnan()) and bool(y[2].isnan().all())
+    assert torch.equal(quantized.codes.float().isnan(), wanted.codes.float().isnan())
+    assert bool((quantized.scale[[2, 4]] == 1).all())
+    assert_same_codes(
+        Quantized(quantized.codes[[0, 1, 3, 5]], quantized.scale[[0, 1, 3, 5]], quantized.granularity),
+        Quantized(wanted.codes[[0, 1, 3, 5]], wanted.scale[[0, 1, 3, 5]], wanted.granularity),
+    )
+
+
+def test_zeros_take_scale_1(device):
+    _, quantized, rstd, *_ = fused.forward(torch.zeros(3, 130, device=device), None, None, EPS, None, ROW, False, False)
+    assert bool((quantized.scale == 1).all()) and not quantized.codes.float().any()
+    torch.testing.assert_close(rstd, torch.full_like(rstd, EPS**-0.5))
+
+
+@every_shape
+@both_norms
+@pytest.mark.parametrize("affine", [False, True], ids=["plain", "affine"])
+@pytest.mark.parametrize("with_residual", [False, True], ids=["alone", "residual"])
+def test_gradients(shape, centred, affine, with_residual, device):
+    x, dy = matrix(shape, device), torch.randn(shape, device=device)
+    flowing = torch.randn(shape, device=device) if with_residual else None
+    weight, bias = (torch.randn(shape[1], device=device) if affine else None for _ in range(2))
+    _, _, rstd, _, mean = reference.forward(x, weight, None, EPS, None, None, False, centred)
+    arguments = (dy, x, weight, bias if centred else None, mean, rstd, flowing)
+    got, want = fused.backward(*arguments), reference.backward(*arguments)
+    size = 1 + float(rstd.max()) * (float(weight.abs().max()) if affine else 1.0)
+    assert_close(got[0], want[0], size)
+    for mine, theirs in zip(got[1:], want[1:], strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-5 * shape[0] ** 0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_in_16_bits_with_rows_apart(dtype, device):
+    x, dy, flowing = (matrix((50, 300), device).to(dtype)[:, 20:220] for _ in range(3))
+    weight = torch.randn(200, device=device).to(dtype)
+    _, _, rstd, _, mean = reference.forward(x, weight, None, EPS, None, None, False, True)
+    arguments = (dy, x, weight, weight, mean, rstd, flowing)
+    got, want = fused.backward(*arguments), reference.backward(*arguments)
+    assert_close(got[0], want[0], 1 + float(rstd.max()))
+    for mine, theirs in zip(got[1:], want[1:], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-4)
+
+
+def test_programs_walk_over_every_row_once(device, monkeypatch):
+    x, weight = matrix((37, 130), device), torch.ones(130, device=device)
+    _, _, rstd, *_ = reference.forward(x, weight, None, EPS, None, None, False, False)
+    want = reference.backward(x, x, weight, None, None, rstd, None)
+    for programs in (1, 2, 100):
+        monkeypatch.setattr(fused, "_programs", lambda device, elements, n=programs: n)
+        got = fused.backward(x, x, weight, None, None, rstd, None)
+        assert_close(got[0], want[0], 10.0)
+        torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.gpu
+@both_norms
+@pytest.mark.parametrize("cols", [4096, 5120, 14336, 16384])
+def test_the_widths_of_real_models(cols, centred):
+    x, weight = matrix((700, cols), "cuda").bfloat16(), torch.randn(cols, device="cuda").bfloat16()
+    for target in TARGETS:
+        arguments = (x, weight, None, EPS, x.flip(0), target, True, centred)
+        y, quantized, rstd, total, mean = fused.forward(*arguments)
+        want, wanted, *_ = reference.forward(*arguments)
+        assert_same_codes(quantized, wanted)
+        assert_close(y, want, 4.0)
+    arguments = (x.flip(1), total, weight, weight if centred else None, mean, rstd, x)
+    got, want = fused.backward(*arguments), reference.backward(*arguments)
+    assert_close(got[0], want[0], 1 + 4 * float(rstd.max()))
+    torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-2)

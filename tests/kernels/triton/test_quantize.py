@@ -1,0 +1,88 @@
+"""The Triton quantiser gives the specification's codes and scales, bit for bit."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.kernels import Target
+from octavo.kernels.reference import quantize as reference
+from octavo.numerics import Quantized
+
+triton_quantize = pytest.importorskip("octavo.kernels.triton.quantize")
+
+GRANULARITIES = ["tensor", "row", "column", "1x128", "128x1", "128x128"]
+TARGETS = [
+    Target(*target)
+    for target in itertools.product(["e4m3", "e5m2"], GRANULARITIES, ["power_of_two", "float32"])
+]
+ROW = Target("e4m3", "row", "power_of_two")
+
+
+def same(one: Quantized, other: Quantized) -> bool:
+    codes = [q.codes.contiguous().view(torch.uint8) for q in (one, other)]
+    return torch.equal(*codes) and torch.equal(one.scale, other.scale) and one.granularity == other.granularity
+
+
+def power_of_two(*shape: int, device: str) -> Tensor:
+    return torch.exp2(torch.randint(-3, 4, shape).float()).to(device)
+
+
+def hard(rows: int, cols: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Normal data with what breaks kernels: NaN, infinities, zero rows, tiny rows, values that saturate nothing."""
+    x = torch.randn(rows, cols)
+    x[3, 5], x[7, 9], x[8, 1] = float("nan"), float("inf"), -float("inf")
+    x[9], x[:, 11], x[20], x[21] = 0, 0, x[20] * 1e-30, x[21] * 1e30
+    return x.to(dtype).to(device)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_codes_and_scales_are_the_specifications(target, device):
+    x = hard(130, 300, device)
+    (expected, expected_t) = reference.quantize_pair([x], target, target)
+    rows, _ = triton_quantize.quantize_pair([x], target, None)
+    _, columns = triton_quantize.quantize_pair([x], None, target)
+    both = triton_quantize.quantize_pair([x], target, target)
+    assert same(rows, expected) and same(both[0], expected)
+    assert same(columns, expected_t) and same(both[1], expected_t)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_input_types(dtype, device):
+    x = torch.randn(70, 90, dtype=dtype, device=device)
+    expected = reference.quantize_pair([x], ROW, ROW)
+    for got, want in zip(triton_quantize.quantize_pair([x], ROW, ROW), expected, strict=True):
+        assert same(got, want)
+
+
+@pytest.mark.parametrize("granularity", ["row", "tensor", "1x128"])
+def test_folds_and_several_sources(granularity, device):
+    sources = [torch.randn(130, width, device=device).bfloat16() for width in (128, 44, 60)]
+    target = Target("e4m3", granularity, "power_of_two")
+    folds = power_of_two(1, 232, device=device), power_of_two(130, 1, device=device)
+    expected = reference.quantize_pair(sources, target, target, *folds)
+    for got, want in zip(triton_quantize.quantize_pair(sources, target, target, *folds), expected, strict=True):
+        assert same(got, want)
+
+
+def test_a_source_with_rows_apart_and_one_with_columns_apart(device):
+    wide = torch.randn(40, 100, device=device).bfloat16()
+    for x in (wide[:, 10:70], wide.t()):
+        got = triton_quantize.quantize_pair([x], ROW, ROW)
+        for one, other in zip(got, reference.quantize_pair([x], ROW, ROW), strict=True):
+            assert same(one, other)
+
+
+def test_every_bf16_value_of_a_binade_rounds_as_it_should(device):
+    # All mantissas over nine binades, both signs: normal and subnormal codes, ties, the largest value and beyond.
+    bits = torch.arange(0x3C00, 0x4080, dtype=torch.int32)
+    x = (bits << 16).view(torch.float32).reshape(-1, 128)
+    x = torch.cat([x, -x]).to(device)
+    target = Target("e4m3", "tensor", "power_of_two")
+    assert same(triton_quantize.quantize_pair([x], target, None)[0], reference.quantize_pair([x], target, None)[0])
+
+
+def test_what_no_kernel_has_is_refused():
+    assert triton_quantize.refuses(ROW, None) is None
+    assert "1x32" in triton_quantize.refuses(Target("e4m3", "1x32", "power_of_two"))

@@ -1,0 +1,31 @@
+"""Many weights in one launch: the codes of each are those of the specification."""
+
+import pytest
+import torch
+
+from octavo.kernels import Target
+from octavo.kernels.target import empty
+from octavo.numerics import quantize
+
+triton_weights = pytest.importorskip("octavo.kernels.triton.weights")
+
+
+@pytest.mark.parametrize("scaling", ["power_of_two", "float32"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cols", [96, 130, 33])
+def test_a_stack_of_weights(cols, dtype, scaling, device):
+    weights = [torch.randn(rows, cols, dtype=dtype, device=device) for rows in (24, 7, 40)]
+    weights[1] = torch.randn(7, cols + 3, dtype=dtype, device=device)[:, :cols]  # rows that lie apart
+    target = Target("e4m3", "row", scaling)
+    out = empty(target, 71, cols, torch.device(device))
+    assert triton_weights.refuses(weights) is None
+    triton_weights.quantize_rows(triton_weights.find_rows(weights), dtype, out, scaling == "power_of_two")
+    expected = quantize(torch.cat(weights), target.fmt, target.tile, target.scaling)
+    assert torch.equal(out.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+    assert torch.equal(out.scale, expected.scale)
+
+
+def test_refusals():
+    assert "dtype" in triton_weights.refuses([torch.zeros(2, 2), torch.zeros(2, 2).bfloat16()])
+    assert "more than" in triton_weights.refuses([torch.zeros(1, triton_weights.LONGEST_ROW + 1)])
+    assert "not contiguous" in triton_weights.refuses([torch.zeros(4, 4).t()])

@@ -1,0 +1,515 @@
+"""Norms that change their class: what they compute, what they hand on, what they leave to their parent.
+
+On a CPU nothing is gained by them, so tests say that it is (`gains`), and the reference kernels run.
+"""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octavo import kernels
+from octavo.kernels.norm import layer_norm, rms_norm
+from octavo.kernels.target import Target
+from octavo.nn import norm
+from octavo.nn.handoff import taken
+from octavo.nn.norm import LayerNorm, Norm, RMSNorm, adopt, adopts
+
+ROW = Target("e4m3", "row", "power_of_two")
+BLOCK = Target("e4m3", "1x128", "power_of_two")
+WIDTH = 48
+ON_CPU = not torch.cuda.is_available()
+
+
+class LlamaRMSNorm(nn.Module):
+    """As Hugging Face has it."""
+
+    def __init__(self, width=WIDTH, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states):
+        dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        return self.weight * (hidden_states * torch.rsqrt(variance + self.variance_epsilon)).to(dtype)
+
+
+class T5LayerNorm(LlamaRMSNorm):
+    """An RMS norm by another name; 16-bit weights decide the dtype."""
+
+    def forward(self, hidden_states):
+        variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        if self.weight.dtype in (torch.float16, torch.bfloat16):
+            hidden_states = hidden_states.to(self.weight.dtype)
+        return self.weight * hidden_states
+
+
+class Own(nn.RMSNorm):
+    """A user's subclass that adds nothing to the arithmetic."""
+
+
+@pytest.fixture
+def gains(monkeypatch):
+    """Say that the kernels gain something here."""
+    monkeypatch.setattr(norm, "_gains", lambda device: True)
+
+
+def modules() -> dict[str, nn.Module]:
+    return {
+        "rms": nn.RMSNorm(WIDTH, eps=1e-5),
+        "rms without eps": nn.RMSNorm(WIDTH),
+        "rms without weight": nn.RMSNorm(WIDTH, eps=1e-5, elementwise_affine=False),
+        "layer": nn.LayerNorm(WIDTH),
+        "layer without bias": nn.LayerNorm(WIDTH, bias=False),
+        "layer without weight": nn.LayerNorm(WIDTH, elementwise_affine=False),
+        "llama": LlamaRMSNorm(),
+        "t5": T5LayerNorm(),
+        "own": Own(WIDTH, eps=1e-5),
+    }
+
+
+every_module = pytest.mark.parametrize("kind", modules())
+
+
+def drawn(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    module = modules()[kind]
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, 1.0, 0.5)
+    return module.to(dtype)
+
+
+def small(*shape: int) -> Tensor:
+    """Values among which the choice of eps shows."""
+    return torch.randn(shape) * torch.tensor([1.0, 0.01]).repeat(shape[-2] // 2 + 1)[: shape[-2], None]
+
+
+# --- what it computes -----------------------------------------------------------------------------------------------
+
+
+@every_module
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("target", [None, ROW, BLOCK], ids=str)
+@pytest.mark.parametrize("shape", [(6, WIDTH), (2, 3, WIDTH)], ids=str)
+def test_values_and_gradients_are_the_parents(kind, dtype, target, shape, gains):
+    module, x, dy = drawn(kind, dtype), small(*shape).to(dtype), torch.randn(shape).to(dtype)
+    parent = copy.deepcopy(module)
+    adopt(module, target)
+    results = []
+    for run in (parent, module):
+        leaf = x.clone().requires_grad_()
+        y = run(leaf)
+        y.backward(dy)
+        results.append((y.detach(), leaf.grad, *(p.grad for p in run.parameters())))
+    for theirs, mine in zip(*results, strict=True):
+        assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
+        tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.003}[dtype]
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max()))
+
+
+@every_module
+def test_gradients_are_those_of_float64(kind, gains):
+    module, x, dy = drawn(kind), torch.randn(7, WIDTH), torch.randn(7, WIDTH)
+    exact = copy.deepcopy(module).double()
+    adopt(module, ROW)
+    leaf, leaf64 = x.clone().requires_grad_(), x.double().requires_grad_()
+    module(leaf).backward(dy)
+    want64 = exact(leaf64) if not isinstance(exact, LlamaRMSNorm) else F.rms_norm(leaf64, (WIDTH,), exact.weight, 1e-6)
+    want64.backward(dy.double())
+    torch.testing.assert_close(leaf.grad.double(), leaf64.grad, rtol=1e-5, atol=1e-5)
+    for mine, theirs in zip(module.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_a_result_can_be_changed_in_place(gains):
+    module, x = drawn("rms"), torch.randn(2, 3, WIDTH, requires_grad=True)
+    adopt(module, ROW)
+    y = module(x)
+    y.mul_(2)
+    assert taken(y, ROW) is None
+    y.sum().backward()
+    other = torch.empty_like(x).copy_(x.detach()).requires_grad_()
+    module.release()
+    (2 * module(other)).sum().backward()
+    torch.testing.assert_close(x.grad, other.grad)
+
+
+# --- what it hands on -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", [ROW, BLOCK], ids=str)
+@pytest.mark.parametrize("kind", ["rms", "layer", "llama"])
+def test_the_codes_are_the_kernels_own(kind, target, gains):
+    module, x = drawn(kind, torch.bfloat16), torch.randn(2, 5, WIDTH).bfloat16()
+    adopt(module, target)
+    y, flat = module(x), x.reshape(10, WIDTH)
+    if kind == "layer":
+        want = layer_norm(flat, module.weight, module.bias, module.eps, target=target)
+    else:
+        want = rms_norm(flat, module.weight, norm._eps_of(module), target=target)
+    got = taken(y, target)
+    assert got.granularity == target.tile
+    assert torch.equal(got.codes.view(torch.uint8), want.quantized.codes.view(torch.uint8))
+    assert torch.equal(got.scale, want.quantized.scale)
+    assert torch.equal(y, want.y.view_as(x))
+    assert taken(y, ROW if target == BLOCK else BLOCK) is None
+
+
+def test_the_codes_pass_through_a_sequence_and_hooks(gains):
+    model = nn.Sequential(drawn("rms"), nn.Identity())
+    adopt(model[0], ROW)
+    seen = []
+    model[0].register_forward_hook(lambda module, args, y: seen.append(y))
+    y = model(torch.randn(4, WIDTH))
+    assert seen[0] is y and taken(y, ROW) is not None
+
+
+def test_no_gradients_are_needed_to_hand_codes_on(gains):
+    module = drawn("llama")
+    adopt(module, ROW)
+    with torch.no_grad():
+        y = module(torch.randn(4, WIDTH))
+    assert taken(y, ROW) is not None and not y.requires_grad
+    with torch.inference_mode():
+        assert taken(module(torch.randn(4, WIDTH)), ROW) is None  # see handoff
+
+
+def test_a_target_that_needs_all_of_y_is_left_to_the_reader(gains):
+    module, target = drawn("rms"), Target("e4m3", "tensor", "float32")
+    adopt(module, target)
+    assert module.target is None
+    assert taken(module(torch.randn(4, WIDTH)), target) is None
+
+
+# --- what it leaves to its parent -----------------------------------------------------------------------------------
+
+
+def assert_parents(module: nn.Module, x: Tensor) -> None:
+    """The adopted module gives its parent's result, bit for bit, and no codes."""
+    parent = copy.deepcopy(module)
+    parent.release()
+    y, want = module(x), parent(x)
+    assert y.dtype == want.dtype and torch.equal(y, want)
+    assert taken(y, ROW) is None
+
+
+@pytest.mark.skipif(not ON_CPU, reason="is about a CPU")
+def test_everything_on_a_cpu():
+    for kind in modules():
+        module = drawn(kind)
+        adopt(module, ROW)
+        assert_parents(module, torch.randn(4, WIDTH))
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer", "llama"])
+def test_what_is_switched_off(kind, gains):
+    module = drawn(kind)
+    adopt(module, ROW)
+    module.enabled = False
+    assert_parents(module, torch.randn(4, WIDTH))
+    module.enabled = True
+    assert taken(module(torch.randn(4, WIDTH)), ROW) is not None
+
+
+def test_more_than_one_dimension(gains):
+    module = nn.LayerNorm((3, WIDTH))
+    LayerNorm.adopt(module, ROW)
+    assert_parents(module, torch.randn(4, 3, WIDTH))
+
+
+def test_dtypes_that_differ(gains):
+    module = drawn("llama")
+    adopt(module, ROW)
+    assert_parents(module, torch.randn(4, WIDTH).bfloat16())  # which makes it FP32
+    assert_parents(drawn_and_adopted("rms", torch.float64), torch.randn(4, WIDTH).double())
+
+
+def drawn_and_adopted(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    module = drawn(kind, dtype)
+    adopt(module, ROW)
+    return module
+
+
+@pytest.mark.parametrize("shape", [(0, 3, WIDTH), (2, 3, 0), (0,)], ids=str)
+def test_nothing_at_all(shape, gains):
+    module = nn.RMSNorm(shape[-1])
+    adopt(module, ROW)
+    assert module(torch.randn(shape)).shape == shape
+
+
+def test_a_single_row(gains):
+    module, x = drawn_and_adopted("rms"), torch.randn(WIDTH)
+    y = module(x)
+    assert y.shape == (WIDTH,) and torch.equal(y, module(x[None])[0])
+
+
+def test_a_reader_that_sends_no_gradient_back(gains):
+    class Silent(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return None
+
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    Silent.apply(drawn_and_adopted("rms")(x)).sum().backward()
+    assert x.grad is None
+
+
+def test_tensors_of_another_class(gains):
+    class Other(torch.Tensor):
+        pass
+
+    y = drawn_and_adopted("rms")(torch.randn(4, WIDTH).as_subclass(Other))
+    assert type(y) is Other and taken(y, ROW) is None
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer", "llama"])
+def test_autocast_gives_the_dtype_that_the_parent_gives(kind, gains):
+    module = drawn_and_adopted(kind)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = module(torch.randn(4, WIDTH))
+        assert y.dtype == torch.float32 and taken(y, ROW) is not None
+        module.to(torch.bfloat16)
+        assert_parents(module, torch.randn(4, WIDTH).bfloat16())
+
+
+def test_arguments_by_name_and_more_of_them(gains):
+    class Gated(LlamaRMSNorm):
+        def forward(self, hidden_states, gate=None):
+            y = super().forward(hidden_states)
+            return y if gate is None else y * gate
+
+    module, x = Gated(), torch.randn(4, WIDTH)
+    assert adopts(module)
+    adopt(module, ROW)
+    assert torch.equal(module(x, 2 * x), 2 * x * module(hidden_states=x))
+    assert taken(module(x), ROW) is not None
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer", "llama"])
+def test_compiled_code(kind, monkeypatch):
+    monkeypatch.setattr(norm, "_gains", lambda device: pytest.fail("compiled code asked whether it gains"))
+    module = drawn(kind)
+    parent = copy.deepcopy(module)
+    adopt(module, ROW)
+    x = torch.randn(4, WIDTH)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    y = compiled(x)
+    torch.testing.assert_close(y, parent(x))
+    assert taken(y, ROW) is None
+
+
+# --- what it adopts -------------------------------------------------------------------------------------------------
+
+
+@every_module
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_adopted(kind, dtype):
+    assert adopts(drawn(kind, dtype))
+
+
+def test_probing_leaves_no_trace():
+    module, state = drawn("llama"), torch.get_rng_state()
+    module.register_forward_hook(lambda *_: pytest.fail("a hook ran"))
+    weight = module.weight.detach().clone()
+    assert adopts(module)
+    assert torch.equal(module.weight, weight) and torch.equal(torch.get_rng_state(), state)
+    with torch.device("meta"):
+        assert adopts(LlamaRMSNorm()) and not adopts(OneMore())
+
+
+class Llama(LlamaRMSNorm):
+    """What the refused ones are made of: a sound norm with one thing changed."""
+
+    def normed(self, x, dim=-1):
+        return x * torch.rsqrt(x.pow(2).mean(dim, keepdim=True) + self.variance_epsilon)
+
+
+class OneMore(Llama):
+    def forward(self, x):
+        return (1 + self.weight) * self.normed(x)
+
+
+class Centred(Llama):
+    def forward(self, x):
+        return self.weight * self.normed(x - x.mean(-1, keepdim=True))
+
+
+class EpsOutside(Llama):
+    def forward(self, x):
+        return self.weight * x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
+
+
+class AlongAnother(Llama):
+    def forward(self, x):
+        return self.weight * self.normed(x, dim=1)
+
+
+class AlwaysFP32(Llama):
+    def forward(self, x):
+        return self.weight.float() * self.normed(x.float())
+
+
+class Dropping(Llama):
+    def forward(self, x):
+        return F.dropout(self.weight * self.normed(x), 0.5)
+
+
+class TwoResults(Llama):
+    def forward(self, x):
+        return self.weight * self.normed(x), x
+
+
+class TwoInputs(Llama):
+    def forward(self, x, y):
+        return self.weight * self.normed(x + y)
+
+
+class WithBias(Llama):
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x):
+        return self.weight * self.normed(x) + self.bias
+
+
+class WithChild(Llama):
+    def __init__(self):
+        super().__init__()
+        self.child = nn.Identity()
+
+    def forward(self, x):
+        return self.weight * self.normed(x)
+
+
+class WithoutEps(Llama):
+    def __init__(self):
+        super().__init__()
+        self.hidden_eps = self.variance_epsilon
+        del self.variance_epsilon
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.hidden_eps)
+
+
+REFUSED = [OneMore, Centred, EpsOutside, AlongAnother, AlwaysFP32, Dropping, TwoResults, TwoInputs]
+REFUSED += [WithBias, WithChild, WithoutEps]
+
+
+@pytest.mark.parametrize("cls", REFUSED)
+def test_not_adopted(cls):
+    assert not adopts(cls().eval() if cls is not Dropping else cls())
+
+
+def test_not_adopted_either():
+    assert not adopts(nn.Linear(4, 4, bias=False))
+    assert not adopts(nn.GroupNorm(2, 4))
+    assert not adopts(nn.Embedding(4, 4))
+    assert not adopts(nn.PReLU(4))
+    assert not adopts(nn.LayerNorm((3, 4)))
+    patched = LlamaRMSNorm()
+    patched.forward = lambda x: x
+    assert not adopts(patched)
+
+
+# --- the change of class --------------------------------------------------------------------------------------------
+
+
+@every_module
+def test_adopt_and_release_change_nothing_but_the_class(kind):
+    module = drawn(kind)
+    calls = []
+    module.register_forward_hook(lambda *_: calls.append(1))
+    cls, parameters, state = type(module), list(module.parameters()), set(module.state_dict())
+    attributes = set(vars(module))
+    adopt(module, ROW)
+    assert isinstance(module, Norm) and isinstance(module, cls) and adopts(module)
+    assert all(a is b for a, b in zip(module.parameters(), parameters, strict=True))
+    assert set(module.state_dict()) == state and module.target == ROW
+    module(torch.randn(2, WIDTH))
+    assert calls == [1]
+    adopt(module, BLOCK)
+    assert module.target == BLOCK and isinstance(module, cls)
+    module.release()
+    assert type(module) is cls and set(vars(module)) == attributes
+    assert all(a is b for a, b in zip(module.parameters(), parameters, strict=True))
+
+
+def test_pytorchs_classes_become_ours():
+    rms, layer = nn.RMSNorm(4), nn.LayerNorm(4)
+    adopt(rms, None)
+    adopt(layer, None)
+    assert type(rms) is RMSNorm and type(layer) is LayerNorm
+    first, second = LlamaRMSNorm(), LlamaRMSNorm()
+    adopt(first, None)
+    adopt(second, None)
+    assert type(first) is type(second)
+
+
+@every_module
+def test_copies_and_files(kind):
+    module = drawn_and_adopted(kind)
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    x = torch.randn(3, WIDTH)
+    for other in (copy.deepcopy(module), torch.load(file, weights_only=False)):
+        assert type(other) is type(module) and other.target == ROW and other.enabled
+        assert torch.equal(other(x), module(x))
+        if list(module.parameters()):
+            assert other.weight is not module.weight
+
+
+def test_what_print_shows():
+    module = drawn_and_adopted("rms")
+    assert "codes=e4m3 row" in repr(module) and "disabled" not in repr(module)
+    module.enabled = False
+    assert "disabled" in repr(module)
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@every_module
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_a_gpu(kind, dtype):
+    module, x = drawn(kind, dtype).cuda(), small(2, 65, WIDTH).to("cuda", dtype)
+    parent = copy.deepcopy(module)
+    adopt(module, ROW)
+    leaf, other = (x.clone().requires_grad_() for _ in range(2))
+    with kernels.record() as ledger:
+        y = module(leaf)
+        y.sum().backward()
+    want = parent(other)
+    want.sum().backward()
+    assert not ledger.fallbacks and taken(y, ROW) is not None
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(y, want, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(leaf.grad, other.grad, rtol=tolerance, atol=tolerance * float(other.grad.abs().max()))
+    for mine, theirs in zip(module.parameters(), parent.parameters(), strict=True):
+        torch.testing.assert_close(
+            mine.grad, theirs.grad, rtol=tolerance, atol=tolerance * float(theirs.grad.abs().max())
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["rms", "layer", "llama"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_on_a_gpu(kind, dtype):
+    module, x = drawn(kind, dtype).cuda(), torch.randn(4, WIDTH, device="cuda", dtype=dtype)
+    parent = copy.deepcopy(module)
+    adopt(module, ROW)
+    with torch.autocast("cuda", torch.bfloat16):
+        y, want = module(x), parent(x)
+    assert y.dtype == want.dtype
+    torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-5)
