@@ -10,6 +10,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton, which reads it then
+
 torch.set_num_threads(min(2, os.cpu_count() or 1, int(os.environ["OMP_NUM_THREADS"])))
 
 

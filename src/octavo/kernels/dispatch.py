@@ -1,4 +1,4 @@
-"""Which twin of a kernel runs: Triton's on a GPU that has FP8, the reference elsewhere. A GPU without Triton is loud."""
+"""Which twin of a kernel runs: Triton's on a GPU that has FP8, the reference elsewhere. On a GPU, that is loud."""
 
 from __future__ import annotations
 

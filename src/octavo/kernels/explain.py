@@ -12,7 +12,6 @@ from octavo.kernels.dispatch import why_not
 from octavo.kernels.gemm import KERNELS, choose
 from octavo.numerics import Quantized, format_named, granularity_named, quantize
 
-
 TWINS = ("quantize", "weights", "transpose", "activation", "norm", "rotary", "cross_entropy")
 """Operations that have two kernels: Triton's and the reference."""
 _PROBES = {"scaled_mm.tensor": ("tensor", "tensor"), "scaled_mm.row": ("row", "row"), "reference": ("1x32", "1x32")}

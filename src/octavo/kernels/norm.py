@@ -21,7 +21,7 @@ from torch import Tensor
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.dispatch import launches_on, uses_triton
 from octavo.kernels.reference import norm as reference
-from octavo.kernels.target import Target, empty, target_of
+from octavo.kernels.target import Target, empty, laid_out, target_of
 from octavo.numerics import Quantized
 
 GRANULARITIES = ("row", "1x128")
@@ -211,10 +211,11 @@ def _flat(
     *,
     like: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Return all of it contiguous, an empty tensor for what was not made: operators return plain tensors."""
-    codes, scale = (None, None) if quantized is None else quantized[:2]
+    """Return all of it contiguous, but scales as GEMMs read them; an empty tensor for what was not made."""
+    codes, scale = (None, None) if quantized is None else laid_out(quantized)[:2]
+    y, total = (None if tensor is None else tensor.contiguous() for tensor in (y, total))
     made = (y, codes, scale, rstd, total, mean)
-    return tuple(like.new_empty(0) if tensor is None else tensor.contiguous() for tensor in made)
+    return tuple(like.new_empty(0) if tensor is None else tensor for tensor in made)
 
 
 def _rms_norm_shape(

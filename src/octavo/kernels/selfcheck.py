@@ -1,9 +1,9 @@
 """Do this machine's Triton kernels give what their reference twins give? A table of cases, on small random data.
 
-Triton has compiled correct kernels wrongly before, in one version and not in the next: transposes of tiles of bytes, and
-maxima that hand NaN on. The kernels here avoid both. That they do is worth looking at on every new machine: the twins
-compute the same on a CPU. Codes and scales are equal; where sums or exponentials differ in their last bit, a code may be
-one off on at most 1 element in 10,000.
+Triton has compiled correct kernels wrongly before, in one version and not in the next: transposes of tiles of bytes,
+and maxima that hand NaN on. The kernels here avoid both. Whether they do is worth a look on every new machine, and the
+twins, on its CPU, are what to compare with. Codes and scales are equal; where sums or exponentials differ in their last
+bit, a code may be one off on at most 1 element in 10,000.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from octavo.kernels.target import Target, empty
 from octavo.numerics import Quantized
 from octavo.numerics import quantize as specified
 
-SHAPES = ((130, 300), (256, 384))
-"""One that no tile divides, and one that is compiled as those of real models are: for multiples of 16."""
+SHAPES = ((130, 300), (256, 1024))
+"""One that no tile divides, and one that is compiled as those of real models are: every tile divides it."""
 STEP = {torch.float32: 4e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 """By dtype, relative: what another order of FP32 sums may turn a rounding by."""
 OF_LARGEST = 1e-5
@@ -112,7 +112,7 @@ def _copied(operands: Sequence[Any], device: torch.device) -> list[Any]:
 
 
 def compare(got: Any, want: Any, exact: bool) -> tuple[bool, str]:
-    """Return whether results agree, and how far apart they are. They are tensors, `Quantized`, None, or tuples of them."""
+    """Return whether results agree, and how far apart they are: tensors, `Quantized`, None, or tuples of them."""
     pairs = itertools.zip_longest(_tensors(got), _tensors(want))
     found = [_compare(one, other, exact) for one, other in pairs]
     apart = [text for passed, text in found if not passed] or [text for _, text in found if text]
@@ -263,11 +263,12 @@ def _activation() -> Iterator[Case]:
         yield Case(f"folded {name}", (kind, gate, up, _ROW), *forward)
         yield Case(f"folded {name}, backward", (kind, dh, gate, up, _ROW, _ROW, _COLUMN, scale, *folds), *backward)
     recipes = (("block", _TILE, _TILE), ("tensorwise", _FORWARD, _GRADIENT))
-    for (rows, _), (recipe, ahead, gradient) in itertools.product(SHAPES, recipes):
-        dh, gate, up = _hidden(rows, 256, True)
+    for (rows, cols), (recipe, ahead, gradient) in itertools.product(SHAPES, recipes):
+        cols = -(-cols // 128) * 128  # a tile may not straddle [d gate | d up]
+        dh, gate, up = _hidden(rows, cols, True)
         targets = gradient, gradient, ahead, None, None, None
-        yield Case(f"{recipe} silu, gated, {rows}x256", ("silu", gate, up, ahead), *forward)
-        yield Case(f"{recipe} silu, gated, {rows}x256, backward", ("silu", dh, gate, up, *targets), *backward)
+        yield Case(f"{recipe} silu, gated, {rows}x{cols}", ("silu", gate, up, ahead), *forward)
+        yield Case(f"{recipe} silu, gated, {rows}x{cols}, backward", ("silu", dh, gate, up, *targets), *backward)
     yield Case("silu, gated, 130x300, plain backward", ("silu", *_hidden(130, 300, True)), *plain)
 
 
@@ -276,17 +277,16 @@ def _norm() -> Iterator[Case]:
 
     for (name, centred), shape in itertools.product((("rms", False), ("layer", True)), SHAPES):
         x, residual, dy, flowing = (_normal(shape[0] + i, shape[1])[: shape[0]] for i in range(4))
-        weight, bias = (_normal(i, shape[1])[0] for i in (1, 2))
-        bias = bias if centred else None
+        weight, bias = _normal(1, shape[1])[0], _normal(2, shape[1])[0] if centred else None
         size = f"{name}, {shape[0]}x{shape[1]}"
         for target in (_ROW, _TILE):
             broken = x.clone()
             broken[2, 7], broken[4, 9], broken[6] = torch.nan, torch.inf, 0
-            operands = broken, weight, bias, 1e-5, residual, target, True, centred
-            yield Case(f"{size}, {target}", operands, fused.forward, reference_norm.forward)
+            forward = broken, weight, bias, 1e-5, residual, target, True, centred
+            yield Case(f"{size}, {target}", forward, fused.forward, reference_norm.forward)
         rstd, mean = (reference_norm.forward(x, None, None, 1e-5, None, None, False, centred)[i] for i in (2, 4))
-        operands = dy, x, weight, bias, mean, rstd, flowing
-        yield Case(f"{size}, backward", operands, fused.backward, reference_norm.backward)
+        backward = dy, x, weight, bias, mean, rstd, flowing
+        yield Case(f"{size}, backward", backward, fused.backward, reference_norm.backward)
 
 
 def _rotary() -> Iterator[Case]:

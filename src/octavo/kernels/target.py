@@ -8,7 +8,16 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from octavo.numerics import Format, Granularity, Quantized, Rounding, Scaling, TILE_1x128, format_named, granularity_named
+from octavo.numerics import (
+    Format,
+    Granularity,
+    Quantized,
+    Rounding,
+    Scaling,
+    TILE_1x128,
+    format_named,
+    granularity_named,
+)
 
 
 class Target(NamedTuple):

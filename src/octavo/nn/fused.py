@@ -56,10 +56,9 @@ class FusedMLP(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Reduce to the parent's class: no file can name a class that was made while running."""
         reduced = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
-        cls, *arguments = reduced[1]
-        if cls is not type(self):  # the user's own way
+        if reduced[1][:1] != (type(self),):  # the user's own way
             return reduced
-        return _rebuild, (type(self).parent, *arguments), *reduced[2:]
+        return _rebuild, (type(self).parent, *reduced[1][1:]), *reduced[2:]
 
     def _layers(self) -> list[Linear] | None:
         """Return gate, up and down; None if one is not as it was, or if anybody wants to see what lies between them."""

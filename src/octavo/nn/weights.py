@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo import kernels
 from octavo.kernels import Target, ledger
-from octavo.kernels.dispatch import why_not
+from octavo.kernels.dispatch import launches_on, why_not
 from octavo.kernels.target import empty, target_of
 from octavo.numerics import PER_COLUMN, PER_TENSOR, Quantized, granularity_named
 
@@ -41,16 +41,27 @@ class _Kept:
 
 
 _kept: dict[tuple[Any, ...], _Kept] = {}
+_at: weakref.WeakValueDictionary[tuple[Any, ...], _Kept] = weakref.WeakValueDictionary()
+"""The same by the memory of the weights: what a checkpoint hands to backward is another tensor object there."""
 _changes = 0
+_steps = 0
+"""Of optimizers: these change weights that are trained, and no others."""
+_replayed: set[Any] = set()
+"""Weights (`id`) that a captured CUDA graph has read. A replay may change them unseen: they are never known again."""
 
 
-def weights_changed(*_: Any) -> None:
+def weights_changed() -> None:
     """Mark every kept weight as out of date: the next forward quantises it anew."""
     global _changes
     _changes += 1
 
 
-register_optimizer_step_post_hook(weights_changed)
+def _stepped(*_: Any) -> None:
+    global _steps
+    _steps += 1
+
+
+register_optimizer_step_post_hook(_stepped)
 
 
 def forget(weight: Tensor) -> None:
@@ -64,22 +75,45 @@ def forget(weight: Tensor) -> None:
 def quantized_weights(weights: Sequence[Tensor], target: Target, transposed: bool = False) -> Quantized:
     """Return the stack (N, K) of weights (N_i, K), or its transpose (K, N), quantised as `target` says.
 
-    Nothing is computed where it is there already. After a change the same memory is written again, so that a captured
-    CUDA graph reads the new codes.
+    Nothing is computed where it is there already. Where one launch quantises all of them, a change is written into the
+    same memory.
     """
     key = (target, transposed, *map(id, weights))
     state, records = state_of(weights), _records(weights[0])
     kept = _kept.get(key)
     if kept is not None and kept.state == state and not records:
         return kept.stack
+    if kept is None and (stack := _of_the_same_memory(weights, target, transposed)) is not None and not records:
+        return stack
+    if records:
+        _distrust(weights)
     ledger.count_weights(len(weights))
     with torch.inference_mode(False), torch.no_grad():  # what is kept must also serve a training step
         stack, rows = _quantize(weights, target, transposed, kept)
     if any(weight.is_inference() for weight in weights):  # such a tensor counts no versions
         return stack
     finalizers = _finalizers(weights, key) if kept is None else kept.finalizers
-    _kept[key] = _Kept(stack, None if records else state, [_place(w) for w in weights], rows, finalizers)
+    known = state if _replayed.isdisjoint(key[2:]) else None
+    _kept[key] = _Kept(stack, known, [_place(w) for w in weights], rows, finalizers)
+    _at[target, transposed, *(w.data_ptr() for w in weights)] = _kept[key]
     return stack
+
+
+def _of_the_same_memory(weights: Sequence[Tensor], target: Target, transposed: bool) -> Quantized | None:
+    """Return what is kept of the weights that these are detached views of, unless it is out of date."""
+    kept = _at.get((target, transposed, *(weight.data_ptr() for weight in weights)))
+    if kept is None or kept.state is None or kept.state[1:] != state_of(weights)[1:]:
+        return None
+    changes, steps = kept.state[0]
+    must_count = steps is not None or any(weight.requires_grad for weight in weights)
+    return kept.stack if changes == _changes and (steps == _steps or not must_count) else None
+
+
+def _distrust(weights: Sequence[Tensor]) -> None:
+    for weight in weights:
+        if id(weight) not in _replayed:
+            _replayed.add(id(weight))
+            weakref.finalize(weight, _replayed.discard, id(weight)).atexit = False
 
 
 def _finalizers(weights: Sequence[Tensor], key: tuple[Any, ...]) -> tuple[weakref.finalize[Any, Any], ...]:
@@ -91,8 +125,8 @@ def _finalizers(weights: Sequence[Tensor], key: tuple[Any, ...]) -> tuple[weakre
 
 def state_of(weights: Sequence[Tensor]) -> tuple[Any, ...]:
     """Return what is another, by ==, once one of these weights has changed."""
-    steps = _changes if any(weight.requires_grad for weight in weights) else None
-    return steps, *((None if w.is_inference() else w._version, *_place(w)) for w in weights)
+    steps = _steps if any(weight.requires_grad for weight in weights) else None
+    return (_changes, steps), *((None if w.is_inference() else w._version, *_place(w)) for w in weights)
 
 
 def _place(weight: Tensor) -> tuple[Any, ...]:
@@ -105,26 +139,21 @@ def _records(weight: Tensor) -> bool:
 
 
 def _quantize(weights: Sequence[Tensor], target: Target, transposed: bool, kept: _Kept | None) -> tuple[Quantized, Any]:
-    """Return the stack, in the memory of `kept` where it fits, and where its rows lie if that was needed."""
+    """Return the stack, and where its rows lie if one launch quantises them: then in the memory of `kept`."""
+    if transposed or not _has_one_launch(weights, target):
+        return _quantize_one_by_one(weights, target, transposed), None
+    from octavo.kernels.triton.weights import find_rows, quantize_rows
+
     rows, cols = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
-    shape = (cols, rows) if transposed else (rows, cols)
-    old = kept.stack if kept is not None and kept.stack.codes.shape == shape else None
+    old = kept.stack if kept is not None and kept.stack.codes.shape == (rows, cols) else None
     if old is not None and old.codes.device != weights[0].device:
         old = None
-    if not transposed and _has_one_launch(weights, target):
-        from octavo.kernels.triton.weights import find_rows, quantize_rows
-
-        known = kept.rows if kept is not None and kept.places == [_place(w) for w in weights] else None
-        found = known or find_rows(weights)
-        stack = old or empty(target, rows, cols, weights[0].device)
+    known = kept.rows if kept is not None and kept.places == [_place(w) for w in weights] else None
+    found = known or find_rows(weights)
+    stack = old or empty(target, rows, cols, weights[0].device)
+    with launches_on(weights[0].device):
         quantize_rows(found, weights[0].dtype, stack, target.scaling == "power_of_two")
-        return stack, found
-    new = _quantize_one_by_one(weights, target, transposed)
-    if old is None:
-        return new, None
-    old.codes.copy_(new.codes)
-    old.scale.copy_(new.scale)
-    return old, None
+    return stack, found
 
 
 def _has_one_launch(weights: Sequence[Tensor], target: Target) -> bool:
@@ -277,6 +306,7 @@ for _schema, _run, _shape in (
     ("weight_scale(Tensor[] weights, str target) -> Tensor", _weight_scale, _weight_scale_shape),
 ):
     _name = _schema.partition("(")[0]
-    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+    # What they keep from call to call must not lie in the memory of a graph that a compiler captures by itself.
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe))
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"octavo::{_name}", _shape, lib=_library)

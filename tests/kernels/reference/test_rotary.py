@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from octavo.kernels.reference.rotary import rotate
-from octavo.models.llama import rotary_tables
 
 
 def turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
@@ -21,13 +20,3 @@ def test_a_pair_is_a_complex_number_that_turns(conjugate, batches):
     angles = 10 * torch.randn(batches, 5, 6, dtype=torch.float64)
     y = rotate(x, angles.cos().float(), angles.sin().float(), conjugate)
     torch.testing.assert_close(y.double(), turned(x, -angles if conjugate else angles), rtol=1e-6, atol=1e-6)
-
-
-def test_it_is_the_rotation_of_the_llama_here():
-    from octavo.models.llama import rotate as model_rotate
-
-    cos, sin = rotary_tables(16, 7, 10000.0)
-    x_BHTE = torch.randn(2, 3, 7, 16).bfloat16()
-    y = rotate(x_BHTE.transpose(1, 2), cos[None], sin[None], conjugate=False)
-    assert torch.equal(y.transpose(1, 2), model_rotate(x_BHTE, cos, sin))
-    assert y.is_contiguous()

@@ -28,7 +28,7 @@ def tiles_for_the_interpreter(device, monkeypatch):
     """Tiles that suit small matrices in the interpreter: several programs of several steps, but not many."""
     if device == "cpu":
         for name in ("FORWARD_SEARCH", "BACKWARD_SEARCH"):
-            monkeypatch.setattr(fused, name, Shape(16, 128, warps=4, steps=2))
+            monkeypatch.setattr(fused, name, Shape(16, 128, warps=4, steps=8))
         for name in ("FORWARD_WRITE", "BACKWARD_WRITE", "PLAIN"):
             monkeypatch.setattr(fused, name, Shape(32, 128, warps=4))
 

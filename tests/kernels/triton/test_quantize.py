@@ -14,8 +14,7 @@ triton_quantize = pytest.importorskip("octavo.kernels.triton.quantize")
 
 GRANULARITIES = ["tensor", "row", "column", "1x128", "128x1", "128x128"]
 TARGETS = [
-    Target(*target)
-    for target in itertools.product(["e4m3", "e5m2"], GRANULARITIES, ["power_of_two", "float32"])
+    Target(*target) for target in itertools.product(["e4m3", "e5m2"], GRANULARITIES, ["power_of_two", "float32"])
 ]
 ROW = Target("e4m3", "row", "power_of_two")
 

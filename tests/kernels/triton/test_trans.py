@@ -1,8 +1,8 @@
 """What Triton itself does with transposes of bytes: the fault that `kernels/triton/codes.py` is written around.
 
-On an H200 with Triton 3.6, `tl.trans` of an FP8 or uint8 tile of 128 x 128, beside other stores, has given wrong bytes,
-and so has a maximum that hands NaN on, beside transposed FP8 stores. Versions differ. So the raw forms are recorded, here
-as properties of the test report, whatever they give; the form that the kernels use, 32-bit words, must be right.
+On an H200 with Triton 3.6, `tl.trans` of an FP8 or uint8 tile of 128 x 128, beside other stores, has given wrong
+bytes, and so has a maximum that hands NaN on, beside transposed FP8 stores. Versions differ. So what the raw forms give
+is recorded, as properties of the test report; the form that the kernels use, 32-bit words, must be right.
 """
 
 import pytest

@@ -360,17 +360,14 @@ def _backward_search_kernel(
         if HIDDEN_MODE != NONE:
             running = search(finite_magnitude(h), running, hidden_amax, rows, in_rows, HIDDEN_MODE)
     if ROW_MODE != NONE:
-        _end_search_halves(
-            row_gate, row_up, row_amax, row_stride_r, row_stride_c, cols, in_cols, half, ROW_MODE, GATED
-        )
+        _end_search_halves(row_gate, row_up, row_amax, row_stride_r, row_stride_c, cols, in_cols, half, ROW_MODE, GATED)
     if COLUMN_MODE != NONE:
         _end_search_halves(
-            column_gate, column_up, column_amax, column_stride_r, column_stride_c, cols, in_cols, half, COLUMN_MODE, GATED
-        )
+            column_gate, column_up, column_amax, column_stride_r, column_stride_c, cols, in_cols, half,
+            COLUMN_MODE, GATED,
+        )  # fmt: skip
     if HIDDEN_MODE != NONE:
-        end_search(
-            running, hidden_amax, hidden_stride_r, hidden_stride_c, tl.program_id(1), cols, in_cols, HIDDEN_MODE
-        )
+        end_search(running, hidden_amax, hidden_stride_r, hidden_stride_c, tl.program_id(1), cols, in_cols, HIDDEN_MODE)
 
 
 @triton.jit
@@ -412,7 +409,10 @@ def _backward_write_kernel(
     HIDDEN_MODE: tl.constexpr, HIDDEN_POWER_OF_TWO: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """STEPS tiles of dh, gate and up, one under the other: up to five tiles of codes of each. half: the columns of d gate."""
+    """STEPS tiles of dh, gate and up, one under the other: up to five tiles of codes of each.
+
+    half: the columns of d gate.
+    """
     strip, tile_c, cols, in_cols = _last_first(half, WIDTH, EVEN)
     for step in tl.range(STEPS, num_stages=STAGES):
         tile_r = strip * STEPS + step

@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from octavo.kernels.triton.telemetry import count_quarters
+
 INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 """Triton's interpreter truncates mantissas when it casts to FP8, and has neither -0 nor NaN right."""
 NONE: tl.constexpr = tl.constexpr(0)
@@ -271,7 +273,7 @@ def _store_quarter(y, codes_ptr, total_c, rows, cols, in_rows, in_cols, FORMAT: 
 @triton.jit
 def emit(
     x, codes_ptr, total_r, total_c, scale_ptr, stride_r, stride_c, inverse_ptr, rows, cols, in_rows, in_cols,
-    tile_r, tile_c, MODE: tl.constexpr, POWER_OF_TWO: tl.constexpr, TRANSPOSED: tl.constexpr,
+    tile_r, tile_c, MODE: tl.constexpr, POWER_OF_TWO: tl.constexpr, TRANSPOSED: tl.constexpr, stats_ptr=None,
 ):  # fmt: skip
     """Quantise a tile of a (total_r, total_c) matrix and write its codes, transposed or not, and scales of its own.
 
@@ -280,6 +282,7 @@ def emit(
     stride_r, stride_c: of the scales, as the untransposed matrix has them.
     tile_r, tile_c: which tile this is.
     TRANSPOSED: codes_ptr has memory for total_r rounded up to a multiple of 4 (see `store_words`).
+    stats_ptr: where to count what is lost (`octavo.kernels.telemetry`), or None.
     """
     FORMAT: tl.constexpr = codes_ptr.dtype.element_ty
     if MODE == ROW or MODE == ROW_TILE:
@@ -300,6 +303,8 @@ def emit(
         i0 = _common_inverse(inverse_ptr, stride_r, stride_c, cols, in_cols, tile_of_scales, MODE)
         i1, i2, i3 = i0, i0, i0
     y = (x[0] * i0, x[1] * i1, x[2] * i2, x[3] * i3)
+    if stats_ptr is not None:
+        count_quarters(x, y, stats_ptr, FORMAT)
     if TRANSPOSED:
         store_words(_pack(y, FORMAT), codes_ptr, total_r, cols, in_cols, in_rows[0], tile_r)
     else:

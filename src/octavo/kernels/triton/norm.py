@@ -104,7 +104,7 @@ def _store(x, x_ptr, total_c, rows, cols, inside):
 
 @triton.jit
 def _store_codes(
-    y, codes_ptr, scale_ptr, total_c, rows, cols, in_rows, inside,
+    y, codes_ptr, scale_ptr, total_r, total_c, rows, cols, in_rows, inside,
     POWER_OF_TWO: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Quantise whole rows, one scale a group of columns. y: FP32, 0 outside the matrix."""
@@ -113,7 +113,7 @@ def _store_codes(
     grouped = tl.reshape(y, (ROWS, GROUPS, GROUP))
     scale, inverse = scale_of(amax(grouped, 2), FORMAT, POWER_OF_TWO)
     groups, total = tl.arange(0, GROUPS), tl.cdiv(total_c, GROUP)
-    where = scale_ptr + rows[:, None].to(tl.int64) * total + groups[None, :]
+    where = scale_ptr + groups[None, :].to(tl.int64) * total_r + rows[:, None]  # a group of columns after the other
     tl.store(where, scale, mask=in_rows[:, None] & (groups < total)[None, :])
     scaled = tl.reshape(grouped * inverse[:, :, None], (ROWS, SIZE))
     tl.store(codes_ptr + rows[:, None].to(tl.int64) * total_c + cols[None, :], to_codes(scaled, FORMAT), mask=inside)
@@ -149,7 +149,7 @@ def _forward_kernel(
         _store(y, y_ptr, total_c, rows, cols, inside)
     if codes_ptr is not None:
         _store_codes(
-            y, codes_ptr, scale_ptr, total_c, rows, cols, in_rows, inside,
+            y, codes_ptr, scale_ptr, total_r, total_c, rows, cols, in_rows, inside,
             POWER_OF_TWO=POWER_OF_TWO, GROUP=GROUP, ROWS=ROWS, SIZE=SIZE,
         )  # fmt: skip
 

@@ -34,6 +34,7 @@ from octavo.kernels.triton.codes import (
 )
 from octavo.kernels.triton.output import Output
 from octavo.kernels.triton.shape import Shape
+from octavo.kernels.triton.telemetry import count
 from octavo.numerics import Quantized
 
 LONGEST_ROW = 16384
@@ -42,6 +43,10 @@ ROW_WARP = 1024
 """Elements of such a row that one warp holds."""
 SEARCH = Shape(4, 1024, warps=4, steps=32, stages=3)
 """In all its steps as high as a tile of scales."""
+SEARCH_NARROW = Shape(8, 256, warps=4, steps=16, stages=3)
+"""Where there would be too few programs of that width for all processors."""
+NARROW = 2048
+"""Columns up to which that is so."""
 WRITE = Shape(64, 64, warps=4)
 TILED = Shape(64, SIDE.value, warps=4)
 """Where scales belong to tiles of 128 columns."""
@@ -61,19 +66,21 @@ def quantize_pair(
     columns: Target | None,
     row_fold: Tensor | None = None,
     column_fold: Tensor | None = None,
+    stats: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Quantized | None, Quantized | None]:
-    """See `octavo.kernels.quantize.quantize_pair`."""
+    """See `octavo.kernels.quantize.quantize_pair`. stats: of each target, where `kernels.telemetry` counts."""
     sources = [contiguous_rows(source) for source in sources]
     total_r, total_c = sources[0].shape[0], sum(source.shape[1] for source in sources)
     if columns is None and rows is not None and rows.granularity == "row" and len(sources) == 1:
         if total_c <= LONGEST_ROW:
-            return _quantize_rows(sources[0], rows, row_fold), None
+            return _quantize_rows(sources[0], rows, row_fold, stats[0]), None
     row_fold, column_fold = (fold if fold is None else fold.contiguous() for fold in (row_fold, column_fold))
     device = sources[0].device
     row_output = Output(rows, total_r, total_c, device)
     column_output = Output(columns, total_r, total_c, device, transposed=True)
     tiled = row_output.is_tiled or column_output.is_tiled
-    if tiled and any(source.shape[1] % SIDE.value for source in sources[:-1]):  # a tile of scales would straddle two sources
+    if tiled and any(source.shape[1] % SIDE.value for source in sources[:-1]):
+        # A tile of scales would straddle two sources.
         sources = [torch.cat(list(sources), dim=1)]
     offsets = [sum(source.shape[1] for source in sources[:i]) for i in range(len(sources))]
     placed = list(zip(sources, offsets, strict=True))
@@ -83,16 +90,16 @@ def quantize_pair(
         row_output.end_search()
         column_output.end_search()
     for source, offset in reversed(placed):
-        _write(source, offset, (total_r, total_c), row_output, column_output, row_fold, column_fold)
+        _write(source, offset, (total_r, total_c), row_output, column_output, row_fold, column_fold, stats)
     return row_output.quantized, column_output.quantized
 
 
-def _quantize_rows(x: Tensor, target: Target, fold: Tensor | None) -> Quantized:
+def _quantize_rows(x: Tensor, target: Target, fold: Tensor | None, stats: Tensor | None) -> Quantized:
     rows, cols = x.shape
     out = empty(target, rows, cols, x.device)
     size = triton.next_power_of_2(cols)
     _rows_kernel[(rows,)](
-        x, x.stride(0), fold, out.codes, out.scale, cols,
+        x, x.stride(0), fold, out.codes, out.scale, stats, cols,
         POWER_OF_TWO=target.scaling == "power_of_two", SIZE=size, num_warps=min(max(size // ROW_WARP, 1), 16),
     )  # fmt: skip
     return out
@@ -102,22 +109,23 @@ def _search(
     x: Tensor, offset: int, row: Output, column: Output, row_fold: Tensor | None, column_fold: Tensor | None
 ) -> None:
     rows, cols = x.shape
-    _search_kernel[SEARCH.grid(rows, cols)](
+    shape = SEARCH_NARROW if cols <= NARROW else SEARCH
+    _search_kernel[shape.grid(rows, cols)](
         x, x.stride(0), rows, cols, offset, row_fold, column_fold, *row.arguments[2:], *column.arguments[2:],
         ROW_MODE=row.mode if row.searches else NONE.value, COLUMN_MODE=column.mode if column.searches else NONE.value,
-        **SEARCH.strip(rows, cols),
+        **shape.strip(rows, cols),
     )  # fmt: skip
 
 
 def _write(
     x: Tensor, offset: int, total: tuple[int, int], row: Output, column: Output,
-    row_fold: Tensor | None, column_fold: Tensor | None,
+    row_fold: Tensor | None, column_fold: Tensor | None, stats: tuple[Tensor | None, Tensor | None],
 ) -> None:  # fmt: skip
     rows, cols = x.shape
     shape = TILED if row.is_tiled or column.is_tiled else WRITE
     across, down = shape.grid(rows, cols)
     _write_kernel[(across * down,)](
-        x, x.stride(0), rows, cols, offset, *total, row_fold, column_fold, *row.arguments, *column.arguments,
+        x, x.stride(0), rows, cols, offset, *total, row_fold, column_fold, *row.arguments, *column.arguments, *stats,
         ROW_MODE=row.mode, ROW_POWER_OF_TWO=row.constants[1],
         COLUMN_MODE=column.mode, COLUMN_POWER_OF_TWO=column.constants[1],
         **shape.strip(rows, cols),
@@ -126,7 +134,7 @@ def _write(
 
 @triton.jit
 def _rows_kernel(
-    x_ptr, stride, fold_ptr, codes_ptr, scale_ptr, cols, POWER_OF_TWO: tl.constexpr, SIZE: tl.constexpr
+    x_ptr, stride, fold_ptr, codes_ptr, scale_ptr, stats_ptr, cols, POWER_OF_TWO: tl.constexpr, SIZE: tl.constexpr
 ):
     """One row a program, held whole."""
     row = tl.program_id(0).to(tl.int64)
@@ -137,7 +145,10 @@ def _rows_kernel(
         x = x * tl.load(fold_ptr + columns, mask=there, other=1.0)
     scale, inverse = scale_of(amax(x, 0), codes_ptr.dtype.element_ty, POWER_OF_TWO)
     tl.store(scale_ptr + row, scale)
-    tl.store(codes_ptr + row * cols + columns, to_codes(x * inverse, codes_ptr.dtype.element_ty), mask=there)
+    y = x * inverse
+    tl.store(codes_ptr + row * cols + columns, to_codes(y, codes_ptr.dtype.element_ty), mask=there)
+    if stats_ptr is not None:
+        count(x, y, stats_ptr, codes_ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -183,7 +194,7 @@ def _search_kernel(
 def _write_kernel(
     x_ptr, stride, total_r, source_c, offset, rows_out, cols_out, row_fold, column_fold,
     row_codes, row_scale, row_stride_r, row_stride_c, row_inverse,
-    column_codes, column_scale, column_stride_r, column_stride_c, column_inverse,
+    column_codes, column_scale, column_stride_r, column_stride_c, column_inverse, row_stats, column_stats,
     ROW_MODE: tl.constexpr, ROW_POWER_OF_TWO: tl.constexpr,
     COLUMN_MODE: tl.constexpr, COLUMN_POWER_OF_TWO: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
@@ -208,14 +219,16 @@ def _write_kernel(
                 (x0 * row_factors, x1 * row_factors, x2 * row_factors, x3 * row_factors), row_codes, rows_out, cols_out,
                 row_scale, row_stride_r, row_stride_c, row_inverse, rows, cols,
                 in_rows, in_cols, tile_r, tile_c,
-                MODE=ROW_MODE, POWER_OF_TWO=ROW_POWER_OF_TWO, TRANSPOSED=False,
+                MODE=ROW_MODE, POWER_OF_TWO=ROW_POWER_OF_TWO, TRANSPOSED=False, stats_ptr=row_stats,
             )  # fmt: skip
         if COLUMN_MODE != NONE:
-            f0, f1 = factors(column_fold, rows[0], in_rows[0])[:, None], factors(column_fold, rows[1], in_rows[1])[:, None]
-            f2, f3 = factors(column_fold, rows[2], in_rows[2])[:, None], factors(column_fold, rows[3], in_rows[3])[:, None]
+            f0 = factors(column_fold, rows[0], in_rows[0])[:, None]
+            f1 = factors(column_fold, rows[1], in_rows[1])[:, None]
+            f2 = factors(column_fold, rows[2], in_rows[2])[:, None]
+            f3 = factors(column_fold, rows[3], in_rows[3])[:, None]
             emit(
                 (x0 * f0, x1 * f1, x2 * f2, x3 * f3), column_codes, rows_out, cols_out,
                 column_scale, column_stride_r, column_stride_c, column_inverse, rows, cols,
                 in_rows, in_cols, tile_r, tile_c,
-                MODE=COLUMN_MODE, POWER_OF_TWO=COLUMN_POWER_OF_TWO, TRANSPOSED=True,
+                MODE=COLUMN_MODE, POWER_OF_TWO=COLUMN_POWER_OF_TWO, TRANSPOSED=True, stats_ptr=column_stats,
             )  # fmt: skip

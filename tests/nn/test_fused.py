@@ -1,0 +1,334 @@
+"""A user's MLP module, fused: the user's class in every respect, and the user's forward wherever anybody looks in."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from octavo import kernels
+from octavo.nn import Linear
+from octavo.nn.fused import FusedMLP, MLPRoles, fuse, unfuse
+from octavo.nn.mlp import mlp
+from octavo.numerics import sqnr_db
+from octavo.recipes import load
+
+
+class FeedForward(nn.Module):
+    """Somebody's SwiGLU."""
+
+    def __init__(self, width: int = 64, hidden: int = 128) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width)
+        self.act = nn.SiLU()
+        self.calls = 0
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        self.calls += 1
+        return self.down(self.act(self.gate(x)) * self.up(x)) * scale
+
+
+class Custom(FeedForward):
+    """With a way of its own to be copied, printed and pickled."""
+
+    def __getstate__(self):
+        return {**self.__dict__, "calls": 100}
+
+    def extra_repr(self):
+        return "mine"
+
+
+ROLES = MLPRoles("silu", ("gate", "up"), "down")
+
+
+def plain(cls: type[FeedForward] = FeedForward, recipe: str = "folded") -> FeedForward:
+    """The layers in FP8, not fused."""
+    model = cls()
+    for layer in (model.gate, model.up, model.down):
+        Linear.adopt(layer, load(recipe))
+    for layer in (model.gate, model.up):  # as `convert` does: one object for all
+        layer.recipe = model.down.recipe
+    return model
+
+
+def fused(cls: type[FeedForward] = FeedForward, recipe: str = "folded") -> FeedForward:
+    model = plain(cls, recipe)
+    fuse(model, ROLES)
+    return model
+
+
+def gemms(model: nn.Module, *args, **kwargs) -> tuple[Tensor, int, int]:
+    """The result, how often the user's forward ran, and how many GEMMs."""
+    before = model.calls
+    with kernels.record() as ledger:
+        y = model(*args, **kwargs)
+    return y, model.calls - before, sum(ledger.gemms.values())
+
+
+def users_forward_runs(model: nn.Module, *args, **kwargs) -> bool:
+    return gemms(model, *args, **kwargs)[1] == 1
+
+
+X = torch.linspace(-2, 2, 5 * 64).reshape(5, 64)
+
+
+def test_it_computes_the_mlp_as_one():
+    model, x = fused(), X.clone().requires_grad_()
+    y, calls, count = gemms(model, x)
+    assert (calls, count) == (0, 3)
+    layers, recipe = (model.gate, model.up, model.down), load("folded")
+    weights = [layer.weight for layer in layers]
+    expected = mlp(x, weights[:2], weights[2], model.down.bias, "silu", recipe, recipe, torch.float32)
+    assert torch.equal(y, expected)
+    with kernels.record() as ledger:
+        y.sum().backward()
+    assert sum(ledger.gemms.values()) == 4
+    assert sqnr_db(plain_twin(model)(X).detach(), y.detach()) > 35
+
+
+def plain_twin(model: FeedForward) -> FeedForward:
+    twin = copy.deepcopy(model)
+    unfuse(twin)
+    return twin
+
+
+def test_it_is_an_instance_of_the_users_class_and_shows_what_it_is():
+    model = fused()
+    assert isinstance(model, FeedForward) and isinstance(model, FusedMLP)
+    assert type(model).__name__ == "FusedFeedForward" and type(model).__doc__ == FeedForward.__doc__
+    assert repr(model).startswith("FusedFeedForward(\n  activation=silu\n  (gate): Linear(")
+    assert "mine, activation=silu" in repr(fused(Custom))
+    assert type(fused()) is type(model) is not type(fused(Custom))
+
+
+def test_names_parameters_and_children_stay():
+    model = plain()
+    parameters, children = list(model.named_parameters()), list(model.named_children())
+    fuse(model, ROLES)
+    assert [(n, id(p)) for n, p in model.named_parameters()] == [(n, id(p)) for n, p in parameters]
+    assert [(n, id(c)) for n, c in model.named_children()] == [(n, id(c)) for n, c in children]
+    assert list(model.state_dict()) == ["gate.weight", "up.weight", "down.weight", "down.bias"]
+
+
+def test_unfusing_restores_everything():
+    model = plain()
+    before = type(model), dict(vars(model))
+    expected = model(X)
+    fuse(model, ROLES)
+    model(X)
+    unfuse(model)
+    assert type(model) is before[0] is FeedForward
+    assert dict(vars(model)) == {**before[1], "calls": 1}
+    assert torch.equal(model(X), expected)
+
+
+def test_autocast():
+    model = fused()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(X).dtype == torch.bfloat16
+    assert model(X).dtype == torch.float32
+    model.bfloat16()(X.bfloat16()).sum().backward()
+    assert model.up.weight.grad.dtype == torch.bfloat16
+
+
+# --- where somebody looks in ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("child", ["gate", "up", "down", "act"])
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda m, f: m.register_forward_hook(f),
+        lambda m, f: m.register_forward_hook(lambda module, args, kwargs, y: f(), with_kwargs=True),
+        lambda m, f: m.register_forward_pre_hook(f),
+        lambda m, f: m.register_full_backward_hook(f),
+        lambda m, f: m.register_full_backward_pre_hook(f),
+    ],
+    ids=["forward", "forward with kwargs", "forward pre", "backward", "backward pre"],
+)
+def test_a_hook_inside_is_called_and_nothing_computed_without_it(child, register):
+    model, seen, x = fused(), [], X.clone().requires_grad_()
+    handle = register(model.get_submodule(child), lambda *_: seen.append(child))
+    expected = plain_twin(model)(x)
+    seen.clear()
+    y = model(x)
+    y.sum().backward()
+    assert torch.equal(y, expected) and seen == [child]
+    handle.remove()
+    assert not users_forward_runs(model, x)
+
+
+def test_a_hook_of_all_modules_sees_the_children():
+    model, seen = fused(), []
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(type(m)))
+    try:
+        model(X)
+    finally:
+        handle.remove()
+    assert seen == [Linear, nn.SiLU, Linear, Linear, type(model)]
+    assert not users_forward_runs(model, X)
+
+
+def test_hooks_of_the_module_itself_are_called_and_it_stays_fused():
+    model, seen = fused(), []
+    model.register_forward_pre_hook(lambda *_: seen.append("pre"))
+    model.register_forward_hook(lambda *_: seen.append("forward"))
+    model.register_full_backward_hook(lambda *_: seen.append("backward"))
+    y, calls, _ = gemms(model, X.clone().requires_grad_())
+    y.sum().backward()
+    assert seen == ["pre", "forward", "backward"] and calls == 0
+
+
+def test_hooks_of_parameters_are_called():
+    model, seen = fused(), []
+    for name, p in model.named_parameters():
+        p.register_hook(lambda _, name=name: seen.append(name))
+    model(X).sum().backward()
+    assert sorted(seen) == ["down.bias", "down.weight", "gate.weight", "up.weight"]
+
+
+@pytest.mark.parametrize("child", ["gate", "up", "down"])
+def test_a_disabled_layer_inside(child):
+    model = fused()
+    model.get_submodule(child).enabled = False
+    y, calls, count = gemms(model, X)
+    assert (calls, count) == (1, 2)
+    assert torch.equal(y, plain_twin(model)(X))
+
+
+def another_recipe(model: FeedForward) -> None:
+    model.down.recipe = load("block")
+
+
+def another_layer(model: FeedForward) -> None:
+    model.up = nn.Linear(64, 128, bias=False)
+
+
+def a_subclass(model: FeedForward) -> None:
+    class Lora(Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) * 2
+
+    model.gate.__class__ = Lora
+
+
+def parametrised(model: FeedForward) -> None:
+    torch.nn.utils.parametrizations.weight_norm(model.up)
+
+
+@pytest.mark.parametrize("change", [another_recipe, another_layer, a_subclass, parametrised])
+def test_a_layer_that_is_no_longer_what_it_was(change):
+    model = fused()
+    change(model)
+    assert torch.equal(model(X), plain_twin(model)(X))
+    assert users_forward_runs(model, X)
+
+
+def test_more_than_one_argument_goes_to_the_users_forward():
+    model = fused()
+    expected = model(X)
+    for args, kwargs in (((X, 2.0), {}), ((X,), {"scale": 2.0}), ((), {"x": X, "scale": 2.0})):
+        y, calls, _ = gemms(model, *args, **kwargs)
+        assert calls == 1 and sqnr_db(expected.detach() * 2, y.detach()) > 35
+    assert users_forward_runs(model, x=X)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'x'"):
+        model()
+
+
+# --- with the rest of PyTorch ---------------------------------------------------------------------------------------
+
+
+def results(model: nn.Module, run=None) -> list[Tensor]:
+    x = X.clone().requires_grad_()
+    model.zero_grad()
+    y = (model if run is None else run)(x)
+    y.float().square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["folded", "block"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_compiled_is_bit_for_bit_eager(recipe, autocast):
+    model = fused(recipe=recipe)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert same(results(model), results(model, compiled))
+    with kernels.record() as ledger:
+        results(model, compiled)
+    assert sum(ledger.gemms.values()) == 7 and model.calls == 0
+    torch._dynamo.reset()
+
+
+def test_compiled_in_place_follows_the_weights():
+    model = fused()
+    model.compile(backend="aot_eager", fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    for _ in range(3):
+        assert torch.equal(model(X), model.forward(X))
+        model(X).sum().backward()
+        optimizer.step()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed(reentrant):
+    model = fused()
+    assert same(results(model), results(model, lambda x: checkpoint(model, x, use_reentrant=reentrant)))
+
+
+@pytest.mark.parametrize("cls", [FeedForward, Custom])
+@pytest.mark.parametrize("make", [copy.deepcopy, copy.copy], ids=["deep", "shallow"])
+def test_copies_are_fused(cls, make):
+    model = fused(cls)
+    twin = make(model)
+    assert type(twin) is type(model) and twin.mlp_roles == ROLES
+    assert twin.calls == (100 if cls is Custom else 0)
+    assert not users_forward_runs(twin, X) and torch.equal(twin(X), model(X))
+    unfuse(twin)
+    assert type(twin) is cls and isinstance(model, FusedMLP) and not users_forward_runs(model, X)
+
+
+@pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
+def test_files_hold_the_whole_module(protocol):
+    model, file = fused(), io.BytesIO()
+    torch.save(model, file, pickle_protocol=protocol)
+    file.seek(0)
+    twin = torch.load(file, weights_only=False)
+    assert type(twin) is type(model)
+    assert not users_forward_runs(twin, X) and torch.equal(twin(X), model(X))
+
+
+class Registered(FeedForward):
+    def __reduce__(self):
+        return Registered, ()
+
+
+def test_a_class_that_says_how_it_is_made_is_made_so():
+    model = fused(Registered)
+    twin = pickle.loads(pickle.dumps(model))
+    assert type(twin) is Registered
+
+
+def test_state_dict_goes_between_fused_and_plain():
+    model, other = fused(), FeedForward()
+    other.load_state_dict(model.state_dict())
+    model.load_state_dict(FeedForward().state_dict())
+    expected = plain_twin(model)(X)
+    assert sqnr_db(expected.detach(), model(X).detach()) > 35
+
+
+def test_functional_call_uses_the_weights_it_is_given():
+    model = fused()
+    others = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    got = torch.func.functional_call(model, others, (X,))
+    model.load_state_dict(others)
+    assert torch.equal(got, model(X))

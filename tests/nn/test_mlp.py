@@ -1,0 +1,362 @@
+"""The fused MLP: bit for bit the layers it is made of, near float64, and without the hidden activation in memory."""
+
+import gc
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from octavo import kernels
+from octavo.kernels.activation import KINDS, activation_backward_plain
+from octavo.kernels.reference.activation import value
+from octavo.nn.functional import linear, linears, target_of
+from octavo.nn.mlp import mlp, refuses
+from octavo.numerics import sqnr_db
+from octavo.recipes import Recipe, load, names
+
+PRESETS = [name for name in names() if load(name).is_fp8]
+ROLES = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
+FP32_SCALES = {gemm: {role: {"scaling": "float32"} for role in roles} for gemm, roles in ROLES.items()}
+E5M2 = {gemm: {"grad_output": {"format": "e5m2"}} for gemm in ("dgrad", "wgrad")}
+RECIPES: dict[str, tuple[Recipe, Recipe]] = {name: (load(name), load(name)) for name in PRESETS} | {
+    "folded, then block": (load("folded"), load("block")),
+    "tensorwise, then folded": (load("tensorwise"), load("folded")),
+    "folded, E5M2 gradients": (load(E5M2), load({"dgrad": E5M2["dgrad"]})),
+    "folded, FP32 scales": (load(FP32_SCALES), load(FP32_SCALES)),
+    "block, the input's tiles reused": (load({"base": "block", "wgrad": {"input": {"granularity": "128x1"}}}),) * 2,
+}
+every_recipe = pytest.mark.parametrize(("inner", "outer"), RECIPES.values(), ids=RECIPES)
+every_preset = pytest.mark.parametrize("recipe", PRESETS)
+every_kind = pytest.mark.parametrize("kind", KINDS)
+gated_or_not = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+EXACT = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+class Data:
+    """x, the inner weights, the outer one and its bias, each a leaf, and a gradient of the result."""
+
+    def __init__(self, gated: bool = True, m: int = 40, d: int = 136, f: int = 264, dtype=torch.float32) -> None:
+        self.x = torch.randn(m, d).to(dtype).requires_grad_()
+        shapes = [(f, d)] * (2 if gated else 1)
+        self.inner = [(torch.randn(shape) / math.sqrt(d)).to(dtype).requires_grad_() for shape in shapes]
+        self.down = (torch.randn(d, f) / math.sqrt(f)).to(dtype).requires_grad_()
+        self.bias = torch.randn(d).to(dtype).requires_grad_()
+        self.dy = torch.randn(m, d).to(dtype)
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [self.x, *self.inner, self.down, self.bias]
+
+    def results(self, run) -> list[Tensor]:
+        """y and the gradient of every leaf that needs one."""
+        for leaf in self.leaves:
+            leaf.grad = None
+        y = run(self.x, self.inner, self.down, self.bias)
+        y.backward(self.dy.to(y.dtype).reshape(y.shape))
+        return [y.detach(), *(leaf.grad for leaf in self.leaves if leaf.requires_grad)]
+
+
+def fused(kind: str, inner: Recipe, outer: Recipe, dtype: torch.dtype = torch.float32):
+    return lambda x, weights, down, bias: mlp(x, weights, down, bias, kind, inner, outer, dtype)
+
+
+class Activation(torch.autograd.Function):
+    """f(gate) * up in FP32, and its gradients, by the kernels that write no codes."""
+
+    @staticmethod
+    def forward(ctx, kind: str, gate: Tensor, up: Tensor | None) -> Tensor:
+        ctx.kind = kind
+        ctx.save_for_backward(gate, up)
+        h = value(kind, gate)
+        return h if up is None else h * up
+
+    @staticmethod
+    def backward(ctx, dh: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *activation_backward_plain(ctx.kind, dh, *ctx.saved_tensors)
+
+
+def unfused(kind: str, inner: Recipe, outer: Recipe):
+    """The same MLP out of layers: gate and up share their input, the activation is computed in FP32."""
+
+    def run(x: Tensor, weights: list[Tensor], down: Tensor, bias: Tensor) -> Tensor:
+        before = linears(x, weights, [None] * len(weights), inner)
+        hidden = Activation.apply(kind, before[0], before[1] if len(before) > 1 else None)
+        return linear(hidden, down, bias, outer)
+
+    return run
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+# --- what it computes -----------------------------------------------------------------------------------------------
+
+
+@every_recipe
+@every_kind
+@gated_or_not
+def test_it_is_bit_for_bit_the_layers_it_is_made_of(kind, gated, inner, outer):
+    data = Data(gated)
+    assert same(data.results(fused(kind, inner, outer)), data.results(unfused(kind, inner, outer)))
+
+
+@every_preset
+@every_kind
+@gated_or_not
+def test_float64_that_quantises_as_the_recipe_says(recipe, kind, gated, oracle):
+    # Sums in another order put a value here and there on the other side of a rounding boundary; nothing else differs.
+    recipe, data = load(recipe), Data(gated)
+    x, down, dy = data.x.detach(), data.down.detach(), data.dy
+    stack = torch.cat([w.detach() for w in data.inner])
+    before = [
+        z.clone().requires_grad_() for z in oracle(x, stack, torch.randn(40, len(stack)), recipe)[0][0].split(264, 1)
+    ]
+    hidden = EXACT[kind](before[0]) * (before[1] if gated else 1)
+    (y, _), (d_hidden, _), (d_down, _) = oracle(hidden.float(), down, dy, recipe)
+    hidden.backward(d_hidden)
+    d_before = torch.cat([z.grad for z in before], dim=1).float()
+    _, (dx, _), (d_inner, _) = oracle(x, stack, d_before, recipe)
+
+    got_y, got_dx, *got_inner, got_down, got_bias = data.results(fused(kind, recipe, recipe))
+    assert sqnr_db(y + data.bias.detach(), got_y) > 45
+    assert sqnr_db(dx, got_dx) > 45
+    assert sqnr_db(d_inner, torch.cat(got_inner)) > 45
+    assert sqnr_db(d_down, got_down) > 45
+    torch.testing.assert_close(got_bias, dy.sum(0))
+
+
+@every_preset
+@every_kind
+@gated_or_not
+def test_how_near_it_is_to_an_mlp_without_fp8(recipe, kind, gated):
+    # A product of two quantised matrices is 28.5 dB from exact. Here one follows another: noise adds up along the way.
+    data = Data(gated, m=128, dtype=torch.bfloat16)
+
+    def exact(x, weights, down, bias):
+        hidden = EXACT[kind](x @ weights[0].t()) * (x @ weights[1].t() if gated else 1)
+        return hidden @ down.t() + bias
+
+    got = data.results(fused(kind, load(recipe), load(recipe), torch.bfloat16))
+    wide = Data(gated, m=128)
+    for leaf, source in zip(wide.leaves, data.leaves, strict=True):
+        leaf.data = source.detach().double()
+    wide.dy = data.dy.double()
+    least = 18.0 if recipe == "tensorwise" else 20.0
+    for one, reference in zip(got, wide.results(exact), strict=True):
+        assert sqnr_db(reference, one) > least
+
+
+@every_preset
+def test_bf16_rounds_once_more_than_fp32(recipe):
+    data = Data()
+    with torch.no_grad():
+        for leaf in data.leaves:
+            leaf.copy_(leaf.bfloat16())
+    both = [data.results(fused("silu", load(recipe), load(recipe), dtype)) for dtype in (torch.float32, torch.bfloat16)]
+    for one, other in zip(*both, strict=True):
+        assert sqnr_db(one, other) > 24
+
+
+# --- what it does ---------------------------------------------------------------------------------------------------
+
+
+@every_recipe
+@gated_or_not
+def test_the_hidden_activation_is_never_stored(gated, inner, outer):
+    data = Data(gated, dtype=torch.bfloat16)
+    kept: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        y = mlp(data.x, data.inner, data.down, None, "silu", inner, outer, torch.bfloat16)
+    own = {w.data_ptr() for w in (*data.inner, data.down)}
+    activations = [x for x in kept if x.data_ptr() not in own]
+    wide = [x for x in activations if x.numel() == 40 * 264]
+    assert len(wide) == (2 if gated else 1) and {x.dtype for x in wide} == {torch.bfloat16}  # gate and up
+    rest = [x for x in activations if x.numel() != 40 * 264]
+    assert {x.dtype for x in rest if x.dtype != torch.float32} == {torch.float8_e4m3fn}  # x
+    assert sum(x.numel() for x in rest if x.dtype == torch.float8_e4m3fn) == 40 * 136
+    assert sum(x.numel() for x in rest if x.dtype == torch.float32) <= 40 * 2 * 4 + 4000 * ("block" in inner.name)
+    y.backward(data.dy)
+
+
+def test_nobody_holds_it_otherwise():
+    data = Data(m=43)
+    y = mlp(data.x, data.inner, data.down, None, "silu", load("folded"), load("folded"), torch.float32)
+    gc.collect()
+    alive = [x for x in gc.get_objects() if type(x) is Tensor and x.shape == (43, 264)]
+    assert y.requires_grad and {x.dtype for x in alive} <= {torch.float32}
+    assert len({x.data_ptr() for x in alive}) <= 2  # gate and up
+
+
+def test_the_gemms_and_the_quantised_weights():
+    data = Data()
+    with kernels.record() as ledger:
+        data.results(fused("silu", load("folded"), load("folded")))
+    assert sum(ledger.gemms.values()) == 3 + 2 + 2
+    assert ledger.weights == 3
+
+
+@every_preset
+@pytest.mark.parametrize("frozen", ["x", "gate", "up", "down", "gate up down", "x gate up", "x down"])
+def test_what_needs_no_gradient_gets_none_and_changes_none(recipe, frozen):
+    data = Data()
+    run = fused("silu", load(recipe), load(recipe))
+    whole = dict(zip(("y", "x", "gate", "up", "down", "bias"), data.results(run), strict=True))
+    for name, leaf in zip(("x", "gate", "up", "down"), data.leaves, strict=False):
+        leaf.requires_grad_(name not in frozen.split())
+    expected = [gradient for name, gradient in whole.items() if name not in frozen.split()]
+    assert same(data.results(run), expected)
+
+
+def test_nothing_is_kept_where_no_gradient_is_needed():
+    data = Data()
+    run = fused("silu", load("folded"), load("folded"))
+    with torch.no_grad():
+        y = run(*data.leaves[:1], data.inner, data.down, data.bias)
+    assert not y.requires_grad and torch.equal(y, data.results(run)[0])
+
+
+@every_preset
+@pytest.mark.parametrize("shape", [(136,), (0, 136), (2, 0, 136), (1, 1, 136), (3, 5, 136)], ids=str)
+def test_any_leading_shape(recipe, shape):
+    data = Data()
+    x = torch.randn(shape, requires_grad=True)
+    y = mlp(x, data.inner, data.down, data.bias, "silu", load(recipe), load(recipe), torch.float32)
+    assert y.shape == shape
+    y.sum().backward()
+    assert x.grad.shape == shape
+    if 0 in shape:
+        assert not data.down.grad.any() and torch.equal(data.bias.grad, torch.zeros(136))
+
+
+def test_rows_that_lie_apart_and_a_gradient_that_is_expanded():
+    data = Data()
+    wide = torch.randn(136, 80)
+    x = wide.t()[::2].detach().requires_grad_()
+    run = fused("gelu", load("folded"), load("folded"))
+    y = run(x, data.inner, data.down, data.bias)
+    y.sum().backward()
+    twin = x.detach().contiguous().requires_grad_()
+    y_ = run(twin, data.inner, data.down, data.bias)
+    y_.backward(torch.ones(40, 136))
+    assert torch.equal(y, y_) and torch.equal(x.grad, twin.grad)
+
+
+def test_codes_that_are_there_are_used():
+    data, recipe = Data(), load("folded")
+    ready = kernels.quantize(data.x.detach(), *target_of(recipe.fprop.input)[:3])
+    zero = ready._replace(codes=ready.codes.float().mul(0).to(ready.codes.dtype))
+    expected = data.results(fused("silu", recipe, recipe))
+    run = lambda x, weights, down, bias, ready=ready: mlp(  # noqa: E731
+        x, weights, down, bias, "silu", recipe, recipe, torch.float32, ready
+    )
+    assert same(data.results(run), expected)
+    assert torch.equal(run(data.x, data.inner, data.down, data.bias, zero), data.bias.expand(40, 136))
+
+
+def test_weights_and_input_of_different_dtypes():
+    data = Data()
+    with torch.no_grad():
+        for leaf in data.leaves:
+            leaf.copy_(leaf.bfloat16())
+    x = data.x.detach().bfloat16().requires_grad_()
+    y = mlp(x, data.inner, data.down, data.bias, "silu", load("folded"), load("folded"), torch.bfloat16)
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()
+    assert x.grad.dtype == torch.bfloat16
+    assert {w.grad.dtype for w in (*data.inner, data.down, data.bias)} == {torch.float32}
+
+
+def test_a_weight_changed_between_forward_and_backward_is_an_error():
+    data = Data()
+    y = mlp(data.x, data.inner, data.down, None, "silu", load("folded"), load("folded"), torch.float32)
+    with torch.no_grad():
+        data.inner[1].mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@every_preset
+def test_backward_may_come_by_again(recipe):
+    data = Data()
+    y = mlp(data.x, data.inner, data.down, None, "silu", load(recipe), load(recipe), torch.float32)
+    y.backward(data.dy, retain_graph=True)
+    first = [leaf.grad.clone() for leaf in data.leaves[:-1]]
+    y.backward(data.dy)
+    assert all(torch.equal(leaf.grad, 2 * one) for leaf, one in zip(data.leaves[:-1], first, strict=True))
+
+
+@every_preset
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed(recipe, reentrant):
+    data = Data()
+    run = fused("silu", load(recipe), load(recipe))
+    again = data.results(lambda *args: checkpoint(run, *args, use_reentrant=reentrant))
+    assert same(data.results(run), again)
+
+
+@every_preset
+@gated_or_not
+def test_compiled_is_bit_for_bit_eager(recipe, gated):
+    data = Data(gated)
+    run = fused("gelu_tanh", load(recipe), load(recipe))
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    assert same(data.results(run), data.results(compiled))
+    torch._dynamo.reset()
+
+
+def test_a_nan_token_ruins_its_own_row_and_no_other():
+    data = Data()
+    with torch.no_grad():
+        data.x[3, 5] = torch.nan
+    y, dx, *dws, _ = data.results(fused("silu", load("folded"), load("folded")))
+    assert y.isnan().any(dim=1).nonzero().flatten().tolist() == [3]
+    assert all(dw.isnan().any() for dw in dws)
+    assert dx.isnan().any(dim=1).nonzero().flatten().tolist() == [3]
+
+
+# --- what it refuses ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
+def test_a_gemm_in_bf16_is_refused(gemm):
+    some = load({"name": "some", gemm: {"precision": "bf16"}, **({} if gemm != "fprop" else {"base": "rowwise"})})
+    for pair in ((some, load("folded")), (load("folded"), some)):
+        assert refuses(*pair) == f"recipe '{some.name}' leaves a GEMM in BF16"
+
+
+def test_stochastic_rounding_is_refused():
+    some = load({"base": "rowwise", "name": "some", "wgrad": {"grad_output": {"rounding": "stochastic"}}})
+    assert refuses(load("folded"), some) == "recipe 'some' rounds stochastically"
+
+
+@every_recipe
+def test_all_else_is_taken(inner, outer):
+    assert refuses(inner, outer) is None
+
+
+@pytest.mark.gpu
+@every_recipe
+@every_kind
+@gated_or_not
+def test_on_a_gpu_it_is_what_it_is_on_a_cpu(kind, gated, inner, outer):
+    data = Data(gated, m=256, d=256, f=512, dtype=torch.bfloat16)
+    expected = data.results(fused(kind, inner, outer, torch.bfloat16))
+    for name in ("x", "down", "bias"):
+        setattr(data, name, getattr(data, name).detach().cuda().requires_grad_())
+    data.inner, data.dy = [w.detach().cuda().requires_grad_() for w in data.inner], data.dy.cuda()
+    got = data.results(fused(kind, inner, outer, torch.bfloat16))
+    assert all(sqnr_db(a, b.cpu()) > 35 for a, b in zip(expected, got, strict=True))

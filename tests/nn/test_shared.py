@@ -1,0 +1,435 @@
+"""Layers that share an input: one joint computation, which nobody can tell from separate layers but by its speed."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from octavo import kernels
+from octavo.nn import Linear, functional
+from octavo.nn.shared import SharedInput
+from octavo.numerics import sqnr_db
+from octavo.recipes import load, names
+
+FP8 = [name for name in names() if load(name).is_fp8]
+every_recipe = pytest.mark.parametrize("recipe", FP8)
+
+
+class Attention(nn.Module):
+    """What reads one input three times, with and without biases."""
+
+    def __init__(self, recipe: str = "folded", width: int = 136, rows: tuple[int, ...] = (128, 128, 24)) -> None:
+        super().__init__()
+        chosen = load(recipe)
+        for name, n, bias in zip("qkv", rows, (True, False, True), strict=True):
+            layer = nn.Linear(width, n, bias=bias)
+            Linear.adopt(layer, chosen)
+            setattr(self, name, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.q(x), self.k(x).square(), self.v(x).sin()], dim=-1)
+
+
+def shared(*args, **kwargs) -> Attention:
+    model = Attention(*args, **kwargs)
+    group = SharedInput([model.q, model.k, model.v])
+    for layer in group.layers:
+        layer.shared = group
+    return model
+
+
+def alone(model: Attention) -> Attention:
+    twin = copy.deepcopy(model)
+    for layer in (twin.q, twin.k, twin.v):
+        layer.shared = None
+    return twin
+
+
+def gradients(model: nn.Module, x: Tensor, run=None) -> list[Tensor]:
+    """The result, the gradient of x and those of all parameters."""
+    x = x.detach().clone().requires_grad_()
+    model.zero_grad()
+    y = (model if run is None else run)(x)
+    y.float().square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+# --- what it computes -----------------------------------------------------------------------------------------------
+
+
+@every_recipe
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_one_layer_with_the_stack_of_their_weights(recipe, dtype):
+    model = shared(recipe).to(dtype)
+    x = torch.randn(2, 17, 136, dtype=dtype)
+    weight = torch.cat([model.q.weight, model.k.weight, model.v.weight]).detach().requires_grad_()
+    whole = x.clone().requires_grad_()
+    y = functional.linear(whole, weight, None, load(recipe))
+    dy = torch.randn_like(y)
+    y.backward(dy)
+
+    x.requires_grad_()
+    parts = [model.q(x), model.k(x), model.v(x)]
+    q, k, v = y.split([128, 128, 24], -1)
+    assert equal(parts, [q + model.q.bias, k, v + model.v.bias])
+    torch.autograd.backward(parts, list(dy.split([128, 128, 24], -1)))
+    assert torch.equal(x.grad, whole.grad)
+    assert torch.equal(torch.cat([model.q.weight.grad, model.k.weight.grad, model.v.weight.grad]), weight.grad)
+    assert torch.equal(model.v.bias.grad, dy[..., 256:].sum(dim=(0, 1)))
+
+
+@pytest.mark.parametrize("recipe", ["folded", "rowwise", "block"])
+def test_separate_layers_give_the_same_but_for_the_sum_in_dgrad(recipe):
+    # Tiles of separate layers are tiles of the stack here, but for those of a gradient's row, which is now longer: a
+    # token has one scale for q, k and v. Forward and wgrad are the same in every bit.
+    model = shared(recipe, rows=(128, 128, 128))
+    x = torch.randn(40, 136)
+    (y, dx, *dws), (y_, dx_, *dws_) = gradients(model, x), gradients(alone(model), x)
+    assert torch.equal(y, y_)
+    assert equal(dws, dws_)
+    assert sqnr_db(dx_, dx) > 25
+
+
+def test_tensorwise_layers_have_one_scale_together():
+    model = shared("tensorwise")
+    x = torch.randn(40, 136)
+    for one, other in zip(gradients(model, x), gradients(alone(model), x), strict=True):
+        assert sqnr_db(other, one) > 25
+
+
+def test_the_work_is_done_once():
+    model, x = shared(), torch.randn(16, 136, requires_grad=True)
+    with kernels.record() as ledger:
+        model(x).sum().backward()
+    assert ledger.weights == 3
+    assert sum(ledger.gemms.values()) == 3 + 1 + 1  # fprop for each, dgrad, wgrad
+    with kernels.record() as ledger:
+        alone(model)(x).sum().backward()
+    assert sum(ledger.gemms.values()) == 9
+
+
+def test_under_autocast():
+    model, x = shared(), torch.randn(16, 136, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        parts = [model.q(x), model.k(x), model.v(x)]
+    assert {part.dtype for part in parts} == {torch.bfloat16}
+    sum(part.float().sum() for part in parts).backward()
+    assert x.grad.dtype == model.k.weight.grad.dtype == torch.float32
+
+
+# --- who is called with what ----------------------------------------------------------------------------------------
+
+
+def test_a_round_leaves_nothing_behind():
+    model = shared()
+    model(torch.randn(5, 136))
+    assert model.q.shared._input is None and not model.q.shared._waiting and not model.q.shared._states
+
+
+@pytest.mark.parametrize("order", ["qkv", "vkq", "kqv"])
+def test_any_order(order):
+    model, x = shared(), torch.randn(5, 136)
+    for name in order:
+        assert torch.equal(getattr(model, name)(x), getattr(alone(model), name)(x))
+
+
+def test_a_member_called_with_another_tensor_computes_that():
+    model, x, other = shared(), torch.randn(5, 136), torch.randn(7, 136)
+    twin = alone(model)
+    for _ in range(2):
+        assert torch.equal(model.q(x), twin.q(x))
+        with kernels.record() as ledger:
+            assert torch.equal(model.k(other), twin.k(other))
+        assert sum(ledger.gemms.values()) == 2  # ours and the twin's: it computes alone
+        assert torch.equal(model.v(x), twin.v(x))
+
+
+def test_a_tensor_of_the_same_values_is_another_tensor_with_a_gradient_of_its_own():
+    model, x = shared(), torch.randn(5, 136, requires_grad=True)
+    other = x.detach().clone().requires_grad_()
+    (model.q(x).sum() + model.k(other).sum() + model.v(x).sum()).backward()
+    assert torch.equal(other.grad, torch.autograd.grad(alone(model).k(other).sum(), other)[0])
+
+
+def test_a_member_called_twice():
+    model, x = shared(), torch.randn(5, 136)
+    twin = alone(model)
+    first, again = model.q(x), model.q(x)
+    assert torch.equal(first, again) and torch.equal(first, twin.q(x))
+    assert torch.equal(model.k(x), twin.k(x)) and torch.equal(model.v(x), twin.v(x))
+
+
+def test_members_that_nobody_calls_have_gradients_of_zero_and_the_others_theirs():
+    model, x = shared(), torch.randn(5, 136, requires_grad=True)
+    model.k(x).sum().backward()
+    twin = alone(model)
+    twin.zero_grad()
+    twin.k(x.detach()).sum().backward()
+    assert torch.equal(model.k.weight.grad, twin.k.weight.grad)
+    assert not model.q.weight.grad.any() and not model.v.weight.grad.any()
+
+
+def changed_in_place(model: Attention, x: Tensor) -> None:
+    x.mul_(2.0)
+
+
+def weight_changed(model: Attention, x: Tensor) -> None:
+    with torch.no_grad():
+        model.k.weight.mul_(2.0)
+
+
+def weight_replaced(model: Attention, x: Tensor) -> None:
+    model.k.weight = nn.Parameter(torch.randn_like(model.k.weight))
+
+
+def stepped(model: Attention, x: Tensor) -> None:
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
+
+
+def other_recipe(model: Attention, x: Tensor) -> None:
+    model.k.recipe = load("tensorwise")
+
+
+@pytest.mark.parametrize("change", [changed_in_place, weight_changed, weight_replaced, stepped, other_recipe])
+def test_what_changes_between_two_calls_is_seen(change):
+    model, x = shared(), torch.randn(5, 136)
+    model.q(x)
+    change(model, x)
+    twin = alone(model)
+    assert torch.equal(model.k(x), twin.k(x))
+    assert torch.equal(model.v(x), twin.v(x))
+    assert torch.equal(model.q(x), twin.q(x))
+
+
+def test_a_member_with_a_recipe_of_its_own_computes_by_that():
+    model, x = shared(), torch.randn(5, 136)
+    model.k.recipe = load("tensorwise")
+    twin = alone(model)
+    assert equal([model.q(x), model.k(x), model.v(x)], [twin.q(x), twin.k(x), twin.v(x)])
+
+
+def test_a_bias_changed_between_two_calls_is_seen():
+    model, x = shared(), torch.randn(5, 136)
+    model.q(x)
+    with torch.no_grad():
+        model.v.bias.add_(1.0)
+    assert torch.equal(model.v(x), alone(model).v(x))
+
+
+def test_a_call_without_gradients_does_not_take_them_from_the_next():
+    model, x = shared(), torch.randn(5, 136, requires_grad=True)
+    with torch.no_grad():
+        model.q(x)
+    assert model.k(x).requires_grad and model.v(x).requires_grad
+    y = torch.randn(5, 136)
+    model.requires_grad_(False)
+    assert not model.q(y).requires_grad
+    y.requires_grad_()
+    assert model.k(y).requires_grad
+
+
+def test_a_call_under_autocast_does_not_change_the_dtype_of_the_next():
+    model, x = shared(), torch.randn(5, 136)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.q(x).dtype == torch.bfloat16
+    assert model.k(x).dtype == torch.float32
+
+
+def test_a_round_cut_short_by_an_error_does_no_harm():
+    model, x = shared(), torch.randn(5, 136)
+    handle = model.k.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(x)
+    handle.remove()
+    assert torch.equal(model(x), alone(model)(x))
+    assert model.q.shared._input is None
+
+
+def test_hooks_see_each_layer():
+    model, seen = shared(), []
+    for name in "qkv":
+        getattr(model, name).register_forward_hook(lambda layer, args, y, name=name: seen.append((name, y.shape[-1])))
+        getattr(model, name).register_full_backward_hook(lambda layer, dx, dy, name=name: seen.append(name))
+    x = torch.randn(5, 136, requires_grad=True)
+    model(x).sum().backward()
+    assert seen[:3] == [("q", 128), ("k", 128), ("v", 24)] and sorted(seen[3:]) == ["k", "q", "v"]
+
+
+def test_a_pre_hook_that_changes_the_input_of_one():
+    model, x = shared(), torch.randn(5, 136)
+    model.k.register_forward_pre_hook(lambda layer, args: (args[0] * 2,))
+    expected = torch.cat([alone(model).q(x), alone(model).k(x).square(), alone(model).v(x).sin()], dim=-1)
+    assert torch.equal(model(x), expected)
+
+
+def test_a_disabled_member_computes_in_high_precision_and_is_left_out():
+    model, x = shared(), torch.randn(5, 136)
+    model.k.enabled = False
+    plain = nn.functional.linear(x, model.k.weight)
+    with kernels.record() as ledger:
+        model.q(x)
+        assert torch.equal(model.k(x), plain)
+        model.v(x)
+    assert sum(ledger.gemms.values()) == 2 and not model.q.shared._waiting
+
+
+@pytest.mark.parametrize("frozen", ["q", "k", "qk", "qkv"])
+@pytest.mark.parametrize("x_needs", [True, False])
+def test_frozen_members(frozen, x_needs):
+    model = shared(rows=(128, 128, 128))
+    for name in frozen:
+        getattr(model, name).weight.requires_grad_(False)
+    twin = alone(model)
+    for one in (model, twin):
+        x = torch.linspace(-1, 1, 5 * 136).reshape(5, 136).requires_grad_(x_needs)
+        y = one(x)
+        if y.requires_grad:
+            y.sum().backward()
+        one.dx = x.grad
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        assert p.grad is None or torch.equal(p.grad, q.grad)
+    assert (model.dx is None) == (twin.dx is None) == (not x_needs)
+
+
+def test_no_grad_and_inference_mode():
+    model, x = shared(), torch.randn(5, 136)
+    expected = model(x)
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)
+    with torch.inference_mode():
+        assert torch.equal(model(x), expected)
+        assert torch.equal(model(x.clone()), expected)
+    assert model(x.requires_grad_()).requires_grad
+
+
+@pytest.mark.parametrize("shape", [(136,), (0, 136), (2, 0, 136), (1, 1, 136)], ids=str)
+def test_any_leading_shape(shape):
+    model = shared()
+    x = torch.randn(shape, requires_grad=True)
+    y = model(x)
+    assert y.shape == (*shape[:-1], 280)
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+
+
+# --- with the rest of PyTorch ---------------------------------------------------------------------------------------
+
+
+@every_recipe
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed(recipe, reentrant):
+    model, x = shared(recipe), torch.randn(16, 136)
+    again = gradients(model, x, lambda x: checkpoint(model, x, use_reentrant=reentrant))
+    assert equal(gradients(model, x), again)
+    assert model.q.shared._input is None
+
+
+@every_recipe
+@pytest.mark.parametrize("autocast", [False, True])
+def test_compiled_is_bit_for_bit_eager(recipe, autocast):
+    model, x = shared(recipe), torch.randn(16, 136)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert equal(gradients(model, x), gradients(model, x, compiled))
+    with kernels.record() as ledger:
+        gradients(model, x, compiled)
+    assert sum(ledger.gemms.values()) == 5
+    torch._dynamo.reset()
+
+
+def test_compiled_and_eager_calls_may_alternate():
+    model = shared()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        x = torch.randn(16, 136)
+        assert torch.equal(compiled(x), model(x))
+        compiled(x).sum().backward()
+        optimizer.step()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        compiled(x).sum().backward()
+    torch._dynamo.reset()
+
+
+def test_a_break_of_the_graph_between_members():
+    model, x = shared(), torch.randn(16, 136)
+
+    def run(x: Tensor) -> Tensor:
+        q = model.q(x)
+        torch._dynamo.graph_break()
+        return torch.cat([q, model.k(x).square(), model.v(x).sin()], dim=-1)
+
+    compiled = torch.compile(run, backend="aot_eager")
+    for _ in range(2):
+        assert equal(gradients(model, x), gradients(model, x, compiled))
+    torch._dynamo.reset()
+
+
+def test_functional_call_uses_the_weights_it_is_given():
+    model, x = shared(), torch.randn(5, 136)
+    others = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    got = torch.func.functional_call(model, others, (x,))
+    twin = alone(model)
+    twin.load_state_dict(others)
+    assert torch.equal(got, twin(x))
+
+
+# --- copies and files -----------------------------------------------------------------------------------------------
+
+
+def test_a_copy_of_the_module_shares_among_its_own():
+    model, x = shared(), torch.randn(5, 136)
+    model.q(x)  # a round is open
+    twin = copy.deepcopy(model)
+    group = twin.q.shared
+    assert group is twin.k.shared is twin.v.shared and group is not model.q.shared
+    assert group.layers == (twin.q, twin.k, twin.v) and group._input is None
+    with torch.no_grad():
+        model.k.weight.zero_()
+    assert torch.equal(twin(x), alone(twin)(x))
+
+
+def test_a_shallow_copy_of_a_member_computes_alone():
+    model, x = shared(), torch.randn(5, 136)
+    twin = copy.copy(model.k)
+    with kernels.record() as ledger:
+        assert torch.equal(twin(x), model.k(x))
+    assert sum(ledger.gemms.values()) == 1 + 3
+
+
+def test_files_carry_no_activations():
+    model, x = shared(), torch.randn(500, 136)
+    size = len(pickle.dumps(model))
+    model.q(x)
+    assert len(pickle.dumps(model)) < size + 1000
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    twin = torch.load(file, weights_only=False)
+    assert twin.q.shared is twin.k.shared
+    assert torch.equal(twin(x), model(x))
+
+
+def test_state_dict_is_that_of_plain_layers():
+    model = shared()
+    model.q(torch.randn(5, 136))
+    assert list(model.state_dict()) == ["q.weight", "q.bias", "k.weight", "v.weight", "v.bias"]
+    assert all(type(value) is Tensor for value in model.state_dict().values())
+
+
+def test_released_layers_share_nothing():
+    model = shared()
+    for layer in (model.q, model.k, model.v):
+        layer.release()
+    assert not any("shared" in vars(layer) for layer in model.children())
