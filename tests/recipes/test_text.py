@@ -147,7 +147,7 @@ def test_a_base_may_be_changed_further():
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        ("foldd", r"unknown recipe 'foldd'\. Did you mean 'folded'\? Recipes: folded, rowwise"),
+        ("foldd", r"unknown recipe 'foldd'\. Did you mean 'folded'\? Recipes: folded, folded_fast, rowwise"),
         ("Block", r"unknown recipe 'Block'\. Did you mean 'block'\?"),
         ("", r"unknown recipe ''\."),
         ({"base": "bloc"}, r"base 'bloc'\. Did you mean 'block'\?"),
