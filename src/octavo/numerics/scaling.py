@@ -1,8 +1,9 @@
 """From amax to scale. `scale` is what a code is multiplied by to give the value back, everywhere in Octavo.
 
-There is no floor under amax: an all-zero tile takes scale 1, and anything else is scaled, so that Q(2^-k x) = 2^-k
-Q(x) for as long as FP32 can hold the scale. The one bound is FP32's own: a scale is never below 2^-126, because
-hardware that flushes subnormals would turn it into zero.
+There is no floor under amax: everything is scaled, so that Q(2^-k x) = 2^-k Q(x) for as long as FP32 can hold the
+scale. The one bound is FP32's own: a scale is never below 2^-126, because hardware that flushes subnormals would turn
+it into zero. An all-zero tile has that scale. Its codes are zero whatever it is; but scales are also folded into
+gradients, where that of a zero row must not outweigh the others.
 """
 
 from __future__ import annotations
@@ -50,13 +51,12 @@ def _power_of_two(amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
     exponent = (bits >> 23) - (int(max_bits) >> 23) + 127
     exponent = exponent + ((bits & _MANTISSA) > (int(max_bits) & _MANTISSA)).int()
     exponent = exponent.clamp(min=1)  # 2^-126
-    exponent = torch.where(bits == 0, 127, exponent)
     return (exponent << 23).view(torch.float32), ((254 - exponent) << 23).view(torch.float32)
 
 
 def _float32(amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
     # FP64 division rounds the same way in eager mode, under a compiler and in a hand-written kernel; FP32 does not.
-    exact = torch.where(amax == 0, fmt.max, amax.double())
+    exact = amax.double()
     scale = (exact / fmt.max).float().clamp(min=_SMALLEST_SCALE)
     inverse = (fmt.max / exact).float().clamp(max=1 / _SMALLEST_SCALE)
     return scale, inverse

@@ -78,12 +78,11 @@ def scale_of(amax, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr):
         MAX_EXPONENT: tl.constexpr = 135 if FORMAT == tl.float8e4nv else 142
         exponent = (bits >> 23) - MAX_EXPONENT + 127 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
         exponent = tl.maximum(exponent, 1)
-        exponent = tl.where(bits == 0, 127, exponent)
         scale = (exponent << 23).to(tl.float32, bitcast=True)
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     else:
         largest = tl.full(amax.shape, format_max(FORMAT), tl.float64)
-        exact = tl.where(amax == 0.0, largest, amax.to(tl.float64))
+        exact = amax.to(tl.float64)
         scale = tl.maximum((exact / largest).to(tl.float32), 1.1754943508222875e-38)
         inverse = tl.minimum((largest / exact).to(tl.float32), 8.507059173023462e37)
     return scale, inverse
