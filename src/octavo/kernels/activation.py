@@ -12,7 +12,6 @@ Everything is a custom operator: Triton on a GPU, `reference/activation.py`, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError, did_you_mean
 from octavo.kernels.dispatch import launches_on, uses_triton, why_not
+from octavo.kernels.operator import define
 from octavo.kernels.reference import activation as reference
 from octavo.kernels.target import Target, empty, target_of
 from octavo.numerics import Quantized
@@ -227,25 +227,22 @@ def _activation_backward_plain_shape(dh: Tensor, gate: Tensor, up: Tensor | None
     return dh.new_empty(dh.shape), dh.new_empty(0 if up is None else dh.shape)
 
 
-_library = torch.library.Library("octavo", "FRAGMENT")
-
-
-def _define(signature: str, run: Callable[..., object], shape: Callable[..., object]) -> None:
-    name = signature.partition("(")[0]
-    _library.define(signature, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"octavo::{name}", shape, lib=_library)
-
-
-_define("activation(Tensor gate, Tensor? up, str kind, str target) -> (Tensor, Tensor)", _activation, _activation_shape)
-_define(
+define(
+    "activation(Tensor gate, Tensor? up, str kind, str target) -> (Tensor, Tensor)",
+    _activation,
+    _activation_shape,
+    torch.Tag.needs_fixed_stride_order,
+)
+define(
     "activation_backward(Tensor dh, Tensor gate, Tensor? up, str kind, str rows, str columns, str hidden, "
     "Tensor? hidden_scale, Tensor? row_fold, Tensor? column_fold) -> Tensor[]",
     _activation_backward,
     _activation_backward_shape,
+    torch.Tag.needs_fixed_stride_order,
 )
-_define(
+define(
     "activation_backward_plain(Tensor dh, Tensor gate, Tensor? up, str kind) -> (Tensor, Tensor)",
     _activation_backward_plain,
     _activation_backward_plain_shape,
+    torch.Tag.needs_fixed_stride_order,
 )

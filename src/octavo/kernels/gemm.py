@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import ledger
+from octavo.kernels.operator import define
 from octavo.kernels.reference.gemm import gemm as reference_gemm
 from octavo.kernels.vendor import scaled_mm as vendor
 from octavo.numerics import Quantized, granularity_named
@@ -109,11 +110,10 @@ def _gemm_shape(
     return a_scale.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
 
 
-_library = torch.library.Library("octavo", "FRAGMENT")
-_library.define(
+define(
     "gemm(Tensor a, Tensor a_scale, str a_granularity, Tensor b, Tensor b_scale, str b_granularity, "
     "ScalarType out_dtype, bool fast) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
+    _gemm,
+    _gemm_shape,
+    torch.Tag.needs_fixed_stride_order,
 )
-_library.impl("gemm", _gemm, "CompositeExplicitAutograd")
-torch.library.register_fake("octavo::gemm", _gemm_shape, lib=_library)

@@ -12,14 +12,14 @@ Everything is a custom operator: Triton on a GPU, `reference/norm.py`, which is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.dispatch import launches_on, uses_triton
+from octavo.kernels.operator import define
 from octavo.kernels.reference import norm as reference
 from octavo.kernels.target import Target, empty, laid_out, target_of
 from octavo.numerics import Quantized
@@ -293,34 +293,24 @@ def _backward_shape(
     return x.new_empty(x.shape), sums[0], sums[1]
 
 
-_library = torch.library.Library("octavo", "FRAGMENT")
-
-
-def _define(signature: str, run: Callable[..., Any], shape: Callable[..., Any]) -> None:
-    name = signature.partition("(")[0]
-    _library.define(signature, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"octavo::{name}", shape, lib=_library)
-
-
-_define(
+define(
     "rms_norm(Tensor x, Tensor? weight, float eps, Tensor? residual, str target, bool keep_y) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _rms_norm,
     _rms_norm_shape,
 )
-_define(
+define(
     "rms_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, Tensor? residual_grad) -> (Tensor, Tensor)",
     _rms_norm_backward,
     _rms_norm_backward_shape,
 )
-_define(
+define(
     "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, Tensor? residual, str target, bool keep_y) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _layer_norm,
     _layer_norm_shape,
 )
-_define(
+define(
     "layer_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, "
     "Tensor? residual_grad) -> (Tensor, Tensor, Tensor)",
     _backward,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels.dispatch import launches_on, uses_triton
+from octavo.kernels.operator import define
 from octavo.kernels.reference import quantize as reference
 from octavo.kernels.target import Target, empty, laid_out, target_of
 from octavo.kernels.transpose import transpose
@@ -119,11 +120,9 @@ def _quantize_pair_shape(
     )
 
 
-_library = torch.library.Library("octavo", "FRAGMENT")
-_library.define(
+define(
     "quantize_pair(Tensor[] sources, str rows, str columns, Tensor? row_fold, Tensor? column_fold) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    _quantize_pair,
+    _quantize_pair_shape,
 )
-_library.impl("quantize_pair", _quantize_pair, "CompositeExplicitAutograd")
-torch.library.register_fake("octavo::quantize_pair", _quantize_pair_shape, lib=_library)

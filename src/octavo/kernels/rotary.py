@@ -16,6 +16,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels.dispatch import launches_on, uses_triton
+from octavo.kernels.operator import define
 from octavo.kernels.reference import rotary as reference
 
 
@@ -66,9 +67,4 @@ def _rotate_shape(x: Tensor, cos: Tensor, sin: Tensor, conjugate: bool) -> Tenso
     return x.new_empty(x.shape)
 
 
-_library = torch.library.Library("octavo", "FRAGMENT")
-_library.define(
-    "rotate(Tensor x, Tensor cos, Tensor sin, bool conjugate) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
-_library.impl("rotate", _rotate, "CompositeExplicitAutograd")
-torch.library.register_fake("octavo::rotate", _rotate_shape, lib=_library)
+define("rotate(Tensor x, Tensor cos, Tensor sin, bool conjugate) -> Tensor", _rotate, _rotate_shape)

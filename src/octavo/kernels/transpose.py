@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.dispatch import launches_on, uses_triton
+from octavo.kernels.operator import define
 
 
 def transpose(codes: Tensor) -> Tensor:
@@ -27,7 +28,4 @@ def _transpose_shape(codes: Tensor) -> Tensor:
     return codes.new_empty(codes.shape[1], codes.shape[0])
 
 
-_library = torch.library.Library("octavo", "FRAGMENT")
-_library.define("transpose(Tensor codes) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-_library.impl("transpose", _transpose, "CompositeExplicitAutograd")
-torch.library.register_fake("octavo::transpose", _transpose_shape, lib=_library)
+define("transpose(Tensor codes) -> Tensor", _transpose, _transpose_shape)

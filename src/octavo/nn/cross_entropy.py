@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from octavo import kernels, strict
 from octavo.errors import ConfigError
 from octavo.kernels.cross_entropy import cross_entropy_
+from octavo.kernels.operator import define
 from octavo.nn.functional import Input, fprop, read_gradient, read_input, read_kept_input, scale_of, target_of
 from octavo.nn.linear import compute_dtype
 from octavo.nn.weights import quantized_weights, transpose_codes
@@ -260,12 +261,10 @@ def _from_text(text: str) -> Recipe:
     return strict.read(Recipe, made, "recipe")
 
 
-_library = torch.library.Library("octavo", "FRAGMENT")
-_library.define(
+define(
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor targets, str recipe, ScalarType dtype, "
     "int ignore_index, float softcap, float z_loss, int chunk, bool needs_x, bool needs_weight, bool needs_bias) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    _linear_cross_entropy,
+    _linear_cross_entropy_shape,
 )
-_library.impl("linear_cross_entropy", _linear_cross_entropy, "CompositeExplicitAutograd")
-torch.library.register_fake("octavo::linear_cross_entropy", _linear_cross_entropy_shape, lib=_library)

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from octavo import kernels
 from octavo.kernels import Target, ledger
 from octavo.kernels.dispatch import launches_on, why_not
+from octavo.kernels.operator import define
 from octavo.kernels.target import empty, target_of
 from octavo.numerics import PER_COLUMN, PER_TENSOR, Quantized, granularity_named
 
@@ -289,24 +290,24 @@ def _weight_scale_shape(weights: list[Tensor], target: str) -> Tensor:
     return weights[0].new_empty(shape, dtype=torch.float32)
 
 
-_library = torch.library.Library("octavo", "FRAGMENT")
-for _schema, _run, _shape in (
-    (
-        "fprop(Tensor x, Tensor x_scale, str x_granularity, Tensor[] weights, str target, "
-        "ScalarType dtype, str accumulate) -> Tensor[]",
-        _fprop,
-        _fprop_shape,
-    ),
-    (
-        "dgrad(Tensor g, Tensor g_scale, str g_granularity, Tensor[] weights, str target, str source, "
-        "ScalarType dtype, str accumulate) -> Tensor",
-        _dgrad,
-        _dgrad_shape,
-    ),
-    ("weight_scale(Tensor[] weights, str target) -> Tensor", _weight_scale, _weight_scale_shape),
-):
-    _name = _schema.partition("(")[0]
-    # What they keep from call to call must not lie in the memory of a graph that a compiler captures by itself.
-    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe))
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"octavo::{_name}", _shape, lib=_library)
+# What they keep from call to call must not lie in the memory of a graph that a compiler captures by itself.
+define(
+    "fprop(Tensor x, Tensor x_scale, str x_granularity, Tensor[] weights, str target, "
+    "ScalarType dtype, str accumulate) -> Tensor[]",
+    _fprop,
+    _fprop_shape,
+    torch.Tag.cudagraph_unsafe,
+)
+define(
+    "dgrad(Tensor g, Tensor g_scale, str g_granularity, Tensor[] weights, str target, str source, "
+    "ScalarType dtype, str accumulate) -> Tensor",
+    _dgrad,
+    _dgrad_shape,
+    torch.Tag.cudagraph_unsafe,
+)
+define(
+    "weight_scale(Tensor[] weights, str target) -> Tensor",
+    _weight_scale,
+    _weight_scale_shape,
+    torch.Tag.cudagraph_unsafe,
+)
