@@ -1,13 +1,13 @@
 """The predicted gain of a layer: time of its three GEMMs in BF16 over their time in FP8 with the passes that quantise.
 
 Rates are an H200's, dense, random normal data, slow accumulation. Passes run at the speed of a device copy, one for
-each matrix that is quantised or transposed, as `torch.compile` fuses them. It is a prediction for Hopper: `octavo
+each matrix that is quantised or transposed. It is a prediction for Hopper: `octavo
 bench step` measures.
 """
 
 from __future__ import annotations
 
-from octavo.recipes import GEMMS, Operand, Recipe, reused_from
+from octavo.recipes import GEMMS, OPERANDS, Operand, Recipe, reused_from
 
 _TFLOPS = {"bf16": 670.0, "tensor": 1190.0, "row": 1160.0, "block": 880.0}
 _COPY_GB_PER_S = 4200.0
@@ -42,12 +42,7 @@ def _rate(operands: tuple[Operand, Operand]) -> float:
 
 
 def _passes(recipe: Recipe) -> list[tuple[str, str]]:
-    roles = {
-        "fprop": ("input", "weight"),
-        "dgrad": ("grad_output", "weight"),
-        "wgrad": ("grad_output", "input"),
-    }
-    return [(gemm, role) for gemm in GEMMS if recipe.gemm(gemm).is_fp8 for role in roles[gemm]]
+    return [(gemm, role) for gemm in GEMMS if recipe.gemm(gemm).is_fp8 for role in OPERANDS[gemm]]
 
 
 def _bytes(recipe: Recipe, gemm: str, role: str) -> float:

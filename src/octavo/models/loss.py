@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from octavo.errors import ConfigError
 from octavo.nn import Linear
 from octavo.nn.cross_entropy import linear_cross_entropy
+from octavo.nn.hooks import has_hooks
 from octavo.recipes import RecipeLike
 
 
@@ -36,8 +37,7 @@ def head_loss(x_BTD: Tensor, head: nn.Linear, targets_BT: Tensor) -> Tensor:
 
 def _recipe_of(head: nn.Linear) -> RecipeLike | None:
     """Return the recipe of a head that computes x W^T + b and nothing else, or None."""
-    hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
-    if any(hooks) or "forward" in vars(head):
+    if has_hooks(head) or "forward" in vars(head):
         return None
     if type(head) is Linear:
         return head.recipe if head.enabled else "bf16"

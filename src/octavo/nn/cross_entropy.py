@@ -23,11 +23,11 @@ from octavo import kernels, strict
 from octavo.errors import ConfigError
 from octavo.kernels.cross_entropy import cross_entropy_
 from octavo.kernels.operator import define
-from octavo.nn.functional import Input, fprop, read_gradient, read_input, read_kept_input, scale_of, target_of
+from octavo.nn.functional import Input, dgrad_weight, fprop, read_gradient, read_input, read_kept_input, scale_of
 from octavo.nn.linear import compute_dtype
-from octavo.nn.weights import quantized_weights, transpose_codes
+from octavo.nn.weights import transposed_weights
 from octavo.numerics import Quantized
-from octavo.recipes import Recipe, RecipeLike, load, names, reused_from
+from octavo.recipes import OPERANDS, Recipe, RecipeLike, load, names
 
 CHUNK_BYTES = {"cuda": 2**30, "cpu": 2**26}
 """What the logits of one chunk may take."""
@@ -181,12 +181,7 @@ class _Head:
     def _transposed_weight(self) -> Quantized:
         """Return the weight as dgrad reads it, (K, V), made once for all chunks."""
         if self._dgrad_KV is None:
-            operand = self.recipe.dgrad.weight
-            if reused_from(self.recipe, "dgrad", "weight"):
-                codes = quantized_weights([self.weight_VK], target_of(self.recipe.fprop.weight))
-                self._dgrad_KV = transpose_codes(codes, operand.is_folded)
-            else:
-                self._dgrad_KV = quantized_weights([self.weight_VK], target_of(operand), transposed=True)
+            self._dgrad_KV = transposed_weights([self.weight_VK], *dgrad_weight(self.recipe))
         return self._dgrad_KV
 
 
@@ -234,14 +229,13 @@ def _linear_cross_entropy_shape(
     return _empty(x_MK, weight_VK, bias_V, needs_x, needs_weight, needs_bias)
 
 
-_OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
 _GEMM, _OPERAND = ("precision", "accumulate"), ("format", "granularity", "scaling", "rounding")
 
 
 def _to_text(recipe: Recipe) -> str:
     """Write down a recipe for the operator, which takes plain types."""
     words = []
-    for name, operands in _OPERANDS.items():
+    for name, operands in OPERANDS.items():
         gemm = recipe.gemm(name)
         words += [getattr(gemm, field) for field in _GEMM]
         words += [getattr(getattr(gemm, operand), field) for operand in operands for field in _OPERAND]
@@ -255,7 +249,7 @@ def _from_text(text: str) -> Recipe:
         return load(text)
     words = iter(text.split())
     made: dict[str, Any] = {"name": "head"}
-    for name, operands in _OPERANDS.items():
+    for name, operands in OPERANDS.items():
         made[name] = {field: next(words) for field in _GEMM}
         made[name].update({operand: {field: next(words) for field in _OPERAND} for operand in operands})
     return strict.read(Recipe, made, "recipe")

@@ -127,12 +127,7 @@ def quantize_operand(x: Tensor, operand: Operand, fold: Tensor | None = None) ->
         x: (R, C).
         fold: FP32 (1, C), the scales of a folded partner, or None.
     """
-    if fold is not None:
-        x = x.float() * fold
-    # A seed of its own for every call, from PyTorch's generator: a resumed run draws the same ones again.
-    stochastic = operand.rounding == "stochastic"
-    seed = torch.randint(2**62, (), device=x.device) if stochastic else 0
-    return kernels.quantize(x, operand.format, operand.granularity, operand.scaling, operand.rounding, seed)
+    return stacked.quantize_matrix(x if fold is None else x.float() * fold, target_of(operand))
 
 
 def quantize_both(
@@ -243,8 +238,13 @@ def dgrad(
     if g is None:
         parts = [dy_MN @ weight_NK.to(dtype) for dy_MN, weight_NK in zip(dys, weights, strict=True)]
         return sum(parts[1:], start=parts[0])
-    source = target_of(recipe.fprop.weight) if reused_from(recipe, "dgrad", "weight") else None
-    return stacked.dgrad(g, weights, target_of(recipe.dgrad.weight), source, dtype, recipe.dgrad.accumulate)
+    return stacked.dgrad(g, weights, *dgrad_weight(recipe), dtype, recipe.dgrad.accumulate)
+
+
+def dgrad_weight(recipe: Recipe) -> tuple[Target, Target | None]:
+    """Return how dgrad wants the transposed weight, and how fprop quantises it where dgrad takes those codes."""
+    reuses = reused_from(recipe, "dgrad", "weight") is not None
+    return target_of(recipe.dgrad.weight), target_of(recipe.fprop.weight) if reuses else None
 
 
 def wgrad(

@@ -10,6 +10,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from octavo.nn.functional import target_of
 from octavo.nn.handoff import taken
+from octavo.nn.hooks import has_hooks
 from octavo.nn.linear import Linear, compute_dtype
 from octavo.nn.mlp import mlp
 from octavo.recipes import Recipe
@@ -69,7 +70,7 @@ class FusedMLP(nn.Module):
             type(layer) is Linear and layer.enabled and layer.recipe is recipe
             for layer, recipe in zip(layers, recipes.values(), strict=True)
         )
-        watched = _has_any_global_hook() or any(_has_hooks(child) for child in self.modules() if child is not self)
+        watched = _has_any_global_hook() or any(has_hooks(child) for child in self.modules() if child is not self)
         return cast(list[Linear], layers) if same and not watched else None
 
 
@@ -101,8 +102,3 @@ def _class_for(parent: type[nn.Module]) -> type[FusedMLP]:
 def _rebuild(parent: type[nn.Module], *arguments: Any) -> FusedMLP:
     cls = _class_for(parent)
     return cls.__new__(cls, *arguments)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(own)

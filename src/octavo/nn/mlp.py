@@ -32,7 +32,7 @@ from octavo.nn.functional import (
     unstack,
     wgrad,
 )
-from octavo.numerics import PER_TENSOR, Quantized
+from octavo.numerics import Quantized
 from octavo.recipes import Recipe, reused_from
 
 
@@ -130,8 +130,7 @@ class _MLP(torch.autograd.Function):
         if needs_down:
             assert gradients.hidden is not None
             hidden = gradients.hidden
-            if outer.wgrad.input.is_folded:
-                hidden = Quantized(hidden.codes, hidden.scale.new_ones(1, 1), PER_TENSOR)
+            hidden = stacked.without_scale(hidden) if outer.wgrad.input.is_folded else hidden
             dws[-1] = wgrad(dy, h, hidden, outer, dtype).to(weights[-1].dtype)
         return dx, None, None, None, None, None, None, *dws
 

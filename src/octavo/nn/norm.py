@@ -2,8 +2,8 @@
 
 As with `octavo.nn.Linear`, a module becomes one of these and back by changing its class: parameters, names, state_dict,
 hooks and flags stay. It computes by itself only where that gains something: in eager mode on a GPU, where one kernel
-writes y and its codes. Compiled code is the parent's forward, which the compiler fuses with the quantisation that
-follows. Input that the kernels would not treat as the parent does goes to the parent too.
+writes y and its codes. Compiled code is the parent's forward: there codes cannot travel with a tensor. Input that the
+kernels would not treat as the parent does goes to the parent too.
 """
 
 from __future__ import annotations

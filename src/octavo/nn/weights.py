@@ -169,17 +169,21 @@ def _has_one_launch(weights: Sequence[Tensor], target: Target) -> bool:
 def _quantize_one_by_one(weights: Sequence[Tensor], target: Target, transposed: bool) -> Quantized:
     tile_rows = target.tile.rows
     if len(weights) > 1 and not transposed and tile_rows and all(w.shape[0] % tile_rows == 0 for w in weights[:-1]):
-        parts = [_quantize_matrix(weight, target) for weight in weights]
+        parts = [quantize_matrix(weight.detach(), target) for weight in weights]
         codes = torch.cat([part.codes.view(torch.uint8) for part in parts]).view(target.fmt.dtype)
         return Quantized(codes, torch.cat([part.scale for part in parts]), target.tile)
     stack = weights[0].detach() if len(weights) == 1 else torch.cat(list(weights))
-    return _quantize_matrix(stack.t() if transposed else stack, target)
+    return quantize_matrix(stack.t() if transposed else stack, target)
 
 
-def _quantize_matrix(x: Tensor, target: Target) -> Quantized:
+def quantize_matrix(x: Tensor, target: Target) -> Quantized:
+    """Quantise a matrix (R, C) as `target` says.
+
+    Stochastic rounding has a seed of its own in each call, from PyTorch's generator: a resumed run draws the same ones.
+    """
     stochastic = target.rounding == "stochastic"
     seed = torch.randint(2**62, (), device=x.device) if stochastic else 0
-    return kernels.quantize(x.detach(), *target, seed)
+    return kernels.quantize(x, *target, seed)
 
 
 def fprop(x: Quantized, weights: Sequence[Tensor], target: Target, dtype: torch.dtype, accumulate: str) -> list[Tensor]:
@@ -216,12 +220,22 @@ def weight_scale(weights: Sequence[Tensor], target: Target) -> Tensor:
     return scale
 
 
+def transposed_weights(weights: Sequence[Tensor], target: Target, source: Target | None) -> Quantized:
+    """Return the stack of weights as dgrad reads it, (K, N). Arguments are those of `dgrad`."""
+    if source is None:
+        return quantized_weights(weights, target, transposed=True)
+    return transpose_codes(quantized_weights(weights, source), folded=target.tile == PER_COLUMN)
+
+
 def transpose_codes(source: Quantized, folded: bool) -> Quantized:
     """Return a matrix of fprop as a backward GEMM reads it: its codes transposed, its scale 1 if it is folded."""
     transposed = source.t()
-    if folded:
-        transposed = Quantized(transposed.codes, source.scale.new_ones(1, 1), PER_TENSOR)
-    return kernels.contiguous(transposed)
+    return kernels.contiguous(without_scale(transposed) if folded else transposed)
+
+
+def without_scale(folded: Quantized) -> Quantized:
+    """Return an operand whose scales have gone into its partner, as the GEMM is to see it: codes, and one scale 1."""
+    return Quantized(folded.codes, folded.scale.new_ones(1, 1), PER_TENSOR)
 
 
 def _target(text: str) -> Target:
@@ -260,10 +274,7 @@ def _dgrad(
     g: Tensor, g_scale: Tensor, g_granularity: str, weights: list[Tensor], target: str, source: str,
     dtype: torch.dtype, accumulate: str,
 ) -> Tensor:  # fmt: skip
-    if source:
-        stack_KN = transpose_codes(quantized_weights(weights, _target(source)), _target(target).tile == PER_COLUMN)
-    else:
-        stack_KN = quantized_weights(weights, _target(target), transposed=True)
+    stack_KN = transposed_weights(weights, _target(target), target_of(source))
     return kernels.gemm(Quantized(g, g_scale, granularity_named(g_granularity)), stack_KN, dtype, accumulate)
 
 

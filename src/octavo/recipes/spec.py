@@ -20,6 +20,8 @@ from octavo.errors import ConfigError
 from octavo.numerics import PER_COLUMN, Granularity, Rounding, Scaling, granularity_named
 
 GEMMS = ("fprop", "dgrad", "wgrad")
+OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
+"""What a GEMM's left and right operand are called."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,14 +138,10 @@ class Recipe:
 
     def gemms(self) -> Iterator[tuple[str, Operand, Operand]]:
         """Yield (name, left operand, right operand) of each GEMM that runs in FP8."""
-        operands = {
-            "fprop": (self.fprop.input, self.fprop.weight),
-            "dgrad": (self.dgrad.grad_output, self.dgrad.weight),
-            "wgrad": (self.wgrad.grad_output, self.wgrad.input),
-        }
-        for name, (a, b) in operands.items():
-            if self.gemm(name).is_fp8:
-                yield name, a, b
+        for name, (left, right) in OPERANDS.items():
+            gemm = self.gemm(name)
+            if gemm.is_fp8:
+                yield name, getattr(gemm, left), getattr(gemm, right)
 
     def gemm(self, name: str) -> Gemm:
         """Return the GEMM called fprop, dgrad or wgrad."""

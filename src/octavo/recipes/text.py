@@ -9,7 +9,7 @@ from typing import Any
 from octavo import strict
 from octavo.errors import ConfigError, did_you_mean
 from octavo.recipes.presets import PRESETS
-from octavo.recipes.spec import GEMMS, Operand, Recipe
+from octavo.recipes.spec import GEMMS, OPERANDS, Operand, Recipe
 
 RecipeLike = str | Path | Mapping[str, Any] | Recipe
 
@@ -79,11 +79,7 @@ def explain(recipe: Recipe) -> str:
             lines.append(f"  {name}  BF16")
             continue
         a, b = operands[name]
-        left, right = {
-            "fprop": ("input", "weight"),
-            "dgrad": ("grad_output", "weight"),
-            "wgrad": ("grad_output", "input"),
-        }[name]
+        left, right = OPERANDS[name]
         lines.append(f"  {name}  FP8, {recipe.gemm(name).accumulate} accumulation")
         lines.append(f"    {left:<12}{a!s:<24}{_source(recipe, name, left, a, b)}")
         lines.append(f"    {right:<12}{b!s:<24}{_source(recipe, name, right, b, a)}")

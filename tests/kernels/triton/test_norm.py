@@ -8,6 +8,8 @@ from octavo.kernels.target import Target
 from octavo.kernels.triton import norm as fused
 from octavo.numerics import Quantized
 
+pytestmark = pytest.mark.usefixtures("loops_with_bounds")
+
 EPS = 1e-5
 ROW = Target("e4m3", "row", "power_of_two")
 TARGETS = [
@@ -22,20 +24,6 @@ STEP = {torch.float32: 4e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 both_norms = pytest.mark.parametrize("centred", [False, True], ids=["rms", "layer"])
-
-
-@pytest.fixture(autouse=True)
-def loops_with_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let loops have bounds in the interpreter: it converts them by `int(array)`, which NumPy 2.4 refuses."""
-    from triton.runtime import interpreter
-
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
 def matrix(shape: tuple[int, int], device: str) -> torch.Tensor:

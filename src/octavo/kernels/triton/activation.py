@@ -28,20 +28,19 @@ from octavo.kernels.triton.codes import (
     factors,
     finite_magnitude,
     inside,
+    load_tile,
     quads,
     scale_of,
     search,
     to_codes,
 )
 from octavo.kernels.triton.output import Output
-from octavo.kernels.triton.shape import Shape
+from octavo.kernels.triton.shape import Shape, row_warps
 from octavo.numerics import Quantized
 
 # Chosen for an H200; `TILED`: where scales belong to tiles of 128.
 LONGEST_ROW = 16384
 """Elements of a row that one program still holds."""
-ROW_WARP = 1024
-"""Elements of such a row that one warp holds."""
 FORWARD_SEARCH = Shape(4, 1024, warps=4, steps=32, stages=3)
 FORWARD_WRITE = Shape(64, 128, warps=4)
 FORWARD_TILED = Shape(64, SIDE.value, warps=4)
@@ -79,8 +78,8 @@ def activation(kind: str, gate: Tensor, up: Tensor | None, target: Target) -> Qu
         size = triton.next_power_of_2(cols)
         _forward_rows_kernel[(rows,)](
             *sources, *output.quantized[:2], cols,
-            KIND=kind, POWER_OF_TWO=output.constants[1], SIZE=size,
-            num_warps=min(max(size // ROW_WARP, 1), 16), enable_fp_fusion=False,
+            KIND=kind, POWER_OF_TWO=output.power_of_two, SIZE=size,
+            num_warps=row_warps(size), enable_fp_fusion=False,
         )  # fmt: skip
         return output.quantized
     if output.searches:
@@ -93,7 +92,7 @@ def activation(kind: str, gate: Tensor, up: Tensor | None, target: Target) -> Qu
     across, down = shape.grid(rows, cols)
     _forward_write_kernel[(across * down,)](
         *sources, rows, cols, *output.arguments,
-        KIND=kind, MODE=output.mode, POWER_OF_TWO=output.constants[1], **shape.meta(),
+        KIND=kind, MODE=output.mode, POWER_OF_TWO=output.power_of_two, **shape.meta(),
     )  # fmt: skip
     return output.quantized
 
@@ -133,9 +132,9 @@ def activation_backward(
         across, down = shape.grid(m, f)
         _backward_write_kernel[(across * down,)](
             *sources, *row.arguments, *column.arguments, *h_t.arguments,
-            KIND=kind, ROW_MODE=row.mode, ROW_POWER_OF_TWO=row.constants[1],
-            COLUMN_MODE=column.mode, COLUMN_POWER_OF_TWO=column.constants[1],
-            HIDDEN_MODE=h_t.mode, HIDDEN_POWER_OF_TWO=h_t.constants[1],
+            KIND=kind, ROW_MODE=row.mode, ROW_POWER_OF_TWO=row.power_of_two,
+            COLUMN_MODE=column.mode, COLUMN_POWER_OF_TWO=column.power_of_two,
+            HIDDEN_MODE=h_t.mode, HIDDEN_POWER_OF_TWO=h_t.power_of_two,
             **shape.strip(m, f),
         )  # fmt: skip
     return row.quantized, column.quantized, h_t.quantized
@@ -201,18 +200,11 @@ def _value_and_slope(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def _load(x_ptr, stride, rows, cols, in_rows, in_cols):
-    """A tile in FP32, 0 outside the matrix."""
-    where = x_ptr + rows[:, None].to(tl.int64) * stride + cols[None, :]
-    return tl.load(where, mask=in_rows[:, None] & in_cols[None, :], other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _hidden(gate_ptr, up_ptr, gate_stride, up_stride, rows, cols, in_rows, in_cols, KIND: tl.constexpr):
     """A tile of h."""
-    h, _ = _value_and_slope(_load(gate_ptr, gate_stride, rows, cols, in_rows, in_cols), KIND)
+    h, _ = _value_and_slope(load_tile(gate_ptr, gate_stride, rows, cols, in_rows, in_cols), KIND)
     if up_ptr is not None:
-        h = h * _load(up_ptr, up_stride, rows, cols, in_rows, in_cols)
+        h = h * load_tile(up_ptr, up_stride, rows, cols, in_rows, in_cols)
     return h
 
 
@@ -221,10 +213,10 @@ def _gradients(
     dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, rows, cols, in_rows, in_cols, KIND: tl.constexpr
 ):
     """Tiles of d gate, d up and h. Where there is no up, d up is d gate again."""
-    dh = _load(dh_ptr, dh_stride, rows, cols, in_rows, in_cols)
-    h, slope = _value_and_slope(_load(gate_ptr, gate_stride, rows, cols, in_rows, in_cols), KIND)
+    dh = load_tile(dh_ptr, dh_stride, rows, cols, in_rows, in_cols)
+    h, slope = _value_and_slope(load_tile(gate_ptr, gate_stride, rows, cols, in_rows, in_cols), KIND)
     if up_ptr is not None:
-        up = _load(up_ptr, up_stride, rows, cols, in_rows, in_cols)
+        up = load_tile(up_ptr, up_stride, rows, cols, in_rows, in_cols)
         d_gate = dh * up * slope
         d_up = dh * h
         h = h * up

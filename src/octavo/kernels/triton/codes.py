@@ -160,6 +160,13 @@ def quads(tile_r, total_r, HEIGHT: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
+def load_tile(x_ptr, stride, rows, cols, in_rows, in_cols):
+    """A tile of a matrix in FP32, 0 outside it."""
+    where = x_ptr + rows[:, None].to(tl.int64) * stride + cols[None, :]
+    return tl.load(where, mask=in_rows[:, None] & in_cols[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
 def factors(fold_ptr, where, inside):
     """The factors of a fold, FP32, 1 where there is none."""
     if fold_ptr is not None:

@@ -17,9 +17,9 @@ from octavo.numerics import Quantized
 class Output:
     """Codes and scales of a (rows, cols) matrix, or of its transpose, that a kernel is about to write.
 
-    `arguments` are `codes, scale, stride_r, stride_c, inverse`, `constants` are `mode, power_of_two`. Where `searches`,
-    a first pass leaves maxima in the memory of `inverse`, and `end_search` makes scales of them. A transpose is
-    written in words of four codes, so its memory is rounded up to that; `quantized` is without the surplus.
+    `arguments` are `codes, scale, stride_r, stride_c, inverse`. Where `searches`, a first pass leaves maxima in the
+    memory of `inverse`, and `end_search` makes scales of them. A transpose is written in words of four codes, so its
+    memory is rounded up to that; `quantized` is without the surplus.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Output:
         self.mode: int = NONE.value
         self.searches = False
         self.arguments: tuple[Any, ...] = (None, None, 0, 0, None)
-        self.constants: tuple[int, bool] = (self.mode, True)
+        self.power_of_two = target is None or target.scaling == "power_of_two"
         if target is None:
             return
         mode = mode_of(target.tile.transposed.name if transposed else target.granularity)
@@ -57,7 +57,6 @@ class Output:
             inverse = torch.zeros(written.numel(), dtype=torch.float32, device=device)  # lies as the scales do
         strides = (written.t() if transposed else written).stride()
         self.arguments = (codes, written, *strides, inverse)
-        self.constants = (mode, target.scaling == "power_of_two")
 
     def end_search(self) -> None:
         """Turn the maxima that a search has left into scales, and into what values are multiplied by."""
@@ -66,7 +65,7 @@ class Output:
         codes, scale, _, _, amax = self.arguments
         format = tl.float8e4nv if codes.dtype == torch.float8_e4m3fn else tl.float8e5
         scales_kernel[(triton.cdiv(amax.numel(), 1024),)](
-            amax, scale, amax.numel(), FORMAT=format, POWER_OF_TWO=self.constants[1], SIZE=1024, num_warps=4
+            amax, scale, amax.numel(), FORMAT=format, POWER_OF_TWO=self.power_of_two, SIZE=1024, num_warps=4
         )
 
     @property

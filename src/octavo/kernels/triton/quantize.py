@@ -26,6 +26,7 @@ from octavo.kernels.triton.codes import (
     factors,
     finite_magnitude,
     inside,
+    load_tile,
     mode_of,
     quads,
     scale_of,
@@ -33,14 +34,12 @@ from octavo.kernels.triton.codes import (
     to_codes,
 )
 from octavo.kernels.triton.output import Output
-from octavo.kernels.triton.shape import Shape
+from octavo.kernels.triton.shape import Shape, row_warps
 from octavo.kernels.triton.telemetry import count
 from octavo.numerics import Quantized
 
 LONGEST_ROW = 16384
 """Elements of a row that one program still holds."""
-ROW_WARP = 1024
-"""Elements of such a row that one warp holds."""
 SEARCH = Shape(4, 1024, warps=4, steps=32, stages=3)
 """In all its steps as high as a tile of scales."""
 SEARCH_NARROW = Shape(8, 256, warps=4, steps=16, stages=3)
@@ -100,7 +99,7 @@ def _quantize_rows(x: Tensor, target: Target, fold: Tensor | None, stats: Tensor
     size = triton.next_power_of_2(cols)
     _rows_kernel[(rows,)](
         x, x.stride(0), fold, out.codes, out.scale, stats, cols,
-        POWER_OF_TWO=target.scaling == "power_of_two", SIZE=size, num_warps=min(max(size // ROW_WARP, 1), 16),
+        POWER_OF_TWO=target.scaling == "power_of_two", SIZE=size, num_warps=row_warps(size),
     )  # fmt: skip
     return out
 
@@ -126,8 +125,8 @@ def _write(
     across, down = shape.grid(rows, cols)
     _write_kernel[(across * down,)](
         x, x.stride(0), rows, cols, offset, *total, row_fold, column_fold, *row.arguments, *column.arguments, *stats,
-        ROW_MODE=row.mode, ROW_POWER_OF_TWO=row.constants[1],
-        COLUMN_MODE=column.mode, COLUMN_POWER_OF_TWO=column.constants[1],
+        ROW_MODE=row.mode, ROW_POWER_OF_TWO=row.power_of_two,
+        COLUMN_MODE=column.mode, COLUMN_POWER_OF_TWO=column.power_of_two,
         **shape.strip(rows, cols),
     )  # fmt: skip
 
@@ -152,12 +151,6 @@ def _rows_kernel(
 
 
 @triton.jit
-def _load(x_ptr, stride, rows, cols, in_rows, in_cols):
-    where = x_ptr + rows[:, None].to(tl.int64) * stride + cols[None, :]
-    return tl.load(where, mask=in_rows[:, None] & in_cols[None, :], other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _search_kernel(
     x_ptr, stride, total_r, source_c, offset, row_fold, column_fold,
     row_stride_r, row_stride_c, row_amax, column_stride_r, column_stride_c, column_amax,
@@ -175,7 +168,7 @@ def _search_kernel(
     for step in tl.range(STEPS, num_stages=STAGES):
         rows = first + step * HEIGHT + tl.arange(0, HEIGHT)
         in_rows = inside(rows, total_r, EVEN)
-        x = _load(x_ptr, stride, rows, source, in_rows, in_cols)
+        x = load_tile(x_ptr, stride, rows, source, in_rows, in_cols)
         if ROW_MODE != NONE:
             folded = finite_magnitude(x * row_factors)
             row_running = search(folded, row_running, row_amax, rows, in_rows, ROW_MODE)
@@ -210,10 +203,10 @@ def _write_kernel(
     for step in tl.range(STEPS, num_stages=STAGES):
         tile_r = strip * STEPS + step
         rows, in_rows = quads(tile_r, total_r, HEIGHT, EVEN)
-        x0 = _load(x_ptr, stride, rows[0], source, in_rows[0], in_cols)
-        x1 = _load(x_ptr, stride, rows[1], source, in_rows[1], in_cols)
-        x2 = _load(x_ptr, stride, rows[2], source, in_rows[2], in_cols)
-        x3 = _load(x_ptr, stride, rows[3], source, in_rows[3], in_cols)
+        x0 = load_tile(x_ptr, stride, rows[0], source, in_rows[0], in_cols)
+        x1 = load_tile(x_ptr, stride, rows[1], source, in_rows[1], in_cols)
+        x2 = load_tile(x_ptr, stride, rows[2], source, in_rows[2], in_cols)
+        x3 = load_tile(x_ptr, stride, rows[3], source, in_rows[3], in_cols)
         if ROW_MODE != NONE:
             emit(
                 (x0 * row_factors, x1 * row_factors, x2 * row_factors, x3 * row_factors), row_codes, rows_out, cols_out,

@@ -32,3 +32,8 @@ class Shape(NamedTuple):
         """Return what a kernel takes that walks down `steps` tiles; `EVEN`: they cover a matrix without a rest."""
         even = cols % self.width == 0 and rows % (self.height * self.steps) == 0
         return {**self.meta(), "STEPS": self.steps, "STAGES": self.stages, "EVEN": even}
+
+
+def row_warps(size: int) -> int:
+    """Return the warps of a program that holds a row of `size` elements: one for each 1024."""
+    return min(max(size // 1024, 1), 16)

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.triton.codes import amax, scale_of, to_codes
+from octavo.kernels.triton.shape import row_warps
 from octavo.numerics import Quantized
 
 LONGEST_ROW = 32768
@@ -53,7 +54,7 @@ def quantize_rows(rows: Rows, dtype: torch.dtype, out: Quantized, power_of_two: 
     size = triton.next_power_of_2(cols)
     _rows_at_kernel[(count,)](
         rows.addresses, out.codes, out.scale, cols, ALIGNED=rows.aligned, DTYPE=_TRITON[dtype],
-        POWER_OF_TWO=power_of_two, SIZE=size, num_warps=min(max(size // 1024, 1), 16),
+        POWER_OF_TWO=power_of_two, SIZE=size, num_warps=row_warps(size),
     )  # fmt: skip
 
 
