@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from octavo import strict
 from octavo.errors import ConfigError
+from octavo.models import Llama, count_parameters
 from octavo.train.config import RunConfig, assemble, load_file, load_preset, presets
 
 TINY = load_preset("tiny", cuda=False)
@@ -20,6 +22,15 @@ def with_settings(**sections: Any) -> RunConfig:
 @pytest.mark.parametrize("name", presets())
 def test_presets_can_be_read(name: str) -> None:
     assert assemble(load_preset(name, cuda=False)).run.steps > 0
+
+
+def test_the_large_parity_study_has_350_million_parameters_and_100_million_tokens() -> None:
+    config = assemble(load_preset("parity-350m-cuda", cuda=True))
+    with torch.device("meta"):
+        model = Llama(config.model)
+    assert 340e6 < count_parameters(model) < 360e6
+    assert config.tokens >= 100e6
+    assert 128_000 <= config.run.batch * config.data.sequence <= 160_000
 
 
 def test_demo_is_what_the_device_can_carry() -> None:
@@ -57,6 +68,14 @@ def test_errors_name_the_layer_the_key_and_what_was_meant() -> None:
         ("optimizer", "betas", [0.9, 1.0], "optimizer.betas"),
         ("optimizer", "betas", [0.9], "betas"),
         ("optimizer", "warmup", 1.5, "optimizer.warmup"),
+        ("optimizer", "loss_scale", "dynamc", "'dynamc'.*Did you mean 'dynamic'"),
+        ("optimizer", "loss_scale_start", 100.0, "optimizer.loss_scale_start: 100.0 is no power of two"),
+        ("optimizer", "loss_scale_window", 0, "optimizer.loss_scale_window"),
+        ("optimizer", "clip_per_group", {"*.wq": 0.0}, r"optimizer.clip_per_group.'\*.wq'"),
+        ("optimizer", "lr_factors", {"*.wq": -1.0}, r"optimizer.lr_factors.'\*.wq'"),
+        ("optimizer", "lr_factors", {"*.wq": "half"}, r"lr_factors.\*.wq: expected float"),
+        ("run", "bf16_first_steps", -1, "run.bf16_first_steps"),
+        ("run", "bf16_last_share", 1.5, "run.bf16_last_share"),
         ("model", "heads", 5, "model.heads"),
         ("model", "sequence", 8, "more than model.sequence 8"),
     ],

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import io
+import math
 from pathlib import Path
 
 from rich.console import Console
 
 from octavo.train.config import RunConfig, assemble, load_preset
 from octavo.train.console import ConsoleReporter
-from octavo.train.events import Evaluated, Event, Finished, Logged, Saved, Started
+from octavo.train.events import Evaluated, Event, Finished, Logged, Saved, Started, Switched
 from octavo.train.summary import summarise
 
 
@@ -50,6 +51,7 @@ def run_of(*lanes: str) -> list[Event]:
         corpus={"unigram_entropy": 3.2},
         gemms={"scaled_mm.row": 840},
         fallbacks=[],
+        skipped={},
         history=history,
         seconds=75.0,
     )
@@ -131,3 +133,27 @@ def test_a_single_lane_shows_no_gap() -> None:
     assert "loss BF16" not in fp8
     assert "loss FP8" not in bf16
     assert "FP8 GEMMs" not in bf16
+
+
+def test_a_change_of_precision_and_skipped_steps_are_told() -> None:
+    stream = io.StringIO()
+    reporter = ConsoleReporter(Console(file=stream, width=100))
+    reporter.report(Switched(step=4, precision="bf16"))
+    line = {
+        "gradient_norm": {"fp8": 1.0},
+        "milliseconds": {"fp8": 1.0},
+        "lr": 0.1,
+        "tokens": 1,
+        "tokens_per_second": 1.0,
+    }
+    for step, overflows in ((5, 0), (6, 2), (7, 2)):
+        event = Logged(
+            step=step, loss={"fp8": math.inf}, loss_scale={"fp8": 64.0}, overflows={"fp8": overflows}, **line
+        )
+        reporter.report(event)
+    told = [line for line in stream.getvalue().splitlines() if line.startswith("step")]
+    assert told == [
+        "step 4: the FP8 model computes in BF16 from here on",
+        "step 6: FP8 gradients overflowed, 2 steps skipped so far, loss scale now 64",
+    ]
+    assert event.record()["loss_fp8"] is None and event.record()["overflows_fp8"] == 2

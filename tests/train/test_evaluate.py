@@ -1,39 +1,54 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from octavo.models import ModelConfig, build
 from octavo.train.config import OptimizerConfig
-from octavo.train.evaluate import heldout_loss, perplexity
+from octavo.train.evaluate import heldout_losses, perplexity
 from octavo.train.lane import Lane
 
 
 class MeanTarget(nn.Module):
-    """Its loss is the mean of the targets, and what it saw of the mode and of gradients."""
+    """Its losses are the means of the targets; and what it saw of the mode and of gradients."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
         self.modes: list[tuple[bool, bool]] = []
 
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, targets: Tensor, *, by_sequence: bool) -> Tensor:
+        assert by_sequence
         self.modes.append((self.training, torch.is_grad_enabled()))
-        return targets.float().mean() * self.weight.sum()
+        return targets.float().mean(dim=1) * self.weight.sum()
 
 
-def test_every_token_weighs_the_same() -> None:
+def test_every_sequence_has_its_loss_in_order() -> None:
     lane = Lane("bf16", MeanTarget(), OptimizerConfig(), autocast=False)
     large, small = torch.full((3, 4), 1), torch.full((1, 4), 5)
-    assert heldout_loss(lane, [(large, large), (small, small)]) == pytest.approx((12 * 1 + 4 * 5) / 16)
+    assert heldout_losses(lane, [(large, large), (small, small)]).tolist() == [1.0, 1.0, 1.0, 5.0]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt"])
+def test_the_losses_of_sequences_are_the_models_loss(architecture: Literal["llama", "gpt"]) -> None:
+    config = ModelConfig(architecture=architecture, vocab=32, dim=16, layers=1, heads=2, ffn=32, sequence=8)
+    lane = Lane("bf16", build(config, seed=0), OptimizerConfig(), autocast=False)
+    inputs, targets = torch.randint(32, (2, 5, 8))
+    losses = heldout_losses(lane, [(inputs, targets)])
+    logits = lane.model(inputs).double()
+    expected = torch.nn.functional.cross_entropy(logits.mT, targets, reduction="none").mean(dim=1)
+    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=0)
+    assert lane.loss(inputs, targets).item() == pytest.approx(float(losses.mean()), rel=1e-6)
 
 
 def test_it_leaves_the_model_in_training() -> None:
     model = MeanTarget()
     lane = Lane("bf16", model, OptimizerConfig(), autocast=False)
-    heldout_loss(lane, [(torch.ones(1, 1), torch.ones(1, 1))])
+    heldout_losses(lane, [(torch.ones(1, 1), torch.ones(1, 1))])
     assert model.modes == [(False, False)]
     assert model.training
     assert model.weight.grad is None

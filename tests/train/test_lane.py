@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from octavo.errors import RunError
+from octavo.errors import ConfigError, RunError
 from octavo.models import ModelConfig, build
 from octavo.train.config import OptimizerConfig
 from octavo.train.lane import Lane
@@ -14,7 +15,7 @@ from octavo.train.lane import Lane
 CONFIG = ModelConfig(vocab=32, dim=16, layers=1, heads=2, ffn=32, sequence=8)
 
 
-def lane(**settings: float) -> Lane:
+def lane(**settings: Any) -> Lane:
     return Lane("bf16", build(CONFIG, seed=0), OptimizerConfig(**settings), autocast=False)
 
 
@@ -90,3 +91,41 @@ def test_the_first_broken_step_is_named_with_the_way_back() -> None:
         trained.step(*batch(), step=step, lr=1e-3)
     with pytest.raises(RunError, match=r"BF16 model is no longer finite at step 2\. The last good checkpoint is X\."):
         trained.check("The last good checkpoint is X.")
+
+
+def test_groups_are_clipped_before_the_whole() -> None:
+    limits = {"layers.0.attention.*": 1e-3, "*.w2": 1e-4, "norm": 1e3}
+    clipped, free = lane(clip_per_group=limits, clip=2e-3), lane(clip=0.0)
+    norm = free.step(*batch(), step=1, lr=0.0).gradient_norm
+    assert torch.equal(clipped.step(*batch(), step=1, lr=0.0).gradient_norm, norm)  # before any clipping
+
+    # The first moment after one step is 0.1 times the gradient that the update saw.
+    expected = {name: free.optimizer.state[p]["exp_avg"].double() * 10 for name, p in free.parameters.items()}
+    for part, limit in (("attention.", 1e-3), ("w2.", 1e-4)):
+        names = [name for name in expected if part in name]
+        length = sum(float(expected[name].square().sum()) for name in names) ** 0.5
+        assert length > limit
+        for name in names:
+            expected[name] *= limit / length
+    length = sum(float(g.square().sum()) for g in expected.values()) ** 0.5
+    assert length > 2e-3
+    for name, parameter in clipped.parameters.items():
+        seen = clipped.optimizer.state[parameter]["exp_avg"].double() * 10
+        torch.testing.assert_close(seen, expected[name] * 2e-3 / length, rtol=1e-3, atol=1e-10, msg=name)
+
+
+def test_a_factor_on_the_learning_rate_is_that_of_the_named_layers_alone() -> None:
+    plain, factored = lane(), lane(lr_factors={"*.wq": 0.5, "norm": 0.0})
+    before = {name: p.detach().clone() for name, p in plain.parameters.items()}
+    for trained in (plain, factored):
+        trained.step(*batch(), step=1, lr=1e-2)
+    for name, start in before.items():
+        factor = 0.5 if ".wq." in name else 0.0 if name == "norm.weight" else 1.0
+        moved, reference = factored.parameters[name] - start, plain.parameters[name] - start
+        torch.testing.assert_close(moved, factor * reference, rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_unmatched_patterns_are_named_with_their_setting() -> None:
+    for setting in ("lr_factors", "clip_per_group"):
+        with pytest.raises(ConfigError, match=rf"optimizer.{setting}: '\*.wk1' matches no.*Did you mean '\*.wk'"):
+            lane(**{setting: {"*.wk1": 1.0}})

@@ -32,3 +32,22 @@ def test_what_cannot_be_drawn_is_left_out() -> None:
     assert rows(plot({"a": [(0, math.nan), (1, 1.0), (2, math.inf), (3, 2.0)]}, height=3).plain)
     assert plot({"a": []}).plain == "(nothing to plot)"
     assert rows(plot({"a": [(1, 2.0)]}, height=3).plain)  # a single point has no range
+
+
+def test_marks_are_upright_lines_behind_the_curves() -> None:
+    text = plot({"a": [(0, 1.0), (100, 2.0)]}, width=21, height=4, marks={"switch": [50], "outside": [101]}).plain
+    rows = text.splitlines()[:4]
+    at = rows[0].index("┊")
+    assert [row[at] == "┊" for row in rows].count(True) == 2  # the curve passes in front of it
+    assert rows[0].count("┊") == 1 and "┊ switch" in text
+    assert "┊" not in plot({"a": [(0, 1.0), (100, 2.0)]}, marks={"switch": []}).plain
+
+
+def test_more_curves_than_colours_are_all_drawn() -> None:
+    many = {str(i): [(0.0, float(i)), (1.0, float(i))] for i in range(12)}
+    lines = plot(many, height=12).plain.splitlines()
+    assert all(any(chr(0x2801) <= c <= chr(0x28FF) for c in line) for line in lines[:12])
+
+
+def test_the_unit_of_the_xs() -> None:
+    assert "tokens 100" in plot({"a": [(0, 1.0), (100, 2.0)]}, unit="tokens").plain

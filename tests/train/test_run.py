@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch._dynamo.testing import CompileCounter
 
+from octavo import kernels
+from octavo.conversion import enable
 from octavo.errors import CheckpointError, ConfigError, DataError, NonFiniteError, RunError
 from octavo.train import checkpoint, train
 from octavo.train.config import RunConfig
-from octavo.train.events import Event, Finished, Logged, Saved, Started
+from octavo.train.events import Event, Finished, Logged, Saved, Started, Switched
 from octavo.train.files import read_metrics
+from octavo.train.setup import set_up
 
 Configure = Callable[..., RunConfig]
 EVERY_STEP = {"steps": 6, "log_every": 1, "checkpoint_every": 1, "keep": 10}
@@ -52,7 +56,7 @@ def measured(out: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k not in timed} for line in read_metrics(out / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize("recipe", ["folded", "block", "bf16"])
+@pytest.mark.parametrize("recipe", ["folded", "block", "delayed", "bf16"])
 def test_resuming_continues_bit_for_bit(configure: Configure, tmp_path: Path, recipe: str) -> None:
     straight = configure(run={**EVERY_STEP, "recipe": recipe, "out": str(tmp_path / "straight")})
     broken = configure(run={**EVERY_STEP, "recipe": recipe, "out": str(tmp_path / "broken")})
@@ -107,11 +111,16 @@ def test_the_summary_and_the_files_of_a_run(configure: Configure) -> None:
     assert {p.name for p in out.iterdir()} == {
         "checkpoints",
         "config.json",
+        "heldout.json",
         "metrics.jsonl",
         "plan.json",
         "summary.json",
     }
     assert json.loads((out / "summary.json").read_text(encoding="utf-8")) == summary
+    sequences = json.loads((out / "heldout.json").read_text(encoding="utf-8"))
+    for lane in ("fp8", "bf16"):
+        assert len(sequences[lane]) == 48  # all the held-out text there is
+        assert sum(sequences[lane]) / len(sequences[lane]) == pytest.approx(summary[f"heldout_loss_{lane}"])
     assert summary["tokens"] == 4 * 4 * 32
     assert summary["steps"] == 4
     assert summary["gap_percent"] == pytest.approx(
@@ -289,3 +298,71 @@ def rewrite(file: Path, tensors: dict[str, torch.Tensor]) -> None:
     state = json.loads((file.parent / "state.json").read_text(encoding="utf-8"))
     state["files"][file.name] = file.stat().st_size
     (file.parent / "state.json").write_text(json.dumps(state), encoding="utf-8")
+
+
+PRODUCTS = 14 + 8 + 8
+"""A step's in FP8: in backward q, k and v are one, and so are gate and up."""
+
+
+def precisions(out: Path) -> list[str]:
+    """Return the precision that the FP8 model computed each logged step in, as the schedule's events tell it."""
+    precision, steps = "fp8", []
+    for line in measured(out):
+        precision = line.get("precision_fp8", precision)
+        steps += [precision] if "loss_fp8" in line else []
+    return steps
+
+
+def test_the_first_steps_and_the_last_share_in_bf16(configure: Configure) -> None:
+    config = configure(run={**EVERY_STEP, "steps": 8, "bf16_first_steps": 2, "bf16_last_share": 0.25})
+    listener = Listener()
+    with kernels.record() as ledger:
+        train(config, reporters=[listener])
+    switched = [(event.step, event.precision) for event in listener.events if isinstance(event, Switched)]
+    assert switched == [(1, "bf16"), (3, "fp8"), (7, "bf16")]
+    assert precisions(config.run.out) == 2 * ["bf16"] + 4 * ["fp8"] + 2 * ["bf16"]
+    assert ledger.gemms.total() == 4 * PRODUCTS  # the evaluation at the end is in BF16 too
+    lines = [line for line in measured(config.run.out) if "loss_fp8" in line]
+    same = [line["loss_fp8"] == line["loss_bf16"] for line in lines]
+    assert same[:2] == [True, True] and not any(same[2:])  # until FP8 begins, the two are one model
+
+
+@pytest.mark.parametrize("stop", [1, 2, 4, 6, 7])
+def test_a_schedule_resumes_bit_for_bit_wherever_it_stops(configure: Configure, tmp_path: Path, stop: int) -> None:
+    run = {**EVERY_STEP, "steps": 7, "bf16_first_steps": 2, "bf16_last_share": 0.28, "twin": False}
+    straight = configure(run={**run, "out": str(tmp_path / "straight")})
+    broken = configure(run={**run, "out": str(tmp_path / "broken")})
+    train(straight)
+    stopped_after(stop, broken)
+    train(broken, resume=True)
+    assert measured(broken.run.out) == measured(straight.run.out)
+
+
+def test_a_checkpoint_from_before_a_setting_existed_resumes(configure: Configure) -> None:
+    path = stopped_after(2, configure(run=EVERY_STEP))
+    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    for key in ("loss_scale", "clip_per_group", "lr_factors"):
+        del state["config"]["optimizer"][key]
+    del state["config"]["run"]["bf16_first_steps"]
+    (path / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"optimizer\.loss_scale is 'none' there and 'dynamic' here"):
+        train(configure(run=EVERY_STEP, optimizer={"loss_scale": "dynamic"}), resume=True)
+    train(configure(run=EVERY_STEP), resume=True)
+
+
+def test_a_schedule_works_in_compiled_blocks(configure: Configure) -> None:
+    setup = set_up(configure(run={"steps": 3, "twin": False}))
+    lane = setup.lanes[0]
+    compiled = CompileCounter()
+    for block in lane.model.get_submodule("layers").children():
+        block.compile(fullgraph=True, backend=compiled)
+    inputs, targets = next(setup.loader)
+    counts, gemms = [], []
+    for enabled in (False, True, True, False):
+        enable(lane.model, enabled)
+        with kernels.record() as ledger:
+            lane.step(inputs, targets, step=1, lr=1e-3)
+        counts.append(compiled.frame_count)
+        gemms.append(ledger.gemms.total())
+    assert gemms == [0, PRODUCTS, PRODUCTS, 0]
+    assert counts[1] > counts[0] and counts[1] == counts[2] == counts[3]  # once for each precision

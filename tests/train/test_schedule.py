@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 
-from octavo.train.schedule import learning_rate
+from octavo.train.schedule import is_bf16, learning_rate
 
 
 def rate(step: int, *, steps: int = 100, warmup: float = 0.1, floor: float = 0.1) -> float:
@@ -40,3 +41,12 @@ def test_shortest_runs(steps: int) -> None:
 
 def test_all_warm_up() -> None:
     assert rate(99, warmup=1.0) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("first", "last_share", "bf16"),
+    [(0, 0.0, []), (3, 0.0, [0, 1, 2]), (0, 0.2, [8, 9]), (1, 0.04, [0]), (1, 0.06, [0, 9]), (99, 0.0, range(10))],
+)
+def test_the_precision_of_each_step(first: int, last_share: float, bf16: Sequence[int]) -> None:
+    steps = [step for step in range(10) if is_bf16(step, steps=10, first=first, last_share=last_share)]
+    assert steps == list(bf16)

@@ -2,7 +2,7 @@
 
 Each (recipe, seed) is a run of its own in a process of its own, one a GPU, as many at a time as there are GPUs. Runs
 of one seed start from the same weights and see the same batches, so that the recipe is all that differs; the spread
-between the seeds in BF16 says what a difference means.
+between the seeds in BF16 says what a difference means. `add_evidence` sets the finished runs side by side.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from octavo.bench.curves import equal_loss, read_curve
+from octavo.bench.paired import over_sequences
 from octavo.errors import ConfigError, RunError
+from octavo.train.files import read_metrics
+
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,6 +154,67 @@ def _row(job: Job) -> dict[str, Any]:
         "heldout_tokens": config["run"]["eval_tokens"],
         "corpus_tokens": summary["corpus"].get("train_tokens"),
     }
+
+
+def add_evidence(
+    rows: Sequence[dict[str, Any]], out: Path, *, report: Callable[[str], None] = print
+) -> list[dict[str, Any]]:
+    """Return the rows of `run_parity` with what sets each recipe beside BF16 of the same seed.
+
+    Rows of BF16, and of seeds that BF16 was not trained with, stay as they are. The others take
+
+        gap, gap_95                 held-out loss less BF16's, in nats; half of its 95 % interval over sequences
+        tokens_ratio                tokens it needs for BF16's loss, in units of what BF16 needs (`octavo.bench.curves`)
+        loss_matched_speedup        time that BF16 needs for that loss, in units of what it needs itself
+        cosine_...                  of gradients (`octavo.bench.gradients`), measured once, with the first such seed
+
+    Args:
+        out: the directory of the runs.
+    """
+    bf16 = {row["seed"]: row for row in rows if row["recipe"] == "bf16"}
+    compared = [row for row in rows if row["recipe"] != "bf16" and row["seed"] in bf16]
+    cosines: dict[str, dict[str, Any]] = {}
+    if compared:
+        from octavo.bench.gradients import gradient_cosines
+
+        seed = compared[0]["seed"]
+        report(f"gradients at the weights of bf16 seed {seed}")
+        cosines = dict(gradient_cosines(out / f"bf16-{seed}", list(dict.fromkeys(row["recipe"] for row in compared))))
+    beside = {id(row): _beside(row, bf16[row["seed"]], out) | cosines[row["recipe"]] for row in compared}
+    return [row | beside.get(id(row), {}) for row in rows]
+
+
+def _beside(row: Row, bf16: Row, out: Path) -> Row:
+    mine, reference = out / f"{row['recipe']}-{row['seed']}", out / f"bf16-{row['seed']}"
+    gap = over_sequences(_heldout(mine, "fp8"), _heldout(reference, "bf16"))
+    equal = equal_loss(
+        read_curve(read_metrics(mine / "metrics.jsonl"), "fp8"),
+        read_curve(read_metrics(reference / "metrics.jsonl"), "bf16"),
+    )
+    return {
+        "gap": gap.mean,
+        **({} if gap.half_width is None else {"gap_95": gap.half_width}),
+        "equal_loss": equal.loss,
+        "tokens_ratio": equal.tokens_ratio,
+        "loss_matched_speedup": bf16["step_ms"] / row["step_ms"] / equal.tokens_ratio,
+    }
+
+
+def _heldout(run: Path, lane: str) -> list[float]:
+    losses: list[float] = json.loads((run / "heldout.json").read_text(encoding="utf-8"))[lane]
+    return losses
+
+
+def gap_curves(out: Path, rows: Sequence[Row]) -> dict[str, list[tuple[float, float]]]:
+    """Return for each recipe how its smoothed training loss less that of BF16 goes, by tokens, with the first seed."""
+    seeds = {row["recipe"]: row["seed"] for row in reversed(rows) if "gap" in row}
+    gaps = {}
+    for recipe, seed in reversed(seeds.items()):
+        mine = read_curve(read_metrics(out / f"{recipe}-{seed}" / "metrics.jsonl"), "fp8")
+        reference = read_curve(read_metrics(out / f"bf16-{seed}" / "metrics.jsonl"), "bf16")
+        pairs = zip(mine.tokens, mine.loss, reference.loss, strict=False)
+        gaps[recipe] = [(tokens, a - b) for tokens, a, b in pairs]
+    return gaps
 
 
 def model_name(architecture: str, parameters: int) -> str:

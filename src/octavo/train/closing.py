@@ -17,11 +17,15 @@ _LANES = {"fp8": "FP8", "bf16": "BF16"}
 def closing_block(console: Console, event: Finished) -> None:
     """Print the results, the loss curves and the next commands."""
     curves = {
-        f"loss {title}": [(line["step"], line[f"loss_{lane}"]) for line in event.history if f"loss_{lane}" in line]
+        f"loss {title}": [
+            (line["step"], line[f"loss_{lane}"]) for line in event.history if line.get(f"loss_{lane}") is not None
+        ]
         for lane, title in _LANES.items()
     }
     console.print()
-    console.print(plot({name: points for name, points in curves.items() if points}), soft_wrap=True)
+    switches = [line["step"] for line in event.history if "precision_fp8" in line]
+    drawn = plot({name: points for name, points in curves.items() if points}, marks={"FP8 to BF16 or back": switches})
+    console.print(drawn, soft_wrap=True)
     console.print()
     for label, value in _facts(event):
         console.print(f"{label:<22}{value}", markup=False, soft_wrap=True)
@@ -46,6 +50,9 @@ def _facts(event: Finished) -> Iterator[tuple[str, str]]:
             "unigram entropy",
             f"{summary['unigram_entropy']:.4f} nats a token (what token frequencies alone give)",
         )
+    for lane, title in _LANES.items():
+        if summary["skipped_steps"].get(lane):
+            yield f"skipped steps {title}", f"{summary['skipped_steps'][lane]} (their gradients overflowed)"
     yield "trained on", f"{summary['tokens']:,} tokens in {_duration(summary['seconds'])}, {_speed(summary)}"
     if summary["heldout_loss_fp8"] is not None:
         yield "FP8 GEMMs run", _gemms(summary["fp8_gemms"])

@@ -53,14 +53,29 @@ class OptimizerConfig:
     """Decoupled weight decay, on matrices only."""
     clip: float = 1.0
     """Largest global norm of the gradient; 0 leaves it as it is."""
+    clip_per_group: dict[str, float] = field(default_factory=dict)
+    """Name pattern -> largest norm of the gradients of all parameters it matches, before the global one."""
     warmup: float = 0.07
     """Share of the steps over which the learning rate rises."""
+    lr_factors: dict[str, float] = field(default_factory=dict)
+    """Name pattern -> factor on the learning rate of the parameters it matches."""
+    loss_scale: Literal["none", "constant", "dynamic"] = "none"
+    """`dynamic` skips steps whose gradient overflows and halves the scale; BF16 needs none."""
+    loss_scale_start: float = 256.0
+    """First loss scale, a power of two."""
+    loss_scale_window: int = 2000
+    """Steps without an overflow after which `dynamic` doubles the scale."""
 
     def __post_init__(self) -> None:
         _positive("optimizer", self, "lr", "eps")
         _within("optimizer", self, "min_lr", low=0, high=1)
         _within("optimizer", self, "warmup", low=0, high=1)
         _within("optimizer", self, "weight_decay", "clip", low=0, high=math.inf)
+        _positive("optimizer", self, "loss_scale_start", "loss_scale_window")
+        if math.frexp(self.loss_scale_start)[0] != 0.5:
+            raise ConfigError(f"optimizer.loss_scale_start: {self.loss_scale_start} is no power of two.")
+        _positive_values("optimizer.clip_per_group", self.clip_per_group)
+        _positive_values("optimizer.lr_factors", self.lr_factors, or_zero=True)
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"optimizer.betas: {list(self.betas)} must both be at least 0 and below 1.")
 
@@ -77,8 +92,14 @@ class LoopConfig:
     """Parts that a batch is split into, to fit in memory; their gradients are averaged."""
     recipe: str = "folded"
     """FP8 recipe: a name that `octavo recipes` lists, or the path of a recipe file."""
+    scales: str = ""
+    """Calibration file: the scales that the recipe `static` needs, and `delayed` may start from."""
     min_gain: float = 1.0
     """On a GPU, layers that are predicted to gain less than this stay in BF16; 0 converts them all."""
+    bf16_first_steps: int = 0
+    """Steps at the beginning that the FP8 model makes in BF16."""
+    bf16_last_share: float = 0.0
+    """Share of the steps, at the end, that the FP8 model makes in BF16."""
     twin: bool = True
     """Train the BF16 twin beside it, on the same batches from the same weights."""
     seed: int = 0
@@ -103,7 +124,8 @@ class LoopConfig:
     def __post_init__(self) -> None:
         _positive("run", self, "steps", "batch", "accumulate", "log_every", "eval_tokens", "keep")
         _within("run", self, "min_gain", low=0, high=math.inf)
-        _within("run", self, "eval_every", "checkpoint_every", "seed", low=0, high=2**63 - 1)
+        _within("run", self, "eval_every", "checkpoint_every", "seed", "bf16_first_steps", low=0, high=2**63 - 1)
+        _within("run", self, "bf16_last_share", low=0, high=1)
         if self.batch % self.accumulate:
             raise ConfigError(f"run.accumulate: {self.accumulate} does not divide run.batch {self.batch}.")
 
@@ -208,6 +230,12 @@ def _positive(section: str, config: object, *names: str) -> None:
     for name in names:
         if not 0 < getattr(config, name) < math.inf:
             raise ConfigError(f"{section}.{name}: {getattr(config, name)} is not a positive number.")
+
+
+def _positive_values(where: str, values: Mapping[str, float], *, or_zero: bool = False) -> None:
+    for pattern, value in values.items():
+        if not 0 <= value < math.inf or (value == 0 and not or_zero):
+            raise ConfigError(f"{where}.'{pattern}': {value} is not a positive number{' or 0' if or_zero else ''}.")
 
 
 def _within(section: str, config: object, *names: str, low: float, high: float) -> None:

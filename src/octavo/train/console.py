@@ -20,7 +20,7 @@ from rich.table import Table
 
 from octavo import __version__
 from octavo.train.closing import closing_block
-from octavo.train.events import Evaluated, Event, Finished, Logged, Preparing, Saved, Started, gap_percent
+from octavo.train.events import Evaluated, Event, Finished, Logged, Preparing, Saved, Started, Switched, gap_percent
 
 _ROWS = 12
 _TITLES = {"fp8": "loss FP8", "bf16": "loss BF16"}
@@ -38,6 +38,7 @@ class ConsoleReporter:
         self._live: Live | None = None
         self._progress: Progress | None = None
         self._task = TaskID(0)
+        self._overflows: Mapping[str, int] = {}
 
     def report(self, event: Event) -> None:
         """Show one event."""
@@ -48,6 +49,8 @@ class ConsoleReporter:
                 self._start(event)
             case Logged():
                 self._log(event)
+            case Switched():
+                self._say(f"step {event.step}: the FP8 model computes in {event.precision.upper()} from here on")
             case Evaluated():
                 losses = "  ".join(f"{lane.upper()} {loss:.4f}" for lane, loss in event.loss.items())
                 self._say(f"step {event.step}: held-out loss  {losses}")
@@ -99,6 +102,13 @@ class ConsoleReporter:
         self._live.start()
 
     def _log(self, event: Logged) -> None:
+        for lane, overflows in event.overflows.items():
+            if overflows > self._overflows.get(lane, 0):
+                self._say(
+                    f"step {event.step}: {lane.upper()} gradients overflowed, {overflows} steps skipped so far,"
+                    f" loss scale now {event.loss_scale[lane]:g}"
+                )
+        self._overflows = event.overflows
         self._rows.append(_cells(event))
         if self._live is None:
             self._say("".join(cell.rjust(_WIDTH) for cell in self._rows[-1]))

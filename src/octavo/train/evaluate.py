@@ -12,17 +12,23 @@ from octavo.train.lane import Lane
 
 
 @torch.no_grad()
-def heldout_loss(lane: Lane, batches: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """Return the mean loss in nats a token of `(inputs_BT, targets_BT)` batches."""
+def heldout_losses(lane: Lane, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return the mean loss in nats a token of every sequence in `(inputs_BT, targets_BT)` batches, float64 on the CPU.
+
+    All sequences have the same length, so that the mean of the result is the held-out loss.
+    """
     lane.model.eval()
-    total = torch.zeros((), dtype=torch.float64, device=lane.device)
-    tokens = 0
-    for inputs_BT, targets_BT in batches:
-        loss = lane.loss(inputs_BT.to(lane.device), targets_BT.to(lane.device))
-        total += loss.double() * targets_BT.numel()
-        tokens += targets_BT.numel()
+    losses = [
+        lane.loss(inputs_BT.to(lane.device), targets_BT.to(lane.device), by_sequence=True).double()
+        for inputs_BT, targets_BT in batches
+    ]
     lane.model.train()
-    return float(total) / tokens
+    return torch.cat(losses).cpu()
+
+
+def heldout_loss(lane: Lane, batches: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """Return the mean of `heldout_losses`."""
+    return float(heldout_losses(lane, batches).mean())
 
 
 def perplexity(loss: float) -> float:

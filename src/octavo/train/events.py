@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,13 +57,37 @@ class Logged:
     """Tokens trained on so far, by each lane."""
     tokens_per_second: float
     """Tokens a second since the last line, all lanes running one after another."""
+    loss_scale: Mapping[str, float] = field(default_factory=dict)
+    """By lane, with dynamic loss scaling: the scale of the next step."""
+    overflows: Mapping[str, int] = field(default_factory=dict)
+    """By lane, with dynamic loss scaling: steps skipped so far."""
 
     def record(self) -> dict[str, Any]:
-        """Return the line as `metrics.jsonl` holds it."""
-        named = {"loss": self.loss, "gradient_norm": self.gradient_norm, "milliseconds": self.milliseconds}
-        by_lane = {f"{name}_{lane}": value for name, values in named.items() for lane, value in values.items()}
-        rest = {"gap_percent": gap_percent(self.loss), "lr": self.lr, "tokens": self.tokens}
+        """Return the line as `metrics.jsonl` holds it. A loss or norm of a skipped step that is not finite is None."""
+        named: dict[str, Mapping[str, float]] = {
+            "loss": self.loss,
+            "gradient_norm": self.gradient_norm,
+            "milliseconds": self.milliseconds,
+            "loss_scale": self.loss_scale,
+            "overflows": self.overflows,
+        }
+        by_lane = {f"{name}_{lane}": _finite(value) for name, values in named.items() for lane, value in values.items()}
+        rest = {"gap_percent": _finite(gap_percent(self.loss)), "lr": self.lr, "tokens": self.tokens}
         return {"step": self.step, **by_lane, **rest, "tokens_per_second": self.tokens_per_second}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Switched:
+    """The FP8 model computes in another precision from this step on."""
+
+    step: int
+    """The first step in that precision."""
+    precision: str
+    """`bf16` or `fp8`."""
+
+    def record(self) -> dict[str, Any]:
+        """Return the change as `metrics.jsonl` holds it."""
+        return {"step": self.step, "precision_fp8": self.precision}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +127,7 @@ class Finished:
     """Where the run is stored."""
 
 
-Event = Preparing | Started | Logged | Evaluated | Saved | Finished
+Event = Preparing | Started | Logged | Switched | Evaluated | Saved | Finished
 
 
 class Reporter(Protocol):
@@ -115,6 +140,10 @@ class Reporter(Protocol):
     def close(self) -> None:
         """Let go of terminals and files; called once, also when the run failed."""
         ...
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def gap_percent(loss: Mapping[str, float]) -> float | None:

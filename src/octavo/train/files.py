@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import RunError
-from octavo.train.events import Evaluated, Event, Logged
+from octavo.train.events import Evaluated, Event, Logged, Switched
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -42,7 +42,7 @@ def guarded(path: Path, action: Callable[[], object]) -> None:
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one line a logged step or an evaluation, on the disk as soon as it happens."""
+    """`metrics.jsonl`: one line a logged step, change of precision or evaluation, on the disk as soon as it happens."""
 
     def __init__(self, path: Path, *, keep_until: int) -> None:
         """Open `path`, keeping the lines up to step `keep_until`: a resumed run writes the others again."""
@@ -53,7 +53,7 @@ class MetricsFile:
 
     def report(self, event: Event) -> None:
         """Write the event, if it is one that measures."""
-        if isinstance(event, Logged | Evaluated):
+        if isinstance(event, Logged | Switched | Evaluated):
             guarded(self._path, lambda: self._file.write(_line(event.record())))
 
     def close(self) -> None:

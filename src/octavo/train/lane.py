@@ -7,13 +7,15 @@ Shapes: B sequences in a batch, T tokens in a sequence.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from octavo.errors import RunError
 from octavo.train.config import OptimizerConfig
+from octavo.train.loss_scale import LossScale
+from octavo.train.patterns import groups_of, value_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,10 +40,15 @@ class Lane:
         self.clip = config.clip
         self.autocast = autocast
         self.parameters = dict(model.named_parameters())
-        self._trained = [p for p in self.parameters.values() if p.requires_grad]
+        trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        self._trained = list(trained.values())
+        self._clipped = groups_of(trained, config.clip_per_group, "optimizer.clip_per_group")
         self.device = self._trained[0].device
+        self.loss_scale = LossScale(
+            config.loss_scale, start=config.loss_scale_start, window=config.loss_scale_window, device=self.device
+        )
         self.optimizer = torch.optim.AdamW(
-            _groups(self._trained, config.weight_decay),
+            _groups(trained, config.weight_decay, config.lr_factors),
             lr=config.lr,
             betas=config.betas,
             eps=config.eps,
@@ -56,24 +63,37 @@ class Lane:
         loss = torch.zeros((), device=self.device)
         for inputs, targets in _parts(inputs_BT, targets_BT, accumulate):
             part = self.loss(inputs, targets) / accumulate
-            part.backward()
+            self.loss_scale.scaled(part).backward()
             loss += part.detach().float()
-        norm = nn.utils.clip_grad_norm_(self._trained, self.clip or float("inf"))
-        self._note(step, loss, norm)
+        self.loss_scale.unscale(self._trained, loss)
+        norm = self._clip()
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
+            group["lr"] = lr * group["lr_factor"]
+        self.loss_scale.step(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
+        self._note(step, loss, norm)
         return Measured(loss, norm)
 
-    def loss(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Return the model's mean loss in nats a token, shape ()."""
+    def _clip(self) -> Tensor:
+        """Clip the groups of gradients that have a limit of their own, then all; return the global norm before both."""
+        if not self._clipped:
+            return nn.utils.clip_grad_norm_(self._trained, self.clip or float("inf"))
+        norm = nn.utils.get_total_norm([p.grad for p in self._trained if p.grad is not None])
+        for limit, parameters in self._clipped:
+            nn.utils.clip_grad_norm_(parameters, limit)
+        nn.utils.clip_grad_norm_(self._trained, self.clip or float("inf"))
+        return norm
+
+    def loss(self, inputs_BT: Tensor, targets_BT: Tensor, **options: bool) -> Tensor:
+        """Return the model's mean loss in nats a token, shape (); with `by_sequence=True` each sequence's, (B,)."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
-            loss: Tensor = self.model(inputs_BT, targets_BT)
+            loss: Tensor = self.model(inputs_BT, targets_BT, **options)
         return loss
 
     def check(self, last_checkpoint: str) -> None:
         """Stop the run if any step met a loss or a gradient that is not finite. Waits for the device.
+
+        With dynamic loss scaling such steps are skipped, and only many in a row stop the run.
 
         Raises:
             RunError: names the lane, the step, and `last_checkpoint`, the way back.
@@ -86,17 +106,27 @@ class Lane:
             )
 
     def _note(self, step: int, loss: Tensor, norm: Tensor) -> None:
-        broken = ~(torch.isfinite(loss) & torch.isfinite(norm)) & (self._broken_at < 0)
-        self._broken_at = torch.where(broken, step, self._broken_at)
+        scale = self.loss_scale
+        broken = scale.has_given_up if scale.skips else ~(torch.isfinite(loss) & torch.isfinite(norm))
+        self._broken_at = torch.where(broken & (self._broken_at < 0), step, self._broken_at)
 
 
 def _parts(inputs_BT: Tensor, targets_BT: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor]]:
     yield from zip(inputs_BT.chunk(count), targets_BT.chunk(count), strict=True)
 
 
-def _groups(trained: Sequence[nn.Parameter], weight_decay: float) -> list[dict[str, object]]:
-    """Split off what is not decayed: norms and biases set a level, and shrinking that does not regularise."""
+def _groups(
+    trained: Mapping[str, nn.Parameter], weight_decay: float, lr_factors: Mapping[str, float]
+) -> list[dict[str, object]]:
+    """Split off what is not decayed: norms and biases set a level, and shrinking that does not regularise.
+
+    What has another factor on the learning rate is a group of its own.
+    """
+    factors = value_of(trained, lr_factors, "optimizer.lr_factors")
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    for name, parameter in trained.items():
+        groups.setdefault((parameter.ndim < 2, factors.get(name, 1.0)), []).append(parameter)
     return [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {"params": parameters, "weight_decay": 0.0 if is_level else weight_decay, "lr_factor": factor}
+        for (is_level, factor), parameters in sorted(groups.items(), key=lambda item: item[0])
     ]

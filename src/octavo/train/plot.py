@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 
 from rich.text import Text
 
 Points = Sequence[tuple[float, float]]
-COLOURS = ("cyan", "yellow", "magenta", "green")
+COLOURS = ("cyan", "yellow", "magenta", "green", "red", "blue", "white")
+_MARK = -1
+"""In place of a character's dots: an upright line."""
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
-def plot(curves: Mapping[str, Points], *, width: int = 64, height: int = 10) -> Text:
+def plot(
+    curves: Mapping[str, Points],
+    *,
+    width: int = 64,
+    height: int = 10,
+    unit: str = "step",
+    marks: Mapping[str, Sequence[float]] | None = None,
+) -> Text:
     """Return curves of `(x, y)` points in one frame, with their range at the axes and a legend below.
 
     A character that curves share takes the colour of the last. Points that are not finite are left out.
+
+    Args:
+        unit: of the xs.
+        marks: what happened -> the xs at which it did: upright lines behind the curves.
     """
     drawn = {name: [p for p in points if abs(p[1]) < float("inf")] for name, points in curves.items()}
     xs = [x for points in drawn.values() for x, _ in points]
@@ -23,9 +37,14 @@ def plot(curves: Mapping[str, Points], *, width: int = 64, height: int = 10) -> 
         return Text("(nothing to plot)")
     box = (min(xs), max(xs), min(ys), max(ys))
     cells: dict[tuple[int, int], tuple[int, str]] = {}
-    for (_, points), colour in zip(drawn.items(), COLOURS, strict=False):
+    at = [x for places in (marks or {}).values() for x in places if box[0] <= x <= box[1]]
+    for x in at:
+        column = round((width - 1) * (x - box[0]) / ((box[1] - box[0]) or 1))
+        cells |= {(row, column): (_MARK, "") for row in range(height)}
+    for points, colour in zip(drawn.values(), cycle(COLOURS), strict=False):
         _draw(points, box, cells, colour, width, height)
-    return _frame(cells, box, list(drawn), width, height)
+    text = _frame(cells, box, list(drawn), width, height, unit)
+    return text.append("  ".join(f"┊ {name}" for name in marks)) if marks and at else text
 
 
 def _draw(
@@ -47,6 +66,7 @@ def _draw(
         for i in range(length + 1):
             column, row = round(x0 + (x1 - x0) * i / length), round(y0 + (y1 - y0) * i / length)
             dots, _ = cells.get((row // 4, column // 2), (0, ""))
+            dots = 0 if dots == _MARK else dots
             cells[row // 4, column // 2] = (dots | _DOTS[column % 2][row % 4], colour)
 
 
@@ -56,6 +76,7 @@ def _frame(
     names: Sequence[str],
     width: int,
     height: int,
+    unit: str,
 ) -> Text:
     low_x, high_x, low_y, high_y = box
     labels = {0: f"{high_y:.3g}", height - 1: f"{low_y:.3g}"}
@@ -65,12 +86,13 @@ def _frame(
         text.append(f"{labels.get(row, ''):>{margin}} ┤" if row in labels else " " * margin + " │")
         for column in range(width):
             dots, colour = cells.get((row, column), (0, ""))
-            text.append(chr(0x2800 + dots) if dots else " ", style=colour or None)
+            character = "┊" if dots == _MARK else chr(0x2800 + dots) if dots else " "
+            text.append(character, style=colour or None)
         text.append("\n")
     text.append(" " * margin + " └" + "─" * width + "\n")
-    ends = f"{low_x:g}", f"step {high_x:g}"
+    ends = f"{low_x:g}", f"{unit} {high_x:g}"
     text.append(" " * (margin + 2) + ends[0] + ends[1].rjust(width - len(ends[0])) + "\n")
     text.append(" " * (margin + 2))
-    for name, colour in zip(names, COLOURS, strict=False):
+    for name, colour in zip(names, cycle(COLOURS), strict=False):
         text.append(f"━━ {name}   ", style=colour)
     return text

@@ -8,7 +8,7 @@ from typing import Any
 
 from octavo import strict
 from octavo.errors import CheckpointError
-from octavo.train.config import RunConfig
+from octavo.train.config import DataConfig, LoopConfig, OptimizerConfig, RunConfig
 
 # What may change between a checkpoint and its continuation, as it does not decide the numbers. `steps` does,
 # through the schedule, but whoever changes it means to.
@@ -32,13 +32,19 @@ def check_same_run(saved: Mapping[str, Any], config: RunConfig, where: Path) -> 
     Raises:
         CheckpointError: they differ in what decides the numbers; the message names the first such key.
     """
-    there, here = dict(_flat(saved)), dict(_flat(strict.to_dict(config)))
+    # A key that came after the checkpoint was written had its default then.
+    there, here = {**_defaults(), **dict(_flat(saved))}, dict(_flat(strict.to_dict(config)))
     for key in [*here, *(there.keys() - here.keys())]:
         if key not in FREE and there.get(key) != here.get(key):
             raise CheckpointError(
                 f"{where}: this is the checkpoint of another {_what(key)}: {key} is {there.get(key)!r} there"
                 f" and {here.get(key)!r} here. Resume with the same, or start a new run with another --out."
             )
+
+
+def _defaults() -> dict[str, Any]:
+    sections = {"data": DataConfig(), "optimizer": OptimizerConfig(), "run": LoopConfig()}
+    return dict(_flat({name: strict.to_dict(section) for name, section in sections.items()}))
 
 
 def _what(key: str) -> str:

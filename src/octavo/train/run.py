@@ -10,18 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from octavo import kernels, strict
+from octavo.conversion import enable
 from octavo.data import TokenFiles
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models import count_parameters
+from octavo.nn.scales import scales
 from octavo.train import checkpoint
 from octavo.train import device as devices
 from octavo.train.config import RunConfig
-from octavo.train.evaluate import heldout_loss
-from octavo.train.events import Evaluated, Event, Finished, Logged, Preparing, Reporter, Saved, Started
+from octavo.train.evaluate import heldout_losses
+from octavo.train.events import Evaluated, Event, Finished, Logged, Preparing, Reporter, Saved, Started, Switched
 from octavo.train.files import MetricsFile, guarded, read_metrics, write_json
-from octavo.train.lane import Measured
+from octavo.train.lane import Lane, Measured
 from octavo.train.resume import check_same_run
-from octavo.train.schedule import learning_rate
+from octavo.train.schedule import is_bf16, learning_rate
 from octavo.train.setup import Setup, set_up
 from octavo.train.state import lane_tensors, random_tensors, restore_lane, restore_random
 from octavo.train.stopwatch import Stopwatch
@@ -86,12 +88,14 @@ class Trainer:
         try:
             self._open_directory()
             self._tell(self._start_event())
+            self._compute_as(self.done - 1)
             with kernels.record() as self._ledger:
                 while self.done < self.config.run.steps:
                     self._step()
                 heldout = self._evaluate()
             summary = self._summarise(heldout)
             write_json(self.directory / "summary.json", summary)
+            self._save_scales()
             self._tell(Finished(summary=summary, history=self._history(), directory=self.directory))
         finally:
             for reporter in self._watching:
@@ -101,6 +105,7 @@ class Trainer:
     def _step(self) -> None:
         run, device = self.config.run, self.setup.device
         lr = self._learning_rate()
+        self._switch()
         inputs_BT, targets_BT = (part.to(device, non_blocking=True) for part in next(self.setup.loader))
         self.done += 1
         measured, watches = {}, {}
@@ -126,6 +131,25 @@ class Trainer:
         o = self.config.optimizer
         return learning_rate(self.done, steps=self.config.run.steps, peak=o.lr, warmup=o.warmup, floor=o.min_lr)
 
+    def _switch(self) -> None:
+        """Compute the next step in the precision that the schedule has for it, and tell of a change."""
+        self._compute_as(self.done)
+        now, before = self._is_bf16(self.done), self._is_bf16(self.done - 1)
+        if now != before:
+            self._tell(Switched(step=self.done + 1, precision="bf16" if now else "fp8"))
+
+    def _compute_as(self, step: int) -> None:
+        for lane in self.setup.lanes:
+            if lane.name == "fp8":
+                enable(lane.model, not self._is_bf16(step))
+
+    def _is_bf16(self, step: int) -> bool:
+        """Return whether the FP8 model makes `step`, counted from 0, in BF16; before the first step it does not."""
+        run = self.config.run
+        if step < 0 or self.setup.plan is None:
+            return False
+        return is_bf16(step, steps=run.steps, first=run.bf16_first_steps, last_share=run.bf16_last_share)
+
     def _due(self, every: int) -> bool:
         return every > 0 and self.done % every == 0
 
@@ -147,16 +171,25 @@ class Trainer:
             lr=lr,
             tokens=self.done * per_step,
             tokens_per_second=(self.done - self._since_step) * per_step / elapsed,
+            loss_scale={lane.name: float(lane.loss_scale.scale) for lane in self._scaled()},
+            overflows={lane.name: int(lane.loss_scale.overflows) for lane in self._scaled()},
         )
         self._restart_clock()
         self._tell(event)
+
+    def _scaled(self) -> list[Lane]:
+        return [lane for lane in self.setup.lanes if lane.loss_scale.skips]
 
     def _restart_clock(self) -> None:
         self._since, self._since_step = time.perf_counter(), self.done
 
     def _evaluate(self) -> dict[str, float]:
-        loss = {lane.name: heldout_loss(lane, self.setup.heldout) for lane in self.setup.lanes}
+        losses = {lane.name: heldout_losses(lane, self.setup.heldout) for lane in self.setup.lanes}
+        loss = {name: float(of_sequence.mean()) for name, of_sequence in losses.items()}
         self._tell(Evaluated(step=self.done, loss=loss))
+        if self.done == self.config.run.steps:
+            by_lane = {name: of_sequence.tolist() for name, of_sequence in losses.items()}
+            write_json(self.directory / "heldout.json", by_lane)
         return loss
 
     def _save(self) -> None:
@@ -175,6 +208,12 @@ class Trainer:
             keep=self.config.run.keep,
         )
         self._tell(Saved(step=self.done, path=path))
+
+    def _save_scales(self) -> None:
+        """Leave the scales that the FP8 model kept from step to step as a calibration file."""
+        book = scales(self.setup.lanes[0].model)
+        if book is not None and book.is_known:
+            book.save(self.directory / "scales.json")
 
     def _totals(self) -> dict[str, Any]:
         """Return what has added up since the first step, also across resumes."""
@@ -216,6 +255,7 @@ class Trainer:
             corpus=_facts(self.setup.corpus),
             gemms=totals["fp8_gemms"],
             fallbacks=totals["fallbacks"],
+            skipped={lane.name: int(lane.loss_scale.overflows) for lane in self._scaled()},
             history=self._history(),
             seconds=totals["seconds"],
         )

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step: a linear warm-up, then half a cosine."""
+"""What changes over a run as pure functions of the step: the learning rate, and the precision."""
 
 from __future__ import annotations
 
@@ -17,3 +17,12 @@ def learning_rate(step: int, *, steps: int, peak: float, warmup: float, floor: f
     falling = max(1, steps - 1 - rising)
     progress = min(1.0, (step - rising) / falling)
     return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def is_bf16(step: int, *, steps: int, first: int, last_share: float) -> bool:
+    """Return whether the FP8 model makes `step`, counted from 0, in BF16, in a run of `steps` steps.
+
+    It does in the first `first` steps, where a model changes most, and in the last `last_share * steps` (rounded), so
+    that what FP8 has cost is won back.
+    """
+    return step < first or step >= steps - round(last_share * steps)

@@ -80,7 +80,8 @@ def _lanes(config: RunConfig, recipe: recipes.Recipe, device: torch.device) -> t
         return (_lane("bf16", model, config, device),), None
     twin = copy.deepcopy(model) if config.run.twin else None
     tokens = config.run.batch // config.run.accumulate * config.data.sequence
-    plan = convert(model, recipe, policy=Policy(min_gain=config.run.min_gain), tokens=tokens)
+    policy, scales = Policy(min_gain=config.run.min_gain), config.run.scales or None
+    plan = convert(model, recipe, policy=policy, tokens=tokens, scales=scales)
     lanes = [_lane("fp8", model, config, device)]
     if twin is not None:
         lanes.append(_lane("bf16", twin, config, device))

@@ -9,29 +9,36 @@ import torch
 from torch import Tensor
 
 from octavo.errors import CheckpointError
+from octavo.nn.scales import scales
 from octavo.train.lane import Lane
 
-_MODEL, _OPTIMIZER = "model.", "optimizer."
+_MODEL, _OPTIMIZER, _LOSS_SCALE, _SCALES = "model.", "optimizer.", "loss_scale.", "scales."
 
 
 def lane_tensors(lane: Lane) -> dict[str, Tensor]:
-    """Return the parameters, persistent buffers and AdamW state of `lane` by name, a tied weight once."""
+    """Return the parameters, persistent buffers, AdamW state and loss scale of `lane` by name, a tied weight once."""
     tensors = {_MODEL + name: tensor for name, tensor in _weights(lane).items()}
     for name, parameter in lane.parameters.items():
         for key, value in lane.optimizer.state.get(parameter, {}).items():
             tensors[f"{_OPTIMIZER}{name}.{key}"] = value
-    return tensors
+    tensors |= {_LOSS_SCALE + key: tensor for key, tensor in lane.loss_scale.state_dict().items()}
+    book = scales(lane.model)
+    return tensors | ({} if book is None else {_SCALES + name: tensor for name, tensor in book.state_dict().items()})
 
 
 def restore_lane(lane: Lane, tensors: Mapping[str, Tensor], where: Path) -> None:
     """Copy what `lane_tensors` returned into `lane`. Nothing is copied unless everything fits.
 
     Raises:
-        CheckpointError: a parameter is missing, unknown or of another shape: it is of another model.
+        CheckpointError: a parameter, or a scale that is kept from step to step, is missing, unknown or of another
+            shape: it is of another model.
     """
     weights = _weights(lane)
     saved = {name.removeprefix(_MODEL): tensor for name, tensor in tensors.items() if name.startswith(_MODEL)}
     _check_same_model(weights, saved, where)
+    if (book := scales(lane.model)) is not None:
+        kept = {name.removeprefix(_SCALES): tensor for name, tensor in tensors.items() if name.startswith(_SCALES)}
+        book.load_state_dict(kept)
     with torch.no_grad():
         for name, tensor in weights.items():
             tensor.copy_(saved[name])
@@ -40,6 +47,7 @@ def restore_lane(lane: Lane, tensors: Mapping[str, Tensor], where: Path) -> None
         state = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
         if state:
             lane.optimizer.state[parameter] = {key: t.to(lane.device, copy=True) for key, t in state.items()}
+    lane.loss_scale.load_state_dict({key.removeprefix(_LOSS_SCALE): tensor for key, tensor in tensors.items()})
 
 
 def random_tensors() -> dict[str, Tensor]:

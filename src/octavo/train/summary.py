@@ -21,12 +21,14 @@ def summarise(
     corpus: Mapping[str, Any],
     gemms: Mapping[str, int],
     fallbacks: Sequence[str],
+    skipped: Mapping[str, int],
     history: Sequence[Mapping[str, Any]],
     seconds: float,
 ) -> dict[str, Any]:
     """Return the summary. Losses are in nats a token; a lane that was not trained has None.
 
-    `tokens_per_second` and the milliseconds a step are medians over the log: compiling does not count.
+    `skipped_steps` counts by lane those that dynamic loss scaling left out. `tokens_per_second` and the milliseconds a
+    step are medians over the log: compiling does not count.
     """
     losses = {f"heldout_loss_{lane}": heldout.get(lane) for lane in ("fp8", "bf16")}
     surprises = {
@@ -46,6 +48,7 @@ def summarise(
         "fp8_gemms": dict(gemms),
         "fp8_gemms_total": sum(gemms.values()),
         "fallbacks": list(fallbacks),
+        "skipped_steps": dict(skipped),
         "tokens_per_second": _median(history, "tokens_per_second"),
         **times,
         "seconds": seconds,

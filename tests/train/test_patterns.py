@@ -1,0 +1,38 @@
+"""Settings by name pattern."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from octavo.errors import ConfigError
+from octavo.train.patterns import groups_of, value_of
+
+NAMES = ["embed.weight", "layers.0.wq.weight", "layers.0.wo.weight", "layers.1.wq.weight", "norm.weight"]
+
+
+def test_a_pattern_means_a_parameter_or_its_module() -> None:
+    assert value_of(NAMES, {"*.wq": 0.5}, "x") == {"layers.0.wq.weight": 0.5, "layers.1.wq.weight": 0.5}
+    assert value_of(NAMES, {"*.wq.weight": 0.5}, "x") == value_of(NAMES, {"*.wq": 0.5}, "x")
+    assert value_of(NAMES, {"norm": 2.0, "embed.weight": 3.0}, "x") == {"norm.weight": 2.0, "embed.weight": 3.0}
+
+
+def test_the_last_match_wins() -> None:
+    values = value_of(NAMES, {"layers.*": 1.0, "*.wq": 2.0, "layers.1.*": 3.0}, "x")
+    assert values == {"layers.0.wq.weight": 2.0, "layers.0.wo.weight": 1.0, "layers.1.wq.weight": 3.0}
+
+
+def test_each_parameter_is_in_one_group_and_an_empty_group_is_none() -> None:
+    named = {name: nn.Parameter(torch.zeros(1)) for name in NAMES}
+    groups = groups_of(named, {"embed": 9.0, "layers.*": 1.0, "*.wo": 2.0, "embed*": 3.0}, "x")
+    assert [(limit, len(parameters)) for limit, parameters in groups] == [(1.0, 2), (2.0, 1), (3.0, 1)]
+    assert groups[1][1][0] is named["layers.0.wo.weight"]
+
+
+@pytest.mark.parametrize(("pattern", "meant"), [("*.wqq", "*.wq"), ("nrm", "norm"), ("layers.0.woo", "layers.0.wo")])
+def test_a_pattern_that_matches_nothing_is_an_error(pattern: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        value_of(NAMES, {"*.wo": 1.0, pattern: 1.0}, "optimizer.lr_factors")
+    assert f"optimizer.lr_factors: '{pattern}' matches no parameter" in str(caught.value)
+    assert f"Did you mean '{meant}'?" in str(caught.value)
