@@ -1,0 +1,152 @@
+"""Hopper's FP8 accumulator, bit for bit, on any device.
+
+A tensor core adds 32 products to its accumulator at once. It aligns the products and the accumulator to the largest of
+their exponents, cuts each toward zero to 13 fraction bits, adds them exactly, and cuts the sum to 13 fraction bits
+again. Nothing is ever rounded up, so sums of one sign shrink. `fast` accumulation is one such chain over all of K;
+`slow` starts a new chain every 128 products and adds the chains in FP32, as CUDA cores do.
+
+The exponent of a product is that of its two codes added, before the product is normalised; a subnormal code has the
+smallest normal exponent; a zero product takes no part. Khattak and Mikaitis, "Accurate Models of NVIDIA Tensor Cores",
+arXiv 2512.07004, and Xie et al., "MMA-Sim", arXiv 2511.10909, found these rules with probes on the hardware.
+
+How cuBLAS cuts K into parts for several blocks of threads (split K, on small outputs) is not modelled.
+
+M: rows of a, N: rows of b, K: the summed index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from octavo.numerics import Quantized, format_of
+
+PRODUCTS = 32
+"""Products of one step."""
+FRACTION_BITS = 13
+"""Kept of every term of a step, below the largest exponent, and of its result."""
+CHAIN = 128
+"""Products of a chain where accumulation is slow."""
+
+_FP32_FRACTION_BITS = 23
+_CUT = -(1 << (_FP32_FRACTION_BITS - FRACTION_BITS))
+"""Clears, by `&`, the fraction bits of an FP32 number that the accumulator does not keep."""
+_ZERO = -60
+"""Stands for the exponent of a zero: below that of every product and every accumulator, and twice it fits in int8."""
+
+
+def matmul(a_codes: Tensor, b_codes: Tensor, accumulate: Literal["slow", "fast"] = "slow") -> Tensor:
+    """Return a . b^T as Hopper's tensor cores compute it, before any scale: FP32 (M, N).
+
+    Args:
+        a_codes: (M, K), E4M3 or E5M2.
+        b_codes: (N, K), E4M3 or E5M2.
+        accumulate: one chain over all of K, or one every 128.
+    """
+    if accumulate == "fast":
+        return chain(a_codes, b_codes)
+    total = torch.zeros(a_codes.shape[0], b_codes.shape[0], device=a_codes.device)
+    for start in range(0, a_codes.shape[1], CHAIN):
+        total += chain(a_codes[:, start : start + CHAIN], b_codes[:, start : start + CHAIN])
+    return total
+
+
+def chain(a_codes: Tensor, b_codes: Tensor) -> Tensor:
+    """Return a . b^T from one chain of steps that starts at zero. Arguments and result are those of `matmul`.
+
+    A result that is not finite in IEEE arithmetic is what it is there.
+    """
+    a, b = a_codes.float(), b_codes.float()
+    a_finite, b_finite = a.nan_to_num(0.0, 0.0, 0.0), b.nan_to_num(0.0, 0.0, 0.0)
+    a_exponent, b_exponent = _exponents(a_finite, a_codes), _exponents(b_finite, b_codes)
+    result = torch.empty(a.shape[0], b.shape[0], device=a.device)
+    for m, n in _tiles(result):
+        result[m, n] = _chain_of_tile(a_finite[m], a_exponent[m], b_finite[n], b_exponent[n])
+    if bool(a.isfinite().all()) and bool(b.isfinite().all()):
+        return result
+    ieee = a @ b.t()
+    return torch.where(ieee.isfinite(), result, ieee)
+
+
+def _exponents(values: Tensor, codes: Tensor) -> Tensor:
+    """Return the exponent of each value as the tensor core reads it from the code, int8."""
+    smallest = _exponent(torch.tensor(format_of(codes).smallest_normal, device=codes.device))
+    return torch.where(values == 0, _ZERO, torch.maximum(_exponent(values), smallest)).to(torch.int8)
+
+
+def _exponent(x: Tensor) -> Tensor:
+    """Return the exponent of FP32 numbers, int32; less than any other for zero."""
+    return ((x.view(torch.int32) >> _FP32_FRACTION_BITS) & 255) - 127
+
+
+def _chain_of_tile(a: Tensor, a_exponent: Tensor, b: Tensor, b_exponent: Tensor) -> Tensor:
+    """Return the accumulators (M, N) of a tile after all of K."""
+    accumulator = torch.zeros(a.shape[0], b.shape[0], device=a.device)
+    for start in range(0, a.shape[1], PRODUCTS):
+        step = slice(start, start + PRODUCTS)
+        products = a[:, step].t()[:, :, None] * b[:, step].t()[:, None, :]
+        exponents = a_exponent[:, step].t()[:, :, None] + b_exponent[:, step].t()[:, None, :]
+        accumulator = _add(accumulator, products, exponents.amax(dim=0).int())
+    return accumulator
+
+
+def _add(accumulator: Tensor, products: Tensor, largest: Tensor) -> Tensor:
+    """Return the accumulator after one step of the tensor core, exact in FP32: no term has more than 15 bits.
+
+    Args:
+        accumulator: FP32 (M, N).
+        products: FP32 (32, M, N); used up.
+        largest: the largest exponent among the products, int32 (M, N).
+    """
+    aligned = torch.maximum(largest, _exponent(accumulator)).clamp_(min=_ZERO)
+    unit = ((aligned - FRACTION_BITS + 127) << _FP32_FRACTION_BITS).view(torch.float32)
+    total = products.div_(unit).trunc_().sum(dim=0) + (accumulator / unit).trunc()
+    return ((total * unit).view(torch.int32) & _CUT).view(torch.float32)
+
+
+def _tiles(result: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Yield the tiles of an (M, N) result: small enough for a cache, or to fill a GPU and not its memory."""
+    side = 1024 if result.is_cuda else 64
+    for row in range(0, result.shape[0], side):
+        for col in range(0, result.shape[1], side):
+            yield slice(row, row + side), slice(col, col + side)
+
+
+def refuses(a: Quantized, b: Quantized) -> str | None:
+    """Return why Hopper's tensor cores cannot multiply these operands as they are, or None."""
+    for operand in (a, b):
+        if operand.granularity.cols not in (None, CHAIN) or operand.granularity.rows not in (None, 1, CHAIN):
+            return f"no tensor core of Hopper takes {operand.granularity.name} scales"
+    return None
+
+
+def gemm(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> Tensor:
+    """Return a . b^T of two operands that `refuses` does not refuse, as (M, N) of `out_dtype`.
+
+    Scales of tiles along K are multiplied into each chain, in FP32, before it is added: such a GEMM is always slow.
+    Others are multiplied into the result. Power-of-two scales change no bit of the sums wherever they stand.
+    """
+    if a.granularity.cols is None and b.granularity.cols is None:
+        total = matmul(a.codes, b.codes, "fast" if fast else "slow")
+        return (total * (_scale(a, 0) * _scale(b, 0).t())).to(out_dtype)
+    total = torch.zeros(a.codes.shape[0], b.codes.shape[0], device=a.codes.device)
+    for tile, start in enumerate(range(0, a.codes.shape[1], CHAIN)):
+        part = chain(a.codes[:, start : start + CHAIN], b.codes[:, start : start + CHAIN])
+        total += part * (_scale(a, tile) * _scale(b, tile).t())
+    return total.to(out_dtype)
+
+
+def _scale(x: Quantized, tile: int) -> Tensor:
+    """Return the scale of each row in the `tile`-th 128 columns, (rows, 1)."""
+    column = x.scale if x.granularity.cols is None else x.scale[:, tile : tile + 1]
+    rows, height = x.codes.shape[0], x.granularity.rows
+    return column.expand(rows, 1) if height is None else column.repeat_interleave(height, dim=0)[:rows]
+
+
+def exact(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> Tensor:
+    """Return a . b^T summed in FP64 and rounded to FP32, then to `out_dtype`: no accumulator shows in it."""
+    a_values, b_values = (x.codes.double() * x.granularity.expand(x.scale, *x.codes.shape) for x in (a, b))
+    return (a_values @ b_values.t()).float().to(out_dtype)

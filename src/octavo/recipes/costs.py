@@ -1,0 +1,172 @@
+"""What a recipe costs in memory: each pass over a matrix that a linear layer makes, and what it keeps.
+
+Counted as `octavo.nn.functional` works, in bytes: inputs and gradients are BF16, weights FP32, codes one byte, scales
+FP32. Reads are the fewest that the scales allow. A maximum over a row, or over a tile of up to 128 x 128, is known to
+whoever quantises it; one over columns or a whole matrix takes a read before the one that makes the codes, unless the
+scale is known from earlier steps. A norm or an activation that quantises what it writes saves the read of the input.
+
+M: tokens, N: output features, K: input features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal, NamedTuple
+
+from octavo.numerics import PER_ROW, Granularity
+from octavo.recipes.spec import OPERANDS, Operand, Recipe
+from octavo.recipes.text import reused_from
+
+When = Literal["forward", "backward", "optimizer step"]
+HIGH_PRECISION = {"input": 2, "weight": 4, "grad_output": 2}
+"""Bytes of an element before it is quantised, by the matrix it belongs to."""
+BF16, CODE, SCALE = 2, 1, 4
+"""Bytes of an element."""
+_SIDE = 128
+
+
+class Shape(NamedTuple):
+    """The sizes of a linear layer."""
+
+    m: int
+    n: int
+    k: int
+
+    def of(self, matrix: str) -> tuple[int, int]:
+        """Return the shape of `input` (M, K), `weight` (N, K) or `grad_output` (M, N)."""
+        return {"input": (self.m, self.k), "weight": (self.n, self.k), "grad_output": (self.m, self.n)}[matrix]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pass:
+    """One time that a matrix is read to make operands of it."""
+
+    matrix: str
+    """`input`, `weight` or `grad_output`."""
+    made: tuple[str, ...]
+    """The operands, `fprop.input` and so on."""
+    how: Literal["quantise", "transpose", "cast"]
+    when: When
+    """`optimizer step`: once for each value of the weight, however many forwards and backwards there are."""
+    read: int
+    """Bytes."""
+    written: tuple[int, ...]
+    """Bytes of each operand in `made`, its scales included."""
+
+
+def passes(recipe: Recipe, shape: Shape) -> list[Pass]:
+    """Return every pass over a matrix that one forward and one backward of a linear layer make for its GEMMs."""
+    return [*_input_passes(recipe, shape), *_weight_passes(recipe, shape), *_gradient_passes(recipe, shape)]
+
+
+def kept_bytes(recipe: Recipe, shape: Shape) -> int:
+    """Return the bytes that a layer keeps of its input from forward to backward. Of its weight it keeps none."""
+    if not recipe.wgrad.is_fp8:
+        return BF16 * shape.m * shape.k
+    if reused_from(recipe, "wgrad", "input"):
+        return quantised_bytes(recipe.fprop.input, *shape.of("input"))
+    return quantised_bytes(recipe.wgrad.input, shape.k, shape.m)
+
+
+def held_bytes(recipe: Recipe, shape: Shape) -> int:
+    """Return the bytes of the quantised weight, which stay until it changes."""
+    return sum(sum(one.written) for one in _weight_passes(recipe, shape) if one.when == "optimizer step")
+
+
+def quantised_bytes(operand: Operand, rows: int, cols: int) -> int:
+    """Return the bytes of a quantised (rows, cols) matrix: its codes and its scales."""
+    return CODE * rows * cols + SCALE * prod(operand.tile.scale_shape(rows, cols))
+
+
+def _input_passes(recipe: Recipe, shape: Shape) -> Iterator[Pass]:
+    made = ["fprop.input"] if recipe.fprop.is_fp8 else []
+    reuses = reused_from(recipe, "wgrad", "input") is not None
+    if recipe.wgrad.is_fp8 and not reuses:
+        made.append("wgrad.input")
+    yield from _quantise(recipe, "input", made, "forward", shape)
+    if reuses:
+        yield _transpose(recipe, "wgrad.input", "fprop.input", shape)
+
+
+def _weight_passes(recipe: Recipe, shape: Shape) -> Iterator[Pass]:
+    used: tuple[tuple[str, When], ...] = (("fprop", "forward"), ("dgrad", "backward"))
+    for gemm, when in used:
+        name = f"{gemm}.weight"
+        if not recipe.gemm(gemm).is_fp8:
+            yield _cast(name, when, shape)
+        elif reused_from(recipe, gemm, "weight"):
+            yield _transpose(recipe, name, "fprop.weight", shape)
+        else:
+            yield from _quantise(recipe, "weight", [name], "optimizer step", shape)
+
+
+def _gradient_passes(recipe: Recipe, shape: Shape) -> Iterator[Pass]:
+    made = [f"{gemm}.grad_output" for gemm in ("dgrad", "wgrad") if recipe.gemm(gemm).is_fp8]
+    yield from _quantise(recipe, "grad_output", made, "backward", shape)
+
+
+def _quantise(recipe: Recipe, matrix: str, made: Sequence[str], when: When, shape: Shape) -> Iterator[Pass]:
+    """Yield the pass that makes these operands of a matrix, or one for each where one is rounded stochastically."""
+    operands = [operand_of(recipe, name) for name in made]
+    if len(made) > 1 and any(operand.rounding == "stochastic" for operand in operands):
+        for name in made:
+            yield from _quantise(recipe, matrix, [name], when, shape)
+    elif made:
+        tiles = [_tile_in(name, operand) for name, operand in zip(made, operands, strict=True)]
+        known = all(operand.scale_from in ("delayed", "static") for operand in operands)
+        reads = 1 if known or _in_sight(tiles) else 2
+        written = [_bytes_made(name, operand, shape) for name, operand in zip(made, operands, strict=True)]
+        read = reads * HIGH_PRECISION[matrix] * prod(shape.of(matrix))
+        yield Pass(matrix=matrix, made=tuple(made), how="quantise", when=when, read=read, written=tuple(written))
+
+
+def _transpose(recipe: Recipe, name: str, source: str, shape: Shape) -> Pass:
+    """Return the byte transpose of codes that are there. A folded operand leaves its scales behind, for a single 1."""
+    matrix, operand = source.split(".")[1], operand_of(recipe, name)
+    read = quantised_bytes(operand_of(recipe, source), *shape.of(matrix))
+    written = CODE * prod(shape.of(matrix)) + SCALE if operand.is_folded else _bytes_made(name, operand, shape)
+    return Pass(matrix=matrix, made=(name,), how="transpose", when="backward", read=read, written=(written,))
+
+
+def _cast(name: str, when: When, shape: Shape) -> Pass:
+    """Return the cast of a weight for a GEMM in BF16."""
+    elements = prod(shape.of("weight"))
+    read = HIGH_PRECISION["weight"] * elements
+    return Pass(matrix="weight", made=(name,), how="cast", when=when, read=read, written=(BF16 * elements,))
+
+
+def operand_of(recipe: Recipe, name: str) -> Operand:
+    """Return the operand of a name such as `wgrad.input`."""
+    gemm, role = name.split(".")
+    operand = getattr(recipe.gemm(gemm), role)
+    assert isinstance(operand, Operand)
+    return operand
+
+
+def is_transposed(name: str) -> bool:
+    """Return whether an operand is the transpose of the matrix it is made of."""
+    return name in ("dgrad.weight", "wgrad.grad_output", "wgrad.input")
+
+
+def operand_names() -> tuple[str, ...]:
+    """Return the names of all operands, GEMM by GEMM."""
+    return tuple(f"{gemm}.{role}" for gemm, roles in OPERANDS.items() for role in roles)
+
+
+def _tile_in(name: str, operand: Operand) -> Granularity:
+    """Return the tile of an operand's scales, as it lies in the matrix that the operand is made of."""
+    return operand.tile.transposed if is_transposed(name) else operand.tile
+
+
+def _in_sight(tiles: Sequence[Granularity]) -> bool:
+    """Whether what makes these operands sees the maximum of each tile before it writes."""
+    if len(tiles) == 1 and tiles[0] == PER_ROW:
+        return True
+    return all(tile.rows and tile.cols and max(tile.rows, tile.cols) <= _SIDE for tile in tiles)
+
+
+def _bytes_made(name: str, operand: Operand, shape: Shape) -> int:
+    rows, cols = shape.of(name.split(".")[1])
+    return quantised_bytes(operand, cols, rows) if is_transposed(name) else quantised_bytes(operand, rows, cols)
