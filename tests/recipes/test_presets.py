@@ -33,12 +33,28 @@ REUSED = {
     "bf16": (None, None, None, None),
 }
 OPERANDS["folded_fast"], REUSED["folded_fast"] = OPERANDS["folded"], REUSED["folded"]
+OPERANDS["rowwise_bf16_wgrad"] = {gemm: OPERANDS["rowwise"][gemm] for gemm in ("fprop", "dgrad")}
+OPERANDS["tensorwise_e4m3"] = dict.fromkeys(GEMMS, OPERANDS["tensorwise"]["fprop"])
+OPERANDS["mxfp8"] = dict.fromkeys(GEMMS, ("E4M3 1x32", "E4M3 1x32"))
+for source in ("delayed", "just_in_time", "static"):
+    of_weight, said = "E4M3 tensor FP32 scales", source.replace("_", " ")
+    of_input, of_gradient = (f"{format} tensor FP32 scales {said}" for format in ("E4M3", "E5M2"))
+    OPERANDS[source] = {
+        "fprop": (of_input, of_weight),
+        "dgrad": (of_gradient, of_weight),
+        "wgrad": (of_gradient, of_input),
+    }
+REUSED |= dict.fromkeys(("rowwise_bf16_wgrad", "mxfp8"), REUSED["rowwise"])
+REUSED |= dict.fromkeys(("tensorwise_e4m3", "delayed", "just_in_time", "static"), REUSED["tensorwise"])
 FAST = {"folded_fast": ["fast", "fast", "slow"]}  # wgrad sums over all tokens: never fast
 every_preset = pytest.mark.parametrize("name", PRESETS)
 
 
 def test_names_in_the_order_they_are_shown():
-    assert names() == ("folded", "folded_fast", "rowwise", "tensorwise", "block", "bf16")
+    assert names() == (
+        *("folded", "folded_fast", "rowwise", "rowwise_bf16_wgrad", "tensorwise", "tensorwise_e4m3"),
+        *("delayed", "just_in_time", "static", "block", "mxfp8", "bf16"),
+    )
 
 
 @every_preset
@@ -69,6 +85,12 @@ def test_rule_5_accumulation_is_slow_unless_the_name_says_fast(name):
 @every_preset
 def test_rounding_is_to_nearest(name):
     assert {operand.rounding for _, a, b in load(name).gemms() for operand in (a, b)} <= {"nearest"}
+
+
+def test_which_keep_scales_need_a_file_and_are_emulated():
+    assert [name for name in names() if load(name).keeps_scales] == ["delayed", "just_in_time", "static"]
+    assert [name for name in names() if load(name).needs_calibration] == ["static"]
+    assert [name for name in names() if load(name).is_emulated] == ["mxfp8"]
 
 
 def test_only_bf16_runs_no_gemm_in_fp8():

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.recipes import Dgrad, Fprop, Operand, Recipe, Wgrad, load, reused_from
+from octavo.recipes import Dgrad, Fprop, History, Operand, Recipe, Wgrad, load, reused_from
 
 ROW, COLUMN, E5M2 = Operand(), Operand(granularity="column"), Operand(format="e5m2")
 
@@ -147,3 +147,90 @@ def test_gradients_are_quantised_anew_where_a_scale_was_folded_into_them():
         assert reused_from(dataclasses.replace(plain, **folds), "wgrad", "grad_output") is None
     without_dgrad = dataclasses.replace(plain, dgrad=Dgrad(grad_output=tensor, precision="bf16"))
     assert reused_from(without_dgrad, "wgrad", "grad_output") is None
+
+
+# --- scales that are kept from step to step -------------------------------------------------------------------------
+
+DELAYED = Operand(granularity="tensor", scale_from="delayed")
+
+
+@pytest.mark.parametrize("source", ["delayed", "just_in_time", "static"])
+def test_only_a_whole_tensor_has_a_scale_from_elsewhere(source):
+    refused(
+        f"fprop.input.scale_from = '{source}' is one scale a tensor, and this operand is 'row'",
+        fprop=Fprop(input=Operand(scale_from=source)),
+    )
+
+
+def test_weights_are_scaled_by_their_own_maximum():
+    for gemms in ({"fprop": Fprop(weight=DELAYED)}, {"dgrad": Dgrad(weight=DELAYED)}):
+        refused("weight.scale_from = 'delayed' is refused: a weight is quantised once an optimizer step", **gemms)
+
+
+def test_kept_scales_round_to_nearest():
+    stochastic = dataclasses.replace(DELAYED, rounding="stochastic")
+    refused("rounds to nearest only, not 'stochastic'", fprop=Fprop(input=stochastic), wgrad=Wgrad(precision="bf16"))
+
+
+def test_both_gemms_that_read_a_tensor_read_one_quantisation():
+    refused(
+        r"fprop\.input \(E4M3 tensor delayed\) and wgrad\.input \(E4M3 row\) must be alike",
+        fprop=Fprop(input=DELAYED),
+    )
+    for other in (
+        {"scale_from": "just_in_time"},
+        {"scale_from": "current"},
+        {"format": "e5m2"},
+        {"scaling": "float32"},
+    ):
+        refused(
+            "dgrad.grad_output .* and wgrad.grad_output .* must be alike",
+            dgrad=Dgrad(grad_output=DELAYED),
+            wgrad=Wgrad(grad_output=dataclasses.replace(DELAYED, **other)),
+        )
+    Recipe(name="mine", fprop=Fprop(input=DELAYED), wgrad=Wgrad(precision="bf16"))
+    Recipe(name="mine", fprop=Fprop(precision="bf16"), wgrad=Wgrad(input=DELAYED))
+
+
+def test_a_folded_partner_would_change_the_maximum():
+    refused(
+        "does not go with a folded partner",
+        dgrad=Dgrad(grad_output=DELAYED, weight=COLUMN),
+        wgrad=Wgrad(grad_output=DELAYED),
+    )
+
+
+def test_codes_with_another_source_of_scales_are_others():
+    tensor = Operand(granularity="tensor")
+    assert DELAYED.is_transpose_of(DELAYED) and not DELAYED.is_transpose_of(tensor)
+
+
+@pytest.mark.parametrize(
+    ("history", "message"),
+    [
+        ({"length": 0}, "history.length = 0: keep the maxima of 1 step at least"),
+        ({"margin": -1}, "history.margin = -1: it is the bits of headroom"),
+        ({"margin": 9}, "0 to 8"),
+    ],
+)
+def test_a_history_that_is_none(history, message):
+    with pytest.raises(ConfigError, match=message):
+        History(**history)
+
+
+def test_mxfp8_has_scales_of_a_power_of_two():
+    tile = Operand(granularity="1x32", scaling="float32")
+    refused("1x32 scales are E8M0, powers of two", fprop=Fprop(input=tile))
+
+
+def test_the_kept_scale_of_each_role():
+    recipe = load("delayed")
+    assert recipe.kept_scale("input") == recipe.fprop.input and recipe.kept_scale("input").keeps_scale
+    assert recipe.kept_scale("grad_output") == recipe.wgrad.grad_output
+    assert load("tensorwise").kept_scale("input") is None
+    assert (
+        load({"base": "delayed", "wgrad": {"precision": "bf16"}, "dgrad": {"precision": "bf16"}}).kept_scale(
+            "grad_output"
+        )
+        is None
+    )

@@ -63,14 +63,31 @@ recipe bf16
   wgrad  BF16
   kept for backward: input in BF16, weight in BF16""",
 }
+EXPLAINED["delayed"] = """\
+recipe delayed
+  fprop  FP8, slow accumulation
+    input       E4M3 tensor FP32 scales delayed  quantised with the scale of earlier steps
+    weight      E4M3 tensor FP32 scales          quantised
+  dgrad  FP8, slow accumulation
+    grad_output E5M2 tensor FP32 scales delayed  quantised with the scale of earlier steps
+    weight      E4M3 tensor FP32 scales          codes and scales of fprop, transposed
+  wgrad  FP8, slow accumulation
+    grad_output E5M2 tensor FP32 scales delayed  codes and scales of dgrad, transposed
+    input       E4M3 tensor FP32 scales delayed  codes and scales of fprop, transposed
+  kept for backward: input codes of fprop, weight codes of fprop
+  kept from step to step: a scale and its maxima; scales are made of the largest value of the last 16 steps"""
 CHANGES = {
     "base": "block",
+    "history": {"length": 4, "choose": "last"},
     "dgrad": {"grad_output": {"scaling": "float32"}},
     "wgrad": {"precision": "bf16"},
     "modules": {"layers.0.*": "bf16", "*.down": {"base": "folded", "name": "down"}},
 }
 TOML = """
 base = "block"
+[history]
+length = 4
+choose = "last"
 [dgrad]
 grad_output.scaling = "float32"
 [wgrad]
@@ -95,6 +112,19 @@ def test_explain_names_the_overrides_and_what_they_change():
     assert "kept for backward: input in BF16, weight codes of fprop\n" in text
     assert text.endswith("  layers.0.*: bf16\n  *.down: down")
     assert "fprop  FP8, fast accumulation" in explain(load({"fprop": {"accumulate": "fast"}}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"history": {"length": 4, "margin": 1}}, "made of the largest value of the last 4 steps, times 2^1"),
+        ({"history": {"choose": "last"}}, "made of the largest value of the last step"),
+        ({"base": "static"}, "nothing; maxima are noted beside the scales of the calibration file"),
+        ({"base": "just_in_time"}, "earlier steps, or its own where that would saturate"),
+    ],
+)
+def test_explain_says_where_scales_come_from(changes, expected):
+    assert expected in explain(load({"base": "delayed", **changes}))
 
 
 def test_a_recipe_is_itself():
@@ -172,6 +202,9 @@ def test_a_base_may_be_changed_further():
         ({"modules": {"a": "foldd"}}, r"modules\.a.*'foldd'\. Did you mean 'folded'\?"),
         ({"modules": {"a": {"fpropp": {}}}}, r"modules\.a: unknown key 'fpropp'\. Did you mean 'fprop'\?"),
         ({"wgrad": {"accumulate": "fast"}}, r"wgrad\.accumulate = 'fast' is refused"),
+        ({"history": {"lenght": 3}}, r"history: unknown key 'lenght'\. Did you mean 'length'\?"),
+        ({"history": {"choose": "mean"}}, r"history: choose: 'mean' is none of 'max', 'last'"),
+        ({"fprop": {"input": {"scale_from": "delay"}}}, r"scale_from: 'delay' is none of .*Did you mean 'delayed'\?"),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -1,17 +1,32 @@
 """Recipes: what runs in FP8 and how, as data. `load("folded")`, `names()`, `explain(recipe)`."""
 
-from octavo.recipes.spec import GEMMS, OPERANDS, Dgrad, Fprop, Gemm, Operand, Recipe, Wgrad
+from octavo.recipes.spec import (
+    GEMMS,
+    OPERANDS,
+    STATEFUL,
+    Dgrad,
+    Fprop,
+    Gemm,
+    History,
+    Operand,
+    Recipe,
+    ScaleFrom,
+    Wgrad,
+)
 from octavo.recipes.text import RecipeLike, explain, kept_for_backward, load, names, reused_from
 
 __all__ = [
     "GEMMS",
     "OPERANDS",
+    "STATEFUL",
     "Dgrad",
     "Fprop",
     "Gemm",
+    "History",
     "Operand",
     "Recipe",
     "RecipeLike",
+    "ScaleFrom",
     "Wgrad",
     "explain",
     "kept_for_backward",

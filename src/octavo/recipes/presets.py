@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
-from octavo.recipes.spec import Dgrad, Fprop, Operand, Recipe, Wgrad
+from octavo.recipes.spec import Dgrad, Fprop, Operand, Recipe, ScaleFrom, Wgrad
 
 
 def folded() -> Recipe:
@@ -34,14 +35,47 @@ def rowwise() -> Recipe:
     return Recipe(name="rowwise")
 
 
+def rowwise_bf16_wgrad() -> Recipe:
+    """`rowwise` with the gradient of the weight in BF16, as torchao's `rowwise_with_gw_hp`."""
+    return replace(rowwise(), name="rowwise_bf16_wgrad", wgrad=Wgrad(precision="bf16"))
+
+
 def tensorwise() -> Recipe:
-    """One FP32 scale a tensor, E4M3 forward and E5M2 gradients, as torchao's `tensorwise`."""
-    forward = Operand(granularity="tensor", scaling="float32")
-    gradient = Operand(granularity="tensor", scaling="float32", format="e5m2")
+    """Current scaling: one FP32 scale a tensor, of its own maximum; E4M3 forward, E5M2 gradients, as torchao's."""
+    return _per_tensor("tensorwise")
+
+
+def tensorwise_e4m3() -> Recipe:
+    """`tensorwise` with E4M3 for gradients too: a bit more precision, less range."""
+    return _per_tensor("tensorwise_e4m3", gradients="e4m3")
+
+
+def delayed() -> Recipe:
+    """`tensorwise`, but inputs and gradients take the scale of the last 16 steps: one read less, and spikes saturate.
+
+    Transformer Engine's DelayedScaling, but for weights, whose own maximum costs nothing more.
+    """
+    return _per_tensor("delayed", scale_from="delayed")
+
+
+def just_in_time() -> Recipe:
+    """`delayed`, but a tensor that would saturate is scaled by its own maximum at once."""
+    return _per_tensor("just_in_time", scale_from="just_in_time")
+
+
+def static() -> Recipe:
+    """`tensorwise`, but inputs and gradients take the scales of a calibration file."""
+    return _per_tensor("static", scale_from="static")
+
+
+def _per_tensor(name: str, *, gradients: Literal["e4m3", "e5m2"] = "e5m2", scale_from: ScaleFrom = "current") -> Recipe:
+    weight = Operand(granularity="tensor", scaling="float32")
+    forward = replace(weight, scale_from=scale_from)
+    gradient = replace(forward, format=gradients)
     return Recipe(
-        name="tensorwise",
-        fprop=Fprop(input=forward, weight=forward),
-        dgrad=Dgrad(grad_output=gradient, weight=forward),
+        name=name,
+        fprop=Fprop(input=forward, weight=weight),
+        dgrad=Dgrad(grad_output=gradient, weight=weight),
         wgrad=Wgrad(grad_output=gradient, input=forward),
     )
 
@@ -57,6 +91,17 @@ def block() -> Recipe:
     )
 
 
+def mxfp8() -> Recipe:
+    """1x32 tiles with E8M0 scales along each product's own sum, E4M3 everywhere (OCP MX 1.0; arXiv 2506.08027)."""
+    tile = Operand(granularity="1x32")
+    return Recipe(
+        name="mxfp8",
+        fprop=Fprop(input=tile, weight=tile),
+        dgrad=Dgrad(grad_output=tile, weight=tile),
+        wgrad=Wgrad(grad_output=tile, input=tile),
+    )
+
+
 def bf16() -> Recipe:
     """No FP8: the layer stays as it is."""
     return Recipe(
@@ -67,4 +112,20 @@ def bf16() -> Recipe:
     )
 
 
-PRESETS = {make.__name__: make for make in (folded, folded_fast, rowwise, tensorwise, block, bf16)}
+PRESETS = {
+    make.__name__: make
+    for make in (
+        folded,
+        folded_fast,
+        rowwise,
+        rowwise_bf16_wgrad,
+        tensorwise,
+        tensorwise_e4m3,
+        delayed,
+        just_in_time,
+        static,
+        block,
+        mxfp8,
+        bf16,
+    )
+}

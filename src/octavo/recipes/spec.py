@@ -13,7 +13,7 @@ M: tokens, N: output features, K: input features. Every operand is described as 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
 from octavo.errors import ConfigError
@@ -22,6 +22,13 @@ from octavo.numerics import PER_COLUMN, Granularity, Rounding, Scaling, granular
 GEMMS = ("fprop", "dgrad", "wgrad")
 OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
 """What a GEMM's left and right operand are called."""
+
+STATEFUL = ("input", "grad_output")
+"""The roles whose scales may be kept from step to step, in the order in which a layer keeps them."""
+ScaleFrom = Literal["current", "delayed", "just_in_time", "static"]
+"""Where a scale comes from."""
+MOST_MARGIN = 8
+"""Bits of headroom that no scale overflows with: the smaller of the formats' maxima is above 2^8."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +43,14 @@ class Operand:
     """Scales rounded up to a power of two, or FP32 scales."""
     rounding: Rounding = "nearest"
     """To the nearest code, or stochastic."""
+    scale_from: ScaleFrom = "current"
+    """What its scale is made of: its own maximum (`current`), those of earlier steps (`delayed`), the same but its own
+    where that would saturate (`just_in_time`), or a calibration file (`static`)."""
+
+    @property
+    def keeps_scale(self) -> bool:
+        """Whether its scale is known before it is: a layer keeps it from step to step."""
+        return self.scale_from != "current"
 
     @property
     def tile(self) -> Granularity:
@@ -49,13 +64,13 @@ class Operand:
 
     def is_transpose_of(self, other: Operand) -> bool:
         """Whether this operand's codes and scales are those of `other`, transposed."""
-        same = (self.format, self.scaling, self.rounding) == (other.format, other.scaling, other.rounding)
-        return same and self.tile == other.tile.transposed and self.rounding == "nearest"
+        return self == replace(other, granularity=other.tile.transposed.name) and self.rounding == "nearest"
 
     def __str__(self) -> str:
         extras = [
             {"float32": "FP32 scales"}.get(self.scaling, ""),
             {"stochastic": "stochastic"}.get(self.rounding, ""),
+            {"current": ""}.get(self.scale_from, self.scale_from.replace("_", " ")),
         ]
         return " ".join([self.format.upper(), self.granularity, *filter(None, extras)])
 
@@ -106,6 +121,27 @@ class Wgrad(Gemm):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class History:
+    """How the maxima of earlier steps become a scale. Read by operands that are `delayed` or `just_in_time`."""
+
+    length: int = 16
+    """Optimizer steps whose maxima are kept."""
+    choose: Literal["max", "last"] = "max"
+    """The largest of them, or that of the last step."""
+    margin: int = 0
+    """Bits of headroom: the scale is multiplied by 2^margin."""
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise ConfigError(f"history.length = {self.length}: keep the maxima of 1 step at least.")
+        if not 0 <= self.margin <= MOST_MARGIN:
+            raise ConfigError(
+                f"history.margin = {self.margin}: it is the bits of headroom above the largest value seen, 0 to "
+                f"{MOST_MARGIN}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     """How a linear layer computes. Plain data: kernels and layers read it, nothing else decides."""
 
@@ -117,6 +153,8 @@ class Recipe:
     """The gradient of the input."""
     wgrad: Wgrad = field(default_factory=Wgrad)
     """The gradient of the weight."""
+    history: History = field(default_factory=History)
+    """How maxima of earlier steps become scales, where an operand asks for that."""
     modules: dict[str, Recipe] = field(default_factory=dict)
     """Other recipes for modules whose full name matches a pattern (`layers.0.*`); the last match wins."""
 
@@ -125,6 +163,8 @@ class Recipe:
             self._check_gemm(gemm, a, b)
         self._check_folded("dgrad.weight", self.dgrad, self.dgrad.weight, self.fprop.weight)
         self._check_folded("wgrad.input", self.wgrad, self.wgrad.input, self.fprop.input)
+        for role in STATEFUL:
+            self._check_one_quantisation(role)
         if nested := next((pattern for pattern, recipe in self.modules.items() if recipe.modules), None):
             raise ConfigError(
                 f"recipe '{self.name}': modules.'{nested}': a recipe inside `modules` cannot have `modules` itself. "
@@ -152,6 +192,33 @@ class Recipe:
         """Whether any GEMM runs in FP8."""
         return any(self.gemm(name).is_fp8 for name in GEMMS)
 
+    def kept_scale(self, role: str) -> Operand | None:
+        """Return the operand of that role, `input` or `grad_output`, if its scale is kept from step to step."""
+        gemms = (self.fprop, self.wgrad) if role == "input" else (self.dgrad, self.wgrad)
+        operands: Iterator[Operand] = (getattr(gemm, role) for gemm in gemms if gemm.is_fp8)
+        return next((operand for operand in operands if operand.keeps_scale), None)
+
+    @property
+    def keeps_scales(self) -> bool:
+        """Whether layers keep scales from step to step."""
+        return any(self.kept_scale(role) for role in STATEFUL)
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether layers need the scales of a calibration file."""
+        kept = [self.kept_scale(role) for role in STATEFUL]
+        return any(operand is not None and operand.scale_from == "static" for operand in kept)
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether no hardware that is supported runs one of its GEMMs: the numbers are right, and nothing is gained."""
+        return any("1x32" in (a.granularity, b.granularity) for _, a, b in self.gemms())
+
+    def _operands(self, role: str) -> dict[str, Operand]:
+        """Return the operands of a role in the GEMMs that run in FP8, by GEMM."""
+        both = ((name, dict(zip(OPERANDS[name], operands, strict=True))) for name, *operands in self.gemms())
+        return {name: operands[role] for name, operands in both if role in operands}
+
     def _check_gemm(self, gemm: str, a: Operand, b: Operand) -> None:
         where = f"recipe '{self.name}': {gemm}"
         for operand in (a, b):
@@ -172,6 +239,23 @@ class Recipe:
             )
         if gemm == "fprop" and b.is_folded:
             raise ConfigError(f"{where}.weight cannot be 'column' (folded): fprop is where the codes are made.")
+        if any((operand.granularity, operand.scaling) == ("1x32", "float32") for operand in (a, b)):
+            raise ConfigError(f"{where}: 1x32 scales are E8M0, powers of two. Leave scaling = 'float32' out.")
+        for role, operand, partner in zip(OPERANDS[gemm], (a, b), (b, a), strict=True):
+            if operand.keeps_scale:
+                _check_kept_scale(f"{where}.{role}.scale_from = '{operand.scale_from}'", role, operand, partner)
+
+    def _check_one_quantisation(self, role: str) -> None:
+        """Refuse one scale for two quantisations of a matrix: its codes are made once, and transposed for the other."""
+        operands = self._operands(role)
+        if len({replace(operand, granularity="tensor") for operand in operands.values()}) > 1 and any(
+            operand.keeps_scale for operand in operands.values()
+        ):
+            described = " and ".join(f"{gemm}.{role} ({operand})" for gemm, operand in operands.items())
+            raise ConfigError(
+                f"recipe '{self.name}': {described} must be alike: with a scale that is kept from step to step they "
+                "are one quantisation, read by both GEMMs."
+            )
 
     def _check_folded(self, where: str, gemm: Gemm, operand: Operand, source: Operand) -> None:
         if not (gemm.is_fp8 and operand.is_folded):
@@ -183,3 +267,22 @@ class Recipe:
                 "must be in FP8, 'row', with the same format, scaling and nearest rounding. "
                 f"It is {source}, this one {operand}."
             )
+
+
+def _check_kept_scale(where: str, role: str, operand: Operand, partner: Operand) -> None:
+    if role not in STATEFUL:
+        raise ConfigError(
+            f"{where} is refused: a weight is quantised once an optimizer step, from its own maximum, and kept. "
+            "Maxima of earlier steps could only be worse. Leave it out."
+        )
+    if operand.granularity != "tensor":
+        raise ConfigError(
+            f"{where} is one scale a tensor, and this operand is '{operand.granularity}'. Set granularity = 'tensor'."
+        )
+    if operand.rounding != "nearest":
+        raise ConfigError(f"{where} rounds to nearest only, not '{operand.rounding}'.")
+    if partner.is_folded:
+        raise ConfigError(
+            f"{where} does not go with a folded partner, whose scales are multiplied into this operand: its maximum "
+            "would follow them. Give the partner another granularity than 'column'."
+        )

@@ -9,7 +9,7 @@ from typing import Any
 from octavo import strict
 from octavo.errors import ConfigError, did_you_mean
 from octavo.recipes.presets import PRESETS
-from octavo.recipes.spec import GEMMS, OPERANDS, Operand, Recipe
+from octavo.recipes.spec import GEMMS, OPERANDS, STATEFUL, Operand, Recipe
 
 RecipeLike = str | Path | Mapping[str, Any] | Recipe
 
@@ -74,6 +74,7 @@ def explain(recipe: Recipe) -> str:
     """Return what the recipe does, GEMM by GEMM: each operand, where its codes come from, and what backward keeps."""
     lines = [f"recipe {recipe.name}"]
     operands = {name: (a, b) for name, a, b in recipe.gemms()}
+    width = max([24, *(len(str(operand)) + 2 for pair in operands.values() for operand in pair if operand.keeps_scale)])
     for name in GEMMS:
         if name not in operands:
             lines.append(f"  {name}  BF16")
@@ -81,9 +82,11 @@ def explain(recipe: Recipe) -> str:
         a, b = operands[name]
         left, right = OPERANDS[name]
         lines.append(f"  {name}  FP8, {recipe.gemm(name).accumulate} accumulation")
-        lines.append(f"    {left:<12}{a!s:<24}{_source(recipe, name, left, a, b)}")
-        lines.append(f"    {right:<12}{b!s:<24}{_source(recipe, name, right, b, a)}")
+        lines.append(f"    {left:<12}{a!s:<{width}}{_source(recipe, name, left, a, b)}")
+        lines.append(f"    {right:<12}{b!s:<{width}}{_source(recipe, name, right, b, a)}")
     lines.append(f"  kept for backward: {', '.join(kept_for_backward(recipe))}")
+    if recipe.keeps_scales:
+        lines.append(f"  kept from step to step: {_kept_from_step_to_step(recipe)}")
     lines += [f"  {pattern}: {other.name}" for pattern, other in recipe.modules.items()]
     return "\n".join(lines)
 
@@ -93,11 +96,27 @@ def _source(recipe: Recipe, gemm: str, role: str, operand: Operand, partner: Ope
         return "codes of fprop, transposed; its scales are folded into grad_output"
     if source := reused_from(recipe, gemm, role):
         return f"codes and scales of {source}, transposed"
-    return (
-        f"quantised, after {'input' if gemm == 'wgrad' else 'weight'}'s scales are multiplied in"
-        if partner.is_folded
-        else "quantised"
-    )
+    if partner.is_folded:
+        return f"quantised, after {'input' if gemm == 'wgrad' else 'weight'}'s scales are multiplied in"
+    return f"quantised{_SCALES[operand.scale_from]}"
+
+
+_SCALES = {
+    "current": "",
+    "delayed": " with the scale of earlier steps",
+    "just_in_time": " with the scale of earlier steps, or its own where that would saturate",
+    "static": " with the scale of a calibration file",
+}
+
+
+def _kept_from_step_to_step(recipe: Recipe) -> str:
+    operands = [operand for role in STATEFUL if (operand := recipe.kept_scale(role)) is not None]
+    if all(operand.scale_from == "static" for operand in operands):
+        return "nothing; maxima are noted beside the scales of the calibration file"
+    history = recipe.history
+    steps = "the last step" if history.length == 1 or history.choose == "last" else f"the last {history.length} steps"
+    margin = f", times 2^{history.margin}" if history.margin else ""
+    return f"a scale and its maxima; scales are made of the largest value of {steps}{margin}"
 
 
 def reused_from(recipe: Recipe, gemm: str, role: str) -> str | None:

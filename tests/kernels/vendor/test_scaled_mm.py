@@ -112,3 +112,36 @@ def test_row_and_tensor_scales_in_every_size(m, n, k, left, right, oracle):
 def test_e5m2_with_row_scales_is_refused_on_a_gpu():
     a = kernels.quantize(torch.randn(32, 32, device="cuda"), "e5m2", "row")
     assert scaled_mm.refuses_row(a, a) == "row scales take E4M3 operands only"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("granularity", ["tensor", "row", "1x128"])
+def test_scales_that_start_between_two_addresses_of_cublas(granularity):
+    """Part of a batch of operands: its scales lie at a multiple of four bytes, cuBLAS wants sixteen."""
+    a, b = probe(granularity, shape=(128, 384)), probe(granularity, shape=(256, 384))
+    want = kernels.gemm(a, b, torch.float32 if granularity != "row" else torch.bfloat16)
+    shifted = [moved(x, 1) for x in (a, b)]
+    got = kernels.gemm(*shifted, want.dtype)
+    assert apart(got, want) < (1e-2 if granularity == "row" else 1e-3)
+
+
+def apart(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Return the norm of the difference over the norm; Hopper sums the products with 13 bits."""
+    return float((got.cpu().float() - want.float()).norm() / want.float().norm())
+
+
+def moved(x: Quantized, by: int) -> Quantized:
+    """Return the matrix on the GPU with its scales `by` elements into a buffer, laid out as before."""
+    buffer = torch.zeros(x.scale.numel() + by, device="cuda")
+    flat = x.scale.t().contiguous() if x.granularity == TILE_1x128 else x.scale.contiguous()
+    buffer[by:] = flat.reshape(-1).cuda()
+    scale = buffer[by:].view(flat.shape)
+    return Quantized(x.codes.cuda(), scale.t() if x.granularity == TILE_1x128 else scale, x.granularity)
+
+
+@pytest.mark.gpu
+def test_block_scales_of_a_single_column_say_their_strides():
+    a = kernels.quantize(torch.randn(256, 100), "e4m3", "1x128")
+    one = Quantized(a.codes.cuda(), torch.as_strided(a.scale.cuda(), (256, 1), (1, 1)), a.granularity)
+    got = kernels.gemm(one, one, torch.float32)
+    assert apart(got, kernels.gemm(a, a, torch.float32)) < 1e-3

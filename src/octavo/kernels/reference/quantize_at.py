@@ -1,0 +1,40 @@
+"""`quantize_at` as it is defined: find the maximum, decide on a scale, quantise with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.target import Target
+from octavo.numerics import PER_TENSOR, Quantized, scale_from_amax, tile_amax
+from octavo.numerics.quantize import to_codes
+
+
+def quantize_at(
+    sources: Sequence[Tensor], cell: Tensor, rows: Target | None, columns: Target | None, at_once: bool, observe: bool
+) -> tuple[Quantized | None, Quantized | None]:
+    """See `octavo.kernels.quantize_at.quantize_at`. cell: (2,), [scale, amax]."""
+    target = rows or columns
+    assert target is not None
+    x = torch.cat(list(sources), dim=1).float()
+    amax = tile_amax(x, PER_TENSOR)
+    scale, inverse = _settle(cell[0], amax, target, at_once)
+    if observe:
+        cell[1].copy_(torch.maximum(cell[1], amax.view(())))
+    codes = to_codes(x * inverse, target.fmt)
+    return (
+        None if rows is None else Quantized(codes, scale, rows.tile),
+        None if columns is None else Quantized(codes.t().contiguous(), scale, columns.tile),
+    )
+
+
+def _settle(known: Tensor, amax: Tensor, target: Target, at_once: bool) -> tuple[Tensor, Tensor]:
+    """Return (scale, inverse), (1, 1) each: the known ones where they are of use, else those of the maximum."""
+    own, own_inverse = scale_from_amax(amax, target.fmt, target.scaling)
+    of_use = known > 0
+    if at_once:
+        of_use = of_use & (amax <= known * target.fmt.max)
+    known_inverse = (1 / known.double()).float()  # rounded once from FP64, as in `scale_from_amax`
+    return torch.where(of_use, known, own), torch.where(of_use, known_inverse, own_inverse)

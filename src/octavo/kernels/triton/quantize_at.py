@@ -1,0 +1,154 @@
+"""Quantise with a known scale in one read, which finds the maximum on its way, and once more if the scale will not do.
+
+begin     what values are multiplied by, from the scale of the cell
+write     codes with that scale, and the maximum
+settle    which scale it is; whether the codes stand
+write     codes with the other scale: programs that find nothing to do end at once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.target import Target, contiguous_rows
+from octavo.kernels.triton.codes import TENSOR, emit, finite_magnitude, format_max, inside, load_tile, quads, scale_of
+from octavo.kernels.triton.shape import Shape
+from octavo.numerics import Quantized
+
+WRITE = Shape(64, 64, warps=4)
+
+_INVERSE: tl.constexpr = tl.constexpr(0)
+_AMAX: tl.constexpr = tl.constexpr(1)
+_AGAIN: tl.constexpr = tl.constexpr(2)
+_SIZE = 4
+"""FP32 values that a call works with: those three, and one for alignment."""
+
+
+def quantize_at(
+    sources: Sequence[Tensor], cell: Tensor, rows: Target | None, columns: Target | None, at_once: bool, observe: bool
+) -> tuple[Quantized | None, Quantized | None]:
+    """See `octavo.kernels.quantize_at.quantize_at`. cell: (2,), [scale, amax]."""
+    target = rows or columns
+    assert target is not None
+    sources = [contiguous_rows(source) for source in sources]
+    total, device = (sources[0].shape[0], sum(source.shape[1] for source in sources)), sources[0].device
+    surplus = -total[0] % 4  # a transpose is written in words of four codes
+    codes = None if rows is None else torch.empty(total, dtype=target.fmt.dtype, device=device)
+    codes_t = (
+        None if columns is None else torch.empty(total[1], total[0] + surplus, dtype=target.fmt.dtype, device=device)
+    )
+    scale = torch.empty(1, 1, device=device)
+    work = torch.empty(_SIZE, device=device)
+    _begin_kernel[(1,)](cell, work, num_warps=1)
+    offsets = [sum(source.shape[1] for source in sources[:i]) for i in range(len(sources))]
+    placed = list(zip(sources, offsets, strict=True))
+    for source, offset in placed:
+        _write(source, offset, total, codes, codes_t, cell, work, again=False)
+    _settle_kernel[(1,)](
+        cell, work, scale, FORMAT=tl.float8e4nv if target.format == "e4m3" else tl.float8e5,
+        POWER_OF_TWO=target.scaling == "power_of_two", AT_ONCE=at_once, OBSERVE=observe, num_warps=1,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    for source, offset in reversed(placed):
+        _write(source, offset, total, codes, codes_t, cell, work, again=True)
+    if codes_t is not None and surplus:
+        codes_t = codes_t[:, : total[0]].contiguous()
+    return (
+        None if rows is None or codes is None else Quantized(codes, scale, rows.tile),
+        None if columns is None or codes_t is None else Quantized(codes_t, scale, columns.tile),
+    )
+
+
+def _write(
+    x: Tensor, offset: int, total: tuple[int, int], codes: Tensor | None, codes_t: Tensor | None,
+    cell: Tensor, work: Tensor, *, again: bool,
+) -> None:  # fmt: skip
+    across, down = WRITE.grid(*x.shape)
+    arguments: tuple[Any, ...] = (x, x.stride(0), *x.shape, offset, *total, codes, codes_t, cell, work)
+    _write_kernel[(across * down,)](*arguments, AGAIN=again, **WRITE.strip(*x.shape))
+
+
+@triton.jit
+def _begin_kernel(cell_ptr, work_ptr):
+    first = tl.zeros((1,), tl.int32)
+    known = tl.load(cell_ptr + first)
+    inverse = (1.0 / tl.where(known > 0.0, known, 1.0).to(tl.float64)).to(tl.float32)  # as the reference rounds it
+    tl.store(work_ptr + _INVERSE + first, inverse)
+    tl.store(work_ptr + _AMAX + first, tl.zeros((1,), tl.float32))
+
+
+@triton.jit
+def _settle_kernel(
+    cell_ptr, work_ptr, scale_ptr,
+    FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, AT_ONCE: tl.constexpr, OBSERVE: tl.constexpr,
+):  # fmt: skip
+    first = tl.zeros((1,), tl.int32)
+    known, amax = tl.load(cell_ptr + first), tl.load(work_ptr + _AMAX + first)
+    own, own_inverse = scale_of(amax, FORMAT, POWER_OF_TWO)
+    of_use = known > 0.0
+    if AT_ONCE:
+        of_use = of_use & (amax <= known * format_max(FORMAT))
+    inverse = tl.load(work_ptr + _INVERSE + first)
+    tl.store(scale_ptr + first, tl.where(of_use, known, own))
+    tl.store(work_ptr + _INVERSE + first, tl.where(of_use, inverse, own_inverse))
+    tl.store(work_ptr + _AGAIN + first, tl.where(of_use, 0.0, 1.0))
+    if OBSERVE:  # non-negative FP32 values are ordered as their bits are
+        tl.atomic_max((cell_ptr + 1 + first).to(tl.pointer_type(tl.int32)), amax.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _write_kernel(
+    x_ptr, stride, total_r, source_c, offset, rows_out, cols_out, codes_ptr, codes_t_ptr, cell_ptr, work_ptr,
+    AGAIN: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """STEPS tiles a program, one under the other: codes, transposed codes, and their maximum in the first round."""
+    if AGAIN:
+        writes = tl.load(work_ptr + _AGAIN) > 0.0
+    else:
+        writes = tl.load(cell_ptr) > 0.0
+    if writes or not AGAIN:
+        across = tl.cdiv(source_c, WIDTH)
+        number = tl.program_id(0)
+        if AGAIN:  # backwards: what was read last is still in the cache
+            number = tl.num_programs(0) - 1 - number
+        strip, tile_c = number // across, number % across
+        source = tile_c * WIDTH + tl.arange(0, WIDTH)
+        in_cols = inside(source, source_c, EVEN)
+        cols = source + offset
+        running = tl.zeros((HEIGHT // 4, WIDTH), tl.float32)
+        for step in tl.range(STEPS, num_stages=STAGES):
+            tile_r = strip * STEPS + step
+            rows, in_rows = quads(tile_r, total_r, HEIGHT, EVEN)
+            x0 = load_tile(x_ptr, stride, rows[0], source, in_rows[0], in_cols)
+            x1 = load_tile(x_ptr, stride, rows[1], source, in_rows[1], in_cols)
+            x2 = load_tile(x_ptr, stride, rows[2], source, in_rows[2], in_cols)
+            x3 = load_tile(x_ptr, stride, rows[3], source, in_rows[3], in_cols)
+            if not AGAIN:
+                upper = tl.maximum(finite_magnitude(x0), finite_magnitude(x1))
+                lower = tl.maximum(finite_magnitude(x2), finite_magnitude(x3))
+                running = tl.maximum(running, tl.maximum(upper, lower))
+            if writes:
+                if codes_ptr is not None:
+                    emit(
+                        (x0, x1, x2, x3), codes_ptr, rows_out, cols_out, None, 0, 0, work_ptr + _INVERSE,
+                        rows, cols, in_rows, in_cols, tile_r, tile_c,
+                        MODE=TENSOR, POWER_OF_TWO=False, TRANSPOSED=False, EVEN=EVEN,
+                    )  # fmt: skip
+                if codes_t_ptr is not None:
+                    emit(
+                        (x0, x1, x2, x3), codes_t_ptr, rows_out, cols_out, None, 0, 0, work_ptr + _INVERSE,
+                        rows, cols, in_rows, in_cols, tile_r, tile_c,
+                        MODE=TENSOR, POWER_OF_TWO=False, TRANSPOSED=True, EVEN=EVEN,
+                    )  # fmt: skip
+        if not AGAIN:
+            # Nothing is written where nothing changes: thousands of programs share this value.
+            largest = tl.max(running).to(tl.int32, bitcast=True)
+            where = (work_ptr + _AMAX).to(tl.pointer_type(tl.int32))
+            tl.atomic_max(where, largest, mask=largest > tl.load(where), sem="relaxed")

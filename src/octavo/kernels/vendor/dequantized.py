@@ -1,0 +1,31 @@
+"""MXFP8 on hardware that has no MXFP8: give the values back in BF16 and multiply those, with sums in FP32.
+
+The product of tensor cores that do read 1x32 scales (Blackwell, OCP MX 1.0) but for the order of sums: an E4M3 or E5M2
+value times a power of two is exact in BF16, down to 2^-133, where BF16 ends. It is as slow as BF16, and slower by the
+pass that dequantises. It takes 1x32 operands only: for all others it would hide that a fast kernel is missing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.numerics import GROUP_1x32, Quantized, dequantize
+
+
+def refuses(a: Quantized, b: Quantized) -> str | None:
+    """Return why these operands are not emulated, or None."""
+    if (a.granularity, b.granularity) != (GROUP_1x32, GROUP_1x32):
+        return "it emulates 1x32 by 1x32 scales only"
+    return None
+
+
+def gemm(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> Tensor:
+    """Return a . b^T for a (M, K), b (N, K), one power-of-two scale for each 32 values along K.
+
+    `fast` is not offered: there is no such accumulator to emulate.
+    """
+    a_MK, b_NK = dequantize(a, torch.bfloat16), dequantize(b, torch.bfloat16)
+    if a_MK.is_cuda:
+        return torch.mm(a_MK, b_NK.t(), out_dtype=torch.float32).to(out_dtype)  # no partial sums in BF16
+    return (a_MK.float() @ b_NK.float().t()).to(out_dtype)

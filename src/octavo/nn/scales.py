@@ -1,0 +1,310 @@
+"""Scales that are kept from step to step: one book a model, one page a layer, one roll an optimizer step.
+
+    cells    FP32 (n, 2)       [scale, amax] of a layer's input, then of its grad_output; and so on for each layer
+    history  FP32 (length, n)  the maxima of earlier steps, the newest first, 0 where there is none yet
+
+A layer quantises with the scale of its cell and raises the amax (`octavo.kernels.quantize_at`). After an optimizer step
+`roll` moves every amax into the history and makes the next scale out of it:
+
+    scale = choose(history) / largest value of the format * 2^margin        (Transformer Engine, DelayedScaling)
+
+A scale of 0 is not known yet: a tensor is then scaled by its own maximum, so that no step is made with a scale of 1.
+Nothing here waits for the device, and everything happens in memory that stays, as CUDA graphs need it. The book lies
+beside the model, not in its `state_dict`, whose names are the user's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+from weakref import WeakValueDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from octavo.errors import CheckpointError
+from octavo.nn import calibration
+from octavo.nn.calibration import Calibrated
+from octavo.numerics import format_named, scale_from_amax
+from octavo.recipes import STATEFUL, History, Operand, Recipe
+
+
+@dataclass(eq=False)
+class Page:
+    """Where a layer, or all layers that share an input, have their cells in a book."""
+
+    number: int
+    """Its first cell is that of this number times `len(STATEFUL)`."""
+    cells: Tensor
+    """FP32 (2, 2), a view: [scale, amax] of the input and of grad_output. 16 bytes, so that none lies unaligned: such
+    an input compiled code would copy."""
+
+
+class Keeper(Protocol):
+    """A layer that has a page."""
+
+    recipe: Recipe
+    weight: Tensor
+    shared: Any
+    book: ScaleBook | None
+    page: Page | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What a cell is for."""
+
+    names: tuple[str, ...]
+    """`<layer>.input` or `<layer>.grad_output`, of each layer that shares it."""
+    operand: Operand
+    history: History
+
+
+class ScaleBook:
+    """The scales of a model's layers. `octavo.scales(model)` finds it, `save` and `load` keep it as a calibration."""
+
+    cells: Tensor
+    """FP32 (n, 2), see above. Cells of roles that a recipe keeps no scale for lie idle."""
+    history: Tensor
+    """FP32 (length, n), the longest length of all recipes."""
+
+    def __init__(
+        self,
+        groups: Sequence[tuple[Sequence[str], Recipe]],
+        device: torch.device | str,
+        weights: Sequence[Tensor] = (),
+    ) -> None:
+        """Open a book in which no scale is known.
+
+        Args:
+            groups: for each page the names of the layers that share it, and their recipe.
+            weights: those of the layers: the optimizer that steps them rolls the book.
+        """
+        self._entries: dict[int, _Entry] = {}
+        for number, (names, recipe) in enumerate(groups):
+            for row, role in enumerate(STATEFUL, start=number * len(STATEFUL)):
+                if (operand := recipe.kept_scale(role)) is not None:
+                    full = tuple(_joined(name, role) for name in names)
+                    self._entries[row] = _Entry(full, operand, recipe.history)
+        cells = len(groups) * len(STATEFUL)
+        length = max((entry.history.length for entry in self._entries.values()), default=1)
+        self.cells = torch.zeros(cells, 2, device=device)
+        self.history = torch.zeros(length, cells, device=device)
+        self.recipes = tuple(dict.fromkeys(recipe.name for _, recipe in groups))
+        self._pages = [Page(number, self._cells_of(number)) for number in range(len(groups))]
+        self._rows = self._find_rows()
+        self._weights = [ref(weight) for weight in weights]
+        _live[next(_numbers)] = self
+
+    def page(self, number: int) -> Page:
+        """Return the page of a group, by its place in the order that the book was made in."""
+        return self._pages[number]
+
+    def move(self, device: torch.device) -> None:
+        """Take the book to another device; all pages follow. From the meta device it comes empty."""
+        if device == self.cells.device:
+            return
+        was_meta = self.cells.is_meta
+        for name in ("cells", "history"):
+            old = getattr(self, name)
+            setattr(self, name, torch.zeros_like(old, device=device) if was_meta else old.to(device))
+        self._bind()
+        self._rows = self._find_rows()
+
+    def belongs_to(self, parameters: Container[int]) -> bool:
+        """Return whether any weight of its layers is among these (`id`)."""
+        return any(id(weight()) in parameters for weight in self._weights)
+
+    @torch.no_grad()
+    def roll(self) -> None:
+        """Make the next scales. A cell whose amax is 0 or not finite keeps what it has: nothing was seen of it.
+
+        The optimizer's step calls it. Across ranks one all-reduce takes the larger of all maxima first.
+        """
+        cells, history = self.cells.data, self.history.data  # no version counts: see `kernels.quantize_at`
+        amax = cells[:, 1].clone()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX)
+        for (operand, rule), rows in self._rows.items():
+            seen, past = amax[rows], history[: rule.length, rows]
+            is_new = (seen > 0) & (seen < torch.inf)
+            past = torch.where(is_new, torch.cat([seen[None], past[:-1]]), past)
+            chosen = past.amax(0) if rule.choose == "max" else past[0]
+            scale = scale_from_amax(chosen, format_named(operand.format), operand.scaling)[0] * 2.0**rule.margin
+            history[: rule.length, rows] = past
+            cells[rows, 0] = torch.where(is_new, scale, cells[rows, 0])
+            cells[rows, 1] = 0.0
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return [scale, amax, *history] of each cell by name, FP32 (2 + length,), on the CPU, copies."""
+        table = torch.cat([self.cells.t(), self.history]).t().cpu()
+        return {name: table[row].clone() for row, entry in self._entries.items() for name in entry.names}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `state_dict` returned. Nothing is changed unless all of it fits.
+
+        Raises:
+            CheckpointError: a layer is missing or unknown, or the history has another length: another model or recipe.
+        """
+        names = {name for entry in self._entries.values() for name in entry.names}
+        for name in sorted(names ^ state.keys()):
+            place = "the model" if name in names else "the checkpoint"
+            raise CheckpointError(f"scales of another model or recipe: only {place} keeps one for '{name}'.")
+        length = 2 + self.history.shape[0]
+        for name, saved in state.items():
+            if saved.shape != (length,):
+                raise CheckpointError(
+                    f"scales of another recipe: '{name}' has {saved.numel() - 2} steps of history there and "
+                    f"{length - 2} here."
+                )
+        for row, entry in self._entries.items():
+            # Layers that share an input have one scale here, which must do for all of them.
+            values = torch.stack([state[name] for name in entry.names]).amax(0).to(self.cells.device)
+            self.cells.data[row] = values[:2]
+            self.history.data[:, row] = values[2:]
+
+    def save(self, path: str | Path) -> None:
+        """Write the scales as a calibration file (JSON), for `octavo.convert(model, "static", scales=path)`.
+
+        Raises:
+            ConfigError: no scale is known yet, or the file cannot be written.
+        """
+        calibration.write(Path(path), self.recipes, dict(self._calibrated()))
+
+    def load(self, path: str | Path) -> None:
+        """Start from the scales of a calibration file; layers that are not in it keep theirs.
+
+        Raises:
+            ConfigError: the file is not one, or was made for other formats.
+        """
+        self.start_from(calibration.read(Path(path)))
+
+    def start_from(self, scales: Mapping[str, Calibrated]) -> None:
+        """`load` of what a calibration file holds."""
+        for row, entry in self._entries.items():
+            found = {name: scales[name] for name in entry.names if name in scales}
+            for name, calibrated in found.items():
+                calibrated.check(name, entry.operand)
+            if found:
+                self.cells.data[row, 0] = max(calibrated.scale for calibrated in found.values())
+
+    @property
+    def is_known(self) -> bool:
+        """Whether any scale is known yet. Waits for the device."""
+        return bool((self.cells[:, 0] > 0).any())
+
+    def __len__(self) -> int:
+        """Return the count of scales that are kept."""
+        return len(self._entries)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_weights": [weight() for weight in self._weights]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._weights = [ref(weight) for weight in state["_weights"] if weight is not None]
+        self._bind()
+        _live[next(_numbers)] = self
+
+    def _calibrated(self) -> Iterator[tuple[str, Calibrated]]:
+        scales, largest = self.cells[:, 0].tolist(), torch.maximum(self.history.amax(0), self.cells[:, 1]).tolist()
+        for row, entry in self._entries.items():
+            for name in entry.names if scales[row] > 0 else ():
+                operand = entry.operand
+                yield name, Calibrated(operand.format, operand.scaling, scales[row], largest[row])
+
+    def _bind(self) -> None:
+        """Make the pages views of the cells."""
+        for page in self._pages:
+            page.cells = self._cells_of(page.number)
+
+    def _cells_of(self, number: int) -> Tensor:
+        first = number * len(STATEFUL)
+        return self.cells[first : first + len(STATEFUL)]
+
+    def _find_rows(self) -> dict[tuple[Operand, History], Tensor]:
+        """Return which cells are rolled by the same rule. Those of static scales are not rolled."""
+        rows: dict[tuple[Operand, History], list[int]] = {}
+        for row, entry in self._entries.items():
+            if entry.operand.scale_from != "static":
+                rows.setdefault((entry.operand, entry.history), []).append(row)
+        return {rule: torch.tensor(found, device=self.cells.device) for rule, found in rows.items()}
+
+
+_live: WeakValueDictionary[int, ScaleBook] = WeakValueDictionary()
+"""All books, in the order in which they were made: ranks must meet in their all-reduces in one order."""
+_numbers = itertools.count()
+
+
+def _stepped(optimizer: Optimizer, *_: Any) -> None:
+    """Roll the books of the weights that were stepped, or all where an optimizer holds others in their place.
+
+    Not always all: a model that nobody uses waits for the garbage collector, on one rank longer than on another, and
+    its book must not ask for an all-reduce there.
+    """
+    books = list(_live.values())
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} if books else ()
+    for book in [book for book in books if book.belongs_to(stepped)] or books:
+        book.roll()
+
+
+register_optimizer_step_post_hook(_stepped)
+
+
+def keep_scales(layers: Mapping[str, Keeper]) -> ScaleBook | None:
+    """Open a book for those of the layers whose recipe keeps scales, and give each its page. None: none does.
+
+    Args:
+        layers: by full name. Layers that share an input get one page: it is quantised once.
+    """
+    groups: dict[int, list[str]] = {}
+    for name, layer in layers.items():
+        if layer.recipe.keeps_scales:
+            groups.setdefault(id(layer.shared or layer), []).append(name)
+    if not groups:
+        return None
+    first = [layers[names[0]] for names in groups.values()]
+    recipes = [layer.recipe for layer in first]
+    weights = [layers[name].weight for names in groups.values() for name in names]
+    book = ScaleBook(list(zip(groups.values(), recipes, strict=True)), weights[0].device, weights)
+    for number, names in enumerate(groups.values()):
+        for name in names:
+            layers[name].book, layers[name].page = book, book.page(number)
+    return book
+
+
+def scales(model: nn.Module) -> ScaleBook | None:
+    """Return the scales that a model keeps from step to step, None if its recipes keep none.
+
+    Layers that were built one by one (`octavo.nn.Linear(..., recipe="delayed")`) have a book each. They are joined here
+    into one, with the names that they have in this model: one roll and one all-reduce a step.
+    """
+    layers = {
+        name: cast(Keeper, module)
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "page", None), Page)
+    }
+    books = {id(layer.book): layer.book for layer in layers.values()}
+    if len(books) < 2:
+        return next(iter(books.values()), None)
+    before = {name: (cast(ScaleBook, layer.book), cast(Page, layer.page)) for name, layer in layers.items()}
+    joined = keep_scales(layers)
+    assert joined is not None
+    for name, (book, page) in before.items():
+        _copy(book, page.number, joined, cast(Page, layers[name].page).number)
+    return joined
+
+
+def _copy(source: ScaleBook, number: int, target: ScaleBook, to: int) -> None:
+    there = slice(number * len(STATEFUL), (number + 1) * len(STATEFUL))
+    here = slice(to * len(STATEFUL), (to + 1) * len(STATEFUL))
+    target.cells.data[here] = source.cells[there]
+    target.history.data[: source.history.shape[0], here] = source.history[:, there]
+
+
+def _joined(name: str, role: str) -> str:
+    return f"{name}.{role}" if name else role
