@@ -9,8 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from octavo.conversion import Plan, Policy, convert, disabled, revert
+    from octavo.conversion import Operators, Plan, Policy, autocast, convert, disabled, revert
     from octavo.conversion import make_plan as plan
+    from octavo.nn.scales import scales
     from octavo.numerics import dequantize, quantize
     from octavo.recipes import Recipe
     from octavo.tensor import FP8Tensor
@@ -18,38 +19,47 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Operators": "octavo.conversion:Operators",
     "Plan": "octavo.conversion:Plan",
     "Policy": "octavo.conversion:Policy",
+    "autocast": "octavo.conversion:autocast",
     "convert": "octavo.conversion:convert",
     "disabled": "octavo.conversion:disabled",
     "plan": "octavo.conversion:make_plan",
     "revert": "octavo.conversion:revert",
     "dequantize": "octavo.numerics:dequantize",
+    "optim": "octavo.optim",
     "quantize": "octavo.numerics:quantize",
     "Recipe": "octavo.recipes:Recipe",
+    "scales": "octavo.nn.scales:scales",
     "FP8Tensor": "octavo.tensor:FP8Tensor",
 }
 
 __all__ = [
     "FP8Tensor",
+    "Operators",
     "Plan",
     "Policy",
     "Recipe",
     "__version__",
+    "autocast",
     "convert",
     "dequantize",
     "disabled",
+    "optim",
     "plan",
     "quantize",
     "revert",
+    "scales",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'octavo' has no attribute '{name}'")
-    module, attribute = _HOME[name].split(":")
-    return getattr(importlib.import_module(module), attribute)
+    module, _, attribute = _HOME[name].partition(":")
+    found = importlib.import_module(module)
+    return getattr(found, attribute) if attribute else found
 
 
 def __dir__() -> list[str]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from octavo import errors, recipes
 from octavo.bench import facts
+from octavo.conversion import Operators
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,14 @@ def test_fields_come_with_type_default_and_docstring() -> None:
 def test_every_recipe_has_a_line() -> None:
     for name in recipes.names():
         assert f"| `{name}` |" in facts.recipe_table() and f"| `{name}` |" in facts.preset_table()
+
+
+def test_every_listed_operator_is_named_once() -> None:
+    text = facts.operator_table()
+    assert all(text.count(f"`{name}`") == 1 for name in (*Operators().white, *Operators().black))
+    assert [line.split(" | ")[0] for line in facts.operator_rule_table().splitlines()[2:]] == [
+        f"| `{name}`" for name in ("min_features", "multiple", "min_gain", "max_loop")
+    ]
 
 
 def test_every_error_has_a_line_and_a_meaning() -> None:

@@ -10,12 +10,14 @@ from octavo.bench.implementations import BF16, implementations, precisions
 from octavo.bench.rates import PRECISIONS
 from octavo.bench.workloads import WORKLOADS, build
 from octavo.nn import Linear
+from octavo.nn.fused import FusedMLP
 
 
 def test_bf16_comes_first_and_every_recipe_is_there() -> None:
     known = implementations()
     assert next(iter(known)) == BF16
-    assert {f"octavo {name}" for name in recipes.names() if name != BF16} <= set(known)
+    assert {f"octavo {name}" for name in set(recipes.names()) - {BF16, "static", "mxfp8"}} <= set(known)
+    assert "octavo static" not in known and "octavo mxfp8" not in known
     assert not known["octavo folded (eager)"].compile and known["octavo folded"].compile
 
 
@@ -39,6 +41,14 @@ def test_each_gemm_has_the_precision_of_its_recipe(recipe: recipes.RecipeLike, e
 def test_every_precision_has_a_rate() -> None:
     named = {precision for implementation in implementations(head=True).values() for precision in implementation.gemms}
     assert named <= {BF16, *PRECISIONS}
+
+
+def test_inputs_of_activations_stay_in_bf16_unless_it_is_said() -> None:
+    known = implementations()
+    for name, kept in (("octavo folded", "bf16"), ("octavo folded + fp8 activation inputs", "fp8")):
+        model = build(WORKLOADS["tiny"], known[name], "cpu", compile=False).model
+        found = {module.mlp_activation_inputs for module in model.modules() if isinstance(module, FusedMLP)}
+        assert found == {kept}
 
 
 def test_the_head_stays_in_bf16_unless_it_is_said() -> None:

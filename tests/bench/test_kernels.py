@@ -30,6 +30,11 @@ BF16, CODE, FP32 = 2, 1, 4
         ("quantize block pair", M * N * (2 * BF16 + 2 * CODE) + 2 * M * N // 128 * FP32),
         ("transpose", M * N * 2 * CODE),
         ("SwiGLU backward, plain", M * N * 5 * BF16),
+        ("SwiGLU, row codes, and its inputs", M * N * (2 * BF16 + 3 * CODE) + M * FP32 + 2 * M * N // 128 * FP32),
+        (
+            "SwiGLU backward of codes, 1x128",
+            M * N * (2 * BF16 + 4 * CODE + 5 * CODE) + (2 * 2 + 5) * M * N // 128 * FP32,
+        ),
         ("cross entropy in place", M * N * 2 * BF16 + M * (8 + FP32)),
     ],
 )

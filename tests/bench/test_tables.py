@@ -33,15 +33,30 @@ def test_the_committed_pages_are_current() -> None:
 def test_parity_states_means_gaps_and_the_spread_of_bf16() -> None:
     rows = [loss("bf16", 0, 2.0), loss("bf16", 1, 2.02), loss("folded", 0, 2.03), loss("folded", 1, 2.05)]
     text = tables.parity(result("parity", *rows))
-    assert "| bf16 | 2.0000 | 2.0200 | 2.0100 |  |" in text
-    assert "| folded | 2.0300 | 2.0500 | 2.0400 | +1.49 % |" in text
-    assert "2 BF16 seeds lie 0.0200 apart (1.00 %)" in text
+    assert "| bf16 | 2.0000 | 2.0200 | 2.0100 |  |  |" in text
+    # Gaps of 1.5 % and 1.485149 %: mean 1.492574, spread 0.010502, 12.706 standard errors of 0.007426.
+    assert "| folded | 2.0300 | 2.0500 | 2.0400 | +1.49 % | ± 0.09 % |" in text
+    assert "2 BF16 seeds lie 0.0200 apart (1.00 %)" in text and "12.7 standard errors with 2 seeds" in text
+    assert "tokens to equal loss" not in text and "over sequences" not in text
+
+
+def test_parity_shows_evidence_where_there_is_some() -> None:
+    evidence = {"gap": 0.02, "gap_95": 0.01, "tokens_ratio": 1.02, "loss_matched_speedup": 1.234}
+    evidence |= {"cosine_start": 0.99, "cosine_layer_start": 0.9, "cosine_end": 0.95, "cosine_layer_end": 0.8}
+    more = {**evidence, "gap_95": 0.03, "tokens_ratio": 1.04}
+    rows = [loss("bf16", 0, 2.0), loss("bf16", 1, 2.0)]
+    rows += [loss("folded", 0, 2.0) | evidence, loss("folded", 1, 2.0) | more, loss("block", 0, 2.0)]
+    text = tables.parity(result("parity", *rows))
+    assert "| 95 % over sequences | tokens to equal loss | speed at equal loss | gradient cosine, start |" in text
+    assert "| +0.00 % | ± 0.00 % | ± 1.000 % | 1.030 | 1.23 | 0.9900 | 0.9000 | 0.9500 | 0.8000 |" in text
+    assert "| block | 2.0000 |  | 2.0000 | +0.00 % |  |  |  |  |  |  |  |  |" in text
+    assert "whether these very weights differ" in text and "ended higher" in text
 
 
 def test_parity_keeps_models_apart_and_leaves_missing_seeds_empty() -> None:
     rows = [loss("bf16", 0, 2.0), loss("bf16", 1, 2.2), loss("folded", 1, 2.1), loss("folded", 0, 9.0, "1b")]
     small, large = tables.parity(result("parity", *rows)).split("**1b")
-    assert "| folded |  | 2.1000 | 2.1000 | +0.00 % |" in small
+    assert "| folded |  | 2.1000 | 2.1000 | -4.55 % |  |" in small  # to BF16 of the same seed
     assert "BF16 not measured" in large and "0 seeds" in large
 
 

@@ -58,9 +58,18 @@ def test_what_failed_is_written_and_the_exit_code_is_1(
     assert written is not None and written.rows[0]["error"] == "ValueError: broken"
 
 
+def test_stress_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert octavo(f"bench stress --recipe folded --device cpu --write {tmp_path}") == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 5 and all(" dB   dX " in line and "not finite" not in line for line in printed)
+    written = results.latest("stress", tmp_path)
+    assert written is not None and written.command == "octavo bench stress --recipe folded"
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        ("stress --recipe foldd", "--recipe: there is no 'foldd'. Did you mean 'folded'"),
         ("step --workload tyni", "there is no 'tyni'. Did you mean 'tiny'"),
         ("step --workload tiny --heads 3", "3 heads do not divide dim 128"),
         ("step --workload tiny --steps 0", "--steps: 0 is not a positive number"),

@@ -9,7 +9,7 @@ from torch import nn
 
 import octavo
 from octavo import kernels
-from octavo.conversion import Policy, apply, convert, disabled, make_plan, revert
+from octavo.conversion import Policy, apply, convert, disabled, enable, make_plan, revert
 from octavo.conversion.plan import LayerPlan, Plan
 from octavo.errors import ConfigError, NonFiniteError, UnsupportedError
 from octavo.nn import Linear
@@ -263,6 +263,18 @@ def test_disabled_ends_when_an_exception_leaves_it(model):
     with pytest.raises(ZeroDivisionError), disabled(model):
         raise ZeroDivisionError
     assert all(model.get_submodule(name).enabled for name in fp8(model))
+
+
+def test_enable_switches_until_told_otherwise_and_says_what(model):
+    convert(model)
+    assert len(enable(model, False)) >= len(fp8(model)) and enable(model, False) == []
+    with kernels.record() as ledger:
+        model(TOKENS)
+    assert not ledger.gemms
+    assert len(enable(model)) >= len(fp8(model))
+    with kernels.record() as ledger:
+        model(TOKENS)
+    assert ledger.gemms
 
 
 def test_disabled_inside_disabled_ends_with_the_outer_one(model):

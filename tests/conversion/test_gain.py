@@ -60,3 +60,35 @@ def test_worked_out_by_hand():
     bf16 = 2e9 / 670e12
     expected = 3 * bf16 / (3 * 2e9 / 1190e12 + 21e6 / 4200e9)
     assert predicted_gain(load("tensorwise"), 1000, 1000, 1000) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("recipe", ["folded", "rowwise", "block"])
+def test_a_convolution_costs_more_than_the_linear_layer_of_its_size(recipe):
+    linear, one, nine = (predicted_gain(load(recipe), 1024, 9216, 65536, taps) for taps in (0, 1, 9))
+    assert nine < one <= linear
+    assert predicted_gain(load(recipe), 2048, 9 * 2048, 16384, 9) > 1 > predicted_gain(load(recipe), 64, 576, 16384, 9)
+
+
+def test_a_convolution_worked_out_by_hand():
+    # folded, M = 100000, N = 1000, K = 9 * 100. An element of the patches: the codes of fprop and of wgrad, a byte
+    # written each, 4 / 9 and 2 / 9 read, and the gradient's 4 bytes; of the weight 3 + 2 bytes; of dy 3 + 3.
+    flops, patches = 2e5 * 1000 * 900, 1e5 * 900
+    moved = patches * (2 + 6 / 9 + 4) + 1000 * 900 * 5 + 1e5 * 1000 * 6
+    expected = (3 * flops / 670e12) / (3 * flops / 1160e12 + moved / 4200e9)
+    assert predicted_gain(load("folded"), 1000, 900, 100000, 9) == pytest.approx(expected, rel=1e-12)
+
+
+def test_what_is_too_small_for_the_host_gains_less_the_smaller_it_is():
+    for sizes in ({"taps": 9}, {"batch": 2}):
+        quarter, whole = (predicted_gain(load("folded"), 256, 576, tokens, **sizes) for tokens in (64, 256))
+        assert whole == pytest.approx(4 * quarter) and whole < 0.1
+
+
+def test_batches_gain_where_their_kernel_has_large_tiles():
+    small, large = (predicted_gain(load("folded"), size, size, size, batch=8) for size in (2032, 4096))
+    assert small < 0.5 and large > 1
+    assert predicted_gain(load("block"), 1024, 1024, 1024, batch=64) < 0.1  # a loop
+
+
+def test_a_batch_in_bf16_gains_nothing():
+    assert predicted_gain(load("bf16"), 64, 64, 64, batch=8) == pytest.approx(1.0, rel=1e-12)

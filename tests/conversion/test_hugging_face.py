@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from octavo import kernels
-from octavo.conversion import convert, disabled, revert
+from octavo.conversion import Policy, convert, disabled, revert
 from octavo.conversion.structure import Structure
 from octavo.nn import Linear
 from octavo.nn.fused import FusedMLP
@@ -227,3 +227,15 @@ def test_a_copy(model):
     gc.collect()
     assert same(gradients(twin), expected)
     assert isinstance(twin.model.layers[0].mlp, FusedMLP)
+
+
+def test_inputs_of_activations_in_fp8(model: nn.Module):
+    other = copy.deepcopy(model)
+    convert(model, policy=Policy(activation_inputs="fp8"))
+    convert(other)
+    assert torch.equal(loss_of(model), loss_of(other))
+    got, expected = gradients(model), gradients(other)
+    assert min(sqnr_db(expected[name], got[name]) for name in got) > 20
+    model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert same(gradients(model), got)

@@ -1,5 +1,6 @@
 """A plan says what each layer will do and why, and changes nothing."""
 
+import dataclasses
 import json
 
 import pytest
@@ -10,6 +11,7 @@ from octavo.conversion import LayerPlan, Policy, convert, make_plan
 from octavo.conversion import plan as module
 from octavo.conversion.plan import refuse_fallbacks
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
+from octavo.models import ModelConfig, build
 from octavo.recipes import load
 
 ROUTER = "router: a small error sends a token to another expert"
@@ -87,7 +89,9 @@ def test_a_pattern_does_not_overrule_the_policy(model):
 
 
 def test_unknown_pattern_says_what_was_meant(model):
-    message = r"modules: the pattern 'layers\.0\.upp' matches no linear layer\. Did you mean 'layers\.0\.up'\?"
+    message = (
+        r"modules: the pattern 'layers\.0\.upp' matches no linear layer or convolution\. Did you mean 'layers\.0\.up'\?"
+    )
     with pytest.raises(ConfigError, match=message):
         make_plan(model, load({"modules": {"layers.0.upp": "bf16"}}))
 
@@ -110,7 +114,7 @@ def test_root_module_that_is_a_linear_layer():
 
 
 def test_models_without_linear_layers():
-    for empty in (nn.Conv2d(3, 4, 3), nn.Sequential(), nn.Identity()):
+    for empty in (nn.MaxPool2d(3), nn.Sequential(), nn.Identity()):
         assert str(make_plan(empty)).endswith("0 of 0 linear layers in FP8 (0% of their weights) on cpu")
 
 
@@ -218,3 +222,18 @@ def test_no_preset_falls_back_on_hopper():
         plan = make_plan(layer, name)
         assert plan.fp8_layers == 1 and "reference" not in plan.layers[0].kernels
         refuse_fallbacks(plan)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "just_in_time", "tensorwise", "mxfp8"])
+def test_the_plan_claims_nothing_that_a_recipe_cannot_do(recipe):
+    model = build(ModelConfig(vocab=64, dim=64, layers=2, heads=2, ffn=128, sequence=32), seed=0)
+    text = str(make_plan(model, recipe))
+    assert "makes the codes of its result in the same pass" not in text
+    assert ("computed as one" in text) == (recipe == "tensorwise")
+    assert ("emulated: no faster than BF16" in text) == (recipe == "mxfp8")
+
+
+def test_strict_lets_what_is_emulated_pass():
+    plan = make_plan(nn.Sequential(nn.Linear(64, 64)), "mxfp8")
+    assert plan.layers[0].kernels == " / ".join(["emulated.1x32"] * 3)
+    refuse_fallbacks(dataclasses.replace(plan, device="cuda"))

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 from torch import nn
 
-from octavo.conversion import Policy
+from octavo.conversion import Policy, make_plan
+from octavo.errors import ConfigError
 from octavo.nn import Linear
 
 HEAD = "output head: its error goes straight into the loss"
@@ -22,6 +23,14 @@ ROUTER = "router: a small error sends a token to another expert"
         ("model.embed_tokens.projection", "embedding"),
         ("layers.3.mlp.router", ROUTER),
         ("layers.3.mlp.gate", ROUTER),
+        ("gate", ROUTER),
+        ("model.layers.0.block_sparse_moe.gate", ROUTER),  # Mixtral
+        ("model.layers.0.mlp.shared_expert_gate", ROUTER),  # Qwen-MoE
+        ("layers.0.mlp.router.classifier", ROUTER),  # Switch Transformers
+        ("layers.0.block_sparse_moe.router.layer", ROUTER),  # Granite, DBRX, JetMoE
+        ("layers.0.deepspeed_moe.gate.wg", ROUTER),  # DeepSpeed, Tutel
+        ("model.layers.0.block_sparse_moe.experts.3.w1", None),
+        ("model.layers.0.mlp.shared_expert.gate_proj", None),
         ("layers.3.mlp.gate_proj", None),
         ("layers.3.attention.output", None),
         ("layers.0.attention.q", None),
@@ -37,6 +46,36 @@ def test_a_gate_of_an_mlp_routes_nothing():
     assert Policy().reason_to_keep("mlp.gate", gate) == ROUTER
     assert Policy().reason_to_keep("mlp.gate", gate, in_mlp=True) is None
     assert Policy(keep={"*.gate": "mine"}).reason_to_keep("mlp.gate", gate, in_mlp=True) == "mine"
+
+
+class Gated(nn.Module):
+    """A gated MLP whose formula is none of those that are recognised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(64, 96), nn.Linear(64, 96), nn.Linear(96, 64)
+
+    def forward(self, x):
+        return self.down(self.gate(x).sigmoid() * self.up(x))
+
+
+class Routed(nn.Module):
+    """A mixture: its `gate` is a router, those of its experts are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(64, 96)
+        self.experts = nn.ModuleList(Gated() for _ in range(2))
+        self.norm = nn.LayerNorm(64)
+
+    def forward(self, x):
+        return self.norm(self.experts[int(self.gate(x).sum() > 0)](x))
+
+
+def test_a_router_is_told_from_the_gate_of_an_mlp_by_what_stands_beside_it():
+    kept = {layer.name: layer.reason for layer in make_plan(nn.Sequential(Routed())).layers}
+    assert kept.pop("0.gate") == ROUTER
+    assert len(kept) == 6 and not any(kept.values())
 
 
 @pytest.mark.parametrize(
@@ -70,8 +109,75 @@ def test_a_filter_sees_name_and_layer_and_has_the_last_word():
     assert seen == [("a", 48), ("b", 48)]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"activation_inputs": "fp16"}, "activation_inputs = 'fp16': it is 'bf16' or 'fp8'"),
+        ({"activation_inputs": "fp8", "fuse": False}, "is for MLPs that are computed together"),
+    ],
+)
+def test_what_mlps_keep_is_checked(wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        Policy(**wrong)
+
+
 def test_a_policy_of_ones_own():
     policy = dataclasses.replace(Policy(), keep={"first*": "because"})
     assert policy.reason_to_keep("first.layer", nn.Linear(64, 64)) == "because"
     assert policy.reason_to_keep("lm_head", nn.Linear(64, 64)) is None
     assert Policy().keep != policy.keep
+
+
+# --- first and last blocks ------------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """A model whose blocks hold longer lists than that of the blocks."""
+
+    def __init__(self, blocks: int = 4, experts: int = 9) -> None:
+        super().__init__()
+        self.stem = nn.ModuleList([nn.LayerNorm(4)] * 20)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(64, 64) for _ in range(experts))}) for _ in range(blocks)
+        )
+        self.extra = nn.Linear(64, 64)
+
+
+@pytest.mark.parametrize(
+    ("counts", "kept"),
+    [
+        ((0, 0), {}),
+        ((1, 0), {0: "in the first block"}),
+        ((1, 2), {0: "in the first block"} | dict.fromkeys((2, 3), "in one of the last 2 blocks")),
+    ],
+)
+def test_first_and_last_blocks(counts, kept):
+    found = Policy(bf16_blocks=counts).blocks_to_keep(Experts())
+    assert found == {f"layers.{number}": why for number, why in kept.items()}
+
+
+def test_the_plan_keeps_every_layer_of_such_a_block_and_says_why():
+    rows = make_plan(Experts(12), policy=Policy(bf16_blocks=(1, 1))).layers
+    kept = {row.name: row.reason for row in rows if not row.is_fp8}
+    assert {name.split(".")[1] for name in kept} == {"0", "11"} and len(kept) == 2 * 9
+    assert kept["layers.0.experts.3"] == "in the first block"
+    assert kept["layers.11.experts.3"] == "in the last block"
+
+
+def test_a_block_may_be_a_layer_itself():
+    rows = make_plan(
+        nn.Sequential(nn.ModuleList(nn.Linear(64, 64) for _ in range(12))), policy=Policy(bf16_blocks=(2, 0))
+    )
+    assert [row.name for row in rows.layers if not row.is_fp8] == ["0.0", "0.1"]
+
+
+@pytest.mark.parametrize("counts", [(-1, 0), (1,), (1, 2, 3)])
+def test_counts_that_are_none(counts):
+    with pytest.raises(ConfigError, match="two counts, of blocks at the start and at the end"):
+        Policy(bf16_blocks=counts)
+
+
+def test_a_model_with_too_few_blocks():
+    for model in (nn.Linear(4, 4), Experts(2)):
+        with pytest.raises(ConfigError, match=r"blocks in an nn\.ModuleList\. Keep layers by their names"):
+            make_plan(model, policy=Policy(bf16_blocks=(2, 1)))

@@ -655,6 +655,25 @@ def test_a_plan_says_what_is_computed_together():
     assert str(make_plan(Gated())).splitlines()[-1].startswith("the model itself: gate, up, down and silu")
 
 
+def test_the_inputs_of_an_activation_may_be_kept_in_fp8_and_the_plan_says_so():
+    policy, converted, other = Policy(activation_inputs="fp8"), model(), model()
+    other.load_state_dict(converted.state_dict())
+    plan = convert(converted, policy=policy)
+    line = "*.mlp (2): gate, up, down and silu between them computed as one; gate and up kept in FP8"
+    assert line in str(plan).splitlines() and '"activation_inputs": "fp8"' in plan.to_json()
+    assert converted[1].mlp.mlp_activation_inputs == "fp8"
+    convert(other)
+    x = torch.randn(5, WIDTH)
+    losses = [each(x).square().mean() for each in (converted, other)]
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(*losses)
+    pairs = list(zip(converted.parameters(), other.parameters(), strict=True))
+    differ = [a.grad is not None and not torch.equal(a.grad, b.grad) for a, b in pairs]
+    assert any(differ)
+    assert make_plan(converted).structures == make_plan(other).structures  # the next conversion is by its own policy
+
+
 def test_a_norm_that_no_fp8_layer_can_read_is_left_alone():
     plan = make_plan(model())
     assert of(plan, "0.other_norm") is of(plan, "0.unused") is None

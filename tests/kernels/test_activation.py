@@ -5,9 +5,17 @@ import torch
 import torch.nn.functional as F
 
 from octavo.errors import ConfigError
-from octavo.kernels.activation import KINDS, activation, activation_backward, activation_backward_plain
+from octavo.kernels.activation import (
+    INPUTS,
+    KINDS,
+    activation,
+    activation_and_inputs,
+    activation_backward,
+    activation_backward_plain,
+)
+from octavo.kernels.activation import _as_given as as_given
 from octavo.kernels.target import Target
-from octavo.numerics import quantize
+from octavo.numerics import dequantize, quantize
 
 ROW = Target("e4m3", "row", "power_of_two")
 COLUMN = Target("e4m3", "column", "power_of_two")
@@ -118,6 +126,55 @@ def test_with_the_forwards_scale_h_has_the_forwards_codes(kind, fmt, gated):
     assert torch.equal(got.scale, forward.t().scale) and got.granularity == forward.t().granularity
 
 
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_codes_of_gate_and_up_beside_those_of_h(target, dtype, gated):
+    _, gate, up = inputs(gated=gated, dtype=dtype)
+    hidden, kept = activation_and_inputs("silu", gate, up, target)
+    expected = [activation("silu", gate, up, target)]
+    expected += [quantize(x, INPUTS.fmt, INPUTS.tile, INPUTS.scaling) for x in (gate, up) if x is not None]
+    for got, want in zip((hidden, *kept), expected, strict=True):
+        assert codes_apart(got.codes, want.codes) == (0, 0) and torch.equal(got.scale, want.scale)
+        assert got.granularity == want.granularity and got.codes.is_contiguous()
+    assert kept[0].scale.shape == (70, 2)  # 130 columns: the second tile has two
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_from_codes_the_backward_is_that_of_their_values(target, kind, gated):
+    dh, gate, up = inputs(gated=gated)
+    codes = activation_and_inputs(kind, gate, up, ROW)[1]
+    values = [dequantize(x) for x in codes]
+    folds = {"row_fold": torch.rand(1, 130 * len(codes)), "column_fold": torch.rand(70, 1)}
+    targets = {"rows": target, "columns": target, "hidden": target}
+    for read in (codes, [x._replace(scale=x.scale.clone(memory_format=torch.contiguous_format)) for x in codes]):
+        pair = read if gated else (read[0], None)
+        made = activation_backward(kind, dh, *pair, **targets, **folds)
+        expected = activation_backward(kind, dh, *(values if gated else (values[0], None)), **targets, **folds)
+        for got, want in zip(made, expected, strict=True):
+            assert codes_apart(got.codes, want.codes) == (0, 0) and torch.equal(got.scale, want.scale)
+
+
+def test_scales_that_were_saved_and_brought_back_lie_as_kernels_read_them():
+    _, gate, _ = inputs()
+    codes = activation_and_inputs("gelu", gate, None, ROW)[1][0]
+    moved = as_given(codes.codes, codes.scale.contiguous())
+    assert moved.scale.stride() == codes.scale.stride() == (1, 70) and torch.equal(moved.scale, codes.scale)
+
+
+def test_h_from_codes_saturates_where_it_was_at_the_end_of_the_range():
+    # h = 21.1^2 = 445 has the scale 1. 21.1 becomes 22, whose square is 484.
+    gate = torch.tensor([[21.1, 1.0]])
+    hidden, codes = activation_and_inputs("relu2", gate, None, ROW)
+    got = activation_backward(
+        "relu2", gate, codes[0], None, rows=None, columns=None, hidden=COLUMN, hidden_scale=hidden.scale
+    ).hidden
+    assert dequantize(codes[0])[0, 0] == 22 and hidden.scale == 1
+    assert dequantize(got).flatten().tolist() == [448, 1]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("far", [100.0, 3e4, 1e10])
 def test_far_from_zero_nothing_becomes_nan(far, kind):
@@ -145,6 +202,10 @@ def test_empty_matrices(target, shape):
     assert [x.codes.shape for x in got] == [(shape[0], 2 * shape[1]), (2 * shape[1], shape[0]), shape[::-1]]
     assert [x.scale.shape for x in got] == [target.tile.scale_shape(*x.codes.shape) for x in got]
     assert activation_backward_plain("silu", dh, gate, up)[0].shape == shape
+    hidden, codes = activation_and_inputs("silu", gate, up, target)
+    assert [x.codes.shape for x in (hidden, *codes)] == [shape] * 3
+    again = activation_backward("silu", dh, *codes, rows=target, columns=target, hidden=target)
+    assert [x.codes.shape for x in again] == [x.codes.shape for x in got]
 
 
 def test_operators_obey_their_schemas_and_shapes():
@@ -154,8 +215,15 @@ def test_operators_obey_their_schemas_and_shapes():
     for second in (up, None):
         check(ops.activation, (gate, second, "gelu", str(ROW)))
         check(ops.activation_backward_plain, (dh, gate, second, "gelu"))
-        check(ops.activation_backward, (dh, gate, second, "gelu", str(ROW), "", str(COLUMN), None, None, None))
-    check(ops.activation_backward, (dh, gate, up, "gelu", "", str(ROW), str(COLUMN), scale, None, torch.ones(6, 1)))
+        check(ops.activation_and_inputs, (gate, second, "gelu", str(ROW)))
+        nothing = (None, None, None)
+        check(ops.activation_backward, (dh, gate, None, second, None, "gelu", str(ROW), "", str(COLUMN), *nothing))
+        codes = [x for each in activation_and_inputs("gelu", gate, second, ROW)[1] for x in each[:2]]
+        from_codes = dh, *codes, *[None] * (4 - len(codes)), "gelu", str(ROW), "", str(COLUMN), *nothing
+        # The schema's own test compares inputs in arithmetic that PyTorch does not have for FP8.
+        check(ops.activation_backward, from_codes, test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))
+    folds = None, torch.ones(6, 1)
+    check(ops.activation_backward, (dh, gate, None, up, None, "gelu", "", str(ROW), str(COLUMN), scale, *folds))
 
 
 def test_compiled_code_calls_them_whole():
@@ -166,7 +234,10 @@ def test_compiled_code_calls_them_whole():
         got = activation_backward(
             "silu", dh, gate, up, rows=ROW, columns=None, hidden=COLUMN, hidden_scale=h.scale, column_fold=h.scale
         )
-        return h.codes, got.rows.codes, got.hidden.codes, activation_backward_plain("silu", dh, gate, up)[1]
+        kept = activation_and_inputs("silu", gate, up, ROW)[1]
+        from_codes = activation_backward("silu", dh, *kept, rows=ROW, columns=ROW, hidden=None)
+        plain = activation_backward_plain("silu", dh, gate, up)[1]
+        return h.codes, got.rows.codes, got.hidden.codes, kept[1].codes, from_codes.columns.codes, plain
 
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
     for got, expected in zip(compiled(dh, gate, up), both(dh, gate, up), strict=True):
@@ -188,5 +259,16 @@ def test_what_cannot_be_is_refused():
         activation("silu", gate, up, ROW._replace(rounding="stochastic"))
     with pytest.raises(ConfigError, match=r"row_fold must be FP32 \(1, 16\)"):
         activation_backward("silu", dh, gate, up, **nothing, hidden=None, row_fold=torch.ones(1, 8))
+    codes = activation_and_inputs("silu", gate, up, ROW)[1]
+    e5m2 = codes[0].codes.float().to(torch.float8_e5m2)
+    for wrong in (codes[0]._replace(granularity=ROW.tile), codes[0]._replace(codes=e5m2)):
+        with pytest.raises(ConfigError, match=r"gate has codes of .* the backward reads torch\.float8_e4m3fn"):
+            activation_backward("silu", dh, wrong, codes[1], **nothing, hidden=None)
+    with pytest.raises(ConfigError, match="one of each"):
+        activation_backward("silu", dh, codes[0], up, **nothing, hidden=None)
+    with pytest.raises(ConfigError, match=r"the scale of up must be FP32 \(6, 1\)"):
+        activation_backward("silu", dh, codes[0], codes[1]._replace(scale=torch.ones(6, 2)), **nothing, hidden=None)
+    with pytest.raises(ConfigError, match="rounds to nearest"):
+        activation_and_inputs("silu", gate, None, ROW._replace(rounding="stochastic"))
     with pytest.raises(ConfigError, match="hidden_scale holds one power of two a token"):
         activation_backward("silu", dh, gate, up, **nothing, hidden=ROW, hidden_scale=torch.ones(6, 1))

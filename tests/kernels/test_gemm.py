@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from octavo import kernels
-from octavo.errors import ConfigError
-from octavo.kernels.gemm import KERNELS, choose
+from octavo.errors import ConfigError, UnsupportedError
+from octavo.kernels.gemm import KERNELS, GemmKernel, choose
 from octavo.kernels.reference.gemm import gemm as reference_gemm
+from octavo.nn import Linear
 from octavo.numerics import Quantized
 from octavo.recipes import load, names
 
@@ -38,7 +39,8 @@ def operands(m: int, n: int, k: int, left, right) -> tuple[Quantized, Quantized]
 
 
 def test_the_pairs_are_those_of_the_presets():
-    assert len(PAIRS) == 6  # row-row, row-tensor (folded), tensor-tensor (E4M3, E5M2), 1x128 by 128x128, 1x128 by 1x128
+    # row-row, row-tensor (folded), tensor-tensor (E4M3, E5M2), 1x128 by 128x128, 1x128 by 1x128, 1x32-1x32
+    assert len(PAIRS) == 7
 
 
 @every_size
@@ -134,7 +136,7 @@ def probe(granularity: str, fmt: str = "e4m3") -> Quantized:
         ("tensor", "row", "scaled_mm.row"),
         ("1x128", "128x128", "reference"),
         ("1x128", "1x128", "reference"),
-        ("1x32", "1x32", "reference"),
+        ("1x32", "1x32", "emulated.1x32"),
         ("row", "1x128", "reference"),
         ("column", "row", "reference"),
     ],
@@ -153,6 +155,7 @@ def test_reasons_are_the_real_ones():
         "scaled_mm.tensor": "its operands have more than one scale",
         "scaled_mm.row": "its operands are not scaled by row",
         "scaled_mm.block": "PyTorch has no block-scaled GEMM for a CPU",
+        "emulated.1x32": "it emulates 1x32 by 1x32 scales only",
     }
     _, refused = choose(probe("128x128"), probe("128x128"))
     assert refused["scaled_mm.block"].startswith("its operands are not 1x128 by 128x128")
@@ -181,6 +184,95 @@ def test_the_operator_is_well_formed():
     a, b = operands(5, 4, 6, ("e4m3", "row"), ("e4m3", "tensor"))
     arguments = (a.codes, a.scale, "row", b.codes, b.scale, "tensor", torch.float32, False)
     torch.library.opcheck(torch.ops.octavo.gemm, arguments, test_utils="test_faketensor")
+
+
+# --- by a named accumulator -----------------------------------------------------------------------------------------
+
+HOPPERS_PAIRS = [pair for pair in PAIRS if "1x32" not in (pair[0][1], pair[1][1])]
+
+
+@every_size
+@every_pair
+def test_exact_is_float64_rounded_once(m, n, k, left, right, oracle):
+    a, b = operands(m, n, k, left, right)
+    with kernels.gemm_by("exact"):
+        y = kernels.gemm(a, b, torch.float32)
+    exact, magnitude = oracle(a, b)
+    assert bool(((y - exact).abs() <= UNIT * exact.abs() + k * 2.0**-52 * magnitude).all())
+
+
+@every_size
+@pytest.mark.parametrize(("left", "right"), HOPPERS_PAIRS, ids=lambda v: "-".join(v))
+@pytest.mark.parametrize("name", ["hopper-slow", "hopper-fast"])
+def test_hopper_is_near_float64_and_never_rounds_up(name, m, n, k, left, right, oracle):
+    # At worst 33 cuts of 2^-13 a step, in as many steps as there are 32 in K: of the magnitude of the sum so far.
+    a, b = operands(m, n, k, left, right)
+    a, b = (Quantized(x.codes.float().abs().to(x.codes.dtype), *x[1:]) for x in (a, b))
+    with kernels.gemm_by(name):
+        y = kernels.gemm(a, b, torch.float32)
+    exact, _ = oracle(a, b)
+    assert bool((y <= exact * (1 + 2.0**-21)).all())
+    assert bool((y >= exact * (1 - 34 * 2.0**-13 * -(-k // 32))).all())
+
+
+@pytest.mark.parametrize(("left", "right"), HOPPERS_PAIRS, ids=lambda v: "-".join(v))
+@pytest.mark.parametrize("name", ["slow", "hopper", "hopper-slow", "hopper-fast", "exact"])
+def test_small_integers_are_exact_by_any_accumulator(name, left, right):
+    a, b = torch.randint(-4, 5, (20, 150)).float(), torch.randint(-4, 5, (30, 150)).float()
+    a[:, 0] = b[:, 0] = 4.0
+    quantized = [kernels.quantize(x, operand[0], operand[1]) for x, operand in ((a, left), (b, right))]
+    with kernels.gemm_by(name):
+        assert torch.equal(kernels.gemm(*quantized, torch.float32), a @ b.t())
+
+
+def test_hopper_is_fast_where_it_is_asked_to_be():
+    a, b = (kernels.quantize(torch.rand(4, 700) + 1, "e4m3", "row") for _ in range(2))
+
+    def by(name: str, accumulate: str) -> torch.Tensor:
+        with kernels.gemm_by(name):
+            return kernels.gemm(a, b, torch.float32, accumulate)
+
+    assert torch.equal(by("hopper", "fast"), by("hopper-fast", "slow"))
+    assert torch.equal(by("hopper", "slow"), by("hopper-slow", "fast"))
+    assert bool((by("hopper", "fast") < by("hopper", "slow")).all())
+
+
+def test_slow_takes_the_usual_kernel_and_forbids_it_to_be_fast(monkeypatch):
+    seen = []
+    spy = GemmKernel(
+        "spy", lambda a, b: None, lambda a, b, dtype, fast: seen.append(fast) or reference_gemm(a, b, dtype)
+    )
+    monkeypatch.setitem(choose.__globals__, "KERNELS", (spy,))
+    a = probe("row")
+    kernels.gemm(a, a, torch.float32, "fast")
+    with kernels.gemm_by("slow"):
+        kernels.gemm(a, a, torch.float32, "fast")
+    assert seen == [True, False]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_an_accumulator_holds_in_backward_and_in_compiled_code_until_its_block_ends(compiled):
+    layer = Linear(64, 32)
+    run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+    x = torch.randn(8, 64, requires_grad=True)
+    with kernels.record() as ledger:
+        with pytest.raises(ZeroDivisionError), kernels.gemm_by("hopper"):
+            with kernels.gemm_by("exact"):
+                run(x).sum().backward()
+            run(x).sum().backward()
+            _ = 1 / 0
+        run(x).sum().backward()
+    assert ledger.gemms == {"exact": 3, "hopper": 3, "scaled_mm.row": 3}
+    torch._dynamo.reset()
+
+
+def test_an_unknown_accumulator_and_operands_it_does_not_take():
+    with pytest.raises(ConfigError, match=r"'hoper-slow'. Did you mean 'hopper-slow'"), kernels.gemm_by("hoper-slow"):
+        pass
+    a = probe("1x32")
+    with pytest.raises(UnsupportedError, match="no tensor core of Hopper takes 1x32 scales"), kernels.gemm_by("hopper"):
+        kernels.gemm(a, a, torch.float32)
+    assert kernels.gemm(a, a, torch.float32)[0, 0] == 256
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------
@@ -229,11 +321,26 @@ def test_rule_5_slow_accumulation_keeps_a_coherent_sum_and_fast_does_not(left, r
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [("tensor", "tensor"), ("row", "row"), ("row", "tensor"), ("1x128", "128x128"), ("1x128", "1x128")],
+)
+@pytest.mark.parametrize("accumulate", ["slow", "fast"])
+def test_the_emulated_accumulator_is_the_gpus_own(left, right, accumulate):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("not Hopper")
+    a, b = (on_gpu(kernels.quantize(torch.randn(2048, 1024) + 0.3, "e4m3", g)) for g in (left, right))
+    own = kernels.gemm(a, b, torch.bfloat16, accumulate)
+    with kernels.gemm_by("hopper"):
+        assert torch.equal(kernels.gemm(a, b, torch.bfloat16, accumulate), own)
+
+
+@pytest.mark.gpu
 def test_rule_7_a_fallback_on_a_gpu_is_written_down_with_its_reason():
-    a = on_gpu(kernels.quantize(torch.randn(64, 128), "e4m3", "1x32"))
+    a, b = (on_gpu(kernels.quantize(torch.randn(64, 128), "e4m3", granularity)) for granularity in ("1x32", "row"))
     with kernels.record() as ledger:
-        kernels.gemm(a, a, torch.bfloat16)
-        kernels.gemm(a, a, torch.bfloat16)
+        kernels.gemm(a, b, torch.bfloat16)
+        kernels.gemm(a, b, torch.bfloat16)
     assert ledger.gemms == {"reference": 2}
     assert len(ledger.fallbacks) == 1
-    assert "1x32 x 1x32 ran as reference: scaled_mm.block: its operands are not" in ledger.fallbacks[0]
+    assert "1x32 x row ran as reference: scaled_mm.block: its operands are not" in ledger.fallbacks[0]

@@ -135,3 +135,11 @@ def test_length_up_to_the_models_is_accepted() -> None:
     assert check_length(torch.zeros(3, 8), 8) == 8
     with pytest.raises(ConfigError, match=r"model\.sequence"):
         check_length(torch.zeros(3, 9), 8)
+
+
+def test_a_head_that_keeps_scales_is_called_as_a_layer():
+    head = Linear(32, 64, bias=False, recipe="delayed")
+    x, targets = torch.randn(2, 8, 32), torch.randint(64, (2, 8))
+    loss = head_loss(x, head, targets)
+    assert torch.equal(loss, cross_entropy(head(x), targets))
+    assert head.page.cells[0, 1] == x.abs().max()

@@ -260,7 +260,16 @@ def test_any_recipe_is_computed_as_it_says(recipe: dict[str, object]) -> None:
         assert sqnr_db(truth, ours) > 18
 
 
-@pytest.mark.parametrize("recipe", [*names(), MIXED, STOCHASTIC])
+def test_a_recipe_that_keeps_scales_is_refused() -> None:
+    x, weight, _, targets = operands()
+    for recipe in ("delayed", load("just_in_time")):
+        with pytest.raises(
+            ConfigError, match="keeps scales from step to step, and a loss has no layer to keep them in"
+        ):
+            linear_cross_entropy(x, weight, targets, recipe=recipe)
+
+
+@pytest.mark.parametrize("recipe", [*(name for name in names() if not load(name).keeps_scales), MIXED, STOCHASTIC])
 def test_a_recipe_survives_as_text(recipe: object) -> None:
     loaded = load(recipe)
     again = module._from_text(module._to_text(loaded))

@@ -285,6 +285,21 @@ def test_checkpointed(reentrant):
     assert same(results(model), results(model, lambda x: checkpoint(model, x, use_reentrant=reentrant)))
 
 
+def test_the_inputs_of_the_activation_in_fp8():
+    model, wide = fused(), fused()
+    fuse_again = copy.deepcopy(wide)
+    unfuse(model)
+    fuse(model, ROLES, "fp8")
+    model.load_state_dict(wide.state_dict())
+    y, dx, *_ = results(model)
+    assert torch.equal(y, results(wide)[0]) and not torch.equal(dx, results(wide)[1])
+    assert "activation=silu, activation_inputs=fp8" in repr(model) and "activation_inputs" not in repr(wide)
+    assert same(results(pickle.loads(pickle.dumps(model))), results(model))
+    unfuse(model)
+    fuse(model, ROLES)
+    assert same(results(model), results(fuse_again))
+
+
 @pytest.mark.parametrize("cls", [FeedForward, Custom])
 @pytest.mark.parametrize("make", [copy.deepcopy, copy.copy], ids=["deep", "shallow"])
 def test_copies_are_fused(cls, make):

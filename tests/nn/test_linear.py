@@ -16,7 +16,7 @@ from octavo.errors import ConfigError
 from octavo.nn import Linear, functional, weights
 from octavo.recipes import load
 
-PRESETS = ["folded", "rowwise", "tensorwise", "block", "bf16"]
+PRESETS = ["folded", "rowwise", "tensorwise", "delayed", "just_in_time", "block", "mxfp8", "bf16"]
 every_preset = pytest.mark.parametrize("recipe", PRESETS)
 
 

@@ -344,7 +344,7 @@ def test_compiled_is_bit_for_bit_eager(recipe, autocast):
         assert equal(gradients(model, x), gradients(model, x, compiled))
     with kernels.record() as ledger:
         gradients(model, x, compiled)
-    assert sum(ledger.gemms.values()) == 5
+    assert sum(ledger.gemms.values()) == (5 if load(recipe).wgrad.is_fp8 else 4)
     torch._dynamo.reset()
 
 

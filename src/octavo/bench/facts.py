@@ -8,10 +8,14 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from octavo import errors, recipes
+from octavo.bench import numerics
 from octavo.bench.markdown import table
 from octavo.bench.results import KINDS
 from octavo.cli.flags import field_docs
+from octavo.conversion import Operators
 from octavo.train.config import RunConfig
 
 FIELD_HEADER = ("key", "type or choices", "default", "meaning")
@@ -40,6 +44,21 @@ def preset_table() -> str:
     from octavo.recipes.presets import PRESETS
 
     return table(("recipe", "what it does"), [(f"`{name}`", _sentence(make)) for name, make in PRESETS.items()])
+
+
+def operator_table() -> str:
+    """Return the white and the black list of operators, those with one reason in a line."""
+    lists, rows = Operators(), []
+    for which, names in (("white", lists.white), ("black", lists.black)):
+        for why in dict.fromkeys(names.values()):
+            rows.append((which, ", ".join(f"`{name}`" for name in names if names[name] == why), why))
+    return table(("list", "operators", "why"), rows)
+
+
+def operator_rule_table() -> str:
+    """Return the rules that keep small products as they are."""
+    lists = {f"`{name}`" for name in ("white", "black")}
+    return table(FIELD_HEADER, [row for row in _field_rows(Operators) if row[0] not in lists])
 
 
 def error_table() -> str:
@@ -96,6 +115,7 @@ def run_file_table() -> str:
 def recipe_key_table() -> str:
     """Return the keys of a recipe file; GEMM stands for each of the three, OPERAND for each of its two."""
     rows = [row for row in _field_rows(recipes.Recipe) if "." not in row[0]]
+    rows += _field_rows(recipes.History, "history.")
     rows += _field_rows(recipes.Gemm, "GEMM.") + _field_rows(recipes.Operand, "GEMM.OPERAND.")
     return table(("key", "type or choices", "meaning"), [(key, choices, text) for key, choices, _, text in rows])
 
@@ -109,10 +129,33 @@ def result_kind_table() -> str:
     return table(("kind", "keys of a row"), rows)
 
 
+def optimizer_state_table() -> str:
+    """Return the bytes a parameter of every tier by dtype of the weight, counted for a matrix of 4096 x 4096."""
+    from octavo.optim import TIERS, bytes_per_parameter
+
+    kinds = ("weight", "gradient", "master", "first", "second", "total")
+    weights = {"FP32": torch.float32, "BF16": torch.bfloat16, "FP8": torch.float8_e4m3fn}
+    rows = []
+    for name, states in TIERS.items():
+        for weight, dtype in weights.items():
+            gradient = torch.float32 if weight == "FP32" else torch.bfloat16
+            taken = bytes_per_parameter(name, weight=dtype, gradient=gradient)
+            released = taken["total"] - taken["gradient"]
+            cells = [f"{taken.get(kind, 0):.3g}" for kind in kinds]
+            rows.append((f"`{name}`", states.about, weight, *cells, f"{released:.3g}"))
+    titles = ("weight", "gradient", "master", "first", "second", "total", "gradient released")
+    return table(("states", "what is kept", "weight in", *titles), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "recipes": preset_table,
     "recipe-operands": recipe_table,
+    "recipe-costs": numerics.summary_table,
+    "recipe-numerics": numerics.operand_tables,
     "errors": error_table,
+    "operators": operator_table,
+    "optimizer-states": optimizer_state_table,
+    "operator-rules": operator_rule_table,
     "run-file": run_file_table,
     "recipe-keys": recipe_key_table,
     "result-kinds": result_kind_table,

@@ -55,6 +55,8 @@ def block_bytes(workload: Workload, *, fp8: bool) -> int:
     | norm and residual add, backward, twice | its gradient, stream, stream's gradient | that; a GEMM operand (FP8) |
     | rotation, backward | gradients of Q, K; of V (FP8 only) | the same as GEMM operands |
     | weights (FP8 only) | each weight | both codes |
+
+    Where gate and up are kept in FP8, SwiGLU writes them in its forward, and reads as much less in its backward.
     """
     tokens, dim, ffn = workload.tokens, workload.dim, workload.ffn
     keys = dim // workload.heads * workload.kv_heads

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -36,6 +37,8 @@ class Implementation:
     """The precision of fprop, dgrad and wgrad, as `octavo.bench.rates` names them."""
     fp8_head: bool = False
     """Whether the output head computes in this precision too; otherwise in BF16."""
+    remakes: bool = False
+    """Whether the compiler makes norms and their codes again in backward, instead of keeping what they gave."""
 
     @property
     def is_fp8(self) -> bool:
@@ -52,11 +55,18 @@ def implementations(*, head: bool = False) -> dict[str, Implementation]:
     found = [Implementation(name=BF16)]
     if importlib.util.find_spec("torchao") is not None:
         found += [_torchao("tensorwise", "tensor"), _torchao("rowwise", "row")]
-    found += [_octavo(name) for name in recipes.names() if name != BF16]
+    found += [_octavo(name) for name in recipes.names() if name != BF16 and _is_timed(recipes.load(name))]
     found.append(_octavo("folded", " (eager)", compile=False))
+    found.append(_octavo("folded", " + fp8 activation inputs", activation_inputs="fp8"))
+    found.append(_octavo("folded", " (lean)", remakes=True, activation_inputs="fp8", requantise=("*wo",)))
     if head:
         found.append(_octavo("folded", " + fp8 head", fp8_head=True))
     return {implementation.name: implementation for implementation in found}
+
+
+def _is_timed(recipe: Recipe) -> bool:
+    """Whether there is anything to time: not static scales, which another recipe has to find, nor emulation."""
+    return not recipe.needs_calibration and not recipe.is_emulated
 
 
 def precisions(recipe: Recipe) -> tuple[str, str, str]:
@@ -80,13 +90,22 @@ def _torchao(recipe: str, scales: str) -> Implementation:
     return Implementation(name=f"torchao {recipe}", convert=partial(_convert_torchao, recipe=recipe), gemms=gemms)
 
 
-def _octavo(recipe: str, suffix: str = "", *, compile: bool = True, fp8_head: bool = False) -> Implementation:
+def _octavo(
+    recipe: str,
+    suffix: str = "",
+    *,
+    compile: bool = True,
+    fp8_head: bool = False,
+    remakes: bool = False,
+    **policy: Any,
+) -> Implementation:
     return Implementation(
         name=f"octavo {recipe}{suffix}",
-        convert=partial(_convert_octavo, recipe=recipe, fp8_head=fp8_head),
+        convert=partial(_convert_octavo, recipe=recipe, fp8_head=fp8_head, **policy),
         compile=compile,
         gemms=precisions(recipes.load(recipe)),
         fp8_head=fp8_head,
+        remakes=remakes,
     )
 
 
@@ -97,7 +116,7 @@ def _convert_torchao(model: nn.Module, tokens: int, recipe: str) -> None:
     convert_to_float8_training(model, config=config, module_filter_fn=lambda layer, name: name != HEAD)
 
 
-def _convert_octavo(model: nn.Module, tokens: int, recipe: str, fp8_head: bool) -> None:
+def _convert_octavo(model: nn.Module, tokens: int, recipe: str, fp8_head: bool, **policy: Any) -> None:
     keep = {} if fp8_head else {HEAD: "in BF16, as the head of its peers"}
-    policy = octavo.Policy(min_gain=0.0, keep=keep)
-    octavo.convert(model, recipe, policy=policy, tokens=tokens, strict=True)
+    chosen = octavo.Policy(min_gain=0.0, keep=keep, **policy)
+    octavo.convert(model, recipe, policy=chosen, tokens=tokens, strict=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,12 @@ from octavo.bench.results import failure
 from octavo.bench.timing import milliseconds, warm_up
 from octavo.errors import UnsupportedError
 from octavo.kernels import record
-from octavo.kernels.activation import activation, activation_backward, activation_backward_plain
+from octavo.kernels.activation import (
+    activation,
+    activation_and_inputs,
+    activation_backward,
+    activation_backward_plain,
+)
 from octavo.kernels.cross_entropy import cross_entropy_
 from octavo.kernels.norm import layer_norm, rms_norm, rms_norm_backward
 from octavo.kernels.quantize import quantize_pair
@@ -28,6 +34,7 @@ from octavo.kernels.rotary import rotate
 from octavo.kernels.target import Target
 from octavo.kernels.transpose import transpose
 from octavo.nn.weights import quantized_weights, weights_changed
+from octavo.numerics import Quantized
 
 Row = dict[str, Any]
 
@@ -200,23 +207,40 @@ def _swiglu(target: Target) -> Callable[[Draw, int, int], Prepared]:
     return prepare
 
 
-def _swiglu_backward_folded(draw: Draw, m: int, f: int) -> Prepared:
+def _swiglu_and_inputs(target: Target) -> Callable[[Draw, int, int], Prepared]:
+    def prepare(draw: Draw, m: int, f: int) -> Prepared:
+        gate, up = draw(m, f), draw(m, f)
+        return Prepared(lambda: activation_and_inputs("silu", gate, up, target), [gate, up])
+
+    return prepare
+
+
+def _hidden(draw: Draw, m: int, f: int, in_codes: bool) -> tuple[Tensor, Tensor | Quantized, Tensor | Quantized]:
+    """The gradient of h, gate and up, these two perhaps as the forward keeps them in codes."""
     dh, gate, up = draw(m, f), draw(m, f), draw(m, f)
+    if not in_codes:
+        return dh, gate, up
+    kept = activation_and_inputs("silu", gate, up, BY_ROW)[1]
+    return dh, kept[0], kept[1]
+
+
+def _swiglu_backward_folded(draw: Draw, m: int, f: int, from_codes: bool = False) -> Prepared:
+    dh, gate, up = _hidden(draw, m, f, from_codes)
     hidden_scale, row_fold, column_fold = draw.scales(m, 1), draw.scales(1, 2 * f), draw.scales(m, 1)
     return Prepared(
         lambda: activation_backward(
             "silu", dh, gate, up, rows=BY_ROW, columns=BY_ROW, hidden=BY_COLUMN,
             hidden_scale=hidden_scale, row_fold=row_fold, column_fold=column_fold,
         ),
-        [dh, gate, up, hidden_scale, row_fold, column_fold],
+        [*_tensors([dh, gate, up]), hidden_scale, row_fold, column_fold],
     )  # fmt: skip
 
 
-def _swiglu_backward_block(draw: Draw, m: int, f: int) -> Prepared:
-    dh, gate, up = draw(m, f), draw(m, f), draw(m, f)
+def _swiglu_backward_block(draw: Draw, m: int, f: int, from_codes: bool = False) -> Prepared:
+    dh, gate, up = _hidden(draw, m, f, from_codes)
     return Prepared(
         lambda: activation_backward("silu", dh, gate, up, rows=BY_TILE, columns=BY_TILE, hidden=BY_TILE),
-        [dh, gate, up],
+        list(_tensors([dh, gate, up])),
     )
 
 
@@ -270,7 +294,7 @@ CASES = (
             Case("quantize rows", shape, _rows),
             Case("quantize columns", shape, _columns, passes=2),
             Case("quantize folded pair", shape, _folded_pair, passes=2),
-            Case("quantize block pair", shape, _pair_of(BY_TILE), passes=2),
+            Case("quantize block pair", shape, _pair_of(BY_TILE)),
             Case("quantize tensor pair", shape, _pair_of(BY_TENSOR), passes=2),
             Case("transpose", shape, _transpose),
         )
@@ -278,8 +302,12 @@ CASES = (
     Case("quantize weights", (2 * FFN, DIM), _weights),
     Case("SwiGLU, row codes", _HIDDEN, _swiglu(BY_ROW)),
     Case("SwiGLU, 1x128 codes", _HIDDEN, _swiglu(BY_TILE)),
+    Case("SwiGLU, row codes, and its inputs", _HIDDEN, _swiglu_and_inputs(BY_ROW)),
+    Case("SwiGLU, 1x128 codes, and its inputs", _HIDDEN, _swiglu_and_inputs(BY_TILE)),
     Case("SwiGLU backward, folded codes", _HIDDEN, _swiglu_backward_folded, passes=2),
     Case("SwiGLU backward, 1x128 codes", _HIDDEN, _swiglu_backward_block, passes=2),
+    Case("SwiGLU backward of codes, folded", _HIDDEN, partial(_swiglu_backward_folded, from_codes=True), passes=2),
+    Case("SwiGLU backward of codes, 1x128", _HIDDEN, partial(_swiglu_backward_block, from_codes=True), passes=2),
     Case("SwiGLU backward, plain", _HIDDEN, _swiglu_backward_plain),
     Case("RMS norm", _STREAM, _rms_norm),
     Case("RMS norm of a sum, row codes", _STREAM, _rms_norm_codes),

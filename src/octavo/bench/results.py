@@ -31,6 +31,15 @@ KINDS: dict[str, dict[str, type]] = {
         "gap_percent": float,
     },
     "parity": {"model": str, "tokens": int, "recipe": str, "seed": int, "heldout_loss": float},
+    "portability": {
+        "model": str,
+        "recipe": str,
+        "step": int,
+        "computation": str,
+        "heldout_loss": float,
+        "difference": float,
+    },
+    "stress": {"case": str, "recipe": str, "nonfinite": int},
     "step": {"workload": str, "implementation": str, "ms": float, "ratio_to_bf16": float, "peak_gib": float},
     "gemm": {
         "shape": str,
@@ -49,10 +58,12 @@ KINDS: dict[str, dict[str, type]] = {
         "gb_per_s": float,
         "ratio_to_copy": float,
     },
+    "optimizer": {"states": str, "bytes_per_parameter": float, "ms": float, "ratio_to_fused_adamw": float},
+    "ablation": {"states": str, "seed": int, "heldout_loss": float},
 }
 """For each kind, what every row must have. Other keys are welcome: they are kept, and read where a table shows them."""
 
-MAY_FAIL = ("step", "gemm", "kernels")
+MAY_FAIL = ("step", "gemm", "kernels", "stress", "optimizer", "ablation")
 """Kinds whose rows may have `error`, a text, in place of their figures: what failed is part of what was measured."""
 
 

@@ -12,17 +12,19 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch._functorch import config as functorch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from octavo import kernels
 from octavo.bench import rates
 from octavo.bench.floor import floor_ms
+from octavo.bench.images import ImageWorkload
 from octavo.bench.implementations import BF16, Implementation, implementations
 from octavo.bench.profile import PARTS, Profile, profile
 from octavo.bench.results import failure, slug
@@ -40,7 +42,7 @@ TRACED = 25
 class Session:
     """What all implementations of one run share."""
 
-    workload: Workload
+    workload: Workload | ImageWorkload
     device: str
     compile: bool
     steps: int
@@ -49,7 +51,7 @@ class Session:
 
 
 def bench_step(
-    workload: Workload,
+    workload: Workload | ImageWorkload,
     names: tuple[str, ...] = (),
     *,
     device: str = "cuda",
@@ -74,12 +76,15 @@ def bench_step(
         UnsupportedError: a name that is not there.
         RunError: the baseline failed, so that there is nothing to compare with.
     """
-    known = implementations(head=workload.vocab > 0)
+    if isinstance(workload, ImageWorkload):
+        known, rates_of = workload.implementations(), None
+    else:
+        known, rates_of = implementations(head=workload.vocab > 0), workload
     if missing := next((name for name in names if name not in known), None):
         near = did_you_mean(missing, known)
         raise UnsupportedError(f"no implementation '{missing}' here.{near} There are: {', '.join(known)}.")
     session = Session(workload=workload, device=device, compile=compile, steps=steps, warm_up_s=warm_up_s, trace=trace)
-    limits = rates.measure(workload, device) if device == "cuda" else None
+    limits = rates.measure(rates_of, device) if rates_of is not None and device == "cuda" else None
     rows: list[Row] = []
     for name in dict.fromkeys((BF16, *(names or known))):
         row = _attempt(session, known[name])
@@ -110,7 +115,7 @@ def _attempt(session: Session, implementation: Implementation) -> Row:
 def _measure(session: Session, implementation: Implementation) -> Row:
     workload, device = session.workload, session.device
     training = build(workload, implementation, device, compile=session.compile)
-    with _attention(device):
+    with _attention(device), _recomputation(implementation):
         first_norm = _gradient_norm(training)
         warm_up(training.step, device, seconds=session.warm_up_s)
         with kernels.record() as ledger:
@@ -180,6 +185,7 @@ def _compare(
         return
     if row is baseline:
         row["rates"] = asdict(limits)
+    assert isinstance(session.workload, Workload), "an image workload has no floor"
     floor = floor_ms(session.workload, implementation, limits, baseline["attention_ms"])
     row |= {"floor_ms": round(floor, 2), "fraction_of_floor": round(floor / row["ms"], 4)}
 
@@ -199,6 +205,13 @@ def _attention(device: str) -> Iterator[None]:
         return
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
         yield
+
+
+def _recomputation(implementation: Implementation) -> AbstractContextManager[object]:
+    """Let the compiler make again what it would otherwise keep because products read it: a norm's output, its codes."""
+    banned = not implementation.remakes
+    patched: AbstractContextManager[object] = functorch.patch(ban_recompute_materialized_backward=banned)
+    return patched
 
 
 def _free(device: str) -> None:

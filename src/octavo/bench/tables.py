@@ -12,6 +12,7 @@ current and exits with 1. Run it from the root of the repository, or give `--roo
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +22,7 @@ from typing import Any
 
 from octavo.bench import facts, results
 from octavo.bench.markdown import table
+from octavo.bench.paired import over_seeds, student
 from octavo.bench.results import Result
 from octavo.errors import ConfigError, OctavoError, did_you_mean
 
@@ -50,9 +52,26 @@ def demo(result: Result) -> str:
 
 
 def parity(result: Result) -> str:
-    """Return, for each model, the held-out loss of every recipe and seed, and the gap to the mean of BF16."""
-    groups = _grouped(result.rows, "model", "tokens")
+    """Return, for each model, the held-out loss of every recipe and seed, and the gap to BF16 of the same seeds."""
+    return parity_of(result.rows)
+
+
+def parity_of(rows: Sequence[Row]) -> str:
+    """Return the same from the rows alone."""
+    groups = _grouped(rows, "model", "tokens")
     return "\n\n".join(_parity_of(f"{model}, {tokens:,} tokens", rows) for (model, tokens), rows in groups.items())
+
+
+EVIDENCE = (
+    ("95 % over sequences", "gap_95", "± {:.3f} %"),
+    ("tokens to equal loss", "tokens_ratio", "{:.3f}"),
+    ("speed at equal loss", "loss_matched_speedup", "{:.2f}"),
+    ("gradient cosine, start", "cosine_start", "{:.4f}"),
+    ("worst matrix", "cosine_layer_start", "{:.4f}"),
+    ("gradient cosine, end", "cosine_end", "{:.4f}"),
+    ("worst matrix", "cosine_layer_end", "{:.4f}"),
+)
+"""Title, key of the row, format: the mean over the seeds. A column that no row has a figure for is left out."""
 
 
 def _parity_of(title: str, rows: Sequence[Row]) -> str:
@@ -63,22 +82,55 @@ def _parity_of(title: str, rows: Sequence[Row]) -> str:
             raise ConfigError(f"result of kind 'parity': {title}: {row['recipe']}, seed {row['seed']} stands twice.")
         of_recipe[row["seed"]] = row["heldout_loss"]
     seeds = sorted({row["seed"] for row in rows})
-    bf16 = list(losses.get("bf16", {}).values())
+    bf16 = losses.get("bf16", {})
+    shown = [column for column in EVIDENCE if any(column[1] in row for row in rows)]
     body = [
         (
             recipe,
             *(f"{by_seed[seed]:.4f}" if seed in by_seed else "" for seed in seeds),
             f"{fmean(by_seed.values()):.4f}",
-            _gap(fmean(by_seed.values()), bf16) if recipe != "bf16" else "",
+            *(("", "") if recipe == "bf16" else _gap(by_seed, bf16)),
+            *(_evidence([row for row in rows if row["recipe"] == recipe], key, form) for _, key, form in shown),
         )
         for recipe, by_seed in losses.items()
     ]
-    header = ("recipe", *(f"seed {seed}" for seed in seeds), "mean", "gap to BF16")
-    return f"**{title}**: held-out loss, nats a token\n\n{table(header, body)}\n\n{_spread(bf16)}"
+    titles = ("gap to BF16", "95 % over seeds", *(title for title, *_ in shown))
+    header = ("recipe", *(f"seed {seed}" for seed in seeds), "mean", *titles)
+    pairs = [len(by_seed.keys() & bf16.keys()) for recipe, by_seed in losses.items() if recipe != "bf16"]
+    said = f"{_spread(list(bf16.values()))} {_meaning(pairs, [key for _, key, _ in shown])}".strip()
+    return f"**{title}**: held-out loss, nats a token\n\n{table(header, body)}\n\n{said}"
 
 
-def _gap(loss: float, bf16: Sequence[float]) -> str:
-    return f"{100 * (loss / fmean(bf16) - 1):+.2f} %" if bf16 else "BF16 not measured"
+def _gap(losses: dict[int, float], bf16: dict[int, float]) -> tuple[str, str]:
+    """Return the mean gap over the seeds that both have, and half of its interval."""
+    gaps = [100 * (loss / bf16[seed] - 1) for seed, loss in losses.items() if seed in bf16]
+    if not gaps:
+        return "BF16 not measured", ""
+    found = over_seeds(gaps)
+    return f"{found.mean:+.2f} %", "" if found.half_width is None else f"± {found.half_width:.2f} %"
+
+
+def _evidence(rows: Sequence[Row], key: str, form: str) -> str:
+    values = [row[key] * (100 / row["heldout_loss"] if key == "gap_95" else 1) for row in rows if key in row]
+    return form.format(fmean(values)) if values else ""
+
+
+def _meaning(pairs: Sequence[int], shown: Sequence[str]) -> str:
+    """Return how the intervals and ratios are to be read; `pairs`: seeds that a recipe shares with BF16, for each."""
+    said = []
+    if factors := [f"{student(count - 1):.1f} standard errors with {count} seeds" for count in {*pairs} if count > 1]:
+        said.append(
+            f"The interval over seeds is Student's t for pairs of the same seed, {', '.join(factors)}: whether another"
+            " seed would show the gap."
+        )
+    if "gap_95" in shown:
+        said.append("The one over sequences compares the same held-out text: whether these very weights differ.")
+    if "tokens_ratio" in shown:
+        said.append(
+            "Equal loss is the final smoothed training loss of the one that ended higher; tokens and speed at it are in"
+            " units of BF16's."
+        )
+    return " ".join(said)
 
 
 def _spread(bf16: Sequence[float]) -> str:
@@ -145,6 +197,8 @@ def _shape(row: Row) -> str:
     if "shape" not in row:
         return ""
     shape = row["shape"]
+    if "size" in shape:
+        return f": {shape['batch']} images of {shape['size']} x {shape['size']} pixels, bottlenecks {shape['depths']}"
     kind = f", vocabulary {shape['vocab']:,}" if shape.get("vocab") else ", no head"
     tokens = f"{shape['batch']} x {shape['sequence']:,} tokens"
     sizes = f"dim {shape['dim']:,}, ffn {shape['ffn']:,}, {shape['heads']} heads, {shape['kv_heads']} KV heads"
@@ -184,6 +238,23 @@ def _gemm_cell(row: Row) -> str:
     return f"{row['tflops']:,.0f}" + ("" if row["kernel"] == "bf16" else f" ({row['ratio_to_bf16']:.2f})")
 
 
+def stress(result: Result) -> str:
+    """Return, for each case, the signal to noise of the three products by every recipe: median row / worst row."""
+    blocks = []
+    for (case,), rows in _grouped(result.rows, "case").items():
+        body = [(row["recipe"], *(_stress_cell(row, name) for name in ("y", "dx", "dw"))) for row in rows]
+        blocks.append(f"**{case}**\n\n{table(('recipe', 'Y', 'dX', 'dW'), body)}")
+    return "\n\n".join(blocks)
+
+
+def _stress_cell(row: Row, name: str) -> str:
+    if "error" in row:
+        return f"failed: {row['error']}"
+    if f"{name}_worst_db" not in row:
+        return "not finite"
+    return f"{row[f'{name}_median_db']:.1f} / {row[f'{name}_worst_db']:.1f} dB"
+
+
 KERNEL_COLUMNS = (
     ("ms", "ms", "{:.3f}"),
     ("passes", "passes", "{}"),
@@ -197,6 +268,36 @@ def kernels(result: Result) -> str:
     return _figures(("kernel", "shape"), KERNEL_COLUMNS, result.rows)
 
 
+OPTIMIZER_COLUMNS = (
+    ("bytes a parameter", "bytes_per_parameter", "{:.2f}"),
+    ("ms", "ms", "{:.2f}"),
+    ("of fused AdamW's time", "ratio_to_fused_adamw", "{:.2f}"),
+    ("ms with clipping", "ms_clipped", "{:.2f}"),
+    ("GB/s", "gb_per_s", "{:,.0f}"),
+    ("of a copy's", "ratio_to_copy", "{:.2f}"),
+    ("held-out loss", "heldout_loss", "{:.4f}"),
+)
+
+
+def optimizer(result: Result) -> str:
+    """Return one line a tier and dtype of the weight: bytes, time, and the rate of what it must read and write."""
+    return _figures(("states", "weight", "gradient"), OPTIMIZER_COLUMNS, result.rows)
+
+
+def ablation(result: Result) -> str:
+    """Return one line a choice of storage: held-out loss of each seed, or that it diverged, and the gap to FP32."""
+    seeds = sorted({row["seed"] for row in result.rows})
+    losses = {(row["states"], row["seed"]): row.get("heldout_loss", math.nan) for row in result.rows}
+    first = result.rows[0]["states"]
+    body = []
+    for (states,), rows in _grouped(result.rows, "states").items():
+        found = [losses.get((states, seed), math.nan) for seed in seeds]
+        gap = fmean(loss - losses[first, seed] for loss, seed in zip(found, seeds, strict=True))
+        cells = [f"{loss:.4f}" if math.isfinite(loss) else "diverged" for loss in found]
+        body.append((states, rows[0].get("about", ""), *cells, f"{gap:+.4f}" if math.isfinite(gap) else ""))
+    return table(("states", "storage", *(f"seed {seed}" for seed in seeds), f"gap to {first}"), body)
+
+
 def _grouped(rows: Iterable[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
@@ -207,10 +308,13 @@ def _grouped(rows: Iterable[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]
 MEASURED: dict[str, tuple[str, Callable[[Result], str]]] = {
     "demo": ("demo", demo),
     "parity": ("parity", parity),
+    "stress": ("stress", stress),
     "step": ("step", step),
     "step-summary": ("step", step_summary),
     "gemm": ("gemm", gemm),
     "kernels": ("kernels", kernels),
+    "optimizer": ("optimizer", optimizer),
+    "ablation": ("ablation", ablation),
 }
 """Tables of measurements: the kind whose newest result they show, and what shows it."""
 

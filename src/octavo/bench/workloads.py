@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from octavo.bench.images import ImageWorkload
 from octavo.bench.implementations import Implementation
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
@@ -146,9 +147,13 @@ class Training:
         self.update()
 
 
-def build(workload: Workload, implementation: Implementation, device: str, *, compile: bool) -> Training:
+def build(
+    workload: Workload | ImageWorkload, implementation: Implementation, device: str, *, compile: bool
+) -> Training:
     """Return the workload as an implementation computes it: same weights, same random data for each of them."""
     torch.manual_seed(0)
+    if isinstance(workload, ImageWorkload):
+        return _images(workload, implementation, device, compile)
     with torch.device(device):
         model: nn.Module = Llama(workload.config) if workload.vocab else Stack(workload.config)
     if isinstance(model, Llama):
@@ -160,6 +165,31 @@ def build(workload: Workload, implementation: Implementation, device: str, *, co
         for block in model.get_submodule("layers").children():
             block.compile(fullgraph=True)
     return (_whole if workload.vocab else _stack)(workload, model, device)
+
+
+def _images(workload: ImageWorkload, implementation: Implementation, device: str, compile: bool) -> Training:
+    with torch.device(device):
+        model = workload.make().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):  # batch norms stay FP32
+            module.to(torch.bfloat16)
+    implementation.convert(model, workload.pixels)
+    if compile and implementation.compile:
+        for block in model.layers:
+            block.compile(fullgraph=True, dynamic=False)
+    shape = (workload.batch, 3, workload.size, workload.size)
+    images = torch.randn(shape, device=device, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+    classes = torch.randint(workload.classes, (workload.batch,), device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def forward_backward() -> None:
+        nn.functional.cross_entropy(model(images).float(), classes).backward()
+
+    return Training(model=model, forward_backward=forward_backward, update=update)
 
 
 def _stack(workload: Workload, model: nn.Module, device: str) -> Training:

@@ -1,4 +1,4 @@
-"""A flag for every field of a configuration, with the field's own words as its help.
+"""A flag for every field of a configuration but tables, with the field's own words as its help.
 
 `run.eval_every` becomes `--run.eval-every`, and `--eval-every` unless another section has that field.
 """
@@ -88,6 +88,8 @@ def _flags(cls: type) -> Iterator[Flag]:
     for section_name, section in sections.items():
         hints, helps = typing.get_type_hints(section), field_docs(section)
         for f in dataclasses.fields(section):
+            if typing.get_origin(hints[f.name]) is dict:  # a table: for a file
+                continue
             yield Flag(section_name, f.name, _bare(hints[f.name]), helps.get(f.name, ""), seen[f.name] == 1)
 
 

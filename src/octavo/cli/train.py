@@ -44,7 +44,7 @@ def train(
     file
         Run file, .toml or .json; a run stores its own as config.json.
     preset
-        demo (demo-cuda or demo-cpu, as the device is), tiny, or parity-cuda. Under FILE.
+        demo (demo-cuda or demo-cpu, as the device is), tiny, parity-cuda or parity-350m-cuda. Under FILE.
     resume
         Continue from the last checkpoint, bit for bit.
     overwrite

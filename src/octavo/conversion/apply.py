@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import cast
 
 import torch
 from torch import nn
 
+from octavo.conversion.mode import keep, suspended
 from octavo.conversion.plan import Plan, make_plan, refuse_fallbacks
 from octavo.conversion.policy import Policy
 from octavo.conversion.structure import Structure
 from octavo.errors import NonFiniteError
-from octavo.nn import Linear
+from octavo.nn import GroupedLinear, Linear, calibration
+from octavo.nn.conv import AnyConvolution, Conv1d, Conv2d, Convolution
 from octavo.nn.functional import target_of
 from octavo.nn.fused import FusedMLP, MLPRoles, fuse, unfuse
 from octavo.nn.norm import Norm, adopt
+from octavo.nn.scales import keep_scales
 from octavo.nn.shared import SharedInput
 from octavo.recipes import Recipe, RecipeLike
 
@@ -28,32 +32,51 @@ def convert(
     policy: Policy | None = None,
     tokens: int = 8192,
     strict: bool = False,
+    scales: str | Path | None = None,
 ) -> Plan:
-    """Make a model's linear layers compute in FP8, in place, and return the plan that was carried out.
+    """Make a model's linear layers and convolutions compute in FP8, in place, and return the plan that was carried out.
 
     Call it before the optimizer or after it: the parameters are the same objects. A model that is already converted is
     converted anew to `recipe`; a layer that the plan leaves in BF16 is turned back.
 
     Args:
         strict: refuse, rather than run slowly, where a GPU has no fast kernel for the recipe.
+        scales: a calibration file (`octavo.scales(model).save`), which `static` needs and `delayed` may start from.
 
     Raises:
-        ConfigError: an unknown recipe, or a pattern that matches no layer.
+        ConfigError: an unknown recipe, a pattern that matches no layer, or a static scale that is missing.
         NonFiniteError: a weight to be converted holds a NaN or an infinity; nothing has been changed.
         UnsupportedError: under `strict`, a layer would fall back.
     """
     plan = make_plan(model, recipe, policy=policy, tokens=tokens)
     if strict:
         refuse_fallbacks(plan)
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | AnyConvolution)}
     for name in plan.recipes:
         _check_finite(name, layers[name])
+    calibrated = None if scales is None else calibration.read(Path(scales))
+    calibration.check(plan.recipes, calibrated)
     revert(model)
     for name, recipe in plan.recipes.items():
-        Linear.adopt(layers[name], recipe)
+        _adopt(layers[name], recipe)
+    for row in plan.layers:
+        layer = layers[row.name]
+        keep(layer.weight, None if row.is_fp8 else row.reason)
+        if isinstance(layer, Linear):
+            layer.keeps_input = row.keeps_input
     for structure in plan.structures:
         _join(model.get_submodule(structure.name), structure, plan.recipe)
+    book = keep_scales({name: module for name, module in layers.items() if type(module) is Linear})
+    if book is not None and calibrated is not None:
+        book.start_from(calibrated)
     return plan
+
+
+def _adopt(layer: nn.Linear | AnyConvolution, recipe: Recipe) -> None:
+    if isinstance(layer, nn.Linear):
+        Linear.adopt(layer, recipe)
+    else:
+        (Conv1d if isinstance(layer, nn.Conv1d) else Conv2d).adopt(layer, recipe)
 
 
 def _join(module: nn.Module, structure: Structure, recipe: Recipe) -> None:
@@ -62,7 +85,8 @@ def _join(module: nn.Module, structure: Structure, recipe: Recipe) -> None:
         adopt(module, target_of(recipe.fprop.input) if recipe.fprop.is_fp8 else None)
         return
     if structure.kind == "mlp":
-        fuse(module, MLPRoles(structure.activation, structure.layers[:-1], structure.layers[-1]))
+        roles = MLPRoles(structure.activation, structure.layers[:-1], structure.layers[-1])
+        fuse(module, roles, structure.activation_inputs)
         return
     layers = [cast(Linear, module.get_submodule(name)) for name in structure.layers]
     shared = SharedInput(layers)
@@ -71,38 +95,49 @@ def _join(module: nn.Module, structure: Structure, recipe: Recipe) -> None:
 
 
 def revert(model: nn.Module) -> int:
-    """Turn every FP8 layer back into an `nn.Linear`, in place; return how many there were."""
+    """Turn every FP8 layer back into PyTorch's, in place; return how many there were."""
     for module in model.modules():
         if isinstance(module, FusedMLP):
             unfuse(module)
         elif isinstance(module, Norm):
             module.release()
+        elif isinstance(module, nn.Linear | AnyConvolution):
+            keep(module.weight, None)
     layers = _fp8_layers(model)
     for layer in layers:
         layer.release()
     return len(layers)
 
 
+def enable(model: nn.Module, enabled: bool = True) -> list[Linear | Convolution | GroupedLinear | Norm]:
+    """Compute in FP8, or until told otherwise in the model's own precision; return the modules that this changed."""
+    kinds = Linear | Convolution | GroupedLinear | Norm
+    modules = [module for module in model.modules() if isinstance(module, kinds)]
+    switched = [module for module in modules if module.enabled != enabled]
+    for module in switched:
+        module.enabled = enabled
+    return switched
+
+
 @contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
     """Compute in the model's own precision inside the block, for an evaluation beside the FP8 one."""
-    modules = [module for module in model.modules() if type(module) is Linear or isinstance(module, Norm)]
-    modules = [module for module in modules if module.enabled]
-    for module in modules:
-        module.enabled = False
+    switched = enable(model, False)
     try:
-        yield
+        with suspended():
+            yield
     finally:
-        for module in modules:
+        for module in switched:
             module.enabled = True
 
 
-def _fp8_layers(model: nn.Module) -> list[Linear]:
-    return [module for module in model.modules() if type(module) is Linear]
+def _fp8_layers(model: nn.Module) -> list[Linear | Convolution]:
+    layers = [module for module in model.modules() if isinstance(module, Linear | Convolution)]
+    return [layer for layer in layers if type(layer) in (Linear, Conv1d, Conv2d)]  # subclasses are their users' own
 
 
-def _check_finite(name: str, layer: nn.Linear) -> None:
-    weight = layer.weight
+def _check_finite(name: str, layer: nn.Linear | AnyConvolution) -> None:
+    weight = layer.weight.flatten(1)
     if weight.is_meta or bool(torch.isfinite(weight).all()):
         return
     count = int((~torch.isfinite(weight)).sum())

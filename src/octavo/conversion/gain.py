@@ -1,41 +1,77 @@
 """The predicted gain of a layer: time of its three GEMMs in BF16 over their time in FP8 with the passes that quantise.
 
 Rates are an H200's, dense, random normal data, slow accumulation. Passes run at the speed of a device copy, one for
-each matrix that is quantised or transposed. It is a prediction for Hopper: `octavo
-bench step` measures.
+each matrix that is quantised or transposed. Convolutions and batches have many small kernels: what a host takes to
+launch them is the least time. All figures stand at the top of this file. It is a prediction for Hopper: `octavo bench step` measures.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from octavo.kernels.patches import makes_directly
 from octavo.recipes import GEMMS, OPERANDS, Operand, Recipe, reused_from
 
-_TFLOPS = {"bf16": 670.0, "tensor": 1190.0, "row": 1160.0, "block": 880.0}
+_TFLOPS = {"bf16": 670.0, "tensor": 1190.0, "row": 1160.0, "block": 880.0, "small_batched": 300.0}
+"""`small_batched`: of a batch of products where fewer than two of M, N and K reach `_LARGE`."""
+_LARGE = 2048
+"""From here on PyTorch's grouped FP8 GEMM takes large tiles."""
 _COPY_GB_PER_S = 4200.0
+_AT_LEAST_US = {"linear": 0.0, "convolution": 700.0, "batch": 500.0}
+"""What a forward and backward in FP8 take at the least, eager: the host has to launch them."""
+_LOOP_US = 150.0
+"""The same for each product of a batch that has no batched kernel."""
 
 
-def predicted_gain(recipe: Recipe, out_features: int, in_features: int, tokens: int) -> float:
+def predicted_gain(
+    recipe: Recipe, out_features: int, in_features: int, tokens: int, taps: int = 0, batch: int = 1
+) -> float:
     """Return BF16 time / FP8 time of fprop, dgrad and wgrad, quantisation included.
 
     Args:
         out_features: N.
-        in_features: K.
-        tokens: M, the tokens of one forward.
+        in_features: K; of a convolution C kh kw.
+        tokens: M, the tokens of one forward; of a convolution the output pixels.
+        taps: kh kw of a convolution, 0 for a linear layer. Its BF16 time is that of a GEMM of this size.
+        batch: how many products of this size are computed at once, neither operand a weight.
     """
     flops = 2.0 * tokens * out_features * in_features
     bf16 = flops / (_TFLOPS["bf16"] * 1e12)
+    small = batch > 1 and sum(size >= _LARGE for size in (tokens, out_features, in_features)) < 2
     operands = {name: (a, b) for name, a, b in recipe.gemms()}
-    fp8 = sum(flops / (_rate(operands[name]) * 1e12) if name in operands else bf16 for name in GEMMS)
+    fp8 = sum(flops / (_rate(operands[name], small) * 1e12) if name in operands else bf16 for name in GEMMS)
     sizes = {
         "input": tokens * in_features,
         "weight": out_features * in_features,
         "grad_output": tokens * out_features,
     }
-    moved = sum(_bytes(recipe, gemm, role) * sizes[role] for gemm, role in _passes(recipe))
-    return 3 * bf16 / (fp8 + moved / (_COPY_GB_PER_S * 1e9))
+    moved = sum(_bytes(recipe, gemm, role, taps) * sizes[role] for gemm, role in _passes(recipe))
+    if taps > 1 and recipe.dgrad.is_fp8:
+        moved += 4 * sizes["input"]  # the gradient of the patches in BF16: written, and read to be folded
+    seconds = batch * (fp8 + moved / (_COPY_GB_PER_S * 1e9))
+    return 3 * batch * bf16 / max(seconds, _at_least(recipe, taps, batch))
 
 
-def _rate(operands: tuple[Operand, Operand]) -> float:
+def _at_least(recipe: Recipe, taps: int, batch: int) -> float:
+    """Return the seconds that a forward and backward take however small they are."""
+    if not recipe.is_fp8:
+        return 0.0
+    if batch > 1:
+        looped = any(_is_tiled(operands) for _, *operands in recipe.gemms())
+        return 1e-6 * (batch * _LOOP_US if looped else _AT_LEAST_US["batch"])
+    return 1e-6 * _AT_LEAST_US["convolution" if taps else "linear"]
+
+
+def _is_tiled(operands: Iterable[Operand]) -> bool:
+    return not {operand.granularity for operand in operands} <= {"row", "column", "tensor"}
+
+
+def _rate(operands: tuple[Operand, Operand], small_batched: bool) -> float:
     granularities = {operand.granularity for operand in operands}
+    if "1x32" in granularities:
+        return _TFLOPS["bf16"]  # emulated
+    if small_batched and not _is_tiled(operands):
+        return _TFLOPS["small_batched"]
     if granularities <= {"tensor"}:
         return _TFLOPS["tensor"]
     return _TFLOPS["row"] if granularities <= {"row", "column", "tensor"} else _TFLOPS["block"]
@@ -45,9 +81,20 @@ def _passes(recipe: Recipe) -> list[tuple[str, str]]:
     return [(gemm, role) for gemm in GEMMS if recipe.gemm(gemm).is_fp8 for role in OPERANDS[gemm]]
 
 
-def _bytes(recipe: Recipe, gemm: str, role: str) -> float:
+def _bytes(recipe: Recipe, gemm: str, role: str, taps: int) -> float:
     """Return bytes moved an element: a byte transpose moves two; a quantisation reads two, twice for an amax."""
+    if taps > 1 and role == "input":
+        return _patch_bytes(getattr(recipe.gemm(gemm), role), taps, transposed=gemm == "wgrad")
+    if taps == 1 and role == "input":  # both are made of the input, which is what is kept
+        return 5.0 if getattr(recipe.gemm(gemm), role).granularity == "tensor" else 3.0
     if reused_from(recipe, gemm, role):
         return 2.0
     operand = getattr(recipe.gemm(gemm), role)
-    return 5.0 if operand.granularity == "tensor" else 3.0
+    return 5.0 if operand.granularity == "tensor" and not operand.keeps_scale else 3.0
+
+
+def _patch_bytes(operand: Operand, taps: int, *, transposed: bool) -> float:
+    """Return bytes moved an element of the unfolded matrix, a pixel read for its amax and for its patches."""
+    if makes_directly(operand.granularity, transposed=transposed):
+        return (2 if operand.is_folded else 4) / taps + 1  # folded: with the scales of fprop, nothing is searched
+    return 2 / taps + 2 + 3

@@ -1,8 +1,9 @@
-"""The plan: for every linear layer what it will compute in, and why. Nothing is changed by making one."""
+"""The plan: for every layer with a GEMM what it will compute in, and why. Nothing is changed by making one."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
@@ -11,20 +12,25 @@ import torch
 from torch import nn
 
 from octavo.conversion.gain import predicted_gain
+from octavo.conversion.mode import suspended
 from octavo.conversion.policy import Policy
-from octavo.conversion.structure import Structure, find_mlps, find_structures, full_name
+from octavo.conversion.structure import Structure, find_gates, find_mlps, find_structures, full_name
 from octavo.errors import ConfigError, UnsupportedError, did_you_mean
 from octavo.kernels.explain import gemm_kernel
+from octavo.kernels.gemm import EMULATED
+from octavo.nn.conv import AnyConvolution, refuses_recipe
 from octavo.recipes import GEMMS, Recipe, RecipeLike, load
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPlan:
-    """What one linear layer will do."""
+    """What one linear layer or convolution will do."""
 
     name: str
+    kind: str = "linear"
+    """`linear`, or the convolution and its kernel, as in `conv2d 3x3`."""
     shape: tuple[int, int]
-    """(N, K): output features, input features."""
+    """(N, K) of its GEMM: output features, input features; of a convolution channels out, and in times kernel."""
     recipe: str
     precision: str
     """fprop / dgrad / wgrad, each fp8 or bf16."""
@@ -34,6 +40,9 @@ class LayerPlan:
     """Predicted BF16 time / FP8 time on a Hopper GPU; None on other devices and for layers in BF16."""
     reason: str
     """Why it stays in BF16, or what to know of its kernels."""
+
+    keeps_input: bool = False
+    """Whether backward quantises its input again (`Policy.requantise`)."""
 
     @property
     def is_fp8(self) -> bool:
@@ -70,6 +79,7 @@ class Plan:
         return "\n".join(_table(self))
 
 
+@suspended()  # modules are looked at by running them
 def make_plan(
     model: nn.Module,
     recipe: RecipeLike = "folded",
@@ -84,24 +94,33 @@ def make_plan(
         model: any module; on the meta device too.
         recipe: a name, a file, a mapping or a Recipe; `modules` in it overrides it by name pattern.
         policy: what stays in BF16; the default keeps heads, embeddings, routers and small layers.
-        tokens: tokens of one forward, for the predicted gain.
+        tokens: tokens of one forward, for the predicted gain; of a convolution the output pixels.
         device: where it will run; by default where the model is.
 
     Raises:
-        ConfigError: an unknown recipe, or a pattern that matches no linear layer.
+        ConfigError: an unknown recipe, or a pattern that matches no linear layer and no convolution.
         UnsupportedError: `device` is not there to be asked what it can run.
     """
     recipe, policy = load(recipe), policy or Policy()
-    layers = list(_linear_layers(model))
+    layers = list(_layers(model))
     device = torch.device(device) if device is not None else _device_of(model)
-    _check_patterns(recipe, [name for name, _ in layers])
+    _check_patterns(recipe, policy, [name for name, _ in layers])
     recipes = {name: _recipe_for(name, recipe) for name, _ in layers}
     mlps = find_mlps(model)
-    in_mlps = {full_name(name, child) for name, roles in mlps.items() for child in (*roles.inner, roles.down)}
-    kept = {name: policy.reason_to_keep(name, layer, name in in_mlps) for name, layer in layers}
+    in_mlps = find_gates(model) | {
+        full_name(name, child) for name, roles in mlps.items() for child in (*roles.inner, roles.down)
+    }
+    blocks = policy.blocks_to_keep(model)
+    kept = {
+        name: next((why for block, why in blocks.items() if f"{name}.".startswith(f"{block}.")), None)
+        or policy.reason_to_keep(name, layer, name in in_mlps)
+        for name, layer in layers
+    }
     rows = tuple(_plan_layer(name, layer, recipes[name], kept[name], policy, tokens, device) for name, layer in layers)
     chosen = {row.name: recipes[row.name] for row in rows if row.is_fp8}
-    structures = tuple(find_structures(model, chosen, mlps)) if policy.fuse and chosen else ()
+    linears = {row.name: recipes[row.name] for row in rows if row.is_fp8 and row.kind == "linear"}
+    together = find_structures(model, linears, mlps, policy.activation_inputs)
+    structures = tuple(together) if policy.fuse and linears else ()
     return Plan(recipe=recipe, device=str(device), tokens=tokens, layers=rows, recipes=chosen, structures=structures)
 
 
@@ -119,10 +138,10 @@ def refuse_fallbacks(plan: Plan) -> None:
             )
 
 
-def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield each linear layer once, by its first name; a layer used in two places is one layer."""
+def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear | AnyConvolution]]:
+    """Yield each layer with a GEMM once, by its first name; a layer used in two places is one layer."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear | AnyConvolution):
             yield name, module
 
 
@@ -131,13 +150,13 @@ def _device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
 
 
-def _check_patterns(recipe: Recipe, names: list[str]) -> None:
-    for pattern in recipe.modules:
+def _check_patterns(recipe: Recipe, policy: Policy, names: list[str]) -> None:
+    wheres = dict.fromkeys(recipe.modules, f"recipe '{recipe.name}': modules")
+    wheres |= dict.fromkeys(policy.requantise, "policy: requantise")
+    for pattern, where in wheres.items():
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise ConfigError(
-                f"recipe '{recipe.name}': modules: the pattern '{pattern}' matches no linear layer."
-                f"{did_you_mean(pattern, names)}"
-            )
+            near = did_you_mean(pattern, names)
+            raise ConfigError(f"{where}: the pattern '{pattern}' matches no linear layer or convolution.{near}")
 
 
 def _recipe_for(name: str, recipe: Recipe) -> Recipe:
@@ -148,29 +167,43 @@ def _recipe_for(name: str, recipe: Recipe) -> Recipe:
 
 
 def _plan_layer(
-    name: str, layer: nn.Linear, recipe: Recipe, kept: str | None, policy: Policy, tokens: int, device: torch.device
-) -> LayerPlan:
+    name: str, layer: nn.Linear | AnyConvolution, recipe: Recipe, kept: str | None, policy: Policy, tokens: int,
+    device: torch.device,
+) -> LayerPlan:  # fmt: skip
     """Return the row of one layer. `kept`: why the policy keeps it in BF16."""
-    out_features, in_features = layer.out_features, layer.in_features
-    gain = (
-        predicted_gain(recipe, out_features, in_features, tokens) if device.type == "cuda" and recipe.is_fp8 else None
-    )
+    kind, shape, taps = _gemm_of(layer)
+    gain = predicted_gain(recipe, *shape, tokens, taps) if device.type == "cuda" and recipe.is_fp8 else None
+    if kept is None and taps:
+        kept = refuses_recipe(recipe)
     if kept is None and not recipe.is_fp8:
         kept = "the recipe says bf16"
     if kept is None and gain is not None and gain < policy.min_gain:
-        kept = f"too small to gain: predicted {gain:.2f} times BF16 at {tokens} tokens"
+        unit = "output pixels" if taps else "tokens"
+        kept = f"too small to gain: predicted {gain:.2f} times BF16 at {tokens} {unit}"
     if kept is not None:
         recipe, gain = load("bf16"), None
     names, notes = _kernels(recipe, device)
+    keeps_input = kind == "linear" and policy.keeps_input(name, recipe)
     return LayerPlan(
         name=name,
-        shape=(out_features, in_features),
+        kind=kind,
+        shape=shape,
         recipe=recipe.name,
         precision=" / ".join(recipe.gemm(gemm).precision for gemm in GEMMS),
         kernels=" / ".join(names),
         gain=gain,
-        reason=kept or notes,
+        reason=kept or "; ".join(filter(None, (notes, "keeps its input" if keeps_input else ""))),
+        keeps_input=keeps_input,
     )
+
+
+def _gemm_of(layer: nn.Linear | AnyConvolution) -> tuple[str, tuple[int, int], int]:
+    """Return what a layer is, (N, K) of its GEMM, and the pixels of a convolution's patch, 0 for a linear layer."""
+    if isinstance(layer, nn.Linear):
+        return "linear", (layer.out_features, layer.in_features), 0
+    taps, kernel = math.prod(layer.kernel_size), "x".join(map(str, layer.kernel_size))
+    shape = layer.out_channels, layer.in_channels // layer.groups * taps
+    return f"{type(layer).__name__.lower()} {kernel}", shape, taps
 
 
 def _kernels(recipe: Recipe, device: torch.device) -> tuple[list[str], str]:
@@ -184,6 +217,8 @@ def _kernels(recipe: Recipe, device: torch.device) -> tuple[list[str], str]:
         a, b = operands[gemm]
         name, refused = gemm_kernel(device, (a.format, a.granularity), (b.format, b.granularity))
         names.append(name)
+        if name in EMULATED:
+            notes = "emulated: no faster than BF16"
         if name == "reference" and device.type == "cuda":
             notes = f"{gemm} falls back: {'; '.join(f'{kernel}: {why}' for kernel, why in refused.items())}"
     return names, notes
@@ -199,7 +234,8 @@ def _table(plan: Plan) -> list[str]:
     weights = sum(layer.shape[0] * layer.shape[1] for layer in plan.layers)
     fp8_weights = sum(layer.shape[0] * layer.shape[1] for layer in plan.layers if layer.is_fp8)
     share = fp8_weights / weights if weights else 0.0
-    total = f"{plan.fp8_layers} of {len(plan.layers)} linear layers in FP8 ({share:.0%} of their weights)"
+    layers = "linear layers" if all(layer.kind == "linear" for layer in plan.layers) else "layers"
+    total = f"{plan.fp8_layers} of {len(plan.layers)} {layers} in FP8 ({share:.0%} of their weights)"
     return [*lines, "", f"{total} on {plan.device}", *_together(plan.structures)]
 
 
@@ -225,7 +261,8 @@ def _alike(layers: tuple[LayerPlan, ...]) -> list[tuple[str, ...]]:
     """Return the rows of the table; layers that differ only by the numbers in their names share one, with a count."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for layer in layers:
-        shape, gain = "{} x {}".format(*layer.shape), f"{layer.gain:.2f}" if layer.gain else "-"
+        kind = "" if layer.kind == "linear" else f", {layer.kind}"
+        shape, gain = "{} x {}{}".format(*layer.shape, kind), f"{layer.gain:.2f}" if layer.gain else "-"
         precision = layer.kernels if layer.is_fp8 else "bf16"
         key = (_pattern(layer.name), shape, layer.recipe, precision, gain, layer.reason)
         groups.setdefault(key, []).append(layer.name)

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import get_args
 
 from torch import nn
 
-from octavo.nn import Linear
+from octavo.errors import ConfigError
+from octavo.nn import Conv1d, Conv2d, Linear
+from octavo.nn.conv import refuses
+from octavo.nn.mlp import ActivationInputs
+from octavo.recipes import Recipe
 
 _ROUTER = "router: a small error sends a token to another expert"
 
@@ -19,13 +24,20 @@ def _keep() -> dict[str, str]:
         "output": "output head: its error goes straight into the loss",
         "*embed*": "embedding",
         "*router": _ROUTER,
+        "*router.*": _ROUTER,
+        "gate": _ROUTER,
         "*.gate": _ROUTER,
+        "*.gate.wg": _ROUTER,
+        "*.shared_expert_gate": _ROUTER,
     }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What `plan` and `convert` leave alone."""
+    """What `plan` and `convert` leave alone, of layers with a GEMM.
+
+    Norms, softmax, embeddings and losses have none: they are never computed in FP8, whatever the policy.
+    """
 
     keep: dict[str, str] = field(default_factory=_keep)
     """Name pattern -> reason. `*` matches anything, dots included."""
@@ -33,20 +45,113 @@ class Policy:
     """A layer with fewer input or output features stays in BF16."""
     min_gain: float = 1.0
     """On a GPU, a layer whose predicted gain is below this stays in BF16. 0 converts all."""
+    convolutions: bool = True
+    """Whether `nn.Conv1d` and `nn.Conv2d` are converted, 1x1 and larger ones."""
     fuse: bool = True
     """Whether layers that share an input, MLPs and norms are computed together where they are recognised."""
-    filter: Callable[[str, nn.Linear], bool] | None = None
+    activation_inputs: ActivationInputs = "bf16"
+    """What MLPs that are computed together keep the inputs of their activation in, the outputs of gate and up, from
+    forward to backward. They are about half of a Llama's saved activations: `fp8` halves those, and backward reads
+    fewer bytes. The forward stays what it is; the gradients of the MLP and of all before it take one more rounding to
+    E4M3 (power-of-two scales of 1x128)."""
+    requantise: tuple[str, ...] = ()
+    """Name patterns of linear layers that keep their input as it is from forward to backward, and quantise it again
+    there, instead of keeping its codes. It saves a byte an element where something else keeps that tensor anyway, as
+    attention keeps its output, and costs one elsewhere. Of layers that share an input, all must be named. The results
+    are the same to the bit."""
+    bf16_blocks: tuple[int, int] = (0, 0)
+    """How many blocks at the start and at the end of the model stay in BF16. Blocks are the children of its
+    `nn.ModuleList` with the most parameters."""
+    filter: Callable[[str, nn.Module], bool] | None = None
     """A further test, (name, layer) -> whether to convert it."""
 
-    def reason_to_keep(self, name: str, layer: nn.Linear, in_mlp: bool = False) -> str | None:
+    def __post_init__(self) -> None:
+        if self.activation_inputs not in get_args(ActivationInputs):
+            raise ConfigError(f"activation_inputs = {self.activation_inputs!r}: it is 'bf16' or 'fp8'.")
+        if self.activation_inputs == "fp8" and not self.fuse:
+            raise ConfigError(
+                "activation_inputs = 'fp8' is for MLPs that are computed together, and fuse = False has none. "
+                "Leave one of the two out."
+            )
+        if len(self.bf16_blocks) != 2 or min(self.bf16_blocks) < 0:
+            raise ConfigError(
+                f"bf16_blocks = {self.bf16_blocks!r}: it is two counts, of blocks at the start and at the end of the "
+                "model, such as (1, 1)."
+            )
+
+    def blocks_to_keep(self, model: nn.Module) -> dict[str, str]:
+        """Return the blocks that stay in BF16 wherever `bf16_blocks` asks for any: full name -> reason.
+
+        Raises:
+            ConfigError: the model has no list of blocks, or fewer than are to stay.
+        """
+        first, last = self.bf16_blocks
+        if not first + last:
+            return {}
+        blocks = _blocks(model)
+        if len(blocks) < first + last:
+            raise ConfigError(
+                f"bf16_blocks = {self.bf16_blocks}: the model has {len(blocks)} blocks in an nn.ModuleList. Keep "
+                "layers by their names instead: Policy(keep={'encoder.0.*': 'the first block'})."
+            )
+        kept = dict.fromkeys(blocks[:first], _among("first", first))
+        return kept | dict.fromkeys(blocks[len(blocks) - last :], _among("last", last))
+
+    def reason_to_keep(self, name: str, layer: nn.Module, in_mlp: bool = False) -> str | None:
         """Return why this layer stays in BF16, or None. `in_mlp`: it belongs to an MLP, whose gate routes nothing."""
         for pattern, reason in self.keep.items():
             if fnmatchcase(name, pattern) and not (in_mlp and reason == _ROUTER):
                 return reason
+        unfit = self._linear(layer) if isinstance(layer, nn.Linear) else self._convolution(layer)
+        if unfit is not None:
+            return unfit
+        if self.filter is not None and not self.filter(name, layer):
+            return "left out by the policy's filter"
+        return None
+
+    def keeps_input(self, name: str, recipe: Recipe) -> bool:
+        """Return whether a linear layer quantises its input again in backward.
+
+        Raises:
+            ConfigError: its recipe would not give the same codes again.
+        """
+        if not recipe.wgrad.is_fp8 or not any(fnmatchcase(name, pattern) for pattern in self.requantise):
+            return False
+        operand = recipe.wgrad.input
+        if operand.rounding != "nearest" or operand.keeps_scale:
+            raise ConfigError(
+                f"requantise: '{name}' runs by recipe '{recipe.name}', whose input ({operand}) has other codes when it "
+                "is quantised again. Leave the layer out of `requantise`, or round to nearest with current scales."
+            )
+        return True
+
+    def _linear(self, layer: nn.Linear) -> str | None:
         if type(layer) not in (nn.Linear, Linear):
             return f"{type(layer).__name__} is a subclass of nn.Linear with a forward of its own"
         if min(layer.in_features, layer.out_features) < self.min_features:
             return f"fewer than {self.min_features} features"
-        if self.filter is not None and not self.filter(name, layer):
-            return "left out by the policy's filter"
         return None
+
+    def _convolution(self, layer: nn.Module) -> str | None:
+        if not self.convolutions:
+            return "the policy leaves convolutions alone"
+        if (reason := refuses(layer)) is not None:
+            return reason
+        assert isinstance(layer, nn.Conv1d | nn.Conv2d)
+        if type(layer) not in (nn.Conv1d, nn.Conv2d, Conv1d, Conv2d):
+            return f"{type(layer).__name__} is a subclass of a convolution with a forward of its own"
+        if min(layer.in_channels, layer.out_channels) < self.min_features:
+            return f"fewer than {self.min_features} channels"
+        return None
+
+
+def _among(which: str, count: int) -> str:
+    return f"in the {which} block" if count == 1 else f"in one of the {which} {count} blocks"
+
+
+def _blocks(model: nn.Module) -> list[str]:
+    """Return the full names of a model's blocks, in order."""
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    # Before experts in each of them, which may be more: together the blocks have more parameters than any one's.
+    name = max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()), default=None)
+    return [] if name is None else [f"{name}.{child}" if name else child for child, _ in lists[name].named_children()]

@@ -22,9 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from octavo.kernels.activation import KINDS
+from octavo.kernels.norm import refuses as norm_refuses
 from octavo.kernels.reference.activation import value_and_slope
+from octavo.nn.functional import target_of
 from octavo.nn.fused import FusedMLP, MLPRoles, unfuse
-from octavo.nn.mlp import refuses
+from octavo.nn.mlp import ActivationInputs, refuses
 from octavo.nn.norm import adopts
 from octavo.recipes import Recipe
 
@@ -42,14 +44,19 @@ class Structure:
     """The children it is made of; of an MLP gate, up and down."""
     activation: str = ""
     """Of an MLP."""
+    makes_codes: bool = True
+    """Of a norm: whether the recipe's scales are known when a row is, so that its reader need not quantise."""
+    activation_inputs: ActivationInputs = "bf16"
+    """Of an MLP: what the inputs of its activation are kept in for backward."""
 
     @property
     def what(self) -> str:
         """Say what is computed together, in a line."""
         if self.kind == "mlp":
-            return f"{', '.join(self.layers)} and {self.activation} between them computed as one"
+            kept = f"; {' and '.join(self.layers[:-1])} kept in FP8" if self.activation_inputs == "fp8" else ""
+            return f"{', '.join(self.layers)} and {self.activation} between them computed as one{kept}"
         if self.kind == "norm":
-            return "makes the codes of its result in the same pass"
+            return "makes the codes of its result in the same pass" if self.makes_codes else "computed by one kernel"
         return f"{', '.join(self.layers)} share an input, quantised once; one dgrad, one wgrad"
 
 
@@ -58,27 +65,58 @@ def find_mlps(model: nn.Module) -> dict[str, MLPRoles]:
     return {name: roles for name, module in model.named_modules() if (roles := find_mlp(module)) is not None}
 
 
-def find_structures(model: nn.Module, recipes: dict[str, Recipe], mlps: dict[str, MLPRoles]) -> Iterator[Structure]:
+def find_structures(
+    model: nn.Module,
+    recipes: dict[str, Recipe],
+    mlps: dict[str, MLPRoles],
+    activation_inputs: ActivationInputs = "bf16",
+) -> Iterator[Structure]:
     """Yield what can be computed together among the layers that run in FP8, and the norms that such layers may read.
 
     Args:
         recipes: full name of each FP8 layer -> its recipe.
         mlps: what `find_mlps` found.
+        activation_inputs: what MLPs are to keep the inputs of their activation in for backward.
     """
     widths = {cast(nn.Linear, model.get_submodule(name)).in_features for name in recipes}
+    targets = [target_of(recipe.fprop.input) for recipe in recipes.values() if recipe.fprop.is_fp8]
+    makes_codes = any(norm_refuses(target) is None for target in targets)
     for name, module in model.named_modules():
         if adopts(module):
             if _width(module) in widths:
-                yield Structure(name=name, kind="norm")
+                yield Structure(name=name, kind="norm", makes_codes=makes_codes)
             continue
         own = {child: recipes.get(full_name(name, child)) for child, _ in module.named_children()}
         roles = mlps.get(name)
         if roles is not None and _can_fuse(roles, own):
-            yield Structure(name=name, kind="mlp", layers=(*roles.inner, roles.down), activation=roles.kind)
+            yield Structure(
+                name=name,
+                kind="mlp",
+                layers=(*roles.inner, roles.down),
+                activation=roles.kind,
+                activation_inputs=activation_inputs,
+            )
             continue
         for names in find_shared(module):
             for same in _of_one_recipe(names, own):
                 yield Structure(name=name, kind="shared", layers=same)
+
+
+def find_gates(model: nn.Module) -> set[str]:
+    """Return the full names of linear layers beside one of the transposed shape, as an MLP has them and no router.
+
+    That holds for MLPs too that `find_mlp` does not know the formula of.
+    """
+    found: set[str] = set()
+    for name, module in model.named_modules():
+        layers = {child: layer for child, layer in module.named_children() if isinstance(layer, nn.Linear)}
+        shapes = {(layer.out_features, layer.in_features) for layer in layers.values()}
+        found |= {
+            full_name(name, child)
+            for child, layer in layers.items()
+            if layer.in_features != layer.out_features and (layer.in_features, layer.out_features) in shapes
+        }
+    return found
 
 
 def _of_one_recipe(names: tuple[str, ...], recipes: dict[str, Recipe | None]) -> list[tuple[str, ...]]:

@@ -1,10 +1,25 @@
 """Kernels: one contract an operation, a `reference/` twin, `vendor/` for PyTorch's own, a record of what ran."""
 
 from octavo.kernels.explain import explain
-from octavo.kernels.gemm import gemm
+from octavo.kernels.gemm import ACCUMULATORS, gemm, gemm_by
 from octavo.kernels.ledger import Ledger, record
 from octavo.kernels.quantize import contiguous, quantize, quantize_pair
+from octavo.kernels.quantize_at import Cell, quantize_at
 from octavo.kernels.target import Target
 from octavo.kernels.transpose import transpose
 
-__all__ = ["Ledger", "Target", "contiguous", "explain", "gemm", "quantize", "quantize_pair", "record", "transpose"]
+__all__ = [
+    "ACCUMULATORS",
+    "Cell",
+    "Ledger",
+    "Target",
+    "contiguous",
+    "explain",
+    "gemm",
+    "gemm_by",
+    "quantize",
+    "quantize_at",
+    "quantize_pair",
+    "record",
+    "transpose",
+]

@@ -5,7 +5,8 @@
 
 M: tokens. F: hidden width. D (M, N): the gradient, [d gate | d up] side by side (N = 2 F) or d gate alone (N = F).
 All is computed in FP32 from the inputs' dtype; h and D are rounded once, into codes, and never written otherwise. So
-the backward makes h again from gate and up instead of keeping it.
+the backward makes h again from gate and up instead of keeping it. Those two may be kept as codes too: the forward makes
+them from the same read, and the backward computes from codes what it would from a tensor of their values.
 
 Everything is a custom operator: Triton on a GPU, `reference/activation.py`, which is the definition, elsewhere.
 """
@@ -21,10 +22,13 @@ from octavo.errors import ConfigError, did_you_mean
 from octavo.kernels.dispatch import launches_on, uses_triton, why_not
 from octavo.kernels.operator import define
 from octavo.kernels.reference import activation as reference
-from octavo.kernels.target import Target, empty, target_of
+from octavo.kernels.target import Target, empty, laid_out, target_of
 from octavo.numerics import Quantized
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
+
+INPUTS = Target("e4m3", "1x128", "power_of_two")
+"""What gate and up are kept in, where they are kept as codes: whoever reads a tile needs nothing of another one."""
 
 
 class ActivationGradients(NamedTuple):
@@ -55,11 +59,25 @@ def activation(kind: str, gate: Tensor, up: Tensor | None, target: Target) -> Qu
     return Quantized(codes, scale, target.tile)
 
 
+def activation_and_inputs(
+    kind: str, gate: Tensor, up: Tensor | None, target: Target
+) -> tuple[Quantized, tuple[Quantized, ...]]:
+    """Return the codes of h, as `activation` does, and (gate,) or (gate, up) quantised to `INPUTS`, from one read.
+
+    Args and errors are those of `activation`. Codes are contiguous; scales lie as `target.empty_scale` says.
+    """
+    _check(kind, gate=gate, up=up)
+    _check_rounding(target)
+    codes, scale, *inputs = torch.ops.octavo.activation_and_inputs(gate, up, kind, str(target))
+    pairs = zip(inputs[::2], inputs[1::2], strict=True)
+    return Quantized(codes, scale, target.tile), tuple(Quantized(*pair, INPUTS.tile) for pair in pairs)
+
+
 def activation_backward(
     kind: str,
     dh: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
+    gate: Tensor | Quantized,
+    up: Tensor | Quantized | None,
     *,
     rows: Target | None,
     columns: Target | None,
@@ -72,22 +90,26 @@ def activation_backward(
 
     Args:
         kind: one of `KINDS`.
-        dh: (M, F), the gradient of h, of any dtype that gate may have.
-        gate: (M, F), as in the forward.
+        dh: (M, F), the gradient of h, of any dtype that gate may have in the forward.
+        gate: (M, F), as in the forward, or its codes, of `activation_and_inputs`.
         up: as gate, or None.
         rows: how to quantise D * row_fold.
         columns: how to quantise (D * column_fold)^T; its granularity is named as the transpose has it.
         hidden: how to quantise h^T, likewise.
         hidden_scale: FP32 (M, 1), powers of two: the scales of the forward's codes, if those are wanted again. Then the
-            codes of h^T are the forward's transposed, its scale is (1, M), and `hidden` must be `column`.
+            codes of h^T are the forward's transposed, its scale is (1, M), and `hidden` must be `column`. With gate
+            and up as codes h is a little off, and saturates where it was at the end of the format's range.
         row_fold: FP32 (1, N), the scales of a folded weight.
         column_fold: FP32 (M, 1), the scales of a folded input.
 
     Raises:
-        ConfigError: the kind is unknown, shapes do not fit, a rounding is stochastic, or `hidden_scale` comes with
-            another granularity.
+        ConfigError: the kind is unknown, shapes do not fit, a rounding is stochastic, `hidden_scale` comes with another
+            granularity, or the codes of gate and up are not of `INPUTS`.
     """
-    _check(kind, dh=dh, gate=gate, up=up)
+    gate, gate_scale = _split("gate", gate)
+    up, up_scale = (None, None) if up is None else _split("up", up)
+    _check(kind, gate=gate, dh=dh, up=up)
+    _check_scales(gate, gate_scale, up, up_scale)
     _check_rounding(rows, columns, hidden)
     m, n = gate.shape[0], gate.shape[1] * (1 if up is None else 2)
     _check_factors("hidden_scale", hidden_scale, (m, 1))
@@ -101,7 +123,7 @@ def activation_backward(
             "have the granularity 'column' and power-of-two scales. Say so, or leave hidden_scale out."
         )
     made = torch.ops.octavo.activation_backward(
-        dh, gate, up, kind, *(str(target or "") for target in (rows, columns, hidden)),
+        dh, gate, gate_scale, up, up_scale, kind, *(str(target or "") for target in (rows, columns, hidden)),
         hidden_scale, row_fold, column_fold,
     )  # fmt: skip
     pairs = [(made[i], made[i + 1]) for i in (0, 2, 4)]
@@ -137,6 +159,25 @@ def _check(kind: str, gate: Tensor, **others: Tensor | None) -> None:
             raise ConfigError(
                 f"{name} has shape {tuple(other.shape)}, gate {tuple(gate.shape)}: they must be the same."
             )
+
+
+def _split(name: str, x: Tensor | Quantized) -> tuple[Tensor, Tensor | None]:
+    """Return a tensor and None, or codes and their scale."""
+    if isinstance(x, Tensor):
+        return x, None
+    if (x.codes.dtype, x.granularity) != (INPUTS.fmt.dtype, INPUTS.tile):
+        raise ConfigError(
+            f"{name} has codes of {x.codes.dtype} with a scale {x.granularity.name}: the backward reads "
+            f"{INPUTS.fmt.dtype} with a scale {INPUTS.granularity}, as `activation_and_inputs` makes them."
+        )
+    return x.codes, x.scale
+
+
+def _check_scales(gate: Tensor, gate_scale: Tensor | None, up: Tensor | None, up_scale: Tensor | None) -> None:
+    if up is not None and (gate_scale is None) != (up_scale is None):
+        raise ConfigError("gate and up must both be tensors or both be codes: here they are one of each.")
+    for name, scale in (("gate", gate_scale), ("up", up_scale)):
+        _check_factors(f"the scale of {name}", scale, INPUTS.tile.scale_shape(*gate.shape))
 
 
 def _check_rounding(*targets: Target | None) -> None:
@@ -178,24 +219,53 @@ def _activation_shape(gate: Tensor, up: Tensor | None, kind: str, target: str) -
     return empty(goal, rows, cols, gate.device)[:2]
 
 
+def _activation_and_inputs(gate: Tensor, up: Tensor | None, kind: str, target: str) -> list[Tensor]:
+    goal = target_of(target)
+    assert goal is not None
+    if _runs_triton(gate, up, f"activation_and_inputs {kind}", hidden=goal):
+        from octavo.kernels.triton import activation as fused
+
+        with launches_on(gate.device):
+            made = fused.activation_and_inputs(kind, gate, up, goal, INPUTS)
+    else:
+        made = reference.activation_and_inputs(kind, gate, up, goal, INPUTS)
+    return [tensor for quantized in made for tensor in quantized[:2]]
+
+
+def _activation_and_inputs_shape(gate: Tensor, up: Tensor | None, kind: str, target: str) -> list[Tensor]:
+    goal = target_of(target)
+    assert goal is not None
+    goals = goal, *(INPUTS for x in (gate, up) if x is not None)
+    rows, cols = gate.shape
+    return [tensor for each in goals for tensor in empty(each, rows, cols, gate.device)[:2]]
+
+
+def _as_given(codes: Tensor, scale: Tensor | None) -> Tensor | Quantized:
+    """Undo `_split`. A scale that was saved and brought back may lie otherwise than kernels read it."""
+    return codes if scale is None else laid_out(Quantized(codes, scale, INPUTS.tile))
+
+
 def _activation_backward(
-    dh: Tensor, gate: Tensor, up: Tensor | None, kind: str, rows: str, columns: str, hidden: str,
+    dh: Tensor, gate: Tensor, gate_scale: Tensor | None, up: Tensor | None, up_scale: Tensor | None, kind: str,
+    rows: str, columns: str, hidden: str,
     hidden_scale: Tensor | None, row_fold: Tensor | None, column_fold: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
+    inputs = _as_given(gate, gate_scale), None if up is None else _as_given(up, up_scale)
     targets = target_of(rows), target_of(columns), target_of(hidden)
     named = dict(zip(("rows", "columns", "hidden"), targets, strict=True))
     if _runs_triton(gate, up, f"activation_backward {kind}", **named):
         from octavo.kernels.triton import activation as fused
 
         with launches_on(gate.device):
-            made = fused.activation_backward(kind, dh, gate, up, *targets, hidden_scale, row_fold, column_fold)
+            made = fused.activation_backward(kind, dh, *inputs, *targets, hidden_scale, row_fold, column_fold)
     else:
-        made = reference.activation_backward(kind, dh, gate, up, *targets, hidden_scale, row_fold, column_fold)
-    return _flat(*made, like=gate)
+        made = reference.activation_backward(kind, dh, *inputs, *targets, hidden_scale, row_fold, column_fold)
+    return _flat(*made, like=dh)
 
 
 def _activation_backward_shape(
-    dh: Tensor, gate: Tensor, up: Tensor | None, kind: str, rows: str, columns: str, hidden: str,
+    dh: Tensor, gate: Tensor, gate_scale: Tensor | None, up: Tensor | None, up_scale: Tensor | None, kind: str,
+    rows: str, columns: str, hidden: str,
     hidden_scale: Tensor | None, row_fold: Tensor | None, column_fold: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     (m, f), device = gate.shape, gate.device
@@ -203,7 +273,7 @@ def _activation_backward_shape(
     row, column, h_t = target_of(rows), target_of(columns), target_of(hidden)
     return _flat(
         row and empty(row, m, n, device), column and empty(column, n, m, device), h_t and empty(h_t, f, m, device),
-        like=gate,
+        like=dh,
     )  # fmt: skip
 
 
@@ -234,8 +304,14 @@ define(
     torch.Tag.needs_fixed_stride_order,
 )
 define(
-    "activation_backward(Tensor dh, Tensor gate, Tensor? up, str kind, str rows, str columns, str hidden, "
-    "Tensor? hidden_scale, Tensor? row_fold, Tensor? column_fold) -> Tensor[]",
+    "activation_and_inputs(Tensor gate, Tensor? up, str kind, str target) -> Tensor[]",
+    _activation_and_inputs,
+    _activation_and_inputs_shape,
+    torch.Tag.needs_fixed_stride_order,
+)
+define(
+    "activation_backward(Tensor dh, Tensor gate, Tensor? gate_scale, Tensor? up, Tensor? up_scale, str kind, "
+    "str rows, str columns, str hidden, Tensor? hidden_scale, Tensor? row_fold, Tensor? column_fold) -> Tensor[]",
     _activation_backward,
     _activation_backward_shape,
     torch.Tag.needs_fixed_stride_order,

@@ -12,9 +12,17 @@ from octavo.kernels.dispatch import why_not
 from octavo.kernels.gemm import KERNELS, choose
 from octavo.numerics import Quantized, format_named, granularity_named, quantize
 
-TWINS = ("quantize", "weights", "transpose", "activation", "norm", "rotary", "cross_entropy")
+TWINS = (
+    "quantize", "quantize_at", "weights", "transpose", "activation", "norm", "rotary", "cross_entropy", "patches",
+    "grouped",
+)  # fmt: skip
 """Operations that have two kernels: Triton's and the reference."""
-_PROBES = {"scaled_mm.tensor": ("tensor", "tensor"), "scaled_mm.row": ("row", "row"), "reference": ("1x32", "1x32")}
+_PROBES = {
+    "scaled_mm.tensor": ("tensor", "tensor"),
+    "scaled_mm.row": ("row", "row"),
+    "emulated.1x32": ("1x32", "1x32"),
+    "reference": ("128x128", "128x128"),
+}
 """The granularities that a GEMM kernel is asked with. All others are for blocks."""
 
 

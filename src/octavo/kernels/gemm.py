@@ -4,20 +4,26 @@
 
 Scales are multiplied in; sums are FP32, or what the hardware keeps where `accumulate` is `fast`. M, N and K may be any
 size, 0 included. `KERNELS` is the order of preference: the first that does not refuse the operands runs. The choice is
-made inside a custom operator, so that compiled code counts and chooses as eager code does.
+made inside a custom operator, so that compiled code counts and chooses as eager code does. `gemm_by` makes another
+choice, for a block of code that asks what an accumulator does to a result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from octavo.errors import ConfigError, UnsupportedError, did_you_mean
 from octavo.kernels import ledger
 from octavo.kernels.operator import define
+from octavo.kernels.reference import accumulator
 from octavo.kernels.reference.gemm import gemm as reference_gemm
+from octavo.kernels.vendor import dequantized
 from octavo.kernels.vendor import scaled_mm as vendor
 from octavo.numerics import Quantized, granularity_named
 
@@ -37,13 +43,73 @@ KERNELS = (
     GemmKernel("scaled_mm.tensor", vendor.refuses_tensor, vendor.scaled_mm_tensor),
     GemmKernel("scaled_mm.row", vendor.refuses_row, vendor.scaled_mm_row),
     GemmKernel("scaled_mm.block", vendor.refuses_block, vendor.scaled_mm_block),
+    GemmKernel("emulated.1x32", dequantized.refuses, dequantized.gemm),
     GemmKernel("reference", lambda a, b: None, lambda a, b, dtype, fast: reference_gemm(a, b, dtype)),
 )
+
+EMULATED = ("emulated.1x32",)
+"""Kernels that give the numbers of hardware that is not there. They were asked for: no fallback, and no gain."""
+
+
+class _Accumulator(NamedTuple):
+    """What `gemm_by` sets in place of the usual choices."""
+
+    kernel: GemmKernel | None
+    """None: the first of `KERNELS` that takes the operands, as ever."""
+    fast: bool | None
+    """None: as the recipe says."""
+
+
+_HOPPER = GemmKernel("hopper", accumulator.refuses, accumulator.gemm)
+_EXACT = GemmKernel("exact", lambda a, b: None, lambda a, b, dtype, fast: accumulator.exact(a, b, dtype))
+ACCUMULATORS = {
+    "slow": _Accumulator(None, False),
+    "hopper": _Accumulator(_HOPPER, None),
+    "hopper-slow": _Accumulator(_HOPPER, False),
+    "hopper-fast": _Accumulator(_HOPPER, True),
+    "exact": _Accumulator(_EXACT, None),
+}
+"""What `gemm_by` takes. `slow`: this device's kernels, none of them fast. `hopper`: Hopper's accumulator emulated, slow
+and fast where the recipe says so; `hopper-slow` and `hopper-fast`: one of them everywhere. `exact`: sums in FP64."""
+
+# Backward runs in threads of the autograd engine, which see no context variables: hence one for the process.
+_usual = _Accumulator(None, None)
+_now = _usual
+
+
+@contextmanager
+def gemm_by(name: str) -> Iterator[None]:
+    """Run every FP8 GEMM inside the block, in any thread and in compiled code, by one accumulator of `ACCUMULATORS`.
+
+    Emulated ones are plain PyTorch: for small models on a CPU, and some hundred times slower than a GPU's own.
+
+    Raises:
+        ConfigError: there is no such accumulator.
+        UnsupportedError: from inside the block, where Hopper has no GEMM for the operands (1x32 scales).
+    """
+    global _now
+    if name not in ACCUMULATORS:
+        near = did_you_mean(name, ACCUMULATORS)
+        raise ConfigError(f"there is no accumulator '{name}'.{near} Accumulators: {', '.join(ACCUMULATORS)}.")
+    before, _now = _now, ACCUMULATORS[name]
+    try:
+        yield
+    finally:
+        _now = before
+
+
+def is_usual() -> bool:
+    """Return whether GEMMs run as they do outside of every `gemm_by` block."""
+    return _now is _usual
 
 
 def choose(a: Quantized, b: Quantized) -> tuple[GemmKernel, dict[str, str]]:
     """Return the kernel for these operands, and why each one before it was refused."""
     refused: dict[str, str] = {}
+    if _now.kernel is not None:
+        if reason := _now.kernel.refuses(a, b):
+            raise UnsupportedError(f"the accumulator '{_now.kernel.name}' cannot be emulated here: {reason}.")
+        return _now.kernel, refused
     for kernel in KERNELS:
         reason = kernel.refuses(a, b)
         if reason is None:
@@ -94,7 +160,7 @@ def _gemm(
         nearest = {"tensor": "scaled_mm.tensor", "row": "scaled_mm.row"}.get(a_granularity, "scaled_mm.block")
         ledger.fall_back(f"gemm {a_granularity} x {b_granularity} ran as reference: {nearest}: {refused[nearest]}")
     with torch.autocast(a.device.type, enabled=False):  # it would round the reference's FP32 operands to BF16
-        return kernel.run(left, right, out_dtype, fast).contiguous()
+        return kernel.run(left, right, out_dtype, fast if _now.fast is None else _now.fast).contiguous()
 
 
 def _gemm_shape(

@@ -39,10 +39,10 @@ def record() -> Iterator[Ledger]:
         _open.remove(ledger)
 
 
-def count(kernel: str) -> None:
-    """Enter one GEMM in every open ledger."""
+def count(kernel: str, number: int = 1) -> None:
+    """Enter a GEMM, or that many in one launch, in every open ledger."""
     for ledger in _open:
-        ledger.gemms[kernel] += 1
+        ledger.gemms[kernel] += number
 
 
 def count_weights(number: int) -> None:

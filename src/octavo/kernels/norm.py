@@ -269,8 +269,8 @@ def _backward(
         dx, dweight, dbias = reference.backward(dy, x, weight, bias, mean, rstd, residual_grad)
     return (
         dx.contiguous(),
-        x.new_empty(0) if weight is None or dweight is None else dweight.to(weight.dtype),
-        x.new_empty(0) if bias is None or dbias is None else dbias.to(bias.dtype),
+        x.new_empty(0) if dweight is None else dweight,
+        x.new_empty(0) if dbias is None else dbias,
     )
 
 

@@ -10,6 +10,7 @@ pass before it was measured slower than the two passes. Elsewhere `quantize` is 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from octavo.kernels.operator import define
 from octavo.kernels.reference import quantize as reference
 from octavo.kernels.target import Target, empty, laid_out, target_of
 from octavo.kernels.transpose import transpose
-from octavo.numerics import Quantized, Rounding, Scaling, format_named, granularity_named
+from octavo.numerics import GROUP_1x32, Quantized, Rounding, Scaling, format_named, granularity_named
 from octavo.numerics import quantize as specified
 
 
@@ -97,12 +98,24 @@ def _quantize_pair(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     targets = target_of(rows), target_of(columns)
     if 0 not in (sources[0].shape[0], sum(s.shape[1] for s in sources)) and sources[0].is_cuda:
-        from octavo.kernels.triton import quantize as fast
-
+        fast = _triton_twin(*targets)
         if uses_triton(sources[0], "quantize", fast.refuses(*targets)):
             with launches_on(sources[0].device):
-                return _flat(*fast.quantize_pair(sources, *targets, row_fold, column_fold), sources[0])
+                made: tuple[Quantized | None, Quantized | None]
+                made = fast.quantize_pair(sources, *targets, row_fold, column_fold)
+            return _flat(*made, sources[0])
     return _flat(*reference.quantize_pair(sources, *targets, row_fold, column_fold), sources[0])
+
+
+def _triton_twin(*targets: Target | None) -> Any:
+    """Return the module that makes these targets, or says why not; that for groups makes all others beside them."""
+    if any(target is not None and target.tile == GROUP_1x32 for target in targets):
+        from octavo.kernels.triton import groups
+
+        return groups
+    from octavo.kernels.triton import quantize
+
+    return quantize
 
 
 def _flat(rows: Quantized | None, columns: Quantized | None, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

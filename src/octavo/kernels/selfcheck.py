@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import UnsupportedError
+from octavo.kernels.activation import INPUTS
 from octavo.kernels.dispatch import launches_on, why_not
 from octavo.kernels.reference import activation as reference_activation
 from octavo.kernels.reference import cross_entropy as reference_cross_entropy
@@ -104,6 +105,8 @@ def _copied(operands: Sequence[Any], device: torch.device) -> list[Any]:
     for value in operands:
         if isinstance(value, Tensor):
             value = value.to(device, copy=True)
+        if isinstance(value, Quantized):
+            value = Quantized(*_copied(value, device))
         copies.append(_copied(value, device) if isinstance(value, list) else value)
     return copies
 
@@ -270,6 +273,25 @@ def _activation() -> Iterator[Case]:
         yield Case(f"{recipe} silu, gated, {rows}x{cols}", ("silu", gate, up, ahead), *forward)
         yield Case(f"{recipe} silu, gated, {rows}x{cols}, backward", ("silu", dh, gate, up, *targets), *backward)
     yield Case("silu, gated, 130x300, plain backward", ("silu", *_hidden(130, 300, True)), *plain)
+    yield from _inputs_of_activations()
+
+
+def _inputs_of_activations() -> Iterator[Case]:
+    """Gate and up kept as codes: made in the forward, read in the backward."""
+    from octavo.kernels.triton import activation as fused
+
+    forward = fused.activation_and_inputs, reference_activation.activation_and_inputs
+    backward = fused.activation_backward, reference_activation.activation_backward
+    recipes = (("folded", _ROW, _ROW, _COLUMN), ("block", _TILE, _TILE, _TILE))
+    for (rows, cols), gated, (recipe, ahead, gradient, hidden) in itertools.product(SHAPES, (True, False), recipes):
+        cols = cols if recipe == "folded" else -(-cols // 128) * 128
+        dh, gate, up = _hidden(rows, cols, gated)
+        h, *codes = reference_activation.activation_and_inputs("silu", gate, up, ahead, INPUTS)
+        rest = (h.scale, *_folds(rows, cols * (1 + gated))) if recipe == "folded" else (None, None, None)
+        operands = "silu", dh, codes[0], codes[1] if gated else None, gradient, gradient, hidden, *rest
+        name = f"{recipe} silu{', gated' if gated else ''}, {rows}x{cols}"
+        yield Case(f"{name}, and its inputs", ("silu", gate, up, ahead, INPUTS), *forward)
+        yield Case(f"{name}, backward from codes", operands, *backward)
 
 
 def _norm() -> Iterator[Case]:

@@ -42,7 +42,7 @@ class Llama(nn.Module):
         """Draw all parameters anew from `generator`."""
         reset_parameters(self, self.config.layers, generator)
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, *, by_sequence: bool = False) -> Tensor:
         """Return the logits (B,T,V), or the mean cross-entropy in FP32 if the next tokens are given.
 
         Raises:
@@ -54,7 +54,7 @@ class Llama(nn.Module):
         for block in self.layers:
             x_BTD = block(x_BTD, cos_TE, sin_TE)
         x_BTD = self.norm(x_BTD)
-        return self.lm_head(x_BTD) if targets_BT is None else head_loss(x_BTD, self.lm_head, targets_BT)
+        return self.lm_head(x_BTD) if targets_BT is None else head_loss(x_BTD, self.lm_head, targets_BT, by_sequence)
 
 
 class Block(nn.Module):

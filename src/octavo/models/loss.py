@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -24,11 +25,15 @@ def check_length(tokens_BT: Tensor, sequence: int) -> int:
     return length
 
 
-def head_loss(x_BTD: Tensor, head: nn.Linear, targets_BT: Tensor) -> Tensor:
+def head_loss(x_BTD: Tensor, head: nn.Linear, targets_BT: Tensor, by_sequence: bool = False) -> Tensor:
     """Return `cross_entropy(head(x), targets)`, by chunks of tokens: their logits are never in memory all at once.
 
-    A head that is more than its weights (hooks, a subclass of `nn.Linear`) is called instead.
+    A head that is more than its weights (hooks, a subclass of `nn.Linear`, kept scales) is called instead.
+    `by_sequence`: one loss each, (B,), in place of the mean of all.
     """
+    if by_sequence:
+        pairs = zip(x_BTD.split(1), targets_BT.split(1), strict=True)
+        return torch.stack([head_loss(x, head, targets) for x, targets in pairs])
     recipe = _recipe_of(head)
     if recipe is None:
         return cross_entropy(head(x_BTD), targets_BT)
@@ -40,6 +45,8 @@ def _recipe_of(head: nn.Linear) -> RecipeLike | None:
     if has_hooks(head) or "forward" in vars(head):
         return None
     if type(head) is Linear:
+        if head.page is not None and head.enabled:
+            return None
         return head.recipe if head.enabled else "bf16"
     return "bf16" if type(head) is nn.Linear else None
 

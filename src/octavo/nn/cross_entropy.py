@@ -63,8 +63,8 @@ def linear_cross_entropy(
         z_loss: adds z_loss * log(sum(exp(logits)))^2 to each token's loss.
 
     Raises:
-        ConfigError: shapes or options that do not fit; on a CPU, a target outside the vocabulary. On a GPU such a
-            target makes the loss NaN, because looking would mean waiting.
+        ConfigError: shapes or options that do not fit, a recipe that keeps scales from step to step; on a CPU, a target
+            outside the vocabulary. On a GPU such a target makes the loss NaN, because looking would mean waiting.
     """
     _check(x, weight_VK, targets, bias, reduction, chunk, softcap)
     dtype = compute_dtype(x)
@@ -72,7 +72,7 @@ def linear_cross_entropy(
     differentiated = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight_VK, bias)]
     if chunk is None:
         chunk = chunk_of(weight_VK.shape[0], dtype, x.device.type)
-    text = recipe if isinstance(recipe, str) and recipe in names() else _to_text(load(recipe))
+    text = recipe if isinstance(recipe, str) and recipe in _PRESETS else _to_text(load(recipe))
     options = (text, dtype, ignore_index, float(softcap), float(z_loss), chunk, *differentiated)
     total: Tensor = _LinearCrossEntropy.apply(x_MK, weight_VK, bias, targets_M, options)  # type: ignore[no-untyped-call]
     if reduction == "sum":
@@ -233,7 +233,16 @@ _GEMM, _OPERAND = ("precision", "accumulate"), ("format", "granularity", "scalin
 
 
 def _to_text(recipe: Recipe) -> str:
-    """Write down a recipe for the operator, which takes plain types."""
+    """Write down a recipe for the operator, which takes plain types.
+
+    Raises:
+        ConfigError: it keeps scales from step to step.
+    """
+    if recipe.keeps_scales:
+        raise ConfigError(
+            f"recipe '{recipe.name}' keeps scales from step to step, and a loss has no layer to keep them in. Use a "
+            "recipe with current scales, or call the head as a layer."
+        )
     words = []
     for name, operands in OPERANDS.items():
         gemm = recipe.gemm(name)
@@ -242,10 +251,14 @@ def _to_text(recipe: Recipe) -> str:
     return " ".join(words)
 
 
+_PRESETS = frozenset(name for name in names() if not load(name).keeps_scales)
+"""Recipes that their names stand for."""
+
+
 @cache
 def _from_text(text: str) -> Recipe:
     """Return the recipe that `_to_text` wrote down, or the preset of that name."""
-    if text in names():
+    if text in _PRESETS:
         return load(text)
     words = iter(text.split())
     made: dict[str, Any] = {"name": "head"}

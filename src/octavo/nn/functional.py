@@ -22,11 +22,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from octavo import kernels
-from octavo.kernels import Target
+from octavo.kernels import Cell, Target
 from octavo.nn import weights as stacked
+from octavo.nn.inputs import wgrad_of_input
 from octavo.nn.weights import transpose_codes
 from octavo.numerics import Quantized
-from octavo.recipes import Operand, Recipe, reused_from
+from octavo.recipes import STATEFUL, Operand, Recipe, reused_from
 
 
 def linear(
@@ -36,6 +37,8 @@ def linear(
     recipe: Recipe,
     dtype: torch.dtype | None = None,
     ready: Quantized | None = None,
+    cells: Tensor | None = None,
+    keeps_input: bool = False,
 ) -> Tensor:
     """Return x W^T + b with the three GEMMs of `recipe`, in `dtype`.
 
@@ -46,8 +49,12 @@ def linear(
         dtype: what every GEMM rounds its result to, and what a GEMM in high precision computes in; default the dtype
             of x. Quantisation starts from x as it is.
         ready: x as fprop reads it, (M, K), where whoever made x has quantised it too.
+        cells: FP32 (2, 2), where scales that the recipe keeps from step to step lie (`octavo.nn.scales.Page.cells`).
+            Without them every tensor is scaled by its own maximum, as in the first step of such a recipe.
+        keeps_input: keep x itself for backward and quantise it again there, instead of keeping its codes. It must not
+            have `cells` or be rounded stochastically.
     """
-    return linears(x, [weight_NK], [bias_N], recipe, dtype, ready)[0]
+    return linears(x, [weight_NK], [bias_N], recipe, dtype, ready, cells, keeps_input)[0]
 
 
 def linears(
@@ -57,6 +64,8 @@ def linears(
     recipe: Recipe,
     dtype: torch.dtype | None = None,
     ready: Quantized | None = None,
+    cells: Tensor | None = None,
+    keeps_input: bool = False,
 ) -> list[Tensor]:
     """Return x W_i^T + b_i for layers that share their input: x is quantised once, dgrad and wgrad are one GEMM each.
 
@@ -65,7 +74,8 @@ def linears(
     """
     x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     codes, scale = (None, None) if ready is None else (ready.codes, ready.scale)
-    outputs: tuple[Tensor, ...] = _Linears.apply(x_MK, codes, scale, recipe, dtype or x.dtype, *weights)  # type: ignore[no-untyped-call]
+    kept = cells, torch.is_grad_enabled(), keeps_input  # an evaluation leaves no trace in what training computes with
+    outputs: tuple[Tensor, ...] = _Linears.apply(x_MK, codes, scale, *kept, recipe, dtype or x.dtype, *weights)  # type: ignore[no-untyped-call]
     shaped = [y_MN.reshape(*x.shape[:-1], y_MN.shape[1]) for y_MN in outputs]
     return [y if b is None else y + b.to(y.dtype) for y, b in zip(shaped, biases, strict=True)]
 
@@ -79,14 +89,19 @@ class _Linears(torch.autograd.Function):
         x_MK: Tensor,
         codes: Tensor | None,
         scale: Tensor | None,
+        cells: Tensor | None,
+        observe: bool,
+        keeps_input: bool,
         recipe: Recipe,
         dtype: torch.dtype,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         ready = None if codes is None or scale is None else Quantized(codes, scale, recipe.fprop.input.tile)
-        x = read_input(x_MK, recipe, dtype, any(ctx.needs_input_grad[5:]), ready)
+        cell = cell_of(cells, recipe, "input", observe)
+        x = read_input(x_MK, recipe, dtype, any(ctx.needs_input_grad[_WEIGHTS:]), ready, cell, keeps_input)
         ctx.save_for_backward(*x.kept, *(weights if ctx.needs_input_grad[0] else ()))
         ctx.recipe, ctx.kept, ctx.dtype, ctx.x_dtype = recipe, len(x.kept), dtype, x_MK.dtype
+        ctx.cells = cells  # not a saved tensor: backward writes to it, and hooks may hand it a copy of those
         ctx.parts = [(weight.shape[0], weight.dtype) for weight in weights]
         return tuple(fprop(x_MK, x.fprop, weights, recipe, dtype))
 
@@ -95,15 +110,20 @@ class _Linears(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         recipe, saved = ctx.recipe, ctx.saved_tensors
         kept, weights = saved[: ctx.kept], saved[ctx.kept :]
-        needs_x, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
+        needs_x, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[_WEIGHTS:]
         sources = [dy.to(ctx.dtype) for dy in dys]
-        g, h = read_gradient(sources, scale_of(kept), weights, recipe, needs_x, any(needs_weight))
+        cell = cell_of(ctx.cells, recipe, "grad_output")
+        g, h = read_gradient(sources, scale_of(kept), weights, recipe, needs_x, any(needs_weight), cell)
         dx = dgrad(sources, g, weights, recipe, ctx.dtype).to(ctx.x_dtype) if needs_x else None
         dws: list[Tensor | None] = [None] * len(needs_weight)
         if any(needs_weight):
             dw = wgrad(sources, h, read_kept_input(kept, recipe), recipe, ctx.dtype)
             dws = [part if needed else None for part, needed in zip(unstack(dw, ctx.parts), needs_weight, strict=True)]
-        return dx, None, None, None, None, *dws
+        return dx, *(None,) * (_WEIGHTS - 1), *dws
+
+
+_WEIGHTS = 8
+"""Which argument of `_Linears.apply` is the first weight."""
 
 
 class Input(NamedTuple):
@@ -112,12 +132,32 @@ class Input(NamedTuple):
     fprop: Quantized | None
     """(M, K); None where fprop is in BF16."""
     kept: tuple[Tensor, ...]
-    """What wgrad needs of it: (x,) in BF16, (codes (M, K), scale) of fprop, (codes (K, M), scale) of its own; or ()."""
+    """What backward needs of it: (x,) or (x, scale of fprop) as it is, (codes (M, K), scale) of fprop, (codes (K, M),
+    scale) of wgrad's own; or ()."""
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Return A B for two matrices. `octavo.autocast` takes `A @ B` for a user's product, and not this."""
+    result: Tensor = torch.ops.aten.mm.default(a, b)
+    return result
 
 
 def target_of(operand: Operand) -> Target:
     """Return what a kernel is asked to make for an operand of a recipe."""
     return Target(operand.format, operand.granularity, operand.scaling, operand.rounding)
+
+
+def cell_of(cells: Tensor | None, recipe: Recipe, role: str, observe: bool = True) -> Cell | None:
+    """Return where a layer's `input` or `grad_output` has its scale, None if it is made of its own maximum.
+
+    Args:
+        cells: as for `linear`.
+        observe: whether the maximum of this tensor counts for the scale of later steps.
+    """
+    operand = recipe.kept_scale(role)
+    if cells is None or operand is None:
+        return None
+    return Cell(cells, STATEFUL.index(role), operand.scale_from == "just_in_time", observe)
 
 
 def quantize_operand(x: Tensor, operand: Operand, fold: Tensor | None = None) -> Quantized:
@@ -136,13 +176,18 @@ def quantize_both(
     columns: Operand | None,
     row_fold: Tensor | None = None,
     column_fold: Tensor | None = None,
+    cell: Cell | None = None,
 ) -> tuple[Quantized | None, Quantized | None]:
     """Quantise the matrix (R, C) that lies in `sources` side by side: as it is for `rows`, transposed for `columns`.
 
     Args:
         row_fold: FP32 (1, C), multiplied in before `rows`.
         column_fold: FP32 (R, 1), multiplied in before `columns`.
+        cell: where its scale is, if it is kept from step to step: then there are no folds.
     """
+    if cell is not None:
+        targets = [None if operand is None else target_of(operand) for operand in (rows, columns)]
+        return kernels.quantize_at(sources, cell, targets[0], targets[1])
     if all(operand is None or operand.rounding == "nearest" for operand in (rows, columns)):
         targets = [None if operand is None else target_of(operand) for operand in (rows, columns)]
         return kernels.quantize_pair(sources, targets[0], targets[1], row_fold, column_fold)
@@ -155,25 +200,46 @@ def quantize_both(
 
 
 def read_input(
-    x_MK: Tensor, recipe: Recipe, dtype: torch.dtype, needs_weight: bool, ready: Quantized | None = None
+    x_MK: Tensor,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    needs_weight: bool,
+    ready: Quantized | None = None,
+    cell: Cell | None = None,
+    keeps_input: bool = False,
 ) -> Input:
-    """Quantise an input for fprop, and keep what wgrad will need of it. `ready`: fprop's codes if they are there."""
+    """Quantise an input for fprop, and keep what wgrad will need of it.
+
+    Args:
+        ready: fprop's codes if they are there.
+        cell: where its scale is, if it is kept from step to step.
+        keeps_input: keep it as it is, and let wgrad quantise it again.
+    """
     forward = recipe.fprop.input if recipe.fprop.is_fp8 else None
     ready = ready if forward else None
     if not needs_weight or not recipe.wgrad.is_fp8:
-        x = (ready or quantize_operand(x_MK, forward)) if forward else None
+        x = (ready or _quantize_input(x_MK, forward, cell)) if forward else None
         return Input(x, (x_MK.to(dtype),) if needs_weight else ())
+    if keeps_input:
+        x = (ready or _quantize_input(x_MK, forward, cell)) if forward else None
+        return Input(x, (x_MK, x.scale) if x is not None and recipe.wgrad.input.is_folded else (x_MK,))
     if forward and reused_from(recipe, "wgrad", "input"):
-        x = ready or quantize_operand(x_MK, forward)
+        x = ready or _quantize_input(x_MK, forward, cell)
         return Input(x, (x.codes, x.scale))
-    x, transposed = quantize_both([x_MK], None if ready else forward, recipe.wgrad.input)
+    x, transposed = quantize_both([x_MK], None if ready else forward, recipe.wgrad.input, cell=cell)
     assert transposed is not None
     return Input(ready or x, (transposed.codes, transposed.scale))
 
 
+def _quantize_input(x_MK: Tensor, operand: Operand, cell: Cell | None) -> Quantized:
+    x = quantize_operand(x_MK, operand) if cell is None else quantize_both([x_MK], operand, None, cell=cell)[0]
+    assert x is not None
+    return x
+
+
 def read_kept_input(kept: tuple[Tensor, ...], recipe: Recipe) -> Quantized | Tensor:
-    """Return what `read_input` kept as wgrad reads it: (K, M) in FP8, or (M, K) in BF16."""
-    if not recipe.wgrad.is_fp8:
+    """Return what `read_input` kept as wgrad reads it: (K, M) in FP8, or (M, K) as it is."""
+    if kept[0].element_size() > 1:
         return kept[0]
     codes, scale = kept
     operand = recipe.wgrad.input
@@ -183,7 +249,7 @@ def read_kept_input(kept: tuple[Tensor, ...], recipe: Recipe) -> Quantized | Ten
 
 
 def scale_of(kept: tuple[Tensor, ...]) -> Tensor | None:
-    """Return the scale of what `read_input` kept, if that is codes."""
+    """Return the scale that `read_input` kept, if it did."""
     return kept[1] if len(kept) == 2 else None
 
 
@@ -210,16 +276,17 @@ def read_gradient(
     recipe: Recipe,
     needs_x: bool,
     needs_weight: bool,
+    cell: Cell | None = None,
 ) -> tuple[Quantized | None, Quantized | None]:
     """Return dY as dgrad reads it, (M, N), and as wgrad reads it, (N, M), quantised from one read; None for BF16.
 
-    `input_scale`: as for `folds`.
+    `input_scale`: as for `folds`. `cell`: as for `quantize_both`.
     """
     rows = recipe.dgrad.grad_output if needs_x and recipe.dgrad.is_fp8 else None
     columns = recipe.wgrad.grad_output if needs_weight and recipe.wgrad.is_fp8 else None
     if rows is None and columns is None:
         return None, None
-    return quantize_both(dys, rows, columns, *folds(input_scale, weights, recipe, needs_x, needs_weight))
+    return quantize_both(dys, rows, columns, *folds(input_scale, weights, recipe, needs_x, needs_weight), cell)
 
 
 def fprop(
@@ -227,7 +294,7 @@ def fprop(
 ) -> list[Tensor]:
     """Return X W_i^T for each weight."""
     if x is None:
-        return [x_MK.to(dtype) @ weight_NK.to(dtype).t() for weight_NK in weights]
+        return [product(x_MK.to(dtype), weight_NK.to(dtype).t()) for weight_NK in weights]
     return stacked.fprop(x, weights, target_of(recipe.fprop.weight), dtype, recipe.fprop.accumulate)
 
 
@@ -236,7 +303,7 @@ def dgrad(
 ) -> Tensor:
     """Return dX (M, K), the sum over the weights of dY_i W_i."""
     if g is None:
-        parts = [dy_MN @ weight_NK.to(dtype) for dy_MN, weight_NK in zip(dys, weights, strict=True)]
+        parts = [product(dy_MN, weight_NK.to(dtype)) for dy_MN, weight_NK in zip(dys, weights, strict=True)]
         return sum(parts[1:], start=parts[0])
     return stacked.dgrad(g, weights, *dgrad_weight(recipe), dtype, recipe.dgrad.accumulate)
 
@@ -254,7 +321,9 @@ def wgrad(
     if isinstance(x, Quantized):
         assert h is not None
         return kernels.gemm(h, x, dtype, recipe.wgrad.accumulate)
-    return torch.cat([dy_MN.t() @ x for dy_MN in dys])
+    if h is not None:
+        return wgrad_of_input(h, x, target_of(recipe.wgrad.input), dtype, recipe.wgrad.accumulate)
+    return torch.cat([product(dy_MN.t(), x) for dy_MN in dys])
 
 
 def unstack(dw: Tensor, parts: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:

@@ -12,7 +12,7 @@ from octavo.nn.functional import target_of
 from octavo.nn.handoff import taken
 from octavo.nn.hooks import has_hooks
 from octavo.nn.linear import Linear, compute_dtype
-from octavo.nn.mlp import mlp
+from octavo.nn.mlp import ActivationInputs, mlp
 from octavo.recipes import Recipe
 
 
@@ -38,6 +38,8 @@ class FusedMLP(nn.Module):
     mlp_roles: MLPRoles
     mlp_recipes: tuple[Recipe, Recipe]
     """Of gate and up, and of down."""
+    mlp_activation_inputs: ActivationInputs = "bf16"
+    """What gate's and up's outputs are kept in for backward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the MLP of x (..., D). With a hook or a disabled layer inside, it is computed as the user wrote it."""
@@ -47,12 +49,14 @@ class FusedMLP(nn.Module):
         (*inner, down), x, (recipe, outer) = layers, args[0], self.mlp_recipes
         ready = taken(x, target_of(recipe.fprop.input))
         weights = [layer.weight for layer in inner]
-        kind = self.mlp_roles.kind
-        return mlp(x, weights, down.weight, down.bias, kind, recipe, outer, compute_dtype(x), ready)
+        kind, inputs = self.mlp_roles.kind, self.mlp_activation_inputs
+        dtype, keeps = compute_dtype(x), all(layer.keeps_input for layer in inner)
+        return mlp(x, weights, down.weight, down.bias, kind, recipe, outer, dtype, ready, inputs, keeps)
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows of this module."""
-        return ", ".join(filter(None, (super().extra_repr(), f"activation={self.mlp_roles.kind}")))
+        inputs = "" if self.mlp_activation_inputs == "bf16" else f"activation_inputs={self.mlp_activation_inputs}"
+        return ", ".join(filter(None, (super().extra_repr(), f"activation={self.mlp_roles.kind}", inputs)))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Reduce to the parent's class: no file can name a class that was made while running."""
@@ -74,17 +78,22 @@ class FusedMLP(nn.Module):
         return cast(list[Linear], layers) if same and not watched else None
 
 
-def fuse(module: nn.Module, roles: MLPRoles) -> None:
-    """Make a module compute its MLP as one, in place. Its layers are FP8 layers already."""
+def fuse(module: nn.Module, roles: MLPRoles, activation_inputs: ActivationInputs = "bf16") -> None:
+    """Make a module compute its MLP as one, in place. Its layers are FP8 layers already.
+
+    Args:
+        activation_inputs: see `octavo.nn.mlp.mlp`.
+    """
     inner, down = (cast(Linear, module.get_submodule(name)) for name in (roles.inner[0], roles.down))
     module.__class__ = _class_for(type(module))
     fused = cast(FusedMLP, module)
     fused.mlp_roles, fused.mlp_recipes = roles, (inner.recipe, down.recipe)
+    fused.mlp_activation_inputs = activation_inputs
 
 
 def unfuse(module: FusedMLP) -> None:
     """Undo `fuse`, in place."""
-    for name in ("mlp_roles", "mlp_recipes"):
+    for name in ("mlp_roles", "mlp_recipes", "mlp_activation_inputs"):
         module.__dict__.pop(name, None)
     module.__class__ = type(module).parent  # type: ignore[assignment]
 

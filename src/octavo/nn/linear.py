@@ -7,8 +7,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from octavo.nn.calibration import check
 from octavo.nn.functional import linear, target_of
 from octavo.nn.handoff import taken
+from octavo.nn.scales import Page, ScaleBook, keep_scales
 from octavo.nn.shared import SharedInput
 from octavo.nn.weights import forget
 from octavo.recipes import Recipe, RecipeLike, load
@@ -27,6 +29,12 @@ class Linear(nn.Linear):
     """False: compute as `nn.Linear` does, for an evaluation in high precision."""
     shared: SharedInput | None
     """The layers that are computed together with this one, because they read the same input."""
+    keeps_input: bool
+    """Whether backward quantises the input again, instead of keeping its codes (`Policy.requantise`)."""
+    book: ScaleBook | None
+    """The scales that the model keeps from step to step; None if this layer's recipe keeps none."""
+    page: Page | None
+    """Where this layer's are in it."""
 
     def __init__(
         self,
@@ -40,6 +48,8 @@ class Linear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self._start(load(recipe))
+        check({"": self.recipe}, None)
+        keep_scales({"": self})
 
     @classmethod
     def adopt(cls, module: nn.Linear, recipe: Recipe) -> None:
@@ -50,7 +60,7 @@ class Linear(nn.Linear):
 
     def release(self) -> None:
         """Turn this layer back into an `nn.Linear` in place."""
-        for name in ("recipe", "enabled", "shared"):
+        for name in ("recipe", "enabled", "shared", "keeps_input", "book", "page"):
             self.__dict__.pop(name, None)
         self.__class__ = nn.Linear  # type: ignore[assignment]
 
@@ -61,7 +71,9 @@ class Linear(nn.Linear):
         if self.shared is not None:
             return self.shared.output(self, input)
         ready = taken(input, target_of(self.recipe.fprop.input))
-        return linear(input, self.weight, self.bias, self.recipe, compute_dtype(input), ready)
+        cells = None if self.page is None else self.page.cells
+        dtype = compute_dtype(input)
+        return linear(input, self.weight, self.bias, self.recipe, dtype, ready, cells, self.keeps_input)
 
     def forget_codes(self) -> None:
         """Drop the quantised weight, so that the next forward makes it anew."""
@@ -70,6 +82,8 @@ class Linear(nn.Linear):
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self.forget_codes()  # the weight moves or changes its dtype: its new memory may have the old address
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.book is not None:
+            self.book.move(self.weight.device)
         return self
 
     def extra_repr(self) -> str:
@@ -77,7 +91,8 @@ class Linear(nn.Linear):
         return f"{super().extra_repr()}, recipe={self.recipe.name}" + ("" if self.enabled else ", disabled")
 
     def _start(self, recipe: Recipe) -> None:
-        self.recipe, self.enabled, self.shared = recipe, True, None
+        self.recipe, self.enabled, self.shared, self.keeps_input = recipe, True, None, False
+        self.book, self.page = None, None
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

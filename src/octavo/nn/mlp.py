@@ -3,22 +3,24 @@
     gated   y = (f(x W_gate^T) * x W_up^T) W_down^T          plain   y = f(x W_up^T) W_down^T
 
 The activation is computed in the pass that quantises it, and again in backward, in the pass that quantises its
-gradients for the two GEMMs that read them. What lies between forward and backward is x in FP8 and the outputs of gate
-and up; the hidden activation, the widest tensor of a transformer, is never stored.
+gradients for the two GEMMs that read them. What lies between forward and backward is x in FP8 and the inputs of the
+activation, the outputs of gate and up; the hidden activation is never stored. Those inputs are about half of what a
+Llama keeps for backward. They may be kept in FP8 too: then y stays what it is, to the bit, and the gradients are those
+of inputs that were rounded once more.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from octavo.kernels import Target
-from octavo.kernels.activation import activation, activation_backward
+from octavo.kernels.activation import INPUTS, activation, activation_and_inputs, activation_backward
 from octavo.nn import weights as stacked
 from octavo.nn.functional import (
     dgrad,
@@ -35,6 +37,9 @@ from octavo.nn.functional import (
 from octavo.numerics import Quantized
 from octavo.recipes import Recipe, reused_from
 
+ActivationInputs = Literal["bf16", "fp8"]
+"""What the inputs of an MLP's activation are kept in for backward: `bf16` as they are, `fp8` as codes."""
+
 
 def refuses(inner: Recipe, outer: Recipe) -> str | None:
     """Return why an MLP cannot be computed as one, or None. `inner`: of gate and up, `outer`: of down."""
@@ -44,6 +49,10 @@ def refuses(inner: Recipe, outer: Recipe) -> str | None:
             return f"recipe '{recipe.name}' leaves a GEMM in BF16"
         if any(operand.rounding != "nearest" for operand in operands):
             return f"recipe '{recipe.name}' rounds stochastically"
+        if recipe.is_emulated:
+            return f"recipe '{recipe.name}' is emulated: no kernel makes 1x32 scales while it computes"
+        if recipe.keeps_scales:
+            return f"recipe '{recipe.name}' keeps scales from step to step, which belong to single layers"
     return None
 
 
@@ -57,6 +66,8 @@ def mlp(
     outer: Recipe,
     dtype: torch.dtype,
     ready: Quantized | None = None,
+    activation_inputs: ActivationInputs = "bf16",
+    keeps_input: bool = False,
 ) -> Tensor:
     """Return the output (..., D) of an MLP for x (..., D), computed in `dtype`.
 
@@ -67,10 +78,16 @@ def mlp(
         inner: the recipe of gate and up.
         outer: the recipe of down.
         ready: x as the first GEMM reads it, (M, D), where whoever made x has quantised it too.
+        activation_inputs: what gate and up are kept in for backward: `bf16`, in `dtype` as they are, or `fp8`, E4M3
+            codes with a power-of-two scale for 128 columns of a token.
+        keeps_input: keep x itself for backward and quantise it again there, instead of keeping its codes.
     """
+    keeps_codes = activation_inputs == "fp8" and torch.is_grad_enabled()
     x_MD = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     codes, scale = (None, None) if ready is None else (ready.codes, ready.scale)
-    y_MD: Tensor = _MLP.apply(x_MD, codes, scale, kind, inner, outer, dtype, *inner_weights, down_weight)  # type: ignore[no-untyped-call]
+    y_MD: Tensor = _MLP.apply(  # type: ignore[no-untyped-call]
+        x_MD, codes, scale, kind, inner, outer, dtype, keeps_codes, keeps_input, *inner_weights, down_weight
+    )
     y = y_MD.reshape(*x.shape[:-1], y_MD.shape[1])
     return y if down_bias is None else y + down_bias.to(y.dtype)
 
@@ -86,15 +103,17 @@ class _MLP(torch.autograd.Function):
         inner: Recipe,
         outer: Recipe,
         dtype: torch.dtype,
+        keeps_codes: bool,
+        keeps_input: bool,
         *weights: Tensor,
     ) -> Tensor:
         ready = None if codes is None or scale is None else Quantized(codes, scale, inner.fprop.input.tile)
-        x = read_input(x_MD, inner, dtype, any(ctx.needs_input_grad[7:-1]), ready)
+        x = read_input(x_MD, inner, dtype, any(ctx.needs_input_grad[_WEIGHTS:-1]), ready, keeps_input=keeps_input)
         before = fprop(x_MD, x.fprop, weights[:-1], inner, dtype)
-        hidden = activation(kind, before[0], before[1] if len(before) > 1 else None, target_of(outer.fprop.input))
-        ctx.save_for_backward(*x.kept, hidden.scale, *before, *weights)
+        hidden, inputs = _activate(kind, before, target_of(outer.fprop.input), keeps_codes)
+        ctx.save_for_backward(*x.kept, hidden.scale, *inputs, *weights)
         ctx.kept, ctx.kind, ctx.inner, ctx.outer, ctx.dtype = len(x.kept), kind, inner, outer, dtype
-        ctx.x_dtype = x_MD.dtype
+        ctx.x_dtype, ctx.keeps_codes = x_MD.dtype, keeps_codes
         return stacked.fprop(hidden, weights[-1:], target_of(outer.fprop.weight), dtype, outer.fprop.accumulate)[0]
 
     @staticmethod
@@ -102,8 +121,8 @@ class _MLP(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         inner, outer, dtype, saved = ctx.inner, ctx.outer, ctx.dtype, ctx.saved_tensors
         kept, hidden_scale, rest = saved[: ctx.kept], saved[ctx.kept], saved[ctx.kept + 1 :]
-        before, weights = rest[: len(rest) // 2], rest[len(rest) // 2 :]
-        needs_x, (*needs_inner, needs_down) = ctx.needs_input_grad[0], ctx.needs_input_grad[7:]
+        needs_x, (*needs_inner, needs_down) = ctx.needs_input_grad[0], ctx.needs_input_grad[_WEIGHTS:]
+        inputs, weights = rest[: -len(needs_inner) - 1], rest[-len(needs_inner) - 1 :]
 
         dy = [grad_outputs[0].to(dtype)]
         g, h = read_gradient(dy, hidden_scale, weights[-1:], outer, True, needs_down)
@@ -112,8 +131,7 @@ class _MLP(torch.autograd.Function):
         gradients = activation_backward(
             ctx.kind,
             d_hidden,
-            before[0],
-            before[1] if len(before) > 1 else None,
+            *_gate_and_up(inputs, ctx.keeps_codes),
             rows=target_of(inner.dgrad.grad_output) if needs_x else None,
             columns=target_of(inner.wgrad.grad_output) if any(needs_inner) else None,
             hidden=_hidden_target(outer) if needs_down else None,
@@ -132,7 +150,30 @@ class _MLP(torch.autograd.Function):
             hidden = gradients.hidden
             hidden = stacked.without_scale(hidden) if outer.wgrad.input.is_folded else hidden
             dws[-1] = wgrad(dy, h, hidden, outer, dtype).to(weights[-1].dtype)
-        return dx, None, None, None, None, None, None, *dws
+        return dx, *(None,) * (_WEIGHTS - 1), *dws
+
+
+_WEIGHTS = 9
+"""Which argument of `_MLP.apply` is the first weight."""
+
+
+def _activate(
+    kind: str, before: Sequence[Tensor], target: Target, keeps_codes: bool
+) -> tuple[Quantized, Sequence[Tensor]]:
+    """Return h, and what backward reads of gate and up: themselves, or their codes and scales."""
+    gate, up = before[0], before[1] if len(before) > 1 else None
+    if not keeps_codes:
+        return activation(kind, gate, up, target), before
+    hidden, inputs = activation_and_inputs(kind, gate, up, target)
+    return hidden, [tensor for quantized in inputs for tensor in quantized[:2]]
+
+
+def _gate_and_up(inputs: Sequence[Tensor], as_codes: bool) -> tuple[Tensor | Quantized, Tensor | Quantized | None]:
+    """Return gate and up, if there is one, from what `_activate` gave."""
+    found: list[Tensor | Quantized] = list(inputs)
+    if as_codes:
+        found = [Quantized(*pair, INPUTS.tile) for pair in zip(inputs[::2], inputs[1::2], strict=True)]
+    return found[0], found[1] if len(found) > 1 else None
 
 
 def _hidden_target(outer: Recipe) -> Target:

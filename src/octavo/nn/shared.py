@@ -63,7 +63,9 @@ class SharedInput:
         recipe = layers[0].recipe
         ready = taken(x, target_of(recipe.fprop.input))
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-        return linears(x, weights, biases, recipe, compute_dtype(x), ready)
+        cells = None if layers[0].page is None else layers[0].page.cells
+        keeps = all(layer.keeps_input for layer in layers)
+        return linears(x, weights, biases, recipe, compute_dtype(x), ready, cells, keeps)
 
     def _clear(self) -> None:
         self._input, self._waiting, self._states = None, {}, {}

@@ -9,8 +9,9 @@ write without moving the counter. Writing through `weight.data` moves neither; c
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,36 +74,51 @@ def forget(weight: Tensor) -> None:
             finalizer.detach()
 
 
-def quantized_weights(weights: Sequence[Tensor], target: Target, transposed: bool = False) -> Quantized:
+Reading = Callable[[Tensor], Tensor]
+"""Gives the matrix that a GEMM reads of a weight."""
+
+
+def as_matrix(weight: Tensor) -> Tensor:
+    """Return a weight as the matrix (N, K) of its GEMM: that of a convolution, (N, C, *kernel), channels last."""
+    return weight if weight.dim() == 2 else weight.movedim(1, -1).flatten(1)
+
+
+def quantized_weights(
+    weights: Sequence[Tensor], target: Target, transposed: bool = False, read: Reading = as_matrix
+) -> Quantized:
     """Return the stack (N, K) of weights (N_i, K), or its transpose (K, N), quantised as `target` says.
 
     Nothing is computed where it is there already. Where one launch quantises all of them, a change is written into the
     same memory.
+
+    Args:
+        read: how a weight is a matrix.
     """
-    key = (target, transposed, *map(id, weights))
+    way = target, (transposed, read)
+    key = (*way, *map(id, weights))
     state, records = state_of(weights), _records(weights[0])
     kept = _kept.get(key)
     if kept is not None and kept.state == state and not records:
         return kept.stack
-    if kept is None and (stack := _of_the_same_memory(weights, target, transposed)) is not None and not records:
+    if kept is None and (stack := _of_the_same_memory(weights, *way)) is not None and not records:
         return stack
     if records:
         _distrust(weights)
     ledger.count_weights(len(weights))
     with torch.inference_mode(False), torch.no_grad():  # what is kept must also serve a training step
-        stack, rows = _quantize(weights, target, transposed, kept)
+        stack, rows = _quantize(weights, read, target, transposed, kept)
     if any(weight.is_inference() for weight in weights):  # such a tensor counts no versions
         return stack
     finalizers = _finalizers(weights, key) if kept is None else kept.finalizers
     known = state if _replayed.isdisjoint(key[2:]) else None
     _kept[key] = _Kept(stack, known, [_place(w) for w in weights], rows, finalizers)
-    _at[target, transposed, *(w.data_ptr() for w in weights)] = _kept[key]
+    _at[*way, *(w.data_ptr() for w in weights)] = _kept[key]
     return stack
 
 
-def _of_the_same_memory(weights: Sequence[Tensor], target: Target, transposed: bool) -> Quantized | None:
+def _of_the_same_memory(weights: Sequence[Tensor], target: Target, how: tuple[Any, ...]) -> Quantized | None:
     """Return what is kept of the weights that these are detached views of, unless it is out of date."""
-    kept = _at.get((target, transposed, *(weight.data_ptr() for weight in weights)))
+    kept = _at.get((target, how, *(weight.data_ptr() for weight in weights)))
     if kept is None or kept.state is None or kept.state[1:] != state_of(weights)[1:]:
         return None
     changes, steps = kept.state[0]
@@ -139,18 +155,22 @@ def _records(weight: Tensor) -> bool:
     return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _quantize(weights: Sequence[Tensor], target: Target, transposed: bool, kept: _Kept | None) -> tuple[Quantized, Any]:
+def _quantize(
+    weights: Sequence[Tensor], read: Reading, target: Target, transposed: bool, kept: _Kept | None
+) -> tuple[Quantized, Any]:
     """Return the stack, and where its rows lie if one launch quantises them: then in the memory of `kept`."""
-    if transposed or not _has_one_launch(weights, target):
-        return _quantize_one_by_one(weights, target, transposed), None
+    matrices = [read(weight) for weight in weights]
+    copied = any(m.data_ptr() != w.data_ptr() for m, w in zip(matrices, weights, strict=True))  # gone by the next call
+    if transposed or copied or not _has_one_launch(matrices, target):
+        return _quantize_one_by_one(matrices, target, transposed), None
     from octavo.kernels.triton.weights import find_rows, quantize_rows
 
-    rows, cols = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+    rows, cols = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
     old = kept.stack if kept is not None and kept.stack.codes.shape == (rows, cols) else None
     if old is not None and old.codes.device != weights[0].device:
         old = None
     known = kept.rows if kept is not None and kept.places == [_place(w) for w in weights] else None
-    found = known or find_rows(weights)
+    found = known or find_rows(matrices)
     stack = old or empty(target, rows, cols, weights[0].device)
     with launches_on(weights[0].device):
         quantize_rows(found, weights[0].dtype, stack, target.scaling == "power_of_two")
@@ -293,11 +313,12 @@ def _dgrad_shape(
     g: Tensor, g_scale: Tensor, g_granularity: str, weights: list[Tensor], target: str, source: str,
     dtype: torch.dtype, accumulate: str,
 ) -> Tensor:  # fmt: skip
-    return g.new_empty(g.shape[0], weights[0].shape[1], dtype=dtype)
+    return g.new_empty(g.shape[0], math.prod(weights[0].shape[1:]), dtype=dtype)
 
 
 def _weight_scale_shape(weights: list[Tensor], target: str) -> Tensor:
-    shape = _target(target).tile.scale_shape(sum(weight.shape[0] for weight in weights), weights[0].shape[1])
+    cols = math.prod(weights[0].shape[1:])
+    shape = _target(target).tile.scale_shape(sum(weight.shape[0] for weight in weights), cols)
     return weights[0].new_empty(shape, dtype=torch.float32)
 
 

@@ -14,7 +14,7 @@ from octavo.numerics.granularity import (
     tile_amax,
 )
 from octavo.numerics.quantize import Quantized, Rounding, dequantize, quantize, to_codes
-from octavo.numerics.random import random_bits
+from octavo.numerics.random import random_bits, random_words
 from octavo.numerics.scaling import Scaling, from_e8m0, scale_from_amax, to_e8m0
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "measure",
     "quantize",
     "random_bits",
+    "random_words",
     "scale_from_amax",
     "sqnr_db",
     "sqnr_per_row_db",

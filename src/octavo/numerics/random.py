@@ -6,6 +6,8 @@ every order, and after a resume. Triton's `tl.randint(seed, offset)` gives the s
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -20,19 +22,30 @@ def random_bits(seed: int | Tensor, shape: tuple[int, ...], device: torch.device
     Args:
         seed: 64 bits; as an int64 tensor of one element it stays on its device.
     """
-    count = 1
-    for extent in shape:
-        count *= extent
-    counter = torch.arange(count, dtype=torch.int64, device=device)
-    zero = torch.zeros_like(counter)
-    c0, c1, c2, c3 = counter & _MASK, zero, zero, zero
+    counter = torch.arange(math.prod(shape), dtype=torch.int64, device=device)
+    return random_words(seed, counter)[0].reshape(shape)
+
+
+def random_words(
+    seed: int | Tensor, counter: Tensor, stream: int | Tensor = 0, step: int | Tensor = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the four words of each counter, int64 values in [0, 2^32), in the shape of `counter`.
+
+    Args:
+        seed: 64 bits; as an int64 tensor of one element it stays on its device.
+        counter: int64, the low 32 bits of the counter.
+        stream: 32 bits: the second word of the counter.
+        step: 32 bits: the third.
+    """
+    c0, zero = counter & _MASK, torch.zeros_like(counter)
+    c1, c2, c3 = zero + stream, zero + step, zero
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     for _ in range(10):
         high0, low0 = _multiply(c0, _MULTIPLIER[0])
         high1, low1 = _multiply(c2, _MULTIPLIER[1])
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + _KEY_STEP[0]) & _MASK, (k1 + _KEY_STEP[1]) & _MASK
-    return c0.reshape(shape)
+    return c0, c1, c2, c3
 
 
 def _multiply(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:

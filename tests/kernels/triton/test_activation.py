@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from octavo.kernels.activation import KINDS
+from octavo.kernels.activation import INPUTS, KINDS
 from octavo.kernels.reference import activation as reference
 from octavo.kernels.target import Target
+from octavo.numerics import dequantize
 
 fused = pytest.importorskip("octavo.kernels.triton.activation")
 Shape = pytest.importorskip("octavo.kernels.triton.shape").Shape
@@ -184,6 +185,69 @@ def test_what_the_kernels_refuse():
     assert fused.refuses(256, True, rows=block, columns=thin) is None
 
 
+def bytes_of(x):
+    return x.contiguous().view(torch.uint8)
+
+
+@pytest.mark.filterwarnings("ignore:(invalid|overflow)")
+@pytest.mark.parametrize(
+    ("target", "gated", "cols"),
+    [
+        (ROW, True, 70),
+        (ROW, True, 300),
+        (ROW, False, 256),
+        (COLUMN, True, 130),
+        (Target("e4m3", "1x128", "power_of_two"), True, 256),
+        (Target("e5m2", "tensor", "float32"), False, 130),
+    ],
+    ids=str,
+)
+def test_codes_of_gate_and_up(target, gated, cols, device):
+    _, gate, up = inputs(device, 24, cols, gated)
+    gate[3, 5], gate[4, 6], gate[5], gate[6, 0] = torch.nan, torch.inf, torch.nan, 1e-30
+    hidden, *kept = fused.activation_and_inputs("silu", gate, up, target, INPUTS)
+    expected, *wanted = reference.activation_and_inputs("silu", gate, up, target, INPUTS)
+    check(hidden, expected)
+    assert len(kept) == len(wanted) == 1 + gated
+    for got, want in zip(kept, wanted, strict=True):
+        assert torch.equal(bytes_of(got.codes), bytes_of(want.codes)) and torch.equal(got.scale, want.scale)
+        assert got.scale.t().is_contiguous() and got.granularity == want.granularity
+    assert torch.equal(bytes_of(hidden.codes), bytes_of(fused.activation("silu", gate, up, target).codes))
+
+
+@pytest.mark.filterwarnings("ignore:(invalid|overflow)")
+@pytest.mark.parametrize(
+    ("target", "gated", "rows", "cols"),
+    [
+        (ROW, True, 40, 130),
+        (ROW, False, 33, 300),
+        (ROW, True, 64, 512),
+        (Target("e5m2", "tensor", "float32"), True, 20, 70),
+        (Target("e4m3", "1x128", "power_of_two"), True, 40, 256),
+    ],
+    ids=str,
+)
+def test_gradients_from_codes_are_those_of_their_values(target, gated, rows, cols, device, monkeypatch):
+    if device == "cpu" and "128" not in target.granularity:  # a tile of several scales, and tiles of less than one
+        monkeypatch.setattr(fused, "BACKWARD_SEARCH", Shape(8, 256, warps=4, steps=8))
+        monkeypatch.setattr(fused, "BACKWARD_WRITE", Shape(32, 64, warps=4))
+    dh, gate, up = inputs(device, rows, cols, gated)
+    gate[3, 5] = torch.nan
+    hidden, *codes = reference.activation_and_inputs("silu", gate, up, ROW, INPUTS)
+    pair = codes if gated else (codes[0], None)
+    values = [x if x is None else dequantize(x) for x in pair]
+    n = cols * (1 + gated)
+    folds = torch.rand(1, n, device=device), torch.rand(rows, 1, device=device)
+    for h, scale in ((target, None), (COLUMN, hidden.scale)):
+        rest = target, target, h, scale, *folds
+        made = fused.activation_backward("silu", dh, *pair, *rest)
+        alike = fused.activation_backward("silu", dh, *values, *rest)
+        expected = reference.activation_backward("silu", dh, *pair, *rest)
+        for got, same, want in zip(made, alike, expected, strict=True):
+            assert torch.equal(bytes_of(got.codes), bytes_of(same.codes)) and torch.equal(got.scale, same.scale)
+            check(got, want, allowed=3)
+
+
 @pytest.mark.gpu
 def test_the_operators_run_in_triton_on_a_gpu():
     from octavo.kernels import activation as contract
@@ -193,5 +257,7 @@ def test_the_operators_run_in_triton_on_a_gpu():
     with record() as ledger:
         got = contract.activation("silu", gate, up, ROW)
         contract.activation_backward("silu", dh, gate, up, rows=ROW, columns=ROW, hidden=ROW)
+        codes = contract.activation_and_inputs("silu", gate, up, ROW)[1]
+        contract.activation_backward("silu", dh, *codes, rows=ROW, columns=ROW, hidden=ROW)
     assert not ledger.fallbacks
     check(got, reference.activation("silu", gate, up, ROW), allowed=30)

@@ -39,19 +39,19 @@ def check(logits: Tensor, targets: Tensor, softcap: float = 0.0, z_loss: float =
 @pytest.mark.parametrize("block", [16, 64, 16384])
 @pytest.mark.parametrize("vocab", [1, 2, 63, 64, 65, 200])
 def test_rows_of_any_length_in_any_number_of_blocks(vocab, block, device, monkeypatch):
-    monkeypatch.setattr(fast, "LONGEST_BLOCK", block)
+    monkeypatch.setattr(fast, "WALK", fast.Walk(block, warps=4))
     check(*inputs(5, vocab, device))
 
 
 @pytest.mark.parametrize("dtype", BITS)
 @pytest.mark.parametrize(("softcap", "z_loss"), [(0.0, 0.0), (5.0, 0.0), (0.0, 0.01), (4.0, 0.02)])
 def test_dtypes_soft_cap_and_z_loss(dtype, softcap, z_loss, device, monkeypatch):
-    monkeypatch.setattr(fast, "LONGEST_BLOCK", 64)
+    monkeypatch.setattr(fast, "WALK", fast.Walk(64, warps=4))
     check(*inputs(9, 150, device, dtype), softcap, z_loss)
 
 
 def test_large_logits_neither_overflow_nor_lose_the_small_ones(device, monkeypatch):
-    monkeypatch.setattr(fast, "LONGEST_BLOCK", 32)
+    monkeypatch.setattr(fast, "WALK", fast.Walk(32, warps=4))
     logits, targets = inputs(8, 100, device)
     logits[0] += 1e4
     logits[1] -= 1e4

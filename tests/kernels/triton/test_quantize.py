@@ -8,9 +8,12 @@ from torch import Tensor
 
 from octavo.kernels import Target
 from octavo.kernels.reference import quantize as reference
+from octavo.kernels.target import empty_scale
 from octavo.numerics import Quantized
 
 triton_quantize = pytest.importorskip("octavo.kernels.triton.quantize")
+output = pytest.importorskip("octavo.kernels.triton.output")
+shape = pytest.importorskip("octavo.kernels.triton.shape")
 
 GRANULARITIES = ["tensor", "row", "column", "1x128", "128x1", "128x128"]
 TARGETS = [
@@ -63,6 +66,43 @@ def test_folds_and_several_sources(granularity, device):
     expected = reference.quantize_pair(sources, target, target, *folds)
     for got, want in zip(triton_quantize.quantize_pair(sources, target, target, *folds), expected, strict=True):
         assert same(got, want)
+
+
+def test_the_two_sides_may_differ_in_format_and_in_how_scales_are_found(device):
+    x = hard(130, 260, device)
+    names = ("row", "tensor", "1x128", "128x128")
+    for rows, columns in itertools.product(names, names):
+        targets = Target("e4m3", rows, "power_of_two"), Target("e5m2", columns, "float32")
+        expected = reference.quantize_pair([x], *targets)
+        for got, want in zip(triton_quantize.quantize_pair([x], *targets), expected, strict=True):
+            assert same(got, want)
+
+
+def test_one_side_may_have_many_more_scales_than_the_other(device):
+    x, targets = hard(1030, 12, device), (ROW, Target("e4m3", "tensor", "power_of_two"))
+    for pair in (targets, targets[::-1]):
+        for got, want in zip(
+            triton_quantize.quantize_pair([x], *pair), reference.quantize_pair([x], *pair), strict=True
+        ):
+            assert same(got, want)
+
+
+@pytest.mark.parametrize("granularity", ["1x128", "128x128"])
+def test_a_tile_past_the_last_row_writes_no_scales(granularity, device, monkeypatch):
+    monkeypatch.setattr(triton_quantize, "HIGH", shape.Shape(128, 128, warps=4, steps=3))
+    rooms = []
+
+    def with_room(*arguments) -> Tensor:
+        scale = empty_scale(*arguments)
+        rooms.append(torch.full((scale.numel() + 1024,), -1.0, device=device))
+        return rooms[-1].as_strided(scale.size(), scale.stride())
+
+    monkeypatch.setattr(output, "empty_scale", with_room)
+    x, target = torch.randn(130, 200, device=device).bfloat16(), Target("e4m3", granularity, "power_of_two")
+    expected = reference.quantize_pair([x], target, target)
+    for got, want in zip(triton_quantize.quantize_pair([x], target, target), expected, strict=True):
+        assert same(got, want)
+    assert all(bool((room[-1024:] == -1).all()) for room in rooms)
 
 
 def test_a_source_with_rows_apart_and_one_with_columns_apart(device):

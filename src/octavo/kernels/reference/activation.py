@@ -9,7 +9,7 @@ from torch import Tensor
 
 from octavo.kernels.reference.quantize import quantize_pair
 from octavo.kernels.target import Target
-from octavo.numerics import PER_COLUMN, Quantized
+from octavo.numerics import PER_COLUMN, Quantized, dequantize
 from octavo.numerics.quantize import to_codes
 
 
@@ -20,11 +20,19 @@ def activation(kind: str, gate: Tensor, up: Tensor | None, target: Target) -> Qu
     return codes
 
 
+def activation_and_inputs(
+    kind: str, gate: Tensor, up: Tensor | None, target: Target, inputs: Target
+) -> list[Quantized]:
+    """See `octavo.kernels.activation.activation_and_inputs`: h, gate, and up if there is one."""
+    kept = [quantize_pair([x], inputs, None)[0] for x in (gate, up) if x is not None]
+    return [activation(kind, gate, up, target), *filter(None, kept)]
+
+
 def activation_backward(
     kind: str,
     dh: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
+    gate: Tensor | Quantized,
+    up: Tensor | Quantized | None,
     rows: Target | None,
     columns: Target | None,
     hidden: Target | None,
@@ -33,6 +41,7 @@ def activation_backward(
     column_fold: Tensor | None,
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
     """See `octavo.kernels.activation.activation_backward`."""
+    gate, up = _values(gate), None if up is None else _values(up)
     gradients = [d for d in _gradients(kind, dh, gate, up) if d is not None]
     h_t = None
     if hidden is not None and hidden_scale is not None:
@@ -80,6 +89,10 @@ def value_and_slope(kind: str, x: Tensor) -> tuple[Tensor, Tensor]:
         return f, share + f * (1 - share) * (steepness * (1 + 3 * 0.044715 * x * x))
     positive = torch.where(x <= 0, 0.0, x)  # NaN stays
     return positive * positive, 2 * positive
+
+
+def _values(x: Tensor | Quantized) -> Tensor:
+    return x if isinstance(x, Tensor) else dequantize(x)
 
 
 def _hidden(kind: str, gate: Tensor, up: Tensor | None) -> Tensor:

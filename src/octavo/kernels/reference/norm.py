@@ -50,7 +50,7 @@ def backward(
     rstd: Tensor,
     residual_grad: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return dx in x's dtype, dweight and dbias in FP32: see `octavo.kernels.norm`."""
+    """Return dx in x's dtype, dweight and dbias in those of weight and bias: see `octavo.kernels.norm`."""
     dy, s = dy.float(), x.float()
     normed = (s if mean is None else s - mean[:, None]) * rstd[:, None]
     g = dy if weight is None else dy * weight.float()
@@ -60,6 +60,6 @@ def backward(
     dx = dx * rstd[:, None]
     if residual_grad is not None:
         dx = dx + residual_grad.float()
-    dweight = None if weight is None else (dy * normed).sum(dim=0)
-    dbias = None if bias is None else dy.sum(dim=0)
+    dweight = None if weight is None else (dy * normed).sum(dim=0).to(weight.dtype)
+    dbias = None if bias is None else dy.sum(dim=0).to(bias.dtype)
     return dx.to(x.dtype), dweight, dbias

@@ -21,6 +21,7 @@ from octavo.kernels.triton.codes import (
     INTERPRETED,
     NONE,
     ROW,
+    ROW_TILE,
     SIDE,
     amax,
     emit,
@@ -45,8 +46,8 @@ FORWARD_SEARCH = Shape(4, 1024, warps=4, steps=32, stages=3)
 FORWARD_WRITE = Shape(64, 128, warps=4)
 FORWARD_TILED = Shape(64, SIDE.value, warps=4)
 BACKWARD_SEARCH = Shape(2, 1024, warps=4, steps=64, stages=3)
-BACKWARD_WRITE = Shape(64, 64, warps=4)
-BACKWARD_TILED = Shape(32, SIDE.value, warps=8)
+BACKWARD_WRITE = Shape(64, 64, warps=8)
+BACKWARD_TILED = Shape(32, SIDE.value, warps=8, registers=64)
 PLAIN = Shape(8, 512, warps=4)
 
 
@@ -69,39 +70,48 @@ def refuses(
 
 def activation(kind: str, gate: Tensor, up: Tensor | None, target: Target) -> Quantized:
     """See `octavo.kernels.activation.activation`."""
+    return activation_and_inputs(kind, gate, up, target, None)[0]
+
+
+def activation_and_inputs(
+    kind: str, gate: Tensor, up: Tensor | None, target: Target, inputs: Target | None
+) -> list[Quantized]:
+    """See `octavo.kernels.activation.activation_and_inputs`: h, and by `inputs` gate, and up if there is one."""
     gate, up = contiguous_rows(gate), up if up is None else contiguous_rows(up)
     rows, cols = gate.shape
     output = Output(target, rows, cols, gate.device)
-    assert output.quantized is not None
+    kept = [Output(None if x is None else inputs, rows, cols, gate.device) for x in (gate, up)]
+    made = [each.quantized for each in (output, *kept) if each.quantized is not None]
+    kept_memory = *kept[0].arguments[:2], *kept[1].arguments[:2]
     sources = gate, up, gate.stride(0), 0 if up is None else up.stride(0)
     if target.granularity == "row" and cols <= LONGEST_ROW:
-        size = triton.next_power_of_2(cols)
+        size = max(triton.next_power_of_2(cols), SIDE.value)
         _forward_rows_kernel[(rows,)](
-            *sources, *output.quantized[:2], cols,
+            *sources, *output.arguments[:2], *kept_memory, rows, cols,
             KIND=kind, POWER_OF_TWO=output.power_of_two, SIZE=size,
             num_warps=row_warps(size), enable_fp_fusion=False,
         )  # fmt: skip
-        return output.quantized
+        return made
     if output.searches:
         shape = FORWARD_SEARCH
         _forward_search_kernel[shape.grid(rows, cols)](
             *sources, rows, cols, *output.arguments[2:], KIND=kind, MODE=output.mode, **shape.strip(rows, cols)
         )
         output.end_search()
-    shape = FORWARD_TILED if output.is_tiled else FORWARD_WRITE
+    shape = FORWARD_TILED if output.is_tiled or inputs is not None else FORWARD_WRITE
     across, down = shape.grid(rows, cols)
     _forward_write_kernel[(across * down,)](
-        *sources, rows, cols, *output.arguments,
+        *sources, rows, cols, *output.arguments, *kept_memory,
         KIND=kind, MODE=output.mode, POWER_OF_TWO=output.power_of_two, **shape.meta(),
     )  # fmt: skip
-    return output.quantized
+    return made
 
 
 def activation_backward(
     kind: str,
     dh: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
+    gate: Tensor | Quantized,
+    up: Tensor | Quantized | None,
     rows: Target | None,
     columns: Target | None,
     hidden: Target | None,
@@ -110,11 +120,11 @@ def activation_backward(
     column_fold: Tensor | None,
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
     """See `octavo.kernels.activation.activation_backward`."""
-    m, f = gate.shape
+    m, f = dh.shape
     n = f if up is None else 2 * f
-    row = Output(rows, m, n, gate.device)
-    column = Output(columns, m, n, gate.device, transposed=True)
-    h_t = Output(hidden, m, f, gate.device, transposed=True, scale=hidden_scale)
+    row = Output(rows, m, n, dh.device)
+    column = Output(columns, m, n, dh.device, transposed=True)
+    h_t = Output(hidden, m, f, dh.device, transposed=True, scale=hidden_scale)
     outputs = row, column, h_t
     folds = (None if fold is None else fold.contiguous() for fold in (row_fold, column_fold))
     sources = *_sources(dh, gate, up), m, f, *folds
@@ -150,10 +160,12 @@ def activation_backward_plain(kind: str, dh: Tensor, gate: Tensor, up: Tensor | 
     return d_gate, d_up
 
 
-def _sources(dh: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Any, ...]:
-    """Return the arguments of `_gradients`: three matrices and the strides of their rows."""
-    matrices = [None if x is None else contiguous_rows(x) for x in (dh, gate, up)]
-    return *matrices, *(0 if x is None else x.stride(0) for x in matrices)
+def _sources(dh: Tensor, gate: Tensor | Quantized, up: Tensor | Quantized | None) -> tuple[Any, ...]:
+    """Return what the backward kernels read: three matrices, the strides of their rows, the scales of gate and up."""
+    scales = [x.scale if isinstance(x, Quantized) else None for x in (gate, up)]
+    matrices = [x.codes if isinstance(x, Quantized) else x for x in (dh, gate, up)]
+    matrices = [None if x is None else contiguous_rows(x) for x in matrices]
+    return *matrices, *(0 if x is None else x.stride(0) for x in matrices), *scales
 
 
 @triton.jit
@@ -201,22 +213,51 @@ def _value_and_slope(x, KIND: tl.constexpr):
 
 @triton.jit
 def _hidden(gate_ptr, up_ptr, gate_stride, up_stride, rows, cols, in_rows, in_cols, KIND: tl.constexpr):
-    """A tile of h."""
-    h, _ = _value_and_slope(load_tile(gate_ptr, gate_stride, rows, cols, in_rows, in_cols), KIND)
+    """Tiles of h, gate and up. Where there is no up, up is gate again."""
+    gate = load_tile(gate_ptr, gate_stride, rows, cols, in_rows, in_cols)
+    h, _ = _value_and_slope(gate, KIND)
+    up = gate
     if up_ptr is not None:
-        h = h * load_tile(up_ptr, up_stride, rows, cols, in_rows, in_cols)
-    return h
+        up = load_tile(up_ptr, up_stride, rows, cols, in_rows, in_cols)
+        h = h * up
+    return h, gate, up
+
+
+@triton.jit
+def _tiles(tile_c, total_c, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+    """Which scales of 128 columns a tile of WIDTH columns needs: their indices, and whether they are in the matrix."""
+    tiles = tile_c * WIDTH // SIDE + tl.arange(0, (WIDTH + SIDE - 1) // SIDE)
+    return tiles, inside(tiles * SIDE, total_c, EVEN)
+
+
+@triton.jit
+def _load_values(x_ptr, scale_ptr, stride, total_r, rows, cols, in_rows, in_cols, tiles):
+    """A tile of a matrix that may be kept in codes: then one scale for 128 columns of a row, column after column."""
+    x = load_tile(x_ptr, stride, rows, cols, in_rows, in_cols)
+    if scale_ptr is not None:
+        if INTERPRETED:  # it takes the codes of NaN for 480
+            x = tl.where(tl.abs(x) > 448.0, float("nan"), x)
+        where = scale_ptr + tiles[0][None, :].to(tl.int64) * total_r + rows[:, None]
+        scale = tl.load(where, mask=in_rows[:, None] & tiles[1][None, :], other=0.0)
+        if x.shape[1] > SIDE:
+            by_tile = tl.reshape(x, (x.shape[0], x.shape[1] // SIDE, SIDE))
+            x = tl.reshape(by_tile * scale[:, :, None], x.shape)
+        else:
+            x = x * scale
+    return x
 
 
 @triton.jit
 def _gradients(
-    dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, rows, cols, in_rows, in_cols, KIND: tl.constexpr
-):
+    dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r,
+    rows, cols, in_rows, in_cols, tiles, KIND: tl.constexpr,
+):  # fmt: skip
     """Tiles of d gate, d up and h. Where there is no up, d up is d gate again."""
     dh = load_tile(dh_ptr, dh_stride, rows, cols, in_rows, in_cols)
-    h, slope = _value_and_slope(load_tile(gate_ptr, gate_stride, rows, cols, in_rows, in_cols), KIND)
+    gate = _load_values(gate_ptr, gate_scale, gate_stride, total_r, rows, cols, in_rows, in_cols, tiles)
+    h, slope = _value_and_slope(gate, KIND)
     if up_ptr is not None:
-        up = load_tile(up_ptr, up_stride, rows, cols, in_rows, in_cols)
+        up = _load_values(up_ptr, up_scale, up_stride, total_r, rows, cols, in_rows, in_cols, tiles)
         d_gate = dh * up * slope
         d_up = dh * h
         h = h * up
@@ -238,19 +279,39 @@ def _last_first(total_c, WIDTH: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def _forward_rows_kernel(
-    gate_ptr, up_ptr, gate_stride, up_stride, codes_ptr, scale_ptr, total_c,
-    KIND: tl.constexpr, POWER_OF_TWO: tl.constexpr, SIZE: tl.constexpr,
+    gate_ptr, up_ptr, gate_stride, up_stride, codes_ptr, scale_ptr, gate_codes, gate_scale, up_codes, up_scale,
+    total_r, total_c, KIND: tl.constexpr, POWER_OF_TWO: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """One row a program, held whole."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, SIZE)
     there = cols < total_c
-    h, _ = _value_and_slope(tl.load(gate_ptr + row * gate_stride + cols, mask=there, other=0.0).to(tl.float32), KIND)
+    gate = tl.load(gate_ptr + row * gate_stride + cols, mask=there, other=0.0).to(tl.float32)
+    if gate_codes is not None:
+        _keep_row(gate, gate_codes, gate_scale, row, total_r, total_c, SIZE)
+    h, _ = _value_and_slope(gate, KIND)
     if up_ptr is not None:
-        h = h * tl.load(up_ptr + row * up_stride + cols, mask=there, other=0.0).to(tl.float32)
+        up = tl.load(up_ptr + row * up_stride + cols, mask=there, other=0.0).to(tl.float32)
+        if up_codes is not None:
+            _keep_row(up, up_codes, up_scale, row, total_r, total_c, SIZE)
+        h = h * up
     scale, inverse = scale_of(amax(h, 0), codes_ptr.dtype.element_ty, POWER_OF_TWO)
     tl.store(scale_ptr + row, scale)
     tl.store(codes_ptr + row * total_c + cols, to_codes(h * inverse, codes_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _keep_row(x, codes_ptr, scale_ptr, row, total_r, total_c, SIZE: tl.constexpr):
+    """Write a row of an input in codes, one scale for 128 columns, column after column. x: FP32, 0 outside the row."""
+    FORMAT: tl.constexpr = codes_ptr.dtype.element_ty
+    TILES: tl.constexpr = SIZE // SIDE
+    tiles = tl.reshape(x, (TILES, SIDE))
+    scale, inverse = scale_of(amax(tiles, 1), FORMAT, True)
+    index = tl.arange(0, TILES)
+    tl.store(scale_ptr + index.to(tl.int64) * total_r + row, scale, mask=index * SIDE < total_c)
+    cols = tl.arange(0, SIZE)
+    codes = to_codes(tl.reshape(tiles * inverse[:, None], (SIZE,)), FORMAT)
+    tl.store(codes_ptr + row * total_c + cols, codes, mask=cols < total_c)
 
 
 @triton.jit
@@ -267,7 +328,7 @@ def _forward_search_kernel(
     for step in tl.range(STEPS, num_stages=STAGES):
         rows = first + step * HEIGHT + tl.arange(0, HEIGHT)
         in_rows = inside(rows, total_r, EVEN)
-        h = _hidden(gate_ptr, up_ptr, gate_stride, up_stride, rows, cols, in_rows, in_cols, KIND)
+        h, _, _ = _hidden(gate_ptr, up_ptr, gate_stride, up_stride, rows, cols, in_rows, in_cols, KIND)
         running = search(finite_magnitude(h), running, amax_ptr, rows, in_rows, MODE)
     end_search(running, amax_ptr, stride_r, stride_c, tl.program_id(1), cols, in_cols, MODE)
 
@@ -275,15 +336,26 @@ def _forward_search_kernel(
 @triton.jit
 def _forward_write_kernel(
     gate_ptr, up_ptr, gate_stride, up_stride, total_r, total_c, codes, scale, stride_r, stride_c, inverse,
+    gate_codes, gate_scale, up_codes, up_scale,
     KIND: tl.constexpr, MODE: tl.constexpr, POWER_OF_TWO: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The codes of one tile of h."""
+    """The codes of one tile of h, and of gate and up where they are wanted: then WIDTH is 128."""
     tile_r, tile_c, cols, in_cols = _last_first(total_c, WIDTH, False)
     rows, in_rows = quads(tile_r, total_r, HEIGHT, False)
-    h0 = _hidden(gate_ptr, up_ptr, gate_stride, up_stride, rows[0], cols, in_rows[0], in_cols, KIND)
-    h1 = _hidden(gate_ptr, up_ptr, gate_stride, up_stride, rows[1], cols, in_rows[1], in_cols, KIND)
-    h2 = _hidden(gate_ptr, up_ptr, gate_stride, up_stride, rows[2], cols, in_rows[2], in_cols, KIND)
-    h3 = _hidden(gate_ptr, up_ptr, gate_stride, up_stride, rows[3], cols, in_rows[3], in_cols, KIND)
+    h0, gate0, up0 = _hidden(gate_ptr, up_ptr, gate_stride, up_stride, rows[0], cols, in_rows[0], in_cols, KIND)
+    h1, gate1, up1 = _hidden(gate_ptr, up_ptr, gate_stride, up_stride, rows[1], cols, in_rows[1], in_cols, KIND)
+    h2, gate2, up2 = _hidden(gate_ptr, up_ptr, gate_stride, up_stride, rows[2], cols, in_rows[2], in_cols, KIND)
+    h3, gate3, up3 = _hidden(gate_ptr, up_ptr, gate_stride, up_stride, rows[3], cols, in_rows[3], in_cols, KIND)
+    if gate_codes is not None:
+        emit(
+            (gate0, gate1, gate2, gate3), gate_codes, total_r, total_c, gate_scale, 1, total_r, None,
+            rows, cols, in_rows, in_cols, tile_r, tile_c, MODE=ROW_TILE, POWER_OF_TWO=True, TRANSPOSED=False,
+        )  # fmt: skip
+    if up_codes is not None:
+        emit(
+            (up0, up1, up2, up3), up_codes, total_r, total_c, up_scale, 1, total_r, None,
+            rows, cols, in_rows, in_cols, tile_r, tile_c, MODE=ROW_TILE, POWER_OF_TWO=True, TRANSPOSED=False,
+        )  # fmt: skip
     emit(
         (h0, h1, h2, h3), codes, total_r, total_c, scale, stride_r, stride_c, inverse, rows, cols, in_rows, in_cols,
         tile_r, tile_c, MODE=MODE, POWER_OF_TWO=POWER_OF_TWO, TRANSPOSED=False,
@@ -317,7 +389,8 @@ def _end_search_halves(
 
 @triton.jit
 def _backward_search_kernel(
-    dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, total_r, half, row_fold, column_fold,
+    dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, half,
+    row_fold, column_fold,
     row_stride_r, row_stride_c, row_amax, column_stride_r, column_stride_c, column_amax,
     hidden_stride_r, hidden_stride_c, hidden_amax,
     KIND: tl.constexpr, ROW_MODE: tl.constexpr, COLUMN_MODE: tl.constexpr, HIDDEN_MODE: tl.constexpr,
@@ -327,6 +400,7 @@ def _backward_search_kernel(
     GATED: tl.constexpr = up_ptr is not None
     cols = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     in_cols = inside(cols, half, EVEN)
+    tiles = _tiles(tl.program_id(0), half, WIDTH, EVEN)
     first = tl.program_id(1) * HEIGHT * STEPS
     gate_factors = factors(row_fold, cols, in_cols)[None, :]
     up_factors = gate_factors
@@ -338,8 +412,9 @@ def _backward_search_kernel(
         rows = first + step * HEIGHT + tl.arange(0, HEIGHT)
         in_rows = inside(rows, total_r, EVEN)
         d_gate, d_up, h = _gradients(
-            dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, rows, cols, in_rows, in_cols, KIND
-        )
+            dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r,
+            rows, cols, in_rows, in_cols, tiles, KIND,
+        )  # fmt: skip
         if ROW_MODE != NONE:
             row_gate, row_up = _search_halves(
                 d_gate * gate_factors, d_up * up_factors, row_gate, row_up, row_amax, rows, in_rows, ROW_MODE, GATED
@@ -392,7 +467,8 @@ def _emit_half(
 
 @triton.jit
 def _backward_write_kernel(
-    dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, total_r, half, row_fold, column_fold,
+    dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, half,
+    row_fold, column_fold,
     row_codes, row_scale, row_stride_r, row_stride_c, row_inverse,
     column_codes, column_scale, column_stride_r, column_stride_c, column_inverse,
     hidden_codes, hidden_scale, hidden_stride_r, hidden_stride_c, hidden_inverse,
@@ -406,21 +482,26 @@ def _backward_write_kernel(
     half: the columns of d gate.
     """
     strip, tile_c, cols, in_cols = _last_first(half, WIDTH, EVEN)
+    tiles = _tiles(tile_c, half, WIDTH, EVEN)
     for step in tl.range(STEPS, num_stages=STAGES):
         tile_r = strip * STEPS + step
         rows, in_rows = quads(tile_r, total_r, HEIGHT, EVEN)
         g0, u0, h0 = _gradients(
-            dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, rows[0], cols, in_rows[0], in_cols, KIND
-        )
+            dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r,
+            rows[0], cols, in_rows[0], in_cols, tiles, KIND,
+        )  # fmt: skip
         g1, u1, h1 = _gradients(
-            dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, rows[1], cols, in_rows[1], in_cols, KIND
-        )
+            dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r,
+            rows[1], cols, in_rows[1], in_cols, tiles, KIND,
+        )  # fmt: skip
         g2, u2, h2 = _gradients(
-            dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, rows[2], cols, in_rows[2], in_cols, KIND
-        )
+            dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r,
+            rows[2], cols, in_rows[2], in_cols, tiles, KIND,
+        )  # fmt: skip
         g3, u3, h3 = _gradients(
-            dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, rows[3], cols, in_rows[3], in_cols, KIND
-        )
+            dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r,
+            rows[3], cols, in_rows[3], in_cols, tiles, KIND,
+        )  # fmt: skip
         total_c = half if up_ptr is None else 2 * half
         _emit_half(
             (g0, g1, g2, g3), total_r, total_c, row_fold, column_fold,
@@ -448,16 +529,19 @@ def _backward_write_kernel(
 
 @triton.jit
 def _backward_plain_kernel(
-    dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, total_r, half, d_gate_ptr, d_up_ptr,
+    dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, half,
+    d_gate_ptr, d_up_ptr,
     KIND: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One tile of d gate and d up, in their dtype."""
-    tile_r, _, cols, in_cols = _last_first(half, WIDTH, False)
+    tile_r, tile_c, cols, in_cols = _last_first(half, WIDTH, False)
+    tiles = _tiles(tile_c, half, WIDTH, False)
     rows = tile_r * HEIGHT + tl.arange(0, HEIGHT)
     in_rows = rows < total_r
     d_gate, d_up, _ = _gradients(
-        dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, rows, cols, in_rows, in_cols, KIND
-    )
+        dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r,
+        rows, cols, in_rows, in_cols, tiles, KIND,
+    )  # fmt: skip
     where = rows[:, None].to(tl.int64) * half + cols[None, :]
     there = in_rows[:, None] & in_cols[None, :]
     tl.store(d_gate_ptr + where, d_gate.to(d_gate_ptr.dtype.element_ty), mask=there)

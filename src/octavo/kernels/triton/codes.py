@@ -1,8 +1,8 @@
 """Device functions that every kernel shares: amax, scale and codes, as `numerics` defines them, bit for bit.
 
-A target's scales are found in one of two ways. Those of `1x128` lie in the tile that a program writes: it takes the
-maxima itself. For all others an earlier pass has searched the matrix, in strips as high as a tile of scales, and left
-what values are to be multiplied by in memory.
+A target's scales are found in one of two ways. Where they lie in the tile that a program writes, it takes the maxima
+itself: those of `1x128`, and all others of 128 by a program whose tile is as high. For the rest an earlier pass has
+searched the matrix, in strips as high as a tile of scales, and left what values are to be multiplied by in memory.
 
 Under a power cap kernels like these are bound by instructions as much as by memory: hence indices without masks where
 tiles come out even, and scales that are computed once and not in every program.
@@ -28,9 +28,9 @@ COLUMN: tl.constexpr = tl.constexpr(3)
 ROW_TILE: tl.constexpr = tl.constexpr(4)
 """1x128: a scale a row of the tile, of the tile's own maximum."""
 COLUMN_TILE: tl.constexpr = tl.constexpr(5)
-"""128x1: a scale a column, its inverse in memory."""
+"""128x1: a scale a column, of the tile's own maximum where there is no inverse in memory."""
 BLOCK: tl.constexpr = tl.constexpr(6)
-"""128x128: one scale, its inverse in memory."""
+"""128x128: one scale, of the tile's own maximum where there is no inverse in memory."""
 
 SIDE: tl.constexpr = tl.constexpr(128)
 """Rows and columns of those tiles."""
@@ -45,22 +45,43 @@ def mode_of(granularity: str) -> int | None:
 
 
 @triton.jit
-def finite_magnitude(x):
-    """|x| for maxima, which a NaN or an infinity must not decide: 0 or NaN for those. x: FP32.
-
-    `tl.maximum` leaves out a NaN. Take `amax` for whole tiles: a maximum of nothing but NaN is one.
-    """
-    if INTERPRETED:  # its maximum is numpy's, which hands NaN on
-        magnitude = tl.where(tl.abs(x) < float("inf"), tl.abs(x), 0.0)
+def without_infinities(x):
+    """NaN for infinities. x: FP32."""
+    if INTERPRETED:
+        result = tl.where(tl.abs(x) < float("inf"), x, float("nan"))
     else:
-        magnitude = tl.abs(tl.fma(x, 0.0, x))  # infinity times 0 is NaN: one instruction for two
-    return magnitude
+        result = tl.fma(x, 0.0, x)  # infinity times 0 is NaN: one instruction for two
+    return result
+
+
+@triton.jit
+def _magnitude(x):
+    """|x| for maxima, which a NaN must not decide: 0 or NaN for those. x: FP32, without infinities.
+
+    `tl.maximum` leaves out a NaN. A maximum of nothing but NaN is one.
+    """
+    result = tl.abs(x)
+    if INTERPRETED:  # its maximum is numpy's, which hands NaN on
+        result = tl.where(x == x, result, 0.0)
+    return result
+
+
+@triton.jit
+def finite_magnitude(x):
+    """|x| for maxima, 0 or NaN for what is not finite. x: FP32. Take `amax` for whole tiles."""
+    return _magnitude(without_infinities(x))
+
+
+@triton.jit
+def largest(x, axis: tl.constexpr):
+    """The largest magnitude along an axis of an FP32 tile without infinities."""
+    return tl.maximum(tl.max(_magnitude(x), axis=axis), 0.0)
 
 
 @triton.jit
 def amax(x, axis: tl.constexpr):
     """The largest finite magnitude along an axis of an FP32 tile."""
-    return tl.maximum(tl.max(finite_magnitude(x), axis=axis), 0.0)
+    return largest(without_infinities(x), axis)
 
 
 @triton.jit
@@ -106,15 +127,21 @@ def _round_in_integers(x, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def to_codes(x, FORMAT: tl.constexpr):
-    """Codes of FP32 values: nearest, finite values saturate, NaN and infinities become NaN."""
+def nearest_codes(x, FORMAT: tl.constexpr):
+    """Codes of FP32 values without infinities: nearest, finite values saturate, NaN stays."""
     if INTERPRETED:
         LARGEST: tl.constexpr = 448.0 if FORMAT == tl.float8e4nv else 57344.0
         clamped = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
-        codes = _round_in_integers(tl.where(tl.abs(x) < float("inf"), clamped, float("nan")), FORMAT)
+        codes = _round_in_integers(tl.where(x == x, clamped, x), FORMAT)
     else:
-        codes = tl.fma(x, 0.0, x).to(FORMAT)  # infinity becomes NaN; the cast itself saturates what is finite
+        codes = x.to(FORMAT)  # the cast itself saturates
     return codes
+
+
+@triton.jit
+def to_codes(x, FORMAT: tl.constexpr):
+    """Codes of FP32 values: nearest, finite values saturate, NaN and infinities become NaN."""
+    return nearest_codes(without_infinities(x), FORMAT)
 
 
 @triton.jit
@@ -177,13 +204,27 @@ def factors(fold_ptr, where, inside):
 
 
 @triton.jit
-def scales_kernel(amax_ptr, scale_ptr, count, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, SIZE: tl.constexpr):
-    """End a search: write the scales, and put in the place of each amax what values are multiplied by."""
+def _end_search_of(amax_ptr, scale_ptr, count, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, SIZE: tl.constexpr):
     index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     there = index < count
     scale, inverse = scale_of(tl.load(amax_ptr + index, mask=there, other=0.0), FORMAT, POWER_OF_TWO)
     tl.store(scale_ptr + index, scale, mask=there)
     tl.store(amax_ptr + index, inverse, mask=there)
+
+
+@triton.jit
+def scales_kernel(
+    amax_ptr, scale_ptr, count, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    other_amax_ptr, other_scale_ptr, other_count, OTHER_FORMAT: tl.constexpr, OTHER_POWER_OF_TWO: tl.constexpr,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    """End one search or two: write the scales, and put in the place of each amax what values are multiplied by."""
+    if other_amax_ptr is None:
+        _end_search_of(amax_ptr, scale_ptr, count, FORMAT, POWER_OF_TWO, SIZE)
+    elif tl.program_id(1) == 0:
+        _end_search_of(amax_ptr, scale_ptr, count, FORMAT, POWER_OF_TWO, SIZE)
+    else:
+        _end_search_of(other_amax_ptr, other_scale_ptr, other_count, OTHER_FORMAT, OTHER_POWER_OF_TWO, SIZE)
 
 
 @triton.jit
@@ -193,9 +234,10 @@ def search(magnitude, running, amax_ptr, rows, in_rows, MODE: tl.constexpr):
     magnitude: (R, C), finite. running: what the last step returned, zeros at first. amax_ptr: zeros at first.
     """
     if MODE == ROW:
-        largest = tl.maximum(tl.max(magnitude, axis=1), 0.0)
-        where = amax_ptr.to(tl.pointer_type(tl.int32)) + rows  # non-negative FP32 values are ordered as their bits are
-        tl.atomic_max(where, largest.to(tl.int32, bitcast=True), mask=in_rows, sem="relaxed")
+        # Non-negative FP32 values are ordered as their bits are, and of integers a warp finds the largest in one step.
+        parts = tl.max(tl.reshape(magnitude, (magnitude.shape[0], magnitude.shape[1] // 8, 8)), axis=2)
+        found = tl.max(tl.maximum(parts, 0.0).to(tl.int32, bitcast=True), axis=1)
+        tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32)) + rows, found, mask=in_rows, sem="relaxed")
     else:
         running = tl.maximum(running, magnitude)
     return running
@@ -209,19 +251,19 @@ def end_search(running, amax_ptr, stride_r, stride_c, strip, cols, in_cols, MODE
     """
     where = amax_ptr.to(tl.pointer_type(tl.int32))
     if MODE == COLUMN:
-        largest = tl.max(running, axis=0)
-        tl.atomic_max(where + cols, largest.to(tl.int32, bitcast=True), mask=in_cols, sem="relaxed")
+        found = tl.max(running, axis=0)
+        tl.atomic_max(where + cols, found.to(tl.int32, bitcast=True), mask=in_cols, sem="relaxed")
     elif MODE == TENSOR:
-        largest = tl.max(tl.max(running, axis=1), axis=0)
-        tl.atomic_max(where, largest.to(tl.int32, bitcast=True), sem="relaxed")
+        found = tl.max(tl.max(running, axis=1), axis=0)
+        tl.atomic_max(where, found.to(tl.int32, bitcast=True), sem="relaxed")
     elif MODE == COLUMN_TILE:
         tl.store(amax_ptr + strip * stride_r + cols * stride_c, tl.max(running, axis=0), mask=in_cols)
     elif MODE == BLOCK:
         TILES: tl.constexpr = running.shape[1] // SIDE
-        largest = tl.max(tl.reshape(tl.max(running, axis=0), (TILES, SIDE)), axis=1)
+        found = tl.max(tl.reshape(tl.max(running, axis=0), (TILES, SIDE)), axis=1)
         tiles = tl.max(tl.reshape(cols, (TILES, SIDE)), axis=1) // SIDE
         there = tl.max(tl.reshape(in_cols.to(tl.int32), (TILES, SIDE)), axis=1) > 0
-        tl.store(amax_ptr + strip * stride_r + tiles * stride_c, largest, mask=there)
+        tl.store(amax_ptr + strip * stride_r + tiles * stride_c, found, mask=there)
 
 
 @triton.jit
@@ -255,15 +297,40 @@ def _common_inverse(inverse_ptr, stride_r, stride_c, cols, in_cols, tile_r, MODE
 
 
 @triton.jit
-def store_words(words, codes_ptr, total_r, cols, in_cols, in_rows, tile_r):
+def _own_inverse(
+    x, total_r, scale_ptr, stride_r, stride_c, cols, in_cols, tile_r, tile_c,
+    MODE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    """What to multiply all four quarters of a tile of 128 rows by, (1, C) or (1, 1); its scales are written."""
+    tl.static_assert(4 * x[0].shape[0] == SIDE)
+    upper = tl.maximum(finite_magnitude(x[0]), finite_magnitude(x[1]))
+    lower = tl.maximum(finite_magnitude(x[2]), finite_magnitude(x[3]))
+    found = tl.maximum(tl.max(tl.maximum(upper, lower), axis=0), 0.0)[None, :]
+    if MODE == COLUMN_TILE:
+        scale, inverse = scale_of(found, FORMAT, POWER_OF_TWO)
+        where = scale_ptr + tile_r * stride_r + cols[None, :] * stride_c
+        tl.store(where, scale, mask=in_cols[None, :] & (tile_r * SIDE < total_r))
+    else:
+        tl.static_assert(MODE == BLOCK and x[0].shape[1] == SIDE)
+        scale, inverse = scale_of(tl.max(found, axis=1)[:, None], FORMAT, POWER_OF_TWO)
+        where = scale_ptr + tl.zeros((1, 1), tl.int32) + tile_r * stride_r + tile_c * stride_c
+        tl.store(where, scale, mask=tl.full((1, 1), tile_r * SIDE, tl.int32) < total_r)
+    return inverse
+
+
+@triton.jit
+def store_words(words, codes_ptr, total_r, cols, in_cols, in_rows, tile_r, EVEN: tl.constexpr = False):
     """Write a packed tile (R / 4, C) into the transpose of a matrix of total_r rows, rounded up to a multiple of 4.
 
-    in_rows: (R / 4), whether the first row of each word is in the matrix.
+    in_rows: (R / 4), whether the first row of each word is in the matrix. EVEN: the matrix is so many such tiles high.
 
     Words are transposed, never tiles of bytes: Triton has done that wrongly in some versions, for FP8 and for uint8.
     """
     QUARTER: tl.constexpr = words.shape[0]
-    pitch = tl.cdiv(total_r, 4)
+    if EVEN:
+        pitch = tl.multiple_of(total_r // 4, QUARTER)  # several words a store
+    else:
+        pitch = tl.cdiv(total_r, 4)
     down = tile_r * QUARTER + tl.arange(0, QUARTER)
     where = codes_ptr.to(tl.pointer_type(tl.uint32)) + cols[:, None].to(tl.int64) * pitch + down[None, :]
     tl.store(where, tl.trans(words), mask=in_cols[:, None] & in_rows[None, :])
@@ -280,15 +347,17 @@ def _store_quarter(y, codes_ptr, total_c, rows, cols, in_rows, in_cols, FORMAT: 
 def emit(
     x, codes_ptr, total_r, total_c, scale_ptr, stride_r, stride_c, inverse_ptr, rows, cols, in_rows, in_cols,
     tile_r, tile_c, MODE: tl.constexpr, POWER_OF_TWO: tl.constexpr, TRANSPOSED: tl.constexpr, stats_ptr=None,
+    EVEN: tl.constexpr = False,
 ):  # fmt: skip
     """Quantise a tile of a (total_r, total_c) matrix and write its codes, transposed or not, and scales of its own.
 
     x: four FP32 quarters of the tile, whose rows are `quads`; 0 outside the matrix.
-    inverse_ptr: of an earlier pass, where MODE needs it.
+    inverse_ptr: of an earlier pass, where MODE needs it; None where the tile's own maxima are to be taken.
     stride_r, stride_c: of the scales, as the untransposed matrix has them.
     tile_r, tile_c: which tile this is.
     TRANSPOSED: codes_ptr has memory for total_r rounded up to a multiple of 4 (see `store_words`).
     stats_ptr: where to count what is lost (`octavo.kernels.telemetry`), or None.
+    EVEN: the matrix is so many such tiles high.
     """
     FORMAT: tl.constexpr = codes_ptr.dtype.element_ty
     if MODE == ROW or MODE == ROW_TILE:
@@ -304,6 +373,11 @@ def emit(
         i3 = _row_inverse(
             x[3], scale_ptr, stride_r, stride_c, inverse_ptr, rows[3], in_rows[3], tile_c, MODE, FORMAT, POWER_OF_TWO
         )
+    elif inverse_ptr is None:
+        i0 = _own_inverse(
+            x, total_r, scale_ptr, stride_r, stride_c, cols, in_cols, tile_r, tile_c, MODE, FORMAT, POWER_OF_TWO
+        )
+        i1, i2, i3 = i0, i0, i0
     else:
         tile_of_scales = tile_r * (4 * x[0].shape[0]) // SIDE
         i0 = _common_inverse(inverse_ptr, stride_r, stride_c, cols, in_cols, tile_of_scales, MODE)
@@ -312,7 +386,7 @@ def emit(
     if stats_ptr is not None:
         count_quarters(x, y, stats_ptr, FORMAT)
     if TRANSPOSED:
-        store_words(_pack(y, FORMAT), codes_ptr, total_r, cols, in_cols, in_rows[0], tile_r)
+        store_words(_pack(y, FORMAT), codes_ptr, total_r, cols, in_cols, in_rows[0], tile_r, EVEN)
     else:
         _store_quarter(y[0], codes_ptr, total_c, rows[0], cols, in_rows[0], in_cols, FORMAT)
         _store_quarter(y[1], codes_ptr, total_c, rows[1], cols, in_rows[1], in_cols, FORMAT)

@@ -1,9 +1,12 @@
 """Cross-entropy over rows of any length: one read finds the largest logit and the sum, a second writes the gradient.
 
-The second pass walks backwards: what the first one read last is still in the cache.
+The first read keeps a maximum and a sum for every `AT_ONCE` neighbours, and adds them up at the end of the row only: so
+nothing waits for anything but memory. The second walks backwards: what the first one read last is still in the cache.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -11,9 +14,27 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.triton.cast import to_dtype
+from octavo.kernels.triton.codes import INTERPRETED
 
-LONGEST_BLOCK = 16384
-"""Elements of a row that a program works on at a time."""
+AT_ONCE: tl.constexpr = tl.constexpr(8)
+"""Neighbours that a thread loads with one instruction."""
+
+
+class Walk(NamedTuple):
+    """How a program walks along a row: elements at a time, warps, and how many blocks it loads ahead."""
+
+    block: int
+    warps: int
+    stages: int = 1
+
+    def meta(self, vocab: int) -> dict[str, Any]:
+        """Return what a kernel takes for a row of `vocab` elements."""
+        block = min(max(triton.next_power_of_2(vocab), AT_ONCE.value), self.block)
+        warps = max(min(self.warps, block // 256), 1)
+        return {"VOCAB": vocab, "BLOCK": block, "STAGES": self.stages, "num_warps": warps}
+
+
+WALK = Walk(16384, warps=32)
 
 
 def cross_entropy_(
@@ -22,12 +43,23 @@ def cross_entropy_(
     """See `octavo.kernels.cross_entropy.cross_entropy_`."""
     rows, vocab = logits_MV.shape
     loss_M = torch.empty(rows, dtype=torch.float32, device=logits_MV.device)
-    block = min(triton.next_power_of_2(vocab), LONGEST_BLOCK)
     _kernel[(rows,)](
         logits_MV, logits_MV.stride(0), targets_M.contiguous(), loss_M, ignore_index, softcap, z_loss,
-        VOCAB=vocab, GRADIENT=gradient, CAPPED=softcap > 0, BLOCK=block, num_warps=min(max(block // 512, 1), 32),
+        GRADIENT=gradient, CAPPED=softcap > 0, **WALK.meta(vocab),
     )  # fmt: skip
     return loss_M
+
+
+@triton.jit
+def _exp(x):
+    """exp in two instructions. Its subnormal results are 0."""
+    if INTERPRETED:
+        result = tl.exp(x)
+    else:
+        result = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x * 1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return result
 
 
 @triton.jit
@@ -37,36 +69,75 @@ def _capped(logits, softcap):
 
 
 @triton.jit
-def _load(row_ptr, columns, softcap, VOCAB: tl.constexpr, CAPPED: tl.constexpr):
-    """Logits in FP32, capped; -inf past the end of the row."""
-    inside = columns < VOCAB
-    z = tl.load(row_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    if CAPPED:
-        z = _capped(z, softcap)
-    return tl.where(inside, z, float("-inf"))
+def _columns(start, BLOCK: tl.constexpr):
+    """The columns of a block, (BLOCK / AT_ONCE, AT_ONCE)."""
+    return start + AT_ONCE * tl.arange(0, BLOCK // AT_ONCE)[:, None] + tl.arange(0, AT_ONCE)[None, :]
 
 
 @triton.jit
-def _log_sum_exp(row_ptr, softcap, VOCAB: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr):
-    """(base, rest): their sum is log(sum(exp(z))). Apart, a large base does not round away the rest."""
-    largest = tl.full((), float("-inf"), tl.float32)
-    total = tl.full((), 0.0, tl.float32)
-    base = tl.full((), 0.0, tl.float32)
-    for start in range(0, VOCAB, BLOCK):
-        z = _load(row_ptr, start + tl.arange(0, BLOCK), softcap, VOCAB, CAPPED)
-        new = tl.maximum(largest, tl.max(z, axis=0))
-        base = tl.where(new == float("-inf"), 0.0, new)  # -inf - -inf would be NaN
-        total = total * tl.exp(largest - base) + tl.sum(tl.exp(z - base), axis=0)
-        largest = new
-    return base, tl.log(total)
+def _load(row_ptr, columns, softcap, VOCAB: tl.constexpr, CAPPED: tl.constexpr, WHOLE: tl.constexpr):
+    """Logits in FP32, capped; -inf past the end of the row. WHOLE: nothing lies past it."""
+    if WHOLE:
+        z = tl.load(row_ptr + columns).to(tl.float32)
+    else:
+        z = tl.load(row_ptr + columns, mask=columns < VOCAB, other=float("-inf")).to(tl.float32)
+    if CAPPED:
+        z = _capped(z, softcap)
+        if not WHOLE:
+            z = tl.where(columns < VOCAB, z, float("-inf"))
+    return z
+
+
+@triton.jit
+def _add(z, largest, total):
+    """One step of the running maxima and sums of exp(z - largest), one for AT_ONCE neighbours."""
+    new = tl.maximum(largest, tl.max(z, axis=1))
+    return new, total * _exp(largest - new) + tl.sum(_exp(z - new[:, None]), axis=1)
+
+
+@triton.jit
+def _log_sum_exp(
+    row_ptr, softcap, VOCAB: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
+):
+    """(base, total): log(sum(exp(z))) is base + log(total). Apart, a large base does not round away the rest."""
+    # The lowest finite number and not -inf, which less itself would be NaN.
+    largest = tl.full((BLOCK // AT_ONCE,), -3.4028234663852886e38, tl.float32)
+    total = tl.zeros((BLOCK // AT_ONCE,), tl.float32)
+    WHOLE: tl.constexpr = VOCAB // BLOCK * BLOCK
+    for start in tl.range(0, WHOLE, BLOCK, num_stages=STAGES):
+        z = _load(row_ptr, _columns(start, BLOCK), softcap, VOCAB, CAPPED, True)
+        largest, total = _add(z, largest, total)
+    if WHOLE < VOCAB:
+        z = _load(row_ptr, _columns(WHOLE, BLOCK), softcap, VOCAB, CAPPED, False)
+        largest, total = _add(z, largest, total)
+    base = tl.max(largest, axis=0)
+    return base, tl.sum(total * _exp(largest - base), axis=0)
+
+
+@triton.jit
+def _write_gradient(
+    row_ptr, columns, target, base, weight, softcap, VOCAB: tl.constexpr, CAPPED: tl.constexpr, WHOLE: tl.constexpr
+):
+    """The gradient of a block over its logits. weight: what exp(z - base) is multiplied by."""
+    z = _load(row_ptr, columns, softcap, VOCAB, CAPPED, WHOLE)
+    d = _exp(z - base) * weight
+    d = tl.where(columns == target, d - 1, d)
+    if CAPPED:
+        d = d * (1 - (z / softcap) * (z / softcap))
+    d = to_dtype(d, row_ptr.dtype.element_ty)
+    if WHOLE:
+        tl.store(row_ptr + columns, d)
+    else:
+        tl.store(row_ptr + columns, d, mask=columns < VOCAB)
 
 
 @triton.jit
 def _kernel(
     logits_ptr, stride, targets_ptr, loss_ptr, ignore_index, softcap, z_loss,
-    VOCAB: tl.constexpr, GRADIENT: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+    GRADIENT: tl.constexpr, CAPPED: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One row a program."""
+    WHOLE: tl.constexpr = VOCAB // BLOCK * BLOCK
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride
     target = tl.load(targets_ptr + row)
@@ -74,24 +145,23 @@ def _kernel(
         tl.store(loss_ptr + row, 0.0)
         if GRADIENT:
             for start in range(0, VOCAB, BLOCK):
-                columns = start + tl.arange(0, BLOCK)
-                tl.store(row_ptr + columns, tl.zeros((BLOCK,), row_ptr.dtype.element_ty), mask=columns < VOCAB)
+                columns = _columns(start, BLOCK)
+                tl.store(row_ptr + columns, tl.zeros(columns.shape, row_ptr.dtype.element_ty), mask=columns < VOCAB)
     else:
         valid = (target >= 0) & (target < VOCAB)
         right = tl.load(row_ptr + target, mask=valid, other=0.0).to(tl.float32)  # before the row is overwritten
         if CAPPED:
             right = _capped(right, softcap)
-        base, rest = _log_sum_exp(row_ptr, softcap, VOCAB, CAPPED, BLOCK)
-        rest = tl.where(valid, rest, float("nan"))
+        base, total = _log_sum_exp(row_ptr, softcap, VOCAB, CAPPED, BLOCK, STAGES)
+        total = tl.where(valid, total, float("nan"))
+        rest = tl.log(total)
         lse = base + rest
         tl.store(loss_ptr + row, rest - (right - base) + z_loss * lse * lse)
         if GRADIENT:
-            BLOCKS: tl.constexpr = (VOCAB + BLOCK - 1) // BLOCK
-            for number in range(BLOCKS):
-                columns = (BLOCKS - 1 - number) * BLOCK + tl.arange(0, BLOCK)
-                z = _load(row_ptr, columns, softcap, VOCAB, CAPPED)
-                d = tl.exp(z - base - rest) * (1 + 2 * z_loss * lse)
-                d = tl.where(columns == target, d - 1, d)
-                if CAPPED:
-                    d = d * (1 - (z / softcap) * (z / softcap))
-                tl.store(row_ptr + columns, to_dtype(d, row_ptr.dtype.element_ty), mask=columns < VOCAB)
+            weight = (1 + 2 * z_loss * lse) / total
+            place = target.to(tl.int32)
+            if WHOLE < VOCAB:
+                _write_gradient(row_ptr, _columns(WHOLE, BLOCK), place, base, weight, softcap, VOCAB, CAPPED, False)
+            for back in tl.range(BLOCK, WHOLE + BLOCK, BLOCK, num_stages=STAGES):
+                columns = _columns(WHOLE - back, BLOCK)
+                _write_gradient(row_ptr, columns, place, base, weight, softcap, VOCAB, CAPPED, True)

@@ -15,8 +15,18 @@ from torch import Tensor
 
 from octavo.kernels.target import Target, contiguous_rows, empty
 from octavo.kernels.triton.cast import to_dtype
-from octavo.kernels.triton.codes import amax, scale_of, to_codes
+from octavo.kernels.triton.codes import inside, largest, nearest_codes, scale_of, without_infinities
+from octavo.kernels.triton.shape import Rows, Shape
 from octavo.numerics import Quantized
+
+FORWARD = Rows(elements=2048, a_thread=32)
+BACKWARD = Rows(elements=2048, a_thread=16)
+STAGES = 2
+"""Rows that a program of the backward is ahead with loading, the present one included."""
+RESIDENT = 8192
+"""Elements that the programs of the backward on one processor work on at once: what its registers hold."""
+SUM = Shape(64, 32, warps=4)
+"""Shares of a gradient that are added up at once."""
 
 
 def forward(
@@ -39,14 +49,14 @@ def forward(
     mean = torch.empty_like(rstd) if centred else None
     quantized = None if target is None else empty(target, rows, cols, x.device)
     codes, scale = (None, None) if quantized is None else quantized[:2]
-    height, size = _tile(cols)
+    height, size = FORWARD.tile(cols)
     group = size if target is None or target.tile.cols is None else target.tile.cols
-    _forward_kernel[(triton.cdiv(rows, height),)](  # nothing fused: given rstd, y is the reference's to the bit
+    _forward_kernel[(triton.cdiv(rows, height),)](
+        # Nothing fused: given rstd, y is the reference's to the bit. But a layer norm is bound by instructions.
         x, x.stride(0), residual, 0 if residual is None else residual.stride(0), weight, bias, eps,
         y, codes, scale, mean, rstd, total, rows, cols,
-        POWER_OF_TWO=target is None or target.scaling == "power_of_two",
-        GROUP=group, ROWS=height, SIZE=size, num_warps=min(max(height * size // 1024, 1), 16),
-        enable_fp_fusion=False,
+        POWER_OF_TWO=target is None or target.scaling == "power_of_two", GROUP=group,
+        **FORWARD.meta(rows, cols), enable_fp_fusion=centred,
     )  # fmt: skip
     return y, quantized, rstd, total, mean
 
@@ -60,10 +70,10 @@ def backward(
     rstd: Tensor,
     residual_grad: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return dx in x's dtype, dweight and dbias in FP32: see `octavo.kernels.norm`."""
+    """Return dx in x's dtype, dweight and dbias in those of weight and bias: see `octavo.kernels.norm`."""
     dy, x, (rows, cols) = contiguous_rows(dy), contiguous_rows(x), x.shape
     residual_grad = None if residual_grad is None else contiguous_rows(residual_grad)
-    height, size = _tile(cols)
+    height, size = BACKWARD.tile(cols)
     programs = min(triton.cdiv(rows, height), _programs(x.device, height * size))
     dx = x.new_empty(rows, cols)
     dweight, dbias = (
@@ -72,15 +82,21 @@ def backward(
     _backward_kernel[(programs,)](
         dy, dy.stride(0), x, x.stride(0), residual_grad, 0 if residual_grad is None else residual_grad.stride(0),
         None if weight is None else weight.contiguous(), mean, rstd, dx, dweight, dbias, rows, cols,
-        ROWS=height, SIZE=size, num_warps=min(max(height * size // 512, 4), 16),
+        STAGES=STAGES, **BACKWARD.meta(rows, cols),
     )  # fmt: skip
-    return dx, None if dweight is None else dweight.sum(0), None if dbias is None else dbias.sum(0)
+    return dx, _summed(dweight, weight), _summed(dbias, bias)
 
 
-def _tile(cols: int) -> tuple[int, int]:
-    """Return how many rows a program holds at once, and their padded length."""
-    size = max(triton.next_power_of_2(cols), 128)
-    return max(2048 // size, 1), size
+def _summed(shares: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+    """Return the sum over the programs, (D,), in the dtype of the parameter."""
+    if shares is None or parameter is None:
+        return None
+    programs, cols = shares.shape
+    total = torch.empty(cols, dtype=parameter.dtype, device=shares.device)
+    _sum_kernel[(triton.cdiv(cols, SUM.width),)](
+        shares, total, programs, cols, HEIGHT=SUM.height, WIDTH=SUM.width, num_warps=SUM.warps
+    )
+    return total
 
 
 @cache
@@ -88,94 +104,107 @@ def _programs(device: torch.device, elements: int) -> int:
     """Return how many programs walk over the rows, each with so many elements at once: what an SM's registers hold."""
     if device.type != "cuda":
         return 3
-    return max(8192 // elements, 1) * torch.cuda.get_device_properties(device).multi_processor_count
+    return max(RESIDENT // elements, 1) * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit
-def _load(x_ptr, stride, rows, cols, inside):
-    return tl.load(x_ptr + rows[:, None].to(tl.int64) * stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+def _load(x_ptr, stride, rows, cols, there):
+    return tl.load(x_ptr + rows[:, None].to(tl.int64) * stride + cols[None, :], mask=there, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store(x, x_ptr, total_c, rows, cols, inside):
+def _parameter(x_ptr, cols, in_cols):
+    """A vector, as a row, in FP32."""
+    return tl.load(x_ptr + cols[None, :], mask=in_cols[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(x, x_ptr, total_c, rows, cols, there):
     where = x_ptr + rows[:, None].to(tl.int64) * total_c + cols[None, :]
-    tl.store(where, to_dtype(x, x_ptr.dtype.element_ty), mask=inside)
+    tl.store(where, to_dtype(x, x_ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit
-def _store_codes(
-    y, codes_ptr, scale_ptr, total_r, total_c, rows, cols, in_rows, inside,
-    POWER_OF_TWO: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """Quantise whole rows, one scale a group of columns. y: FP32, 0 outside the matrix."""
-    FORMAT: tl.constexpr = codes_ptr.dtype.element_ty
-    GROUPS: tl.constexpr = SIZE // GROUP
-    grouped = tl.reshape(y, (ROWS, GROUPS, GROUP))
-    scale, inverse = scale_of(amax(grouped, 2), FORMAT, POWER_OF_TWO)
-    groups, total = tl.arange(0, GROUPS), tl.cdiv(total_c, GROUP)
-    where = scale_ptr + groups[None, :].to(tl.int64) * total_r + rows[:, None]  # a group of columns after the other
-    tl.store(where, scale, mask=in_rows[:, None] & (groups < total)[None, :])
-    scaled = tl.reshape(grouped * inverse[:, :, None], (ROWS, SIZE))
-    tl.store(codes_ptr + rows[:, None].to(tl.int64) * total_c + cols[None, :], to_codes(scaled, FORMAT), mask=inside)
+def _scaled(
+    y, scale_ptr, rows, in_rows, total_r, total_c, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, GROUP: tl.constexpr
+):
+    """Whole rows as they are rounded to codes; writes one scale a group of columns. y: FP32, 0 outside the matrix."""
+    ROWS: tl.constexpr = y.shape[0]
+    GROUPS: tl.constexpr = y.shape[1] // GROUP
+    y = without_infinities(y)  # and so is what it is scaled to
+    if GROUPS == 1:
+        scale, inverse = scale_of(largest(y, 1), FORMAT, POWER_OF_TWO)
+        tl.store(scale_ptr + rows, scale, mask=in_rows)
+        y = y * inverse[:, None]
+    else:
+        grouped = tl.reshape(y, (ROWS, GROUPS, GROUP))
+        scale, inverse = scale_of(largest(grouped, 2), FORMAT, POWER_OF_TWO)
+        groups, total = tl.arange(0, GROUPS), tl.cdiv(total_c, GROUP)
+        where = scale_ptr + groups[None, :].to(tl.int64) * total_r + rows[:, None]  # a group of columns after the other
+        tl.store(where, scale, mask=in_rows[:, None] & (groups < total)[None, :])
+        y = tl.reshape(grouped * inverse[:, :, None], (ROWS, GROUPS * GROUP))
+    return y
 
 
 @triton.jit
 def _forward_kernel(
     x_ptr, x_stride, residual_ptr, residual_stride, weight_ptr, bias_ptr, eps,
-    y_ptr, codes_ptr, scale_ptr, mean_ptr, rstd_ptr, total_ptr, total_r, total_c,
-    POWER_OF_TWO: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
+    y_ptr, codes_ptr, scale_ptr, mean_ptr, rstd_ptr, total_ptr, total_r, total_c, POWER_OF_TWO: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """A few rows a program, held whole."""
     rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, SIZE)
-    in_rows, in_cols = rows < total_r, cols < total_c
-    inside = in_rows[:, None] & in_cols[None, :]
-    x = _load(x_ptr, x_stride, rows, cols, inside)
+    in_rows, in_cols = inside(rows, total_r, EVEN), inside(cols, total_c, EVEN)
+    there = in_rows[:, None] & in_cols[None, :]
+    x = _load(x_ptr, x_stride, rows, cols, there)
     if residual_ptr is not None:
-        x += _load(residual_ptr, residual_stride, rows, cols, inside)
-        _store(x, total_ptr, total_c, rows, cols, inside)
+        x += _load(residual_ptr, residual_stride, rows, cols, there)
+        _store(x, total_ptr, total_c, rows, cols, there)
         x = to_dtype(x, total_ptr.dtype.element_ty).to(tl.float32)
     if mean_ptr is not None:
         mean = tl.sum(x, axis=1) / total_c
         tl.store(mean_ptr + rows, mean, mask=in_rows)
-        x = tl.where(inside, x - mean[:, None], 0.0)
+        x = tl.where(there, x - mean[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / total_c + eps)
     tl.store(rstd_ptr + rows, rstd, mask=in_rows)
     y = x * rstd[:, None]
     if weight_ptr is not None:
-        y *= tl.load(weight_ptr + cols, mask=in_cols, other=0.0).to(tl.float32)[None, :]
+        y *= _parameter(weight_ptr, cols, in_cols)
     if bias_ptr is not None:
-        y += tl.load(bias_ptr + cols, mask=in_cols, other=0.0).to(tl.float32)[None, :]
+        y += _parameter(bias_ptr, cols, in_cols)
     if y_ptr is not None:
-        _store(y, y_ptr, total_c, rows, cols, inside)
+        _store(y, y_ptr, total_c, rows, cols, there)
     if codes_ptr is not None:
-        _store_codes(
-            y, codes_ptr, scale_ptr, total_r, total_c, rows, cols, in_rows, inside,
-            POWER_OF_TWO=POWER_OF_TWO, GROUP=GROUP, ROWS=ROWS, SIZE=SIZE,
-        )  # fmt: skip
+        FORMAT: tl.constexpr = codes_ptr.dtype.element_ty
+        y = _scaled(y, scale_ptr, rows, in_rows, total_r, total_c, FORMAT, POWER_OF_TWO, GROUP)
+        tl.store(codes_ptr + rows[:, None].to(tl.int64) * total_c + cols[None, :], nearest_codes(y, FORMAT), mask=there)
 
 
 @triton.jit
 def _backward_kernel(
     dy_ptr, dy_stride, x_ptr, x_stride, residual_ptr, residual_stride, weight_ptr, mean_ptr, rstd_ptr,
-    dx_ptr, dweight_ptr, dbias_ptr, total_r, total_c, ROWS: tl.constexpr, SIZE: tl.constexpr,
+    dx_ptr, dweight_ptr, dbias_ptr, total_r, total_c,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Every n-th few rows; dweight_ptr and dbias_ptr take one row of sums a program."""
     program, cols = tl.program_id(0), tl.arange(0, SIZE)
-    in_cols = cols < total_c
+    in_cols = inside(cols, total_c, EVEN)
+    if weight_ptr is not None:
+        weight = _parameter(weight_ptr, cols, in_cols)
     dweight, dbias = tl.zeros((ROWS, SIZE), tl.float32), tl.zeros((ROWS, SIZE), tl.float32)
-    for first in tl.range(program * ROWS, total_r, tl.num_programs(0) * ROWS, num_stages=2):
+    for first in tl.range(program * ROWS, total_r, tl.num_programs(0) * ROWS, num_stages=STAGES):
         rows = first + tl.arange(0, ROWS)
-        in_rows = rows < total_r
-        inside = in_rows[:, None] & in_cols[None, :]
-        dy, x = _load(dy_ptr, dy_stride, rows, cols, inside), _load(x_ptr, x_stride, rows, cols, inside)
+        in_rows = inside(rows, total_r, EVEN)
+        there = in_rows[:, None] & in_cols[None, :]
+        dy, x = _load(dy_ptr, dy_stride, rows, cols, there), _load(x_ptr, x_stride, rows, cols, there)
         rstd = tl.load(rstd_ptr + rows, mask=in_rows, other=0.0)[:, None]
         if mean_ptr is not None:
-            x = tl.where(inside, x - tl.load(mean_ptr + rows, mask=in_rows, other=0.0)[:, None], 0.0)
+            x = tl.where(there, x - tl.load(mean_ptr + rows, mask=in_rows, other=0.0)[:, None], 0.0)
         normed = x * rstd
         g = dy
         if weight_ptr is not None:
             dweight += dy * normed
-            g = dy * tl.load(weight_ptr + cols, mask=in_cols, other=0.0).to(tl.float32)[None, :]
+            g = dy * weight
         dx = g - normed * (tl.sum(g * normed, axis=1) / total_c)[:, None]
         if mean_ptr is not None:
             dx -= (tl.sum(g, axis=1) / total_c)[:, None]
@@ -183,10 +212,22 @@ def _backward_kernel(
             dbias += dy
         dx *= rstd
         if residual_ptr is not None:
-            dx += _load(residual_ptr, residual_stride, rows, cols, inside)
-        _store(dx, dx_ptr, total_c, rows, cols, inside)
+            dx += _load(residual_ptr, residual_stride, rows, cols, there)
+        _store(dx, dx_ptr, total_c, rows, cols, there)
     where = program.to(tl.int64) * total_c + cols
     if dweight_ptr is not None:
         tl.store(dweight_ptr + where, tl.sum(dweight, axis=0), mask=in_cols)
     if dbias_ptr is not None:
         tl.store(dbias_ptr + where, tl.sum(dbias, axis=0), mask=in_cols)
+
+
+@triton.jit
+def _sum_kernel(shares_ptr, total_ptr, total_r, total_c, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Sums over the rows of an FP32 matrix, a few columns a program."""
+    cols = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    in_cols = cols < total_c
+    total = tl.zeros((HEIGHT, WIDTH), tl.float32)
+    for first in range(0, total_r, HEIGHT):
+        rows = first + tl.arange(0, HEIGHT)
+        total += _load(shares_ptr, total_c, rows, cols, (rows < total_r)[:, None] & in_cols[None, :])
+    tl.store(total_ptr + cols, to_dtype(tl.sum(total, axis=0), total_ptr.dtype.element_ty), mask=in_cols)

@@ -10,16 +10,16 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.target import Target, empty_scale
-from octavo.kernels.triton.codes import BLOCK, NONE, ROW_TILE, mode_of, scales_kernel
+from octavo.kernels.triton.codes import BLOCK, COLUMN_TILE, NONE, ROW_TILE, mode_of, scales_kernel
 from octavo.numerics import Quantized
 
 
 class Output:
     """Codes and scales of a (rows, cols) matrix, or of its transpose, that a kernel is about to write.
 
-    `arguments` are `codes, scale, stride_r, stride_c, inverse`. Where `searches`, a first pass leaves maxima in the
-    memory of `inverse`, and `end_search` makes scales of them. A transpose is written in words of four codes, so its
-    memory is rounded up to that; `quantized` is without the surplus.
+    Where it `searches`, a first pass leaves maxima in the memory of `inverse`, and `end_searches` makes scales of them.
+    A transpose is written in words of four codes, so its memory is rounded up to that; `quantized` is without the
+    surplus.
     """
 
     def __init__(
@@ -31,42 +31,48 @@ class Output:
         *,
         transposed: bool = False,
         scale: Tensor | None = None,
+        in_sight: bool = False,
     ) -> None:
-        """`scale`: power-of-two scales, one a row of the matrix, where they are known already: nothing is searched."""
-        self._written: Quantized | None = None
-        self._surplus = -rows % 4 if transposed else 0
+        """Allocate the memory.
+
+        Args:
+            scale: power-of-two scales, one a row of the matrix, where they are known already: nothing is searched.
+            in_sight: the programs that write see tiles of 128 rows whole: their maxima are not searched either.
+        """
         self.mode: int = NONE.value
-        self.searches = False
-        self.arguments: tuple[Any, ...] = (None, None, 0, 0, None)
         self.power_of_two = target is None or target.scaling == "power_of_two"
+        self.searches = False
+        self.inverse: Tensor | None = None
+        self._codes: Tensor | None = None
+        self._written: Quantized | None = None
+        self._strides: tuple[int, ...] = 0, 0
+        self._surplus = -rows % 4 if transposed else 0
         if target is None:
             return
         mode = mode_of(target.tile.transposed.name if transposed else target.granularity)
         assert mode is not None, "the dispatcher asks `refuses` first"
         self.mode = mode
         shape = (cols, rows) if transposed else (rows, cols)
-        codes = torch.empty(shape[0], shape[1] + self._surplus, dtype=target.fmt.dtype, device=device)
+        self._codes = torch.empty(shape[0], shape[1] + self._surplus, dtype=target.fmt.dtype, device=device)
         written = empty_scale(target, *shape, device)
-        self._written = Quantized(codes, written, target.tile)
-        self.searches = scale is None and mode != ROW_TILE.value
-        inverse: Tensor | None = None
+        self._written = Quantized(self._codes, written, target.tile)
+        self._strides = (written.t() if transposed else written).stride()
         if scale is not None:
-            inverse = scale.reshape(-1).reciprocal()  # exact
+            self.inverse = scale.reshape(-1).reciprocal()  # exact
             written.copy_(scale.reshape(written.shape))
-        elif self.searches:
-            inverse = torch.zeros(written.numel(), dtype=torch.float32, device=device)  # lies as the scales do
-        strides = (written.t() if transposed else written).stride()
-        self.arguments = (codes, written, *strides, inverse)
+        else:
+            self.searches = mode != ROW_TILE.value and not (in_sight and self.is_high)
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What a kernel takes: `codes, scale, stride_r, stride_c, inverse`."""
+        if self.searches and self.inverse is None:
+            begin_searches(self)
+        return self._codes, None if self._written is None else self._written.scale, *self._strides, self.inverse
 
     def end_search(self) -> None:
-        """Turn the maxima that a search has left into scales, and into what values are multiplied by."""
-        if not self.searches:
-            return
-        codes, scale, _, _, amax = self.arguments
-        format = tl.float8e4nv if codes.dtype == torch.float8_e4m3fn else tl.float8e5
-        scales_kernel[(triton.cdiv(amax.numel(), 1024),)](
-            amax, scale, amax.numel(), FORMAT=format, POWER_OF_TWO=self.power_of_two, SIZE=1024, num_warps=4
-        )
+        """Do what `end_searches` does."""
+        end_searches(self)
 
     @property
     def quantized(self) -> Quantized | None:
@@ -79,3 +85,37 @@ class Output:
     def is_tiled(self) -> bool:
         """Whether its scales belong to tiles of 128 columns of the matrix, which must not straddle two sources."""
         return self.mode in (ROW_TILE.value, BLOCK.value)
+
+    @property
+    def is_high(self) -> bool:
+        """Whether its scales belong to tiles of 128 rows of the matrix."""
+        return self.mode in (COLUMN_TILE.value, BLOCK.value)
+
+
+def begin_searches(*outputs: Output) -> None:
+    """Put zeros where a search is to leave maxima, which lie as the scales do: one launch for all outputs."""
+    searching = [(output, output.quantized.scale) for output in outputs if output.searches and output.quantized]
+    sizes = [-(-scale.numel() // 4) * 4 for _, scale in searching]  # aligned to 16 bytes
+    if not searching:
+        return
+    zeros = torch.zeros(sum(sizes), dtype=torch.float32, device=searching[0][1].device)
+    for (output, scale), part in zip(searching, zeros.split(sizes), strict=True):
+        output.inverse = part[: scale.numel()]
+
+
+def end_searches(*outputs: Output) -> None:
+    """Turn the maxima of a search into scales, and into what values are multiplied by: one launch for two outputs."""
+    searching = [output for output in outputs if output.searches]
+    for first in range(0, len(searching), 2):
+        arguments = [_found(output) for output in searching[first : first + 2]]
+        counts = [found[2] for found in arguments]
+        scales_kernel[(triton.cdiv(max(counts), 1024), len(counts))](
+            *arguments[0], *(arguments[1] if len(counts) == 2 else (None, None, 0, None, None)),
+            SIZE=1024, num_warps=4,
+        )  # fmt: skip
+
+
+def _found(output: Output) -> tuple[Any, ...]:
+    codes, scale, _, _, amax = output.arguments
+    format = tl.float8e4nv if codes.dtype == torch.float8_e4m3fn else tl.float8e5
+    return amax, scale, amax.numel(), format, output.power_of_two

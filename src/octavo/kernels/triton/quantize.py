@@ -1,8 +1,8 @@
 """Quantise in one read where the scales allow it: codes, transposed codes, or both, with any fold.
 
 A scale of a whole row, column or matrix must be known before the first code is written. So there are two passes: one
-that leaves the maxima in memory, one that writes. Scales of small tiles skip the first. Codes of whole rows alone are
-made by programs that each hold a row.
+that leaves the maxima in memory, one that writes. Scales of tiles skip the first: a program sees such tiles whole.
+Codes of whole rows alone are made by programs that each hold a row.
 
 The second pass walks backwards: what the first one read last is still in the cache.
 """
@@ -33,7 +33,7 @@ from octavo.kernels.triton.codes import (
     search,
     to_codes,
 )
-from octavo.kernels.triton.output import Output
+from octavo.kernels.triton.output import Output, begin_searches, end_searches
 from octavo.kernels.triton.shape import Shape, row_warps
 from octavo.kernels.triton.telemetry import count
 from octavo.numerics import Quantized
@@ -49,6 +49,8 @@ NARROW = 2048
 WRITE = Shape(64, 64, warps=4)
 TILED = Shape(64, SIDE.value, warps=4)
 """Where scales belong to tiles of 128 columns."""
+HIGH = Shape(SIDE.value, SIDE.value, warps=8)
+"""Where scales belong to tiles of 128 rows."""
 
 
 def refuses(*targets: Target | None) -> str | None:
@@ -75,8 +77,8 @@ def quantize_pair(
             return _quantize_rows(sources[0], rows, row_fold, stats[0]), None
     row_fold, column_fold = (fold if fold is None else fold.contiguous() for fold in (row_fold, column_fold))
     device = sources[0].device
-    row_output = Output(rows, total_r, total_c, device)
-    column_output = Output(columns, total_r, total_c, device, transposed=True)
+    row_output = Output(rows, total_r, total_c, device, in_sight=True)
+    column_output = Output(columns, total_r, total_c, device, transposed=True, in_sight=True)
     tiled = row_output.is_tiled or column_output.is_tiled
     if tiled and any(source.shape[1] % SIDE.value for source in sources[:-1]):
         # A tile of scales would straddle two sources.
@@ -84,10 +86,10 @@ def quantize_pair(
     offsets = [sum(source.shape[1] for source in sources[:i]) for i in range(len(sources))]
     placed = list(zip(sources, offsets, strict=True))
     if row_output.searches or column_output.searches:
+        begin_searches(row_output, column_output)
         for source, offset in placed:
             _search(source, offset, row_output, column_output, row_fold, column_fold)
-        row_output.end_search()
-        column_output.end_search()
+        end_searches(row_output, column_output)
     for source, offset in reversed(placed):
         _write(source, offset, (total_r, total_c), row_output, column_output, row_fold, column_fold, stats)
     return row_output.quantized, column_output.quantized
@@ -122,6 +124,8 @@ def _write(
 ) -> None:  # fmt: skip
     rows, cols = x.shape
     shape = TILED if row.is_tiled or column.is_tiled else WRITE
+    if row.is_high or column.is_high:
+        shape = HIGH
     across, down = shape.grid(rows, cols)
     _write_kernel[(across * down,)](
         x, x.stride(0), rows, cols, offset, *total, row_fold, column_fold, *row.arguments, *column.arguments, *stats,
@@ -211,8 +215,8 @@ def _write_kernel(
             emit(
                 (x0 * row_factors, x1 * row_factors, x2 * row_factors, x3 * row_factors), row_codes, rows_out, cols_out,
                 row_scale, row_stride_r, row_stride_c, row_inverse, rows, cols,
-                in_rows, in_cols, tile_r, tile_c,
-                MODE=ROW_MODE, POWER_OF_TWO=ROW_POWER_OF_TWO, TRANSPOSED=False, stats_ptr=row_stats,
+                in_rows, in_cols, tile_r, tile_c, MODE=ROW_MODE, POWER_OF_TWO=ROW_POWER_OF_TWO,
+                TRANSPOSED=False, stats_ptr=row_stats, EVEN=EVEN,
             )  # fmt: skip
         if COLUMN_MODE != NONE:
             f0 = factors(column_fold, rows[0], in_rows[0])[:, None]
@@ -222,6 +226,6 @@ def _write_kernel(
             emit(
                 (x0 * f0, x1 * f1, x2 * f2, x3 * f3), column_codes, rows_out, cols_out,
                 column_scale, column_stride_r, column_stride_c, column_inverse, rows, cols,
-                in_rows, in_cols, tile_r, tile_c,
-                MODE=COLUMN_MODE, POWER_OF_TWO=COLUMN_POWER_OF_TWO, TRANSPOSED=True, stats_ptr=column_stats,
+                in_rows, in_cols, tile_r, tile_c, MODE=COLUMN_MODE, POWER_OF_TWO=COLUMN_POWER_OF_TWO,
+                TRANSPOSED=True, stats_ptr=column_stats, EVEN=EVEN,
             )  # fmt: skip

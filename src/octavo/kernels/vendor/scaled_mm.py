@@ -53,7 +53,12 @@ def scaled_mm_tensor(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: b
     rows, cols = a.codes.shape[0], b.codes.shape[0]
     a_MK, b_NK = _pad(a.codes, 1, 16), _pad(b.codes, 16, 16)
     y_MN = torch._scaled_mm(
-        a_MK, b_NK.t(), a.scale.reshape(()), b.scale.reshape(()), out_dtype=out_dtype, use_fast_accum=fast
+        a_MK,
+        b_NK.t(),
+        _aligned(a.scale.reshape(())),
+        _aligned(b.scale.reshape(())),
+        out_dtype=out_dtype,
+        use_fast_accum=fast,
     )
     return y_MN[:rows, :cols]
 
@@ -65,8 +70,9 @@ def scaled_mm_row(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool
     """
     rows, cols = a.codes.shape[0], b.codes.shape[0]
     a_MK, b_NK = _pad(a.codes, 1, 16), _pad(b.codes, 16, 16)
-    scale_a = a.scale.expand(rows, 1).contiguous()
+    scale_a = _aligned(a.scale.expand(rows, 1).contiguous())
     scale_b = F.pad(b.scale.expand(cols, 1), (0, 0, 0, b_NK.shape[0] - cols), value=1.0).reshape(1, -1).contiguous()
+    scale_b = _aligned(scale_b)
     hardware_dtype = torch.bfloat16 if a_MK.is_cuda else out_dtype
     y_MN = torch._scaled_mm(a_MK, b_NK.t(), scale_a, scale_b, out_dtype=hardware_dtype, use_fast_accum=fast)
     return y_MN[:rows, :cols].to(out_dtype)
@@ -96,8 +102,14 @@ def _block_scale(x: Quantized, rows: int, cols: int) -> Tensor:
     missing = (0, tiles[1] - x.scale.shape[1], 0, tiles[0] - x.scale.shape[0])
     scale = F.pad(x.scale, missing, value=1.0) if any(missing) else x.scale
     if x.granularity == TILE_1x128:
-        return scale.t().contiguous().t()  # (rows, K / 128), stride (1, rows)
-    return scale.contiguous().t()  # (K / 128 rounded up to 4, N / 128), stride (1, K / 128)
+        scale = scale.t()  # so that what is returned is (rows, K / 128), stride (1, rows)
+    # else (K / 128 rounded up to 4, N / 128), stride (1, K / 128)
+    return _aligned(scale.contiguous()).view(-1).view(scale.shape).t()  # views say the strides of sides of 1 as well
+
+
+def _aligned(scale: Tensor) -> Tensor:
+    """Return the scale at an address that cuBLAS takes: part of a batch may lie at any multiple of four bytes."""
+    return scale if not scale.is_cuda or scale.data_ptr() % 16 == 0 else scale.clone()
 
 
 def _pad(codes: Tensor, row_multiple: int, col_multiple: int) -> Tensor:

@@ -1,0 +1,210 @@
+"""`octavo.autocast`: run a block of code with the operators of a white list in FP8, without converting any module.
+
+It sees what Python calls (`torch.overrides.TorchFunctionMode`): `F.linear` on raw parameters, `@`, `torch.bmm`. Modules
+that `octavo.convert` has made or has left in BF16 stay what the plan says.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from octavo.conversion.gain import predicted_gain
+from octavo.conversion.operators import Operators
+from octavo.conversion.products import READERS, Product
+from octavo.conversion.seen import Seen
+from octavo.errors import ConfigError, UnsupportedError
+from octavo.kernels.bmm import why_looped
+from octavo.nn.linear import compute_dtype
+from octavo.recipes import RecipeLike, load
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_PLAIN = (Tensor, nn.Parameter)
+_KEPT = "octavo_keeps"
+
+
+class autocast(TorchFunctionMode):
+    """A block in which white operators compute by a recipe, forward and backward, and all others as ever.
+
+    `with octavo.autocast() as seen:` gives a report of what was met. Products are rounded to `torch.autocast`'s dtype
+    where that is on, else to that of their operands. Blocks nest, and the innermost one decides; `enabled=False` makes
+    one in which nothing runs in FP8. A backward pass follows its forward, wherever it is called.
+
+    Raises:
+        ConfigError: an unknown recipe, or one that keeps scales from step to step: only layers can keep them.
+    """
+
+    def __init__(
+        self, recipe: RecipeLike = "folded", operators: Operators | None = None, *, enabled: bool = True
+    ) -> None:
+        super().__init__()
+        if torch.compiler.is_compiling():
+            raise UnsupportedError(
+                "octavo.autocast cannot begin in compiled code: call the compiled code inside of it."
+            )
+        self.recipe, self.operators, self.enabled = load(recipe), operators or Operators(), enabled
+        if self.recipe.keeps_scales:
+            raise ConfigError(
+                f"recipe '{self.recipe.name}' keeps scales from step to step, and operators have no layer to keep them "
+                "in. Use a recipe with current scales, or octavo.convert."
+            )
+        self.seen = Seen()
+        self._watched = self.operators.watched()
+        self._listens = enabled
+        self._silenced: list[list[autocast]] = []
+        self._gains: dict[tuple[int, int, int, int, int], float] = {}
+
+    def __enter__(self) -> Seen:
+        """Begin the block and return its report, which goes on where an earlier block of the same object ended."""
+        self._silenced.append(_silence())
+        self._listens = self.enabled
+        _blocks().append(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self.seen
+
+    def __exit__(self, *exception: Any) -> None:
+        """End the block."""
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        _blocks().pop()
+        self._listens = False
+        for mode in self._silenced.pop():
+            mode._listens = True
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function of PyTorch: in FP8 where it is white and can be, else as it is."""
+        kwargs = kwargs or {}
+        name = self._watched.get(func) if self._listens else None
+        if name is None:
+            return func(*args, **kwargs)
+        found = self._judge(name, args, kwargs)
+        if isinstance(found, str):
+            _note(name, found)
+            return func(*args, **kwargs)
+        _note(name, "")
+        return found.compute(self.recipe, compute_dtype(found.tensors[0]))
+
+    def _judge(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Product | str:
+        """Return the product that a call is to be in FP8, or why it stays as it is."""
+        black = self.operators.black.get(name)
+        product = _read(name, args, kwargs) if black is None else black
+        return product if isinstance(product, str) else self._why_not(product) or product
+
+    def _why_not(self, product: Product) -> str | None:
+        """Return why a product stays as it is, or None. Without numbers: compilers may have made variables of them."""
+        if not self.recipe.is_fp8:
+            return "the recipe says bf16"
+        return _kept_by_plan(product) or _no_operands(product) or self._too_small(product)
+
+    def _too_small(self, product: Product) -> str | None:
+        rules, device = self.operators, product.tensors[0].device
+        if product.features < rules.min_features:
+            return "fewer than `min_features`"
+        if product.batch > 1 and any(size % rules.multiple for size in product.sizes):
+            return "a batch whose sizes are no multiples of `multiple`"
+        if device.type != "cuda":
+            return None
+        if self._gain(*product.sizes, product.taps, product.batch) < rules.min_gain:
+            return "too small to gain: below `min_gain`"
+        if product.batch > rules.max_loop and (reason := self._why_looped(device)) is not None:
+            return f"a batch of more than `max_loop`: {reason}"
+        return None
+
+    def _gain(self, rows: int, cols: int, terms: int, taps: int, batch: int) -> float:
+        if torch.compiler.is_compiling():  # what it traces must not change what it looks at
+            return predicted_gain(self.recipe, cols, terms, rows, taps, batch)
+        key = rows, cols, terms, taps, batch
+        if key not in self._gains:
+            self._gains[key] = predicted_gain(self.recipe, cols, terms, rows, taps, batch)
+        return self._gains[key]
+
+    def _why_looped(self, device: torch.device) -> str | None:
+        kinds = [((a.format, a.granularity), (b.format, b.granularity)) for _, a, b in self.recipe.gemms()]
+        return next(filter(None, (why_looped(device, a, b) for a, b in kinds)), None)
+
+
+def _read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Product | str:
+    try:
+        return READERS[name](*args, **kwargs)
+    except (TypeError, AttributeError):  # arguments of another form, or wrong ones: PyTorch knows what to do
+        return "called with arguments of another form"
+
+
+def keep(weight: Tensor, reason: str | None) -> None:
+    """Mark a weight as one that every block leaves in high precision, or with None as one like any other."""
+    if reason is not None:
+        setattr(weight, _KEPT, reason)
+    elif hasattr(weight, _KEPT):
+        delattr(weight, _KEPT)
+
+
+def _kept_by_plan(product: Product) -> str | None:
+    return getattr(product.weight, _KEPT, None)
+
+
+def _no_operands(product: Product) -> str | None:
+    """Return what an FP8 product has against these operands, or None."""
+    first = product.tensors[0]
+    for x in product.tensors:
+        if type(x) not in _PLAIN or x.layout != torch.strided:
+            return f"an operand is a {type(x).__name__}, {x.layout}"
+        if x.dtype not in _DTYPES:
+            return f"an operand is {x.dtype}"
+        if x.device != first.device:
+            return "its operands are on different devices"
+        if x.dtype != first.dtype and not torch.is_autocast_enabled(x.device.type):
+            return "its operands have different dtypes"
+    return None
+
+
+class _Blocks(threading.local):
+    def __init__(self) -> None:
+        self.open: list[autocast] = []
+
+
+_all = _Blocks()
+
+
+def _blocks() -> list[autocast]:
+    """Return the blocks that this thread is in, the innermost last."""
+    return _all.open
+
+
+def _silence() -> list[autocast]:
+    """Make every block that is open stop listening; return those that did."""
+    listening = [mode for mode in _blocks() if mode._listens]
+    for mode in listening:
+        mode._listens = False
+    return listening
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Run everything as it is inside, whatever `autocast` blocks are around it."""
+    silenced = _silence()
+    try:
+        yield
+    finally:
+        for mode in silenced:
+            mode._listens = True
+
+
+def _note(operator: str, why: str) -> None:
+    if torch.compiler.is_compiling():
+        _note_compiled(operator, why)
+    else:
+        _blocks()[-1].seen.calls[operator, why] += 1
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _note_compiled(operator: str, why: str) -> None:
+    """Enter a call that is being compiled. A compiler runs this when it traces, and never again."""
+    if _blocks():
+        _blocks()[-1].seen.compiled[operator, why] += 1

@@ -1,0 +1,268 @@
+"""What product a call of an operator asks for: one reader an operator, with the arguments that PyTorch gives it.
+
+M rows, N columns, K terms of a sum. A reader returns a `Product`, or in words why it cannot be one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.kernels.patches import Window
+from octavo.nn.conv import convolution
+from octavo.nn.functional import linear as fp8_linear
+from octavo.nn.matmul import matmul as fp8_matmul
+from octavo.recipes import Recipe
+
+Compute = Callable[[Recipe, torch.dtype], Tensor]
+"""Gives the operator's result, computed by a recipe and rounded to a dtype."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Product:
+    """A matrix product, or a batch of them."""
+
+    compute: Compute
+    tensors: tuple[Tensor, ...]
+    """All that is read, the input first."""
+    sizes: tuple[int, int, int]
+    """(M, N, K) of each one."""
+    features: int
+    """The smaller of what a layer would call its input and its output features."""
+    batch: int = 1
+    """How many products of two matrices it is: 1 where the right operand is a single matrix."""
+    taps: int = 0
+    """Pixels of a convolution's patch; 0 for all else."""
+    weight: Tensor | None = None
+    """The parameter among the operands whose codes are kept until it changes."""
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Product | str:
+    """Read `F.linear`."""
+    if weight.dim() != 2 or input.dim() == 0:
+        return _SHAPES
+    if not is_parameter(weight):  # its codes must not outlive this call
+        return _product(input, weight.t(), lambda y: y if bias is None else y + bias.to(y.dtype), _given(bias))
+    return Product(
+        compute=lambda recipe, dtype: fp8_linear(input, weight, bias, recipe, dtype),
+        tensors=(input, weight, *_given(bias)),
+        sizes=(math.prod(input.shape[:-1]), *weight.shape),
+        features=min(weight.shape),
+        weight=weight,
+    )
+
+
+def matmul(input: Tensor, other: Tensor, **options: Any) -> Product | str:
+    """Read `torch.matmul` and `@`."""
+    if input.dim() < 2 or other.dim() < 2:
+        return "a vector is no matrix"
+    return _called_with(options) or _product(input, other)
+
+
+def mm(input: Tensor, mat2: Tensor, **options: Any) -> Product | str:
+    """Read `torch.mm`."""
+    return matmul(input, mat2, **options) if input.dim() == mat2.dim() == 2 else _SHAPES
+
+
+def bmm(input: Tensor, mat2: Tensor, **options: Any) -> Product | str:
+    """Read `torch.bmm`."""
+    fits = input.dim() == mat2.dim() == 3 and input.shape[0] == mat2.shape[0]
+    return matmul(input, mat2, **options) if fits else _SHAPES
+
+
+def addmm(
+    input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1, **options: Any
+) -> Product | str:
+    """Read `torch.addmm`."""
+    fits = mat1.dim() == mat2.dim() == 2
+    return (_called_with(options) or _product(mat1, mat2, *_plus(input, beta, alpha))) if fits else _SHAPES
+
+
+def baddbmm(
+    input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1, **options: Any
+) -> Product | str:
+    """Read `torch.baddbmm`."""
+    fits = batch1.dim() == batch2.dim() == 3 and batch1.shape[0] == batch2.shape[0]
+    return (_called_with(options) or _product(batch1, batch2, *_plus(input, beta, alpha))) if fits else _SHAPES
+
+
+def einsum(equation: str, *operands: Any) -> Product | str:
+    """Read `torch.einsum` of two operands, where each letter that is summed over stands in both."""
+    if len(operands) == 1 and isinstance(operands[0], Sequence):
+        operands = tuple(operands[0])
+    if not isinstance(equation, str) or len(operands) != 2:
+        return "an einsum of other than two operands"
+    terms, arrow, out = equation.replace(" ", "").partition("->")
+    a, _, b = terms.partition(",")
+    if not arrow:
+        out = "".join(sorted(letter for letter in a + b if (a + b).count(letter) == 1))
+    if "." in equation or any(len(set(term)) != len(term) for term in (a, b, out)):
+        return "an einsum with dots or with a letter twice in a term"
+    left, right = operands
+    if (left.dim(), right.dim()) != (len(a), len(b)):
+        return _SHAPES
+    sizes = dict(zip(a + b, (*left.shape, *right.shape), strict=True))
+    if tuple(sizes[letter] for letter in a) != tuple(left.shape):
+        return _SHAPES
+    batch, summed = [c for c in a if c in b and c in out], [c for c in a if c in b and c not in out]
+    rows, columns = [c for c in a if c not in b], [c for c in b if c not in a]
+    kept = [*batch, *rows, *columns]
+    if not summed or sorted(kept) != sorted(out):
+        return "an einsum that is no matrix product"
+
+    def arranged(x: Tensor, term: str, *groups: list[str]) -> Tensor:
+        x = x.permute([term.index(letter) for group in groups for letter in group])
+        return x.reshape(
+            [math.prod(sizes[letter] for letter in group) for group in groups if group or group is not batch]
+        )
+
+    def restored(y: Tensor) -> Tensor:
+        return y.reshape([sizes[letter] for letter in kept]).permute([kept.index(letter) for letter in out])
+
+    return _product(arranged(left, a, batch, rows, summed), arranged(right, b, batch, summed, columns), restored)
+
+
+def conv2d(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
+    groups: int = 1,
+) -> Product | str:  # fmt: skip
+    """Read `F.conv2d`."""
+    return _convolution(input, weight, bias, stride, padding, dilation, groups, 2)
+
+
+def conv1d(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
+    groups: int = 1,
+) -> Product | str:  # fmt: skip
+    """Read `F.conv1d`: a convolution of images that are one pixel high."""
+    return _convolution(input, weight, bias, stride, padding, dilation, groups, 1)
+
+
+READERS: dict[str, Callable[..., Product | str]] = {
+    "linear": linear,
+    "matmul": matmul,
+    "mm": mm,
+    "bmm": bmm,
+    "addmm": addmm,
+    "baddbmm": baddbmm,
+    "einsum": einsum,
+    "conv1d": conv1d,
+    "conv2d": conv2d,
+}
+"""The operators that can be white, and who reads their calls."""
+_SHAPES = "the shapes do not fit"
+
+
+def is_parameter(x: Tensor) -> bool:
+    """Return whether x is one of a model's own tensors, which an optimizer changes, and not made by a computation."""
+    return isinstance(x, nn.Parameter) or (x.requires_grad and x.is_leaf)
+
+
+def _product(
+    left: Tensor, right: Tensor, finish: Callable[[Tensor], Tensor] = lambda y: y, others: tuple[Tensor, ...] = ()
+) -> Product | str:
+    """Return finish(left right) for left (..., M, K) and right (..., K, N). `others`: what else `finish` reads."""
+    *leading, terms = left.shape
+    if terms != right.shape[-2]:
+        return _SHAPES
+    one = right.dim() == 2
+    weight = _parameter_behind(right)
+
+    def compute(recipe: Recipe, dtype: torch.dtype) -> Tensor:
+        if weight is not None:
+            return finish(fp8_linear(left, weight, None, recipe, dtype))
+        return finish(fp8_matmul(left, right, recipe, dtype))
+
+    return Product(
+        compute=compute,
+        tensors=(left, right, *others),
+        sizes=(math.prod(leading) if one else leading[-1], right.shape[-1], terms),
+        features=min(right.shape[-2:]),
+        batch=1 if one else math.prod(torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])),
+        weight=weight,
+    )
+
+
+def _parameter_behind(right_KN: Tensor) -> Tensor | None:
+    """Return the parameter (N, K) that this is the transpose of, as in `x @ w.t()`; None for anything else."""
+    if torch.compiler.is_compiling() or right_KN.dim() != 2:
+        return None
+    base = right_KN._base
+    if base is None or not is_parameter(base) or base.requires_grad != (right_KN.grad_fn is not None):
+        return None  # a view from under `no_grad` has a gradient of its own
+    same = base.shape == right_KN.shape[::-1] and base.stride() == right_KN.stride()[::-1]
+    return base if same and base.data_ptr() == right_KN.data_ptr() else None
+
+
+def _plus(input: Tensor, beta: float, alpha: float) -> tuple[Callable[[Tensor], Tensor], tuple[Tensor, ...]]:
+    """Return what makes beta * input + alpha * y of y, and what it reads."""
+    if beta == 0:  # then a NaN in it does not count
+        return (lambda y: y * alpha), ()
+    return (lambda y: input.to(y.dtype) * beta + y * alpha), (input,)
+
+
+def _convolution(
+    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int, dims: int
+) -> Product | str:
+    """Read a convolution over the last `dims` dimensions."""
+    if weight.dim() != dims + 2 or input.dim() not in (dims + 1, dims + 2) or 0 in (*input.shape, *weight.shape):
+        return _SHAPES
+    if groups > 1:
+        return "groups: each is a small product of its own"
+    if not is_parameter(weight):
+        return "its weight is no parameter"
+    kernel = tuple(weight.shape[2:])
+    if isinstance(padding, str):
+        spans = [d * (k - 1) for d, k in zip(_each(dilation, dims), kernel, strict=True)]
+        if padding == "same" and any(span % 2 for span in spans):
+            return "padding 'same' of an even kernel is not the same on both sides"
+        padding = tuple(span // 2 if padding == "same" else 0 for span in spans)
+    window = Window(
+        *(_pair(given, dims, flat) for given, flat in ((kernel, 1), (stride, 1), (padding, 0), (dilation, 1)))
+    )
+    batched = input.dim() == dims + 2
+    x = input if batched else input[None]
+    x = x.unsqueeze(2) if dims == 1 else x
+    output = window.output(*x.shape[2:])
+    if x.shape[1] != weight.shape[1] or 0 in output:
+        return _SHAPES
+
+    def compute(recipe: Recipe, dtype: torch.dtype) -> Tensor:
+        y = convolution(x, weight, bias, window, recipe, dtype)
+        y = y.squeeze(2) if dims == 1 else y
+        return y if batched else y[0]
+
+    return Product(
+        compute=compute,
+        tensors=(input, weight, *_given(bias)),
+        sizes=(x.shape[0] * math.prod(output), weight.shape[0], math.prod(weight.shape[1:])),
+        features=min(weight.shape[:2]),
+        taps=window.taps,
+        weight=weight,
+    )
+
+
+def _each(given: Any, dims: int) -> tuple[int, ...]:
+    """Return one number a dimension for what PyTorch takes: a number, or one or all of them in a sequence."""
+    numbers = tuple(given) if isinstance(given, Sequence) else (given,)
+    return numbers * dims if len(numbers) == 1 else numbers
+
+
+def _pair(given: Any, dims: int, flat: int) -> tuple[int, int]:
+    """Return the numbers of an image's two dimensions; `flat` is the first one's where the image is a line."""
+    first, second = (flat, *_each(given, dims))[-2:]
+    return first, second
+
+
+def _given(bias: Tensor | None) -> tuple[Tensor, ...]:
+    return () if bias is None else (bias,)
+
+
+def _called_with(options: dict[str, Any]) -> str | None:
+    given = [name for name, value in options.items() if value is not None]
+    return f"called with {' and '.join(given)}" if given else None

@@ -1,0 +1,237 @@
+"""The grouped contract: GEMMs of tokens that are sorted by expert, each group with a weight of its own.
+
+T: tokens. E: experts. N: output features. K: input features. `ends` (E,), int32: where the tokens of each expert end,
+the last one T; an expert may have none.
+
+    grouped_gemm       y[t] = a[t] . b[e(t)]^T                    fprop, and dgrad with the transposed weights
+    grouped_wgrad      dW[e] = sum over its tokens of a[t]^T b[t]
+    quantize_groups    `quantize_pair` of every group: a scale a token, and of the transpose a scale a column and expert
+    transpose_groups   the byte transpose of every group
+    grouped_mm         the first two in high precision
+
+What wgrad reads is transposed, its tokens along the sum, and *padded*: every group starts at a multiple of 16 and has
+16 tokens at the least, the missing ones zero codes, as `torch._scaled_grouped_mm` wants it. How many there are is known
+on the device alone, so the memory has room for the worst case, and nothing waits for the host.
+
+All are custom operators: on a GPU PyTorch's grouped GEMM and Triton, elsewhere `reference/grouped.py`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.errors import ConfigError
+from octavo.kernels import ledger
+from octavo.kernels.dispatch import launches_on, uses_triton
+from octavo.kernels.operator import define
+from octavo.kernels.padding import padded_ends, padded_length
+from octavo.kernels.reference import grouped as reference
+from octavo.kernels.target import Target, target_of
+from octavo.kernels.vendor import grouped_mm as vendor
+from octavo.numerics import PER_ROW, Quantized
+
+
+class Padded(NamedTuple):
+    """A matrix (T, C) as wgrad reads it: transposed, each group padded."""
+
+    codes: Tensor
+    """(C, P), P = `padded_length(T, E)`."""
+    scale: Tensor
+    """FP32 (E, C), one for each expert's part of a column."""
+
+
+def grouped_gemm(
+    a: Quantized, b: Tensor, b_scale: Tensor, ends: Tensor, out_dtype: torch.dtype, accumulate: str = "slow"
+) -> Tensor:
+    """Return a[t] . b[e(t)]^T for every token, (T, R).
+
+    Args:
+        a: (T, C), a scale a row.
+        b: codes (E, R, C), the last dimension contiguous.
+        b_scale: FP32 (E, R).
+        ends: int32 (E,).
+        accumulate: `slow` or `fast`.
+    """
+    result: Tensor = torch.ops.octavo.grouped_gemm(a.codes, a.scale, b, b_scale, ends, out_dtype, accumulate == "fast")
+    return result
+
+
+def grouped_wgrad(a: Padded, b: Padded, ends: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Return the sums over each expert's tokens of a[t]^T b[t], (E, N, K).
+
+    Args:
+        a: of (T, N).
+        b: of (T, K).
+        ends: int32 (E,), of the groups as they are, not padded.
+    """
+    result: Tensor = torch.ops.octavo.grouped_wgrad(*a, *b, ends, out_dtype)
+    return result
+
+
+def quantize_groups(
+    x: Tensor,
+    ends: Tensor,
+    rows: Target | None,
+    columns: Target | None,
+    row_fold: Tensor | None = None,
+    column_fold: Tensor | None = None,
+) -> tuple[Quantized | None, Padded | None]:
+    """Quantise a matrix (T, C) group by group, as `quantize_pair` does: as it lies, and transposed.
+
+    Args:
+        rows: a target with a scale a row, or None.
+        columns: a target with a scale a row of the transpose, or None.
+        row_fold: FP32 (E, C), what each expert's tokens are multiplied by before `rows`.
+        column_fold: FP32 (T, 1), multiplied in before `columns`.
+    """
+    codes, scale, codes_t, scale_t = torch.ops.octavo.quantize_groups(
+        x, ends, str(rows or ""), str(columns or ""), row_fold, column_fold
+    )
+    return (
+        None if rows is None else Quantized(codes, scale, PER_ROW),
+        None if columns is None else Padded(codes_t, scale_t),
+    )
+
+
+def transpose_groups(codes: Tensor, ends: Tensor) -> Tensor:
+    """Return codes (T, C) as wgrad reads them, (C, P)."""
+    result: Tensor = torch.ops.octavo.transpose_groups(codes, ends)
+    return result
+
+
+def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """Return the products of groups in the dtype of a and b, as `torch.nn.functional.grouped_mm`.
+
+    Args:
+        a: (T, C); or (N, T), to sum over the tokens of each expert.
+        b: (E, C, R); or (T, K).
+
+    Returns:
+        a[t] b[e(t)], (T, R); or (E, N, K).
+    """
+    result: Tensor = torch.ops.octavo.grouped_mm(a, b, ends)
+    return result
+
+
+def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    _check_ends(ends, a.shape[1] if b.dim() == 2 else a.shape[0])
+    refused = vendor.refuses_high_precision(a, b)
+    if refused is None:
+        return vendor.grouped_mm(a, b, ends)
+    if a.is_cuda:
+        ledger.fall_back(f"grouped mm ran as reference: {refused}")
+    return reference.grouped_mm(a, b, ends)
+
+
+def _grouped_mm_shape(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[2]) if b.dim() == 3 else (ends.shape[0], a.shape[0], b.shape[1]))
+
+
+def _grouped_gemm(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, out_dtype: torch.dtype, fast: bool
+) -> Tensor:
+    _check_ends(ends, a.shape[0])
+    if 0 in (*a.shape, *b.shape):
+        return a_scale.new_zeros(a.shape[0], b.shape[1], dtype=out_dtype)
+    refused = vendor.refuses(a, b)
+    if _counts(refused, a.is_cuda):
+        return vendor.grouped_gemm(a, a_scale, b, b_scale, ends, out_dtype, fast)
+    return reference.grouped_gemm(a, a_scale, b, b_scale, ends, out_dtype)
+
+
+def _grouped_wgrad(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    if 0 in (a.shape[0], b.shape[0], ends.shape[0]):
+        return a_scale.new_zeros(ends.shape[0], a.shape[0], b.shape[0], dtype=out_dtype)
+    refused = vendor.refuses(a, b)
+    if _counts(refused, a.is_cuda):
+        return vendor.grouped_wgrad(a, a_scale, b, b_scale, padded_ends(ends), out_dtype)
+    return reference.grouped_wgrad(a, a_scale, b, b_scale, padded_ends(ends), out_dtype)
+
+
+def _counts(refused: str | None, is_cuda: bool) -> bool:
+    """Enter a grouped GEMM in the ledger, on a GPU also why it ran as the reference; return whether it did not."""
+    ledger.count("reference" if refused else "scaled_grouped_mm")
+    if refused and is_cuda:
+        ledger.fall_back(f"grouped gemm ran as reference: {refused}")
+    return refused is None
+
+
+def _quantize_groups(
+    x: Tensor, ends: Tensor, rows: str, columns: str, row_fold: Tensor | None, column_fold: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    targets = target_of(rows), target_of(columns)
+    _check_ends(ends, x.shape[0])
+    if x.numel() and ends.shape[0] and uses_triton(x, "quantize_groups"):
+        from octavo.kernels.triton import grouped as fast
+
+        with launches_on(x.device):
+            row, column = fast.quantize_groups(x, ends, *targets, row_fold, column_fold)
+    else:
+        row, column = reference.quantize_groups(x, ends, *targets, row_fold, column_fold)
+    nothing = [x.new_empty(0) for _ in range(4)]
+    return (*(row or nothing[:2]), *(column or nothing[2:]))
+
+
+def _check_ends(ends: Tensor, tokens: int) -> None:
+    """Stop where the groups do not cover the tokens: on a GPU by an assertion there, which nothing waits for."""
+    if not ends.shape[0]:
+        return
+    if ends.is_cuda:
+        torch._assert_async(ends[-1] == tokens, "grouped: the last of `ends` must be the number of tokens")
+    elif int(ends[-1]) != tokens:
+        raise ConfigError(f"the last of `ends` must be the number of tokens, {tokens}, and is {int(ends[-1])}.")
+
+
+def _transpose_groups(codes: Tensor, ends: Tensor) -> Tensor:
+    if codes.numel() and ends.shape[0] and uses_triton(codes, "transpose_groups"):
+        from octavo.kernels.triton import grouped as fast
+
+        with launches_on(codes.device):
+            return fast.transpose_groups(codes, ends)
+    return reference.transpose_groups(codes, ends)
+
+
+def _quantize_groups_shape(
+    x: Tensor, ends: Tensor, rows: str, columns: str, row_fold: Tensor | None, column_fold: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    row, column, (t, c), e = target_of(rows), target_of(columns), x.shape, ends.shape[0]
+    nothing = [x.new_empty(0) for _ in range(4)]
+    codes = nothing[:2] if row is None else [x.new_empty(t, c, dtype=row.fmt.dtype), x.new_empty(t, 1).float()]
+    if column is None:
+        return (*codes, *nothing[2:])  # type: ignore[return-value]
+    codes_t = x.new_empty(c, padded_length(t, e), dtype=column.fmt.dtype)
+    return (*codes, codes_t, x.new_empty(e, c).float())  # type: ignore[return-value]
+
+
+define("grouped_mm(Tensor a, Tensor b, Tensor ends) -> Tensor", _grouped_mm, _grouped_mm_shape)
+define(
+    "grouped_gemm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor ends, ScalarType out_dtype, bool fast) "
+    "-> Tensor",
+    _grouped_gemm,
+    lambda a, a_scale, b, b_scale, ends, out_dtype, fast: a_scale.new_empty(a.shape[0], b.shape[1], dtype=out_dtype),
+    torch.Tag.needs_fixed_stride_order,
+)
+define(
+    "grouped_wgrad(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor ends, ScalarType out_dtype) -> Tensor",
+    _grouped_wgrad,
+    lambda a, a_scale, b, b_scale, ends, out_dtype: a_scale.new_empty(
+        ends.shape[0], a.shape[0], b.shape[0], dtype=out_dtype
+    ),
+    torch.Tag.needs_fixed_stride_order,
+)
+define(
+    "quantize_groups(Tensor x, Tensor ends, str rows, str columns, Tensor? row_fold, Tensor? column_fold) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _quantize_groups,
+    _quantize_groups_shape,
+)
+define(
+    "transpose_groups(Tensor codes, Tensor ends) -> Tensor",
+    _transpose_groups,
+    lambda codes, ends: codes.new_empty(codes.shape[1], padded_length(codes.shape[0], ends.shape[0])),
+)

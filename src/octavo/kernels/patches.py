@@ -1,0 +1,151 @@
+"""The patches contract: a convolution as a GEMM. Images are channels last, x (B, H, W, C).
+
+    unfold             the matrix whose row m is what output pixel m reads: (M, K), M = B H_out W_out, K = kh kw C
+    quantize_patches   `quantize_pair` of that matrix, which is not written in high precision where one scale serves
+                       a row or the whole of it: the maxima of patches are maxima of their pixels' maxima
+    fold               the transpose of unfold: what the patches of a pixel have for it, added in FP32
+
+Columns are ordered (kh, kw, C), so that a channels-last weight (N, C, kh, kw) is the matrix (N, K) as it lies. A pixel
+in the padding is zero. The last two are custom operators: Triton on a GPU, `reference/patches.py` elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.dispatch import launches_on, uses_triton
+from octavo.kernels.operator import define
+from octavo.kernels.quantize import _flat, quantize_pair
+from octavo.kernels.reference import patches as reference
+from octavo.kernels.target import Target, empty, target_of
+from octavo.numerics import Quantized
+
+Pair = tuple[int, int]
+"""Of height and width."""
+
+
+class Window(NamedTuple):
+    """How a convolution's kernel moves over an image: PyTorch's arguments, a pair each."""
+
+    kernel: Pair
+    stride: Pair = (1, 1)
+    padding: Pair = (0, 0)
+    dilation: Pair = (1, 1)
+
+    @property
+    def is_pixel(self) -> bool:
+        """Whether every pixel is a patch: the convolution is a linear layer."""
+        return self == Window((1, 1), dilation=self.dilation)
+
+    @property
+    def taps(self) -> int:
+        """Pixels of a patch."""
+        return self.kernel[0] * self.kernel[1]
+
+    def output(self, height: int, width: int) -> Pair:
+        """Return the size of the result for an image of that size; 0 where the kernel does not fit."""
+        sizes = zip((height, width), self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        high, wide = ((size + 2 * pad - dil * (k - 1) - 1) // step + 1 for size, k, step, pad, dil in sizes)
+        return max(high, 0), max(wide, 0)
+
+    @property
+    def flat(self) -> list[int]:
+        """The numbers in order, as operators take them."""
+        return [*self.kernel, *self.stride, *self.padding, *self.dilation]
+
+
+def _window(flat: list[int]) -> Window:
+    kh, kw, sh, sw, ph, pw, dh, dw = flat
+    return Window((kh, kw), (sh, sw), (ph, pw), (dh, dw))
+
+
+def unfold(x: Tensor, window: Window) -> Tensor:
+    """Return the patches (M, kh kw C) of x (B, H, W, C); a view of x where every pixel is a patch."""
+    return x.reshape(-1, x.shape[-1]) if window.is_pixel else reference.unfold(x, *window)
+
+
+def quantize_patches(
+    x: Tensor, window: Window, rows: Target | None, columns: Target | None, scale: Tensor | None = None
+) -> tuple[Quantized | None, Quantized | None]:
+    """Return `quantize_pair([unfold(x, window)], rows, columns)`.
+
+    Args:
+        x: (B, H, W, C), contiguous, FP32, BF16 or FP16.
+        scale: FP32 (M, 1), the scales of the patches where they are known from an earlier call: a search is spared.
+    """
+    if window.is_pixel and scale is None:
+        return quantize_pair([unfold(x, window)], rows, columns)
+    codes, scale, codes_t, scale_t = torch.ops.octavo.quantize_patches(
+        x, window.flat, str(rows or ""), str(columns or ""), scale
+    )
+    return (
+        None if rows is None else Quantized(codes, scale, rows.tile),
+        None if columns is None else Quantized(codes_t, scale_t, columns.tile),
+    )
+
+
+def makes_directly(granularity: str, *, transposed: bool) -> bool:
+    """Return whether the scales of the patches follow from the pixels' maxima: codes need no unfolded matrix then."""
+    return granularity in ("tensor", "column" if transposed else "row")
+
+
+def fold(patches: Tensor, window: Window, size: tuple[int, int, int, int]) -> Tensor:
+    """Return the images (B, H, W, C) of that size to whose pixels patches (M, kh kw C) are added.
+
+    Sums are FP32, in the order of the taps, and rounded once to the dtype of the patches.
+    """
+    if window.is_pixel:
+        return patches.reshape(size)
+    result: Tensor = torch.ops.octavo.fold_patches(patches, window.flat, list(size))
+    return result
+
+
+def _quantize_patches(
+    x: Tensor, flat: list[int], rows: str, columns: str, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    window, targets = _window(flat), (target_of(rows), target_of(columns))
+    direct = all(
+        target is None or makes_directly(target.granularity, transposed=transposed)
+        for target, transposed in zip(targets, (False, True), strict=True)
+    )
+    if direct and x.numel() and uses_triton(x, "patches"):
+        from octavo.kernels.triton import patches as fast
+
+        with launches_on(x.device):
+            return _flat(*fast.quantize_patches(x, window, *targets, scale), x)
+    return _flat(*quantize_pair([unfold(x, window)], *targets), x)
+
+
+def _quantize_patches_shape(
+    x: Tensor, flat: list[int], rows: str, columns: str, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    window, row, column = _window(flat), target_of(rows), target_of(columns)
+    high, wide = window.output(x.shape[1], x.shape[2])
+    m, k = x.shape[0] * high * wide, window.taps * x.shape[3]
+    return _flat(row and empty(row, m, k, x.device), column and empty(column, k, m, x.device), x)
+
+
+def _fold(patches: Tensor, flat: list[int], size: list[int]) -> Tensor:
+    window, shape = _window(flat), (size[0], size[1], size[2], size[3])
+    if patches.numel() and uses_triton(patches, "fold"):
+        from octavo.kernels.triton import patches as fast
+
+        with launches_on(patches.device):
+            return fast.fold(patches, window, shape)
+    return reference.fold(patches, shape, *window)
+
+
+def _fold_shape(patches: Tensor, flat: list[int], size: list[int]) -> Tensor:
+    return patches.new_empty(size)
+
+
+define(
+    "quantize_patches(Tensor x, int[] window, str rows, str columns, Tensor? scale=None) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _quantize_patches,
+    _quantize_patches_shape,
+)
+define("fold_patches(Tensor patches, int[] window, SymInt[] size) -> Tensor", _fold, _fold_shape)

@@ -1,0 +1,94 @@
+"""Grouped GEMMs and quantisation as they are defined: a loop over the experts, each as if it were alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.padding import padded_ends, padded_length
+from octavo.kernels.reference.gemm import gemm
+from octavo.kernels.target import Target
+from octavo.numerics import PER_ROW, Quantized, quantize
+
+
+def grouped_gemm(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """Return a[t] . b[e(t)]^T, (T, R), for a (T, C) and b (E, R, C)."""
+    y = a_scale.new_zeros(a.shape[0], b.shape[1], dtype=out_dtype)
+    for e, tokens in enumerate(_groups(ends)):
+        right = Quantized(b[e], b_scale[e][:, None], PER_ROW)
+        y[tokens] = gemm(Quantized(a[tokens], a_scale[tokens], PER_ROW), right, out_dtype)
+    return y
+
+
+def grouped_wgrad(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """Return the products (E, N, K) of the groups of a (N, P) and b (K, P). ends: padded."""
+    parts = [
+        gemm(
+            Quantized(a[:, tokens], a_scale[e][:, None], PER_ROW),
+            Quantized(b[:, tokens], b_scale[e][:, None], PER_ROW),
+            out_dtype,
+        )
+        for e, tokens in enumerate(_groups(ends))
+    ]
+    return torch.stack(parts)
+
+
+def quantize_groups(
+    x: Tensor,
+    ends: Tensor,
+    rows: Target | None,
+    columns: Target | None,
+    row_fold: Tensor | None,
+    column_fold: Tensor | None,
+) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
+    """See `octavo.kernels.grouped.quantize_groups`: (codes, scale) of either."""
+    groups = list(_groups(ends))
+    row = column = None
+    if rows is not None:
+        folded = x.float().clone()
+        for e, tokens in enumerate(groups):
+            folded[tokens] *= 1.0 if row_fold is None else row_fold[e]
+        row = quantize(folded, rows.fmt, PER_ROW, rows.scaling)[:2]
+    if columns is not None:
+        folded = x.float() if column_fold is None else x.float() * column_fold
+        parts = [quantize(folded[tokens].t(), columns.fmt, PER_ROW, columns.scaling) for tokens in groups]
+        codes = torch.cat([x.new_empty(x.shape[1], 0, dtype=columns.fmt.dtype), *(part.codes for part in parts)], dim=1)
+        scales = [part.scale.t() for part in parts]
+        column = transpose_groups(codes.t(), ends), torch.cat([x.new_empty(0, x.shape[1]).float(), *scales])
+    return row, column
+
+
+def transpose_groups(codes: Tensor, ends: Tensor) -> Tensor:
+    """Return codes (T, C) transposed and padded, (C, P)."""
+    shape = codes.shape[1], padded_length(codes.shape[0], ends.shape[0])
+    out = torch.zeros(shape, dtype=torch.uint8, device=codes.device)
+    for tokens, padded in zip(_groups(ends), _groups(padded_ends(ends)), strict=True):
+        count = tokens.stop - tokens.start
+        out[:, padded.start : padded.start + count] = codes[tokens].view(torch.uint8).t()
+    return out.view(codes.dtype)
+
+
+def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """See `octavo.kernels.grouped.grouped_mm`."""
+    groups = list(_groups(ends))
+    if b.dim() == 2:
+        parts = [a[:, tokens] @ b[tokens] for tokens in groups]
+        return torch.stack(parts) if parts else a.new_zeros(0, a.shape[0], b.shape[1])
+    y = a.new_zeros(a.shape[0], b.shape[2])
+    for e, tokens in enumerate(groups):
+        y[tokens] = a[tokens] @ b[e]
+    return y
+
+
+def _groups(ends: Tensor) -> Iterator[slice]:
+    """Yield the tokens of each expert."""
+    start = 0
+    for end in ends.tolist():
+        yield slice(start, end)
+        start = end

@@ -1,0 +1,166 @@
+"""One step of one tensor as it is defined, in plain PyTorch. Values come in groups, (G, 128); see `storage`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.reference import storage as codec
+from octavo.kernels.storage import E4M3, Storage, groups_of
+from octavo.numerics import random_words
+
+if TYPE_CHECKING:
+    from octavo.kernels.optimizer import Control, Layout, Slot
+
+_LARGEST = torch.finfo(torch.float32).max
+_SIGN = -(2**31)
+
+
+def update(slot: Slot, layout: Layout, control: Control) -> None:
+    """Make one step of one slot. See `octavo.kernels.optimizer.update`."""
+    if slot.weight.numel() == 0:
+        return
+    c = control.coefficients[slot.row].unbind()
+    random = _random(slot, control) if layout.stochastic else (None, None, None)
+    weight = read_weight(slot, layout)
+    gradient = codec.to_groups(slot.gradient.float()) * c[0]
+    first = read(slot.first, slot.first_scale, layout.first)
+    second = None if slot.second is None else read(slot.second, slot.second_scale, layout.second or layout.first)
+    weight, first, second, update = RULES[layout.rule](weight, gradient, first, second, c)
+    control.clamped.add_((update.abs() > c[10]).sum())
+    weight = weight - c[7] * update.clamp(-c[10], c[10])
+    write(first, slot.first, slot.first_scale, layout.first, random[0])
+    if slot.second is not None and second is not None:
+        write(second, slot.second, slot.second_scale, layout.second or layout.first, random[1])
+    write_weight(weight, slot, layout, random[2])
+
+
+Coefficients = tuple[Tensor, ...]
+Result = tuple[Tensor, Tensor, Tensor | None, Tensor]
+"""The weight but for its update, both moments, the update."""
+
+
+def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor | None, c: Coefficients) -> Result:
+    assert v is not None
+    m = m + c[1] * (g - m)
+    v = (v * c[2] + c[3] * (g * g)).clamp(max=_LARGEST)
+    return w * c[8], m, v, m * c[4] / (codec.root(v) * c[5] + c[6])
+
+
+def _adam(w: Tensor, g: Tensor, m: Tensor, v: Tensor | None, c: Coefficients) -> Result:
+    return _adamw(w, g + c[9] * w, m, v, c)
+
+
+def _lion(w: Tensor, g: Tensor, m: Tensor, v: Tensor | None, c: Coefficients) -> Result:
+    difference = g - m
+    return w * c[8], m + c[3] * difference, None, (m + c[1] * difference).sign()
+
+
+RULES: dict[str, Callable[..., Result]] = {"adamw": _adamw, "adam": _adam, "lion": _lion}
+
+
+def _random(slot: Slot, control: Control) -> tuple[Tensor, Tensor, Tensor]:
+    """Return 16 random bits a value for each of the three that are rounded."""
+    rows, cols = slot.weight.shape
+    counter = torch.arange(rows * groups_of(cols) * 32, device=slot.weight.device)
+    words = random_words(control.seed, counter, slot.number, control.steps[slot.row].long())
+    word = torch.stack(words, dim=1).reshape(-1, 128)
+    third = (word * 0x9E3779B9 & 0xFFFFFFFF) >> 16
+    return (word & 0xFFFF).int(), (word >> 16).int(), third.int()
+
+
+def read(codes: Tensor, scale: Tensor | None, storage: Storage) -> Tensor:
+    """Return the FP32 values of stored ones, in groups."""
+    if storage.format == "fp32":
+        values = codec.to_groups(codes)
+    else:
+        values = codec.decode(codec.to_groups(_bits(codes)), storage.float)
+    if scale is not None:
+        values = values * codec.scale_of(scale.int()).reshape(-1, 1)
+    return values * values if storage.root else values
+
+
+def write(values: Tensor, codes: Tensor, scale: Tensor | None, storage: Storage, random: Tensor | None) -> None:
+    """Store FP32 values, in groups."""
+    never_zero = not storage.float.signed
+    if storage.root:
+        values = codec.root(values)
+    if scale is not None:
+        amax = values.abs().amax(dim=1, keepdim=True)
+        code = codec.scale_code(amax if storage.scaling == "group" else amax.amax().reshape(1, 1), storage.float)
+        scale.copy_(code.reshape(scale.shape))
+        values = values * codec.inverse_of(code)
+    if storage.format == "fp32":
+        codes.copy_(codec.from_groups(values, *codes.shape))
+    else:
+        _store(codec.encode(values, storage.float, random, never_zero), codes)
+
+
+def read_weight(slot: Slot, layout: Layout) -> Tensor:
+    """Return the FP32 master of a weight, in groups."""
+    if layout.master is not None:
+        assert slot.master is not None
+        return read(slot.master, slot.master_scale, layout.master)
+    if layout.split is None:
+        return codec.to_groups(slot.weight.float())
+    fmt, dropped = layout.split
+    assert slot.master is not None
+    code, low = codec.to_groups(_bits(slot.weight)), codec.to_groups(slot.master.int())
+    sign = 1 << (fmt.bits - 1)
+    magnitude = codec.join(code & (sign - 1), low, layout.remainder_bits, dropped)
+    value = (magnitude | ((code & sign) != 0).int() * _SIGN).view(torch.float32) * (1 / fmt.shift)
+    return value if slot.weight_scale is None else value * slot.weight_scale.repeat_interleave(_across(slot), 0)
+
+
+def write_weight(weight: Tensor, slot: Slot, layout: Layout, random: Tensor | None) -> None:
+    """Store an FP32 master, in groups, and the weight that is computed with."""
+    if layout.master is not None:
+        assert slot.master is not None
+        write(weight, slot.master, slot.master_scale, layout.master, random)
+        weight, random = read(slot.master, slot.master_scale, layout.master), None
+    if slot.weight_scale is not None:
+        amax = codec.from_groups(weight, *slot.weight.shape).abs().amax(dim=1, keepdim=True)
+        exponent = codec.scale_code(amax, E4M3)
+        slot.weight_scale.copy_(codec.scale_of(exponent))
+        weight = weight * codec.inverse_of(exponent).repeat_interleave(_across(slot), 0)
+    if layout.split is not None:
+        _write_split(weight, slot, layout, random)
+    elif slot.weight.dtype in _ROUNDED:
+        write(weight, slot.weight, None, Storage(_ROUNDED[slot.weight.dtype]), random)
+    else:
+        slot.weight.copy_(codec.from_groups(weight, *slot.weight.shape))
+
+
+_ROUNDED = {torch.bfloat16: "bf16", torch.float16: "fp16", E4M3.dtype: "e4m3"}
+
+
+def _write_split(weight: Tensor, slot: Slot, layout: Layout, random: Tensor | None) -> None:
+    assert layout.split is not None and slot.master is not None
+    fmt, dropped = layout.split
+    bits = (weight * fmt.shift).view(torch.int32)
+    high, low = codec.split(bits & 0x7FFFFFFF, layout.remainder_bits, dropped, random)
+    _store(high | ((bits >> 31 & 1) << (fmt.bits - 1)), slot.weight)
+    slot.master.copy_(codec.from_groups(low, *slot.master.shape))
+
+
+def _across(slot: Slot) -> int:
+    return groups_of(slot.weight.shape[1])
+
+
+def _bits(codes: Tensor) -> Tensor:
+    """Return codes of one or two bytes as non-negative int32."""
+    if codes.element_size() == 1:
+        return codes.view(torch.uint8).int()
+    return codes.view(torch.int16).int() & 0xFFFF
+
+
+def _store(bits: Tensor, codes: Tensor) -> None:
+    """Write int32 codes, in groups, into memory of one or two bytes each."""
+    flat = codec.from_groups(bits, *codes.shape)
+    if codes.element_size() == 1:
+        codes.view(torch.uint8).copy_(flat)
+    else:
+        codes.view(torch.int16).copy_(flat)  # the same bits: copy_ keeps the low ones

@@ -1,0 +1,45 @@
+"""`unfold` and `fold` as they are defined: one slice of the padded images a tap of the kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Pair = tuple[int, int]
+
+
+def unfold(x: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair) -> Tensor:
+    """Return the patches (M, kh kw C) of x (B, H, W, C)."""
+    padded = F.pad(x, (0, 0, padding[1], padding[1], padding[0], padding[0]))
+    patches = torch.stack([padded[where] for where in _taps(padded.shape, kernel, stride, dilation)], dim=3)
+    return patches.flatten(3).flatten(0, 2)
+
+
+def fold(
+    patches: Tensor, size: tuple[int, int, int, int], kernel: Pair, stride: Pair, padding: Pair, dilation: Pair
+) -> Tensor:
+    """Return the images (B, H, W, C) to whose pixels patches (M, kh kw C) are added, tap after tap."""
+    batch, height, width, channels = size
+    shape = (batch, height + 2 * padding[0], width + 2 * padding[1], channels)
+    padded = patches.new_zeros(shape, dtype=torch.float32)
+    for tap, where in enumerate(_taps(padded.shape, kernel, stride, dilation)):
+        view = padded[where]
+        view += patches[:, tap * channels : (tap + 1) * channels].reshape(view.shape)
+    inner = padded[:, padding[0] : padding[0] + height, padding[1] : padding[1] + width]
+    return inner.to(patches.dtype).contiguous()
+
+
+def _taps(shape: torch.Size, kernel: Pair, stride: Pair, dilation: Pair) -> Iterator[tuple[slice, slice, slice]]:
+    """Yield for each tap of the kernel where in padded images (B, H, W, C) its pixels are."""
+    for i in range(kernel[0]):
+        for j in range(kernel[1]):
+            down = _tap(i, shape[1], kernel[0], stride[0], dilation[0])
+            yield slice(None), down, _tap(j, shape[2], kernel[1], stride[1], dilation[1])
+
+
+def _tap(i: int, size: int, kernel: int, stride: int, dilation: int) -> slice:
+    last = size - dilation * (kernel - 1)  # starts of patches lie before it
+    return slice(i * dilation, max(i * dilation + last, i * dilation), stride)

@@ -1,0 +1,95 @@
+"""Write and read values as `kernels.storage` says, in plain PyTorch, in groups: (G, 128), zeros behind."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.kernels.storage import GROUP, Float, groups_of
+
+
+def to_groups(x: Tensor) -> Tensor:
+    """Return a matrix (R, C) as its groups, (R * ceil(C / 128), 128); a short one is filled with zeros."""
+    cols = x.shape[1]
+    return F.pad(x, (0, groups_of(cols) * GROUP - cols)).reshape(-1, GROUP)
+
+
+def from_groups(groups: Tensor, rows: int, cols: int) -> Tensor:
+    """Undo `to_groups`."""
+    return groups.reshape(rows, groups_of(cols) * GROUP)[:, :cols]
+
+
+def encode(x: Tensor, fmt: Float, random: Tensor | None = None, never_zero: bool = False) -> Tensor:
+    """Return the codes of FP32 values within the format's range, int32 holding its bits.
+
+    Args:
+        random: int32 in [0, 2^16): round up with the probability of the distance from below; to nearest where None,
+            ties to even.
+        never_zero: a positive value has at least the code 1.
+    """
+    bits = (x * fmt.shift).view(torch.int32)
+    code = round_off(bits & 0x7FFFFFFF, fmt.dropped, random)
+    if never_zero:
+        code = torch.where((x > 0) & (code == 0), 1, code)
+    return code | ((bits >> 31 & 1) << (fmt.bits - 1)) if fmt.signed else code
+
+
+def decode(code: Tensor, fmt: Float) -> Tensor:
+    """Return the FP32 values of codes (int32)."""
+    if not fmt.signed:
+        return (code << fmt.dropped).view(torch.float32) * (1 / fmt.shift)
+    sign = 1 << (fmt.bits - 1)
+    bits = (code & (sign - 1)) << fmt.dropped | ((code & sign) != 0).int() << 31
+    return bits.view(torch.float32) * (1 / fmt.shift)
+
+
+def round_off(bits: Tensor, dropped: int, random: Tensor | None) -> Tensor:
+    """Return non-negative int32 without their last `dropped` bits, rounded. Arguments as `encode` has them."""
+    if dropped == 0:
+        return bits
+    if random is None:
+        return (bits + ((1 << (dropped - 1)) - 1) + (bits >> dropped & 1)) >> dropped
+    if dropped >= 16:
+        # Half a unit of the random bits on top: else every rounding would lean down by as much.
+        return (bits + (random << (dropped - 16)) + (1 << dropped >> 17)) >> dropped
+    return (bits + (random >> (16 - dropped))) >> dropped
+
+
+def scale_code(amax: Tensor, fmt: Float) -> Tensor:
+    """Return the E8M0 codes (int32) of the smallest powers of two with amax <= scale * max, at least 2^-126."""
+    limit = torch.tensor(fmt.max, dtype=torch.float32).view(torch.int32).item()
+    bits = amax.view(torch.int32)
+    exponent = (bits >> 23) - (int(limit) >> 23) + 127 + ((bits & 0x7FFFFF) > (int(limit) & 0x7FFFFF)).int()
+    return exponent.clamp(1, 253)
+
+
+def scale_of(code: Tensor) -> Tensor:
+    """Return the FP32 scale of an E8M0 code (int32)."""
+    return (code << 23).view(torch.float32)
+
+
+def inverse_of(code: Tensor) -> Tensor:
+    """Return what values are multiplied by, FP32."""
+    return ((254 - code) << 23).view(torch.float32)
+
+
+def join(high: Tensor, low: Tensor, bits: int, dropped: int) -> Tensor:
+    """Return the magnitude bits whose first part is a code and whose rest a signed remainder of so many bits."""
+    return ((high << bits) + low) << dropped
+
+
+def split(magnitude: Tensor, bits: int, dropped: int, random: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return (code, remainder) of magnitude bits: the code is the nearest one, ties away from zero.
+
+    `dropped` bits behind the remainder are rounded off first, so that a code may be off by one near a tie; with none,
+    nothing is lost.
+    """
+    kept = round_off(magnitude, dropped, random)
+    high = (kept + (1 << (bits - 1))) >> bits
+    return high, kept - (high << bits)
+
+
+def root(x: Tensor) -> Tensor:
+    """Return the correctly rounded square root, FP32. PyTorch's own in FP32 is not on every processor."""
+    return x.double().sqrt().float()

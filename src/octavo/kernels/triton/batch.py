@@ -1,0 +1,210 @@
+"""The kernels for one matrix, launched for a batch of them: the third dimension of the grid is which matrix it is."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.batch import Batch
+from octavo.kernels.target import Target
+from octavo.kernels.triton import quantize as single
+from octavo.kernels.triton import transpose as single_transpose
+from octavo.kernels.triton.codes import NONE, scales_kernel
+from octavo.kernels.triton.output import Output
+
+MOST = 65535
+"""Matrices that a grid has room for in its third dimension."""
+
+
+def refuses(x: Tensor, rows: Target | None, columns: Target | None) -> str | None:
+    """Return why the kernels here cannot make these targets of x (B, R, C), or None."""
+    if x.shape[0] > MOST:
+        return f"more than {MOST} matrices"
+    turned = columns is not None if not _is_transposed(x) else rows is not None
+    if turned and x.shape[2 if _is_transposed(x) else 1] % 4:
+        return "a transpose is written in words of four codes, and the rows are no multiple of 4"
+    return single.refuses(rows, columns)
+
+
+def quantize_batch(
+    x: Tensor, rows: Target | None, columns: Target | None, row_fold: Tensor | None, column_fold: Tensor | None
+) -> tuple[Batch | None, Batch | None]:
+    """See `octavo.kernels.batch.quantize_batch`."""
+    if _is_transposed(x):
+        turned, straight = quantize_batch(x.mT, columns, rows, _turned(column_fold), _turned(row_fold))
+        return straight, turned
+    x = x if x.stride(2) == 1 else x.contiguous()
+    batch, height, width = x.shape
+    if rows is not None and rows.granularity == "row" and columns is None and row_fold is None and x.is_contiguous():
+        made = single.quantize_pair([x.view(batch * height, width)], rows, None)[0]
+        assert made is not None
+        return Batch(made.codes.view(x.shape), made.scale.view(batch, height, 1), rows.tile), None
+    row_fold, column_fold = (fold if fold is None else fold.contiguous() for fold in (row_fold, column_fold))
+    row, column = _Side.of(rows, x), _Side.of(columns, x, transposed=True)
+    of_x = x, x.stride(0), x.stride(1)
+    if row.amax is not None or column.amax is not None:
+        shape = single.SEARCH_NARROW if width <= single.NARROW else single.SEARCH
+        _search_kernel[(*shape.grid(height, width), batch)](
+            *of_x, height, width, row_fold, column_fold, *row.search_arguments, *column.search_arguments,
+            **shape.strip(height, width),
+        )  # fmt: skip
+        row.end_search()
+        column.end_search()
+    shape = single.TILED if row.is_tiled or column.is_tiled else single.WRITE
+    if row.is_high or column.is_high:
+        shape = single.HIGH
+    across, down = shape.grid(height, width)
+    _write_kernel[(across * down, 1, batch)](
+        *of_x, height, width, row_fold, column_fold, *row.write_arguments, *column.write_arguments,
+        **shape.strip(height, width),
+    )  # fmt: skip
+    return row.batch, column.batch
+
+
+def transpose_batch(codes: Tensor) -> Tensor:
+    """Return the transposes (B, C, R) of contiguous codes (B, R, C), R a multiple of 4."""
+    batch, rows, cols = codes.shape
+    out = torch.empty(batch, cols, rows, dtype=codes.dtype, device=codes.device)
+    shape = single_transpose.SHAPE
+    for first in range(0, batch, MOST):
+        part = slice(first, first + MOST)
+        _transpose_kernel[(*shape.grid(rows, cols), len(out[part]))](
+            codes[part].view(torch.uint8), out[part].view(torch.uint8), rows, cols,
+            EVEN=shape.strip(rows, cols)["EVEN"], **shape.meta(),
+        )  # fmt: skip
+    return out
+
+
+def _is_transposed(x: Tensor) -> bool:
+    return x.stride(2) != 1 and x.stride(1) == 1
+
+
+def _turned(fold: Tensor | None) -> Tensor | None:
+    return None if fold is None else fold.mT
+
+
+class _Side(NamedTuple):
+    """The memory of one target for all matrices, and how it lies for one of them."""
+
+    output: Output
+    """Of one matrix, without memory."""
+    batch: Batch | None
+    amax: Tensor | None
+    """FP32: maxima, then what values are multiplied by; None where programs that write see tiles of scales whole."""
+
+    @classmethod
+    def of(cls, target: Target | None, x: Tensor, *, transposed: bool = False) -> _Side:
+        output = Output(target, x.shape[1], x.shape[2], torch.device("meta"), transposed=transposed, in_sight=True)
+        if target is None or output.quantized is None:
+            return cls(output, None, None)
+        codes, scale, _ = output.quantized
+        size, device = x.shape[0], x.device
+        lies = (scale.numel(), *scale.stride())
+        memory = torch.empty_strided((size, *scale.shape), lies, dtype=torch.float32, device=device)
+        amax = torch.zeros(size * scale.numel(), dtype=torch.float32, device=device) if output.searches else None
+        batch = Batch(torch.empty((size, *codes.shape), dtype=codes.dtype, device=device), memory, target.tile)
+        return cls(output, batch, amax)
+
+    @property
+    def is_tiled(self) -> bool:
+        return self.output.is_tiled
+
+    @property
+    def is_high(self) -> bool:
+        return self.output.is_high
+
+    @property
+    def _scales(self) -> int:
+        """Scales of one matrix."""
+        return 0 if self.batch is None else self.batch.scale[0].numel()
+
+    @property
+    def search_arguments(self) -> tuple[Any, ...]:
+        mode = NONE.value if self.amax is None else self.output.mode
+        return *self.output._strides, self._scales, self.amax, mode
+
+    @property
+    def write_arguments(self) -> tuple[Any, ...]:
+        codes, scale = (None, None) if self.batch is None else self.batch[:2]
+        output = self.output
+        return codes, scale, *output._strides, self._scales, self.amax, output.mode, output.power_of_two
+
+    def end_search(self) -> None:
+        if self.batch is None or self.amax is None:
+            return
+        format = tl.float8e4nv if self.batch.codes.dtype == torch.float8_e4m3fn else tl.float8e5
+        scales_kernel[(triton.cdiv(self.amax.numel(), 1024), 1)](
+            self.amax, self.batch.scale, self.amax.numel(), format, self.output.power_of_two,
+            None, None, 0, None, None, SIZE=1024, num_warps=4,
+        )  # fmt: skip
+
+
+@triton.jit
+def _search_kernel(
+    x_ptr, batch_stride, stride, total_r, total_c, row_fold, column_fold,
+    row_stride_r, row_stride_c, row_scales, row_amax, ROW_MODE: tl.constexpr,
+    column_stride_r, column_stride_c, column_scales, column_amax, COLUMN_MODE: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    number = tl.program_id(2).to(tl.int64)
+    if row_fold is not None:
+        row_fold += number * total_c
+    if column_fold is not None:
+        column_fold += number * total_r
+    if row_amax is not None:
+        row_amax += number * row_scales
+    if column_amax is not None:
+        column_amax += number * column_scales
+    single._search_kernel(
+        x_ptr + number * batch_stride, stride, total_r, total_c, 0, row_fold, column_fold,
+        row_stride_r, row_stride_c, row_amax, column_stride_r, column_stride_c, column_amax,
+        ROW_MODE=ROW_MODE, COLUMN_MODE=COLUMN_MODE,
+        HEIGHT=HEIGHT, WIDTH=WIDTH, STEPS=STEPS, STAGES=STAGES, EVEN=EVEN,
+    )  # fmt: skip
+
+
+@triton.jit
+def _write_kernel(
+    x_ptr, batch_stride, stride, total_r, total_c, row_fold, column_fold,
+    row_codes, row_scale, row_stride_r, row_stride_c, row_scales, row_inverse,
+    ROW_MODE: tl.constexpr, ROW_POWER_OF_TWO: tl.constexpr,
+    column_codes, column_scale, column_stride_r, column_stride_c, column_scales, column_inverse,
+    COLUMN_MODE: tl.constexpr, COLUMN_POWER_OF_TWO: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    number = tl.program_id(2).to(tl.int64)
+    size = number * total_r * total_c
+    if row_fold is not None:
+        row_fold += number * total_c
+    if column_fold is not None:
+        column_fold += number * total_r
+    if row_codes is not None:
+        row_codes += size
+        row_scale += number * row_scales
+    if row_inverse is not None:
+        row_inverse += number * row_scales
+    if column_codes is not None:
+        column_codes += size
+        column_scale += number * column_scales
+    if column_inverse is not None:
+        column_inverse += number * column_scales
+    single._write_kernel(
+        x_ptr + number * batch_stride, stride, total_r, total_c, 0, total_r, total_c, row_fold, column_fold,
+        row_codes, row_scale, row_stride_r, row_stride_c, row_inverse,
+        column_codes, column_scale, column_stride_r, column_stride_c, column_inverse, None, None,
+        ROW_MODE=ROW_MODE, ROW_POWER_OF_TWO=ROW_POWER_OF_TWO,
+        COLUMN_MODE=COLUMN_MODE, COLUMN_POWER_OF_TWO=COLUMN_POWER_OF_TWO,
+        HEIGHT=HEIGHT, WIDTH=WIDTH, STEPS=STEPS, STAGES=STAGES, EVEN=EVEN,
+    )  # fmt: skip
+
+
+@triton.jit
+def _transpose_kernel(x_ptr, out_ptr, total_r, total_c, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+    size = tl.program_id(2).to(tl.int64) * total_r * total_c
+    single_transpose._transpose_kernel(
+        x_ptr + size, out_ptr + size, total_r, total_c, HEIGHT=HEIGHT, WIDTH=WIDTH, EVEN=EVEN
+    )

@@ -1,0 +1,57 @@
+"""Small tables that kernels read: made on the host, kept on the device for as long as they say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+
+from octavo.errors import UnsupportedError
+
+
+class Uploads:
+    """Tables by name. No upload waits for the device, and one that a CUDA graph captures is good for every replay."""
+
+    def __init__(self) -> None:
+        self._tables: dict[Hashable, tuple[Hashable, Tensor]] = {}
+        self._spare: dict[Hashable, Tensor] = {}
+        self._captured: list[Tensor] = []
+        """What graphs read whenever they are replayed: it must not be freed."""
+
+    def __call__(self, name: Hashable, key: Hashable, make: Callable[[], Tensor], device: torch.device) -> Tensor:
+        """Return the table `name` on the device; `make` is called only where `key` is another than last time.
+
+        Raises:
+            UnsupportedError: a graph is being captured, and there was no step like this one before it.
+        """
+        captures = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        known = self._tables.get(name)
+        if known is not None and known[0] == key and known[1].device == device:
+            if captures:
+                self._captured.append(known[1])
+            return known[1]
+        if captures:
+            return self._capture(name, make(), device)  # filled when it is replayed, so no table for other steps
+        table = make()
+        if device.type == "cuda":
+            table = self._move(name, table, device)
+        self._tables[name] = key, table
+        return table
+
+    def _move(self, name: Hashable, table: Tensor, device: torch.device) -> Tensor:
+        pinned = table.pin_memory()
+        spare = self._spare.get(name)
+        if spare is None or spare.shape != table.shape:
+            self._spare[name] = torch.empty_like(pinned, pin_memory=True)
+        return pinned.to(device, non_blocking=True)
+
+    def _capture(self, name: Hashable, table: Tensor, device: torch.device) -> Tensor:
+        spare = self._spare.pop(name, None)
+        if spare is None or spare.shape != table.shape or spare.dtype != table.dtype:
+            raise UnsupportedError(
+                "a CUDA graph is being captured, and memory cannot be pinned now: make a step with the same "
+                "parameters before the capture."
+            )
+        self._captured.append(spare.copy_(table))
+        return spare.to(device, non_blocking=True)

@@ -1,0 +1,269 @@
+"""`octavo.nn.GroupedLinear`: the linear layers of a mixture of experts in FP8, one for each group of tokens.
+
+T: tokens, sorted by expert. E: experts. N: output features. K: input features.
+
+    fprop   y[t] = x[t] W[e(t)]^T      dgrad   dx[t] = dy[t] W[e(t)]      wgrad   dW[e] = sum over its t of dy[t]^T x[t]
+
+Every expert computes what an `octavo.nn.Linear` of its weight and its tokens would: scales of a token are its own, and
+those along the tokens belong to one expert. All experts are one GEMM, and how many tokens each has stays on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from octavo import kernels
+from octavo.errors import ConfigError, UnsupportedError
+from octavo.kernels import Target
+from octavo.kernels.grouped import Padded, grouped_gemm, grouped_mm, grouped_wgrad, quantize_groups, transpose_groups
+from octavo.kernels.operator import define
+from octavo.kernels.target import target_of as target_named
+from octavo.nn.functional import dgrad_weight, target_of
+from octavo.nn.linear import compute_dtype
+from octavo.nn.weights import forget, quantized_weights
+from octavo.numerics import PER_ROW, Quantized
+from octavo.recipes import Operand, Recipe, RecipeLike, load, reused_from
+
+
+class GroupedLinear(nn.Module):
+    """One linear layer an expert, computed by a recipe for all experts at once. It has no bias."""
+
+    weight: nn.Parameter
+    """(E, N, K): the master weights."""
+    recipe: Recipe
+    enabled: bool
+    """False: compute in high precision, for an evaluation."""
+
+    def __init__(
+        self,
+        experts: int,
+        in_features: int,
+        out_features: int,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: RecipeLike = "folded",
+    ) -> None:
+        """Draw the weight of each expert as `nn.Linear` does.
+
+        Raises:
+            UnsupportedError: the recipe has other scales than a grouped GEMM can apply.
+        """
+        super().__init__()
+        self.recipe, self.enabled = load(recipe), True
+        if (reason := refuses(self.recipe)) is not None:
+            raise UnsupportedError(f"GroupedLinear cannot compute by recipe '{self.recipe.name}': {reason}.")
+        self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew: uniform, the bound 1 / sqrt(K)."""
+        bound = 1 / math.sqrt(max(self.weight.shape[2], 1))
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """Return y (T, N), in x's dtype, or in autocast's where that is on.
+
+        Args:
+            x: (T, K), the tokens of expert 0 first, then those of expert 1, and so on.
+            ends: int32 (E,), where the tokens of each expert end, as `torch.nn.functional.grouped_mm` has it; the last
+                one is T. An expert may have none.
+
+        Raises:
+            ConfigError: shapes that do not fit.
+        """
+        experts, _, features = self.weight.shape
+        if x.dim() != 2 or x.shape[1] != features or ends.shape != (experts,) or ends.dtype != torch.int32:
+            raise ConfigError(
+                f"GroupedLinear takes x (T, {features}) and int32 ends ({experts},), got {tuple(x.shape)} and "
+                f"{ends.dtype} {tuple(ends.shape)}."
+            )
+        recipe = self.recipe if self.enabled else load("bf16")
+        result: Tensor = _GroupedLinear.apply(x, self.weight, ends, recipe, compute_dtype(x))  # type: ignore[no-untyped-call]
+        return result
+
+    def forget_codes(self) -> None:
+        """Drop the quantised weight, so that the next forward makes it anew."""
+        forget(self.weight)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self.forget_codes()  # the weight moves or changes its dtype: its new memory may have the old address
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def extra_repr(self) -> str:
+        """Return what `print(model)` shows of this layer."""
+        experts, out_features, in_features = self.weight.shape
+        described = f"experts={experts}, in_features={in_features}, out_features={out_features}"
+        return f"{described}, recipe={self.recipe.name}" + ("" if self.enabled else ", disabled")
+
+
+def refuses(recipe: Recipe) -> str | None:
+    """Return why the GEMMs of a recipe cannot be grouped, or None."""
+    can = "Grouped GEMMs have a scale a row and E4M3 operands: folded, folded_fast, rowwise and bf16 are such recipes"
+    for gemm, *operands in recipe.gemms():
+        for operand in operands:
+            if not (operand.granularity in ("row", "column") and operand.format == "e4m3"):
+                return f"its {gemm} has an operand {operand}. {can}"
+            if operand.rounding != "nearest" or operand.keeps_scale:
+                return f"its {gemm} has an operand {operand}, only linear layers round and scale like that. {can}"
+    return None
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Saves what wgrad reads of x, in FP8 wherever it is, the weights and the ends."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
+        x8, kept = _read_input(x, ends, recipe, dtype, ctx.needs_input_grad[1])
+        ctx.save_for_backward(weight, ends, *kept)
+        ctx.recipe, ctx.dtype, ctx.x_dtype = recipe, dtype, x.dtype
+        if x8 is None:
+            return grouped_mm(x.to(dtype).contiguous(), weight.to(dtype).mT, ends)
+        target = str(target_of(recipe.fprop.weight))
+        y: Tensor = torch.ops.octavo.grouped_fprop(*x8[:2], weight, ends, target, dtype, recipe.fprop.accumulate)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (weight, ends, *kept), recipe, dtype = ctx.saved_tensors, ctx.recipe, ctx.dtype
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        dy = dy.to(dtype).contiguous()
+        g, h = _read_gradient(dy, kept, weight, ends, recipe, needs_x, needs_weight)
+        dx = _dgrad(dy, g, weight, ends, recipe, dtype).to(ctx.x_dtype) if needs_x else None
+        dw = _wgrad(dy, h, kept, ends, recipe, dtype).to(weight.dtype) if needs_weight else None
+        return dx, dw, None, None, None
+
+
+def _read_input(
+    x: Tensor, ends: Tensor, recipe: Recipe, dtype: torch.dtype, needs_weight: bool
+) -> tuple[Quantized | None, tuple[Tensor, ...]]:
+    """Return x as fprop reads it, and what wgrad needs: (x,), codes and scales of fprop, or its own, padded; or ()."""
+    rows = target_of(recipe.fprop.input) if recipe.fprop.is_fp8 else None
+    reused = recipe.wgrad.is_fp8 and reused_from(recipe, "wgrad", "input") is not None
+    columns = target_of(recipe.wgrad.input) if needs_weight and recipe.wgrad.is_fp8 and not reused else None
+    x8 = padded = None
+    if columns is not None:
+        x8, padded = quantize_groups(x, ends, rows, columns)
+    elif rows is not None:
+        x8 = kernels.quantize(x, *rows)
+    if not needs_weight:
+        return x8, ()
+    if padded is not None:
+        return x8, padded
+    return x8, x8[:2] if reused and x8 is not None else (x.to(dtype).contiguous(),)
+
+
+def _read_gradient(
+    dy: Tensor, kept: list[Tensor], weight: Tensor, ends: Tensor, recipe: Recipe, needs_x: bool, needs_weight: bool
+) -> tuple[Quantized | None, Padded | None]:
+    """Return dy as dgrad and as wgrad read it, from one read, with the scales of folded partners; None for BF16."""
+
+    def target(needed: bool, operand: Operand) -> Target | None:
+        return target_of(operand) if needed else None
+
+    rows = target(needs_x and recipe.dgrad.is_fp8, recipe.dgrad.grad_output)
+    columns = target(needs_weight and recipe.wgrad.is_fp8, recipe.wgrad.grad_output)
+    if rows is None and columns is None:
+        return None, None
+    row_fold = column_fold = None
+    if rows is not None and recipe.dgrad.weight.is_folded:
+        row_fold = torch.ops.octavo.grouped_weight_scale(weight, str(target_of(recipe.fprop.weight)))
+    if columns is not None and recipe.wgrad.input.is_folded:
+        column_fold = kept[1]
+    return quantize_groups(dy, ends, rows, columns, row_fold, column_fold)
+
+
+def _dgrad(dy: Tensor, g: Quantized | None, weight: Tensor, ends: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
+    if g is None:
+        return grouped_mm(dy, weight.to(dtype), ends)
+    target, source = dgrad_weight(recipe)
+    dx: Tensor = torch.ops.octavo.grouped_dgrad(
+        *g[:2], weight, ends, str(target), str(source or ""), dtype, recipe.dgrad.accumulate
+    )
+    return dx
+
+
+def _wgrad(
+    dy: Tensor, h: Padded | None, kept: list[Tensor], ends: Tensor, recipe: Recipe, dtype: torch.dtype
+) -> Tensor:
+    if h is None:
+        return grouped_mm(dy.t(), kept[0], ends)
+    codes, scale = kept
+    if recipe.wgrad.input.is_folded:
+        codes, scale = transpose_groups(codes, ends), scale.new_ones(ends.shape[0], codes.shape[1])
+    return grouped_wgrad(h, Padded(codes, scale), ends, dtype)
+
+
+def _stack(weight: Tensor) -> Tensor:
+    """Return the weights (E, N, K) as the matrix (E N, K)."""
+    return weight.flatten(0, 1)
+
+
+def _transposed_stack(weight: Tensor) -> Tensor:
+    """Return the transposed weights of the experts as the matrix (E K, N)."""
+    return weight.mT.flatten(0, 1)
+
+
+def _quantized(weight: Tensor, target: str, read: Any = _stack) -> Quantized:
+    asked = target_named(target)
+    assert asked is not None
+    return quantized_weights([weight], asked, read=read)
+
+
+def _fprop_codes(
+    x: Tensor, x_scale: Tensor, weight: Tensor, ends: Tensor, target: str, dtype: torch.dtype, accumulate: str
+) -> Tensor:
+    stack, (experts, rows, cols) = _quantized(weight, target), weight.shape
+    right = stack.codes.view(experts, rows, cols), stack.scale.view(experts, rows)
+    return grouped_gemm(Quantized(x, x_scale, stack.granularity), *right, ends, dtype, accumulate)
+
+
+def _dgrad_codes(
+    g: Tensor, g_scale: Tensor, weight: Tensor, ends: Tensor, target: str, source: str, dtype: torch.dtype,
+    accumulate: str,
+) -> Tensor:  # fmt: skip
+    experts, rows, cols = weight.shape
+    if source:  # folded: the codes of fprop side by side in (K, E N), their scales in g
+        codes = kernels.transpose(_quantized(weight, source).codes).view(cols, experts, rows).transpose(0, 1)
+        scale = g_scale.new_ones(experts, cols)
+    else:
+        stack = _quantized(weight, target, _transposed_stack)
+        codes, scale = stack.codes.view(experts, cols, rows), stack.scale.view(experts, cols)
+    left = Quantized(g, g_scale, PER_ROW)
+    return grouped_gemm(left, codes, scale, ends, dtype, accumulate)
+
+
+def _weight_scale(weight: Tensor, target: str) -> Tensor:
+    return _quantized(weight, target).scale.view(weight.shape[:2]).clone()
+
+
+# What they keep from call to call must not lie in the memory of a graph that a compiler captures by itself.
+define(
+    "grouped_fprop(Tensor x, Tensor x_scale, Tensor weight, Tensor ends, str target, ScalarType dtype, "
+    "str accumulate) -> Tensor",
+    _fprop_codes,
+    lambda x, x_scale, weight, ends, target, dtype, accumulate: x.new_empty(x.shape[0], weight.shape[1], dtype=dtype),
+    torch.Tag.cudagraph_unsafe,
+)
+define(
+    "grouped_dgrad(Tensor g, Tensor g_scale, Tensor weight, Tensor ends, str target, str source, ScalarType dtype, "
+    "str accumulate) -> Tensor",
+    _dgrad_codes,
+    lambda g, g_scale, weight, ends, target, source, dtype, accumulate: g.new_empty(
+        g.shape[0], weight.shape[2], dtype=dtype
+    ),
+    torch.Tag.cudagraph_unsafe,
+)
+define(
+    "grouped_weight_scale(Tensor weight, str target) -> Tensor",
+    _weight_scale,
+    lambda weight, target: weight.new_empty(weight.shape[:2], dtype=torch.float32),
+    torch.Tag.cudagraph_unsafe,
+)

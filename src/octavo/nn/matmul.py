@@ -1,0 +1,152 @@
+"""Products of two activations in FP8: neither operand is a weight, so both are quantised in every call.
+
+    C = A B      A (B, M, K), B (B, K, N): a batch of B products
+
+It is a linear layer whose input is A and whose weight is B^T (N, K), so a recipe says all there is to say:
+
+    fprop  C = A B        dgrad  dA = dC B^T        wgrad  dB^T = dC^T A
+
+What is folded in a linear layer is folded here: the scales of B^T move into dC before dA, those of A before dB.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from octavo.kernels.batch import Batch, batch_of, quantize_batch
+from octavo.kernels.bmm import bmm
+from octavo.nn import functional
+from octavo.nn.functional import target_of
+from octavo.recipes import Operand, Recipe, reused_from
+
+
+def matmul(a: Tensor, b: Tensor, recipe: Recipe, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a b with the three GEMMs of `recipe`, in `dtype`. Leading dimensions broadcast as in `torch.matmul`.
+
+    Args:
+        a: (..., M, K), any floating-point dtype; (K,) too where b is a matrix.
+        b: (..., K, N).
+        dtype: what every GEMM rounds its result to, and what a GEMM in high precision computes in; default a's.
+    """
+    dtype = dtype or a.dtype
+    if b.dim() == 2:
+        a_BMK, b_BKN = a.reshape(1, math.prod(a.shape[:-1]), a.shape[-1]), b[None]
+        return _multiply(a_BMK, b_BKN, recipe, dtype).reshape(*a.shape[:-1], b.shape[-1])
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    a_BMK, b_BKN = (x.expand(*batch, *x.shape[-2:]).reshape(math.prod(batch), *x.shape[-2:]) for x in (a, b))
+    return _multiply(a_BMK, b_BKN, recipe, dtype).reshape(*batch, a.shape[-2], b.shape[-1])
+
+
+def _multiply(a_BMK: Tensor, b_BKN: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
+    if 0 in (*a_BMK.shape, *b_BKN.shape):
+        return _product(a_BMK.to(dtype), b_BKN.to(dtype))
+    result: Tensor = _Matmul.apply(a_BMK, b_BKN, recipe, dtype)  # type: ignore[no-untyped-call]
+    return result
+
+
+def quantize_both(
+    x_BRC: Tensor,
+    rows: Operand | None,
+    columns: Operand | None,
+    row_fold: Tensor | None = None,
+    column_fold: Tensor | None = None,
+) -> tuple[Batch | None, Batch | None]:
+    """Quantise B matrices (R, C), each by itself: as they lie for `rows`, transposed for `columns`, from one read.
+
+    Args:
+        row_fold: FP32 (B, 1, C), multiplied in before `rows`.
+        column_fold: FP32 (B, R, 1), multiplied in before `columns`.
+    """
+    if all(operand is None or operand.rounding == "nearest" for operand in (rows, columns)):
+        targets = [None if operand is None else target_of(operand) for operand in (rows, columns)]
+        return quantize_batch(x_BRC, targets[0], targets[1], row_fold, column_fold)
+    folds = [[None] * len(x_BRC) if fold is None else fold.unbind() for fold in (row_fold, column_fold)]
+    matrices = zip(x_BRC.unbind(), *folds, strict=True)
+    parts = [functional.quantize_both([x], rows, columns, *fold) for x, *fold in matrices]
+    return batch_of([row for row, _ in parts]), batch_of([column for _, column in parts])
+
+
+def _product(a_BMK: Tensor, b_BKN: Tensor) -> Tensor:
+    result: Tensor = torch.ops.aten.bmm.default(a_BMK, b_BKN)  # `octavo.autocast` takes `torch.bmm` for a user's
+    return result
+
+
+class _Matmul(torch.autograd.Function):
+    """C = A B. Keeps of each operand what the other one's gradient needs, in FP8 wherever that GEMM is."""
+
+    @staticmethod
+    def forward(ctx: Any, a_BMK: Tensor, b_BKN: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
+        needs_a, needs_b = ctx.needs_input_grad[:2]
+        x, for_b = _read(a_BMK, recipe, "wgrad", "input", needs_b, dtype)
+        w, for_a = _read(b_BKN.transpose(1, 2), recipe, "dgrad", "weight", needs_a, dtype)
+        ctx.save_for_backward(*for_a, *for_b)
+        ctx.recipe, ctx.dtype, ctx.split, ctx.dtypes = recipe, dtype, len(for_a), (a_BMK.dtype, b_BKN.dtype)
+        if x is None or w is None:
+            return _product(a_BMK.to(dtype), b_BKN.to(dtype))
+        return bmm(x, w, dtype, recipe.fprop.accumulate)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dc_BMN: Tensor) -> tuple[Tensor | None, ...]:
+        recipe, dc_BMN = ctx.recipe, dc_BMN.to(ctx.dtype)
+        for_a, for_b = ctx.saved_tensors[: ctx.split], ctx.saved_tensors[ctx.split :]
+        g, h = _read_gradient(dc_BMN, for_a, for_b, recipe)
+        da = db = None
+        if for_a:
+            da = _gradient(dc_BMN, g, for_a, recipe, "dgrad", "weight").to(ctx.dtypes[0])
+        if for_b:
+            dw_BNK = _gradient(dc_BMN.transpose(1, 2), h, for_b, recipe, "wgrad", "input")
+            db = dw_BNK.transpose(1, 2).to(ctx.dtypes[1])
+        return da, db, None, None
+
+
+def _read(
+    x_BRC: Tensor, recipe: Recipe, gemm: str, role: str, needed: bool, dtype: torch.dtype
+) -> tuple[Batch | None, tuple[Tensor, ...]]:
+    """Return X as fprop reads it, None in BF16, and what a backward GEMM needs of it, if it is needed.
+
+    That is (x,) in BF16, or codes and scale: those of fprop where they are reused, else of X^T.
+    """
+    forward: Operand | None = getattr(recipe.fprop, role) if recipe.fprop.is_fp8 else None
+    own: Operand | None = None
+    if needed and recipe.gemm(gemm).is_fp8 and reused_from(recipe, gemm, role) is None:
+        own = getattr(recipe.gemm(gemm), role)
+    x, turned = quantize_both(x_BRC, forward, own) if forward or own else (None, None)
+    if not needed:
+        return x, ()
+    kept = turned or x
+    if kept is None or not recipe.gemm(gemm).is_fp8:
+        return x, (x_BRC.to(dtype),)
+    return x, (kept.codes, kept.scale)
+
+
+def _read_gradient(
+    dc_BMN: Tensor, for_a: tuple[Tensor, ...], for_b: tuple[Tensor, ...], recipe: Recipe
+) -> tuple[Batch | None, Batch | None]:
+    """Return dC as dgrad reads it, and dC^T as wgrad does, with the scales of folded partners; None for BF16."""
+    rows = recipe.dgrad.grad_output if for_a and recipe.dgrad.is_fp8 else None
+    columns = recipe.wgrad.grad_output if for_b and recipe.wgrad.is_fp8 else None
+    if rows is None and columns is None:
+        return None, None
+    row_fold = for_a[1].transpose(1, 2) if rows is not None and recipe.dgrad.weight.is_folded else None
+    column_fold = for_b[1] if columns is not None and recipe.wgrad.input.is_folded else None
+    return quantize_both(dc_BMN, rows, columns, row_fold, column_fold)
+
+
+def _gradient(
+    dc_BRS: Tensor, dc: Batch | None, kept: tuple[Tensor, ...], recipe: Recipe, gemm: str, role: str
+) -> Tensor:
+    """Return dC X for what was kept of X (B, S, C), as (B, R, C)."""
+    if dc is None:
+        return _product(dc_BRS, kept[0])
+    operand: Operand = getattr(recipe.gemm(gemm), role)
+    if reused_from(recipe, gemm, role) is None:
+        x = Batch(kept[0], kept[1], operand.tile)
+    else:
+        x = Batch(kept[0], kept[1], operand.tile.transposed).transposed()
+    return bmm(dc, x.without_scale() if operand.is_folded else x, dc_BRS.dtype, recipe.gemm(gemm).accumulate)

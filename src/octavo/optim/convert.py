@@ -1,0 +1,224 @@
+"""State in other forms: FP32 values, another tier, the state dict of `torch.optim.AdamW`, tensors for a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from octavo.errors import CheckpointError
+from octavo.kernels.optimizer import Layout, Slot
+from octavo.kernels.reference import optimizer as reference
+from octavo.kernels.reference import storage as codec
+from octavo.kernels.storage import Storage
+from octavo.optim.states import States
+from octavo.optim.tensors import as_matrix, like, matrix_shape, slot_of
+
+if TYPE_CHECKING:
+    from octavo.optim.optimizer import Entry, Optimizer
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def master(optimizer: Optimizer, entry: Entry) -> Tensor:
+    """Return the FP32 master of a parameter, of its shape: what the next step starts from."""
+    slot, layout = _slot(optimizer, entry)
+    return _from_groups(reference.read_weight(slot, layout), entry)
+
+
+def set_master(optimizer: Optimizer, entry: Entry, value: Tensor) -> None:
+    """Give a parameter an FP32 value (see `Optimizer.set_master`); what rounds, rounds to nearest."""
+    slot, layout = _slot(optimizer, entry)
+    reference.write_weight(codec.to_groups(as_matrix(_like(value, entry), entry.parameter)), slot, layout, None)
+
+
+def moment(optimizer: Optimizer, entry: Entry, name: str) -> Tensor:
+    """Return a moment, `exp_avg` or `exp_avg_sq`, in FP32 and of the parameter's shape."""
+    state = optimizer.state[entry.parameter]
+    codes = as_matrix(state[name], entry.parameter)
+    return _from_groups(reference.read(codes, state.get(f"{name}_scale"), _storage(optimizer, entry, name)), entry)
+
+
+def set_moment(optimizer: Optimizer, entry: Entry, name: str, value: Tensor) -> None:
+    """Store a moment, rounded to nearest."""
+    state = optimizer.state[entry.parameter]
+    codes = as_matrix(state[name], entry.parameter)
+    groups = codec.to_groups(as_matrix(_like(value, entry), entry.parameter))
+    reference.write(groups, codes, state.get(f"{name}_scale"), _storage(optimizer, entry, name), None)
+
+
+def values(optimizer: Optimizer, entry: Entry) -> dict[str, Tensor]:
+    """Return all that a parameter's state says, in FP32: `step`, the moments, and `master`."""
+    state = optimizer.state[entry.parameter]
+    found = {name: moment(optimizer, entry, name) for name in MOMENTS if name in state}
+    return {"step": state["step"].clone(), "master": master(optimizer, entry), **found}
+
+
+def set_values(optimizer: Optimizer, entry: Entry, known: Mapping[str, Tensor]) -> None:
+    """Give a parameter a new state that says what `values` returned, as the tier that it has now."""
+    state = optimizer.state[entry.parameter]
+    state.clear()
+    state.update(optimizer.fresh(entry))
+    state["step"].copy_(known["step"])
+    if "master" in known:
+        set_master(optimizer, entry, known["master"])
+    elif "master" in state:
+        optimizer.initialise_master(entry)
+    for name in MOMENTS:
+        if name in state:
+            set_moment(optimizer, entry, name, known[name])
+
+
+def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """See `Optimizer.load_state_dict`."""
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        state_dict = hook(optimizer, dict(state_dict)) or state_dict
+    if state_dict.get("rule", optimizer.rule) != optimizer.rule:
+        raise CheckpointError(
+            f"optimizer state: it is of the rule '{state_dict['rule']}', this optimizer's is '{optimizer.rule}'."
+        )
+    entries = _matched(optimizer, state_dict)
+    for entry, saved in entries:
+        check_state(optimizer, entry, saved)
+    for entry, saved in entries:
+        device = entry.parameter.device
+        optimizer.state[entry.parameter] = {name: t.detach().to(device, copy=True) for name, t in saved.items()}
+    own = ("params", "param_names", "keeps", "states")
+    for group, other in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        group.update({key: value for key, value in other.items() if key not in own})
+    optimizer.seed = state_dict.get("seed", optimizer.seed)
+    for after in optimizer._optimizer_load_state_dict_post_hooks.values():
+        after(optimizer)
+
+
+def export(optimizer: Optimizer) -> dict[str, Any]:
+    """See `Optimizer.export_state_dict`."""
+    defaults = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}.get(optimizer.rule, torch.optim.AdamW)
+    settings = defaults([torch.zeros(1)]).param_groups[0]
+    packed = torch.optim.Optimizer.state_dict(optimizer)
+    state = {}
+    for entry in optimizer.entries():
+        if optimizer.state[entry.parameter]:
+            state[entry.number] = {k: v for k, v in values(optimizer, entry).items() if k != "master"}
+    ours = ("states", "keeps", "clip")
+    groups = [
+        {**settings, **{key: value for key, value in group.items() if key not in ours}}
+        for group in packed["param_groups"]
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def import_(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """See `Optimizer.import_state_dict`."""
+    entries = _matched(optimizer, state_dict)
+    for entry, saved in entries:
+        needed = {"step", *(name for name in optimizer.fresh(entry) if name in MOMENTS)}
+        if missing := needed - set(saved):
+            raise CheckpointError(f"optimizer state of parameter '{entry.name}': there is no {sorted(missing)}.")
+        for name in needed - {"step"}:
+            if saved[name].shape != entry.parameter.shape:
+                there, here = list(saved[name].shape), list(entry.parameter.shape)
+                raise CheckpointError(
+                    f"optimizer state of parameter '{entry.name}': '{name}' has the shape {there} there, {here} here."
+                )
+    for entry, saved in entries:
+        state = optimizer.state[entry.parameter]
+        known = {name: torch.as_tensor(saved[name]) for name in ("step", *MOMENTS) if name in saved}
+        set_values(optimizer, entry, {**known, **({"master": master(optimizer, entry)} if state else {})})
+    for group, other in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        group.update({key: other[key] for key in ("lr", "betas", "eps", "weight_decay", "maximize") if key in other})
+
+
+def _matched(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> list[tuple[Entry, Mapping[str, Any]]]:
+    """Return the parameters of which there is a saved state, each with it.
+
+    Raises:
+        CheckpointError: groups or their parameters are not as many.
+    """
+    there = [len(group["params"]) for group in state_dict["param_groups"]]
+    here = [len(group["params"]) for group in optimizer.param_groups]
+    if there != here:
+        raise CheckpointError(
+            f"optimizer state: its groups have {there} parameters, those of this optimizer {here}: of another model."
+        )
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    saved = state_dict["state"]
+    return [(entry, saved[n]) for entry, n in zip(optimizer.entries(), numbers, strict=True) if n in saved]
+
+
+def check_state(optimizer: Optimizer, entry: Entry, saved: Mapping[str, Any]) -> None:
+    """See to it that a saved state is one that this optimizer keeps for a parameter.
+
+    Raises:
+        CheckpointError: it is of another tier, another rule, or a parameter of another shape.
+    """
+    here = optimizer.fresh(entry)
+    tier = optimizer.states_of(entry).name
+    where = f"optimizer state of parameter '{entry.name}'"
+    if any(not isinstance(value, Tensor) for value in saved.values()) or set(saved) != set(here):
+        raise CheckpointError(
+            f"{where}: found {sorted(saved)}, but '{tier}' keeps {sorted(here)}: it is of another tier or optimizer. "
+            "Load it into an optimizer with the states it was saved with, then call convert_states(); or, from "
+            "torch.optim.AdamW, import_state_dict()."
+        )
+    for name, tensor in here.items():
+        if saved[name].shape != tensor.shape:
+            raise CheckpointError(
+                f"{where}: '{name}' has the shape {list(saved[name].shape)} there and {list(tensor.shape)} here."
+            )
+        if saved[name].dtype != tensor.dtype:
+            raise CheckpointError(
+                f"{where}: '{name}' is {saved[name].dtype} there and {tensor.dtype} here, as '{tier}' keeps it. Load it"
+                " into an optimizer with the states it was saved with, then call convert_states()."
+            )
+
+
+def flatten(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return a state dict as tensors by name, for safetensors, and the rest, for JSON.
+
+    Tensors are named `<number of the parameter>.<name>`; settings that are tensors become numbers.
+    """
+    tensors = {f"{number}.{name}": t for number, state in state_dict["state"].items() for name, t in state.items()}
+    groups = [{key: _plain(value) for key, value in group.items()} for group in state_dict["param_groups"]]
+    return tensors, {**{k: v for k, v in state_dict.items() if k != "state"}, "param_groups": groups}
+
+
+def unflatten(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo `flatten`, also where the rest has been through JSON."""
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        number, _, key = name.partition(".")
+        state.setdefault(int(number), {})[key] = tensor
+    groups = [{k: tuple(v) if k == "betas" else v for k, v in group.items()} for group in rest["param_groups"]]
+    return {**rest, "state": state, "param_groups": groups}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item()
+    return value.name if isinstance(value, States) else value
+
+
+def _slot(optimizer: Optimizer, entry: Entry) -> tuple[Slot, Layout]:
+    layout, parameter = optimizer.layout_of(entry), entry.parameter
+    nothing = torch.empty(0)
+    return slot_of(0, entry.number, parameter, nothing, optimizer.state[parameter], layout), layout
+
+
+def _storage(optimizer: Optimizer, entry: Entry, name: str) -> Storage:
+    layout = optimizer.layout_of(entry)
+    storage = layout.first if name == "exp_avg" else layout.second
+    assert storage is not None
+    return storage
+
+
+def _from_groups(groups: Tensor, entry: Entry) -> Tensor:
+    result = like(entry.parameter, torch.float32)
+    as_matrix(result, entry.parameter).copy_(codec.from_groups(groups, *matrix_shape(entry.parameter)))
+    return result
+
+
+def _like(value: Tensor, entry: Entry) -> Tensor:
+    return like(entry.parameter, torch.float32).copy_(value)

@@ -1,0 +1,161 @@
+"""The tiers: what an optimizer keeps beside a weight, by name, and what that takes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.errors import ConfigError, did_you_mean
+from octavo.kernels.optimizer import Layout, Rule
+from octavo.kernels.storage import E4M3, FP32, Storage
+
+_FP32, _BF16 = Storage("fp32"), Storage("bf16")
+_SCALED_FP16 = Storage("fp16", "tensor")
+_FIRST_8, _SECOND_8 = Storage("e4m3", "group"), Storage("ue4m4", "group", root=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class States:
+    """How the moments are kept, and the master of a weight that is not FP32. An FP32 weight is its own master."""
+
+    name: str
+    about: str
+    """One line for tables."""
+    first: Storage
+    second: Storage
+    remainder_bits: int = 0
+    """Of the master, beside a BF16 weight: 16 (nothing is lost), 8, or 0."""
+    fp8_remainder_bits: int = 0
+    """The same beside an FP8 weight."""
+    master: Storage | None = None
+    """Where the master is kept apart from the weight."""
+
+    def layout(self, rule: Rule, weight: torch.dtype, gradient: torch.dtype, stochastic: bool) -> Layout:
+        """Return how a weight of that dtype and its state are laid out.
+
+        FP16 has no room for a remainder's exponents: such a weight has an FP32 master apart. So has an FP8 weight
+        without a remainder or a master of its own.
+        """
+        second = None if rule == "lion" else self.second
+        bits = {torch.bfloat16: self.remainder_bits, E4M3.dtype: self.fp8_remainder_bits}.get(weight, 0)
+        master = None if weight == torch.float32 else self.master
+        if not bits and master is None and weight in (torch.float16, E4M3.dtype):
+            master = _FP32
+        return Layout(rule, weight, gradient, self.first, second, bits, master, stochastic)
+
+
+TIERS = {
+    states.name: states
+    for states in (
+        States(name="fp32", about="FP32 master and moments", first=_FP32, second=_FP32, master=_FP32),
+        States(
+            name="exact",
+            about="the FP32 master bit for bit, as a BF16 weight and 16 bits; BF16 moments",
+            first=_BF16,
+            second=_BF16,
+            remainder_bits=16,
+        ),
+        States(
+            name="fp8-lm",
+            about="FP8-LM's: FP16 master, FP8 and FP16 moments, one scale a tensor (arXiv 2310.18313, section 2.2)",
+            first=Storage("e4m3", "tensor"),
+            second=_SCALED_FP16,
+            master=_SCALED_FP16,
+        ),
+        States(
+            name="fp8",
+            about="moments of one byte, a scale for 128 of them; a BF16 weight and 8 bits, or an FP8 weight and 16",
+            first=_FIRST_8,
+            second=_SECOND_8,
+            remainder_bits=8,
+            fp8_remainder_bits=16,
+        ),
+        States(
+            name="fp8-min",
+            about="moments of one byte; an FP8 weight and 8 bits, or a BF16 weight rounded stochastically",
+            first=_FIRST_8,
+            second=_SECOND_8,
+            fp8_remainder_bits=8,
+        ),
+    )
+}
+"""Tiers by name. A new one is an entry here."""
+
+DEFAULT = "fp8"
+
+
+def states_named(states: str | States) -> States:
+    """Return the tier of that name; a `States` of one's own is returned as it is.
+
+    Raises:
+        ConfigError: there is no such tier.
+    """
+    if isinstance(states, States):
+        return states
+    if states not in TIERS:
+        known = ", ".join(TIERS)
+        near = did_you_mean(states, TIERS)
+        raise ConfigError(f"optimizer states: there is no tier '{states}'.{near} Tiers: {known}.")
+    return TIERS[states]
+
+
+SMALL = 4096
+"""Elements below which a byte saved is none."""
+_SENSITIVE = re.compile(r"(^|[._])(embed\w*|\w*embeddings?|wte|wpe|lm_head|head|router|gate_router)([._]|$)")
+
+
+def keep_small(name: str, parameter: Tensor) -> str | None:
+    """Return the tier of a parameter that had better not have one byte, or None: the default rule.
+
+    Norms, biases and all that is small have FP32 moments: they cost nothing. Embeddings, heads and routers, known by
+    their names, are `exact`: most rows of an embedding see a gradient only now and then.
+    """
+    if parameter.dim() < 2 or parameter.numel() < SMALL:
+        return "fp32"
+    return "exact" if _SENSITIVE.search(name) else None
+
+
+def keep_none(name: str, parameter: Tensor) -> str | None:
+    """Return None: every parameter has the tier of its group."""
+    return None
+
+
+def state_tensors(layout: Layout, rows: int, cols: int) -> dict[str, tuple[tuple[int, int], torch.dtype]]:
+    """Return name, shape and dtype of each tensor that the state of a matrix (rows, cols) consists of, but `step`."""
+    shapes: dict[str, tuple[tuple[int, int], torch.dtype]] = {}
+    if layout.remainder_bits:
+        shapes["remainder"] = (rows, cols), {8: torch.int8, 16: torch.int16}[layout.remainder_bits]
+    for name, storage in (("master", layout.master), ("exp_avg", layout.first), ("exp_avg_sq", layout.second)):
+        if storage is not None:
+            shapes[name] = (rows, cols), storage.float.dtype
+            if (scales := storage.scale_shape(rows, cols)) is not None:
+                shapes[f"{name}_scale"] = scales, torch.uint8
+    return shapes
+
+
+def bytes_per_parameter(
+    states: str | States,
+    *,
+    rule: Rule = "adamw",
+    weight: torch.dtype = torch.bfloat16,
+    gradient: torch.dtype | None = torch.bfloat16,
+    shape: tuple[int, int] = (4096, 4096),
+) -> dict[str, float]:
+    """Return the bytes a parameter of a matrix, by kind, and in `total`; scales are counted where they belong.
+
+    Args:
+        gradient: None where each is released to the optimizer as soon as it is there.
+    """
+    layout = states_named(states).layout(rule, weight, gradient or torch.bfloat16, stochastic=True)
+    count = shape[0] * shape[1]
+    taken = {"weight": float(weight.itemsize), "gradient": float(gradient.itemsize if gradient else 0)}
+    if weight == E4M3.dtype:
+        taken["weight"] += shape[0] * FP32.dtype.itemsize / count
+    for name, (extent, dtype) in state_tensors(layout, *shape).items():
+        kind = {"remainder": "master", "master": "master", "exp_avg": "first", "exp_avg_sq": "second"}
+        key = kind[name.removesuffix("_scale")]
+        taken[key] = taken.get(key, 0.0) + extent[0] * extent[1] * dtype.itemsize / count
+    return {**taken, "total": sum(taken.values())}

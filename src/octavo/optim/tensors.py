@@ -1,0 +1,124 @@
+"""A parameter as the kernels take it: matrices of contiguous memory, whatever the order of its dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+import torch
+from torch import Tensor
+
+from octavo.errors import ConfigError, UnsupportedError
+from octavo.kernels.optimizer import Layout, Slot
+from octavo.kernels.storage import GROUP
+from octavo.tensor import FP8Tensor
+
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check(parameter: Tensor, where: str) -> None:
+    """See to it that the kernels can step this parameter.
+
+    Raises:
+        ConfigError: its dtype is none of FP32, BF16, FP16 and an E4M3 `FP8Tensor` with one scale a row, or its elements
+            do not fill their memory.
+    """
+    if isinstance(parameter, FP8Tensor):
+        if parameter.codes.dtype != torch.float8_e4m3fn or parameter.granularity.name != "row":
+            raise ConfigError(f"{where}: an FP8 weight must be E4M3 with one scale a row, this is {parameter!r}.")
+    elif parameter.dtype not in WEIGHT_DTYPES:
+        known = ", ".join(map(str, WEIGHT_DTYPES))
+        raise ConfigError(f"{where}: the dtype {parameter.dtype} is none of {known}.")
+    elif not _memory_order(parameter)[1]:
+        raise ConfigError(f"{where}: its elements do not fill their memory: pass a contiguous parameter.")
+
+
+def weight_dtype(parameter: Tensor) -> torch.dtype:
+    """Return the dtype in memory: that of the codes of an FP8 weight."""
+    return parameter.codes.dtype if isinstance(parameter, FP8Tensor) else parameter.dtype
+
+
+def matrix_shape(parameter: Tensor) -> tuple[int, int]:
+    """Return the rows and columns that scales belong to: rows are the last dimension, if a group fits into it.
+
+    Where it does not, as in the kernels of a convolution, rows are all dimensions but the first.
+    """
+    order, _ = _memory_order(parameter)
+    sizes = [parameter.shape[dim] for dim in order]
+    if len(sizes) < 2:
+        return 1, prod(sizes)
+    cols = sizes[-1] if len(sizes) == 2 or sizes[-1] >= GROUP else prod(sizes[1:])
+    return prod(sizes) // max(cols, 1), cols
+
+
+def as_matrix(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Return a tensor with the shape and strides of a parameter as its matrix, a view."""
+    order, _ = _memory_order(parameter)
+    return tensor.permute(order).reshape(matrix_shape(parameter))
+
+
+def like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return zeros with the shape and strides of a parameter."""
+    source = parameter.codes if isinstance(parameter, FP8Tensor) else parameter
+    zeros: Tensor = torch.zeros_like(source, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
+    return zeros
+
+
+def gradient_of(parameter: Tensor, name: str) -> Tensor:
+    """Return a parameter's gradient as its matrix, copied only where it lies otherwise than the parameter.
+
+    Raises:
+        UnsupportedError: it is sparse, or of another dtype than FP32, BF16 and FP16.
+    """
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.layout != torch.strided or gradient.dtype not in WEIGHT_DTYPES:
+        raise UnsupportedError(
+            f"optimizer: parameter '{name}': gradients must be dense FP32, BF16 or FP16, this one is {gradient.layout},"
+            f" {gradient.dtype}."
+        )
+    if gradient.dim() == 2 and gradient.is_contiguous() and parameter.is_contiguous():
+        return gradient
+    if gradient.stride() != parameter.stride():
+        gradient = like(parameter, gradient.dtype).copy_(gradient)
+    return as_matrix(gradient.detach(), parameter)
+
+
+def slot_of(
+    row: int, number: int, parameter: Tensor, gradient: Tensor, state: Mapping[str, Tensor], layout: Layout
+) -> Slot:
+    """Return a parameter and its state as the kernels take them."""
+
+    def found(name: str) -> Tensor | None:
+        return as_matrix(state[name], parameter) if name in state else None
+
+    weight = parameter.codes if isinstance(parameter, FP8Tensor) else parameter.detach()
+    first = found("exp_avg")
+    assert first is not None
+    return Slot(
+        row=row,
+        number=number,
+        weight=as_matrix(weight, parameter),
+        weight_scale=parameter.scale if isinstance(parameter, FP8Tensor) else None,
+        gradient=gradient,
+        master=found("remainder" if layout.remainder_bits else "master"),
+        master_scale=state.get("master_scale"),
+        first=first,
+        first_scale=state.get("exp_avg_scale"),
+        second=found("exp_avg_sq"),
+        second_scale=state.get("exp_avg_sq_scale"),
+    )
+
+
+def _memory_order(tensor: Tensor) -> tuple[list[int], bool]:
+    """Return the dimensions from the outermost in memory to the innermost, and whether they fill it."""
+    strides = list(tensor.stride())
+    order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
+    if tensor.is_contiguous():
+        return list(range(tensor.dim())), True
+    expected = 1
+    for dim in reversed(order):
+        if tensor.shape[dim] != 1 and tensor.stride(dim) != expected:
+            return order, False
+        expected *= tensor.shape[dim]
+    return order, True

@@ -1,0 +1,50 @@
+"""A batch of matrices: by definition each is quantised and transposed by itself."""
+
+import pytest
+import torch
+
+from octavo.kernels.batch import quantize_batch, transpose_batch
+from octavo.kernels.quantize import quantize_pair
+from octavo.kernels.target import Target
+
+
+def folded_batch(shape):
+    """Return matrices that differ in size by powers of ten, and folds for both sides."""
+    x = torch.randn(shape) * 10.0 ** torch.arange(shape[0])[:, None, None]
+    return x, torch.rand(shape[0], 1, shape[2]), torch.rand(shape[0], shape[1], 1)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row", "1x128", "128x128"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_each_is_quantised_by_itself(granularity, turned):
+    x, row_fold, column_fold = folded_batch((3, 40, 24))
+    target = Target("e4m3", granularity, "power_of_two")
+    source = x.mT.contiguous().mT if turned else x
+    made = quantize_batch(source, target, target, row_fold, column_fold)
+    for i, matrix in enumerate(x):
+        want = quantize_pair([matrix], target, target, row_fold[i], column_fold[i])
+        for ours, theirs in zip(made, want, strict=True):
+            assert torch.equal(ours.codes[i].float(), theirs.codes.float())
+            assert torch.equal(ours.scale[i], theirs.scale) and ours.codes.is_contiguous()
+
+
+def test_only_what_is_asked_for():
+    target = Target("e4m3", "row", "power_of_two")
+    x = torch.randn(2, 8, 16)
+    assert quantize_batch(x, None, target)[0] is None and quantize_batch(x, target, None)[1] is None
+
+
+def test_transposes():
+    codes = torch.randn(3, 8, 20).to(torch.float8_e4m3fn)
+    out = transpose_batch(codes)
+    assert out.is_contiguous() and torch.equal(out.float(), codes.float().mT)
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 16), (2, 7, 130)], ids=str)
+def test_shape_functions(shape):
+    x, row_fold, column_fold = folded_batch(shape)
+    both = "e4m3 row power_of_two nearest", "e4m3 1x128 power_of_two nearest"
+    for args in ((x, *both, row_fold, column_fold), (x, both[0], "", None, None)):
+        torch.library.opcheck(torch.ops.octavo.quantize_batch, args, test_utils="test_faketensor")
+    codes = x.to(torch.float8_e4m3fn)
+    torch.library.opcheck(torch.ops.octavo.transpose_batch, (codes,), test_utils="test_faketensor")

@@ -1,0 +1,105 @@
+"""Layers that quantise their input again in backward: the same results to the bit, and no codes kept."""
+
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo.errors import ConfigError
+from octavo.nn.functional import linears
+from octavo.nn.mlp import mlp, refuses
+from octavo.recipes import load, names
+
+RECIPES = [name for name in names() if load(name).is_fp8 and not load(name).keeps_scales]
+every_recipe = pytest.mark.parametrize("recipe", RECIPES)
+
+
+def run(call, keeps_input: bool, leaves: list[torch.Tensor]):
+    """Return the result, the gradients of all leaves, and every tensor that was saved for backward."""
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+        y = call(keeps_input)
+    for leaf in leaves:
+        leaf.grad = None
+    y.backward(torch.linspace(-1, 1, y.numel()).reshape(y.shape).to(y.dtype))
+    return [y.detach(), *(leaf.grad for leaf in leaves)], saved
+
+
+def leaf(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).bfloat16().requires_grad_()
+
+
+@every_recipe
+def test_layers_that_share_an_input(recipe):
+    x, weights = leaf(3, 40, 136), [leaf(64, 136), leaf(48, 136)]
+
+    def call(keeps_input):
+        return torch.cat(linears(x, weights, [None, None], load(recipe), keeps_input=keeps_input), dim=-1)
+
+    want, codes = run(call, False, [x, *weights])
+    got, kept = run(call, True, [x, *weights])
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+    assert any(t.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for t in kept)
+    if load(recipe).wgrad.is_fp8:
+        assert any(t.element_size() == 1 for t in codes)
+    assert not any(t.element_size() == 1 for t in kept)
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if refuses(load(name), load(name)) is None])
+def test_an_mlp(recipe):
+    x, gate, up, down = leaf(40, 136), leaf(72, 136), leaf(72, 136), leaf(136, 72)
+    loaded = load(recipe)
+
+    def call(keeps_input):
+        return mlp(x, [gate, up], down, None, "silu", loaded, loaded, torch.bfloat16, keeps_input=keeps_input)
+
+    want, _ = run(call, False, [x, gate, up, down])
+    got, kept = run(call, True, [x, gate, up, down])
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+    assert not any(t.element_size() == 1 for t in kept)
+
+
+@every_recipe
+def test_compiled_as_in_eager(recipe):
+    x, weights, loaded = leaf(40, 136), [leaf(64, 136)], load(recipe)
+
+    def call(keeps_input):
+        return linears(x, weights, [None], loaded, keeps_input=keeps_input)[0]
+
+    want, _ = run(call, True, [x, *weights])
+    got, kept = run(torch.compile(call, fullgraph=True, backend="aot_eager_decomp_partition"), True, [x, *weights])
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+    assert not any(t.element_size() == 1 for t in kept)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq, self.wo = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.wo(torch.tanh(self.wq(x)))
+
+
+def test_a_policy_names_them():
+    model = Attention()
+    plan = octavo.convert(model, policy=octavo.Policy(requantise=("*wo",)))
+    assert model.wo.keeps_input and not model.wq.keeps_input
+    assert [row.keeps_input for row in plan.layers] == [False, True]
+    assert "keeps its input" in str(plan) and '"keeps_input": true' in plan.to_json()
+    model(torch.randn(8, 64)).sum().backward()
+    octavo.revert(model)
+    assert not hasattr(model.wo, "keeps_input")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "patterns", "said"),
+    [
+        ("folded", ("*w0",), r"requantise: the pattern '\*w0' matches no linear layer"),
+        ("delayed", ("*",), "other codes when it is quantised again"),
+        ({"base": "rowwise", "wgrad": {"input": {"rounding": "stochastic"}}}, ("*",), "other codes"),
+    ],
+)
+def test_what_would_not_be_the_same_is_refused(recipe, patterns, said):
+    with pytest.raises(ConfigError, match=said):
+        octavo.convert(Attention(), recipe, policy=octavo.Policy(requantise=patterns))

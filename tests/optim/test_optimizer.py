@@ -1,0 +1,292 @@
+"""The optimizers as PyTorch sees them: updates, clipping, skipped steps, released gradients, state dicts, bad input."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load, save
+from torch import nn
+
+from octavo.errors import CheckpointError, ConfigError, UnsupportedError
+from octavo.optim import TIERS, Adam, AdamW, Lion, bytes_per_parameter, flatten, keep_none, unflatten
+from octavo.tensor import FP8Tensor
+
+
+def model(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(96, 160), nn.GELU(), nn.Linear(160, 96)).to(dtype)
+
+
+def backward(net, seed, scale=1.0):
+    """Return the loss, its gradients made."""
+    x = torch.randn(32, 96, generator=torch.Generator().manual_seed(seed)).to(next(net.parameters()).dtype)
+    loss = (net(x) - x).float().square().mean() * scale
+    loss.backward()
+    return loss.detach()
+
+
+def train(net, optimizer, steps, first=0):
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        backward(net, step)
+        optimizer.step()
+
+
+def weights(net):
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize(("ours", "theirs"), [(AdamW, torch.optim.AdamW), (Adam, torch.optim.Adam)])
+def test_fp32_states_are_pytorchs(ours, theirs, decay):
+    a, b = model(), model()
+    train(a, ours(a.parameters(), lr=1e-3, weight_decay=decay, states="fp32"), 20)
+    train(b, theirs(b.parameters(), lr=1e-3, weight_decay=decay), 20)
+    for mine, other in zip(weights(a), weights(b), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-7)
+
+
+def test_lion_is_its_own_definition():
+    a, b = model(), model()
+    train(a, Lion(a.parameters(), lr=1e-3, weight_decay=0.1, states="fp32"), 5)
+    momentum = [torch.zeros_like(p, dtype=torch.float64) for p in b.parameters()]
+    value = [p.detach().double() for p in b.parameters()]
+    for step in range(5):
+        b.zero_grad()
+        for p, v in zip(b.parameters(), value, strict=True):
+            p.data = v.float()
+        backward(b, step)
+        for i, p in enumerate(b.parameters()):
+            g = p.grad.double()
+            value[i] = value[i] * (1 - 1e-4) - 1e-3 * torch.sign(0.9 * momentum[i] + 0.1 * g)
+            momentum[i] = 0.99 * momentum[i] + 0.01 * g
+    for p, v in zip(a.parameters(), value, strict=True):
+        torch.testing.assert_close(p.detach().double(), v, rtol=0, atol=2e-7)
+
+
+@pytest.mark.parametrize("states", TIERS)
+def test_a_model_learns_as_with_fp32(states):
+    a, b = model(torch.bfloat16), model()
+    optimizer = AdamW(a.parameters(), lr=1e-3, states=states)
+    train(a, optimizer, 30)
+    train(b, torch.optim.AdamW(b.parameters(), lr=1e-3), 30)
+    losses = backward(a, 99), backward(b, 99)
+    assert float(losses[0]) == pytest.approx(float(losses[1]), rel=0.02)
+    assert int(optimizer.skipped) == int(optimizer.clamped) == 0
+
+
+@pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("states", TIERS)
+def test_bytes_are_counted_in_the_tensors(states, weight):
+    value = torch.randn(32, 256)
+    if weight == torch.float8_e4m3fn:
+        parameter = nn.Parameter(FP8Tensor.from_tensor(value.bfloat16()))
+    else:
+        parameter = nn.Parameter(value.to(weight))
+    parameter.grad = torch.zeros_like(value, dtype=parameter.dtype)
+    optimizer = AdamW([parameter], states=states, keep=keep_none)
+    optimizer.step()
+    said = bytes_per_parameter(states, weight=weight, gradient=parameter.dtype, shape=(32, 256))
+    assert optimizer.report() == pytest.approx({"master": 0.0, **said})
+
+
+def test_clipping_is_that_of_pytorch():
+    a, b = model(), model()
+    ours = AdamW(a.parameters(), lr=1e-3, states="fp32", clip=0.05)
+    theirs = torch.optim.AdamW(b.parameters(), lr=1e-3)
+    for step in range(5):
+        ours.zero_grad(), theirs.zero_grad()
+        backward(a, step, 10.0), backward(b, step, 10.0)
+        norm = nn.utils.clip_grad_norm_(b.parameters(), 0.05)
+        ours.step(), theirs.step()
+        assert float(ours.grad_norm) == pytest.approx(float(norm), rel=1e-5) and norm > 0.05
+    for mine, other in zip(weights(a), weights(b), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
+
+
+def test_groups_are_clipped_before_all():
+    a, b = model(), model()
+    groups = [{"params": list(a[0].parameters()), "clip": 0.01}, {"params": list(a[2].parameters())}]
+    ours = Adam(groups, lr=1e-3, betas=(0.0, 0.999), eps=1.0, states="fp32", clip=0.1)
+    theirs = torch.optim.Adam(b.parameters(), lr=1e-3, betas=(0.0, 0.999), eps=1.0)
+    backward(a, 0, 10.0), backward(b, 0, 10.0)
+    nn.utils.clip_grad_norm_(b[0].parameters(), 0.01)
+    nn.utils.clip_grad_norm_(b.parameters(), 0.1)
+    ours.step(), theirs.step()
+    for mine, other in zip(weights(a), weights(b), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("states", ["fp8", "fp8-lm", "fp32"])
+def test_a_step_without_finite_gradients_is_left_out(states, bad):
+    net = model()
+    optimizer = AdamW(net.parameters(), states=states)
+    train(net, optimizer, 2)
+    before = weights(net), copy.deepcopy(optimizer.state_dict()["state"])
+    net[2].bias.grad[3] = bad
+    optimizer.step()
+    assert int(optimizer.skipped) == 1
+    assert same(weights(net), before[0])
+    for number, state in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(state[k].view(-1).view(torch.uint8), v.view(-1).view(torch.uint8))
+                   for k, v in before[1][number].items())  # fmt: skip
+
+
+def test_it_takes_what_a_gradient_scaler_tells():
+    a, b = model(), model()
+    one, other = (AdamW(net.parameters(), states="fp8", clip=0.05) for net in (a, b))
+    backward(a, 0, 1024.0), backward(b, 0)
+    one.grad_scale, one.found_inf = torch.tensor(1024.0), torch.tensor(0.0)
+    one.step(), other.step()
+    assert same(weights(a), weights(b))
+    one.found_inf = torch.tensor(1.0)
+    one.step()
+    assert same(weights(a), weights(b)) and int(one.skipped) == 1
+
+
+def test_released_gradients_make_the_same_step():
+    a, b = model(torch.bfloat16), model(torch.bfloat16)
+    one, other = AdamW(a.parameters(), release=True), AdamW(b.parameters())
+    for step in range(3):
+        backward(a, step), backward(b, step)
+        assert all(p.grad is None for p in a.parameters())
+        one.step(), other.step()
+        other.zero_grad()
+    assert same(weights(a), weights(b))
+    with pytest.raises(ConfigError, match="release"):
+        AdamW(a.parameters(), release=True, clip=1.0)
+
+
+@pytest.mark.parametrize("states", TIERS)
+def test_a_saved_state_goes_on_bit_for_bit(states):
+    a = model(torch.bfloat16)
+    one = AdamW(a.named_parameters(), lr=1e-3, states=states, seed=7)
+    train(a, one, 4)
+    b = copy.deepcopy(a)
+    other = AdamW(b.named_parameters(), lr=1.0, states=states)
+    tensors, rest = flatten(one.state_dict())
+    other.load_state_dict(unflatten(load(save(tensors)), json.loads(json.dumps(rest))))
+    train(a, one, 3, first=4), train(b, other, 3, first=4)
+    assert same(weights(a), weights(b))
+
+
+@pytest.mark.parametrize("states", TIERS)
+def test_pytorch_reads_an_export_and_is_read(states):
+    a = model()
+    ours = AdamW(a.parameters(), lr=3e-4, states=states, keep=keep_none, rounding="nearest")
+    train(a, ours, 4)
+    theirs = torch.optim.AdamW(a.parameters(), lr=1.0)
+    theirs.load_state_dict(ours.export_state_dict())
+    assert theirs.param_groups[0]["lr"] == 3e-4
+    again = AdamW(a.parameters(), states=states, keep=keep_none)
+    again.import_state_dict(theirs.state_dict())
+    once, twice = (optimizer.export_state_dict()["state"] for optimizer in (ours, again))
+    for number, values in once.items():
+        assert {name: torch.equal(value, twice[number][name]) for name, value in values.items()} == dict.fromkeys(
+            ("step", "exp_avg", "exp_avg_sq"), True
+        )
+    backward(a, 9)
+    theirs.step()
+
+
+@pytest.mark.parametrize("states", TIERS)
+def test_states_are_converted_in_mid_run(states):
+    net = model(torch.bfloat16)
+    optimizer = AdamW(net.parameters(), lr=1e-3, states="exact", keep=keep_none)
+    train(net, optimizer, 4)
+    before = optimizer.master_weights()
+    optimizer.convert_states(states)
+    lost = {"fp32": 0, "exact": 0, "fp8": 2.0**-16, "fp8-lm": 2.0**-11, "fp8-min": 2.0**-8}[states]
+    for one, other in zip(before, optimizer.master_weights(), strict=True):
+        assert ((one - other).abs() <= lost * one.abs() + (1e-8 if lost else 0)).all()
+    assert float(optimizer.state[net[0].weight]["step"]) == 4
+    train(net, optimizer, 2, first=4)
+    with pytest.raises(ConfigError, match="Did you mean 'exact'"):
+        optimizer.convert_states("exakt")
+
+
+def test_a_state_of_another_tier_shape_or_model_is_refused():
+    net = model()
+    optimizer = AdamW(net.parameters(), states="fp8")
+    train(net, optimizer, 1)
+    before = copy.deepcopy(optimizer.state_dict())
+    exact = AdamW(model().parameters(), states="exact")
+    with pytest.raises(CheckpointError, match="another tier"):
+        exact.load_state_dict(before)
+    with pytest.raises(CheckpointError, match=r"\[160, 96\] there and \[160, 95\] here"):
+        AdamW([nn.Parameter(torch.zeros(160, 95)), *list(net.parameters())[1:]], states="fp8").load_state_dict(before)
+    with pytest.raises(CheckpointError, match="another model"):
+        AdamW([net[0].weight], states="fp8").load_state_dict(before)
+    with pytest.raises(CheckpointError, match="rule"):
+        Adam(net.parameters(), states="fp8").load_state_dict(before)
+
+
+def test_small_tensors_and_embeddings_are_kept_exactly():
+    net = nn.ModuleDict({"embed": nn.Embedding(64, 128), "linear": nn.Linear(128, 64), "norm": nn.LayerNorm(128)})
+    optimizer = AdamW(net.named_parameters())
+    tiers = {e.name: optimizer.states_of(e).name for e in optimizer.entries()}
+    assert tiers.pop("embed.weight") == "exact" and tiers.pop("linear.weight") == "fp8"
+    assert set(tiers.values()) == {"fp32"}
+    group = {"params": list(net["embed"].parameters()), "states": "fp8-min"}
+    assert {AdamW([group]).states_of(e).name for e in AdamW([group]).entries()} == {"fp8-min"}
+
+
+def test_it_is_an_optimizer_of_pytorch():
+    net = model()
+    net[0].bias.requires_grad_(False)
+    optimizer = AdamW(net[0].parameters(), lr=1e-3)
+    optimizer.add_param_group({"params": net[2].parameters(), "lr": 1e-4})
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4)
+    fired = []
+    optimizer.register_step_post_hook(lambda *_: fired.append(1))
+    frozen, version = net[0].bias.clone(), net[0].weight._version
+    loss = optimizer.step(lambda: backward(net, 0))
+    scheduler.step()
+    assert float(loss) > 0 and fired == [1]
+    assert torch.equal(frozen, net[0].bias) and not optimizer.state[net[0].bias]
+    assert net[0].weight._version > version
+
+
+def test_memory_in_another_order():
+    a = torch.randn(6, 5, 3, 3)
+    one = nn.Parameter(a.clone().to(memory_format=torch.channels_last))
+    other = nn.Parameter(a.clone())
+    for parameter in (one, other):
+        optimizer = AdamW([parameter], states="fp32")
+        for step in range(2):
+            parameter.grad = torch.full_like(parameter, step + 0.5) * torch.arange(3)
+            optimizer.step()
+    assert torch.equal(one, other)
+    eight = AdamW([one], states="fp8", keep=keep_none)
+    one.grad = torch.ones(6, 5, 3, 3)  # other strides than the parameter
+    eight.step()
+    assert eight.state[one]["exp_avg_scale"].shape == (6, 1)
+
+
+def test_bad_input():
+    w = nn.Parameter(torch.zeros(4, 4))
+    with pytest.raises(ConfigError, match="no tier 'fp9'"):
+        AdamW([w], states="fp9")
+    for wrong in ({"lr": -1.0}, {"betas": (0.9, 1.0)}, {"eps": -1.0}, {"weight_decay": -1.0}, {"clip": 0.0}):
+        with pytest.raises(ConfigError):
+            AdamW([w], **wrong)
+    with pytest.raises(ConfigError, match="neither"):
+        AdamW([w], rounding="nearst")
+    with pytest.raises(ConfigError, match="float64"):
+        AdamW([nn.Parameter(torch.zeros(4, dtype=torch.float64))])
+    with pytest.raises(ConfigError, match="fill their memory"):
+        AdamW([nn.Parameter(torch.zeros(4, 8)[:, ::2])])
+    with pytest.raises(ConfigError, match="one scale a row"):
+        AdamW([nn.Parameter(FP8Tensor.from_tensor(torch.zeros(4, 4), granularity="tensor"))])
+    embedding = nn.Embedding(8, 4, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(UnsupportedError, match="dense"):
+        AdamW(embedding.parameters()).step()
+    AdamW([w]).step()  # no gradient at all
