@@ -27,7 +27,7 @@ BF16, CODE, FP32 = 2, 1, 4
         ("quantize rows", M * N * (BF16 + CODE) + M * FP32),
         ("quantize columns", M * N * (2 * BF16 + CODE) + N * FP32),
         ("quantize folded pair", M * N * (2 * BF16 + 2 * CODE) + 2 * (M + N) * FP32 + (M + N) * FP32),
-        ("quantize block pair", M * N * (2 * BF16 + 2 * CODE) + 2 * M * N // 128 * FP32),
+        ("quantize block pair", M * N * (BF16 + 2 * CODE) + 2 * M * N // 128 * FP32),
         ("transpose", M * N * 2 * CODE),
         ("SwiGLU backward, plain", M * N * 5 * BF16),
         ("SwiGLU, row codes, and its inputs", M * N * (2 * BF16 + 3 * CODE) + M * FP32 + 2 * M * N // 128 * FP32),

@@ -70,12 +70,12 @@ def test_a_convolution_costs_more_than_the_linear_layer_of_its_size(recipe):
 
 
 def test_a_convolution_worked_out_by_hand():
-    # folded, M = 100000, N = 1000, K = 9 * 100. An element of the patches: the codes of fprop and of wgrad, a byte
+    # folded, M = 1000000, N = 1000, K = 9 * 100. An element of the patches: the codes of fprop and of wgrad, a byte
     # written each, 4 / 9 and 2 / 9 read, and the gradient's 4 bytes; of the weight 3 + 2 bytes; of dy 3 + 3.
-    flops, patches = 2e5 * 1000 * 900, 1e5 * 900
-    moved = patches * (2 + 6 / 9 + 4) + 1000 * 900 * 5 + 1e5 * 1000 * 6
+    flops, patches = 2e6 * 1000 * 900, 1e6 * 900
+    moved = patches * (2 + 6 / 9 + 4) + 1000 * 900 * 5 + 1e6 * 1000 * 6
     expected = (3 * flops / 670e12) / (3 * flops / 1160e12 + moved / 4200e9)
-    assert predicted_gain(load("folded"), 1000, 900, 100000, 9) == pytest.approx(expected, rel=1e-12)
+    assert predicted_gain(load("folded"), 1000, 900, 1000000, 9) == pytest.approx(expected, rel=1e-12)
 
 
 def test_what_is_too_small_for_the_host_gains_less_the_smaller_it_is():

@@ -2,7 +2,8 @@
 
 Rates are an H200's, dense, random normal data, slow accumulation. Passes run at the speed of a device copy, one for
 each matrix that is quantised or transposed. Convolutions and batches have many small kernels: what a host takes to
-launch them is the least time. All figures stand at the top of this file. It is a prediction for Hopper: `octavo bench step` measures.
+launch them is the least time. All figures stand at the top of this file. It is a prediction for Hopper: `octavo bench
+step` measures.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _TFLOPS = {"bf16": 670.0, "tensor": 1190.0, "row": 1160.0, "block": 880.0, "smal
 _LARGE = 2048
 """From here on PyTorch's grouped FP8 GEMM takes large tiles."""
 _COPY_GB_PER_S = 4200.0
-_AT_LEAST_US = {"linear": 0.0, "convolution": 700.0, "batch": 500.0}
+_AT_LEAST_US = {"linear": 0.0, "convolution": 2000.0, "batch": 2000.0}
 """What a forward and backward in FP8 take at the least, eager: the host has to launch them."""
 _LOOP_US = 150.0
 """The same for each product of a batch that has no batched kernel."""

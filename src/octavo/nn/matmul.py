@@ -100,8 +100,7 @@ class _Matmul(torch.autograd.Function):
         if for_a:
             da = _gradient(dc_BMN, g, for_a, recipe, "dgrad", "weight").to(ctx.dtypes[0])
         if for_b:
-            dw_BNK = _gradient(dc_BMN.transpose(1, 2), h, for_b, recipe, "wgrad", "input")
-            db = dw_BNK.transpose(1, 2).to(ctx.dtypes[1])
+            db = _gradient(dc_BMN.transpose(1, 2), h, for_b, recipe, "wgrad", "input").to(ctx.dtypes[1])
         return da, db, None, None
 
 
@@ -141,12 +140,15 @@ def _read_gradient(
 def _gradient(
     dc_BRS: Tensor, dc: Batch | None, kept: tuple[Tensor, ...], recipe: Recipe, gemm: str, role: str
 ) -> Tensor:
-    """Return dC X for what was kept of X (B, S, C), as (B, R, C)."""
+    """Return dC X for what was kept of X (B, S, C), as (B, R, C); for wgrad its transpose, as B lies."""
     if dc is None:
-        return _product(dc_BRS, kept[0])
+        product = _product(dc_BRS, kept[0])
+        return product.transpose(1, 2) if gemm == "wgrad" else product
     operand: Operand = getattr(recipe.gemm(gemm), role)
     if reused_from(recipe, gemm, role) is None:
         x = Batch(kept[0], kept[1], operand.tile)
     else:
         x = Batch(kept[0], kept[1], operand.tile.transposed).transposed()
-    return bmm(dc, x.without_scale() if operand.is_folded else x, dc_BRS.dtype, recipe.gemm(gemm).accumulate)
+    x = x.without_scale() if operand.is_folded else x
+    left, right = (x, dc) if gemm == "wgrad" else (dc, x)
+    return bmm(left, right, dc_BRS.dtype, recipe.gemm(gemm).accumulate)

@@ -75,10 +75,12 @@ def _columns(start, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _load(row_ptr, columns, softcap, VOCAB: tl.constexpr, CAPPED: tl.constexpr, WHOLE: tl.constexpr):
-    """Logits in FP32, capped; -inf past the end of the row. WHOLE: nothing lies past it."""
+def _load(
+    row_ptr, columns, softcap, VOCAB: tl.constexpr, CAPPED: tl.constexpr, WHOLE: tl.constexpr, KEEP: tl.constexpr
+):
+    """Logits in FP32, capped; -inf past the end of the row. WHOLE: nothing lies past it. KEEP: they are read again."""
     if WHOLE:
-        z = tl.load(row_ptr + columns).to(tl.float32)
+        z = tl.load(row_ptr + columns, eviction_policy="evict_last" if KEEP else "evict_first").to(tl.float32)
     else:
         z = tl.load(row_ptr + columns, mask=columns < VOCAB, other=float("-inf")).to(tl.float32)
     if CAPPED:
@@ -105,10 +107,10 @@ def _log_sum_exp(
     total = tl.zeros((BLOCK // AT_ONCE,), tl.float32)
     WHOLE: tl.constexpr = VOCAB // BLOCK * BLOCK
     for start in tl.range(0, WHOLE, BLOCK, num_stages=STAGES):
-        z = _load(row_ptr, _columns(start, BLOCK), softcap, VOCAB, CAPPED, True)
+        z = _load(row_ptr, _columns(start, BLOCK), softcap, VOCAB, CAPPED, True, True)
         largest, total = _add(z, largest, total)
     if WHOLE < VOCAB:
-        z = _load(row_ptr, _columns(WHOLE, BLOCK), softcap, VOCAB, CAPPED, False)
+        z = _load(row_ptr, _columns(WHOLE, BLOCK), softcap, VOCAB, CAPPED, False, True)
         largest, total = _add(z, largest, total)
     base = tl.max(largest, axis=0)
     return base, tl.sum(total * _exp(largest - base), axis=0)
@@ -119,14 +121,14 @@ def _write_gradient(
     row_ptr, columns, target, base, weight, softcap, VOCAB: tl.constexpr, CAPPED: tl.constexpr, WHOLE: tl.constexpr
 ):
     """The gradient of a block over its logits. weight: what exp(z - base) is multiplied by."""
-    z = _load(row_ptr, columns, softcap, VOCAB, CAPPED, WHOLE)
+    z = _load(row_ptr, columns, softcap, VOCAB, CAPPED, WHOLE, False)
     d = _exp(z - base) * weight
     d = tl.where(columns == target, d - 1, d)
     if CAPPED:
         d = d * (1 - (z / softcap) * (z / softcap))
     d = to_dtype(d, row_ptr.dtype.element_ty)
     if WHOLE:
-        tl.store(row_ptr + columns, d)
+        tl.store(row_ptr + columns, d, eviction_policy="evict_first")
     else:
         tl.store(row_ptr + columns, d, mask=columns < VOCAB)
 

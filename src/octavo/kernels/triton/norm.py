@@ -23,7 +23,7 @@ FORWARD = Rows(elements=2048, a_thread=32)
 BACKWARD = Rows(elements=2048, a_thread=16)
 STAGES = 2
 """Rows that a program of the backward is ahead with loading, the present one included."""
-RESIDENT = 8192
+RESIDENT = 12288
 """Elements that the programs of the backward on one processor work on at once: what its registers hold."""
 SUM = Shape(64, 32, warps=4)
 """Shares of a gradient that are added up at once."""

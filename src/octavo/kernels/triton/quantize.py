@@ -40,16 +40,16 @@ from octavo.numerics import Quantized
 
 LONGEST_ROW = 16384
 """Elements of a row that one program still holds."""
-SEARCH = Shape(4, 1024, warps=4, steps=32, stages=3)
+SEARCH = Shape(4, 256, warps=1, steps=32, stages=3)
 """In all its steps as high as a tile of scales."""
 SEARCH_NARROW = Shape(8, 256, warps=4, steps=16, stages=3)
-"""Where there would be too few programs of that width for all processors."""
+"""Where there would be too few programs of that height for all processors."""
 NARROW = 2048
 """Columns up to which that is so."""
 WRITE = Shape(64, 64, warps=4)
 TILED = Shape(64, SIDE.value, warps=4)
 """Where scales belong to tiles of 128 columns."""
-HIGH = Shape(SIDE.value, SIDE.value, warps=8)
+HIGH = Shape(SIDE.value, SIDE.value, warps=4, registers=168)
 """Where scales belong to tiles of 128 rows."""
 
 
