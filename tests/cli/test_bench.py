@@ -30,7 +30,7 @@ def test_step_prints_writes_and_adds(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert {row["shape"]["layers"] for row in first.rows} == {1}
     assert first.command == 'octavo bench step --workload tiny --only "octavo folded" --layers 1 --steps 1'
 
-    assert octavo(f"bench step --workload tiny --json --add {flags}") == 0
+    assert octavo(f"bench step --workload tiny --json {flags}") == 0
     rows = json.loads(capsys.readouterr().out)
     both = results.latest("step", tmp_path)
     assert both is not None and [row["workload"] for row in both.rows] == ["custom"] * 2 + ["tiny"] * 2

@@ -125,13 +125,17 @@ def failure(error: Exception) -> str:
 
 
 def write(result: Result, directory: Path) -> Path:
-    """Write `result` under `directory` and return its path. One of the same name is replaced.
+    """Write `result` under `directory` and return its path. One of the same name is replaced, but for its rows of other
+    workloads, which stay if they were measured with the same software.
 
     `latest/<kind>.json` follows unless it holds a later day. Each file appears whole or not at all.
 
     Raises:
-        ConfigError: `latest/<kind>.json` exists and is not a result.
+        ConfigError: the file of that name, or `latest/<kind>.json`, exists and is not a result.
     """
+    before = load(directory / result.file_name) if (directory / result.file_name).exists() else None
+    if before is not None and before.versions == result.versions:
+        result = merge(before, result)
     text = json.dumps(strict.to_dict(result), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     path = directory / result.file_name
     latest = directory / "latest" / f"{result.kind}.json"

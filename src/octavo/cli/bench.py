@@ -35,7 +35,6 @@ def step(
     steps: int = 20,
     trace: Annotated[Path | None, Parameter(negative=())] = None,
     write: Write = None,
-    add: Annotated[bool, Parameter(negative=())] = False,
     json_output: Json = False,
 ) -> int:
     """Time a training step of Llama blocks, a whole Llama or a ResNet: BF16, torchao if it is there, every recipe.
@@ -79,9 +78,8 @@ def step(
     trace
         Directory for the longest kernels of each implementation, as JSON; on a GPU.
     write
-        Directory of result files to write to, benchmarks/results in this repository.
-    add
-        Keep what today's file says of other workloads.
+        Directory of result files to write to, benchmarks/results in this repository. What the file of the day says of
+        other workloads stays.
     json_output
         Print the rows as JSON on stdout, the progress on stderr.
     """
@@ -115,7 +113,7 @@ def step(
     flags = [*(f"--workload {name}" for name in workload), *(f'--only "{name}"' for name in only)]
     flags += [f"--{key.replace('_', '-')} {value}" for key, value in shape.items() if value is not None]
     command = " ".join(["octavo bench step", *flags, f"--steps {steps}"])
-    return _finish("step", rows, write, json_output, command, device=device, add=add)
+    return _finish("step", rows, write, json_output, command, device=device)
 
 
 def _step_line(row: dict[str, Any]) -> str:
@@ -530,7 +528,6 @@ def _finish(
     command: str,
     *,
     device: str = "auto",
-    add: bool = False,
 ) -> int:
     """Print and write what was measured. Returns the exit code: 1 where a row failed."""
     from octavo.bench import results
@@ -546,7 +543,5 @@ def _finish(
             command=command,
             rows=tuple(rows),
         )
-        if add and (write / result.file_name).exists():
-            result = results.merge(results.load(write / result.file_name), result)
         print(f"written: {results.write(result, write)}", file=sys.stderr)
     return 1 if any("error" in row for row in rows) else 0
