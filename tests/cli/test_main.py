@@ -61,6 +61,7 @@ def test_help_has_a_flag_for_every_field_in_the_words_of_the_field() -> None:
     assert "--optimizer.weight-decay --weight-decay" in text
     assert "Decoupled weight decay, on matrices only." in text
     assert "--no-twin" in text
+    assert "--optimizer.states --states" in text
     # `sequence` is a field of two sections: it has no short name.
     assert "--data.sequence" in text
     assert " --sequence" not in text

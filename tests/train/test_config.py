@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from octavo import strict
 from octavo.errors import ConfigError
 from octavo.models import Llama, count_parameters
-from octavo.train.config import RunConfig, assemble, load_file, load_preset, presets
+from octavo.optim import TIERS
+from octavo.train.config import OptimizerConfig, RunConfig, assemble, load_file, load_preset, presets
 
 TINY = load_preset("tiny", cuda=False)
 
@@ -69,6 +71,7 @@ def test_errors_name_the_layer_the_key_and_what_was_meant() -> None:
         ("optimizer", "betas", [0.9], "betas"),
         ("optimizer", "warmup", 1.5, "optimizer.warmup"),
         ("optimizer", "loss_scale", "dynamc", "'dynamc'.*Did you mean 'dynamic'"),
+        ("optimizer", "states", "fp8-mim", "'fp8-mim'.*Did you mean 'fp8-min'"),
         ("optimizer", "loss_scale_start", 100.0, "optimizer.loss_scale_start: 100.0 is no power of two"),
         ("optimizer", "loss_scale_window", 0, "optimizer.loss_scale_window"),
         ("optimizer", "clip_per_group", {"*.wq": 0.0}, r"optimizer.clip_per_group.'\*.wq'"),
@@ -116,3 +119,8 @@ def test_nothing_given() -> None:
 
 def test_tokens_of_a_run() -> None:
     assert with_settings(run={"steps": 10}).tokens == 10 * 4 * 32
+
+
+def test_every_tier_of_optimizer_states_can_be_asked_for() -> None:
+    # The configuration imports no torch, so it has the names itself.
+    assert set(typing.get_args(typing.get_type_hints(OptimizerConfig)["states"])) == set(TIERS)

@@ -47,6 +47,7 @@ def run_of(*lanes: str) -> list[Event]:
         config,
         device="a processor",
         parameters=38_048,
+        state_bytes=8.0,
         heldout=loss,
         corpus={"unigram_entropy": 3.2},
         gemms={"scaled_mm.row": 840},

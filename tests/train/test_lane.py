@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from octavo.errors import ConfigError, RunError
 from octavo.models import ModelConfig, build
+from octavo.optim import AdamW
 from octavo.train.config import OptimizerConfig
 from octavo.train.lane import Lane
 
@@ -129,3 +130,61 @@ def test_unmatched_patterns_are_named_with_their_setting() -> None:
     for setting in ("lr_factors", "clip_per_group"):
         with pytest.raises(ConfigError, match=rf"optimizer.{setting}: '\*.wk1' matches no.*Did you mean '\*.wk'"):
             lane(**{setting: {"*.wk1": 1.0}})
+
+
+WIDE = ModelConfig(vocab=128, dim=64, layers=1, heads=2, ffn=128, sequence=8)
+
+
+def wide(**settings: Any) -> Lane:
+    """A lane with matrices of 4096 elements and more, which the tier is for."""
+    return Lane("bf16", build(WIDE, seed=0), OptimizerConfig(**settings), autocast=False)
+
+
+def test_the_tier_is_that_of_large_matrices_while_norms_embeddings_and_heads_stay_wider() -> None:
+    trained = wide(states="fp8")
+    trained.step(*batch(), step=1, lr=1e-3)
+    found = {name: trained.optimizer.state[p]["exp_avg"].dtype for name, p in trained.parameters.items()}
+    assert found["layers.0.attention.wq.weight"] == torch.float8_e4m3fn
+    assert found["norm.weight"] == torch.float32
+    assert found["lm_head.weight"] == found["tok_embeddings.weight"] == torch.bfloat16
+    assert isinstance(trained.optimizer, AdamW)
+    report = trained.optimizer.report()
+    assert trained.state_bytes() == pytest.approx(report["first"] + report["second"])
+    assert report["master"] == 0
+
+
+def test_settings_and_clipping_reach_the_tiers_as_they_reach_torch() -> None:
+    settings: dict[str, Any] = {
+        "betas": (0.8, 0.9),
+        "eps": 1e-6,
+        "weight_decay": 0.5,
+        "clip": 1e-2,
+        "clip_per_group": {"*.w2": 1e-3},
+        "lr_factors": {"*.wq": 0.5, "norm": 0.0},
+    }
+    torch_s, tiered = wide(**settings), wide(**settings, states="exact")
+    start = {name: p.detach().clone() for name, p in torch_s.parameters.items()}
+    for step in range(3):
+        norms = [trained.step(*batch(step), step=step, lr=1e-2).gradient_norm for trained in (torch_s, tiered)]
+        torch.testing.assert_close(*norms, rtol=1e-2, atol=0)
+    for name, before in start.items():
+        expected, seen = (one.parameters[name].detach() - before for one in (torch_s, tiered))
+        # BF16 moments: 2 ** -8 of each.
+        assert float((expected - seen).norm()) <= 2e-2 * float(expected.norm()), name
+
+
+def test_an_overflow_is_skipped_by_a_tier_too() -> None:
+    trained = wide(states="fp8", loss_scale="dynamic")
+    trained.step(*batch(), step=1, lr=1e-3)
+    before = copy.deepcopy([(p.detach(), trained.optimizer.state[p]) for p in trained.parameters.values()])
+    hook = trained.parameters["norm.weight"].register_hook(lambda gradient: gradient * float("inf"))
+    trained.step(*batch(), step=2, lr=1e-3)
+    for (weight, state), (name, parameter) in zip(before, trained.parameters.items(), strict=True):
+        assert torch.equal(parameter, weight), name
+        for key, value in trained.optimizer.state[parameter].items():
+            assert torch.equal(value.view(-1).view(torch.uint8), state[key].view(-1).view(torch.uint8)), (name, key)
+    assert int(trained.loss_scale.overflows) == 1
+    hook.remove()
+    trained.step(*batch(), step=3, lr=1e-3)
+    assert not torch.equal(trained.parameters["norm.weight"], before[list(trained.parameters).index("norm.weight")][0])
+    trained.check("unused")

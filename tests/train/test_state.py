@@ -1,18 +1,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
+from octavo.errors import CheckpointError
 from octavo.models import ModelConfig, build
 from octavo.train.config import OptimizerConfig
 from octavo.train.lane import Lane
 from octavo.train.state import lane_tensors, random_tensors, restore_lane, restore_random
 
 
-def lane(seed: int, *, tied: bool) -> Lane:
-    config = ModelConfig(vocab=32, dim=16, layers=1, heads=2, ffn=32, sequence=8, tie_embeddings=tied)
-    return Lane("bf16", build(config, seed), OptimizerConfig())
+def lane(seed: int, *, tied: bool = False, dim: int = 16, **settings: Any) -> Lane:
+    config = ModelConfig(vocab=32, dim=dim, layers=1, heads=2, ffn=2 * dim, sequence=8, tie_embeddings=tied)
+    return Lane("bf16", build(config, seed), OptimizerConfig(**settings))
 
 
 def test_a_tied_weight_is_saved_once_and_stays_tied() -> None:
@@ -44,3 +47,18 @@ def test_random_numbers_continue() -> None:
     drawn = torch.rand(3)
     restore_random(state)
     assert torch.equal(torch.rand(3), drawn)
+
+
+@pytest.mark.parametrize(("saved", "asked"), [("fp8", "exact"), ("exact", "fp8"), ("fp8", "fp32"), ("exact", "fp32")])
+def test_states_of_another_tier_are_refused_and_nothing_is_copied(saved: str, asked: str) -> None:
+    ids = torch.randint(32, (2, 9))
+    one, other = lane(0, dim=64, states=saved), lane(1, dim=64, states=asked)
+    one.step(ids[:, :-1], ids[:, 1:], step=1, lr=1e-3)
+    before = {name: tensor.clone() for name, tensor in lane_tensors(other).items()}
+    with pytest.raises(
+        CheckpointError, match=r"here: the optimizer's states of 'layers.*' are of another tier.*exp_avg"
+    ):
+        restore_lane(other, lane_tensors(one), Path("here"))
+    after = lane_tensors(other)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)

@@ -125,9 +125,9 @@ def failure(error: Exception) -> str:
 
 
 def write(result: Result, directory: Path) -> Path:
-    """Write `result` under `directory` and return its path. One of the same name is replaced, but for its rows of other
-    workloads, which stay if they were measured with the same software.
+    """Write `result` under `directory` and return its path.
 
+    One of the same name is replaced, but for its rows of other workloads: those stay, if the software is the same.
     `latest/<kind>.json` follows unless it holds a later day. Each file appears whole or not at all.
 
     Raises:

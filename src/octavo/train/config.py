@@ -59,6 +59,8 @@ class OptimizerConfig:
     """Share of the steps over which the learning rate rises."""
     lr_factors: dict[str, float] = field(default_factory=dict)
     """Name pattern -> factor on the learning rate of the parameters it matches."""
+    states: Literal["fp32", "exact", "fp8-lm", "fp8", "fp8-min"] = "fp32"
+    """What AdamW keeps its moments in: `fp32` is PyTorch's, the others are tiers of `octavo.optim`."""
     loss_scale: Literal["none", "constant", "dynamic"] = "none"
     """`dynamic` skips steps whose gradient overflows and halves the scale; BF16 needs none."""
     loss_scale_start: float = 256.0
@@ -103,7 +105,7 @@ class LoopConfig:
     twin: bool = True
     """Train the BF16 twin beside it, on the same batches from the same weights."""
     seed: int = 0
-    """Seed of the weights and of the order of the batches."""
+    """Seed of the weights, of the order of the batches and of stochastic rounding in the optimizer."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:INDEX`."""
     compile: Literal["auto", "on", "off"] = "auto"

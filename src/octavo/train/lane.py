@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import RunError
+from octavo.optim import AdamW
 from octavo.train.config import OptimizerConfig
 from octavo.train.loss_scale import LossScale
 from octavo.train.patterns import groups_of, value_of
@@ -34,7 +35,9 @@ class Lane:
     Parameters stay in FP32; forward and backward run under BF16 autocast unless `autocast` is false.
     """
 
-    def __init__(self, name: str, model: nn.Module, config: OptimizerConfig, *, autocast: bool = True) -> None:
+    def __init__(
+        self, name: str, model: nn.Module, config: OptimizerConfig, *, autocast: bool = True, seed: int = 0
+    ) -> None:
         self.name = name
         self.model = model
         self.clip = config.clip
@@ -47,13 +50,7 @@ class Lane:
         self.loss_scale = LossScale(
             config.loss_scale, start=config.loss_scale_start, window=config.loss_scale_window, device=self.device
         )
-        self.optimizer = torch.optim.AdamW(
-            _groups(trained, config.weight_decay, config.lr_factors),
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            fused=True,
-        )
+        self.optimizer = _optimizer(trained, config, seed)
         # Where the loss first stopped being finite. On the device, so that no step has to wait for it.
         self._broken_at = torch.full((), -1, dtype=torch.int64, device=self.device)
 
@@ -90,6 +87,12 @@ class Lane:
             loss: Tensor = self.model(inputs_BT, targets_BT, **options)
         return loss
 
+    def state_bytes(self) -> float:
+        """Return the bytes a trained parameter that the optimizer's moments take, with their scales."""
+        states = self.optimizer.state.values()
+        taken: int = sum(tensor.nbytes for state in states for name, tensor in state.items() if name != "step")
+        return taken / sum(parameter.numel() for parameter in self._trained)
+
     def check(self, last_checkpoint: str) -> None:
         """Stop the run if any step met a loss or a gradient that is not finite. Waits for the device.
 
@@ -115,18 +118,28 @@ def _parts(inputs_BT: Tensor, targets_BT: Tensor, count: int) -> Iterator[tuple[
     yield from zip(inputs_BT.chunk(count), targets_BT.chunk(count), strict=True)
 
 
+def _optimizer(trained: Mapping[str, nn.Parameter], config: OptimizerConfig, seed: int) -> torch.optim.Optimizer:
+    """Build AdamW: PyTorch's fused one where the moments are FP32, else that of `octavo.optim`."""
+    groups = _groups(trained, config.weight_decay, config.lr_factors)
+    lr, betas, eps = config.lr, config.betas, config.eps
+    if config.states == "fp32":
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    # The lane clips, and sees what is not finite: reading the gradients once more would find nothing new.
+    return AdamW(groups, lr=lr, betas=betas, eps=eps, states=config.states, seed=seed, skip_nonfinite=False)
+
+
 def _groups(
     trained: Mapping[str, nn.Parameter], weight_decay: float, lr_factors: Mapping[str, float]
 ) -> list[dict[str, object]]:
     """Split off what is not decayed: norms and biases set a level, and shrinking that does not regularise.
 
-    What has another factor on the learning rate is a group of its own.
+    What has another factor on the learning rate is a group of its own. Parameters are in it with their names.
     """
     factors = value_of(trained, lr_factors, "optimizer.lr_factors")
-    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    groups: dict[tuple[bool, float], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in trained.items():
-        groups.setdefault((parameter.ndim < 2, factors.get(name, 1.0)), []).append(parameter)
+        groups.setdefault((parameter.ndim < 2, factors.get(name, 1.0)), []).append((name, parameter))
     return [
-        {"params": parameters, "weight_decay": 0.0 if is_level else weight_decay, "lr_factor": factor}
-        for (is_level, factor), parameters in sorted(groups.items(), key=lambda item: item[0])
+        {"params": named, "weight_decay": 0.0 if is_level else weight_decay, "lr_factor": factor}
+        for (is_level, factor), named in sorted(groups.items(), key=lambda item: item[0])
     ]

@@ -251,6 +251,7 @@ class Trainer:
             self.config,
             device=devices.describe(self.setup.device),
             parameters=count_parameters(self.setup.lanes[0].model),
+            state_bytes=self.setup.lanes[0].state_bytes(),
             heldout=heldout,
             corpus=_facts(self.setup.corpus),
             gemms=totals["fp8_gemms"],

@@ -93,4 +93,4 @@ def _lane(name: str, model: nn.Module, config: RunConfig, device: torch.device) 
     if compiled:
         for block in model.get_submodule("layers").children():
             block.compile(fullgraph=True)
-    return Lane(name, model, config.optimizer)
+    return Lane(name, model, config.optimizer, seed=config.run.seed)

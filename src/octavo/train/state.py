@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError
 from octavo.nn.scales import scales
+from octavo.optim import Optimizer
 from octavo.train.lane import Lane
 
 _MODEL, _OPTIMIZER, _LOSS_SCALE, _SCALES = "model.", "optimizer.", "loss_scale.", "scales."
@@ -31,23 +32,22 @@ def restore_lane(lane: Lane, tensors: Mapping[str, Tensor], where: Path) -> None
 
     Raises:
         CheckpointError: a parameter, or a scale that is kept from step to step, is missing, unknown or of another
-            shape: it is of another model.
+            shape: it is of another model. Or the optimizer's states are of another tier.
     """
-    weights = _weights(lane)
-    saved = {name.removeprefix(_MODEL): tensor for name, tensor in tensors.items() if name.startswith(_MODEL)}
+    weights, saved = _weights(lane), _below(_MODEL, tensors)
     _check_same_model(weights, saved, where)
+    states = {name: _below(f"{_OPTIMIZER}{name}.", tensors) for name in lane.parameters}
+    _check_same_states(lane, states, where)
     if (book := scales(lane.model)) is not None:
-        kept = {name.removeprefix(_SCALES): tensor for name, tensor in tensors.items() if name.startswith(_SCALES)}
-        book.load_state_dict(kept)
+        book.load_state_dict(_below(_SCALES, tensors))
     with torch.no_grad():
         for name, tensor in weights.items():
             tensor.copy_(saved[name])
-    for name, parameter in lane.parameters.items():
-        prefix = f"{_OPTIMIZER}{name}."
-        state = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
+    for name, state in states.items():
         if state:
-            lane.optimizer.state[parameter] = {key: t.to(lane.device, copy=True) for key, t in state.items()}
-    lane.loss_scale.load_state_dict({key.removeprefix(_LOSS_SCALE): tensor for key, tensor in tensors.items()})
+            copied = {key: tensor.to(lane.device, copy=True) for key, tensor in state.items()}
+            lane.optimizer.state[lane.parameters[name]] = copied
+    lane.loss_scale.load_state_dict(_below(_LOSS_SCALE, tensors))
 
 
 def random_tensors() -> dict[str, Tensor]:
@@ -62,6 +62,10 @@ def restore_random(tensors: Mapping[str, Tensor]) -> None:
     for index in range(torch.cuda.device_count()):
         if f"cuda.{index}" in tensors:
             torch.cuda.set_rng_state(tensors[f"cuda.{index}"], index)
+
+
+def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _weights(lane: Lane) -> dict[str, Tensor]:
@@ -79,3 +83,31 @@ def _check_same_model(weights: Mapping[str, Tensor], saved: Mapping[str, Tensor]
         here, there = list(tensor.shape), list(saved[name].shape)
         if here != there:
             raise CheckpointError(f"{of_another} '{name}' has the shape {there} there and {here} here.")
+
+
+def _check_same_states(lane: Lane, states: Mapping[str, Mapping[str, Tensor]], where: Path) -> None:
+    for name, kept in _kept(lane):
+        here, there = _tensor_types(kept), _tensor_types(states[name])
+        if there and here != there:
+            raise CheckpointError(
+                f"{where}: the optimizer's states of '{name}' are of another tier than this run's (--states): saved are"
+                f" {_told(there)}; kept are {_told(here)}."
+            )
+
+
+def _kept(lane: Lane) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+    """Yield each trained parameter's name, and tensors of the shapes and dtypes that the optimizer keeps of it."""
+    if isinstance(lane.optimizer, Optimizer):
+        for entry in lane.optimizer.entries():
+            yield entry.name, lane.optimizer.fresh(entry)
+        return
+    for name, parameter in lane.parameters.items():
+        yield name, {"step": torch.zeros(()), "exp_avg": parameter, "exp_avg_sq": parameter}
+
+
+def _tensor_types(state: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, list[int]]]:
+    return {name: (state[name].dtype, list(state[name].shape)) for name in sorted(state)}
+
+
+def _told(types: Mapping[str, tuple[torch.dtype, list[int]]]) -> str:
+    return ", ".join(f"{name} {str(dtype).removeprefix('torch.')} {shape}" for name, (dtype, shape) in types.items())

@@ -17,6 +17,7 @@ def summarise(
     *,
     device: str,
     parameters: int,
+    state_bytes: float,
     heldout: Mapping[str, float],
     corpus: Mapping[str, Any],
     gemms: Mapping[str, int],
@@ -27,8 +28,9 @@ def summarise(
 ) -> dict[str, Any]:
     """Return the summary. Losses are in nats a token; a lane that was not trained has None.
 
-    `skipped_steps` counts by lane those that dynamic loss scaling left out. `tokens_per_second` and the milliseconds a
-    step are medians over the log: compiling does not count.
+    `state_bytes` are those of the optimizer's moments, a parameter. `skipped_steps` counts by lane those that dynamic
+    loss scaling left out. `tokens_per_second` and the milliseconds a step are medians over the log: compiling does not
+    count.
     """
     losses = {f"heldout_loss_{lane}": heldout.get(lane) for lane in ("fp8", "bf16")}
     surprises = {
@@ -39,6 +41,8 @@ def summarise(
         "recipe": config.run.recipe,
         "device": device,
         "parameters": parameters,
+        "optimizer_states": config.optimizer.states,
+        "optimizer_bytes_per_parameter": state_bytes,
         "steps": config.run.steps,
         "tokens": config.tokens,
         **losses,

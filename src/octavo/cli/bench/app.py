@@ -1,0 +1,69 @@
+"""What the commands of `octavo bench` share: they measure, print a line a row, and write a result file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+
+bench = App(name="bench", help="Measure speed and accuracy, and write the result files that the tables are made from.")
+
+Names = Annotated[tuple[str, ...], Parameter(negative=())]
+Write = Annotated[Path | None, Parameter(negative=())]
+Json = Annotated[bool, Parameter(name="--json", negative=())]
+
+
+def device_named(name: str) -> str:
+    """Return the device that `--device` means."""
+    from octavo.train.device import resolve
+
+    return resolve(name).type
+
+
+def positive(flag: str, number: int) -> int:
+    """Return the number of a flag.
+
+    Raises:
+        ConfigError: it is not positive.
+    """
+    from octavo.errors import ConfigError
+
+    if number < 1:
+        raise ConfigError(f"{flag}: {number} is not a positive number.")
+    return number
+
+
+def printer(json_output: bool) -> Callable[[str], None]:
+    """Return what prints a line of progress: to stderr where stdout is for JSON."""
+    return lambda line: print(line, file=sys.stderr if json_output else sys.stdout, flush=True)
+
+
+def finish(
+    kind: str,
+    rows: list[dict[str, Any]],
+    write: Path | None,
+    json_output: bool,
+    command: str,
+    *,
+    device: str = "auto",
+) -> int:
+    """Print and write what was measured. Returns the exit code: 1 where a row failed."""
+    from octavo.bench import results
+
+    if json_output:
+        print(json.dumps(rows, indent=1))
+    if write is not None:
+        result = results.Result(
+            kind=kind,
+            date=results.today(),
+            hardware=results.hardware(device),
+            versions=results.versions(),
+            command=command,
+            rows=tuple(rows),
+        )
+        print(f"written: {results.write(result, write)}", file=sys.stderr)
+    return 1 if any("error" in row for row in rows) else 0
