@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from octavo.conversion import Operators, Plan, Policy, autocast, convert, disabled, revert
     from octavo.conversion import make_plan as plan
+    from octavo.nn.observe import observed
     from octavo.nn.scales import scales
     from octavo.numerics import dequantize, quantize
     from octavo.recipes import Recipe
@@ -27,6 +28,7 @@ _HOME = {
     "disabled": "octavo.conversion:disabled",
     "plan": "octavo.conversion:make_plan",
     "revert": "octavo.conversion:revert",
+    "observed": "octavo.nn.observe:observed",
     "dequantize": "octavo.numerics:dequantize",
     "optim": "octavo.optim",
     "quantize": "octavo.numerics:quantize",
@@ -46,6 +48,7 @@ __all__ = [
     "convert",
     "dequantize",
     "disabled",
+    "observed",
     "optim",
     "plan",
     "quantize",

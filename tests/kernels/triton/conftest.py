@@ -28,3 +28,22 @@ def loops_with_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+@pytest.fixture(autouse=True)
+def masks_are_boolean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter take what it computes itself as a mask: 3.9 makes int32 of a vector and a scalar."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def boolean(mask):
+        return mask if mask.data.dtype == bool else TensorHandle(mask.data.astype(bool), mask.dtype)
+
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+    monkeypatch.setattr(
+        InterpreterBuilder, "create_masked_load", lambda self, ptrs, mask, *rest: load(self, ptrs, boolean(mask), *rest)
+    )
+    monkeypatch.setattr(
+        InterpreterBuilder,
+        "create_masked_store",
+        lambda self, ptrs, value, mask, *rest: store(self, ptrs, value, boolean(mask), *rest),
+    )

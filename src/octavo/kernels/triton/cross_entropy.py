@@ -71,7 +71,8 @@ def _capped(logits, softcap):
 @triton.jit
 def _columns(start, BLOCK: tl.constexpr):
     """The columns of a block, (BLOCK / AT_ONCE, AT_ONCE)."""
-    return start + AT_ONCE * tl.arange(0, BLOCK // AT_ONCE)[:, None] + tl.arange(0, AT_ONCE)[None, :]
+    # Constants stand on the right: newer interpreters of Triton make a constant of what begins with one.
+    return tl.arange(0, BLOCK // AT_ONCE)[:, None] * AT_ONCE + tl.arange(0, AT_ONCE)[None, :] + start
 
 
 @triton.jit

@@ -71,8 +71,10 @@ def scaled_mm_row(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool
     rows, cols = a.codes.shape[0], b.codes.shape[0]
     a_MK, b_NK = _pad(a.codes, 1, 16), _pad(b.codes, 16, 16)
     scale_a = _aligned(a.scale.expand(rows, 1).contiguous())
-    scale_b = F.pad(b.scale.expand(cols, 1), (0, 0, 0, b_NK.shape[0] - cols), value=1.0).reshape(1, -1).contiguous()
-    scale_b = _aligned(scale_b)
+    scale_b, missing = b.scale.expand(cols, 1), b_NK.shape[0] - cols
+    if missing:  # padding by nothing would be a copy
+        scale_b = F.pad(scale_b, (0, 0, 0, missing), value=1.0)
+    scale_b = _aligned(scale_b.reshape(1, -1).contiguous())
     hardware_dtype = torch.bfloat16 if a_MK.is_cuda else out_dtype
     y_MN = torch._scaled_mm(a_MK, b_NK.t(), scale_a, scale_b, out_dtype=hardware_dtype, use_fast_accum=fast)
     return y_MN[:rows, :cols].to(out_dtype)

@@ -1,0 +1,290 @@
+"""`octavo.observed`: what quantising loses in each FP8 layer, and which layer met a NaN or an infinity first.
+
+Every operand is quantised once more, beside the layer, and looked at (`octavo.kernels.telemetry.count`). That costs
+passes and memory: it is for finding faults, not for every step. Nothing waits for the device until the report is read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from octavo import kernels
+from octavo.errors import ConfigError, UnsupportedError
+from octavo.kernels import Cell, telemetry
+from octavo.kernels.patches import unfold
+from octavo.nn.conv import Conv1d, Conv2d, window_of
+from octavo.nn.functional import cell_of, target_of
+from octavo.nn.grouped import GroupedLinear
+from octavo.nn.linear import Linear
+from octavo.numerics import PER_TENSOR, Quantized, tile_amax
+from octavo.recipes import STATEFUL, Operand, Recipe
+
+ROLES = ("input", "weight", "grad_output")
+_READERS = {
+    "input": (("fprop", False), ("wgrad", True)),
+    "weight": (("fprop", False), ("dgrad", True)),
+    "grad_output": (("dgrad", False), ("wgrad", True)),
+}
+"""The GEMMs that read a role, and whether they read it transposed."""
+
+Layer = Linear | Conv1d | Conv2d
+
+
+class Observed(NamedTuple):
+    """What has come together for one role of one layer."""
+
+    layer: str
+    """The full name of the layer."""
+    role: str
+    """`input`, `weight` or `grad_output`."""
+    operand: str
+    """How it was quantised: that of the first GEMM that reads it in FP8."""
+    elements: int
+    """How many were looked at; a NaN in a pixel that nine patches of a convolution read is nine."""
+    non_finite: int
+    """NaN and infinities."""
+    saturated: int
+    """Finite elements past the largest code by more than rounding."""
+    flushed: int
+    """Finite elements, not zero, whose code is zero."""
+    amax: float
+    """The largest finite magnitude, before the scales of a folded partner are multiplied in."""
+
+
+class Fault(NamedTuple):
+    """A role of a layer that was not finite."""
+
+    layer: str
+    role: str
+    non_finite: int
+
+
+class Observation:
+    """The report of `octavo.observed`. `print` shows a table, the worst first. Reading it waits for the device."""
+
+    not_counted: tuple[str, ...]
+    """FP8 layers that are not looked at: those of experts (`octavo.nn.GroupedLinear`)."""
+
+    def __init__(self, layers: dict[str, Layer], not_counted: Iterable[str] = ()) -> None:
+        self.not_counted = tuple(not_counted)
+        self._tallies = {name: _Tally(layer.weight.device) for name, layer in layers.items()}
+        self._counted = 0
+        self._is_open = True
+
+    def rows(self) -> list[Observed]:
+        """Return what was counted: most non-finite elements first, then the largest shares saturated and flushed."""
+        found = [row for name, tally in self._tallies.items() for row, _ in tally.read(name)]
+        return sorted(found, key=lambda r: (-r.non_finite, -r.saturated / r.elements, -r.flushed / r.elements))
+
+    def faults(self) -> list[Fault]:
+        """Return every role that was not finite, in the order in which that happened: the first is where to look."""
+        found = [(first, row) for name, tally in self._tallies.items() for row, first in tally.read(name) if first]
+        return [Fault(row.layer, row.role, row.non_finite) for _, row in sorted(found)]
+
+    def to_json(self) -> str:
+        """Return the rows and what was not counted as JSON."""
+        rows = [row._asdict() for row in self.rows()]
+        return json.dumps({"rows": rows, "not_counted": self.not_counted}, indent=1)
+
+    def __str__(self) -> str:
+        shown = self.rows()
+        header = ("layer", "role", "quantised as", "elements", "non-finite", "saturated", "flushed", "amax")
+        cells = [header, *(_cells(row) for row in shown)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+        ran = len({row.layer for row in shown})
+        notes = [f"{ran} of {len(self._tallies)} layers ran", *(f"not counted: {name}" for name in self.not_counted)]
+        return "\n".join([*(line.rstrip() for line in lines), "", *notes])
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        """Return the forward hook that looks at a layer, and at the gradient of its output when there is one."""
+        tally = self._tallies[name]
+
+        def watch(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> None:
+            if not layer.enabled:
+                return
+            x, recipe = args[0] if args else kwargs["input"], layer.recipe
+            runs = _gemms_that_run(x, layer.weight)
+            input8 = self._look(tally, layer, "input", _input_matrix(layer, x), runs)
+            weight8 = self._look(tally, layer, "weight", _weight_matrix(layer), runs)
+            if y.requires_grad:
+                fold = _fold(recipe, runs, input8, weight8)
+
+                def watch_gradient(dy: Tensor) -> None:
+                    self._look(tally, layer, "grad_output", _output_matrix(layer, dy), runs, fold)
+
+                y.register_hook(watch_gradient)
+
+        return watch
+
+    @torch.no_grad()
+    def _look(
+        self, tally: _Tally, layer: Layer, role: str, x: Tensor, runs: set[str], fold: Tensor | None = None
+    ) -> Quantized | None:
+        """Count a matrix as the first of the GEMMs that run reads it; None if none reads it in FP8."""
+        recipe = layer.recipe
+        reader = _reader(recipe, role, runs)
+        if reader is None or not self._is_open:
+            return None
+        self._counted += 1
+        gemm, transposed = reader
+        cells = layer.page.cells if isinstance(layer, Linear) and layer.page is not None else None
+        cell = cell_of(cells, recipe, role, observe=False) if role in STATEFUL else None
+        return tally.add(role, getattr(recipe.gemm(gemm), role), x, transposed, cell, fold, self._counted)
+
+
+class _Tally:
+    """The counts of one layer, a row for each of `ROLES`, on its device."""
+
+    def __init__(self, device: torch.device) -> None:
+        with torch.inference_mode(False):  # they are written to outside of it too
+            self.stats = torch.zeros(len(ROLES), 4, dtype=torch.int64, device=device)
+            self.first = torch.zeros(len(ROLES), dtype=torch.int64, device=device)
+        self.elements = [0] * len(ROLES)
+        self.operands = [""] * len(ROLES)
+
+    def add(
+        self,
+        role: str,
+        operand: Operand,
+        x: Tensor,
+        transposed: bool,
+        cell: Cell | None,
+        fold: Tensor | None,
+        number: int,
+    ) -> Quantized:
+        """Quantise x (R, C), or its transpose, as a layer would, add what that loses, and return it.
+
+        Args:
+            fold: what is multiplied in before, broadcastable to x.
+            number: how many matrices were looked at in all, this one included.
+        """
+        read = x if fold is None else x.float() * fold
+        read = read.t() if transposed else read
+        target = target_of(operand)._replace(rounding="nearest")
+        made = kernels.quantize(read, *target) if cell is None else _quantize_at(read, target, cell)
+        counts, row = telemetry.count(read, made), ROLES.index(role)
+        amax = tile_amax(x, PER_TENSOR).view(torch.int32).long().view(())
+        self.stats[row, 0] = torch.maximum(self.stats[row, 0], amax)
+        self.stats[row, 1:] += counts[1:]
+        is_first = (self.first[row] == 0) & (counts[3] > 0)
+        self.first[row] = torch.where(is_first, number, self.first[row])
+        self.elements[row] += x.numel()
+        self.operands[row] = str(operand)
+        return made
+
+    def read(self, layer: str) -> Iterator[tuple[Observed, int]]:
+        """Yield each role that was looked at, and at which matrix it was not finite for the first time, or 0."""
+        firsts = self.first.tolist()
+        for row, role in enumerate(ROLES):
+            if elements := self.elements[row]:
+                amax, flushed, saturated, non_finite = telemetry.read(self.stats[row])
+                counts = elements, non_finite, saturated, flushed
+                yield Observed(layer, role, self.operands[row], *counts, amax), firsts[row]
+
+
+@contextmanager
+def observed(model: nn.Module) -> Iterator[Observation]:
+    """Count, inside the block, what quantising loses in each FP8 layer: flushed, saturated, non-finite, the largest.
+
+    A layer's `input` and `weight` are looked at in every forward inside the block, its `grad_output` in every backward
+    inside the block of such a forward; a forward that is recomputed counts again. The forward gives what it gives
+    without, bit for bit. MLPs that are computed as one are computed layer by layer, as with any hook inside, so that
+    their gradients are rounded once more, to the dtype of the layers (and `activation_inputs="fp8"` keeps BF16). Code
+    under `torch.compile` runs eagerly inside the block. CUDA graphs that were captured before it are not looked at.
+
+    Each layer is looked at by itself, with the format, granularity and scaling of its recipe: with the scale of its
+    cell where the recipe keeps scales, otherwise with that of its own maximum, scales of folded partners multiplied in.
+    Layers that share an input share scales too: there a count of flushed elements of a gradient, or of a weight that is
+    scaled as a tensor, may differ slightly from what happens. Stochastic rounding is counted as rounding to nearest.
+
+    Args:
+        model: converted, or with layers of `octavo.nn`: `Linear`, `Conv1d`, `Conv2d`.
+
+    Raises:
+        ConfigError: no such layer computes in FP8.
+        UnsupportedError: in compiled code.
+    """
+    if torch.compiler.is_compiling():
+        raise UnsupportedError("octavo.observed cannot begin in compiled code: call the compiled code inside of it.")
+    modules = [(n, m) for n, m in model.named_modules() if isinstance(m, Layer | GroupedLinear) and m.recipe.is_fp8]
+    layers = {name: module for name, module in modules if isinstance(module, Layer)}
+    if not layers:
+        raise ConfigError("octavo.observed: the model has no Linear, Conv1d or Conv2d in FP8. Convert it first.")
+    report = Observation(layers, [name for name, module in modules if isinstance(module, GroupedLinear)])
+    handles = [
+        layer.register_forward_hook(report._hook(name), prepend=True, with_kwargs=True)
+        for name, layer in layers.items()
+    ]
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield report
+    finally:
+        report._is_open = False
+        for handle in handles:
+            handle.remove()
+
+
+def _cells(row: Observed) -> tuple[str, ...]:
+    shares = (f"{100 * count / row.elements:.3g} %" for count in (row.saturated, row.flushed))
+    return row.layer, row.role, row.operand, str(row.elements), str(row.non_finite), *shares, f"{row.amax:.4g}"
+
+
+def _gemms_that_run(x: Tensor, weight: Tensor) -> set[str]:
+    needed = {"fprop": True, "dgrad": x.requires_grad, "wgrad": weight.requires_grad}
+    return {gemm for gemm, is_needed in needed.items() if is_needed and (gemm == "fprop" or torch.is_grad_enabled())}
+
+
+def _reader(recipe: Recipe, role: str, runs: set[str]) -> tuple[str, bool] | None:
+    """Return the first GEMM that runs and reads a role in FP8, and whether it reads it transposed."""
+    readers = ((gemm, way) for gemm, way in _READERS[role] if gemm in runs and recipe.gemm(gemm).is_fp8)
+    return next(readers, None)
+
+
+def _fold(recipe: Recipe, runs: set[str], input8: Quantized | None, weight8: Quantized | None) -> Tensor | None:
+    """Return the scales that move into the gradient (M, N) for the GEMM that it is counted for: (1, N) or (M, 1)."""
+    reader = _reader(recipe, "grad_output", runs)
+    if reader == ("dgrad", False) and recipe.dgrad.weight.is_folded and weight8 is not None:
+        return weight8.scale.t()
+    if reader == ("wgrad", True) and recipe.wgrad.input.is_folded and input8 is not None:
+        return input8.scale
+    return None
+
+
+def _quantize_at(x: Tensor, target: kernels.Target, cell: Cell) -> Quantized:
+    made, _ = kernels.quantize_at([x.contiguous()], cell, target, None)
+    assert made is not None
+    return made
+
+
+def _input_matrix(layer: Layer, x: Tensor) -> Tensor:
+    """Return the input (M, K) of a layer's GEMM: of a convolution, its patches."""
+    return _flat(x) if isinstance(layer, Linear) else unfold(_pixels(layer, x), window_of(layer))
+
+
+def _output_matrix(layer: Layer, y: Tensor) -> Tensor:
+    """Return the output of a layer, or its gradient, as (M, N)."""
+    return _flat(y if isinstance(layer, Linear) else _pixels(layer, y))
+
+
+def _weight_matrix(layer: Layer) -> Tensor:
+    """Return the weight of a layer as (N, K)."""
+    return layer.weight if isinstance(layer, Linear) else layer.weight.movedim(1, -1).flatten(1)
+
+
+def _pixels(layer: Conv1d | Conv2d, x: Tensor) -> Tensor:
+    """Return images of any form that a convolution takes as (B, H, W, C)."""
+    extents = len(layer.kernel_size)
+    batch = x if x.dim() == extents + 2 else x[None]
+    return (batch if extents == 2 else batch.unsqueeze(2)).movedim(1, -1).contiguous()
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
