@@ -6,7 +6,7 @@ from torch import nn
 
 import octavo
 from octavo.errors import ConfigError
-from octavo.nn.functional import linears
+from octavo.nn.functional import linears, quantize_operand
 from octavo.nn.mlp import mlp, refuses
 from octavo.recipes import load, names
 
@@ -103,3 +103,18 @@ def test_a_policy_names_them():
 def test_what_would_not_be_the_same_is_refused(recipe, patterns, said):
     with pytest.raises(ConfigError, match=said):
         octavo.convert(Attention(), recipe, policy=octavo.Policy(requantise=patterns))
+
+
+@pytest.mark.parametrize("recipe", ["folded", "rowwise", "block"])
+def test_codes_that_a_norm_made_before_it_rounded_are_left_alone(recipe):
+    """What backward makes of the rounded input must be what fprop read: else a folded scale may be off by two."""
+    x, weight, loaded = leaf(40, 136), leaf(64, 136), load(recipe)
+    wider = x.detach().float() * 2.01
+    ready = quantize_operand(wider, loaded.fprop.input)
+
+    def call(given):
+        return linears(x, [weight], [None], loaded, ready=given, keeps_input=True)[0]
+
+    want, _ = run(lambda _: call(None), True, [x, weight])
+    got, _ = run(lambda _: call(ready), True, [x, weight])
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))

@@ -211,17 +211,18 @@ def read_input(
     """Quantise an input for fprop, and keep what wgrad will need of it.
 
     Args:
-        ready: fprop's codes if they are there.
+        ready: fprop's codes if they are there; left alone with `keeps_input`.
         cell: where its scale is, if it is kept from step to step.
         keeps_input: keep it as it is, and let wgrad quantise it again.
     """
     forward = recipe.fprop.input if recipe.fprop.is_fp8 else None
-    ready = ready if forward else None
+    # Codes made elsewhere may be of x before it was rounded: backward could not make the same ones again.
+    ready = ready if forward and not keeps_input else None
     if not needs_weight or not recipe.wgrad.is_fp8:
         x = (ready or _quantize_input(x_MK, forward, cell)) if forward else None
         return Input(x, (x_MK.to(dtype),) if needs_weight else ())
     if keeps_input:
-        x = (ready or _quantize_input(x_MK, forward, cell)) if forward else None
+        x = _quantize_input(x_MK, forward, cell) if forward else None
         return Input(x, (x_MK, x.scale) if x is not None and recipe.wgrad.input.is_folded else (x_MK,))
     if forward and reused_from(recipe, "wgrad", "input"):
         x = ready or _quantize_input(x_MK, forward, cell)
