@@ -131,7 +131,8 @@ def _quantize_batch_shape(
 
 
 def _transpose_batch(codes: Tensor) -> Tensor:
-    if codes.numel() and codes.shape[1] % 4 == 0 and uses_triton(codes, "transpose_batch"):
+    refused = None if codes.shape[1] % 4 == 0 else f"{codes.shape[1]} rows are no multiple of 4"
+    if codes.numel() and uses_triton(codes, "transpose_batch", refused):
         from octavo.kernels.triton import batch as fast
 
         with launches_on(codes.device):
