@@ -173,6 +173,15 @@ def test_a_training_run_may_not_fail() -> None:
         parity(rows=({"model": "124m", "tokens": 1, "recipe": "x", "seed": 0, "error": "no"},))
 
 
+def test_merging_keeps_the_models_that_were_not_trained_again() -> None:
+    def trained(*models: str, loss: float) -> results.Result:
+        run = {"tokens": 8, "recipe": "bf16", "seed": 0, "heldout_loss": loss}
+        return parity(rows=tuple({"model": model, **run} for model in models))
+
+    merged = results.merge(trained("small", "large", loss=1.0), trained("large", loss=2.0))
+    assert [(row["model"], row["heldout_loss"]) for row in merged.rows] == [("small", 1.0), ("large", 2.0)]
+
+
 def test_merging_keeps_the_workloads_that_were_not_measured_again() -> None:
     merged = results.merge(step("a", "b", command="first"), step("b", "c", command="second"))
     assert [row["workload"] for row in merged.rows] == ["a", "b", "c"]

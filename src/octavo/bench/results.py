@@ -127,8 +127,8 @@ def failure(error: Exception) -> str:
 def write(result: Result, directory: Path) -> Path:
     """Write `result` under `directory` and return its path.
 
-    One of the same name is replaced, but for its rows of other workloads: those stay, if the software is the same.
-    `latest/<kind>.json` follows unless it holds a later day. Each file appears whole or not at all.
+    One of the same name is replaced, but for its rows of other workloads or models: those stay, if the software is the
+    same. `latest/<kind>.json` follows unless it holds a later day. Each file appears whole or not at all.
 
     Raises:
         ConfigError: the file of that name, or `latest/<kind>.json`, exists and is not a result.
@@ -146,9 +146,9 @@ def write(result: Result, directory: Path) -> Path:
 
 
 def merge(older: Result, newer: Result) -> Result:
-    """Return `newer` with the rows of `older` for workloads that `newer` has not measured: one file for a day's work.
+    """Return `newer` with the rows of `older` for what `newer` has not measured: one file for a day's work.
 
-    Rows of one workload are never mixed: they compare only within a session.
+    Rows of one workload, or of one model and length of training, are never mixed: they compare only within a session.
 
     Raises:
         ConfigError: they are of another kind, day, machine or software, so that one file cannot stand for both.
@@ -157,11 +157,15 @@ def merge(older: Result, newer: Result) -> Result:
         before, now = getattr(older, field), getattr(newer, field)
         if before != now:
             raise ConfigError(f"result: {field} was {before!r} and is {now!r}: these cannot be one file.")
-    measured = {row.get("workload") for row in newer.rows}
-    kept = tuple(row for row in older.rows if row.get("workload") not in measured)
+    measured = {_subject(row) for row in newer.rows}
+    kept = tuple(row for row in older.rows if _subject(row) not in measured)
     if not kept:
         return newer
     return dataclasses.replace(newer, rows=(*kept, *newer.rows), command=f"{older.command}; {newer.command}")
+
+
+def _subject(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row.get("workload"), row.get("model"), row.get("tokens")
 
 
 def _replace(path: Path, text: str) -> None:

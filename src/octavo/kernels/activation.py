@@ -20,7 +20,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError, did_you_mean
 from octavo.kernels.dispatch import launches_on, uses_triton, why_not
-from octavo.kernels.operator import define
+from octavo.kernels.operator import define, flat
 from octavo.kernels.reference import activation as reference
 from octavo.kernels.target import Target, empty, laid_out, target_of
 from octavo.numerics import Quantized
@@ -260,7 +260,7 @@ def _activation_backward(
             made = fused.activation_backward(kind, dh, *inputs, *targets, hidden_scale, row_fold, column_fold)
     else:
         made = reference.activation_backward(kind, dh, *inputs, *targets, hidden_scale, row_fold, column_fold)
-    return _flat(*made, like=dh)
+    return list(flat(*made, like=dh))
 
 
 def _activation_backward_shape(
@@ -271,15 +271,8 @@ def _activation_backward_shape(
     (m, f), device = gate.shape, gate.device
     n = f if up is None else 2 * f
     row, column, h_t = target_of(rows), target_of(columns), target_of(hidden)
-    return _flat(
-        row and empty(row, m, n, device), column and empty(column, n, m, device), h_t and empty(h_t, f, m, device),
-        like=dh,
-    )  # fmt: skip
-
-
-def _flat(*made: Quantized | None, like: Tensor) -> list[Tensor]:
-    """Return codes and scale of each, empty tensors for what was not made: operators return plain tensors."""
-    return [x for quantized in made for x in (quantized[:2] if quantized else (like.new_empty(0), like.new_empty(0)))]
+    made = row and empty(row, m, n, device), column and empty(column, n, m, device), h_t and empty(h_t, f, m, device)
+    return list(flat(*made, like=dh))
 
 
 def _activation_backward_plain(dh: Tensor, gate: Tensor, up: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:

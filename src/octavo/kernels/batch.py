@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.dispatch import launches_on, uses_triton
-from octavo.kernels.operator import define
+from octavo.kernels.operator import define, flat
 from octavo.kernels.quantize import quantize_pair
 from octavo.kernels.target import Target, target_of
 from octavo.numerics import PER_TENSOR, Granularity, Quantized, TILE_1x128
@@ -94,27 +94,22 @@ def transpose_batch(codes: Tensor) -> Tensor:
 
 def _quantize_batch(
     x: Tensor, rows: str, columns: str, row_fold: Tensor | None, column_fold: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     targets = target_of(rows), target_of(columns)
     if x.numel() and x.is_cuda:
         from octavo.kernels.triton import batch as fast
 
         if uses_triton(x, "quantize_batch", fast.refuses(x, *targets)):
             with launches_on(x.device):
-                return _flat(*fast.quantize_batch(x, *targets, row_fold, column_fold), x)
+                return flat(*fast.quantize_batch(x, *targets, row_fold, column_fold), like=x)
     folds = [[None] * x.shape[0] if fold is None else fold.unbind() for fold in (row_fold, column_fold)]
     parts = [quantize_pair([matrix], *targets, *fold) for matrix, *fold in zip(x.unbind(), *folds, strict=True)]
-    return _flat(batch_of([row for row, _ in parts]), batch_of([column for _, column in parts]), x)
-
-
-def _flat(rows: Batch | None, columns: Batch | None, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    nothing = [like.new_empty(0) for _ in range(4)]
-    return (*(rows[:2] if rows else nothing[:2]), *(columns[:2] if columns else nothing[2:]))
+    return flat(batch_of([row for row, _ in parts]), batch_of([column for _, column in parts]), like=x)
 
 
 def _quantize_batch_shape(
     x: Tensor, rows: str, columns: str, row_fold: Tensor | None, column_fold: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     batch, height, width = x.shape
     row, column = target_of(rows), target_of(columns)
 
@@ -127,7 +122,7 @@ def _quantize_batch_shape(
         scale = scale.mT if target.tile == TILE_1x128 else scale
         return Batch(x.new_empty(batch, height, width, dtype=target.fmt.dtype), scale, target.tile)
 
-    return _flat(empty(row, height, width), empty(column, width, height), x)
+    return flat(empty(row, height, width), empty(column, width, height), like=x)
 
 
 def _transpose_batch(codes: Tensor) -> Tensor:

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 _library = torch.library.Library("octavo", "FRAGMENT")
+
+
+class Made(Protocol):
+    """What a kernel made: a quantised matrix, or a batch of them."""
+
+    @property
+    def codes(self) -> Tensor: ...  # noqa: D102
+
+    @property
+    def scale(self) -> Tensor: ...  # noqa: D102
 
 
 def define(signature: str, run: Callable[..., Any], shape: Callable[..., Any], *tags: torch.Tag) -> None:
@@ -23,3 +34,10 @@ def define(signature: str, run: Callable[..., Any], shape: Callable[..., Any], *
     _library.define(signature, tags=(torch.Tag.pt2_compliant_tag, *tags))
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"octavo::{name}", shape, lib=_library)
+
+
+def flat(*made: Made | None, like: Tensor) -> tuple[Tensor, ...]:
+    """Return codes and scale of each, empty tensors for what was not made: operators return plain tensors."""
+    return tuple(
+        x for one in made for x in ((like.new_empty(0), like.new_empty(0)) if one is None else (one.codes, one.scale))
+    )

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.dispatch import launches_on, uses_triton
-from octavo.kernels.operator import define
-from octavo.kernels.quantize import _flat, quantize_pair
+from octavo.kernels.operator import define, flat
+from octavo.kernels.quantize import quantize_pair
 from octavo.kernels.reference import patches as reference
 from octavo.kernels.target import Target, empty, target_of
 from octavo.numerics import Quantized
@@ -57,8 +57,8 @@ class Window(NamedTuple):
         return [*self.kernel, *self.stride, *self.padding, *self.dilation]
 
 
-def _window(flat: list[int]) -> Window:
-    kh, kw, sh, sw, ph, pw, dh, dw = flat
+def _window(numbers: list[int]) -> Window:
+    kh, kw, sh, sw, ph, pw, dh, dw = numbers
     return Window((kh, kw), (sh, sw), (ph, pw), (dh, dw))
 
 
@@ -104,9 +104,9 @@ def fold(patches: Tensor, window: Window, size: tuple[int, int, int, int]) -> Te
 
 
 def _quantize_patches(
-    x: Tensor, flat: list[int], rows: str, columns: str, scale: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    window, targets = _window(flat), (target_of(rows), target_of(columns))
+    x: Tensor, numbers: list[int], rows: str, columns: str, scale: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    window, targets = _window(numbers), (target_of(rows), target_of(columns))
     direct = all(
         target is None or makes_directly(target.granularity, transposed=transposed)
         for target, transposed in zip(targets, (False, True), strict=True)
@@ -115,21 +115,21 @@ def _quantize_patches(
         from octavo.kernels.triton import patches as fast
 
         with launches_on(x.device):
-            return _flat(*fast.quantize_patches(x, window, *targets, scale), x)
-    return _flat(*quantize_pair([unfold(x, window)], *targets), x)
+            return flat(*fast.quantize_patches(x, window, *targets, scale), like=x)
+    return flat(*quantize_pair([unfold(x, window)], *targets), like=x)
 
 
 def _quantize_patches_shape(
-    x: Tensor, flat: list[int], rows: str, columns: str, scale: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    window, row, column = _window(flat), target_of(rows), target_of(columns)
+    x: Tensor, numbers: list[int], rows: str, columns: str, scale: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    window, row, column = _window(numbers), target_of(rows), target_of(columns)
     high, wide = window.output(x.shape[1], x.shape[2])
     m, k = x.shape[0] * high * wide, window.taps * x.shape[3]
-    return _flat(row and empty(row, m, k, x.device), column and empty(column, k, m, x.device), x)
+    return flat(row and empty(row, m, k, x.device), column and empty(column, k, m, x.device), like=x)
 
 
-def _fold(patches: Tensor, flat: list[int], size: list[int]) -> Tensor:
-    window, shape = _window(flat), (size[0], size[1], size[2], size[3])
+def _fold(patches: Tensor, numbers: list[int], size: list[int]) -> Tensor:
+    window, shape = _window(numbers), (size[0], size[1], size[2], size[3])
     if patches.numel() and uses_triton(patches, "fold"):
         from octavo.kernels.triton import patches as fast
 
@@ -138,7 +138,7 @@ def _fold(patches: Tensor, flat: list[int], size: list[int]) -> Tensor:
     return reference.fold(patches, shape, *window)
 
 
-def _fold_shape(patches: Tensor, flat: list[int], size: list[int]) -> Tensor:
+def _fold_shape(patches: Tensor, numbers: list[int], size: list[int]) -> Tensor:
     return patches.new_empty(size)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels.dispatch import launches_on, uses_triton
-from octavo.kernels.operator import define
+from octavo.kernels.operator import define, flat
 from octavo.kernels.reference import quantize as reference
 from octavo.kernels.target import Target, empty, laid_out, target_of
 from octavo.kernels.transpose import transpose
@@ -95,7 +95,7 @@ def contiguous(quantized: Quantized) -> Quantized:
 
 def _quantize_pair(
     sources: list[Tensor], rows: str, columns: str, row_fold: Tensor | None, column_fold: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     targets = target_of(rows), target_of(columns)
     if 0 not in (sources[0].shape[0], sum(s.shape[1] for s in sources)) and sources[0].is_cuda:
         fast = _triton_twin(*targets)
@@ -103,8 +103,8 @@ def _quantize_pair(
             with launches_on(sources[0].device):
                 made: tuple[Quantized | None, Quantized | None]
                 made = fast.quantize_pair(sources, *targets, row_fold, column_fold)
-            return _flat(*made, sources[0])
-    return _flat(*reference.quantize_pair(sources, *targets, row_fold, column_fold), sources[0])
+            return flat(*made, like=sources[0])
+    return flat(*reference.quantize_pair(sources, *targets, row_fold, column_fold), like=sources[0])
 
 
 def _triton_twin(*targets: Target | None) -> Any:
@@ -118,19 +118,13 @@ def _triton_twin(*targets: Target | None) -> Any:
     return quantize
 
 
-def _flat(rows: Quantized | None, columns: Quantized | None, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    nothing = [like.new_empty(0) for _ in range(4)]
-    return (*(rows[:2] if rows else nothing[:2]), *(columns[:2] if columns else nothing[2:]))
-
-
 def _quantize_pair_shape(
     sources: list[Tensor], rows: str, columns: str, row_fold: Tensor | None, column_fold: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     total_r, total_c = sources[0].shape[0], sum(source.shape[1] for source in sources)
     row, column, device = target_of(rows), target_of(columns), sources[0].device
-    return _flat(
-        row and empty(row, total_r, total_c, device), column and empty(column, total_c, total_r, device), sources[0]
-    )
+    made = row and empty(row, total_r, total_c, device), column and empty(column, total_c, total_r, device)
+    return flat(*made, like=sources[0])
 
 
 define(

@@ -145,7 +145,7 @@ def to_codes(x, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _pack(y, FORMAT: tl.constexpr):
+def pack(y, FORMAT: tl.constexpr):
     """The codes of four FP32 tiles, byte j of each word from tile j."""
     if INTERPRETED:
         packed = to_codes(y[0], FORMAT).to(tl.uint8, bitcast=True).to(tl.uint32)
@@ -337,7 +337,7 @@ def store_words(words, codes_ptr, total_r, cols, in_cols, in_rows, tile_r, EVEN:
 
 
 @triton.jit
-def _store_quarter(y, codes_ptr, total_c, rows, cols, in_rows, in_cols, FORMAT: tl.constexpr):
+def store_quarter(y, codes_ptr, total_c, rows, cols, in_rows, in_cols, FORMAT: tl.constexpr):
     """Write the codes of one quarter as they lie."""
     where = codes_ptr + rows[:, None].to(tl.int64) * total_c + cols[None, :]
     tl.store(where, to_codes(y, FORMAT), mask=in_rows[:, None] & in_cols[None, :])
@@ -386,9 +386,9 @@ def emit(
     if stats_ptr is not None:
         count_quarters(x, y, stats_ptr, FORMAT)
     if TRANSPOSED:
-        store_words(_pack(y, FORMAT), codes_ptr, total_r, cols, in_cols, in_rows[0], tile_r, EVEN)
+        store_words(pack(y, FORMAT), codes_ptr, total_r, cols, in_cols, in_rows[0], tile_r, EVEN)
     else:
-        _store_quarter(y[0], codes_ptr, total_c, rows[0], cols, in_rows[0], in_cols, FORMAT)
-        _store_quarter(y[1], codes_ptr, total_c, rows[1], cols, in_rows[1], in_cols, FORMAT)
-        _store_quarter(y[2], codes_ptr, total_c, rows[2], cols, in_rows[2], in_cols, FORMAT)
-        _store_quarter(y[3], codes_ptr, total_c, rows[3], cols, in_rows[3], in_cols, FORMAT)
+        store_quarter(y[0], codes_ptr, total_c, rows[0], cols, in_rows[0], in_cols, FORMAT)
+        store_quarter(y[1], codes_ptr, total_c, rows[1], cols, in_rows[1], in_cols, FORMAT)
+        store_quarter(y[2], codes_ptr, total_c, rows[2], cols, in_rows[2], in_cols, FORMAT)
+        store_quarter(y[3], codes_ptr, total_c, rows[3], cols, in_rows[3], in_cols, FORMAT)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo.kernels.padding import ALIGNMENT, padded_length
 from octavo.kernels.target import Target, contiguous_rows
-from octavo.kernels.triton.codes import _pack, _store_quarter, finite_magnitude, quads, store_words
+from octavo.kernels.triton.codes import finite_magnitude, pack, quads, store_quarter, store_words
 from octavo.kernels.triton.shape import Shape
 from octavo.numerics import scale_from_amax
 
@@ -180,17 +180,17 @@ def _write_kernel(
         y1 = x1 * fold * _of_token(row_inverse, t1, 0.0)
         y2 = x2 * fold * _of_token(row_inverse, t2, 0.0)
         y3 = x3 * fold * _of_token(row_inverse, t3, 0.0)
-        _store_quarter(y0, row_codes, total_c, t0, cols, t0 >= 0, in_cols, ROW_FORMAT)
-        _store_quarter(y1, row_codes, total_c, t1, cols, t1 >= 0, in_cols, ROW_FORMAT)
-        _store_quarter(y2, row_codes, total_c, t2, cols, t2 >= 0, in_cols, ROW_FORMAT)
-        _store_quarter(y3, row_codes, total_c, t3, cols, t3 >= 0, in_cols, ROW_FORMAT)
+        store_quarter(y0, row_codes, total_c, t0, cols, t0 >= 0, in_cols, ROW_FORMAT)
+        store_quarter(y1, row_codes, total_c, t1, cols, t1 >= 0, in_cols, ROW_FORMAT)
+        store_quarter(y2, row_codes, total_c, t2, cols, t2 >= 0, in_cols, ROW_FORMAT)
+        store_quarter(y3, row_codes, total_c, t3, cols, t3 >= 0, in_cols, ROW_FORMAT)
     if column_codes is not None:
         inverse = _of_expert(column_inverse, experts, total_c, cols, in_cols, 0.0)
         y0 = x0 * _of_token(column_fold, t0, 1.0) * inverse
         y1 = x1 * _of_token(column_fold, t1, 1.0) * inverse
         y2 = x2 * _of_token(column_fold, t2, 1.0) * inverse
         y3 = x3 * _of_token(column_fold, t3, 1.0) * inverse
-        words = _pack((y0, y1, y2, y3), column_codes.dtype.element_ty)
+        words = pack((y0, y1, y2, y3), column_codes.dtype.element_ty)
         store_words(words, column_codes, total_r, cols, in_cols, in_rows[0], tile_r)
 
 
