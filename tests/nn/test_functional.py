@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.nn.functional import linear
+from octavo.nn.functional import linear, linears
 from octavo.numerics import dequantize, sqnr_db, sqnr_per_row_db
 from octavo.recipes import Recipe, load
 
@@ -361,6 +361,17 @@ def test_compiled_is_bit_for_bit_eager(recipe):
     y = torch.compile(linear, backend="aot_eager", fullgraph=True)(x, w, None, recipe)
     y.backward(dy)
     assert all(torch.equal(a, b) for a, b in zip((y, x.grad, w.grad), eager, strict=True))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_an_evaluation_compiles_whatever_the_number_of_layers(count):
+    x, weights = normal(24, 16, 40)[0], [normal(24, 16, 40)[1] for _ in range(count)]
+    run = torch.compile(linears, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        expected = linears(x, weights, [None] * count, load("delayed"))
+        outputs = run(x, weights, [None] * count, load("delayed"))
+    assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
     torch._dynamo.reset()
 
 

@@ -439,6 +439,17 @@ def test_compiled_is_bit_for_bit_eager(recipe, gated):
     torch._dynamo.reset()
 
 
+@gated_or_not
+def test_an_evaluation_compiles(gated):
+    data = Data(gated)
+    run = fused("gelu_tanh", load("folded"), load("folded"))
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        arguments = data.x, data.inner, data.down, data.bias
+        assert torch.equal(compiled(*arguments), run(*arguments))
+    torch._dynamo.reset()
+
+
 def test_a_nan_token_ruins_its_own_row_and_no_other():
     data = Data()
     with torch.no_grad():

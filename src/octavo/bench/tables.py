@@ -21,6 +21,7 @@ from statistics import fmean
 from typing import Any
 
 from octavo.bench import facts, results
+from octavo.bench.choice import choice
 from octavo.bench.markdown import table
 from octavo.bench.paired import over_seeds, student
 from octavo.bench.results import Result
@@ -318,6 +319,9 @@ MEASURED: dict[str, tuple[str, Callable[[Result], str]]] = {
 }
 """Tables of measurements: the kind whose newest result they show, and what shows it."""
 
+COMBINED: dict[str, Callable[[Path], str]] = {"choice": choice}
+"""Tables made of several kinds of results, from their directory."""
+
 
 def render(name: str, directory: Path) -> str:
     """Return the table called `name`; measured ones come from the results under `directory`.
@@ -327,8 +331,10 @@ def render(name: str, directory: Path) -> str:
     """
     if name in facts.TABLES:
         return facts.TABLES[name]()
+    if name in COMBINED:
+        return COMBINED[name](directory) or NOT_MEASURED
     if name not in MEASURED:
-        known = (*MEASURED, *facts.TABLES)
+        known = (*MEASURED, *COMBINED, *facts.TABLES)
         raise ConfigError(f"unknown table '{name}'.{did_you_mean(name, known)} Tables: {', '.join(known)}.")
     kind, show = MEASURED[name]
     result = results.latest(kind, directory)

@@ -25,7 +25,7 @@ from octavo import kernels
 from octavo.kernels import Cell, Target
 from octavo.nn import weights as stacked
 from octavo.nn.inputs import wgrad_of_input
-from octavo.nn.weights import transpose_codes
+from octavo.nn.own_codes import transpose_codes, values
 from octavo.numerics import Quantized
 from octavo.recipes import STATEFUL, Operand, Recipe, reused_from
 
@@ -44,7 +44,8 @@ def linear(
 
     Args:
         x: (..., K); the leading dimensions may be anything, empty included.
-        weight_NK: (N, K), any floating-point dtype: the master weight.
+        weight_NK: (N, K), any floating-point dtype: the master weight. Or an `FP8Tensor` of the recipe's
+            format and granularity, whose codes are read as they are.
         bias_N: (N,) or None; added in `dtype`.
         dtype: what every GEMM rounds its result to, and what a GEMM in high precision computes in; default the dtype
             of x. Quantisation starts from x as it is.
@@ -84,18 +85,9 @@ class _Linears(torch.autograd.Function):
     """Y_i = X W_i^T. Saves what the needed backward GEMMs read of X, in FP8 wherever they are, and the weights."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_MK: Tensor,
-        codes: Tensor | None,
-        scale: Tensor | None,
-        cells: Tensor | None,
-        observe: bool,
-        keeps_input: bool,
-        recipe: Recipe,
-        dtype: torch.dtype,
-        *weights: Tensor,
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        # All in one: torch.compile counts the parameters, and where there is one argument more, it leaves out ctx.
+        x_MK, codes, scale, cells, observe, keeps_input, recipe, dtype, *weights = inputs
         ready = None if codes is None or scale is None else Quantized(codes, scale, recipe.fprop.input.tile)
         cell = cell_of(cells, recipe, "input", observe)
         x = read_input(x_MK, recipe, dtype, any(ctx.needs_input_grad[_WEIGHTS:]), ready, cell, keeps_input)
@@ -295,7 +287,7 @@ def fprop(
 ) -> list[Tensor]:
     """Return X W_i^T for each weight."""
     if x is None:
-        return [product(x_MK.to(dtype), weight_NK.to(dtype).t()) for weight_NK in weights]
+        return [product(x_MK.to(dtype), values(weight_NK, dtype).t()) for weight_NK in weights]
     return stacked.fprop(x, weights, target_of(recipe.fprop.weight), dtype, recipe.fprop.accumulate)
 
 
@@ -304,7 +296,8 @@ def dgrad(
 ) -> Tensor:
     """Return dX (M, K), the sum over the weights of dY_i W_i."""
     if g is None:
-        parts = [product(dy_MN, weight_NK.to(dtype)) for dy_MN, weight_NK in zip(dys, weights, strict=True)]
+        pairs = zip(dys, weights, strict=True)
+        parts = [product(dy_MN, values(weight_NK, dtype)) for dy_MN, weight_NK in pairs]
         return sum(parts[1:], start=parts[0])
     return stacked.dgrad(g, weights, *dgrad_weight(recipe), dtype, recipe.dgrad.accumulate)
 

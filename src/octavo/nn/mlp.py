@@ -34,6 +34,7 @@ from octavo.nn.functional import (
     unstack,
     wgrad,
 )
+from octavo.nn.own_codes import without_scale
 from octavo.numerics import Quantized
 from octavo.recipes import Recipe, reused_from
 
@@ -94,19 +95,8 @@ def mlp(
 
 class _MLP(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_MD: Tensor,
-        codes: Tensor | None,
-        scale: Tensor | None,
-        kind: str,
-        inner: Recipe,
-        outer: Recipe,
-        dtype: torch.dtype,
-        keeps_codes: bool,
-        keeps_input: bool,
-        *weights: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        x_MD, codes, scale, kind, inner, outer, dtype, keeps_codes, keeps_input, *weights = arguments  # see `_Linears`
         ready = None if codes is None or scale is None else Quantized(codes, scale, inner.fprop.input.tile)
         x = read_input(x_MD, inner, dtype, any(ctx.needs_input_grad[_WEIGHTS:-1]), ready, keeps_input=keeps_input)
         before = fprop(x_MD, x.fprop, weights[:-1], inner, dtype)
@@ -148,7 +138,7 @@ class _MLP(torch.autograd.Function):
         if needs_down:
             assert gradients.hidden is not None
             hidden = gradients.hidden
-            hidden = stacked.without_scale(hidden) if outer.wgrad.input.is_folded else hidden
+            hidden = without_scale(hidden) if outer.wgrad.input.is_folded else hidden
             dws[-1] = wgrad(dy, h, hidden, outer, dtype).to(weights[-1].dtype)
         return dx, *(None,) * (_WEIGHTS - 1), *dws
 
