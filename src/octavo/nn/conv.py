@@ -25,7 +25,8 @@ from octavo.kernels.patches import Pair, Window, fold, quantize_patches, unfold
 from octavo.nn import functional
 from octavo.nn.functional import quantize_operand, target_of
 from octavo.nn.linear import compute_dtype
-from octavo.nn.weights import forget, without_scale
+from octavo.nn.own_codes import without_scale
+from octavo.nn.weights import forget
 from octavo.numerics import Quantized
 from octavo.recipes import Operand, Recipe, RecipeLike, load
 

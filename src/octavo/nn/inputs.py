@@ -14,7 +14,7 @@ from octavo import kernels
 from octavo.kernels import Target
 from octavo.kernels.operator import define
 from octavo.kernels.target import target_of
-from octavo.nn.weights import without_scale
+from octavo.nn.own_codes import without_scale
 from octavo.numerics import PER_COLUMN, Quantized, granularity_named
 
 

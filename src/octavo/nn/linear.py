@@ -1,15 +1,20 @@
-"""`octavo.nn.Linear`: an `nn.Linear` whose GEMMs run in FP8. Its parameters stay the master weights."""
+"""`octavo.nn.Linear`: an `nn.Linear` whose GEMMs run in FP8.
+
+Its parameters stay the master weights, or its weight is an `FP8Tensor` and the optimizer keeps the master.
+"""
 
 from __future__ import annotations
 
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.nn.calibration import check
 from octavo.nn.functional import linear, target_of
 from octavo.nn.handoff import taken
+from octavo.nn.own_codes import values
 from octavo.nn.scales import Page, ScaleBook, keep_scales
 from octavo.nn.shared import SharedInput
 from octavo.nn.weights import forget
@@ -67,7 +72,7 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return x W^T + b for x (..., K), in x's dtype, or in autocast's where that is on."""
         if not self.enabled:
-            return super().forward(input)
+            return F.linear(input, values(self.weight, self.weight.dtype), self.bias)
         if self.shared is not None:
             return self.shared.output(self, input)
         ready = taken(input, target_of(self.recipe.fprop.input))

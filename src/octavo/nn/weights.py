@@ -5,6 +5,8 @@ of weights. Compiled code meets only the operators at the end of this file. They
 the codes when they run: no codes stand in a graph, none are saved for backward, and each call sees whether a weight
 has changed. It has when its version counter has moved, or any optimizer has made a step: PyTorch's fused optimizers
 write without moving the counter. Writing through `weight.data` moves neither; call `weights_changed()` after it.
+
+A weight that is an `FP8Tensor` has codes of its own, and nothing is kept of it: see `octavo.nn.own_codes`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ from octavo.kernels import Target, ledger
 from octavo.kernels.dispatch import launches_on, why_not
 from octavo.kernels.operator import define
 from octavo.kernels.target import empty, target_of
-from octavo.numerics import PER_COLUMN, PER_TENSOR, Quantized, granularity_named
+from octavo.nn import own_codes
+from octavo.nn.own_codes import has_codes, joined, stack_of, transpose_codes
+from octavo.numerics import PER_COLUMN, Quantized, granularity_named
+from octavo.tensor import FP8Tensor, implements
 
 
 @dataclass(eq=False)
@@ -89,11 +94,16 @@ def quantized_weights(
     """Return the stack (N, K) of weights (N_i, K), or its transpose (K, N), quantised as `target` says.
 
     Nothing is computed where it is there already. Where one launch quantises all of them, a change is written into the
-    same memory.
+    same memory. Codes that an FP8 weight has are taken as they are; several are copied into one stack.
 
     Args:
         read: how a weight is a matrix.
+
+    Raises:
+        UnsupportedError: an FP8 weight has codes of another kind, or its transpose is to be quantised by itself.
     """
+    if has_codes(weights):
+        return stack_of(weights, target, transposed)
     way = target, (transposed, read)
     key = (*way, *map(id, weights))
     state, records = state_of(weights), _records(weights[0])
@@ -147,7 +157,10 @@ def state_of(weights: Sequence[Tensor]) -> tuple[Any, ...]:
 
 
 def _place(weight: Tensor) -> tuple[Any, ...]:
-    return weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, weight.device
+    memory = weight.codes if isinstance(weight, FP8Tensor) else weight
+    # The storage too: FSDP2 frees a weight's memory and keeps its storage, and another weight may get that address.
+    storage = memory.untyped_storage()._cdata
+    return memory.data_ptr(), storage, weight.shape, weight.stride(), weight.dtype, weight.device
 
 
 def _records(weight: Tensor) -> bool:
@@ -189,9 +202,7 @@ def _has_one_launch(weights: Sequence[Tensor], target: Target) -> bool:
 def _quantize_one_by_one(weights: Sequence[Tensor], target: Target, transposed: bool) -> Quantized:
     tile_rows = target.tile.rows
     if len(weights) > 1 and not transposed and tile_rows and all(w.shape[0] % tile_rows == 0 for w in weights[:-1]):
-        parts = [quantize_matrix(weight.detach(), target) for weight in weights]
-        codes = torch.cat([part.codes.view(torch.uint8) for part in parts]).view(target.fmt.dtype)
-        return Quantized(codes, torch.cat([part.scale for part in parts]), target.tile)
+        return joined([quantize_matrix(weight.detach(), target) for weight in weights])
     stack = weights[0].detach() if len(weights) == 1 else torch.cat(list(weights))
     return quantize_matrix(stack.t() if transposed else stack, target)
 
@@ -247,17 +258,6 @@ def transposed_weights(weights: Sequence[Tensor], target: Target, source: Target
     return transpose_codes(quantized_weights(weights, source), folded=target.tile == PER_COLUMN)
 
 
-def transpose_codes(source: Quantized, folded: bool) -> Quantized:
-    """Return a matrix of fprop as a backward GEMM reads it: its codes transposed, its scale 1 if it is folded."""
-    transposed = source.t()
-    return kernels.contiguous(without_scale(transposed) if folded else transposed)
-
-
-def without_scale(folded: Quantized) -> Quantized:
-    """Return an operand whose scales have gone into its partner, as the GEMM is to see it: codes, and one scale 1."""
-    return Quantized(folded.codes, folded.scale.new_ones(1, 1), PER_TENSOR)
-
-
 def _target(text: str) -> Target:
     target = target_of(text)
     assert target is not None
@@ -268,9 +268,8 @@ def _fprop(
     x: Tensor, x_scale: Tensor, x_granularity: str, weights: list[Tensor], target: str,
     dtype: torch.dtype, accumulate: str,
 ) -> list[Tensor]:  # fmt: skip
-    stack = quantized_weights(weights, _target(target))
     left = Quantized(x, x_scale, granularity_named(x_granularity))
-    counts = [weight.shape[0] for weight in weights]
+    stack, counts = quantized_weights(weights, _target(target)), [weight.shape[0] for weight in weights]
     parts = _split(stack, counts)
     if parts is None:  # a tile of scales straddles two weights
         return [y.contiguous() for y in kernels.gemm(left, stack, dtype, accumulate).split(counts, dim=1)]
@@ -343,3 +342,7 @@ define(
     _weight_scale_shape,
     torch.Tag.cudagraph_unsafe,
 )
+
+implements(torch.ops.octavo.fprop.default)(own_codes.fprop)
+implements(torch.ops.octavo.dgrad.default)(own_codes.dgrad)
+implements(torch.ops.octavo.weight_scale.default)(own_codes.weight_scale)

@@ -1,22 +1,25 @@
 """`FP8Tensor`: a matrix that is stored in FP8 and knows how to be one in a PyTorch program.
 
-It holds what `numerics.Quantized` holds, codes and scales, and the dtype it came from. It moves between devices,
-detaches, clones, transposes, goes through `torch.compile`, and multiplies through the FP8 GEMMs. Every other
-operation raises: a silent trip through BF16 is what FP8 storage is there to avoid. Call `dequantize()` where that is
-wanted.
+It holds what `numerics.Quantized` holds, codes and scales, and the dtype that it stands for. It moves between devices,
+detaches, clones, copies, transposes, goes through `torch.compile`, and multiplies through the FP8 GEMMs. So it can be a
+parameter: `nn.Parameter(FP8Tensor.from_tensor(w))`, with gradients that are plain tensors of its dtype. Octavo's
+operators say by `implements` how they read one. Every other operation raises: a silent trip through BF16 is what FP8
+storage is there to avoid. Call `dequantize()` where that is wanted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from octavo import kernels
 from octavo.errors import CheckpointError, UnsupportedError
-from octavo.numerics import Granularity, Quantized, dequantize, granularity_named
+from octavo.kernels.operator import define
+from octavo.numerics import Granularity, Quantized, Scaling, dequantize, format_of, granularity_named
 
 aten = torch.ops.aten
 
@@ -29,44 +32,67 @@ class FP8Tensor(Tensor):
     scale: Tensor
     """FP32; multiplies the codes. Shape as `granularity.scale_shape(R, C)` gives it."""
     granularity: Granularity
+    scaling: Scaling
+    """How scales are chosen where values are copied in. Who makes one says how its own were: nobody looks."""
 
     @staticmethod
     def __new__(  # noqa: D102
-        cls, codes: Tensor, scale: Tensor, granularity: Granularity, dtype: torch.dtype
+        cls,
+        codes: Tensor,
+        scale: Tensor,
+        granularity: Granularity,
+        dtype: torch.dtype,
+        scaling: Scaling = "power_of_two",
     ) -> FP8Tensor:
         tensor: FP8Tensor = Tensor._make_wrapper_subclass(
             cls, codes.shape, strides=codes.stride(), dtype=dtype, device=codes.device
         )
-        tensor.codes, tensor.scale, tensor.granularity = codes, scale, granularity
+        tensor.codes, tensor.scale = codes, scale
+        tensor.granularity, tensor.scaling = granularity, scaling
         return tensor
 
     @classmethod
     def from_tensor(
-        cls, x: Tensor, format: str = "e4m3", granularity: str = "row", scaling: str = "power_of_two"
+        cls, x: Tensor, format: str = "e4m3", granularity: str = "row", scaling: Scaling = "power_of_two"
     ) -> FP8Tensor:
         """Quantise a matrix (R, C).
 
         Raises:
             ConfigError: x is not a matrix, or a name is unknown.
         """
-        quantized = kernels.quantize(x.detach(), format, granularity, scaling)  # type: ignore[arg-type]
-        return cls(*quantized, x.dtype)
+        return cls(*kernels.quantize(x.detach(), format, granularity, scaling), x.dtype, scaling)
 
     @property
     def quantized(self) -> Quantized:
         """The codes and scales, as the kernels take them."""
         return Quantized(self.codes, self.scale, self.granularity)
 
+    @property
+    def format(self) -> str:
+        """The format of the codes, `e4m3` or `e5m2`."""
+        return format_of(self.codes).name
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """The bytes that codes and scales take."""
+        return self.codes.nbytes + self.scale.nbytes
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the values, codes * scale, in `dtype` (default: the dtype it was made from)."""
-        return dequantize(self.quantized, dtype or self.dtype)
+        """Return the values, codes * scale, in `dtype` (default: the dtype it stands for).
+
+        It can be differentiated: the gradient of the values is that of the tensor, in its dtype.
+        """
+        values: Tensor = _Values.apply(self, dtype or self.dtype)  # type: ignore[no-untyped-call]
+        return values
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return `codes` and `scale`: plain tensors, for a checkpoint without pickle."""
         return {"codes": self.codes, "scale": self.scale}
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor], granularity: str, dtype: torch.dtype) -> FP8Tensor:
+    def from_tensors(
+        cls, tensors: Mapping[str, Tensor], granularity: str, dtype: torch.dtype, scaling: Scaling = "power_of_two"
+    ) -> FP8Tensor:
         """Build it again from what `to_tensors` gave.
 
         Raises:
@@ -81,18 +107,18 @@ class FP8Tensor(Tensor):
                 f"codes of shape {tuple(codes.shape)} with granularity '{granularity}' have scales of shape "
                 f"{expected}, found {tuple(scale.shape)}: the file is of another tensor."
             )
-        return cls(codes, scale, tile, dtype)
+        return cls(codes, scale, tile, dtype, scaling)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         shape = " x ".join(map(str, self.shape))
         return f"FP8Tensor({shape}, {self.codes.dtype}, scale per {self.granularity.name}, from {self.dtype})"
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Granularity, torch.dtype]]:
-        return ["codes", "scale"], (self.granularity, self.dtype)
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Granularity, torch.dtype, Scaling]]:
+        return ["codes", "scale"], (self.granularity, self.dtype, self.scaling)
 
     @classmethod
     def __tensor_unflatten__(
-        cls, inner: dict[str, Tensor], meta: tuple[Granularity, torch.dtype], size: Any, stride: Any
+        cls, inner: dict[str, Tensor], meta: tuple[Granularity, torch.dtype, Scaling], size: Any, stride: Any
     ) -> FP8Tensor:
         return cls(inner["codes"], inner["scale"], *meta)
 
@@ -105,32 +131,124 @@ class FP8Tensor(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func not in _OPERATIONS:
-            raise UnsupportedError(
-                f"{func} is not defined for an FP8Tensor: it would have to leave FP8. "
-                "Call .dequantize() first if that is meant."
-            )
+            raise _undefined(str(func))
         return _OPERATIONS[func](*args, **(kwargs or {}))
 
 
-def _each(operation: Callable[[Tensor], Tensor]) -> Callable[..., FP8Tensor]:
+Implementation = Callable[..., Any]
+_OPERATIONS: dict[Any, Implementation] = {}
+
+
+def implements(*operators: Any) -> Callable[[Implementation], Implementation]:
+    """Let the decorated function compute these operators, overloads of `torch.ops`, where an argument is an FP8Tensor.
+
+    It takes the arguments of the operator. `torch.compile` looks into it: it is traced, and what it calls compiled.
+    """
+
+    def register(function: Implementation) -> Implementation:
+        _OPERATIONS.update(dict.fromkeys(operators, function))
+        return function
+
+    return register
+
+
+def _undefined(operation: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{operation} is not defined for an FP8Tensor: it would have to leave FP8. "
+        "Call .dequantize() first if that is meant."
+    )
+
+
+class _Values(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        values: Tensor = torch.ops.octavo.values(x, dtype)
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return grad_outputs[0], None  # autograd gives it the dtype that it is the gradient of
+
+
+define(
+    "values(Tensor x, ScalarType dtype) -> Tensor",
+    lambda x, dtype: x.to(dtype, copy=True),
+    lambda x, dtype: torch.empty_like(x, dtype=dtype),
+)
+
+
+@implements(torch.ops.octavo.values.default)
+def _values(x: FP8Tensor, dtype: torch.dtype) -> Tensor:
+    return dequantize(x.quantized, dtype)
+
+
+def _each(x: FP8Tensor, operation: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> FP8Tensor:
     """Return the operation applied to codes and scales alike."""
-
-    def apply(x: FP8Tensor, *_: Any, **__: Any) -> FP8Tensor:
-        return FP8Tensor(operation(x.codes), operation(x.scale), x.granularity, x.dtype)
-
-    return apply
+    return FP8Tensor(operation(x.codes), operation(x.scale), x.granularity, dtype or x.dtype, x.scaling)
 
 
+@implements(aten.detach.default, aten.alias.default)
+def _detach(x: FP8Tensor) -> FP8Tensor:
+    return _each(x, Tensor.detach)
+
+
+@implements(aten.clone.default)
+def _clone(x: FP8Tensor, **_: Any) -> FP8Tensor:
+    return _each(x, Tensor.clone)
+
+
+@implements(aten.view.default)
+def _view(x: FP8Tensor, size: Sequence[int]) -> FP8Tensor:
+    """Return a view of the same shape, which PyTorch makes to find the node that adds up a gradient."""
+    if tuple(size) != tuple(x.shape):
+        raise _undefined(f"aten.view.default to the shape {tuple(size)}")
+    return _each(x, Tensor.detach)
+
+
+@implements(aten.empty_like.default)
+def _empty_like(x: FP8Tensor, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> FP8Tensor:
+    return _each(x, lambda part: torch.empty_like(part, device=device or x.device), dtype)
+
+
+@implements(aten._to_copy.default)
+def _to(
+    x: FP8Tensor, dtype: torch.dtype | None = None, device: Any = None, non_blocking: bool = False, **_: Any
+) -> FP8Tensor:
+    """Move it, or let it stand for another dtype: codes and scales stay what they are."""
+    return _each(x, lambda part: part.to(device or x.device, non_blocking=non_blocking, copy=True), dtype)
+
+
+@implements(aten.copy_.default)
+def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """Copy values, quantised as `x` is, or codes where both are of one kind."""
+    if not isinstance(x, FP8Tensor):
+        assert isinstance(source, FP8Tensor)
+        return x.copy_(_values(source, x.dtype), non_blocking=non_blocking)
+    if not (isinstance(source, FP8Tensor) and _kind(source) == _kind(x)):
+        values = _values(source, torch.float32) if isinstance(source, FP8Tensor) else source
+        source = FP8Tensor.from_tensor(values.to(x.device), x.format, x.granularity.name, x.scaling)
+    x.codes.copy_(source.codes, non_blocking=non_blocking)
+    x.scale.copy_(source.scale, non_blocking=non_blocking)
+    return x
+
+
+def _kind(x: FP8Tensor) -> tuple[torch.dtype, Granularity, Scaling]:
+    return x.codes.dtype, x.granularity, x.scaling
+
+
+@implements(aten.record_stream.default)
+def _record_stream(x: FP8Tensor, stream: torch.Stream) -> None:
+    for part in (x.codes, x.scale):
+        aten.record_stream.default(part, stream)
+
+
+@implements(aten.t.default, aten.transpose.int)
 def _transpose(x: FP8Tensor, dim0: int = 0, dim1: int = 1) -> FP8Tensor:
-    return FP8Tensor(*x.quantized.t(), x.dtype) if dim0 % 2 != dim1 % 2 else x
+    return FP8Tensor(*x.quantized.t(), x.dtype, x.scaling) if dim0 % 2 != dim1 % 2 else _each(x, Tensor.detach)
 
 
-def _to(x: FP8Tensor, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor:
-    if dtype is not None and dtype != x.dtype:
-        return x.dequantize(dtype).to(device or x.device)
-    return FP8Tensor(x.codes.to(device), x.scale.to(device), x.granularity, x.dtype)
-
-
+@implements(aten.mm.default)
 def _matmul(a: FP8Tensor, b: FP8Tensor) -> Tensor:
     """a (M, K) @ b (K, N), both in FP8; b is most often the transpose of a stored (N, K)."""
     if not (isinstance(a, FP8Tensor) and isinstance(b, FP8Tensor)):
@@ -141,12 +259,5 @@ def _matmul(a: FP8Tensor, b: FP8Tensor) -> Tensor:
     return kernels.gemm(kernels.contiguous(a.quantized), kernels.contiguous(b.quantized.t()), a.dtype)
 
 
-_OPERATIONS: dict[Any, Callable[..., Any]] = {
-    aten.detach.default: _each(Tensor.detach),
-    aten.alias.default: _each(Tensor.detach),
-    aten.clone.default: _each(Tensor.clone),
-    aten.t.default: _transpose,
-    aten.transpose.int: _transpose,
-    aten._to_copy.default: _to,
-    aten.mm.default: _matmul,
-}
+# What `torch.load(weights_only=True)` may build: plain data, as `to_tensors` gives it.
+torch.serialization.add_safe_globals([FP8Tensor, Granularity])

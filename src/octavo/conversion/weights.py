@@ -1,0 +1,149 @@
+"""FP8 weights: which layers of a plan store theirs as codes, and the change of a parameter in place."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+
+from octavo.errors import ConfigError
+from octavo.kernels.dispatch import is_plain
+from octavo.nn.conv import AnyConvolution
+from octavo.nn.own_codes import reads_own_codes, refuses_own_codes
+from octavo.nn.weights import forget
+from octavo.recipes import Recipe
+from octavo.tensor import FP8Tensor
+
+if TYPE_CHECKING:
+    from octavo.conversion.plan import LayerPlan
+
+Layer = nn.Linear | AnyConvolution
+Weights = Literal["as_they_are", "fp8"]
+"""What the weights of converted linear layers are stored in."""
+
+
+def plan_weights(
+    model: nn.Module, layers: Mapping[str, Layer], rows: Sequence[LayerPlan], recipes: Mapping[str, Recipe],
+    weights: Weights,
+) -> tuple[LayerPlan, ...]:  # fmt: skip
+    """Return the rows of a plan with what each weight is to be stored in, and what that saves.
+
+    Args:
+        layers: by name, as `rows` and `recipes` have it.
+
+    Raises:
+        ConfigError: a recipe cannot read the codes of an FP8 weight, or a weight is of a class that nobody knows here.
+    """
+    linears = {row.name: layers[row.name] for row in rows if row.is_fp8 and row.kind == "linear"}
+    wanted = {name: layer for name, layer in linears.items() if weights == "fp8" or _is_fp8(layer)}
+    for name, layer in wanted.items():
+        _check(name, layer, recipes[name])
+    others = dict(_read_by_others(model, wanted))
+    seen: set[int] = set()
+    result = []
+    for row in rows:
+        weight: Tensor = layers[row.name].weight
+        if row.name in wanted and id(weight) in others and not isinstance(weight, FP8Tensor):
+            note = f"its weight is also {others[id(weight)]}, and stays as it is"
+            result.append(replace(row, reason="; ".join(filter(None, (row.reason, note)))))
+        elif row.name in wanted:
+            codes_and_scales = weight.numel() + 4 * weight.shape[0]
+            saves = 0 if id(weight) in seen else weight.nbytes - codes_and_scales
+            result.append(replace(row, weight="fp8", saves=saves))
+            seen.add(id(weight))
+        else:
+            result.append(row)
+    return tuple(result)
+
+
+def store(layer: Layer, weight: Literal["as_it_is", "fp8"], is_fp8: bool) -> None:
+    """Change what the weight of a layer is stored in, where that is not what a plan says.
+
+    Args:
+        weight: what the plan says.
+        is_fp8: whether the layer computes in FP8. One that does not needs plain values.
+    """
+    stored = layer.weight
+    if weight == "fp8" and not isinstance(stored, FP8Tensor):
+        _become(stored, FP8Tensor.from_tensor(stored.detach()))
+    elif not is_fp8:
+        make_plain(layer)
+
+
+def make_plain(layer: Layer) -> None:
+    """Give a layer the values of its FP8 weight, in the dtype it stands for, as a plain parameter."""
+    stored = layer.weight
+    if isinstance(stored, FP8Tensor):
+        _become(stored, stored.detach().dequantize())
+
+
+def check_free(weights: Sequence[Tensor]) -> None:
+    """See to it that parameters can be changed in place.
+
+    Raises:
+        ConfigError: something holds on to a parameter: a graph that has not run backward, or compiled code.
+    """
+    for weight in weights:
+        forget(weight)
+        if weakref.getweakrefs(weight) or weight._use_count() > 2:  # type: ignore[attr-defined]
+            raise ConfigError(
+                "a weight is in use, by compiled code or by a graph that has not run backward, so that it cannot be "
+                "stored in FP8 now: convert before the model runs. Nothing was converted."
+            )
+
+
+def _check(name: str, layer: Layer, recipe: Recipe) -> None:
+    weight: Tensor = layer.weight
+    reason = refuses_own_codes(recipe)
+    where = ".".join(filter(None, (name, "weight")))
+    if reason is not None:
+        can = f"Recipes that can: {', '.join(reads_own_codes())}"
+        if isinstance(weight, FP8Tensor):
+            raise ConfigError(
+                f"{where} is stored in FP8 ({weight!r}), and recipe '{recipe.name}' cannot compute with its codes: "
+                f"{reason}. {can}. Or call octavo.revert(model) first, which gives plain weights back."
+            )
+        raise ConfigError(
+            f"policy: weights = 'fp8': recipe '{recipe.name}' of '{name}' cannot compute with codes that are made "
+            f"once a step: {reason}. {can}. Or leave `weights` out."
+        )
+    if isinstance(weight, FP8Tensor):
+        if (weight.format, weight.granularity.name, weight.scaling) != ("e4m3", "row", "power_of_two"):
+            raise ConfigError(
+                f"{where} is stored as {weight!r} with {weight.scaling} scales; layers read E4M3 codes with a "
+                "power-of-two scale a row: FP8Tensor.from_tensor(weight.dequantize()) makes such ones."
+            )
+    elif not is_plain(weight):
+        raise ConfigError(
+            f"policy: weights = 'fp8': {where} is a {type(weight).__name__}. Convert the model before it is sharded."
+        )
+
+
+def _is_fp8(layer: Layer) -> bool:
+    return isinstance(layer.weight, FP8Tensor)
+
+
+def _read_by_others(model: nn.Module, wanted: Mapping[str, Layer]) -> Iterator[tuple[int, str]]:
+    """Yield each parameter (`id`) that is not only the weight of wanted layers, and its name there."""
+    ours = {id(layer) for layer in wanted.values()}
+    for module_name, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not (id(module) in ours and name == "weight"):
+                yield id(parameter), f"{module_name}.{name}"
+
+
+def _become(parameter: Tensor, tensor: Tensor) -> None:
+    """Make a parameter another tensor, in place: whoever holds it, such as an optimizer, holds the new one."""
+    gradient, parameter.grad = parameter.grad, None  # swapping wants to be the only one who knows it
+    forget(parameter)
+    attributes = {name: value for name, value in vars(parameter).items() if name not in _FIELDS}
+    torch.utils.swap_tensors(parameter, nn.Parameter(tensor, requires_grad=parameter.requires_grad))
+    vars(parameter).update(attributes)
+    parameter.grad = gradient
+
+
+_FIELDS = ("codes", "scale", "granularity", "scaling")

@@ -1,0 +1,33 @@
+"""What of a tensor lies in this process: behind DTensor, and behind what holds a tensor for it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Holder(Tensor):
+    """A tensor that holds another one of its shape and dtype, and adds something to how it is handled."""
+
+    held: Tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor on this rank, in its own memory: plain, or an `FP8Tensor`.
+
+    A tensor that is not distributed is all of it on this rank, and is returned as it is.
+    """
+    if type(tensor) in (Tensor, nn.Parameter):
+        return tensor
+    if is_distributed(tensor):
+        tensor = tensor._local_tensor  # type: ignore[attr-defined]  # `to_local` is a step of autograd
+    return tensor.held if isinstance(tensor, Holder) else tensor
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Return whether a tensor is a DTensor; PyTorch's distributed package is loaded for none that is not."""
+    if type(tensor) in (Tensor, nn.Parameter) or not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)

@@ -1,0 +1,155 @@
+"""`run.weights`: what the weights of a run are stored in, and who keeps their master."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from octavo import optim
+from octavo.errors import CheckpointError, ConfigError
+from octavo.tensor import FP8Tensor
+from octavo.train import train
+from octavo.train.config import RunConfig
+from octavo.train.events import Event, Saved
+from octavo.train.lane import Lane
+from octavo.train.setup import set_up
+
+Configure = Callable[..., RunConfig]
+MODEL = {"dim": 64, "ffn": 128, "layers": 1}
+"""Large enough for `keep_small` to leave its matrices to the tier."""
+
+
+def lanes(configure: Configure, weights: str, **sections: dict[str, Any]) -> dict[str, Lane]:
+    run = {"weights": weights, **sections.pop("run", {})}
+    return {lane.name: lane for lane in set_up(configure(model=MODEL, run=run, **sections)).lanes}
+
+
+def kinds(lane: Lane) -> dict[str, str]:
+    """Return what each parameter is: its dtype, or fp8."""
+    parameters = lane.model.named_parameters()
+    return {n: "fp8" if isinstance(p, FP8Tensor) else str(p.dtype).removeprefix("torch.") for n, p in parameters}
+
+
+def test_by_default_they_are_fp32_and_the_optimizer_is_pytorch_s(configure: Configure) -> None:
+    lane = lanes(configure, "fp32")["fp8"]
+    assert set(kinds(lane).values()) == {"float32"}
+    assert type(lane.optimizer) is torch.optim.AdamW
+    assert lane.weight_bytes() == 4
+
+
+@pytest.mark.parametrize("weights", ["bf16", "fp8"])
+def test_the_optimizer_keeps_an_fp32_master_where_they_are_not(configure: Configure, weights: str) -> None:
+    made = lanes(configure, weights)
+    lane, twin = made["fp8"], made["bf16"]
+    found = kinds(lane)
+    small = {name for name in found if "layers" not in name or "norm" in name}
+    assert {found[name] for name in small} == {"bfloat16"}
+    assert {found[name] for name in found.keys() - small} == {"bfloat16" if weights == "bf16" else "fp8"}
+    assert type(lane.optimizer) is optim.AdamW
+    assert {lane.optimizer.states_of(entry).name for entry in lane.optimizer.entries()} == {"fp32"}
+    assert set(kinds(twin).values()) == {"float32"} and type(twin.optimizer) is torch.optim.AdamW
+    assert lane.model.rope_cos.dtype == torch.float32
+
+
+def test_a_small_update_is_not_lost(configure: Configure) -> None:
+    """Of 2^-12 of a weight: BF16 has 8 bits, so that it is in the master or nowhere."""
+    lane = lanes(configure, "bf16")["fp8"]
+    parameter = lane.parameters["layers.0.feed_forward.w1.weight"]
+    before = parameter.detach().clone()
+    for _ in range(40):
+        for p in lane.parameters.values():
+            p.grad = torch.ones_like(p)
+        for group in lane.optimizer.param_groups:
+            group["lr"] = float(before.abs().mean()) * 2**-12
+        lane.optimizer.step()
+    moved = (before.float() - parameter.detach().float()).mean()
+    # Steps of AdamW with a constant gradient are of one learning rate each; the decay of weights adds a little.
+    assert float(moved) == pytest.approx(40 * 2**-12 * float(before.abs().mean()), rel=0.1)
+
+
+def test_a_run_without_fp8_layers(configure: Configure) -> None:
+    lane = lanes(configure, "bf16", run={"recipe": "bf16"})["bf16"]
+    assert set(kinds(lane).values()) == {"bfloat16"} and type(lane.optimizer) is optim.AdamW
+    with pytest.raises(ConfigError, match=r"run.weights: 'fp8' is for layers in FP8.*Take 'bf16'"):
+        lanes(configure, "fp8", run={"recipe": "bf16"})
+    with pytest.raises(ConfigError, match=r"Recipes that can: folded, folded_fast"):
+        lanes(configure, "fp8", run={"recipe": "block"})
+
+
+@pytest.mark.parametrize("clip", [{"clip": 1e-3}, {"clip": 0.0, "clip_per_group": {"*w1*": 1e-3}}])
+def test_gradients_are_clipped(configure: Configure, clip: dict[str, Any]) -> None:
+    made = lanes(configure, "fp8", optimizer=clip)["fp8"]
+    ids = torch.randint(256, (2, 33), generator=torch.Generator().manual_seed(0))
+    made.model(ids[:, :-1], ids[:, 1:]).backward()
+    assert float(made._clip()) > 1e-2
+    clipped = [
+        p.grad
+        for name, p in made.parameters.items()
+        if p.grad is not None and ("w1" in name or "clip_per_group" not in clip)
+    ]
+    assert float(nn.utils.get_total_norm(clipped)) == pytest.approx(1e-3, rel=1e-2)  # BF16 gradients
+
+
+def test_o3_learns_too(configure: Configure) -> None:
+    optimizer = {"states": "fp8", "gradients": "fp8", "lr": 3e-3}
+    run = {"weights": "fp8", "steps": 60, "batch": 8, "log_every": 60, "twin": False}
+    summary = train(configure(model=MODEL, run=run, optimizer=optimizer))
+    assert summary["heldout_loss_fp8"] < 2.0
+
+
+STEPS = {"steps": 60, "batch": 8, "log_every": 60, "twin": False}
+
+
+def test_a_run_in_fp8_weights_reaches_the_loss_of_bf16_weights(configure: Configure, tmp_path: Path) -> None:
+    losses, summaries = {}, {}
+    for weights in ("fp32", "bf16", "fp8"):
+        run = {**STEPS, "weights": weights, "out": str(tmp_path / weights)}
+        summaries[weights] = train(configure(model=MODEL, run=run, optimizer={"lr": 3e-3}))
+        losses[weights] = summaries[weights]["heldout_loss_fp8"]
+    assert losses["fp32"] < 2.0  # of 5.5 at the start: something was learnt
+    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.02)
+    assert losses["fp8"] == pytest.approx(losses["bf16"], rel=0.02)
+    taken = {weights: summary["weight_bytes_per_parameter"] for weights, summary in summaries.items()}
+    model = set_up(configure(model=MODEL, run={"weights": "fp8"})).lanes[0].model
+    in_fp8 = sum(p.numel() for p in model.parameters() if isinstance(p, FP8Tensor))
+    rows = sum(p.shape[0] for p in model.parameters() if isinstance(p, FP8Tensor))
+    count = sum(p.numel() for p in model.parameters())
+    assert taken == {"fp32": 4.0, "bf16": 2.0, "fp8": pytest.approx((in_fp8 + 4 * rows + 2 * (count - in_fp8)) / count)}
+    assert [summaries[w]["optimizer_bytes_per_parameter"] for w in taken] == [8.0, 12.0, 12.0]
+
+
+class _StopAt3:
+    def report(self, event: Event) -> None:
+        if isinstance(event, Saved) and event.step == 3:
+            raise KeyboardInterrupt
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("states", ["fp32", "fp8"])
+@pytest.mark.parametrize("weights", ["bf16", "fp8"])
+def test_a_resumed_run_continues_bit_for_bit(configure: Configure, tmp_path: Path, weights: str, states: str) -> None:
+    def config(out: str, **run: Any) -> RunConfig:
+        kept = {"steps": 6, "log_every": 1, "checkpoint_every": 1, "keep": 10, "weights": weights, "twin": False}
+        optimizer = {"states": states}
+        return configure(model=MODEL, optimizer=optimizer, run={**kept, "out": str(tmp_path / out), **run})
+
+    summary = train(config("straight"))
+    with pytest.raises(KeyboardInterrupt):
+        train(config("broken"), reporters=[_StopAt3()])
+    resumed = train(config("broken"), resume=True)
+    assert resumed["heldout_loss_fp8"] == summary["heldout_loss_fp8"]
+    a, b = (load_file(tmp_path / out / "checkpoints/step-000006/fp8.safetensors") for out in ("straight", "broken"))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(*(tensors[key].reshape(-1).view(torch.uint8) for tensors in (a, b))) for key in a)
+    codes = a.get("model.layers.0.feed_forward.w1.weight.codes")
+    assert (codes is not None) == (weights == "fp8")
+    with pytest.raises(CheckpointError, match=rf"run.weights is '{weights}' there and 'fp32' here"):
+        train(config("broken", weights="fp32", steps=7), resume=True)
