@@ -15,10 +15,10 @@ from torch import Tensor
 from octavo.errors import ConfigError
 from octavo.kernels.dispatch import launches_on, uses_triton
 from octavo.kernels.reference import optimizer as reference
-from octavo.kernels.storage import BF16, E4M3, Float, Storage
+from octavo.kernels.storage import BF16, E4M3, GRADIENT_CODES, Float, Scaling, Storage
 from octavo.kernels.uploads import Uploads
 
-Rule = Literal["adamw", "adam", "lion"]
+Rule = Literal["adamw", "adam", "lion", "given"]
 
 COEFFICIENTS = (
     "factor",  # gradient *= factor: 1 / loss scale, the clip coefficient, -1 to maximise
@@ -32,6 +32,7 @@ COEFFICIENTS = (
     "weight_kept",  # 1 - lr * weight_decay
     "weight_decay",
     "largest_update",  # bound of |update|, in learning rates
+    "first_decay",  # beta1, of `momentum`
 )
 """What a step takes for each tensor, FP32, one a column. Divisions are made beforehand, in FP64."""
 
@@ -43,7 +44,9 @@ class Layout(NamedTuple):
     weight: torch.dtype
     """FP32, BF16, FP16, or float8_e4m3fn with one scale a row."""
     gradient: torch.dtype
-    first: Storage
+    """FP32, BF16, FP16; or float8_e4m3fn and float8_e5m2 with the scales of `gradient_scaling`."""
+    first: Storage | None
+    """None for the rule `given`, which has no moments."""
     second: Storage | None
     """None for a rule that has no second moment."""
     remainder_bits: int = 0
@@ -52,11 +55,18 @@ class Layout(NamedTuple):
     """A master kept apart from the weight; the weight is that value, rounded to nearest."""
     stochastic: bool = True
     """How all but the weight's own codes is rounded."""
+    gradient_scaling: Scaling = "none"
+    """Of a gradient that is FP8 codes: E8M0 scales, as `store_gradient` writes them."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether the moments are FP32."""
-        return self.first.is_exact and (self.second is None or self.second.is_exact)
+        """Whether the moments are FP32; so they are where there are none."""
+        return all(moment is None or moment.is_exact for moment in (self.first, self.second))
+
+    @property
+    def searches(self) -> bool:
+        """Whether something that is written has one scale a tensor, which a first pass finds."""
+        return any(s is not None and s.scaling == "tensor" for s in (self.first, self.second, self.master))
 
     @property
     def split(self) -> tuple[Float, int] | None:
@@ -81,10 +91,12 @@ class Slot(NamedTuple):
     master: Tensor | None
     """The remainder, int8 or int16, or the master kept apart."""
     master_scale: Tensor | None
-    first: Tensor
+    first: Tensor | None
     first_scale: Tensor | None
     second: Tensor | None
     second_scale: Tensor | None
+    gradient_scale: Tensor | None = None
+    """uint8, of a gradient that is FP8 codes: (R, ceil(C / 128)), or (1, 1) where the scaling is `tensor`."""
 
 
 class Control(NamedTuple):
@@ -108,6 +120,7 @@ def update(slots: Sequence[Slot], layout: Layout, control: Control, uploads: Upl
                 w = w (1 - lr wd) - lr clamp(u)
         adam    the same with g += wd w before it, and wd = 0 in the last line
         lion    u = sign(m + (g - m) (1 - b1));  m += (g - m) (1 - b2);  w = w (1 - lr wd) - lr u
+        given   u = g, an update that is ready, as Muon's is; no moments;  w = w (1 - lr wd) - lr clamp(u)
 
     Sources: arXiv 1711.05101, algorithm 2; 1412.6980, algorithm 1; 2302.06675, algorithm 2.
 
@@ -128,18 +141,109 @@ def update(slots: Sequence[Slot], layout: Layout, control: Control, uploads: Upl
         reference.update(slot, layout, control)
 
 
-def squares(tensors: Sequence[Tensor], uploads: Uploads) -> Tensor:
+def momentum(
+    slots: Sequence[Slot],
+    layout: Layout,
+    control: Control,
+    updates: Sequence[Tensor],
+    uploads: Uploads,
+    *,
+    nesterov: bool = True,
+) -> None:
+    """Add gradients to first moments, in place, and write the updates that an orthogonalisation begins with.
+
+        m = b1 m + g;  update = g + b1 m  (m itself without nesterov), of the new m before it is rounded
+
+    Only the gradient, the first moment and `number` of a slot are read, and the columns `factor` and `first_decay` of
+    the coefficients. Random bits are those of the first moment in `update`. A step that is skipped writes nothing, the
+    updates included.
+
+    Args:
+        updates: BF16, of the shapes of the weights, contiguous; rounded to nearest, ties to even.
+
+    Source: Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon).
+    """
+    if not slots:
+        return
+    if uses_triton(slots[0].weight, "momentum"):
+        from octavo.kernels.triton import optimizer as fast
+
+        with launches_on(slots[0].weight.device):
+            fast.momentum(slots, layout, control, updates, uploads, nesterov)
+        return
+    if bool(control.skip):
+        return
+    for slot, update in zip(slots, updates, strict=True):
+        reference.momentum(slot, layout, control, update, nesterov)
+
+
+def store_gradient(gradient: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling, *, add: bool = False) -> None:
+    """Quantise a gradient into FP8 codes with E8M0 scales, in place: what a slot's gradient may be.
+
+    Rounded to nearest, ties to even. A scale is the smallest power of two (at least 2^-126) with which the largest
+    finite value fits; values that are not finite stay so: E5M2 has codes for infinities and NaN, E4M3 writes both as
+    NaN. So the search for overflows still sees them.
+
+    Args:
+        gradient: FP32, BF16 or FP16 (R, C), contiguous.
+        codes: float8_e4m3fn or float8_e5m2 (R, C), contiguous.
+        scale: uint8 (R, ceil(C / 128)) for `group`, (1, 1) for `tensor`.
+        add: to the gradient that is stored there already, in FP32, as the next micro-batch has it.
+
+    Raises:
+        ConfigError: a scaling or a dtype that is none of these, codes or scales of another shape, or not contiguous.
+    """
+    _check_stored(gradient, codes, scale, scaling)
+    if not gradient.numel():
+        return
+    if uses_triton(gradient, "gradient storage"):
+        from octavo.kernels.triton import gradient as fast
+
+        with launches_on(gradient.device):
+            fast.store(gradient, codes, scale, scaling, add)
+        return
+    reference.store_gradient(gradient, codes, scale, scaling, add)
+
+
+def load_gradient(codes: Tensor, scale: Tensor) -> Tensor:
+    """Return the FP32 values of a stored gradient, (R, C). The scaling is seen from the shape of the scales."""
+    return reference.load_gradient(codes, scale)
+
+
+def squares(tensors: Sequence[Tensor], uploads: Uploads, scales: Sequence[Tensor | None] | None = None) -> Tensor:
     """Return the sum of the squares of each tensor, FP64 (P,), from one read of them in their own dtype.
 
-    Each must be contiguous in memory, in whatever order of its dimensions.
+    Each must be contiguous in memory, in whatever order of its dimensions. FP8 codes must be matrices (R, C).
 
     The squares are exact and their sum is made in FP64, so that its FP32 rounding does not depend on the order.
+
+    Args:
+        scales: of tensors that are FP8 codes, uint8, (R, ceil(C / 128)) or (1, 1); None where there are none.
     """
     if not tensors:
         raise ConfigError("there are no tensors whose squares could be summed.")
+    scales = [None] * len(tensors) if scales is None else scales
     if uses_triton(tensors[0], "gradient norm"):
-        from octavo.kernels.triton import optimizer as fast
+        from octavo.kernels.triton import gradient as fast
 
         with launches_on(tensors[0].device):
-            return fast.squares(tensors, uploads)
-    return torch.stack([tensor.double().square().sum() for tensor in tensors])
+            return fast.squares(tensors, scales, uploads)
+    values = (t if s is None else load_gradient(t, s) for t, s in zip(tensors, scales, strict=True))
+    return torch.stack([value.double().square().sum() for value in values])
+
+
+def _check_stored(gradient: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling) -> None:
+    if codes.dtype not in GRADIENT_CODES or gradient.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ConfigError(
+            f"store_gradient: {gradient.dtype} in {codes.dtype}: gradients are FP32, BF16 or FP16, codes E4M3 or E5M2."
+        )
+    if scaling not in ("tensor", "group") or scale.dtype != torch.uint8:
+        raise ConfigError(f"store_gradient: scaling '{scaling}' in {scale.dtype}: pass 'group' or 'tensor', in uint8.")
+    shape = Storage(GRADIENT_CODES[codes.dtype], scaling).scale_shape(*gradient.shape)
+    if codes.shape != gradient.shape or scale.shape != shape:
+        raise ConfigError(
+            f"store_gradient: a gradient {tuple(gradient.shape)} needs codes of its shape and scales {shape},"
+            f" these are {tuple(codes.shape)} and {tuple(scale.shape)}."
+        )
+    if not (gradient.is_contiguous() and codes.is_contiguous() and scale.is_contiguous()):
+        raise ConfigError("store_gradient: the gradient, its codes and its scales must be contiguous.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,13 +13,19 @@ from octavo.kernels.optimizer import Layout, Slot
 from octavo.kernels.reference import optimizer as reference
 from octavo.kernels.reference import storage as codec
 from octavo.kernels.storage import Storage
-from octavo.optim.states import States
+from octavo.optim.ranks import spread, unspread
+from octavo.optim.states import RuleName, States
 from octavo.optim.tensors import as_matrix, like, matrix_shape, slot_of
+from octavo.tensor import local
 
 if TYPE_CHECKING:
     from octavo.optim.optimizer import Entry, Optimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_OWN = ("states", "keeps", "gradients")
+"""Settings of a group that say how it is kept, and are not taken over."""
+_EXPORTED = ("lr", "betas", "eps", "weight_decay", "maximize", "momentum", "nesterov", "ns_coefficients", "ns_steps")
+"""Settings that PyTorch's optimizers have too."""
 
 
 def master(optimizer: Optimizer, entry: Entry) -> Tensor:
@@ -85,67 +91,100 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     for entry, saved in entries:
         device = entry.parameter.device
         optimizer.state[entry.parameter] = {name: t.detach().to(device, copy=True) for name, t in saved.items()}
-    own = ("params", "param_names", "keeps", "states")
     for group, other in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-        group.update({key: value for key, value in other.items() if key not in own})
+        group.update({key: value for key, value in other.items() if key not in ("params", "param_names", *_OWN)})
     optimizer.seed = state_dict.get("seed", optimizer.seed)
     for after in optimizer._optimizer_load_state_dict_post_hooks.values():
         after(optimizer)
 
 
-def export(optimizer: Optimizer) -> dict[str, Any]:
-    """See `Optimizer.export_state_dict`."""
-    defaults = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}.get(optimizer.rule, torch.optim.AdamW)
-    settings = defaults([torch.zeros(1)]).param_groups[0]
-    packed = torch.optim.Optimizer.state_dict(optimizer)
+def export(optimizer: Optimizer, groups: Sequence[int] | None = None) -> dict[str, Any]:
+    """See `Optimizer.export_state_dict`; of some groups where it says which, with parameters numbered from 0."""
+    chosen = range(len(optimizer.param_groups)) if groups is None else groups
+    entries = [entry for entry in optimizer.entries() if entry.group in chosen]
+    numbers = {entry.number: place for place, entry in enumerate(entries)}
     state = {}
-    for entry in optimizer.entries():
+    for entry in entries:
         if optimizer.state[entry.parameter]:
-            state[entry.number] = {k: v for k, v in values(optimizer, entry).items() if k != "master"}
-    ours = ("states", "keeps", "clip")
-    groups = [
-        {**settings, **{key: value for key, value in group.items() if key not in ours}}
-        for group in packed["param_groups"]
-    ]
-    return {"state": state, "param_groups": groups}
+            names = _exported_names(optimizer.rule_of(entry))
+            known = values(optimizer, entry)
+            known = {name: spread(name, value, entry.parameter) for name, value in known.items()}
+            state[numbers[entry.number]] = {names[name]: value for name, value in known.items() if name in names}
+    packed = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
+    exported = []
+    for index in chosen:
+        rule = optimizer.param_groups[index].get("rule", optimizer.rule)
+        settings = _PYTORCHS.get(rule, torch.optim.AdamW)([torch.zeros(1, 1)]).param_groups[0]
+        own = {key: value for key, value in packed[index].items() if key not in (*_OWN, "clip", "rule")}
+        exported.append({**settings, **own, "params": [numbers[number] for number in packed[index]["params"]]})
+    return {"state": state, "param_groups": exported}
 
 
-def import_(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """See `Optimizer.import_state_dict`."""
-    entries = _matched(optimizer, state_dict)
-    for entry, saved in entries:
-        needed = {"step", *(name for name in optimizer.fresh(entry) if name in MOMENTS)}
+def import_(optimizer: Optimizer, state_dict: Mapping[str, Any], groups: Sequence[int] | None = None) -> None:
+    """See `Optimizer.import_state_dict`; into some groups where it says which."""
+    check_import(optimizer, state_dict, groups)
+    for entry, saved in _matched(optimizer, state_dict, groups):
+        names = _exported_names(optimizer.rule_of(entry))
+        state = optimizer.state[entry.parameter]
+        known = {ours: torch.as_tensor(saved[theirs]) for ours, theirs in names.items() if theirs in saved}
+        # PyTorch's Muon counts no steps: their number decides nothing but the random bits.
+        known.setdefault("step", state["step"].clone() if state else torch.zeros(()))
+        set_values(optimizer, entry, {**known, **({"master": master(optimizer, entry)} if state else {})})
+    chosen = range(len(optimizer.param_groups)) if groups is None else groups
+    for index, other in zip(chosen, state_dict["param_groups"], strict=True):
+        optimizer.param_groups[index].update({key: other[key] for key in _EXPORTED if key in other})
+
+
+def check_import(optimizer: Optimizer, state_dict: Mapping[str, Any], groups: Sequence[int] | None = None) -> None:
+    """See to it that `import_` can take a state dict over.
+
+    Raises:
+        CheckpointError: it has another number of parameters, or a tensor is missing or has another shape.
+    """
+    for entry, saved in _matched(optimizer, state_dict, groups):
+        names = _exported_names(optimizer.rule_of(entry))
+        moments = [names[name] for name in optimizer.fresh(entry) if name in MOMENTS]
+        needed = {*moments, *(("step",) if "step" in names.values() else ())}
         if missing := needed - set(saved):
             raise CheckpointError(f"optimizer state of parameter '{entry.name}': there is no {sorted(missing)}.")
-        for name in needed - {"step"}:
-            if saved[name].shape != entry.parameter.shape:
-                there, here = list(saved[name].shape), list(entry.parameter.shape)
+        for name in moments:
+            if saved[name].shape != local(entry.parameter).shape:
+                there, here = list(saved[name].shape), list(local(entry.parameter).shape)
                 raise CheckpointError(
                     f"optimizer state of parameter '{entry.name}': '{name}' has the shape {there} there, {here} here."
                 )
-    for entry, saved in entries:
-        state = optimizer.state[entry.parameter]
-        known = {name: torch.as_tensor(saved[name]) for name in ("step", *MOMENTS) if name in saved}
-        set_values(optimizer, entry, {**known, **({"master": master(optimizer, entry)} if state else {})})
-    for group, other in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-        group.update({key: other[key] for key in ("lr", "betas", "eps", "weight_decay", "maximize") if key in other})
 
 
-def _matched(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> list[tuple[Entry, Mapping[str, Any]]]:
-    """Return the parameters of which there is a saved state, each with it.
+_PYTORCHS: dict[RuleName, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "muon": torch.optim.Muon}
+
+
+def _exported_names(rule: RuleName) -> dict[str, str]:
+    """Return the names of what a state says, as PyTorch's optimizer of that rule has them."""
+    if rule == "muon":
+        return {"exp_avg": "momentum_buffer"}
+    return {name: name for name in ("step", *MOMENTS)}
+
+
+def _matched(
+    optimizer: Optimizer, state_dict: Mapping[str, Any], groups: Sequence[int] | None = None
+) -> list[tuple[Entry, Mapping[str, Any]]]:
+    """Return the parameters, of some groups or all, of which there is a saved state, each with it.
 
     Raises:
         CheckpointError: groups or their parameters are not as many.
     """
     there = [len(group["params"]) for group in state_dict["param_groups"]]
-    here = [len(group["params"]) for group in optimizer.param_groups]
+    chosen = range(len(optimizer.param_groups)) if groups is None else groups
+    here = [len(optimizer.param_groups[index]["params"]) for index in chosen]
     if there != here:
         raise CheckpointError(
             f"optimizer state: its groups have {there} parameters, those of this optimizer {here}: of another model."
         )
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     saved = state_dict["state"]
-    return [(entry, saved[n]) for entry, n in zip(optimizer.entries(), numbers, strict=True) if n in saved]
+    entries = [entry for entry in optimizer.entries() if entry.group in chosen]
+    found = [(entry, saved[n]) for entry, n in zip(entries, numbers, strict=True) if n in saved]
+    return [(entry, unspread(state, optimizer, entry)) for entry, state in found]
 
 
 def check_state(optimizer: Optimizer, entry: Entry, saved: Mapping[str, Any]) -> None:
@@ -191,7 +230,8 @@ def unflatten(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> dict[st
     for name, tensor in tensors.items():
         number, _, key = name.partition(".")
         state.setdefault(int(number), {})[key] = tensor
-    groups = [{k: tuple(v) if k == "betas" else v for k, v in group.items()} for group in rest["param_groups"]]
+    pairs = ("betas", "ns_coefficients")
+    groups = [{k: tuple(v) if k in pairs else v for k, v in group.items()} for group in rest["param_groups"]]
     return {**rest, "state": state, "param_groups": groups}
 
 

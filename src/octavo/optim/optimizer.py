@@ -7,19 +7,25 @@ learning rate be a tensor on the GPU, as PyTorch's capturable optimizers have it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from octavo.errors import ConfigError, did_you_mean
-from octavo.kernels.optimizer import Control, Layout, Rule, Slot, squares, update
+from octavo.errors import ConfigError, UnsupportedError, did_you_mean
+from octavo.kernels.optimizer import Control, Layout, Slot, squares, update
 from octavo.kernels.uploads import Uploads
 from octavo.optim import coefficients, convert
-from octavo.optim.states import DEFAULT, States, keep_small, state_tensors, states_named
-from octavo.optim.tensors import check, gradient_of, like, matrix_shape, slot_of, weight_dtype
-from octavo.tensor import FP8Tensor
+from octavo.optim.gradients import Gradients, check_format
+from octavo.optim.ranks import spread, sum_over_ranks
+from octavo.optim.report import bytes_by_kind
+from octavo.optim.settings import check_group, limit
+from octavo.optim.states import DEFAULT, RuleName, States, keep_small, state_tensors, states_named
+from octavo.optim.tensors import as_matrix, check, gradient_of, like, matrix_shape, slot_of, value_of, weight_dtype
+from octavo.tensor import FP8Tensor, is_distributed, local
 
 Keep = Callable[[str, Tensor], str | States | None]
 """(name, parameter) -> the tier of a parameter that is not to have its group's, or None."""
@@ -35,7 +41,7 @@ class Entry(NamedTuple):
 
 
 class Optimizer(torch.optim.Optimizer):
-    """What `AdamW`, `Adam` and `Lion` share.
+    """What `AdamW`, `Adam`, `Lion` and `Muon` share.
 
     Settings beside theirs:
 
@@ -51,6 +57,11 @@ class Optimizer(torch.optim.Optimizer):
         beta2 up to 0.999; a stored one that has lost its value could.
     release: step each parameter as soon as backward has its gradient, and free the gradient. `step` then steps what is
         left, and counts.
+    gradients: `wide`, the dtype that backward makes them in; or `fp8`: as soon as backward has a parameter's gradient,
+        it is stored as E4M3 codes with the scales of the tier, and `grad` is None again. Clipping and the search for
+        overflows read the codes. Parameters that `keep` names stay wide. A group may have its own, as the key
+        `gradients`. What reads `grad` sees no such gradient: clip by `clip`, not by `clip_grad_norm_`; a `GradScaler`
+        is refused; and `DistributedDataParallel`, which reduces after the gradient is there, needs `accumulating`.
 
     Attributes:
         grad_norm: global norm of the last step's gradient before clipping, FP32, shape (), on the device; None where
@@ -60,10 +71,10 @@ class Optimizer(torch.optim.Optimizer):
 
     Raises:
         ConfigError: a setting out of range, an unknown tier, a parameter of a dtype that cannot be stepped, parameters
-            on several devices, or `release` with a global `clip`.
+            on several devices, or `release` with a global `clip` or with FP8 gradients.
     """
 
-    rule: Rule = "adamw"
+    rule: RuleName = "adamw"
 
     def __init__(
         self,
@@ -78,6 +89,7 @@ class Optimizer(torch.optim.Optimizer):
         skip_nonfinite: bool = True,
         max_update: float = 10.0,
         release: bool = False,
+        gradients: Literal["wide", "fp8"] = "wide",
     ) -> None:
         if rounding not in ("stochastic", "nearest"):
             near = did_you_mean(rounding, ("stochastic", "nearest"))
@@ -90,18 +102,22 @@ class Optimizer(torch.optim.Optimizer):
         self.keep = keep
         self.rounding = rounding
         self.seed = seed
-        self.clip = _limit("clip", clip)
+        self.clip = limit("clip", clip)
         self.skip_nonfinite = skip_nonfinite
         self.max_update = max_update
         self.release = release
         self.grad_norm: Tensor | None = None
+        self.over_ranks: Callable[[Tensor], Tensor] | None = None
+        """Sums the squares of gradients, FP64 (G,), over ranks that step other parameters (`GreedyZeRO`)."""
         self._step_supports_amp_scaling = True
         self._uploads = Uploads()
         self._hooks: list[Any] = []
+        self._gradients = Gradients()
+        self._accumulates = False
         self._entries: list[Entry] = []
         self._slots: dict[int, tuple[Hashable, Layout, Slot]] = {}
         """Of each parameter, with what tells that its state lies elsewhere now."""
-        super().__init__(params, {**defaults, "maximize": False, "clip": None, "states": states})
+        super().__init__(params, {**defaults, **_SHARED, "states": states, "gradients": gradients})
         self.skipped = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.clamped = torch.zeros(1, dtype=torch.int64, device=self.device)
 
@@ -118,7 +134,10 @@ class Optimizer(torch.optim.Optimizer):
         self._entries = []
         group = self.param_groups[-1]
         states_named(group["states"])
-        _check_settings(group)
+        check_format(group["gradients"])
+        if self.release and group["gradients"] != "wide":
+            raise ConfigError("optimizer: release=True frees every gradient at once: there is none to keep in FP8.")
+        check_group(group)
         for entry in self.entries():
             if entry.group == len(self.param_groups) - 1:
                 check(entry.parameter, f"optimizer: parameter '{entry.name}'")
@@ -127,8 +146,8 @@ class Optimizer(torch.optim.Optimizer):
                         f"optimizer: parameter '{entry.name}' is on {entry.parameter.device}, others on {self.device}."
                         " Make an optimizer for each device."
                     )
-                if self.release and entry.parameter.requires_grad:
-                    self._hooks.append(entry.parameter.register_post_accumulate_grad_hook(self._released(entry)))
+                if (self.release or self.keeps_codes(entry)) and entry.parameter.requires_grad:
+                    self._hooks.append(entry.parameter.register_post_accumulate_grad_hook(self._hook(entry)))
 
     def entries(self) -> list[Entry]:
         """Return all parameters in order, with their names, or their numbers where no names are known."""
@@ -143,15 +162,29 @@ class Optimizer(torch.optim.Optimizer):
 
     def states_of(self, entry: Entry) -> States:
         """Return the tier of a parameter."""
-        group = self.param_groups[entry.group]
-        kept = self.keep(entry.name, entry.parameter) if group["keeps"] else None
-        return states_named(group["states"] if kept is None else kept)
+        kept = self._kept(entry)
+        return states_named(self.param_groups[entry.group]["states"] if kept is None else kept)
+
+    def rule_of(self, entry: Entry) -> RuleName:
+        """Return the rule of a parameter: that of its group, where a group has one."""
+        rule: RuleName = self.param_groups[entry.group].get("rule", self.rule)
+        return rule
+
+    def keeps_codes(self, entry: Entry) -> bool:
+        """Return whether the gradient of a parameter is kept as FP8 codes."""
+        return self.param_groups[entry.group]["gradients"] == "fp8" and self._kept(entry) is None
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """Return the gradient that the next step takes of a parameter, FP32 where it is stored in FP8; or None."""
+        entry = next((entry for entry in self.entries() if entry.parameter is parameter), None)
+        codes = None if entry is None else self._gradients.get(entry.number)
+        return parameter.grad if codes is None else codes.dequantize(parameter)
 
     def layout_of(self, entry: Entry, gradient: torch.dtype | None = None) -> Layout:
         """Return how a parameter and its state are laid out."""
         dtype = gradient or entry.parameter.dtype
         stochastic = self.rounding == "stochastic"
-        return self.states_of(entry).layout(self.rule, weight_dtype(entry.parameter), dtype, stochastic)
+        return self.states_of(entry).layout(self.rule_of(entry), weight_dtype(entry.parameter), dtype, stochastic)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient.
@@ -166,61 +199,146 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._update([entry for entry in self.entries() if entry.parameter.grad is not None])
+        self._collect()
+        self._update([e for e in self.entries() if e.parameter.grad is not None or self._gradients.get(e.number)])
         return loss
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Let the gradients of several backward passes add up, in their own dtype, before they are stored or released.
+
+            with optimizer.accumulating():
+                for part in parts:
+                    loss(part).backward()
+            optimizer.step()
+
+        All passes of a step belong inside, the last one too. Without FP8 gradients or `release` it changes nothing.
+
+        Raises:
+            UnsupportedError: a gradient is stored already, of a backward pass before.
+        """
+        if self._accumulates:
+            yield
+            return
+        if self._gradients:
+            raise UnsupportedError(
+                "optimizer.accumulating(): gradients of a backward pass before are stored in FP8, where adding would"
+                " round. Call optimizer.zero_grad() after each step, and run all passes of a step inside."
+            )
+        self._accumulates = True
+        try:
+            yield
+        finally:
+            self._accumulates = False
+        self._collect()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, those in FP8 too.
+
+        Args:
+            set_to_none: free their memory; otherwise the next ones in FP8 are written where they were.
+        """
+        super().zero_grad(set_to_none)
+        self._gradients.clear(keep_memory=not set_to_none)
 
     def report(self) -> dict[str, float]:
         """Return the bytes a parameter that weights, gradients and states take, by kind; counted in their tensors."""
-        taken = dict.fromkeys(("weight", "gradient", "master", "first", "second"), 0)
-        count = 0
+        return bytes_by_kind(self, self._gradients)
+
+    def _kept(self, entry: Entry) -> str | States | None:
+        return self.keep(entry.name, entry.parameter) if self.param_groups[entry.group]["keeps"] else None
+
+    def _hook(self, entry: Entry) -> Callable[[Tensor], None]:
+        known = weakref.ref(self)  # so that an optimizer that is no more takes no gradients from the next one
+
+        def ready(parameter: Tensor) -> None:
+            optimizer = known()
+            if optimizer is not None and not optimizer._accumulates:
+                optimizer._take(entry)
+
+        return ready
+
+    def _collect(self) -> None:
+        """Take the gradients that no hook has seen: those that added up, and those that were set by hand."""
         for entry in self.entries():
-            parameter = entry.parameter
-            count += parameter.numel()
-            held = (parameter.codes, parameter.scale) if isinstance(parameter, FP8Tensor) else (parameter,)
-            taken["weight"] += sum(map(_bytes, held))
-            taken["gradient"] += 0 if parameter.grad is None else _bytes(parameter.grad)
-            for name, tensor in self.state.get(parameter, {}).items():
-                if name != "step":
-                    taken[_KINDS[name.removesuffix("_scale")]] += _bytes(tensor)
-        return {kind: size / count for kind, size in taken.items()} | {"total": sum(taken.values()) / count}
+            if entry.parameter.grad is not None and (self.release or self.keeps_codes(entry)):
+                self._take(entry)
 
-    def _released(self, entry: Entry) -> Callable[[Tensor], None]:
-        def step_and_free(parameter: Tensor) -> None:
-            # The group may have moved since; its number has not.
+    @torch.no_grad()
+    def _take(self, entry: Entry) -> None:
+        """Step a parameter whose gradient is there, or store the gradient; and free it."""
+        if self.release:
             self._update([entry])
-            parameter.grad = None
+            entry.parameter.grad = None
+        else:
+            self._gradients.take(entry.number, entry.name, entry.parameter, self.states_of(entry).gradient)
 
-        return step_and_free
+    def _gradient(self, entry: Entry) -> tuple[Tensor, Tensor | None]:
+        """Return a gradient as its matrix, and the scales of one that is stored."""
+        codes = self._gradients.get(entry.number)
+        if codes is None:
+            return gradient_of(entry.parameter, entry.name), None
+        return as_matrix(codes.codes, entry.parameter), codes.scale
 
     @torch.no_grad()
     def _update(self, entries: Sequence[Entry]) -> None:
         if not entries:
+            self._join()
             return
         grad_scale, found_inf = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
-        gradients = [gradient_of(e.parameter, e.name) for e in entries]
-        placed = [self._slot(row, *pair) for row, pair in enumerate(zip(entries, gradients, strict=True))]
+        if self._gradients and found_inf is not None:
+            raise UnsupportedError(_SCALED)
+        gradients, scales = zip(*(self._gradient(entry) for entry in entries), strict=True)
+        placed = [self._slot(*place) for place in zip(range(len(entries)), entries, gradients, scales, strict=True)]
         numbers = tuple(entry.group for entry in entries)
         name = ("groups", entries[0].number)
         of_group = self._uploads(name, numbers, lambda: torch.tensor(numbers), self.device)
         hyper = coefficients.hyperparameters(self.param_groups, self._uploads, self.device)
-        clips = self.clip is not None or any(group["clip"] is not None for group in self.param_groups)
-        sums = squares(gradients, self._uploads) if clips or self.skip_nonfinite else None
-        clipped = coefficients.clip(sums, of_group, hyper, limit=self.clip, grad_scale=grad_scale, found_inf=found_inf)
+        sums = squares(gradients, self._uploads, scales) if self._needs_norm else None
+        if sums is not None:
+            sums = sum_over_ranks(sums, [e.parameter for e in entries], self._uploads, entries[0].number)
+        amp = {"grad_scale": grad_scale, "found_inf": found_inf}
+        clipped = coefficients.clip(sums, of_group, hyper, limit=self.clip, over_ranks=self.over_ranks, **amp)
         self.grad_norm = clipped.norm
-        limits = tuple(math.inf if layout.is_exact else self.max_update for layout, _ in placed)
-        control = self._control(entries, hyper, of_group, clipped, limits)
+        own = tuple(self._own(*pair) for pair in zip(entries, (layout for layout, _ in placed), strict=True))
+        control = self._control(entries, hyper, of_group, clipped, own)
         by_layout: dict[Layout, list[Slot]] = {}
         for layout, slot in placed:
             by_layout.setdefault(layout, []).append(slot)
         for layout, slots in by_layout.items():
-            update(slots, layout, control, self._uploads)
-        torch.autograd.graph.increment_version([e.parameter for e in entries if type(e.parameter) is not FP8Tensor])
+            self._apply(slots, layout, control, entries)
+        written = [weight for e in entries if type(weight := local(e.parameter)) is not FP8Tensor]
+        torch.autograd.graph.increment_version(written)
 
-    def _slot(self, row: int, entry: Entry, gradient: Tensor) -> tuple[Layout, Slot]:
+    @property
+    def _needs_norm(self) -> bool:
+        return self.skip_nonfinite or self.clip is not None or any(g["clip"] is not None for g in self.param_groups)
+
+    def _join(self) -> None:
+        """Take part in the clipping of ranks that have gradients, where this one has none."""
+        if self.over_ranks is None or not self._needs_norm:
+            return
+        hyper = coefficients.hyperparameters(self.param_groups, self._uploads, self.device)
+        nothing = torch.zeros(0, dtype=torch.float64, device=self.device)
+        amp = {"grad_scale": getattr(self, "grad_scale", None), "found_inf": getattr(self, "found_inf", None)}
+        clipped = coefficients.clip(nothing, nothing.long(), hyper, limit=self.clip, over_ranks=self.over_ranks, **amp)
+        self.grad_norm = clipped.norm
+        self.skipped += clipped.skip.int()
+
+    def _apply(self, slots: Sequence[Slot], layout: Layout, control: Control, entries: Sequence[Entry]) -> None:
+        """Step the parameters of a layout; `entries` are those of the rows of `control`."""
+        update(slots, layout, control, self._uploads)
+
+    def _own(self, entry: Entry, layout: Layout) -> coefficients.Own:
+        """Return what the coefficients of a parameter have that its group does not say."""
+        return coefficients.Own(math.inf if layout.is_exact else self.max_update)
+
+    def _slot(self, row: int, entry: Entry, gradient: Tensor, scale: Tensor | None) -> tuple[Layout, Slot]:
         """Return how a parameter is laid out, and where it and its state lie: found again only where they moved."""
         group, parameter = self.param_groups[entry.group], entry.parameter
         state = self.prepare(entry)
-        weight = parameter.codes if isinstance(parameter, FP8Tensor) else parameter
+        weight = local(parameter)
+        weight = weight.codes if isinstance(weight, FP8Tensor) else weight
         places = (weight.data_ptr(), *(tensor.data_ptr() for tensor in state.values()))
         key = (gradient.dtype, self.rounding, id(self.keep), group["keeps"], group["states"], places)
         known = self._slots.get(entry.number)
@@ -228,7 +346,7 @@ class Optimizer(torch.optim.Optimizer):
             layout = self.layout_of(entry, gradient.dtype)
             known = key, layout, slot_of(row, entry.number, parameter, gradient, state, layout)
             self._slots[entry.number] = (key, layout, known[2]._replace(gradient=gradient.new_empty(0)))
-        return known[1], known[2]._replace(row=row, gradient=gradient)
+        return known[1], known[2]._replace(row=row, gradient=gradient, gradient_scale=scale)
 
     def _control(
         self,
@@ -236,16 +354,16 @@ class Optimizer(torch.optim.Optimizer):
         hyper: Tensor,
         of_group: Tensor,
         clipped: coefficients.Clipped,
-        limits: tuple[float, ...],
+        own: tuple[coefficients.Own, ...],
     ) -> Control:
         skip = clipped.skip.int().reshape(1)
         self.skipped += skip
         steps = [self.state[entry.parameter]["step"] for entry in entries]
         torch._foreach_add_(steps, 1.0 - clipped.skip.float())
         count = torch.stack(steps)
-        name = ("bounds", entries[0].number)
-        bounds = self._uploads(name, limits, lambda: torch.tensor(limits, dtype=torch.float64), self.device)
-        rows = coefficients.table(self.rule, hyper, of_group, count.double(), clipped.factors, bounds)
+        name = ("own", entries[0].number)
+        told = self._uploads(name, own, lambda: torch.tensor(own, dtype=torch.float64), self.device)
+        rows = coefficients.table(self.rule, hyper, of_group, count.double(), clipped.factors, told)
         return Control(rows, count.int(), skip, self.clamped, self.seed)
 
     def prepare(self, entry: Entry) -> dict[str, Tensor]:
@@ -260,7 +378,7 @@ class Optimizer(torch.optim.Optimizer):
     def initialise_master(self, entry: Entry) -> None:
         """Let a master that is kept apart have the value of its weight."""
         if "master" in self.state[entry.parameter]:
-            convert.set_master(self, entry, _value(entry.parameter))
+            convert.set_master(self, entry, value_of(entry.parameter))
 
     def fresh(self, entry: Entry) -> dict[str, Tensor]:
         """Return the state of a parameter that has made no step, with nothing written into a master."""
@@ -279,11 +397,17 @@ class Optimizer(torch.optim.Optimizer):
         """Return the FP32 value of every parameter, in order: that of its master, where it has made a step."""
         stepped = [bool(self.state[e.parameter]) for e in self.entries()]
         pairs = zip(self.entries(), stepped, strict=True)
-        return [convert.master(self, e) if known else _value(e.parameter) for e, known in pairs]
+        held = ((e, convert.master(self, e) if known else value_of(e.parameter)) for e, known in pairs)
+        return [spread("master", value, entry.parameter) for entry, value in held]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as it is stored, tensors only, and the settings; see `flatten` for files without pickle."""
-        return {**super().state_dict(), "seed": self.seed, "rounding": self.rounding, "rule": self.rule}
+        packed = super().state_dict()
+        sharded = {entry.number: entry.parameter for entry in self.entries() if is_distributed(entry.parameter)}
+        for number, state in packed["state"].items():
+            if number in sharded:
+                packed["state"][number] = {name: spread(name, t, sharded[number]) for name, t in state.items()}
+        return {**packed, "seed": self.seed, "rounding": self.rounding, "rule": self.rule}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -319,8 +443,13 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises:
             ConfigError: there is no such tier.
+            UnsupportedError: there are gradients in FP8, stored as the tier of now has them.
         """
         states_named(states)
+        if self._gradients:
+            raise UnsupportedError(
+                "optimizer.convert_states(): gradients are stored in FP8: step, then zero_grad(), first."
+            )
         known = {e.number: convert.values(self, e) for e in self.entries() if self.state[e.parameter]}
         for group in self.param_groups:
             group["states"] = states
@@ -329,33 +458,10 @@ class Optimizer(torch.optim.Optimizer):
                 convert.set_values(self, entry, known[entry.number])
 
 
-_KINDS = {"remainder": "master", "master": "master", "exp_avg": "first", "exp_avg_sq": "second"}
-
-
-def _value(parameter: Tensor) -> Tensor:
-    return parameter.dequantize(torch.float32) if isinstance(parameter, FP8Tensor) else parameter.detach().float()
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _limit(name: str, value: float | None) -> float | None:
-    if value is not None and not 0 < value < math.inf:
-        raise ConfigError(f"optimizer {name}: {value} is not a positive number. None leaves gradients as they are.")
-    return value
-
-
-def _check_settings(group: dict[str, Any]) -> None:
-    lr = group["lr"]
-    if isinstance(lr, Tensor):
-        if lr.numel() != 1:
-            raise ConfigError(f"optimizer lr: a tensor of shape {tuple(lr.shape)} is not one learning rate.")
-    elif not 0 <= lr < math.inf:
-        raise ConfigError(f"optimizer lr: {lr} is not at least 0.")
-    if not all(0 <= beta < 1 for beta in group["betas"]):
-        raise ConfigError(f"optimizer betas: {tuple(group['betas'])} must both be at least 0 and below 1.")
-    for name in ("eps", "weight_decay"):
-        if not 0 <= group.get(name, 0) < math.inf:
-            raise ConfigError(f"optimizer {name}: {group[name]} is not at least 0.")
-    _limit("clip", group["clip"])
+_SHARED = {"maximize": False, "clip": None}
+"""Settings of every group."""
+_SCALED = (
+    "optimizer: a torch.amp.GradScaler cannot see gradients that are stored in FP8: it would neither unscale them nor"
+    " find an overflow. Take gradients='wide' with it; or no scaler, as BF16 and FP32 need none. A constant scale of"
+    " your own goes into optimizer.grad_scale, a tensor: the step divides by it, and skip_nonfinite sees overflows."
+)

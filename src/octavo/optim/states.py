@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,9 +13,12 @@ from octavo.errors import ConfigError, did_you_mean
 from octavo.kernels.optimizer import Layout, Rule
 from octavo.kernels.storage import E4M3, FP32, Storage
 
+RuleName = Literal["adamw", "adam", "lion", "muon"]
+"""What an optimizer does with a parameter. To the kernels, an update of Muon is `given`."""
+
 _FP32, _BF16 = Storage("fp32"), Storage("bf16")
-_SCALED_FP16 = Storage("fp16", "tensor")
-_FIRST_8, _SECOND_8 = Storage("e4m3", "group"), Storage("ue4m4", "group", root=True)
+_SCALED_8, _SCALED_FP16 = Storage(E4M3.name, "tensor"), Storage("fp16", "tensor")
+_FIRST_8, _SECOND_8 = Storage(E4M3.name, "group"), Storage("ue4m4", "group", root=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,19 +36,23 @@ class States:
     """The same beside an FP8 weight."""
     master: Storage | None = None
     """Where the master is kept apart from the weight."""
+    gradient: Storage = _FIRST_8
+    """How a gradient is kept that is not to have its own dtype."""
 
-    def layout(self, rule: Rule, weight: torch.dtype, gradient: torch.dtype, stochastic: bool) -> Layout:
-        """Return how a weight of that dtype and its state are laid out.
+    def layout(self, rule: RuleName, weight: torch.dtype, gradient: torch.dtype, stochastic: bool) -> Layout:
+        """Return how a weight of that dtype, its gradient and its state are laid out.
 
         FP16 has no room for a remainder's exponents: such a weight has an FP32 master apart. So has an FP8 weight
         without a remainder or a master of its own.
         """
-        second = None if rule == "lion" else self.second
+        second = None if rule in ("lion", "muon") else self.second
+        kernel: Rule = "given" if rule == "muon" else rule
+        scaling = self.gradient.scaling if gradient == self.gradient.float.dtype else "none"
         bits = {torch.bfloat16: self.remainder_bits, E4M3.dtype: self.fp8_remainder_bits}.get(weight, 0)
         master = None if weight == torch.float32 else self.master
         if not bits and master is None and weight in (torch.float16, E4M3.dtype):
             master = _FP32
-        return Layout(rule, weight, gradient, self.first, second, bits, master, stochastic)
+        return Layout(kernel, weight, gradient, self.first, second, bits, master, stochastic, scaling)
 
 
 TIERS = {
@@ -61,7 +69,8 @@ TIERS = {
         States(
             name="fp8-lm",
             about="FP8-LM's: FP16 master, FP8 and FP16 moments, one scale a tensor (arXiv 2310.18313, section 2.2)",
-            first=Storage("e4m3", "tensor"),
+            first=_SCALED_8,
+            gradient=_SCALED_8,
             second=_SCALED_FP16,
             master=_SCALED_FP16,
         ),
@@ -118,6 +127,11 @@ def keep_small(name: str, parameter: Tensor) -> str | None:
     return "exact" if _SENSITIVE.search(name) else None
 
 
+def hidden_matrix(name: str, parameter: Tensor) -> bool:
+    """Return whether Muon steps a parameter: a matrix that is no embedding, head or router. The default rule."""
+    return parameter.dim() == 2 and not _SENSITIVE.search(name)
+
+
 def keep_none(name: str, parameter: Tensor) -> str | None:
     """Return None: every parameter has the tier of its group."""
     return None
@@ -139,7 +153,7 @@ def state_tensors(layout: Layout, rows: int, cols: int) -> dict[str, tuple[tuple
 def bytes_per_parameter(
     states: str | States,
     *,
-    rule: Rule = "adamw",
+    rule: RuleName = "adamw",
     weight: torch.dtype = torch.bfloat16,
     gradient: torch.dtype | None = torch.bfloat16,
     shape: tuple[int, int] = (4096, 4096),
@@ -147,11 +161,15 @@ def bytes_per_parameter(
     """Return the bytes a parameter of a matrix, by kind, and in `total`; scales are counted where they belong.
 
     Args:
-        gradient: None where each is released to the optimizer as soon as it is there.
+        gradient: None where each is released to the optimizer as soon as it is there; float8_e4m3fn where it is kept
+            in FP8, as the tier keeps it.
     """
     layout = states_named(states).layout(rule, weight, gradient or torch.bfloat16, stochastic=True)
     count = shape[0] * shape[1]
     taken = {"weight": float(weight.itemsize), "gradient": float(gradient.itemsize if gradient else 0)}
+    if layout.gradient_scaling != "none":
+        scales = states_named(states).gradient.scale_shape(*shape) or (0, 0)
+        taken["gradient"] += scales[0] * scales[1] / count
     if weight == E4M3.dtype:
         taken["weight"] += shape[0] * FP32.dtype.itemsize / count
     for name, (extent, dtype) in state_tensors(layout, *shape).items():

@@ -1,4 +1,7 @@
-"""A parameter as the kernels take it: matrices of contiguous memory, whatever the order of its dimensions."""
+"""A parameter as the kernels take it: matrices of contiguous memory, whatever the order of its dimensions.
+
+Of a sharded parameter it is the part on this rank.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from torch import Tensor
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.optimizer import Layout, Slot
 from octavo.kernels.storage import GROUP
-from octavo.tensor import FP8Tensor
+from octavo.optim.ranks import stream_of
+from octavo.tensor import FP8Tensor, local
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -23,6 +27,7 @@ def check(parameter: Tensor, where: str) -> None:
         ConfigError: its dtype is none of FP32, BF16, FP16 and an E4M3 `FP8Tensor` with one scale a row, or its elements
             do not fill their memory.
     """
+    parameter = local(parameter)
     if isinstance(parameter, FP8Tensor):
         if parameter.codes.dtype != torch.float8_e4m3fn or parameter.granularity.name != "row":
             raise ConfigError(f"{where}: an FP8 weight must be E4M3 with one scale a row, this is {parameter!r}.")
@@ -35,7 +40,14 @@ def check(parameter: Tensor, where: str) -> None:
 
 def weight_dtype(parameter: Tensor) -> torch.dtype:
     """Return the dtype in memory: that of the codes of an FP8 weight."""
+    parameter = local(parameter)
     return parameter.codes.dtype if isinstance(parameter, FP8Tensor) else parameter.dtype
+
+
+def value_of(parameter: Tensor) -> Tensor:
+    """Return the FP32 value of a weight, of its shape."""
+    parameter = local(parameter)
+    return parameter.dequantize(torch.float32) if isinstance(parameter, FP8Tensor) else parameter.detach().float()
 
 
 def matrix_shape(parameter: Tensor) -> tuple[int, int]:
@@ -43,6 +55,7 @@ def matrix_shape(parameter: Tensor) -> tuple[int, int]:
 
     Where it does not, as in the kernels of a convolution, rows are all dimensions but the first.
     """
+    parameter = local(parameter)
     order, _ = _memory_order(parameter)
     sizes = [parameter.shape[dim] for dim in order]
     if len(sizes) < 2:
@@ -53,12 +66,14 @@ def matrix_shape(parameter: Tensor) -> tuple[int, int]:
 
 def as_matrix(tensor: Tensor, parameter: Tensor) -> Tensor:
     """Return a tensor with the shape and strides of a parameter as its matrix, a view."""
+    parameter = local(parameter)
     order, _ = _memory_order(parameter)
     return tensor.permute(order).reshape(matrix_shape(parameter))
 
 
 def like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """Return zeros with the shape and strides of a parameter."""
+    parameter = local(parameter)
     source = parameter.codes if isinstance(parameter, FP8Tensor) else parameter
     zeros: Tensor = torch.zeros_like(source, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
     return zeros
@@ -70,8 +85,8 @@ def gradient_of(parameter: Tensor, name: str) -> Tensor:
     Raises:
         UnsupportedError: it is sparse, or of another dtype than FP32, BF16 and FP16.
     """
-    gradient = parameter.grad
-    assert gradient is not None
+    assert parameter.grad is not None
+    gradient, parameter = local(parameter.grad), local(parameter)
     if gradient.layout != torch.strided or gradient.dtype not in WEIGHT_DTYPES:
         raise UnsupportedError(
             f"optimizer: parameter '{name}': gradients must be dense FP32, BF16 or FP16, this one is {gradient.layout},"
@@ -87,23 +102,22 @@ def gradient_of(parameter: Tensor, name: str) -> Tensor:
 def slot_of(
     row: int, number: int, parameter: Tensor, gradient: Tensor, state: Mapping[str, Tensor], layout: Layout
 ) -> Slot:
-    """Return a parameter and its state as the kernels take them."""
+    """Return a parameter, its gradient without scales, and its state as the kernels take them."""
 
     def found(name: str) -> Tensor | None:
         return as_matrix(state[name], parameter) if name in state else None
 
+    stream, parameter = stream_of(number, parameter), local(parameter)
     weight = parameter.codes if isinstance(parameter, FP8Tensor) else parameter.detach()
-    first = found("exp_avg")
-    assert first is not None
     return Slot(
         row=row,
-        number=number,
+        number=stream,
         weight=as_matrix(weight, parameter),
         weight_scale=parameter.scale if isinstance(parameter, FP8Tensor) else None,
         gradient=gradient,
         master=found("remainder" if layout.remainder_bits else "master"),
         master_scale=state.get("master_scale"),
-        first=first,
+        first=found("exp_avg"),
         first_scale=state.get("exp_avg_scale"),
         second=found("exp_avg_sq"),
         second_scale=state.get("exp_avg_sq_scale"),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.reference import storage as codec
-from octavo.kernels.storage import E4M3, Storage, groups_of
+from octavo.kernels.storage import E4M3, FLOATS, GRADIENT_CODES, Scaling, Storage, groups_of
 from octavo.numerics import random_words
 
 if TYPE_CHECKING:
@@ -26,40 +26,98 @@ def update(slot: Slot, layout: Layout, control: Control) -> None:
     c = control.coefficients[slot.row].unbind()
     random = _random(slot, control) if layout.stochastic else (None, None, None)
     weight = read_weight(slot, layout)
-    gradient = codec.to_groups(slot.gradient.float()) * c[0]
-    first = read(slot.first, slot.first_scale, layout.first)
-    second = None if slot.second is None else read(slot.second, slot.second_scale, layout.second or layout.first)
+    gradient = _gradient(slot) * c[0]
+    first = _moment(slot.first, slot.first_scale, layout.first)
+    second = _moment(slot.second, slot.second_scale, layout.second)
     weight, first, second, update = RULES[layout.rule](weight, gradient, first, second, c)
     control.clamped.add_((update.abs() > c[10]).sum())
     weight = weight - c[7] * update.clamp(-c[10], c[10])
-    write(first, slot.first, slot.first_scale, layout.first, random[0])
-    if slot.second is not None and second is not None:
-        write(second, slot.second, slot.second_scale, layout.second or layout.first, random[1])
+    _write_moment(first, slot.first, slot.first_scale, layout.first, random[0])
+    _write_moment(second, slot.second, slot.second_scale, layout.second, random[1])
     write_weight(weight, slot, layout, random[2])
 
 
+def momentum(slot: Slot, layout: Layout, control: Control, update: Tensor, nesterov: bool) -> None:
+    """Add a gradient to a first moment. See `octavo.kernels.optimizer.momentum`."""
+    if slot.gradient.numel() == 0:
+        return
+    c = control.coefficients[slot.row].unbind()
+    gradient = _gradient(slot) * c[0]
+    before = _moment(slot.first, slot.first_scale, layout.first)
+    assert before is not None
+    first = before * c[11] + gradient
+    result = gradient + c[11] * first if nesterov else first
+    random = _random(slot, control)[0] if layout.stochastic else None
+    _write_moment(first, slot.first, slot.first_scale, layout.first, random)
+    update.copy_(codec.from_groups(result, *update.shape))
+
+
+def store_gradient(gradient: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling, add: bool) -> None:
+    """Quantise a gradient. See `octavo.kernels.optimizer.store_gradient`."""
+    values = gradient.float()
+    if add:
+        values = load_gradient(codes, scale) + values
+    fmt = FLOATS[GRADIENT_CODES[codes.dtype]]
+    groups = codec.to_groups(values)
+    amax = torch.where(groups.isfinite(), groups, 0.0).abs().amax(dim=1, keepdim=True)
+    exponent = codec.scale_code(amax if scaling == "group" else amax.amax().reshape(1, 1), fmt)
+    scale.copy_(exponent.reshape(scale.shape))
+    code = codec.encode(groups * codec.inverse_of(exponent), fmt)
+    sign, largest = code & 0x80, {"e4m3": (0x7F, 0x7F), "e5m2": (0x7C, 0x7E)}[fmt.name]
+    code = torch.where(groups.isinf(), sign | largest[0], code)
+    _store(torch.where(groups.isnan(), largest[1], code), codes)
+
+
+def load_gradient(codes: Tensor, scale: Tensor) -> Tensor:
+    """Return the values of a stored gradient. See `octavo.kernels.optimizer.load_gradient`."""
+    groups = codec.to_groups(codes.float()) * codec.scale_of(scale.int()).reshape(-1, 1)
+    return codec.from_groups(groups, *codes.shape)
+
+
+def _gradient(slot: Slot) -> Tensor:
+    if slot.gradient_scale is None:
+        return codec.to_groups(slot.gradient.float())
+    return codec.to_groups(load_gradient(slot.gradient, slot.gradient_scale))
+
+
+def _moment(codes: Tensor | None, scale: Tensor | None, storage: Storage | None) -> Tensor | None:
+    return None if codes is None or storage is None else read(codes, scale, storage)
+
+
+def _write_moment(
+    values: Tensor | None, codes: Tensor | None, scale: Tensor | None, storage: Storage | None, random: Tensor | None
+) -> None:
+    if values is not None and codes is not None and storage is not None:
+        write(values, codes, scale, storage, random)
+
+
 Coefficients = tuple[Tensor, ...]
-Result = tuple[Tensor, Tensor, Tensor | None, Tensor]
+Result = tuple[Tensor, Tensor | None, Tensor | None, Tensor]
 """The weight but for its update, both moments, the update."""
 
 
-def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor | None, c: Coefficients) -> Result:
-    assert v is not None
+def _adamw(w: Tensor, g: Tensor, m: Tensor | None, v: Tensor | None, c: Coefficients) -> Result:
+    assert m is not None and v is not None
     m = m + c[1] * (g - m)
     v = (v * c[2] + c[3] * (g * g)).clamp(max=_LARGEST)
-    return w * c[8], m, v, m * c[4] / (codec.root(v) * c[5] + c[6])
+    return w * c[8], m, v, codec.quotient(m * c[4], codec.root(v) * c[5] + c[6])
 
 
-def _adam(w: Tensor, g: Tensor, m: Tensor, v: Tensor | None, c: Coefficients) -> Result:
+def _adam(w: Tensor, g: Tensor, m: Tensor | None, v: Tensor | None, c: Coefficients) -> Result:
     return _adamw(w, g + c[9] * w, m, v, c)
 
 
-def _lion(w: Tensor, g: Tensor, m: Tensor, v: Tensor | None, c: Coefficients) -> Result:
+def _lion(w: Tensor, g: Tensor, m: Tensor | None, v: Tensor | None, c: Coefficients) -> Result:
+    assert m is not None
     difference = g - m
     return w * c[8], m + c[3] * difference, None, (m + c[1] * difference).sign()
 
 
-RULES: dict[str, Callable[..., Result]] = {"adamw": _adamw, "adam": _adam, "lion": _lion}
+def _given(w: Tensor, g: Tensor, m: Tensor | None, v: Tensor | None, c: Coefficients) -> Result:
+    return w * c[8], None, None, g
+
+
+RULES: dict[str, Callable[..., Result]] = {"adamw": _adamw, "adam": _adam, "lion": _lion, "given": _given}
 
 
 def _random(slot: Slot, control: Control) -> tuple[Tensor, Tensor, Tensor]:

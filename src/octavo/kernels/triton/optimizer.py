@@ -1,16 +1,24 @@
-"""One step of many tensors in one launch: a program takes some groups of one tensor, or one whole row.
+"""One step of many tensors in one launch: a program takes some groups of one tensor, or some whole rows.
 
 Where a scale belongs to a whole tensor, there are two launches. The first only searches for the maxima, and sets aside
 the scales of before: the second, one of whose programs may be done before another begins, writes over them.
+
+Where a scale belongs to a row, as an FP8 weight's does, a program walks along its rows in chunks. All but the new
+weights is written at once; they stay in registers until the row's maximum is known. Tensors are launched together
+whose rows take as many chunks.
+
+These kernels are bound by instructions as much as by memory. Hence no branch for what hardly ever is: a root or a
+quotient too small for the fast sequence that rounds correctly counts as zero, in the reference too.
 """
+
+# mypy: disable-error-code=assignment
+# A kernel's tuples grow, which Triton unrolls and mypy does not take for the same variable.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Hashable, Sequence
-from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,36 +26,38 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.optimizer import Control, Layout, Slot
-from octavo.kernels.storage import E4M3, FP32, GROUP, Storage, groups_of
-from octavo.kernels.triton import storage as codec
+from octavo.kernels.storage import E4M3, GROUP, Storage, groups_of
+from octavo.kernels.triton.codes import INTERPRETED
+from octavo.kernels.triton.gradient import groups_at, kind_of, read_gradient
+from octavo.kernels.triton.quads import largest, load, load_bytes, quads_at, store, store_bytes, words
 from octavo.kernels.triton.storage import (
     as_bits,
     as_float,
     decode,
     encode,
     inverse_of,
-    load_bits,
-    load_float,
-    round_off,
+    magnitude_of,
+    packed,
+    round_up,
     scale_code,
     scale_of,
-    store_bits,
-    store_float,
+    sign_of,
+    top_of,
 )
 from octavo.kernels.uploads import Uploads
 
-TILE = 16
-"""Groups a program takes."""
 WARPS = 4
-SQUARES = 4096
-"""Values a program of `squares` takes at a time, and how often."""
-SQUARES_STEPS = 4
+"""Of a program that has no rows; each has a group at a time."""
+STEPS = 8
+"""How often."""
+CHUNKS = 4
+"""Of a row, at most, as long as there may be more warps: what a thread keeps in registers."""
+MOST_WARPS = 16
 
-_GRADIENT_BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 0}
-"""How a kernel reads them; FP16 by its own dtype."""
-_RULES = {"adamw": 0, "adam": 1, "lion": 2}
+_RULES = {"adamw": 0, "adam": 1, "lion": 2, "given": 3}
 ADAM: tl.constexpr = tl.constexpr(1)
 LION: tl.constexpr = tl.constexpr(2)
+GIVEN: tl.constexpr = tl.constexpr(3)
 ROWS: tl.constexpr = tl.constexpr(0)
 COLUMNS: tl.constexpr = tl.constexpr(1)
 FIRST_PROGRAM: tl.constexpr = tl.constexpr(2)
@@ -61,374 +71,543 @@ M: tl.constexpr = tl.constexpr(9)
 M_SCALE: tl.constexpr = tl.constexpr(10)
 V: tl.constexpr = tl.constexpr(11)
 V_SCALE: tl.constexpr = tl.constexpr(12)
-WIDTH: tl.constexpr = tl.constexpr(13)
-"""Columns of the table that says where each tensor lies."""
+GRADIENT_SCALE: tl.constexpr = tl.constexpr(13)
+UPDATE: tl.constexpr = tl.constexpr(14)
+WIDTH: tl.constexpr = tl.constexpr(15)
+"""Columns of the table that says where each tensor lies: sizes, the tensors of a `Slot`, an update."""
 
-_ADDRESSES = WEIGHT.value
-"""The first column of the table that holds an address."""
-C: tl.constexpr = tl.constexpr(11)
+C: tl.constexpr = tl.constexpr(12)
 """Columns of the coefficients."""
+
+
+class Shape(NamedTuple):
+    """How a program goes over a tensor: so many groups at a time, one a warp, of so many rows, so often."""
+
+    warps: int
+    rows: int
+    chunks: int
+    """0 where rows do not matter."""
+
+    @classmethod
+    def of_rows(cls, cols: int) -> Shape:
+        """Return how whole rows of so many values are taken."""
+        across = groups_of(cols)
+        if across < WARPS:
+            return cls(WARPS, WARPS // triton.next_power_of_2(across), 1)
+        warps = WARPS
+        while warps < MOST_WARPS and across > CHUNKS * warps:
+            warps *= 2
+        return cls(warps, 1, triton.cdiv(across, warps))
+
+    def programs(self, rows: int, cols: int) -> int:
+        """Return how many programs a matrix takes."""
+        own, each = (rows, self.rows) if self.chunks else (rows * groups_of(cols), self.warps * STEPS)
+        return -(-own // each)
+
+
+FLAT = Shape(WARPS, 0, 0)
 
 
 def update(slots: Sequence[Slot], layout: Layout, control: Control, uploads: Uploads) -> None:
     """See `octavo.kernels.optimizer.update`."""
-    slots = [slot for slot in slots if slot.weight.numel()]
-    if not slots:
-        return
-    device, by_row = slots[0].weight.device, layout.weight == E4M3.dtype
-    tile = triton.next_power_of_2(max(groups_of(slot.weight.shape[1]) for slot in slots)) if by_row else TILE
-    places, owners, aligned = _tables(slots, layout, tile, by_row, uploads, device)
-    even = all(slot.weight.shape[1] % GROUP == 0 for slot in slots)
-    meta = {
-        **_meta(layout), "EVEN": even, "ALIGNED": even and aligned,
-        "BY_ROW": by_row, "TILE": tile, "num_warps": min(max(tile // 4, WARPS), 16), "enable_fp_fusion": False,
-    }  # fmt: skip
-    searches = any(s is not None and s.scaling == "tensor" for s in (layout.first, layout.second, layout.master))
-    whole = torch.zeros(len(control.steps) if searches else 1, 6, dtype=torch.int32, device=device)
-    for search in (True, False) if searches else (False,):
-        _update_kernel[(len(owners),)](
-            places, owners, control.coefficients, control.steps, control.skip, control.clamped, whole, control.seed,
-            SEARCH=search, **meta,
+    by_shape: dict[tuple[Shape, bool], list[Slot]] = {}
+    for slot in slots:
+        if slot.weight.numel():
+            shape = Shape.of_rows(slot.weight.shape[1]) if layout.weight == E4M3.dtype else FLAT
+            by_shape.setdefault((shape, _is_whole(slot)), []).append(slot)
+    for (shape, whole), alike in by_shape.items():
+        meta = _weight_meta(layout, shape)
+        _launch(_update_kernel, alike, [None] * len(alike), shape, whole, layout, control, uploads, **meta)
+
+
+def momentum(
+    slots: Sequence[Slot],
+    layout: Layout,
+    control: Control,
+    updates: Sequence[Tensor],
+    uploads: Uploads,
+    nesterov: bool,
+) -> None:
+    """See `octavo.kernels.optimizer.momentum`."""
+    pairs = [(slot, update) for slot, update in zip(slots, updates, strict=True) if update.numel()]
+    for whole in (True, False):
+        own = [pair for pair in pairs if _is_whole(*pair) is whole]
+        if own:
+            found, into = zip(*own, strict=True)
+            _launch(_momentum_kernel, found, into, FLAT, whole, layout, control, uploads, NESTEROV=nesterov)
+
+
+def _is_whole(slot: Slot, *others: Tensor) -> bool:
+    """Whether rows are whole groups, and all tensors begin at multiples of 16 bytes, so that quads are read at once."""
+    shape = slot.gradient.shape
+    tensors = [t for t in (*slot[2:], *others) if isinstance(t, Tensor) and t.shape == shape]
+    return shape[1] % GROUP == 0 and all(t.data_ptr() % 16 == 0 for t in tensors)
+
+
+def _launch(
+    kernel: Any,
+    slots: Sequence[Slot],
+    updates: Sequence[Tensor | None],
+    shape: Shape,
+    whole: bool,
+    layout: Layout,
+    control: Control,
+    uploads: Uploads,
+    **meta: Any,
+) -> None:
+    device = slots[0].gradient.device
+    name = (kernel.__name__, layout, slots[0].number)  # the first tells apart what is released one by one
+    places, owners = _tables(slots, updates, shape, name, uploads, device)
+    maxima = torch.zeros(len(control.steps) if layout.searches else 1, 6, dtype=torch.int32, device=device)
+    for search in (True, False) if layout.searches else (False,):
+        kernel[(len(owners),)](
+            places, owners, control.coefficients, control.steps, control.skip, control.clamped, maxima, control.seed,
+            KIND=kind_of(layout.gradient, layout.gradient_scaling), FIRST=_packed(layout.first),
+            STOCHASTIC=layout.stochastic, WHOLE=whole, TILE=shape.warps, STEPS=STEPS, SEARCH=search, **meta,
+            num_warps=shape.warps, enable_fp_fusion=False,
         )  # fmt: skip
 
 
 def _tables(
-    slots: Sequence[Slot], layout: Layout, tile: int, by_row: bool, uploads: Uploads, device: torch.device
-) -> tuple[Tensor, Tensor, bool]:
-    """Return where each tensor lies, int64 (T, WIDTH), for each program its tensor and its row of `Control`, and
-    whether all tensors begin at multiples of 16 bytes, so that a thread may load as many at once.
-    """  # noqa: D205
-    heights = [height if by_row else triton.cdiv(height * groups_of(width), tile) for height, width in _shapes(slots)]
+    slots: Sequence[Slot],
+    updates: Sequence[Tensor | None],
+    shape: Shape,
+    name: tuple[Hashable, ...],
+    uploads: Uploads,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """Return where each tensor lies, int64 (T, WIDTH), and for each program its tensor and its row of `Control`."""
+    sizes = [slot.gradient.shape for slot in slots]
+    counts = [shape.programs(*size) for size in sizes]
+    starts = [0, *accumulate(counts)][:-1]
     rows = tuple(
-        (*slot.weight.shape, start, slot.number, *(0 if t is None else t.data_ptr() for t in slot[2:]))
-        for slot, start in zip(slots, _starts(heights), strict=True)
+        (*size, start, slot.number, *(0 if t is None else t.data_ptr() for t in (*slot[2:], update)))
+        for slot, size, start, update in zip(slots, sizes, starts, updates, strict=True)
     )
     numbers = tuple((place, slot.row) for place, slot in enumerate(slots))
 
     def owners() -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int32).repeat_interleave(torch.tensor(heights), dim=0)
+        return torch.tensor(numbers, dtype=torch.int32).repeat_interleave(torch.tensor(counts), dim=0)
 
-    # The first of the slots tells apart what is stepped in turn: gradients that are released one by one.
-    name = (layout, slots[0].number)
     places = uploads(("places", *name), rows, lambda: torch.tensor(rows, dtype=torch.int64), device)
-    aligned = all(address % 16 == 0 for row in rows for address in row[_ADDRESSES:])
-    return places, uploads(("owners", *name), (numbers, tuple(heights)), owners, device), aligned
+    return places, uploads(("owners", *name), (numbers, tuple(counts)), owners, device)
 
 
-def _shapes(slots: Sequence[Slot]) -> list[torch.Size]:
-    return [slot.weight.shape for slot in slots]
-
-
-def _starts(counts: Sequence[int]) -> list[int]:
-    return [0, *accumulate(counts)][:-1]
-
-
-def _meta(layout: Layout) -> dict[str, Any]:
+def _weight_meta(layout: Layout, shape: Shape) -> dict[str, Any]:
     fmt, dropped = layout.split or (None, 0)
     plain = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", E4M3.dtype: "e4m3"}
     return {
         "RULE": _RULES[layout.rule],
-        "W": _packed(Storage(plain[layout.weight])),
-        "GRADIENT_BYTES": _GRADIENT_BYTES[layout.gradient],
-        "FIRST": _packed(layout.first),
-        "SECOND": None if layout.second is None else _packed(layout.second),
-        "APART": None if layout.master is None else _packed(layout.master),
+        "W": packed(Storage(plain[layout.weight])),
+        "SECOND": _packed(layout.second),
+        "APART": _packed(layout.master),
         "REMAINDER": layout.remainder_bits if fmt else 0,
         "DROPPED": dropped,
-        "STOCHASTIC": layout.stochastic,
+        "ACROSS": shape.rows,
+        "CHUNKS": shape.chunks,
     }
 
 
-def _packed(storage: Storage) -> tuple[Any, ...]:
-    fmt = storage.float
-    limit = struct.unpack("<i", struct.pack("<f", fmt.max))[0]
-    scaling = {"none": codec.NONE, "tensor": codec.TENSOR, "group": codec.GROUP}[storage.scaling].value
-    bits = 32 if fmt is FP32 else fmt.bits
-    return (fmt.dropped, fmt.shift, bits, limit, fmt.signed, scaling, storage.root)
-
-
-def squares(tensors: Sequence[Tensor], uploads: Uploads) -> Tensor:
-    """See `octavo.kernels.optimizer.squares`: partial sums a program, then their sums a tensor."""
-    device = tensors[0].device
-    out = torch.zeros(len(tensors), dtype=torch.float64, device=device)
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        numbers = tuple(i for i, t in enumerate(tensors) if t.dtype == dtype and t.numel())
-        if numbers:
-            sums = _squares_of([tensors[i] for i in numbers], uploads, (dtype, numbers))
-            where = uploads(("numbers", dtype, numbers), numbers, partial(torch.tensor, numbers), device)
-            out.index_copy_(0, where, sums)
-    return out
-
-
-def _squares_of(tensors: Sequence[Tensor], uploads: Uploads, name: Hashable) -> Tensor:
-    device, dtype = tensors[0].device, tensors[0].dtype
-    counts = [triton.cdiv(t.numel(), SQUARES * SQUARES_STEPS) for t in tensors]
-    rows = tuple((t.data_ptr(), t.numel(), start) for t, start in zip(tensors, _starts(counts), strict=True))
-    lengths = uploads(("lengths", name), tuple(counts), partial(torch.tensor, counts), device)
-    places = uploads(("squares", name), rows, partial(torch.tensor, rows, dtype=torch.int64), device)
-
-    def owning() -> Tensor:
-        return torch.arange(len(counts), dtype=torch.int32).repeat_interleave(torch.tensor(counts))
-
-    owners = uploads(("squares owners", name), tuple(counts), owning, device)
-    sums = torch.empty(len(owners), dtype=torch.float64, device=device)
-    _squares_kernel[(len(owners),)](
-        places, owners, sums, BYTES=_GRADIENT_BYTES[dtype],
-        ALIGNED=all(t.data_ptr() % 16 == 0 for t in tensors), SIZE=SQUARES, STEPS=SQUARES_STEPS, num_warps=8,
-    )  # fmt: skip
-    return torch.segment_reduce(sums, "sum", lengths=lengths, unsafe=True)
-
-
-@triton.jit
-def _squares_kernel(
-    table, owners, partial, BYTES: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr
-):
-    program = tl.program_id(0)
-    row = table + 3 * tl.load(owners + program)
-    address, count, first = tl.load(row), tl.load(row + 1), tl.load(row + 2)
-    start = (program - first) * SIZE * STEPS
-    total = tl.zeros((SIZE,), tl.float64)
-    for step in tl.static_range(STEPS):
-        index = start + step * SIZE + tl.arange(0, SIZE)
-        g = _gradient(address, index, index < count, BYTES, ALIGNED).to(tl.float64)
-        total += g * g
-    tl.store(partial + program, tl.sum(total, axis=0))
-
-
-@triton.jit
-def _gradient(address, index, there, BYTES: tl.constexpr, ALIGNED: tl.constexpr):
-    if BYTES == 4:
-        g = load_float(address, index, there, ALIGNED)
-    elif BYTES == 2:
-        g = as_float(load_bits(address, index, there, 2, ALIGNED) << 16)
-    else:
-        g = tl.load(address.to(tl.pointer_type(tl.float16)) + index, mask=there, other=0.0).to(tl.float32)
-    return g
+def _packed(storage: Storage | None) -> tuple[Any, ...] | None:
+    return None if storage is None else packed(storage)
 
 
 @triton.jit
 def _update_kernel(
-    table, owners, coefficients, steps, skip, clamped, whole, seed,
-    RULE: tl.constexpr, W: tl.constexpr, GRADIENT_BYTES: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    table, owners, coefficients, steps, skip, clamped, maxima, seed,
+    RULE: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
     APART: tl.constexpr, REMAINDER: tl.constexpr, DROPPED: tl.constexpr, STOCHASTIC: tl.constexpr,
-    EVEN: tl.constexpr, ALIGNED: tl.constexpr, BY_ROW: tl.constexpr, TILE: tl.constexpr, SEARCH: tl.constexpr,
+    WHOLE: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr, ACROSS: tl.constexpr, CHUNKS: tl.constexpr,
+    SEARCH: tl.constexpr,
 ):  # fmt: skip
+    ROUNDS: tl.constexpr = STOCHASTIC and APART is None
+    if tl.load(skip) != 0:
+        return
+    row, slot, first = _owned(table, owners)
+    tensors = _tensors(row)
+    c = _coefficients(coefficients + C * slot)
+    amax = maxima + 6 * slot  # three maxima, as bits, and the three scales of before
+    step = tl.load(steps + slot)
+    held = tl.zeros((TILE, 32), tl.int32)
+    if CHUNKS == 0:
+        for turn in range(STEPS):
+            at = groups_at(first * STEPS + turn, tensors[ROWS], tensors[COLUMNS], WHOLE, TILE)
+            w, rest, more = _step(
+                tensors, at, c, amax, seed, step, None, RULE, W, KIND, FIRST, SECOND, APART, REMAINDER, DROPPED,
+                STOCHASTIC, WHOLE, SEARCH,
+            )  # fmt: skip
+            held += more
+            if not SEARCH:
+                _write_weight(w, tensors, at, W, REMAINDER, DROPPED, rest, ROUNDS, WHOLE)
+    else:
+        # At most CHUNKS, of as many groups as TILE, in ACROSS rows.
+        kept, largest_w = (), tl.zeros((TILE,), tl.int32)
+        for chunk in tl.static_range(CHUNKS):
+            at, of_row = _rows_at(first, chunk, tensors, WHOLE, TILE, ACROSS)
+            scale = tl.load(of_row, mask=at[1], other=1.0)[:, None]
+            w, rest, more = _step(
+                tensors, at, c, amax, seed, step, scale, RULE, W, KIND, FIRST, SECOND, APART, REMAINDER, DROPPED,
+                STOCHASTIC, WHOLE, SEARCH,
+            )  # fmt: skip
+            held += more
+            kept += ((w, rest),)
+            largest_w = tl.maximum(largest_w, largest(w))
+        if not SEARCH:
+            exponent = scale_code(_of_rows(largest_w, TILE, ACROSS), W[3])
+            inverse = inverse_of(exponent)[:, None]
+            tensors = _tensors(row)  # again: else what was reckoned from it above would be kept in registers
+            for chunk in tl.static_range(CHUNKS):
+                at, of_row = _rows_at(first, chunk, tensors, WHOLE, TILE, ACROSS)
+                if chunk == 0:
+                    tl.store(of_row, scale_of(exponent), mask=at[1] & (tl.arange(0, TILE) % (TILE // ACROSS) == 0))
+                w, rest = kept[chunk]
+                w = (w[0] * inverse, w[1] * inverse, w[2] * inverse, w[3] * inverse)
+                _write_weight(w, tensors, at, W, REMAINDER, DROPPED, rest, ROUNDS, WHOLE)
+    if not SEARCH:
+        count = tl.sum(tl.sum(held, axis=1), axis=0)
+        if count > 0:
+            tl.atomic_add(clamped, count.to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def _momentum_kernel(
+    table, owners, coefficients, steps, skip, clamped, maxima, seed,
+    KIND: tl.constexpr, FIRST: tl.constexpr, NESTEROV: tl.constexpr, STOCHASTIC: tl.constexpr, WHOLE: tl.constexpr,
+    TILE: tl.constexpr, STEPS: tl.constexpr, SEARCH: tl.constexpr,
+):  # fmt: skip
+    if tl.load(skip) != 0:
+        return
+    row, slot, first = _owned(table, owners)
+    tensors = _tensors(row)
+    c = _coefficients(coefficients + C * slot)
+    amax = maxima + 6 * slot
+    step = tl.load(steps + slot)
+    for turn in range(STEPS):
+        at = groups_at(first * STEPS + turn, tensors[ROWS], tensors[COLUMNS], WHOLE, TILE)
+        g = read_gradient(tensors[GRADIENT], tensors[GRADIENT_SCALE], at, KIND, WHOLE)
+        m = _read(tensors[M], tensors[M_SCALE], amax + 3, at, FIRST, WHOLE, SEARCH)
+        new, updates = (), ()
+        for i in tl.static_range(4):
+            scaled = g[i] * c[0]
+            x = m[i] * c[11] + scaled
+            u = scaled + c[11] * x if NESTEROV else x
+            new += (x,)
+            updates += (_bf16(u),)
+        random = _low(words(seed, at[0], tensors[NUMBER], step))
+        _write(new, tensors[M], tensors[M_SCALE], amax, at, FIRST, random, STOCHASTIC, WHOLE, SEARCH)
+        if not SEARCH:
+            store(updates, tensors[UPDATE], at, 2, WHOLE)
+
+
+@triton.jit
+def _owned(table, owners):
+    """A program's tensor: where its row of the table is, its row of `Control`, which of its programs this is."""
     program = tl.program_id(0)
     row = table + WIDTH * tl.load(owners + 2 * program)
     slot = tl.load(owners + 2 * program + 1)
-    amax = whole + 6 * slot  # three maxima, as bits, and the three scales of before
-    c = coefficients + C * slot
-    group, index, there, group_there = _where(row, program, tl.load(skip) == 0, EVEN, BY_ROW, TILE)
-
-    w = _read_weight(
-        row, index, there, W, APART, REMAINDER, DROPPED, ALIGNED, group, group_there, amax + 5, BY_ROW, SEARCH
-    )
-    g = _gradient(tl.load(row + GRADIENT), index, there, GRADIENT_BYTES, ALIGNED) * tl.load(c)
-    m = _read(row, M, M_SCALE, amax + 3, group, group_there, index, there, FIRST, ALIGNED, SEARCH)
-    if RULE == LION:
-        difference = g - m
-        u = m + tl.load(c + 1) * difference
-        u = tl.where(u > 0, 1.0, tl.where(u < 0, -1.0, u * 0.0))
-        m = m + tl.load(c + 3) * difference
-    else:
-        v = _read(row, V, V_SCALE, amax + 4, group, group_there, index, there, SECOND, ALIGNED, SEARCH)
-        if RULE == ADAM:
-            g = g + tl.load(c + 9) * w
-        m = m + tl.load(c + 1) * (g - m)
-        v = tl.minimum(v * tl.load(c + 2) + tl.load(c + 3) * (g * g), 3.4028234663852886e38)
-        root = tl.sqrt_rn(v)
-        u = tl.div_rn(m * tl.load(c + 4), root * tl.load(c + 5) + tl.load(c + 6))
-    limit = tl.load(c + 10)
-    held = tl.sum((there & (tl.abs(u) > limit)).to(tl.int32))
-    w = w * tl.load(c + 8) - tl.load(c + 7) * tl.minimum(tl.maximum(u, -limit), limit)
-    if not SEARCH and held > 0:
-        tl.atomic_add(clamped, held.to(tl.int64), sem="relaxed")
-
-    random_m, random_v, random_w = None, None, None
-    if STOCHASTIC and not SEARCH:
-        word = _words(seed, group, tl.load(row + NUMBER), tl.load(steps + slot), TILE)
-        random_m = (word & 0xFFFF).to(tl.int32)
-        random_v = (word >> 16).to(tl.int32)
-        random_w = ((word * 0x9E3779B9) >> 16).to(tl.int32)
-    _write(m, row, M, M_SCALE, amax, group, group_there, index, there, FIRST, random_m, ALIGNED, SEARCH)
-    if RULE != LION:
-        if SECOND[6]:
-            v = root
-        _write(v, row, V, V_SCALE, amax + 1, group, group_there, index, there, SECOND, random_v, ALIGNED, SEARCH)
-    if APART is not None:
-        w = _write(
-            tl.where(there, w, 0.0),
-            row,
-            MASTER,
-            MASTER_SCALE,
-            amax + 2,
-            group,
-            group_there,
-            index,
-            there,
-            APART,
-            random_w,
-            ALIGNED,
-            SEARCH,
-        )
-        random_w = None
-    if not SEARCH:
-        _write_weight(w, row, group, index, there, W, REMAINDER, DROPPED, random_w, ALIGNED, BY_ROW)
+    return row, slot, program - tl.load(row + FIRST_PROGRAM).to(tl.int32)
 
 
 @triton.jit
-def _where(row, program, runs, EVEN: tl.constexpr, BY_ROW: tl.constexpr, TILE: tl.constexpr):
-    """Which groups a program has, int64 (TILE); the indices of their values (TILE, 128); what of both there is."""
-    rows, cols = tl.load(row + ROWS), tl.load(row + COLUMNS)
-    local = program - tl.load(row + FIRST_PROGRAM)
-    lane = tl.arange(0, 128)[None, :]
-    across = (cols + 127) // 128
-    if BY_ROW:
-        column = tl.arange(0, TILE)
-        group = local * across + column
-        group_there = (column < across) & runs
-    else:
-        group = local * TILE + tl.arange(0, TILE)
-        group_there = (group < rows * across) & runs
-    if EVEN:
-        index = group[:, None] * 128 + lane
-        there = group_there[:, None] & (lane < 128)
-    else:
-        inside = (group % across)[:, None] * 128 + lane
-        index = (group // across)[:, None] * cols + inside
-        there = group_there[:, None] & (inside < cols)
-    return group, index, there, group_there
+def _tensors(row):
+    return (
+        tl.load(row).to(tl.int32), tl.load(row + 1).to(tl.int32), tl.load(row + 2), tl.load(row + 3),
+        tl.load(row + 4), tl.load(row + 5), tl.load(row + 6), tl.load(row + 7), tl.load(row + 8), tl.load(row + 9),
+        tl.load(row + 10), tl.load(row + 11), tl.load(row + 12), tl.load(row + 13), tl.load(row + 14),
+    )  # fmt: skip
 
 
 @triton.jit
-def _words(seed, group, number, step, TILE: tl.constexpr):
-    """32 random bits a value, uint32 (TILE, 128): word i % 4 of the counter i / 4."""
-    counter = (group[:, None] * 32 + tl.arange(0, 32)[None, :]).to(tl.uint32)
-    zero = counter * 0
-    c1 = zero + number.to(tl.uint32)
-    c2 = zero + step.to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(seed, counter, c1, c2, zero)
-    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (TILE, 128))
+def _coefficients(c):
+    return (
+        tl.load(c), tl.load(c + 1), tl.load(c + 2), tl.load(c + 3), tl.load(c + 4), tl.load(c + 5), tl.load(c + 6),
+        tl.load(c + 7), tl.load(c + 8), tl.load(c + 9), tl.load(c + 10), tl.load(c + 11),
+    )  # fmt: skip
 
 
 @triton.jit
-def _read(
-    row, CODES: tl.constexpr, SCALE: tl.constexpr, before, group, group_there, index, there, S: tl.constexpr,
-    ALIGNED: tl.constexpr, SEARCH: tl.constexpr,
-):  # fmt: skip
-    """FP32 values of stored ones; S: their storage."""
-    address = tl.load(row + CODES)
-    if S[2] == 32:
-        x = load_float(address, index, there, ALIGNED)
-    else:
-        BYTES: tl.constexpr = S[2] // 8
-        x = decode(load_bits(address, index, there, BYTES, ALIGNED), S)
-    if S[5] != 0:
-        scale = tl.load(row + SCALE).to(tl.pointer_type(tl.uint8))
-        if S[5] == 2:
-            x = x * scale_of(tl.load(scale + group, mask=group_there, other=0).to(tl.int32))[:, None]
-        elif SEARCH:
-            exponent = tl.load(scale).to(tl.int32)
-            tl.store(before, exponent)
-            x = x * scale_of(exponent)
-        else:
-            x = x * scale_of(tl.load(before))
-    if S[6]:
-        x = x * x
+def _rows_at(first, chunk, tensors, WHOLE: tl.constexpr, TILE: tl.constexpr, ACROSS: tl.constexpr):
+    """The groups of a chunk of rows, and where their rows' scales are."""
+    place = tl.arange(0, TILE)
+    own = first * ACROSS + place // (TILE // ACROSS)
+    column = chunk * (TILE // ACROSS) + place % (TILE // ACROSS)
+    at = quads_at(own, column, tensors[ROWS], (tensors[COLUMNS] + 127) // 128, tensors[COLUMNS], WHOLE)
+    return at, tensors[WEIGHT_SCALE].to(tl.pointer_type(tl.float32)) + own
+
+
+@triton.jit
+def _of_rows(x, TILE: tl.constexpr, ACROSS: tl.constexpr):
+    """For each group of a tile, the maximum of its row."""
+    if ACROSS == 1:
+        x = tl.max(x, axis=0) + tl.zeros((TILE,), tl.int32)
+    elif ACROSS != TILE:
+        by_row = tl.max(tl.reshape(x, (ACROSS, TILE // ACROSS)), axis=1)
+        x = tl.reshape(tl.broadcast_to(by_row[:, None], (ACROSS, TILE // ACROSS)), (TILE,))
     return x
 
 
 @triton.jit
-def _write(
-    x, row, CODES: tl.constexpr, SCALE: tl.constexpr, amax, group, group_there, index, there, S: tl.constexpr, random,
-    ALIGNED: tl.constexpr, SEARCH: tl.constexpr,
+def _step(
+    tensors, at, c, amax, seed, step, weight_scale, RULE: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, APART: tl.constexpr, REMAINDER: tl.constexpr, DROPPED: tl.constexpr,
+    STOCHASTIC: tl.constexpr, WHOLE: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
-    """Store FP32 values, roots already taken, and return what was stored; or only search for their maximum.
+    """All of a step but the weight's own codes.
 
-    x is 0 where there is nothing, as all that it was computed from is.
+    Returns the new FP32 weights, the random bits of their rounding, and how many updates were held back.
     """
-    y = x
-    if S[5] == 1 and SEARCH:
-        largest = tl.max(tl.max(tl.abs(x), axis=1), axis=0)
-        tl.atomic_max(amax, as_bits(largest), sem="relaxed")
-    elif not SEARCH:
-        if S[5] == 1:
-            exponent = scale_code(as_float(tl.load(amax)), S[3])
-            where = tl.load(row + SCALE).to(tl.pointer_type(tl.uint8))
-            tl.store(where, exponent.to(tl.uint8), mask=tl.max(tl.max(there.to(tl.int32), axis=1), axis=0) > 0)
-        elif S[5] == 2:
-            exponent = scale_code(tl.max(tl.abs(x), axis=1), S[3])
-            where = tl.load(row + SCALE).to(tl.pointer_type(tl.uint8))
-            tl.store(where + group, exponent.to(tl.uint8), mask=group_there)
-            exponent = exponent[:, None]
-        if S[5] != 0:
-            x = x * inverse_of(exponent)
-        address = tl.load(row + CODES)
-        if S[2] == 32:
-            store_float(x, address, index, there, ALIGNED)
+    w = _read_weight(tensors, at, weight_scale, W, APART, REMAINDER, DROPPED, WHOLE, amax + 5, SEARCH)
+    g = read_gradient(tensors[GRADIENT], tensors[GRADIENT_SCALE], at, KIND, WHOLE)
+    m = g
+    if RULE != GIVEN:
+        m = _read(tensors[M], tensors[M_SCALE], amax + 3, at, FIRST, WHOLE, SEARCH)
+    v = m
+    if SECOND is not None:
+        v = _read(tensors[V], tensors[V_SCALE], amax + 4, at, SECOND, WHOLE, SEARCH)
+    new_w, new_m, new_v, held = (), (), (), at[2].to(tl.int32) * 0
+    for i in tl.static_range(4):
+        x, m_i, v_i, root, u = _rule(w[i], g[i] * c[0], m[i], v[i], c, RULE)
+        limit = c[10]
+        held += (at[3][i] & (tl.abs(u) > limit)).to(tl.int32)
+        u = tl.minimum(u, limit, propagate_nan=tl.PropagateNan.ALL)
+        u = tl.maximum(u, -limit, propagate_nan=tl.PropagateNan.ALL)
+        new_w += (x - c[7] * u,)
+        new_m += (m_i,)
+        if SECOND is not None:
+            new_v += (root if SECOND[6] else v_i,)
+
+    random = words(seed, at[0], tensors[NUMBER], step)
+    if RULE != GIVEN:
+        _write(new_m, tensors[M], tensors[M_SCALE], amax, at, FIRST, _low(random), STOCHASTIC, WHOLE, SEARCH)
+    if SECOND is not None:
+        _write(new_v, tensors[V], tensors[V_SCALE], amax + 1, at, SECOND, _high(random), STOCHASTIC, WHOLE, SEARCH)
+    rest = _rest(random)
+    if APART is not None:
+        new_w = _write(
+            new_w, tensors[MASTER], tensors[MASTER_SCALE], amax + 2, at, APART, _taken_apart(rest), STOCHASTIC, WHOLE,
+            SEARCH,
+        )  # fmt: skip
+    return new_w, rest, held
+
+
+@triton.jit
+def _rule(w, g, m, v, c, RULE: tl.constexpr):
+    """The weight but for its update, both moments, the second one's root, and the update."""
+    root = v
+    if RULE == GIVEN:
+        u = g
+    elif RULE == LION:
+        difference = g - m
+        u = m + c[1] * difference
+        u = tl.where(u > 0, 1.0, tl.where(u < 0, -1.0, u * 0.0))
+        m = m + c[3] * difference
+    else:
+        if RULE == ADAM:
+            g = g + c[9] * w
+        m = m + c[1] * (g - m)
+        v = tl.minimum(v * c[2] + c[3] * (g * g), 3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
+        root = _root(v)
+        u = _quotient(m * c[4], tl.maximum(root * c[5] + c[6], TINY, propagate_nan=tl.PropagateNan.ALL))
+    return w * c[8], m, v, root, u
+
+
+TINY: tl.constexpr = tl.constexpr(2.0**-100)
+"""Below which a number has not enough bits left for the sequences that round correctly."""
+
+
+@triton.jit
+def _root(x):
+    """The square root, correctly rounded; 0 below TINY."""
+    if INTERPRETED:
+        root = tl.sqrt_rn(x)
+    else:
+        root = tl.inline_asm_elementwise(ROOT, "=f,f", [x], tl.float32, True, 1)
+    return tl.where(x < TINY, 0.0, root)
+
+
+@triton.jit
+def _quotient(x, by):
+    """x / by, correctly rounded, by no less than TINY; 0 where x is below it, NaN where the quotient overflows."""
+    if INTERPRETED:
+        quotient = tl.div_rn(x, by)
+        quotient = tl.where(tl.abs(quotient) == float("inf"), float("nan"), quotient)
+    else:
+        quotient = tl.inline_asm_elementwise(QUOTIENT, "=f,f,f", [x, by], tl.float32, True, 1)
+    return tl.where(tl.abs(x) < TINY, 0.0, quotient)
+
+
+# An estimate, and what it lacks, as the hardware's own sequences have it but for their branch to rare cases.
+ROOT: tl.constexpr = tl.constexpr("""{
+    .reg .f32 near, half, root, minus, rest;
+    rsqrt.approx.ftz.f32 near, $1;
+    mul.rn.f32 root, $1, near;
+    mul.rn.f32 half, near, 0f3F000000;
+    neg.f32 minus, root;
+    fma.rn.f32 rest, minus, root, $1;
+    fma.rn.f32 $0, rest, half, root;
+}""")
+QUOTIENT: tl.constexpr = tl.constexpr("""{
+    .reg .f32 near, minus, rest, quotient;
+    rcp.approx.ftz.f32 near, $2;
+    neg.f32 minus, $2;
+    fma.rn.f32 rest, minus, near, 0f3F800000;
+    fma.rn.f32 near, near, rest, near;
+    mul.rn.f32 quotient, $1, near;
+    fma.rn.f32 rest, minus, quotient, $1;
+    fma.rn.f32 quotient, rest, near, quotient;
+    fma.rn.f32 rest, minus, quotient, $1;
+    fma.rn.f32 $0, rest, near, quotient;
+}""")
+
+
+@triton.jit
+def _low(words):
+    """The random bits of the first moment."""
+    return (_int(words[0] & 0xFFFF), _int(words[1] & 0xFFFF), _int(words[2] & 0xFFFF), _int(words[3] & 0xFFFF))
+
+
+@triton.jit
+def _high(words):
+    """Those of the second."""
+    return (_int(words[0] >> 16), _int(words[1] >> 16), _int(words[2] >> 16), _int(words[3] >> 16))
+
+
+@triton.jit
+def _rest(words):
+    """Those of the weight, two in a word: they may have to be kept until a row is done."""
+    factor = tl.full((), 0x9E3779B9, tl.uint32)
+    first = ((words[0] * factor) >> 16) | ((words[1] * factor) & 0xFFFF0000)
+    return first, ((words[2] * factor) >> 16) | ((words[3] * factor) & 0xFFFF0000)
+
+
+@triton.jit
+def _taken_apart(rest):
+    return _int(rest[0] & 0xFFFF), _int(rest[0] >> 16), _int(rest[1] & 0xFFFF), _int(rest[1] >> 16)
+
+
+@triton.jit
+def _int(word):
+    return word.to(tl.int32)
+
+
+@triton.jit
+def _bf16(x):
+    """The nearest BF16 in the top bits, ties to even; NaN stays one."""
+    bits = round_up(as_bits(x), 16, 0, False)
+    return tl.where(x == x, bits, 0x7FC00000)
+
+
+@triton.jit
+def _read(
+    codes, scale, before, at, S: tl.constexpr, WHOLE: tl.constexpr, SEARCH: tl.constexpr,
+):  # fmt: skip
+    """Four times the FP32 values of stored ones; S: their storage."""
+    values = load(codes, at, S[2] // 8, WHOLE)
+    if S[5] != 0:
+        if S[5] == 2:
+            by = scale_of(load_bytes(scale, at))
+        elif SEARCH:
+            exponent = tl.load(scale.to(tl.pointer_type(tl.uint8))).to(tl.int32)
+            tl.store(before, exponent)
+            by = scale_of(exponent)
         else:
-            BYTES: tl.constexpr = S[2] // 8
-            code = encode(x, S, random)
-            store_bits(code, address, index, there, BYTES, ALIGNED)
-            y = decode(code, S)
+            by = scale_of(tl.load(before))
+    read = ()
+    for i in tl.static_range(4):
+        x = values[i]
+        if S[2] != 32:
+            x = decode(x, S)
+        if S[5] != 0:
+            x = x * by
+        read += (x * x if S[6] else x,)
+    return read
+
+
+@triton.jit
+def _write(
+    values, address, scale, amax, at, S: tl.constexpr, random, ROUNDS: tl.constexpr, WHOLE: tl.constexpr,
+    SEARCH: tl.constexpr,
+):  # fmt: skip
+    """Store four times FP32 values, roots already taken, and return what was stored; or search for their maximum.
+
+    They are 0 where there is nothing, as all that they were computed from is.
+    """
+    stored = values
+    if SEARCH:
+        if S[5] == 1:
+            tl.atomic_max(amax, tl.max(largest(values), axis=0), sem="relaxed")
+    else:
+        inverse, by = 1.0, 1.0
+        if S[5] != 0:
+            if S[5] == 1:
+                exponent = scale_code(tl.load(amax), S[3])
+                tl.store(scale.to(tl.pointer_type(tl.uint8)), exponent.to(tl.uint8))
+            else:
+                exponent = scale_code(largest(values), S[3])[:, None]
+                store_bytes(exponent, scale, at)
+            inverse, by = inverse_of(exponent), scale_of(exponent)
+        codes, stored = (), ()
+        for i in tl.static_range(4):
+            x = values[i]
             if S[5] != 0:
-                y = y * scale_of(exponent)
-    return y
+                x = x * inverse
+            if S[2] != 32:
+                x = encode(x, S, random[i], ROUNDS)
+            codes += (x,)
+            if S[2] != 32:
+                x = decode(x, S)
+            if S[5] != 0:
+                x = x * by
+            stored += (x,)
+        store(codes, address, at, S[2] // 8, WHOLE)
+    return stored
 
 
 @triton.jit
 def _read_weight(
-    row, index, there, W: tl.constexpr, APART: tl.constexpr, REMAINDER: tl.constexpr, DROPPED: tl.constexpr,
-    ALIGNED: tl.constexpr, group, group_there, before, BY_ROW: tl.constexpr, SEARCH: tl.constexpr,
+    tensors, at, scale, W: tl.constexpr, APART: tl.constexpr, REMAINDER: tl.constexpr, DROPPED: tl.constexpr,
+    WHOLE: tl.constexpr, before, SEARCH: tl.constexpr,
 ):  # fmt: skip
-    """The FP32 master."""
+    """Four times the FP32 master. scale: of the rows, or None."""
     if APART is not None:
-        w = _read(row, MASTER, MASTER_SCALE, before, group, group_there, index, there, APART, ALIGNED, SEARCH)
+        read = _read(tensors[MASTER], tensors[MASTER_SCALE], before, at, APART, WHOLE, SEARCH)
     elif W[2] == 32:
-        w = load_float(tl.load(row + WEIGHT), index, there, ALIGNED)
+        read = load(tensors[WEIGHT], at, 4, WHOLE)
     else:
-        SIGN_AT: tl.constexpr = W[2] - 1
-        BYTES: tl.constexpr = W[2] // 8
-        code = load_bits(tl.load(row + WEIGHT), index, there, BYTES, ALIGNED)
-        if REMAINDER == 0:
-            w = decode(code, W)
-        else:
-            LOW_BYTES: tl.constexpr = REMAINDER // 8
-            low = load_bits(tl.load(row + MASTER), index, there, LOW_BYTES, ALIGNED)
-            low = (low << (32 - REMAINDER)) >> (32 - REMAINDER)
-            magnitude = (((code & ((1 << SIGN_AT) - 1)) << REMAINDER) + low) << DROPPED
-            w = as_float(magnitude | ((code >> SIGN_AT) << 31)) * (1.0 / W[1])
-        if BY_ROW:
-            w = w * tl.load(_row_scale(row))
-    return w
-
-
-@triton.jit
-def _row_scale(row):
-    return tl.load(row + WEIGHT_SCALE).to(tl.pointer_type(tl.float32)) + tl.program_id(0) - tl.load(row + FIRST_PROGRAM)
+        codes = load(tensors[WEIGHT], at, W[2] // 8, WHOLE)
+        low = codes
+        if REMAINDER != 0:
+            low = load(tensors[MASTER], at, REMAINDER // 8, WHOLE)
+        read = ()
+        for i in tl.static_range(4):
+            if REMAINDER == 0:
+                w = decode(codes[i], W)
+            else:
+                magnitude = magnitude_of(codes[i], W) + ((low[i] >> (32 - REMAINDER)) << DROPPED)
+                w = as_float(tl.maximum(magnitude, 0) | sign_of(codes[i])) * (1.0 / W[1])
+            if scale is not None:
+                w = w * scale
+            read += (w,)
+    return read
 
 
 @triton.jit
 def _write_weight(
-    w, row, group, index, there, W: tl.constexpr, REMAINDER: tl.constexpr, DROPPED: tl.constexpr, random,
-    ALIGNED: tl.constexpr, BY_ROW: tl.constexpr,
+    values, tensors, at, W: tl.constexpr, REMAINDER: tl.constexpr, DROPPED: tl.constexpr, rest, ROUNDS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Store an FP32 master, and the weight that is computed with."""
-    if BY_ROW:
-        exponent = scale_code(tl.max(tl.max(tl.where(there, tl.abs(w), 0.0), axis=1), axis=0), W[3])
-        tl.store(_row_scale(row), scale_of(exponent), mask=tl.max(tl.max(there.to(tl.int32), axis=1), axis=0) > 0)
-        w = w * inverse_of(exponent)
-    address = tl.load(row + WEIGHT)
-    BYTES: tl.constexpr = W[2] // 8
+    """Store four times an FP32 master, divided by the scale of its row, and the weight that is computed with."""
     if W[2] == 32:
-        store_float(w, address, index, there, ALIGNED)
-    elif REMAINDER == 0:
-        store_bits(encode(w, W, random), address, index, there, BYTES, ALIGNED)
+        store(values, tensors[WEIGHT], at, 4, WHOLE)
     else:
-        LOW_BYTES: tl.constexpr = REMAINDER // 8
-        SIGN_AT: tl.constexpr = W[2] - 1
-        bits = as_bits(w * W[1])
-        kept = round_off(bits & 0x7FFFFFFF, DROPPED, random)
-        high = (kept + (1 << (REMAINDER - 1))) >> REMAINDER
-        store_bits(high | (((bits >> 31) & 1) << SIGN_AT), address, index, there, BYTES, ALIGNED)
-        store_bits(kept - (high << REMAINDER), tl.load(row + MASTER), index, there, LOW_BYTES, ALIGNED)
+        codes, low, random = (), (), _taken_apart(rest)
+        for i in tl.static_range(4):
+            if REMAINDER == 0:
+                codes += (encode(values[i], W, random[i], ROUNDS),)
+            else:
+                bits = round_up(as_bits(values[i] * W[1]), DROPPED, random[i], ROUNDS)
+                codes += (top_of(bits + (1 << (W[0] - 1)), W),)
+                low += (bits << (32 - REMAINDER - DROPPED),)
+        store(codes, tensors[WEIGHT], at, W[2] // 8, WHOLE)
+        if REMAINDER != 0:
+            store(low, tensors[MASTER], at, REMAINDER // 8, WHOLE)

@@ -1,0 +1,88 @@
+"""Gradients as FP8 codes between backward and the step: one byte instead of two or four.
+
+A gradient is stored once, when all of it is there: adding up in FP8 would round every part, and drop the small ones.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.errors import ConfigError, UnsupportedError, did_you_mean
+from octavo.kernels.optimizer import load_gradient, store_gradient
+from octavo.kernels.storage import Storage
+from octavo.optim.tensors import as_matrix, gradient_of, like, matrix_shape
+
+FORMATS = ("wide", "fp8")
+"""How gradients are kept until the step: in the dtype that backward makes them in, or as FP8 codes."""
+
+
+class Codes(NamedTuple):
+    """A gradient that is stored."""
+
+    codes: Tensor
+    """E4M3, with the shape and strides of its parameter."""
+    scale: Tensor
+    """E8M0: uint8 (R, ceil(C / 128)), or (1, 1) where the tier has one scale a tensor."""
+
+    def dequantize(self, parameter: Tensor) -> Tensor:
+        """Return the values, FP32, with the shape and strides of the parameter."""
+        value = like(parameter, torch.float32)
+        as_matrix(value, parameter).copy_(load_gradient(as_matrix(self.codes, parameter), self.scale))
+        return value
+
+
+class Gradients:
+    """The gradients of an optimizer's parameters that are stored now, by the numbers of the parameters."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, Codes] = {}
+        self._spare: dict[int, Codes] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def get(self, number: int) -> Codes | None:
+        """Return the gradient of a parameter; None where there is none."""
+        return self._held.get(number)
+
+    def take(self, number: int, name: str, parameter: Tensor, storage: Storage) -> None:
+        """Store the gradient of a parameter as codes, to nearest, and free it.
+
+        Raises:
+            UnsupportedError: there is one already.
+        """
+        if number in self._held:
+            raise UnsupportedError(
+                f"optimizer: parameter '{name}': backward made another gradient, and the one before is stored in FP8,"
+                " where adding would round. If it has been stepped, call optimizer.zero_grad(): model.zero_grad() does"
+                " not see it. To add up several backward passes, run all of them in `with optimizer.accumulating():`."
+            )
+        gradient = gradient_of(parameter, name)
+        shape = storage.scale_shape(*matrix_shape(parameter))
+        assert shape is not None
+        kept = self._spare.pop(number, None)
+        if kept is None or kept.scale.shape != shape:
+            scale = torch.empty(shape, dtype=torch.uint8, device=gradient.device)
+            kept = Codes(like(parameter, storage.float.dtype), scale)
+        store_gradient(gradient, as_matrix(kept.codes, parameter), kept.scale, storage.scaling)
+        self._held[number] = kept
+        parameter.grad = None
+
+    def clear(self, keep_memory: bool) -> None:
+        """Forget all gradients. With `keep_memory` the next ones are written where they were, as a CUDA graph needs."""
+        self._spare = self._spare | self._held if keep_memory else {}
+        self._held = {}
+
+
+def check_format(gradients: str) -> None:
+    """See to it that there is such a way to keep gradients.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if gradients not in FORMATS:
+        near = did_you_mean(gradients, FORMATS)
+        raise ConfigError(f"optimizer gradients: '{gradients}' is none of {', '.join(FORMATS)}.{near}")

@@ -1,0 +1,135 @@
+"""Parameters that are sharded over ranks, as FSDP2 makes them: DTensors.
+
+A rank steps the rows that it has, and keeps their state in plain tensors. What belongs to all ranks is here: sums of
+squares, random bits, and states as DTensors that are sharded like their parameter, for checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.errors import UnsupportedError
+from octavo.kernels.storage import groups_of
+from octavo.kernels.uploads import Uploads
+from octavo.tensor import is_distributed, local
+
+if TYPE_CHECKING:
+    from octavo.optim.optimizer import Entry, Optimizer
+
+SHARDS = 1 << 10
+"""Ranks that a parameter can be cut for, each with random bits of its own."""
+
+
+def stream_of(number: int, parameter: Tensor) -> int:
+    """Return which stream of random bits rounds the part of a parameter on this rank.
+
+    Ranks that hold different parts have different ones; those that hold the same part, the same one.
+    """
+    part = 0
+    if is_distributed(parameter):
+        mesh = parameter.device_mesh  # type: ignore[attr-defined]
+        coordinate = mesh.get_coordinate() or [0] * mesh.ndim
+        for dim in _sharded_dims(parameter):
+            part = part * mesh.size(dim) + coordinate[dim]
+    if part >= SHARDS:
+        raise UnsupportedError(f"optimizer: a parameter in more than {SHARDS} parts: shard over fewer ranks (HSDP).")
+    return number * SHARDS + part if part else number
+
+
+def sum_over_ranks(sums: Tensor, parameters: Sequence[Tensor], uploads: Uploads, name: Any) -> Tensor:
+    """Return the sums (P,) of whole parameters from those of the parts on this rank."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for index, parameter in enumerate(parameters):
+        if is_distributed(parameter):
+            for dim in _sharded_dims(parameter):
+                groups.setdefault((parameter.device_mesh, dim), []).append(index)  # type: ignore[attr-defined]
+    for (mesh, dim), indices in groups.items():
+        members = set(indices)
+        sharded = tuple(index in members for index in range(len(parameters)))
+        mask = uploads(("sharded", name, dim), sharded, partial(torch.tensor, sharded), sums.device)
+        total = torch.where(mask, sums, 0.0)
+        torch.distributed.all_reduce(total, group=mesh.get_group(dim))
+        sums = torch.where(mask, total, sums)
+    return sums
+
+
+def spread(name: str, tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Return a tensor of a parameter's state on this rank as part of one of all ranks; `unspread` undoes it.
+
+    Where it has the shape of the parameter, or scales of its rows, it is sharded by the same rows: a checkpoint can be
+    read by another number of ranks. Scales of a whole part are a row for each part. Codes and remainders are bytes
+    there: collectives carry neither int16 nor, uneven, float8.
+    """
+    if name == "step" or not is_distributed(parameter):
+        return tensor
+    if tensor.shape == local(parameter).shape:
+        tensor, widening = _as_bytes(tensor)
+        return _distributed(tensor, parameter, (*parameter.shape[:-1], parameter.shape[-1] * widening))
+    if _cut_by_rows(tensor, parameter):
+        width = _scales_of_row(tensor, parameter)
+        return _distributed(tensor.reshape(-1, width), parameter, (parameter.shape[0], width))
+    dims = _sharded_dims(parameter)
+    mesh = parameter.device_mesh  # type: ignore[attr-defined]
+    parts = prod(mesh.size(dim) for dim in dims)
+    rows = -(-parameter.shape[0] // parts)
+    width = max(tensor.numel(), 1 if parameter.dim() > 1 else groups_of(rows))
+    row = F.pad(tensor.reshape(1, -1), (0, width - tensor.numel()))
+    return _distributed(row, parameter, (parts, width))
+
+
+def unspread(saved: Mapping[str, Any], optimizer: Optimizer, entry: Entry) -> Mapping[str, Any]:
+    """Return a saved state as this rank keeps it."""
+    if not is_distributed(entry.parameter):
+        return saved
+    here, fresh = {}, optimizer.fresh(entry)
+    for name, value in saved.items():
+        here[name] = value
+        if isinstance(value, Tensor) and is_distributed(value):
+            part, wanted = local(value), fresh.get(name)
+            if wanted is not None and part.dtype != wanted.dtype and part.dtype == torch.uint8:
+                part = part.view(wanted.dtype)
+            if wanted is not None and part.shape != wanted.shape and part.numel() >= wanted.numel():
+                part = part.reshape(-1)[: wanted.numel()].reshape(wanted.shape)
+            here[name] = part
+    return here
+
+
+def _sharded_dims(parameter: Tensor) -> list[int]:
+    """Return the dimensions of its mesh that a DTensor is sharded over."""
+    # Not `is_shard`, which is false of the strided shards that FSDP2 makes of rows that tensor parallel has cut.
+    return [dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]  # type: ignore[attr-defined]
+
+
+def _cut_by_rows(scales: Tensor, parameter: Tensor) -> bool:
+    """Return whether scales belong to rows that only one rank has."""
+    placements = parameter.placements  # type: ignore[attr-defined]
+    by_rows = all(placements[dim].is_shard(0) for dim in _sharded_dims(parameter))
+    rows = local(parameter).shape[0] if parameter.dim() > 1 else 0
+    return by_rows and parameter.dim() > 1 and scales.dim() == 2 and (scales.shape[0] % rows == 0 if rows else True)
+
+
+def _scales_of_row(scales: Tensor, parameter: Tensor) -> int:
+    rows = local(parameter).shape[0]
+    return scales.numel() // rows if rows else scales.shape[1]
+
+
+def _as_bytes(tensor: Tensor) -> tuple[Tensor, int]:
+    """Return a tensor as every collective carries it, and how many times wider it is."""
+    if tensor.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8):
+        return tensor, 1
+    return tensor.view(torch.uint8), tensor.element_size()
+
+
+def _distributed(part: Tensor, parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    stride = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
