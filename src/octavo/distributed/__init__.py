@@ -1,0 +1,29 @@
+"""Many GPUs, on PyTorch's own engine: what its FSDP2 and DTensor do is left to them."""
+
+from octavo.distributed.checkpoint import load, save, save_async
+from octavo.distributed.gathering import GatherPlan, ShardPlan
+from octavo.distributed.greedy import Assignment, contiguous_assignment, greedy_assignment
+from octavo.distributed.reduce import REDUCTIONS, reduction
+from octavo.distributed.reduce_hooks import set_reduction
+from octavo.distributed.reduce_scheme import Scheme
+from octavo.distributed.shard import BF16_POLICY, shard
+from octavo.distributed.zero import GreedyZeRO, merge_state_dicts
+
+__all__ = [
+    "BF16_POLICY",
+    "REDUCTIONS",
+    "Assignment",
+    "GatherPlan",
+    "GreedyZeRO",
+    "Scheme",
+    "ShardPlan",
+    "contiguous_assignment",
+    "greedy_assignment",
+    "load",
+    "merge_state_dicts",
+    "reduction",
+    "save",
+    "save_async",
+    "set_reduction",
+    "shard",
+]

@@ -1,0 +1,94 @@
+"""Whole tensors for ranks: FP8-LM's Algorithm 1 (arXiv 2310.18313, section 2.3).
+
+A tensor with one scale cannot be cut without a scale that all its parts agree on. So each goes to one rank, with its
+scale: the largest first, to the rank that has least. No rank has more than 4/3 - 1/(3 ranks) times the most of the best
+assignment (R. L. Graham, "Bounds on multiprocessing timing anomalies", 1969, doi 10.1137/0117039, theorem 2). What no
+assignment can mend is a tensor larger than a rank's share: `Assignment.imbalance` says how much is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from octavo.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Which rank has which tensor. `print(assignment)` shows what each rank has."""
+
+    owners: tuple[int, ...]
+    """The rank of each tensor, in their order."""
+    sizes: tuple[int, ...]
+    """Of each tensor, in bytes."""
+    ranks: int
+
+    @property
+    def loads(self) -> tuple[int, ...]:
+        """The bytes of each rank."""
+        loads = [0] * self.ranks
+        for owner, size in zip(self.owners, self.sizes, strict=True):
+            loads[owner] += size
+        return tuple(loads)
+
+    @property
+    def imbalance(self) -> float:
+        """The most that a rank has, in units of the mean: 1 is even. It is 1 where there is nothing."""
+        return max(self.loads) * self.ranks / sum(self.loads) if sum(self.loads) else 1.0
+
+    def of(self, rank: int) -> list[int]:
+        """Return the tensors of a rank, in their order."""
+        return [tensor for tensor, owner in enumerate(self.owners) if owner == rank]
+
+    def with_more(self, sizes: Sequence[int]) -> Assignment:
+        """Return this assignment with further tensors, which go the same way to the ranks that have least now.
+
+        Raises:
+            ConfigError: a size is negative.
+        """
+        _check(sizes, self.ranks)
+        loads, owners = list(self.loads), [0] * len(sizes)
+        for tensor in sorted(range(len(sizes)), key=lambda tensor: -sizes[tensor]):
+            least = min(range(self.ranks), key=loads.__getitem__)
+            owners[tensor] = least
+            loads[least] += sizes[tensor]
+        return Assignment((*self.owners, *owners), (*self.sizes, *sizes), self.ranks)
+
+    def __str__(self) -> str:
+        lines = [f"{'rank':<6}{'tensors':>8}{'MB':>12}"]
+        lines += [f"{rank:<6}{len(self.of(rank)):>8}{load / 1e6:>12.3f}" for rank, load in enumerate(self.loads)]
+        return "\n".join([*lines, f"the largest has {self.imbalance:.3f} times the mean"])
+
+
+def greedy_assignment(sizes: Sequence[int], ranks: int) -> Assignment:
+    """Assign tensors of these sizes, the largest first, each to the rank that has least: Algorithm 1.
+
+    Of equal sizes the first comes first, of equal ranks the first is taken: all ranks come to the same assignment.
+
+    Raises:
+        ConfigError: there are no ranks, or a size is negative.
+    """
+    _check(sizes, ranks)
+    return Assignment((), (), ranks).with_more(sizes)
+
+
+def contiguous_assignment(sizes: Sequence[int], ranks: int) -> Assignment:
+    """Assign tensors in their order, each to the rank in whose share of all bytes it begins: what is compared with.
+
+    Raises:
+        ConfigError: there are no ranks, or a size is negative.
+    """
+    _check(sizes, ranks)
+    total, start, owners = max(sum(sizes), 1), 0, []
+    for size in sizes:
+        owners.append(min(start * ranks // total, ranks - 1))
+        start += size
+    return Assignment(tuple(owners), tuple(sizes), ranks)
+
+
+def _check(sizes: Sequence[int], ranks: int) -> None:
+    if ranks < 1:
+        raise ConfigError(f"an assignment over {ranks} ranks: there must be one at least.")
+    if any(size < 0 for size in sizes):
+        raise ConfigError("an assignment: a tensor cannot have fewer than 0 bytes.")

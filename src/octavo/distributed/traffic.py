@@ -1,0 +1,45 @@
+"""Bytes on the wire, counted at PyTorch's own collectives: what any library sends is seen alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_KINDS = {
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all",
+    "broadcast_": "broadcast",
+}
+
+
+class Traffic(TorchDispatchMode):
+    """A block of code whose collectives are counted: `with Traffic() as traffic: ...`.
+
+    Attributes:
+        calls: how many of each kind this rank took part in.
+        bytes: of the largest tensor of each: what an all-gather gives, what a reduce-scatter takes, what an all-reduce
+            sums. Of a gather or a scatter over n ranks, (n - 1) / n of it is received, or sent, by each; an all-reduce
+            by a ring moves twice that.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: dict[str, int] = {}
+        self.bytes: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = _KINDS.get(func._schema.name.removeprefix("c10d::")) if func.namespace == "c10d" else None
+        if kind is not None:
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and type(leaf) is torch.Tensor]
+            self.calls[kind] = self.calls.get(kind, 0) + 1
+            self.bytes[kind] = self.bytes.get(kind, 0) + max((t.nbytes for t in tensors), default=0)
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,195 @@
+"""Checkpoints of sharded runs: another number of ranks goes on, in every tier; the same number to the bit."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+from sharded import FP32, full_state, llama, step_sharded
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from octavo.conversion import Policy
+from octavo.distributed import load, save, save_async, shard
+from octavo.errors import CheckpointError
+from octavo.optim import AdamW
+
+WIDE = {"ffn": 170, "layers": 1}
+"""Rows that four ranks do not share alike."""
+CASES = {
+    "fp8 float32": ("fp8", torch.float32, "as_they_are"),
+    "exact bfloat16": ("exact", torch.bfloat16, "as_they_are"),
+    "fp8-lm bfloat16": ("fp8-lm", torch.bfloat16, "as_they_are"),
+    "fp8-min fp8": ("fp8-min", torch.bfloat16, "fp8"),
+}
+"""The tier, the dtype of the weights, and what the weights of FP8 layers are stored in."""
+SHARED = [name for name in CASES if not name.startswith("fp8-lm")]
+
+
+def build(case):
+    tier, dtype, weights = CASES[case]
+    model = llama(dtype=dtype, policy=Policy(weights=weights), **WIDE)
+    shard(model, mp_policy=FP32)
+    return model, AdamW(model.named_parameters(), lr=1e-2, states=tier, clip=1.0)
+
+
+def everything(model, optimizer):
+    """Return all that a run consists of, whole tensors."""
+    state = {f"{e.number}.{k}": v for e in optimizer.entries() for k, v in _packed(optimizer).get(e.number, {}).items()}
+    return {**full_state(model), **{k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in state.items()}}
+
+
+def _packed(optimizer):
+    return optimizer.state_dict()["state"]
+
+
+def same(a, b):
+    return sorted(name for name in {*a, *b} if name not in a or name not in b or not torch.equal(a[name], b[name]))
+
+
+def write(rank, count, folder):
+    """Save each case after two steps, and return what was saved and the losses of two more steps."""
+    found = {}
+    for case in CASES:
+        model, optimizer = build(case)
+        for step in range(2):
+            step_sharded(model, optimizer, step, rank, 2)
+        save(Path(folder) / case, model, optimizer, step=2)
+        found[case] = {"saved": everything(model, optimizer)}
+        found[case]["losses"] = [step_sharded(model, optimizer, step, rank, 2) for step in (2, 3)]
+        found[case]["end"] = everything(model, optimizer)
+    found["again"] = {case: go_on(case, folder, rank) for case in CASES}
+    found["background"] = in_background(folder, rank)
+    found["pytorchs"] = pytorchs(rank)
+    found["refused"] = refusals(folder)
+    return found
+
+
+def go_on(case, folder, rank):
+    model, optimizer = build(case)
+    step_sharded(model, optimizer, 9, rank, 2)  # it has been somewhere else
+    extra = load(Path(folder) / case, model, optimizer)
+    losses = [step_sharded(model, optimizer, step, rank, 2) for step in (2, 3)]
+    return {"extra": extra, "losses": losses, "end": everything(model, optimizer)}
+
+
+def in_background(folder, rank):
+    """Return whether a checkpoint that is written while training goes on is of the moment when it was asked for."""
+    model, optimizer = build("fp8 float32")
+    step_sharded(model, optimizer, 0, rank, 2)
+    before = everything(model, optimizer)
+    done = save_async(Path(folder) / "background", model, optimizer, step=1)
+    step_sharded(model, optimizer, 1, rank, 2)
+    done.result()
+    load(Path(folder) / "background", model, optimizer)
+    return same(before, everything(model, optimizer))
+
+
+def pytorchs(rank):
+    """Return what differs after PyTorch's own functions have carried a run over, as whole tensors on rank 0."""
+    model, optimizer = build("fp8 float32")
+    step_sharded(model, optimizer, 0, rank, 2)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    states = get_model_state_dict(model, options=options), get_optimizer_state_dict(model, optimizer, options=options)
+    plain = all(type(v) is torch.Tensor for v in states[0].values())
+    other, steps = build("fp8 float32")
+    set_model_state_dict(other, states[0], options=options)
+    set_optimizer_state_dict(other, steps, states[1], options=options)
+    return plain, same(everything(model, optimizer), everything(other, steps))
+
+
+def refusals(folder):
+    said = []
+    model, optimizer = build("fp8 float32")
+    narrow = llama(ffn=160)
+    shard(narrow, mp_policy=FP32)
+    attempts = [
+        lambda: load(Path(folder) / "nowhere", model),
+        lambda: load(Path(folder) / "exact bfloat16", model, optimizer),
+        lambda: load(Path(folder) / "fp8 float32", narrow),
+    ]
+    for attempt in attempts:
+        try:
+            attempt()
+        except CheckpointError as error:
+            said.append(str(error))
+    return said
+
+
+def read(rank, count, folder):
+    """Read what two ranks wrote, and go on as they did: rank 0 and 1 with their sequences, the others with the same."""
+    found = {}
+    for case in CASES:
+        model, optimizer = build(case)
+        try:
+            extra = load(Path(folder) / case, model, optimizer)
+        except CheckpointError as error:
+            found[case] = {"error": str(error)}
+            continue
+        found[case] = {"extra": extra, "read": everything(model, optimizer)}
+        found[case]["losses"] = [step_sharded(model, optimizer, step, rank % 2, 2) for step in (2, 3)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder():
+    with tempfile.TemporaryDirectory() as name:
+        yield name
+
+
+@pytest.fixture(scope="module")
+def written(folder):
+    return ranks.run(write, 2, folder, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def on_four(written, folder):
+    return ranks.run(read, 4, folder, timeout=240)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_ranks_go_on_to_the_bit(written, case):
+    again, first = written[0]["again"][case], written[0][case]
+    assert again["extra"] == {"step": 2} and again["losses"] == first["losses"]
+    assert not same(again["end"], first["end"])
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_other_ranks_read_the_same_bits(written, on_four, case):
+    assert on_four[0][case]["extra"] == {"step": 2}
+    assert not same(on_four[0][case]["read"], written[0][case]["saved"])
+    for four, two in zip(on_four[0][case]["losses"], written[0][case]["losses"], strict=True):
+        assert [loss / 2 for loss in four] == pytest.approx(two, rel=1e-2)  # they round by other random bits
+    # Each sequence is on two ranks.
+    assert [loss / 2 for loss in on_four[0][case]["losses"][0]] == written[0][case]["losses"][0]
+
+
+def test_one_scale_a_tensor_keeps_its_ranks(on_four):
+    assert "sharded over" in on_four[0]["fp8-lm bfloat16"]["error"]
+
+
+def test_it_is_written_in_the_background(written):
+    assert not written[0]["background"]
+
+
+def test_pytorchs_functions_carry_a_run_over(written):
+    plain, unlike = written[0]["pytorchs"]
+    assert plain and not unlike
+
+
+def test_what_does_not_fit_is_refused(written):
+    words = ["not a whole checkpoint", "states are ['exact']", "does not fit this model"]
+    assert len(written[0]["refused"]) == len(words)
+    assert all(word in said for word, said in zip(words, written[0]["refused"], strict=True))
+
+
+def test_settings_are_readable(written, folder):
+    settings = json.loads((Path(folder) / "fp8 float32" / "octavo.json").read_text())
+    assert settings["extra"] == {"step": 2} and settings["optimizer"]["rule"] == "adamw"
