@@ -1,0 +1,138 @@
+"""Compiled code on paper: the graphs that `torch.compile` makes, run node by node with only what takes memory counted.
+
+The graphs are those of a real run: Dynamo's, through AOTAutograd and its partitioner, with Inductor's decompositions.
+What Inductor makes of them is a rule: pointwise operations and reductions are fused with what reads them. Their results
+take memory where an operator outside of the compiler reads them, or where they leave the graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch._functorch.partitioners import get_default_op_list, min_cut_rematerialization_partition
+
+if TYPE_CHECKING:
+    from octavo.memory.recorder import Recorder
+
+
+def compiler(recorder: Recorder) -> Callable[..., Any]:
+    """Return what stands in for `torch._inductor.compile_fx.compile_fx`."""
+
+    def graph_compiler(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        return Graph(graph, recorder)
+
+    def compile_fx(graph: fx.GraphModule, inputs: Sequence[Any], *_: Any, **__: Any) -> Callable[..., Any]:
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._inductor.decomposition import select_decomp_table
+
+        def partition(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
+            return min_cut_rematerialization_partition(joint, joint_inputs, compiler="inductor", **options)
+
+        backend = aot_autograd(
+            fw_compiler=graph_compiler,
+            bw_compiler=graph_compiler,
+            inference_compiler=graph_compiler,
+            partition_fn=partition,
+            decompositions={op: how for op, how in select_decomp_table().items() if op not in _ATTENTION},
+        )
+        return backend(graph, inputs)
+
+    return compile_fx
+
+
+_ATTENTION = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
+"""Operators that stay whole: on a GPU they are one kernel."""
+
+
+class Graph:
+    """A graph that can be called with the list of its inputs, which it empties."""
+
+    def __init__(self, module: fx.GraphModule, recorder: Recorder) -> None:
+        self._boxed_call = True  # what says so to AOTAutograd; wrappers copy the attributes of the instance
+        self._module, self._recorder = module, recorder
+        self._nodes = list(module.graph.nodes)
+        self._fused = {node for node in self._nodes if _is_fusible(node)}
+        self._fused_away = self._fused - _materialised(self._nodes, self._fused)
+        self._dying = _last_readers(self._nodes, self._fused_away)
+
+    def __call__(self, arguments: list[Any]) -> Any:
+        """Run the graph and return the tuple of its outputs."""
+        values: dict[fx.Node, Any] = {}
+        placeholders = [node for node in self._nodes if node.op == "placeholder"]
+        values.update(zip(placeholders, arguments, strict=True))
+        arguments.clear()
+        for node in self._nodes:
+            if node.op == "output":
+                return fx.node.map_arg(node.args[0], values.__getitem__)
+            self._run(node, values)
+        raise AssertionError("a graph has an output")
+
+    def _run(self, node: fx.Node, values: dict[fx.Node, Any]) -> None:
+        if node.op == "get_attr":
+            values[node] = getattr(self._module, str(node.target))
+        elif node.op == "call_function":
+            if node in self._fused:
+                with self._recorder.paused():
+                    values[node] = self._call(node, values)
+                self._drop(node, values)  # a fused kernel may write where it reads for the last time
+                if node not in self._fused_away:
+                    self._recorder.enter(values[node])
+                return
+            values[node] = self._call(node, values)
+        self._drop(node, values)
+
+    def _call(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _drop(self, node: fx.Node, values: dict[fx.Node, Any]) -> None:
+        for dead in self._dying.get(node, ()):
+            values.pop(dead, None)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether its result has no memory of its own."""
+    if node.target is operator.getitem or node.target == torch.ops.aten._unsafe_view.default:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+
+
+def _is_fusible(node: fx.Node) -> bool:
+    """Whether Inductor makes it a part of a kernel: pointwise operations, reductions, copies."""
+    if node.op != "call_function" or _is_view(node):
+        return False
+    return getattr(node.target, "overloadpacket", node.target) in get_default_op_list().fusible_ops
+
+
+def _materialised(nodes: Sequence[fx.Node], fused: set[fx.Node]) -> set[fx.Node]:
+    """Return the nodes whose results are written to memory: an operator that is not fused reads them, or the caller."""
+    readers = (node for node in nodes if node not in fused and not _is_view(node))
+    return {_origin(source) for reader in readers for source in reader.all_input_nodes}
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """Return the node whose memory a view shows."""
+    while node.op == "call_function" and _is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _last_readers(nodes: Sequence[fx.Node], fused_away: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """Return for each node which values it is the last to need. What is fused away is computed in its readers."""
+    place = {node: index for index, node in enumerate(nodes)}
+    last: dict[fx.Node, int] = {}
+    for node in reversed(nodes):
+        readings = [last[user] if user in fused_away else place[user] for user in node.users]
+        last[node] = max(readings, default=place[node])
+    dying: dict[fx.Node, list[fx.Node]] = {}
+    for node, index in last.items():
+        dying.setdefault(nodes[index], []).append(node)
+    return dying

@@ -1,0 +1,170 @@
+"""A program on paper: its tensors are fake, its allocations are written down."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from octavo.kernels import dispatch, operator
+from octavo.memory.attention import workspace
+from octavo.memory.compiled import compiler
+from octavo.memory.stand_ins import forget_answers, stand_ins
+from octavo.memory.timeline import Allocation, Step, Timeline
+
+aten = torch.ops.aten
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down when each memory comes and goes. Its tensors are fakes on the CPU, computed with as on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.timeline = Timeline()
+        self._step: Step | None = None
+        self._is_paused = False
+        self._known: dict[int, Allocation] = {}
+        """By the address of the storage."""
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Let code be compiled inside."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator on fakes, and enter what it allocates. One that is made of kernels is run as those."""
+        kwargs = kwargs or {}
+        if TracingContext.try_get() is not None:  # a compiler looks at the program: nothing runs
+            return func(*args, **kwargs)
+        if func in _READS:
+            return _placeholder(args[0].dtype)
+        if func is aten.addmm.dtype_out:  # for CUDA alone, so that PyTorch 2.11 has no fake of it
+            return kwargs["out"]
+        phase = self._phase()
+        run = operator.composite(func)
+        if run is None:
+            result = func(*args, **kwargs)
+        else:
+            with self:
+                result = run(*args, **kwargs)
+        self.enter(result)
+        if (taken := workspace(func, args)) and not self._is_paused:
+            self.timeline.free(self.timeline.allocate(taken, phase))
+        return result
+
+    def enter(self, values: Any) -> None:
+        """Enter the memory of the tensors in nested `values` that is not known yet."""
+        if self._is_paused:
+            return
+        for storage in map(Tensor.untyped_storage, parts(values)):
+            key = storage._cdata
+            if key not in self._known and storage.nbytes():
+                self._known[key] = self.timeline.allocate(storage.nbytes(), self._phase())
+                weakref.finalize(storage, self._forget, key).atexit = False
+
+    def of(self, values: Any) -> list[Allocation]:
+        """Return the memory of the tensors in nested `values`."""
+        keys = (part.untyped_storage()._cdata for part in parts(values))
+        return [self._known[key] for key in keys if key in self._known]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Enter nothing inside the block."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Record a training step inside the block."""
+        now = self.timeline.now
+        self._step = Step(start=now, backward=-1, update=-1)
+        before = register_optimizer_step_pre_hook(self.updates)
+        after = register_optimizer_step_post_hook(self._updated)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+            step, self._step = self._step, None
+            step.backward = step.backward if step.backward >= 0 else self.timeline.now
+            step.update = step.update if step.update >= 0 else self.timeline.now
+            self.timeline.steps.append(step)
+
+    def updates(self, *_: Any) -> None:
+        """Say that gradients are complete, and the update begins. An optimizer says it by itself."""
+        if self._step is not None and self._step.update < 0:
+            self._step.update = self.timeline.now
+
+    def _updated(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for allocation in self.of([list(state.values()) for state in optimizer.state.values()]):
+            allocation.kind = "states"
+
+    def _forget(self, key: int) -> None:
+        self.timeline.free(self._known.pop(key))
+
+    def _phase(self) -> str:
+        if self._step is None:
+            return "outside"
+        if torch._C._current_graph_task_id() == -1:
+            return "forward"
+        if self._step.backward < 0:
+            self._step.backward = self.timeline.now
+        return "backward"
+
+
+@contextmanager
+def on_paper() -> Iterator[Recorder]:
+    """Run a program on fake tensors inside the block, as on a GPU, and record its memory.
+
+    No data exist in there: what is read from a tensor is 1, or True. Random states and the user's classes are outside
+    as they were; compiled code is compiled anew.
+    """
+    recorder = Recorder()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices))
+        for forget in (torch._dynamo.reset, forget_answers):
+            forget()
+            stack.callback(forget)
+        for target, name, stand_in in stand_ins(compiler(recorder)):
+            stack.enter_context(mock.patch.object(target, name, stand_in))
+        stack.enter_context(dispatch.as_on_gpu())
+        stack.enter_context(FakeTensorMode())
+        stack.enter_context(recorder)
+        yield recorder
+
+
+def parts(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists, tuples and dictionaries; for a subclass that wraps some, those."""
+    for leaf in _tensors(values):
+        if isinstance(leaf, FakeTensor) or not hasattr(leaf, "__tensor_flatten__"):
+            yield leaf
+        else:
+            names, _ = leaf.__tensor_flatten__()
+            yield from parts([getattr(leaf, name) for name in names])
+
+
+def _tensors(values: Any) -> Iterable[Tensor]:
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+_READS = (aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default)
+
+
+def _placeholder(dtype: torch.dtype) -> bool | int | float:
+    if dtype == torch.bool:
+        return True
+    return 1.0 if dtype.is_floating_point else 1

@@ -1,0 +1,93 @@
+"""The memory of a run: what it will take at its peak, what it took, and the largest model that would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from octavo import memory, recipes
+from octavo.memory.fit import largest
+from octavo.models.config import ModelConfig
+from octavo.train.config import RunConfig
+from octavo.train.setup import make_lanes
+
+
+def forecast_run(config: RunConfig, *, gpus: int = 1) -> memory.Forecast:
+    """Return the predicted peak of a run on a GPU, on each of several where FSDP2 shards it.
+
+    The batch is that of one GPU. Blocks are compiled unless the configuration switches that off.
+
+    Raises:
+        ConfigError: an unknown recipe, or fewer than one GPU.
+    """
+    planned = replace(config, run=replace(config.run, compile="off" if config.run.compile == "off" else "on"))
+    return memory.forecast(lambda: _program(planned), gpus=gpus)
+
+
+def largest_model(config: RunConfig, gib: float, *, gpus: int = 1) -> tuple[ModelConfig, memory.Forecast] | None:
+    """Return the largest model of these proportions whose run takes at most `gib` GiB, or None where none does.
+
+    Raises:
+        ConfigError: as `forecast_run`.
+    """
+    return largest_of(config.model, lambda model: forecast_run(replace(config, model=model), gpus=gpus), gib)
+
+
+def largest_of(
+    model: ModelConfig, forecast: Callable[[ModelConfig], memory.Forecast], gib: float
+) -> tuple[ModelConfig, memory.Forecast] | None:
+    """Return the largest model of the proportions of `model` that fits into `gib` GiB, and its forecast, or None."""
+    found: dict[int, memory.Forecast] = {}
+
+    def peak_of(groups: int) -> int:
+        found[groups] = forecast(scaled(model, groups))
+        return found[groups].peak
+
+    groups = largest(peak_of, int(gib * 2**30), start=model.key_value_heads)
+    return (scaled(model, groups), found[groups]) if groups else None
+
+
+def scaled(model: ModelConfig, groups: int) -> ModelConfig:
+    """Return a model of so many key and value heads and the proportions of another, as a Llama of 1 B is to one of 8 B.
+
+    The size of a head and the query heads that share a key stay what they are; width, feed-forward and depth grow
+    along.
+    """
+    ratio = groups / model.key_value_heads
+    heads = model.heads // model.key_value_heads * groups
+    ffn, layers = max(round(model.ffn_dim * ratio / 128), 1) * 128, max(round(model.layers * ratio), 1)
+    return replace(model, dim=heads * model.head_dim, heads=heads, kv_heads=groups, ffn=ffn, layers=layers)
+
+
+def peaks(config: RunConfig, device: torch.device) -> dict[str, Any]:
+    """Return for the summary of a run on a GPU the measured and the predicted peak in GiB; None for both elsewhere.
+
+    The predicted one by kind too, which the dashboard shows. A forecast that fails is told in
+    `memory_forecast_error`: it must not cost a run its summary.
+    """
+    if device.type != "cuda":
+        return {"peak_gib": None, "predicted_peak_gib": None}
+    peak = round(torch.cuda.max_memory_allocated(device) / 2**30, 3)
+    try:
+        forecast = forecast_run(config)
+    except Exception as error:  # a forecast runs the program by other means: whatever these may raise
+        failure = f"{type(error).__name__}: {error}"
+        return {"peak_gib": peak, "predicted_peak_gib": None, "memory_forecast_error": failure}
+    by_kind = {kind: round(size / 2**30, 3) for kind, size in forecast.by_kind.items()}
+    predicted = round(forecast.peak / 2**30, 3)
+    return {"peak_gib": peak, "predicted_peak_gib": predicted, "predicted_gib_by_kind": by_kind}
+
+
+def _program(config: RunConfig) -> memory.Program:
+    lanes, _ = make_lanes(config, recipes.load(config.run.recipe), torch.device("cpu"))
+    shape = config.run.batch, config.data.sequence
+    tokens, targets = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+
+    def step() -> None:
+        for lane in lanes:
+            lane.step(tokens, targets, step=1, lr=config.optimizer.lr, accumulate=config.run.accumulate)
+
+    return memory.Program(models=[lane.model for lane in lanes], forward_backward=step)

@@ -1,0 +1,162 @@
+"""The oracle is what was measured on a GPU: the peaks in the committed result of `octavo bench step`."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import octavo
+from octavo.bench.implementations import implementations
+from octavo.bench.workloads import WORKLOADS, build
+from octavo.errors import ConfigError
+from octavo.kernels import dispatch
+from octavo.memory import Forecast, Program, forecast
+from octavo.memory.forecast import WORKSPACE_OF_CUBLAS
+
+STEP = Path(__file__).parents[2] / "benchmarks/results/latest/step.json"
+ROWS = {(r["workload"], r["implementation"]): r for r in json.loads(STEP.read_text(encoding="utf-8"))["rows"]}
+
+
+@pytest.mark.parametrize(
+    ("workload", "implementation"),
+    [
+        ("llama-8b-stack", "bf16"),
+        ("llama-8b-stack", "octavo folded"),
+        ("llama-8b-stack", "octavo folded (eager)"),
+        ("llama-1b", "bf16"),
+    ],
+)
+def test_a_forecast_is_within_5_percent_of_what_was_measured(workload: str, implementation: str) -> None:
+    chosen = WORKLOADS[workload]
+    known = implementations(head=chosen.vocab > 0)[implementation]
+
+    def made() -> Program:
+        training = build(chosen, known, "cpu", compile=True)
+        return Program(models=[training.model], forward_backward=training.forward_backward, update=training.update)
+
+    predicted = forecast(made, steady=True).peak / 2**30
+    assert predicted == pytest.approx(ROWS[workload, implementation]["peak_gib"], rel=0.05)
+
+
+DIM, TOKENS = 1024, 4096
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(F.gelu(F.silu(self.linear(x))))
+
+
+def mlp(
+    *,
+    convert: bool = False,
+    compile: bool = False,
+    policy: octavo.Policy | None = None,
+    **settings: object,
+) -> Callable[[], Program]:
+    def made() -> Program:
+        blocks = nn.ModuleList(Block() for _ in range(4))
+        model = nn.Sequential(blocks)
+        model.bfloat16()
+        if convert:
+            octavo.convert(model, "folded", policy=policy)
+        if compile:
+            for block in blocks:
+                block.compile(fullgraph=True)
+        optimizer = octavo.optim.AdamW(model.named_parameters(), **{"states": "fp8", **settings})  # type: ignore[arg-type]
+        x = torch.randn(TOKENS, DIM, dtype=torch.bfloat16)
+
+        def forward_backward() -> None:
+            y = x
+            for block in blocks:
+                y = block(y)
+            y.sum().backward()
+
+        def update() -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return Program(models=[model], forward_backward=forward_backward, update=update)
+
+    return made
+
+
+def test_every_byte_of_a_small_program_is_accounted_for() -> None:
+    found = forecast(mlp(states="fp32", keep=octavo.optim.keep_none))
+    values, vector = DIM * DIM, 512 * -(-DIM * 2 // 512)
+    assert 0 <= found.by_kind["weights"] - 4 * (2 * values + vector) < 2**14  # what else stays: counters, small tables
+    assert 4 * 12 * values <= found.by_kind["states"] < 4 * 12.1 * values  # at most a kilobyte beside each matrix
+    # x; of each block the inputs of SiLU and GELU, and the output of Tanh, which the next layer reads.
+    assert found.by_kind["activations"] == pytest.approx(2 * TOKENS * DIM * (1 + 4 * 3), rel=0.01)
+    assert found.by_kind["workspace"] >= WORKSPACE_OF_CUBLAS
+
+
+def peaks(*programs: Callable[[], Program]) -> list[int]:
+    return [forecast(program).peak for program in programs]
+
+
+def test_what_an_option_saves_is_seen() -> None:
+    compiled, eager = peaks(mlp(compile=True), mlp())
+    assert compiled <= eager - 4 * 2 * TOKENS * DIM  # GELU's inputs are computed anew
+    fp8 = octavo.Policy(weights="fp8")
+    stored, kept = (forecast(mlp(convert=True, policy=policy)).by_kind["weights"] for policy in (fp8, None))
+    assert stored == pytest.approx(4 * DIM * DIM, rel=0.02)  # the codes alone, and a scale a row
+    assert kept == pytest.approx(4 * 3 * DIM * DIM, rel=0.02)  # BF16, and the codes that are kept of it
+    tier = [forecast(mlp(states=states)).by_kind["states"] for states in ("fp32", "exact", "fp8", "fp8-min")]
+    assert tier == sorted(tier, reverse=True)
+
+
+def test_a_sharded_run_has_a_share_of_what_belongs_to_parameters() -> None:
+    def shares(gpus: int) -> Forecast:
+        return forecast(mlp(states="fp32"), gpus=gpus)
+
+    one, four = shares(1), shares(4)
+    for kind in ("weights", "states"):
+        assert four.by_kind[kind] == pytest.approx(one.by_kind[kind] / 4, rel=0.01)  # type: ignore[index]
+    assert four.by_kind["activations"] == one.by_kind["activations"]
+    whole = 2 * 2 * DIM * DIM  # two blocks, and the gradients of two
+    assert four.by_kind["workspace"] >= one.by_kind["workspace"] + 2 * whole
+    with pytest.raises(ConfigError, match="1 GPU or more"):
+        shares(0)
+
+
+def test_a_sharded_run_keeps_no_codes_of_weights_that_it_gathers_in_fp8() -> None:
+    bf16, fp8 = (forecast(mlp(convert=convert), gpus=4) for convert in (False, True))
+    assert fp8.by_kind["weights"] == pytest.approx(bf16.by_kind["weights"], rel=0.01)
+
+
+def test_nothing_outside_is_changed() -> None:
+    attention, state = F.scaled_dot_product_attention, torch.get_rng_state()
+    forecast(mlp(convert=True))
+    assert F.scaled_dot_product_attention is attention
+    assert torch.equal(torch.get_rng_state(), state)
+    norm, x = nn.RMSNorm(64), torch.full((1, 64), 1e-4)
+    expected = norm(x)
+    octavo.nn.norm.adopt(norm, None)
+    on_paper: list[nn.Module] = []
+
+    def made() -> Program:
+        on_paper.append(nn.RMSNorm(64))
+        octavo.nn.norm.adopt(on_paper[0], None)
+        return Program(models=on_paper, forward_backward=lambda: on_paper[0](torch.ones(1, 64)).sum().backward())
+
+    forecast(made)
+    with dispatch.as_on_gpu():  # its own kernel, with the eps that PyTorch takes
+        torch.testing.assert_close(norm(x), expected)
+
+
+def test_an_error_of_the_program_is_its_own() -> None:
+    def broken() -> Program:
+        raise KeyError("broken")
+
+    attention = F.scaled_dot_product_attention
+    with pytest.raises(KeyError, match="broken"):
+        forecast(broken)
+    assert F.scaled_dot_product_attention is attention

@@ -1,0 +1,63 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from octavo import recipes
+from octavo.memory import Forecast
+from octavo.models import build, count_parameters
+from octavo.models.config import ModelConfig
+from octavo.train.config import assemble, load_preset
+from octavo.train.memory import forecast_run, largest_of, peaks, scaled
+from octavo.train.setup import make_lanes
+
+CONFIG = assemble(load_preset("tiny", cuda=False), ("test", {"run": {"compile": "off", "twin": False}}))
+LLAMA_1B = ModelConfig(vocab=128256, dim=2048, ffn=8192, heads=32, kv_heads=8, layers=16, sequence=4096)
+
+
+def test_the_largest_model_fits_and_the_next_one_does_not() -> None:
+    def forecast(model: ModelConfig) -> Forecast:
+        with torch.device("meta"):
+            parameters = count_parameters(build(model, 0))
+        return Forecast({"weights": 16 * parameters}, 0, parameters)
+
+    found = largest_of(LLAMA_1B, forecast, 139)
+    assert found is not None
+    model, fitting = found
+    assert fitting.peak <= 139 * 2**30 < forecast(scaled(LLAMA_1B, model.key_value_heads + 1)).peak
+    assert largest_of(LLAMA_1B, forecast, 0.01) is None
+
+
+def test_a_run_is_forecast_with_all_its_models() -> None:
+    alone = forecast_run(CONFIG)
+    both = forecast_run(replace(CONFIG, run=replace(CONFIG.run, twin=True)))
+    with torch.device("meta"):
+        assert alone.parameters == both.parameters // 2 == count_parameters(build(CONFIG.model, 0))
+    assert both.by_kind["states"] == pytest.approx(2 * alone.by_kind["states"], rel=0.01)
+
+
+@pytest.mark.parametrize("groups", [1, 3, 8, 15, 24])
+def test_a_scaled_model_has_the_proportions_of_its_family(groups: int) -> None:
+    model = scaled(LLAMA_1B, groups)
+    assert (model.heads, model.head_dim) == (4 * model.key_value_heads, 64)
+    assert model.ffn_dim == 4 * model.dim == 4 * 256 * groups
+    assert model.layers == 2 * groups
+    assert scaled(LLAMA_1B, 8) == LLAMA_1B
+
+
+def test_there_is_nothing_to_compare_without_a_gpu() -> None:
+    assert peaks(CONFIG, torch.device("cpu")) == {"peak_gib": None, "predicted_peak_gib": None}
+
+
+@pytest.mark.gpu
+def test_a_step_of_a_run_takes_on_a_gpu_what_was_predicted() -> None:
+    model = replace(CONFIG.model, dim=1024, ffn=4096, layers=4, heads=8, kv_heads=8)
+    config = replace(CONFIG, model=model, run=replace(CONFIG.run, batch=64, accumulate=1))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    (lane,), _ = make_lanes(config, recipes.load(config.run.recipe), torch.device("cuda"))
+    tokens = torch.zeros(64, config.data.sequence, dtype=torch.int64, device="cuda")
+    for step in (1, 2):
+        lane.step(tokens, tokens, step=step, lr=1e-3)
+    peak = torch.cuda.max_memory_allocated() - before
+    assert forecast_run(config).peak == pytest.approx(peak, rel=0.05, abs=2**26)  # cuBLAS may have its workspace
