@@ -12,11 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo import kernels
+from octavo.kernels import ledger
 from octavo.kernels.norm import layer_norm, rms_norm
 from octavo.kernels.target import Target
 from octavo.nn import norm
 from octavo.nn.handoff import taken
 from octavo.nn.norm import LayerNorm, Norm, RMSNorm, adopt, adopts
+from octavo.numerics import sqnr_db
 
 ROW = Target("e4m3", "row", "power_of_two")
 BLOCK = Target("e4m3", "1x128", "power_of_two")
@@ -514,3 +516,64 @@ def test_autocast_on_a_gpu(kind, dtype):
         y, want = module(x), parent(x)
     assert y.dtype == want.dtype
     torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-5)
+
+
+# --- what it keeps --------------------------------------------------------------------------------------------------
+
+
+def kept_and_gradients(module: nn.Module, x: Tensor, dy: Tensor, run=None) -> tuple[int, list[Tensor]]:
+    """The bytes saved for backward, without parameters, and y with every gradient."""
+    own = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    kept = {}
+
+    def pack(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t
+        return t
+
+    module.zero_grad()
+    leaf = x.clone().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = (module if run is None else run)(leaf)
+    y.backward(dy)
+    size = sum(t.untyped_storage().nbytes() for where, t in kept.items() if where not in own)
+    return size, [y.detach(), leaf.grad, *(p.grad for p in module.parameters())]
+
+
+@every_module
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_input_in_fp8(kind, dtype, gains):
+    module, x, dy = drawn(kind, dtype), torch.randn(300, WIDTH).to(dtype), torch.randn(300, WIDTH).to(dtype)
+    adopt(module, ROW)
+    much, want = kept_and_gradients(module, x, dy)
+    adopt(module, ROW, "fp8")
+    little, got = kept_and_gradients(module, x, dy)
+    assert much - little == 300 * (WIDTH * (dtype.itemsize - 1) - 4)
+    assert torch.equal(got[0], want[0])
+    assert sqnr_db(want[1], got[1]) > 35  # of dx one term of three sees it
+    assert all(sqnr_db(a, b) > 25 for a, b in zip(want[2:], got[2:], strict=True))
+    assert taken(module(x), ROW) is not None
+    module.release()
+    assert not hasattr(module, "input_format")
+
+
+@pytest.mark.parametrize("kind", ["rms", "rms without eps", "layer", "llama"])
+def test_an_input_in_fp8_also_on_a_cpu_and_in_compiled_code(kind):
+    module, x, dy = drawn(kind, torch.bfloat16), torch.randn(40, WIDTH).bfloat16(), torch.randn(40, WIDTH).bfloat16()
+    adopt(module, ROW, "fp8")
+    assert "input_format=fp8" in repr(module)
+    size, want = kept_and_gradients(module, x, dy)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    compiled_size, got = kept_and_gradients(module, x, dy, compiled)
+    statistics = 2 if kind == "layer" else 1
+    assert size == compiled_size == 40 * (WIDTH + 4 + 4 * statistics)
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+def test_an_input_that_cannot_be_kept_in_fp8_is_written_down():
+    module = drawn("llama")
+    adopt(module, ROW, "fp8")
+    with ledger.record() as record:
+        module(torch.randn(4, WIDTH, requires_grad=True))
+        assert record.fallbacks == []
+        module(torch.randn(4, WIDTH).bfloat16())
+    assert len(record.fallbacks) == 1 and "a norm kept its input as it is" in record.fallbacks[0]

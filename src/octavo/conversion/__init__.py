@@ -2,21 +2,28 @@
 
 from octavo.conversion.apply import convert, disabled, enable, revert
 from octavo.conversion.mode import autocast
+from octavo.conversion.offloading import Offload, offload
 from octavo.conversion.operators import Operators
 from octavo.conversion.plan import LayerPlan, Plan, make_plan
 from octavo.conversion.policy import Policy
+from octavo.conversion.recomputation import Cost, Recompute, recompute
 from octavo.conversion.seen import Seen
 
 __all__ = [
+    "Cost",
     "LayerPlan",
+    "Offload",
     "Operators",
     "Plan",
     "Policy",
+    "Recompute",
     "Seen",
     "autocast",
     "convert",
     "disabled",
     "enable",
     "make_plan",
+    "offload",
+    "recompute",
     "revert",
 ]

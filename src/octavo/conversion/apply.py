@@ -13,13 +13,16 @@ from torch import nn
 from octavo.conversion.mode import keep, suspended
 from octavo.conversion.plan import Plan, make_plan, refuse_fallbacks
 from octavo.conversion.policy import Policy
-from octavo.conversion.structure import Structure
+from octavo.conversion.structure import Structure, full_name
+from octavo.conversion.weights import check_free, make_plain, store
 from octavo.errors import NonFiniteError
 from octavo.nn import GroupedLinear, Linear, calibration
+from octavo.nn.attention import ScaledDotProduct
 from octavo.nn.conv import AnyConvolution, Conv1d, Conv2d, Convolution
 from octavo.nn.functional import target_of
 from octavo.nn.fused import FusedMLP, MLPRoles, fuse, unfuse
 from octavo.nn.norm import Norm, adopt
+from octavo.nn.own_codes import values
 from octavo.nn.scales import keep_scales
 from octavo.nn.shared import SharedInput
 from octavo.recipes import Recipe, RecipeLike
@@ -36,17 +39,19 @@ def convert(
 ) -> Plan:
     """Make a model's linear layers and convolutions compute in FP8, in place, and return the plan that was carried out.
 
-    Call it before the optimizer or after it: the parameters are the same objects. A model that is already converted is
-    converted anew to `recipe`; a layer that the plan leaves in BF16 is turned back.
+    Call it before the optimizer or after it: the parameters are the same objects. With `Policy(weights="fp8")` call it
+    before: the same objects then are FP8 tensors. A model that is already converted is converted anew to `recipe`; a
+    layer that the plan leaves in BF16 is turned back.
 
     Args:
-        strict: refuse, rather than run slowly, where a GPU has no fast kernel for the recipe.
+        strict: refuse, rather than run slowly, where a GPU has no fast kernel for the recipe; and refuse where the
+            policy asks for activations in FP8 that would not be (`Plan.unapplied`).
         scales: a calibration file (`octavo.scales(model).save`), which `static` needs and `delayed` may start from.
 
     Raises:
         ConfigError: an unknown recipe, a pattern that matches no layer, or a static scale that is missing.
         NonFiniteError: a weight to be converted holds a NaN or an infinity; nothing has been changed.
-        UnsupportedError: under `strict`, a layer would fall back.
+        UnsupportedError: under `strict`, a layer would fall back, or an option of the policy does nothing somewhere.
     """
     plan = make_plan(model, recipe, policy=policy, tokens=tokens)
     if strict:
@@ -56,16 +61,18 @@ def convert(
         _check_finite(name, layers[name])
     calibrated = None if scales is None else calibration.read(Path(scales))
     calibration.check(plan.recipes, calibrated)
-    revert(model)
+    check_free([layers[row.name].weight for row in plan.layers if row.saves])
+    _release(model)
     for name, recipe in plan.recipes.items():
         _adopt(layers[name], recipe)
     for row in plan.layers:
         layer = layers[row.name]
+        store(layer, row.weight, row.is_fp8)
         keep(layer.weight, None if row.is_fp8 else row.reason)
         if isinstance(layer, Linear):
             layer.keeps_input = row.keeps_input
     for structure in plan.structures:
-        _join(model.get_submodule(structure.name), structure, plan.recipe)
+        _join(model.get_submodule(structure.name), structure, plan)
     book = keep_scales({name: module for name, module in layers.items() if type(module) is Linear})
     if book is not None and calibrated is not None:
         book.start_from(calibrated)
@@ -79,10 +86,15 @@ def _adopt(layer: nn.Linear | AnyConvolution, recipe: Recipe) -> None:
         (Conv1d if isinstance(layer, nn.Conv1d) else Conv2d).adopt(layer, recipe)
 
 
-def _join(module: nn.Module, structure: Structure, recipe: Recipe) -> None:
-    """Make the layers of a structure compute together. `recipe`: what norms quantise for."""
+def _join(module: nn.Module, structure: Structure, plan: Plan) -> None:
+    """Make the layers of a structure compute together. Norms quantise for the plan's own recipe."""
     if structure.kind == "norm":
-        adopt(module, target_of(recipe.fprop.input) if recipe.fprop.is_fp8 else None)
+        operand = plan.recipe.fprop.input if plan.recipe.fprop.is_fp8 else None
+        adopt(module, None if operand is None else target_of(operand), structure.norm_inputs)
+        return
+    if structure.kind == "attention":
+        reader = full_name(structure.name.rpartition(".")[0], structure.layers[0])
+        cast(ScaledDotProduct, module).keep_codes(plan.recipes[reader])
         return
     if structure.kind == "mlp":
         roles = MLPRoles(structure.activation, structure.layers[:-1], structure.layers[-1])
@@ -95,12 +107,26 @@ def _join(module: nn.Module, structure: Structure, recipe: Recipe) -> None:
 
 
 def revert(model: nn.Module) -> int:
-    """Turn every FP8 layer back into PyTorch's, in place; return how many there were."""
+    """Turn every FP8 layer back into PyTorch's, in place; return how many there were.
+
+    A weight that is stored in FP8 becomes a plain parameter of the values of its codes.
+    """
+    count = _release(model)
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            make_plain(module)
+    return count
+
+
+def _release(model: nn.Module) -> int:
+    """Turn every FP8 layer back into PyTorch's, and leave what its weight is stored in."""
     for module in model.modules():
         if isinstance(module, FusedMLP):
             unfuse(module)
         elif isinstance(module, Norm):
             module.release()
+        elif isinstance(module, ScaledDotProduct):
+            module.keep_values()
         elif isinstance(module, nn.Linear | AnyConvolution):
             keep(module.weight, None)
     layers = _fp8_layers(model)
@@ -109,9 +135,11 @@ def revert(model: nn.Module) -> int:
     return len(layers)
 
 
-def enable(model: nn.Module, enabled: bool = True) -> list[Linear | Convolution | GroupedLinear | Norm]:
+def enable(
+    model: nn.Module, enabled: bool = True
+) -> list[Linear | Convolution | GroupedLinear | Norm | ScaledDotProduct]:
     """Compute in FP8, or until told otherwise in the model's own precision; return the modules that this changed."""
-    kinds = Linear | Convolution | GroupedLinear | Norm
+    kinds = Linear | Convolution | GroupedLinear | Norm | ScaledDotProduct
     modules = [module for module in model.modules() if isinstance(module, kinds)]
     switched = [module for module in modules if module.enabled != enabled]
     for module in switched:
@@ -137,7 +165,7 @@ def _fp8_layers(model: nn.Module) -> list[Linear | Convolution]:
 
 
 def _check_finite(name: str, layer: nn.Linear | AnyConvolution) -> None:
-    weight = layer.weight.flatten(1)
+    weight = values(layer.weight.detach(), layer.weight.dtype).flatten(1)
     if weight.is_meta or bool(torch.isfinite(weight).all()):
         return
     count = int((~torch.isfinite(weight)).sum())

@@ -7,15 +7,19 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from typing import Literal
 
 import torch
 from torch import nn
 
 from octavo.conversion.gain import predicted_gain
+from octavo.conversion.kept import find_unapplied
 from octavo.conversion.mode import suspended
 from octavo.conversion.policy import Policy
 from octavo.conversion.structure import Structure, find_gates, find_mlps, find_structures, full_name
+from octavo.conversion.weights import plan_weights
 from octavo.errors import ConfigError, UnsupportedError, did_you_mean
+from octavo.kernels.dispatch import on_gpu
 from octavo.kernels.explain import gemm_kernel
 from octavo.kernels.gemm import EMULATED
 from octavo.nn.conv import AnyConvolution, refuses_recipe
@@ -43,6 +47,10 @@ class LayerPlan:
 
     keeps_input: bool = False
     """Whether backward quantises its input again (`Policy.requantise`)."""
+    weight: Literal["as_it_is", "fp8"] = "as_it_is"
+    """Whether its weight is stored in FP8 (`Policy.weights`), or is one already."""
+    saves: int = 0
+    """Bytes of memory that storing it so saves, against now."""
 
     @property
     def is_fp8(self) -> bool:
@@ -62,18 +70,25 @@ class Plan:
     """Layer name -> the recipe it runs by."""
     structures: tuple[Structure, ...] = ()
     """What is computed together."""
+    unapplied: tuple[str, ...] = ()
+    """Where the policy asks for activations in FP8 and they are not: a line each, with the reason."""
 
     @property
     def fp8_layers(self) -> int:
         """The count of layers that run in FP8."""
         return sum(layer.is_fp8 for layer in self.layers)
 
+    @property
+    def saved_bytes(self) -> int:
+        """The bytes of memory that weights in FP8 save, against now."""
+        return sum(layer.saves for layer in self.layers)
+
     def to_json(self) -> str:
         """Return the plan as JSON."""
         body = {"recipe": self.recipe.name, "device": self.device, "tokens": self.tokens}
         layers = [asdict(layer) for layer in self.layers]
         structures = [asdict(structure) for structure in self.structures]
-        return json.dumps({**body, "layers": layers, "structures": structures}, indent=1)
+        return json.dumps({**body, "layers": layers, "structures": structures, "unapplied": self.unapplied}, indent=1)
 
     def __str__(self) -> str:
         return "\n".join(_table(self))
@@ -98,7 +113,8 @@ def make_plan(
         device: where it will run; by default where the model is.
 
     Raises:
-        ConfigError: an unknown recipe, or a pattern that matches no linear layer and no convolution.
+        ConfigError: an unknown recipe, a pattern that matches no linear layer and no convolution, or weights in FP8
+            with a recipe that cannot compute with their codes.
         UnsupportedError: `device` is not there to be asked what it can run.
     """
     recipe, policy = load(recipe), policy or Policy()
@@ -117,19 +133,36 @@ def make_plan(
         for name, layer in layers
     }
     rows = tuple(_plan_layer(name, layer, recipes[name], kept[name], policy, tokens, device) for name, layer in layers)
+    rows = plan_weights(model, dict(layers), rows, recipes, policy.weights)
     chosen = {row.name: recipes[row.name] for row in rows if row.is_fp8}
     linears = {row.name: recipes[row.name] for row in rows if row.is_fp8 and row.kind == "linear"}
-    together = find_structures(model, linears, mlps, policy.activation_inputs)
+    keep_input = {row.name for row in rows if row.keeps_input}
+    kept_in = policy.activation_inputs, policy.norm_inputs, policy.attention_output
+    together = find_structures(model, linears, mlps, *kept_in, keep_input)
     structures = tuple(together) if policy.fuse and linears else ()
-    return Plan(recipe=recipe, device=str(device), tokens=tokens, layers=rows, recipes=chosen, structures=structures)
+    unapplied = tuple(find_unapplied(model, policy, linears, mlps, structures, keep_input))
+    return Plan(
+        recipe=recipe,
+        device=str(device),
+        tokens=tokens,
+        layers=rows,
+        recipes=chosen,
+        structures=structures,
+        unapplied=unapplied,
+    )
 
 
 def refuse_fallbacks(plan: Plan) -> None:
-    """Raise where a layer of the plan would run on the reference kernel although the device is a GPU.
+    """Raise where the plan does less than it was asked to: by a slow kernel on a GPU, or by activations not in FP8.
 
     Raises:
-        UnsupportedError: naming the first such layer and its reason.
+        UnsupportedError: naming the first layer that would run on the reference kernel, or the first option of the
+            policy that does nothing somewhere, and the reason.
     """
+    if plan.unapplied:
+        raise UnsupportedError(
+            f"{plan.unapplied[0]}. Leave the option out, or convert with strict=False to go without it there."
+        )
     for layer in plan.layers:
         if layer.is_fp8 and plan.device.startswith("cuda") and "reference" in layer.kernels:
             raise UnsupportedError(
@@ -172,7 +205,7 @@ def _plan_layer(
 ) -> LayerPlan:  # fmt: skip
     """Return the row of one layer. `kept`: why the policy keeps it in BF16."""
     kind, shape, taps = _gemm_of(layer)
-    gain = predicted_gain(recipe, *shape, tokens, taps) if device.type == "cuda" and recipe.is_fp8 else None
+    gain = predicted_gain(recipe, *shape, tokens, taps) if on_gpu(device) and recipe.is_fp8 else None
     if kept is None and taps:
         kept = refuses_recipe(recipe)
     if kept is None and not recipe.is_fp8:
@@ -236,7 +269,14 @@ def _table(plan: Plan) -> list[str]:
     share = fp8_weights / weights if weights else 0.0
     layers = "linear layers" if all(layer.kind == "linear" for layer in plan.layers) else "layers"
     total = f"{plan.fp8_layers} of {len(plan.layers)} {layers} in FP8 ({share:.0%} of their weights)"
-    return [*lines, "", f"{total} on {plan.device}", *_together(plan.structures)]
+    return [*lines, "", f"{total} on {plan.device}", *_stored(plan), *_together(plan.structures), *plan.unapplied]
+
+
+def _stored(plan: Plan) -> list[str]:
+    """Return a line on the weights that are stored in FP8, if there are any."""
+    count = sum(layer.weight == "fp8" for layer in plan.layers)
+    saves = f"{plan.saved_bytes / 2**20:,.1f} MiB less than now" if plan.saved_bytes else "as they are now"
+    return [f"weights of {count} layers stored in FP8, {saves}"] if count else []
 
 
 def _together(structures: tuple[Structure, ...]) -> list[str]:

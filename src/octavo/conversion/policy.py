@@ -9,10 +9,13 @@ from typing import get_args
 
 from torch import nn
 
-from octavo.errors import ConfigError
+from octavo.conversion.weights import Weights
+from octavo.errors import ConfigError, did_you_mean
 from octavo.nn import Conv1d, Conv2d, Linear
+from octavo.nn.attention import AttentionOutput
 from octavo.nn.conv import refuses
 from octavo.nn.mlp import ActivationInputs
+from octavo.nn.norm import NormInputs
 from octavo.recipes import Recipe
 
 _ROUTER = "router: a small error sends a token to another expert"
@@ -54,6 +57,18 @@ class Policy:
     forward to backward. They are about half of a Llama's saved activations: `fp8` halves those, and backward reads
     fewer bytes. The forward stays what it is; the gradients of the MLP and of all before it take one more rounding to
     E4M3 (power-of-two scales of 1x128)."""
+    norm_inputs: NormInputs = "bf16"
+    """What norms keep their input in from forward to backward: the residual stream, which nothing else keeps. `fp8`
+    halves it. The forward stays what it is; the gradient of a norm's weight is that of an input rounded to E4M3
+    (power-of-two scales of 1x128), and that of its input hardly changes."""
+    attention_output: AttentionOutput = "bf16"
+    """What attention keeps its output in: `fp8` as the codes that the output projection keeps anyway, so that the
+    output itself goes. The forward and the projection's gradients stay what they are; those of q, k and v see the
+    output rounded. It is for modules that compute attention by `octavo.nn.ScaledDotProduct`, as Octavo's models do."""
+    weights: Weights = "as_they_are"
+    """What converted linear layers store their weights in: `fp8` makes each an `FP8Tensor`, a byte an element, whose
+    codes the GEMMs read as they are. The master is then the optimizer's to keep: make one of `octavo.optim` after the
+    conversion. It needs a recipe such as `folded`, which rounds a weight once."""
     requantise: tuple[str, ...] = ()
     """Name patterns of linear layers that keep their input as it is from forward to backward, and quantise it again
     there, instead of keeping its codes. It saves a byte an element where something else keeps that tensor anyway, as
@@ -68,11 +83,24 @@ class Policy:
     def __post_init__(self) -> None:
         if self.activation_inputs not in get_args(ActivationInputs):
             raise ConfigError(f"activation_inputs = {self.activation_inputs!r}: it is 'bf16' or 'fp8'.")
+        if self.norm_inputs not in get_args(NormInputs):
+            raise ConfigError(f"norm_inputs = {self.norm_inputs!r}: it is 'bf16' or 'fp8'.")
+        if self.attention_output not in get_args(AttentionOutput):
+            raise ConfigError(f"attention_output = {self.attention_output!r}: it is 'bf16' or 'fp8'.")
         if self.activation_inputs == "fp8" and not self.fuse:
             raise ConfigError(
                 "activation_inputs = 'fp8' is for MLPs that are computed together, and fuse = False has none. "
                 "Leave one of the two out."
             )
+        for name in ("norm_inputs", "attention_output"):
+            if getattr(self, name) == "fp8" and not self.fuse:
+                raise ConfigError(
+                    f"{name} = 'fp8' changes what a module beside linear layers keeps, and fuse = False leaves all of "
+                    "those alone. Leave one of the two out."
+                )
+        if self.weights not in get_args(Weights):
+            near = did_you_mean(str(self.weights), get_args(Weights))
+            raise ConfigError(f"weights = {self.weights!r}: it is 'as_they_are' or 'fp8'.{near}")
         if len(self.bf16_blocks) != 2 or min(self.bf16_blocks) < 0:
             raise ConfigError(
                 f"bf16_blocks = {self.bf16_blocks!r}: it is two counts, of blocks at the start and at the end of the "
@@ -88,7 +116,7 @@ class Policy:
         first, last = self.bf16_blocks
         if not first + last:
             return {}
-        blocks = _blocks(model)
+        blocks = blocks_of(model)
         if len(blocks) < first + last:
             raise ConfigError(
                 f"bf16_blocks = {self.bf16_blocks}: the model has {len(blocks)} blocks in an nn.ModuleList. Keep "
@@ -149,7 +177,7 @@ def _among(which: str, count: int) -> str:
     return f"in the {which} block" if count == 1 else f"in one of the {which} {count} blocks"
 
 
-def _blocks(model: nn.Module) -> list[str]:
+def blocks_of(model: nn.Module) -> list[str]:
     """Return the full names of a model's blocks, in order."""
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     # Before experts in each of them, which may be more: together the blocks have more parameters than any one's.

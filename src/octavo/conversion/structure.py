@@ -14,7 +14,7 @@ import inspect
 import itertools
 import textwrap
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -24,11 +24,13 @@ from torch import Tensor, nn
 from octavo.kernels.activation import KINDS
 from octavo.kernels.norm import refuses as norm_refuses
 from octavo.kernels.reference.activation import value_and_slope
+from octavo.nn.attention import AttentionOutput, ScaledDotProduct, shares_codes
+from octavo.nn.attention import refuses as attention_refuses
 from octavo.nn.functional import target_of
 from octavo.nn.fused import FusedMLP, MLPRoles, unfuse
 from octavo.nn.mlp import ActivationInputs, refuses
-from octavo.nn.norm import adopts
-from octavo.recipes import Recipe
+from octavo.nn.norm import NormInputs, adopts
+from octavo.recipes import Recipe, reused_from
 
 _WIDTH, _HIDDEN = 8, 24  # of the layers in a copy
 
@@ -39,15 +41,21 @@ class Structure:
 
     name: str
     """The module's full name."""
-    kind: Literal["mlp", "shared", "norm"]
+    kind: Literal["mlp", "shared", "norm", "attention"]
     layers: tuple[str, ...] = ()
-    """The children it is made of; of an MLP gate, up and down."""
+    """The children it is made of; of an MLP gate, up and down; of an attention the sibling that reads its output."""
     activation: str = ""
     """Of an MLP."""
     makes_codes: bool = True
     """Of a norm: whether the recipe's scales are known when a row is, so that its reader need not quantise."""
     activation_inputs: ActivationInputs = "bf16"
     """Of an MLP: what the inputs of its activation are kept in for backward."""
+    norm_inputs: NormInputs = "bf16"
+    """Of a norm: what its input is kept in for backward."""
+    attention_output: AttentionOutput = "bf16"
+    """Of an attention: what its output is kept in for backward."""
+    shares_codes: bool = False
+    """Of an attention: whether its reader keeps the same codes."""
 
     @property
     def what(self) -> str:
@@ -56,7 +64,12 @@ class Structure:
             kept = f"; {' and '.join(self.layers[:-1])} kept in FP8" if self.activation_inputs == "fp8" else ""
             return f"{', '.join(self.layers)} and {self.activation} between them computed as one{kept}"
         if self.kind == "norm":
-            return "makes the codes of its result in the same pass" if self.makes_codes else "computed by one kernel"
+            kept = "; its input kept in FP8" if self.norm_inputs == "fp8" else ""
+            how = "makes the codes of its result in the same pass" if self.makes_codes else "computed by one kernel"
+            return how + kept
+        if self.kind == "attention":
+            own = "the codes that {} keeps" if self.shares_codes else "codes of its own, beside those of {}"
+            return f"output kept in FP8: {own.format(self.layers[0])}"
         return f"{', '.join(self.layers)} share an input, quantised once; one dgrad, one wgrad"
 
 
@@ -70,6 +83,9 @@ def find_structures(
     recipes: dict[str, Recipe],
     mlps: dict[str, MLPRoles],
     activation_inputs: ActivationInputs = "bf16",
+    norm_inputs: NormInputs = "bf16",
+    attention_output: AttentionOutput = "bf16",
+    keep_input: Collection[str] = (),
 ) -> Iterator[Structure]:
     """Yield what can be computed together among the layers that run in FP8, and the norms that such layers may read.
 
@@ -77,6 +93,9 @@ def find_structures(
         recipes: full name of each FP8 layer -> its recipe.
         mlps: what `find_mlps` found.
         activation_inputs: what MLPs are to keep the inputs of their activation in for backward.
+        norm_inputs: what norms are to keep their inputs in.
+        attention_output: what attention is to keep its output in.
+        keep_input: full names of the layers that keep their input as it is.
     """
     widths = {cast(nn.Linear, model.get_submodule(name)).in_features for name in recipes}
     targets = [target_of(recipe.fprop.input) for recipe in recipes.values() if recipe.fprop.is_fp8]
@@ -84,7 +103,19 @@ def find_structures(
     for name, module in model.named_modules():
         if adopts(module):
             if _width(module) in widths:
-                yield Structure(name=name, kind="norm", makes_codes=makes_codes)
+                yield Structure(name=name, kind="norm", makes_codes=makes_codes, norm_inputs=norm_inputs)
+            continue
+        if isinstance(module, ScaledDotProduct):
+            reader = full_name(name.rpartition(".")[0], module.reader)
+            if attention_output == "fp8" and not attention_refuses(recipes.get(reader), reader in keep_input):
+                yield Structure(
+                    name=name,
+                    kind="attention",
+                    layers=(module.reader,),
+                    attention_output=attention_output,
+                    shares_codes=shares_codes(recipes[reader])
+                    and reused_from(recipes[reader], "wgrad", "input") is not None,
+                )
             continue
         own = {child: recipes.get(full_name(name, child)) for child, _ in module.named_children()}
         roles = mlps.get(name)
@@ -246,7 +277,7 @@ def find_shared(module: nn.Module) -> list[tuple[str, ...]]:
 
 def _source(module: nn.Module) -> ast.FunctionDef | None:
     """Return the parsed `forward` of a module, behind its decorators; None where there is no source."""
-    parent = type(module).parent if isinstance(module, FusedMLP) else type(module)
+    parent = getattr(type(module), "parent", type(module))
     try:
         source = textwrap.dedent(inspect.getsource(parent.forward))
         return next(node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))

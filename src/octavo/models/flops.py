@@ -1,4 +1,4 @@
-"""How much arithmetic a token costs. From the configuration alone, without torch."""
+"""How much arithmetic a token costs, and how much a GPU can do. Without torch."""
 
 from __future__ import annotations
 
@@ -27,3 +27,12 @@ def matmul_parameters(config: ModelConfig) -> int:
     attention = 2 * config.dim * config.dim + 2 * config.dim * kv_dim
     feed_forward = (3 if config.architecture == "llama" else 2) * config.dim * config.ffn_dim
     return config.layers * (attention + feed_forward) + config.vocab * config.dim
+
+
+def datasheet_tflops(gpu: str) -> float | None:
+    """Return the dense BF16 peak that NVIDIA states for a GPU, or None for one not listed here.
+
+    989 for the H100 and H200 with SXM sockets; the PCIe and NVL cards of those names run at lower clocks.
+    """
+    listed = any(name in gpu for name in ("H100", "H200")) and not any(card in gpu for card in ("PCIe", "NVL"))
+    return 989.0 if listed else None

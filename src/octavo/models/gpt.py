@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from octavo.models.config import ModelConfig
 from octavo.models.init import reset_parameters
 from octavo.models.loss import check_length, head_loss
+from octavo.nn.attention import ScaledDotProduct
 
 
 class GPT(nn.Module):
@@ -70,14 +71,13 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.wqkv = nn.Linear(config.dim, 3 * config.dim)
+        self.core = ScaledDotProduct("wo")
         self.wo = nn.Linear(config.dim, config.dim)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Return what each token gathers from itself and those before it, (B,T,D)."""
         qkv_BTHE: Tensor = self.wqkv(x_BTD).view(*x_BTD.shape[:-1], -1, self.head_dim)
-        q_BHTE, k_BHTE, v_BHTE = qkv_BTHE.transpose(1, 2).chunk(3, dim=1)
-        y_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE, is_causal=True)
-        y_BTD: Tensor = self.wo(y_BHTE.transpose(1, 2).flatten(2))
+        y_BTD: Tensor = self.wo(self.core(*qkv_BTHE.chunk(3, dim=2)))
         return y_BTD
 
 

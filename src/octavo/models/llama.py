@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from octavo.models.config import ModelConfig
 from octavo.models.init import reset_parameters
 from octavo.models.loss import check_length, head_loss
+from octavo.nn.attention import ScaledDotProduct
 from octavo.nn.rotary import rotate
 
 
@@ -80,20 +81,19 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.grouped = config.key_value_heads != config.heads
         kv_dim = config.key_value_heads * config.head_dim
         self.wq = nn.Linear(config.dim, config.dim, bias=False)
         self.wk = nn.Linear(config.dim, kv_dim, bias=False)
         self.wv = nn.Linear(config.dim, kv_dim, bias=False)
+        self.core = ScaledDotProduct("wo")
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
         """Return what each token gathers from itself and those before it, (B,T,D)."""
-        q_BHTE = rotate(self._heads(self.wq(x_BTD)), cos_TE, sin_TE).transpose(1, 2)
-        k_BGTE = rotate(self._heads(self.wk(x_BTD)), cos_TE, sin_TE).transpose(1, 2)
-        v_BGTE = self._heads(self.wv(x_BTD)).transpose(1, 2)
-        y_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BGTE, v_BGTE, is_causal=True, enable_gqa=self.grouped)
-        y_BTD: Tensor = self.wo(y_BHTE.transpose(1, 2).flatten(2))
+        q_BTHE = rotate(self._heads(self.wq(x_BTD)), cos_TE, sin_TE)
+        k_BTGE = rotate(self._heads(self.wk(x_BTD)), cos_TE, sin_TE)
+        v_BTGE = self._heads(self.wv(x_BTD))
+        y_BTD: Tensor = self.wo(self.core(q_BTHE, k_BTGE, v_BTGE))
         return y_BTD
 
     def _heads(self, x_BTD: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """Layers that compute in FP8."""
 
+from octavo.nn.attention import ScaledDotProduct
 from octavo.nn.conv import Conv1d, Conv2d
 from octavo.nn.grouped import GroupedLinear
 from octavo.nn.linear import Linear
 from octavo.nn.weights import weights_changed
 
-__all__ = ["Conv1d", "Conv2d", "GroupedLinear", "Linear", "weights_changed"]
+__all__ = ["Conv1d", "Conv2d", "GroupedLinear", "Linear", "ScaledDotProduct", "weights_changed"]

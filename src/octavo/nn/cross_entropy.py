@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from octavo import kernels, strict
 from octavo.errors import ConfigError
 from octavo.kernels.cross_entropy import cross_entropy_
+from octavo.kernels.dispatch import on_gpu
 from octavo.kernels.operator import define
 from octavo.nn.functional import Input, dgrad_weight, fprop, read_gradient, read_input, read_kept_input, scale_of
 from octavo.nn.linear import compute_dtype
@@ -71,7 +72,7 @@ def linear_cross_entropy(
     x_MK, targets_M = x.reshape(targets.numel(), x.shape[-1]), targets.reshape(-1)
     differentiated = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight_VK, bias)]
     if chunk is None:
-        chunk = chunk_of(weight_VK.shape[0], dtype, x.device.type)
+        chunk = chunk_of(weight_VK.shape[0], dtype, "cuda" if on_gpu(x) else x.device.type)
     text = recipe if isinstance(recipe, str) and recipe in _PRESETS else _to_text(load(recipe))
     options = (text, dtype, ignore_index, float(softcap), float(z_loss), chunk, *differentiated)
     total: Tensor = _LinearCrossEntropy.apply(x_MK, weight_VK, bias, targets_M, options)  # type: ignore[no-untyped-call]
@@ -165,7 +166,7 @@ class _Head:
 
     def _add_wgrad(self, d_VM: Tensor, h: Quantized | None, x: Quantized | Tensor) -> None:
         total = self.dw_VK
-        if isinstance(x, Tensor) and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):  # FP32 to the end
+        if isinstance(x, Tensor) and on_gpu(x) and x.dtype in (torch.bfloat16, torch.float16):  # FP32 to the end
             if total is None:
                 self.dw_VK = torch.mm(d_VM, x, out_dtype=torch.float32)
             else:

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from octavo import kernels
 from octavo.kernels import Cell, Target
+from octavo.nn import watched
 from octavo.nn import weights as stacked
 from octavo.nn.inputs import wgrad_of_input
 from octavo.nn.own_codes import transpose_codes, values
@@ -39,6 +40,7 @@ def linear(
     ready: Quantized | None = None,
     cells: Tensor | None = None,
     keeps_input: bool = False,
+    page: Tensor | None = None,
 ) -> Tensor:
     """Return x W^T + b with the three GEMMs of `recipe`, in `dtype`.
 
@@ -54,8 +56,9 @@ def linear(
             Without them every tensor is scaled by its own maximum, as in the first step of such a recipe.
         keeps_input: keep x itself for backward and quantise it again there, instead of keeping its codes. It must not
             have `cells` or be rounded stochastically.
+        page: FP32 (1 + 2 n, WIDTH), where telemetry of n layers goes (`octavo.nn.watched`).
     """
-    return linears(x, [weight_NK], [bias_N], recipe, dtype, ready, cells, keeps_input)[0]
+    return linears(x, [weight_NK], [bias_N], recipe, dtype, ready, cells, keeps_input, page)[0]
 
 
 def linears(
@@ -67,6 +70,7 @@ def linears(
     ready: Quantized | None = None,
     cells: Tensor | None = None,
     keeps_input: bool = False,
+    page: Tensor | None = None,
 ) -> list[Tensor]:
     """Return x W_i^T + b_i for layers that share their input: x is quantised once, dgrad and wgrad are one GEMM each.
 
@@ -76,7 +80,7 @@ def linears(
     x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     codes, scale = (None, None) if ready is None else (ready.codes, ready.scale)
     kept = cells, torch.is_grad_enabled(), keeps_input  # an evaluation leaves no trace in what training computes with
-    outputs: tuple[Tensor, ...] = _Linears.apply(x_MK, codes, scale, *kept, recipe, dtype or x.dtype, *weights)  # type: ignore[no-untyped-call]
+    outputs: tuple[Tensor, ...] = _Linears.apply(x_MK, codes, scale, *kept, page, recipe, dtype or x.dtype, *weights)  # type: ignore[no-untyped-call]
     shaped = [y_MN.reshape(*x.shape[:-1], y_MN.shape[1]) for y_MN in outputs]
     return [y if b is None else y + b.to(y.dtype) for y, b in zip(shaped, biases, strict=True)]
 
@@ -87,15 +91,15 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         # All in one: torch.compile counts the parameters, and where there is one argument more, it leaves out ctx.
-        x_MK, codes, scale, cells, observe, keeps_input, recipe, dtype, *weights = inputs
+        x_MK, codes, scale, cells, observe, keeps_input, page, recipe, dtype, *weights = inputs
         ready = None if codes is None or scale is None else Quantized(codes, scale, recipe.fprop.input.tile)
         cell = cell_of(cells, recipe, "input", observe)
         x = read_input(x_MK, recipe, dtype, any(ctx.needs_input_grad[_WEIGHTS:]), ready, cell, keeps_input)
         ctx.save_for_backward(*x.kept, *(weights if ctx.needs_input_grad[0] else ()))
         ctx.recipe, ctx.kept, ctx.dtype, ctx.x_dtype = recipe, len(x.kept), dtype, x_MK.dtype
-        ctx.cells = cells  # not a saved tensor: backward writes to it, and hooks may hand it a copy of those
+        ctx.cells, ctx.page = cells, page  # no saved tensors: backward writes to them, and hooks may give it copies
         ctx.parts = [(weight.shape[0], weight.dtype) for weight in weights]
-        return tuple(fprop(x_MK, x.fprop, weights, recipe, dtype))
+        return tuple(fprop(x_MK, x.fprop, weights, recipe, dtype, page))
 
     @staticmethod
     @once_differentiable
@@ -106,7 +110,7 @@ class _Linears(torch.autograd.Function):
         sources = [dy.to(ctx.dtype) for dy in dys]
         cell = cell_of(ctx.cells, recipe, "grad_output")
         g, h = read_gradient(sources, scale_of(kept), weights, recipe, needs_x, any(needs_weight), cell)
-        dx = dgrad(sources, g, weights, recipe, ctx.dtype).to(ctx.x_dtype) if needs_x else None
+        dx = dgrad(sources, g, weights, recipe, ctx.dtype, ctx.page).to(ctx.x_dtype) if needs_x else None
         dws: list[Tensor | None] = [None] * len(needs_weight)
         if any(needs_weight):
             dw = wgrad(sources, h, read_kept_input(kept, recipe), recipe, ctx.dtype)
@@ -114,7 +118,7 @@ class _Linears(torch.autograd.Function):
         return dx, *(None,) * (_WEIGHTS - 1), *dws
 
 
-_WEIGHTS = 8
+_WEIGHTS = 9
 """Which argument of `_Linears.apply` is the first weight."""
 
 
@@ -283,23 +287,75 @@ def read_gradient(
 
 
 def fprop(
-    x_MK: Tensor, x: Quantized | None, weights: Sequence[Tensor], recipe: Recipe, dtype: torch.dtype
+    x_MK: Tensor,
+    x: Quantized | None,
+    weights: Sequence[Tensor],
+    recipe: Recipe,
+    dtype: torch.dtype,
+    page: Tensor | None = None,
 ) -> list[Tensor]:
     """Return X W_i^T for each weight."""
     if x is None:
         return [product(x_MK.to(dtype), values(weight_NK, dtype).t()) for weight_NK in weights]
-    return stacked.fprop(x, weights, target_of(recipe.fprop.weight), dtype, recipe.fprop.accumulate)
+    return fprop_of([x_MK], x, weights, recipe, dtype, page)
+
+
+def fprop_of(
+    tensors: Sequence[Tensor],
+    x: Quantized,
+    weights: Sequence[Tensor],
+    recipe: Recipe,
+    dtype: torch.dtype,
+    page: Tensor | None,
+    kind: str = "",
+) -> list[Tensor]:
+    """Return X W_i^T for each weight, and let telemetry look where there is a page.
+
+    `tensors`, `kind`: where X came from, as `octavo.nn.watched.Source` has it.
+    """
+    target, accumulate = target_of(recipe.fprop.weight), recipe.fprop.accumulate
+    if page is None:
+        return stacked.fprop(x, weights, target, dtype, accumulate)
+    operand = recipe.fprop.input
+    source = watched.Source(tensors, target_of(operand), not operand.keeps_scale, kind)
+    return watched.fprop(x, weights, target, dtype, accumulate, source, page)
 
 
 def dgrad(
-    dys: Sequence[Tensor], g: Quantized | None, weights: Sequence[Tensor], recipe: Recipe, dtype: torch.dtype
+    dys: Sequence[Tensor],
+    g: Quantized | None,
+    weights: Sequence[Tensor],
+    recipe: Recipe,
+    dtype: torch.dtype,
+    page: Tensor | None = None,
 ) -> Tensor:
     """Return dX (M, K), the sum over the weights of dY_i W_i."""
     if g is None:
         pairs = zip(dys, weights, strict=True)
         parts = [product(dy_MN, values(weight_NK, dtype)) for dy_MN, weight_NK in pairs]
         return sum(parts[1:], start=parts[0])
-    return stacked.dgrad(g, weights, *dgrad_weight(recipe), dtype, recipe.dgrad.accumulate)
+    return dgrad_of(dys, g, weights, recipe, dtype, page)
+
+
+def dgrad_of(
+    tensors: Sequence[Tensor],
+    g: Quantized,
+    weights: Sequence[Tensor],
+    recipe: Recipe,
+    dtype: torch.dtype,
+    page: Tensor | None,
+    kind: str = "",
+) -> Tensor:
+    """Return the sum over the weights of G_i W_i, and let telemetry look where there is a page.
+
+    `tensors`, `kind`: where G came from, as `octavo.nn.watched.Source` has it.
+    """
+    targets, accumulate = dgrad_weight(recipe), recipe.dgrad.accumulate
+    if page is None:
+        return stacked.dgrad(g, weights, *targets, dtype, accumulate)
+    operand, (fold, _) = recipe.dgrad.grad_output, folds(None, weights, recipe, True, False)
+    source = watched.Source(tensors, target_of(operand), not operand.keeps_scale, kind, fold)
+    return watched.dgrad(g, weights, *targets, dtype, accumulate, source, page)
 
 
 def dgrad_weight(recipe: Recipe) -> tuple[Target, Target | None]:

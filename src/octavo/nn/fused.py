@@ -13,6 +13,7 @@ from octavo.nn.handoff import taken
 from octavo.nn.hooks import has_hooks
 from octavo.nn.linear import Linear, compute_dtype
 from octavo.nn.mlp import ActivationInputs, mlp
+from octavo.nn.watched import page_of
 from octavo.recipes import Recipe
 
 
@@ -51,7 +52,8 @@ class FusedMLP(nn.Module):
         weights = [layer.weight for layer in inner]
         kind, inputs = self.mlp_roles.kind, self.mlp_activation_inputs
         dtype, keeps = compute_dtype(x), all(layer.keeps_input for layer in inner)
-        return mlp(x, weights, down.weight, down.bias, kind, recipe, outer, dtype, ready, inputs, keeps)
+        pages = page_of(inner), page_of([down])
+        return mlp(x, weights, down.weight, down.bias, kind, recipe, outer, dtype, ready, inputs, keeps, pages)
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows of this module."""

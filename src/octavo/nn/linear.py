@@ -17,6 +17,7 @@ from octavo.nn.handoff import taken
 from octavo.nn.own_codes import values
 from octavo.nn.scales import Page, ScaleBook, keep_scales
 from octavo.nn.shared import SharedInput
+from octavo.nn.watched import Watch, page_of
 from octavo.nn.weights import forget
 from octavo.recipes import Recipe, RecipeLike, load
 
@@ -40,6 +41,8 @@ class Linear(nn.Linear):
     """The scales that the model keeps from step to step; None if this layer's recipe keeps none."""
     page: Page | None
     """Where this layer's are in it."""
+    watch: Watch | None = None
+    """Where telemetry of this layer goes, while there is any (`octavo.nn.telemetry`)."""
 
     def __init__(
         self,
@@ -65,7 +68,7 @@ class Linear(nn.Linear):
 
     def release(self) -> None:
         """Turn this layer back into an `nn.Linear` in place."""
-        for name in ("recipe", "enabled", "shared", "keeps_input", "book", "page"):
+        for name in ("recipe", "enabled", "shared", "keeps_input", "book", "page", "watch"):
             self.__dict__.pop(name, None)
         self.__class__ = nn.Linear  # type: ignore[assignment]
 
@@ -78,7 +81,8 @@ class Linear(nn.Linear):
         ready = taken(input, target_of(self.recipe.fprop.input))
         cells = None if self.page is None else self.page.cells
         dtype = compute_dtype(input)
-        return linear(input, self.weight, self.bias, self.recipe, dtype, ready, cells, self.keeps_input)
+        page = page_of([self])
+        return linear(input, self.weight, self.bias, self.recipe, dtype, ready, cells, self.keeps_input, page)
 
     def forget_codes(self) -> None:
         """Drop the quantised weight, so that the next forward makes it anew."""

@@ -21,11 +21,12 @@ from torch.autograd.function import once_differentiable
 
 from octavo.kernels import Target
 from octavo.kernels.activation import INPUTS, activation, activation_and_inputs, activation_backward
-from octavo.nn import weights as stacked
 from octavo.nn.functional import (
     dgrad,
+    dgrad_of,
     folds,
     fprop,
+    fprop_of,
     read_gradient,
     read_input,
     read_kept_input,
@@ -69,6 +70,7 @@ def mlp(
     ready: Quantized | None = None,
     activation_inputs: ActivationInputs = "bf16",
     keeps_input: bool = False,
+    pages: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
     """Return the output (..., D) of an MLP for x (..., D), computed in `dtype`.
 
@@ -82,12 +84,13 @@ def mlp(
         activation_inputs: what gate and up are kept in for backward: `bf16`, in `dtype` as they are, or `fp8`, E4M3
             codes with a power-of-two scale for 128 columns of a token.
         keeps_input: keep x itself for backward and quantise it again there, instead of keeping its codes.
+        pages: where telemetry of gate and up, and of down, goes (`octavo.nn.watched`).
     """
     keeps_codes = activation_inputs == "fp8" and torch.is_grad_enabled()
     x_MD = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     codes, scale = (None, None) if ready is None else (ready.codes, ready.scale)
     y_MD: Tensor = _MLP.apply(  # type: ignore[no-untyped-call]
-        x_MD, codes, scale, kind, inner, outer, dtype, keeps_codes, keeps_input, *inner_weights, down_weight
+        x_MD, codes, scale, kind, inner, outer, dtype, keeps_codes, keeps_input, *pages, *inner_weights, down_weight
     )
     y = y_MD.reshape(*x.shape[:-1], y_MD.shape[1])
     return y if down_bias is None else y + down_bias.to(y.dtype)
@@ -96,15 +99,16 @@ def mlp(
 class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        x_MD, codes, scale, kind, inner, outer, dtype, keeps_codes, keeps_input, *weights = arguments  # see `_Linears`
+        x_MD, codes, scale, kind, inner, outer, dtype, keeps_codes, keeps_input, *rest = arguments  # see `_Linears`
+        page, down_page, *weights = rest
         ready = None if codes is None or scale is None else Quantized(codes, scale, inner.fprop.input.tile)
         x = read_input(x_MD, inner, dtype, any(ctx.needs_input_grad[_WEIGHTS:-1]), ready, keeps_input=keeps_input)
-        before = fprop(x_MD, x.fprop, weights[:-1], inner, dtype)
+        before = fprop(x_MD, x.fprop, weights[:-1], inner, dtype, page)
         hidden, inputs = _activate(kind, before, target_of(outer.fprop.input), keeps_codes)
         ctx.save_for_backward(*x.kept, hidden.scale, *inputs, *weights)
         ctx.kept, ctx.kind, ctx.inner, ctx.outer, ctx.dtype = len(x.kept), kind, inner, outer, dtype
-        ctx.x_dtype, ctx.keeps_codes = x_MD.dtype, keeps_codes
-        return stacked.fprop(hidden, weights[-1:], target_of(outer.fprop.weight), dtype, outer.fprop.accumulate)[0]
+        ctx.x_dtype, ctx.keeps_codes, ctx.pages = x_MD.dtype, keeps_codes, (page, down_page)
+        return fprop_of(before, hidden, weights[-1:], outer, dtype, down_page, kind)[0]
 
     @staticmethod
     @once_differentiable
@@ -116,7 +120,8 @@ class _MLP(torch.autograd.Function):
 
         dy = [grad_outputs[0].to(dtype)]
         g, h = read_gradient(dy, hidden_scale, weights[-1:], outer, True, needs_down)
-        d_hidden = dgrad(dy, g, weights[-1:], outer, dtype)
+        page, down_page = ctx.pages
+        d_hidden = dgrad(dy, g, weights[-1:], outer, dtype, down_page)
         row_fold, column_fold = folds(scale_of(kept), weights[:-1], inner, needs_x, any(needs_inner))
         gradients = activation_backward(
             ctx.kind,
@@ -129,7 +134,11 @@ class _MLP(torch.autograd.Function):
             row_fold=row_fold,
             column_fold=column_fold,
         )
-        dx = dgrad(dy, gradients.rows, weights[:-1], inner, dtype).to(ctx.x_dtype) if needs_x else None
+        dx = None
+        if needs_x:
+            assert gradients.rows is not None
+            before = (d_hidden, *inputs)
+            dx = dgrad_of(before, gradients.rows, weights[:-1], inner, dtype, page, ctx.kind).to(ctx.x_dtype)
         dws: list[Tensor | None] = [None] * len(weights)
         if any(needs_inner):
             dw = wgrad(dy, gradients.columns, read_kept_input(kept, inner), inner, dtype)
@@ -143,7 +152,7 @@ class _MLP(torch.autograd.Function):
         return dx, *(None,) * (_WEIGHTS - 1), *dws
 
 
-_WEIGHTS = 9
+_WEIGHTS = 11
 """Which argument of `_MLP.apply` is the first weight."""
 
 

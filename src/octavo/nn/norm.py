@@ -4,27 +4,35 @@ As with `octavo.nn.Linear`, a module becomes one of these and back by changing i
 hooks and flags stay. It computes by itself only where that gains something: in eager mode on a GPU, where one kernel
 writes y and its codes. Compiled code is the parent's forward: there codes cannot travel with a tensor. Input that the
 kernels would not treat as the parent does goes to the parent too.
+
+Backward reads the input. In a transformer that is the residual stream, which nothing else keeps: the sums that make it
+keep nothing. A norm may keep it in FP8 (`input_format`): then it computes by itself everywhere, in compiled code too.
+What its gradients lose by that is little. The input's error reaches dx only through the term that takes the mean of
+dy * n from each row, and the rest of dx is exact; dweight sums it over all tokens.
 """
 
 from __future__ import annotations
 
 import copy
 from functools import cache
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from octavo.kernels import norm
-from octavo.kernels.dispatch import why_not
+from octavo import kernels
+from octavo.kernels import ledger, norm
+from octavo.kernels.dispatch import is_plain, on_gpu, why_not
 from octavo.kernels.target import Target
 from octavo.nn.handoff import offer
 from octavo.numerics import Quantized
 
+NormInputs = Literal["bf16", "fp8"]
+"""What a norm keeps its input in for backward: `bf16` as it is, `fp8` as codes, with a scale for 128 of them."""
+
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_PLAIN = (Tensor, nn.Parameter)  # a DTensor knows how to be normalised, the kernels do not know how it lies
 
 
 class Norm(nn.Module):
@@ -35,6 +43,8 @@ class Norm(nn.Module):
     """What the reader of y quantises it to; None: y alone is written."""
     enabled: bool
     """False: compute as the parent does."""
+    input_format: NormInputs
+    """What the input is kept in for backward."""
     parent: type[nn.Module]
     """The class it was, and will be."""
     centred = False
@@ -42,7 +52,7 @@ class Norm(nn.Module):
     normalized_shape: tuple[int, ...]
 
     @classmethod
-    def adopt(cls, module: nn.Module, target: Target | None) -> None:
+    def adopt(cls, module: nn.Module, target: Target | None, input_format: NormInputs = "bf16") -> None:
         """Turn a module of the parent class into this class in place; everything attached to it stays.
 
         A target that needs the maximum of all of y (`tensor`) is left to the reader: then y alone is written.
@@ -50,26 +60,29 @@ class Norm(nn.Module):
         module.__class__ = cls
         assert isinstance(module, cls)
         module.target = None if target is None or norm.refuses(target) else target
-        module.enabled = True
+        module.enabled, module.input_format = True, input_format
 
     def release(self) -> None:
         """Turn this module back into its parent class in place."""
-        for name in ("target", "enabled"):
+        for name in ("target", "enabled", "input_format"):
             self.__dict__.pop(name, None)
         self.__class__ = type(self).parent  # type: ignore[assignment]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the norm of x (..., D) over its last dimension. Anything more than x goes to the parent."""
         if kwargs or len(args) != 1 or not self._takes(args[0]):
+            self._note_that_nothing_is_saved(args)
             return super().forward(*args, **kwargs)
         x: Tensor = args[0]
         x_MD = x.reshape(-1, x.shape[-1])
         eps = _eps_of(self)
         eps = _default_eps(x.dtype, x.device) if eps is None else eps
-        y_MD, codes, scale = _Function.apply(x_MD, *self._affine(), eps, self.target, self.centred)  # type: ignore[no-untyped-call]
+        target = self.target if _gains(x.device) and not torch.compiler.is_compiling() else None
+        keeps_codes = self.input_format == "fp8" and torch.is_grad_enabled()
+        y_MD, codes, scale = _Function.apply(x_MD, *self._affine(), eps, target, self.centred, keeps_codes)  # type: ignore[no-untyped-call]
         y = y_MD.view(x.shape)
-        if self.target is not None:
-            offer(y, Quantized(codes, scale, self.target.tile), self.target)
+        if target is not None:
+            offer(y, Quantized(codes, scale, target.tile), target)
         return y
 
     def extra_repr(self) -> str:
@@ -77,6 +90,7 @@ class Norm(nn.Module):
         shown = [
             super().extra_repr(),
             f"codes={self.target}" if self.target else "",
+            "" if self.input_format == "bf16" else f"input_format={self.input_format}",
             "" if self.enabled else "disabled",
         ]
         return ", ".join(filter(None, shown))
@@ -87,16 +101,27 @@ class Norm(nn.Module):
 
     def _takes(self, x: Any) -> bool:
         """Return whether the kernels gain anything here and give what the parent gives, dtype included."""
-        if torch.compiler.is_compiling() or not self.enabled or type(x) not in _PLAIN or not _gains(x.device):
+        if not self.enabled or not is_plain(x):
+            return False
+        if self.input_format == "bf16" and (torch.compiler.is_compiling() or not _gains(x.device)):
             return False
         parameters = [p for p in self._affine() if p is not None]
         shape = parameters[0].shape if parameters else self.normalized_shape
         if x.shape[-1:] != shape or not 0 < x.shape[-1] <= norm.LONGEST_ROW:
             return False
-        if any((p.dtype, p.device) != (x.dtype, x.device) or type(p) not in _PLAIN for p in parameters):
+        if any((p.dtype, p.device) != (x.dtype, x.device) or not is_plain(p) for p in parameters):
             return False
         # Autocast lets some norms run in FP32 and others not, by class, version and device. FP32 stays FP32 in all.
         return x.dtype == torch.float32 if torch.is_autocast_enabled(x.device.type) else x.dtype in _DTYPES
+
+    def _note_that_nothing_is_saved(self, args: tuple[Any, ...]) -> None:
+        if self.input_format == "bf16" or not self.enabled or not torch.is_grad_enabled():
+            return
+        if not torch.compiler.is_compiling() and args and isinstance(args[0], Tensor):
+            ledger.fall_back(
+                f"a norm kept its input as it is, not in FP8: {type(self).__name__} of {type(args[0]).__name__} "
+                f"{tuple(args[0].shape)} {args[0].dtype}, which its kernels do not compute as it does"
+            )
 
 
 class RMSNorm(Norm, nn.RMSNorm):  # type: ignore[misc]  # `weight` is declared in both
@@ -125,13 +150,13 @@ def adopts(module: nn.Module) -> bool:
     return _is_rms_norm(module)
 
 
-def adopt(module: nn.Module, target: Target | None) -> None:
+def adopt(module: nn.Module, target: Target | None, input_format: NormInputs = "bf16") -> None:
     """Turn a module that `adopts` takes into its counterpart here, in place. It remains an instance of its class."""
-    _class_for(type(module)).adopt(module, target)
+    _class_for(type(module)).adopt(module, target, input_format)
 
 
 def _gains(device: torch.device) -> bool:
-    return device.type == "cuda" and why_not(device) is None
+    return on_gpu(device) and (device.type != "cuda" or why_not(device) is None)
 
 
 _CLASSES: dict[type[nn.Module], type[Norm]] = {nn.RMSNorm: RMSNorm, nn.LayerNorm: LayerNorm}
@@ -161,8 +186,13 @@ def _eps_of(module: nn.Module) -> float | None:
     return None
 
 
-@cache
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _default_eps(dtype: torch.dtype, device: torch.device) -> float:
+    return _measured_default_eps(dtype, device)
+
+
+@cache
+def _measured_default_eps(dtype: torch.dtype, device: torch.device) -> float:
     """Return what PyTorch's RMS norm takes where no eps is given: versions differ in whose, x's dtype's or FP32's."""
     single = torch.finfo(torch.float32).eps
     if dtype == torch.float32:
@@ -213,12 +243,14 @@ class _Function(torch.autograd.Function):
         eps: float,
         target: Target | None,
         centred: bool,
+        keeps_codes: bool,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         if centred:
             made = norm.layer_norm(x_MD, weight, bias, eps, target=target)
         else:
             made = norm.rms_norm(x_MD, weight, eps, target=target)
-        ctx.save_for_backward(x_MD, weight, bias, made.mean, made.rstd)
+        kept = kernels.quantize(x_MD, *norm.KEPT)[:2] if keeps_codes and any(ctx.needs_input_grad) else (x_MD, None)
+        ctx.save_for_backward(*kept, weight, bias, made.mean, made.rstd)
         ctx.set_materialize_grads(False)  # else backward would get zeros for the codes
         if made.quantized is None:
             return made.y, None, None
@@ -229,9 +261,10 @@ class _Function(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         dy = grad_outputs[0]
-        x_MD, weight, bias, mean, rstd = ctx.saved_tensors
+        x_MD, scale, weight, bias, mean, rstd = ctx.saved_tensors
         if dy is None:
-            return (None,) * 6
+            return (None,) * 7
+        x = x_MD if scale is None else Quantized(x_MD, scale, norm.KEPT.tile)
         if mean is None:
-            return *norm.rms_norm_backward(dy, x_MD, weight, rstd), None, None, None, None
-        return *norm.layer_norm_backward(dy, x_MD, weight, bias, mean, rstd), None, None, None
+            return *norm.rms_norm_backward(dy, x, weight, rstd), None, None, None, None, None
+        return *norm.layer_norm_backward(dy, x, weight, bias, mean, rstd), None, None, None, None

@@ -23,6 +23,7 @@ from octavo.nn.conv import Conv1d, Conv2d, window_of
 from octavo.nn.functional import cell_of, target_of
 from octavo.nn.grouped import GroupedLinear
 from octavo.nn.linear import Linear
+from octavo.nn.own_codes import values
 from octavo.numerics import PER_TENSOR, Quantized, tile_amax
 from octavo.recipes import STATEFUL, Operand, Recipe
 
@@ -276,7 +277,9 @@ def _output_matrix(layer: Layer, y: Tensor) -> Tensor:
 
 def _weight_matrix(layer: Layer) -> Tensor:
     """Return the weight of a layer as (N, K)."""
-    return layer.weight if isinstance(layer, Linear) else layer.weight.movedim(1, -1).flatten(1)
+    if isinstance(layer, Linear):
+        return values(layer.weight.detach(), layer.weight.dtype)
+    return layer.weight.movedim(1, -1).flatten(1)
 
 
 def _pixels(layer: Conv1d | Conv2d, x: Tensor) -> Tensor:

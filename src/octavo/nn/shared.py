@@ -18,6 +18,7 @@ from torch import Tensor
 
 from octavo.nn.functional import linears, target_of
 from octavo.nn.handoff import taken
+from octavo.nn.watched import page_of
 from octavo.nn.weights import state_of
 from octavo.recipes import Recipe
 
@@ -65,7 +66,7 @@ class SharedInput:
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
         cells = None if layers[0].page is None else layers[0].page.cells
         keeps = all(layer.keeps_input for layer in layers)
-        return linears(x, weights, biases, recipe, compute_dtype(x), ready, cells, keeps)
+        return linears(x, weights, biases, recipe, compute_dtype(x), ready, cells, keeps, page_of(layers))
 
     def _clear(self) -> None:
         self._input, self._waiting, self._states = None, {}, {}

@@ -1,0 +1,110 @@
+"""A model's blocks, whose calls are wrapped by changing their class. Names, parameters, hooks and state dicts stay."""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from octavo.conversion.policy import blocks_of
+from octavo.errors import ConfigError, did_you_mean
+
+
+class Wrapped(nn.Module):
+    """Mixed into the class of a block; `wrap` makes such a class, `unwrap` takes it away."""
+
+    parent: type[nn.Module]
+    """The class it was, and will be."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Reduce to the parent's class: files and copies hold the block as it was, unwrapped."""
+        wrapped, vars_of = type(self), vars(self)
+        self.__class__ = wrapped.parent  # type: ignore[assignment]
+        try:
+            reduced = self.__reduce_ex__(protocol)
+        finally:
+            self.__class__ = wrapped
+        state = {name: value for name, value in vars_of.items() if name not in _attributes(wrapped)}
+        make = _new if reduced[0] is vars(copyreg)["__newobj__"] else reduced[0]
+        return make, reduced[1], state, *reduced[3:]
+
+
+def storages(modules: Iterable[nn.Module]) -> set[int]:
+    """Return the addresses of all memory that the modules' own parameters and buffers lie in, not their children's."""
+    tensors = (x for module in modules for x in (*module.parameters(False), *module.buffers(False)))
+    return {part.untyped_storage().data_ptr() for x in tensors for part in _parts_of(x)}
+
+
+def _parts_of(x: Tensor) -> list[Tensor]:
+    """Return the plain tensors that a tensor is made of: an `FP8Tensor` of codes and scales."""
+    if not hasattr(x, "__tensor_flatten__"):
+        return [x]
+    return [part for name in x.__tensor_flatten__()[0] for part in _parts_of(getattr(x, name))]
+
+
+def choose(model: nn.Module, patterns: str | Sequence[str] | None) -> list[str]:
+    """Return the full names of the modules that these patterns match, in order; for None those of the model's blocks.
+
+    Raises:
+        ConfigError: a pattern matches no module, or there are no blocks.
+    """
+    if patterns is None:
+        if not (found := blocks_of(model)):
+            raise ConfigError("the model has no nn.ModuleList of blocks: name them, as in blocks='encoder.layer.*'.")
+        return found
+    names = [name for name, _ in model.named_modules() if name]
+    chosen: list[str] = []
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        # `layers.*` is for the children of `layers`: a star holds no dot here, as modules lie in one another.
+        matched = [name for name in names if fnmatchcase(name, pattern) and name.count(".") == pattern.count(".")]
+        if not matched:
+            raise ConfigError(f"blocks: the pattern '{pattern}' matches no module.{did_you_mean(pattern, names)}")
+        chosen += [name for name in matched if name not in chosen]
+    return chosen
+
+
+def wrap(module: nn.Module, kind: type[Wrapped], **attributes: Any) -> None:
+    """Mix `kind` into the class of a module, in place.
+
+    Raises:
+        ConfigError: it is wrapped so already.
+    """
+    if isinstance(module, kind):
+        raise ConfigError(f"{type(module).__name__} is wrapped by this already: call `remove()` of the first one.")
+    parent = type(module)
+    if (kind, parent) not in _CLASSES:
+        names = {"parent": parent, "__module__": parent.__module__, "__doc__": parent.__doc__}
+        _CLASSES[kind, parent] = type(parent.__name__, (kind, parent), names)
+    module.__class__ = _CLASSES[kind, parent]
+    vars(module).update(attributes)
+
+
+def unwrap(module: nn.Module, kind: type[Wrapped]) -> None:
+    """Undo `wrap`, in place. What was wrapped last must be unwrapped first.
+
+    Raises:
+        ConfigError: something else has been wrapped around it since.
+    """
+    if not isinstance(module, kind):
+        return
+    wrapped = type(module)
+    if wrapped.__bases__[0] is not kind:
+        raise ConfigError(f"{wrapped.__name__} has been wrapped again since: remove in the reverse order.")
+    for name in _attributes(wrapped):
+        vars(module).pop(name, None)
+    module.__class__ = cast(Any, wrapped).parent
+
+
+def _new(parent: type[nn.Module], *arguments: Any) -> nn.Module:
+    return parent.__new__(parent, *arguments)
+
+
+_CLASSES: dict[tuple[type[Wrapped], type[nn.Module]], type[Wrapped]] = {}
+
+
+def _attributes(wrapped: type[nn.Module]) -> set[str]:
+    """Return the names of what a wrapper keeps in the module."""
+    return {name for name in vars(wrapped.__bases__[0]).get("__annotations__", {}) if name != "parent"}

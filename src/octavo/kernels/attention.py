@@ -1,0 +1,209 @@
+"""The attention contract: softmax attention forward and backward, where what was given may come back in codes.
+
+    P = softmax(q k^T scale), of a causal one over the tokens up to the query's own         y = P v
+    dv = P^T dy    dP = dy v^T    dS = P (dP - delta), delta = rowsum(dy y)    dq = dS k scale    dk = dS^T q scale
+
+B: batch. T: tokens. H: query heads. G: key and value heads, a divisor of H, each read by H / G query heads. E: channels
+of a head. Rows stand as linear layers write them, (B, T, H, E), so that y is (B, T, H E) without a move.
+
+Backward needs y only for delta, one sum a token and head (Dao et al., FlashAttention, 2022, section B.2). So y may be
+given as codes: they are decoded inside the operator, where no compiler can move that into the forward.
+
+On a GPU it is the fused kernel that PyTorch's `scaled_dot_product_attention` takes for these tensors under the same
+settings (`torch.nn.attention.sdpa_kernel`); all of them describe a row by the same logsumexp. On a CPU it is PyTorch's
+flash attention. What neither takes, `reference/attention.py` computes, which is the definition.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from octavo.errors import ConfigError
+from octavo.kernels import ledger
+from octavo.kernels.operator import define
+from octavo.kernels.reference import attention as reference
+from octavo.numerics import Quantized, dequantize, granularity_named
+
+_SIDE = 32
+"""Rows that memory-efficient attention pads its logsumexp to a multiple of."""
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return y (B, T, H, E), contiguous, in q's dtype, and the logsumexp of each row, (B, H, T) in FP32.
+
+    Args:
+        q: (B, T, H, E), BF16, FP16 or FP32, the channels of a head contiguous.
+        k: (B, T, G, E), as q.
+        v: (B, T, G, E), as q.
+        causal: whether a token sees itself and those before it only.
+        scale: what scores are multiplied by; default 1 / sqrt(E).
+
+    Raises:
+        ConfigError: shapes or dtypes that do not fit.
+    """
+    _check(q, k, v)
+    y, lse = torch.ops.octavo.attention(q, k, v, causal, scale)
+    return y, lse
+
+
+def attention_backward(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Quantized,
+    lse: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq (B, T, H, E), dk and dv (B, T, G, E), contiguous, in q's dtype.
+
+    Args:
+        dy: (B, T, H, E), in q's dtype.
+        y: the forward's, codes (B T, H E).
+        lse: (B, H, T), the forward's.
+
+    The other arguments and the errors are those of `attention`.
+    """
+    _check(q, k, v)
+    dq, dk, dv = torch.ops.octavo.attention_backward(
+        dy, q, k, v, y.codes, y.scale, y.granularity.name, lse, causal, scale
+    )
+    return dq, dk, dv
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    fits = q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3]
+    if not fits or (q.shape[2] % k.shape[2] if k.shape[2] else q.shape[2]):
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        raise ConfigError(f"attention takes q (B, T, H, E), k and v (B, T, G, E), G a divisor of H; got {shapes}.")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ConfigError(f"attention takes q, k and v of one dtype, got {q.dtype}, {k.dtype} and {v.dtype}.")
+
+
+def _backend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> SDPBackend:
+    """Return what PyTorch computes this with, MATH where it is the definition. q, k, v: (B, H, T, E)."""
+    if not (q.numel() and k.numel()) or q.device.type not in ("cpu", "cuda"):
+        return SDPBackend.MATH
+    chosen: int = torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    backend = SDPBackend(chosen)
+    known = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
+    fused = backend in known and (q.device.type == "cpu" or q.shape[3] % 8 == 0)
+    if not fused and q.is_cuda:
+        ledger.fall_back(f"attention of {tuple(q.shape)} {q.dtype} ran as reference: no fused kernel of PyTorch's fits")
+    return backend if fused else SDPBackend.MATH
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    backend, aten = _backend(q, k, v, causal, scale), torch.ops.aten
+    if backend == SDPBackend.MATH:
+        y, lse = reference.attention(q, k, v, causal, scale)
+    elif q.device.type == "cpu":
+        y, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, *_repeated(q, k, v), 0.0, causal, scale=scale)
+    elif backend == SDPBackend.CUDNN_ATTENTION:
+        y, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
+    elif backend == SDPBackend.FLASH_ATTENTION:
+        y, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
+    else:
+        y, lse = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
+    rows = lse.flatten(2)[..., : q.shape[2]]  # a last dimension of 1, or rows of padding
+    return y.transpose(1, 2).contiguous(), rows.contiguous()
+
+
+def _attention_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, codes: Tensor, code_scale: Tensor, granularity: str, lse: Tensor,
+    causal: bool, scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    y = decode(Quantized(codes, code_scale, granularity_named(granularity)), q.dtype).view(q.shape)
+    dy, q, k, v, y = (x.transpose(1, 2) for x in (dy, q, k, v, y))
+    backend = _backend(q, k, v, causal, scale)
+    if backend == SDPBackend.MATH:
+        gradients = reference.attention_backward(dy, q, k, v, y, lse, causal, scale)
+    elif q.device.type == "cpu":
+        gradients = _on_cpu(dy, q, k, v, y, lse, causal, scale)
+    else:
+        gradients = _on_cuda(backend, dy, q, k, v, y, lse, causal, scale)
+    dq, dk, dv = (gradient.transpose(1, 2).contiguous() for gradient in gradients)
+    return dq, dk, dv
+
+
+def _on_cuda(
+    backend: SDPBackend, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    aten, length = torch.ops.aten, q.shape[2]
+    unread = q.new_empty((), dtype=torch.int64)  # seed and offset of dropout, of which there is none
+    if backend == SDPBackend.CUDNN_ATTENTION:
+        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+            dy, q, k, v, y, lse[..., None], unread, unread, None, None, None, length, length, 0.0, causal, scale=scale
+        )
+    elif backend == SDPBackend.FLASH_ATTENTION:
+        state = q.new_empty(2, dtype=torch.uint64)
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+            dy, q, k, v, y, lse, None, None, length, length, 0.0, causal, state, unread, scale=scale
+        )
+    else:
+        padded = F.pad(lse, (0, -length % _SIDE), value=torch.inf)
+        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+            dy, q, k, v, None, y, padded, unread, unread, 0.0, [True, True, True, False], causal, scale=scale
+        )
+    return dq, dk, dv
+
+
+def _on_cpu(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, *repeated = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dy, q, *_repeated(q, k, v), y, lse, 0.0, causal, scale=scale
+    )
+    dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in repeated)
+    return dq, dk, dv
+
+
+def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return k and v with a head for each of q's: older versions take no others on a CPU."""
+    times = q.shape[1] // k.shape[1]
+    return k.repeat_interleave(times, dim=1), v.repeat_interleave(times, dim=1)
+
+
+def decode(x: Quantized, dtype: torch.dtype) -> Tensor:
+    """Return what `numerics.dequantize` gives, without an FP32 copy of it: the product is rounded as it is written."""
+    rows, cols = x.codes.shape
+    tile_cols = x.granularity.cols or cols
+    if x.granularity.rows not in (1, None) or not x.codes.numel() or cols % tile_cols or dtype == torch.float32:
+        return dequantize(x, dtype)
+    values = x.codes.to(dtype)  # exact: E4M3 and E5M2 are in BF16 and in FP16
+    values.view(rows, -1, tile_cols).mul_(x.scale[..., None])
+    return values
+
+
+def _attention_shape(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    batch, length, heads, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((batch, heads, length), dtype=torch.float32)
+
+
+def _attention_backward_shape(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, codes: Tensor, code_scale: Tensor, granularity: str, lse: Tensor,
+    causal: bool, scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+define(
+    "attention(Tensor q, Tensor k, Tensor v, bool causal, float? scale) -> (Tensor, Tensor)",
+    _attention,
+    _attention_shape,
+)
+define(
+    "attention_backward(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor codes, Tensor code_scale, str granularity, "
+    "Tensor lse, bool causal, float? scale) -> (Tensor, Tensor, Tensor)",
+    _attention_backward,
+    _attention_backward_shape,
+)

@@ -1,0 +1,52 @@
+"""Attention as it is defined, in FP32, with the whole matrix of scores in memory.
+
+Shapes here are (B, H, T, E) and, of k and v, (B, G, T, E): see `octavo.kernels.attention`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Return y (B, H, T, E) in q's dtype and the logsumexp (B, H, T) in FP32."""
+    scores = _scores(q, k, causal, scale)
+    lse = scores.logsumexp(-1)
+    y = (scores - lse[..., None]).exp() @ _heads(v, q)
+    return y.to(q.dtype), lse
+
+
+def attention_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq (B, H, T, E), dk and dv (B, G, T, E) in q's dtype."""
+    dy = dy.float()
+    p = (_scores(q, k, causal, scale) - lse[..., None]).exp()
+    delta = (dy * y.float()).sum(-1, keepdim=True)
+    ds = p * (dy @ _heads(v, q).mT - delta) * _scale(q, scale)
+    dk, dv = (_grouped(x, k) for x in (ds.mT @ q.float(), p.mT @ dy))
+    return (ds @ _heads(k, q)).to(q.dtype), dk, dv
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float | None) -> Tensor:
+    scores = q.float() @ _heads(k, q).mT * _scale(q, scale)
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return scores.masked_fill(hidden, -torch.inf) if causal else scores
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    return scale if scale is not None else 1 / math.sqrt(max(q.shape[-1], 1))
+
+
+def _heads(x: Tensor, q: Tensor) -> Tensor:
+    """Return k or v in FP32, with a head for each of q's."""
+    return x.float().repeat_interleave(q.shape[1] // max(x.shape[1], 1), dim=1)
+
+
+def _grouped(gradient: Tensor, k: Tensor) -> Tensor:
+    """Return the gradient of k's heads, each the sum over the query heads that read it."""
+    batch, groups, *rest = k.shape
+    return gradient.reshape(batch, groups, gradient.shape[1] // max(groups, 1), *rest).sum(2).to(k.dtype)

@@ -1,0 +1,149 @@
+"""Softmax attention that may keep its result in FP8, as the very codes that the layer behind it reads.
+
+PyTorch's attention keeps its output y for backward, and an FP8 linear layer that reads y keeps codes of it. Backward of
+attention needs y only for one sum a token and head, `rowsum(dy y)`. So the codes serve both: y is quantised here as its
+reader would, and the codes go along with it (`octavo.nn.handoff`). In compiled code nothing can go along; there reader
+and attention quantise one tensor in one way, which compilers recognise as one computation.
+
+The forward stays what it is, to the bit, and so do the gradients of the reader. Those of q, k and v see y rounded.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from octavo.kernels import Target, ledger
+from octavo.kernels.attention import attention, attention_backward
+from octavo.kernels.dispatch import is_plain
+from octavo.nn.functional import target_of
+from octavo.nn.handoff import offer
+from octavo.nn.weights import quantize_matrix
+from octavo.numerics import Quantized
+from octavo.recipes import Recipe
+
+AttentionOutput = Literal["bf16", "fp8"]
+"""What attention keeps its output in for backward: `bf16` as it is, `fp8` as codes."""
+
+OWN = Target("e4m3", "row", "power_of_two")
+"""What the output is kept in where its reader's codes cannot be had in advance."""
+
+
+class ScaledDotProduct(nn.Module):
+    """`scaled_dot_product_attention` of a module, as a child of it, so that a policy finds it and its reader.
+
+    It has no parameters: state dicts stay what they are. Until `keep_codes` is called it is PyTorch's function.
+    """
+
+    enabled: bool
+    """False: keep the output as PyTorch does."""
+    target: Target | None
+    """What the output is quantised to; None: it is kept as it is."""
+    shares: bool
+    """Whether the reader takes those codes."""
+
+    def __init__(self, reader: str, *, causal: bool = True) -> None:
+        """Make the attention of a module.
+
+        Args:
+            reader: the name of the sibling, a linear layer, that alone reads the output.
+            causal: whether a token sees itself and those before it only.
+        """
+        super().__init__()
+        self.reader, self.causal = reader, causal
+        self.keep_values()
+
+    def keep_values(self) -> None:
+        """Keep the output for backward as it is."""
+        self.enabled, self.target, self.shares = True, None, False
+
+    def keep_codes(self, recipe: Recipe) -> None:
+        """Keep the output for backward in FP8.
+
+        Args:
+            recipe: that of the reader.
+        """
+        self.enabled, self.shares = True, shares_codes(recipe)
+        self.target = target_of(recipe.fprop.input) if self.shares else OWN
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return (B, T, H E), in q's dtype or autocast's, for q (B, T, H, E), k and v (B, T, G, E), G dividing H.
+
+        B: batch, T: tokens, H: query heads, G: key and value heads, E: channels of a head.
+        """
+        if self.target is None or not self.enabled or not torch.is_grad_enabled() or not _takes(q, k, v):
+            grouped = q.shape[2] != k.shape[2]
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=grouped)
+            return y.transpose(1, 2).flatten(2)
+        if torch.is_autocast_enabled(q.device.type):
+            q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+        y_BTD, codes, scale = _Function.apply(q, k, v, self.causal, self.target)  # type: ignore[no-untyped-call]
+        if self.shares:
+            offer(y_BTD, Quantized(codes, scale, self.target.tile), self.target)
+        result: Tensor = y_BTD
+        return result
+
+    def extra_repr(self) -> str:
+        """Return what `print(model)` shows of this module."""
+        kept = "" if self.target is None else f"output kept as {self.target}"
+        return ", ".join(filter(None, (f"reader={self.reader}", "causal" if self.causal else "", kept)))
+
+
+def shares_codes(recipe: Recipe) -> bool:
+    """Return whether a layer of this recipe reads codes that are made of its input alone, the same each time."""
+    operand = recipe.fprop.input
+    return recipe.fprop.is_fp8 and operand.rounding == "nearest" and not operand.keeps_scale
+
+
+def refuses(recipe: Recipe | None, keeps_input: bool) -> str | None:
+    """Return why codes of the output would save nothing, or None.
+
+    Args:
+        recipe: of the reader; None if it stays in BF16.
+        keeps_input: whether it keeps its input as it is (`Policy.requantise`).
+    """
+    if recipe is None or not recipe.wgrad.is_fp8:
+        return "it keeps its input in BF16 for its own backward"
+    return "`requantise` has it keep its input as it is" if keeps_input else None
+
+
+def _takes(*tensors: Tensor) -> bool:
+    """Return whether these are tensors that the operators take; others, such as a DTensor, are left to PyTorch."""
+    plain = all(is_plain(x) and x.dim() == 4 for x in tensors)
+    if not plain and not torch.compiler.is_compiling():
+        kinds = ", ".join(type(x).__name__ for x in tensors)
+        ledger.fall_back(f"attention kept its output as it is, not in FP8: q, k and v are {kinds}")
+    return plain
+
+
+class _Function(torch.autograd.Function):
+    """y (B, T, H E), and its codes and scales, which backward reads in its place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, target: Target
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        y, lse = attention(q, k, v, causal=causal)
+        y_BTD = y.flatten(2)
+        # Written as the reader writes it (`nn.functional.linears`): compilers see one computation.
+        codes, scale, _ = quantize_matrix(y_BTD.reshape(math.prod(y_BTD.shape[:-1]), y_BTD.shape[-1]), target)
+        ctx.save_for_backward(q, k, v, codes, scale, lse)
+        ctx.causal, ctx.target = causal, target
+        ctx.mark_non_differentiable(codes, scale)
+        ctx.set_materialize_grads(False)  # else backward would get zeros for the codes
+        return y_BTD, codes, scale
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, codes, scale, lse = ctx.saved_tensors
+        if grad_outputs[0] is None:
+            return (None,) * 5
+        dy, y = grad_outputs[0].reshape(q.shape), Quantized(codes, scale, ctx.target.tile)
+        return *attention_backward(dy, q, k, v, y, lse, causal=ctx.causal), None, None

@@ -1,0 +1,217 @@
+"""The GEMMs of a layer that telemetry looks at: `fprop` and `dgrad` of `octavo.nn.weights`, and what they read.
+
+A watched layer has a page, FP32 (1 + 2 n, WIDTH): a row (`octavo.kernels.sample`) for the input of n layers that are
+computed together, n for their weights, n for their grad_outputs. Its operators give what the plain ones give, bit for
+bit, and write the page: fprop the input and the weights, dgrad the rest. Both look after the product, whose first and
+last column tell of every NaN in an operand. They say nothing of the page in their signatures, as `quantize_at` says
+nothing of its cells; written twice, it is the same.
+
+Where an MLP is computed as one, no tensor holds the hidden activation or the gradients of gate and up: those of the
+sampled rows are computed once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from octavo.kernels import Target
+from octavo.kernels.activation import INPUTS, activation_backward_plain
+from octavo.kernels.operator import define
+from octavo.kernels.reference.activation import value
+from octavo.kernels.sample import Looked, rests, sample, sampled_rows
+from octavo.kernels.target import target_of
+from octavo.nn import weights as stacked
+from octavo.numerics import Quantized, dequantize, granularity_named
+
+
+@dataclass(frozen=True, eq=False)
+class Watch:
+    """What a layer holds while it is watched, as `layer.watch`."""
+
+    page: Tensor
+    """Of all layers that are computed together."""
+    layers: int
+    """How many these are."""
+
+
+class Watched(Protocol):
+    """A layer that may be watched."""
+
+    watch: Watch | None
+
+
+def page_of(layers: Sequence[Watched]) -> Tensor | None:
+    """Return the page of layers that are computed together now; None where nobody looks, or some are missing.
+
+    An evaluation is not looked at.
+    """
+    watch = layers[0].watch
+    if watch is None or not torch.is_grad_enabled():
+        return None
+    together = all(layer.watch is not None and layer.watch.layers == len(layers) for layer in layers)
+    return watch.page if together else None
+
+
+class Source(NamedTuple):
+    """Where an operand came from."""
+
+    tensors: Sequence[Tensor]
+    """The operand itself, in one piece or side by side. With `kind`: gate and up, or up alone, whose activation it is;
+    of a gradient first that of the hidden activation, then gate and up, each as codes and scale if they are kept so."""
+    target: Target
+    """What it was quantised to."""
+    tied: bool
+    """Whether with scales of its own maxima: not with those that a model keeps."""
+    kind: str = ""
+    """The activation, as `kernels.activation` names it."""
+    fold: Tensor | None = None
+    """FP32 (1, N), what a gradient's columns were multiplied by."""
+
+
+def fprop(
+    x: Quantized, weights: Sequence[Tensor], target: Target, dtype: torch.dtype, accumulate: str,
+    source: Source, page: Tensor,
+) -> list[Tensor]:  # fmt: skip
+    """Return `octavo.nn.weights.fprop`, and look at the input and the weights."""
+    outputs: list[Tensor] = torch.ops.octavo.watched_fprop(
+        x.codes, x.scale, x.granularity.name, list(weights), str(target), dtype, accumulate,
+        list(source.tensors), str(source.target), source.tied, source.kind, page,
+    )  # fmt: skip
+    return outputs
+
+
+def dgrad(
+    g: Quantized, weights: Sequence[Tensor], target: Target, of_fprop: Target | None, dtype: torch.dtype,
+    accumulate: str, source: Source, page: Tensor,
+) -> Tensor:  # fmt: skip
+    """Return `octavo.nn.weights.dgrad`, and look at the gradients."""
+    result: Tensor = torch.ops.octavo.watched_dgrad(
+        g.codes, g.scale, g.granularity.name, list(weights), str(target), str(of_fprop or ""), dtype, accumulate,
+        list(source.tensors), str(source.target), source.tied, source.kind, source.fold, page,
+    )  # fmt: skip
+    return result
+
+
+def _fprop(
+    x: Tensor, x_scale: Tensor, x_granularity: str, weights: list[Tensor], target: str,
+    dtype: torch.dtype, accumulate: str, tensors: list[Tensor], looked: str, tied: bool, kind: str, page: Tensor,
+) -> list[Tensor]:  # fmt: skip
+    outputs: list[Tensor] = torch.ops.octavo.fprop(x, x_scale, x_granularity, weights, target, dtype, accumulate)
+    rows, operand = page.data, _named(looked)  # no versions count: a layer may run twice before backward
+    if rests(rows[0]) or 0 in x.shape:
+        return outputs
+    total = None
+    if kind:
+        tensors, total = [_hidden(tensors, kind, rows[0])], x.shape[0]
+    sample(Looked(tensors[0], x_scale, operand, None, _ends(outputs[0]), tied, total), rows[0])
+    goal = _named(target)
+    scales = _parts(stacked.quantized_weights(weights, goal), [weight.shape[0] for weight in weights])
+    for weight, scale, y, row in zip(weights, scales, outputs, rows[1:], strict=False):
+        if scale is not None:
+            alone = len(weights) == 1 or goal.tile.rows is not None
+            sample(Looked(weight.detach(), scale, goal, None, _ends(y.t()), alone), row)
+    return outputs
+
+
+def _dgrad(
+    g: Tensor, g_scale: Tensor, g_granularity: str, weights: list[Tensor], target: str, of_fprop: str,
+    dtype: torch.dtype, accumulate: str, tensors: list[Tensor], looked: str, tied: bool, kind: str,
+    fold: Tensor | None, page: Tensor,
+) -> Tensor:  # fmt: skip
+    result: Tensor = torch.ops.octavo.dgrad(
+        g, g_scale, g_granularity, weights, target, of_fprop, dtype, accumulate
+    )  # fmt: skip
+    rows, operand = page.data[1 + len(weights) :], _named(looked)
+    if rests(rows[0]) or 0 in g.shape:
+        return result
+    total = None
+    if kind:
+        tensors, total = _gradients(tensors, kind, rows[0]), g.shape[0]
+    widths = [dy.shape[1] for dy in tensors]
+    scales = _parts(Quantized(g.t(), g_scale.t(), operand.tile.transposed), widths)
+    folds = [None] * len(widths) if fold is None else fold.split(widths, dim=1)
+    alone = tied and (len(widths) == 1 or operand.tile.cols is not None)
+    for dy, scale, part, row in zip(tensors, scales, folds, rows, strict=True):
+        if scale is not None:
+            sample(Looked(dy, scale.t(), operand, part, _ends(result), alone, total), row)
+    return result
+
+
+def _parts(stack: Quantized, counts: list[int]) -> list[Tensor | None]:
+    """Return the scales of each part of a matrix that is cut by rows; None where a tile straddles a cut."""
+    height = stack.granularity.rows
+    if len(counts) == 1 or height is None:
+        return [stack.scale] * len(counts)
+    if any(count % height for count in counts[:-1]):
+        return [None] * len(counts)
+    return list(stack.scale.split([-(-count // height) for count in counts]))
+
+
+def _ends(y: Tensor) -> Tensor | None:
+    """Return the first and the last column of y (R, C) as a view (R, 2)."""
+    step = max(y.shape[1] - 1, 1)
+    return y[:, ::step] if y.shape[1] > 1 else y.expand(-1, 2) if y.shape[1] else None
+
+
+def _hidden(before: Sequence[Tensor], kind: str, row: Tensor) -> Tensor:
+    """Return the sampled rows of f(gate) * up, FP32."""
+    rows = sampled_rows(before[0].shape[0], row)
+    gate, *up = (tensor[rows].float() for tensor in before)
+    h = value(kind, gate)
+    return h * up[0] if up else h
+
+
+def _gradients(tensors: Sequence[Tensor], kind: str, row: Tensor) -> list[Tensor]:
+    """Return the sampled rows of the gradients of gate and up, or of up alone."""
+    rows = sampled_rows(tensors[0].shape[0], row)
+    dh, *inputs = (_rows_of(tensor, rows) for tensor in tensors)
+    if tensors[1].element_size() == 1:
+        pairs = zip(inputs[::2], inputs[1::2], strict=True)
+        inputs = [dequantize(Quantized(codes, scale, INPUTS.tile)).to(dh.dtype) for codes, scale in pairs]
+    d_gate, d_up = activation_backward_plain(kind, dh, inputs[0], inputs[1] if len(inputs) > 1 else None)
+    return [d_gate] if d_up is None else [d_gate, d_up]
+
+
+def _rows_of(x: Tensor, rows: Tensor) -> Tensor:
+    return x.view(torch.uint8)[rows].view(x.dtype) if x.element_size() == 1 else x[rows]
+
+
+def _named(text: str) -> Target:
+    target = target_of(text)
+    assert target is not None
+    return target
+
+
+def _fprop_shape(
+    x: Tensor, x_scale: Tensor, x_granularity: str, weights: list[Tensor], target: str, dtype: torch.dtype, *_: Any
+) -> list[Tensor]:
+    return [x.new_empty(x.shape[0], weight.shape[0], dtype=dtype) for weight in weights]
+
+
+def _dgrad_shape(
+    g: Tensor, g_scale: Tensor, g_granularity: str, weights: list[Tensor], target: str, of_fprop: str,
+    dtype: torch.dtype, *_: Any,
+) -> Tensor:  # fmt: skip
+    return g.new_empty(g.shape[0], weights[0].shape[1], dtype=dtype)
+
+
+define(
+    "watched_fprop(Tensor x, Tensor x_scale, str x_granularity, Tensor[] weights, str target, ScalarType dtype, "
+    "str accumulate, Tensor[] tensors, str looked, bool tied, str kind, Tensor page) -> Tensor[]",
+    _fprop,
+    _fprop_shape,
+    torch.Tag.cudagraph_unsafe,
+)
+define(
+    "watched_dgrad(Tensor g, Tensor g_scale, str g_granularity, Tensor[] weights, str target, str of_fprop, "
+    "ScalarType dtype, str accumulate, Tensor[] tensors, str looked, bool tied, str kind, Tensor? fold, Tensor page) "
+    "-> Tensor",
+    _dgrad,
+    _dgrad_shape,
+    torch.Tag.cudagraph_unsafe,
+)
