@@ -9,8 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from octavo.conversion import Operators, Plan, Policy, autocast, convert, disabled, revert
+    from octavo.conversion import Operators, Plan, Policy, autocast, convert, disabled, offload, recompute, revert
     from octavo.conversion import make_plan as plan
+    from octavo.monitor.watch import Monitor
     from octavo.nn.observe import observed
     from octavo.nn.scales import scales
     from octavo.numerics import dequantize, quantize
@@ -20,16 +21,20 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Monitor": "octavo.monitor.watch:Monitor",
     "Operators": "octavo.conversion:Operators",
     "Plan": "octavo.conversion:Plan",
     "Policy": "octavo.conversion:Policy",
     "autocast": "octavo.conversion:autocast",
     "convert": "octavo.conversion:convert",
     "disabled": "octavo.conversion:disabled",
+    "offload": "octavo.conversion:offload",
     "plan": "octavo.conversion:make_plan",
+    "recompute": "octavo.conversion:recompute",
     "revert": "octavo.conversion:revert",
     "observed": "octavo.nn.observe:observed",
     "dequantize": "octavo.numerics:dequantize",
+    "distributed": "octavo.distributed",
     "optim": "octavo.optim",
     "quantize": "octavo.numerics:quantize",
     "Recipe": "octavo.recipes:Recipe",
@@ -39,6 +44,7 @@ _HOME = {
 
 __all__ = [
     "FP8Tensor",
+    "Monitor",
     "Operators",
     "Plan",
     "Policy",
@@ -48,10 +54,13 @@ __all__ = [
     "convert",
     "dequantize",
     "disabled",
+    "distributed",
     "observed",
+    "offload",
     "optim",
     "plan",
     "quantize",
+    "recompute",
     "revert",
     "scales",
 ]

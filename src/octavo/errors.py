@@ -34,6 +34,10 @@ class RunError(OctavoError):
     """A training run that had to stop."""
 
 
+class StoreError(OctavoError):
+    """A run store that is missing, of another program, of a newer version, or that cannot be written."""
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return `" Did you mean 'x'?"` for the nearest choice, or `""` where none is near."""
     near = difflib.get_close_matches(str(word), list(choices), n=1, cutoff=0.5)

@@ -32,17 +32,3 @@ def test_operands_are_random_normal_and_the_same_in_every_precision() -> None:
         quantized = rates.quantized(shape, granularities, "cpu")
         for matrix, codes in zip((a, b), quantized, strict=True):
             torch.testing.assert_close(dequantize(codes), matrix.float(), rtol=0.07, atol=0.02)
-
-
-@pytest.mark.parametrize(
-    ("gpu", "peak"),
-    [
-        ("NVIDIA H200", 989.0),
-        ("NVIDIA H100 80GB HBM3", 989.0),
-        ("NVIDIA H100 PCIe", None),
-        ("NVIDIA H200 NVL", None),
-        ("NVIDIA B200", None),
-    ],
-)
-def test_the_datasheet_is_quoted_for_what_it_is_about(gpu: str, peak: float | None) -> None:
-    assert rates.datasheet_tflops(gpu) == peak

@@ -7,7 +7,7 @@ import torch
 from octavo.kernels.optimizer import COEFFICIENTS, Control, Layout, Slot
 from octavo.kernels.reference import optimizer as reference
 from octavo.kernels.reference.storage import to_groups
-from octavo.kernels.storage import Storage
+from octavo.kernels.storage import GRADIENT_CODES, Storage
 from octavo.optim.states import TIERS, state_tensors
 
 FP8 = torch.float8_e4m3fn
@@ -28,9 +28,16 @@ KINDS = {
 """Tier and dtype of the weight."""
 
 
-def layout_of(kind: str, rule: str = "adamw", gradient: torch.dtype = torch.float32, stochastic: bool = True) -> Layout:
+def layout_of(
+    kind: str,
+    rule: str = "adamw",
+    gradient: torch.dtype = torch.float32,
+    stochastic: bool = True,
+    scaling: str = "none",
+) -> Layout:
     tier, weight = KINDS[kind]
-    return TIERS[tier].layout(rule, weight, gradient, stochastic)
+    layout = TIERS[tier].layout(rule, weight, gradient, stochastic)._replace(gradient_scaling=scaling)
+    return layout._replace(first=None, second=None) if rule == "given" else layout
 
 
 def slot(layout: Layout, shape: tuple[int, int], row: int, device: str = "cpu") -> Slot:
@@ -46,7 +53,7 @@ def slot(layout: Layout, shape: tuple[int, int], row: int, device: str = "cpu") 
         gradient=torch.zeros(shape, dtype=layout.gradient),
         master=state.get("remainder", state.get("master")),
         master_scale=state.get("master_scale"),
-        first=state["exp_avg"],
+        first=state.get("exp_avg"),
         first_scale=state.get("exp_avg_scale"),
         second=state.get("exp_avg_sq"),
         second_scale=state.get("exp_avg_sq_scale"),
@@ -61,8 +68,32 @@ def copy(original: Slot, device: str = "cpu") -> Slot:
 
 def gradient(layout: Layout, shape: tuple[int, int]) -> torch.Tensor:
     """Values over many powers of two, some of them zero."""
-    wide = torch.randn(shape) * torch.exp(2 * torch.randn(shape)) * 1e-3
-    return torch.where(torch.rand(shape) < 0.1, 0.0, wide).to(layout.gradient)
+    return wide(shape).to(layout.gradient)
+
+
+def wide(shape: tuple[int, int]) -> torch.Tensor:
+    values = torch.randn(shape) * torch.exp(2 * torch.randn(shape)) * 1e-3
+    return torch.where(torch.rand(shape) < 0.1, 0.0, values)
+
+
+def with_gradient(slot: Slot, layout: Layout) -> Slot:
+    """The slot with a random gradient, stored as the layout says."""
+    if layout.gradient_scaling == "none":
+        return slot._replace(gradient=gradient(layout, slot.weight.shape))
+    return slot._replace(**dict(zip(("gradient", "gradient_scale"), stored(layout, slot.weight.shape), strict=True)))
+
+
+def stored(layout: Layout, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of a random gradient."""
+    codes, scale = empty(layout.gradient, layout.gradient_scaling, shape)
+    reference.store_gradient(wide(shape), codes, scale, layout.gradient_scaling, False)
+    return codes, scale
+
+
+def empty(dtype: torch.dtype, scaling: str, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where a gradient could be stored."""
+    scales = Storage(GRADIENT_CODES[dtype], scaling).scale_shape(*shape)
+    return torch.zeros(shape, dtype=dtype), torch.zeros(scales, dtype=torch.uint8)
 
 
 def control(step: int, rows: int, device: str = "cpu", **changed: float) -> Control:
@@ -70,7 +101,7 @@ def control(step: int, rows: int, device: str = "cpu", **changed: float) -> Cont
     values = {
         "factor": 0.7, "first_share": 0.1, "second_decay": 0.95, "second_share": 0.05,
         "first_correction": 1 / (1 - 0.9**step), "root_correction": (1 - 0.95**step) ** -0.5, "eps": 1e-8, "lr": 1e-3,
-        "weight_kept": 0.9999, "weight_decay": 0.1, "largest_update": 0.9, **changed,
+        "weight_kept": 0.9999, "weight_decay": 0.1, "largest_update": 0.9, "first_decay": 0.9, **changed,
     }  # fmt: skip
     table = torch.tensor([[values[name] for name in COEFFICIENTS]] * rows, dtype=torch.float32, device=device)
     steps = torch.full((rows,), step, dtype=torch.int32, device=device)

@@ -5,9 +5,11 @@ import torch
 
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import ledger
-from octavo.kernels.norm import layer_norm, layer_norm_backward, refuses, rms_norm, rms_norm_backward
+from octavo.kernels.norm import KEPT, layer_norm, layer_norm_backward, refuses, rms_norm, rms_norm_backward
+from octavo.kernels.quantize import quantize
 from octavo.kernels.reference import norm as reference
 from octavo.kernels.target import Target
+from octavo.numerics import dequantize
 
 EPS = 1e-5
 ROW = Target("e4m3", "row", "power_of_two")
@@ -135,3 +137,39 @@ def test_a_gpu_runs_the_kernels():
         rms_norm_backward(x, made.total, x[0], made.rstd, x)
     assert not record.fallbacks
     assert made.y.is_cuda and made.quantized.codes.shape == x.shape
+
+
+@pytest.mark.parametrize("centred", [False, True], ids=["rms", "layer"])
+def test_the_backward_reads_codes_as_their_values(centred):
+    x, dy, weight = torch.randn(37, 300), torch.randn(37, 300), torch.randn(300)
+    made = layer_norm(x, weight, weight, EPS) if centred else rms_norm(x, weight, EPS)
+    codes = quantize(x, *KEPT)
+
+    def gradients(x):
+        if centred:
+            return layer_norm_backward(dy, x, weight, weight, made.mean, made.rstd)
+        return rms_norm_backward(dy, x, weight, made.rstd, dy)
+
+    assert all(equal(a, b) for a, b in zip(gradients(codes), gradients(dequantize(codes)), strict=True))
+    copied = codes._replace(scale=codes.scale.contiguous())  # as a hook may hand it back
+    assert all(equal(a, b) for a, b in zip(gradients(codes), gradients(copied), strict=True))
+    dy = dy.bfloat16()
+    assert gradients(codes)[0].dtype == torch.bfloat16
+    with pytest.raises(UnsupportedError, match="is kept as"):
+        gradients(quantize(x, *ROW))
+
+
+def test_the_backward_of_codes_is_well_formed():
+    x, weight, rows = torch.randn(5, 200).bfloat16(), torch.randn(200), torch.rand(5)
+    codes = quantize(x, *KEPT)
+    check = torch.library.opcheck
+    check(
+        torch.ops.octavo.rms_norm_backward,
+        (x, codes.codes, weight, rows, None, codes.scale),
+        test_utils="test_faketensor",
+    )
+    check(
+        torch.ops.octavo.layer_norm_backward,
+        (x, codes.codes, weight, weight, rows, rows, x, codes.scale),
+        test_utils="test_faketensor",
+    )

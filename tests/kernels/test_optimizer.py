@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.kernels.optimizer import squares, update
+from octavo.errors import ConfigError
+from octavo.kernels.optimizer import load_gradient, momentum, squares, store_gradient, update
 from octavo.kernels.reference import optimizer as reference
 from octavo.kernels.reference.storage import from_groups
 from octavo.kernels.uploads import Uploads
@@ -75,10 +76,10 @@ def test_exact_is_an_fp32_master_with_bf16_moments():
 
 @pytest.mark.parametrize("kind", ["fp8", "fp8-min"])
 def test_a_second_moment_is_never_lost(kind):
-    """The smallest of a group is 2^60 below the largest, and still not zero; so no update is m / eps."""
+    """The smallest of a group is 2^45 below the largest, and still not zero; so no update is m / eps."""
     layout = cases.layout_of(kind)
     slot = cases.slot(layout, (4, 256), 0)
-    gradient = torch.exp2(-torch.linspace(0, 60, 256)).repeat(4, 1)
+    gradient = torch.exp2(-torch.linspace(0, 45, 256)).repeat(4, 1)
     update([slot._replace(gradient=gradient)], layout, cases.control(1, 1), Uploads())
     assert (slot.second > 0).all()
     untouched = torch.zeros(4, 256)
@@ -120,6 +121,74 @@ def test_rounding_depends_on_seed_step_and_number_alone():
     assert torch.equal(codes(), codes())
     for other in (codes(number=1), codes(step=2), codes(seed=6)):
         assert 0 < (codes() != other).float().mean() < 1
+
+
+@pytest.mark.parametrize("kind", ["fp32", "exact", "fp8", "fp8, fp8 weight"])
+def test_a_given_update_is_subtracted(kind):
+    torch.manual_seed(0)
+    layout = cases.layout_of(kind, "given")
+    slot = cases.slot(layout, SHAPE, 0)
+    before, given = master(slot, layout), torch.randn(SHAPE)
+    update([slot._replace(gradient=given)], layout, cases.control(1, 1, largest_update=torch.inf), Uploads())
+    expected = before.double() * 0.9999 - 1e-3 * 0.7 * given.double()
+    error = (master(slot, layout) - expected).abs().max()
+    assert error < {"fp32": 1e-8, "exact": 1e-8, "fp8": 2e-6, "fp8, fp8 weight": 1e-6}[kind]
+
+
+@pytest.mark.parametrize(("nesterov", "expected"), [(True, [2.66, 1.26]), (False, [1.4, 1.26])])
+def test_momentum(nesterov, expected):
+    """Of gradients 2 and 0, multiplied by 0.7: m is 1.4, then 1.26."""
+    layout = cases.layout_of("fp32")
+    slot = cases.slot(layout, (2, 3), 0)._replace(gradient=torch.full((2, 3), 2.0))
+    found = [torch.zeros(2, 3, dtype=torch.bfloat16)]
+    momentum([slot], layout, cases.control(1, 1), found, Uploads(), nesterov=nesterov)
+    assert torch.equal(found[0], torch.full((2, 3), expected[0]).bfloat16())
+    torch.testing.assert_close(slot.first, torch.full((2, 3), 1.4))
+    momentum([slot._replace(gradient=torch.zeros(2, 3))], layout, cases.control(2, 1), found, Uploads(), nesterov=False)
+    assert torch.equal(found[0], torch.full((2, 3), expected[1]).bfloat16())
+
+
+@pytest.mark.parametrize("scaling", ["group", "tensor"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_stored_gradient(dtype, scaling):
+    """Each code is the nearest to value / scale, by PyTorch's own cast, and the scale a power of two that just fits."""
+    torch.manual_seed(0)
+    gradient = cases.wide((5, 300))
+    codes, scale = cases.empty(dtype, scaling, (5, 300))
+    store_gradient(gradient, codes, scale, scaling)
+    factor = torch.exp2(scale.double() - 127).repeat_interleave(128, dim=1)[:, :300] if scaling == "group" else None
+    factor = torch.exp2(scale.double() - 127) if factor is None else factor
+    assert torch.equal(codes.float(), (gradient / factor).float().to(dtype).float())
+    largest = (gradient / factor).abs().max()
+    assert torch.finfo(dtype).max / 2 < largest <= torch.finfo(dtype).max
+    assert torch.equal(load_gradient(codes, scale), (codes.double() * factor).float())
+    before = load_gradient(codes, scale)
+    store_gradient(gradient, codes, scale, scaling, add=True)
+    torch.testing.assert_close(load_gradient(codes, scale), before + gradient, rtol=0.13, atol=1e-2)
+
+
+@pytest.mark.parametrize(("dtype", "infinite"), [(torch.float8_e4m3fn, torch.nan), (torch.float8_e5m2, torch.inf)])
+def test_a_stored_gradient_that_is_not_finite_is_seen(dtype, infinite):
+    gradient = torch.tensor([[1.0, torch.inf, -torch.inf, torch.nan]])
+    codes, scale = cases.empty(dtype, "group", (1, 4))
+    store_gradient(gradient, codes, scale, "group")
+    expected = torch.tensor([[1.0, infinite, -infinite, torch.nan]])
+    torch.testing.assert_close(load_gradient(codes, scale), expected, equal_nan=True)
+    assert not squares([codes], Uploads(), [scale]).isfinite()
+
+
+@pytest.mark.parametrize(
+    ("codes", "scale", "scaling"),
+    [
+        (torch.float8_e4m3fn, (2, 2), "none"),
+        (torch.float8_e4m3fn, (2, 1), "group"),
+        (torch.float8_e4m3fn, (2, 2), "tensor"),
+        (torch.bfloat16, (2, 2), "group"),
+    ],
+)
+def test_a_gradient_that_cannot_be_stored_so(codes, scale, scaling):
+    with pytest.raises(ConfigError, match="store_gradient"):
+        store_gradient(torch.ones(2, 200), torch.zeros(2, 200).to(codes), torch.zeros(scale).to(torch.uint8), scaling)
 
 
 def test_squares():

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from octavo.models import ModelConfig, build, flops_per_token
-from octavo.models.flops import matmul_parameters
+from octavo.models.flops import datasheet_tflops, matmul_parameters
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,17 @@ def test_a_124_million_llama_by_hand() -> None:
 def test_attention_grows_with_the_sequence_and_weights_do_not() -> None:
     config = ModelConfig(vocab=272, dim=64, layers=3, heads=4, sequence=32)
     assert flops_per_token(config, 32) - flops_per_token(config, 16) == 6 * 3 * 64 * 16
+
+
+@pytest.mark.parametrize(
+    ("gpu", "peak"),
+    [
+        ("NVIDIA H200", 989.0),
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA B200", None),
+    ],
+)
+def test_the_datasheet_is_quoted_for_what_it_is_about(gpu: str, peak: float | None) -> None:
+    assert datasheet_tflops(gpu) == peak

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import math
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -47,6 +48,7 @@ def run_of(*lanes: str) -> list[Event]:
         config,
         device="a processor",
         parameters=38_048,
+        weight_bytes=4.0,
         state_bytes=8.0,
         heldout=loss,
         corpus={"unigram_entropy": 3.2},
@@ -55,6 +57,7 @@ def run_of(*lanes: str) -> list[Event]:
         skipped={},
         history=history,
         seconds=75.0,
+        memory={"peak_gib": None, "predicted_peak_gib": None},
     )
     return [
         started,
@@ -126,6 +129,16 @@ def test_the_closing_block_says_what_came_out_and_what_to_do() -> None:
         "octavo train runs/tiny/config.json --resume --steps 40",
     ):
         assert expected in text
+
+
+def test_the_closing_block_tells_of_weights_that_are_not_fp32() -> None:
+    *events, finished = run_of("fp8", "bf16")
+    assert isinstance(finished, Finished)
+    told = {"weights": "fp8", "weight_bytes_per_parameter": 1.234, "optimizer_bytes_per_parameter": 12.0}
+    text = shown([*events, replace(finished, summary={**finished.summary, **told})], terminal=False)
+    assert "weights               fp8, 1.23 bytes a parameter" in text
+    assert "optimizer states      fp32, 12.00 bytes a parameter" in text
+    assert "bytes a parameter" not in shown([*events, finished], terminal=False)
 
 
 def test_a_single_lane_shows_no_gap() -> None:

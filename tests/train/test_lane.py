@@ -140,6 +140,43 @@ def wide(**settings: Any) -> Lane:
     return Lane("bf16", build(WIDE, seed=0), OptimizerConfig(**settings), autocast=False)
 
 
+@pytest.mark.parametrize("name", ["lion", "muon"])
+@pytest.mark.parametrize("states", ["fp32", "fp8"])
+def test_other_rules_learn(name: str, states: str) -> None:
+    trained = wide(name=name, states=states)
+    losses = [float(trained.step(*batch(step % 2), step=step, lr=1e-3).loss) for step in range(1, 13)]
+    assert losses[-1] < losses[0] - 0.2
+    rules = [group.get("rule", "lion") for group in trained.optimizer.param_groups]
+    assert set(rules) == ({"muon", "adamw"} if name == "muon" else {"lion"})
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_in_fp8_are_clipped_by_the_optimizer_and_their_norm_is_measured(accumulate: int) -> None:
+    settings: dict[str, Any] = {"states": "fp8", "clip": 1e-2}
+    one, plain = wide(gradients="fp8", **settings), wide(**settings)
+    for step in range(1, 4):
+        a = one.step(*batch(step), step=step, lr=1e-3, accumulate=accumulate)
+        b = plain.step(*batch(step), step=step, lr=1e-3, accumulate=accumulate)
+        assert float(a.gradient_norm) == pytest.approx(float(b.gradient_norm), rel=0.01)
+        assert float(a.loss) == pytest.approx(float(b.loss), rel=0.01)
+        assert float(a.gradient_norm) > 1e-2
+
+
+def test_gradients_in_fp8_that_are_not_finite_are_named() -> None:
+    trained = wide(gradients="fp8")
+    with torch.no_grad():
+        trained.parameters["layers.0.feed_forward.w1.weight"][0, 0] = float("nan")
+    trained.step(*batch(), step=1, lr=1e-3)
+    with pytest.raises(RunError, match="no longer finite at step 1"):
+        trained.check("unused")
+
+
+@pytest.mark.parametrize("settings", [{"loss_scale": "dynamic"}, {"clip_per_group": {"*": 1.0}}], ids=str)
+def test_gradients_in_fp8_go_not_with_what_changes_gradients(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="neither with a loss scale nor with clip_per_group"):
+        wide(gradients="fp8", **settings)
+
+
 def test_the_tier_is_that_of_large_matrices_while_norms_embeddings_and_heads_stay_wider() -> None:
     trained = wide(states="fp8")
     trained.step(*batch(), step=1, lr=1e-3)

@@ -80,9 +80,13 @@ LARGE_ENOUGH = {"dim": 64, "ffn": 128, "layers": 1}
 """For matrices that `keep_small` leaves to the tier."""
 
 
-@pytest.mark.parametrize("states", ["fp8", "exact"])
-def test_optimizer_states_resume_bit_for_bit(configure: Configure, tmp_path: Path, states: str) -> None:
-    sections = {"model": LARGE_ENOUGH, "optimizer": {"states": states}}
+@pytest.mark.parametrize(
+    ("states", "settings"), [("fp8", {}), ("exact", {}), ("fp8", {"name": "muon", "gradients": "fp8"})], ids=str
+)
+def test_optimizer_states_resume_bit_for_bit(
+    configure: Configure, tmp_path: Path, states: str, settings: dict[str, str]
+) -> None:
+    sections = {"model": LARGE_ENOUGH, "optimizer": {"states": states, **settings}}
     straight = configure(**sections, run={**EVERY_STEP, "out": str(tmp_path / "straight")})
     broken = configure(**sections, run={**EVERY_STEP, "out": str(tmp_path / "broken")})
     summary = train(straight)
@@ -175,6 +179,7 @@ def test_the_summary_and_the_files_of_a_run(configure: Configure) -> None:
         "heldout.json",
         "metrics.jsonl",
         "plan.json",
+        "run.sqlite",
         "summary.json",
     }
     assert json.loads((out / "summary.json").read_text(encoding="utf-8")) == summary

@@ -16,6 +16,9 @@ from octavo.bench.markdown import table
 from octavo.bench.results import KINDS
 from octavo.cli.flags import field_docs
 from octavo.conversion import Operators
+from octavo.monitor.aggregates import AGGREGATES
+from octavo.monitor.store.schema import TABLES as RUN_STORE
+from octavo.monitor.system import SYSTEM_KEYS
 from octavo.train.config import RunConfig
 
 FIELD_HEADER = ("key", "type or choices", "default", "meaning")
@@ -140,11 +143,50 @@ def optimizer_state_table() -> str:
         for weight, dtype in weights.items():
             gradient = torch.float32 if weight == "FP32" else torch.bfloat16
             taken = bytes_per_parameter(name, weight=dtype, gradient=gradient)
+            eight = bytes_per_parameter(name, weight=dtype, gradient=torch.float8_e4m3fn)["total"]
             released = taken["total"] - taken["gradient"]
             cells = [f"{taken.get(kind, 0):.3g}" for kind in kinds]
-            rows.append((f"`{name}`", states.about, weight, *cells, f"{released:.3g}"))
-    titles = ("weight", "gradient", "master", "first", "second", "total", "gradient released")
+            rows.append((f"`{name}`", states.about, weight, *cells, f"{eight:.3g}", f"{released:.3g}"))
+    titles = ("weight", "gradient", "master", "first", "second", "total", "gradient in FP8", "gradient released")
     return table(("states", "what is kept", "weight in", *titles), rows)
+
+
+def activation_table() -> str:
+    """Return the bytes that a token costs in a block of Llama-3-8B, by option, and what an option computes twice."""
+    from octavo.bench import activations
+    from octavo.bench.workloads import WORKLOADS
+    from octavo.conversion import Policy
+
+    config = WORKLOADS["llama-8b-stack"].config
+    fp8: dict[str, Any] = {"activation_inputs": "fp8", "attention_output": "fp8", "norm_inputs": "fp8"}
+    policies = {"as converted": {}} | {f'`{name} = "fp8"`': {name: "fp8"} for name in fp8} | {"all three": fp8}
+    rows = [(what, sum(activations.kept(config, Policy(**chosen)).values()), 0.0) for what, chosen in policies.items()]
+    for keep, lowest in (("products", 1.0), ("5000", 5000.0), ("nothing", float("inf"))):
+        shown = keep if keep.isdigit() else f'"{keep}"'
+        rows.append((f"`recompute(model, {shown})`", *activations.recomputed(config, lowest)))
+    first = rows[0][1]
+    lines = [(what, f"{size:,}", f"{size / first:.2f}", f"{share:.0%}" if share else "-") for what, size, share in rows]
+    return table(("option", "bytes a token a block", "of the first line's", "of the forward, computed again"), lines)
+
+
+def run_store_table() -> str:
+    """Return the tables of the run store, each with its columns below it."""
+    rows = []
+    for stored in RUN_STORE:
+        key = f" Key: {stored.key}." if stored.key else ""
+        rows.append((f"**{stored.name}**", "", f"{stored.about[0].upper()}{stored.about[1:]}.{key}"))
+        rows += [(f"`{name}`", kind, meaning) for name, kind, meaning in stored.columns]
+    return table(("column", "type", "meaning"), rows)
+
+
+def system_key_table() -> str:
+    """Return what the machine may have measured."""
+    return table(("key", "meaning"), [(f"`{key}`", meaning) for key, meaning in SYSTEM_KEYS.items()])
+
+
+def aggregate_table() -> str:
+    """Return what a tracker is sent of a snapshot."""
+    return table(("name", "meaning"), [(f"`{key}`", meaning) for key, meaning in AGGREGATES.items()])
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -155,8 +197,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "errors": error_table,
     "operators": operator_table,
     "optimizer-states": optimizer_state_table,
+    "activations": activation_table,
     "operator-rules": operator_rule_table,
     "run-file": run_file_table,
+    "run-store": run_store_table,
+    "run-store-aggregates": aggregate_table,
+    "run-store-system": system_key_table,
     "recipe-keys": recipe_key_table,
     "result-kinds": result_kind_table,
 }

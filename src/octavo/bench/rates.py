@@ -53,15 +53,6 @@ def measure(workload: Workload, device: str, *, repeats: int = 10) -> Rates:
     )
 
 
-def datasheet_tflops(gpu: str) -> float | None:
-    """Return the dense BF16 peak that NVIDIA states for a GPU, or None for one not listed here.
-
-    989 for the H100 and H200 with SXM sockets; the PCIe and NVL cards of those names run at lower clocks.
-    """
-    listed = any(name in gpu for name in ("H100", "H200")) and not any(card in gpu for card in ("PCIe", "NVL"))
-    return 989.0 if listed else None
-
-
 def gemm_shapes(workload: Workload) -> Mapping[Shape, int]:
     """Return the GEMMs of a step by shape, and how often each is computed."""
     products = [(product, workload.layers) for product in workload.block_gemms]

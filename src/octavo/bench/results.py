@@ -60,10 +60,13 @@ KINDS: dict[str, dict[str, type]] = {
     },
     "optimizer": {"states": str, "bytes_per_parameter": float, "ms": float, "ratio_to_fused_adamw": float},
     "ablation": {"states": str, "seed": int, "heldout_loss": float},
+    "memory": {"workload": str, "implementation": str, "peak_gib": float, "predicted_gib": float},
+    "reduce": {"scheme": str, "ranks": int, "snr_db": float, "ms": float, "wire_bytes": int},
+    "scaling": {"model": str, "gpus": int, "scheme": str, "ms": float, "peak_gib": float, "wire_gb": float},
 }
 """For each kind, what every row must have. Other keys are welcome: they are kept, and read where a table shows them."""
 
-MAY_FAIL = ("step", "gemm", "kernels", "stress", "optimizer", "ablation")
+MAY_FAIL = ("step", "gemm", "kernels", "stress", "optimizer", "ablation", "reduce", "memory", "scaling")
 """Kinds whose rows may have `error`, a text, in place of their figures: what failed is part of what was measured."""
 
 

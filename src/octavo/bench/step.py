@@ -31,6 +31,7 @@ from octavo.bench.results import failure, slug
 from octavo.bench.timing import milliseconds, warm_up
 from octavo.bench.workloads import Training, Workload, build
 from octavo.errors import NonFiniteError, RunError, UnsupportedError, did_you_mean
+from octavo.models.flops import datasheet_tflops
 
 Row = dict[str, Any]
 
@@ -178,7 +179,7 @@ def _compare(
 ) -> None:
     """Add what a row says beside others: against the baseline, the floor and the datasheet."""
     row["ratio_to_bf16"] = round(baseline["ms"] / row["ms"], 3)
-    peak = rates.datasheet_tflops(torch.cuda.get_device_name()) if session.device == "cuda" else None
+    peak = datasheet_tflops(torch.cuda.get_device_name()) if session.device == "cuda" else None
     if peak is not None:
         row["mfu_bf16"] = round(session.workload.flops / row["ms"] / peak / 1e9, 4)
     if limits is None:

@@ -20,12 +20,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from octavo.bench import facts, results
+from octavo.bench import facts, results, scaling_tables
 from octavo.bench.choice import choice
 from octavo.bench.markdown import table
 from octavo.bench.paired import over_seeds, student
 from octavo.bench.results import Result
 from octavo.errors import ConfigError, OctavoError, did_you_mean
+from octavo.memory import KINDS
 
 NOT_MEASURED = "*Not measured yet.*"
 MARK = re.compile(r"^<!-- (?:table: (?P<name>\S+)|(?P<end>end)) -->$")
@@ -276,6 +277,7 @@ OPTIMIZER_COLUMNS = (
     ("ms with clipping", "ms_clipped", "{:.2f}"),
     ("GB/s", "gb_per_s", "{:,.0f}"),
     ("of a copy's", "ratio_to_copy", "{:.2f}"),
+    ("update error, dB", "update_error_db", "{:.1f}"),
     ("held-out loss", "heldout_loss", "{:.4f}"),
 )
 
@@ -299,6 +301,68 @@ def ablation(result: Result) -> str:
     return table(("states", "storage", *(f"seed {seed}" for seed in seeds), f"gap to {first}"), body)
 
 
+def memory(result: Result) -> str:
+    """Return one line a workload and case: parameters, measured and predicted peak, and the forecast by kind."""
+    header = ("workload", "trained as", "parameters", "peak GiB", "predicted", "error", "less than the first", *KINDS)
+    body = []
+    for (workload,), rows in _grouped(result.rows, "workload").items():
+        first = next((row["peak_gib"] for row in rows if "error" not in row), None)
+        body += [(workload, row["implementation"], *_memory_cells(row, first)) for row in rows]
+    return table(header, body)
+
+
+def _memory_cells(row: Row, first: float | None) -> list[str]:
+    if "error" in row or first is None:
+        return ["", "failed", f"{row['predicted_gib']:.2f}" if "predicted_gib" in row else "", *[""] * (2 + len(KINDS))]
+    error = row["predicted_gib"] / row["peak_gib"] - 1
+    less = f"{1 - row['peak_gib'] / first:.0%}" if "largest" not in row["workload"] else ""
+    kinds = [f"{row[f'{kind}_gib']:.2f}" if f"{kind}_gib" in row else "" for kind in KINDS]
+    size = f"{row['parameters'] / 1e9:.2f} B" if "parameters" in row else ""
+    return [size, f"{row['peak_gib']:.2f}", f"{row['predicted_gib']:.2f}", f"{error:+.1%}", less, *kinds]
+
+
+def reduce(result: Result) -> str:
+    """Return one line a scheme and collective: the error on each kind of gradient, time, and bytes sent for a value."""
+    kinds = list(dict.fromkeys(row["gradient"] for row in result.rows))
+    header = ["ranks", "collective", "scheme", *(f"dB, {kind}" for kind in kinds), *(f"bias, {kind}" for kind in kinds)]
+    body = []
+    for (ranks, collective, scheme), rows in _grouped(result.rows, "ranks", "collective", "scheme").items():
+        by_kind = {row["gradient"]: row for row in rows if "error" not in row}
+        decibels = [f"{by_kind[kind]['snr_db']:.1f}" if kind in by_kind else "failed" for kind in kinds]
+        bias = [f"{by_kind[kind]['bias_percent']:+.3f} %" if kind in by_kind else "" for kind in kinds]
+        any_row = next(iter(by_kind.values()), None)
+        cost = (f"{any_row['ms']:.3f}", _sent(any_row)) if any_row else ("", "")
+        body.append((str(ranks), collective, scheme, *decibels, *bias, *cost))
+    return table((*header, "ms", "bytes sent a value"), body)
+
+
+def _sent(row: Row) -> str:
+    across = f", {row['across_bytes'] / row['elements']:.2f} of them across hosts" if "across_bytes" in row else ""
+    return f"{row['wire_bytes'] / row['elements']:.2f}{across}"
+
+
+FLOOR, DECADE = 1e-3, 16
+"""Nats where the bars of `ablation_figure` begin, and the characters that each factor of ten has."""
+
+
+def ablation_figure(result: Result) -> str:
+    """Return the gaps to FP32 as bars on a logarithmic scale: of each choice the mean, and the range of its seeds."""
+    exact = {row["seed"]: row["heldout_loss"] for row in result.rows if row["states"] == result.rows[0]["states"]}
+    groups = _grouped(result.rows[len(exact) :], "states")
+    width = max(len(states) for (states,) in groups)
+    lines = [f"{'':{width}}  held-out loss above FP32's, nats; {DECADE} characters are a factor of ten, from {FLOOR}"]
+    for (states,), rows in groups.items():
+        gaps = [row["heldout_loss"] - exact[row["seed"]] for row in rows if "heldout_loss" in row]
+        if len(gaps) < len(rows):
+            failed = f"diverged: {len(rows) - len(gaps)} of {len(rows)} seeds"
+            lines.append(f"{states:{width}}  {'x' * 3 * DECADE} {failed}")
+            continue
+        gap = fmean(gaps)
+        bar = "█" * round(DECADE * math.log10(max(gap / FLOOR, 1.0)))
+        lines.append(f"{states:{width}}  {bar}{' ' if bar else ''}{gap:+.4f}  ({min(gaps):+.4f} to {max(gaps):+.4f})")
+    return "\n".join(("```text", *lines, "```"))
+
+
 def _grouped(rows: Iterable[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
@@ -315,11 +379,14 @@ MEASURED: dict[str, tuple[str, Callable[[Result], str]]] = {
     "gemm": ("gemm", gemm),
     "kernels": ("kernels", kernels),
     "optimizer": ("optimizer", optimizer),
+    "memory": ("memory", memory),
     "ablation": ("ablation", ablation),
+    "ablation-figure": ("ablation", ablation_figure),
+    "reduce": ("reduce", reduce),
 }
 """Tables of measurements: the kind whose newest result they show, and what shows it."""
 
-COMBINED: dict[str, Callable[[Path], str]] = {"choice": choice}
+COMBINED: dict[str, Callable[[Path], str]] = {"choice": choice, **scaling_tables.TABLES}
 """Tables made of several kinds of results, from their directory."""
 
 

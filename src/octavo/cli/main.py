@@ -14,9 +14,12 @@ from cyclopts import App, CycloptsError, Parameter
 
 from octavo import __version__
 from octavo.cli.bench import bench
+from octavo.cli.dashboard import dashboard
 from octavo.cli.doctor import doctor
+from octavo.cli.dump import dump
 from octavo.cli.plan import plan
 from octavo.cli.recipes import recipes
+from octavo.cli.report import report
 from octavo.cli.train import train
 from octavo.errors import ConfigError, OctavoError
 
@@ -39,7 +42,7 @@ app = App(
     default_parameter=Parameter(show_default=False),
     suppress_keyboard_interrupt=False,
 )
-for command in (train, plan, doctor, recipes, bench):
+for command in (train, plan, doctor, recipes, bench, dump, dashboard, report):
     app.command(command)
 
 

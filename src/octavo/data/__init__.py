@@ -14,16 +14,19 @@ if TYPE_CHECKING:
     from octavo.data.bpe import BPETokenizer
     from octavo.data.corpus import Document, read_corpus
     from octavo.data.loader import Loader, heldout_batches
+    from octavo.data.statistics import CorpusStatistics, corpus_statistics
     from octavo.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
     from octavo.data.tokens import TokenFiles, prepare
 
 _HOME = {
     "BPETokenizer": "octavo.data.bpe",
     "ByteTokenizer": "octavo.data.tokenizer",
+    "CorpusStatistics": "octavo.data.statistics",
     "Document": "octavo.data.corpus",
     "Loader": "octavo.data.loader",
     "TokenFiles": "octavo.data.tokens",
     "Tokenizer": "octavo.data.tokenizer",
+    "corpus_statistics": "octavo.data.statistics",
     "heldout_batches": "octavo.data.loader",
     "load_tokenizer": "octavo.data.tokenizer",
     "prepare": "octavo.data.tokens",
@@ -33,10 +36,12 @@ _HOME = {
 __all__ = [
     "BPETokenizer",
     "ByteTokenizer",
+    "CorpusStatistics",
     "Document",
     "Loader",
     "TokenFiles",
     "Tokenizer",
+    "corpus_statistics",
     "heldout_batches",
     "load_tokenizer",
     "prepare",

@@ -6,6 +6,7 @@
 
 M: rows, one a token. D: width. All in FP32; y is rounded once to x's dtype. The codes are those of y *before* that
 rounding: one rounding fewer. Where the kernel sums in another order than the reference, a code may be one off.
+The backward takes s itself, or the codes of it that `KEPT` describes: then it computes what it would from their values.
 
 Everything is a custom operator: Triton on a GPU, `reference/norm.py`, which is the definition, elsewhere.
 """
@@ -26,6 +27,8 @@ from octavo.numerics import Quantized
 
 GRANULARITIES = ("row", "1x128")
 """What a program that holds a row can quantise by."""
+KEPT = Target("e4m3", "1x128", "power_of_two")
+"""What s is kept in for the backward, where it is kept as codes: `kernels.quantize(s, *KEPT)`."""
 LONGEST_ROW = 16384
 """Elements of a row that one program of the Triton kernels still holds."""
 
@@ -111,31 +114,32 @@ def layer_norm(
 
 
 def rms_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, residual_grad: Tensor | None = None
+    dy: Tensor, x: Tensor | Quantized, weight: Tensor | None, rstd: Tensor, residual_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of s, which are those of x and of residual, and of weight.
 
     Args:
         dy: (M, D), any dtype that x may have.
-        x: (M, D), what was normalised: `total` where there was a residual.
+        x: (M, D), what was normalised: `total` where there was a residual; or its codes, as `KEPT` says.
         weight: (D,) or None.
         rstd: (M,), FP32, the forward's.
         residual_grad: (M, D), what reaches s on other ways; added in FP32, before the one rounding.
 
     Returns:
-        dx (M, D) in x's dtype; dweight (D,) in weight's dtype, summed in FP32.
+        dx (M, D) in x's dtype, of codes in dy's; dweight (D,) in weight's dtype, summed in FP32.
 
     Raises:
         ConfigError: shapes that do not fit.
     """
-    _check(x, None, dy=dy, weight=weight, residual_grad=residual_grad)
-    dx, dweight = torch.ops.octavo.rms_norm_backward(dy, x, weight, rstd, residual_grad)
+    values, scale = _kept(x)
+    _check(values, None, dy=dy, weight=weight, residual_grad=residual_grad)
+    dx, dweight = torch.ops.octavo.rms_norm_backward(dy, values, weight, rstd, residual_grad, scale)
     return dx, None if weight is None else dweight
 
 
 def layer_norm_backward(
     dy: Tensor,
-    x: Tensor,
+    x: Tensor | Quantized,
     weight: Tensor | None,
     bias: Tensor | None,
     mean: Tensor,
@@ -143,9 +147,21 @@ def layer_norm_backward(
     residual_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of s, weight and bias. Arguments and errors are those of `rms_norm_backward`."""
-    _check(x, None, dy=dy, weight=weight, bias=bias, residual_grad=residual_grad)
-    dx, dweight, dbias = torch.ops.octavo.layer_norm_backward(dy, x, weight, bias, mean, rstd, residual_grad)
+    values, scale = _kept(x)
+    _check(values, None, dy=dy, weight=weight, bias=bias, residual_grad=residual_grad)
+    dx, dweight, dbias = torch.ops.octavo.layer_norm_backward(
+        dy, values, weight, bias, mean, rstd, residual_grad, scale
+    )
     return dx, None if weight is None else dweight, None if bias is None else dbias
+
+
+def _kept(x: Tensor | Quantized) -> tuple[Tensor, Tensor | None]:
+    """Return what was normalised as operators take it: values, or codes and their scale."""
+    if isinstance(x, Tensor):
+        return x, None
+    if x.granularity != KEPT.tile:
+        raise UnsupportedError(f"a norm's input is kept as '{KEPT}', and these codes are '{x.granularity.name}'.")
+    return x.codes, x.scale
 
 
 def _check(x: Tensor, target: Target | None, **others: Tensor | None) -> None:
@@ -246,9 +262,14 @@ def _layer_norm_shape(
 
 
 def _rms_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, residual_grad: Tensor | None
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    residual_grad: Tensor | None,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    return _backward(dy, x, weight, None, None, rstd, residual_grad)[:-1]
+    return _backward(dy, x, weight, None, None, rstd, residual_grad, scale)[:-1]
 
 
 def _backward(
@@ -259,14 +280,16 @@ def _backward(
     mean: Tensor | None,
     rstd: Tensor,
     residual_grad: Tensor | None,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    kept = x if scale is None else laid_out(Quantized(x, scale, KEPT.tile))
     if _runs_triton(x, "rms_norm_backward" if mean is None else "layer_norm_backward"):
         from octavo.kernels.triton import norm as fused
 
         with launches_on(x.device):
-            dx, dweight, dbias = fused.backward(dy, x, weight, bias, mean, rstd, residual_grad)
+            dx, dweight, dbias = fused.backward(dy, kept, weight, bias, mean, rstd, residual_grad)
     else:
-        dx, dweight, dbias = reference.backward(dy, x, weight, bias, mean, rstd, residual_grad)
+        dx, dweight, dbias = reference.backward(dy, kept, weight, bias, mean, rstd, residual_grad)
     return (
         dx.contiguous(),
         x.new_empty(0) if dweight is None else dweight,
@@ -275,9 +298,14 @@ def _backward(
 
 
 def _rms_norm_backward_shape(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, residual_grad: Tensor | None
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    residual_grad: Tensor | None,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    return _backward_shape(dy, x, weight, None, None, rstd, residual_grad)[:-1]
+    return _backward_shape(dy, x, weight, None, None, rstd, residual_grad, scale)[:-1]
 
 
 def _backward_shape(
@@ -288,9 +316,10 @@ def _backward_shape(
     mean: Tensor | None,
     rstd: Tensor,
     residual_grad: Tensor | None,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     sums = [x.new_empty(0) if p is None else p.new_empty(p.shape) for p in (weight, bias)]
-    return x.new_empty(x.shape), sums[0], sums[1]
+    return (x if scale is None else dy).new_empty(x.shape), sums[0], sums[1]
 
 
 define(
@@ -300,7 +329,8 @@ define(
     _rms_norm_shape,
 )
 define(
-    "rms_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, Tensor? residual_grad) -> (Tensor, Tensor)",
+    "rms_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, Tensor? residual_grad, Tensor? scale=None) "
+    "-> (Tensor, Tensor)",
     _rms_norm_backward,
     _rms_norm_backward_shape,
 )
@@ -312,7 +342,7 @@ define(
 )
 define(
     "layer_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, "
-    "Tensor? residual_grad) -> (Tensor, Tensor, Tensor)",
+    "Tensor? residual_grad, Tensor? scale=None) -> (Tensor, Tensor, Tensor)",
     _backward,
     _backward_shape,
 )

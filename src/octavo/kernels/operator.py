@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 _library = torch.library.Library("octavo", "FRAGMENT")
+_made_of_kernels: dict[str, Callable[..., Any]] = {}
 
 
 class Made(Protocol):
@@ -34,6 +35,14 @@ def define(signature: str, run: Callable[..., Any], shape: Callable[..., Any], *
     _library.define(signature, tags=(torch.Tag.pt2_compliant_tag, *tags))
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"octavo::{name}", shape, lib=_library)
+    if not run.__module__.startswith("octavo.kernels"):
+        _made_of_kernels[f"octavo::{name}"] = run
+
+
+def composite(operator: Any) -> Callable[..., Any] | None:
+    """Return what an operator does if it is made of several kernels, None for a kernel and for what is not ours."""
+    name = operator._schema.name if isinstance(operator, torch._ops.OpOverload) else ""
+    return _made_of_kernels.get(name)
 
 
 def flat(*made: Made | None, like: Tensor) -> tuple[Tensor, ...]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.kernels.dispatch import launches_on, uses_triton
+from octavo.kernels.dispatch import launches_on, on_gpu, uses_triton
 from octavo.kernels.operator import define, flat
 from octavo.kernels.reference import quantize as reference
 from octavo.kernels.target import Target, empty, laid_out, target_of
@@ -39,7 +39,7 @@ def quantize(
         ConfigError: x is not a matrix, or a name is unknown.
     """
     fmt, tile = format_named(format), granularity_named(granularity)
-    if rounding == "nearest" and x.is_cuda and x.dim() == 2:
+    if rounding == "nearest" and on_gpu(x) and x.dim() == 2:
         target = Target(format, granularity, scaling)
         if x.stride(0) == 1 and x.stride(1) != 1:
             transposed = quantize_pair([x.t()], None, target)[1]

@@ -23,6 +23,7 @@ from octavo.kernels.reference import cross_entropy as reference_cross_entropy
 from octavo.kernels.reference import norm as reference_norm
 from octavo.kernels.reference import quantize as reference_quantize
 from octavo.kernels.reference import rotary as reference_rotary
+from octavo.kernels.reference import wire as reference_wire
 from octavo.kernels.target import Target, empty
 from octavo.numerics import Quantized
 from octavo.numerics import quantize as specified
@@ -338,6 +339,29 @@ def _cross_entropy() -> Iterator[Case]:
         yield Case(name, (logits, targets, -100, True, softcap, z_loss), *twins)
 
 
+def _wire() -> Iterator[Case]:
+    """Gradients packed into messages, and messages of three ranks added up."""
+    from octavo.kernels.triton import wire as fused
+
+    def into(add: Callable[..., None]) -> Callable[..., Tensor]:
+        def run(messages: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+            out = torch.empty(messages.shape[0] * length - 1, dtype=dtype, device=messages.device)
+            add(messages, length, out, 1 / 3)
+            return out
+
+        return run
+
+    for length, dtype in itertools.product((300, 8192), (torch.float32, torch.bfloat16)):
+        ranks = [_hard(40, 1024).flatten()[i : i + 2 * length].to(dtype) for i in range(3)]
+        name = f"2x{length} of {str(dtype)[6:]}"
+        yield Case(f"pack {name}", (ranks[0], 2, length), fused.pack, reference_wire.pack, exact=True)
+        messages = torch.stack([reference_wire.pack(x, 2, length) for x in ranks], dim=1)
+        twins = into(fused.add), into(reference_wire.add)
+        yield Case(f"add {name}", (messages, length, dtype), *twins, exact=True)
+        values = torch.stack([x.view(2, length) for x in ranks], dim=1)
+        yield Case(f"add plain {name}", (values, length, dtype), *twins, exact=True)
+
+
 KERNELS: dict[str, Callable[[], Iterator[Case]]] = {
     "quantize": _quantize,
     "transpose": _transpose,
@@ -346,6 +370,7 @@ KERNELS: dict[str, Callable[[], Iterator[Case]]] = {
     "norm": _norm,
     "rotary": _rotary,
     "cross_entropy": _cross_entropy,
+    "wire": _wire,
 }
 """What is looked at: the cases of each kernel."""
 

@@ -60,6 +60,9 @@ UE4M4 = Float(name="ue4m4", dtype=torch.uint8, mantissa_bits=4, smallest_exponen
 
 FLOATS = {f.name: f for f in (FP32, BF16, FP16, E4M3, E5M2, UE4M4)}
 
+GRADIENT_CODES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+"""Dtypes of stored gradients, and their formats."""
+
 Scaling = Literal["none", "tensor", "group"]
 """One scale for how many values. Scales are powers of two, a byte each (E8M0): never FP16, whose range is too small."""
 

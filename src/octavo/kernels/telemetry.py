@@ -17,8 +17,9 @@ from torch import Tensor
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.dispatch import launches_on, uses_triton
 from octavo.kernels.quantize import quantize
+from octavo.kernels.sample import limits
 from octavo.kernels.target import Target
-from octavo.numerics import Format, Quantized, format_of
+from octavo.numerics import Quantized, format_of
 
 
 class Counts(NamedTuple):
@@ -91,15 +92,9 @@ def count(x: Tensor, quantized: Quantized) -> Tensor:
     is_zero = quantized.codes.view(torch.uint8) & 0x7F == 0
     scale = quantized.granularity.expand(quantized.scale, *x.shape)
     flushed = finite & (magnitude > 0) & is_zero
-    saturated = finite & (magnitude / scale > _largest(fmt))
+    saturated = finite & (magnitude / scale > limits(fmt).saturated)
     amax = torch.where(finite, magnitude, 0.0).max().view(torch.int32)
     return torch.stack([amax.long(), *(found.sum() for found in (flushed, saturated, ~finite))])
-
-
-def _largest(fmt: Format) -> float:
-    """Return half a step past the largest value: the step is that of its binade, 2^8 in E4M3, 2^15 in E5M2."""
-    binade = 2.0 ** int(torch.tensor(fmt.max).log2().floor())
-    return fmt.max + fmt.epsilon * binade / 2
 
 
 def _check(x: Tensor, target: Target, stats: Tensor) -> None:

@@ -167,8 +167,11 @@ def _read_tensors(file: Path, size: int) -> dict[str, Tensor]:
 
 def _check_finite(path: Path, lane: str, named: Mapping[str, Tensor]) -> None:
     for name, tensor in named.items():
-        if name.startswith("model.") and tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            count = int((~torch.isfinite(tensor)).sum())
+        if not (name.startswith("model.") and tensor.is_floating_point()):
+            continue
+        finite = torch.isfinite(tensor.float() if tensor.element_size() == 1 else tensor)  # codes cannot be asked
+        if not finite.all():
+            count = int((~finite).sum())
             parameter = name.removeprefix("model.")
             raise NonFiniteError(
                 f"{path / lane}.safetensors: {count} of {tensor.numel()} values of the parameter"

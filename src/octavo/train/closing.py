@@ -54,13 +54,15 @@ def _facts(event: Finished) -> Iterator[tuple[str, str]]:
         if summary["skipped_steps"].get(lane):
             yield f"skipped steps {title}", f"{summary['skipped_steps'][lane]} (their gradients overflowed)"
     yield "trained on", f"{summary['tokens']:,} tokens in {_duration(summary['seconds'])}, {_speed(summary)}"
-    if summary["optimizer_states"] != "fp32":
+    if summary["weights"] != "fp32":
+        yield "weights", f"{summary['weights']}, {summary['weight_bytes_per_parameter']:.2f} bytes a parameter"
+    if summary["optimizer_states"] != "fp32" or summary["weights"] != "fp32":
         taken = f"{summary['optimizer_bytes_per_parameter']:.2f} bytes a parameter"
         yield "optimizer states", f"{summary['optimizer_states']}, {taken}"
     if summary["heldout_loss_fp8"] is not None:
         yield "FP8 GEMMs run", _gemms(summary["fp8_gemms"])
         yield "fallbacks", "; ".join(summary["fallbacks"]) or "none"
-    yield "stored in", f"{event.directory} (summary.json, metrics.jsonl, plan.json, config.json, checkpoints)"
+    yield "stored in", f"{event.directory} (summary.json, metrics.jsonl, run.sqlite, plan.json, config.json, checkpoints)"
 
 
 def _speed(summary: Mapping[str, Any]) -> str:

@@ -39,14 +39,18 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """AdamW, its schedule and the clipping before it."""
+    """The optimizer, its schedule and the clipping before it."""
 
+    name: Literal["adamw", "lion", "muon"] = "adamw"
+    """Rule of the update. `muon` steps hidden matrices, and everything else by AdamW at the same learning rate."""
     lr: float = 1e-3
     """Peak learning rate."""
     min_lr: float = 0.1
     """Learning rate at the last step, as a share of the peak."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the first and of the second moment."""
+    """Decay of the first and of the second moment; of Lion, of the interpolation and of the momentum."""
+    momentum: float = 0.95
+    """Decay of Muon's momentum."""
     eps: float = 1e-8
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
@@ -60,7 +64,9 @@ class OptimizerConfig:
     lr_factors: dict[str, float] = field(default_factory=dict)
     """Name pattern -> factor on the learning rate of the parameters it matches."""
     states: Literal["fp32", "exact", "fp8-lm", "fp8", "fp8-min"] = "fp32"
-    """What AdamW keeps its moments in: `fp32` is PyTorch's, the others are tiers of `octavo.optim`."""
+    """What moments are kept in: tiers of `octavo.optim`; `fp32` with AdamW is PyTorch's."""
+    gradients: Literal["wide", "fp8"] = "wide"
+    """`fp8` keeps gradients of large matrices in one byte from backward to the step; without a loss scale."""
     loss_scale: Literal["none", "constant", "dynamic"] = "none"
     """`dynamic` skips steps whose gradient overflows and halves the scale; BF16 needs none."""
     loss_scale_start: float = 256.0
@@ -78,8 +84,14 @@ class OptimizerConfig:
             raise ConfigError(f"optimizer.loss_scale_start: {self.loss_scale_start} is no power of two.")
         _positive_values("optimizer.clip_per_group", self.clip_per_group)
         _positive_values("optimizer.lr_factors", self.lr_factors, or_zero=True)
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(f"optimizer.betas: {list(self.betas)} must both be at least 0 and below 1.")
+        if not all(0 <= beta < 1 for beta in (*self.betas, self.momentum)):
+            told = f"{list(self.betas)}, and optimizer.momentum, {self.momentum},"
+            raise ConfigError(f"optimizer.betas: {told} must all be at least 0 and below 1.")
+        if self.gradients == "fp8" and (self.loss_scale != "none" or self.clip_per_group):
+            raise ConfigError(
+                "optimizer.gradients: 'fp8' goes neither with a loss scale nor with clip_per_group: both change them"
+                " between backward and the step, where these are codes. Take 'wide'; or leave both out."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +106,11 @@ class LoopConfig:
     """Parts that a batch is split into, to fit in memory; their gradients are averaged."""
     recipe: str = "folded"
     """FP8 recipe: a name that `octavo recipes` lists, or the path of a recipe file."""
+    weights: Literal["fp32", "bf16", "fp8"] = "fp32"
+    """What weights are stored in: FP32 under autocast; BF16; or `fp8`, BF16 with the FP8 layers' in one byte.
+
+    With the last two the optimizer is always that of `octavo.optim`, and keeps the master. The twin's are FP32.
+    """
     scales: str = ""
     """Calibration file: the scales that the recipe `static` needs, and `delayed` may start from."""
     min_gain: float = 1.0
@@ -120,6 +137,8 @@ class LoopConfig:
     """Steps between two checkpoints; 0: only at the end."""
     keep: int = 2
     """Checkpoints kept."""
+    tracker: Literal["none", "wandb", "trackio", "mlflow"] = "none"
+    """Where a few aggregates a step are sent, too; everything is in `run.sqlite`."""
     out: Path = Path("runs/run")
     """Directory of the run."""
 
@@ -141,7 +160,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     """The text and how it is cut."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """AdamW, its schedule and the clipping before it."""
+    """The optimizer, its schedule and the clipping before it."""
     run: LoopConfig = field(default_factory=LoopConfig)
     """What is trained for how long, where, and what is kept."""
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import platform
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
-from octavo import __version__
 from octavo.errors import ConfigError
+from octavo.monitor.environment import versions
+
+__all__ = ["describe", "resolve", "versions"]
 
 
 def resolve(name: str) -> torch.device:
@@ -38,24 +39,6 @@ def describe(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{_processor()}, {torch.get_num_threads()} threads"
-
-
-def versions() -> dict[str, str | None]:
-    """Return the versions that decide what a run computes; None for what is not there."""
-    return {
-        "octavo": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "triton": _triton(),
-    }
-
-
-def _triton() -> str | None:
-    try:
-        return metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _processor() -> str:

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from octavo.train.config import RunConfig
 
 
@@ -37,6 +40,8 @@ class Started:
     """Facts of the text: `unigram_entropy` in nats a token, token counts."""
     first_step: int
     """0, or the number of steps that the checkpoint resumed from had made."""
+    tensors: Sequence[tuple[Any, ...]] = ()
+    """What the rows of `TensorsMeasured.values` are about: layer, role, operand; empty where none are measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +79,16 @@ class Logged:
         by_lane = {f"{name}_{lane}": _finite(value) for name, values in named.items() for lane, value in values.items()}
         rest = {"gap_percent": _finite(gap_percent(self.loss)), "lr": self.lr, "tokens": self.tokens}
         return {"step": self.step, **by_lane, **rest, "tokens_per_second": self.tokens_per_second}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorsMeasured:
+    """Statistics of the tensors of the FP8 model have arrived, of this step or of an earlier one."""
+
+    step: int
+    """The step that they were measured in."""
+    values: NDArray[np.float32]
+    """(tensors, statistics), the columns those of `octavo.monitor.store.STATS`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +142,7 @@ class Finished:
     """Where the run is stored."""
 
 
-Event = Preparing | Started | Logged | Switched | Evaluated | Saved | Finished
+Event = Preparing | Started | Logged | TensorsMeasured | Switched | Evaluated | Saved | Finished
 
 
 class Reporter(Protocol):

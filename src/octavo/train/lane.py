@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from octavo.errors import RunError
-from octavo.optim import AdamW
+from octavo.kernels.dispatch import is_plain
+from octavo.optim import AdamW, Lion, Muon, Optimizer, keep_small
 from octavo.train.config import OptimizerConfig
 from octavo.train.loss_scale import LossScale
 from octavo.train.patterns import groups_of, value_of
@@ -32,7 +35,8 @@ class Measured:
 class Lane:
     """One model being trained.
 
-    Parameters stay in FP32; forward and backward run under BF16 autocast unless `autocast` is false.
+    Parameters are what the model has: FP32, BF16 or FP8. Forward and backward run under BF16 autocast unless `autocast`
+    is false.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class Lane:
             config.loss_scale, start=config.loss_scale_start, window=config.loss_scale_window, device=self.device
         )
         self.optimizer = _optimizer(trained, config, seed)
+        self._clips_in_step = config.gradients == "fp8"
         # Where the loss first stopped being finite. On the device, so that no step has to wait for it.
         self._broken_at = torch.full((), -1, dtype=torch.int64, device=self.device)
 
@@ -58,18 +63,25 @@ class Lane:
         """Make one update from a batch, split into `accumulate` equal parts whose gradients are averaged."""
         self.model.train()
         loss = torch.zeros((), device=self.device)
-        for inputs, targets in _parts(inputs_BT, targets_BT, accumulate):
-            part = self.loss(inputs, targets) / accumulate
-            self.loss_scale.scaled(part).backward()
-            loss += part.detach().float()
+        with self._accumulating(accumulate):
+            for inputs, targets in _parts(inputs_BT, targets_BT, accumulate):
+                part = self.loss(inputs, targets) / accumulate
+                self.loss_scale.scaled(part).backward()
+                loss += part.detach().float()
         self.loss_scale.unscale(self._trained, loss)
-        norm = self._clip()
+        norm = None if self._clips_in_step else self._clip()
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_factor"]
         self.loss_scale.step(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
+        norm = self.optimizer.grad_norm if norm is None else norm  # type: ignore[attr-defined]
         self._note(step, loss, norm)
         return Measured(loss, norm)
+
+    def _accumulating(self, parts: int) -> AbstractContextManager[None]:
+        if parts > 1 and isinstance(self.optimizer, Optimizer):
+            return self.optimizer.accumulating()
+        return nullcontext()
 
     def _clip(self) -> Tensor:
         """Clip the groups of gradients that have a limit of their own, then all; return the global norm before both."""
@@ -87,8 +99,13 @@ class Lane:
             loss: Tensor = self.model(inputs_BT, targets_BT, **options)
         return loss
 
+    def weight_bytes(self) -> float:
+        """Return the bytes a parameter that the weights take, with their scales."""
+        weights = self.parameters.values()
+        return sum(weight.nbytes for weight in weights) / sum(weight.numel() for weight in weights)
+
     def state_bytes(self) -> float:
-        """Return the bytes a trained parameter that the optimizer's moments take, with their scales."""
+        """Return the bytes a trained parameter that the optimizer's moments and masters take, with their scales."""
         states = self.optimizer.state.values()
         taken: int = sum(tensor.nbytes for state in states for name, tensor in state.items() if name != "step")
         return taken / sum(parameter.numel() for parameter in self._trained)
@@ -119,13 +136,30 @@ def _parts(inputs_BT: Tensor, targets_BT: Tensor, count: int) -> Iterator[tuple[
 
 
 def _optimizer(trained: Mapping[str, nn.Parameter], config: OptimizerConfig, seed: int) -> torch.optim.Optimizer:
-    """Build AdamW: PyTorch's fused one where the moments are FP32, else that of `octavo.optim`."""
+    """Build the optimizer: PyTorch's fused AdamW where weights and moments are FP32, else that of `octavo.optim`.
+
+    PyTorch's has no master: in BF16 it would round away every update of less than half a unit of its weight.
+    """
     groups = _groups(trained, config.weight_decay, config.lr_factors)
     lr, betas, eps = config.lr, config.betas, config.eps
-    if config.states == "fp32":
+    is_fp32 = all(is_plain(weight) and weight.dtype == torch.float32 for weight in trained.values())
+    if is_fp32 and (config.name, config.states, config.gradients) == ("adamw", "fp32", "wide"):
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
-    # The lane clips, and sees what is not finite: reading the gradients once more would find nothing new.
-    return AdamW(groups, lr=lr, betas=betas, eps=eps, states=config.states, seed=seed, skip_nonfinite=False)
+    # Of wide gradients the lane clips, and sees what is not finite: reading them once more would find nothing new.
+    fp8 = config.gradients == "fp8"
+    settings: dict[str, Any] = {"gradients": config.gradients, "clip": config.clip or None if fp8 else None}
+    settings |= {"states": config.states, "seed": seed, "skip_nonfinite": fp8}
+    settings |= {"keep": _keep_fp32} if config.states == "fp32" else {}
+    if config.name == "lion":
+        return Lion(groups, lr=lr, betas=betas, **settings)
+    if config.name == "muon":
+        return Muon(groups, lr=lr, momentum=config.momentum, adamw={"betas": betas, "eps": eps}, **settings)
+    return AdamW(groups, lr=lr, betas=betas, eps=eps, **settings)
+
+
+def _keep_fp32(name: str, parameter: Tensor) -> str | None:
+    """Return `fp32` for embeddings too, which would be `exact`. As of all that is small, their gradients stay wide."""
+    return "fp32" if keep_small(name, parameter) else None
 
 
 def _groups(

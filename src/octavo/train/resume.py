@@ -23,6 +23,7 @@ FREE = {
     "run.log_every",
     "run.out",
     "run.steps",
+    "run.tracker",
 }
 
 

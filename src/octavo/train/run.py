@@ -14,14 +14,28 @@ from octavo.conversion import enable
 from octavo.data import TokenFiles
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models import count_parameters
+from octavo.monitor.source import arrived, telemetry_of
 from octavo.nn.scales import scales
 from octavo.train import checkpoint
 from octavo.train import device as devices
 from octavo.train.config import RunConfig
 from octavo.train.evaluate import heldout_losses
-from octavo.train.events import Evaluated, Event, Finished, Logged, Preparing, Reporter, Saved, Started, Switched
+from octavo.train.events import (
+    Evaluated,
+    Event,
+    Finished,
+    Logged,
+    Preparing,
+    Reporter,
+    Saved,
+    Started,
+    Switched,
+    TensorsMeasured,
+)
 from octavo.train.files import MetricsFile, guarded, read_metrics, write_json
 from octavo.train.lane import Lane, Measured
+from octavo.train.memory import peaks
+from octavo.train.record import StoreReporter
 from octavo.train.resume import check_same_run
 from octavo.train.schedule import is_bf16, learning_rate
 from octavo.train.setup import Setup, set_up
@@ -64,6 +78,7 @@ class Trainer:
         self._earlier: Mapping[str, Any] = {"seconds": 0.0, "fp8_gemms": {}, "fallbacks": []}
         self._started = self._since = time.perf_counter()
         self._since_step = 0
+        self._telemetry = None if setup.plan is None else telemetry_of(setup.lanes[0].model)
 
     def resume(self) -> None:
         """Take over the state of the newest checkpoint.
@@ -112,6 +127,7 @@ class Trainer:
         for lane in self.setup.lanes:
             with Stopwatch(device) as watches[lane.name]:
                 measured[lane.name] = lane.step(inputs_BT, targets_BT, step=self.done, lr=lr, accumulate=run.accumulate)
+        self._tell_of_tensors()
         last = self.done == run.steps
         log = last or self.done == 1 or self._due(run.log_every)
         save = last or self._due(run.checkpoint_every)
@@ -126,6 +142,10 @@ class Trainer:
             self._evaluate()
         if save or self._due(run.eval_every):
             self._restart_clock()
+
+    def _tell_of_tensors(self) -> None:
+        for step, values in arrived(self._telemetry):
+            self._tell(TensorsMeasured(step=step, values=values))
 
     def _learning_rate(self) -> float:
         o = self.config.optimizer
@@ -233,6 +253,7 @@ class Trainer:
         if self.setup.plan is not None:
             write_json(self.directory / "plan.json", json.loads(self.setup.plan.to_json()))
         self._watching.insert(0, MetricsFile(self.directory / "metrics.jsonl", keep_until=self.done))
+        self._watching.insert(1, StoreReporter(self.config, self.setup.device, done=self.done))
 
     def _start_event(self) -> Started:
         return Started(
@@ -241,8 +262,9 @@ class Trainer:
             device=devices.describe(self.setup.device),
             parameters=count_parameters(self.setup.lanes[0].model),
             plan=self.setup.plan,
-            corpus=_facts(self.setup.corpus),
+            corpus={**_facts(self.setup.corpus), **strict.to_dict(self.setup.statistics)},
             first_step=self.done,
+            tensors=self._telemetry.rows if self._telemetry is not None else (),
         )
 
     def _summarise(self, heldout: Mapping[str, float]) -> dict[str, Any]:
@@ -251,6 +273,7 @@ class Trainer:
             self.config,
             device=devices.describe(self.setup.device),
             parameters=count_parameters(self.setup.lanes[0].model),
+            weight_bytes=self.setup.lanes[0].weight_bytes(),
             state_bytes=self.setup.lanes[0].state_bytes(),
             heldout=heldout,
             corpus=_facts(self.setup.corpus),
@@ -259,6 +282,7 @@ class Trainer:
             skipped={lane.name: int(lane.loss_scale.overflows) for lane in self._scaled()},
             history=self._history(),
             seconds=totals["seconds"],
+            memory=peaks(self.config, self.setup.device),
         )
 
     def _history(self) -> list[dict[str, Any]]:

@@ -10,7 +10,15 @@ from torch import Tensor, nn
 
 from octavo import recipes
 from octavo.conversion import Plan, Policy, convert
-from octavo.data import Loader, TokenFiles, heldout_batches, load_tokenizer, prepare
+from octavo.data import (
+    CorpusStatistics,
+    Loader,
+    TokenFiles,
+    corpus_statistics,
+    heldout_batches,
+    load_tokenizer,
+    prepare,
+)
 from octavo.errors import ConfigError
 from octavo.models import build
 from octavo.train import device as devices
@@ -38,26 +46,29 @@ class Setup:
     """The fixed evaluation batches, `(inputs_BT, targets_BT)` on the CPU."""
     corpus: TokenFiles
     """The text, tokenized and split."""
+    statistics: CorpusStatistics
+    """What that text is like."""
 
 
 def set_up(config: RunConfig) -> Setup:
     """Prepare the text, build and convert the models.
 
     Raises:
-        ConfigError: an unknown recipe or device.
+        ConfigError: an unknown recipe or device, or weights that the recipe cannot compute with.
         DataError: a source without text, or with less text than a batch.
     """
     recipe = recipes.load(config.run.recipe)
+    policy_of(config, recipe)  # before the text, which takes longer
     device = devices.resolve(config.run.device)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-    loader, heldout, corpus = _text(config)
+    loader, heldout, corpus, statistics = _text(config)
     torch.manual_seed(config.run.seed)
-    lanes, plan = _lanes(config, recipe, device)
-    return Setup(config, device, lanes, plan, loader, heldout, corpus)
+    lanes, plan = make_lanes(config, recipe, device)
+    return Setup(config, device, lanes, plan, loader, heldout, corpus, statistics)
 
 
-def _text(config: RunConfig) -> tuple[Loader, list[Batch], TokenFiles]:
+def _text(config: RunConfig) -> tuple[Loader, list[Batch], TokenFiles, CorpusStatistics]:
     data, run = config.data, config.run
     cache = data.cache.expanduser()
     tokenizer = load_tokenizer(data.tokenizer, source=data.source, cache_dir=cache)
@@ -70,22 +81,44 @@ def _text(config: RunConfig) -> tuple[Loader, list[Batch], TokenFiles]:
     loader = Loader(files.train, batch=run.batch, sequence=data.sequence, seed=run.seed)
     part = run.batch // run.accumulate
     heldout = list(heldout_batches(files.heldout, part, data.sequence, limit_tokens=run.eval_tokens))
-    return loader, heldout, files
+    return loader, heldout, files, corpus_statistics(files, tokenizer)
 
 
-def _lanes(config: RunConfig, recipe: recipes.Recipe, device: torch.device) -> tuple[tuple[Lane, ...], Plan | None]:
-    """Both lanes start from the same bits: the twin is a copy, made before the conversion."""
+def make_lanes(config: RunConfig, recipe: recipes.Recipe, device: torch.device) -> tuple[tuple[Lane, ...], Plan | None]:
+    """Return what is trained, and the plan of the FP8 model.
+
+    Both lanes start from the same bits: the twin is a copy, made before weights are rounded or converted.
+    """
     model = build(config.model, config.run.seed).to(device)
+    twin = copy.deepcopy(model) if config.run.twin and recipe.is_fp8 else None
+    hold_as(config.run.weights, model)
     if not recipe.is_fp8:
         return (_lane("bf16", model, config, device),), None
-    twin = copy.deepcopy(model) if config.run.twin else None
     tokens = config.run.batch // config.run.accumulate * config.data.sequence
-    policy, scales = Policy(min_gain=config.run.min_gain), config.run.scales or None
+    policy, scales = policy_of(config, recipe), config.run.scales or None
     plan = convert(model, recipe, policy=policy, tokens=tokens, scales=scales)
     lanes = [_lane("fp8", model, config, device)]
     if twin is not None:
         lanes.append(_lane("bf16", twin, config, device))
     return tuple(lanes), plan
+
+
+def policy_of(config: RunConfig, recipe: recipes.Recipe) -> Policy:
+    """Return the policy that the FP8 model of a run is converted by.
+
+    Raises:
+        ConfigError: weights in FP8 for a recipe without layers in FP8.
+    """
+    fp8 = config.run.weights == "fp8"
+    if fp8 and not recipe.is_fp8:
+        raise ConfigError(f"run.weights: 'fp8' is for layers in FP8, and recipe '{recipe.name}' has none. Take 'bf16'.")
+    return Policy(min_gain=config.run.min_gain, weights="fp8" if fp8 else "as_they_are")
+
+
+def hold_as(weights: str, model: nn.Module) -> None:
+    """Round parameters to BF16 unless `run.weights` is fp32; the tables among a model's buffers stay as they are."""
+    for parameter in model.parameters() if weights != "fp32" else ():
+        parameter.data = parameter.data.bfloat16()
 
 
 def _lane(name: str, model: nn.Module, config: RunConfig, device: torch.device) -> Lane:

@@ -11,6 +11,7 @@ from torch import Tensor
 from octavo.errors import CheckpointError
 from octavo.nn.scales import scales
 from octavo.optim import Optimizer
+from octavo.tensor import FP8Tensor
 from octavo.train.lane import Lane
 
 _MODEL, _OPTIMIZER, _LOSS_SCALE, _SCALES = "model.", "optimizer.", "loss_scale.", "scales."
@@ -71,7 +72,15 @@ def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _weights(lane: Lane) -> dict[str, Tensor]:
     named = lane.model.state_dict(keep_vars=True)
     unique = {id(tensor): name for name, tensor in reversed(named.items())}
-    return {name: named[name] for name in sorted(unique.values())}
+    return dict(part for name in sorted(unique.values()) for part in _stored(name, named[name]))
+
+
+def _stored(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the plain tensors that a weight consists of: itself, or codes and scales."""
+    if isinstance(tensor, FP8Tensor):
+        yield from ((f"{name}.{part}", plain) for part, plain in tensor.to_tensors().items())
+    else:
+        yield name, tensor
 
 
 def _check_same_model(weights: Mapping[str, Tensor], saved: Mapping[str, Tensor], where: Path) -> None:

@@ -17,6 +17,7 @@ def summarise(
     *,
     device: str,
     parameters: int,
+    weight_bytes: float,
     state_bytes: float,
     heldout: Mapping[str, float],
     corpus: Mapping[str, Any],
@@ -25,12 +26,13 @@ def summarise(
     skipped: Mapping[str, int],
     history: Sequence[Mapping[str, Any]],
     seconds: float,
+    memory: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the summary. Losses are in nats a token; a lane that was not trained has None.
 
-    `state_bytes` are those of the optimizer's moments, a parameter. `skipped_steps` counts by lane those that dynamic
-    loss scaling left out. `tokens_per_second` and the milliseconds a step are medians over the log: compiling does not
-    count.
+    `weight_bytes` and `state_bytes` are those of the weights and of the optimizer's moments and masters, a parameter.
+    `skipped_steps` counts by lane those that dynamic loss scaling left out. `tokens_per_second` and the milliseconds a
+    step are medians over the log: compiling does not count. `memory` has the measured and the predicted peak.
     """
     losses = {f"heldout_loss_{lane}": heldout.get(lane) for lane in ("fp8", "bf16")}
     surprises = {
@@ -41,6 +43,8 @@ def summarise(
         "recipe": config.run.recipe,
         "device": device,
         "parameters": parameters,
+        "weights": config.run.weights,
+        "weight_bytes_per_parameter": weight_bytes,
         "optimizer_states": config.optimizer.states,
         "optimizer_bytes_per_parameter": state_bytes,
         "steps": config.run.steps,
@@ -56,6 +60,7 @@ def summarise(
         "tokens_per_second": _median(history, "tokens_per_second"),
         **times,
         "seconds": seconds,
+        **memory,
         "corpus": dict(corpus),
         "versions": devices.versions(),
     }

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from octavo.kernels.norm import KEPT
 from octavo.kernels.reference import norm as reference
-from octavo.kernels.target import Target
+from octavo.kernels.target import Target, laid_out
 from octavo.kernels.triton import norm as fused
-from octavo.numerics import Quantized
+from octavo.numerics import E4M3, Quantized, quantize
 
 pytestmark = pytest.mark.usefixtures("loops_with_bounds")
 
@@ -186,3 +187,22 @@ def test_the_widths_of_real_models(cols, centred):
     got, want = fused.backward(*arguments), reference.backward(*arguments)
     assert_close(got[0], want[0], 1 + 4 * float(rstd.max()))
     torch.testing.assert_close(got[1], want[1], rtol=STEP[weight.dtype], atol=1e-2)
+
+
+@both_norms
+@pytest.mark.parametrize("shape", [(1, 128), (33, 96), (40, 300), (3, 3000)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_of_codes(shape, centred, dtype, device):
+    x, dy = matrix(shape, device), torch.randn(shape, device=device).to(dtype)
+    weight = torch.randn(shape[1], device=device)
+    x[0, 5] = torch.nan
+    codes = laid_out(quantize(x, E4M3, KEPT.tile))
+    _, _, rstd, _, mean = reference.forward(x.nan_to_num(), weight, None, EPS, None, None, False, centred)
+    arguments = (dy, codes, weight, weight if centred else None, mean, rstd, None)
+    got, want = fused.backward(*arguments), reference.backward(*arguments)
+    assert got[0].dtype == dtype and torch.equal(got[0].isnan(), want[0].isnan()) and bool(want[0][0].isnan().all())
+    assert_close(got[0][1:], want[0][1:], 1 + float(rstd.max()) * float(weight.abs().max()))
+    for mine, theirs in zip(got[1:], want[1:], strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-5 * shape[0] ** 0.5, equal_nan=True)

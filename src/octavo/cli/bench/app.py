@@ -50,8 +50,13 @@ def finish(
     command: str,
     *,
     device: str = "auto",
+    hardware: str | None = None,
 ) -> int:
-    """Print and write what was measured. Returns the exit code: 1 where a row failed."""
+    """Print and write what was measured. Returns the exit code: 1 where a row failed.
+
+    Args:
+        hardware: what a result says in place of the device's name.
+    """
     from octavo.bench import results
 
     if json_output:
@@ -60,7 +65,7 @@ def finish(
         result = results.Result(
             kind=kind,
             date=results.today(),
-            hardware=results.hardware(device),
+            hardware=hardware or results.hardware(device),
             versions=results.versions(),
             command=command,
             rows=tuple(rows),

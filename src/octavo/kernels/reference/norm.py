@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.target import Target
-from octavo.numerics import Quantized, quantize
+from octavo.numerics import Quantized, dequantize, quantize
 
 
 def forward(
@@ -43,7 +43,7 @@ def forward(
 
 def backward(
     dy: Tensor,
-    x: Tensor,
+    x: Tensor | Quantized,
     weight: Tensor | None,
     bias: Tensor | None,
     mean: Tensor | None,
@@ -51,7 +51,8 @@ def backward(
     residual_grad: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return dx in x's dtype, dweight and dbias in those of weight and bias: see `octavo.kernels.norm`."""
-    dy, s = dy.float(), x.float()
+    dtype, s = (x.dtype, x.float()) if isinstance(x, Tensor) else (dy.dtype, dequantize(x))
+    dy = dy.float()
     normed = (s if mean is None else s - mean[:, None]) * rstd[:, None]
     g = dy if weight is None else dy * weight.float()
     dx = g - normed * (g * normed).mean(dim=1, keepdim=True)
@@ -62,4 +63,4 @@ def backward(
         dx = dx + residual_grad.float()
     dweight = None if weight is None else (dy * normed).sum(dim=0).to(weight.dtype)
     dbias = None if bias is None else dy.sum(dim=0).to(bias.dtype)
-    return dx.to(x.dtype), dweight, dbias
+    return dx.to(dtype), dweight, dbias

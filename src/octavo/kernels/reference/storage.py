@@ -26,13 +26,14 @@ def encode(x: Tensor, fmt: Float, random: Tensor | None = None, never_zero: bool
     Args:
         random: int32 in [0, 2^16): round up with the probability of the distance from below; to nearest where None,
             ties to even.
-        never_zero: a positive value has at least the code 1.
+        never_zero: a positive normal value has at least the code 1.
     """
     bits = (x * fmt.shift).view(torch.int32)
     code = round_off(bits & 0x7FFFFFFF, fmt.dropped, random)
     if never_zero:
-        code = torch.where((x > 0) & (code == 0), 1, code)
-    return code | ((bits >> 31 & 1) << (fmt.bits - 1)) if fmt.signed else code
+        code = torch.maximum(code, (x.view(torch.int32) >> fmt.dropped).clamp(max=1))
+    sign_at = fmt.bits - 1
+    return code & ((1 << sign_at) - 1) | (bits >> 31 & 1) << sign_at if fmt.signed else code
 
 
 def decode(code: Tensor, fmt: Float) -> Tensor:
@@ -75,8 +76,11 @@ def inverse_of(code: Tensor) -> Tensor:
 
 
 def join(high: Tensor, low: Tensor, bits: int, dropped: int) -> Tensor:
-    """Return the magnitude bits whose first part is a code and whose rest a signed remainder of so many bits."""
-    return ((high << bits) + low) << dropped
+    """Return the magnitude bits whose first part is a code and whose rest a signed remainder of so many bits.
+
+    Where the code has been set to 0 since, a remainder below 0 counts as 0.
+    """
+    return ((high << bits) + low).clamp(min=0) << dropped
 
 
 def split(magnitude: Tensor, bits: int, dropped: int, random: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -90,6 +94,16 @@ def split(magnitude: Tensor, bits: int, dropped: int, random: Tensor | None) -> 
     return high, kept - (high << bits)
 
 
+TINY = 2.0**-100
+"""Below which a root or a quotient counts as 0: fast sequences that round correctly have not enough bits there."""
+
+
 def root(x: Tensor) -> Tensor:
-    """Return the correctly rounded square root, FP32. PyTorch's own in FP32 is not on every processor."""
-    return x.double().sqrt().float()
+    """Return the correctly rounded square root, FP32, and 0 below TINY."""
+    return torch.where(x < TINY, 0.0, x.double().sqrt().float())  # PyTorch's own in FP32 is not on every processor
+
+
+def quotient(x: Tensor, by: Tensor) -> Tensor:
+    """Return x / by, correctly rounded, by no less than TINY; 0 where x is below it, NaN where the quotient overflows."""
+    quotient = x / by.clamp(min=TINY)
+    return torch.where(x.abs() < TINY, 0.0, torch.where(quotient.isinf(), torch.nan, quotient))

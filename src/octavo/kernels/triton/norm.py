@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.kernels.target import Target, contiguous_rows, empty
 from octavo.kernels.triton.cast import to_dtype
-from octavo.kernels.triton.codes import inside, largest, nearest_codes, scale_of, without_infinities
+from octavo.kernels.triton.codes import INTERPRETED, inside, largest, nearest_codes, scale_of, without_infinities
 from octavo.kernels.triton.shape import Rows, Shape
 from octavo.numerics import Quantized
 
@@ -63,7 +63,7 @@ def forward(
 
 def backward(
     dy: Tensor,
-    x: Tensor,
+    x: Tensor | Quantized,
     weight: Tensor | None,
     bias: Tensor | None,
     mean: Tensor | None,
@@ -71,16 +71,19 @@ def backward(
     residual_grad: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return dx in x's dtype, dweight and dbias in those of weight and bias: see `octavo.kernels.norm`."""
+    dtype, scale = (x.dtype, None) if isinstance(x, Tensor) else (dy.dtype, x.scale)
+    x = x if isinstance(x, Tensor) else x.codes
     dy, x, (rows, cols) = contiguous_rows(dy), contiguous_rows(x), x.shape
     residual_grad = None if residual_grad is None else contiguous_rows(residual_grad)
     height, size = BACKWARD.tile(cols)
     programs = min(triton.cdiv(rows, height), _programs(x.device, height * size))
-    dx = x.new_empty(rows, cols)
+    dx = x.new_empty(rows, cols, dtype=dtype)
     dweight, dbias = (
         None if parameter is None else x.new_empty(programs, cols, dtype=torch.float32) for parameter in (weight, bias)
     )
     _backward_kernel[(programs,)](
-        dy, dy.stride(0), x, x.stride(0), residual_grad, 0 if residual_grad is None else residual_grad.stride(0),
+        dy, dy.stride(0), x, x.stride(0), scale,
+        residual_grad, 0 if residual_grad is None else residual_grad.stride(0),
         None if weight is None else weight.contiguous(), mean, rstd, dx, dweight, dbias, rows, cols,
         STAGES=STAGES, **BACKWARD.meta(rows, cols),
     )  # fmt: skip
@@ -110,6 +113,21 @@ def _programs(device: torch.device, elements: int) -> int:
 @triton.jit
 def _load(x_ptr, stride, rows, cols, there):
     return tl.load(x_ptr + rows[:, None].to(tl.int64) * stride + cols[None, :], mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_kept(x_ptr, scale_ptr, stride, total_r, total_c, rows, cols, in_rows, there):
+    """Whole rows, from values or from codes with one scale for 128 columns, column after column."""
+    x = _load(x_ptr, stride, rows, cols, there)
+    if scale_ptr is not None:
+        GROUPS: tl.constexpr = x.shape[1] // 128
+        if INTERPRETED:  # it takes the codes of NaN for 480
+            x = tl.where(tl.abs(x) > 448.0, float("nan"), x)
+        groups = tl.arange(0, GROUPS)
+        where = scale_ptr + groups[None, :].to(tl.int64) * total_r + rows[:, None]
+        scale = tl.load(where, mask=in_rows[:, None] & (groups * 128 < total_c)[None, :], other=0.0)
+        x = tl.reshape(tl.reshape(x, (x.shape[0], GROUPS, 128)) * scale[:, :, None], x.shape)
+    return x
 
 
 @triton.jit
@@ -182,7 +200,7 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    dy_ptr, dy_stride, x_ptr, x_stride, residual_ptr, residual_stride, weight_ptr, mean_ptr, rstd_ptr,
+    dy_ptr, dy_stride, x_ptr, x_stride, scale_ptr, residual_ptr, residual_stride, weight_ptr, mean_ptr, rstd_ptr,
     dx_ptr, dweight_ptr, dbias_ptr, total_r, total_c,
     ROWS: tl.constexpr, SIZE: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -196,7 +214,8 @@ def _backward_kernel(
         rows = first + tl.arange(0, ROWS)
         in_rows = inside(rows, total_r, EVEN)
         there = in_rows[:, None] & in_cols[None, :]
-        dy, x = _load(dy_ptr, dy_stride, rows, cols, there), _load(x_ptr, x_stride, rows, cols, there)
+        dy = _load(dy_ptr, dy_stride, rows, cols, there)
+        x = _load_kept(x_ptr, scale_ptr, x_stride, total_r, total_c, rows, cols, in_rows, there)
         rstd = tl.load(rstd_ptr + rows, mask=in_rows, other=0.0)[:, None]
         if mean_ptr is not None:
             x = tl.where(there, x - tl.load(mean_ptr + rows, mask=in_rows, other=0.0)[:, None], 0.0)

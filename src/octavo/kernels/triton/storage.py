@@ -1,16 +1,34 @@
-"""`kernels.storage` in Triton: see `reference/storage.py`, whose arithmetic this repeats."""
+"""`kernels.storage` in Triton: see `reference/storage.py`, whose results this has, bit for bit.
+
+Codes are held in the top bits of an int32, the sign of a signed one in the sign bit; what lies below them is ignored.
+So reading is a shift and a mask, and a rounding may carry from one field into the next without taking them apart.
+"""
 
 from __future__ import annotations
 
+import struct
+from typing import Any
+
 import triton
 import triton.language as tl
+
+from octavo.kernels.storage import FP32, Storage
 
 NONE: tl.constexpr = tl.constexpr(0)
 TENSOR: tl.constexpr = tl.constexpr(1)
 GROUP: tl.constexpr = tl.constexpr(2)
 
-# A storage is a constexpr tuple: (mantissa bits dropped, shift, bits of a code, bits of the largest value, signed,
-# scaling, root). `packed` of the launcher makes it.
+# What `packed` returns, a constexpr tuple: mantissa bits dropped, shift, bits of a code, bits of the largest value,
+# signed, scaling, root.
+
+
+def packed(storage: Storage) -> tuple[Any, ...]:
+    """Return a storage as kernels take it."""
+    fmt = storage.float
+    limit = struct.unpack("<i", struct.pack("<f", fmt.max))[0]
+    scaling = {"none": NONE, "tensor": TENSOR, "group": GROUP}[storage.scaling].value
+    bits = 32 if fmt is FP32 else fmt.bits
+    return (fmt.dropped, fmt.shift, bits, limit, fmt.signed, scaling, storage.root)
 
 
 @triton.jit
@@ -26,52 +44,67 @@ def as_float(bits):
 
 
 @triton.jit
-def round_off(bits, DROPPED: tl.constexpr, random):
-    """Non-negative int32 without their last bits. random: 16 bits, or None for to nearest, ties to even."""
+def magnitude_of(top, FORMAT: tl.constexpr):
+    """Codes without their signs, where FP32 has its exponent and mantissa."""
+    BITS: tl.constexpr = FORMAT[2] - 1 if FORMAT[4] else FORMAT[2]
+    return (top >> (32 - FORMAT[2] - FORMAT[0])) & (((1 << BITS) - 1) << FORMAT[0])
+
+
+@triton.jit
+def sign_of(bits):
+    """The sign bit alone."""
+    return bits & -2147483648
+
+
+@triton.jit
+def top_of(bits, FORMAT: tl.constexpr):
+    """Codes that lie where FP32 has its exponent and mantissa, moved to the top; signs stay where they are."""
+    top = bits << (32 - FORMAT[2] - FORMAT[0])
+    if FORMAT[4] and FORMAT[2] + FORMAT[0] < 32:
+        top = sign_of(bits) | (top & 0x7FFFFFFF)
+    return top
+
+
+@triton.jit
+def round_up(bits, DROPPED: tl.constexpr, random, STOCHASTIC: tl.constexpr):
+    """FP32 bits, rounded: the last ones are to be dropped. random: 16 bits; without, to nearest, ties to even."""
     if DROPPED == 0:
-        kept = bits
-    elif random is None:
-        kept = (bits + ((1 << (DROPPED - 1)) - 1) + ((bits >> DROPPED) & 1)) >> DROPPED
+        bits = bits
+    elif not STOCHASTIC:
+        bits = bits + ((1 << (DROPPED - 1)) - 1) + ((bits >> DROPPED) & 1)
     elif DROPPED > 16:
-        kept = (bits + (random << (DROPPED - 16)) + (1 << (DROPPED - 17))) >> DROPPED
-    elif DROPPED == 16:
-        kept = (bits + random) >> DROPPED
+        bits = bits + ((random << (DROPPED - 16)) | (1 << (DROPPED - 17)))
     else:
-        kept = (bits + (random >> (16 - DROPPED))) >> DROPPED
-    return kept
+        bits = bits + (random >> (16 - DROPPED))
+    return bits
 
 
 @triton.jit
-def encode(x, FORMAT: tl.constexpr, random):
-    """Codes, int32, of FP32 values within the format's range."""
-    SIGN_AT: tl.constexpr = FORMAT[2] - 1
-    bits = as_bits(x * FORMAT[1])
-    code = round_off(bits & 0x7FFFFFFF, FORMAT[0], random)
-    if FORMAT[4]:
-        code = code | (((bits >> 31) & 1) << SIGN_AT)
-    else:
-        code = tl.where((x > 0) & (code == 0), 1, code)
-    return code
+def encode(x, FORMAT: tl.constexpr, random, STOCHASTIC: tl.constexpr):
+    """Codes of FP32 values within the format's range."""
+    bits = round_up(as_bits(x * FORMAT[1]), FORMAT[0], random, STOCHASTIC)
+    if not FORMAT[4]:
+        bits = tl.maximum(bits, tl.minimum(as_bits(x), 1 << FORMAT[0]))  # a positive value has at least the code 1
+    return top_of(bits, FORMAT)
 
 
 @triton.jit
-def decode(code, FORMAT: tl.constexpr):
-    """FP32 values of codes, int32."""
-    SIGN_AT: tl.constexpr = FORMAT[2] - 1
+def decode(top, FORMAT: tl.constexpr):
+    """FP32 values of codes."""
+    bits = magnitude_of(top, FORMAT)
     if FORMAT[4]:
-        bits = ((code & ((1 << SIGN_AT) - 1)) << FORMAT[0]) | ((code >> SIGN_AT) << 31)
-    else:
-        bits = code << FORMAT[0]
+        bits = bits | sign_of(top)
     return as_float(bits) * (1.0 / FORMAT[1])
 
 
 @triton.jit
 def scale_code(amax, LIMIT: tl.constexpr):
-    """E8M0 codes, int32, of the smallest powers of two with amax <= scale * max. LIMIT: the bits of max."""
-    bits = as_bits(amax)
-    more = ((bits & 0x7FFFFF) > (LIMIT & 0x7FFFFF)).to(tl.int32)
-    exponent = (bits >> 23) - (LIMIT >> 23) + 127 + more
-    return tl.minimum(tl.maximum(exponent, 1), 253)
+    """E8M0 codes, int32, of the smallest powers of two with amax <= scale * max. LIMIT: the bits of max.
+
+    amax: the bits of FP32.
+    """
+    exponent = (amax + (0x7FFFFF - (LIMIT & 0x7FFFFF))) >> 23
+    return tl.minimum(tl.maximum(exponent + (127 - (LIMIT >> 23)), 1), 253)
 
 
 @triton.jit
@@ -84,42 +117,3 @@ def scale_of(code):
 def inverse_of(code):
     """What values are multiplied by."""
     return as_float((254 - code) << 23)
-
-
-@triton.jit
-def load_bits(address, index, there, BYTES: tl.constexpr, ALIGNED: tl.constexpr):
-    """Codes of one or two bytes as non-negative int32, 0 where there are none."""
-    if BYTES == 1:
-        bits = tl.load(_pointer(address, tl.uint8, ALIGNED) + index, mask=there, other=0).to(tl.int32)
-    else:
-        bits = tl.load(_pointer(address, tl.uint16, ALIGNED) + index, mask=there, other=0).to(tl.int32)
-    return bits
-
-
-@triton.jit
-def store_bits(bits, address, index, there, BYTES: tl.constexpr, ALIGNED: tl.constexpr):
-    """The low bytes of int32 codes."""
-    if BYTES == 1:
-        tl.store(_pointer(address, tl.uint8, ALIGNED) + index, (bits & 0xFF).to(tl.uint8), mask=there)
-    else:
-        tl.store(_pointer(address, tl.uint16, ALIGNED) + index, (bits & 0xFFFF).to(tl.uint16), mask=there)
-
-
-@triton.jit
-def load_float(address, index, there, ALIGNED: tl.constexpr):
-    """FP32 values, 0 where there are none."""
-    return tl.load(_pointer(address, tl.float32, ALIGNED) + index, mask=there, other=0.0)
-
-
-@triton.jit
-def store_float(x, address, index, there, ALIGNED: tl.constexpr):
-    """FP32 values."""
-    tl.store(_pointer(address, tl.float32, ALIGNED) + index, x, mask=there)
-
-
-@triton.jit
-def _pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    pointer = address.to(tl.pointer_type(DTYPE))
-    if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
-    return pointer

@@ -1,0 +1,215 @@
+"""The page, live: answered on this machine, to this machine, and never written to.
+
+Whoever can reach a loopback port can ask, and so can any page open in a browser here. What keeps the others out: only
+loopback names are taken for `Host` (a foreign page that made its own name point here is refused), no answer may be read
+or embedded by another origin, only GET and HEAD are known, and files are looked up in lists, never by path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from octavo.dashboard import page
+from octavo.dashboard.answers import ANSWERS, Query
+from octavo.dashboard.packing import to_json
+from octavo.dashboard.runs import Runs
+from octavo.errors import ConfigError, OctavoError, StoreError
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+PORT = 7117
+HOST = "127.0.0.1"
+NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
+"""What `Host` may name."""
+_TRIES = 20
+
+
+def application(root: str | Path) -> Starlette:
+    """Return the ASGI application that shows the runs at or below `root`.
+
+    Raises:
+        StoreError: there is no such folder.
+        UnsupportedError: starlette or plotly is not installed.
+    """
+    page.require("starlette", "plotly")
+    from starlette.applications import Starlette
+    from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
+    from starlette.routing import Route
+
+    known = Runs(root)
+    modules = {name: f"/static/{name}" for name in page.scripts()}
+    html = page.page(_HEAD, modules, _START)
+    files = {name: (text, "text/javascript") for name, text in page.scripts().items()}
+    files |= {page.STYLE: (page.text_of(page.STYLE), "text/css"), page.ICON: (page.text_of(page.ICON), "image/svg+xml")}
+    plotly = page.plotly()
+
+    def index(request: Request) -> Response:
+        return HTMLResponse(html)
+
+    def static(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name == page.PLOTLY:
+            return FileResponse(plotly, media_type="text/javascript", headers={"Cache-Control": "max-age=86400"})
+        if name not in files:
+            return PlainTextResponse("there is no such file", 404)
+        text, media_type = files[name]
+        return Response(text, media_type=media_type)
+
+    def answer(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in ANSWERS:
+            return _told(f"there is no answer '{name}'", 404)
+        query = Query({key: request.query_params.getlist(key) for key in request.query_params})
+        try:
+            found = ANSWERS[name](known, query)
+        except ConfigError as error:
+            return _told(str(error), 400)
+        except (StoreError, OctavoError) as error:
+            return _told(str(error), 404)
+        return Response(found.body, media_type="application/json" if found.is_json else "application/octet-stream")
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> Any:
+        yield
+        known.close()
+
+    routes = [
+        Route("/", index),
+        Route("/static/{name}", static),
+        Route("/api/{name}", answer),
+    ]
+    app = Starlette(routes=routes, lifespan=lifespan)
+    policy = _POLICY.format(map=page.hashed(page.import_map(modules)))
+    app.add_middleware(_Guard, headers={**_HEADERS, "Content-Security-Policy": policy})
+    return app
+
+
+def serve(root: str | Path, *, port: int | None = None, ready: Callable[[str], None] = lambda address: None) -> None:
+    """Answer on this machine until interrupted.
+
+    Args:
+        root: folder of runs, or one run.
+        port: where; 0 for any that is free. By default `PORT`, or the next that is free.
+        ready: told the address before the first request is taken.
+
+    Raises:
+        StoreError: there is no such folder.
+        ConfigError: the port is taken.
+        UnsupportedError: a package is not installed.
+    """
+    page.require("starlette", "uvicorn", "plotly")
+    import uvicorn
+
+    app = application(root)
+    with _bound(port) as listener:
+        ready(f"http://{HOST}:{listener.getsockname()[1]}")
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=1
+        )
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+@contextlib.contextmanager
+def _bound(port: int | None) -> Iterator[socket.socket]:
+    """Give a socket that listens on loopback."""
+    wanted = range(PORT, PORT + _TRIES) if port is None else [port]
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with listener:
+        for each in wanted:
+            try:
+                listener.bind((HOST, each))
+            except OSError:
+                continue
+            except OverflowError as error:
+                raise ConfigError(f"--port {each}: ports go from 0 to 65535.") from error
+            yield listener
+            return
+        taken = f"{wanted[0]}" if len(wanted) == 1 else f"{wanted[0]} to {wanted[-1]}"
+        raise ConfigError(f"--port {taken}: something else listens there. Take another, or 0 for any that is free.")
+
+
+def _told(message: str, status: int) -> Response:
+    from starlette.responses import Response
+
+    return Response(to_json({"error": message}), status, media_type="application/json")
+
+
+_HEAD = f"""\
+<link rel="stylesheet" href="/static/{page.STYLE}">
+<link rel="icon" href="/static/{page.ICON}" type="image/svg+xml">
+<script src="/static/{page.PLOTLY}" async></script>"""
+_START = '<script type="module" src="/static/app.js"></script>'
+_POLICY = (
+    "default-src 'none'; script-src 'self' {map}; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:;"
+    " connect-src 'self'; font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+Receive = Callable[[], Awaitable[Message]]
+
+
+class _Guard:
+    """Refuses what is not for this server, and puts its headers on every answer."""
+
+    def __init__(self, app: Any, headers: dict[str, str]) -> None:
+        self._app = app
+        self._headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                given = {name for name, _ in message["headers"]}
+                added = [(name, value) for name, value in self._headers if name not in given]
+                message = {**message, "headers": [*message["headers"], *added]}
+            await send(message)
+
+        refusal = _refusal(scope)
+        if refusal is None:
+            await self._app(scope, receive, guarded)
+        else:
+            from starlette.responses import PlainTextResponse
+
+            text, status = refusal
+            await PlainTextResponse(text, status)(scope, receive, guarded)
+
+
+def _refusal(scope: Message) -> tuple[str, int] | None:
+    """Return why a request is refused, with its status; None for one that is taken."""
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
+    if len(hosts) != 1 or _name_of(hosts[0]) not in NAMES:
+        return f"this dashboard answers to {', '.join(sorted(NAMES))} only", 403
+    sites = {value for name, value in headers if name == b"sec-fetch-site"}
+    if sites & {b"cross-site", b"same-site"} and scope["path"] != "/":
+        return "this dashboard does not answer other pages", 403
+    if scope["method"] not in ("GET", "HEAD"):
+        return "this dashboard is for reading", 405
+    return None
+
+
+def _name_of(host: str) -> str:
+    """Return a host without its port, in lower case."""
+    name, colon, port = host.rpartition(":")
+    return (name if colon and port.isdecimal() else host).lower()

@@ -1,0 +1,208 @@
+"""How a run is, in words: what a person would look at first, held against limits that are written down here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.errors import StoreError
+from octavo.monitor.store import RunReader, Series
+
+LEVELS = ("healthy", "watch", "unhealthy", "unknown")
+LIMITS = {"nonfinite": 0.0, "saturated": 1e-3, "flushed": 5e-2}
+"""Shares of a tensor's elements, mean over the newest snapshots, above which it is worth a look."""
+GAP_LIMIT = 1.0
+"""Percent by which the loss may lie above the BF16 twin's."""
+RISE_LIMIT = 5.0
+"""Percent by which the loss may lie above the lowest it had."""
+SNAPSHOTS = 16
+"""Newest snapshots whose mean is judged: one batch proves little."""
+SHARE = 0.1
+"""Of a run: what lies no further back is recent."""
+_DEEDS = {"nonfinite": "is not finite", "saturated": "saturates", "flushed": "is flushed to zero"}
+
+
+class Finding(NamedTuple):
+    """One thing to know."""
+
+    level: str
+    """`healthy` (good to know), `watch` or `unhealthy`."""
+    text: str
+    layer: str = ""
+    """Layer it is about; empty for the whole run."""
+    view: str = ""
+    """Where the page shows more."""
+
+
+class Verdict(NamedTuple):
+    """How a run is."""
+
+    level: str
+    """One of `LEVELS`."""
+    text: str
+    """One or two sentences."""
+    findings: list[Finding]
+    """The worst first."""
+
+
+def verdict(run: RunReader) -> Verdict:
+    """Return how a run is now. Reads a few newest rows, however long the run is."""
+    last = run.last_step
+    losses = _recent(run, last)
+    found = [*_of_state(run), *_of_loss(run, losses, last), *_of_tensors(run), *_of_events(run, last)]
+    found.sort(key=lambda finding: LEVELS.index(finding.level), reverse=True)
+    if not last:
+        return Verdict("unknown", "Nothing is measured yet: no step was made.", found)
+    level = found[0].level if found else "healthy"
+    opening = {"healthy": "Healthy", "watch": "Have a look", "unhealthy": "Not healthy"}[level]
+    reasons = [finding.text for finding in found if finding.level == level != "healthy"]
+    told = f"{reasons[0]}{f' (and {len(reasons) - 1} more)' * (len(reasons) > 1)}." if reasons else ""
+    facts = _facts(run, losses, last)
+    return Verdict(level, f"{opening}: {told} {facts}." if told else f"{opening}: {facts}.", found)
+
+
+def loss_key(keys: Any) -> str | None:
+    """Return the name of the loss that is followed: of the FP8 model, or of the only one."""
+    return next((key for key in ("loss_fp8", "loss", "loss_bf16") if key in keys), None)
+
+
+def newest(series: Series | None) -> float:
+    """Return the last value of a series; NaN where there is none."""
+    return float(series.high[-1]) if series is not None and len(series) else math.nan
+
+
+def _recent(run: RunReader, last: int) -> dict[str, Series]:
+    """Return the scalars of the last tenth, of 200 steps at the least."""
+    return run.scalars(first=last - max(int(SHARE * last), 200) + 1)
+
+
+def _facts(run: RunReader, losses: dict[str, Series], last: int) -> str:
+    wished = _steps_of(run)
+    parts = [f"step {last:,}" + (f" of {wished:,}" if wished else "")]
+    key = loss_key(losses)
+    if key is not None:
+        parts.append(f"loss {newest(losses[key]):.3f}")
+    gap = gap_of(run, losses)
+    if gap is not None:
+        where = " on held-out text" if "gap_percent" in run.summary else ""
+        parts.append(f"{abs(gap):.2f} % {'above' if gap >= 0 else 'below'} the BF16 twin{where}")
+    layers = run.plan.get("layers", [])
+    if layers:
+        parts.append(f"{sum('fp8' in layer['precision'] for layer in layers)} of {len(layers)} layers in FP8")
+    return ", ".join(parts)
+
+
+def _steps_of(run: RunReader) -> int:
+    loop = run.config.get("run")
+    return int(loop.get("steps") or 0) if isinstance(loop, dict) else 0
+
+
+def gap_of(run: RunReader, losses: Mapping[str, Series]) -> float | None:
+    """Return by how many percent the loss lies above the twin's: held out at the end, else the mean of late steps."""
+    final = run.summary.get("gap_percent")
+    if final is not None:
+        return float(final)
+    series = losses.get("gap_percent")
+    values = series.high[np.isfinite(series.high)] if series is not None else np.zeros(0)
+    return float(values.mean()) if len(values) else None
+
+
+def _of_state(run: RunReader) -> Iterator[Finding]:
+    state = run.state()
+    if state == "failed":
+        text = run.sessions[-1].text
+        yield Finding("unhealthy", f"the run failed{f': {text}' if text else ''}", view="events")
+    elif state == "silent":
+        yield Finding("watch", "nothing is written any more: the run was killed, or hangs")
+    elif state == "interrupted":
+        yield Finding("watch", "the run was interrupted")
+
+
+def _of_loss(run: RunReader, losses: dict[str, Series], last: int) -> Iterator[Finding]:
+    key = loss_key(losses)
+    if key is None:
+        return
+    if not math.isfinite(newest(losses[key])):
+        yield Finding("unhealthy", "the loss is not a number", view="overview")
+    gap = gap_of(run, losses)
+    if gap is not None and gap > GAP_LIMIT:
+        text = f"the loss is {gap:.1f} % above the BF16 twin's (limit {GAP_LIMIT:g} %)"
+        yield Finding("unhealthy" if gap > 5 * GAP_LIMIT else "watch", text, view="overview")
+    rise = _rise(run, key, losses[key], last)
+    if rise > RISE_LIMIT:
+        text = f"the loss is {rise:.0f} % above the lowest it had"
+        yield Finding("unhealthy" if rise > 10 * RISE_LIMIT else "watch", text, view="overview")
+
+
+def _rise(run: RunReader, key: str, recent: Series, last: int) -> float:
+    """Return by how many percent the newest loss lies above the lowest, both medians of a stretch; 0 if too short."""
+    values = recent.high[np.isfinite(recent.high)][-100:]
+    if len(values) < 20:
+        return 0.0
+    earlier = run.scalar(key, last=last - len(values) + 1, points=200)
+    lows = earlier.low[np.isfinite(earlier.low)]
+    if len(lows) < 20:
+        return 0.0
+    lowest = min(float(np.median(lows[start : start + 10])) for start in range(0, len(lows) - 9, 5))
+    # The least of each bucket lies below its mean: the spread of the newest stretch says how far.
+    spread = float(np.median(values) - values.min()) if not earlier.is_exact else 0.0
+    return 100 * (float(np.median(values)) - spread - lowest) / abs(lowest) if lowest else 0.0
+
+
+def _of_tensors(run: RunReader) -> Iterator[Finding]:
+    try:
+        step, _ = run.snapshot()
+    except StoreError:
+        return
+    values = _newest_snapshots(run, step)
+    tensors = run.tensors
+    for stat, limit in LIMITS.items():
+        if stat not in run.stats:
+            continue
+        shares = values[:, run.stats.index(stat)]
+        over = np.flatnonzero(np.nan_to_num(shares) > limit)
+        if not len(over):
+            continue
+        worst = tensors[int(over[np.argmax(shares[over])])]
+        others = f", and {len(over) - 1} more tensors" if len(over) > 1 else ""
+        bound = f" (limit {percent(limit)})" if limit else ""
+        text = f"{percent(float(np.nanmax(shares)))} of {worst.layer} {worst.role} {_DEEDS[stat]}{bound}{others}"
+        yield Finding("unhealthy" if stat == "nonfinite" else "watch", text, worst.layer, "layers")
+
+
+def _newest_snapshots(run: RunReader, step: int) -> NDArray[np.float32]:
+    """Return the mean of the newest snapshots, (tensors, statistics); NaN where nothing was measured."""
+    taken = [run.snapshot(step)]
+    while len(taken) < SNAPSHOTS and taken[-1][0] > 0:
+        try:
+            taken.append(run.snapshot(taken[-1][0] - 1))
+        except StoreError:
+            break
+    stack = np.stack([values for _, values in taken])
+    counts = (~np.isnan(stack)).sum(axis=0)
+    mean: NDArray[np.float32] = np.where(counts > 0, np.nansum(stack, axis=0) / np.maximum(counts, 1), np.nan)
+    return mean
+
+
+def _of_events(run: RunReader, last: int) -> Iterator[Finding]:
+    for level, plural in (("error", "errors"), ("warning", "warnings")):
+        events = run.events(level=level)
+        if not events:
+            continue
+        newest = events[-1]
+        is_recent = newest.step >= (1 - SHARE) * last
+        worth = ("unhealthy" if level == "error" else "watch") if is_recent else "healthy"
+        count = f"{len(events)} {level if len(events) == 1 else plural}"
+        action = f", {newest.action}" if newest.action else ""
+        yield Finding(
+            worth, f"{count}, the last at step {newest.step:,}: {newest.text}{action}", newest.layer or "", "events"
+        )
+
+
+def percent(share: float) -> str:
+    """Return a share (0 to 1) as people write it."""
+    return f"{100 * share:.3g} %"

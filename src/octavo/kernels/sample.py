@@ -1,0 +1,142 @@
+"""What FP8 does to a tensor, estimated from some of its rows: the contract of `octavo.nn.telemetry`.
+
+    sample(Looked(x, scale, target), row)     writes `STATS` of one tensor into FP32 (WIDTH,), and adds nothing to codes
+
+A tensor that has just been quantised lies in the cache. `count(R)` of its R rows are read again, spread evenly, from a
+place that `row[PHASE]` names: the caller changes it with every step, so that each row is looked at now and then and a
+share is an unbiased estimate. Beside them all scales are read, one tile in full, that with the largest scale, and the
+first and last column of a product with the tensor, where a NaN or an infinity in any of its elements must show.
+
+    flushed, subnormal, saturated   shares of the sampled elements, of x * fold * (1 / scale)
+    nonfinite                       the share of the sample; at least one element a row of the tensor that holds any
+    mean, variance, kurtosis        of the sampled elements that are finite; a normal distribution has kurtosis 3
+    amax                            the largest finite magnitude that was met; see `Looked.bound`
+    scale                           the largest of all scales
+
+Nothing waits for the device, and with a negative `row[PHASE]` nothing is read or written: a CUDA graph may hold it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.errors import ConfigError
+from octavo.kernels.dispatch import launches_on, uses_triton
+from octavo.kernels.target import Target
+from octavo.numerics import Format
+
+STATS = ("amax", "scale", "flushed", "subnormal", "saturated", "nonfinite", "mean", "variance", "kurtosis")
+"""What a row begins with. Shares are of elements, 0 to 1."""
+PHASE = len(STATS)
+"""Where a row says which rows of its tensor are sampled: a whole number below 2^23, or -1 for nothing at all."""
+SAMPLED = PHASE + 1
+"""Where it says how many elements the shares are of."""
+WIDTH = 12
+"""FP32 values of a row: 48 bytes, so that none lies unaligned."""
+MOST, LEAST, ONE_IN = 128, 16, 16
+"""Rows that are sampled: one in 16, at least 16 and at most 128."""
+
+LARGEST_TILE = 2**16
+"""Elements of a tile that one program may read."""
+
+
+class Looked(NamedTuple):
+    """A tensor and what it was quantised with."""
+
+    x: Tensor
+    """(R, C), FP32, BF16 or FP16; any strides. With `rows`, only the rows that are sampled, (count(rows), C)."""
+    scale: Tensor
+    """FP32, the scales of all tiles of (R, C)."""
+    target: Target
+    """What it was quantised to."""
+    fold: Tensor | None = None
+    """FP32 (1, C), what its columns were multiplied by before."""
+    edges: Tensor | None = None
+    """(R, 2): two columns of a product whose row is not finite where that of x is not."""
+    tied: bool = False
+    """Whether the scales are those of this tensor's own maxima, which then bound its amax."""
+    rows: int | None = None
+    """R, where x is only the sample."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(R, C) of the tensor."""
+        return self.x.shape[0] if self.rows is None else self.rows, self.x.shape[1]
+
+    @property
+    def bound(self) -> float:
+        """What the largest scale times this says of the amax: it is as large at least, with FP32 scales it is this."""
+        half = 0.5 if self.target.scaling == "power_of_two" else 1.0
+        return half * self.target.fmt.max if self.tied and self.fold is None else 0.0
+
+    @property
+    def reads_tile(self) -> bool:
+        """Whether the tile with the largest scale is read in full: it is at hand, and not a whole large tensor."""
+        height, width = self.target.tile.tile(*self.shape)
+        return self.rows is None and height * width <= LARGEST_TILE
+
+
+class Limits(NamedTuple):
+    """Magnitudes of a value over its scale at which its code changes kind, of a format, rounded to nearest even."""
+
+    flushed: float
+    """Up to this the code is zero."""
+    subnormal: float
+    """Below this it is subnormal."""
+    saturated: float
+    """Above this it is the largest, and the value was more than half a step past that."""
+
+
+def limits(fmt: Format) -> Limits:
+    """Return the limits of a format."""
+    binade = 2.0 ** int(torch.tensor(fmt.max).log2().floor())
+    half = fmt.smallest_subnormal / 2
+    return Limits(half, fmt.smallest_normal - half, fmt.max + fmt.epsilon * binade / 2)
+
+
+def count(rows: int) -> int:
+    """Return how many of a tensor's rows are sampled."""
+    return min(rows, max(LEAST, min(MOST, rows // ONE_IN)))
+
+
+def sampled_rows(rows: int, row: Tensor) -> Tensor:
+    """Return which rows of a tensor are sampled, int64 (count(rows),), on the device of `row` (WIDTH,)."""
+    number = count(rows)
+    stride = rows // max(number, 1)
+    phase = row[PHASE].long().clamp(min=0)
+    return (torch.arange(number, device=row.device) * stride + phase) % max(rows, 1)
+
+
+def rests(row: Tensor) -> bool:
+    """Return whether nothing is to be looked at, as far as that is known without waiting: on a CPU."""
+    return not row.is_cuda and bool(row[PHASE] < 0)
+
+
+def sample(looked: Looked, row: Tensor) -> None:
+    """Write `STATS` and the size of the sample into a row. Of a row that is written twice, amax and nonfinite grow.
+
+    Args:
+        row: FP32 (WIDTH,), contiguous, on the device of x.
+
+    Raises:
+        ConfigError: the row is something else.
+    """
+    if (row.dtype, row.shape, row.device) != (torch.float32, (WIDTH,), looked.x.device) or not row.is_contiguous():
+        raise ConfigError(
+            f"telemetry of a tensor on {looked.x.device} is to be written to {row.dtype} {tuple(row.shape)} on "
+            f"{row.device}, not FP32 ({WIDTH},) there: move the model first, then make its octavo.nn.Telemetry."
+        )
+    if 0 in looked.shape or rests(row):
+        return
+    if uses_triton(looked.x, "telemetry"):
+        from octavo.kernels.triton import sample as fast
+
+        with launches_on(looked.x.device):
+            fast.sample(looked, row)
+        return
+    from octavo.kernels.reference import sample as reference
+
+    reference.sample(looked, row)

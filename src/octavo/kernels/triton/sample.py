@@ -1,0 +1,210 @@
+"""Statistics of a tensor from some of its rows, in two launches.
+
+look      a program a stretch of a sampled row, of the scales, or of the edges of a product: what it found, 16 values
+gather    one program: sums of those in FP64, the tile with the largest scale, and the row of telemetry
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.sample import PHASE, SAMPLED, Looked, count, limits
+
+BLOCK = 2048
+"""Elements that a program looks at."""
+_GATHERED = 256
+"""Findings that are summed at once."""
+_FIELDS: tl.constexpr = tl.constexpr(16)
+_AT_PHASE: tl.constexpr = tl.constexpr(PHASE)
+_AT_SAMPLED: tl.constexpr = tl.constexpr(SAMPLED)
+_NONE: tl.constexpr = tl.constexpr(2**31 - 1)
+
+
+def sample(looked: Looked, row: Tensor) -> None:
+    """See `octavo.kernels.sample.sample`."""
+    x, scale, target, fold, edges = looked[:5]
+    rows, cols = looked.shape
+    height, width = target.tile.tile(rows, cols)
+    number = count(rows)
+    stretches = triton.cdiv(cols, BLOCK)
+    programs = [number * stretches, triton.cdiv(scale.numel(), BLOCK), 0 if edges is None else triton.cdiv(rows, BLOCK)]
+    work = torch.empty(sum(programs), 16, device=x.device)
+    tensor: tuple[Any, ...] = (x, rows, cols, x.stride(0), x.stride(1))
+    scales: tuple[Any, ...] = (scale, *scale.shape, *scale.stride(), height, width)
+    edge = (x, 0, 0) if edges is None else (edges, *edges.stride())
+    bounds = limits(target.fmt)
+    _look_kernel[(sum(programs),)](
+        *tensor, fold, *scales, *edge, row, work, programs[0], programs[1], stretches, rows // number,
+        FOLDED=fold is not None, SAMPLE_ONLY=looked.rows is not None,
+        FLUSHED=bounds.flushed, SUBNORMAL=bounds.subnormal, SATURATED=bounds.saturated,
+        BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    _gather_kernel[(1,)](
+        *tensor, *scales, row, work, sum(programs), float(number), float(rows), float(cols), looked.bound,
+        TILE=looked.reads_tile, BLOCK=_GATHERED, TILE_BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@triton.jit
+def _look_kernel(
+    x_ptr, rows, cols, x_down, x_across, fold_ptr,
+    scale_ptr, scale_rows, scale_cols, scale_down, scale_across, height, width,
+    edge_ptr, edge_down, edge_across, row_ptr, work_ptr, samples, scalings, stretches, stride,
+    FOLDED: tl.constexpr, SAMPLE_ONLY: tl.constexpr,
+    FLUSHED: tl.constexpr, SUBNORMAL: tl.constexpr, SATURATED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Fields: elements finite, not, flushed, subnormal, saturated; amax; unit and four sums; scale and its place; lost.
+
+    The sums are of powers of x over a power of two near the amax of the stretch, whose exponent is the unit.
+    """
+    phase = tl.load(row_ptr + _AT_PHASE).to(tl.int32)
+    pid = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    work_ptr += pid * _FIELDS
+    if phase >= 0:
+        found = tl.zeros((_FIELDS,), tl.float32)
+        if pid < samples:
+            column = (pid % stretches) * BLOCK + at
+            row = ((pid // stretches).to(tl.int64) * stride + phase) % rows
+            inside = column < cols
+            read_row = (pid // stretches).to(tl.int64) if SAMPLE_ONLY else row
+            where = read_row * x_down + column.to(tl.int64) * x_across
+            x = tl.load(x_ptr + where, mask=inside, other=0.0).to(tl.float32)
+            read = x * tl.load(fold_ptr + column, mask=inside, other=0.0) if FOLDED else x
+            tile = (row // height) * scale_down + (column // width).to(tl.int64) * scale_across
+            scale = tl.load(scale_ptr + tile, mask=inside, other=1.0)
+            y = tl.abs(read * tl.div_rn(tl.full((BLOCK,), 1.0, tl.float32), scale))
+            magnitude = tl.abs(x)
+            finite = (magnitude < float("inf")) & inside
+            flushed = finite & (read != 0.0) & (y <= FLUSHED)
+            subnormal = finite & (y > FLUSHED) & (y < SUBNORMAL)
+            saturated = finite & (y > SATURATED)
+            amax = tl.max(tl.where(finite, magnitude, 0.0))
+            unit = tl.minimum(tl.maximum(amax.to(tl.int32, bitcast=True) >> 23, 1), 253)
+            u = tl.where(finite, x, 0.0) * ((254 - unit) << 23).to(tl.float32, bitcast=True)
+            square = u * u
+            broken = inside & ((magnitude == float("inf")) | (x != x))
+            found = _put(found, 0, tl.sum(finite.to(tl.float32)))
+            found = _put(found, 1, tl.sum(broken.to(tl.float32)))
+            found = _put(found, 2, tl.sum(flushed.to(tl.float32)))
+            found = _put(found, 3, tl.sum(subnormal.to(tl.float32)))
+            found = _put(found, 4, tl.sum(saturated.to(tl.float32)))
+            found = _put(found, 5, amax)
+            found = _put(found, 6, unit.to(tl.float32))
+            found = _put(found, 7, tl.sum(u))
+            found = _put(found, 8, tl.sum(square))
+            found = _put(found, 9, tl.sum(square * u))
+            found = _put(found, 10, tl.sum(square * square))
+        elif pid < samples + scalings:
+            place = (pid - samples) * BLOCK + at
+            inside = place < scale_rows * scale_cols
+            where = (place // scale_cols).to(tl.int64) * scale_down + (place % scale_cols) * scale_across
+            scale = tl.load(scale_ptr + where, mask=inside, other=0.0)
+            largest = tl.max(scale)
+            found = _put(found, 11, largest)
+            found = _put(found, 12, tl.min(tl.where(inside & (scale == largest), place, _NONE)).to(tl.float32))
+        else:
+            place = ((pid - samples - scalings) * BLOCK + at).to(tl.int64)
+            inside = place < rows
+            first = tl.load(edge_ptr + place * edge_down, mask=inside, other=0.0).to(tl.float32)
+            last = tl.load(edge_ptr + place * edge_down + edge_across, mask=inside, other=0.0).to(tl.float32)
+            stands = (tl.abs(first) < float("inf")) | (tl.abs(last) < float("inf"))
+            found = _put(found, 13, tl.sum(tl.where(inside & (stands == 0), 1.0, 0.0)))
+        tl.store(work_ptr + tl.arange(0, _FIELDS), found)
+
+
+@triton.jit
+def _put(found, field: tl.constexpr, value):
+    """Return the findings with one field set."""
+    return tl.where(tl.arange(0, _FIELDS) == field, value, found)
+
+
+@triton.jit
+def _gather_kernel(
+    x_ptr, rows, cols, x_down, x_across,
+    scale_ptr, scale_rows, scale_cols, scale_down, scale_across, height, width,
+    row_ptr, work_ptr, findings, sampled, height_all, width_all, bound,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, TILE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    phase = tl.load(row_ptr + _AT_PHASE)
+    if phase >= 0:
+        number = tl.zeros((BLOCK,), tl.float64)
+        broken, flushed, subnormal, saturated, lost = number, number, number, number, number
+        first, second, third, fourth = number, number, number, number
+        amax = tl.zeros((BLOCK,), tl.float32)
+        scale = tl.zeros((BLOCK,), tl.float32)
+        place = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, findings, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            inside = at < findings
+            field = work_ptr + at * _FIELDS
+            number += tl.load(field, mask=inside, other=0.0).to(tl.float64)
+            broken += tl.load(field + 1, mask=inside, other=0.0).to(tl.float64)
+            flushed += tl.load(field + 2, mask=inside, other=0.0).to(tl.float64)
+            subnormal += tl.load(field + 3, mask=inside, other=0.0).to(tl.float64)
+            saturated += tl.load(field + 4, mask=inside, other=0.0).to(tl.float64)
+            amax = tl.maximum(amax, tl.load(field + 5, mask=inside, other=0.0))
+            unit = tl.load(field + 6, mask=inside, other=0.0).to(tl.int64)
+            unit = ((unit + (1023 - 127)) << 52).to(tl.float64, bitcast=True)
+            power = unit
+            first += power * tl.load(field + 7, mask=inside, other=0.0).to(tl.float64)
+            power = power * unit
+            second += power * tl.load(field + 8, mask=inside, other=0.0).to(tl.float64)
+            power = power * unit
+            third += power * tl.load(field + 9, mask=inside, other=0.0).to(tl.float64)
+            power = power * unit
+            fourth += power * tl.load(field + 10, mask=inside, other=0.0).to(tl.float64)
+            found = tl.load(field + 11, mask=inside, other=0.0)
+            is_larger = found > scale
+            place = tl.where(is_larger, tl.load(field + 12, mask=inside, other=0.0), place)
+            scale = tl.where(is_larger, found, scale)
+            lost += tl.load(field + 13, mask=inside, other=0.0).to(tl.float64)
+        largest_scale = tl.max(scale)
+        largest = tl.max(amax)
+        is_bound = largest_scale > 1.1754943508222875e-38
+        largest = tl.maximum(largest, tl.where(is_bound, largest_scale * bound, 0.0))
+        if TILE:
+            tile = tl.min(tl.where(scale == largest_scale, place, 16777216.0)).to(tl.int32)
+            top = (tile // scale_cols) * height
+            left = (tile % scale_cols) * width
+            met = tl.zeros((TILE_BLOCK,), tl.float32)
+            for start in range(0, height * width, TILE_BLOCK):
+                at = start + tl.arange(0, TILE_BLOCK)
+                down = top + at // width
+                across = left + at % width
+                inside = (at < height * width) & (down < rows) & (across < cols)
+                where = down.to(tl.int64) * x_down + across.to(tl.int64) * x_across
+                value = tl.abs(tl.load(x_ptr + where, mask=inside, other=0.0).to(tl.float32))
+                met = tl.maximum(met, tl.where(value < float("inf"), value, 0.0))
+            largest = tl.maximum(largest, tl.max(met))
+
+        finite = tl.sum(number)
+        mean = tl.sum(first) / finite
+        raw2 = tl.sum(second) / finite
+        raw3 = tl.sum(third) / finite
+        raw4 = tl.sum(fourth) / finite
+        variance = tl.maximum(raw2 - mean * mean, 0.0)
+        kurtosis = (raw4 - 4.0 * mean * raw3 + 6.0 * mean * mean * raw2 - 3.0 * mean * mean * mean * mean) / (
+            variance * variance
+        )
+        wide = width_all + tl.zeros((1,), tl.float64)
+        looked = tl.sum(sampled * wide)
+        total = tl.sum(height_all * wide)
+        share = tl.maximum(tl.sum(broken) / looked, tl.sum(lost) / total).to(tl.float32)
+        before = tl.load(row_ptr)
+        tl.store(row_ptr, tl.where(before >= largest, before, largest))
+        tl.store(row_ptr + 1, largest_scale)
+        tl.store(row_ptr + 2, (tl.sum(flushed) / looked).to(tl.float32))
+        tl.store(row_ptr + 3, (tl.sum(subnormal) / looked).to(tl.float32))
+        tl.store(row_ptr + 4, (tl.sum(saturated) / looked).to(tl.float32))
+        before = tl.load(row_ptr + 5)
+        tl.store(row_ptr + 5, tl.where(before >= share, before, share))
+        tl.store(row_ptr + 6, mean.to(tl.float32))
+        tl.store(row_ptr + 7, variance.to(tl.float32))
+        tl.store(row_ptr + 8, kurtosis.to(tl.float32))
+        tl.store(row_ptr + _AT_SAMPLED, looked.to(tl.float32))

@@ -1,0 +1,1 @@
+"""Watching a run: the store it is written to, its readers, and what is sent elsewhere."""

@@ -1,0 +1,129 @@
+"""What a run that trains writes with: the store behind a thread, the machine measured now and then, and trackers."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.monitor.aggregates import aggregates
+from octavo.monitor.background import Background
+from octavo.monitor.store import RunWriter, TensorRow
+from octavo.monitor.store.writer import Outcome
+from octavo.monitor.system import SystemProbe
+from octavo.monitor.trackers import TrackerThread, worth_sending
+
+CAPACITY = 256
+"""Steps that may wait to be written; more are dropped, and that is counted and said."""
+
+
+class Recorder:
+    """Takes what a run has to say, and returns at once.
+
+    Args:
+        directory: of the run; `run.sqlite` is written there.
+        keep_until: append to the run there, and first cut what it wrote past this step.
+        overwrite: start over where there is a run already.
+        gpu: index of the CUDA device whose power and memory are measured; None on a CPU.
+        system_every: seconds between two measurements of the machine.
+        trackers: names of `TRACKERS`; each is sent aggregates.
+        config: kept as the document `config`, and sent to the trackers.
+
+    Raises:
+        StoreError: the store cannot be opened. Whatever goes wrong later is a warning, and the run goes on.
+        ConfigError: there is no tracker of a name.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        keep_until: int | None = None,
+        overwrite: bool = False,
+        gpu: int | None = None,
+        system_every: float = 5.0,
+        trackers: Sequence[str] = (),
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._writer = RunWriter(directory, keep_until=keep_until, overwrite=overwrite)
+        self._probe = SystemProbe(gpu)
+        self._newest: dict[str, float] = {}
+        self._step = keep_until or 0
+        self._store = Background("run store", capacity=CAPACITY, idle=lambda: self._sample(), every=system_every)
+        if config is not None:
+            self.document("config", config)
+        if self._probe.missing:
+            self.event(self._step, "system", self._probe.missing)
+        name = self._writer.path.parent.resolve().name
+        self._trackers = [TrackerThread(kind, name, config or {}, say=self._tracker_failed) for kind in trackers]
+        self._store.submit(self._sample, may_drop=False)
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._writer.path
+
+    @property
+    def dropped(self) -> int:
+        """Steps that were not written because too many waited."""
+        return self._store.dropped
+
+    def document(self, name: str, content: Mapping[str, Any], *, step: int = 0) -> None:
+        """Write `config`, `env`, `plan`, `corpus` or `summary`."""
+        self._store.submit(lambda: self._writer.write_document(name, content, step=step), may_drop=False)
+
+    def tensors(self, rows: Sequence[TensorRow | tuple[Any, ...]]) -> None:
+        """Say what the rows of the snapshots from now on are about."""
+        self._store.submit(lambda: self._writer.set_tensors(rows), may_drop=False)
+
+    def step(
+        self, step: int, scalars: Mapping[str, float] | None = None, snapshot: NDArray[np.float32] | None = None
+    ) -> None:
+        """Write what a step measured. The snapshot must not change afterwards."""
+        self._step, now = max(self._step, step), time.time()
+        values = dict(scalars or {})
+        if not self._store.submit(lambda: self._write(step, values, snapshot, now)) and self.dropped == 1:
+            warnings.warn(
+                f"{self.path}: the disk is too slow, and steps are left out of the run store. Training is not held up.",
+                stacklevel=2,
+            )
+
+    def event(self, step: int, rule: str, text: str, **details: Any) -> None:
+        """Write an event; `details` are those of `RunWriter.write_event`."""
+        now = time.time()
+        self._store.submit(lambda: self._writer.write_event(step, rule, text, **{"t": now, **details}), may_drop=False)
+
+    def close(self, outcome: Outcome = "finished", text: str = "") -> None:
+        """Wait until everything is written, say what was left out, and close the file. A second call does nothing."""
+        if self._trackers:
+            self._store.wait()  # the thread that writes is the one that hands on to trackers
+        for tracker in self._trackers:
+            tracker.close(outcome)
+        if self.dropped:
+            lost = f"{self.dropped} steps were not written: the disk was too slow"
+            self.event(self._step, "store", lost, level="warning", value=self.dropped)
+        self._store.submit(self._sample, may_drop=False)
+        self._store.submit(lambda: self._writer.close(outcome, text), may_drop=False)
+        self._store.close()
+
+    def _write(self, step: int, values: Mapping[str, float], snapshot: NDArray[np.float32] | None, now: float) -> None:
+        """Store a step. Trackers want steps in order, so they get the newest aggregates with the next scalars."""
+        self._writer.write_step(step, values, snapshot, t=now)
+        if not self._trackers:
+            return
+        if snapshot is not None:
+            self._newest = aggregates(snapshot, self._writer.stats)
+        for tracker in self._trackers:
+            tracker.log(step, {**worth_sending(values), **self._newest} if values else {})
+
+    def _sample(self) -> None:
+        self._writer.write_system(self._probe.sample())
+
+    def _tracker_failed(self, text: str) -> None:
+        warnings.warn(text, stacklevel=2)
+        self.event(self._step, "tracker", text, level="warning")

@@ -1,0 +1,477 @@
+"""Reading a run, also while it is written. No value is changed here, and no call holds the writer up."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.errors import StoreError, did_you_mean
+from octavo.monitor.store import sampling, schema
+from octavo.monitor.store.sampling import Series, Steps, Values
+from octavo.monitor.store.schema import TensorRow
+from octavo.monitor.store.writer import file_of, unusable
+
+Floats = NDArray[np.float32]
+_FOREVER = 2**62
+
+
+class Session(NamedTuple):
+    """A process that wrote the run."""
+
+    started: float
+    """Seconds since 1970."""
+    ended: float | None
+    """The same; None while it runs, and for good if it was killed."""
+    outcome: str | None
+    """`finished`, `failed`, `interrupted`; None as `ended`."""
+    text: str
+    """Why it failed."""
+    first_step: int
+    """Steps that had been made before."""
+    pid: int
+    """Process on the machine that wrote it."""
+
+
+class RunEvent(NamedTuple):
+    """Something that happened."""
+
+    id: int
+    step: int
+    t: float
+    level: str
+    rule: str
+    layer: str | None
+    role: str | None
+    value: float | None
+    limit: float | None
+    action: str | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class HeatMap:
+    """One statistic of one role: a row a layer, a column a stretch of time."""
+
+    layers: tuple[str, ...]
+    """(L,) full names, in the order of the model."""
+    first: Steps
+    """(B,) step of the first snapshot in a column."""
+    last: Steps
+    """(B,) step of the last one."""
+    values: Floats
+    """(L, B) the largest, or the least, of each stretch; NaN where nothing was measured."""
+
+
+class RunReader:
+    """The store of a run, open for reading; of any thread.
+
+    What a property or a method returns is what was committed when it was called: a live run shows more each time.
+
+    Args:
+        path: the file, or the directory of the run.
+
+    Raises:
+        StoreError: there is no run, or it is another program's or a newer octavo's.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = file_of(path)
+        self._lock = threading.Lock()
+        self._connection = self._open()
+        self.stats: tuple[str, ...] = tuple(json.loads(self._one("SELECT value FROM meta WHERE key = 'stats'")[0]))
+        """Names of the columns of a snapshot."""
+
+    # What the run says of itself
+
+    @property
+    def name(self) -> str:
+        """The name of the run's directory."""
+        return self.path.parent.resolve().name
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration; empty where none was written."""
+        return self.document("config")
+
+    @property
+    def env(self) -> dict[str, Any]:
+        """Versions and device."""
+        return self.document("env")
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """The conversion plan, as `Plan.to_json` has it."""
+        return self.document("plan")
+
+    @property
+    def corpus(self) -> dict[str, Any]:
+        """Statistics of the text."""
+        return self.document("corpus")
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What came out; empty until the run has finished."""
+        return self.document("summary")
+
+    def document(self, name: str) -> dict[str, Any]:
+        """Return the newest of one of `schema.DOCUMENTS`; empty where there is none."""
+        if name not in schema.DOCUMENTS:
+            raise StoreError(f"{self.path}: there is no document '{name}'.{did_you_mean(name, schema.DOCUMENTS)}")
+        found = self._all(f"SELECT json FROM {name} ORDER BY rowid DESC LIMIT 1")
+        return dict(json.loads(found[0][0])) if found else {}
+
+    @property
+    def sessions(self) -> list[Session]:
+        """The processes that wrote the run, one after another."""
+        rows = self._all("SELECT started, ended, outcome, text, first_step, pid FROM sessions ORDER BY id")
+        return [Session(*row) for row in rows]
+
+    @property
+    def heartbeat(self) -> float:
+        """When something was last written, in seconds since 1970."""
+        newest = "SELECT value FROM scalars WHERE key = 'time' ORDER BY step DESC LIMIT 1"
+        times = [
+            *self._all(newest),
+            *self._all("SELECT t FROM telemetry ORDER BY step DESC LIMIT 1"),
+            *self._all("SELECT t FROM events ORDER BY id DESC LIMIT 1"),
+            *self._all("SELECT MAX(t) FROM system"),
+            *self._all("SELECT MAX(MAX(started), COALESCE(MAX(ended), 0)) FROM sessions"),
+        ]
+        return max((t for (t,) in times if t is not None), default=0.0)
+
+    def state(self, *, silent_after: float = 120.0) -> str:
+        """Return `running`, `finished`, `failed` or `interrupted`; `silent` where nothing came for so many seconds.
+
+        A run that was killed is silent: it had no time to say so.
+        """
+        last = self.sessions[-1]
+        if last.outcome is not None:
+            return last.outcome
+        return "running" if time.time() - self.heartbeat < silent_after else "silent"
+
+    def version(self) -> int:
+        """Return a number that changes whenever something was written: poll it to follow a run."""
+        return int(self._one("PRAGMA data_version")[0])
+
+    @property
+    def last_step(self) -> int:
+        """Steps made; 0 before the first was written."""
+        newest = [self._one(f"SELECT MAX(step) FROM {table}")[0] for table in ("scalars", "telemetry")]
+        return max((step for step in newest if step is not None), default=0)
+
+    # Numbers over time
+
+    def keys(self) -> list[str]:
+        """Return the names of the scalars."""
+        return [key for (key,) in self._all("SELECT DISTINCT key FROM scalars ORDER BY key")]
+
+    def scalar(self, key: str, *, first: int = 0, last: int | None = None, points: int | None = None) -> Series:
+        """Return one scalar from step `first` to `last`, both included; empty where there is none of this name.
+
+        At most `points` points to draw, all by default.
+        """
+        return self.scalars([key], first=first, last=last, points=points)[key]
+
+    def scalars(
+        self,
+        keys: Iterable[str] | None = None,
+        *,
+        first: int = 0,
+        last: int | None = None,
+        points: int | None = None,
+    ) -> dict[str, Series]:
+        """Return several scalars, all by default, each as `scalar` does."""
+        wanted = None if keys is None else list(keys)
+        chosen = "" if wanted is None else f" AND key IN ({', '.join('?' * len(wanted))})"
+        rows = self._all(
+            f"SELECT key, step, value FROM scalars WHERE step BETWEEN ? AND ?{chosen} ORDER BY step",
+            (first, _FOREVER if last is None else last, *(wanted or [])),
+        )
+        found: dict[str, tuple[list[int], list[float | None]]] = {key: ([], []) for key in wanted or []}
+        for key, step, value in rows:
+            steps, values = found.setdefault(key, ([], []))
+            steps.append(step)
+            values.append(value)
+        return {
+            key: sampling.sampled(np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64), points)
+            for key, (steps, values) in sorted(found.items())
+        }
+
+    def system(self, *, first: float = 0.0, last: float | None = None) -> list[dict[str, float]]:
+        """Return what the machine measured between two times (seconds since 1970), each with its time `t`."""
+        rows = self._all(
+            "SELECT t, json FROM system WHERE t BETWEEN ? AND ? ORDER BY t", (first, _FOREVER if last is None else last)
+        )
+        return [{"t": t, **json.loads(values)} for t, values in rows]
+
+    def events(
+        self,
+        *,
+        after: int = 0,
+        level: str | None = None,
+        rule: str | None = None,
+        layer: str | None = None,
+    ) -> list[RunEvent]:
+        """Return events in order, those with an `id` past `after`; of one level, rule or layer if given."""
+        chosen = {"level": level, "rule": rule, "layer": layer}
+        given = {key: value for key, value in chosen.items() if value is not None}
+        where = "".join(f" AND {key} = ?" for key in given)
+        return [
+            RunEvent(*row)
+            for row in self._all(f"SELECT * FROM events WHERE id > ?{where} ORDER BY id", (after, *given.values()))
+        ]
+
+    # Tensors
+
+    @property
+    def tensors(self) -> list[TensorRow]:
+        """What the rows of a snapshot are about, in order."""
+        rows = self._all("SELECT layer, role, operand, shape FROM tensors ORDER BY idx")
+        return [TensorRow(layer, role, operand, tuple(json.loads(shape))) for layer, role, operand, shape in rows]
+
+    def snapshot(self, step: int | None = None, *, rank: int = 0) -> tuple[int, Floats]:
+        """Return the newest snapshot at or before `step`, and its step: float32 (tensors, statistics).
+
+        Raises:
+            StoreError: there is none.
+        """
+        limit = _FOREVER if step is None else step
+        query = "SELECT step, blob FROM telemetry WHERE rank = ? AND step <= ? ORDER BY step DESC LIMIT 1"
+        found = self._all(query, (rank, limit))
+        if not found:
+            raise StoreError(
+                f"{self.path}: there is no telemetry at or before step {'last' if step is None else step}."
+            )
+        return found[0][0], self._matrix(found[0][1], len(self.tensors))
+
+    def snapshots(
+        self, *, first: int = 0, last: int | None = None, rank: int = 0, at_once: int = 64
+    ) -> Iterator[tuple[Steps, Floats]]:
+        """Yield all snapshots between two steps, some at a time: steps (n,), values (n, tensors, statistics)."""
+        rows = len(self.tensors)
+        query = "SELECT step, blob FROM telemetry WHERE rank = ? AND step BETWEEN ? AND ? ORDER BY step LIMIT ?"
+        while found := self._all(query, (rank, first, _FOREVER if last is None else last, at_once)):
+            steps = np.array([step for step, _ in found], dtype=np.int64)
+            yield steps, np.stack([self._matrix(blob, rows) for _, blob in found])
+            first = int(steps[-1]) + 1
+
+    def snapshot_steps(self, *, rank: int = 0) -> Steps:
+        """Return the steps of which there is a snapshot, (n,)."""
+        rows = self._all("SELECT step FROM telemetry WHERE rank = ? ORDER BY step", (rank,))
+        return np.array(rows, dtype=np.int64).reshape(-1)
+
+    def series(
+        self,
+        layer: str,
+        role: str,
+        stat: str,
+        *,
+        first: int = 0,
+        last: int | None = None,
+        points: int | None = 1500,
+        rank: int = 0,
+    ) -> Series:
+        """Return one statistic of one tensor over time.
+
+        At most about `points` points to draw; None reads every snapshot, which takes seconds for a long run.
+
+        Raises:
+            StoreError: there is no such tensor or statistic.
+        """
+        index, column = self._index(layer, role), self._column(stat)
+        buckets = None if points is None else max(points // 2, 1)
+        taken = self._ranges(first, last, rank, buckets, np.array([index]), column)
+        if buckets is None or taken.weight.sum() <= (points or 0):
+            return Series(taken.first, taken.last, taken.low[:, 0], taken.high[:, 0])
+        start = sampling.starts(taken.weight, buckets)
+        return sampling.pooled(taken.first, taken.last, taken.low[:, 0], taken.high[:, 0], start)
+
+    def heatmap(
+        self,
+        stat: str,
+        role: str,
+        *,
+        pool: str = "max",
+        first: int = 0,
+        last: int | None = None,
+        buckets: int = 300,
+        rank: int = 0,
+    ) -> HeatMap:
+        """Return one statistic of one role for every layer that has it, in at most `buckets` stretches of time.
+
+        Args:
+            pool: `max`, or `min`: what stands for the snapshots of a stretch.
+
+        Raises:
+            StoreError: there is no such statistic or role.
+        """
+        if pool not in ("max", "min") or role not in schema.ROLES:
+            raise StoreError(f"a heat map is of {', '.join(schema.ROLES)} by max or min; not of '{role}' by '{pool}'.")
+        rows = [(index, row.layer) for index, row in enumerate(self.tensors) if row.role == role]
+        layers, indices = tuple(layer for _, layer in rows), np.array([index for index, _ in rows], dtype=np.int64)
+        taken = self._ranges(first, last, rank, buckets, indices, self._column(stat))
+        if not len(taken.first) or not layers:
+            empty = np.zeros(0, dtype=np.int64)
+            return HeatMap(layers, empty, empty, np.zeros((len(layers), 0), dtype=np.float32))
+        merged = sampling.pooled(taken.first, taken.last, taken.low, taken.high, sampling.starts(taken.weight, buckets))
+        values = merged.high if pool == "max" else merged.low
+        return HeatMap(layers, merged.first, merged.last, values.T.astype(np.float32))
+
+    def histogram(self, layer: str, role: str, step: int | None = None) -> tuple[int, int, NDArray[np.uint32]] | None:
+        """Return the newest histogram of a tensor at or before `step`: (step, exponent of the first bin, counts (n,)).
+
+        Bin i counts the elements with 2^(first + i) <= magnitude < 2^(first + i + 1). None where none was taken.
+        """
+        found = self._all(
+            "SELECT step, low, blob FROM histograms WHERE idx = ? AND step <= ? ORDER BY step DESC LIMIT 1",
+            (self._index(layer, role), _FOREVER if step is None else step),
+        )
+        return (found[0][0], found[0][1], np.frombuffer(found[0][2], dtype="<u4")) if found else None
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._connection.close()
+
+    def __enter__(self) -> RunReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # How
+
+    def _open(self) -> sqlite3.Connection:
+        if not self.path.is_file():
+            raise StoreError(f"{self.path}: there is no run here.")
+        try:
+            connection = self._connect()
+            if schema.is_empty(connection):
+                raise StoreError(f"{self.path}: holds no run yet.")
+            schema.check(connection, self.path)
+        except sqlite3.Error as error:
+            raise unusable(self.path, error, "read") from error
+        return connection
+
+    def _connect(self) -> sqlite3.Connection:
+        """Connect such that nothing can be changed; what a killed writer left half-done is put right by SQLite itself.
+
+        That takes the right to write. Without it a run is read as it is, and one without a log as a file at rest.
+        """
+        log = self.path.with_name(f"{self.path.name}-wal")
+        may_write = os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK)
+        how = "mode=rw" if may_write else "mode=ro" if log.exists() else "immutable=1"
+        uri = f"file:{quote(str(self.path.resolve()))}?{how}"
+        connection = sqlite3.connect(uri, uri=True, timeout=30, isolation_level=None, check_same_thread=False)
+        connection.execute("PRAGMA query_only = ON")
+        return connection
+
+    def _all(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        try:
+            with self._lock:
+                return self._connection.execute(query, values).fetchall()
+        except sqlite3.Error as error:
+            raise unusable(self.path, error, "read") from error
+
+    def _each(self, query: str, values: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+        """Yield the rows one by one, for those that are large. The file is taken until the last was asked for."""
+        try:
+            with self._lock:
+                yield from self._connection.execute(query, values)
+        except sqlite3.Error as error:
+            raise unusable(self.path, error, "read") from error
+
+    def _one(self, query: str) -> tuple[Any, ...]:
+        return self._all(query)[0]
+
+    def _index(self, layer: str, role: str) -> int:
+        keys = [(row.layer, row.role) for row in self.tensors]
+        if (layer, role) not in keys:
+            near = did_you_mean(f"{layer} / {role}", [" / ".join(key) for key in keys])
+            raise StoreError(f"{self.path}: there is no telemetry of {layer} / {role}.{near}")
+        return keys.index((layer, role))
+
+    def _column(self, stat: str) -> int:
+        if stat not in self.stats:
+            near = did_you_mean(stat, self.stats)
+            raise StoreError(f"{self.path}: there is no statistic '{stat}'.{near} There are {', '.join(self.stats)}.")
+        return self.stats.index(stat)
+
+    def _matrix(self, blob: bytes, rows: int) -> Floats:
+        """Return a blob as (rows, statistics); tensors that came later than it are NaN."""
+        found = np.frombuffer(blob, dtype="<f4").reshape(-1, len(self.stats))
+        if len(found) == rows:
+            return found
+        return np.pad(found, ((0, rows - len(found)), (0, 0)), constant_values=np.nan)
+
+    def _ranges(
+        self, first: int, last: int | None, rank: int, buckets: int | None, rows: NDArray[np.int64], column: int
+    ) -> _Ranges:
+        """Return one statistic of some tensors between two steps, in spans where that is enough for `buckets`."""
+        last = _FOREVER if last is None else last
+        where = "rank = ? AND step BETWEEN ? AND ?"
+        (count,) = self._all(f"SELECT COUNT(*) FROM telemetry WHERE {where}", (rank, first, last))[0]
+        taken: list[tuple[tuple[int, int, int], tuple[Floats, Floats]]] = []
+        if buckets is not None and count >= schema.SPAN * buckets:
+            query = (
+                "SELECT first, last, count, low, high FROM telemetry_span WHERE rank = ? AND first >= ? AND last <= ?"
+            )
+            for *numbers, low, high in self._each(query, (rank, first, last)):
+                values = self._pick(low, rows, column), self._pick(high, rows, column)
+                taken.append((tuple(numbers), values))
+        for start, end in _gaps([(span[0], span[1]) for span, _ in taken], first, last):
+            for step, blob in self._each(f"SELECT step, blob FROM telemetry WHERE {where}", (rank, start, end)):
+                taken.append(((step, step, 1), (self._pick(blob, rows, column),) * 2))
+        return _Ranges.of(sorted(taken, key=lambda each: each[0]), len(rows))
+
+    def _pick(self, blob: bytes, rows: NDArray[np.int64], column: int) -> Floats:
+        count = len(blob) // (4 * len(self.stats))
+        needed = int(rows.max(initial=-1)) + 1
+        picked: Floats = self._matrix(blob, max(count, needed))[rows, column]
+        return picked
+
+
+class _Ranges(NamedTuple):
+    """Snapshots, or spans of them, in order: (n,) steps and numbers of snapshots, (n, rows) values."""
+
+    first: Steps
+    last: Steps
+    weight: Values
+    low: Values
+    high: Values
+
+    @classmethod
+    def of(cls, taken: Sequence[tuple[tuple[int, int, int], tuple[Floats, Floats]]], rows: int) -> _Ranges:
+        """Return what was taken, each as ((first, last, count), (low, high)), as arrays."""
+        numbers = np.array([numbers for numbers, _ in taken], dtype=np.int64).reshape(-1, 3)
+        low, high = (
+            np.array([values[end] for _, values in taken], dtype=np.float64).reshape(len(taken), rows) for end in (0, 1)
+        )
+        return cls(numbers[:, 0], numbers[:, 1], numbers[:, 2].astype(np.float64), low, high)
+
+
+def _gaps(covered: Sequence[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
+    """Return the ranges of steps, ends included, that the ranges `covered` leave out."""
+    gaps, start = [], first
+    for low, high in sorted(covered):
+        if low > start:
+            gaps.append((start, low - 1))
+        start = max(start, high + 1)
+    return [*gaps, (start, last)] if start <= last else gaps
+
+
+def find_runs(root: str | Path) -> list[Path]:
+    """Return the directories at or below `root` that hold a run, by name. Links out of it are not followed."""
+    found = [Path(folder) for folder, _, files in os.walk(root) if schema.FILE in files]
+    return sorted(found)

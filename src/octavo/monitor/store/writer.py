@@ -1,0 +1,346 @@
+"""Writing a run: one commit a step, so that whatever was committed outlives the process.
+
+A `kill -9` loses nothing that was committed. A power failure may lose the last seconds (the file is flushed to disk
+now and then, not at each commit), and never damages what was there before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from octavo.errors import StoreError
+from octavo.monitor.store import schema
+from octavo.monitor.store.schema import TensorRow
+
+Outcome = Literal["finished", "failed", "interrupted"]
+Floats = NDArray[np.float32]
+
+
+class RunWriter:
+    """The store of a run, open for writing. One thread at a time.
+
+    Args:
+        path: the file, or the directory it lies in (as `run.sqlite`); made if it is not there.
+        keep_until: append to a run that is there already, and first cut what it wrote past this step.
+        overwrite: start over where there is a run already. A reader that is open meanwhile follows.
+        stats: names of the columns of a snapshot.
+
+    Raises:
+        StoreError: the file holds a run, and neither `keep_until` nor `overwrite` says what becomes of it. From any
+            method: the file cannot be written, is another program's or a newer octavo's.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        keep_until: int | None = None,
+        overwrite: bool = False,
+        stats: Sequence[str] = schema.STATS,
+    ) -> None:
+        self.path = file_of(path)
+        self.stats = tuple(stats)
+        self._rows: dict[tuple[str, str], int] = {}
+        self._order: NDArray[np.int64] | None = None
+        self._spans: dict[int, _Span] = {}
+        self._last: dict[int, int] = {}
+        self._depth = 0
+        self._closed = False
+        self._connection = self._open()
+        self._begin(keep_until, overwrite)
+
+    # What a run says of itself
+
+    def write_document(self, name: str, content: Mapping[str, Any], *, step: int = 0) -> None:
+        """Write one of `schema.DOCUMENTS`: from now on it holds. NaN and infinities in it become null."""
+        if name not in schema.DOCUMENTS:
+            raise StoreError(f"{self.path}: there is no document '{name}'; there are {', '.join(schema.DOCUMENTS)}.")
+        with self.batch():
+            self._execute(f"INSERT INTO {name} VALUES (?, ?, ?)", (step, time.time(), to_json(content)))
+
+    def set_tensors(self, rows: Sequence[TensorRow | tuple[Any, ...]]) -> None:
+        """Say what the rows of the snapshots from now on are about, each (layer, role) once.
+
+        A tensor keeps its place in the file: rows that were there before and are missing now read as NaN.
+        """
+        named = [row if isinstance(row, TensorRow) else TensorRow(*row) for row in rows]
+        keys = [(row.layer, row.role) for row in named]
+        if len(set(keys)) != len(keys):
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise StoreError(f"{self.path}: the tensor {twice[0]} / {twice[1]} is named twice.")
+        with self.batch():
+            for row, key in zip(named, keys, strict=True):
+                index = self._rows.setdefault(key, len(self._rows))
+                values = (index, row.layer, row.role, row.operand, json.dumps(list(row.shape)))
+                self._execute("INSERT OR REPLACE INTO tensors VALUES (?, ?, ?, ?, ?)", values)
+        order = np.array([self._rows[key] for key in keys], dtype=np.int64)
+        in_place = np.array_equal(order, np.arange(len(self._rows)))
+        self._order = None if in_place else order
+
+    # What happens
+
+    def write_step(
+        self,
+        step: int,
+        scalars: Mapping[str, float] | None = None,
+        snapshot: ArrayLike | None = None,
+        *,
+        t: float | None = None,
+        rank: int = 0,
+    ) -> None:
+        """Write what a step measured, in one commit.
+
+        Args:
+            step: steps made. A scalar written again at its step is replaced; snapshots come in growing order.
+            scalars: numbers by name. `time`, the wall clock, is added unless it is among them.
+            snapshot: float32 (tensors, statistics), the rows those of `set_tensors`.
+            t: when it was measured, seconds since 1970; now by default.
+            rank: process that measured the snapshot.
+        """
+        now = time.time() if t is None else t
+        with self.batch():
+            if scalars:
+                values = {"time": now, **scalars}
+                rows = [(step, key, _null_for_nan(value)) for key, value in values.items()]
+                self._guarded(lambda c: c.executemany("INSERT OR REPLACE INTO scalars VALUES (?, ?, ?)", rows))
+            if snapshot is not None:
+                self._write_snapshot(step, np.asarray(snapshot, dtype="<f4"), now, rank)
+
+    def write_event(
+        self,
+        step: int,
+        rule: str,
+        text: str,
+        *,
+        level: Literal["info", "warning", "error"] = "info",
+        layer: str | None = None,
+        role: str | None = None,
+        value: float | None = None,
+        limit: float | None = None,
+        action: str | None = None,
+        t: float | None = None,
+    ) -> None:
+        """Write an event. `rule` names what raised it, `limit` is what `value` was held against."""
+        if level not in ("info", "warning", "error"):
+            raise StoreError(f"{self.path}: an event's level is info, warning or error, not '{level}'.")
+        now = time.time() if t is None else t
+        row = (None, step, now, level, rule, layer, role, _null_for_nan(value), _null_for_nan(limit), action, text)
+        with self.batch():
+            self._execute(f"INSERT INTO events VALUES ({', '.join('?' * len(row))})", row)
+
+    def write_histogram(self, step: int, layer: str, role: str, low: int, counts: ArrayLike) -> None:
+        """Write how many elements of a tensor have each exponent: bin i is 2^(low+i) <= magnitude < 2^(low+i+1)."""
+        if (layer, role) not in self._rows:
+            raise StoreError(f"{self.path}: {layer} / {role} is none of the tensors that set_tensors named.")
+        row = (step, self._rows[layer, role], low, np.asarray(counts, dtype="<u4").tobytes())
+        with self.batch():
+            self._execute("INSERT OR REPLACE INTO histograms VALUES (?, ?, ?, ?)", row)
+
+    def write_system(self, values: Mapping[str, float], *, t: float | None = None) -> None:
+        """Write what the machine measured."""
+        with self.batch():
+            self._execute("INSERT INTO system VALUES (?, ?)", (time.time() if t is None else t, to_json(values)))
+
+    def cut(self, keep_until: int) -> None:
+        """Forget what was written past a step: the run goes back to it."""
+        with self.batch():
+            for table, column in schema.CUT.items():
+                self._execute(f"DELETE FROM {table} WHERE {column} > ?", (keep_until,))
+        self._spans.clear()
+        self._last = {rank: min(step, keep_until) for rank, step in self._last.items()}
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        """Commit what is written inside at once, at the end; an exception inside undoes it all."""
+        self._depth += 1
+        try:
+            if self._depth == 1:
+                self._execute("BEGIN IMMEDIATE")
+            yield
+            if self._depth == 1:
+                self._execute("COMMIT")
+        except BaseException:
+            if self._depth == 1 and self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            raise
+        finally:
+            self._depth -= 1
+
+    def close(self, outcome: Outcome = "finished", text: str = "") -> None:
+        """Write how the run ended, and close the file. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            with self.batch():
+                values = (time.time(), outcome, text, self._session)
+                self._execute("UPDATE sessions SET ended = ?, outcome = ?, text = ? WHERE id = ?", values)
+        finally:
+            self._connection.close()
+
+    def __enter__(self) -> RunWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(*outcome_of(error))
+
+    # How
+
+    def _open(self) -> sqlite3.Connection:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # A thread of its own may write; it alone then uses the connection.
+            connection = sqlite3.connect(self.path, timeout=30, isolation_level=None, check_same_thread=False)
+            if schema.is_empty(connection):
+                connection.execute("PRAGMA journal_mode = WAL")
+                schema.create(connection, self.stats, time.time())
+            schema.check(connection, self.path)
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = NORMAL")
+        except (OSError, sqlite3.Error) as error:
+            raise unusable(self.path, error, "written") from error
+        return connection
+
+    def _begin(self, keep_until: int | None, overwrite: bool) -> None:
+        with self.batch():
+            if keep_until is not None:
+                self.cut(keep_until)
+                self._take_over()
+            elif overwrite:
+                self._empty()
+            elif self._execute("SELECT 1 FROM sessions LIMIT 1").fetchone():
+                raise StoreError(
+                    f"{self.path}: holds a run already. Append to it (keep_until=), start over (overwrite=True), or"
+                    " name another."
+                )
+            row = (time.time(), keep_until or 0, os.getpid())
+            new = "INSERT INTO sessions (started, first_step, pid) VALUES (?, ?, ?)"
+            self._session = self._execute(new, row).lastrowid
+
+    def _empty(self) -> None:
+        for table in schema.TABLES:
+            if table.name != "meta":
+                self._execute(f"DELETE FROM {table.name}")
+        self._execute("UPDATE meta SET value = ? WHERE key = 'stats'", (json.dumps(list(self.stats)),))
+        self._execute("UPDATE meta SET value = ? WHERE key = 'created'", (repr(time.time()),))
+
+    def _take_over(self) -> None:
+        (stored,) = self._execute("SELECT value FROM meta WHERE key = 'stats'").fetchone()
+        if tuple(json.loads(stored)) != self.stats:
+            raise StoreError(
+                f"{self.path}: holds the statistics {', '.join(json.loads(stored))}, and those to be appended are"
+                f" {', '.join(self.stats)}. Start a new file."
+            )
+        tensors = self._execute("SELECT layer, role, idx FROM tensors ORDER BY idx").fetchall()
+        self._rows = {(layer, role): index for layer, role, index in tensors}
+        self._last = dict(self._execute("SELECT rank, MAX(step) FROM telemetry GROUP BY rank").fetchall())
+
+    def _write_snapshot(self, step: int, values: Floats, now: float, rank: int) -> None:
+        rows = len(self._rows) if self._order is None else len(self._order)
+        if values.shape != (rows, len(self.stats)):
+            expected = f"({rows}, {len(self.stats)}): the tensors of set_tensors, and {', '.join(self.stats)}"
+            raise StoreError(f"{self.path}: a snapshot is {expected}. Got {values.shape}.")
+        if step <= self._last.get(rank, -1):
+            raise StoreError(
+                f"{self.path}: a snapshot of step {step} after one of step {self._last[rank]}; cut({step - 1}) first."
+            )
+        placed = self._placed(values)
+        self._execute("INSERT INTO telemetry VALUES (?, ?, ?, ?)", (step, now, rank, placed.tobytes()))
+        self._last[rank] = step
+        span = self._spans.setdefault(rank, _Span(step, placed))
+        span.add(step, placed)
+        if span.count == schema.SPAN:
+            row = (rank, span.first, span.last, span.count, span.low.tobytes(), span.high.tobytes())
+            self._execute("INSERT INTO telemetry_span VALUES (?, ?, ?, ?, ?, ?)", row)
+            del self._spans[rank]
+
+    def _placed(self, values: Floats) -> Floats:
+        """Return the rows at their places in the file."""
+        if self._order is None:
+            return values
+        placed = np.full((len(self._rows), len(self.stats)), np.nan, dtype="<f4")
+        placed[self._order] = values
+        return placed
+
+    def _execute(self, statement: str, values: Sequence[Any] = ()) -> sqlite3.Cursor:
+        return self._guarded(lambda connection: connection.execute(statement, values))
+
+    def _guarded(self, action: Any) -> sqlite3.Cursor:
+        try:
+            cursor: sqlite3.Cursor = action(self._connection)
+        except sqlite3.Error as error:
+            raise unusable(self.path, error, "written") from error
+        return cursor
+
+
+class _Span:
+    """The least and the largest of the snapshots since the last row of `telemetry_span`."""
+
+    def __init__(self, step: int, values: Floats) -> None:
+        self.first = self.last = step
+        self.count = 0
+        self.low, self.high = values.copy(), values.copy()
+
+    def add(self, step: int, values: Floats) -> None:
+        if values.shape != self.low.shape:  # tensors came in between
+            missing = ((0, len(values) - len(self.low)), (0, 0))
+            self.low = np.pad(self.low, missing, constant_values=np.nan)
+            self.high = np.pad(self.high, missing, constant_values=np.nan)
+        np.fmin(self.low, values, out=self.low)
+        np.fmax(self.high, values, out=self.high)
+        self.last = step
+        self.count += 1
+
+
+def file_of(path: str | Path) -> Path:
+    """Return the file of a run that is named by its file or by its directory."""
+    path = Path(path)
+    return path if path.suffix == ".sqlite" else path / schema.FILE
+
+
+def outcome_of(error: BaseException | None) -> tuple[Outcome, str]:
+    """Return how a run ended that `error` left, and why."""
+    if error is None:
+        return "finished", ""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", ""
+    return "failed", f"{type(error).__name__}: {error}"
+
+
+def unusable(path: Path, error: Exception, what: str) -> StoreError:
+    """Return the error of a file that the system or SQLite refused."""
+    if isinstance(error, sqlite3.DatabaseError) and "not a database" in str(error):
+        return StoreError(f"{path}: is not a run of octavo, nor any SQLite file. Name another file, or remove it.")
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    return StoreError(f"{path}: cannot be {what} ({reason}).")
+
+
+def to_json(content: Mapping[str, Any]) -> str:
+    """Return JSON that every reader takes: what it has no value for (NaN, infinities) is null, paths are text."""
+    return json.dumps(_plain(content), default=str, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _null_for_nan(value: float | None) -> float | None:
+    return None if value is None or math.isnan(value) else float(value)

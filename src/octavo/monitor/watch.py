@@ -1,0 +1,175 @@
+"""`octavo.Monitor`: a run store for a training loop of your own.
+
+with octavo.Monitor(model, "runs/mine") as monitor:
+    for batch in batches:
+        loss = train_on(batch)
+        monitor.step(loss=loss, lr=lr)
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.errors import ConfigError
+from octavo.monitor.environment import environment
+from octavo.monitor.recorder import Recorder
+from octavo.monitor.source import Source, arrived, telemetry_of
+from octavo.monitor.store.writer import outcome_of
+
+
+class Monitor:
+    """Writes `run.sqlite` in `directory` while a model trains. On ranks other than 0 it does nothing.
+
+    No call waits for the GPU or the disk: tensors are copied beside the training and written when they have arrived.
+
+    Args:
+        model: converted or not; without FP8 layers there is no telemetry of tensors, everything else is there.
+        directory: of the run, made if it is not there.
+        config: what decides the run, any nested mapping; for you, and for comparing runs.
+        plan: what `octavo.convert` returned.
+        trackers: `wandb`, `trackio`, `mlflow`; each is sent a few aggregates a step.
+        resume_from: steps that were made before: the run in `directory` is continued, what it holds past them cut.
+        overwrite: start over where there is a run already.
+        telemetry: what measures the tensors; by default `octavo.nn.telemetry.Telemetry(model)`, None for nothing.
+
+    Raises:
+        StoreError: `directory` cannot be written, or holds a run and neither `resume_from` nor `overwrite` is given.
+        ConfigError: there is no tracker of a name.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        directory: str | Path,
+        *,
+        config: Mapping[str, Any] | None = None,
+        plan: Any = None,
+        trackers: Sequence[str] = (),
+        resume_from: int | None = None,
+        overwrite: bool = False,
+        telemetry: Source | str | None = "auto",
+    ) -> None:
+        self.done = resume_from or 0
+        """Steps made."""
+        self._waiting: deque[_Arriving] = deque()
+        self._recorder: Recorder | None = None
+        self._source: Source | None = None
+        if _rank():
+            return
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._recorder = Recorder(
+            directory,
+            keep_until=resume_from,
+            overwrite=overwrite,
+            gpu=(device.index or 0) if device.type == "cuda" else None,
+            trackers=trackers,
+            config=config or {},
+        )
+        self._describe(model, device, plan)
+        self._source = telemetry_of(model) if isinstance(telemetry, str) else telemetry
+        if self._source is not None:
+            self._recorder.tensors(self._source.rows)
+
+    def step(self, step: int | None = None, /, **scalars: float | Tensor) -> None:
+        """Note that a step was made, and what it measured: numbers, or tensors of one element on any device.
+
+        Call it after the optimizer's step. `step` is the number of steps made; by default one more than before.
+
+        Raises:
+            ConfigError: a tensor has more than one element, or `step` is not past the one before.
+        """
+        number = self.done + 1 if step is None else step
+        if number <= self.done:
+            raise ConfigError(f"monitor.step({number}): step {self.done} was noted before; steps grow.")
+        self.done = number
+        if self._recorder is None:
+            return
+        self._waiting.append(_Arriving(number, scalars))
+        self._write_arrived()
+        for measured, values in arrived(self._source):
+            self._recorder.step(measured, None, values)
+
+    def event(self, text: str, *, rule: str = "user", **details: Any) -> None:
+        """Note that something happened. `details`: level (`info`, `warning`, `error`), layer, role, value, limit,
+        action.
+        """  # noqa: D205
+        if self._recorder is not None:
+            self._recorder.event(self.done, rule, text, **details)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Write what still waits, and how the run ended. A second call does nothing."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            return
+        while self._waiting:
+            arriving = self._waiting.popleft()
+            recorder.step(arriving.step, arriving.read())
+        detach = getattr(self._source, "detach", None)
+        if detach is not None:
+            detach()
+        recorder.close(*outcome_of(error))
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(error)
+
+    def _write_arrived(self) -> None:
+        while self._recorder is not None and self._waiting and self._waiting[0].has_arrived():
+            arriving = self._waiting.popleft()
+            self._recorder.step(arriving.step, arriving.read())
+
+    def _describe(self, model: nn.Module, device: torch.device, plan: Any) -> None:
+        if self._recorder is None:
+            return
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        self._recorder.document("env", {**environment(device), "parameters": parameters}, step=self.done)
+        if plan is not None:
+            self._recorder.document("plan", json.loads(plan.to_json()), step=self.done)
+
+
+class _Arriving:
+    """The scalars of one step, on their way from the GPU: gathered there, copied in one piece, waited for by nobody."""
+
+    def __init__(self, step: int, scalars: Mapping[str, float | Tensor]) -> None:
+        self.step = step
+        for key, value in scalars.items():
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise ConfigError(f"monitor.step: '{key}' has {value.numel()} elements; give its mean, say.")
+        plain = {key: value.detach() if isinstance(value, Tensor) else value for key, value in scalars.items()}
+        coming = {key: value for key, value in plain.items() if isinstance(value, Tensor) and value.is_cuda}
+        self._known = {key: float(value) for key, value in plain.items() if key not in coming}
+        self._keys = list(coming)
+        self._copied: torch.cuda.Event | None = None
+        if coming:
+            gathered = torch.stack([value.reshape(()).float() for value in coming.values()])
+            self._host = torch.empty(len(coming), dtype=torch.float32, pin_memory=True)
+            self._host.copy_(gathered, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(gathered.device))
+
+    def has_arrived(self) -> bool:
+        return self._copied is None or self._copied.query()
+
+    def read(self) -> dict[str, float]:
+        """Return the numbers; waits for those that have not arrived."""
+        if self._copied is None:
+            return self._known
+        self._copied.synchronize()
+        return {**self._known, **dict(zip(self._keys, self._host.tolist(), strict=True))}
+
+
+def _rank() -> int:
+    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if is_distributed else 0

@@ -1,0 +1,274 @@
+"""A run on several ranks, as torchrun starts them: who does what, how models are sharded, what ranks tell each other.
+
+Each rank has its part of every batch. Weights, gradients and optimizer states are sharded by FSDP2
+(`octavo.distributed`). Rank 0 alone writes and prints. In a run of one process nothing here does anything.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from octavo.errors import ConfigError
+from octavo.tensor import is_distributed
+from octavo.train import device as devices
+from octavo.train.config import ParallelConfig, RunConfig
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from octavo.distributed import Scheme, ShardPlan
+    from octavo.distributed.heartbeat import Heartbeat
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What torchrun, or who starts ranks in its place, says in the environment."""
+
+    rank: int = 0
+    ranks: int = 1
+    local_rank: int = 0
+    """Among those of this host."""
+    host: str = "0"
+    restarts: int = 0
+    """How often torchrun has started all ranks again, after a failure."""
+
+    @classmethod
+    def read(cls) -> Launch:
+        """Return what the environment says; one rank where it says nothing."""
+        known = os.environ.get
+        rank, ranks = int(known("RANK", "0")), int(known("WORLD_SIZE", "1"))
+        restarts = int(known("TORCHELASTIC_RESTART_COUNT", "0"))
+        return cls(rank, ranks, int(known("LOCAL_RANK", str(rank))), known("GROUP_RANK", "0"), restarts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """The ranks of a run, as one of them sees them."""
+
+    launch: Launch = field(default_factory=Launch)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    device: torch.device | None = None
+    """The device of this rank, where there are several."""
+    mesh: DeviceMesh | None = None
+    heartbeat: Heartbeat | None = None
+    store: dist.Store | None = None
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank."""
+        return self.launch.rank
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self.launch.ranks
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes and prints."""
+        return self.rank == 0
+
+    def at(self, step: int) -> None:
+        """Say that a step begins, counted from 1."""
+        if self.heartbeat is not None:
+            self.heartbeat.step = step
+
+    def wait(self) -> None:
+        """Wait until all ranks are here."""
+        if self.count > 1:
+            dist.barrier()
+
+    def by_first(self, action: Callable[[], object]) -> None:
+        """Let the first rank do something, before any rank goes on."""
+        if self.is_first:
+            action()
+        self.wait()
+
+    def in_turn(self, key: str, work: Callable[[], T]) -> T:
+        """Return `work()`. On each host its first rank does it first, however long it takes: it fills a cache."""
+        if self.store is None:
+            return work()
+        store, mine = self.store, f"{key}.{self.launch.host}"
+        if self.launch.local_rank != 0:
+            _until(lambda: store.check([mine]))
+        result = work()
+        store.set(mine, "")
+        store.add(key, 1)
+        _until(lambda: store.add(key, 0) == self.count)
+        return result
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Return the mean of x over the ranks, the same on all of them."""
+        if self.count == 1:
+            return x
+        total = x.clone()
+        dist.all_reduce(total)
+        return total / self.count
+
+    def own_rows(self, rows: int) -> list[int]:
+        """Return which of the rows of a batch are this rank's: as many on each, the first ones again where too few."""
+        each = -(-rows // self.count)
+        return [row % rows for row in range(self.rank * each, (self.rank + 1) * each)]
+
+    def all_rows(self, values: Tensor, rows: int) -> Tensor:
+        """Return a value (rows,) for each row of a batch, from those of `own_rows` on each rank."""
+        if self.count == 1:
+            return values
+        everyone = values.new_empty(self.count * len(values))
+        dist.all_gather_into_tensor(everyone, values.contiguous())
+        return everyone[:rows]
+
+    def same(self, value: T) -> T:
+        """Return the first rank's value."""
+        if self.count == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        return box[0]
+
+    def shard(self, model: nn.Module) -> tuple[ShardPlan, Scheme] | None:
+        """Shard a converted model in place; return how it is gathered, and how its gradients are reduced.
+
+        None with one rank.
+        """
+        if self.mesh is None:
+            return None
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        from octavo.distributed import BF16_POLICY, reduction, set_reduction, shard
+
+        stored = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+        plan = shard(model, self.mesh, mp_policy=BF16_POLICY if self.parallel.gather == "bf16" else stored)
+        return plan, set_reduction(model, reduction(self.parallel.reduce, self._levels()))
+
+    def _levels(self) -> DeviceMesh | None:
+        """Return the hosts and the ranks of a host, for the reduction that wants them."""
+        if self.parallel.reduce != "two-level":
+            return None
+        from torch.distributed.device_mesh import init_device_mesh
+
+        assert self.device is not None
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", str(self.count)))
+        return init_device_mesh(self.device.type, (self.count // local, local))
+
+
+ALONE = Ranks()
+"""A run of one process."""
+
+
+@contextmanager
+def ranks_of(config: RunConfig) -> Iterator[Ranks]:
+    """Yield the ranks that this process is one of, connected while the block runs.
+
+    Raises:
+        ConfigError: what was started is not what `[parallel]` asks for, or the run cannot be split over so many.
+        SystemExit: another rank has failed, and said why.
+    """
+    launch = Launch.read()
+    device = _device(config.run.device, launch)
+    _check(config, launch.ranks)
+    if launch.ranks == 1:
+        yield ALONE
+        return
+    from octavo.distributed.heartbeat import Heartbeat
+
+    timeout = config.parallel.timeout
+    # The heartbeat knows who is missing, so that it shall be the first to see it.
+    patient = timedelta(seconds=2 * timeout + 60)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=patient)
+    try:
+        mesh = _mesh(config.parallel, device, launch.ranks)
+        groups = {dist.group.WORLD, *mesh.get_all_groups()}
+        beats, store = (_store(launch, part, patient) for part in ("beats", "work"))
+        with Heartbeat(beats, launch.rank, launch.ranks, timeout=timeout, groups=[*groups]) as heartbeat:
+            yield Ranks(
+                launch=launch, parallel=config.parallel, device=device, mesh=mesh, heartbeat=heartbeat, store=store
+            )
+            dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def is_first() -> bool:
+    """Return whether this is the process of a run that prints."""
+    return Launch.read().rank == 0
+
+
+def whole(x: Tensor) -> Tensor:
+    """Return what is spread over ranks as a whole tensor on each; all ranks call it."""
+    result: Tensor = x.full_tensor() if is_distributed(x) else x  # type: ignore[attr-defined]
+    return result
+
+
+def _device(name: str, launch: Launch) -> torch.device:
+    if launch.ranks == 1:
+        return devices.resolve(name)
+    if ":" in name:
+        raise ConfigError(f"run.device: '{name}' is one device, and there are {launch.ranks} ranks. Say 'cuda'.")
+    device = devices.resolve(name)
+    return device if device.type == "cpu" else devices.resolve(f"cuda:{launch.local_rank}")
+
+
+def _check(config: RunConfig, ranks: int) -> None:
+    parallel, run = config.parallel, config.run
+    wanted = parallel.data * (parallel.shard or max(ranks // parallel.data, 1))
+    if wanted != ranks:
+        asked = f"data = {parallel.data}, shard = {parallel.shard or 'all others'}"
+        raise ConfigError(
+            f"parallel: {asked} want {wanted} ranks, and {ranks} {'was' if ranks == 1 else 'were'} started. Start the"
+            f" run with torchrun --nproc-per-node {wanted} -m octavo train ..., or change the two."
+        )
+    if ranks == 1:
+        return
+    if run.batch % (run.accumulate * ranks):
+        raise ConfigError(
+            f"run.batch: {run.batch} sequences cannot be split evenly over {ranks} ranks with {run.accumulate} parts"
+            f" each. Take a multiple of {run.accumulate * ranks}."
+        )
+    if run.bf16_first_steps or run.bf16_last_share:
+        raise ConfigError(
+            "run.bf16_first_steps, run.bf16_last_share: on several ranks the weights of FP8 layers arrive as FP8 codes,"
+            " in BF16 steps too. Leave both at 0, or train in one process."
+        )
+    if parallel.reduce != "fp32" and wanted == parallel.data:
+        raise ConfigError(
+            f"parallel.reduce: '{parallel.reduce}' is for ranks that share the shards of a model, and with data ="
+            f" {parallel.data} on {ranks} ranks each has a whole one. Take a smaller data, or 'fp32'."
+        )
+    if parallel.reduce == "two-level" and parallel.data > 1:
+        raise ConfigError("parallel.reduce: 'two-level' is over all ranks. Leave parallel.data at 1.")
+
+
+def _mesh(parallel: ParallelConfig, device: torch.device, ranks: int) -> DeviceMesh:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if parallel.data == 1:
+        return init_device_mesh(device.type, (ranks,))
+    shape = (parallel.data, ranks // parallel.data)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("data", "shard"))
+
+
+def _store(launch: Launch, part: str, timeout: timedelta) -> dist.Store:
+    """Connect to the store that the ranks were brought together by: torchrun's, or that of rank 0."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+    return dist.PrefixStore(f"octavo/{launch.restarts}/{part}", store)
+
+
+def _until(condition: Callable[[], Any]) -> None:
+    while not condition():
+        time.sleep(0.05)

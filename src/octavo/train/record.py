@@ -1,0 +1,89 @@
+"""`run.sqlite`: what a run told those who watch it, in the run store."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo import strict
+from octavo.monitor.environment import environment
+from octavo.monitor.recorder import Recorder
+from octavo.monitor.store.writer import outcome_of
+from octavo.train.config import RunConfig
+from octavo.train.events import Evaluated, Event, Finished, Logged, Saved, Started, Switched, TensorsMeasured
+
+
+class StoreReporter:
+    """Writes a run to its store, in a thread of its own: training never waits for it.
+
+    Raises:
+        StoreError: the store cannot be opened. Later failures are warnings.
+    """
+
+    def __init__(self, config: RunConfig, device: torch.device, *, done: int) -> None:
+        """Open the store of a run that has made `done` steps: what it holds past them is cut."""
+        run = config.run
+        self._device = device
+        self._has_finished = False
+        self._overflows: Mapping[str, int] = {}
+        self._recorder = Recorder(
+            Path(run.out),
+            keep_until=done or None,
+            overwrite=not done,
+            gpu=(device.index or 0) if device.type == "cuda" else None,
+            trackers=() if run.tracker == "none" else (run.tracker,),
+            config=strict.to_dict(config),
+        )
+
+    def report(self, event: Event) -> None:
+        """Write one event."""
+        match event:
+            case Started():
+                self._start(event)
+            case Logged():
+                self._recorder.step(event.step, _numbers(event.record()))
+                self._note_overflows(event)
+            case TensorsMeasured():
+                self._recorder.step(event.step, None, event.values)
+            case Evaluated():
+                self._recorder.step(event.step, _numbers(event.record()))
+            case Switched():
+                text = f"the FP8 model computes in {event.precision.upper()} from here on"
+                self._recorder.event(event.step, "precision", text, action=event.precision)
+            case Saved():
+                self._recorder.event(event.step, "checkpoint", f"checkpoint {event.path.name}")
+            case Finished():
+                self._has_finished = True
+                self._recorder.document("summary", event.summary, step=event.summary["steps"])
+
+    def close(self) -> None:
+        """Write how the run ended, and close the store."""
+        # Reporters are closed while the exception that ended a run is on its way: it is the reason.
+        error = None if self._has_finished else sys.exc_info()[1]
+        self._recorder.close(*(outcome_of(error) if error or self._has_finished else ("interrupted", "")))
+
+    def _start(self, event: Started) -> None:
+        about = {"device": event.device, "lanes": event.lanes, "parameters": event.parameters}
+        self._recorder.document("env", {**environment(self._device), **about}, step=event.first_step)
+        self._recorder.document("corpus", event.corpus, step=event.first_step)
+        if event.plan is not None:
+            self._recorder.document("plan", json.loads(event.plan.to_json()), step=event.first_step)
+        if event.tensors:
+            self._recorder.tensors(event.tensors)
+
+    def _note_overflows(self, event: Logged) -> None:
+        for lane, overflows in event.overflows.items():
+            if overflows > self._overflows.get(lane, 0):
+                text = f"{lane.upper()} gradients overflowed, {overflows} steps skipped so far"
+                action = f"loss scale {event.loss_scale[lane]:g}"
+                self._recorder.event(event.step, "overflow", text, level="warning", value=overflows, action=action)
+        self._overflows = event.overflows
+
+
+def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    return {key: value for key, value in record.items() if key != "step" and value is not None}

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.data import ByteTokenizer, corpus_statistics, prepare
+from octavo.data.statistics import FILE, entropy, measure
+
+TOKENIZER = ByteTokenizer()
+
+
+def ids_of(texts: list[str]) -> np.ndarray:
+    return np.concatenate([np.append(TOKENIZER.encode(text), 256) for text in texts]).astype(np.uint16)
+
+
+def shannon(items: list[int]) -> float:
+    return -sum(n / len(items) * math.log(n / len(items)) for n in Counter(items).values()) + 0.0
+
+
+@given(st.lists(st.text(alphabet="abcé", min_size=1, max_size=6), min_size=1, max_size=30))
+def test_statistics_are_those_of_the_definition(texts: list[str]) -> None:
+    ids = ids_of(texts)
+    text = "".join(texts).encode()
+    found = measure(ids, TOKENIZER, len(text))
+    lengths = sorted(len(t.encode()) + 1 for t in texts)
+    assert (found.documents, found.tokens) == (len(texts), len(ids))
+    assert found.document_tokens_mean == pytest.approx(sum(lengths) / len(lengths))
+    assert found.document_tokens_percentiles["0"] == lengths[0]
+    assert found.document_tokens_percentiles["50"] == lengths[(len(lengths) + 1) // 2 - 1]
+    assert found.document_tokens_percentiles["100"] == lengths[-1]
+    repeats = [t for i, t in enumerate(texts) if t in texts[:i]]
+    assert found.duplicate_documents == len(repeats)
+    assert found.duplicate_tokens_share == pytest.approx(sum(len(t.encode()) + 1 for t in repeats) / len(ids))
+    assert found.distinct_tokens == len(set(ids.tolist()))
+    assert found.token_entropy == pytest.approx(shannon(ids.tolist()))
+    assert found.byte_entropy == pytest.approx(shannon(list(text)))
+    assert found.bytes_per_token == pytest.approx(len(text) / len(ids))
+    assert found.bytes_sampled == len(text)
+
+
+def test_a_part_of_a_document_is_a_document() -> None:
+    assert measure(ids_of(["abc"])[:-1], TOKENIZER, 3).documents == 1
+    assert measure(ids_of(["abc", "abc"])[:-1], TOKENIZER, 6).documents == 2
+
+
+def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = ids_of(["some text", "more", "some text", "x" * 100])
+    whole = measure(ids, TOKENIZER, 122)
+    monkeypatch.setattr("octavo.data.statistics.CHUNK", 7)
+    assert measure(ids, TOKENIZER, 122) == whole
+
+
+def test_a_large_corpus_is_sampled_for_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.data.statistics.SAMPLE_TOKENS", 50)
+    found = measure(ids_of([f"text {i}" for i in range(100)]), TOKENIZER, 0)
+    assert 30 <= found.bytes_sampled <= 60
+
+
+def test_entropy() -> None:
+    assert entropy(np.array([0, 5, 5])) == pytest.approx(math.log(2))
+    assert entropy(np.array([0, 7])) == 0.0 and entropy(np.array([0])) == 0.0
+
+
+def test_they_are_measured_once_and_kept_beside_the_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for i in range(40):
+        (tmp_path / f"{i}.txt").write_text(f"document {i % 30}")
+    files = prepare(tmp_path, TOKENIZER, tmp_path / "cache", 0.1)
+    first = corpus_statistics(files, TOKENIZER)
+    assert first.tokens == files.train_tokens and first.duplicate_documents > 0
+    with monkeypatch.context() as patch:
+        patch.setattr("octavo.data.statistics.measure", lambda *_: pytest.fail("measured again"))
+        assert corpus_statistics(files, TOKENIZER) == first
+    (files.directory / FILE).write_text('{"documents": ')  # cut off
+    assert corpus_statistics(files, TOKENIZER) == first
+    assert files == prepare(tmp_path, TOKENIZER, tmp_path / "cache", 0.1)

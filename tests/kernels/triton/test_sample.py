@@ -1,0 +1,106 @@
+"""Telemetry's sample in Triton against its definition: shares to the bit, moments within FP32's rounding."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from octavo.kernels import quantize
+from octavo.kernels.reference import sample as reference
+from octavo.kernels.sample import PHASE, SAMPLED, STATS, WIDTH, Looked
+from octavo.kernels.target import Target
+from octavo.kernels.triton import sample as fast
+
+EXACT = [STATS.index(name) for name in ("amax", "scale", "flushed", "subnormal", "saturated", "nonfinite")]
+MOMENTS = [STATS.index(name) for name in ("mean", "variance", "kurtosis")]
+
+
+def new_row(phase, device):
+    row = torch.full((WIDTH,), torch.nan, device=device)
+    row[PHASE] = phase
+    return row
+
+
+def both(looked, phase, device):
+    rows = [new_row(phase, device) for _ in range(2)]
+    reference.sample(looked, rows[0])
+    fast.sample(looked, rows[1])
+    return rows
+
+
+def assert_same(expected, made):
+    torch.testing.assert_close(made[EXACT], expected[EXACT], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(made[MOMENTS], expected[MOMENTS], rtol=2e-5, atol=1e-6, equal_nan=True)
+    assert made[SAMPLED] == expected[SAMPLED]
+
+
+@pytest.mark.usefixtures("loops_with_bounds")
+@pytest.mark.parametrize("granularity", ["row", "tensor", "1x128", "128x128"])
+@pytest.mark.parametrize(("format", "scaling"), [("e4m3", "power_of_two"), ("e5m2", "float32")])
+def test_it_is_the_definition(granularity, format, scaling, device):
+    x = torch.randn(72, 300, device=device) * torch.logspace(-6, 0, 300, device=device)
+    x[5, 7], x[40] = 1e4, 0.0
+    target = Target(format, granularity, scaling)
+    looked = Looked(x.bfloat16(), quantize(x.bfloat16(), *target).scale, target, tied=True)
+    assert_same(*both(looked, 11, device))
+
+
+@pytest.mark.usefixtures("loops_with_bounds")
+def test_a_fold_edges_and_what_is_not_finite(device):
+    x = torch.randn(40, 2100, device=device)
+    x[3, 5], x[11, 8], x[12] = torch.nan, torch.inf, torch.nan
+    fold = torch.logspace(-9, 2, 2100, device=device)[None]
+    edges = torch.randn(40, 6, device=device)[:, ::5]
+    edges[[3, 11, 12, 20]] = torch.nan
+    edges[20, 0] = 1.0
+    target = Target("e4m3", "row", "power_of_two")
+    # A scale that was known before: some elements saturate.
+    looked = Looked(x, quantize((x * fold).nan_to_num(), *target).scale / 4, target, fold, edges)
+    expected, made = both(looked, 4321, device)
+    assert_same(expected, made)
+    assert made[STATS.index("saturated")] > 0
+    assert made[STATS.index("nonfinite")] > 0
+
+
+@pytest.mark.usefixtures("loops_with_bounds")
+def test_a_sample_alone_of_a_transposed_view(device):
+    target = Target("e4m3", "row", "power_of_two")
+    x = torch.randn(64, 33, device=device).t()
+    from octavo.kernels.sample import sampled_rows
+
+    rows = sampled_rows(33, new_row(5, device))
+    scale = quantize(x.contiguous(), *target).scale
+    whole, _ = both(Looked(x, scale, target), 5, device)
+    expected, made = both(Looked(x[rows], scale, target, rows=33), 5, device)
+    assert_same(expected, made)
+    assert made[2:9].tolist() == pytest.approx(whole[2:9].tolist(), rel=1e-5)
+
+
+@pytest.mark.usefixtures("loops_with_bounds")
+@pytest.mark.parametrize("magnitude", [1e-30, 1e30])
+def test_moments_of_any_magnitude(magnitude, device):
+    x = torch.randn(16, 64, device=device) * magnitude
+    target = Target("e4m3", "row", "float32")
+    expected, made = both(Looked(x, quantize(x, *target).scale, target), 0, device)
+    torch.testing.assert_close(made[8], expected[8], rtol=2e-5, atol=0)
+    assert made[6] / magnitude == pytest.approx(float(expected[6] / magnitude), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.usefixtures("loops_with_bounds")
+def test_one_element_and_a_rest(device):
+    target = Target("e4m3", "row", "power_of_two")
+    x = torch.full((1, 1), -3.0, device=device)
+    assert_same(*both(Looked(x, quantize(x, *target).scale, target), 0, device))
+    expected, made = both(Looked(x, quantize(x, *target).scale, target), -1, device)
+    assert made[:PHASE].isnan().all()
+    assert expected[:PHASE].isnan().all()
+
+
+@pytest.mark.usefixtures("loops_with_bounds")
+def test_of_two_micro_batches_the_larger_amax_and_nonfinite_stay(device):
+    target = Target("e4m3", "row", "power_of_two")
+    for twin in (reference, fast):
+        row = new_row(0, device)
+        for x in (torch.tensor([[9.0, torch.nan]], device=device), torch.tensor([[1.0, 3.0]], device=device)):
+            twin.sample(Looked(x, quantize(x, *target).scale, target), row)
+        assert (row[0], row[5], row[6]) == (9.0, 0.5, 2.0)

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo.errors import ConfigError, StoreError
+from octavo.monitor.store import STATS, RunReader
+from octavo.monitor.watch import Monitor
+
+
+class FakeTelemetry:
+    """Measurements that arrive two steps late."""
+
+    rows = (("layer", "input", "e4m3"),)
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self.made = 0
+        self.detached = False
+
+    def snapshot(self) -> tuple[int, np.ndarray] | None:
+        if self.taken >= self.made - 2:
+            return None
+        self.taken += 1
+        return self.taken, np.full((1, len(STATS)), self.taken, dtype=np.float32)
+
+    def detach(self) -> None:
+        self.detached = True
+
+
+def test_a_loop_of_ones_own(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    source = FakeTelemetry()
+    with octavo.Monitor(model, tmp_path / "run", config={"lr": 0.1}, telemetry=source) as monitor:
+        for step in range(1, 11):
+            source.made = step
+            monitor.step(loss=torch.tensor(float(step), requires_grad=True), lr=0.1)
+        monitor.event("half time", layer="layer", level="warning")
+    run = RunReader(tmp_path / "run")
+    assert run.scalar("loss").low.tolist() == list(range(1, 11))
+    assert run.scalar("lr").low.tolist() == [0.1] * 10
+    assert run.snapshot_steps().tolist() == list(range(1, 9)) and source.detached
+    assert (run.config, run.env["parameters"], run.state()) == ({"lr": 0.1}, 20, "finished")
+    assert [(event.step, event.rule, event.layer, event.text) for event in run.events()] == [
+        (10, "user", "layer", "half time")
+    ]
+
+
+def test_the_plan_is_kept(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+    plan = octavo.convert(model, "block")
+    with Monitor(model, tmp_path, plan=plan, telemetry=None) as monitor:
+        monitor.step(loss=1.0)
+    assert [layer["name"] for layer in RunReader(tmp_path).plan["layers"]] == ["0", "2"]
+
+
+def test_resuming_and_starting_over(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with Monitor(model, tmp_path, telemetry=None) as monitor:
+        for step in range(5):
+            monitor.step(loss=step)
+    with pytest.raises(StoreError, match="holds a run already"):
+        Monitor(model, tmp_path, telemetry=None)
+    with Monitor(model, tmp_path, telemetry=None, resume_from=3) as monitor:
+        monitor.step(loss=100)
+    assert RunReader(tmp_path).scalar("loss").low.tolist() == [0, 1, 2, 100]
+    with Monitor(model, tmp_path, telemetry=None, overwrite=True) as monitor:
+        monitor.step(10, loss=7)
+    assert RunReader(tmp_path).scalar("loss").first.tolist() == [10]
+
+
+def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), Monitor(nn.Linear(2, 2), tmp_path, telemetry=None) as monitor:
+        monitor.step(loss=1.0)
+        raise ZeroDivisionError("by zero")
+    run = RunReader(tmp_path)
+    assert run.state() == "failed" and run.sessions[0].text == "ZeroDivisionError: by zero"
+    assert len(run.scalar("loss")) == 1
+
+
+def test_what_cannot_be_noted(tmp_path: Path) -> None:
+    with Monitor(nn.Linear(2, 2), tmp_path, telemetry=None) as monitor:
+        with pytest.raises(ConfigError, match="'loss' has 3 elements"):
+            monitor.step(loss=torch.zeros(3))
+        monitor.step(5, loss=1.0)
+        with pytest.raises(ConfigError, match="step 5 was noted before"):
+            monitor.step(5, loss=1.0)
+
+
+def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.monitor.watch._rank", lambda: 1)
+    with Monitor(nn.Linear(2, 2), tmp_path / "run") as monitor:
+        monitor.step(loss=1.0)
+        monitor.event("nothing")
+    assert not (tmp_path / "run").exists() and monitor.done == 1
+
+
+@pytest.mark.gpu
+def test_scalars_come_from_the_gpu_without_waiting(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2, device="cuda")
+    with Monitor(model, tmp_path, telemetry=None) as monitor:
+        torch.cuda.synchronize()
+        with torch.cuda.device(0):
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                for step in range(1, 21):
+                    monitor.step(loss=torch.ones((), device="cuda") * step, lr=0.1)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    assert RunReader(tmp_path).scalar("loss").low.tolist() == list(range(1, 21))
