@@ -12,6 +12,7 @@ KINDS = [
     errors.NonFiniteError,
     errors.UnsupportedError,
     errors.RunError,
+    errors.StoreError,
 ]
 
 

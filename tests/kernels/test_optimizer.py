@@ -191,6 +191,11 @@ def test_a_gradient_that_cannot_be_stored_so(codes, scale, scaling):
         store_gradient(torch.ones(2, 200), torch.zeros(2, 200).to(codes), torch.zeros(scale).to(torch.uint8), scaling)
 
 
+def test_an_empty_tensor_has_scales_too():
+    slot = cases.slot(cases.layout_of("fp8-lm"), (0, 8), 0)
+    assert slot.master_scale.tolist() == [[1]]
+
+
 def test_squares():
     tensors = [torch.tensor([3.0, 4.0]), torch.ones(2, 2).bfloat16(), torch.zeros(0)]
     assert squares(tensors, Uploads()).tolist() == [25.0, 4.0, 0.0]

@@ -19,15 +19,20 @@ class FakeTelemetry:
     rows = (("layer", "input", "e4m3"),)
 
     def __init__(self) -> None:
+        self.done = -1
         self.taken = 0
         self.made = 0
+        self.delay = 2
         self.detached = False
 
     def snapshot(self) -> tuple[int, np.ndarray] | None:
-        if self.taken >= self.made - 2:
+        if self.taken >= self.made - self.delay:
             return None
         self.taken += 1
         return self.taken, np.full((1, len(STATS)), self.taken, dtype=np.float32)
+
+    def wait(self) -> None:
+        self.delay = 0
 
     def detach(self) -> None:
         self.detached = True
@@ -40,15 +45,45 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
         for step in range(1, 11):
             source.made = step
             monitor.step(loss=torch.tensor(float(step), requires_grad=True), lr=0.1)
+            assert source.taken == max(step - 2, 0)
         monitor.event("half time", layer="layer", level="warning")
     run = RunReader(tmp_path / "run")
     assert run.scalar("loss").low.tolist() == list(range(1, 11))
     assert run.scalar("lr").low.tolist() == [0.1] * 10
-    assert run.snapshot_steps().tolist() == list(range(1, 9)) and source.detached
+    assert run.snapshot_steps().tolist() == list(range(1, 11)) and source.detached and source.done == 0
     assert (run.config, run.env["parameters"], run.state()) == ({"lr": 0.1}, 20, "finished")
     assert [(event.step, event.rule, event.layer, event.text) for event in run.events()] == [
         (10, "user", "layer", "half time")
     ]
+
+
+def test_the_tensors_of_a_converted_model(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    octavo.convert(model, "folded")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with Monitor(model, tmp_path) as monitor:
+        for _ in range(3):
+            model(torch.randn(32, 64)).square().mean().backward()
+            optimizer.step()
+            monitor.step()
+    run = RunReader(tmp_path)
+    assert run.snapshot_steps().tolist() == [1, 2, 3]
+    weight = run.series("0", "weight", "amax").low
+    assert weight[0] == pytest.approx(1 / 8, rel=0.1)  # nn.Linear draws from up to 1 / sqrt(64)
+    assert [(row.layer, row.role) for row in run.tensors if row.role != "grad_output"] == [
+        ("0", "input"), ("0", "weight"), ("2", "input"), ("2", "weight"),
+    ]  # fmt: skip
+    with Monitor(model, tmp_path, resume_from=2) as monitor:  # the first one has let go of the layers
+        model(torch.randn(32, 64)).square().mean().backward()
+        optimizer.step()
+        monitor.step()
+    assert RunReader(tmp_path).snapshot_steps().tolist() == [1, 2, 3]
+
+
+def test_the_statistics_are_those_of_the_kernels() -> None:
+    from octavo.nn.telemetry import STATS as MEASURED
+
+    assert tuple(MEASURED) == STATS
 
 
 def test_the_plan_is_kept(tmp_path: Path) -> None:

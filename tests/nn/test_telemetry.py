@@ -62,7 +62,7 @@ def assert_same(ours, theirs, **tolerance):
         np.testing.assert_allclose(values, theirs[key], err_msg=str(key), **tolerance)
 
 
-@pytest.mark.parametrize("recipe", ["folded", "rowwise", "tensorwise", "blockwise", "delayed"])
+@pytest.mark.parametrize("recipe", ["folded", "rowwise", "tensorwise", "block", "delayed"])
 def test_its_figures_are_those_of_the_operands(recipe):
     if recipe not in octavo.recipes.names():
         pytest.skip("no such recipe")
@@ -143,6 +143,9 @@ def test_compiled_code_measures_what_eager_mode_measures(backend, recipe):
             telemetry.snapshot()
             run(model)
             found.append(measured(telemetry))
+        with Telemetry(model) as again, torch._dynamo.config.patch(error_on_recompile=compiled):
+            run(model)
+            assert np.isfinite(np.stack(list(measured(again)[1].values()))).all()
     assert found[0][0] == found[1][0] == 2
     if backend == "inductor":  # it rounds less often between the layers, which moves a code here and there
         found = [(step, {key: value[[AMAX, *range(5, 9)]] for key, value in values.items()}) for step, values in found]

@@ -43,6 +43,8 @@ def test_the_store_holds_what_the_metrics_hold(configure: Configure) -> None:
     assert run.env["lanes"] == ["fp8", "bf16"] and run.env["versions"]["torch"]
     assert run.corpus["duplicate_documents"] == 0 and run.corpus["unigram_entropy"] > 0
     assert run.state() == "finished" and run.system()
+    assert run.snapshot_steps().tolist() == [1, 2, 3, 4, 5, 6]
+    assert run.heatmap("scale", "weight").values.min() > 0
     assert [event.rule for event in run.events()] == ["checkpoint"]
 
 
@@ -54,9 +56,27 @@ def test_a_resumed_run_appends_to_its_checkpoint(configure: Configure) -> None:
     train(config, resume=True)
     run = RunReader(config.run.out)
     assert run.scalar("loss_fp8").first.tolist() == [1, 2, 3, 4, 5, 6]
+    assert run.snapshot_steps().tolist() == [1, 2, 3, 4, 5, 6]
     assert [(s.first_step, s.outcome) for s in run.sessions] == [(0, "interrupted"), (3, "finished")]
     train(config, overwrite=True)
     assert len(RunReader(config.run.out).sessions) == 1
+
+
+@pytest.mark.parametrize(("every", "steps"), [(0, []), (2, [2, 4])])
+def test_how_often_tensors_are_looked_at(configure: Configure, every: int, steps: list[int]) -> None:
+    config = configure(run={"steps": 5, "telemetry_every": every, "twin": False})
+    train(config)
+    assert RunReader(config.run.out).snapshot_steps().tolist() == steps
+
+
+def test_steps_that_loss_scaling_skips_are_looked_at_too(configure: Configure) -> None:
+    dynamic = {"loss_scale": "dynamic", "loss_scale_start": 2.0**126, "name": "muon"}
+    config = configure(run={"steps": 6, "log_every": 1, "twin": False}, optimizer=dynamic)
+    summary = train(config)
+    run = RunReader(config.run.out)
+    assert summary["skipped_steps"]["fp8"] > 0
+    assert run.snapshot_steps().tolist() == [1, 2, 3, 4, 5, 6]
+    assert len(run.events(rule="overflow")) >= 1
 
 
 def test_a_run_that_breaks_says_why(configure: Configure) -> None:

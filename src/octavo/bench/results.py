@@ -63,6 +63,7 @@ KINDS: dict[str, dict[str, type]] = {
     "memory": {"workload": str, "implementation": str, "peak_gib": float, "predicted_gib": float},
     "reduce": {"scheme": str, "ranks": int, "snr_db": float, "ms": float, "wire_bytes": int},
     "scaling": {"model": str, "gpus": int, "scheme": str, "ms": float, "peak_gib": float, "wire_gb": float},
+    "telemetry": {"workload": str, "overhead_percent": float},
 }
 """For each kind, what every row must have. Other keys are welcome: they are kept, and read where a table shows them."""
 

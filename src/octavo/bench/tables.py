@@ -321,6 +321,24 @@ def _memory_cells(row: Row, first: float | None) -> list[str]:
     return [size, f"{row['peak_gib']:.2f}", f"{row['predicted_gib']:.2f}", f"{error:+.1%}", less, *kinds]
 
 
+def telemetry(result: Result) -> str:
+    """Return one line a workload: what telemetry of every tensor adds to a step."""
+    header = ("workload", "tokens", "tensors", "ms without", "ms with", "overhead", "range over rounds")
+    rows = [
+        (
+            row["workload"],
+            f"{row['tokens']:,}",
+            str(row["tensors"]),
+            f"{row['ms']:.2f}",
+            f"{row['ms_watched']:.2f}",
+            f"{row['overhead_percent']:+.2f} %",
+            f"{row['spread_percent']:.2f} %",
+        )
+        for row in result.rows
+    ]
+    return table(header, rows)
+
+
 def reduce(result: Result) -> str:
     """Return one line a scheme and collective: the error on each kind of gradient, time, and bytes sent for a value."""
     kinds = list(dict.fromkeys(row["gradient"] for row in result.rows))
@@ -383,6 +401,7 @@ MEASURED: dict[str, tuple[str, Callable[[Result], str]]] = {
     "ablation": ("ablation", ablation),
     "ablation-figure": ("ablation", ablation_figure),
     "reduce": ("reduce", reduce),
+    "telemetry": ("telemetry", telemetry),
 }
 """Tables of measurements: the kind whose newest result they show, and what shows it."""
 

@@ -32,7 +32,7 @@ def report(
     from octavo.errors import ConfigError
 
     if not runs:
-        raise ConfigError("octavo report: name a run, as in `octavo report runs/demo`.")
+        raise ConfigError("no run is named: name one, as in `octavo report runs/demo`.")
     path = write(runs, output)
     print(f"{path}: {path.stat().st_size / 2**20:.1f} MiB")
     return 0

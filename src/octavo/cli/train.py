@@ -38,6 +38,7 @@ def train(
         octavo train --preset tiny --recipe block
         octavo train my.toml --steps 500 --lr 6e-4
         octavo train runs/demo/config.json --resume
+        torchrun --nproc-per-node 8 -m octavo train my.toml
 
     Parameters
     ----------
@@ -59,7 +60,7 @@ def train(
         print(json.dumps(strict.to_dict(config), indent=2))
         return 0
     summary = _run(config, resume=resume, overwrite=overwrite, json_output=json_output)
-    if json_output:
+    if json_output and _is_first():
         print(json.dumps(summary, indent=2))
     return 0
 
@@ -74,8 +75,15 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool, json_output: bool)
     try:
         return carry_out(config, reporters=[reporter], resume=resume, overwrite=overwrite)
     except KeyboardInterrupt:
-        print(f"octavo: interrupted. {_way_back(config)}", file=sys.stderr)
+        if _is_first():
+            print(f"octavo: interrupted. {_way_back(config)}", file=sys.stderr)
         sys.exit(130)
+
+
+def _is_first() -> bool:
+    from octavo.train.parallel import is_first
+
+    return is_first()
 
 
 def _way_back(config: RunConfig) -> str:

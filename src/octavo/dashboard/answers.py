@@ -20,6 +20,8 @@ EVENTS = 2000
 """Newest events that are sent."""
 MOST = 5000
 """Points or buckets that may be asked for."""
+RECENT = 200
+"""Steps among which the newest value of a scalar is looked for."""
 TOGETHER = 8
 """Runs that may stand side by side."""
 
@@ -80,11 +82,14 @@ def run(known: Known, query: Query) -> Answer:
     name = query.text("run")
     opened = known.open(name)
     found = verdict(opened)
+    last = opened.last_step
+    recent = opened.scalars(first=last - RECENT)
     body = {
         "id": name,
         "name": opened.name,
         "state": opened.state(),
-        "step": opened.last_step,
+        "step": last,
+        "newest": {key: newest(series) for key, series in recent.items()},
         "heartbeat": opened.heartbeat,
         "verdict": {**found._asdict(), "findings": [finding._asdict() for finding in found.findings]},
         "sessions": [session._asdict() for session in opened.sessions],
@@ -120,11 +125,10 @@ def heatmap(known: Known, query: Query) -> Answer:
 def series(known: Known, query: Query) -> Answer:
     """One statistic of one layer, by role: `ROLE/x`, `ROLE/y`."""
     opened = known.open(query.text("run"))
-    layer, stat = _layer(opened, query), query.text("stat", opened.stats)
-    points = query.number("points", POINTS)
+    stat, points = query.text("stat", opened.stats), query.number("points", POINTS)
     arrays: dict[str, Any] = {}
-    for role in _roles(opened, layer):
-        arrays[f"{role}/x"], arrays[f"{role}/y"] = opened.series(layer, role, stat, points=points).points()
+    for role, found in opened.series_by_role(query.text("layer"), stat, points=points).items():
+        arrays[f"{role}/x"], arrays[f"{role}/y"] = found.points()
     return Answer(pack(arrays), False)
 
 
@@ -171,7 +175,7 @@ def _entry(known: Known, name: str) -> dict[str, Any]:
         opened = known.open(name)
         found = verdict(opened)
         last = opened.last_step
-        recent = opened.scalars(first=last - 200)
+        recent = opened.scalars(first=last - RECENT)
     except StoreError as error:
         return {"id": name, "name": name, "error": str(error)}
     loop = opened.config.get("run")

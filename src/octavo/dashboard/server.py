@@ -45,7 +45,8 @@ def application(root: str | Path) -> Starlette:
 
     known = Runs(root)
     modules = {name: f"/static/{name}" for name in page.scripts()}
-    html = page.page(_HEAD, modules, _START)
+    preloads = [f'<link rel="modulepreload" href="{address}">' for address in modules.values()]
+    html = page.page(page.joined([_HEAD, *preloads]), modules, _START)
     files = {name: (text, "text/javascript") for name, text in page.scripts().items()}
     files |= {page.STYLE: (page.text_of(page.STYLE), "text/css"), page.ICON: (page.text_of(page.ICON), "image/svg+xml")}
     plotly = page.plotly()
@@ -108,7 +109,7 @@ def serve(root: str | Path, *, port: int | None = None, ready: Callable[[str], N
     import uvicorn
 
     app = application(root)
-    with _bound(port) as listener:
+    with bound(port) as listener:
         ready(f"http://{HOST}:{listener.getsockname()[1]}")
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=1
@@ -117,8 +118,12 @@ def serve(root: str | Path, *, port: int | None = None, ready: Callable[[str], N
 
 
 @contextlib.contextmanager
-def _bound(port: int | None) -> Iterator[socket.socket]:
-    """Give a socket that listens on loopback."""
+def bound(port: int | None) -> Iterator[socket.socket]:
+    """Give a socket on loopback: of a port, or of the first that is free from `PORT` on.
+
+    Raises:
+        ConfigError: the port is taken, or is none.
+    """
     wanted = range(PORT, PORT + _TRIES) if port is None else [port]
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -126,6 +131,7 @@ def _bound(port: int | None) -> Iterator[socket.socket]:
         for each in wanted:
             try:
                 listener.bind((HOST, each))
+                listener.listen()  # who comes before the server has started waits
             except OSError:
                 continue
             except OverflowError as error:
@@ -145,7 +151,7 @@ def _told(message: str, status: int) -> Response:
 _HEAD = f"""\
 <link rel="stylesheet" href="/static/{page.STYLE}">
 <link rel="icon" href="/static/{page.ICON}" type="image/svg+xml">
-<script src="/static/{page.PLOTLY}" async></script>"""
+<link rel="preload" href="/static/{page.PLOTLY}" as="script">"""
 _START = '<script type="module" src="/static/app.js"></script>'
 _POLICY = (
     "default-src 'none'; script-src 'self' {map}; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:;"

@@ -25,9 +25,10 @@ def window(operand: str, scale: float) -> dict[str, Any] | None:
     """Return the window of a tensor quantised as `operand` says, as exponents of 2: where a code is multiplied by
     `scale`, magnitudes from `lowest` to `highest` have one, those from `normal` on with the full mantissa.
 
-    None where the format is not known, or the scale was not measured.
+    A tensor of several scales has several windows: this is that of the largest, which is what telemetry stores. None
+    where the format is not known, or the scale was not measured.
     """  # noqa: D205
-    name = next((name for name in RANGES if name in operand), None)
+    name = next((name for name in RANGES if name in operand.lower()), None)
     if name is None or not (scale > 0 and math.isfinite(scale)):
         return None
     held, shift = RANGES[name], math.log2(scale)

@@ -3,21 +3,32 @@
 from octavo.distributed.checkpoint import load, save, save_async
 from octavo.distributed.gathering import GatherPlan, ShardPlan
 from octavo.distributed.greedy import Assignment, contiguous_assignment, greedy_assignment
+from octavo.distributed.pipeline import PipelineStage, given_loss
 from octavo.distributed.reduce import REDUCTIONS, reduction
 from octavo.distributed.reduce_hooks import set_reduction
 from octavo.distributed.reduce_scheme import Scheme
 from octavo.distributed.shard import BF16_POLICY, shard
+from octavo.distributed.tensor_parallel import ColumnParallel, Parallel, Replicated, RowParallel, tensor_parallel
+from octavo.distributed.tensor_parallel_plan import CutPlan, TensorPlan
 from octavo.distributed.zero import GreedyZeRO, merge_state_dicts
 
 __all__ = [
     "BF16_POLICY",
     "REDUCTIONS",
     "Assignment",
+    "ColumnParallel",
+    "CutPlan",
     "GatherPlan",
     "GreedyZeRO",
+    "Parallel",
+    "PipelineStage",
+    "Replicated",
+    "RowParallel",
     "Scheme",
     "ShardPlan",
+    "TensorPlan",
     "contiguous_assignment",
+    "given_loss",
     "greedy_assignment",
     "load",
     "merge_state_dicts",
@@ -26,4 +37,5 @@ __all__ = [
     "save_async",
     "set_reduction",
     "shard",
+    "tensor_parallel",
 ]

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
@@ -88,7 +88,8 @@ class Heartbeat:
         finally:
             self._closing.set()
             self._thread.join()
-            self._signal.release()
+            if error is None:  # or else torchrun, told by the other ranks' ends, would end this one before it has spoken
+                self._signal.release()
             with suppress(RuntimeError):  # the store may have ended before
                 self._beat(left=True)
 
@@ -148,8 +149,7 @@ class Heartbeat:
 
     def _beat(self, *, left: bool = False) -> None:
         self._beats += 1
-        begun = sum(group._get_sequence_number_for_group() for group in self._groups)
-        self._store.set(str(self.rank), json.dumps(Report(self._beats, self.step, begun, left)))
+        self._store.set(str(self.rank), json.dumps(Report(self._beats, self.step, _begun(self._groups), left)))
 
     def _reports(self) -> dict[int, Report]:
         """Return the reports of the ranks that have made one."""
@@ -192,6 +192,16 @@ class _Signal:
             signal.signal(signal.SIGTERM, self._before)
             for one in self._ends:
                 one.close()
+
+
+def _begun(groups: Iterable[dist.ProcessGroup]) -> int:
+    """Return how many collectives this rank has begun; 0 of a backend that does not count them."""
+    begun = 0
+    for group in groups:
+        for backend in {group._get_backend(device) for device in group._device_types}:
+            with suppress(RuntimeError):
+                begun += backend._get_sequence_number_for_group()
+    return begun
 
 
 def end(text: str, code: int = 1) -> None:

@@ -163,7 +163,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True
         ConfigError: the model is built in another way, or the ranks do not divide its heads.
         UnsupportedError: a layer that cannot be cut; a recipe that keeps scales.
     """
-    blocks = _blocks(model, mesh)
+    blocks = _blocks(model, mesh, sequence)
     styles = {
         "attention_norm": Replicated(sequence=sequence),
         "attention": Parallel(["wq", "wk", "wv"], ["wo"], sequence=sequence),
@@ -191,7 +191,7 @@ _ENDS = ("tok_embeddings", "norm", "lm_head")
 _PARTS = {"attention": ("wq", "wk", "wv", "wo"), "feed_forward": ("w1", "w2", "w3")}
 
 
-def _blocks(model: nn.Module, mesh: DeviceMesh) -> dict[str, nn.Module]:
+def _blocks(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> dict[str, nn.Module]:
     if mesh.ndim != 1:
         raise ConfigError(
             f"tensor_parallel: a mesh of {mesh.ndim} dimensions. Give the one to cut over, as mesh['tensor']."
@@ -204,9 +204,14 @@ def _blocks(model: nn.Module, mesh: DeviceMesh) -> dict[str, nn.Module]:
             f"tensor_parallel: {type(model).__name__} has no {missing[0] if missing else 'layers'}: it cuts models "
             "built as octavo.models.llama. Give parallelize_module a plan of octavo.distributed.Parallel for others."
         )
+    if sequence and not all(_has(model, name, nn.Module) for name in _ENDS):
+        raise UnsupportedError(
+            f"tensor_parallel: {type(model).__name__} is a part of a model, without {' or '.join(_ENDS)}: its tokens "
+            "come whole. Take sequence=False."
+        )
     for name, block in blocks.items():
         attention = block.get_submodule("attention")
-        heads = [attention.get_submodule(x).out_features // attention.head_dim for x in ("wq", "wk")]  # type: ignore[operator]
+        heads = [attention.get_submodule(x).out_features // attention.head_dim for x in ("wq", "wk")]
         if any(count % mesh.size() for count in heads):
             raise ConfigError(
                 f"tensor_parallel: layers.{name}.attention has {heads[0]} heads and {heads[1]} of keys and values: "
@@ -215,9 +220,9 @@ def _blocks(model: nn.Module, mesh: DeviceMesh) -> dict[str, nn.Module]:
     return {f"layers.{name}": block for name, block in blocks.items()}
 
 
-def _has(module: nn.Module, name: str) -> bool:
+def _has(module: nn.Module, name: str, kind: type[nn.Module] = nn.Linear) -> bool:
     try:
-        return isinstance(module.get_submodule(name), nn.Linear)
+        return isinstance(module.get_submodule(name), kind)
     except AttributeError:
         return False
 
@@ -225,7 +230,7 @@ def _has(module: nn.Module, name: str) -> bool:
 def _place_ends(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
     """Make embedding, last norm and head whole on each rank, and cut the tokens between them.
 
-    A pipeline stage has some of them only. The head is read by the model itself, for its loss, and is not called.
+    A stage of a pipeline has some of them only. The head is read by the model itself, for its loss, and is not called.
     """
     ends = [getattr(model, name) for name in _ENDS if getattr(model, name, None) is not None]
     shared: dict[Any, Any] = {}
@@ -239,9 +244,9 @@ def _place_ends(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
     LocalParameters(model, [(end, SUMMED if sequence else SAME) for end in ends], mesh)
     if not sequence:
         return
-    group, targets = mesh.get_group(), []
-    if getattr(model, "tok_embeddings", None) is not None:
-        model.get_submodule("tok_embeddings").register_forward_pre_hook(lambda _, args: own_tokens(args[0], group))
+    group = mesh.get_group()
+    targets: list[Tensor | None] = []
+    model.get_submodule("tok_embeddings").register_forward_pre_hook(lambda _, args: own_tokens(args[0], group))
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = args[1] if len(args) > 1 else kwargs.get("targets_BT")
@@ -251,11 +256,9 @@ def _place_ends(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
         return args, kwargs if given is None else {**kwargs, "targets_BT": targets[0]}
 
     def leave(_: nn.Module, args: Any, result: Tensor) -> Tensor:
-        if getattr(model, "lm_head", None) is None:
-            return result
         if targets[0] is None:
             return all_tokens(result, group)
-        counted = targets[0] != IGNORED
+        counted = targets[0].ne(IGNORED)
         return mean_of_tokens(result, counted.sum() if result.dim() == 0 else counted.sum(1), group)
 
     model.register_forward_pre_hook(enter, with_kwargs=True)

@@ -68,7 +68,10 @@ def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def copy_in(x: Tensor, target: Target | None, group: dist.ProcessGroup) -> Tensor:
-    """Return x, whose gradient is the sum of those of all ranks, in the dtype that layers compute in; codes of `target` that are pinned to x stay pinned."""
+    """Return x, whose gradient is the sum over the ranks, in the dtype that layers compute in.
+
+    Codes of `target` that are pinned to x are pinned to the result.
+    """
     ready = None if target is None else taken(x, target)
     y: Tensor = _CopyIn.apply(x, group, compute_dtype(x))  # type: ignore[no-untyped-call]
     if ready is not None and target is not None:

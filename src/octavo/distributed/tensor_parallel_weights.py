@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from octavo.distributed.tensor_parallel_tokens import summed
 from octavo.errors import UnsupportedError
+from octavo.nn.weights import state_of
 from octavo.tensor import FP8Tensor, is_distributed, local
 
 REPLICATED = Replicate()
@@ -77,7 +78,7 @@ class LocalParameters:
     def __init__(self, around: nn.Module, modules: Sequence[tuple[nn.Module, str]], mesh: DeviceMesh) -> None:
         self._modules, self._mesh = modules, mesh
         self._held: list[tuple[nn.Module, str, Any]] = []
-        self._views: dict[tuple[nn.Module, str], tuple[Any, ...]] = {}
+        self._first: dict[tuple[nn.Module, str, bool], tuple[Any, Tensor]] = {}
         around.register_forward_pre_hook(lambda *_: self._enter(), prepend=True)
         around.register_forward_hook(lambda *_: self._leave(), always_call=True)
 
@@ -87,7 +88,7 @@ class LocalParameters:
             for name, parameter in module._parameters.items():
                 if isinstance(parameter, DTensor):
                     self._held.append((module, name, parameter))
-                    module._parameters[name] = self._view(module, name, parameter, gradient)  # type: ignore[assignment]
+                    module._parameters[name] = self._view(module, name, parameter, gradient)
 
     def _leave(self) -> None:
         for module, name, parameter in self._held:
@@ -95,15 +96,16 @@ class LocalParameters:
         self._held.clear()
 
     def _view(self, module: nn.Module, name: str, parameter: Any, gradient: str) -> Tensor:
-        """Return a parameter's part, the same object for as long as it is in the same memory: codes are kept by it."""
-        part = local(parameter)
-        key = parameter, part, torch.is_grad_enabled() and parameter.requires_grad
-        known = self._views.get((module, name))
-        if known is not None and all(a is b for a, b in zip(known[:3], key, strict=True)):
-            view: Tensor = known[3]
-            return view
-        view = _Local.apply(parameter, gradient, self._mesh)  # type: ignore[no-untyped-call]
-        self._views[module, name] = (*key, view)
+        """Return a parameter's part, as a new step of autograd, and hold on to the first since its values changed.
+
+        Codes are kept for as long as that one lives, and found by the memory. It cannot serve again itself: autograd
+        goes backward through older steps later, and FSDP2 would find no gradient yet.
+        """
+        view: Tensor = _Local.apply(parameter, gradient, self._mesh)  # type: ignore[no-untyped-call]
+        if not torch.compiler.is_compiling():
+            key, state = (module, name, view.requires_grad), state_of([view])
+            if key not in self._first or self._first[key][0] != state:
+                self._first[key] = state, view
         return view
 
 
@@ -113,7 +115,7 @@ each rank to a sum that is then taken over the ranks, which it must enter once."
 
 
 class _Local(torch.autograd.Function):
-    """This rank's part of a parameter. It saves nothing: one may go backward through it any number of times."""
+    """This rank's part of a parameter."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Any, gradient: str, mesh: DeviceMesh) -> Tensor:

@@ -18,6 +18,7 @@ Nothing waits for the device, and with a negative `row[PHASE]` nothing is read o
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -36,8 +37,8 @@ SAMPLED = PHASE + 1
 """Where it says how many elements the shares are of."""
 WIDTH = 12
 """FP32 values of a row: 48 bytes, so that none lies unaligned."""
-MOST, LEAST, ONE_IN = 128, 16, 16
-"""Rows that are sampled: one in 16, at least 16 and at most 128."""
+MOST, LEAST, ONE_IN = 64, 16, 16
+"""Rows that are sampled: one in 16, at least 16 and at most 64."""
 
 LARGEST_TILE = 2**16
 """Elements of a tile that one program may read."""
@@ -90,6 +91,7 @@ class Limits(NamedTuple):
     """Above this it is the largest, and the value was more than half a step past that."""
 
 
+@cache
 def limits(fmt: Format) -> Limits:
     """Return the limits of a format."""
     binade = 2.0 ** int(torch.tensor(fmt.max).log2().floor())

@@ -16,6 +16,9 @@ Snapshot = tuple[int, NDArray[np.float32]]
 class Source(Protocol):
     """`octavo.nn.telemetry.Telemetry`, or whatever measures as it does."""
 
+    done: int
+    """Steps made; the next one measured is one more."""
+
     @property
     def rows(self) -> Sequence[tuple[Any, ...]]:
         """What the rows of a snapshot are about: layer, role, operand, and the shape where it is fixed."""
@@ -25,16 +28,21 @@ class Source(Protocol):
         """Return a step whose measurements have arrived, with them; None where none is new. Never waits."""
         ...
 
+    def wait(self) -> None:
+        """Wait until everything that was measured has arrived."""
+        ...
 
-def telemetry_of(model: nn.Module) -> Source | None:
-    """Return the telemetry of a model's FP8 layers; None where it has none."""
-    try:
-        from octavo.nn.telemetry import Telemetry
-    except ImportError:
-        return None
+    def detach(self) -> None:
+        """Stop measuring."""
+        ...
 
-    source: Source = Telemetry(model)
-    return source if len(source.rows) else None
+
+def telemetry_of(model: nn.Module, every: int = 1) -> Source | None:
+    """Return the telemetry of a model's FP8 layers at each step that `every` divides; None where it has none."""
+    from octavo.nn.telemetry import Telemetry
+
+    source = Telemetry(model, every)
+    return source if source.rows else None
 
 
 def arrived(source: Source | None) -> Iterator[Snapshot]:

@@ -76,12 +76,13 @@ class Monitor:
         self._describe(model, device, plan)
         self._source = telemetry_of(model) if isinstance(telemetry, str) else telemetry
         if self._source is not None:
+            self._source.done = self.done
             self._recorder.tensors(self._source.rows)
 
     def step(self, step: int | None = None, /, **scalars: float | Tensor) -> None:
         """Note that a step was made, and what it measured: numbers, or tensors of one element on any device.
 
-        Call it after the optimizer's step. `step` is the number of steps made; by default one more than before.
+        Call it after the optimizer's step. `step` is the number of those made; by default one more than before.
 
         Raises:
             ConfigError: a tensor has more than one element, or `step` is not past the one before.
@@ -112,9 +113,11 @@ class Monitor:
         while self._waiting:
             arriving = self._waiting.popleft()
             recorder.step(arriving.step, arriving.read())
-        detach = getattr(self._source, "detach", None)
-        if detach is not None:
-            detach()
+        if self._source is not None:
+            self._source.wait()
+            for measured, values in arrived(self._source):
+                recorder.step(measured, None, values)
+            self._source.detach()
         recorder.close(*outcome_of(error))
 
     def __enter__(self) -> Monitor:

@@ -27,6 +27,7 @@ from octavo.nn import watched
 from octavo.nn import weights as stacked
 from octavo.nn.inputs import wgrad_of_input
 from octavo.nn.own_codes import transpose_codes, values
+from octavo.nn.wanted import wanted
 from octavo.numerics import Quantized
 from octavo.recipes import STATEFUL, Operand, Recipe, reused_from
 
@@ -106,7 +107,7 @@ class _Linears(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         recipe, saved = ctx.recipe, ctx.saved_tensors
         kept, weights = saved[: ctx.kept], saved[ctx.kept :]
-        needs_x, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[_WEIGHTS:]
+        needs_x, needs_weight = wanted(ctx, _WEIGHTS)
         sources = [dy.to(ctx.dtype) for dy in dys]
         cell = cell_of(ctx.cells, recipe, "grad_output")
         g, h = read_gradient(sources, scale_of(kept), weights, recipe, needs_x, any(needs_weight), cell)

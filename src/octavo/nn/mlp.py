@@ -36,6 +36,7 @@ from octavo.nn.functional import (
     wgrad,
 )
 from octavo.nn.own_codes import without_scale
+from octavo.nn.wanted import wanted
 from octavo.numerics import Quantized
 from octavo.recipes import Recipe, reused_from
 
@@ -115,7 +116,7 @@ class _MLP(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         inner, outer, dtype, saved = ctx.inner, ctx.outer, ctx.dtype, ctx.saved_tensors
         kept, hidden_scale, rest = saved[: ctx.kept], saved[ctx.kept], saved[ctx.kept + 1 :]
-        needs_x, (*needs_inner, needs_down) = ctx.needs_input_grad[0], ctx.needs_input_grad[_WEIGHTS:]
+        needs_x, (*needs_inner, needs_down) = wanted(ctx, _WEIGHTS)
         inputs, weights = rest[: -len(needs_inner) - 1], rest[-len(needs_inner) - 1 :]
 
         dy = [grad_outputs[0].to(dtype)]

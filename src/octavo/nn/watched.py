@@ -26,7 +26,7 @@ from octavo.kernels.reference.activation import value
 from octavo.kernels.sample import Looked, rests, sample, sampled_rows
 from octavo.kernels.target import target_of
 from octavo.nn import weights as stacked
-from octavo.numerics import Quantized, dequantize, granularity_named
+from octavo.numerics import Quantized, dequantize
 
 
 @dataclass(frozen=True, eq=False)

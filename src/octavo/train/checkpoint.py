@@ -1,4 +1,4 @@
-"""Checkpoints: safetensors and JSON, no pickle, written whole or not at all.
+"""Checkpoints: safetensors and JSON, written whole or not at all.
 
     checkpoints/step-000100/
         state.json              step, configuration, loader, totals, versions, size of every file
@@ -6,7 +6,11 @@
         bf16.safetensors        the same of the twin
         random.safetensors      the states of torch's generators
 
-A checkpoint is written under a name that starts with a dot, flushed to disk, then renamed: what has the name
+A run on several ranks has of each such file one for each rank, `fp8.rank-0.safetensors`, and what is sharded apart:
+
+        sharded/                fp8.model.<parameter>, ... as torch.distributed.checkpoint writes them
+
+Any number of ranks reads it, and so does one process; its `.metadata` is a pickle, as PyTorch has it. A checkpoint is written under a name that starts with a dot, flushed to disk, then renamed: what has the name
 `step-*` is complete.
 """
 
@@ -15,7 +19,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,15 +30,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from octavo.errors import CheckpointError, NonFiniteError
+from octavo.tensor import is_distributed, local
+from octavo.train.parallel import ALONE, Ranks
 
 FORMAT = 1
 _PREFIX = "step-"
 _TEMPORARY = ".writing-"
+_SHARDED = "sharded"
+
+Place = Callable[[str, torch.Size, torch.dtype], Tensor]
+"""Memory to read a tensor of `<file>.<name>` into, of that shape and dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a checkpoint holds, on the CPU."""
+    """What a checkpoint holds, on the CPU; parts of what is sharded are where this rank keeps them."""
 
     path: Path
     """Its directory."""
@@ -56,8 +66,11 @@ def save(
     state: Mapping[str, Any],
     *,
     keep: int,
+    ranks: Ranks = ALONE,
 ) -> Path:
     """Write `directory/step-XXXXXX`, then remove all but the newest `keep` checkpoints. Return its path.
+
+    All ranks call it, with a directory that all of them see.
 
     Raises:
         CheckpointError: it could not be written (no space left, say). Nothing half-written remains, and the
@@ -65,20 +78,17 @@ def save(
     """
     final = directory / f"{_PREFIX}{step:06d}"
     temporary = directory / f"{_TEMPORARY}{final.name}"
-    shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
     try:
-        temporary.mkdir(parents=True)
-        _write(temporary, tensors, {"format": FORMAT, "step": step, **state})
-        if final.exists():
-            shutil.rmtree(final)
-        temporary.rename(final)
-        _flush(directory)
-    except (OSError, SafetensorError) as error:
+        ranks.by_first(lambda: _begin(temporary))
+        _write_tensors(temporary, tensors, ranks)
+        ranks.by_first(lambda: _finish(temporary, final, {"format": FORMAT, "step": step, "ranks": ranks.count, **state}))
+    except (OSError, SafetensorError, _sharded_error()) as error:
         raise CheckpointError(_not_written(final, error, latest(directory))) from error
     finally:
         # Also on Ctrl-C: after the rename there is nothing left to remove.
-        shutil.rmtree(temporary, ignore_errors=True)
-    for old in find(directory)[:-keep]:
+        if ranks.is_first:
+            shutil.rmtree(temporary, ignore_errors=True)
+    for old in find(directory)[:-keep] if ranks.is_first else ():
         shutil.rmtree(old, ignore_errors=True)
     return final
 
@@ -95,17 +105,28 @@ def latest(directory: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def load(path: Path) -> Checkpoint:
+def load(path: Path, *, rank: int = 0, place: Place | None = None) -> Checkpoint:
     """Read a checkpoint.
+
+    Args:
+        rank: this one; what each rank has for itself it reads again, of another one where there were fewer.
+        place: where what is sharded goes; by default it is read whole.
 
     Raises:
         CheckpointError: a file is missing, truncated or malformed, or the format is of another version.
         NonFiniteError: a weight is NaN or infinite; the message names the parameter.
     """
     state = _read_state(path)
-    tensors = {}
     for name, size in state["files"].items():
-        tensors[Path(name).stem] = _read_tensors(path / name, size)
+        _check_size(path / name, size)
+    ranks = state.get("ranks", 1)
+    suffix = _suffix(rank % ranks, ranks)
+    files = [name for name in state["files"] if name.endswith(suffix) and "/" not in name]
+    tensors = {name.removesuffix(suffix): _read_tensors(path / name) for name in files}
+    if any(name.startswith(f"{_SHARDED}/") for name in state["files"]):
+        for name, tensor in _read_sharded(path / _SHARDED, place).items():
+            file, _, own = name.partition(".")
+            tensors.setdefault(file, {})[own] = tensor
     for lane, named in tensors.items():
         _check_finite(path, lane, named)
     return Checkpoint(path, tensors, state)
@@ -117,17 +138,52 @@ def discard(directory: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _write(directory: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
-    sizes = {}
+def _begin(temporary: Path) -> None:
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
+    temporary.mkdir(parents=True)
+
+
+def _write_tensors(directory: Path, tensors: Mapping[str, Mapping[str, Tensor]], ranks: Ranks) -> None:
+    sharded = {}
     for name, named in tensors.items():
-        path = directory / f"{name}.safetensors"
-        save_file({key: tensor.detach().cpu().contiguous() for key, tensor in named.items()}, path)
+        path = directory / f"{name}{_suffix(ranks.rank, ranks.count)}"
+        own = {key: tensor for key, tensor in named.items() if not is_distributed(tensor)}
+        sharded |= {f"{name}.{key}": tensor for key, tensor in named.items() if key not in own}
+        save_file({key: tensor.detach().cpu().contiguous() for key, tensor in own.items()}, path)
         _flush(path)
-        sizes[path.name] = path.stat().st_size
-    path = directory / "state.json"
-    path.write_text(json.dumps({**state, "files": sizes}, indent=2) + "\n", encoding="utf-8")
+    if sharded:
+        from torch.distributed.checkpoint import state_dict_saver
+
+        state_dict_saver.save(sharded, checkpoint_id=str(directory / _SHARDED))  # flushes its files itself
+    ranks.wait()
+
+
+def _finish(temporary: Path, final: Path, state: Mapping[str, Any]) -> None:
+    """Write the file that makes a checkpoint of the others, and give it its name."""
+    files = {str(path.relative_to(temporary)): path.stat().st_size for path in _files(temporary)}
+    path = temporary / "state.json"
+    path.write_text(json.dumps({**state, "files": files}, indent=2) + "\n", encoding="utf-8")
     _flush(path)
-    _flush(directory)
+    _flush(temporary)
+    if final.exists():
+        shutil.rmtree(final)
+    temporary.rename(final)
+    _flush(final.parent)
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    return (path for path in sorted(directory.rglob("*")) if path.is_file())
+
+
+def _suffix(rank: int, ranks: int) -> str:
+    return ".safetensors" if ranks == 1 else f".rank-{rank}.safetensors"
+
+
+def _sharded_error() -> type[BaseException]:
+    """Return what torch.distributed.checkpoint raises."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    return CheckpointException
 
 
 def _flush(path: Path) -> None:
@@ -153,22 +209,54 @@ def _read_state(path: Path) -> dict[str, Any]:
     return dict(state)
 
 
-def _read_tensors(file: Path, size: int) -> dict[str, Tensor]:
+def _check_size(file: Path, size: int) -> None:
     try:
         actual = file.stat().st_size
-        if actual != size:
-            raise CheckpointError(f"{file}: truncated, {actual} of {size} bytes.{_remedy(file.parent)}")
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    if actual != size:
+        raise CheckpointError(f"{file}: truncated, {actual} of {size} bytes.{_remedy(_checkpoint_of(file))}")
+
+
+def _read_tensors(file: Path) -> dict[str, Tensor]:
+    try:
         return dict(load_file(file))
     except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({error.strerror}).{_remedy(file.parent)}") from error
+        raise _unreadable(file, error) from error
     except SafetensorError as error:
         raise CheckpointError(f"{file}: malformed ({error}).{_remedy(file.parent)}") from error
+
+
+def _read_sharded(directory: Path, place: Place | None) -> dict[str, Tensor]:
+    from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
+
+    try:
+        known = FileSystemReader(directory).read_metadata().state_dict_metadata
+        tensors = {name: _memory(name, entry, place) for name, entry in known.items()}
+        state_dict_loader.load(tensors, checkpoint_id=str(directory), no_dist=place is None)
+    except (_sharded_error(), OSError, ValueError, EOFError) as error:
+        raise CheckpointError(f"{directory}: cannot be read ({error}).{_remedy(directory.parent)}") from error
+    return tensors
+
+
+def _memory(name: str, entry: Any, place: Place | None) -> Tensor:
+    shape, dtype = entry.size, entry.properties.dtype
+    return torch.empty(shape, dtype=dtype) if place is None else place(name, shape, dtype)
+
+
+def _unreadable(file: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{file}: cannot be read ({error.strerror}).{_remedy(_checkpoint_of(file))}")
+
+
+def _checkpoint_of(file: Path) -> Path:
+    return file.parent.parent if file.parent.name == _SHARDED else file.parent
 
 
 def _check_finite(path: Path, lane: str, named: Mapping[str, Tensor]) -> None:
     for name, tensor in named.items():
         if not (name.startswith("model.") and tensor.is_floating_point()):
             continue
+        tensor = local(tensor)
         finite = torch.isfinite(tensor.float() if tensor.element_size() == 1 else tensor)  # codes cannot be asked
         if not finite.all():
             count = int((~finite).sum())

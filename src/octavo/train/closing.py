@@ -62,7 +62,8 @@ def _facts(event: Finished) -> Iterator[tuple[str, str]]:
     if summary["heldout_loss_fp8"] is not None:
         yield "FP8 GEMMs run", _gemms(summary["fp8_gemms"])
         yield "fallbacks", "; ".join(summary["fallbacks"]) or "none"
-    yield "stored in", f"{event.directory} (summary.json, metrics.jsonl, run.sqlite, plan.json, config.json, checkpoints)"
+    files = "summary.json, metrics.jsonl, run.sqlite, plan.json, config.json, checkpoints"
+    yield "stored in", f"{event.directory} ({files})"
 
 
 def _speed(summary: Mapping[str, Any]) -> str:

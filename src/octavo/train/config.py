@@ -129,6 +129,8 @@ class LoopConfig:
     """torch.compile a block at a time; `auto`: on with CUDA, off on the CPU."""
     log_every: int = 10
     """Steps between two lines of the log."""
+    telemetry_every: int = 1
+    """Steps between two looks at the tensors of the FP8 layers, kept in `run.sqlite`; 0 never looks."""
     eval_every: int = 0
     """Steps between two evaluations on held-out text; 0: only at the end."""
     eval_tokens: int = 65536
@@ -145,10 +147,41 @@ class LoopConfig:
     def __post_init__(self) -> None:
         _positive("run", self, "steps", "batch", "accumulate", "log_every", "eval_tokens", "keep")
         _within("run", self, "min_gain", low=0, high=math.inf)
-        _within("run", self, "eval_every", "checkpoint_every", "seed", "bf16_first_steps", low=0, high=2**63 - 1)
+        or_zero = "eval_every", "checkpoint_every", "telemetry_every", "seed", "bf16_first_steps"
+        _within("run", self, *or_zero, low=0, high=2**63 - 1)
         _within("run", self, "bf16_last_share", low=0, high=1)
         if self.batch % self.accumulate:
             raise ConfigError(f"run.accumulate: {self.accumulate} does not divide run.batch {self.batch}.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """How a run that torchrun started is spread over its ranks; one process alone needs none of it."""
+
+    data: int = 1
+    """Copies of the model, each sharded over `shard` ranks; a batch is split over all ranks."""
+    shard: int = 0
+    """Ranks that a copy is sharded over by FSDP2; 0: all that there are, divided by `data`."""
+    tensor: int = 1
+    """Ranks that a layer is split over; not more than 1 yet."""
+    pipeline: int = 1
+    """Stages that the blocks are split into; not more than 1 yet."""
+    reduce: Literal["fp32", "bf16", "bf16-plain", "fp8-block", "fp8-lm", "two-level"] = "fp32"
+    """How gradients are summed over the ranks that share a copy."""
+    gather: Literal["bf16", "stored"] = "bf16"
+    """What parameters are gathered in that do not travel as FP8 codes; `stored`: as one process has them."""
+    timeout: float = 600.0
+    """Seconds without progress after which all ranks stop and name the one that is missing. No step may take longer."""
+
+    def __post_init__(self) -> None:
+        _positive("parallel", self, "data", "timeout")
+        _within("parallel", self, "shard", low=0, high=2**31)
+        for name, what in (("tensor", "layers"), ("pipeline", "blocks")):
+            if getattr(self, name) != 1:
+                raise ConfigError(
+                    f"parallel.{name}: {getattr(self, name)}: `octavo train` cannot split {what} over ranks yet. Leave it"
+                    " at 1; parallel.shard takes all ranks."
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,6 +196,8 @@ class RunConfig:
     """The optimizer, its schedule and the clipping before it."""
     run: LoopConfig = field(default_factory=LoopConfig)
     """What is trained for how long, where, and what is kept."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How a run that torchrun started is spread over its ranks."""
 
     def __post_init__(self) -> None:
         if self.model.sequence < self.data.sequence:

@@ -15,13 +15,15 @@ from octavo.train.lane import Lane
 def heldout_losses(lane: Lane, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Return the mean loss in nats a token of every sequence in `(inputs_BT, targets_BT)` batches, float64 on the CPU.
 
-    All sequences have the same length, so that the mean of the result is the held-out loss.
+    All sequences have the same length, so that the mean of the result is the held-out loss. On several ranks all call
+    it; each takes its part of each batch, and has the losses of all.
     """
     lane.model.eval()
-    losses = [
-        lane.loss(inputs_BT.to(lane.device), targets_BT.to(lane.device), by_sequence=True).double()
-        for inputs_BT, targets_BT in batches
-    ]
+    losses = []
+    for inputs_BT, targets_BT in batches:
+        rows = lane.ranks.own_rows(len(inputs_BT))
+        own = (inputs_BT[rows].to(lane.device), targets_BT[rows].to(lane.device))
+        losses.append(lane.ranks.all_rows(lane.loss(*own, by_sequence=True).double(), len(inputs_BT)))
     lane.model.train()
     return torch.cat(losses).cpu()
 

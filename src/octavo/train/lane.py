@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from octavo.errors import RunError
 from octavo.kernels.dispatch import is_plain
 from octavo.optim import AdamW, Lion, Muon, Optimizer, keep_small
+from octavo.tensor import local
 from octavo.train.config import OptimizerConfig
 from octavo.train.loss_scale import LossScale
+from octavo.train.parallel import ALONE, Ranks, whole
 from octavo.train.patterns import groups_of, value_of
 
 
@@ -35,15 +37,26 @@ class Measured:
 class Lane:
     """One model being trained.
 
-    Parameters are what the model has: FP32, BF16 or FP8. Forward and backward run under BF16 autocast unless `autocast`
+    Parameters are what the model has: FP32, BF16 or FP8. On several ranks the model is sharded over them here; each has
+    its part of a batch, and losses and norms are those of all. Forward and backward run under BF16 autocast unless `autocast`
     is false.
     """
 
     def __init__(
-        self, name: str, model: nn.Module, config: OptimizerConfig, *, autocast: bool = True, seed: int = 0
+        self,
+        name: str,
+        model: nn.Module,
+        config: OptimizerConfig,
+        *,
+        autocast: bool = True,
+        seed: int = 0,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.name = name
         self.model = model
+        self.ranks = ranks
+        sharded = ranks.shard(model)  # before the optimizer, which steps what a rank keeps
+        self.sharding, self.reduction = sharded if sharded is not None else (None, None)
         self.clip = config.clip
         self.autocast = autocast
         self.parameters = dict(model.named_parameters())
@@ -68,13 +81,14 @@ class Lane:
                 part = self.loss(inputs, targets) / accumulate
                 self.loss_scale.scaled(part).backward()
                 loss += part.detach().float()
+        loss = self.ranks.mean(loss)
         self.loss_scale.unscale(self._trained, loss)
         norm = None if self._clips_in_step else self._clip()
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_factor"]
         self.loss_scale.step(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
-        norm = self.optimizer.grad_norm if norm is None else norm  # type: ignore[attr-defined]
+        norm = self.optimizer.grad_norm if norm is None else whole(norm)  # type: ignore[attr-defined]
         self._note(step, loss, norm)
         return Measured(loss, norm)
 
@@ -101,14 +115,14 @@ class Lane:
 
     def weight_bytes(self) -> float:
         """Return the bytes a parameter that the weights take, with their scales."""
-        weights = self.parameters.values()
+        weights = [local(weight) for weight in self.parameters.values()]
         return sum(weight.nbytes for weight in weights) / sum(weight.numel() for weight in weights)
 
     def state_bytes(self) -> float:
         """Return the bytes a trained parameter that the optimizer's moments and masters take, with their scales."""
         states = self.optimizer.state.values()
-        taken: int = sum(tensor.nbytes for state in states for name, tensor in state.items() if name != "step")
-        return taken / sum(parameter.numel() for parameter in self._trained)
+        taken: int = sum(local(tensor).nbytes for state in states for name, tensor in state.items() if name != "step")
+        return taken / sum(local(parameter).numel() for parameter in self._trained)
 
     def check(self, last_checkpoint: str) -> None:
         """Stop the run if any step met a loss or a gradient that is not finite. Waits for the device.
@@ -142,7 +156,7 @@ def _optimizer(trained: Mapping[str, nn.Parameter], config: OptimizerConfig, see
     """
     groups = _groups(trained, config.weight_decay, config.lr_factors)
     lr, betas, eps = config.lr, config.betas, config.eps
-    is_fp32 = all(is_plain(weight) and weight.dtype == torch.float32 for weight in trained.values())
+    is_fp32 = all(is_plain(local(weight)) and weight.dtype == torch.float32 for weight in trained.values())
     if is_fp32 and (config.name, config.states, config.gradients) == ("adamw", "fp32", "wide"):
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
     # Of wide gradients the lane clips, and sees what is not finite: reading them once more would find nothing new.

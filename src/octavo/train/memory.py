@@ -62,15 +62,18 @@ def scaled(model: ModelConfig, groups: int) -> ModelConfig:
     return replace(model, dim=heads * model.head_dim, heads=heads, kv_heads=groups, ffn=ffn, layers=layers)
 
 
-def peaks(config: RunConfig, device: torch.device) -> dict[str, Any]:
+def peaks(config: RunConfig, device: torch.device, *, ranks: int = 1) -> dict[str, Any]:
     """Return for the summary of a run on a GPU the measured and the predicted peak in GiB; None for both elsewhere.
 
     The predicted one by kind too, which the dashboard shows. A forecast that fails is told in
-    `memory_forecast_error`: it must not cost a run its summary.
+    `memory_forecast_error`: it must not cost a run its summary. On several ranks the peak is that of the first, and
+    none is predicted.
     """
     if device.type != "cuda":
         return {"peak_gib": None, "predicted_peak_gib": None}
     peak = round(torch.cuda.max_memory_allocated(device) / 2**30, 3)
+    if ranks > 1:
+        return {"peak_gib": peak, "predicted_peak_gib": None}
     try:
         forecast = forecast_run(config)
     except Exception as error:  # a forecast runs the program by other means: whatever these may raise

@@ -6,6 +6,7 @@ Each rank has its part of every batch. Weights, gradients and optimizer states a
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -126,9 +127,9 @@ class Ranks:
         """Return a value (rows,) for each row of a batch, from those of `own_rows` on each rank."""
         if self.count == 1:
             return values
-        everyone = values.new_empty(self.count * len(values))
-        dist.all_gather_into_tensor(everyone, values.contiguous())
-        return everyone[:rows]
+        everyone = [torch.empty_like(values) for _ in range(self.count)]
+        dist.all_gather(everyone, values.contiguous())
+        return torch.cat(everyone)[:rows]
 
     def same(self, value: T) -> T:
         """Return the first rank's value."""
@@ -138,10 +139,10 @@ class Ranks:
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
 
-    def shard(self, model: nn.Module) -> tuple[ShardPlan, Scheme] | None:
-        """Shard a converted model in place; return how it is gathered, and how its gradients are reduced.
+    def shard(self, model: nn.Module) -> tuple[ShardPlan, Scheme | None] | None:
+        """Shard a converted model in place; return how it is gathered, and the scheme that reduces its gradients.
 
-        None with one rank.
+        None with one rank, and in place of the scheme where FSDP2 reduces them itself.
         """
         if self.mesh is None:
             return None
@@ -151,6 +152,8 @@ class Ranks:
 
         stored = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
         plan = shard(model, self.mesh, mp_policy=BF16_POLICY if self.parallel.gather == "bf16" else stored)
+        if self.parallel.reduce == "fp32":
+            return plan, None  # as FSDP2 does it
         return plan, set_reduction(model, reduction(self.parallel.reduce, self._levels()))
 
     def _levels(self) -> DeviceMesh | None:
@@ -164,6 +167,8 @@ class Ranks:
         return init_device_mesh(self.device.type, (self.count // local, local))
 
 
+_runs = itertools.count()
+"""Of this process, one after another: the same number on all ranks."""
 ALONE = Ranks()
 """A run of one process."""
 
@@ -190,17 +195,14 @@ def ranks_of(config: RunConfig) -> Iterator[Ranks]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=patient)
-    try:
-        mesh = _mesh(config.parallel, device, launch.ranks)
-        groups = {dist.group.WORLD, *mesh.get_all_groups()}
-        beats, store = (_store(launch, part, patient) for part in ("beats", "work"))
-        with Heartbeat(beats, launch.rank, launch.ranks, timeout=timeout, groups=[*groups]) as heartbeat:
-            yield Ranks(
-                launch=launch, parallel=config.parallel, device=device, mesh=mesh, heartbeat=heartbeat, store=store
-            )
-            dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    mesh = _mesh(config.parallel, device, launch.ranks)
+    groups = {dist.group.WORLD, *mesh.get_all_groups()}
+    run = next(_runs)
+    beats, store = (_store(launch, f"{run}/{part}", patient) for part in ("beats", "work"))
+    with Heartbeat(beats, launch.rank, launch.ranks, timeout=timeout, groups=[*groups]) as heartbeat:
+        yield Ranks(launch=launch, parallel=config.parallel, device=device, mesh=mesh, heartbeat=heartbeat, store=store)
+        dist.barrier()
+    dist.destroy_process_group()  # after an error it could wait for ranks that are gone
 
 
 def is_first() -> bool:

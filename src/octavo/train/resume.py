@@ -8,12 +8,15 @@ from typing import Any
 
 from octavo import strict
 from octavo.errors import CheckpointError
-from octavo.train.config import DataConfig, LoopConfig, OptimizerConfig, RunConfig
+from octavo.train.config import DataConfig, LoopConfig, OptimizerConfig, ParallelConfig, RunConfig
 
 # What may change between a checkpoint and its continuation, as it does not decide the numbers. `steps` does,
 # through the schedule, but whoever changes it means to.
 FREE = {
     "data.cache",
+    "parallel.data",
+    "parallel.shard",
+    "parallel.timeout",
     "run.checkpoint_every",
     "run.compile",
     "run.device",
@@ -23,6 +26,7 @@ FREE = {
     "run.log_every",
     "run.out",
     "run.steps",
+    "run.telemetry_every",
     "run.tracker",
 }
 
@@ -44,7 +48,12 @@ def check_same_run(saved: Mapping[str, Any], config: RunConfig, where: Path) -> 
 
 
 def _defaults() -> dict[str, Any]:
-    sections = {"data": DataConfig(), "optimizer": OptimizerConfig(), "run": LoopConfig()}
+    sections = {
+        "data": DataConfig(),
+        "optimizer": OptimizerConfig(),
+        "run": LoopConfig(),
+        "parallel": ParallelConfig(),
+    }
     return dict(_flat({name: strict.to_dict(section) for name, section in sections.items()}))
 
 

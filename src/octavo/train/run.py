@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from octavo import kernels, strict
 from octavo.conversion import enable
 from octavo.data import TokenFiles
@@ -35,11 +38,12 @@ from octavo.train.events import (
 from octavo.train.files import MetricsFile, guarded, read_metrics, write_json
 from octavo.train.lane import Lane, Measured
 from octavo.train.memory import peaks
+from octavo.train.parallel import Ranks, ranks_of
 from octavo.train.record import StoreReporter
 from octavo.train.resume import check_same_run
 from octavo.train.schedule import is_bf16, learning_rate
 from octavo.train.setup import Setup, set_up
-from octavo.train.state import lane_tensors, random_tensors, restore_lane, restore_random
+from octavo.train.state import lane_tensors, place, random_tensors, restore_lane, restore_random
 from octavo.train.stopwatch import Stopwatch
 from octavo.train.summary import summarise
 
@@ -49,19 +53,27 @@ def train(
 ) -> dict[str, Any]:
     """Carry out a run and return its summary, which `summary.json` in the directory of the run holds too.
 
+    Under torchrun all ranks call it; rank 0 alone writes and reports. Where torchrun has started the ranks again after
+    a failure, the run goes on from the newest checkpoint.
+
     Raises:
         ConfigError: the configuration asks for what does not exist, or the directory already holds a run.
         DataError: the source has no text, or too little.
         CheckpointError: no checkpoint, one of another run, or one that cannot be read or written.
         RunError: the loss is no longer finite, or a file of the run cannot be written.
     """
-    _check_directory(config.run.out, resume=resume, overwrite=overwrite)
-    for reporter in reporters:
-        reporter.report(Preparing(config=config))
-    trainer = Trainer(set_up(config), reporters)
-    if resume:
-        trainer.resume()
-    return trainer.run()
+    with ranks_of(config) as ranks:
+        if ranks.launch.restarts:
+            resume = checkpoint.latest(config.run.out / "checkpoints") is not None
+            overwrite = not resume
+        _check_directory(config.run.out, resume=resume, overwrite=overwrite)
+        watching = reporters if ranks.is_first else ()
+        for reporter in watching:
+            reporter.report(Preparing(config=config))
+        trainer = Trainer(set_up(config, ranks), watching)
+        if resume:
+            trainer.resume()
+        return ranks.same(trainer.run())
 
 
 class Trainer:
@@ -70,6 +82,7 @@ class Trainer:
     def __init__(self, setup: Setup, reporters: Sequence[Reporter]) -> None:
         self.setup = setup
         self.config = setup.config
+        self.ranks: Ranks = setup.ranks
         self.directory = setup.config.run.out
         self.checkpoints = self.directory / "checkpoints"
         self.done = 0
@@ -78,7 +91,10 @@ class Trainer:
         self._earlier: Mapping[str, Any] = {"seconds": 0.0, "fp8_gemms": {}, "fallbacks": []}
         self._started = self._since = time.perf_counter()
         self._since_step = 0
-        self._telemetry = None if setup.plan is None else telemetry_of(setup.lanes[0].model)
+        every = setup.config.run.telemetry_every
+        # What is observed is made of the weights themselves, and sharded ones arrive as codes.
+        observed = setup.plan is not None and every and self.ranks.count == 1
+        self._telemetry = telemetry_of(setup.lanes[0].model, every) if observed else None
 
     def resume(self) -> None:
         """Take over the state of the newest checkpoint.
@@ -87,7 +103,8 @@ class Trainer:
             CheckpointError: it cannot be read, or is of another run.
             NonFiniteError: it holds a NaN or an infinite weight.
         """
-        found = checkpoint.load(checkpoint.find(self.checkpoints)[-1])
+        newest = checkpoint.find(self.checkpoints)[-1]
+        found = checkpoint.load(newest, rank=self.ranks.rank, place=None if self.ranks.count == 1 else self._place)
         check_same_run(found.state["config"], self.config, found.path)
         if found.step > self.config.run.steps:
             raise CheckpointError(f"{found.path}: is past the end of this run of {self.config.run.steps} steps.")
@@ -97,6 +114,13 @@ class Trainer:
         self.setup.loader.load_state_dict(found.state["loader"])
         self._earlier = found.state["totals"]
         self.done = self._since_step = found.step
+        if self._telemetry is not None:
+            self._telemetry.done = found.step
+
+    def _place(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Return memory for a tensor of a checkpoint, whose name begins with that of its lane."""
+        lane, _, own = name.partition(".")
+        return place(next(known for known in self.setup.lanes if known.name == lane), own, shape, dtype)
 
     def run(self) -> dict[str, Any]:
         """Train to the last step, evaluate, and return the summary."""
@@ -109,12 +133,16 @@ class Trainer:
                     self._step()
                 heldout = self._evaluate()
             summary = self._summarise(heldout)
-            write_json(self.directory / "summary.json", summary)
-            self._save_scales()
+            if self.ranks.is_first:
+                write_json(self.directory / "summary.json", summary)
+                self._save_scales()
             self._tell(Finished(summary=summary, history=self._history(), directory=self.directory))
         finally:
-            for reporter in self._watching:
-                reporter.close()
+            try:
+                self._tell_of_last_tensors()
+            finally:
+                for reporter in self._watching:
+                    reporter.close()
         return summary
 
     def _step(self) -> None:
@@ -123,6 +151,7 @@ class Trainer:
         self._switch()
         inputs_BT, targets_BT = (part.to(device, non_blocking=True) for part in next(self.setup.loader))
         self.done += 1
+        self.ranks.at(self.done)
         measured, watches = {}, {}
         for lane in self.setup.lanes:
             with Stopwatch(device) as watches[lane.name]:
@@ -146,6 +175,13 @@ class Trainer:
     def _tell_of_tensors(self) -> None:
         for step, values in arrived(self._telemetry):
             self._tell(TensorsMeasured(step=step, values=values))
+
+    def _tell_of_last_tensors(self) -> None:
+        """Tell of those still on their way, also where the run failed: the last ones are then the telling ones."""
+        if self._telemetry is not None:
+            self._telemetry.wait()
+            self._tell_of_tensors()
+            self._telemetry.detach()
 
     def _learning_rate(self) -> float:
         o = self.config.optimizer
@@ -207,7 +243,7 @@ class Trainer:
         losses = {lane.name: heldout_losses(lane, self.setup.heldout) for lane in self.setup.lanes}
         loss = {name: float(of_sequence.mean()) for name, of_sequence in losses.items()}
         self._tell(Evaluated(step=self.done, loss=loss))
-        if self.done == self.config.run.steps:
+        if self.done == self.config.run.steps and self.ranks.is_first:
             by_lane = {name: of_sequence.tolist() for name, of_sequence in losses.items()}
             write_json(self.directory / "heldout.json", by_lane)
         return loss
@@ -226,6 +262,7 @@ class Trainer:
             {**tensors, "random": random_tensors()},
             state,
             keep=self.config.run.keep,
+            ranks=self.ranks,
         )
         self._tell(Saved(step=self.done, path=path))
 
@@ -245,6 +282,8 @@ class Trainer:
         }
 
     def _open_directory(self) -> None:
+        if not self.ranks.is_first:
+            return
         guarded(self.directory, lambda: self.directory.mkdir(parents=True, exist_ok=True))
         if not self.done:
             checkpoint.discard(self.checkpoints)
@@ -252,6 +291,8 @@ class Trainer:
         write_json(self.directory / "config.json", strict.to_dict(self.config))
         if self.setup.plan is not None:
             write_json(self.directory / "plan.json", json.loads(self.setup.plan.to_json()))
+        if (sharding := self.setup.lanes[0].sharding) is not None:
+            write_json(self.directory / "sharding.json", json.loads(sharding.to_json()))
         self._watching.insert(0, MetricsFile(self.directory / "metrics.jsonl", keep_until=self.done))
         self._watching.insert(1, StoreReporter(self.config, self.setup.device, done=self.done))
 
@@ -259,7 +300,7 @@ class Trainer:
         return Started(
             config=self.config,
             lanes=tuple(lane.name for lane in self.setup.lanes),
-            device=devices.describe(self.setup.device),
+            device=self._devices(),
             parameters=count_parameters(self.setup.lanes[0].model),
             plan=self.setup.plan,
             corpus={**_facts(self.setup.corpus), **strict.to_dict(self.setup.statistics)},
@@ -271,7 +312,7 @@ class Trainer:
         totals = self._totals()
         return summarise(
             self.config,
-            device=devices.describe(self.setup.device),
+            device=self._devices(),
             parameters=count_parameters(self.setup.lanes[0].model),
             weight_bytes=self.setup.lanes[0].weight_bytes(),
             state_bytes=self.setup.lanes[0].state_bytes(),
@@ -282,8 +323,12 @@ class Trainer:
             skipped={lane.name: int(lane.loss_scale.overflows) for lane in self._scaled()},
             history=self._history(),
             seconds=totals["seconds"],
-            memory=peaks(self.config, self.setup.device),
+            memory=peaks(self.config, self.setup.device, ranks=self.ranks.count),
         )
+
+    def _devices(self) -> str:
+        device, count = devices.describe(self.setup.device), self.ranks.count
+        return device if count == 1 else f"{count} x {device}"
 
     def _history(self) -> list[dict[str, Any]]:
         return read_metrics(self.directory / "metrics.jsonl")

@@ -24,6 +24,7 @@ from octavo.models import build
 from octavo.train import device as devices
 from octavo.train.config import RunConfig
 from octavo.train.lane import Lane
+from octavo.train.parallel import ALONE, Ranks
 
 Batch = tuple[Tensor, Tensor]
 
@@ -48,10 +49,12 @@ class Setup:
     """The text, tokenized and split."""
     statistics: CorpusStatistics
     """What that text is like."""
+    ranks: Ranks = ALONE
+    """The processes that share the work."""
 
 
-def set_up(config: RunConfig) -> Setup:
-    """Prepare the text, build and convert the models.
+def set_up(config: RunConfig, ranks: Ranks = ALONE) -> Setup:
+    """Prepare the text, build and convert the models, shard them over the ranks.
 
     Raises:
         ConfigError: an unknown recipe or device, or weights that the recipe cannot compute with.
@@ -59,16 +62,18 @@ def set_up(config: RunConfig) -> Setup:
     """
     recipe = recipes.load(config.run.recipe)
     policy_of(config, recipe)  # before the text, which takes longer
-    device = devices.resolve(config.run.device)
+    device = ranks.device or devices.resolve(config.run.device)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-    loader, heldout, corpus, statistics = _text(config)
+    loader, heldout, corpus, statistics = ranks.in_turn("text", lambda: _text(config, ranks))
     torch.manual_seed(config.run.seed)
-    lanes, plan = make_lanes(config, recipe, device)
-    return Setup(config, device, lanes, plan, loader, heldout, corpus, statistics)
+    lanes, plan = make_lanes(config, recipe, device, ranks)
+    if ranks.count > 1:
+        torch.manual_seed(config.run.seed + ranks.rank)  # ranks draw for parts of their own
+    return Setup(config, device, lanes, plan, loader, heldout, corpus, statistics, ranks)
 
 
-def _text(config: RunConfig) -> tuple[Loader, list[Batch], TokenFiles, CorpusStatistics]:
+def _text(config: RunConfig, ranks: Ranks) -> tuple[Loader, list[Batch], TokenFiles, CorpusStatistics]:
     data, run = config.data, config.run
     cache = data.cache.expanduser()
     tokenizer = load_tokenizer(data.tokenizer, source=data.source, cache_dir=cache)
@@ -78,13 +83,16 @@ def _text(config: RunConfig) -> tuple[Loader, list[Batch], TokenFiles, CorpusSta
             f" needs {tokenizer.vocab}; leave model.vocab out."
         )
     files = prepare(data.source, tokenizer, cache, data.heldout)
-    loader = Loader(files.train, batch=run.batch, sequence=data.sequence, seed=run.seed)
+    own = run.batch // ranks.count
+    loader = Loader(files.train, own, data.sequence, run.seed, rank=ranks.rank, world=ranks.count)
     part = run.batch // run.accumulate
     heldout = list(heldout_batches(files.heldout, part, data.sequence, limit_tokens=run.eval_tokens))
     return loader, heldout, files, corpus_statistics(files, tokenizer)
 
 
-def make_lanes(config: RunConfig, recipe: recipes.Recipe, device: torch.device) -> tuple[tuple[Lane, ...], Plan | None]:
+def make_lanes(
+    config: RunConfig, recipe: recipes.Recipe, device: torch.device, ranks: Ranks = ALONE
+) -> tuple[tuple[Lane, ...], Plan | None]:
     """Return what is trained, and the plan of the FP8 model.
 
     Both lanes start from the same bits: the twin is a copy, made before weights are rounded or converted.
@@ -93,13 +101,13 @@ def make_lanes(config: RunConfig, recipe: recipes.Recipe, device: torch.device) 
     twin = copy.deepcopy(model) if config.run.twin and recipe.is_fp8 else None
     hold_as(config.run.weights, model)
     if not recipe.is_fp8:
-        return (_lane("bf16", model, config, device),), None
-    tokens = config.run.batch // config.run.accumulate * config.data.sequence
+        return (_lane("bf16", model, config, device, ranks),), None
+    tokens = config.run.batch // (config.run.accumulate * ranks.count) * config.data.sequence
     policy, scales = policy_of(config, recipe), config.run.scales or None
     plan = convert(model, recipe, policy=policy, tokens=tokens, scales=scales)
-    lanes = [_lane("fp8", model, config, device)]
+    lanes = [_lane("fp8", model, config, device, ranks)]
     if twin is not None:
-        lanes.append(_lane("bf16", twin, config, device))
+        lanes.append(_lane("bf16", twin, config, device, ranks))
     return tuple(lanes), plan
 
 
@@ -121,9 +129,9 @@ def hold_as(weights: str, model: nn.Module) -> None:
         parameter.data = parameter.data.bfloat16()
 
 
-def _lane(name: str, model: nn.Module, config: RunConfig, device: torch.device) -> Lane:
+def _lane(name: str, model: nn.Module, config: RunConfig, device: torch.device, ranks: Ranks) -> Lane:
     compiled = {"on": True, "off": False, "auto": device.type == "cuda"}[config.run.compile]
     if compiled:
         for block in model.get_submodule("layers").children():
             block.compile(fullgraph=True)
-    return Lane(name, model, config.optimizer, seed=config.run.seed)
+    return Lane(name, model, config.optimizer, seed=config.run.seed, ranks=ranks)

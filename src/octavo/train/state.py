@@ -4,26 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.errors import CheckpointError
 from octavo.nn.scales import scales
+from octavo.nn.weights import weights_changed
 from octavo.optim import Optimizer
-from octavo.tensor import FP8Tensor
+from octavo.optim.ranks import spread
+from octavo.tensor import FP8Tensor, is_distributed, local
 from octavo.train.lane import Lane
 
-_MODEL, _OPTIMIZER, _LOSS_SCALE, _SCALES = "model.", "optimizer.", "loss_scale.", "scales."
+_MODEL, _OPTIMIZER, _LOSS_SCALE, _SCALES, _REDUCTION = "model.", "optimizer.", "loss_scale.", "scales.", "reduction."
 
 
 def lane_tensors(lane: Lane) -> dict[str, Tensor]:
-    """Return the parameters, persistent buffers, AdamW state and loss scale of `lane` by name, a tied weight once."""
+    """Return the parameters, persistent buffers, AdamW state and loss scale of `lane` by name, a tied weight once.
+
+    What is sharded over ranks is so here, as DTensors of plain tensors in the memory that is trained.
+    """
     tensors = {_MODEL + name: tensor for name, tensor in _weights(lane).items()}
     for name, parameter in lane.parameters.items():
         for key, value in lane.optimizer.state.get(parameter, {}).items():
-            tensors[f"{_OPTIMIZER}{name}.{key}"] = value
+            tensors[f"{_OPTIMIZER}{name}.{key}"] = value if is_distributed(value) else spread(key, value, parameter)
     tensors |= {_LOSS_SCALE + key: tensor for key, tensor in lane.loss_scale.state_dict().items()}
+    if lane.reduction is not None:
+        tensors |= {_REDUCTION + key: tensor for key, tensor in lane.reduction.state_dict().items()}
     book = scales(lane.model)
     return tensors | ({} if book is None else {_SCALES + name: tensor for name, tensor in book.state_dict().items()})
 
@@ -31,24 +39,40 @@ def lane_tensors(lane: Lane) -> dict[str, Tensor]:
 def restore_lane(lane: Lane, tensors: Mapping[str, Tensor], where: Path) -> None:
     """Copy what `lane_tensors` returned into `lane`. Nothing is copied unless everything fits.
 
+    The tensors may be whole, also where those of the lane are sharded: each rank then takes its part.
+
     Raises:
         CheckpointError: a parameter, or a scale that is kept from step to step, is missing, unknown or of another
             shape: it is of another model. Or the optimizer's states are of another tier.
     """
     weights, saved = _weights(lane), _below(_MODEL, tensors)
     _check_same_model(weights, saved, where)
-    states = {name: _below(f"{_OPTIMIZER}{name}.", tensors) for name in lane.parameters}
-    _check_same_states(lane, states, where)
+    states = dict(_states_here(lane, tensors, where))
     if (book := scales(lane.model)) is not None:
         book.load_state_dict(_below(_SCALES, tensors))
     with torch.no_grad():
         for name, tensor in weights.items():
-            tensor.copy_(saved[name])
+            local(tensor).copy_(local(_part(saved[name], tensor)))
+    weights_changed()
     for name, state in states.items():
         if state:
             copied = {key: tensor.to(lane.device, copy=True) for key, tensor in state.items()}
             lane.optimizer.state[lane.parameters[name]] = copied
     lane.loss_scale.load_state_dict(_below(_LOSS_SCALE, tensors))
+    if lane.reduction is not None:
+        lane.reduction.load_state_dict(_below(_REDUCTION, tensors))
+
+
+def place(lane: Lane, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return memory to read a tensor of `lane_tensors` into: for the part of this rank where its parameter is sharded."""
+    own = name.partition(".")[2]
+    parameter = lane.parameters.get(own, lane.parameters.get(own.rpartition(".")[0]))
+    if parameter is None or not is_distributed(parameter):
+        return torch.empty(shape, dtype=dtype)
+    from torch.distributed.tensor import empty
+
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    return empty(shape, dtype=dtype, device_mesh=mesh, placements=placements)
 
 
 def random_tensors() -> dict[str, Tensor]:
@@ -70,17 +94,70 @@ def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _weights(lane: Lane) -> dict[str, Tensor]:
-    named = lane.model.state_dict(keep_vars=True)
-    unique = {id(tensor): name for name, tensor in reversed(named.items())}
-    return dict(part for name in sorted(unique.values()) for part in _stored(name, named[name]))
+    persistent = lane.model.state_dict(keep_vars=True)
+    buffers = {name: buffer for name, buffer in lane.model.named_buffers() if name in persistent}
+    named = {**lane.parameters, **buffers}
+    return dict(part for name in sorted(named) for part in _stored(name, named[name]))
 
 
 def _stored(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the plain tensors that a weight consists of: itself, or codes and scales."""
-    if isinstance(tensor, FP8Tensor):
-        yield from ((f"{name}.{part}", plain) for part, plain in tensor.to_tensors().items())
-    else:
-        yield name, tensor
+    """Yield the tensors that a weight consists of: itself, or codes and scales."""
+    own = local(tensor)
+    parts = {f"{name}.{part}": plain for part, plain in own.to_tensors().items()} if isinstance(own, FP8Tensor) else {}
+    for full_name, part in (parts or {name: own}).items():
+        yield full_name, _of_all_ranks(part.detach(), tensor) if is_distributed(tensor) else part
+
+
+def _of_all_ranks(part: Tensor, parameter: Any) -> Tensor:
+    """Return as a DTensor what this rank has of a parameter, or of the codes or scales of its rows."""
+    from torch.distributed.tensor import DTensor
+
+    shape = torch.Size((parameter.shape[0], *part.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _part(saved: Tensor, like: Any) -> Tensor:
+    """Return a saved tensor cut for the ranks as `like` is; as it is where it is cut already, or `like` is whole."""
+    if is_distributed(saved) or not is_distributed(like):
+        return saved
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(saved.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _states_here(
+    lane: Lane, tensors: Mapping[str, Tensor], where: Path
+) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+    """Yield each trained parameter's name, and its saved state as this rank keeps it."""
+    for name, kept in _kept(lane):
+        parameter, saved = lane.parameters[name], _below(f"{_OPTIMIZER}{name}.", tensors)
+        state = {key: _kept_part(key, saved[key], kept[key], parameter) if key in kept else saved[key] for key in saved}
+        here, there = _tensor_types(kept), _tensor_types(state)
+        if there and here != there:
+            raise CheckpointError(
+                f"{where}: the optimizer's states of '{name}' are of another tier than this run's (--states): saved are"
+                f" {_told(there)}; kept are {_told(here)}."
+            )
+        yield name, state
+
+
+def _kept_part(key: str, saved: Tensor, kept: Tensor, parameter: Tensor) -> Tensor:
+    """Return what this rank keeps of a saved tensor of a parameter's state, like `kept` where that is possible."""
+    if is_distributed(kept):  # an optimizer of PyTorch keeps DTensors
+        return _part(saved, kept)
+    spread_out = spread(key, kept, parameter)  # as `lane_tensors` has it
+    return _shaped(local(_part(_shaped(saved, spread_out), spread_out)), kept)
+
+
+def _shaped(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return the same bytes in the dtype and shape of another tensor; as it is where these are not as many."""
+    if is_distributed(tensor) or tensor.shape == like.shape and tensor.dtype == like.dtype:
+        return tensor
+    if torch.uint8 in (tensor.dtype, like.dtype) and tensor.dtype != like.dtype and tensor.dim():
+        tensor = tensor.contiguous().view(like.dtype)
+    return tensor.reshape(like.shape) if tensor.numel() == like.numel() else tensor
 
 
 def _check_same_model(weights: Mapping[str, Tensor], saved: Mapping[str, Tensor], where: Path) -> None:
@@ -92,16 +169,6 @@ def _check_same_model(weights: Mapping[str, Tensor], saved: Mapping[str, Tensor]
         here, there = list(tensor.shape), list(saved[name].shape)
         if here != there:
             raise CheckpointError(f"{of_another} '{name}' has the shape {there} there and {here} here.")
-
-
-def _check_same_states(lane: Lane, states: Mapping[str, Mapping[str, Tensor]], where: Path) -> None:
-    for name, kept in _kept(lane):
-        here, there = _tensor_types(kept), _tensor_types(states[name])
-        if there and here != there:
-            raise CheckpointError(
-                f"{where}: the optimizer's states of '{name}' are of another tier than this run's (--states): saved are"
-                f" {_told(there)}; kept are {_told(here)}."
-            )
 
 
 def _kept(lane: Lane) -> Iterator[tuple[str, Mapping[str, Tensor]]]:

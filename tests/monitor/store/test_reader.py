@@ -69,6 +69,16 @@ def test_a_series_keeps_every_spike(tmp_path: Path, points: int | None) -> None:
     assert loss.low.min() == values[:, 0].min() and loss.high.max() == values[:, 0].max()
 
 
+def test_all_roles_of_a_layer_at_once(tmp_path: Path) -> None:
+    reader = written(tmp_path, np.random.default_rng(3).random((500, 3)).astype(np.float32))
+    for points in (None, 10, 2000):
+        together = reader.series_by_role("layer", "flushed", points=points)
+        assert list(together) == list(ROLES)
+        for role, series in together.items():
+            alone = reader.series("layer", role, "flushed", points=points)
+            assert np.array_equal(series.points(), alone.points())
+
+
 def test_snapshots_at_odd_steps(tmp_path: Path) -> None:
     steps = [1, 5, 6, 100, 10_000]
     reader = written(tmp_path, np.arange(15, dtype=np.float32).reshape(5, 3), steps)

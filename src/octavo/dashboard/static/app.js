@@ -1,32 +1,32 @@
 // The page's frame: which view is shown, following a run while it trains, theme, keys.
 
 import { h } from "octavo/dom.js";
-import { release } from "octavo/charts.js";
+import { load, release } from "octavo/charts.js";
 import { ago, number } from "octavo/format.js";
 import { get, link, place } from "octavo/place.js";
-import { ask, isReport, open } from "octavo/source.js";
+import { ask, askAhead, isReport, open } from "octavo/source.js";
 import { compareView } from "octavo/compare.js";
 import { eventsView } from "octavo/events.js";
-import { layerView } from "octavo/layer.js";
-import { layersView } from "octavo/layers.js";
-import { overviewView } from "octavo/overview.js";
-import { performanceView } from "octavo/performance.js";
+import { layerAsks, layerView } from "octavo/layer.js";
+import { layersAsks, layersView } from "octavo/layers.js";
+import { overviewAsks, overviewView } from "octavo/overview.js";
+import { performanceAsks, performanceView } from "octavo/performance.js";
 import { planView } from "octavo/plan.js";
 import { runsView } from "octavo/runs.js";
 import { settingsView } from "octavo/settings.js";
 
 const VIEWS = {
-  overview: ["Overview", overviewView],
-  layers: ["Heat maps", layersView],
-  layer: ["Layer", layerView],
+  overview: ["Overview", overviewView, overviewAsks],
+  layers: ["Heat maps", layersView, layersAsks],
+  layer: ["Layer", layerView, layerAsks],
   plan: ["Plan", planView],
-  performance: ["Performance", performanceView],
+  performance: ["Performance", performanceView, performanceAsks],
   events: ["Events", eventsView],
   settings: ["Settings", settingsView],
 };
 const ACROSS = { runs: ["Runs", runsView], compare: ["Compare", compareView] };
 const EVERY = 2000; // milliseconds between two looks at a run that trains
-const SHARE = 10; // looking takes at most one part in so many of the time
+const SHARE = 5; // looking takes at most one part in so many of the time
 
 const main = document.getElementById("main");
 let shown = null; // {view, run, refresh(data)}
@@ -114,15 +114,21 @@ function state(run) {
 async function follow() {
   let pause = EVERY;
   try {
-    if (!document.hidden && shown) {
+    const was = shown;
+    const isStill = () => shown === was && main.getAttribute("aria-busy") === "false"; // nobody went elsewhere meanwhile
+    if (!document.hidden && was && isStill()) {
       const began = performance.now();
-      if (shown.view in VIEWS && (await hasChanged())) {
-        data = await ask("run", [["run", data.id]]);
-        await shown?.refresh(data);
-        frame();
-      } else if (shown.view in ACROSS) {
-        list = await ask("runs");
-        await shown?.refresh(list);
+      if (was.view in VIEWS) {
+        const found = (await hasChanged()) ? await ask("run", [["run", was.run]]) : null;
+        if (found && isStill()) {
+          data = found;
+          await was.refresh(data);
+          frame();
+        }
+      } else {
+        const found = await ask("runs");
+        list = found;
+        if (isStill()) await was.refresh(list);
       }
       pause = Math.max(EVERY, SHARE * (performance.now() - began));
     }
@@ -203,10 +209,14 @@ async function start() {
   try {
     await open();
     const { view, parameters } = place();
-    const listed = ask("runs").then((found) => { list = found; });
-    if (!(view in VIEWS && parameters.get("run"))) await listed; // a link to a run need not wait for the list
+    const run = parameters.get("run");
+    if (view in VIEWS && run) { // a link to a run need not wait for the list
+      askAhead("run", [["run", run]]);
+      for (const asked of VIEWS[view][2]?.(run) ?? []) askAhead(...asked);
+    } else list = await ask("runs");
+    load().catch(() => {}); // whoever draws is told
     await show();
-    await listed;
+    list = await ask("runs");
     frame();
   } catch (error) {
     fail(error);

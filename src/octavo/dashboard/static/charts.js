@@ -2,12 +2,19 @@
 
 import { h } from "octavo/dom.js";
 
-const loaded = new Promise((resolve, reject) => {
-  if (globalThis.Plotly) resolve(globalThis.Plotly);
-  const script = document.querySelector('script[src*="plotly"]');
-  script?.addEventListener("load", () => resolve(globalThis.Plotly));
-  script?.addEventListener("error", () => reject(new Error("Plotly's script could not be loaded")));
-});
+let loaded = null;
+
+// Load Plotly, if the page does not hold it. It takes a while to start, so what is to be drawn is asked for before.
+export function load() {
+  loaded ??= new Promise((resolve, reject) => {
+    if (globalThis.Plotly) resolve(globalThis.Plotly);
+    else {
+      const failed = () => reject(new Error("Plotly's script could not be loaded"));
+      document.head.append(h("script", { src: "/static/plotly.min.js", onload: () => resolve(globalThis.Plotly), onerror: failed }));
+    }
+  });
+  return loaded;
+}
 
 export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 export const LANES = { fp8: "fp8", bf16: "bf16" };
@@ -50,19 +57,18 @@ function themed(layout, height) {
 }
 
 // A figure that is filled by draw(traces, layout, what a screen reader says).
-export function chart(title, { height = 260, note = "", wide = false } = {}) {
+export function chart(title, { height = 260, note = "", wide = false, onclick = null } = {}) {
   const plot = h("div", { class: "plot", role: "img", "aria-label": `${title}: loading`, style: `min-height:${height}px` });
-  const caption = h("span", {}, title);
   const aside = h("small", {}, note);
   const save = h("button", { type: "button", class: "plain", title: `Data of “${title}” as CSV`, "aria-label": `Data of ${title} as CSV`,
     onclick: () => download(`${title}.csv`, asCsv(plot.data ?? [])) }, "CSV");
   const element = h("figure", { class: wide ? "chart wide" : "chart" },
-    h("figcaption", {}, h("span", { class: "title" }, caption, " ", aside), save), plot);
+    h("figcaption", {}, h("span", { class: "title" }, title, " ", aside), save), plot);
   return {
     element,
     plot,
     async draw(traces, layout = {}, description = "", tall = height) {
-      const Plotly = await loaded;
+      const Plotly = await load();
       if (!element.isConnected) return;
       if (!traces.length) {
         Plotly.purge(plot);
@@ -73,11 +79,11 @@ export function chart(title, { height = 260, note = "", wide = false } = {}) {
       plot.querySelector(":scope > p")?.remove();
       plot.setAttribute("aria-label", `${title}. ${description}`);
       plot.style.minHeight = `${tall}px`;
+      const isNew = !plot.on; // Plotly gives it to what it has drawn on
       await Plotly.react(plot, traces, themed(layout, tall), CONFIG);
+      if (isNew && onclick) plot.on("plotly_click", onclick);
     },
     say(text) { aside.textContent = text; },
-    name(text) { caption.textContent = text; },
-    onclick(act) { loaded.then(() => plot.on?.("plotly_click", act)); },
   };
 }
 
@@ -98,21 +104,21 @@ export function smoothLines(name, series, colourName, weight, more = {}) {
   return [faint, line(name, { x: series.x, y: smoothed(series.y, weight) }, colourName, more)];
 }
 
-// The mean of two exponential means, one from either end, so that it does not lag behind, of running medians, so that a
-// spike is not smeared over the steps before it. What is not a number is left out.
+// An exponential mean to both sides, so that it does not lag behind, of running medians, so that a spike is not smeared
+// over the steps before it. What is not a number is left out.
 export function smoothed(values, weight) {
-  const mean = (list) => {
+  const sums = (list) => {
     let [sum, mass] = [0, 0];
     return list.map((value) => {
       if (!Number.isFinite(value)) return null;
       sum = weight * sum + (1 - weight) * value;
       mass = weight * mass + (1 - weight);
-      return sum / mass;
+      return [sum, mass];
     });
   };
   const list = medians(Array.from(values), 4);
-  const [before, after] = [mean(list), mean(list.toReversed()).toReversed()];
-  return before.map((value, index) => (value === null ? null : (value + after[index]) / 2));
+  const [before, after] = [sums(list), sums(list.toReversed()).toReversed()];
+  return before.map((one, index) => (one === null ? null : (one[0] + after[index][0]) / (one[1] + after[index][1])));
 }
 
 function medians(list, reach) {

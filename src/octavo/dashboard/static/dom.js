@@ -16,7 +16,7 @@ export function select(label, value, choices, change) {
   const pairs = choices.map((choice) => (Array.isArray(choice) ? choice : [choice, choice]));
   const options = pairs.map(([key, text]) => h("option", { value: key, selected: key === value }, text));
   return h("label", { class: "control" }, h("span", {}, label),
-    h("select", { onchange: (event) => change(event.target.value) }, options));
+    h("select", { "aria-label": label, onchange: (event) => change(event.target.value) }, options));
 }
 
 export function check(label, checked, change) {
@@ -31,7 +31,7 @@ export function search(label, value, change) {
     timer = setTimeout(() => change(event.target.value.trim()), 200);
   };
   return h("label", { class: "control" }, h("span", {}, label),
-    h("input", { type: "search", value, oninput: changed, placeholder: "part of a name", "data-search": true }));
+    h("input", { type: "search", "aria-label": label, value, oninput: changed, placeholder: "part of a name", "data-search": true }));
 }
 
 export function card(label, value, note = "", title = "") {

@@ -1,11 +1,15 @@
 // One layer: its histograms against what the format holds, its statistics over time, and what was decided about it.
 
-import { h, search, table } from "octavo/dom.js";
+import { h, table } from "octavo/dom.js";
 import { chart, colour, line, logAxis, ROLES } from "octavo/charts.js";
-import { moment, number, share, shown as valueOf, statOf, words } from "octavo/format.js";
-import { get, link, set } from "octavo/place.js";
+import { moment, number, share, shown as valueOf, STATS, statOf, words } from "octavo/format.js";
+import { get, link } from "octavo/place.js";
 import { ask, seriesOf } from "octavo/source.js";
 import { precision } from "octavo/plan.js";
+
+const asked = (run, layer, stat) => ["series", [["run", run], ["layer", layer], ["stat", stat], ["points", 600]]];
+export const layerAsks = (run) => (get("layer") ? [["histograms", [["run", run], ["layer", get("layer")]]], ["events", [["run", run]]],
+  ...Object.keys(STATS).map((stat) => asked(run, get("layer"), stat))] : []);
 
 export function layerView() {
   const top = h("div", {});
@@ -101,7 +105,7 @@ export function layerView() {
     const wanted = layer;
     for (const stat of run.stats) chartOf(stat, series, words(stat), { height: 200 });
     await Promise.all(run.stats.map(async (stat) => {
-      const answer = await ask("series", [["run", run.id], ["layer", wanted], ["stat", stat], ["points", 600]]);
+      const answer = await ask(...asked(run.id, wanted, stat));
       if (wanted !== layer) return;
       const target = made.get(stat);
       target.element.title = statOf(stat).about;

@@ -1,12 +1,16 @@
 // Layers by time: a heat map of a statistic for each role.
 
 import { check, h, matcher, search, select, table } from "octavo/dom.js";
-import { chart, colour, isNarrow, plain } from "octavo/charts.js";
+import { chart, colour, isNarrow, plain, ROLES } from "octavo/charts.js";
 import { isNumber, shown as valueOf, statOf, words } from "octavo/format.js";
 import { get, link, set } from "octavo/place.js";
 import { ask } from "octavo/source.js";
 
 const WORST = 12;
+
+const asked = (run, role) => ["heatmap", [["run", run], ["stat", get("stat", "flushed")], ["role", role], ["pool", get("pool", "max")], ["buckets", isNarrow() ? 120 : 240]]];
+const isWanted = (role) => ["all", role].includes(get("role", "all"));
+export const layersAsks = (run) => Object.keys(ROLES).filter(isWanted).map((role) => asked(run, role));
 
 export function layersView() {
   const controls = h("div", { class: "controls" });
@@ -40,9 +44,9 @@ export function layersView() {
 
   async function draw() {
     const mine = (turn += 1);
-    const [stat, wanted, pool] = [get("stat", "flushed"), get("role", "all"), get("pool", "max")];
-    const roles = run.roles.filter((role) => wanted === "all" || wanted === role);
-    const answers = await Promise.all(roles.map((role) => ask("heatmap", [["run", run.id], ["stat", stat], ["role", role], ["pool", pool], ["buckets", isNarrow() ? 120 : 300]])));
+    const stat = get("stat", "flushed");
+    const roles = run.roles.filter(isWanted);
+    const answers = await Promise.all(roles.map((role) => ask(...asked(run.id, role))));
     if (mine !== turn) return; // another statistic was chosen meanwhile
     about.replaceChildren(h("b", {}, words(stat)), `: ${statOf(stat).about}. Choose a row to open its layer.`);
     const found = roles.map((role, index) => rowsOf(role, answers[index]));
@@ -59,9 +63,8 @@ export function layersView() {
 
   function chartOf(role) {
     if (!charts.has(role)) {
-      const made = chart(words(role), { wide: true, height: 220 });
-      made.onclick((event) => { location.hash = link("layer", { run: run.id, layer: event.points[0].y }); });
-      charts.set(role, made);
+      const onclick = (event) => { location.hash = link("layer", { run: run.id, layer: event.points[0].y }); };
+      charts.set(role, chart(words(role), { wide: true, height: 220, onclick }));
     }
     return charts.get(role);
   }
@@ -119,15 +122,15 @@ async function one(target, { role, names, rows, first, last }, stat, scale, coun
     return;
   }
   const z = rows.map((row) => Array.from(row, scale.of));
-  const customdata = rows.map((row) => Array.from(row, (value) => (isNumber(value) ? valueOf(stat, value) : "not measured")));
+  const isShare = statOf(stat).unit === "share";
   const height = Math.min(Math.max(names.length * 14 + 70, 170), count > 1 ? 420 : 720);
   const largest = rows.map((row) => row.reduce((most, value) => (value > most ? value : most), -Infinity));
   const top = largest.indexOf(largest.reduce((a, b) => Math.max(a, b), -Infinity));
   const saying = `largest ${valueOf(stat, largest[top])} in ${names[top] ?? "none"}`;
   target.say(`${names.length} layers, ${saying}`);
   await target.draw([{
-    type: "heatmap", name: role, x: Array.from(last), y: names, z, customdata, zmin: scale.from, zmax: scale.to, colorscale: scale.colours, zsmooth: false,
-    hovertemplate: `%{y}<br>step %{x}<br>${words(stat)} <b>%{customdata}</b><extra></extra>`, hoverongaps: false,
+    type: "heatmap", name: role, x: Array.from(last), y: names, z, customdata: rows, zmin: scale.from, zmax: scale.to, colorscale: scale.colours, zsmooth: false,
+    hovertemplate: `%{y}<br>step %{x}<br>${words(stat)} <b>%{customdata:${isShare ? ".3~%" : ".4~g"}}</b><extra></extra>`, hoverongaps: false,
     colorbar: { thickness: 10, outlinewidth: 0, tickvals: scale.tickvals, ticktext: scale.ticktext, len: 1, tickfont: { size: 11 }, xpad: 6 },
   }], {
     hovermode: "closest", showlegend: false,

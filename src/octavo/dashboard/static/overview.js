@@ -2,13 +2,18 @@
 
 import { card, check, h, select } from "octavo/dom.js";
 import { chart, clipped, colour, lastOf, line, LANES, mapped, smoothLines } from "octavo/charts.js";
-import { duration, isNumber, number, percent, short } from "octavo/format.js";
+import { duration, isNumber, number, percent, short, words } from "octavo/format.js";
 import { get, link, set } from "octavo/place.js";
 import { ask, isReport, seriesIn, seriesOf } from "octavo/source.js";
 
 const SIGNS = { healthy: "✓", watch: "!", unhealthy: "✕", unknown: "?" };
 const AXES = [["step", "step"], ["hours", "hours"], ["tokens", "tokens"]];
-const KEYS = /^(loss|heldout_loss|gap_percent|heldout_gap_percent|gradient_norm|lr$|loss_scale|time$|tokens$|tokens_per_second)/;
+const KEYS = ["loss_fp8", "loss_bf16", "loss", "heldout_loss_fp8", "heldout_loss_bf16", "gap_percent", "gradient_norm_fp8",
+  "gradient_norm_bf16", "gradient_norm", "lr", "time", "tokens", "tokens_per_second"];
+const ELSEWHERE = /^(milliseconds|overflows|heldout_gap)/; // drawn by other views, or said in other words
+
+const asked = (run, keys) => [["run", run], ...keys.map((key) => ["key", key])];
+export const overviewAsks = (run) => [["scalars", asked(run, KEYS)], ["events", [["run", run]]]];
 
 export function verdictOf(run) {
   const { level, text, findings } = run.verdict;
@@ -29,16 +34,18 @@ export function overviewView() {
   const norm = chart("Gradient norm", { note: "before clipping" });
   const rate = chart("Learning rate");
   const row = h("div", { class: "grid three" }, gap.element, norm.element, rate.element);
-  const others = h("div", { class: "grid" });
+  const below = h("div", { class: "grid three" });
   const extra = new Map();
-  const element = h("div", {}, h("h1", { class: "hidden" }, "Overview"), top, cards, controls, loss.element, row, others);
+  const element = h("div", {}, h("h1", { class: "hidden" }, "Overview"), top, cards, controls, loss.element, row, below);
   let answer = null;
+  let others = null;
   let run = null;
 
   async function refresh(now) {
     run = now;
-    const keys = run.keys.filter((key) => KEYS.test(key) || !knownElsewhere(key));
-    answer = keys.length ? await ask("scalars", [["run", run.id], ...keys.map((key) => ["key", key])]) : null;
+    const more = run.keys.filter((key) => !KEYS.includes(key) && !ELSEWHERE.test(key));
+    answer = run.keys.length ? await ask("scalars", asked(run.id, KEYS)) : null;
+    others = more.length ? await ask("scalars", asked(run.id, more)) : null;
     top.replaceChildren(verdictOf(run));
     cards.replaceChildren(...facts());
     if (!controls.children.length) controls.append(...knobs());
@@ -57,7 +64,7 @@ export function overviewView() {
   }
 
   function facts() {
-    const last = (key) => (answer ? lastOf(seriesOf(answer, key)) : NaN);
+    const last = (key) => run.newest[key] ?? (answer ? lastOf(seriesOf(answer, key)) : NaN);
     const lane = run.keys.includes("loss_fp8") ? "loss_fp8" : run.keys.includes("loss") ? "loss" : "loss_bf16";
     const steps = run.config.run?.steps;
     const left = run.state === "running" && steps ? remaining(run, steps) : "";
@@ -97,20 +104,20 @@ export function overviewView() {
     };
     await Promise.all([
       drawn(loss, "nats a token", [...lines("loss_bf16", "BF16", "bf16", { line: { width: 3 } }), ...lines("loss_fp8", "FP8", "fp8"), ...lines("loss", "loss", "fp8"), ...held("bf16", "BF16"), ...held("fp8", "FP8")],
-        { yaxis: { type: scale } }, `At step ${run.step}: FP8 ${number(lastOf(seriesOf(answer, "loss_fp8")))}, BF16 ${number(lastOf(seriesOf(answer, "loss_bf16")))}`),
-      drawn(gap, "FP8 loss above BF16", lines("gap_percent", "gap", "gap"), { yaxis: { ticksuffix: " %", zeroline: true }, showlegend: false }, run.keys.includes("gap_percent") ? `Now ${percent(lastOf(seriesOf(answer, "gap_percent")))}` : "There is no BF16 twin to compare with."),
+        { yaxis: { type: scale } }, `At step ${run.step}: ${["loss_fp8", "loss_bf16", "loss"].filter((key) => key in run.newest).map((key) => `${words(key)} ${number(run.newest[key])}`).join("; ")}`),
+      drawn(gap, "FP8 loss above BF16", lines("gap_percent", "gap", "gap"), { yaxis: { ticksuffix: " %", zeroline: true }, showlegend: false }, run.keys.includes("gap_percent") ? `Now ${percent(run.newest.gap_percent)}` : "There is no BF16 twin to compare with."),
       drawn(norm, "before clipping", [...lines("gradient_norm_bf16", "BF16", "bf16", { line: { width: 3 } }), ...lines("gradient_norm_fp8", "FP8", "fp8"), ...lines("gradient_norm", "gradient norm", "fp8")], { yaxis: { type: scale } }, ""),
       rate.draw(lines("lr", "learning rate", "gap").slice(-1), { xaxis, showlegend: false, yaxis: { exponentformat: "power", rangemode: "tozero", nticks: 5 } }, ""),
-      ...rest().map((key) => more(key).draw(lines(key, key, "fp8"), { xaxis, showlegend: false }, "")),
+      ...(others ? seriesIn(others) : []).map((key) => chartOf(key).draw(
+        smoothLines(key, mapped(seriesOf(others, key), clock), "fp8", weight), { xaxis, showlegend: false }, "")),
     ]);
   }
 
   // Whatever else a training loop of the user's own has noted.
-  const rest = () => seriesIn(answer).filter((key) => !KEYS.test(key));
-  function more(key) {
+  function chartOf(key) {
     if (!extra.has(key)) {
-      extra.set(key, chart(key));
-      others.append(extra.get(key).element);
+      extra.set(key, chart(words(key)));
+      below.append(extra.get(key).element);
     }
     return extra.get(key);
   }
@@ -126,8 +133,6 @@ export function overviewView() {
   return { element, refresh };
 }
 
-const knownElsewhere = (key) => /^(milliseconds|overflows)/.test(key);
-
 function remaining(run, steps) {
   const began = run.sessions.at(-1);
   const made = run.step - began.first_step;
@@ -138,7 +143,7 @@ function remaining(run, steps) {
 // The axis that is asked for: its title, and the series that turns steps into it (none for steps).
 export function clockOf(answer, wanted) {
   const time = seriesOf(answer, "time");
-  if (wanted === "tokens" && seriesOf(answer, "tokens")) return ["tokens", seriesOf(answer, "tokens")];
+  if (wanted === "tokens" && seriesOf(answer, "tokens")?.x.length) return ["tokens", seriesOf(answer, "tokens")];
   if (wanted === "hours" && time?.x.length) return ["hours", { x: time.x, y: Array.from(time.y, (t) => (t - time.y[0]) / 3600) }];
   return ["step", null];
 }

@@ -5,6 +5,8 @@ import { chart, colour, line, smoothLines } from "octavo/charts.js";
 import { gib, isNumber, number, percent, short } from "octavo/format.js";
 import { ask, seriesOf } from "octavo/source.js";
 
+export const performanceAsks = (run) => [["performance", [["run", run]]]];
+
 export function performanceView() {
   const cards = h("dl", { class: "cards" });
   const note = h("p", { class: "quiet" });

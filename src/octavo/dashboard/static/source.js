@@ -14,10 +14,28 @@ export async function open() {
   element.remove();
 }
 
+// What was asked for ahead of time; it is handed out once.
+const ahead = new Map();
+const addressOf = (name, parameters) => `${name}?${new URLSearchParams(parameters)}`;
+
+export function askAhead(name, parameters) {
+  if (held) return;
+  const coming = fromServer(name, parameters);
+  coming.catch(() => {}); // whoever asks for it is told
+  ahead.set(addressOf(name, parameters), coming);
+}
+
 // An answer: the parsed JSON, or {header, get(name) -> typed array or null, names}.
 export async function ask(name, parameters = []) {
   if (held) return fromPage(name, parameters);
-  const response = await fetch(`/api/${name}?${new URLSearchParams(parameters)}`);
+  const address = addressOf(name, parameters);
+  const early = ahead.get(address);
+  ahead.delete(address);
+  return early ?? fromServer(name, parameters);
+}
+
+async function fromServer(name, parameters) {
+  const response = await fetch(`/api/${addressOf(name, parameters)}`);
   if (!response.ok) throw new Error((await response.json().catch(() => ({}))).error ?? `the server answered ${response.status}`);
   if (response.headers.get("content-type").startsWith("application/json")) return response.json();
   return unpacked(await response.arrayBuffer());

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.reference import storage as codec
@@ -148,7 +149,9 @@ def write(values: Tensor, codes: Tensor, scale: Tensor | None, storage: Storage,
         values = codec.root(values)
     if scale is not None:
         amax = values.abs().amax(dim=1, keepdim=True)
-        code = codec.scale_code(amax if storage.scaling == "group" else amax.amax().reshape(1, 1), storage.float)
+        if storage.scaling == "tensor":
+            amax = F.pad(amax, (0, 0, 0, 1)).amax().reshape(1, 1)  # a row of zeros, where there are no others
+        code = codec.scale_code(amax, storage.float)
         scale.copy_(code.reshape(scale.shape))
         values = values * codec.inverse_of(code)
     if storage.format == "fp32":

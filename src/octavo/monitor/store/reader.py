@@ -291,11 +291,30 @@ class RunReader:
         """
         index, column = self._index(layer, role), self._column(stat)
         buckets = None if points is None else max(points // 2, 1)
-        taken = self._ranges(first, last, rank, buckets, np.array([index]), column)
-        if buckets is None or taken.weight.sum() <= (points or 0):
-            return Series(taken.first, taken.last, taken.low[:, 0], taken.high[:, 0])
-        start = sampling.starts(taken.weight, buckets)
-        return sampling.pooled(taken.first, taken.last, taken.low[:, 0], taken.high[:, 0], start)
+        return self._ranges(first, last, rank, buckets, np.array([index]), column).series(0, points)
+
+    def series_by_role(
+        self,
+        layer: str,
+        stat: str,
+        *,
+        first: int = 0,
+        last: int | None = None,
+        points: int | None = 1500,
+        rank: int = 0,
+    ) -> dict[str, Series]:
+        """Return the `series` of each role that a layer has, read in one go.
+
+        Raises:
+            StoreError: there is no such layer or statistic.
+        """
+        rows = {row.role: index for index, row in enumerate(self.tensors) if row.layer == layer}
+        if not rows:
+            near = did_you_mean(layer, {row.layer for row in self.tensors})
+            raise StoreError(f"{self.path}: no layer '{layer}' was measured.{near}")
+        buckets = None if points is None else max(points // 2, 1)
+        taken = self._ranges(first, last, rank, buckets, np.array(list(rows.values())), self._column(stat))
+        return {role: taken.series(place, points) for place, role in enumerate(rows)}
 
     def heatmap(
         self,
@@ -459,6 +478,14 @@ class _Ranges(NamedTuple):
             np.array([values[end] for _, values in taken], dtype=np.float64).reshape(len(taken), rows) for end in (0, 1)
         )
         return cls(numbers[:, 0], numbers[:, 1], numbers[:, 2].astype(np.float64), low, high)
+
+    def series(self, place: int, points: int | None) -> Series:
+        """Return the row at `place`, in buckets where there are more snapshots than `points`."""
+        low, high = self.low[:, place], self.high[:, place]
+        if points is None or self.weight.sum() <= points:
+            return Series(self.first, self.last, low, high)
+        start = sampling.starts(self.weight, max(points // 2, 1))
+        return sampling.pooled(self.first, self.last, low, high, start)
 
 
 def _gaps(covered: Sequence[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:

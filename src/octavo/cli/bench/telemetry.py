@@ -1,0 +1,74 @@
+"""What telemetry of every tensor costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from octavo.cli.bench.app import Json, Names, Write, bench, device_named, finish, positive, printer
+
+
+@bench.command
+def telemetry(
+    *,
+    workload: Names = (),
+    every: int = 1,
+    device: str = "auto",
+    steps: int = 5,
+    rounds: int = 4,
+    write: Write = None,
+    json_output: Json = False,
+) -> int:
+    """Time steps with telemetry and without, in turns.
+
+    Examples:
+
+        octavo bench telemetry
+        octavo bench telemetry --workload tiny --device cpu
+
+    Parameters
+    ----------
+    workload
+        Stacks among the workloads of `octavo bench step`, or `small`; by default `llama-8b-stack` on a GPU and `small`
+        on a CPU.
+    every
+        Look at each step whose number this divides.
+    device
+        cuda or cpu; auto takes the GPU where there is one.
+    steps
+        Steps of each kind in a round; their median counts.
+    rounds
+        Rounds of steps without telemetry and then with it; the median counts.
+    write
+        Directory of result files to write to, benchmarks/results in this repository.
+    json_output
+        Print the rows as JSON on stdout, the progress on stderr.
+    """
+    from octavo.bench.telemetry import SMALL, bench_telemetry
+    from octavo.bench.workloads import WORKLOADS, Workload
+    from octavo.errors import ConfigError, did_you_mean
+
+    device = device_named(device)
+    known = {SMALL.name: SMALL} | {
+        name: shape for name, shape in WORKLOADS.items() if isinstance(shape, Workload) and not shape.vocab
+    }
+    names = workload or (("llama-8b-stack",) if device == "cuda" else (SMALL.name,))
+    for name in names:
+        if name not in known:
+            near = did_you_mean(name, known)
+            raise ConfigError(f"--workload: there is no stack '{name}'.{near} Stacks: {', '.join(known)}.")
+    say = printer(json_output)
+    settings: dict[str, Any] = {
+        "device": device,
+        "every": positive("--every", every),
+        "steps": positive("--steps", steps),
+        "rounds": positive("--rounds", rounds),
+    }
+    rows = [bench_telemetry(known[name], **settings, report=lambda row: say(_line(row))) for name in names]
+    flags = [*(f"--workload {name}" for name in names), *(f"--{key} {value}" for key, value in settings.items())]
+    command = " ".join(["octavo bench telemetry", *flags])
+    return finish("telemetry", rows, write, json_output, command, device=device)
+
+
+def _line(row: dict[str, Any]) -> str:
+    times = f"{row['ms']:.2f} ms without, {row['ms_watched']:.2f} ms with, {row['tensors']} tensors"
+    return f"{row['workload']}: {row['overhead_percent']:+.2f} % ± {row['spread_percent'] / 2:.2f} %  ({times})"
