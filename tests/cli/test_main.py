@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -44,12 +44,17 @@ def test_help_is_quick_and_needs_no_torch(arguments: list[str]) -> None:
     )
     times = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = _cpu_seconds()  # of the clock there is less for one process while other tests run beside it
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
-        times.append(time.perf_counter() - start)
+        times.append(_cpu_seconds() - start)
         assert done.returncode == 0, done.stderr
         assert "Usage: octavo" in done.stdout
     assert min(times) < 0.5
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def test_version() -> None:
