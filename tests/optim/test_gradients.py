@@ -229,7 +229,7 @@ def test_memory_in_another_order():
     assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("settings", [FP8, {"release": True}], ids=str)
+@pytest.mark.parametrize("settings", [FP8, {"release": True}], ids=["fp8", "release"])
 def test_an_optimizer_that_is_no_more_takes_no_gradients(settings):
     net = model()
     optimizer = AdamW(net.parameters(), **settings)

@@ -16,6 +16,7 @@ from octavo.bench.markdown import table
 from octavo.bench.results import KINDS
 from octavo.cli.flags import field_docs
 from octavo.conversion import Operators
+from octavo.dashboard import verdict
 from octavo.monitor.aggregates import AGGREGATES
 from octavo.monitor.store.schema import TABLES as RUN_STORE
 from octavo.monitor.system import SYSTEM_KEYS
@@ -189,6 +190,17 @@ def aggregate_table() -> str:
     return table(("name", "meaning"), [(f"`{key}`", meaning) for key, meaning in AGGREGATES.items()])
 
 
+def verdict_table() -> str:
+    """Return the limits that the dashboard's verdict is held against."""
+    share = f"of a tensor's elements, mean of the newest {verdict.SNAPSHOTS} snapshots"
+    rows = [(f"`{stat}`", share, verdict.percent(limit) if limit else "none") for stat, limit in verdict.LIMITS.items()]
+    late = f"mean of the newest {verdict.GAP_STEPS} noted, or on held-out text at the end"
+    rows.append(("gap", f"loss above the BF16 twin's, {late}", f"{verdict.GAP_LIMIT:g} %"))
+    rows.append(("rise", "loss above the lowest it had, medians of a stretch of steps", f"{verdict.RISE_LIMIT:g} %"))
+    rows.append(("events", "warnings and errors", f"none in the last {verdict.percent(verdict.SHARE)} of the steps"))
+    return table(("what", "of what", "limit"), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "recipes": preset_table,
     "recipe-operands": recipe_table,
@@ -205,5 +217,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "run-store-system": system_key_table,
     "recipe-keys": recipe_key_table,
     "result-kinds": result_kind_table,
+    "verdict": verdict_table,
 }
 """Tables by name. A new one is a function above and a line here."""

@@ -76,12 +76,8 @@ def page(head: str, modules: Mapping[str, str], start: str) -> str:
         modules: where each script is found.
         start: what comes at the end of the body.
     """
-    mapped = import_map(modules)
-    return (
-        text_of("index.html")
-        .replace("<!-- head -->", f'{head}\n<script type="importmap">{mapped}</script>')
-        .replace("<!-- start -->", start)
-    )
+    mapped = f'<script type="importmap">{import_map(modules)}</script>'  # before anything that names a script
+    return text_of("index.html").replace("<!-- head -->", f"{mapped}\n{head}").replace("<!-- start -->", start)
 
 
 def import_map(modules: Mapping[str, str]) -> str:

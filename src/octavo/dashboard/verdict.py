@@ -17,6 +17,8 @@ LIMITS = {"nonfinite": 0.0, "saturated": 1e-3, "flushed": 5e-2}
 """Shares of a tensor's elements, mean over the newest snapshots, above which it is worth a look."""
 GAP_LIMIT = 1.0
 """Percent by which the loss may lie above the BF16 twin's."""
+GAP_STEPS = 50
+"""Newest noted steps whose mean gap is judged."""
 RISE_LIMIT = 5.0
 """Percent by which the loss may lie above the lowest it had."""
 SNAPSHOTS = 16
@@ -53,7 +55,7 @@ def verdict(run: RunReader) -> Verdict:
     """Return how a run is now. Reads a few newest rows, however long the run is."""
     last = run.last_step
     losses = _recent(run, last)
-    found = [*_of_state(run), *_of_loss(run, losses, last), *_of_tensors(run), *_of_events(run, last)]
+    found = [*_of_state(run), *_of_tensors(run), *_of_loss(run, losses, last), *_of_events(run, last)]
     found.sort(key=lambda finding: LEVELS.index(finding.level), reverse=True)
     if not last:
         return Verdict("unknown", "Nothing is measured yet: no step was made.", found)
@@ -62,7 +64,8 @@ def verdict(run: RunReader) -> Verdict:
     reasons = [finding.text for finding in found if finding.level == level != "healthy"]
     told = f"{reasons[0]}{f' (and {len(reasons) - 1} more)' * (len(reasons) > 1)}." if reasons else ""
     facts = _facts(run, losses, last)
-    return Verdict(level, f"{opening}: {told} {facts}." if told else f"{opening}: {facts}.", found)
+    facts = f"{facts[0].upper()}{facts[1:]}" if told else facts
+    return Verdict(level, " ".join(part for part in (f"{opening}:", told, f"{facts}.") if part), found)
 
 
 def loss_key(keys: Any) -> str | None:
@@ -102,13 +105,16 @@ def _steps_of(run: RunReader) -> int:
 
 
 def gap_of(run: RunReader, losses: Mapping[str, Series]) -> float | None:
-    """Return by how many percent the loss lies above the twin's: held out at the end, else the mean of late steps."""
+    """Return by how many percent the loss lies above the twin's: on held-out text at the end, else of the newest steps.
+
+    `losses` holds recent scalars; the mean of the newest `GAP_STEPS` counts.
+    """
     final = run.summary.get("gap_percent")
     if final is not None:
         return float(final)
     series = losses.get("gap_percent")
     values = series.high[np.isfinite(series.high)] if series is not None else np.zeros(0)
-    return float(values.mean()) if len(values) else None
+    return float(values[-GAP_STEPS:].mean()) if len(values) else None
 
 
 def _of_state(run: RunReader) -> Iterator[Finding]:

@@ -24,8 +24,9 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
-from octavo.distributed.watch import BEAT, Report, Verdict, Watch, at
+from octavo.distributed.watch import BEAT, UNHURRIED, Report, Verdict, Watch, at
 from octavo.errors import ConfigError, DataError, OctavoError, RunError
 
 _VERDICT = "verdict"
@@ -41,7 +42,7 @@ class Heartbeat:
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, ranks: int, *, timeout: float, groups: Sequence[dist.ProcessGroup] = ()
+        self, store: Store, rank: int, ranks: int, *, timeout: float, groups: Sequence[dist.ProcessGroup] = ()
     ) -> None:
         """Prepare the beats of a rank.
 
@@ -53,11 +54,12 @@ class Heartbeat:
             groups: whose collectives are counted.
         """
         self.step = 0
-        """In progress, counted from 1: for the training loop to set. Hangs are looked for from the first step on."""
+        """In progress, counted from 1."""
         self.rank, self.ranks = rank, ranks
         self._store, self._groups = store, groups
         self._watch = Watch(ranks=ranks, timeout=timeout, beat=max(BEAT, ranks / 100))  # the store serves all of them
         self._beats = 0
+        self._all_began = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="octavo heartbeat", daemon=True)
         self._signal = _Signal()
@@ -66,6 +68,11 @@ class Heartbeat:
     def where(self) -> str:
         """This rank and its step, in words."""
         return f"rank {self.rank} of {self.ranks}, {at(self.step)}"
+
+    def at(self, step: int) -> None:
+        """Say at once that a step begins, counted from 1; 0: none yet; `UNHURRIED`: no hang is looked for."""
+        self.step = step
+        self._beat()
 
     def __enter__(self) -> Heartbeat:
         self._beat()
@@ -88,12 +95,15 @@ class Heartbeat:
         finally:
             self._closing.set()
             self._thread.join()
-            if error is None:  # or else torchrun, told by the other ranks' ends, would end this one before it has spoken
+            if (
+                error is None
+            ):  # or else torchrun, told by the other ranks' ends, would end this one before it has spoken
                 self._signal.release()
             with suppress(RuntimeError):  # the store may have ended before
                 self._beat(left=True)
 
     def _fail(self, error: Exception) -> None:
+        where, self.step = self.where, UNHURRIED
         # What all ranks read is wrong on all of them. Anything else may come of a collective in which one was missing:
         # then the thread ends this process meanwhile.
         if not isinstance(error, ConfigError | DataError):
@@ -102,7 +112,7 @@ class Heartbeat:
         self._closing.set()
         self._thread.join()
         is_ours = isinstance(error, OctavoError)
-        text = f"{self.where}: {error}" if is_ours else f"{self.where}: {type(error).__name__}: {error}"
+        text = f"{where}: {error}" if is_ours else f"{where}: {type(error).__name__}: {error}"
         if not self._decide(Verdict(text, (self.rank,))):
             raise SystemExit(1)
         raise (type(error) if is_ours else RunError)(text) from error
@@ -133,11 +143,11 @@ class Heartbeat:
     def _obey(self, verdict: Verdict, *, says: bool = False) -> None:
         if self._closing.is_set():
             return  # the main thread has failed itself, and says so
-        text = verdict.text if says else ""
+        note = ""
         if self.rank in verdict.blamed:
             frame = sys._current_frames()[threading.main_thread().ident or 0]
-            text += f"\n{self.where}, is here:\n{_stack(frame)}"
-        end(text)
+            note = f"{self.where}, is here:\n{_stack(frame)}"
+        end(verdict.text if says else "", note=note)
 
     def _decide(self, verdict: Verdict) -> bool:
         """Write down why all ranks stop. Return whether it is the first reason, which is the one to print."""
@@ -154,9 +164,12 @@ class Heartbeat:
     def _reports(self) -> dict[int, Report]:
         """Return the reports of the ranks that have made one."""
         keys = [str(rank) for rank in range(self.ranks)]
-        if len(self._watch.seen) < self.ranks:
+        if not self._all_began:
             keys = [key for key in keys if self._store.check([key])]
-        return {int(key): Report(*json.loads(value)) for key, value in zip(keys, self._store.multi_get(keys), strict=True)}
+            self._all_began = len(keys) == self.ranks
+        return {
+            int(key): Report(*json.loads(value)) for key, value in zip(keys, self._store.multi_get(keys), strict=True)
+        }
 
 
 class _Signal:
@@ -198,17 +211,20 @@ def _begun(groups: Iterable[dist.ProcessGroup]) -> int:
     """Return how many collectives this rank has begun; 0 of a backend that does not count them."""
     begun = 0
     for group in groups:
-        for backend in {group._get_backend(device) for device in group._device_types}:
+        backends: set[Any] = {group._get_backend(device) for device in group._device_types}
+        for backend in backends:
             with suppress(RuntimeError):
                 begun += backend._get_sequence_number_for_group()
     return begun
 
 
-def end(text: str, code: int = 1) -> None:
-    """End this process at once, whatever its other threads do, with a last word."""
-    if text:
+def end(error: str, code: int = 1, *, note: str = "") -> None:
+    """End this process at once, whatever its other threads do, with last words."""
+    words = [f"octavo: error: {error}"] if error else []
+    words += [note.rstrip()] if note else []
+    if words:
         cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # a live table hides it
-        print(f"{cursor}octavo: error: {text.strip()}", file=sys.stderr, flush=True)
+        print(cursor + "\n".join(words), file=sys.stderr, flush=True)
     os._exit(code)
 
 

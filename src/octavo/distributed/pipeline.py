@@ -90,7 +90,7 @@ class PipelineStage(TorchPipelineStage):
             UnsupportedError: for the inputs only, with FP8 layers on a PyTorch before 2.13.
         """
         converted = any(isinstance(module, Linear) for module in self.submod.modules())
-        if not full_backward and converted and TorchVersion(torch.__version__) < (2, 13):
+        if not full_backward and converted and TorchVersion(torch.__version__) < "2.13":
             raise UnsupportedError(
                 f"PipelineStage: PyTorch {torch.__version__} goes backward for inputs and weights apart in its own "
                 "layers only. Take PyTorch 2.13, or Schedule1F1B or ScheduleInterleaved1F1B."

@@ -16,17 +16,25 @@ PATIENCE = 3.0
 """Seconds without a report after which a rank is gone, once something has failed."""
 
 
+UNHURRIED = -1
+"""In place of a step: no rank is expected to get any further."""
+
+
 class Report(NamedTuple):
     """What a rank says of itself."""
 
     beat: int
     """How many reports it has made."""
     step: int
-    """In progress, counted from 1; 0 before the first."""
+    """In progress, counted from 1; 0 before the first; `UNHURRIED` while this rank may take any time."""
     collectives: int
     """Begun so far."""
     left: bool
     """Whether it has no more to do."""
+
+
+NOTHING = Report(0, 0, 0, False)
+"""Of a rank that has not begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +82,12 @@ class Watch:
         return self.alarm is not None and self.updated - self.alarm > self.patience + 2 * self.beat
 
     def update(self, reports: Mapping[int, Report], now: float) -> None:
-        """Take in the last reports of the ranks."""
+        """Take in the last reports of those ranks that have made one."""
         # A process that was stopped itself has heard nobody meanwhile.
         slept = self.updated is not None and now - self.updated > self.patience / 2
         self.updated = now
-        for rank, report in reports.items():
-            known = self.seen.get(rank)
+        for rank in range(self.ranks):
+            report, known = reports.get(rank, NOTHING), self.seen.get(rank)
             if known is None or slept:
                 self.seen[rank] = Seen(report, now, now)
                 continue
@@ -93,13 +101,12 @@ class Watch:
         here = {rank: seen for rank, seen in self.seen.items() if not seen.report.left}
         if now is None or not here:
             return None
-        limit = self.timeout if self.alarm is None else min(self.patience, self.timeout)
+        stands = all(seen.report.step != UNHURRIED and now - seen.moved > self.timeout for seen in here.values())
+        limit = min(self.patience, self.timeout) if stands or self.alarm is not None else self.timeout
         silent = {rank: seen for rank, seen in here.items() if now - seen.heard > limit}
         if silent:
             return self._blame(silent, "is gone: nothing was heard of it", lambda seen: now - seen.heard)
-        if all(seen.report.step > 0 and now - seen.moved > self.timeout for seen in here.values()):
-            return self._hang(here, now)
-        return None
+        return self._hang(here, now) if stands else None
 
     def _hang(self, here: Mapping[int, Seen], now: float) -> Verdict:
         least = min(seen.report.collectives for seen in here.values())
@@ -122,4 +129,4 @@ class Watch:
 
 def at(step: int) -> str:
     """Return where a rank is, in words."""
-    return f"at step {step}" if step else "before the first step"
+    return f"at step {step}" if step > 0 else "before the first step"

@@ -10,8 +10,10 @@ A run on several ranks has of each such file one for each rank, `fp8.rank-0.safe
 
         sharded/                fp8.model.<parameter>, ... as torch.distributed.checkpoint writes them
 
-Any number of ranks reads it, and so does one process; its `.metadata` is a pickle, as PyTorch has it. A checkpoint is written under a name that starts with a dot, flushed to disk, then renamed: what has the name
-`step-*` is complete.
+Any number of ranks reads it, and so does one process; its `.metadata` is a pickle, as PyTorch has it.
+
+A checkpoint is written under a name that starts with a dot, flushed to disk, then renamed: what has the name `step-*`
+is complete.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +84,9 @@ def save(
     try:
         ranks.by_first(lambda: _begin(temporary))
         _write_tensors(temporary, tensors, ranks)
-        ranks.by_first(lambda: _finish(temporary, final, {"format": FORMAT, "step": step, "ranks": ranks.count, **state}))
+        ranks.by_first(
+            lambda: _finish(temporary, final, {"format": FORMAT, "step": step, "ranks": ranks.count, **state})
+        )
     except (OSError, SafetensorError, _sharded_error()) as error:
         raise CheckpointError(_not_written(final, error, latest(directory))) from error
     finally:
@@ -144,7 +149,7 @@ def _begin(temporary: Path) -> None:
 
 
 def _write_tensors(directory: Path, tensors: Mapping[str, Mapping[str, Tensor]], ranks: Ranks) -> None:
-    sharded = {}
+    sharded: dict[str, Tensor] = {}
     for name, named in tensors.items():
         path = directory / f"{name}{_suffix(ranks.rank, ranks.count)}"
         own = {key: tensor for key, tensor in named.items() if not is_distributed(tensor)}
@@ -228,12 +233,14 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def _read_sharded(directory: Path, place: Place | None) -> dict[str, Tensor]:
-    from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
+    from torch.distributed.checkpoint import state_dict_loader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     try:
         known = FileSystemReader(directory).read_metadata().state_dict_metadata
         tensors = {name: _memory(name, entry, place) for name, entry in known.items()}
-        state_dict_loader.load(tensors, checkpoint_id=str(directory), no_dist=place is None)
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # that it is read by one process
+            state_dict_loader.load(tensors, checkpoint_id=str(directory), no_dist=place is None)
     except (_sharded_error(), OSError, ValueError, EOFError) as error:
         raise CheckpointError(f"{directory}: cannot be read ({error}).{_remedy(directory.parent)}") from error
     return tensors
@@ -273,7 +280,7 @@ def _remedy(path: Path) -> str:
     return f" Remove {path} to resume from {before[-1].name}." if before else ""
 
 
-def _not_written(final: Path, error: Exception, last: Path | None) -> str:
+def _not_written(final: Path, error: BaseException, last: Path | None) -> str:
     # Safetensors reports a full disk as its own error, with the reason in the text.
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     stays = f"The last good checkpoint is {last}." if last else "There is no earlier checkpoint."

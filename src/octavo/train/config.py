@@ -179,8 +179,8 @@ class ParallelConfig:
         for name, what in (("tensor", "layers"), ("pipeline", "blocks")):
             if getattr(self, name) != 1:
                 raise ConfigError(
-                    f"parallel.{name}: {getattr(self, name)}: `octavo train` cannot split {what} over ranks yet. Leave it"
-                    " at 1; parallel.shard takes all ranks."
+                    f"parallel.{name}: {getattr(self, name)}: `octavo train` cannot split {what} over ranks yet. Leave"
+                    " it at 1; parallel.shard takes all ranks."
                 )
 
 

@@ -37,9 +37,9 @@ class Measured:
 class Lane:
     """One model being trained.
 
-    Parameters are what the model has: FP32, BF16 or FP8. On several ranks the model is sharded over them here; each has
-    its part of a batch, and losses and norms are those of all. Forward and backward run under BF16 autocast unless `autocast`
-    is false.
+    Parameters are what the model has: FP32, BF16 or FP8. Forward and backward run under BF16 autocast unless `autocast`
+    is false. On several ranks the model is sharded over them here. Each rank steps on its part of a batch, and losses
+    and norms are those of all.
     """
 
     def __init__(
@@ -55,8 +55,7 @@ class Lane:
         self.name = name
         self.model = model
         self.ranks = ranks
-        sharded = ranks.shard(model)  # before the optimizer, which steps what a rank keeps
-        self.sharding, self.reduction = sharded if sharded is not None else (None, None)
+        self.sharding, self.reduction = ranks.shard(model)  # before the optimizer, which steps what a rank keeps
         self.clip = config.clip
         self.autocast = autocast
         self.parameters = dict(model.named_parameters())

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from octavo.errors import ConfigError
 from octavo.tensor import is_distributed
@@ -64,7 +66,7 @@ class Ranks:
     """The device of this rank, where there are several."""
     mesh: DeviceMesh | None = None
     heartbeat: Heartbeat | None = None
-    store: dist.Store | None = None
+    store: Store | None = None
 
     @property
     def rank(self) -> int:
@@ -84,7 +86,7 @@ class Ranks:
     def at(self, step: int) -> None:
         """Say that a step begins, counted from 1."""
         if self.heartbeat is not None:
-            self.heartbeat.step = step
+            self.heartbeat.at(step)
 
     def wait(self) -> None:
         """Wait until all ranks are here."""
@@ -101,6 +103,9 @@ class Ranks:
         """Return `work()`. On each host its first rank does it first, however long it takes: it fills a cache."""
         if self.store is None:
             return work()
+        from octavo.distributed.watch import UNHURRIED
+
+        self.at(UNHURRIED)
         store, mine = self.store, f"{key}.{self.launch.host}"
         if self.launch.local_rank != 0:
             _until(lambda: store.check([mine]))
@@ -108,6 +113,7 @@ class Ranks:
         store.set(mine, "")
         store.add(key, 1)
         _until(lambda: store.add(key, 0) == self.count)
+        self.at(0)
         return result
 
     def mean(self, x: Tensor) -> Tensor:
@@ -139,13 +145,13 @@ class Ranks:
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
 
-    def shard(self, model: nn.Module) -> tuple[ShardPlan, Scheme | None] | None:
+    def shard(self, model: nn.Module) -> tuple[ShardPlan | None, Scheme | None]:
         """Shard a converted model in place; return how it is gathered, and the scheme that reduces its gradients.
 
-        None with one rank, and in place of the scheme where FSDP2 reduces them itself.
+        With one rank, None for both; None for the scheme where FSDP2 reduces them itself.
         """
         if self.mesh is None:
-            return None
+            return None, None
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         from octavo.distributed import BF16_POLICY, reduction, set_reduction, shard
@@ -194,11 +200,19 @@ def ranks_of(config: RunConfig) -> Iterator[Ranks]:
     patient = timedelta(seconds=2 * timeout + 60)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=patient)
+    common, _, _ = next(rendezvous("env://", timeout=patient))
+    # A prefix of its own: a group reads the addresses that one before it has left.
+    run = f"octavo/{launch.restarts}/{next(_runs)}"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=PrefixStore(f"{run}/group", common),
+        rank=launch.rank,
+        world_size=launch.ranks,
+        timeout=patient,
+    )
     mesh = _mesh(config.parallel, device, launch.ranks)
-    groups = {dist.group.WORLD, *mesh.get_all_groups()}
-    run = next(_runs)
-    beats, store = (_store(launch, f"{run}/{part}", patient) for part in ("beats", "work"))
+    groups = {*mesh.get_all_groups()} | ({dist.group.WORLD} if dist.group.WORLD is not None else set())
+    beats, store = (PrefixStore(f"{run}/{part}", _connection(patient)) for part in ("beats", "work"))
     with Heartbeat(beats, launch.rank, launch.ranks, timeout=timeout, groups=[*groups]) as heartbeat:
         yield Ranks(launch=launch, parallel=config.parallel, device=device, mesh=mesh, heartbeat=heartbeat, store=store)
         dist.barrier()
@@ -264,11 +278,11 @@ def _mesh(parallel: ParallelConfig, device: torch.device, ranks: int) -> DeviceM
     return init_device_mesh(device.type, shape, mesh_dim_names=("data", "shard"))
 
 
-def _store(launch: Launch, part: str, timeout: timedelta) -> dist.Store:
-    """Connect to the store that the ranks were brought together by: torchrun's, or that of rank 0."""
+def _connection(timeout: timedelta) -> Store:
+    """Return another connection to the store that brings the ranks together: torchrun's, or that of rank 0."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
-    return dist.PrefixStore(f"octavo/{launch.restarts}/{part}", store)
+    store: Store = dist.TCPStore(address, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+    return store
 
 
 def _until(condition: Callable[[], Any]) -> None:

@@ -10,13 +10,14 @@ from octavo import strict
 from octavo.errors import CheckpointError
 from octavo.train.config import DataConfig, LoopConfig, OptimizerConfig, ParallelConfig, RunConfig
 
-# What may change between a checkpoint and its continuation, as it does not decide the numbers. `steps` does,
-# through the schedule, but whoever changes it means to.
+# What may change between a checkpoint and its continuation, as it does not decide the numbers, or their last bits only:
+# other ranks, and the parts of a batch. `steps` does, through the schedule, but whoever changes it means to.
 FREE = {
     "data.cache",
     "parallel.data",
     "parallel.shard",
     "parallel.timeout",
+    "run.accumulate",
     "run.checkpoint_every",
     "run.compile",
     "run.device",

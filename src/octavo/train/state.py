@@ -64,7 +64,7 @@ def restore_lane(lane: Lane, tensors: Mapping[str, Tensor], where: Path) -> None
 
 
 def place(lane: Lane, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return memory to read a tensor of `lane_tensors` into: for the part of this rank where its parameter is sharded."""
+    """Return memory to read a tensor of `lane_tensors` into, sharded where its parameter is."""
     own = name.partition(".")[2]
     parameter = lane.parameters.get(own, lane.parameters.get(own.rpartition(".")[0]))
     if parameter is None or not is_distributed(parameter):
@@ -127,9 +127,7 @@ def _part(saved: Tensor, like: Any) -> Tensor:
     return distribute_tensor(saved.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
-def _states_here(
-    lane: Lane, tensors: Mapping[str, Tensor], where: Path
-) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+def _states_here(lane: Lane, tensors: Mapping[str, Tensor], where: Path) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
     """Yield each trained parameter's name, and its saved state as this rank keeps it."""
     for name, kept in _kept(lane):
         parameter, saved = lane.parameters[name], _below(f"{_OPTIMIZER}{name}.", tensors)
@@ -153,7 +151,7 @@ def _kept_part(key: str, saved: Tensor, kept: Tensor, parameter: Tensor) -> Tens
 
 def _shaped(tensor: Tensor, like: Tensor) -> Tensor:
     """Return the same bytes in the dtype and shape of another tensor; as it is where these are not as many."""
-    if is_distributed(tensor) or tensor.shape == like.shape and tensor.dtype == like.dtype:
+    if is_distributed(tensor) or (tensor.shape, tensor.dtype) == (like.shape, like.dtype):
         return tensor
     if torch.uint8 in (tensor.dtype, like.dtype) and tensor.dtype != like.dtype and tensor.dim():
         tensor = tensor.contiguous().view(like.dtype)

@@ -54,6 +54,15 @@ def test_store_of_other_dtypes(source, device):
     assert torch.equal(ours[0].view(torch.uint8), theirs[0].cpu().view(torch.uint8))
 
 
+@pytest.mark.parametrize("dtype", CODES)
+def test_the_scale_of_the_largest_value_that_fits_and_of_the_next(dtype, device):
+    largest = torch.tensor(torch.finfo(dtype).max)
+    for value, expected in ((largest, 127), (largest.nextafter(torch.tensor(torch.inf)), 128)):
+        codes, scale = (tensor.to(device) for tensor in cases.empty(dtype, "group", (1, 128)))
+        fast.store(value.to(device).expand(1, 128).contiguous(), codes, scale, "group", False)
+        assert scale.item() == expected
+
+
 def test_squares_are_those_of_fp64(device):
     torch.manual_seed(0)
     tensors = [torch.randn(3, 5000), torch.randn(7).bfloat16(), torch.randn(9, 9).half(), torch.zeros(0), torch.ones(2)]

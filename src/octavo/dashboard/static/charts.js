@@ -104,19 +104,21 @@ export function smoothLines(name, series, colourName, weight, more = {}) {
   return [faint, line(name, { x: series.x, y: smoothed(series.y, weight) }, colourName, more)];
 }
 
-// An exponential mean to both sides, so that it does not lag behind, of running medians, so that a spike is not smeared
-// over the steps before it. What is not a number is left out.
+// Running medians, which keep a jump where it is and leave a spike out, then a short exponential mean to both sides, which
+// does not lag behind. A larger weight takes more points together. What is not a number is left out.
 export function smoothed(values, weight) {
+  const reach = Math.min(Math.round(weight / (1 - weight)), 60);
+  const share = weight / 2;
   const sums = (list) => {
     let [sum, mass] = [0, 0];
     return list.map((value) => {
       if (!Number.isFinite(value)) return null;
-      sum = weight * sum + (1 - weight) * value;
-      mass = weight * mass + (1 - weight);
+      sum = share * sum + (1 - share) * value;
+      mass = share * mass + (1 - share);
       return [sum, mass];
     });
   };
-  const list = medians(Array.from(values), 4);
+  const list = medians(Array.from(values), reach);
   const [before, after] = [sums(list), sums(list.toReversed()).toReversed()];
   return before.map((one, index) => (one === null ? null : (one[0] + after[index][0]) / (one[1] + after[index][1])));
 }
@@ -148,7 +150,7 @@ export function clipped(traces) {
 export function logAxis(traces) {
   const logs = traces.flatMap((trace) => Array.from(trace.y).filter((value) => value > 0)).map(Math.log10);
   const [low, high] = logs.reduce(([a, b], value) => [Math.min(a, value), Math.max(b, value)], [Infinity, -Infinity]);
-  return high - low > 1 ? { type: "log", dtick: Math.ceil((high - low) / 5) } : { type: "log", nticks: 5 };
+  return high - low > 2.5 ? { type: "log", dtick: Math.ceil((high - low) / 5) } : { type: "log", nticks: 5 };
 }
 
 // Steps as another axis: the value of `clock` (a series over steps) at each.

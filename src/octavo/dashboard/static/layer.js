@@ -5,7 +5,7 @@ import { chart, colour, line, logAxis, ROLES } from "octavo/charts.js";
 import { moment, number, share, shown as valueOf, STATS, statOf, words } from "octavo/format.js";
 import { get, link } from "octavo/place.js";
 import { ask, seriesOf } from "octavo/source.js";
-import { precision } from "octavo/plan.js";
+import { kernels, precision } from "octavo/plan.js";
 
 const asked = (run, layer, stat) => ["series", [["run", run], ["layer", layer], ["stat", stat], ["points", 600]]];
 export const layerAsks = (run) => (get("layer") ? [["histograms", [["run", run], ["layer", get("layer")]]], ["events", [["run", run]]],
@@ -14,9 +14,10 @@ export const layerAsks = (run) => (get("layer") ? [["histograms", [["run", run],
 export function layerView() {
   const top = h("div", {});
   const histograms = h("div", { class: "grid three" });
+  const untaken = h("p", { class: "quiet", hidden: true }, "No histogram of exponents was taken of this layer.");
   const decisions = h("section", {});
   const series = h("div", { class: "grid three" });
-  const element = h("div", {}, top, histograms, decisions, h("h2", {}, "Over time"), series);
+  const element = h("div", {}, top, histograms, untaken, decisions, h("h2", {}, "Over time"), series);
   const made = new Map();
   let run = null;
   let layer = "";
@@ -49,7 +50,7 @@ export function layerView() {
         ["kind", plan && `${plan.kind} ${plan.shape.join(" × ")}`],
         ["recipe", plan?.recipe],
         ["fprop / dgrad / wgrad", plan && precision(plan.precision)],
-        ["kernels", plan?.kernels],
+        ["kernels", plan && kernels(plan.kernels)],
         ["predicted gain", plan?.gain && `${number(plan.gain, 3)} times BF16`],
         ["reason", plan?.reason],
         ...Object.entries(measured?.roles ?? {}).map(([role, { operand }]) => [words(role), operand]),
@@ -71,6 +72,10 @@ export function layerView() {
     histograms.hidden = !isMeasured();
     if (!isMeasured()) return;
     const found = await ask("histograms", [["run", run.id], ["layer", layer]]);
+    const isAny = Object.values(found).some((held) => held);
+    histograms.hidden = !isAny;
+    untaken.hidden = isAny;
+    if (!isAny) return;
     for (const role of Object.keys(found)) chartOf(`histogram ${role}`, histograms, `${words(role)}: exponents`, { height: 230 });
     await Promise.all(Object.entries(found).map(([role, held]) => drawHistogram(role, held)));
   }

@@ -8,6 +8,12 @@ export function precision(text) {
   return h("span", { class: "precision" }, text.split(" / ").map((each) => h("span", { class: `tag ${each}` }, each)));
 }
 
+// One name where the three products have the same kernel.
+export function kernels(text) {
+  const names = [...new Set(text.split(" / "))];
+  return names.length > 1 ? text : names[0].replace(/^-$/, "–");
+}
+
 export function planView() {
   const summary = h("section", {});
   const controls = h("div", { class: "controls" });
@@ -52,7 +58,7 @@ export function planView() {
     const chosen = plan.layers.filter((layer) => (matches(layer.name) || matches(layer.reason ?? "")) && !(get("kept") === "1" && isFp8(layer)));
     body.replaceChildren(table("Layers of the plan", [["layer", ""], ["kind", ""], ["shape", "number"], ["recipe", ""], ["fprop / dgrad / wgrad", ""], ["kernels", ""], ["gain", "number"], ["weight", ""], ["reason", ""]],
       chosen.map((layer) => [h("a", { href: link("layer", { run: run.id, layer: layer.name }) }, layer.name), layer.kind, layer.shape.join(" × "), layer.recipe, precision(layer.precision),
-        layer.kernels, layer.gain ? number(layer.gain, 3) : "–", layer.weight === "fp8" ? "FP8" : "as it is", layer.reason || ""]), { empty: "No layer is like that." }));
+        kernels(layer.kernels), layer.gain ? number(layer.gain, 3) : "–", layer.weight === "fp8" ? "FP8" : "as it is", layer.reason || ""]), { empty: "No layer is like that." }));
   }
 
   return { element, refresh };

@@ -148,7 +148,7 @@ def write(values: Tensor, codes: Tensor, scale: Tensor | None, storage: Storage,
     if storage.root:
         values = codec.root(values)
     if scale is not None:
-        amax = values.abs().amax(dim=1, keepdim=True)
+        amax = codec.largest(values)
         if storage.scaling == "tensor":
             amax = F.pad(amax, (0, 0, 0, 1)).amax().reshape(1, 1)  # a row of zeros, where there are no others
         code = codec.scale_code(amax, storage.float)
@@ -181,9 +181,10 @@ def write_weight(weight: Tensor, slot: Slot, layout: Layout, random: Tensor | No
     if layout.master is not None:
         assert slot.master is not None
         write(weight, slot.master, slot.master_scale, layout.master, random)
-        weight, random = read(slot.master, slot.master_scale, layout.master), None
+        stored = read(slot.master, slot.master_scale, layout.master)
+        weight, random = torch.where(weight.isnan(), weight, stored), None  # no code is read as NaN
     if slot.weight_scale is not None:
-        amax = codec.from_groups(weight, *slot.weight.shape).abs().amax(dim=1, keepdim=True)
+        amax = codec.largest(codec.from_groups(weight, *slot.weight.shape))
         exponent = codec.scale_code(amax, E4M3)
         slot.weight_scale.copy_(codec.scale_of(exponent))
         weight = weight * codec.inverse_of(exponent).repeat_interleave(_across(slot), 0)
@@ -201,7 +202,7 @@ _ROUNDED = {torch.bfloat16: "bf16", torch.float16: "fp16", E4M3.dtype: "e4m3"}
 def _write_split(weight: Tensor, slot: Slot, layout: Layout, random: Tensor | None) -> None:
     assert layout.split is not None and slot.master is not None
     fmt, dropped = layout.split
-    bits = (weight * fmt.shift).view(torch.int32)
+    bits = codec.bits_of(weight, fmt)
     high, low = codec.split(bits & 0x7FFFFFFF, layout.remainder_bits, dropped, random)
     _store(high | ((bits >> 31 & 1) << (fmt.bits - 1)), slot.weight)
     slot.master.copy_(codec.from_groups(low, *slot.master.shape))

@@ -28,12 +28,23 @@ def encode(x: Tensor, fmt: Float, random: Tensor | None = None, never_zero: bool
             ties to even.
         never_zero: a positive normal value has at least the code 1.
     """
-    bits = (x * fmt.shift).view(torch.int32)
+    bits = bits_of(x, fmt)
     code = round_off(bits & 0x7FFFFFFF, fmt.dropped, random)
     if never_zero:
         code = torch.maximum(code, (x.view(torch.int32) >> fmt.dropped).clamp(max=1))
     sign_at = fmt.bits - 1
     return code & ((1 << sign_at) - 1) | (bits >> 31 & 1) << sign_at if fmt.signed else code
+
+
+def bits_of(x: Tensor, fmt: Float) -> Tensor:
+    """Return FP32 values as int32 that has a format's codes in its first bits; NaN, where it has one, as all ones."""
+    bits = (x * fmt.shift).view(torch.int32)
+    return torch.where(x.isnan(), ((1 << (fmt.bits - 1)) - 1) << fmt.dropped, bits) if fmt.signed else bits
+
+
+def largest(x: Tensor) -> Tensor:
+    """Return the largest magnitude of each row, (R, 1); NaN does not count."""
+    return torch.where(x.isnan(), 0.0, x.abs()).amax(dim=1, keepdim=True)
 
 
 def decode(code: Tensor, fmt: Float) -> Tensor:
@@ -104,6 +115,6 @@ def root(x: Tensor) -> Tensor:
 
 
 def quotient(x: Tensor, by: Tensor) -> Tensor:
-    """Return x / by, correctly rounded, by no less than TINY; 0 where x is below it, NaN where the quotient overflows."""
+    """Return x / by, correctly rounded, by no less than TINY; 0 where x is below it, NaN where that overflows."""
     quotient = x / by.clamp(min=TINY)
     return torch.where(x.abs() < TINY, 0.0, torch.where(quotient.isinf(), torch.nan, quotient))

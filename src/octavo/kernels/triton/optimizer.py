@@ -33,6 +33,7 @@ from octavo.kernels.triton.quads import largest, load, load_bytes, quads_at, sto
 from octavo.kernels.triton.storage import (
     as_bits,
     as_float,
+    bits_of,
     decode,
     encode,
     inverse_of,
@@ -558,7 +559,7 @@ def _write(
                 x = decode(x, S)
             if S[5] != 0:
                 x = x * by
-            stored += (x,)
+            stored += (tl.where(values[i] == values[i], x, values[i]),)  # no code is read as NaN
         store(codes, address, at, S[2] // 8, WHOLE)
     return stored
 
@@ -605,7 +606,7 @@ def _write_weight(
             if REMAINDER == 0:
                 codes += (encode(values[i], W, random[i], ROUNDS),)
             else:
-                bits = round_up(as_bits(values[i] * W[1]), DROPPED, random[i], ROUNDS)
+                bits = round_up(bits_of(values[i], W), DROPPED, random[i], ROUNDS)
                 codes += (top_of(bits + (1 << (W[0] - 1)), W),)
                 low += (bits << (32 - REMAINDER - DROPPED),)
         store(codes, tensors[WEIGHT], at, W[2] // 8, WHOLE)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from octavo.kernels.triton.codes import INTERPRETED
 from octavo.kernels.triton.storage import as_bits
 
 
@@ -83,11 +84,17 @@ def store(values, address, at, BYTES: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def largest(values):
-    """The bits of the largest magnitude of each group, int32 (TILE)."""
-    quad = tl.maximum(
-        tl.maximum(tl.abs(values[0]), tl.abs(values[1])), tl.maximum(tl.abs(values[2]), tl.abs(values[3]))
-    )
-    return tl.max(as_bits(quad), axis=1)
+    """The bits of the largest magnitude of each group, int32 (TILE); NaN does not count beside others."""
+    a, b, c, d = _magnitude(values[0]), _magnitude(values[1]), _magnitude(values[2]), _magnitude(values[3])
+    return tl.max(as_bits(tl.maximum(tl.maximum(a, b), tl.maximum(c, d))), axis=1)
+
+
+@triton.jit
+def _magnitude(x):
+    magnitude = tl.abs(x)
+    if INTERPRETED:  # whose maximum of NaN and a number is NaN
+        magnitude = tl.where(x == x, magnitude, 0.0)
+    return magnitude
 
 
 @triton.jit

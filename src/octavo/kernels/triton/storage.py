@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.storage import FP32, Storage
+from octavo.kernels.triton.codes import INTERPRETED
 
 NONE: tl.constexpr = tl.constexpr(0)
 TENSOR: tl.constexpr = tl.constexpr(1)
@@ -80,9 +81,25 @@ def round_up(bits, DROPPED: tl.constexpr, random, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
+def bits_of(x, FORMAT: tl.constexpr):
+    """FP32 values with the format's codes in their first bits; NaN, where it has one, as all ones.
+
+    A GPU's NaN is 0x7FFFFFFF, which a rounding would carry into the sign.
+    """
+    bits = as_bits(x * FORMAT[1])
+    if FORMAT[4]:
+        NAN: tl.constexpr = ((1 << (FORMAT[2] - 1)) - 1) << FORMAT[0]
+        if INTERPRETED:
+            bits = tl.where(x == x, bits, NAN)
+        else:
+            bits = tl.minimum(bits, NAN)
+    return bits
+
+
+@triton.jit
 def encode(x, FORMAT: tl.constexpr, random, STOCHASTIC: tl.constexpr):
     """Codes of FP32 values within the format's range."""
-    bits = round_up(as_bits(x * FORMAT[1]), FORMAT[0], random, STOCHASTIC)
+    bits = round_up(bits_of(x, FORMAT), FORMAT[0], random, STOCHASTIC)
     if not FORMAT[4]:
         bits = tl.maximum(bits, tl.minimum(as_bits(x), 1 << FORMAT[0]))  # a positive value has at least the code 1
     return top_of(bits, FORMAT)

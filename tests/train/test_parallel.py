@@ -1,0 +1,193 @@
+"""Runs of two ranks, as torchrun starts them, against one process; and what becomes of a rank that fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo import strict
+from octavo.distributed import REDUCTIONS
+from octavo.errors import CheckpointError, ConfigError
+from octavo.train import checkpoint, train
+from octavo.train.config import ParallelConfig, RunConfig, assemble, load_preset
+from octavo.train.files import read_metrics
+from octavo.train.parallel import ALONE, Launch, Ranks, ranks_of
+
+HERE = Path(__file__).parent
+ERROR = 1e-4
+"""Of a loss against that of one process, relative. FP32 sums in another order give 2e-6 of it, and where one decides
+how a value is rounded to FP8, 1e-5. A rank whose gradients are left out gives 4e-3."""
+
+Configure = Callable[..., RunConfig]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A job of two ranks that has ended."""
+
+    code: int
+    seconds: float
+    out: str
+    errors: str
+
+    def lines(self, *, of: str = "octavo: error:") -> list[str]:
+        return [line for line in self.errors.splitlines() if line.startswith(of)]
+
+
+def two_ranks(fault: str, rank: int, step: int, config: RunConfig, *, restarts: int = 0) -> Ended:
+    """Run `octavo train` in two ranks, of which one fails at a step; see faults.py."""
+    file = config.run.out.with_suffix(".json")
+    file.write_text(json.dumps(strict.to_dict(config)))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    program = [str(HERE / "faults.py"), fault, str(rank), str(step), "train", str(file), "--json"]
+    known = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1] / "src")}
+    started = time.monotonic()
+    done = subprocess.run(
+        [*launcher, "--max-restarts", str(restarts), *program], env=known, capture_output=True, text=True, timeout=100
+    )
+    return Ended(done.returncode, time.monotonic() - started, done.stdout, done.stderr)
+
+
+@pytest.fixture(scope="module")
+def make(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Configure:
+    """Return a run of 6 steps with a checkpoint after every second one, in a directory of that name."""
+    root = tmp_path_factory.mktemp("runs")
+
+    def configure(name: str, **sections: dict[str, Any]) -> RunConfig:
+        base = {
+            "data": {"source": str(corpus), "cache": str(root / "cache")},
+            "run": {"steps": 6, "log_every": 1, "checkpoint_every": 2, "keep": 9, "twin": False, "device": "cpu"},
+            "parallel": {"gather": "stored"},
+        }
+        out = {"run": {"out": str(root / name)}}
+        return assemble(load_preset("tiny", cuda=False), ("test", base), ("out", out), ("case", sections))
+
+    return configure
+
+
+@pytest.fixture(scope="module")
+def two(make: Configure) -> tuple[RunConfig, Ended]:
+    """A run of two ranks, of which one is killed in step 5, and which torchrun then starts again."""
+    config = make("two")
+    return config, two_ranks("kill", 1, 5, config, restarts=1)
+
+
+def losses(config: RunConfig) -> list[float]:
+    lines = read_metrics(config.run.out / "metrics.jsonl")
+    return [line.get("loss_fp8", line.get("heldout_loss_fp8")) for line in lines]
+
+
+def test_after_the_death_of_a_rank_the_others_name_it_and_the_run_goes_on(two: tuple[RunConfig, Ended]) -> None:
+    ended = two[1]
+    assert ended.code == 0, ended.errors
+    assert len(ended.lines()) == 1
+    assert re.fullmatch(r"octavo: error: rank 1 of 2 is gone: .*, for \d+ s, at step 5\.", ended.lines()[0])
+    assert "resumed after step 4" in ended.errors
+
+
+def test_the_losses_are_those_of_one_process_that_takes_as_large_parts(
+    two: tuple[RunConfig, Ended], make: Configure
+) -> None:
+    config, ended = two
+    alone = make("one", run={"accumulate": 2})
+    summary = train(alone)
+    assert len(losses(config)) == 6 + 1
+    assert losses(config) == pytest.approx(losses(alone), rel=ERROR)
+    told = json.loads(ended.out)  # by one rank, once
+    assert told == json.loads((config.run.out / "summary.json").read_text())
+    assert told["tokens"] == summary["tokens"]
+    assert told["device"] == f"2 x {summary['device']}"
+    assert told["optimizer_bytes_per_parameter"] == summary["optimizer_bytes_per_parameter"]
+    heldout = [json.loads((c.run.out / "heldout.json").read_text())["fp8"] for c in (config, alone)]
+    assert heldout[0] == pytest.approx(heldout[1], rel=ERROR)
+    sharding = json.loads((config.run.out / "sharding.json").read_text())
+    assert sharding["ranks"] == 2
+    assert "e4m3 row" in {parameter["sent"] for parameter in sharding["parameters"]}
+
+
+def copied(two: tuple[RunConfig, Ended], make: Configure, name: str, *, step: int, **sections: Any) -> RunConfig:
+    """Return a run whose directory is that of the two ranks after a step."""
+    config = make(name, **sections)
+    shutil.copytree(two[0].run.out, config.run.out)
+    for path in checkpoint.find(config.run.out / "checkpoints"):
+        if path.name > f"step-{step:06d}":
+            shutil.rmtree(path)
+    return config
+
+
+def test_one_process_goes_on_from_a_checkpoint_of_two_ranks(two: tuple[RunConfig, Ended], make: Configure) -> None:
+    config = copied(two, make, "to-one", step=4, run={"accumulate": 2})
+    summary = train(config, resume=True)
+    assert losses(config)[:4] == losses(two[0])[:4]
+    assert losses(config) == pytest.approx(losses(two[0]), rel=ERROR)
+    assert summary["heldout_loss_fp8"] == pytest.approx(json.loads(two[1].out)["heldout_loss_fp8"], rel=ERROR)
+
+
+@pytest.mark.parametrize("damaged", ["sharded/__1_0.distcp", "fp8.rank-1.safetensors"])
+def test_a_damaged_part_of_any_rank_is_noticed(two: tuple[RunConfig, Ended], make: Configure, damaged: str) -> None:
+    config = copied(two, make, damaged.replace("/", "-"), step=6)
+    file = config.run.out / "checkpoints/step-000006" / damaged
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=rf"{re.escape(damaged)}: truncated.*resume from step-000004"):
+        train(config, resume=True)
+
+
+def test_a_rank_that_hangs_is_named_with_what_it_does(make: Configure) -> None:
+    ended = two_ranks("hang", 1, 3, make("hung", parallel={"timeout": 2}))
+    assert ended.code != 0
+    assert ended.seconds < 60  # it would hang for 100
+    assert len(ended.lines()) == 1
+    assert re.match(r"octavo: error: rank 1 of 2 is missing: .*, for \d+ s, at step 3\.", ended.lines()[0])
+    assert "rank 1 of 2, at step 3, is here:" in ended.errors
+    assert "in hang" in ended.errors
+
+
+def test_ranks_split_batches_and_cover_those_they_cannot_split() -> None:
+    ranks = [Ranks(launch=Launch(rank, 3)) for rank in range(3)]
+    assert [r.own_rows(6) for r in ranks] == [[0, 1], [2, 3], [4, 5]]
+    assert [r.own_rows(4) for r in ranks] == [[0, 1], [2, 3], [0, 1]]
+    assert ALONE.own_rows(3) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("sections", "ranks", "message"),
+    [
+        ({"parallel": {"shard": 4}}, 2, r"shard = 4 want 4 ranks, and 2 were started.*torchrun --nproc-per-node 4"),
+        ({"parallel": {"shard": 2}}, 1, r"want 2 ranks, and 1 was started"),
+        ({"parallel": {"data": 3}}, 4, r"data = 3, shard = all others want 3 ranks, and 4 were started"),
+        ({"run": {"batch": 6}}, 4, r"run.batch: 6 sequences cannot be split evenly over 4 ranks.*multiple of 4"),
+        ({"run": {"bf16_first_steps": 1}}, 2, r"bf16_first_steps"),
+        ({"run": {"device": "cuda:1"}}, 2, r"run.device: 'cuda:1' is one device, and there are 2 ranks"),
+        ({"parallel": {"data": 2, "reduce": "bf16"}}, 2, r"parallel.reduce: 'bf16' .* each has a whole one"),
+        ({"parallel": {"data": 2, "reduce": "two-level"}}, 4, r"'two-level' is over all ranks"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_started(
+    make: Configure, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], ranks: int, message: str
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    with pytest.raises(ConfigError, match=message), ranks_of(make("refused", **sections)):
+        pass
+
+
+@pytest.mark.parametrize("key", ["tensor", "pipeline"])
+def test_what_is_not_there_yet_says_so(make: Configure, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"parallel.{key}: 2: .* yet. Leave it at 1"):
+        make("refused", parallel={key: 2})
+
+
+def test_every_reduction_can_be_named() -> None:
+    assert typing.get_args(typing.get_type_hints(ParallelConfig)["reduce"]) == REDUCTIONS
