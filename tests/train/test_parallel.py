@@ -26,9 +26,10 @@ from octavo.train.files import read_metrics
 from octavo.train.parallel import ALONE, Launch, Ranks, ranks_of
 
 HERE = Path(__file__).parent
-ERROR = 1e-4
-"""Of a loss against that of one process, relative. FP32 sums in another order give 2e-6 of it, and where one decides
-how a value is rounded to FP8, 1e-5. A rank whose gradients are left out gives 4e-3."""
+ERROR = 3e-5
+"""Of a loss against that of one process, relative. Norms are summed in another order, which decides now and then how a
+value is rounded to FP8: 1e-5. Where both ranks take the same sequences it is 3e-3; where the states of one layer are
+lost on resuming, 1e-4."""
 
 Configure = Callable[..., RunConfig]
 
