@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from octavo.dashboard.packing import ALIGNMENT
 from octavo.monitor.store import synthetic_run
 
 Unpacked = tuple[dict[str, Any], dict[str, np.ndarray]]
-Serve = Callable[[Path], AbstractContextManager[str]]
+Serve = Callable[[Path], str]
 
 
 @pytest.fixture(scope="session")
@@ -29,9 +29,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="session")
-def serve() -> Serve:
-    """Return what serves a folder in a thread, and gives the address."""
+@pytest.fixture(scope="module")
+def serve() -> Iterator[Serve]:
+    """Return what serves a folder until the module's tests end, and gives the address.
+
+    No server ends before the pages that ask it: a page that nobody answers complains, and its test would fail.
+    """
     uvicorn = pytest.importorskip("uvicorn")
     pytest.importorskip("starlette")
     pytest.importorskip("plotly")
@@ -54,7 +57,8 @@ def serve() -> Serve:
                 server.should_exit = True
                 thread.join(10)
 
-    return served
+    with ExitStack() as servers:
+        yield lambda root: servers.enter_context(served(root))
 
 
 @pytest.fixture(scope="session")

@@ -50,9 +50,8 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def address(folder: Path, serve: Any) -> Iterator[str]:
-    with serve(folder) as found:
-        yield found
+def address(folder: Path, serve: Any) -> str:
+    return str(serve(folder))
 
 
 @pytest.fixture
@@ -191,19 +190,19 @@ def test_a_row_of_the_map_opens_its_layer(address: str, visit: Open) -> None:
 
 def test_a_live_run_is_followed(tmp_path: Path, serve: Any, visit: Open) -> None:
     run = synthetic_run(tmp_path / "live", layers=7, steps=60, spike_at=0, finished=False, start=time.time() - 6)
-    with serve(tmp_path) as address:
-        page = visit(f"{address}/#/overview?run=live")
-        assert "training · step 60" in page.inner_text("#state")
-        snapshot = np.zeros((21, len(STATS)), dtype=np.float32)
-        snapshot[5, STATS.index("nonfinite")] = 0.5
-        with run.batch():
-            for step in range(61, 91):
-                run.write_step(step, {"loss_fp8": 1.0, "loss_bf16": 1.0, "gap_percent": 0.0}, snapshot)
-        holds(page, "document.querySelector('#state').innerText.includes('step 90')")
-        assert "not finite" in page.inner_text("#verdict")
-        assert page.evaluate("document.querySelector('.plot').data[0].x.at(-1)") == 90
-        run.close()
-        holds(page, "document.querySelector('#state').innerText.includes('finished')")
+    address = serve(tmp_path)
+    page = visit(f"{address}/#/overview?run=live")
+    assert "training · step 60" in page.inner_text("#state")
+    snapshot = np.zeros((21, len(STATS)), dtype=np.float32)
+    snapshot[5, STATS.index("nonfinite")] = 0.5
+    with run.batch():
+        for step in range(61, 91):
+            run.write_step(step, {"loss_fp8": 1.0, "loss_bf16": 1.0, "gap_percent": 0.0}, snapshot)
+    holds(page, "document.querySelector('#state').innerText.includes('step 90')")
+    assert "not finite" in page.inner_text("#verdict")
+    assert page.evaluate("document.querySelector('.plot').data[0].x.at(-1)") == 90
+    run.close()
+    holds(page, "document.querySelector('#state').innerText.includes('finished')")
 
 
 def test_a_run_of_200_layers_and_20000_steps_opens_in_two_seconds(
@@ -213,10 +212,10 @@ def test_a_run_of_200_layers_and_20000_steps_opens_in_two_seconds(
     synthetic_run(root / "small", layers=7, steps=60)
     synthetic_run(root / "large", layers=200, steps=20_000)
     try:
-        with serve(root) as address:
-            visit(f"{address}/#/plan?run=large")  # the browser and the disk are warm
-            for view in ("overview", "layers"):
-                assert any(opens_in(2.0, f"{address}/#/{view}?run=", visit) for _ in range(4))
+        address = serve(root)
+        visit(f"{address}/#/plan?run=large").close()  # the browser and the disk are warm
+        for view in ("overview", "layers"):
+            assert any(opens_in(2.0, f"{address}/#/{view}?run=", visit) for _ in range(4))
     finally:
         shutil.rmtree(root)
 
@@ -243,13 +242,13 @@ def test_what_a_run_says_is_never_read_as_html(tmp_path: Path, serve: Any, visit
     run.write_document("config", {"run": {"recipe": nasty, "steps": 60}, nasty: nasty})
     run.write_step(61, {nasty: 1.0})
     run.close("failed", nasty)
-    with serve(tmp_path) as address:
-        page = visit(f"{address}/#/overview?run=bad")
-        for view in ("overview", "events", "settings", "runs"):
-            follow(page, f"{address}/#/{view}?run=bad")
-            assert nasty in text(page) or view == "runs"
-            assert page.locator("img").count() == 0
-            assert page.title() != "taken"
+    address = serve(tmp_path)
+    page = visit(f"{address}/#/overview?run=bad")
+    for view in ("overview", "events", "settings", "runs"):
+        follow(page, f"{address}/#/{view}?run=bad")
+        assert nasty in text(page) or view == "runs"
+        assert page.locator("img").count() == 0
+        assert page.title() != "taken"
 
 
 def test_a_wrong_link_says_what_is_wrong(address: str, browser: Any) -> None:

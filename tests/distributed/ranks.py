@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -31,6 +32,13 @@ LAST_WORDS = 3000
 
 class RanksFailed(AssertionError):
     """What each rank that failed has to say."""
+
+
+def refusal(kinds: type[Exception] | tuple[type[Exception], ...], call: Callable[[], Any]) -> str:
+    """Return what a call says that must raise one of these."""
+    with pytest.raises(kinds) as error:
+        call()
+    return str(error.value)
 
 
 def run(function: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 120) -> list[Any]:

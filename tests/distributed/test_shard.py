@@ -179,7 +179,6 @@ def load_again(rank, count):
 
 def refusals():
     """Return what is said where a model cannot be sharded."""
-    said = []
     model = llama()
     attempts = [
         lambda: shard(model, reshard_after_forward=2),
@@ -188,12 +187,7 @@ def refusals():
         lambda: shard(model, blocks=[model.layers[0].feed_forward.w1]),
         lambda: (shard(model), shard(model)),
     ]
-    for attempt in attempts:
-        try:
-            attempt()
-        except (ConfigError, UnsupportedError) as error:
-            said.append(str(error))
-    return said
+    return [ranks.refusal((ConfigError, UnsupportedError), attempt) for attempt in attempts]
 
 
 def uneven(rank, count):

@@ -181,16 +181,10 @@ def refusals(mesh):
         lambda: parallelize_module(Linear(8, 7), mesh, ColumnParallel()),
         lambda: parallelize_module(nn.ModuleDict({"up": nn.ReLU()}), mesh, Parallel(["up"])),
     ]
-    said = []
-    for attempt in attempts:
-        with pytest.raises((ConfigError, UnsupportedError)) as caught:
-            attempt()
-        said.append(str(caught.value))
+    said = [ranks.refusal((ConfigError, UnsupportedError), attempt) for attempt in attempts]
     model = llama()
     tensor_parallel(model, mesh)
-    with pytest.raises(UnsupportedError) as caught:
-        model(torch.zeros(1, 15, dtype=torch.long))
-    return [*said, str(caught.value)]
+    return [*said, ranks.refusal(UnsupportedError, lambda: model(torch.zeros(1, 15, dtype=torch.long)))]
 
 
 def four_ranks(rank, count):

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from network import backward, model
 from torch import nn
 
 from octavo.errors import ConfigError, UnsupportedError
@@ -13,18 +14,6 @@ from octavo.tensor import FP8Tensor
 
 FP8 = {"gradients": "fp8", "keep": keep_none}
 OPTIMIZERS = [AdamW, Adam, Lion, Muon]
-
-
-def model(dtype=torch.float32):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(96, 160), nn.GELU(), nn.Linear(160, 96)).to(dtype)
-
-
-def backward(net, seed, scale=1.0):
-    x = torch.randn(32, 96, generator=torch.Generator().manual_seed(seed)).to(next(net.parameters()).dtype)
-    loss = (net(x) - x).float().square().mean() * scale
-    loss.backward()
-    return float(loss.detach())
 
 
 def rounded(gradient, one_scale=False):

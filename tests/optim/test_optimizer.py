@@ -6,25 +6,13 @@ import math
 
 import pytest
 import torch
+from network import backward, model
 from safetensors.torch import load, save
 from torch import nn
 
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.optim import TIERS, Adam, AdamW, Lion, bytes_per_parameter, flatten, keep_none, unflatten
 from octavo.tensor import FP8Tensor
-
-
-def model(dtype=torch.float32):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(96, 160), nn.GELU(), nn.Linear(160, 96)).to(dtype)
-
-
-def backward(net, seed, scale=1.0):
-    """Return the loss, its gradients made."""
-    x = torch.randn(32, 96, generator=torch.Generator().manual_seed(seed)).to(next(net.parameters()).dtype)
-    loss = (net(x) - x).float().square().mean() * scale
-    loss.backward()
-    return loss.detach()
 
 
 def train(net, optimizer, steps, first=0):

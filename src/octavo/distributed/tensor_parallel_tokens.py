@@ -15,6 +15,7 @@ B: batch, T: tokens, t: tokens of a rank, K and N: features. Ranks hold tokens i
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ from octavo.nn.handoff import offer, taken
 from octavo.nn.linear import compute_dtype
 from octavo.nn.weights import quantize_matrix
 from octavo.numerics import Quantized, dequantize
+
+Move = Callable[[Tensor, dist.ProcessGroup], Tensor]
+"""(tensor of this rank, the ranks) -> what this rank has of the result."""
 
 
 def gather_codes(x: Tensor, target: Target, group: dist.ProcessGroup) -> Tensor:
@@ -53,7 +57,7 @@ def gather_codes(x: Tensor, target: Target, group: dist.ProcessGroup) -> Tensor:
 
 def gather_values(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the tokens of all ranks (B, T, K) in the dtype that layers compute in, from those of each (B, t, K)."""
-    result: Tensor = _GatherValues.apply(x.to(compute_dtype(x)), group)  # type: ignore[no-untyped-call]
+    result: Tensor = _Moved.apply(x.to(compute_dtype(x)), group, _gather, _sum_and_scatter)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -63,7 +67,7 @@ def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     Raises:
         UnsupportedError: the ranks do not divide T.
     """
-    result: Tensor = _ScatterSum.apply(x, group)  # type: ignore[no-untyped-call]
+    result: Tensor = _Moved.apply(x, group, _sum_and_scatter, _gather)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -81,7 +85,7 @@ def copy_in(x: Tensor, target: Target | None, group: dist.ProcessGroup) -> Tenso
 
 def sum_out(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum over the ranks of x, whose gradient all ranks have."""
-    result: Tensor = _SumOut.apply(x, group)  # type: ignore[no-untyped-call]
+    result: Tensor = _Moved.apply(x, group, summed, _as_it_is)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -97,7 +101,7 @@ def own_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def all_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the tokens of all ranks, which compute the same of them: the gradient of each rank's own is its own."""
-    result: Tensor = _AllTokens.apply(x, group)  # type: ignore[no-untyped-call]
+    result: Tensor = _Moved.apply(x, group, _gather, own_tokens)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -143,40 +147,18 @@ class _GatherCodes(torch.autograd.Function):
         return dx, *(None,) * 5
 
 
-class _GatherValues(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gather(x, group)
+class _Moved(torch.autograd.Function):
+    """What one function makes of x; the gradient is what another makes of the gradient."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _sum_and_scatter(grads[0], ctx.group), None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _sum_and_scatter(x, group)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, there: Move, back: Move) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return there(x, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _gather(grads[0], ctx.group), None
-
-
-class _AllTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gather(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return own_tokens(grads[0], ctx.group), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(grads[0], ctx.group), None, None, None
 
 
 class _CopyIn(torch.autograd.Function):
@@ -191,22 +173,15 @@ class _CopyIn(torch.autograd.Function):
         return summed(grads[0].to(ctx.dtype), ctx.group).to(grads[0].dtype), None, None
 
 
-class _SumOut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return summed(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
-
-
 def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum over the ranks of x, in memory of its own."""
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
+
+
+def _as_it_is(x: Tensor, _: dist.ProcessGroup) -> Tensor:
+    return x
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:

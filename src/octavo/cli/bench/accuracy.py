@@ -48,10 +48,6 @@ def parity(
         Runs at a time; by default one a GPU.
     out
         Directory for the runs.
-    write
-        Directory of result files to write to, benchmarks/results in this repository.
-    json_output
-        Print the rows as JSON on stdout, the progress on stderr.
     """
     import torch
 
@@ -114,10 +110,6 @@ def stress(
         Recipes; all where it is not given.
     device
         cuda or cpu; auto takes the GPU where there is one.
-    write
-        Directory of result files to write to, benchmarks/results in this repository.
-    json_output
-        Print the rows as JSON on stdout, the progress on stderr.
     """
     from octavo.bench.stress import bench_stress
 
@@ -170,10 +162,6 @@ def portability(
         Held-out tokens, in place of those that the run was evaluated on.
     device
         cuda or cpu; auto takes the GPU where there is one.
-    write
-        Directory of result files to write to, benchmarks/results in this repository.
-    json_output
-        Print the rows as JSON on stdout, the progress on stderr.
     """
     from octavo.bench.portability import TOLERANCE, alarm, probe
 

@@ -13,8 +13,18 @@ from cyclopts import App, Parameter
 bench = App(name="bench", help="Measure speed and accuracy, and write the result files that the tables are made from.")
 
 Names = Annotated[tuple[str, ...], Parameter(negative=())]
-Write = Annotated[Path | None, Parameter(negative=())]
-Json = Annotated[bool, Parameter(name="--json", negative=())]
+Write = Annotated[
+    Path | None,
+    Parameter(
+        negative=(),
+        help="Directory of result files to write to, benchmarks/results in this repository. What the file of the day"
+        " says of other workloads stays.",
+    ),
+]
+Json = Annotated[
+    bool,
+    Parameter(name="--json", negative=(), help="Print the rows as JSON on stdout, the progress on stderr."),
+]
 
 
 def device_named(name: str) -> str:

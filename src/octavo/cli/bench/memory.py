@@ -35,10 +35,6 @@ def memory(
         Cases to measure; all where it is not given.
     largest
         Find the largest model of the workload's proportions that is predicted to fit this GPU, and train that instead.
-    write
-        Directory of result files to write to, benchmarks/results in this repository.
-    json_output
-        Print the rows as JSON on stdout, the progress on stderr.
     """
     from octavo.bench.memory import bench_memory
     from octavo.bench.workloads import WORKLOADS

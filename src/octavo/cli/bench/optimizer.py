@@ -47,10 +47,6 @@ def optimizer(
         Steps of each run of the ablation.
     seeds
         Seeds of the ablation, with commas between them.
-    write
-        Directory of result files to write to, benchmarks/results in this repository.
-    json_output
-        Print the rows as JSON on stdout, the progress on stderr.
     """
     from octavo.bench.ablation import run_ablation
     from octavo.bench.optimizer import bench_optimizer

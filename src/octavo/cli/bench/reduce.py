@@ -42,10 +42,6 @@ def reduce(
         Of the gradient, float32 or bfloat16.
     repeats
         Calls timed, after a warm-up; the median counts.
-    write
-        Directory of result files to write to, benchmarks/results in this repository.
-    json_output
-        Print the rows as JSON on stdout, the progress on stderr.
     """
     import torch
 

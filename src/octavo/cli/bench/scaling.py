@@ -35,10 +35,6 @@ def scaling(
         Assumptions in TOML, key by key; the rest stay as docs/explanation/scaling.md lists them.
     results
         Directory of the result files that rates of one GPU are taken from.
-    write
-        Directory of result files to write to, benchmarks/results in this repository.
-    json_output
-        Print the rows as JSON on stdout, the progress on stderr.
     """
     from octavo.bench.assumptions import load
     from octavo.bench.measured_rates import measured

@@ -69,11 +69,6 @@ def step(
         Steps timed, after a warm-up; the median counts.
     trace
         Directory for the longest kernels of each implementation, as JSON; on a GPU.
-    write
-        Directory of result files to write to, benchmarks/results in this repository. What the file of the day says of
-        other workloads stays.
-    json_output
-        Print the rows as JSON on stdout, the progress on stderr.
     """
     from octavo.bench.images import IMAGE_WORKLOADS, ImageWorkload
     from octavo.bench.step import bench_step
@@ -146,10 +141,6 @@ def gemm(
         cuda or cpu; auto takes the GPU where there is one.
     repeats
         Calls timed, after a warm-up; the median counts.
-    write
-        Directory of result files to write to, benchmarks/results in this repository.
-    json_output
-        Print the rows as JSON on stdout, the progress on stderr.
     """
     from octavo.bench.gemm import SHAPES, bench_gemm, parse_shape
 
@@ -197,10 +188,6 @@ def kernels(
         cuda or cpu; auto takes the GPU where there is one.
     repeats
         Calls timed, after a warm-up; the median counts.
-    write
-        Directory of result files to write to, benchmarks/results in this repository.
-    json_output
-        Print the rows as JSON on stdout, the progress on stderr.
     """
     from octavo.bench.kernels import CASES, bench_kernels
     from octavo.errors import ConfigError, did_you_mean

@@ -38,10 +38,6 @@ def telemetry(
         Steps of each kind in a round; their median counts.
     rounds
         Rounds of steps without telemetry and then with it; the median counts.
-    write
-        Directory of result files to write to, benchmarks/results in this repository.
-    json_output
-        Print the rows as JSON on stdout, the progress on stderr.
     """
     from octavo.bench.telemetry import SMALL, bench_telemetry
     from octavo.bench.workloads import WORKLOADS, Workload
