@@ -1,6 +1,6 @@
-"""`octavo` in a rank that fails: `faults.py FAULT RANK STEP train ...`, FAULT being kill, hang, raise or none.
+"""`octavo` in a rank that fails: `faults.py FAULT RANK STEP train ...`, FAULT being kill, hang, raise, nan or none.
 
-After torchrun has started the ranks again, nothing fails.
+A `nan` strikes what the rank has of a weight, once: the step that is made again is well. After torchrun has started the ranks again, nothing fails.
 """
 
 import os
@@ -8,29 +8,38 @@ import signal
 import sys
 import time
 
+import torch
+
 from octavo.cli.main import main
+from octavo.tensor import local
 from octavo.train.lane import Lane
 
 
-def kill():
+def kill(_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def hang():
+def hang(_):
     time.sleep(100)
 
 
-def error():
+def error(_):
     raise RuntimeError("a page of memory went missing")
 
 
-FAULTS = {"kill": kill, "hang": hang, "raise": error, "none": None}
+def nan(lane, struck=[]):  # noqa: B006
+    if not struck:
+        struck.append(lane)
+        local(lane.parameters["norm.weight"].data).fill_(torch.nan)
+
+
+FAULTS = {"kill": kill, "hang": hang, "raise": error, "nan": nan, "none": None}
 
 
 def failing(fault, rank, at):
     def step(self, *args, step, **kwargs):
         if os.environ["RANK"] == rank and step == at and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            fault()
+            fault(self)
         return whole(self, *args, step=step, **kwargs)
 
     whole = Lane.step

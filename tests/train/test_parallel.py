@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from octavo import strict
 from octavo.distributed import REDUCTIONS
 from octavo.errors import CheckpointError, ConfigError
+from octavo.monitor.store import ROLES, STATS, RunReader
 from octavo.train import checkpoint, train
 from octavo.train.config import ParallelConfig, RunConfig, assemble, load_preset
 from octavo.train.files import read_metrics
@@ -70,7 +72,7 @@ def make(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Configure:
         base = {
             "data": {"source": str(corpus), "cache": str(root / "cache")},
             "run": {"steps": 6, "log_every": 1, "checkpoint_every": 2, "keep": 9, "twin": False, "device": "cpu"},
-            "parallel": {"gather": "stored"},
+            "parallel": {"gather": "stored", "embedding": "rows"},
         }
         out = {"run": {"out": str(root / name)}}
         return assemble(load_preset("tiny", cuda=False), ("test", base), ("out", out), ("case", sections))
@@ -192,3 +194,23 @@ def test_what_is_not_there_yet_says_so(make: Configure, key: str) -> None:
 
 def test_every_reduction_can_be_named() -> None:
     assert typing.get_args(typing.get_type_hints(ParallelConfig)["reduce"]) == REDUCTIONS
+
+
+def test_all_ranks_measure_tensors_and_the_first_writes_them(two: tuple[RunConfig, Ended]) -> None:
+    run = RunReader(two[0].run.out)
+    assert (run.env["world_size"], run.env["mesh"]) == (2, {"data": 1, "shard": 2})
+    assert run.snapshot_steps().tolist() == [1, 2, 3, 4, 5, 6]
+    _, values = run.snapshot()
+    measured = {role: values[[row.role == role for row in run.tensors]] for role in ROLES}
+    assert all(np.isfinite(found[:, STATS.index("amax")]).all() for found in measured.values())
+    assert all(len(found) == len(measured["input"]) > 6 for found in measured.values())
+    assert np.isfinite(measured["input"][:, STATS.index("flushed")]).all()
+
+
+def test_guardrails_take_all_ranks_back(two: tuple[RunConfig, Ended], make: Configure) -> None:
+    config = make("struck", guard={"mode": "act", "shadow_every": 0})
+    struck = two_ranks("nan", 1, 4, config)
+    assert struck.code == 0, struck.errors
+    assert losses(config) == losses(two[0])
+    assert struck.errors.count("back to step 0") == 1  # the first rank alone says it
+    assert len(re.findall(r"\[transient\] nonfinite.* did not come back", struck.errors)) == 1

@@ -20,7 +20,18 @@ from rich.table import Table
 
 from octavo import __version__
 from octavo.train.closing import closing_block
-from octavo.train.events import Evaluated, Event, Finished, Logged, Preparing, Saved, Started, Switched, gap_percent
+from octavo.train.events import (
+    Evaluated,
+    Event,
+    Finished,
+    Logged,
+    Noted,
+    Preparing,
+    Saved,
+    Started,
+    Switched,
+    gap_percent,
+)
 
 _ROWS = 12
 _TITLES = {"fp8": "loss FP8", "bf16": "loss BF16"}
@@ -54,6 +65,10 @@ class ConsoleReporter:
             case Evaluated():
                 losses = "  ".join(f"{lane.upper()} {loss:.4f}" for lane, loss in event.loss.items())
                 self._say(f"step {event.step}: held-out loss  {losses}")
+            case Noted() if event.note.level != "info" or event.note.action:
+                note = event.note
+                action = f" -> {note.action}" if note.action else ""
+                self._say(f"step {note.step}: {f'[{note.cause}] ' if note.cause else ''}{note.text}{action}")
             case Saved():
                 self._say(f"step {event.step}: checkpoint {event.path}")
             case Finished():

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.guard.guard import Note
 from octavo.train.config import RunConfig
 
 
@@ -89,6 +90,20 @@ class TensorsMeasured:
     """The step that they were measured in."""
     values: NDArray[np.float32]
     """(tensors, statistics), the columns those of `octavo.monitor.store.STATS`."""
+    histograms: NDArray[np.float32] | None = None
+    """(tensors, bins), as `octavo.nn.telemetry.Telemetry` has them, of a step that has any."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorsChanged:
+    """The tensors that are measured are others from here on: layers changed their recipe."""
+
+    step: int
+    """Steps made."""
+    rows: Sequence[tuple[Any, ...]]
+    """As `Started.tensors`."""
+    plan: Any
+    """The conversion carried out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +118,24 @@ class Switched:
     def record(self) -> dict[str, Any]:
         """Return the change as `metrics.jsonl` holds it."""
         return {"step": self.step, "precision_fp8": self.precision}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Noted:
+    """Guardrails saw, decided or did something."""
+
+    note: Note
+    """What, and why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolledBack:
+    """The run went back: steps that were made do not count, and are made again."""
+
+    step: int
+    """Steps that had been made."""
+    to: int
+    """Steps that still count."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +175,19 @@ class Finished:
     """Where the run is stored."""
 
 
-Event = Preparing | Started | Logged | TensorsMeasured | Switched | Evaluated | Saved | Finished
+Event = (
+    Preparing
+    | Started
+    | Logged
+    | TensorsMeasured
+    | TensorsChanged
+    | Switched
+    | Noted
+    | RolledBack
+    | Evaluated
+    | Saved
+    | Finished
+)
 
 
 class Reporter(Protocol):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import RunError
-from octavo.train.events import Evaluated, Event, Logged, Switched
+from octavo.train.events import Evaluated, Event, Logged, RolledBack, Switched
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -47,14 +47,19 @@ class MetricsFile:
     def __init__(self, path: Path, *, keep_until: int) -> None:
         """Open `path`, keeping the lines up to step `keep_until`: a resumed run writes the others again."""
         self._path = path
-        kept = [line for line in read_metrics(path) if line["step"] <= keep_until]
-        guarded(path, lambda: path.write_text("".join(map(_line, kept)), encoding="utf-8"))
+        self._cut(keep_until)
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def report(self, event: Event) -> None:
         """Write the event, if it is one that measures."""
         if isinstance(event, Logged | Switched | Evaluated):
             guarded(self._path, lambda: self._file.write(_line(event.record())))
+        elif isinstance(event, RolledBack):
+            self._cut(event.to)
+
+    def _cut(self, keep_until: int) -> None:
+        kept = [line for line in read_metrics(self._path) if line["step"] <= keep_until]
+        guarded(self._path, lambda: self._path.write_text("".join(map(_line, kept)), encoding="utf-8"))
 
     def close(self) -> None:
         """Close the file."""

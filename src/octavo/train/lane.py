@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import RunError
+from octavo.guard.diagnosis import Probe
 from octavo.kernels.dispatch import is_plain
 from octavo.optim import AdamW, Lion, Muon, Optimizer, keep_small
 from octavo.tensor import local
@@ -90,6 +91,28 @@ class Lane:
         norm = self.optimizer.grad_norm if norm is None else whole(norm)  # type: ignore[attr-defined]
         self._note(step, loss, norm)
         return Measured(loss, norm)
+
+    def probe(self, inputs_BT: Tensor, targets_BT: Tensor, accumulate: int = 1, *, backward: bool = True) -> Probe:
+        """Return loss and gradient norm of a batch, 0 without `backward`; nothing changes. Waits for the device."""
+        loss = torch.zeros((), device=self.device)
+        with self._accumulating(accumulate), torch.set_grad_enabled(backward):
+            for inputs, targets in _parts(inputs_BT, targets_BT, accumulate):
+                part = self.loss(inputs, targets) / accumulate
+                if backward:
+                    part.backward()
+                loss += part.detach().float()
+        norm = nn.utils.get_total_norm([gradient for gradient in self._gradients() if gradient is not None])
+        self.optimizer.zero_grad(set_to_none=True)
+        return Probe(float(self.ranks.mean(loss)), float(whole(norm)))
+
+    def _gradients(self) -> list[Tensor | None]:
+        if isinstance(self.optimizer, Optimizer):
+            return [self.optimizer.gradient(parameter) for parameter in self._trained]
+        return [parameter.grad for parameter in self._trained]
+
+    def forget_faults(self) -> None:
+        """Forget what `check` would stop the run for: the run went back to before it."""
+        self._broken_at.fill_(-1)
 
     def _accumulating(self, parts: int) -> AbstractContextManager[None]:
         if parts > 1 and isinstance(self.optimizer, Optimizer):

@@ -11,11 +11,25 @@ from typing import Any
 import torch
 
 from octavo import strict
+from octavo.guard.guard import Note
 from octavo.monitor.environment import environment
 from octavo.monitor.recorder import Recorder
 from octavo.monitor.store.writer import outcome_of
 from octavo.train.config import RunConfig
-from octavo.train.events import Evaluated, Event, Finished, Logged, Saved, Started, Switched, TensorsMeasured
+from octavo.train.events import (
+    Evaluated,
+    Event,
+    Finished,
+    Logged,
+    Noted,
+    RolledBack,
+    Saved,
+    Started,
+    Switched,
+    TensorsChanged,
+    TensorsMeasured,
+)
+from octavo.train.parallel import Launch
 
 
 class StoreReporter:
@@ -49,12 +63,19 @@ class StoreReporter:
                 self._recorder.step(event.step, _numbers(event.record()))
                 self._note_overflows(event)
             case TensorsMeasured():
-                self._recorder.step(event.step, None, event.values)
+                self._recorder.step(event.step, None, event.values, event.histograms)
+            case TensorsChanged():
+                self._recorder.document("plan", json.loads(event.plan.to_json()), step=event.step)
+                self._recorder.tensors(event.rows)
             case Evaluated():
                 self._recorder.step(event.step, _numbers(event.record()))
             case Switched():
                 text = f"the FP8 model computes in {event.precision.upper()} from here on"
                 self._recorder.event(event.step, "precision", text, action=event.precision)
+            case Noted():
+                self._note(event.note)
+            case RolledBack():
+                self._recorder.go_back(event.to)
             case Saved():
                 self._recorder.event(event.step, "checkpoint", f"checkpoint {event.path.name}")
             case Finished():
@@ -68,13 +89,22 @@ class StoreReporter:
         self._recorder.close(*(outcome_of(error) if error or self._has_finished else ("interrupted", "")))
 
     def _start(self, event: Started) -> None:
-        about = {"device": event.device, "lanes": event.lanes, "parameters": event.parameters}
+        about = {"device": event.device, "lanes": event.lanes, "parameters": event.parameters, **_mesh(event.config)}
         self._recorder.document("env", {**environment(self._device), **about}, step=event.first_step)
         self._recorder.document("corpus", event.corpus, step=event.first_step)
         if event.plan is not None:
             self._recorder.document("plan", json.loads(event.plan.to_json()), step=event.first_step)
         if event.tensors:
             self._recorder.tensors(event.tensors)
+
+    def _note(self, note: Note) -> None:
+        details = {"layer": note.layer or None, "role": note.role or None, "action": note.action or None}
+        text = f"{note.cause}: {note.text}" if note.cause else note.text
+        self._recorder.event(
+            note.step, note.rule, text, level=note.level, value=note.value, limit=note.limit, **details
+        )
+        if note.rule == "shadow" and note.value is not None:
+            self._recorder.step(note.step, {"shadow_gap_percent": note.value})
 
     def _note_overflows(self, event: Logged) -> None:
         for lane, overflows in event.overflows.items():
@@ -83,6 +113,12 @@ class StoreReporter:
                 action = f"loss scale {event.loss_scale[lane]:g}"
                 self._recorder.event(event.step, "overflow", text, level="warning", value=overflows, action=action)
         self._overflows = event.overflows
+
+
+def _mesh(config: RunConfig) -> dict[str, Any]:
+    """Return the shape of the mesh of ranks: copies of the model, and ranks that each is sharded over."""
+    ranks, data = Launch.read().ranks, config.parallel.data
+    return {"mesh": {"data": data, "shard": ranks // data}} if ranks > 1 else {}
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, float]:

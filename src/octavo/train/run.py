@@ -17,7 +17,7 @@ from octavo.conversion import enable
 from octavo.data import TokenFiles
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models import count_parameters
-from octavo.monitor.source import arrived, telemetry_of
+from octavo.monitor.source import Source, arrived, histograms_of, telemetry_of
 from octavo.nn.scales import scales
 from octavo.train import checkpoint
 from octavo.train import device as devices
@@ -36,6 +36,7 @@ from octavo.train.events import (
     TensorsMeasured,
 )
 from octavo.train.files import MetricsFile, guarded, read_metrics, write_json
+from octavo.train.guarding import GuardedRun
 from octavo.train.lane import Lane, Measured
 from octavo.train.memory import peaks
 from octavo.train.parallel import Ranks, ranks_of
@@ -91,10 +92,25 @@ class Trainer:
         self._earlier: Mapping[str, Any] = {"seconds": 0.0, "fp8_gemms": {}, "fallbacks": []}
         self._started = self._since = time.perf_counter()
         self._since_step = 0
-        every = setup.config.run.telemetry_every
-        # What is observed is made of the weights themselves, and sharded ones arrive as codes.
-        observed = setup.plan is not None and every and self.ranks.count == 1
-        self._telemetry = telemetry_of(setup.lanes[0].model, every) if observed else None
+        self.telemetry: Source | None = None
+        self.watch_tensors()
+        self._guarded = GuardedRun(self)
+
+    def watch_tensors(self) -> None:
+        """Look at the FP8 layers as they are now from the next step on."""
+        run, together = self.config.run, self.ranks.count > 1
+        every, histograms = run.telemetry_every, run.histograms_every
+        model = self.setup.lanes[0].model if self.setup.plan is not None and every else None
+        self.telemetry = None if model is None else telemetry_of(model, every, histograms, together=together)
+        if self.telemetry is not None:
+            self.telemetry.restart(self.done)
+
+    def go_back(self, step: int) -> None:
+        """Count from an earlier step on, to which all else was taken back."""
+        self.done = step
+        self._restart_clock()
+        if self.telemetry is not None:
+            self.telemetry.restart(step)
 
     def resume(self) -> None:
         """Take over the state of the newest checkpoint.
@@ -108,14 +124,16 @@ class Trainer:
         check_same_run(found.state["config"], self.config, found.path)
         if found.step > self.config.run.steps:
             raise CheckpointError(f"{found.path}: is past the end of this run of {self.config.run.steps} steps.")
+        if "guard" in found.state:
+            self._guarded.guard.load_state_dict(found.state["guard"])  # first: layers take the recipes that they had
         for lane in self.setup.lanes:
             restore_lane(lane, found.tensors[lane.name], found.path)
         restore_random(found.tensors["random"])
         self.setup.loader.load_state_dict(found.state["loader"])
         self._earlier = found.state["totals"]
         self.done = self._since_step = found.step
-        if self._telemetry is not None:
-            self._telemetry.done = found.step
+        if self.telemetry is not None:
+            self.telemetry.restart(found.step)
 
     def _place(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Return memory for a tensor of a checkpoint, whose name begins with that of its lane."""
@@ -126,17 +144,17 @@ class Trainer:
         """Train to the last step, evaluate, and return the summary."""
         try:
             self._open_directory()
-            self._tell(self._start_event())
+            self.tell(self._start_event())
             self._compute_as(self.done - 1)
             with kernels.record() as self._ledger:
-                while self.done < self.config.run.steps:
+                while self.done < self.config.run.steps or self._guarded.settle():
                     self._step()
                 heldout = self._evaluate()
             summary = self._summarise(heldout)
             if self.ranks.is_first:
                 write_json(self.directory / "summary.json", summary)
                 self._save_scales()
-            self._tell(Finished(summary=summary, history=self._history(), directory=self.directory))
+            self.tell(Finished(summary=summary, history=self._history(), directory=self.directory))
         finally:
             try:
                 self._tell_of_last_tensors()
@@ -147,7 +165,8 @@ class Trainer:
 
     def _step(self) -> None:
         run, device = self.config.run, self.setup.device
-        lr = self._learning_rate()
+        self._guarded.guard.before()
+        lr = self._guarded.guard.lr(self._learning_rate())
         self._switch()
         inputs_BT, targets_BT = (part.to(device, non_blocking=True) for part in next(self.setup.loader))
         self.done += 1
@@ -156,10 +175,15 @@ class Trainer:
         for lane in self.setup.lanes:
             with Stopwatch(device) as watches[lane.name]:
                 measured[lane.name] = lane.step(inputs_BT, targets_BT, step=self.done, lr=lr, accumulate=run.accumulate)
-        self._tell_of_tensors()
+        self.tell_of_tensors()
         last = self.done == run.steps
         log = last or self.done == 1 or self._due(run.log_every)
         save = last or self._due(run.checkpoint_every)
+        evaluate = self._due(run.eval_every) and not last
+        if self._guarded.after(lr, measured[self.setup.lanes[0].name]) or (
+            (save or evaluate) and self._guarded.settle()
+        ):
+            return  # the run went back
         # Reading a result makes a GPU wait for it; a CPU has it anyway.
         if log or save or device.type == "cpu":
             self._check()
@@ -167,21 +191,23 @@ class Trainer:
             self._log(measured, watches, lr)
         if save:
             self._save()
-        if self._due(run.eval_every) and not last:
+        if evaluate:
             self._evaluate()
-        if save or self._due(run.eval_every):
+        if save or evaluate:
             self._restart_clock()
 
-    def _tell_of_tensors(self) -> None:
-        for step, values in arrived(self._telemetry):
-            self._tell(TensorsMeasured(step=step, values=values))
+    def tell_of_tensors(self) -> None:
+        """Tell of the tensors of all steps that have arrived."""
+        for step, values in arrived(self.telemetry):
+            self._guarded.measured(step, values)
+            self.tell(TensorsMeasured(step=step, values=values, histograms=histograms_of(self.telemetry)))
 
     def _tell_of_last_tensors(self) -> None:
         """Tell of those still on their way, also where the run failed: the last ones are then the telling ones."""
-        if self._telemetry is not None:
-            self._telemetry.wait()
-            self._tell_of_tensors()
-            self._telemetry.detach()
+        if self.telemetry is not None:
+            self.telemetry.wait()
+            self.tell_of_tensors()
+            self.telemetry.detach()
 
     def _learning_rate(self) -> float:
         o = self.config.optimizer
@@ -190,16 +216,16 @@ class Trainer:
     def _switch(self) -> None:
         """Compute the next step in the precision that the schedule has for it, and tell of a change."""
         self._compute_as(self.done)
-        now, before = self._is_bf16(self.done), self._is_bf16(self.done - 1)
+        now, before = self.is_bf16(self.done), self.is_bf16(self.done - 1)
         if now != before:
-            self._tell(Switched(step=self.done + 1, precision="bf16" if now else "fp8"))
+            self.tell(Switched(step=self.done + 1, precision="bf16" if now else "fp8"))
 
     def _compute_as(self, step: int) -> None:
         for lane in self.setup.lanes:
             if lane.name == "fp8":
-                enable(lane.model, not self._is_bf16(step))
+                enable(lane.model, not self.is_bf16(step))
 
-    def _is_bf16(self, step: int) -> bool:
+    def is_bf16(self, step: int) -> bool:
         """Return whether the FP8 model makes `step`, counted from 0, in BF16; before the first step it does not."""
         run = self.config.run
         if step < 0 or self.setup.plan is None:
@@ -231,7 +257,7 @@ class Trainer:
             overflows={lane.name: int(lane.loss_scale.overflows) for lane in self._scaled()},
         )
         self._restart_clock()
-        self._tell(event)
+        self.tell(event)
 
     def _scaled(self) -> list[Lane]:
         return [lane for lane in self.setup.lanes if lane.loss_scale.skips]
@@ -242,7 +268,7 @@ class Trainer:
     def _evaluate(self) -> dict[str, float]:
         losses = {lane.name: heldout_losses(lane, self.setup.heldout) for lane in self.setup.lanes}
         loss = {name: float(of_sequence.mean()) for name, of_sequence in losses.items()}
-        self._tell(Evaluated(step=self.done, loss=loss))
+        self.tell(Evaluated(step=self.done, loss=loss))
         if self.done == self.config.run.steps and self.ranks.is_first:
             by_lane = {name: of_sequence.tolist() for name, of_sequence in losses.items()}
             write_json(self.directory / "heldout.json", by_lane)
@@ -255,6 +281,7 @@ class Trainer:
             "loader": self.setup.loader.state_dict(),
             "totals": self._totals(),
             "versions": devices.versions(),
+            "guard": self._guarded.guard.state_dict(),
         }
         path = checkpoint.save(
             self.checkpoints,
@@ -264,7 +291,7 @@ class Trainer:
             keep=self.config.run.keep,
             ranks=self.ranks,
         )
-        self._tell(Saved(step=self.done, path=path))
+        self.tell(Saved(step=self.done, path=path))
 
     def _save_scales(self) -> None:
         """Leave the scales that the FP8 model kept from step to step as a calibration file."""
@@ -305,7 +332,7 @@ class Trainer:
             plan=self.setup.plan,
             corpus={**_facts(self.setup.corpus), **strict.to_dict(self.setup.statistics)},
             first_step=self.done,
-            tensors=self._telemetry.rows if self._telemetry is not None else (),
+            tensors=self._guarded.rows,
         )
 
     def _summarise(self, heldout: Mapping[str, float]) -> dict[str, Any]:
@@ -333,7 +360,8 @@ class Trainer:
     def _history(self) -> list[dict[str, Any]]:
         return read_metrics(self.directory / "metrics.jsonl")
 
-    def _tell(self, event: Event) -> None:
+    def tell(self, event: Event) -> None:
+        """Tell those who watch the run."""
         for reporter in self._watching:
             reporter.report(event)
 

@@ -29,7 +29,7 @@ from octavo.train.parallel import ALONE, Ranks
 Batch = tuple[Tensor, Tensor]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Setup:
     """The parts of a run, before its first step."""
 
@@ -40,7 +40,7 @@ class Setup:
     lanes: tuple[Lane, ...]
     """The FP8 model, its BF16 twin, or both in this order."""
     plan: Plan | None
-    """The conversion of the FP8 model; None for a run in BF16 alone."""
+    """The conversion of the FP8 model, the newest; None for a run in BF16 alone."""
     loader: Loader
     """Training batches."""
     heldout: list[Batch]
@@ -102,13 +102,18 @@ def make_lanes(
     hold_as(config.run.weights, model)
     if not recipe.is_fp8:
         return (_lane("bf16", model, config, device, ranks),), None
-    tokens = config.run.batch // (config.run.accumulate * ranks.count) * config.data.sequence
+    tokens = tokens_of(config, ranks)
     policy, scales = policy_of(config, recipe), config.run.scales or None
     plan = convert(model, recipe, policy=policy, tokens=tokens, scales=scales)
     lanes = [_lane("fp8", model, config, device, ranks)]
     if twin is not None:
         lanes.append(_lane("bf16", twin, config, device, ranks))
     return tuple(lanes), plan
+
+
+def tokens_of(config: RunConfig, ranks: Ranks) -> int:
+    """Return the tokens of one forward on a rank."""
+    return config.run.batch // (config.run.accumulate * ranks.count) * config.data.sequence
 
 
 def policy_of(config: RunConfig, recipe: recipes.Recipe) -> Policy:

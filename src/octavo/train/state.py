@@ -55,6 +55,7 @@ def restore_lane(lane: Lane, tensors: Mapping[str, Tensor], where: Path) -> None
             local(tensor).copy_(local(_part(saved[name], tensor)))
     weights_changed()
     for name, state in states.items():
+        lane.optimizer.state.pop(lane.parameters[name], None)  # before the first step there was none
         if state:
             copied = {key: tensor.to(lane.device, copy=True) for key, tensor in state.items()}
             lane.optimizer.state[lane.parameters[name]] = copied

@@ -141,22 +141,43 @@ class RunWriter:
             self._execute(f"INSERT INTO events VALUES ({', '.join('?' * len(row))})", row)
 
     def write_histogram(self, step: int, layer: str, role: str, low: int, counts: ArrayLike) -> None:
-        """Write how many elements of a tensor have each exponent: bin i is 2^(low+i) <= magnitude < 2^(low+i+1)."""
+        """Write how many elements of a tensor have each exponent: bin i is 2^(low+i) <= |x| / scale < 2^(low+i+1)."""
         if (layer, role) not in self._rows:
             raise StoreError(f"{self.path}: {layer} / {role} is none of the tensors that set_tensors named.")
         row = (step, self._rows[layer, role], low, np.asarray(counts, dtype="<u4").tobytes())
         with self.batch():
             self._execute("INSERT OR REPLACE INTO histograms VALUES (?, ?, ?, ?)", row)
 
+    def write_histograms(self, step: int, low: int, counts: ArrayLike) -> None:
+        """Write the histograms of all tensors, (tensors, bins), the rows those of `set_tensors`.
+
+        Bins are as for `write_histogram`; empty ones at either end are left out, and rows of NaN or zeros altogether.
+        """
+        order = range(len(self._rows)) if self._order is None else self._order.tolist()
+        rows = []
+        for index, bins in zip(order, np.nan_to_num(np.asarray(counts)), strict=True):
+            used = np.flatnonzero(bins)
+            if len(used):
+                kept = bins[used[0] : used[-1] + 1]
+                rows.append((step, index, low + int(used[0]), kept.astype("<u4").tobytes()))
+        with self.batch():
+            self._guarded(lambda c: c.executemany("INSERT OR REPLACE INTO histograms VALUES (?, ?, ?, ?)", rows))
+
     def write_system(self, values: Mapping[str, float], *, t: float | None = None) -> None:
         """Write what the machine measured."""
         with self.batch():
             self._execute("INSERT INTO system VALUES (?, ?)", (time.time() if t is None else t, to_json(values)))
 
-    def cut(self, keep_until: int) -> None:
-        """Forget what was written past a step: the run goes back to it."""
+    def cut(self, keep_until: int, *, keep_events: bool = False) -> None:
+        """Forget what was written past a step: the run goes back to it.
+
+        Args:
+            keep_events: those past the step stay, where they say why it goes back.
+        """
         with self.batch():
             for table, column in schema.CUT.items():
+                if keep_events and table == "events":
+                    continue
                 self._execute(f"DELETE FROM {table} WHERE {column} > ?", (keep_until,))
         self._spans.clear()
         self._last = {rank: min(step, keep_until) for rank, step in self._last.items()}

@@ -1,0 +1,42 @@
+"""Guardrails: what watches a run, finds the cause of what goes wrong, and sets it right.
+
+    config      what is watched, and the limits
+    watch       rules: from what a step measured to alarms
+    diagnosis   from what was tried to a cause
+    ladder      recipes that a layer climbs when FP8 harms it, and comes down again
+    loop        a training loop of its own with guardrails
+    guard       the state machine: snapshot, alarm, roll back, do again, diagnose, act
+    locate      which layer, role and token was not finite first
+    damage      which elements of a weight are not what a step could have made of them
+
+`GuardConfig` needs no torch; what does loads on first use, so that the command line stays quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from octavo.guard.config import GuardConfig
+
+if TYPE_CHECKING:
+    from octavo.guard.guard import Guard, Guarded, Note
+    from octavo.guard.loop import Loop
+    from octavo.guard.watch import Alarm, Observation
+
+__all__ = ["Alarm", "Guard", "GuardConfig", "Guarded", "Loop", "Note", "Observation"]
+
+_HOME = {
+    "Guard": "octavo.guard.guard",
+    "Guarded": "octavo.guard.guard",
+    "Loop": "octavo.guard.loop",
+    "Note": "octavo.guard.guard",
+    "Alarm": "octavo.guard.watch",
+    "Observation": "octavo.guard.watch",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'octavo.guard' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOME[name]), name)

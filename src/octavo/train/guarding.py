@@ -1,0 +1,261 @@
+"""A training run as guardrails see it (`octavo.guard.Guarded`): taken, taken back, tried, refined."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from octavo import recipes
+from octavo.conversion import convert, disabled
+from octavo.errors import OctavoError
+from octavo.guard import Guard, Note, Observation
+from octavo.guard.damage import damage
+from octavo.guard.diagnosis import Probe
+from octavo.guard.locate import locate
+from octavo.nn.scales import scales
+from octavo.tensor import is_distributed
+from octavo.train.events import Noted, RolledBack, TensorsChanged
+from octavo.train.lane import Measured
+from octavo.train.setup import policy_of, tokens_of
+from octavo.train.state import lane_tensors, random_tensors, restore_lane, restore_random
+
+if TYPE_CHECKING:
+    from octavo.train.run import Trainer
+
+SNAPSHOT = Path("snapshot in memory")
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """All that a step changes."""
+
+    done: int
+    lanes: Mapping[str, Mapping[str, Tensor]]
+    random: Mapping[str, Tensor]
+    loader: dict[str, int]
+
+
+class GuardedRun:
+    """The trainer's side of guardrails. Measurements of a step are read when the next one is queued, on a GPU."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._lane = trainer.setup.lanes[0]
+        self._waiting: deque[_Coming] = deque()
+        self._values: dict[int, NDArray[np.float32]] = {}
+        self._lag = 1 if trainer.setup.device.type == "cuda" else 0
+        config = trainer.config
+        recipe = recipes.load(config.run.recipe) if trainer.setup.plan is not None else None
+        self.guard = Guard(self, recipe, config.guard)
+
+    # --- what the trainer calls -------------------------------------------------------------------------------------
+
+    def measured(self, step: int, values: NDArray[np.float32]) -> None:
+        """Take the telemetry of a step."""
+        self._values[step] = values
+
+    def after(self, lr: float, measured: Measured) -> bool:
+        """Hand on what the newest step measured; return whether the run went back."""
+        if self.guard.config.mode == "off":
+            return False
+        self._waiting.append(_Coming(self.done, lr, measured))
+        return self._examine(self._lag)
+
+    def settle(self) -> bool:
+        """Examine all steps that were made, before something of them is kept; return whether the run went back."""
+        return self._examine(0)
+
+    def _examine(self, left: int) -> bool:
+        while len(self._waiting) > left:
+            coming = self._waiting.popleft()
+            if self.guard.after(Observation(coming.step, *coming.read(), coming.lr, self._values_of(coming.step))):
+                return True
+        return False
+
+    def _values_of(self, step: int) -> NDArray[np.float32] | None:
+        """Return the telemetry of a step; waits until it is there, if the step was looked at."""
+        every = self._trainer.config.run.telemetry_every
+        if self._trainer.telemetry is None or step % every or self._trainer.is_bf16(step - 1):
+            return None
+        while step not in self._values:
+            self._trainer.tell_of_tensors()
+            if step not in self._values:
+                time.sleep(1e-4)
+        found = self._values.pop(step)
+        self._values = {known: values for known, values in self._values.items() if known > step}
+        return found
+
+    # --- what guardrails ask ----------------------------------------------------------------------------------------
+
+    @property
+    def done(self) -> int:
+        """Steps made."""
+        return self._trainer.done
+
+    @property
+    def rows(self) -> Sequence[tuple[Any, ...]]:
+        """What the rows of telemetry are about."""
+        telemetry = self._trainer.telemetry
+        return () if telemetry is None else telemetry.rows
+
+    def take(self) -> _Taken:
+        """Return a copy of all lanes, the random states and the position in the data; from a GPU into host memory."""
+        lanes = {
+            lane.name: {name: _kept(tensor) for name, tensor in lane_tensors(lane).items()}
+            for lane in self._trainer.setup.lanes
+        }
+        return _Taken(self.done, lanes, _copies(random_tensors()), self._trainer.setup.loader.state_dict())
+
+    def restore(self, taken: _Taken) -> None:
+        """Go back to a snapshot, in all lanes, and tell of it."""
+        trainer, since = self._trainer, self._trainer.done
+        for lane in trainer.setup.lanes:
+            restore_lane(lane, taken.lanes[lane.name], SNAPSHOT)
+            lane.forget_faults()
+        restore_random(taken.random)
+        trainer.setup.loader.load_state_dict(taken.loader)
+        self._waiting.clear()
+        self._values.clear()
+        trainer.go_back(taken.done)
+        trainer.tell(RolledBack(step=since, to=taken.done))
+
+    def probe(self, *, fp8: bool, earlier: _Taken | None = None, backward: bool = True) -> Probe:
+        """Try the next batch, or the first one after a snapshot, without an update."""
+        if not fp8 and self._trainer.setup.plan is None:
+            fp8 = True  # a run in BF16 has no other precision
+        inputs, targets = self._peek(earlier)
+        with self._untouched(), nullcontext() if fp8 else disabled(self._lane.model):
+            return self._lane.probe(inputs, targets, self._trainer.config.run.accumulate, backward=backward)
+
+    def skip(self) -> None:
+        """Pass over the next batch."""
+        next(self._trainer.setup.loader)
+
+    def refine(self, recipe: recipes.Recipe) -> str:
+        """Convert the model anew; return why that is not possible, empty where it is done."""
+        trainer, model = self._trainer, self._lane.model
+        if trainer.ranks.count > 1:
+            return "its weights are sharded over ranks, and gathered by the recipe that it had"
+        if trainer.config.run.weights == "fp8":
+            return "its weight is stored in FP8, as its recipe has it"
+        try:
+            _convert_anew(model, recipe, trainer)
+        except OctavoError as error:
+            return str(error)
+        trainer.watch_tensors()
+        trainer.tell(TensorsChanged(step=self.done, rows=self.rows, plan=trainer.setup.plan))
+        return ""
+
+    def locate(self) -> str:
+        """Say which layer, role and token of the next batch is not finite first; empty for none."""
+        inputs, targets = self._peek(None)
+
+        def run() -> None:
+            self._lane.probe(inputs, targets)
+
+        with self._untouched():
+            found = locate(self._lane.model, run)
+        return self._trainer.ranks.first_of("" if found is None else str(found))
+
+    def damage(self, layer: str, taken: _Taken, reach: float) -> str:
+        """Say what of a layer's weight changed by more than `reach` since a snapshot; empty for nothing."""
+        name = f"{layer}.weight"
+        before, now = taken.lanes[self._lane.name].get(f"model.{name}"), self._lane.parameters.get(name)
+        if before is None or now is None or self._trainer.ranks.count > 1:
+            return ""
+        found = damage(before, now, reach)
+        return "" if found is None else str(found)
+
+    def note(self, note: Note) -> None:
+        """Tell those who watch the run."""
+        self._trainer.tell(Noted(note=note))
+
+    def _peek(self, position: _Taken | None) -> tuple[Tensor, Tensor]:
+        loader = self._trainer.setup.loader
+        here = loader.state_dict()
+        if position is not None:
+            loader.load_state_dict(position.loader)
+        inputs, targets = next(loader)
+        loader.load_state_dict(here)
+        device = self._trainer.setup.device
+        return inputs.to(device), targets.to(device)
+
+    @contextmanager
+    def _untouched(self) -> Iterator[None]:
+        """Leave random states, kept scales and telemetry inside the block as they were."""
+        random, book = _copies(random_tensors()), scales(self._lane.model)
+        kept = None if book is None else book.state_dict()
+        telemetry = self._trainer.telemetry
+        if telemetry is not None:
+            telemetry.wait()
+            self._trainer.tell_of_tensors()
+        try:
+            yield
+        finally:
+            restore_random(random)
+            if book is not None and kept is not None:
+                book.load_state_dict(kept)
+            if telemetry is not None:
+                telemetry.restart(self.done)
+
+
+class _Coming:
+    """Loss and gradient norm of a step, on their way from the device: reading them waits for no later step."""
+
+    def __init__(self, step: int, lr: float, measured: Measured) -> None:
+        self.step, self.lr = step, lr
+        both = torch.stack([measured.loss.float(), measured.gradient_norm.float()]).detach()
+        self._host, self._copied = both, None
+        if both.is_cuda:
+            self._host = torch.empty(2, pin_memory=True).copy_(both, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def read(self) -> tuple[float, float]:
+        if self._copied is not None:
+            self._copied.synchronize()
+        loss, norm = self._host.tolist()
+        return loss, norm
+
+
+def _convert_anew(model: nn.Module, recipe: recipes.Recipe, trainer: Trainer) -> None:
+    """Convert a model that trains to another recipe; scales that both keep go on."""
+    book = scales(model)
+    known = {} if book is None else book.state_dict()
+    if trainer.telemetry is not None:
+        trainer.telemetry.detach()
+    config = trainer.config
+    trainer.setup.plan = convert(
+        model, recipe, policy=policy_of(config, recipe), tokens=tokens_of(config, trainer.ranks)
+    )
+    after = scales(model)
+    if after is not None:
+        fresh = after.state_dict()
+        after.load_state_dict({name: _scale(known.get(name), new) for name, new in fresh.items()})
+
+
+def _scale(old: Tensor | None, new: Tensor) -> Tensor:
+    return old if old is not None and old.shape == new.shape else new
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    """Return a copy, in host memory where it is on a GPU. What is sharded stays where it is."""
+    plain = tensor.detach()
+    if is_distributed(plain) or not plain.is_cuda:
+        return plain.clone()
+    host = torch.empty(plain.shape, dtype=plain.dtype, pin_memory=True)
+    return host.copy_(plain)
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}

@@ -1,0 +1,31 @@
+"""Each cause, from what was tried."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from octavo.guard.diagnosis import Evidence, Probe, diagnose
+
+WELL, SPIKE, NAN = Probe(2.0, 1.0), Probe(9.0, 1.0), Probe(math.nan, math.nan)
+
+
+@pytest.mark.parametrize(
+    ("fp8", "bf16", "earlier", "cause"),
+    [
+        (WELL, WELL, WELL, None),
+        (WELL, SPIKE, WELL, None),
+        (SPIKE, WELL, WELL, "precision"),
+        (NAN, WELL, WELL, "precision"),
+        (Probe(2.0, 100.0), WELL, WELL, "precision"),
+        (Probe(2.0, math.inf), WELL, WELL, "precision"),
+        (SPIKE, SPIKE, WELL, "data"),
+        (NAN, NAN, WELL, "data"),
+        (NAN, NAN, None, "data"),
+        (SPIKE, SPIKE, Probe(2.2, 1.0), "optimizer"),
+        (SPIKE, NAN, NAN, "optimizer"),
+    ],
+)
+def test_causes(fp8: Probe, bf16: Probe, earlier: Probe | None, cause: str | None) -> None:
+    assert diagnose(Evidence(fp8, bf16, 3.0, 30.0, earlier, 2.1)) == cause

@@ -1,0 +1,217 @@
+"""Faults that strike a loop: found, attributed, and what they did undone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from loops import MLP, TOKENS, WIDTH, batches, loss_of, make_loop
+from torch import Tensor
+
+from octavo import convert
+from octavo.errors import ConfigError, RunError
+from octavo.guard import GuardConfig, Loop, Note
+from octavo.optim import AdamW
+
+STEPS, AT = 40, 25
+
+
+def losses(loop: Loop, steps: int = STEPS, strike: Any = None) -> list[float]:
+    """Return the loss of each step that counts; `strike(loop)` is called once, before step `AT`."""
+    found: dict[int, float] = {}
+    for step, loss in loop.steps(steps):
+        found[step] = float(loss)
+        if step == AT - 1 and strike is not None:
+            strike, now = None, strike
+            now(loop)
+    return [found[step] for step in range(1, steps + 1)]
+
+
+def poisoned(change: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield batches, that of step `AT` changed."""
+    for number, batch in enumerate(batches(), 1):
+        yield change(*batch) if number == AT else batch
+
+
+def of_cause(notes: list[Note], cause: str) -> Note:
+    """Return the only note that names a cause, which must be this one."""
+    (found,) = [note for note in notes if note.cause]
+    assert found.cause == cause
+    return found
+
+
+def test_without_a_fault_guardrails_change_nothing() -> None:
+    guarded, notes = make_loop()
+    plain, _ = make_loop(mode="off")
+    assert losses(guarded) == losses(plain)
+    assert notes == []
+
+
+@pytest.mark.parametrize("recipe", ["folded", "delayed"])
+def test_a_weight_row_that_is_struck_once_is_as_if_it_had_not_been(recipe: str) -> None:
+    undisturbed = losses(make_loop(recipe)[0])
+    loop, notes = make_loop(recipe)
+
+    def strike(loop: Loop) -> None:
+        loop.model.first.weight.data[3] *= 1000  # type: ignore[union-attr,operator]
+
+    assert losses(loop, strike=strike) == undisturbed
+    note = of_cause(notes, "transient")
+    assert (note.step, note.layer, note.role) == (AT, "first", "weight")
+    assert "elements of row 3:" in note.text
+
+
+@pytest.mark.parametrize(("value", "told"), [(40.0, "one element, row 7, column 9"), (2.0**126, "second weight")])
+def test_an_element_that_is_struck_is_named(value: float, told: str) -> None:
+    loop, notes = make_loop()
+
+    def strike(loop: Loop) -> None:
+        loop.model.second.weight.data[7, 9] = value  # type: ignore[union-attr,operator]
+
+    losses(loop, strike=strike)
+    note = of_cause(notes, "transient")
+    assert (note.layer, note.role) == ("second", "weight")
+    assert told in note.text
+
+
+def test_a_batch_of_nonsense_is_passed_over() -> None:
+    loop, notes = make_loop(data=poisoned(lambda x, y: (x, 40 * torch.randn(TOKENS, WIDTH))))
+    after = losses(loop)[-1]
+    assert of_cause(notes, "data").action == "batch passed over"
+    assert after == pytest.approx(losses(make_loop()[0])[-1], rel=0.05)
+
+
+def test_an_infinity_in_a_batch_is_located() -> None:
+    def strike(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.clone()
+        x[11, 2] = torch.inf
+        return x, y
+
+    loop, notes = make_loop(data=poisoned(strike))
+    assert all(map(torch.isfinite, map(torch.tensor, losses(loop))))
+    note = of_cause(notes, "data")
+    assert note.layer == "first"
+    assert "first input, row 11" in note.text
+
+
+def test_a_learning_rate_that_jumps_is_blamed_and_held() -> None:
+    loop, notes = make_loop()
+    bump = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, lambda made: 300.0 if AT <= made < AT + 4 else 1.0)
+    loop.scheduler = bump
+    assert losses(loop)[-1] == pytest.approx(losses(make_loop()[0])[-1], rel=0.05)
+    note = of_cause(notes, "optimizer")
+    assert "300 times what it is held to" in note.text
+    assert loop.guard.lr(1.0) == pytest.approx(3e-3)
+
+
+class Spiking(MLP):
+    """From a step on, one token is so large that the others of its tensor vanish; its own output is as it was."""
+
+    spikes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.act(self.first(x))
+        if not self.spikes:
+            return self.second(hidden)
+        large = torch.cat([torch.full_like(hidden[:1], 3e5), hidden[1:]])
+        return torch.cat([self.second(hidden)[:1], self.second(large)[1:]])
+
+
+def test_a_layer_that_fp8_harms_is_refined() -> None:
+    loop, notes = make_loop("tensorwise", patience=2, quiet=8)
+    loop.model.__class__ = Spiking
+
+    def strike(loop: Loop) -> None:
+        loop.model.spikes = True  # type: ignore[assignment]
+
+    losses(loop, 30, strike)
+    note = of_cause(notes, "precision")
+    assert (note.layer, note.role, note.rule) == ("second", "input", "flushed")
+    assert note.action == "second computes by folded"
+    assert loop.model.second.recipe.name == "folded"  # type: ignore[union-attr]
+    assert loop.model.first.recipe.name == "tensorwise"  # type: ignore[union-attr]
+    loop.model.spikes = False  # type: ignore[assignment]
+    for _ in loop.steps(STEPS):
+        pass
+    assert notes[-1].action == "back to tensorwise"
+    assert loop.model.second.recipe.name == "tensorwise"  # type: ignore[union-attr]
+
+
+def test_watching_alone_changes_nothing() -> None:
+    loop, notes = make_loop(data=poisoned(lambda x, y: (x, 40 * torch.randn(TOKENS, WIDTH))), mode="watch")
+    assert len(losses(loop)) == STEPS
+    assert notes[0].rule in ("loss spike", "gradient spike") and notes[0].step == AT
+    assert not any(note.action for note in notes)
+
+
+def test_the_shadow_says_how_far_fp8_is() -> None:
+    loop, notes = make_loop(shadow_every=10)
+    losses(loop)
+    gaps = [note.value for note in notes if note.rule == "shadow"]
+    assert len(gaps) == 3 and all(gap is not None and abs(gap) < 1 for gap in gaps)
+    assert losses(make_loop()[0]) == losses(make_loop(shadow_every=10)[0])
+
+
+def test_a_run_that_nothing_helps_is_given_up() -> None:
+    bad = ((x, 40 * torch.randn(TOKENS, WIDTH)) if n >= AT else (x, y) for n, (x, y) in enumerate(batches(), 1))
+    loop, _ = make_loop(data=bad, rollbacks=3)
+    with pytest.raises(RunError, match="rolled back 4 times around step 2"):
+        losses(loop)
+
+
+def test_batches_that_end_are_an_error() -> None:
+    loop, _ = make_loop(data=itertools.islice(batches(), 5))
+    with pytest.raises(ConfigError, match="there are 5 batches, and step 6"):
+        losses(loop)
+
+
+def test_old_batches_are_let_go() -> None:
+    loop, _ = make_loop()
+    losses(loop, 100)
+    assert len(loop._kept) <= 20
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ({"flushed": 2.0}, "guard.flushed: 2.0"),
+        ({"snapshot_every": 0}, "guard.snapshot_every: 0"),
+        ({"quiet": -1}, "quiet"),
+    ],
+)
+def test_impossible_limits_are_refused(setting: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        GuardConfig(**setting)
+
+
+def test_its_own_state_goes_on() -> None:
+    import json
+
+    loop, _ = make_loop("tensorwise", patience=1)
+    loop.model.__class__ = Spiking
+    loop.model.spikes = True  # type: ignore[assignment]
+    losses(loop, 12)
+    state = json.loads(json.dumps(loop.guard.state_dict()))
+    again, _ = make_loop("tensorwise", patience=1)
+    again.guard.load_state_dict(state)
+    assert again.model.second.recipe.name == "folded"  # type: ignore[union-attr]
+    assert again.guard.state_dict() == state
+
+
+def test_a_scheduler_goes_back_too() -> None:
+    torch.manual_seed(0)
+    model = MLP()
+    convert(model)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=STEPS)
+    loop = Loop(
+        model, optimizer, loss_of, batches(), scheduler=scheduler, config=GuardConfig(mode="act"), note=lambda _: None
+    )
+    for step, _ in loop.steps(STEPS):
+        if step == AT and not loop.guard._rolled_back:
+            model.first.weight.data[0] *= 1e4
+    assert loop.guard._rolled_back
+    assert scheduler.last_epoch == STEPS

@@ -1,0 +1,157 @@
+"""Guardrails over a training run: taken back bit for bit, in both lanes, the files and the store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.bench.accuracy.faults import FAULTS, Fault, Struck, _row, configuration
+from octavo.errors import RunError
+from octavo.monitor.store import RunReader
+from octavo.train import RunConfig
+from octavo.train.events import Event, Noted, RolledBack
+from octavo.train.files import read_metrics
+from octavo.train.parallel import ranks_of
+from octavo.train.run import train
+from octavo.train.setup import set_up
+
+Configure = Callable[..., RunConfig]
+AT = 14
+
+
+class Keeper:
+    """Keeps the events of a run."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def report(self, event: Event) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        pass
+
+    def of(self, kind: type) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+def guarded(configure: Configure, out: str, **sections: dict[str, Any]) -> RunConfig:
+    run = {"out": out, "steps": 20, "log_every": 1, **sections.pop("run", {})}
+    guard = {"mode": "act", "snapshot_every": 5, "shadow_every": 0, "patience": 1000, **sections.pop("guard", {})}
+    return configure(run=run, guard=guard, **sections)
+
+
+def carry_out(config: RunConfig, strike: Callable[[Struck], None] | None = None) -> tuple[dict[str, Any], Keeper]:
+    """Train, struck once before step `AT`."""
+    keeper = Keeper()
+    with ranks_of(config) as ranks:
+        run = Struck(set_up(config, ranks), [keeper])
+        run.struck_at = AT
+        run.fault = lambda run: None if run.has_struck or strike is None else strike(run)
+        return run.run(), keeper
+
+
+def nan_in_a_norm(run: Struck) -> None:
+    run.weight("norm").fill_(torch.nan)
+
+
+def row_times_1000(run: Struck) -> None:
+    run.weight("layers.1.attention.wo")[1] *= 1000
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"run": {"recipe": "delayed"}},
+        {"run": {"weights": "bf16"}, "optimizer": {"states": "fp8"}},
+        {"run": {"weights": "fp8"}, "optimizer": {"states": "fp8-min", "gradients": "fp8"}},
+        {"optimizer": {"name": "muon"}, "run": {"accumulate": 2}},
+        {"optimizer": {"loss_scale": "dynamic"}},
+    ],
+    ids=["fp32", "delayed", "fp8 states", "all fp8", "muon", "loss scale"],
+)
+def test_a_fault_that_does_not_come_back_leaves_no_trace(configure: Configure, tmp_path: Any, settings: Any) -> None:
+    plain, _ = carry_out(guarded(configure, str(tmp_path / "plain"), **{k: {**v} for k, v in settings.items()}))
+    config = guarded(configure, str(tmp_path / "struck"), **{k: {**v} for k, v in settings.items()})
+    struck, keeper = carry_out(config, nan_in_a_norm)
+    for key in ("heldout_loss_fp8", "heldout_loss_bf16"):
+        assert struck[key] == plain[key]
+    assert [(event.step, event.to) for event in keeper.of(RolledBack)] == [(AT, 10)]
+    assert [event.note.cause for event in keeper.of(Noted) if event.note.cause] == ["transient"]
+    losses = [
+        [line.get("loss_fp8") for line in read_metrics(tmp_path / run / "metrics.jsonl")] for run in ("plain", "struck")
+    ]
+    assert losses[0] == losses[1]
+    steps = [line["step"] for line in read_metrics(tmp_path / "struck" / "metrics.jsonl") if "lr" in line]
+    assert steps == [*range(1, 21)]
+
+
+def test_the_store_forgets_the_steps_and_keeps_the_reason(configure: Configure, tmp_path: Any) -> None:
+    carry_out(guarded(configure, str(tmp_path / "run")), row_times_1000)
+    run = RunReader(tmp_path / "run")
+    assert run.last_step == 20
+    events = [event for event in run.events() if event.rule == "weight jump"]
+    assert [event.step for event in events] == [AT, AT]
+    assert events[1].text.startswith("transient: ")
+    assert events[1].layer == "layers.1.attention.wo"
+    assert len(run.scalar("loss_fp8")) == 20
+
+
+def test_before_the_first_snapshot_is_the_beginning(configure: Configure, tmp_path: Any) -> None:
+    config = guarded(configure, str(tmp_path / "run"), guard={"snapshot_every": 50})
+    plain, _ = carry_out(guarded(configure, str(tmp_path / "plain")))
+    struck, keeper = carry_out(config, row_times_1000)
+    assert keeper.of(RolledBack)[0].to == 0
+    assert struck["heldout_loss_fp8"] == plain["heldout_loss_fp8"]
+
+
+def test_watching_notes_and_a_nan_still_stops_the_run(configure: Configure, tmp_path: Any) -> None:
+    config = guarded(configure, str(tmp_path / "run"), guard={"mode": "watch"})
+    keeper = Keeper()
+    with ranks_of(config) as ranks, pytest.raises(RunError, match="no longer finite"):
+        run = Struck(set_up(config, ranks), [keeper])
+        run.struck_at = AT
+        run.fault = nan_in_a_norm
+        run.run()
+    assert keeper.of(Noted)[0].note.rule == "nonfinite"
+    assert keeper.of(RolledBack) == []
+
+
+@pytest.mark.parametrize("name", ["inf in a token", "SwiGLU spike"])
+def test_faults_of_layers_are_attributed(tmp_path: Any, corpus: Any, name: str) -> None:
+    fault: Fault = FAULTS[name]
+    config = configuration(
+        tmp_path / "run", fault.recipe, steps=30, device="cpu", source=corpus, cache=tmp_path / "cache"
+    )
+    row = _row(fault, config, 3.0)
+    assert (row["cause"], row["layer"]) == (fault.cause, fault.layer)
+    assert row["detected_step"] - row["struck_step"] <= 3
+
+
+def test_a_resumed_run_goes_on_with_the_recipes_that_layers_had(configure: Configure, tmp_path: Any) -> None:
+    sections: dict[str, Any] = {
+        "run": {"recipe": "tensorwise", "checkpoint_every": 10, "keep": 9},
+        "guard": {"flushed_gradient": 1e-9, "flushed": 1e-9, "patience": 1, "quiet": 1000},
+    }
+    whole = train(guarded(configure, str(tmp_path / "whole"), **{k: {**v} for k, v in sections.items()}))
+
+    def stop(_: Struck) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(guarded(configure, str(tmp_path / "parts"), **{k: {**v} for k, v in sections.items()}), stop)
+    keeper = Keeper()
+    config = guarded(configure, str(tmp_path / "parts"), **sections)
+    resumed = train(config, reporters=[keeper], resume=True)
+    moved = [event.note for event in keeper.of(Noted) if event.note.cause == "precision"]
+    assert moved  # the limits are impossible, so that layers climb all the time
+    steps = {"whole": [], "parts": []}  # type: ignore[var-annotated]
+    for name in steps:
+        steps[name] = [(e.step, e.layer, e.action) for e in RunReader(tmp_path / name).events() if e.rule == "flushed"]
+    assert steps["whole"] == steps["parts"]
+    for key in ("heldout_loss_fp8", "heldout_loss_bf16"):
+        assert resumed[key] == whole[key]
