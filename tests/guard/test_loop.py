@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo import convert
 from octavo.errors import ConfigError, RunError
-from octavo.guard import GuardConfig, Loop, Note
+from octavo.guard import Alarm, GuardConfig, Loop, Note
 from octavo.optim import AdamW
 
 STEPS, AT = 40, 25
@@ -138,6 +138,19 @@ def test_a_layer_that_fp8_harms_is_refined() -> None:
         pass
     assert notes[-1].action == "back to tensorwise"
     assert loop.model.second.recipe.name == "tensorwise"  # type: ignore[union-attr]
+
+
+def test_a_run_goes_back_to_before_a_layer_was_refined() -> None:
+    loop, notes = make_loop("delayed", patience=1000, snapshot_every=20)
+
+    def strike(loop: Loop) -> None:
+        loop.guard._refine("second", Alarm(AT, "flushed", "second", "input", 1.0, 0.5))
+        loop.guard._refine("second", Alarm(AT, "flushed", "second", "input", 1.0, 0.5))
+        loop.model.first.weight.data[3] *= 1000  # type: ignore[union-attr,operator]
+
+    losses(loop, strike=strike)
+    assert [note.cause for note in notes if note.cause] == ["precision", "precision", "transient"]
+    assert loop.model.second.recipe.name == "folded"  # type: ignore[union-attr]
 
 
 def test_watching_alone_changes_nothing() -> None:

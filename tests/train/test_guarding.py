@@ -10,6 +10,7 @@ import torch
 
 from octavo.bench.accuracy.faults import FAULTS, Fault, Struck, _row, configuration
 from octavo.errors import RunError
+from octavo.guard import Alarm
 from octavo.monitor.store import RunReader
 from octavo.train import RunConfig
 from octavo.train.events import Event, Noted, RolledBack
@@ -107,6 +108,21 @@ def test_before_the_first_snapshot_is_the_beginning(configure: Configure, tmp_pa
     struck, keeper = carry_out(config, row_times_1000)
     assert keeper.of(RolledBack)[0].to == 0
     assert struck["heldout_loss_fp8"] == plain["heldout_loss_fp8"]
+
+
+def test_a_layer_that_changed_its_recipe_goes_back_with_the_others(configure: Configure, tmp_path: Any) -> None:
+    def strike(run: Struck) -> None:
+        alarm = Alarm(AT, "flushed", "layers.0.feed_forward.w2", "input", 1.0, 0.5)
+        assert run._guarded.guard._refine(alarm.layer, alarm)
+        assert run._guarded.guard._refine(alarm.layer, alarm)
+        row_times_1000(run)
+
+    summary, keeper = carry_out(guarded(configure, str(tmp_path / "run"), run={"recipe": "delayed"}), strike)
+    causes = [event.note.cause for event in keeper.of(Noted) if event.note.cause]
+    assert causes == ["precision", "precision", "transient"]
+    plan = RunReader(tmp_path / "run").plan
+    assert {row["name"]: row["recipe"] for row in plan["layers"]}["layers.0.feed_forward.w2"] == "folded"
+    assert summary["heldout_loss_fp8"] == pytest.approx(summary["heldout_loss_bf16"], rel=0.01)
 
 
 def test_watching_notes_and_a_nan_still_stops_the_run(configure: Configure, tmp_path: Any) -> None:

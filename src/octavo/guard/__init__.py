@@ -5,6 +5,7 @@
     diagnosis   from what was tried to a cause
     ladder      recipes that a layer climbs when FP8 harms it, and comes down again
     loop        a training loop of its own with guardrails
+    guarded     what a run must be able to do, to be guarded
     guard       the state machine: snapshot, alarm, roll back, do again, diagnose, act
     locate      which layer, role and token was not finite first
     damage      which elements of a weight are not what a step could have made of them
@@ -20,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 from octavo.guard.config import GuardConfig
 
 if TYPE_CHECKING:
-    from octavo.guard.guard import Guard, Guarded, Note
+    from octavo.guard.guard import Guard
+    from octavo.guard.guarded import Guarded, Note
     from octavo.guard.loop import Loop
     from octavo.guard.watch import Alarm, Observation
 
@@ -28,9 +30,9 @@ __all__ = ["Alarm", "Guard", "GuardConfig", "Guarded", "Loop", "Note", "Observat
 
 _HOME = {
     "Guard": "octavo.guard.guard",
-    "Guarded": "octavo.guard.guard",
+    "Guarded": "octavo.guard.guarded",
     "Loop": "octavo.guard.loop",
-    "Note": "octavo.guard.guard",
+    "Note": "octavo.guard.guarded",
     "Alarm": "octavo.guard.watch",
     "Observation": "octavo.guard.watch",
 }

@@ -13,15 +13,16 @@ state, all but the snapshots, goes into a checkpoint.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from octavo.errors import RunError
 from octavo.guard.config import GuardConfig
-from octavo.guard.diagnosis import Cause, Evidence, Probe, diagnose
-from octavo.guard.ladder import EVERYTHING, Ladder, Move
-from octavo.guard.watch import UPDATE, Alarm, Observation, Row, Watch, first_difference, worst_layers
+from octavo.guard.diagnosis import Cause, Evidence, diagnose
+from octavo.guard.guarded import Guarded, Note
+from octavo.guard.ladder import EVERYTHING, Ladder
+from octavo.guard.watch import UPDATE, Alarm, Observation, Watch, first_difference, worst_layers
 from octavo.recipes import Recipe
 
 SNAPSHOTS = 2
@@ -32,72 +33,6 @@ MOVES = 8
 """Layers that are refined for one alarm, before all of the model goes to BF16."""
 HOLD = 2.0
 """The learning rate may rise by this factor each quiet time, after it was held."""
-
-
-class Note(NamedTuple):
-    """Something that guardrails saw, decided or did: an event of a run, with its cause."""
-
-    step: int
-    level: str
-    """`info`, `warning` or `error`."""
-    rule: str
-    """The rule of the alarm, or `guard`."""
-    text: str
-    """For people."""
-    action: str = ""
-    """What was done; empty for nothing."""
-    layer: str = ""
-    role: str = ""
-    value: float | None = None
-    limit: float | None = None
-    cause: str = ""
-    """One of `octavo.guard.diagnosis.Cause`, where it is known."""
-
-
-class Guarded(Protocol):
-    """A run as guardrails see it."""
-
-    @property
-    def done(self) -> int:
-        """Steps made."""
-        ...
-
-    @property
-    def rows(self) -> Sequence[Row]:
-        """What the rows of `Observation.values` are about now."""
-        ...
-
-    def take(self) -> Any:
-        """Return a copy of all that a step changes, the position in the data too."""
-        ...
-
-    def restore(self, taken: Any) -> None:
-        """Go back to what `take` returned; it stays as it is."""
-        ...
-
-    def probe(self, *, fp8: bool, earlier: Any = None, backward: bool = True) -> Probe:
-        """Try the next batch, or the one after the snapshot `earlier`; nothing changes by it."""
-        ...
-
-    def skip(self) -> None:
-        """Pass over the next batch."""
-        ...
-
-    def refine(self, recipe: Recipe) -> str:
-        """Compute by another recipe from here on; return why that is not possible, empty where it is done."""
-        ...
-
-    def locate(self) -> str:
-        """Say which layer, role and token of the next batch is not finite first; empty for none."""
-        ...
-
-    def damage(self, layer: str, taken: Any, reach: float) -> str:
-        """Say what of a layer's weight changed by more than `reach` since a snapshot; empty for nothing."""
-        ...
-
-    def note(self, note: Note) -> None:
-        """Tell those who watch."""
-        ...
 
 
 @dataclass
@@ -123,7 +58,6 @@ class _Suspicion:
     """Layer and role of the first tensor that differs now."""
     is_tried: bool = False
     """Whether its batch was tried, so that a second alarm of the same step is no news."""
-    moved: list[Move] = field(default_factory=list)
 
 
 class Guard:
@@ -153,11 +87,6 @@ class Guard:
     def acts(self) -> bool:
         """Whether it does more than note."""
         return self.config.mode == "act"
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether no cause is being looked for: a checkpoint may be written."""
-        return self._suspicion is None
 
     def lr(self, wanted: float) -> float:
         """Return the learning rate of the next step: what the schedule says, or less where that did harm."""
@@ -392,11 +321,14 @@ class Guard:
             self._lr_limit, self._lr_held_at = self._lr_limit * HOLD, step
         if self._ladder is None or not self.acts:
             return
+        before = self._ladder.state_dict()
         moves = self._ladder.down(step)
-        if moves and not self._carry_out():
-            for move in moves:
-                text = f"{_name(move.layer)} was quiet by {move.before}"
-                self._tell(Note(step, "info", "guard", text, f"back to {move.after}", move.layer))
+        if moves and self._carry_out():
+            self._ladder.load_state_dict(before)
+            return
+        for move in moves:
+            text = f"{_name(move.layer)} was quiet by {move.before}"
+            self._tell(Note(step, "info", "guard", text, f"back to {move.after}", move.layer))
 
     def _carry_out(self) -> str:
         """Compute by the recipe that the ladder says; return why that is not possible."""

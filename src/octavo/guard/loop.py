@@ -27,10 +27,11 @@ from octavo.errors import ConfigError, OctavoError
 from octavo.guard.config import GuardConfig
 from octavo.guard.damage import damage
 from octavo.guard.diagnosis import Probe
-from octavo.guard.guard import SNAPSHOTS, Guard, Note
+from octavo.guard.guard import SNAPSHOTS, Guard
+from octavo.guard.guarded import Note
+from octavo.guard.kept_scales import kept_scales, take_over
 from octavo.guard.locate import locate
 from octavo.guard.watch import Observation
-from octavo.nn.scales import scales
 from octavo.nn.telemetry import Telemetry
 from octavo.recipes import Recipe, RecipeLike, load
 
@@ -54,7 +55,7 @@ class _Taken:
     model: dict[str, Tensor]
     optimizer: dict[str, Any]
     scheduler: dict[str, Any] | None
-    scales: dict[str, Tensor] | None
+    scales: dict[str, Tensor]
     random: tuple[Tensor, list[Tensor]]
 
 
@@ -141,14 +142,13 @@ class Loop:
 
     def take(self) -> _Taken:
         """Return a copy of model, optimizer, scheduler, kept scales, random states and the position in the batches."""
-        book = scales(self.model)
         taken = _Taken(
             self._done,
             self._position,
             {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()},
             copy.deepcopy(self.optimizer.state_dict()),
             None if self.scheduler is None else copy.deepcopy(self.scheduler.state_dict()),
-            None if book is None else book.state_dict(),
+            kept_scales(self.model),
             _random(),
         )
         self._positions.append(self._position)
@@ -166,7 +166,7 @@ class Loop:
         _restore_optimizer(self.optimizer, taken.optimizer)
         if self.scheduler is not None and taken.scheduler is not None:
             self.scheduler.load_state_dict(taken.scheduler)
-        self._restore_scales(taken.scales)
+        take_over(self.model, taken.scales)
         _set_random(taken.random)
         if self._telemetry is not None:
             self._telemetry.restart(self._done)
@@ -189,6 +189,7 @@ class Loop:
 
     def refine(self, recipe: Recipe) -> str:
         """Convert the model anew; return why that is not possible, empty where it is done."""
+        kept = kept_scales(self.model)
         if self._telemetry is not None:
             self._telemetry.detach()
         try:
@@ -196,6 +197,7 @@ class Loop:
         except OctavoError as error:
             return str(error)
         finally:
+            take_over(self.model, kept)
             self._telemetry = _watched(self.model)
             if self._telemetry is not None:
                 self._telemetry.restart(self._done)
@@ -265,20 +267,14 @@ class Loop:
     @contextmanager
     def _untouched(self) -> Iterator[None]:
         """Leave random states, kept scales and telemetry inside the block as they were."""
-        random, book = _random(), scales(self.model)
-        kept = None if book is None else book.state_dict()
+        random, kept = _random(), kept_scales(self.model)
         try:
             yield
         finally:
             _set_random(random)
-            self._restore_scales(kept)
+            take_over(self.model, kept)
             if self._telemetry is not None:
                 self._telemetry.restart(self._done)
-
-    def _restore_scales(self, kept: dict[str, Tensor] | None) -> None:
-        book = scales(self.model)
-        if book is not None and kept is not None and kept.keys() == book.state_dict().keys():
-            book.load_state_dict(kept)
 
 
 def _watched(model: nn.Module) -> Telemetry | None:

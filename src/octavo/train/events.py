@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.guard.guard import Note
+from octavo.guard.guarded import Note
 from octavo.train.config import RunConfig
 
 

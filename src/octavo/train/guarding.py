@@ -21,13 +21,13 @@ from octavo.errors import OctavoError
 from octavo.guard import Guard, Note, Observation
 from octavo.guard.damage import damage
 from octavo.guard.diagnosis import Probe
+from octavo.guard.kept_scales import kept_scales, take_over
 from octavo.guard.locate import locate
-from octavo.nn.scales import scales
 from octavo.tensor import is_distributed
 from octavo.train.events import Noted, RolledBack, TensorsChanged
-from octavo.train.lane import Measured
+from octavo.train.lane import Lane, Measured
 from octavo.train.setup import policy_of, tokens_of
-from octavo.train.state import lane_tensors, random_tensors, restore_lane, restore_random
+from octavo.train.state import SCALES, lane_tensors, random_tensors, restore_lane, restore_random
 
 if TYPE_CHECKING:
     from octavo.train.run import Trainer
@@ -41,6 +41,7 @@ class _Taken:
 
     done: int
     lanes: Mapping[str, Mapping[str, Tensor]]
+    scales: Mapping[str, Mapping[str, Tensor]]
     random: Mapping[str, Tensor]
     loader: dict[str, int]
 
@@ -111,16 +112,19 @@ class GuardedRun:
     def take(self) -> _Taken:
         """Return a copy of all lanes, the random states and the position in the data; from a GPU into host memory."""
         lanes = {
-            lane.name: {name: _kept(tensor) for name, tensor in lane_tensors(lane).items()}
+            lane.name: {n: _kept(t) for n, t in lane_tensors(lane).items() if not n.startswith(SCALES)}
             for lane in self._trainer.setup.lanes
         }
-        return _Taken(self.done, lanes, _copies(random_tensors()), self._trainer.setup.loader.state_dict())
+        kept = {lane.name: kept_scales(lane.model) for lane in self._trainer.setup.lanes}
+        return _Taken(self.done, lanes, kept, _copies(random_tensors()), self._trainer.setup.loader.state_dict())
 
     def restore(self, taken: _Taken) -> None:
         """Go back to a snapshot, in all lanes, and tell of it."""
         trainer, since = self._trainer, self._trainer.done
         for lane in trainer.setup.lanes:
-            restore_lane(lane, taken.lanes[lane.name], SNAPSHOT)
+            # With the scales of the recipes that layers have now, which may not be those of then.
+            restore_lane(lane, {**taken.lanes[lane.name], **_scales_of(lane)}, SNAPSHOT)
+            take_over(lane.model, taken.scales[lane.name])
             lane.forget_faults()
         restore_random(taken.random)
         trainer.setup.loader.load_state_dict(taken.loader)
@@ -193,8 +197,7 @@ class GuardedRun:
     @contextmanager
     def _untouched(self) -> Iterator[None]:
         """Leave random states, kept scales and telemetry inside the block as they were."""
-        random, book = _copies(random_tensors()), scales(self._lane.model)
-        kept = None if book is None else book.state_dict()
+        random, kept = _copies(random_tensors()), kept_scales(self._lane.model)
         telemetry = self._trainer.telemetry
         if telemetry is not None:
             telemetry.wait()
@@ -203,8 +206,7 @@ class GuardedRun:
             yield
         finally:
             restore_random(random)
-            if book is not None and kept is not None:
-                book.load_state_dict(kept)
+            take_over(self._lane.model, kept)
             if telemetry is not None:
                 telemetry.restart(self.done)
 
@@ -230,22 +232,19 @@ class _Coming:
 
 def _convert_anew(model: nn.Module, recipe: recipes.Recipe, trainer: Trainer) -> None:
     """Convert a model that trains to another recipe; scales that both keep go on."""
-    book = scales(model)
-    known = {} if book is None else book.state_dict()
+    kept = kept_scales(model)
     if trainer.telemetry is not None:
         trainer.telemetry.detach()
     config = trainer.config
     trainer.setup.plan = convert(
         model, recipe, policy=policy_of(config, recipe), tokens=tokens_of(config, trainer.ranks)
     )
-    after = scales(model)
-    if after is not None:
-        fresh = after.state_dict()
-        after.load_state_dict({name: _scale(known.get(name), new) for name, new in fresh.items()})
+    take_over(model, kept)
 
 
-def _scale(old: Tensor | None, new: Tensor) -> Tensor:
-    return old if old is not None and old.shape == new.shape else new
+def _scales_of(lane: Lane) -> dict[str, Tensor]:
+    """Return the kept scales of a lane as `lane_tensors` names them."""
+    return {name: tensor for name, tensor in lane_tensors(lane).items() if name.startswith(SCALES)}
 
 
 def _kept(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from octavo import strict
-from octavo.guard.guard import Note
+from octavo.guard.guarded import Note
 from octavo.monitor.environment import environment
 from octavo.monitor.recorder import Recorder
 from octavo.monitor.store.writer import outcome_of

@@ -17,7 +17,9 @@ from octavo.optim.ranks import spread
 from octavo.tensor import FP8Tensor, is_distributed, local
 from octavo.train.lane import Lane
 
-_MODEL, _OPTIMIZER, _LOSS_SCALE, _SCALES, _REDUCTION = "model.", "optimizer.", "loss_scale.", "scales.", "reduction."
+_MODEL, _OPTIMIZER, _LOSS_SCALE, _REDUCTION = "model.", "optimizer.", "loss_scale.", "reduction."
+SCALES = "scales."
+"""What the names of scales begin with that are kept from step to step."""
 
 
 def lane_tensors(lane: Lane) -> dict[str, Tensor]:
@@ -33,7 +35,7 @@ def lane_tensors(lane: Lane) -> dict[str, Tensor]:
     if lane.reduction is not None:
         tensors |= {_REDUCTION + key: tensor for key, tensor in lane.reduction.state_dict().items()}
     book = scales(lane.model)
-    return tensors | ({} if book is None else {_SCALES + name: tensor for name, tensor in book.state_dict().items()})
+    return tensors | ({} if book is None else {SCALES + name: tensor for name, tensor in book.state_dict().items()})
 
 
 def restore_lane(lane: Lane, tensors: Mapping[str, Tensor], where: Path) -> None:
@@ -49,7 +51,7 @@ def restore_lane(lane: Lane, tensors: Mapping[str, Tensor], where: Path) -> None
     _check_same_model(weights, saved, where)
     states = dict(_states_here(lane, tensors, where))
     if (book := scales(lane.model)) is not None:
-        book.load_state_dict(_below(_SCALES, tensors))
+        book.load_state_dict(_below(SCALES, tensors))
     with torch.no_grad():
         for name, tensor in weights.items():
             local(tensor).copy_(local(_part(saved[name], tensor)))
