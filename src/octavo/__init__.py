@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from octavo.calibration import Calibration, calibrate
     from octavo.conversion import Operators, Plan, Policy, autocast, convert, disabled, offload, recompute, revert
     from octavo.conversion import make_plan as plan
     from octavo.monitor.watch import Monitor
@@ -16,16 +17,20 @@ if TYPE_CHECKING:
     from octavo.nn.scales import scales
     from octavo.numerics import dequantize, quantize
     from octavo.recipes import Recipe
+    from octavo.sensitivity import localize
     from octavo.tensor import FP8Tensor
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "Calibration": "octavo.calibration:Calibration",
     "Monitor": "octavo.monitor.watch:Monitor",
     "Operators": "octavo.conversion:Operators",
     "Plan": "octavo.conversion:Plan",
     "Policy": "octavo.conversion:Policy",
     "autocast": "octavo.conversion:autocast",
+    "calibrate": "octavo.calibration:calibrate",
+    "calibration": "octavo.calibration",
     "convert": "octavo.conversion:convert",
     "disabled": "octavo.conversion:disabled",
     "offload": "octavo.conversion:offload",
@@ -33,6 +38,7 @@ _HOME = {
     "recompute": "octavo.conversion:recompute",
     "revert": "octavo.conversion:revert",
     "observed": "octavo.nn.observe:observed",
+    "localize": "octavo.sensitivity:localize",
     "dequantize": "octavo.numerics:dequantize",
     "distributed": "octavo.distributed",
     "optim": "octavo.optim",
@@ -43,6 +49,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Calibration",
     "FP8Tensor",
     "Monitor",
     "Operators",
@@ -51,10 +58,13 @@ __all__ = [
     "Recipe",
     "__version__",
     "autocast",
+    "calibrate",
+    "calibration",
     "convert",
     "dequantize",
     "disabled",
     "distributed",
+    "localize",
     "observed",
     "offload",
     "optim",

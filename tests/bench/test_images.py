@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from octavo.bench import step
 from octavo.bench.images import IMAGE_WORKLOADS
-from octavo.bench.tables import _shape
+from octavo.bench.speed import step
+from octavo.bench.tables.speed import _shape
 from octavo.bench.workloads import build
 from octavo.errors import ConfigError
 from octavo.nn import Conv2d

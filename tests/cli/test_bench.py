@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from octavo.bench import kernels as bench_kernels
 from octavo.bench import results
+from octavo.bench.speed import kernels as bench_kernels
 from octavo.cli.main import app
 from octavo.errors import ConfigError
 

@@ -237,3 +237,22 @@ def test_strict_lets_what_is_emulated_pass():
     plan = make_plan(nn.Sequential(nn.Linear(64, 64)), "mxfp8")
     assert plan.layers[0].kernels == " / ".join(["emulated.1x32"] * 3)
     refuse_fallbacks(dataclasses.replace(plan, device="cuda"))
+
+
+def test_evidence_of_a_precision_map_is_in_the_plan(model):
+    evidence = {"reason": "over the loss budget", "loss_change": 2e-4, "turned": {"fprop": 1e-3}}
+    modules = {"layers.0.up": "bf16", "layers.1.*": "folded", "layers.1.down": "folded"}
+    plan = make_plan(model, {"modules": modules, "evidence": {"layers.0.up": evidence, "layers.1.down": evidence}})
+    kept, decided, other = (of(plan, name) for name in ("layers.0.up", "layers.1.down", "layers.1.up"))
+    assert not kept.is_fp8 and kept.reason == "over the loss budget" and kept.evidence.loss_change == 2e-4
+    assert decided.is_fp8 and decided.reason == "over the loss budget" and other.evidence is None
+    shown = {layer["name"]: layer["evidence"] for layer in json.loads(plan.to_json())["layers"]}
+    assert shown["layers.0.up"]["turned"] == {"fprop": 1e-3} and shown["layers.1.up"] is None
+
+
+@pytest.mark.usefixtures("hopper")
+def test_what_was_measured_is_not_overruled_by_a_prediction(model):
+    """These layers are predicted to gain nothing on a GPU."""
+    found = {"reason": "within the loss budget", "loss_change": 0.0, "ms_saved": 0.1}
+    plan = make_plan(model, {"modules": {"layers.0.up": "folded"}, "evidence": {"layers.0.up": found}}, device="cuda")
+    assert [layer.name for layer in plan.layers if layer.is_fp8] == ["layers.0.up"]

@@ -188,13 +188,23 @@ def test_a_row_of_the_map_opens_its_layer(address: str, visit: Open) -> None:
     assert MIDDLE in page.url
 
 
+def test_a_layer_shows_its_histograms_against_the_window_of_the_format(address: str, visit: Open) -> None:
+    page = visit(f"{address}/#/layer?run=first&layer={MIDDLE}")
+    drawn = page.evaluate("""[...document.querySelectorAll(".plot")].filter(each => each.data?.[0]?.type === "bar")
+        .map(each => [each.data[0].name, each.layout.shapes?.length ?? 0, each.layout.xaxis.title.text])""")
+    assert [name for name, _, _ in drawn] == ["input", "weight", "grad output", "grad weight"]
+    assert [shapes for _, shapes, _ in drawn] == [4, 4, 4, 0]  # two bands and two edges each
+    assert drawn[0][2].startswith("value / scale<br>e4m3: ")
+    assert "SQNR" in page.inner_text("figure")
+
+
 def test_a_live_run_is_followed(tmp_path: Path, serve: Any, visit: Open) -> None:
     run = synthetic_run(tmp_path / "live", layers=7, steps=60, spike_at=0, finished=False, start=time.time() - 6)
     address = serve(tmp_path)
     page = visit(f"{address}/#/overview?run=live")
     assert "training · step 60" in page.inner_text("#state")
-    snapshot = np.zeros((21, len(STATS)), dtype=np.float32)
-    snapshot[5, STATS.index("nonfinite")] = 0.5
+    snapshot = np.zeros((28, len(STATS)), dtype=np.float32)
+    snapshot[6, STATS.index("nonfinite")] = 0.5
     with run.batch():
         for step in range(61, 91):
             run.write_step(step, {"loss_fp8": 1.0, "loss_bf16": 1.0, "gap_percent": 0.0}, snapshot)
@@ -271,3 +281,9 @@ def test_a_report_opens_from_disk(folder: Path, tmp_path: Path, visit: Open) -> 
     follow(page, f"{path.as_uri()}#/layer?run=first&layer={MIDDLE}")
     saturated = page.locator("figure", has_text=re.compile("^saturated")).locator(".plot")
     assert max(saturated.evaluate("e => e.data.find(trace => trace.name === 'grad output').y")) == 25.0
+
+
+def test_the_plan_shows_what_a_precision_map_found(address, visit):
+    page = visit(f"{address}/#/plan?run=first")
+    shown = page.inner_text("main")
+    assert "2.0e-5 ± 3.0e-6" in shown and "1.5e-4" in shown and "0.03 of 0.05" in shown

@@ -30,7 +30,7 @@ def held_by(path: Path) -> dict[str, Any]:
 def test_it_holds_every_answer(folder: Path, tmp_path: Path) -> None:
     held = held_by(report([folder / "first"], tmp_path / "a" / "report.html"))
     maps = [key for key in held if key.startswith("heatmap?")]
-    assert len(maps) == 9 * 3 * 2
+    assert len(maps) == (10 * 3 + 5) * 2
     assert "heatmap?run=first&stat=amax&role=input&pool=max" in held
     assert held["run?run=first"]["json"]["verdict"]["level"] == "healthy"
     assert len([key for key in held if key.startswith("histograms?")]) == 21

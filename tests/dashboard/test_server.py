@@ -94,8 +94,10 @@ def test_series_of_a_layer(client: Any, folder: Path, unpack: Any) -> None:
 
 def test_histograms_have_their_window(client: Any) -> None:
     found = client.get("/api/histograms", params={"run": "first", "layer": MIDDLE}).json()
-    assert set(found) == {"input", "weight", "grad_output"}
+    assert set(found) == {"input", "weight", "grad_output", "grad_weight"}
+    assert found["grad_weight"]["window"] is None
     held = found["input"]
+    assert held["sqnr"] == pytest.approx(30, rel=0.2)
     assert held["window"]["format"] == "e4m3" and held["window"]["lowest"] < held["window"]["normal"]
     assert 0 < held["above"] < 0.05 and held["below"] < 0.01
 

@@ -35,9 +35,9 @@ def written(
     with run.batch():
         run.set_tensors([TensorRow(layer, role) for layer in ("a", "b") for role in ROLES])
         for step in range(1, STEPS + 1):
-            values = np.zeros((6, len(STATS)), dtype=np.float32)
+            values = np.zeros((8, len(STATS)), dtype=np.float32)
             for stat, value in (share or {}).items():
-                values[5, STATS.index(stat)] = value if step in sick else 0.0
+                values[6, STATS.index(stat)] = value if step in sick else 0.0
             run.write_step(step, {"loss_fp8": loss(step), "loss_bf16": falling(step), "gap_percent": gap}, values)
         for step, level in events:
             run.write_event(step, "saturation", "it saturated", level=level, layer="b", action="moved to BF16")

@@ -6,20 +6,26 @@
     results = run(check, 4, 0.5)                                       # one a rank
 
 A rank that raises, dies or does not come back in time fails the test, with what it said; the others are ended.
+
+Importing PyTorch takes a rank longer than most tests. So there is one process that imports, and ranks are forks of it;
+but not where there is a GPU, which survives no fork.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,6 +34,10 @@ import torch.distributed as dist
 SOURCES = Path(__file__).parents[2] / "src"
 LAST_WORDS = 3000
 """Characters of a rank's output that are shown."""
+IMPORTED = ["pytest", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.pipelining"]
+IMPORTED += ["octavo.distributed", "octavo.models.llama", "octavo.optim", "sharded", "ranks"]
+"""What ranks have imported when they begin."""
+_processes = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 
 
 class RanksFailed(AssertionError):
@@ -55,33 +65,40 @@ def run(function: Callable[..., Any], ranks: int, *arguments: Any, timeout: floa
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
         torch.save(arguments, place / "arguments")
-        name = f"{function.__code__.co_filename}::{function.__qualname__}"
-        processes = [_start(name, rank, ranks, place, timeout) for rank in range(ranks)]
+        processes = _start(function, ranks, place, timeout)
         try:
             _wait(processes, time.monotonic() + timeout)
         finally:
-            codes = [process.poll() for process in processes]
+            codes = [process.exitcode for process in processes]
             for process in processes:
                 process.kill()
-                process.wait()
+                process.join()
         failed = [_failure(rank, code, place, timeout) for rank, code in enumerate(codes) if code != 0]
         if failed:
             raise RanksFailed("\n".join(failed))
         return [torch.load(place / f"result{rank}") for rank in range(ranks)]
 
 
-def _start(name: str, rank: int, ranks: int, place: Path, timeout: float) -> subprocess.Popen[bytes]:
+def _start(function: Callable[..., Any], ranks: int, place: Path, timeout: float) -> list[BaseProcess]:
     paths = [str(SOURCES), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    known = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    command = [sys.executable, __file__, name, str(rank), str(ranks), str(place), str(timeout)]
-    with (place / f"output{rank}").open("wb") as output:
-        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=known)
+    known = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    told = (function.__code__.co_filename, function.__qualname__)
+    with patch.dict(os.environ, known):
+        if _processes.get_start_method() == "forkserver":
+            _processes.set_forkserver_preload(IMPORTED)
+            forkserver.ensure_running()  # here, because it keeps the paths that it begins with
+        processes = [
+            _processes.Process(target=_rank, args=(*told, rank, ranks, place, timeout)) for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+    return processes
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> None:
+def _wait(processes: list[BaseProcess], deadline: float) -> None:
     """Wait until all are done, or one has failed and the others had two seconds to say what they think of it."""
-    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-        if any(process.poll() not in (None, 0) for process in processes):
+    while any(process.exitcode is None for process in processes) and time.monotonic() < deadline:
+        if any(process.exitcode not in (None, 0) for process in processes):
             deadline = min(deadline, time.monotonic() + 2)
         time.sleep(0.02)
 
@@ -92,22 +109,21 @@ def _failure(rank: int, code: int | None, place: Path, timeout: float) -> str:
     return f"--- rank {rank} {end}\n{said or '(no output)'}"
 
 
-def _child(name: str, rank: int, ranks: int, place: Path, timeout: float) -> None:
+def _rank(file: str, function: str, rank: int, ranks: int, place: Path, timeout: float) -> None:
+    """Be one rank; what it says goes into a file."""
+    with (place / f"output{rank}").open("wb") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     store = dist.FileStore(str(place / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
-    file, _, function_name = name.rpartition("::")
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    result = getattr(module, function_name)(rank, ranks, *torch.load(place / "arguments"))
+    result = getattr(module, function)(rank, ranks, *torch.load(place / "arguments"))
     torch.save(result, place / f"result{rank}")
     dist.barrier()  # none leaves while another still talks to it
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _child(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), float(sys.argv[5]))

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from octavo.kernels.patches import Window, fold, quantize_patches, unfold
+from octavo.kernels.patches import Window, fold, quantize_patches, unfold, unfold_rows
 from octavo.kernels.quantize import quantize_pair
 from octavo.kernels.target import Target
 
@@ -61,3 +61,14 @@ def test_a_pixel_window_copies_nothing():
     x = torch.randn(2, 3, 4, 5)
     assert unfold(x, Window((1, 1))).data_ptr() == x.data_ptr()
     assert not Window((1, 1), padding=(1, 1)).is_pixel and not Window((1, 1), stride=(2, 1)).is_pixel
+
+
+@pytest.mark.parametrize(
+    "window", [Window((3, 3), (2, 1), (1, 2)), Window((1, 1)), Window((2, 3), padding=(0, 1), dilation=(2, 1))]
+)
+def test_rows_of_patches_are_those_of_all(window):
+    x = torch.randn(2, 6, 7, 3)
+    x[0, 0, 0] = torch.nan
+    patches = unfold(x, window)
+    rows = torch.randperm(len(patches))[:9]
+    assert torch.equal(unfold_rows(x, window, rows).nan_to_num(9.0), patches[rows].nan_to_num(9.0))

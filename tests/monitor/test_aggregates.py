@@ -12,6 +12,7 @@ def test_aggregates_of_a_snapshot() -> None:
     values[:, STATS.index("scale")] = [0.25, 8.0, np.nan]
     values[:, STATS.index("flushed")] = [0.5, 0.125, np.nan]
     values[:, STATS.index("nonfinite")] = [0.0, 1e-3, np.nan]
+    values[:, STATS.index("sqnr")] = [31.0, 24.0, np.nan]
     found = aggregates(values, STATS)
     assert found == {
         "fp8/flushed_max": 0.5,
@@ -22,6 +23,7 @@ def test_aggregates_of_a_snapshot() -> None:
         "fp8/scale_log2_min": -2.0,
         "fp8/scale_log2_max": 3.0,
         "fp8/kurtosis_max": 0.0,
+        "fp8/sqnr_min": 24.0,
         "fp8/tensors": 2.0,
     }
     assert list(found) == list(AGGREGATES) and len(found) <= 12

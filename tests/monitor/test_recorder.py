@@ -17,7 +17,8 @@ def test_everything_arrives(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "run", config={"a": 1}, system_every=0.02)
     recorder.tensors([("layer", "input", "e4m3")])
     for step in range(1, 51):
-        recorder.step(step, {"loss": 1 / step}, np.full((1, len(STATS)), step, dtype=np.float32))
+        bins = np.full((1, 64), step, dtype=np.float32) if step % 20 == 0 else None
+        recorder.step(step, {"loss": 1 / step}, np.full((1, len(STATS)), step, dtype=np.float32), bins)
     recorder.event(50, "rule", "text", level="warning", value=1.0)
     recorder.document("summary", {"done": True}, step=50)
     time.sleep(0.1)
@@ -26,6 +27,8 @@ def test_everything_arrives(tmp_path: Path) -> None:
     run = RunReader(tmp_path / "run")
     assert run.scalar("loss").low.tolist() == [1 / step for step in range(1, 51)]
     assert run.snapshot_steps().tolist() == list(range(1, 51))
+    found = run.histogram("layer", "input")
+    assert found is not None and (found[0], found[1], found[2].tolist()) == (40, -40, [40] * 64)
     assert (run.config, run.summary, run.state()) == ({"a": 1}, {"done": True}, "finished")
     assert [event.text for event in run.events()] == ["text"]
     assert len(run.system()) >= 3 and recorder.dropped == 0
@@ -57,7 +60,7 @@ def test_a_slow_disk_holds_nobody_up_and_the_loss_is_said(tmp_path: Path, monkey
 def test_a_store_that_fails_does_not_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(tmp_path)
     recorder.tensors([("layer", "input")])
-    with pytest.warns(UserWarning, match=r"run store: .* a snapshot is \(1, 9\)"):
+    with pytest.warns(UserWarning, match=r"run store: .* a snapshot is \(1, 10\)"):
         recorder.step(1, {"loss": 1.0}, np.zeros((7, len(STATS)), dtype=np.float32))
         recorder.step(2, {"loss": 2.0}, np.zeros((1, len(STATS)), dtype=np.float32))
         recorder.close("failed", "why")

@@ -1,6 +1,7 @@
 """Calibration files are read strictly, and a static scale is never guessed."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import nn
 import octavo
 from octavo.errors import ConfigError
 from octavo.nn import Linear, calibration
-from octavo.nn.calibration import Calibrated
+from octavo.nn.calibration import Calibrated, Origin, Statistics
 from octavo.recipes import load
 
 GOOD = {"format": "e4m3", "scaling": "float32", "scale": 0.0117, "amax": 5.25}
@@ -31,9 +32,9 @@ def model() -> nn.Sequential:
 def test_scales_are_read_back_bit_for_bit(tmp_path):
     odd = [float(np.float32(x)) for x in (1 / 3, 1e-38, 3.1e38, 2.0**-126)]
     scales = {f"{i}.input": Calibrated("e4m3", "float32", scale, scale) for i, scale in enumerate(odd)}
-    calibration.write(tmp_path / "a.json", ["delayed"], scales)
+    calibration.write(tmp_path / "a.json", scales)
     assert calibration.read(tmp_path / "a.json") == scales
-    assert json.loads((tmp_path / "a.json").read_text())["version"] == 1
+    assert json.loads((tmp_path / "a.json").read_text())["version"] == 2
 
 
 def test_a_file_by_hand_is_taken(tmp_path):
@@ -45,7 +46,7 @@ def test_a_file_by_hand_is_taken(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": 2}, r"a\.json: calibration version 2; this version of octavo reads version 1"),
+        ({"version": 3}, r"a\.json: calibration version 3; this version of octavo reads versions 1 and 2"),
         ({"scale": {}}, r"a\.json: unknown key 'scale'\. Did you mean 'scales'\?"),
         ({"scales": {"0.input": {**GOOD, "skale": 1.0}}}, r"unknown key 'skale'"),
         ({"scales": {"0.input": {**GOOD, "scale": "1"}}}, r"scale: expected float"),
@@ -94,3 +95,119 @@ def test_a_scale_is_one_even_where_another_is_missing(tmp_path):
     octavo.convert(started := model(), "delayed", scales=written(tmp_path / "a.json", scales={"0.input": GOOD}))
     assert started[0].page.cells[:, 0].tolist() == [np.float32(0.0117), 0]
     assert torch.isfinite(started(torch.randn(4, 40))).all()
+
+
+# --- versions, changes and undo -------------------------------------------------------------------------------------
+
+
+def entry(scale: float, how: str = "by hand") -> Calibrated:
+    return Calibrated("e4m3", "float32", scale, 448 * scale, origin=Origin(recipe="static", how=how, data="sha256:0"))
+
+
+def scales_of(path: Path) -> dict[str, float]:
+    return {name: calibrated.scale for name, calibrated in calibration.read(path).items()}
+
+
+def test_a_file_of_version_1_is_read_and_continued(tmp_path):
+    path = written(tmp_path / "a.json")
+    assert calibration.read(path)["0.input"] == Calibrated("e4m3", "float32", 0.0117, 5.25)
+    calibration.update(path, {"0.input": entry(0.5)})
+    after = calibration.read(path)
+    assert json.loads(path.read_text())["version"] == 2
+    assert after["0.input"].previous == (Calibrated("e4m3", "float32", 0.0117, 5.25),)
+    assert after["0.grad_output"] == Calibrated("e5m2", "float32", 0.0117, 5.25)
+    calibration.undo(path)
+    assert calibration.read(path)["0.input"] == Calibrated("e4m3", "float32", 0.0117, 5.25)
+    with pytest.raises(ConfigError, match="nothing to undo"):
+        calibration.undo(path)
+
+
+def test_everything_of_an_entry_is_read_back(tmp_path):
+    statistics = Statistics(
+        elements=10, batches=2, zero=0.1, flushed=1 / 3, subnormal=0.0, saturated=0.0,
+        percentiles={"50": 1e-30}, batch_amax=(1.0, 2.0), lowest=1.0, highest=None, suggested="e4m3",
+    )  # fmt: skip
+    full = replace(entry(0.25), statistics=statistics, previous=(entry(0.5), Calibrated("e5m2", "float32", 1.0, 2.0)))
+    calibration.write(tmp_path / "a.json", {"0.input": full})
+    assert calibration.read(tmp_path / "a.json") == {"0.input": full}
+
+
+def test_what_is_not_known_is_not_written(tmp_path):
+    calibration.write(tmp_path / "a.json", {"0.input": Calibrated("e4m3", "float32", 1.0, 2.0)})
+    kept = json.loads((tmp_path / "a.json").read_text())["scales"]["0.input"]
+    assert kept == {"format": "e4m3", "scaling": "float32", "scale": 1.0, "amax": 2.0}
+
+
+def test_changes_are_numbered_and_undone_one_by_one(tmp_path):
+    path = tmp_path / "a.json"
+    calibration.update(path, {"0.input": entry(1.0), "1.input": entry(2.0)})
+    calibration.update(path, {"0.input": entry(3.0)})
+    calibration.update(path, {"0.input": entry(4.0), "2.input": entry(5.0)})
+    assert [c.change for c in calibration.read(path).values()] == [3, 1, 3]
+    assert scales_of(path) == {"0.input": 4.0, "1.input": 2.0, "2.input": 5.0}
+
+    undone = calibration.undo(path)
+    assert {n: (a.scale, b and b.scale) for n, (a, b) in undone.items()} == {"0.input": (4, 3), "2.input": (5, None)}
+    assert scales_of(path) == {"0.input": 3.0, "1.input": 2.0}
+    calibration.undo(path)
+    assert scales_of(path) == {"0.input": 1.0, "1.input": 2.0}
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match="nothing to undo"):
+        calibration.undo(path)
+    assert path.read_bytes() == before
+
+
+def test_some_layers_are_undone_alone(tmp_path):
+    path = tmp_path / "a.json"
+    for factor in (1.0, 2.0, 3.0):
+        calibration.update(path, {name: entry(factor) for name in ("0.input", "1.input", "1.grad_output")})
+    calibration.undo(path, ["1"])
+    assert scales_of(path) == {"0.input": 3.0, "1.input": 2.0, "1.grad_output": 2.0}
+    calibration.undo(path, ["*.grad_output"])
+    assert scales_of(path) == {"0.input": 3.0, "1.input": 2.0, "1.grad_output": 1.0}
+    calibration.undo(path)  # the newest change there is: that of 0 alone
+    assert scales_of(path) == {"0.input": 2.0, "1.input": 2.0, "1.grad_output": 1.0}
+    with pytest.raises(ConfigError, match=r"no layer or scale matches '1\.inptu'\. Did you mean '1\.input'"):
+        calibration.undo(path, ["1.inptu"])
+
+
+def test_a_change_after_an_undo_has_a_number_of_its_own(tmp_path):
+    path = tmp_path / "a.json"
+    calibration.update(path, {"0.input": entry(1.0), "1.input": entry(1.0)})
+    calibration.update(path, {"0.input": entry(2.0), "1.input": entry(2.0)})
+    calibration.undo(path, ["0"])
+    calibration.update(path, {"0.input": entry(3.0)})
+    calibration.undo(path)
+    assert scales_of(path) == {"0.input": 1.0, "1.input": 2.0}
+
+
+def test_only_so_many_previous_values_are_kept(tmp_path):
+    path = tmp_path / "a.json"
+    for i in range(calibration.KEPT + 5):
+        calibration.update(path, {"0.input": entry(1.0 + i)})
+    previous = calibration.read(path)["0.input"].previous
+    assert [c.scale for c in previous] == [calibration.KEPT + 4.0 - i for i in range(calibration.KEPT)]
+    assert all(c.previous == () for c in previous)
+
+
+def test_a_file_that_cannot_be_replaced_stays_whole(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    calibration.update(path, {"0.input": entry(1.0)})
+    before = path.read_bytes()
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(ConfigError, match="No space left"):
+        calibration.update(path, {"0.input": entry(2.0)})
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_book_says_where_its_scales_come_from(tmp_path):
+    octavo.convert(started := model(), "delayed")
+    started(torch.randn(4, 40)).sum().backward()
+    octavo.scales(started).roll()
+    octavo.scales(started).save(tmp_path / "a.json")
+    origin = calibration.read(tmp_path / "a.json")["0.input"].origin
+    assert (origin.recipe, origin.how, origin.change) == ("delayed", "the largest values of training", 1)

@@ -545,3 +545,58 @@ def test_a_book_comes_along_to_the_gpu_and_back():
     model.cpu()
     assert not model[0].page.cells.is_cuda
     assert equal(list(state.values()), list(octavo.scales(model).state_dict().values()))
+
+
+# --- static scales made anew ----------------------------------------------------------------------------------------
+
+
+def static(tmp_path, *amaxes: float) -> nn.Sequential:
+    """Two layers with static scales, and these maxima since: input and gradient of the first, then of the second."""
+    model = nn.Sequential(nn.Linear(WIDTH, 32), nn.Linear(32, 32))
+    octavo.convert(model, "delayed")
+    book = octavo.scales(model)
+    book.cells[:, 0] = 1.0
+    book.save(tmp_path / "a.json")
+    octavo.convert(model, "static", scales=tmp_path / "a.json")
+    octavo.scales(model).cells[:, 1] = torch.tensor(amaxes)
+    return model
+
+
+def test_static_scales_are_made_anew_of_the_largest_values_since(tmp_path):
+    book = octavo.scales(static(tmp_path, 7.0, 0.0, float("inf"), 3.0))
+    made = book.renew(margin=2, how="a test")
+    expected = {"0.input": float(np.float32(7 / 448)) * 4, "1.grad_output": float(np.float32(3 / 57344)) * 4}
+    assert {name: one.scale for name, one in made.items()} == expected
+    assert {name: one.amax for name, one in made.items()} == {"0.input": 7.0, "1.grad_output": 3.0}
+    assert {one.origin.how for one in made.values()} == {"a test"}
+    assert book.cells[:, 0].tolist() == [expected["0.input"], 1.0, 1.0, expected["1.grad_output"]]
+    assert book.cells[:, 1].tolist() == [0.0, 0.0, float("inf"), 0.0]
+    assert book.renew() == {}
+
+
+def test_some_static_scales_are_made_anew_alone(tmp_path):
+    book = octavo.scales(static(tmp_path, 7.0, 5.0, 9.0, 3.0))
+    assert book.renew({"1.input", "1.weight"}).keys() == {"1.input"}
+    assert book.cells[:, 1].tolist() == [7.0, 5.0, 0.0, 3.0]
+
+
+def test_other_scales_are_not_made_anew(tmp_path):
+    layer = layer_of("delayed")
+    step(layer, x_of(3.0))
+    before = layer.book.cells.clone()
+    layer.page.cells[:, 1] = 9.0
+    assert not layer.book.has_static and layer.book.renew() == {}
+    assert torch.equal(layer.book.cells[:, 0], before[:, 0])
+
+
+def test_all_ranks_make_the_same_static_scales(tmp_path, monkeypatch):
+    model = static(tmp_path, 7.0, 0.0, 0.0, 0.0)
+
+    def all_reduce(tensor: Tensor, op: object) -> None:
+        assert op is torch.distributed.ReduceOp.MAX
+        tensor[:2] = torch.maximum(tensor[:2], torch.tensor([1.0, 2.0]))
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    made = octavo.scales(model).renew()
+    assert {name: one.amax for name, one in made.items()} == {"0.input": 7.0, "0.grad_output": 2.0}

@@ -10,15 +10,20 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.errors import ConfigError
-from octavo.kernels.sample import STATS
+from octavo.kernels.sample import BINS, LOWEST, STATS
 from octavo.models.config import ModelConfig
 from octavo.models.llama import Block, rotary_tables
-from octavo.nn import Linear
-from octavo.nn.observe import ROLES
+from octavo.nn import Conv1d, Conv2d, GroupedLinear, Linear
 from octavo.nn.telemetry import WAITING, Telemetry
+from octavo.numerics import dequantize
+from octavo.tensor import FP8Tensor
 
 CONFIG = ModelConfig(vocab=16, dim=32, ffn=48, heads=2, kv_heads=1, layers=1, sequence=16)
-AMAX, SCALE, NONFINITE = (STATS.index(name) for name in ("amax", "scale", "nonfinite"))
+AMAX, SCALE, NONFINITE, SQNR = (STATS.index(name) for name in ("amax", "scale", "nonfinite", "sqnr"))
+ALWAYS = slice(0, SQNR)
+ROLES = ("input", "weight", "grad_weight", "grad_output")
+OF_ANY = [AMAX, NONFINITE, *range(6, 9)]
+"""What is measured of a tensor that is not quantised, too."""
 
 
 class Stack(nn.Module):
@@ -43,9 +48,17 @@ def stack(recipe="folded", fuse=True):
 def run(model, batch=1, x=None):
     torch.manual_seed(2)
     x = torch.randn(batch, 16, 32, dtype=torch.bfloat16) if x is None else x
+    model.zero_grad()
     y = model(x.clone().requires_grad_())
     y.backward(torch.randn_like(y) * 1e-3)
     return y, [p.grad for p in model.parameters()]
+
+
+def all_there(values):
+    """Whether every statistic that a role has is a number, in a step without histograms."""
+    return all(
+        np.isfinite(found[OF_ANY if role == "grad_weight" else ALWAYS]).all() for (_, role), found in values.items()
+    )
 
 
 def measured(telemetry):
@@ -77,7 +90,8 @@ def test_its_figures_are_those_of_the_operands(recipe):
         (y * torch.linspace(1e-9, 1, 16)).pow(2).sum().backward()
         step, values = measured(telemetry)
     assert step == 1
-    for role, tensor in (("input", x), ("weight", layer.weight), ("grad_output", seen[0])):
+    roles = {"input": x, "weight": layer.weight, "grad_output": seen[0], "grad_weight": layer.weight.grad}
+    for role, tensor in roles.items():
         exact, found = tensor.detach().double(), values["", role]
         deviation = exact - exact.mean()
         assert found[AMAX] == exact.abs().max()
@@ -86,7 +100,9 @@ def test_its_figures_are_those_of_the_operands(recipe):
         assert found[STATS.index("variance")] == pytest.approx(float(deviation.pow(2).mean()), rel=1e-5)
         kurtosis = deviation.pow(4).mean() / deviation.pow(2).mean() ** 2
         assert found[STATS.index("kurtosis")] == pytest.approx(float(kurtosis), rel=1e-5)
-        if role != "grad_output" or recipe in ("rowwise", "tensorwise", "delayed"):  # nothing is folded into it
+        if role == "grad_weight":
+            assert np.isnan(found[[SCALE, 2, 3, 4, SQNR]]).all()
+        elif role != "grad_output" or recipe in ("rowwise", "tensorwise", "delayed"):  # nothing is folded into it
             recipe_of = layer.recipe.fprop if role != "grad_output" else layer.recipe.dgrad
             operand = getattr(recipe_of, role)
             quantized = octavo.kernels.quantize(tensor.detach(), operand.format, operand.granularity, operand.scaling)
@@ -96,6 +112,44 @@ def test_its_figures_are_those_of_the_operands(recipe):
             flushed = (magnitude == 0) & (tensor != 0)
             assert found[STATS.index("flushed")] == pytest.approx(float(flushed.double().mean()), abs=1e-9)
             assert found[STATS.index("subnormal")] == pytest.approx(float(subnormal.double().mean()), abs=1e-9)
+
+
+@pytest.mark.parametrize("recipe", ["folded", "rowwise", "tensorwise", "block"])
+def test_histograms_and_noise_are_those_of_the_codes(recipe):
+    layer = Linear(32, 16, bias=False, recipe=recipe)
+    x = torch.randn(16, 32) * torch.logspace(-12, 3, 32)
+    x[0, 0], x[1, 1], x[2, 2] = 0.0, torch.inf, torch.nan
+    with Telemetry(layer, histograms_every=2) as telemetry:
+        for step in (1, 2, 3):
+            layer(x)
+            _, values = measured(telemetry)
+            assert np.isfinite(values["", "input"][SQNR]) == (step == 2)
+            assert (telemetry.histograms is None) == (step != 2)
+            if step == 2:
+                kept, noise = telemetry.histograms, values["", "input"][SQNR]
+    assert kept.shape == (len(telemetry.rows), BINS)
+    row = next(number for number, row in enumerate(telemetry.rows) if row.role == "input")
+    operand = layer.recipe.fprop.input
+    quantized = octavo.kernels.quantize(x, operand.format, operand.granularity, operand.scaling)
+    finite = torch.isfinite(x)
+    error = (dequantize(quantized) - x)[finite].double()
+    expected = 10 * torch.log10(x[finite].double().square().sum() / error.square().sum())
+    assert noise == pytest.approx(float(expected), abs=1e-4)
+    scaled = (x / quantized.granularity.expand(quantized.scale, *x.shape))[finite & (x != 0)].abs().double()
+    bins = (scaled.log2().floor() - LOWEST).clamp(0, BINS - 1).long()
+    assert kept[row].tolist() == torch.bincount(bins, minlength=BINS).tolist()
+    assert kept[row].sum() == finite.sum() - 1
+    flushed = kept[row][: int(np.log2(octavo.numerics.format_of(quantized.codes).smallest_subnormal)) - 1 - LOWEST]
+    assert flushed.sum() == (quantized.codes.float()[finite & (x != 0)] == 0).sum()
+
+
+def test_telemetry_may_look_for_histograms_alone():
+    layer = Linear(32, 16, bias=False, recipe="folded")
+    with Telemetry(layer, every=5, histograms_every=3) as telemetry:
+        for _ in range(10):
+            layer(torch.randn(16, 32))
+            telemetry.step()
+        assert [step for step, _ in iter(telemetry.snapshot, None)] == [3, 5, 6, 9, 10]
 
 
 def test_nothing_changes_and_every_role_of_every_layer_has_a_row():
@@ -109,7 +163,7 @@ def test_nothing_changes_and_every_role_of_every_layer_has_a_row():
     layers = [name for name, module in model.named_modules() if isinstance(module, Linear)]
     assert [(row.layer, row.role) for row in telemetry.rows] == [(name, role) for name in layers for role in ROLES]
     assert len(layers) >= 8
-    assert all(np.isfinite(value).all() for value in values.values())
+    assert all_there(values)
     assert (telemetry.sampled > 0).all()
     assert not any(hasattr(module, "watch") and module.watch is not None for module in model.modules())
     assert telemetry.rows[0].shape == ()
@@ -124,8 +178,8 @@ def test_layers_that_are_computed_as_one_measure_what_they_measure_alone():
             run(model)
             found.append(measured(telemetry)[1])
     # Gradients are rounded to BF16 between layers that compute alone, and scaled by another fold.
-    shared, alone = ({key: value[[AMAX, *range(5, 9)]] for key, value in values.items()} for values in found)
-    assert_same(shared, alone, rtol=0.08, atol=1e-5)
+    shared, alone = ({key: value[OF_ANY] for key, value in values.items()} for values in found)
+    assert_same(shared, alone, rtol=0.12, atol=1e-5)
 
 
 @pytest.mark.parametrize("recipe", ["folded", "delayed"])
@@ -145,11 +199,11 @@ def test_compiled_code_measures_what_eager_mode_measures(backend, recipe):
             found.append(measured(telemetry))
         with Telemetry(model) as again, torch._dynamo.config.patch(error_on_recompile=compiled):
             run(model)
-            assert np.isfinite(np.stack(list(measured(again)[1].values()))).all()
+            assert all_there(measured(again)[1])
     assert found[0][0] == found[1][0] == 2
     if backend == "inductor":  # it rounds less often between the layers, which moves a code here and there
-        found = [(step, {key: value[[AMAX, *range(5, 9)]] for key, value in values.items()}) for step, values in found]
-    assert_same(found[0][1], found[1][1], rtol=0.08 if backend == "inductor" else 1e-6, atol=1e-4)
+        found = [(step, {key: value[OF_ANY] for key, value in values.items()}) for step, values in found]
+    assert_same(found[0][1], found[1][1], rtol=0.12 if backend == "inductor" else 1e-6, atol=1e-4)
 
 
 def test_a_recomputed_block_and_several_micro_batches():
@@ -168,7 +222,7 @@ def test_a_recomputed_block_and_several_micro_batches():
         _, recomputed = measured(telemetry)
     rest = slice(2, 5)
     assert_same({k: v[rest] for k, v in plain.items()}, {k: v[rest] for k, v in recomputed.items()}, rtol=0, atol=0)
-    assert all(recomputed[key][AMAX] >= plain[key][AMAX] for key in plain)
+    assert all(recomputed[key][AMAX] >= plain[key][AMAX] for key in plain if key[1] != "grad_weight")
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -190,6 +244,7 @@ def test_one_element_that_is_not_finite_shows_also_where_no_sample_is(role, valu
         others = {"grad_output"} if role == "weight" else set()  # the NaN of a folded scale reaches all of dX
         assert found[role]
         assert not any(found[name] for name in {"input", "weight", "grad_output"} - {role} - others)
+        assert found["grad_weight"] or role != "input"
 
 
 def test_every_third_step_an_evaluation_and_steps_that_nobody_reads():
@@ -203,7 +258,8 @@ def test_every_third_step_an_evaluation_and_steps_that_nobody_reads():
         model(torch.full((1, 16, 32), 1e6, dtype=torch.bfloat16))
     taken = list(iter(telemetry.snapshot, None))
     assert [step for step, _ in taken] == [3, 6]
-    assert all(np.isfinite(values).all() for _, values in taken)
+    keys = [(row.layer, row.role) for row in telemetry.rows]
+    assert all(all_there(dict(zip(keys, values, strict=True))) for _, values in taken)
     telemetry.done = 299
     for _ in range(3 * WAITING + 30):
         telemetry.step()
@@ -243,6 +299,8 @@ def test_what_it_refuses():
     model = stack()
     with pytest.raises(ConfigError, match="positive"):
         Telemetry(model, every=0)
+    with pytest.raises(ConfigError, match="not negative"):
+        Telemetry(model, histograms_every=-1)
     with Telemetry(model), pytest.raises(ConfigError, match="already"):
         Telemetry(model)
     Telemetry(model).detach()
@@ -250,3 +308,160 @@ def test_what_it_refuses():
     assert empty.rows == ()
     empty.step()
     assert empty.snapshot() is None
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights_that_are_fp8_tensors(compiled):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(32, 48, bias=False), nn.Linear(48, 32, bias=False))
+    octavo.convert(model, "folded", policy=octavo.Policy(min_gain=0.0, weights="fp8"), tokens=64, strict=False)
+    assert all(isinstance(layer.weight, FP8Tensor) for layer in model)
+    x = torch.randn(64, 32, requires_grad=True)
+    expected = model(x)
+    if compiled:
+        model.compile(fullgraph=True, backend="aot_eager")
+    with Telemetry(model) as telemetry:
+        y = model(x)
+        assert torch.equal(y, expected)
+        y.backward(torch.randn_like(y))
+        _, values = measured(telemetry)
+    assert telemetry.not_watched == {}
+    plain = nn.Linear(32, 48, bias=False)
+    plain.weight = nn.Parameter(model[0].weight.dequantize(torch.float32))
+    twin = nn.Sequential(plain)
+    octavo.convert(twin, "folded", policy=octavo.Policy(min_gain=0.0), tokens=64, strict=False)
+    with Telemetry(twin) as telemetry:
+        twin(x)
+        _, alone = measured(telemetry)
+    # What was lost when the codes were made is not known of them; all else is that of a weight with these values.
+    known = [AMAX, SCALE, STATS.index("subnormal"), NONFINITE, *range(6, 9)]
+    np.testing.assert_array_equal(values["0", "weight"][known], alone["0", "weight"][known])
+    assert np.isnan(values["0", "weight"][[2, 4, SQNR]]).all()
+    np.testing.assert_array_equal(values["0", "input"], alone["0", "input"])
+    assert all_there({key: found for key, found in values.items() if key[1] in ("input", "grad_output")})
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Conv2d(5, 8, 3, stride=2, padding=1, bias=False),
+        Conv2d(5, 8, (1, 3), padding=(0, 2), dilation=2, bias=False, recipe="rowwise"),
+        Conv2d(5, 8, 1, bias=False),
+        Conv1d(5, 8, 3, padding=2, bias=False, recipe="tensorwise"),
+    ],
+    ids=str,
+)
+def test_convolutions_look_at_their_patches(layer):
+    x = torch.randn(2, 5, 9, 7) if isinstance(layer, Conv2d) else torch.randn(2, 5, 20)
+    x = x * torch.logspace(-7, 0, x.shape[-1])
+    expected = layer(x)
+    with Telemetry(layer, histograms_every=1) as telemetry:
+        y = layer(x.requires_grad_())
+        dy = torch.randn_like(y)
+        y.backward(dy)
+        step, values = measured(telemetry)
+    assert (step, telemetry.not_watched, torch.equal(y, expected)) == (1, {}, True)
+    padded = x.detach() if x.dim() == 4 else x.detach()[:, :, None]
+    window = octavo.nn.conv.window_of(layer)
+    patches = octavo.kernels.patches.unfold(padded.movedim(1, -1).contiguous(), window)
+    rows = dy.movedim(1, -1).reshape(-1, 8)
+    weight = layer.weight.detach().movedim(1, -1).flatten(1)
+    linear = Linear(weight.shape[1], 8, bias=False, recipe=layer.recipe)
+    with torch.no_grad():
+        linear.weight.copy_(weight)
+    with Telemetry(linear, histograms_every=1) as twin:
+        linear(patches.requires_grad_()).backward(rows)
+        _, alone = measured(twin)
+    for key, found in values.items():
+        tolerance = 1e-3 if key[1] == "grad_weight" else 1e-6  # its columns lie in another order
+        np.testing.assert_allclose(found[1:], alone[key][1:], rtol=tolerance, atol=1e-6, err_msg=str(key))
+        assert alone[key][AMAX] / 2 <= found[AMAX] <= alone[key][AMAX]
+    scores = [np.array_equal(*pair) for pair in zip(telemetry.histograms, twin.histograms, strict=True)]
+    assert all(scores)
+    layer.release()
+    assert not hasattr(layer, "watch")
+
+
+@pytest.mark.parametrize("recipe", ["folded", "rowwise"])
+def test_experts_are_one_tensor_each(recipe):
+    layer = GroupedLinear(3, 16, 8, recipe=recipe)
+    with torch.no_grad():
+        layer.weight[2] *= 64
+    ends = torch.tensor([7, 7, 16], dtype=torch.int32)  # the second has no token
+    x = torch.randn(16, 16, requires_grad=True)
+    expected = layer(x, ends)
+    with Telemetry(layer, histograms_every=1) as telemetry:
+        y = layer(x, ends)
+        dy = torch.randn_like(y) * torch.logspace(-6, 0, 16)[:, None]
+        y.backward(dy)
+        _, values = measured(telemetry)
+    assert torch.equal(y, expected)
+    assert telemetry.not_watched == {}
+    tensors = {"input": x, "weight": layer.weight, "grad_output": dy, "grad_weight": layer.weight.grad}
+    assert {role for _, role in values} == set(tensors)
+    assert all_there(values)
+    for role, tensor in tensors.items():
+        assert values["", role][AMAX] == tensor.detach().abs().max()
+    # A gradient holds the scales of the weights of its own expert.
+    operand, read = layer.recipe.dgrad.grad_output, dy
+    if layer.recipe.dgrad.weight.is_folded:
+        scales = [octavo.kernels.quantize(weight.detach(), "e4m3", "row").scale.t() for weight in layer.weight]
+        read = torch.cat([dy[:7] * scales[0], dy[7:] * scales[2]])
+    quantized = octavo.kernels.quantize(read, operand.format, operand.granularity, operand.scaling)
+    bins = ((read / quantized.scale).abs().log2().floor() - LOWEST).long()
+    row = next(number for number, row in enumerate(telemetry.rows) if row.role == "grad_output")
+    assert telemetry.histograms[row].tolist() == torch.bincount(bins.flatten(), minlength=BINS).tolist()
+    error = (dequantize(quantized) - read).double().square().sum()
+    sqnr = 10 * torch.log10(read.double().square().sum() / error)
+    assert values["", "grad_output"][SQNR] == pytest.approx(float(sqnr), abs=1e-3)
+
+
+@pytest.mark.parametrize("expert", [0, 2])
+def test_a_nan_in_the_weight_of_an_expert_shows(expert):
+    layer = GroupedLinear(3, 16, 64, recipe="folded")
+    ends = torch.tensor([7, 7, 20], dtype=torch.int32)
+    with torch.no_grad():
+        layer.weight[expert, 33, 5] = torch.nan
+    with Telemetry(layer) as telemetry:
+        layer(torch.randn(20, 16), ends)
+        _, values = measured(telemetry)
+    assert values["", "weight"][NONFINITE] > 0
+    assert values["", "input"][NONFINITE] == 0
+
+
+def test_what_is_not_watched_says_why():
+    recipe = {"base": "rowwise", "fprop": {"precision": "bf16"}, "dgrad": {"precision": "bf16"}}
+    model = nn.ModuleDict({"wide": Linear(32, 16, recipe=recipe)})
+    with Telemetry(model) as telemetry:
+        assert telemetry.rows == ()
+        assert telemetry.not_watched.keys() == {"wide"}
+        assert "fprop and its dgrad in BF16" in telemetry.not_watched["wide"]
+
+
+def test_of_a_layer_whose_fprop_is_in_bf16_the_gradient_is_watched():
+    recipe = {"base": "rowwise", "fprop": {"precision": "bf16"}}
+    layer = Linear(32, 16, recipe=recipe)
+    with Telemetry(layer) as telemetry:
+        layer(torch.randn(16, 32, requires_grad=True)).square().sum().backward()
+        _, values = measured(telemetry)
+    assert [row.role for row in telemetry.rows] == ["grad_weight", "grad_output"]
+    assert all_there(values)
+
+
+def test_the_end_of_a_run_does_not_wait_for_ranks_that_are_gone(monkeypatch):
+    class Never:
+        def __init__(self, rows, group):
+            pass
+
+        def has_arrived(self):
+            return False
+
+    monkeypatch.setattr("octavo.nn.telemetry.Gathering", Never)
+    monkeypatch.setattr("octavo.nn.telemetry.PATIENCE", 0.05)
+    layer = Linear(32, 16, recipe="folded")
+    with Telemetry(layer, group=object()) as telemetry:
+        layer(torch.randn(16, 32))
+        telemetry.step()
+        assert telemetry.snapshot() is None
+        telemetry.wait()
+        assert telemetry.snapshot() is None

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.recipes import Recipe, explain, kept_for_backward, load
+from octavo.recipes import Recipe, brief, explain, kept_for_backward, load, names
 
 EXPLAINED = {
     "folded": """\
@@ -258,3 +258,50 @@ def test_what_backward_keeps():
 
 def test_all_recipes_are_recipes():
     assert all(isinstance(load(name), Recipe) for name in EXPLAINED)
+
+
+def test_layers_of_one_recipe_are_of_one_object():
+    """They are computed together where they read the same input, which a look at the object decides."""
+    changed = {"base": "tensorwise", "dgrad": {"precision": "bf16"}}
+    modules = load({"modules": {"q": changed, "k": dict(changed), "v": "tensorwise"}}).modules
+    assert modules["q"] is modules["k"] and modules["v"] == load("tensorwise")
+
+
+@pytest.mark.parametrize("name", names())
+def test_brief_of_a_preset_is_its_name(name):
+    assert brief(load(name)) == name
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"base": "block", "name": "mine", "history": {"length": 4}},
+        {"base": "tensorwise", "name": "mine", "wgrad": {"precision": "bf16"}, "dgrad": {"precision": "bf16"}},
+        {"base": "delayed", "name": "mine", "dgrad": {"accumulate": "fast"}},
+        {"base": "folded", "name": "mine"},
+    ],
+)
+def test_brief_is_what_was_changed(recipe):
+    assert brief(load(recipe)) == recipe
+    assert load(brief(load(recipe))) == load(recipe)
+
+
+EVIDENCE = {"reason": "why", "loss_change": 1e-5}
+
+
+def test_evidence():
+    found = load({"modules": {"a": "bf16"}, "evidence": {"a": EVIDENCE}}).evidence["a"]
+    assert (found.reason, found.loss_change, found.turned) == ("why", 1e-5, {})
+
+
+@pytest.mark.parametrize(
+    ("evidence", "message"),
+    [
+        ({"layers.1": EVIDENCE}, "Did you mean 'layers.0'"),
+        ({"layers.0": {**EVIDENCE, "los_error": 1.0}}, "Did you mean 'loss_error'"),
+        ({"layers.0": {"reason": "why"}}, "'loss_change' is missing"),
+    ],
+)
+def test_evidence_is_read_strictly(evidence, message):
+    with pytest.raises(ConfigError, match=message):
+        load({"modules": {"layers.0": "bf16"}, "evidence": evidence})

@@ -1,6 +1,7 @@
 """`octavo` in a rank that fails: `faults.py FAULT RANK STEP train ...`, FAULT being kill, hang, raise, nan or none.
 
-A `nan` strikes what the rank has of a weight, once: the step that is made again is well. After torchrun has started the ranks again, nothing fails.
+A `nan` strikes what the rank has of a weight, once: the step that is made again is well. After torchrun has started the
+ranks again, nothing fails.
 """
 
 import os

@@ -4,10 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from octavo.errors import RunError, StoreError
-from octavo.monitor.store import RunReader
+from octavo.monitor.store import ROLES, RunReader
 from octavo.train import train
 from octavo.train.config import RunConfig
 from octavo.train.events import Event, Saved
@@ -62,11 +63,18 @@ def test_a_resumed_run_appends_to_its_checkpoint(configure: Configure) -> None:
     assert len(RunReader(config.run.out).sessions) == 1
 
 
-@pytest.mark.parametrize(("every", "steps"), [(0, []), (2, [2, 4])])
+@pytest.mark.parametrize(("every", "steps"), [(0, []), (2, [2, 3, 4])])
 def test_how_often_tensors_are_looked_at(configure: Configure, every: int, steps: list[int]) -> None:
-    config = configure(run={"steps": 5, "telemetry_every": every, "twin": False})
+    config = configure(run={"steps": 5, "telemetry_every": every, "histograms_every": 3, "twin": False})
     train(config)
-    assert RunReader(config.run.out).snapshot_steps().tolist() == steps
+    run = RunReader(config.run.out)
+    assert run.env["world_size"] == 1
+    assert run.snapshot_steps().tolist() == steps
+    taken = [(step, run.tensors[index].role) for step, index, _, counts in run.histograms() if counts.sum() > 0]
+    assert {step for step, _ in taken} == ({3} if every else set())
+    assert {role for _, role in taken} == (set(ROLES) if every else set())
+    if every:
+        assert np.isfinite(run.series(run.tensors[0].layer, "input", "sqnr").low).tolist() == [False, True, False]
 
 
 def test_steps_that_loss_scaling_skips_are_looked_at_too(configure: Configure) -> None:

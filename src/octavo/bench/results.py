@@ -62,12 +62,33 @@ KINDS: dict[str, dict[str, type]] = {
     "ablation": {"states": str, "seed": int, "heldout_loss": float},
     "memory": {"workload": str, "implementation": str, "peak_gib": float, "predicted_gib": float},
     "reduce": {"scheme": str, "ranks": int, "snr_db": float, "ms": float, "wire_bytes": int},
+    "distributed": {
+        "workload": str,
+        "implementation": str,
+        "tokens_per_s_per_gpu": float,
+        "ratio_to_bf16": float,
+        "peak_gib": float,
+        "wire_bytes": int,
+    },
     "scaling": {"model": str, "gpus": int, "scheme": str, "ms": float, "peak_gib": float, "wire_gb": float},
     "telemetry": {"workload": str, "overhead_percent": float},
+    "faults": {
+        "fault": str,
+        "struck_step": int,
+        "detected_step": int,
+        "layer": str,
+        "cause": str,
+        "recovered": bool,
+        "final_loss_change": float,
+    },
+    "localize": {"workload": str, "layers": int, "predicted": list, "measured": list, "rank_correlation": float},
 }
 """For each kind, what every row must have. Other keys are welcome: they are kept, and read where a table shows them."""
 
-MAY_FAIL = ("step", "gemm", "kernels", "stress", "optimizer", "ablation", "reduce", "memory", "scaling")
+MAY_FAIL = (
+    *("step", "gemm", "kernels", "stress", "optimizer", "ablation"),
+    *("reduce", "distributed", "memory", "scaling", "faults"),
+)
 """Kinds whose rows may have `error`, a text, in place of their figures: what failed is part of what was measured."""
 
 
@@ -115,8 +136,8 @@ def _check_row(row: Mapping[str, Any], required: Mapping[str, type], where: str)
         if key not in row:
             raise ConfigError(f"{where}: the key '{key}' is missing.{did_you_mean(key, row)}")
         value = row[key]
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (is_number if kind is float else isinstance(value, kind) and not isinstance(value, bool)):
+        accepted = int | float if kind is float else kind
+        if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
             raise ConfigError(f"{where}: '{key}' must be {kind.__name__}, got {value!r}.")
     for key, value in row.items():
         if isinstance(value, float) and not math.isfinite(value):

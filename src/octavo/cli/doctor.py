@@ -4,102 +4,164 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import groupby
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from octavo.doctor.check import Result
+    from octavo.doctor.examination import Examination
+
+MARKS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "failure": ("FAIL", "bold red"), "skipped": ("-", "dim")}
+"""How a verdict is shown, and in which style."""
+
 
 def doctor(
+    target: Path | None = None,
+    /,
     *,
+    preset: str | None = None,
+    model: str | None = None,
+    recipe: str | None = None,
     device: str = "auto",
+    only: Annotated[list[str] | None, Parameter(negative=())] = None,
+    trace: Path | None = None,
+    verbose: Annotated[bool, Parameter(alias="-v", negative=())] = False,
+    report: Annotated[bool, Parameter(negative=())] = False,
     json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> int:
-    """Look at this machine: hardware, versions, which FP8 kernels run, and whether they compute correctly.
+    """Look for what is wrong with this machine, with a model on it, or with a run; and say what to do about it.
 
-    On a GPU the first call compiles every kernel, which can take minutes. Exits with 1 when a check fails.
+    Without TARGET the machine is examined: on a GPU the first time compiles every kernel, which can take minutes.
+
+    With a run file, a preset or --model, the model makes a few steps, which change none of its weights.
+
+    With the directory of a run, the weights it has reached do, and what it recorded is looked at.
+
+    Exits with 1 when a check fails.
 
     Examples:
 
         octavo doctor
-        octavo doctor --device cpu --json
+        octavo doctor my.toml --trace traces
+        octavo doctor runs/demo
+        octavo doctor --model mine:build --recipe block
+        octavo doctor --report > report.md
 
     Parameters
     ----------
+    target
+        Run file, .toml or .json, or directory of a run.
+    preset
+        demo, tiny or another of `octavo train`, in place of a run file.
+    model
+        MODULE:FUNCTION of your own that returns (model, loss function of one batch).
+    recipe
+        Recipe in place of the run's; with --model by default folded.
     device
         auto, cpu, cuda or cuda:INDEX.
+    only
+        Name of a check to make, such as 'triton kernels'; may be given again.
+    trace
+        Directory for a Chrome trace of a few steps, on a GPU.
+    verbose
+        Show the details of every check.
+    report
+        Print a Markdown block for a bug report, without paths and secrets.
     json_output
         Print the findings as JSON.
     """
-    from octavo.cli.findings import examine
+    if report and json_output:
+        raise ConfigError("--report and --json both say how to print: take one.")
+    if sum(given is not None for given in (target, preset, model)) > 1:
+        raise ConfigError("a run file or run, --preset and --model each name what to look at: take one.")
+    from octavo.doctor.plan import examination
 
-    findings = examine(device)
+    found = examination(target, preset=preset, model=model, recipe=recipe, device=device, only=only or (), trace=trace)
+    _carry_out(found, quiet=report or json_output, verbose=verbose)
     if json_output:
-        print(json.dumps(findings, indent=2))
-    else:
-        _show(findings)
-    return 0 if findings["passed"] else 1
+        print(json.dumps(found.to_dict(), indent=2))
+    elif report:
+        from octavo.doctor.issue import block
+
+        print(block(found))
+    return 0 if found.passed else 1
 
 
-def _show(findings: Mapping[str, Any]) -> None:
+def _carry_out(examination: Examination, *, quiet: bool, verbose: bool) -> None:
+    """Make the checks; show each as it ends, or only on stderr which one runs."""
     from rich.console import Console
 
-    console = Console(highlight=False)
-    for title in ("hardware", "versions", "packages"):
-        _pairs(console, title, findings[title])
-    _rows(console, "kernels: of each operation, the first that is available runs", _merged(findings["kernels"]))
-    _rows(console, "self-check: signal to noise against FP64", findings["selfcheck"])
-    _rows(console, "self-check: Triton kernels against their reference", _by_kernel(findings["triton"]))
-    if findings["triton_skipped"]:
-        console.print(f"  not made, it needs a GPU: {findings['triton_skipped']}", markup=False)
-    verdict = "All checks passed." if findings["passed"] else f"FAILED: {', '.join(findings['failures'])}."
-    console.print("\n".join(["", verdict, *findings["remedies"]]), markup=False)
+    console, progress = Console(highlight=False), Console(stderr=True)
+    shown = ""
+    for kind, check, make in examination.begin():
+        with progress.status(f"{kind}: {check.name}"):
+            result = make()
+        if quiet:
+            continue
+        if kind != shown:
+            console.print(f"\n{kind}", style="bold")
+            shown = kind
+        _line(console, result)
+        if verbose:
+            _details(console, result)
+    if not quiet:
+        _close(console, examination)
 
 
-def _merged(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return one row for all operations whose rows are otherwise the same; the reference, which takes all, is last."""
-    operations: dict[tuple[Any, ...], list[str]] = {}
-    for row in sorted(rows, key=lambda row: row["kernel"] == "reference"):
-        operations.setdefault((row["kernel"], row["available"], row["reason"]), []).append(row["operation"])
-    return [
-        {"kernel": kernel, "operations": ", ".join(names), "available": available, "reason": reason}
-        for (kernel, available, reason), names in operations.items()
-    ]
+def _line(console: Any, result: Result) -> None:
+    mark, style = MARKS[result.finding.verdict]
+    _row(console, (mark, style), result.check.name, result.finding.seen, dim=style == "dim")
 
 
-def _by_kernel(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return one row a kernel, and below it one a case that failed."""
-    shown: list[dict[str, Any]] = []
-    for kernel, group in groupby(rows, key=lambda row: row["kernel"]):
-        cases = list(group)
-        passed = sum(row["passed"] for row in cases)
-        shown.append({"kernel": kernel, "cases": f"{passed} of {len(cases)} passed", "detail": ""})
-        shown += [{"kernel": "", "cases": row["case"], "detail": row["detail"]} for row in cases if not row["passed"]]
-    return shown
+def _row(console: Any, mark: tuple[str, str], name: str, text: str, *, dim: bool = False) -> None:
+    """Print one line in columns; what is too long goes on below, in its column."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 1, 0, 2), pad_edge=True)
+    table.add_column(width=7)
+    table.add_column(width=17)
+    table.add_column(overflow="fold")
+    table.add_row(Text(mark[0], style=mark[1]), name, Text(text, style="dim" if dim else ""))
+    console.print(table)
 
 
-def _pairs(console: Any, title: str, pairs: Mapping[str, Any]) -> None:
-    console.print(f"\n{title}", style="bold", markup=False)
-    width = max(map(len, pairs)) + 2
-    for key, value in pairs.items():
-        console.print(f"  {key:<{width}}{value}", markup=False, soft_wrap=True)
-
-
-def _rows(console: Any, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+def _details(console: Any, result: Result) -> None:
+    """Print the numbers, or the table, that a check saw."""
+    from rich.padding import Padding
     from rich.table import Table
 
-    console.print(f"\n{title}", style="bold", markup=False)
+    rows: Sequence[Mapping[str, Any]] = result.finding.rows or [
+        {"": key, "seen": value} for key, value in result.finding.numbers.items()
+    ]
     if not rows:
         return
-    table = Table(box=None, padding=(0, 1, 0, 2), pad_edge=True)
-    for key in rows[0]:
-        table.add_column(key.replace("_", " "), overflow="fold")
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for key, value in rows[0].items():
+        table.add_column(key.replace("_", " "), overflow="fold", no_wrap=not isinstance(value, str))
     for row in rows:
         table.add_row(*(_cell(value) for value in row.values()))
-    console.print(table)
+    console.print(Padding(table, (0, 0, 0, 9)))
+
+
+def _close(console: Any, examination: Examination) -> None:
+    """Print what to do, then how it went."""
+    remedies = [(result.check.name, result.remedy) for _, result in examination.results if result.remedy]
+    if remedies:
+        console.print("\nwhat to do", style="bold")
+    for name, remedy in remedies:
+        _row(console, ("->", ""), name, remedy)
+    failed = [result.check.name for _, result in examination.results if result.finding.verdict == "failure"]
+    counted = ", ".join(f"{count} {verdict}" for verdict, count in examination.count.items())
+    told = f"FAILED: {', '.join(failed)}." if failed else "No check failed."
+    console.print(f"\n{told} ({counted})", style="bold red" if failed else "", markup=False)
 
 
 def _cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value:.1f}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -14,9 +14,11 @@ from cyclopts import App, CycloptsError, Parameter
 
 from octavo import __version__
 from octavo.cli.bench import bench
+from octavo.cli.calibrate import calibrate
 from octavo.cli.dashboard import dashboard
 from octavo.cli.doctor import doctor
 from octavo.cli.dump import dump
+from octavo.cli.localize import localize
 from octavo.cli.plan import plan
 from octavo.cli.recipes import recipes
 from octavo.cli.report import report
@@ -42,7 +44,7 @@ app = App(
     default_parameter=Parameter(show_default=False),
     suppress_keyboard_interrupt=False,
 )
-for command in (train, plan, doctor, recipes, bench, dump, dashboard, report):
+for command in (train, plan, calibrate, doctor, recipes, bench, dump, dashboard, report, localize):
     app.command(command)
 
 

@@ -36,8 +36,29 @@ def predicted_gain(
         taps: kh kw of a convolution, 0 for a linear layer. Its BF16 time is that of a GEMM of this size.
         batch: how many products of this size are computed at once, neither operand a weight.
     """
+    bf16 = _bf16_seconds(out_features, in_features, tokens)
+    seconds = _seconds(recipe, out_features, in_features, tokens, taps, batch)
+    return 3 * batch * bf16 / max(seconds, _at_least(recipe, taps, batch))
+
+
+def predicted_ms(recipe: Recipe, out_features: int, in_features: int, tokens: int, taps: int = 0) -> float:
+    """Return the milliseconds of fprop, dgrad and wgrad of one layer, quantisation included.
+
+    Args: as for `predicted_gain`. A recipe without FP8 gives the time in BF16.
+    """
+    gain = predicted_gain(recipe, out_features, in_features, tokens, taps)
+    return 3e3 * _bf16_seconds(out_features, in_features, tokens) / gain
+
+
+def _bf16_seconds(out_features: int, in_features: int, tokens: int) -> float:
+    """Return the seconds of one product in BF16."""
+    return 2.0 * tokens * out_features * in_features / (_TFLOPS["bf16"] * 1e12)
+
+
+def _seconds(recipe: Recipe, out_features: int, in_features: int, tokens: int, taps: int, batch: int) -> float:
+    """Return the seconds of the three products of a batch, quantisation included, on a host that takes no time."""
     flops = 2.0 * tokens * out_features * in_features
-    bf16 = flops / (_TFLOPS["bf16"] * 1e12)
+    bf16 = _bf16_seconds(out_features, in_features, tokens)
     small = batch > 1 and sum(size >= _LARGE for size in (tokens, out_features, in_features)) < 2
     operands = {name: (a, b) for name, a, b in recipe.gemms()}
     fp8 = sum(flops / (_rate(operands[name], small) * 1e12) if name in operands else bf16 for name in GEMMS)
@@ -49,8 +70,7 @@ def predicted_gain(
     moved = sum(_bytes(recipe, gemm, role, taps) * sizes[role] for gemm, role in _passes(recipe))
     if taps > 1 and recipe.dgrad.is_fp8:
         moved += 4 * sizes["input"]  # the gradient of the patches in BF16: written, and read to be folded
-    seconds = batch * (fp8 + moved / (_COPY_GB_PER_S * 1e9))
-    return 3 * batch * bf16 / max(seconds, _at_least(recipe, taps, batch))
+    return batch * (fp8 + moved / (_COPY_GB_PER_S * 1e9))
 
 
 def _at_least(recipe: Recipe, taps: int, batch: int) -> float:

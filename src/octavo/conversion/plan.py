@@ -23,7 +23,7 @@ from octavo.kernels.dispatch import on_gpu
 from octavo.kernels.explain import gemm_kernel
 from octavo.kernels.gemm import EMULATED
 from octavo.nn.conv import AnyConvolution, refuses_recipe
-from octavo.recipes import GEMMS, Recipe, RecipeLike, load
+from octavo.recipes import GEMMS, Evidence, Recipe, RecipeLike, load
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +51,8 @@ class LayerPlan:
     """Whether its weight is stored in FP8 (`Policy.weights`), or is one already."""
     saves: int = 0
     """Bytes of memory that storing it so saves, against now."""
+    evidence: Evidence | None = None
+    """What a precision map says of it."""
 
     @property
     def is_fp8(self) -> bool:
@@ -132,7 +134,11 @@ def make_plan(
         or policy.reason_to_keep(name, layer, name in in_mlps)
         for name, layer in layers
     }
-    rows = tuple(_plan_layer(name, layer, recipes[name], kept[name], policy, tokens, device) for name, layer in layers)
+    found = {name: _evidence_for(name, recipe) for name, _ in layers}
+    rows = tuple(
+        _plan_layer(name, layer, recipes[name], kept[name], found[name], policy, tokens, device)
+        for name, layer in layers
+    )
     rows = plan_weights(model, dict(layers), rows, recipes, policy.weights)
     chosen = {row.name: recipes[row.name] for row in rows if row.is_fp8}
     linears = {row.name: recipes[row.name] for row in rows if row.is_fp8 and row.kind == "linear"}
@@ -199,18 +205,24 @@ def _recipe_for(name: str, recipe: Recipe) -> Recipe:
     return chosen
 
 
+def _evidence_for(name: str, recipe: Recipe) -> Evidence | None:
+    """Return what a precision map says of the pattern that decided a layer's recipe."""
+    pattern = next((pattern for pattern in reversed(recipe.modules) if fnmatchcase(name, pattern)), None)
+    return None if pattern is None else recipe.evidence.get(pattern)
+
+
 def _plan_layer(
-    name: str, layer: nn.Linear | AnyConvolution, recipe: Recipe, kept: str | None, policy: Policy, tokens: int,
-    device: torch.device,
+    name: str, layer: nn.Linear | AnyConvolution, recipe: Recipe, kept: str | None, found: Evidence | None,
+    policy: Policy, tokens: int, device: torch.device,
 ) -> LayerPlan:  # fmt: skip
-    """Return the row of one layer. `kept`: why the policy keeps it in BF16."""
+    """Return the row of one layer. `kept`: why the policy keeps it in BF16. `found`: of a precision map."""
     kind, shape, taps = _gemm_of(layer)
     gain = predicted_gain(recipe, *shape, tokens, taps) if on_gpu(device) and recipe.is_fp8 else None
     if kept is None and taps:
         kept = refuses_recipe(recipe)
     if kept is None and not recipe.is_fp8:
-        kept = "the recipe says bf16"
-    if kept is None and gain is not None and gain < policy.min_gain:
+        kept = found.reason if found else "the recipe says bf16"
+    if kept is None and gain is not None and gain < policy.min_gain and not found:
         unit = "output pixels" if taps else "tokens"
         kept = f"too small to gain: predicted {gain:.2f} times BF16 at {tokens} {unit}"
     if kept is not None:
@@ -225,9 +237,14 @@ def _plan_layer(
         precision=" / ".join(recipe.gemm(gemm).precision for gemm in GEMMS),
         kernels=" / ".join(names),
         gain=gain,
-        reason=kept or "; ".join(filter(None, (notes, "keeps its input" if keeps_input else ""))),
+        reason=kept or "; ".join(filter(None, (_said(found), notes, "keeps its input" if keeps_input else ""))),
         keeps_input=keeps_input,
+        evidence=found,
     )
+
+
+def _said(found: Evidence | None) -> str:
+    return found.reason if found else ""
 
 
 def _gemm_of(layer: nn.Linear | AnyConvolution) -> tuple[str, tuple[int, int], int]:

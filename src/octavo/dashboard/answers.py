@@ -94,7 +94,7 @@ def run(known: Known, query: Query) -> Answer:
         "verdict": {**found._asdict(), "findings": [finding._asdict() for finding in found.findings]},
         "sessions": [session._asdict() for session in opened.sessions],
         "stats": list(opened.stats),
-        "roles": list(ROLES),
+        "roles": [role for role in ROLES if any(row.role == role for row in opened.tensors)],
         "layers": _layers(opened),
         "keys": opened.keys(),
         **{document: opened.document(document) for document in ("config", "env", "plan", "corpus", "summary")},
@@ -133,7 +133,7 @@ def series(known: Known, query: Query) -> Answer:
 
 
 def histograms(known: Known, query: Query) -> Answer:
-    """The newest histogram of each role of a layer, with the window of its format."""
+    """The newest histogram of each role of a layer, with the window of its format and the noise of the step."""
     opened = known.open(query.text("run"))
     layer = _layer(opened, query)
     return Answer(to_json({role: _histogram(opened, layer, role) for role in _roles(opened, layer)}), True)
@@ -218,7 +218,8 @@ def _layer(opened: RunReader, query: Query) -> str:
 
 
 def _roles(opened: RunReader, layer: str) -> list[str]:
-    return [row.role for row in opened.tensors if row.layer == layer]
+    measured = {row.role for row in opened.tensors if row.layer == layer}
+    return [role for role in ROLES if role in measured]
 
 
 def _histogram(opened: RunReader, layer: str, role: str) -> dict[str, Any] | None:
@@ -227,17 +228,18 @@ def _histogram(opened: RunReader, layer: str, role: str) -> dict[str, Any] | Non
         return None
     step, low, counts = found
     index = next(i for i, row in enumerate(opened.tensors) if (row.layer, row.role) == (layer, role))
-    held = window(opened.tensors[index].operand, _scale(opened, step, index))
+    held = window(opened.tensors[index].operand)
     body: dict[str, Any] = {"step": step, "low": low, "counts": counts.tolist(), "window": held}
+    body["sqnr"] = _sqnr(opened, step, index)
     if held is not None:
         body["below"], body["above"] = outside(counts, low, held)
     return body
 
 
-def _scale(opened: RunReader, step: int, index: int) -> float:
-    """Return the scale of a tensor at a step; NaN where it was not measured."""
+def _sqnr(opened: RunReader, step: int, index: int) -> float:
+    """Return the signal to quantisation noise of a tensor at a step, in dB; NaN where it was not measured."""
     try:
         _, values = opened.snapshot(step)
     except StoreError:
         return float("nan")
-    return float(values[index, opened.stats.index("scale")]) if "scale" in opened.stats else float("nan")
+    return float(values[index, opened.stats.index("sqnr")]) if "sqnr" in opened.stats else float("nan")

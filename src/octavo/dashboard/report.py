@@ -14,7 +14,7 @@ from octavo.dashboard import page
 from octavo.dashboard.answers import ANSWERS, Query
 from octavo.dashboard.runs import Chosen, Known
 from octavo.errors import StoreError
-from octavo.monitor.store import ROLES
+from octavo.monitor.store import OF_CODES
 
 BUCKETS = 150
 """Stretches of time in a report's heat maps, from which it draws its layers too."""
@@ -69,7 +69,9 @@ def _asked(known: Known) -> Iterator[Asked]:
         yield "scalars", [of, ("points", str(POINTS))]
         yield "performance", [of, ("points", str(POINTS))]
         for stat in opened.stats:
-            for role in ROLES:
+            for role in dict.fromkeys(row.role for row in opened.tensors):
+                if role == "grad_weight" and stat in OF_CODES:
+                    continue
                 for pool in ("max", "min"):
                     yield "heatmap", [of, ("stat", stat), ("role", role), ("pool", pool), ("buckets", str(BUCKETS))]
         for layer in dict.fromkeys(row.layer for row in opened.tensors):

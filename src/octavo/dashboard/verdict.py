@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,8 +55,7 @@ def verdict(run: RunReader) -> Verdict:
     """Return how a run is now. Reads a few newest rows, however long the run is."""
     last = run.last_step
     losses = _recent(run, last)
-    found = [*_of_state(run), *_of_tensors(run), *_of_loss(run, losses, last), *_of_events(run, last)]
-    found.sort(key=lambda finding: LEVELS.index(finding.level), reverse=True)
+    found = worst_first([*of_state(run), *of_tensors(run), *of_loss(run), *of_events(run)])
     if not last:
         return Verdict("unknown", "Nothing is measured yet: no step was made.", found)
     level = found[0].level if found else "healthy"
@@ -66,6 +65,11 @@ def verdict(run: RunReader) -> Verdict:
     facts = _facts(run, losses, last)
     facts = f"{facts[0].upper()}{facts[1:]}" if told else facts
     return Verdict(level, " ".join(part for part in (f"{opening}:", told, f"{facts}.") if part), found)
+
+
+def worst_first(findings: Iterable[Finding]) -> list[Finding]:
+    """Return findings in the order in which to read them."""
+    return sorted(findings, key=lambda finding: LEVELS.index(finding.level), reverse=True)
 
 
 def loss_key(keys: Any) -> str | None:
@@ -117,7 +121,8 @@ def gap_of(run: RunReader, losses: Mapping[str, Series]) -> float | None:
     return float(values[-GAP_STEPS:].mean()) if len(values) else None
 
 
-def _of_state(run: RunReader) -> Iterator[Finding]:
+def of_state(run: RunReader) -> Iterator[Finding]:
+    """Yield whether the run failed, was interrupted, or has fallen silent."""
     state = run.state()
     if state == "failed":
         text = run.sessions[-1].text
@@ -128,7 +133,10 @@ def _of_state(run: RunReader) -> Iterator[Finding]:
         yield Finding("watch", "the run was interrupted")
 
 
-def _of_loss(run: RunReader, losses: dict[str, Series], last: int) -> Iterator[Finding]:
+def of_loss(run: RunReader) -> Iterator[Finding]:
+    """Yield what stands out in the loss: no number, above the twin's, above the lowest it had."""
+    last = run.last_step
+    losses = _recent(run, last)
     key = loss_key(losses)
     if key is None:
         return
@@ -159,7 +167,8 @@ def _rise(run: RunReader, key: str, recent: Series, last: int) -> float:
     return 100 * (float(np.median(values)) - spread - lowest) / abs(lowest) if lowest else 0.0
 
 
-def _of_tensors(run: RunReader) -> Iterator[Finding]:
+def of_tensors(run: RunReader) -> Iterator[Finding]:
+    """Yield, for each of `LIMITS`, the tensor that is furthest above."""
     try:
         step, _ = run.snapshot()
     except StoreError:
@@ -194,7 +203,9 @@ def _newest_snapshots(run: RunReader, step: int) -> NDArray[np.float32]:
     return mean
 
 
-def _of_events(run: RunReader, last: int) -> Iterator[Finding]:
+def of_events(run: RunReader) -> Iterator[Finding]:
+    """Yield how many errors and warnings there were, and the last of each."""
+    last = run.last_step
     for level, plural in (("error", "errors"), ("warning", "warnings")):
         events = run.events(level=level)
         if not events:

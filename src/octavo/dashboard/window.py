@@ -21,22 +21,22 @@ RANGES = {"e4m3": Range(448.0, 2.0**-6, 2.0**-9), "e5m2": Range(57344.0, 2.0**-1
 """The same figures as `octavo.numerics.formats`, which needs torch; a test compares the two."""
 
 
-def window(operand: str, scale: float) -> dict[str, Any] | None:
-    """Return the window of a tensor quantised as `operand` says, as exponents of 2: where a code is multiplied by
-    `scale`, magnitudes from `lowest` to `highest` have one, those from `normal` on with the full mantissa.
+def window(operand: str) -> dict[str, Any] | None:
+    """Return the window of a tensor quantised as `operand` says, as exponents of 2 of magnitudes over their scales:
+    those from `lowest` to `highest` have a code, those from `normal` on one with the full mantissa.
 
-    A tensor of several scales has several windows: this is that of the largest, which is what telemetry stores. None
-    where the format is not known, or the scale was not measured.
+    Histograms are of magnitudes over their scales too, so that a tensor of many scales has one window. None where the
+    format is not known, as of a tensor that is not quantised.
     """  # noqa: D205
     name = next((name for name in RANGES if name in operand.lower()), None)
-    if name is None or not (scale > 0 and math.isfinite(scale)):
+    if name is None:
         return None
-    held, shift = RANGES[name], math.log2(scale)
+    held = RANGES[name]
     return {
         "format": name,
-        "lowest": math.log2(held.smallest_subnormal) - 1 + shift,  # from half of it on, values round up to it
-        "normal": math.log2(held.smallest_normal) + shift,
-        "highest": math.log2(held.largest) + shift,
+        "lowest": math.log2(held.smallest_subnormal) - 1,  # from half of it on, values round up to it
+        "normal": math.log2(held.smallest_normal),
+        "highest": math.log2(held.largest),
     }
 
 

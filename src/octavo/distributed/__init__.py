@@ -1,16 +1,16 @@
 """Many GPUs, on PyTorch's own engine: what its FSDP2 and DTensor do is left to them."""
 
 from octavo.distributed.checkpoint import load, save, save_async
-from octavo.distributed.gathering import GatherPlan, ShardPlan
-from octavo.distributed.greedy import Assignment, contiguous_assignment, greedy_assignment
 from octavo.distributed.pipeline import PipelineStage, given_loss
 from octavo.distributed.reduce import REDUCTIONS, reduction
-from octavo.distributed.reduce_hooks import set_reduction
-from octavo.distributed.reduce_scheme import Scheme
-from octavo.distributed.shard import BF16_POLICY, shard
-from octavo.distributed.tensor_parallel import ColumnParallel, Parallel, Replicated, RowParallel, tensor_parallel
-from octavo.distributed.tensor_parallel_plan import CutPlan, TensorPlan
-from octavo.distributed.zero import GreedyZeRO, merge_state_dicts
+from octavo.distributed.reduce.hooks import set_reduction
+from octavo.distributed.reduce.scheme import Scheme
+from octavo.distributed.sharding.gathering import GatherPlan, ShardPlan
+from octavo.distributed.sharding.shard import BF16_POLICY, shard
+from octavo.distributed.tensor_parallel.layers import ColumnParallel, Parallel, Replicated, RowParallel, tensor_parallel
+from octavo.distributed.tensor_parallel.plan import CutPlan, TensorPlan
+from octavo.distributed.zero.greedy import Assignment, contiguous_assignment, greedy_assignment
+from octavo.distributed.zero.optimizer import GreedyZeRO, merge_state_dicts
 
 __all__ = [
     "BF16_POLICY",

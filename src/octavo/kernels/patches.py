@@ -57,7 +57,8 @@ class Window(NamedTuple):
         return [*self.kernel, *self.stride, *self.padding, *self.dilation]
 
 
-def _window(numbers: list[int]) -> Window:
+def window_of(numbers: list[int]) -> Window:
+    """Return the window whose `flat` these are."""
     kh, kw, sh, sw, ph, pw, dh, dw = numbers
     return Window((kh, kw), (sh, sw), (ph, pw), (dh, dw))
 
@@ -65,6 +66,20 @@ def _window(numbers: list[int]) -> Window:
 def unfold(x: Tensor, window: Window) -> Tensor:
     """Return the patches (M, kh kw C) of x (B, H, W, C); a view of x where every pixel is a patch."""
     return x.reshape(-1, x.shape[-1]) if window.is_pixel else reference.unfold(x, *window)
+
+
+def unfold_rows(x: Tensor, window: Window, rows: Tensor) -> Tensor:
+    """Return some rows of `unfold(x, window)`, (n, kh kw C), for int64 rows (n,); nothing else is read or made."""
+    high, wide = window.output(x.shape[1], x.shape[2])
+    image, down, across = rows // (high * wide), rows // wide % high, rows % wide
+    places = []
+    for at, taps, step, pad, dil in zip((down, across), window.kernel, *window[1:], strict=True):
+        places.append(at[:, None] * step - pad + torch.arange(taps, device=x.device) * dil)  # (n, kh), (n, kw)
+    (i, height), (j, width) = zip(places, x.shape[1:3], strict=True)
+    inside = ((i >= 0) & (i < height))[:, :, None] & ((j >= 0) & (j < width))[:, None]
+    i, j = i.clamp(0, height - 1), j.clamp(0, width - 1)
+    found = x[image[:, None, None], i[:, :, None], j[:, None]]
+    return torch.where(inside[..., None], found, 0).flatten(1)
 
 
 def quantize_patches(
@@ -106,7 +121,7 @@ def fold(patches: Tensor, window: Window, size: tuple[int, int, int, int]) -> Te
 def _quantize_patches(
     x: Tensor, numbers: list[int], rows: str, columns: str, scale: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    window, targets = _window(numbers), (target_of(rows), target_of(columns))
+    window, targets = window_of(numbers), (target_of(rows), target_of(columns))
     direct = all(
         target is None or makes_directly(target.granularity, transposed=transposed)
         for target, transposed in zip(targets, (False, True), strict=True)
@@ -122,14 +137,14 @@ def _quantize_patches(
 def _quantize_patches_shape(
     x: Tensor, numbers: list[int], rows: str, columns: str, scale: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    window, row, column = _window(numbers), target_of(rows), target_of(columns)
+    window, row, column = window_of(numbers), target_of(rows), target_of(columns)
     high, wide = window.output(x.shape[1], x.shape[2])
     m, k = x.shape[0] * high * wide, window.taps * x.shape[3]
     return flat(row and empty(row, m, k, x.device), column and empty(column, k, m, x.device), like=x)
 
 
 def _fold(patches: Tensor, numbers: list[int], size: list[int]) -> Tensor:
-    window, shape = _window(numbers), (size[0], size[1], size[2], size[3])
+    window, shape = window_of(numbers), (size[0], size[1], size[2], size[3])
     if patches.numel() and uses_triton(patches, "fold"):
         from octavo.kernels.triton import patches as fast
 

@@ -1,6 +1,7 @@
 """What FP8 does to a tensor, estimated from some of its rows: the contract of `octavo.nn.telemetry`.
 
     sample(Looked(x, scale, target), row)     writes `STATS` of one tensor into FP32 (WIDTH,), and adds nothing to codes
+                                              with a row of (WIDTH + BINS,), a histogram of exponents too
 
 A tensor that has just been quantised lies in the cache. `count(R)` of its R rows are read again, spread evenly, from a
 place that `row[PHASE]` names: the caller changes it with every step, so that each row is looked at now and then and a
@@ -12,6 +13,12 @@ first and last column of a product with the tensor, where a NaN or an infinity i
     mean, variance, kurtosis        of the sampled elements that are finite; a normal distribution has kurtosis 3
     amax                            the largest finite magnitude that was met; see `Looked.bound`
     scale                           the largest of all scales
+    sqnr                            of r = x * fold, signal to quantisation noise in dB: 10 log10(|r|^2 / |r - q(r)|^2)
+    bins                            how many elements of the sample have each exponent as the format sees them: bin i
+                                    counts 2^(LOWEST+i) <= |x * fold / scale| < 2^(LOWEST+i+1), the first all that is
+                                    smaller and the last all that is larger, too; neither zeros nor what is not finite
+
+The last two cost more: they are written where `row[DETAILED]` is above 0 and the row has room for bins.
 
 Nothing waits for the device, and with a negative `row[PHASE]` nothing is read or written: a CUDA graph may hold it.
 """
@@ -29,14 +36,18 @@ from octavo.kernels.dispatch import launches_on, uses_triton
 from octavo.kernels.target import Target
 from octavo.numerics import Format
 
-STATS = ("amax", "scale", "flushed", "subnormal", "saturated", "nonfinite", "mean", "variance", "kurtosis")
-"""What a row begins with. Shares are of elements, 0 to 1."""
+STATS = ("amax", "scale", "flushed", "subnormal", "saturated", "nonfinite", "mean", "variance", "kurtosis", "sqnr")
+"""What a row begins with. Shares are of elements, 0 to 1; `sqnr` is in dB."""
 PHASE = len(STATS)
 """Where a row says which rows of its tensor are sampled: a whole number below 2^23, or -1 for nothing at all."""
 SAMPLED = PHASE + 1
 """Where it says how many elements the shares are of."""
-WIDTH = 12
-"""FP32 values of a row: 48 bytes, so that none lies unaligned."""
+DETAILED = SAMPLED + 1
+"""Where it says whether bins and sqnr are wanted: above 0."""
+WIDTH = 16
+"""FP32 values of a row without bins: 64 bytes, so that none lies unaligned."""
+BINS, LOWEST = 64, -40
+"""Binades of a histogram, and the exponent of the first; counts are FP32, exact as a sample has less than 2^24."""
 MOST, LEAST, ONE_IN = 64, 16, 16
 """Rows that are sampled: one in 16, at least 16 and at most 64."""
 
@@ -48,19 +59,22 @@ class Looked(NamedTuple):
     """A tensor and what it was quantised with."""
 
     x: Tensor
-    """(R, C), FP32, BF16 or FP16; any strides. With `rows`, only the rows that are sampled, (count(rows), C)."""
+    """(R, C), FP32, BF16, FP16, or codes; any strides. With `rows`, only those that are sampled, (count(rows), C)."""
     scale: Tensor
     """FP32, the scales of all tiles of (R, C)."""
     target: Target
     """What it was quantised to."""
     fold: Tensor | None = None
-    """FP32 (1, C), what its columns were multiplied by before."""
+    """FP32 (1, C), what its columns were multiplied by before. With `rows`, also (count(rows), C): each by its own."""
     edges: Tensor | None = None
     """(R, 2): two columns of a product whose row is not finite where that of x is not."""
     tied: bool = False
     """Whether the scales are those of this tensor's own maxima, which then bound its amax."""
     rows: int | None = None
     """R, where x is only the sample."""
+    is_coded: bool = False
+    """Whether x holds codes, each to be multiplied by its scale. What was lost in making them is not known: flushed,
+    saturated and sqnr are NaN."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -121,15 +135,17 @@ def sample(looked: Looked, row: Tensor) -> None:
     """Write `STATS` and the size of the sample into a row. Of a row that is written twice, amax and nonfinite grow.
 
     Args:
-        row: FP32 (WIDTH,), contiguous, on the device of x.
+        row: FP32 (WIDTH,) or (WIDTH + BINS,), contiguous, on the device of x.
 
     Raises:
         ConfigError: the row is something else.
     """
-    if (row.dtype, row.shape, row.device) != (torch.float32, (WIDTH,), looked.x.device) or not row.is_contiguous():
+    fits = row.dim() == 1 and row.shape[0] in (WIDTH, WIDTH + BINS) and row.is_contiguous()
+    if not fits or (row.dtype, row.device) != (torch.float32, looked.x.device):
         raise ConfigError(
             f"telemetry of a tensor on {looked.x.device} is to be written to {row.dtype} {tuple(row.shape)} on "
-            f"{row.device}, not FP32 ({WIDTH},) there: move the model first, then make its octavo.nn.Telemetry."
+            f"{row.device}, not FP32 ({WIDTH},) or ({WIDTH + BINS},) there: move the model first, then make its "
+            "octavo.nn.Telemetry."
         )
     if 0 in looked.shape or rests(row):
         return

@@ -17,6 +17,7 @@ AGGREGATES = {
     "fp8/scale_log2_min": "binary logarithm of the least scale",
     "fp8/scale_log2_max": "binary logarithm of the largest scale",
     "fp8/kurtosis_max": "largest kurtosis",
+    "fp8/sqnr_min": "least signal to quantisation noise in dB, in steps with histograms",
     "fp8/tensors": "tensors that were measured",
 }
 """What is made of a snapshot."""
@@ -30,6 +31,7 @@ def aggregates(values: NDArray[np.float32], stats: Sequence[str]) -> dict[str, f
     scales = columns["scale"][columns["scale"] > 0]
     found = {f"fp8/{name}_max": _largest(columns[name]) for name in ("flushed", "subnormal", "saturated", "amax")}
     found["fp8/kurtosis_max"] = _largest(columns["kurtosis"])
+    found["fp8/sqnr_min"] = -_largest(-columns["sqnr"]) if "sqnr" in columns else math.nan
     found["fp8/nonfinite_tensors"] = float((columns["nonfinite"] > 0).sum())
     found["fp8/scale_log2_min"] = math.log2(scales.min()) if len(scales) else math.nan
     found["fp8/scale_log2_max"] = math.log2(scales.max()) if len(scales) else math.nan

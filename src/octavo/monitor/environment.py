@@ -8,6 +8,7 @@ from importlib import metadata
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from octavo import __version__
 
@@ -34,6 +35,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": _name(device),
         "device_type": device.type,
         "gpus": torch.cuda.device_count() if device.type == "cuda" else 0,
+        "world_size": dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "variables": {key: value for key, value in sorted(os.environ.items()) if key.startswith(PREFIXES)},

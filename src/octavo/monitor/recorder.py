@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.kernels.sample import LOWEST
 from octavo.monitor.aggregates import aggregates
 from octavo.monitor.background import Background
 from octavo.monitor.store import RunWriter, TensorRow
@@ -82,12 +83,16 @@ class Recorder:
         self._store.submit(lambda: self._writer.set_tensors(rows), may_drop=False)
 
     def step(
-        self, step: int, scalars: Mapping[str, float] | None = None, snapshot: NDArray[np.float32] | None = None
+        self,
+        step: int,
+        scalars: Mapping[str, float] | None = None,
+        snapshot: NDArray[np.float32] | None = None,
+        histograms: NDArray[np.float32] | None = None,
     ) -> None:
-        """Write what a step measured. The snapshot must not change afterwards."""
+        """Write what a step measured; histograms are those of `Telemetry`. Arrays must not change afterwards."""
         self._step, now = max(self._step, step), time.time()
         values = dict(scalars or {})
-        if not self._store.submit(lambda: self._write(step, values, snapshot, now)) and self.dropped == 1:
+        if not self._store.submit(lambda: self._write(step, values, snapshot, histograms, now)) and self.dropped == 1:
             warnings.warn(
                 f"{self.path}: the disk is too slow, and steps are left out of the run store. Training is not held up.",
                 stacklevel=2,
@@ -97,6 +102,11 @@ class Recorder:
         """Write an event; `details` are those of `RunWriter.write_event`."""
         now = time.time()
         self._store.submit(lambda: self._writer.write_event(step, rule, text, **{"t": now, **details}), may_drop=False)
+
+    def go_back(self, step: int) -> None:
+        """Forget what was measured past a step; events stay, for they say why."""
+        self._step = step
+        self._store.submit(lambda: self._writer.cut(step, keep_events=True), may_drop=False)
 
     def close(self, outcome: Outcome = "finished", text: str = "") -> None:
         """Wait until everything is written, say what was left out, and close the file. A second call does nothing."""
@@ -111,9 +121,18 @@ class Recorder:
         self._store.submit(lambda: self._writer.close(outcome, text), may_drop=False)
         self._store.close()
 
-    def _write(self, step: int, values: Mapping[str, float], snapshot: NDArray[np.float32] | None, now: float) -> None:
+    def _write(
+        self,
+        step: int,
+        values: Mapping[str, float],
+        snapshot: NDArray[np.float32] | None,
+        histograms: NDArray[np.float32] | None,
+        now: float,
+    ) -> None:
         """Store a step. Trackers want steps in order, so they get the newest aggregates with the next scalars."""
         self._writer.write_step(step, values, snapshot, t=now)
+        if histograms is not None:
+            self._writer.write_histograms(step, LOWEST, histograms)
         if not self._trackers:
             return
         if snapshot is not None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
@@ -25,11 +26,18 @@ class Source(Protocol):
         ...
 
     def snapshot(self) -> Snapshot | None:
-        """Return a step whose measurements have arrived, with them; None where none is new. Never waits."""
+        """Return a step whose measurements have arrived, with them; None where none is new. Never waits.
+
+        Histograms of the step, where there are any, are then in `histograms`, as `Telemetry` has it.
+        """
         ...
 
     def wait(self) -> None:
         """Wait until everything that was measured has arrived."""
+        ...
+
+    def restart(self, done: int) -> None:
+        """Go on after step `done`, and drop what waits: the run was taken back."""
         ...
 
     def detach(self) -> None:
@@ -37,11 +45,18 @@ class Source(Protocol):
         ...
 
 
-def telemetry_of(model: nn.Module, every: int = 1) -> Source | None:
-    """Return the telemetry of a model's FP8 layers at each step that `every` divides; None where it has none."""
+def telemetry_of(
+    model: nn.Module, every: int = 1, histograms_every: int = 0, *, together: bool = False
+) -> Source | None:
+    """Return the telemetry of a model's FP8 layers, None where it has none; arguments are those of `Telemetry`.
+
+    Args:
+        together: with the other ranks, all of which call this: values are those of all, and equal on all.
+    """
     from octavo.nn.telemetry import Telemetry
 
-    source = Telemetry(model, every)
+    group = dist.new_group() if together else None
+    source = Telemetry(model, every, histograms_every=histograms_every, group=group)
     return source if source.rows else None
 
 
@@ -49,3 +64,8 @@ def arrived(source: Source | None) -> Iterator[Snapshot]:
     """Yield what has arrived since the last time."""
     while source is not None and (taken := source.snapshot()) is not None:
         yield taken
+
+
+def histograms_of(source: Source | None) -> NDArray[np.float32] | None:
+    """Return the histograms of the snapshot that came last; None where it has none."""
+    return getattr(source, "histograms", None)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from octavo.errors import ConfigError
 from octavo.monitor.environment import environment
 from octavo.monitor.recorder import Recorder
-from octavo.monitor.source import Source, arrived, telemetry_of
+from octavo.monitor.source import Source, arrived, histograms_of, telemetry_of
 from octavo.monitor.store.writer import outcome_of
 
 
@@ -38,7 +38,8 @@ class Monitor:
         trackers: `wandb`, `trackio`, `mlflow`; each is sent a few aggregates a step.
         resume_from: steps that were made before: the run in `directory` is continued, what it holds past them cut.
         overwrite: start over where there is a run already.
-        telemetry: what measures the tensors; by default `octavo.nn.telemetry.Telemetry(model)`, None for nothing.
+        telemetry: what measures the tensors; by default `octavo.nn.telemetry.Telemetry(model, histograms_every=100)`,
+            None for nothing. By default the tensors of rank 0; one with a `group` is made on all ranks, and is of all.
 
     Raises:
         StoreError: `directory` cannot be written, or holds a run and neither `resume_from` nor `overwrite` is given.
@@ -61,7 +62,7 @@ class Monitor:
         """Steps made."""
         self._waiting: deque[_Arriving] = deque()
         self._recorder: Recorder | None = None
-        self._source: Source | None = None
+        self._source: Source | None = None if isinstance(telemetry, str) else telemetry  # others too must keep it
         if _rank():
             return
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -74,7 +75,8 @@ class Monitor:
             config=config or {},
         )
         self._describe(model, device, plan)
-        self._source = telemetry_of(model) if isinstance(telemetry, str) else telemetry
+        if isinstance(telemetry, str):
+            self._source = telemetry_of(model, histograms_every=100)
         if self._source is not None:
             self._source.done = self.done
             self._recorder.tensors(self._source.rows)
@@ -96,7 +98,7 @@ class Monitor:
         self._waiting.append(_Arriving(number, scalars))
         self._write_arrived()
         for measured, values in arrived(self._source):
-            self._recorder.step(measured, None, values)
+            self._recorder.step(measured, None, values, histograms_of(self._source))
 
     def event(self, text: str, *, rule: str = "user", **details: Any) -> None:
         """Note that something happened. `details`: level (`info`, `warning`, `error`), layer, role, value, limit,
@@ -116,7 +118,7 @@ class Monitor:
         if self._source is not None:
             self._source.wait()
             for measured, values in arrived(self._source):
-                recorder.step(measured, None, values)
+                recorder.step(measured, None, values, histograms_of(self._source))
             self._source.detach()
         recorder.close(*outcome_of(error))
 

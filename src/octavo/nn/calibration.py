@@ -1,14 +1,19 @@
 """Calibration files: the scales of a model's layers, as JSON, for static scaling.
 
     {
-      "version": 1,
-      "recipes": ["delayed"],
+      "version": 2,
       "scales": {
-        "layers.0.attention.wq.input": {"format": "e4m3", "scaling": "float32", "scale": 0.0117, "amax": 5.25}, ...
+        "layers.0.attention.wq.input": {
+          "format": "e4m3", "scaling": "float32", "scale": 0.0117, "amax": 5.25,
+          "statistics": {"elements": 65536, "flushed": 0.0012, ...},
+          "origin": {"change": 2, "date": "2026-01-31T12:00:00+00:00", "recipe": "static", "how": "max, margin 1", ...},
+          "previous": [{"scale": 0.0121, ...}, ...]
+        }, ...
       }
     }
 
-FP32 values are written so that they are read back bit for bit.
+An entry says where it comes from and what it was before, so that `undo` takes a change back. FP32 values are written so
+that they are read back bit for bit. Files of version 1, which had neither statistics nor origins, are read too.
 """
 
 from __future__ import annotations
@@ -16,20 +21,71 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from octavo import strict
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, did_you_mean
 from octavo.numerics import Scaling
 from octavo.recipes import STATEFUL, Operand, Recipe
 
-VERSION = 1
+VERSION = 2
+KEPT = 16
+"""Previous values that an entry keeps; older ones are dropped."""
 HOW_TO = (
-    "Make the file with a few steps of training in the recipe 'delayed', and `octavo.scales(model).save(path)` after "
-    "them; then convert(model, 'static', scales=path)."
+    "Make the file with `octavo calibrate` or `octavo.calibrate(model, batches).save(path)`, or with a few steps of "
+    "training in the recipe 'delayed' and `octavo.scales(model).save(path)`; then "
+    "convert(model, 'static', scales=path)."
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Statistics:
+    """What was seen of a tensor while its scale was found. Shares are of all elements, 0 to 1, at that scale."""
+
+    elements: int
+    """How many were looked at, in all batches."""
+    batches: int
+    """How often the tensor was looked at."""
+    zero: float
+    """Share that is zero."""
+    flushed: float
+    """Share that is not zero, and whose code is."""
+    subnormal: float
+    """Share whose code has less than the full mantissa."""
+    saturated: float
+    """Share past the largest code by more than rounding."""
+    percentiles: dict[str, float]
+    """Magnitudes below which so many percent of the elements lie that are not zero."""
+    batch_amax: tuple[float, float]
+    """The smallest and the median of the batches' largest magnitudes; `amax` is the largest of them."""
+    lowest: float
+    """The smallest scale that is recommended: that of the choice without its margin."""
+    highest: float | None
+    """The largest one: few elements are flushed. Below `lowest`, the format is too narrow; None: there is no limit."""
+    suggested: str
+    """The narrowest format that holds the tensor: `e4m3`, `e5m2`, or `finer scales` where neither does."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """Where a scale comes from."""
+
+    change: int = 1
+    """Number of the change of this file that wrote it."""
+    date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    """When, UTC, ISO 8601."""
+    recipe: str
+    """The name of the recipe that it was made for."""
+    how: str
+    """How it was chosen, and why it was changed."""
+    source: str = ""
+    """The model and the data, in words."""
+    data: str = ""
+    """The hash of the data, `sha256:` and 64 hexadecimal digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +100,26 @@ class Calibrated:
     """What a code is multiplied by."""
     amax: float
     """The largest magnitude that was seen."""
+    statistics: Statistics | None = None
+    """What else was seen, if the tensor itself was."""
+    origin: Origin | None = None
+    """Where it comes from; a file of version 1 does not say."""
+    previous: tuple[Calibrated, ...] = ()
+    """What it was before, the newest first; those have no `previous` of their own."""
+
+    @property
+    def change(self) -> int:
+        """Number of the change that wrote it, 0 if that is not known."""
+        return 0 if self.origin is None else self.origin.change
+
+    def after(self, before: Calibrated | None) -> Calibrated:
+        """Return this scale with what it replaces as its previous one."""
+        past = () if before is None else (replace(before, previous=()), *before.previous)
+        return replace(self, previous=past[:KEPT])
+
+    def reverted(self) -> Calibrated | None:
+        """Return the scale that this one replaced, None if there was none."""
+        return replace(self.previous[0], previous=self.previous[1:]) if self.previous else None
 
     def check(self, name: str, operand: Operand) -> None:
         """Refuse this scale for an operand that it was not made for.
@@ -66,22 +142,26 @@ class Calibrated:
 @dataclass(frozen=True, slots=True)
 class _File:
     version: int
-    recipes: tuple[str, ...]
     scales: dict[str, Calibrated] = field(default_factory=dict)
 
 
-def write(path: Path, recipes: Sequence[str], scales: Mapping[str, Calibrated]) -> None:
-    """Write a calibration file. `scales`: by `<layer>.input` or `<layer>.grad_output`.
+def write(path: Path, scales: Mapping[str, Calibrated]) -> None:
+    """Write a calibration file, whole or not at all. `scales`: by `<layer>.input` or `<layer>.grad_output`.
 
     Raises:
         ConfigError: there are no scales, or the file cannot be written.
     """
     if not scales:
         raise ConfigError(f"{path}: no scale is known yet. {HOW_TO}")
+    content = {"version": VERSION, "scales": {name: _plain(calibrated) for name, calibrated in scales.items()}}
+    temporary = path.with_name(f".writing-{path.name}")
     try:
-        path.write_text(json.dumps(strict.to_dict(_File(VERSION, tuple(recipes), dict(scales))), indent=1) + "\n")
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error.strerror}).") from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read(path: Path) -> dict[str, Calibrated]:
@@ -91,11 +171,79 @@ def read(path: Path) -> dict[str, Calibrated]:
         ConfigError: it cannot be read, is malformed, of another version, or has a key that is none.
     """
     mapping = strict.read_file(path)
-    if mapping.get("version", VERSION) != VERSION:
-        raise ConfigError(
-            f"{path}: calibration version {mapping['version']}; this version of octavo reads version {VERSION}."
-        )
+    version = mapping.get("version", VERSION)
+    if version not in (1, VERSION):
+        raise ConfigError(f"{path}: calibration version {version}; this version of octavo reads versions 1 and 2.")
+    if version == 1:
+        mapping.pop("recipes", None)
     return strict.read(_File, mapping, str(path)).scales
+
+
+def update(path: Path, scales: Mapping[str, Calibrated]) -> dict[str, Calibrated]:
+    """Write scales into a file, new or not, as one change of it; return all that it holds then.
+
+    What an entry was is kept as its previous value. Entries that are not given stay as they are.
+
+    Raises:
+        ConfigError: there are no scales, or the file is no calibration file, or cannot be written.
+    """
+    before = read(path) if path.exists() else {}
+    number = 1 + max((entry.change for entry in before.values()), default=0)
+    after = dict(before)
+    for name, calibrated in scales.items():
+        origin = None if calibrated.origin is None else replace(calibrated.origin, change=number)
+        after[name] = replace(calibrated, origin=origin).after(before.get(name))
+    write(path, after)
+    return after
+
+
+def undo(path: Path, patterns: Sequence[str] = ()) -> dict[str, tuple[Calibrated, Calibrated | None]]:
+    """Take the last change of a file back; return what each entry was that it made, and is now, None if it is gone.
+
+    Args:
+        patterns: of layers (`layers.0.*`) or entries (`*.grad_output`): then the last change among these, and only
+            there.
+
+    Raises:
+        ConfigError: a pattern that matches nothing, or a change that made all there is: nothing would be left.
+    """
+    scales = read(path)
+    chosen = matching(scales, patterns, str(path))
+    last = max((scales[name].change for name in chosen), default=0)
+    undone = {name: (scales[name], scales[name].reverted()) for name in chosen if scales[name].change == last}
+    after = {name: undone[name][1] if name in undone else calibrated for name, calibrated in scales.items()}
+    left = {name: calibrated for name, calibrated in after.items() if calibrated is not None}
+    if not left or not last:
+        raise ConfigError(f"{path}: there is nothing to undo: these scales replaced no others.")
+    write(path, left)
+    return undone
+
+
+def matching(names: Mapping[str, Any], patterns: Sequence[str], where: str) -> list[str]:
+    """Return the entries that any of the patterns names, by the layer or by the whole name; all, if there is none.
+
+    Raises:
+        ConfigError: a pattern matches nothing.
+    """
+    for pattern in patterns:
+        if not any(_matches(name, pattern) for name in names):
+            near = did_you_mean(pattern, {*names, *(name.rpartition(".")[0] for name in names)})
+            raise ConfigError(f"{where}: no layer or scale matches '{pattern}'.{near}")
+    return [name for name in names if not patterns or any(_matches(name, pattern) for pattern in patterns)]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[0], pattern)
+
+
+def _plain(calibrated: Calibrated) -> dict[str, Any]:
+    """Return an entry as JSON has it: what is not known is left out."""
+    entry = strict.to_dict(replace(calibrated, previous=()))
+    entry["previous"] = [_plain(earlier) for earlier in calibrated.previous]
+    for part in (entry, entry["origin"]):
+        for key in [key for key in part or () if part[key] in (None, [], "")]:
+            del part[key]
+    return entry
 
 
 def check(recipes: Mapping[str, Recipe], scales: Mapping[str, Calibrated] | None) -> None:
@@ -111,7 +259,7 @@ def check(recipes: Mapping[str, Recipe], scales: Mapping[str, Calibrated] | None
     if scales is not None and not any(recipe.keeps_scales for recipe in recipes.values()):
         raise ConfigError("a calibration file was given, and no layer has a recipe that keeps scales.")
     static = {
-        f"{name}.{role}" if name else role: operand
+        full_name(name, role): operand
         for name, recipe in recipes.items()
         for role in STATEFUL
         if (operand := recipe.kept_scale(role)) is not None and operand.scale_from == "static"
@@ -126,3 +274,8 @@ def check(recipes: Mapping[str, Recipe], scales: Mapping[str, Calibrated] | None
     for name, operand in static.items():
         assert scales is not None
         scales[name].check(name, operand)
+
+
+def full_name(layer: str, role: str) -> str:
+    """Return what a scale is called in a file: `<layer>.<role>`, or the role alone of a model that is one layer."""
+    return f"{layer}.{role}" if layer else role

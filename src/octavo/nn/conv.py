@@ -26,6 +26,7 @@ from octavo.nn import functional
 from octavo.nn.functional import quantize_operand, target_of
 from octavo.nn.linear import compute_dtype
 from octavo.nn.own_codes import without_scale
+from octavo.nn.watched import Watch, page_of, patches_of
 from octavo.nn.weights import forget
 from octavo.numerics import Quantized
 from octavo.recipes import Operand, Recipe, RecipeLike, load
@@ -35,7 +36,13 @@ AnyConvolution = _ConvNd
 
 
 def convolution(
-    x: Tensor, weight: Tensor, bias_N: Tensor | None, window: Window, recipe: Recipe, dtype: torch.dtype
+    x: Tensor,
+    weight: Tensor,
+    bias_N: Tensor | None,
+    window: Window,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    page: Tensor | None = None,
 ) -> Tensor:
     """Return the convolution of images with a weight, with the three GEMMs of `recipe`.
 
@@ -44,6 +51,7 @@ def convolution(
         weight: (N, C, kh, kw), or (N, C, kw) where the window is one high; channels last, it is read as it lies.
         bias_N: (N,) or None; added in `dtype`.
         dtype: of the result and of GEMMs in high precision.
+        page: FP32 (3, WIDTH), where telemetry goes (`octavo.nn.watched`).
 
     Returns:
         (B, N, H_out, W_out): contiguous if x is, channels last otherwise.
@@ -58,7 +66,7 @@ def convolution(
         )
     if 0 in window.output(*x.shape[2:]):
         raise ConfigError(f"images of {x.shape[2]} x {x.shape[3]} pixels are smaller than the kernel: {window}.")
-    y: Tensor = _Convolution.apply(x.movedim(1, -1), weight, window, recipe, dtype)  # type: ignore[no-untyped-call]
+    y: Tensor = _Convolution.apply(x.movedim(1, -1), weight, window, recipe, dtype, page)  # type: ignore[no-untyped-call]
     y = (y if bias_N is None else y + bias_N.to(y.dtype)).movedim(-1, 1)
     return y.contiguous() if x.is_contiguous() else y
 
@@ -67,16 +75,17 @@ class _Convolution(torch.autograd.Function):
     """Images (B, H, W, C) to (B, H_out, W_out, N). Saves its input as it is, and the weight."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, window: Window, recipe: Recipe, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        x, weight, window, recipe, dtype, page = inputs
         x = x.contiguous()
-        ctx.window, ctx.recipe, ctx.dtype = window, recipe, dtype
+        ctx.window, ctx.recipe, ctx.dtype, ctx.page = window, recipe, dtype, page
         if not recipe.fprop.is_fp8:
             ctx.save_for_backward(x, weight)
             return _high_precision(x, weight, window, dtype)
         patches = _quantize(x, window, recipe.fprop.input)
         folds = recipe.wgrad.is_fp8 and recipe.wgrad.input.is_folded
         ctx.save_for_backward(x, weight, *((patches.scale,) if folds else ()))
-        y_MN = functional.fprop(x, patches, [weight], recipe, dtype)[0]
+        y_MN = functional.fprop_of([x], patches, [weight], recipe, dtype, page, patches_of(window))[0]
         return y_MN.view(x.shape[0], *window.output(x.shape[1], x.shape[2]), weight.shape[0])
 
     @staticmethod
@@ -92,11 +101,12 @@ class _Convolution(torch.autograd.Function):
         by_torch = needs_x and g is None, needs_weight and h is None
         dx, dw = _high_precision_gradients(dy, x, weight, window, dtype, by_torch)
         if g is not None:
-            dx = fold(functional.dgrad(dys, g, [weight], recipe, dtype), window, tuple(x.shape))
+            dx = fold(functional.dgrad(dys, g, [weight], recipe, dtype, ctx.page), window, tuple(x.shape))
         if patches is not None:
             right = without_scale(patches) if recipe.wgrad.input.is_folded else patches
             dw = _like(functional.wgrad(dys, h, right, recipe, dtype), weight)
-        return None if dx is None else dx.to(x.dtype), None if dw is None else dw.to(weight.dtype), None, None, None
+        gradients = None if dx is None else dx.to(x.dtype), None if dw is None else dw.to(weight.dtype)
+        return *gradients, None, None, None, None
 
 
 def _quantize(
@@ -149,6 +159,8 @@ class Convolution(nn.Module):
     recipe: Recipe
     enabled: bool
     """False: compute as the parent does, for an evaluation in high precision."""
+    watch: Watch | None = None
+    """Where telemetry of this layer goes, while there is any (`octavo.nn.telemetry`)."""
 
     @classmethod
     def adopt(cls, module: nn.Module, recipe: Recipe) -> None:
@@ -165,7 +177,7 @@ class Convolution(nn.Module):
 
     def release(self) -> None:
         """Turn this layer back into its PyTorch parent in place."""
-        for name in ("recipe", "enabled"):
+        for name in ("recipe", "enabled", "watch"):
             self.__dict__.pop(name, None)
         self.__class__ = type(self).__bases__[1]
 
@@ -200,7 +212,8 @@ class Conv2d(Convolution, nn.Conv2d):
         if not self.enabled:
             return super().forward(input)
         x = input if input.dim() == 4 else input[None]
-        y = convolution(x, self.weight, self.bias, window_of(self), self.recipe, compute_dtype(input))
+        window, dtype = window_of(self), compute_dtype(input)
+        y = convolution(x, self.weight, self.bias, window, self.recipe, dtype, page_of([self]))
         return y if input.dim() == 4 else y[0]
 
 
@@ -222,7 +235,8 @@ class Conv1d(Convolution, nn.Conv1d):
             return super().forward(input)
         x = input if input.dim() == 3 else input[None]
         window, dtype = window_of(self), compute_dtype(input)
-        y = convolution(x.unsqueeze(2), self.weight, self.bias, window, self.recipe, dtype).squeeze(2)
+        page = page_of([self])
+        y = convolution(x.unsqueeze(2), self.weight, self.bias, window, self.recipe, dtype, page).squeeze(2)
         return y if input.dim() == 3 else y[0]
 
 

@@ -23,8 +23,10 @@ from octavo.kernels import Target
 from octavo.kernels.grouped import Padded, grouped_gemm, grouped_mm, grouped_wgrad, quantize_groups, transpose_groups
 from octavo.kernels.operator import define
 from octavo.kernels.target import target_of as target_named
+from octavo.nn import watched_experts
 from octavo.nn.functional import dgrad_weight, target_of
 from octavo.nn.linear import compute_dtype
+from octavo.nn.watched import Watch, page_of
 from octavo.nn.weights import forget, quantized_weights
 from octavo.numerics import PER_ROW, Quantized
 from octavo.recipes import Operand, Recipe, RecipeLike, load, reused_from
@@ -38,6 +40,8 @@ class GroupedLinear(nn.Module):
     recipe: Recipe
     enabled: bool
     """False: compute in high precision, for an evaluation."""
+    watch: Watch | None = None
+    """Where telemetry of the experts goes, while there is any (`octavo.nn.telemetry`)."""
 
     def __init__(
         self,
@@ -84,7 +88,8 @@ class GroupedLinear(nn.Module):
                 f"{ends.dtype} {tuple(ends.shape)}."
             )
         recipe = self.recipe if self.enabled else load("bf16")
-        result: Tensor = _GroupedLinear.apply(x, self.weight, ends, recipe, compute_dtype(x))  # type: ignore[no-untyped-call]
+        page = page_of([self])
+        result: Tensor = _GroupedLinear.apply(x, self.weight, ends, recipe, compute_dtype(x), page)  # type: ignore[no-untyped-call]
         return result
 
     def forget_codes(self) -> None:
@@ -119,14 +124,18 @@ class _GroupedLinear(torch.autograd.Function):
     """Saves what wgrad reads of x, in FP8 wherever it is, the weights and the ends."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        x, weight, ends, recipe, dtype, page = inputs
         x8, kept = _read_input(x, ends, recipe, dtype, ctx.needs_input_grad[1])
         ctx.save_for_backward(weight, ends, *kept)
-        ctx.recipe, ctx.dtype, ctx.x_dtype = recipe, dtype, x.dtype
+        ctx.recipe, ctx.dtype, ctx.x_dtype, ctx.page = recipe, dtype, x.dtype, page
         if x8 is None:
             return grouped_mm(x.to(dtype).contiguous(), weight.to(dtype).mT, ends)
-        target = str(target_of(recipe.fprop.weight))
-        y: Tensor = torch.ops.octavo.grouped_fprop(*x8[:2], weight, ends, target, dtype, recipe.fprop.accumulate)
+        target, accumulate = target_of(recipe.fprop.weight), recipe.fprop.accumulate
+        if page is not None:
+            looked = target_of(recipe.fprop.input)
+            return watched_experts.fprop(x8, weight, ends, target, dtype, accumulate, x, looked, page)
+        y: Tensor = torch.ops.octavo.grouped_fprop(*x8[:2], weight, ends, str(target), dtype, accumulate)
         return y
 
     @staticmethod
@@ -136,9 +145,9 @@ class _GroupedLinear(torch.autograd.Function):
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         dy = dy.to(dtype).contiguous()
         g, h = _read_gradient(dy, kept, weight, ends, recipe, needs_x, needs_weight)
-        dx = _dgrad(dy, g, weight, ends, recipe, dtype).to(ctx.x_dtype) if needs_x else None
+        dx = _dgrad(dy, g, weight, ends, recipe, dtype, ctx.page).to(ctx.x_dtype) if needs_x else None
         dw = _wgrad(dy, h, kept, ends, recipe, dtype).to(weight.dtype) if needs_weight else None
-        return dx, dw, None, None, None
+        return dx, dw, None, None, None, None
 
 
 def _read_input(
@@ -174,16 +183,29 @@ def _read_gradient(
         return None, None
     row_fold = column_fold = None
     if rows is not None and recipe.dgrad.weight.is_folded:
-        row_fold = torch.ops.octavo.grouped_weight_scale(weight, str(target_of(recipe.fprop.weight)))
+        row_fold = _fold(weight, recipe)
     if columns is not None and recipe.wgrad.input.is_folded:
         column_fold = kept[1]
     return quantize_groups(dy, ends, rows, columns, row_fold, column_fold)
 
 
-def _dgrad(dy: Tensor, g: Quantized | None, weight: Tensor, ends: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
+def _fold(weight: Tensor, recipe: Recipe) -> Tensor:
+    """Return the scales (E, N) of fprop's weights, which dgrad's gradients are multiplied by."""
+    scale: Tensor = torch.ops.octavo.grouped_weight_scale(weight, str(target_of(recipe.fprop.weight)))
+    return scale
+
+
+def _dgrad(
+    dy: Tensor, g: Quantized | None, weight: Tensor, ends: Tensor, recipe: Recipe, dtype: torch.dtype,
+    page: Tensor | None,
+) -> Tensor:  # fmt: skip
     if g is None:
         return grouped_mm(dy, weight.to(dtype), ends)
     target, source = dgrad_weight(recipe)
+    if page is not None:
+        fold = _fold(weight, recipe) if recipe.dgrad.weight.is_folded else None
+        looked, accumulate = target_of(recipe.dgrad.grad_output), recipe.dgrad.accumulate
+        return watched_experts.dgrad(g, weight, ends, (target, source), dtype, accumulate, dy, looked, fold, page)
     dx: Tensor = torch.ops.octavo.grouped_dgrad(
         *g[:2], weight, ends, str(target), str(source or ""), dtype, recipe.dgrad.accumulate
     )

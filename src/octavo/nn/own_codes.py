@@ -93,14 +93,17 @@ def dgrad(
     dtype: torch.dtype, accumulate: str,
 ) -> Tensor:  # fmt: skip
     """Compute `octavo::dgrad`: one GEMM with the transposed codes of all weights."""
+    parts = dgrad_parts(weights, target, source)
+    result: Tensor = torch.ops.octavo.dgrad_of_codes(g, g_scale, g_granularity, *parts, dtype, accumulate)
+    return result
+
+
+def dgrad_parts(weights: list[Tensor], target: str, source: str) -> tuple[list[Tensor], list[Tensor], str, bool]:
+    """Return codes, scales, granularity and `folded` of weights, as `octavo::dgrad_of_codes` takes them."""
     goal, of_fprop = _named(target), target_of(source)
     parts = [codes_of(weight, of_fprop or goal, transposed=of_fprop is None) for weight in weights]
     codes, scales = [part.codes for part in parts], [part.scale for part in parts]
-    folded = goal.tile == PER_COLUMN
-    result: Tensor = torch.ops.octavo.dgrad_of_codes(
-        g, g_scale, g_granularity, codes, scales, parts[0].granularity.name, folded, dtype, accumulate
-    )
-    return result
+    return codes, scales, parts[0].granularity.name, goal.tile == PER_COLUMN
 
 
 def weight_scale(weights: list[Tensor], target: str) -> Tensor:

@@ -16,7 +16,8 @@ beside the model, not in its `state_dict`, whose names are the user's.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -28,7 +29,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from octavo.errors import CheckpointError
 from octavo.nn import calibration
-from octavo.nn.calibration import Calibrated
+from octavo.nn.calibration import Calibrated, Origin, full_name
 from octavo.numerics import format_named, scale_from_amax
 from octavo.recipes import STATEFUL, History, Operand, Recipe
 
@@ -61,7 +62,7 @@ class _Entry:
     names: tuple[str, ...]
     """`<layer>.input` or `<layer>.grad_output`, of each layer that shares it."""
     operand: Operand
-    history: History
+    recipe: Recipe
 
 
 class ScaleBook:
@@ -76,28 +77,28 @@ class ScaleBook:
         self,
         groups: Sequence[tuple[Sequence[str], Recipe]],
         device: torch.device | str,
-        weights: Sequence[Tensor] = (),
+        layers: Sequence[Keeper] = (),
     ) -> None:
         """Open a book in which no scale is known.
 
         Args:
             groups: for each page the names of the layers that share it, and their recipe.
-            weights: those of the layers: the optimizer that steps them rolls the book.
+            layers: those of the pages: the optimizer that steps a weight of theirs rolls the book. Layers are asked at
+                each step, because `fully_shard` puts another weight in the place of theirs.
         """
         self._entries: dict[int, _Entry] = {}
         for number, (names, recipe) in enumerate(groups):
             for row, role in enumerate(STATEFUL, start=number * len(STATEFUL)):
                 if (operand := recipe.kept_scale(role)) is not None:
-                    full = tuple(_joined(name, role) for name in names)
-                    self._entries[row] = _Entry(full, operand, recipe.history)
+                    full = tuple(full_name(name, role) for name in names)
+                    self._entries[row] = _Entry(full, operand, recipe)
         cells = len(groups) * len(STATEFUL)
-        length = max((entry.history.length for entry in self._entries.values()), default=1)
+        length = max((entry.recipe.history.length for entry in self._entries.values()), default=1)
         self.cells = torch.zeros(cells, 2, device=device)
         self.history = torch.zeros(length, cells, device=device)
-        self.recipes = tuple(dict.fromkeys(recipe.name for _, recipe in groups))
         self._pages = [Page(number, self._cells_of(number)) for number in range(len(groups))]
         self._rows = self._find_rows()
-        self._weights = [ref(weight) for weight in weights]
+        self._layers = [ref(layer) for layer in layers]
         _live[next(_numbers)] = self
 
     def page(self, number: int) -> Page:
@@ -117,7 +118,35 @@ class ScaleBook:
 
     def belongs_to(self, parameters: Container[int]) -> bool:
         """Return whether any weight of its layers is among these (`id`)."""
-        return any(id(weight()) in parameters for weight in self._weights)
+        layers = [layer for found in self._layers if (layer := found()) is not None]
+        return any(id(layer.weight) in parameters for layer in layers)
+
+    @torch.no_grad()
+    def renew(self, names: Collection[str] | None = None, margin: int = 0, how: str = "") -> dict[str, Calibrated]:
+        """Make static scales anew, of the largest values since they were made, and return them. Waits for the device.
+
+        A cell whose amax is 0 or not finite keeps what it has. On several ranks all call it, with the same names.
+
+        Args:
+            names: of the scales, `<layer>.input` or `<layer>.grad_output`; all by default. What shares a cell with one
+                of them is made anew with it.
+            margin: bits of headroom: scales are multiplied by 2^margin.
+            how: what their `Origin` is to say.
+        """
+        rows = [
+            row
+            for row, entry in self._entries.items()
+            if entry.operand.scale_from == "static" and (names is None or not set(names).isdisjoint(entry.names))
+        ]
+        amax = self._amax_of_all_ranks()
+        known = amax.tolist()
+        made = [row for row in rows if 0 < known[row] < math.inf]
+        for row in made:
+            operand = self._entries[row].operand
+            scale = scale_from_amax(amax[row], format_named(operand.format), operand.scaling)[0] * 2.0**margin
+            self.cells.data[row, 0], self.cells.data[row, 1] = scale, 0.0
+            self.history.data[0, row] = amax[row]  # nothing rolls it: it says what the scale was made of
+        return dict(self._calibrated(how, made))
 
     @torch.no_grad()
     def roll(self) -> None:
@@ -126,9 +155,7 @@ class ScaleBook:
         The optimizer's step calls it. Across ranks one all-reduce takes the larger of all maxima first.
         """
         cells, history = self.cells.data, self.history.data  # no version counts: see `kernels.quantize_at`
-        amax = cells[:, 1].clone()
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX)
+        amax = self._amax_of_all_ranks()
         for (operand, rule), rows in self._rows.items():
             seen, past = amax[rows], history[: rule.length, rows]
             is_new = (seen > 0) & (seen < torch.inf)
@@ -173,7 +200,7 @@ class ScaleBook:
         Raises:
             ConfigError: no scale is known yet, or the file cannot be written.
         """
-        calibration.write(Path(path), self.recipes, dict(self._calibrated()))
+        calibration.write(Path(path), dict(self._calibrated()))
 
     def load(self, path: str | Path) -> None:
         """Start from the scales of a calibration file; layers that are not in it keep theirs.
@@ -193,6 +220,11 @@ class ScaleBook:
                 self.cells.data[row, 0] = max(calibrated.scale for calibrated in found.values())
 
     @property
+    def has_static(self) -> bool:
+        """Whether any of its scales comes from a calibration file alone."""
+        return any(entry.operand.scale_from == "static" for entry in self._entries.values())
+
+    @property
     def is_known(self) -> bool:
         """Whether any scale is known yet. Waits for the device."""
         return bool((self.cells[:, 0] > 0).any())
@@ -202,20 +234,28 @@ class ScaleBook:
         return len(self._entries)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_weights": [weight() for weight in self._weights]}
+        return {**self.__dict__, "_layers": [layer() for layer in self._layers]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._weights = [ref(weight) for weight in state["_weights"] if weight is not None]
+        self._layers = [ref(layer) for layer in state["_layers"] if layer is not None]
         self._bind()
         _live[next(_numbers)] = self
 
-    def _calibrated(self) -> Iterator[tuple[str, Calibrated]]:
+    def _amax_of_all_ranks(self) -> Tensor:
+        amax = self.cells.data[:, 1].clone()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX)
+        return amax
+
+    def _calibrated(self, how: str = "", rows: Collection[int] | None = None) -> Iterator[tuple[str, Calibrated]]:
         scales, largest = self.cells[:, 0].tolist(), torch.maximum(self.history.amax(0), self.cells[:, 1]).tolist()
-        for row, entry in self._entries.items():
+        for row in self._entries if rows is None else rows:
+            entry, operand = self._entries[row], self._entries[row].operand
+            kept = "as it was loaded" if operand.scale_from == "static" else "the largest values of training"
+            origin = Origin(recipe=entry.recipe.name, how=how or kept)
             for name in entry.names if scales[row] > 0 else ():
-                operand = entry.operand
-                yield name, Calibrated(operand.format, operand.scaling, scales[row], largest[row])
+                yield name, Calibrated(operand.format, operand.scaling, scales[row], largest[row], origin=origin)
 
     def _bind(self) -> None:
         """Make the pages views of the cells."""
@@ -231,7 +271,7 @@ class ScaleBook:
         rows: dict[tuple[Operand, History], list[int]] = {}
         for row, entry in self._entries.items():
             if entry.operand.scale_from != "static":
-                rows.setdefault((entry.operand, entry.history), []).append(row)
+                rows.setdefault((entry.operand, entry.recipe.history), []).append(row)
         return {rule: torch.tensor(found, device=self.cells.device) for rule, found in rows.items()}
 
 
@@ -269,8 +309,8 @@ def keep_scales(layers: Mapping[str, Keeper]) -> ScaleBook | None:
         return None
     first = [layers[names[0]] for names in groups.values()]
     recipes = [layer.recipe for layer in first]
-    weights = [layers[name].weight for names in groups.values() for name in names]
-    book = ScaleBook(list(zip(groups.values(), recipes, strict=True)), weights[0].device, weights)
+    keepers = [layers[name] for names in groups.values() for name in names]
+    book = ScaleBook(list(zip(groups.values(), recipes, strict=True)), keepers[0].weight.device, keepers)
     for number, names in enumerate(groups.values()):
         for name in names:
             layers[name].book, layers[name].page = book, book.page(number)
@@ -304,7 +344,3 @@ def _copy(source: ScaleBook, number: int, target: ScaleBook, to: int) -> None:
     here = slice(to * len(STATEFUL), (to + 1) * len(STATEFUL))
     target.cells.data[here] = source.cells[there]
     target.history.data[: source.history.shape[0], here] = source.history[:, there]
-
-
-def _joined(name: str, role: str) -> str:
-    return f"{name}.{role}" if name else role

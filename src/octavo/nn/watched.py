@@ -1,17 +1,19 @@
 """The GEMMs of a layer that telemetry looks at: `fprop` and `dgrad` of `octavo.nn.weights`, and what they read.
 
-A watched layer has a page, FP32 (1 + 2 n, WIDTH): a row (`octavo.kernels.sample`) for the input of n layers that are
-computed together, n for their weights, n for their grad_outputs. Its operators give what the plain ones give, bit for
-bit, and write the page: fprop the input and the weights, dgrad the rest. Both look after the product, whose first and
-last column tell of every NaN in an operand. They say nothing of the page in their signatures, as `quantize_at` says
-nothing of its cells; written twice, it is the same.
+A watched layer has a page, FP32 (1 + 2 n, WIDTH), where there are histograms (1 + 2 n, WIDTH + BINS): a row
+(`octavo.kernels.sample`) for the input of n layers that are computed together, n for their weights, n for their
+grad_outputs. Its operators give what the plain ones give, bit for bit, and write the page: fprop the input and the
+weights, dgrad the rest. Both look after the product, whose first and last column tell of every NaN in an operand. They
+say nothing of the page in their signatures, as `quantize_at` says nothing of its cells; written twice, it is the same.
 
 Where an MLP is computed as one, no tensor holds the hidden activation or the gradients of gate and up: those of the
-sampled rows are computed once more.
+sampled rows are computed once more. So are the patches of a convolution. A weight that is an FP8 tensor is looked at as
+the codes that it is.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -19,14 +21,21 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from octavo import kernels
 from octavo.kernels import Target
 from octavo.kernels.activation import INPUTS, activation_backward_plain
 from octavo.kernels.operator import define
+from octavo.kernels.patches import Window, unfold_rows, window_of
 from octavo.kernels.reference.activation import value
 from octavo.kernels.sample import Looked, rests, sample, sampled_rows
 from octavo.kernels.target import target_of
+from octavo.nn import own_codes
 from octavo.nn import weights as stacked
-from octavo.numerics import Quantized, dequantize
+from octavo.numerics import Quantized, dequantize, granularity_named
+from octavo.tensor import implements
+
+PATCHES = "patches"
+"""What the kind of a convolution's input begins with; the numbers of its window follow."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,16 +70,22 @@ class Source(NamedTuple):
     """Where an operand came from."""
 
     tensors: Sequence[Tensor]
-    """The operand itself, in one piece or side by side. With `kind`: gate and up, or up alone, whose activation it is;
-    of a gradient first that of the hidden activation, then gate and up, each as codes and scale if they are kept so."""
+    """The operand itself, in one piece or side by side. With `kind` what it is made of: an activation of gate and up,
+    or of up alone; its gradient of that of the hidden activation, then gate and up, each as codes and scale if they are
+    kept so; patches of images (B, H, W, C)."""
     target: Target
     """What it was quantised to."""
     tied: bool
     """Whether with scales of its own maxima: not with those that a model keeps."""
     kind: str = ""
-    """The activation, as `kernels.activation` names it."""
+    """The activation, as `kernels.activation` names it, or `patches_of` a window."""
     fold: Tensor | None = None
     """FP32 (1, N), what a gradient's columns were multiplied by."""
+
+
+def patches_of(window: Window) -> str:
+    """Return the kind of a convolution's input; none where its patches are the pixels."""
+    return "" if window.is_pixel else " ".join([PATCHES, *map(str, window.flat)])
 
 
 def fprop(
@@ -102,20 +117,48 @@ def _fprop(
     dtype: torch.dtype, accumulate: str, tensors: list[Tensor], looked: str, tied: bool, kind: str, page: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     outputs: list[Tensor] = torch.ops.octavo.fprop(x, x_scale, x_granularity, weights, target, dtype, accumulate)
-    rows, operand = page.data, _named(looked)  # no versions count: a layer may run twice before backward
+    rows = page.data  # no versions count: a layer may run twice before backward
     if rests(rows[0]) or 0 in x.shape:
         return outputs
-    total = None
-    if kind:
-        tensors, total = [_hidden(tensors, kind, rows[0])], x.shape[0]
-    sample(Looked(tensors[0], x_scale, operand, None, _ends(outputs[0]), tied, total), rows[0])
+    _look_at_input(x, x_scale, tensors, _named(looked), tied, kind, outputs[0], rows[0])
     goal = _named(target)
     scales = _parts(stacked.quantized_weights(weights, goal), [weight.shape[0] for weight in weights])
     for weight, scale, y, row in zip(weights, scales, outputs, rows[1:], strict=False):
         if scale is not None:
             alone = len(weights) == 1 or goal.tile.rows is not None
-            sample(Looked(weight.detach(), scale, goal, None, _ends(y.t()), alone), row)
+            sample(Looked(stacked.as_matrix(weight.detach()), scale, goal, None, ends_of(y.t()), alone), row)
     return outputs
+
+
+def _fprop_of_codes(
+    x: Tensor, x_scale: Tensor, x_granularity: str, codes: list[Tensor], scales: list[Tensor], target: str,
+    dtype: torch.dtype, accumulate: str, tensors: list[Tensor], looked: str, tied: bool, kind: str, page: Tensor,
+) -> list[Tensor]:  # fmt: skip
+    left, goal = Quantized(x, x_scale, granularity_named(x_granularity)), _named(target)
+    weights = [Quantized(*pair, goal.tile) for pair in zip(codes, scales, strict=True)]
+    outputs = [kernels.gemm(left, weight, dtype, accumulate) for weight in weights]
+    rows = page.data
+    if rests(rows[0]) or 0 in x.shape:
+        return outputs
+    _look_at_input(x, x_scale, tensors, _named(looked), tied, kind, outputs[0], rows[0])
+    for weight, y, row in zip(weights, outputs, rows[1:], strict=False):
+        sample(Looked(weight.codes, weight.scale, goal, None, ends_of(y.t()), is_coded=True), row)
+    return outputs
+
+
+def _look_at_input(
+    x: Tensor, scale: Tensor, tensors: list[Tensor], operand: Target, tied: bool, kind: str, y: Tensor, row: Tensor
+) -> None:
+    total = None if not kind else x.shape[0]
+    source = tensors[0]
+    if kind.startswith(PATCHES):
+        window = window_of([int(number) for number in kind.split()[1:]])
+        source = unfold_rows(source, window, sampled_rows(x.shape[0], row))
+    elif kind:
+        source = _hidden(tensors, kind, row)
+    elif source.dim() > 2:
+        source = source.flatten(0, -2)
+    sample(Looked(source, scale, operand, None, ends_of(y), tied, total), row)
 
 
 def _dgrad(
@@ -126,9 +169,28 @@ def _dgrad(
     result: Tensor = torch.ops.octavo.dgrad(
         g, g_scale, g_granularity, weights, target, of_fprop, dtype, accumulate
     )  # fmt: skip
-    rows, operand = page.data[1 + len(weights) :], _named(looked)
+    _look_at_gradients(g, g_scale, tensors, _named(looked), tied, kind, fold, result, page.data[1 + len(weights) :])
+    return result
+
+
+def _dgrad_of_codes(
+    g: Tensor, g_scale: Tensor, g_granularity: str, codes: list[Tensor], scales: list[Tensor], granularity: str,
+    folded: bool, dtype: torch.dtype, accumulate: str, tensors: list[Tensor], looked: str, tied: bool, kind: str,
+    fold: Tensor | None, page: Tensor,
+) -> Tensor:  # fmt: skip
+    result: Tensor = torch.ops.octavo.dgrad_of_codes(
+        g, g_scale, g_granularity, codes, scales, granularity, folded, dtype, accumulate
+    )
+    _look_at_gradients(g, g_scale, tensors, _named(looked), tied, kind, fold, result, page.data[1 + len(codes) :])
+    return result
+
+
+def _look_at_gradients(
+    g: Tensor, g_scale: Tensor, tensors: list[Tensor], operand: Target, tied: bool, kind: str, fold: Tensor | None,
+    dx: Tensor, rows: Tensor,
+) -> None:  # fmt: skip
     if rests(rows[0]) or 0 in g.shape:
-        return result
+        return
     total = None
     if kind:
         tensors, total = _gradients(tensors, kind, rows[0]), g.shape[0]
@@ -138,7 +200,27 @@ def _dgrad(
     alone = tied and (len(widths) == 1 or operand.tile.cols is not None)
     for dy, scale, part, row in zip(tensors, scales, folds, rows, strict=True):
         if scale is not None:
-            sample(Looked(dy, scale.t(), operand, part, _ends(result), alone, total), row)
+            sample(Looked(dy, scale.t(), operand, part, ends_of(dx), alone, total), row)
+
+
+def _fprop_with_own_codes(
+    x: Tensor, x_scale: Tensor, x_granularity: str, weights: list[Tensor], target: str, *rest: Any
+) -> list[Tensor]:
+    """Compute `octavo::watched_fprop` of a list with FP8 tensors in it: see `octavo.nn.own_codes`."""
+    parts = [own_codes.codes_of(weight, _named(target)) for weight in weights]
+    codes, scales = [part.codes for part in parts], [part.scale for part in parts]
+    outputs: list[Tensor] = torch.ops.octavo.watched_fprop_of_codes(
+        x, x_scale, x_granularity, codes, scales, target, *rest
+    )
+    return outputs
+
+
+def _dgrad_with_own_codes(
+    g: Tensor, g_scale: Tensor, g_granularity: str, weights: list[Tensor], target: str, of_fprop: str, *rest: Any
+) -> Tensor:
+    """Compute `octavo::watched_dgrad` of a list with FP8 tensors in it."""
+    parts = own_codes.dgrad_parts(weights, target, of_fprop)
+    result: Tensor = torch.ops.octavo.watched_dgrad_of_codes(g, g_scale, g_granularity, *parts, *rest)
     return result
 
 
@@ -152,7 +234,7 @@ def _parts(stack: Quantized, counts: list[int]) -> list[Tensor | None]:
     return list(stack.scale.split([-(-count // height) for count in counts]))
 
 
-def _ends(y: Tensor) -> Tensor | None:
+def ends_of(y: Tensor) -> Tensor | None:
     """Return the first and the last column of y (R, C) as a view (R, 2)."""
     step = max(y.shape[1] - 1, 1)
     return y[:, ::step] if y.shape[1] > 1 else y.expand(-1, 2) if y.shape[1] else None
@@ -197,7 +279,14 @@ def _dgrad_shape(
     g: Tensor, g_scale: Tensor, g_granularity: str, weights: list[Tensor], target: str, of_fprop: str,
     dtype: torch.dtype, *_: Any,
 ) -> Tensor:  # fmt: skip
-    return g.new_empty(g.shape[0], weights[0].shape[1], dtype=dtype)
+    return g.new_empty(g.shape[0], math.prod(weights[0].shape[1:]), dtype=dtype)
+
+
+def _dgrad_of_codes_shape(
+    g: Tensor, g_scale: Tensor, g_granularity: str, codes: list[Tensor], scales: list[Tensor], granularity: str,
+    folded: bool, dtype: torch.dtype, *_: Any,
+) -> Tensor:  # fmt: skip
+    return g.new_empty(g.shape[0], codes[0].shape[1], dtype=dtype)
 
 
 define(
@@ -215,3 +304,23 @@ define(
     _dgrad_shape,
     torch.Tag.cudagraph_unsafe,
 )
+define(
+    "watched_fprop_of_codes(Tensor x, Tensor x_scale, str x_granularity, Tensor[] codes, Tensor[] scales, str target, "
+    "ScalarType dtype, str accumulate, Tensor[] tensors, str looked, bool tied, str kind, Tensor page) -> Tensor[]",
+    _fprop_of_codes,
+    lambda x, x_scale, x_granularity, codes, scales, target, dtype, *_: _fprop_shape(
+        x, x_scale, x_granularity, codes, target, dtype
+    ),
+    torch.Tag.cudagraph_unsafe,
+)
+define(
+    "watched_dgrad_of_codes(Tensor g, Tensor g_scale, str g_granularity, Tensor[] codes, Tensor[] scales, "
+    "str granularity, bool folded, ScalarType dtype, str accumulate, Tensor[] tensors, str looked, bool tied, "
+    "str kind, Tensor? fold, Tensor page) -> Tensor",
+    _dgrad_of_codes,
+    _dgrad_of_codes_shape,
+    torch.Tag.cudagraph_unsafe,
+)
+
+implements(torch.ops.octavo.watched_fprop.default)(_fprop_with_own_codes)
+implements(torch.ops.octavo.watched_dgrad.default)(_dgrad_with_own_codes)

@@ -9,12 +9,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.errors import CheckpointError, ConfigError, did_you_mean
+from octavo.errors import CheckpointError, ConfigError, UnsupportedError, did_you_mean
 from octavo.kernels.optimizer import COEFFICIENTS, Control, Layout, Slot, momentum, update
 from octavo.optim import coefficients, convert, orthogonal
 from octavo.optim.optimizer import Entry, Optimizer
+from octavo.optim.owners import Rows, from_owners, rows_of, to_owners
 from octavo.optim.states import RuleName, hidden_matrix
-from octavo.tensor import is_distributed
 
 AdjustLr = Literal["original", "match_rms_adamw"]
 CHUNK = 2**25
@@ -28,6 +28,9 @@ class _Iteration(NamedTuple):
     """What matrices that are orthogonalised in one batch have in common."""
 
     shape: torch.Size
+    """Of the part that this rank has."""
+    rows: Rows | None
+    """How they lie on ranks; None: this rank has all of them."""
     nesterov: bool
     coefficients: tuple[float, float, float]
     steps: int
@@ -40,9 +43,11 @@ class Muon(Optimizer):
         m = momentum m + (1 - momentum) g;  u = momentum m + (1 - momentum) g, or m without nesterov
         w = w (1 - lr wd) - lr ratio NewtonSchulz(u)
 
-    The momentum is stored as the tier stores a first moment; there is no second one. Every group that is passed becomes
-    up to two: `rule` is `muon` in the one, `adamw` in the other, and each has its learning rate for schedulers. A
-    group's own settings hold for both; one that has the key `rule` is not split.
+    The momentum is stored as the tier stores a first moment; there is no second one. Matrices that are sharded by rows
+    are orthogonalised whole, each by one of the ranks (`owners`).
+
+    Every group that is passed becomes up to two: `rule` is `muon` in the one, `adamw` in the other, and each has its
+    learning rate for schedulers. A group's own settings hold for both; one that has the key `rule` is not split.
 
     Args:
         params: `model.named_parameters()`, or groups: names tell embeddings and heads from hidden matrices.
@@ -63,7 +68,7 @@ class Muon(Optimizer):
 
     Raises:
         ConfigError: as `Optimizer` does; no names for the default of `matrices`; `original` without a learning rate for
-            AdamW; or a parameter for Muon that is no whole matrix.
+            AdamW; or a parameter for Muon that is no matrix, or sharded otherwise than by rows.
     """
 
     rule = "muon"
@@ -183,21 +188,33 @@ class Muon(Optimizer):
         rows[:, COEFFICIENTS.index("factor")] = 1.0  # of gradients, not of updates
         ready = control._replace(coefficients=rows)
         for how, batch in self._batches(slots, entries):
-            updates = torch.empty(len(batch), *how.shape, dtype=torch.bfloat16, device=self.device)
-            momentum(batch, layout, control, updates.unbind(), self._uploads, nesterov=how.nesterov)
+            height = how.shape[0]
+            updates = self._empty(len(batch), how)
+            momentum(batch, layout, control, updates[:, :height].unbind(), self._uploads, nesterov=how.nesterov)
+            updates = updates if how.rows is None else to_owners(updates, how.rows)
             updates = orthogonal.orthogonalise(updates, coefficients=how.coefficients, steps=how.steps, eps=how.eps)
-            made = zip(batch, updates.unbind(), strict=True)
+            updates = updates if how.rows is None else from_owners(updates, how.rows, len(batch))
+            made = zip(batch, updates[:, :height].unbind(), strict=True)
             update([_given(slot, one) for slot, one in made], given, ready, self._uploads)
 
+    def _empty(self, count: int, how: _Iteration) -> Tensor:
+        """Return memory for updates; of rows that a rank is short of, zeros."""
+        height, cols = how.shape
+        each = height if how.rows is None else how.rows.each
+        make = torch.empty if each == height else torch.zeros
+        return make(count, each, cols, dtype=torch.bfloat16, device=self.device)
+
     def _batches(self, slots: Sequence[Slot], entries: Sequence[Entry]) -> Iterator[tuple[_Iteration, list[Slot]]]:
-        """Yield matrices of one shape, `CHUNK` elements at a time, or one that is larger."""
+        """Yield matrices of one shape, `CHUNK` elements for a rank at a time, or one matrix that is larger."""
         alike: dict[_Iteration, list[Slot]] = {}
         for slot in slots:
-            group = self.param_groups[entries[slot.row].group]
+            entry = entries[slot.row]
+            group, rows = self.param_groups[entry.group], rows_of(entry.parameter)
             told = (group["nesterov"], group["ns_coefficients"], group["ns_steps"], group["eps"])
-            alike.setdefault(_Iteration(slot.weight.shape, *told), []).append(slot)
+            alike.setdefault(_Iteration(slot.weight.shape, rows, *told), []).append(slot)
         for how, members in alike.items():
-            size = max(CHUNK // max(how.shape.numel(), 1), 1)
+            each = how.shape[0] if how.rows is None else how.rows.each
+            size = max(CHUNK // max(each * how.shape[1], 1), 1)
             for start in range(0, len(members), size):
                 yield how, members[start : start + size]
 
@@ -213,8 +230,12 @@ def _check(group: dict[str, Any], entries: Sequence[Entry]) -> None:
                 f"Muon: parameter '{entry.name}' of shape {tuple(entry.parameter.shape)} is no matrix. Leave it to"
                 " AdamW: say so in `matrices`."
             )
-        if is_distributed(entry.parameter):
-            raise ConfigError(f"Muon: parameter '{entry.name}' is sharded, and Muon needs whole matrices.")
+        try:
+            rows_of(entry.parameter)
+        except UnsupportedError as error:
+            raise ConfigError(
+                f"Muon: parameter '{entry.name}': {error} Leave it to AdamW, or shard it by rows."
+            ) from error
     if not 0 <= group["momentum"] < 1:
         raise ConfigError(f"Muon momentum: {group['momentum']} is not at least 0 and below 1.")
     if len(group["ns_coefficients"]) != 3 or not 0 < group["ns_steps"] < 100:

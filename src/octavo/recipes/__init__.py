@@ -5,6 +5,7 @@ from octavo.recipes.spec import (
     OPERANDS,
     STATEFUL,
     Dgrad,
+    Evidence,
     Fprop,
     Gemm,
     History,
@@ -13,13 +14,14 @@ from octavo.recipes.spec import (
     ScaleFrom,
     Wgrad,
 )
-from octavo.recipes.text import RecipeLike, explain, kept_for_backward, load, names, reused_from
+from octavo.recipes.text import RecipeLike, brief, explain, kept_for_backward, load, names, reused_from
 
 __all__ = [
     "GEMMS",
     "OPERANDS",
     "STATEFUL",
     "Dgrad",
+    "Evidence",
     "Fprop",
     "Gemm",
     "History",
@@ -28,6 +30,7 @@ __all__ = [
     "RecipeLike",
     "ScaleFrom",
     "Wgrad",
+    "brief",
     "explain",
     "kept_for_backward",
     "load",

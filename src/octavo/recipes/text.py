@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,10 @@ def _from_mapping(mapping: Mapping[str, Any], where: str) -> Recipe:
     modules = mapping.get("modules", {})
     if not isinstance(modules, Mapping):
         raise ConfigError(f"{where}: modules: expected a table of patterns, got {modules!r}.")
-    overrides = {pattern: load(value, f"{where}: modules.{pattern}") for pattern, value in modules.items()}
+    overrides: dict[str, Recipe] = {}
+    for pattern, value in modules.items():
+        other = load(value, f"{where}: modules.{pattern}")  # equal ones are one: layers of one recipe compute together
+        overrides[pattern] = next((known for known in overrides.values() if known == other), other)
     merged["modules"] = {**base.modules, **overrides}
     return strict.read(Recipe, merged, where)
 
@@ -68,6 +72,26 @@ def _merge(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         nested = isinstance(value, Mapping) and isinstance(merged.get(key), dict)
         merged[key] = _merge(merged[key], value) if nested else value
     return merged
+
+
+def brief(recipe: Recipe) -> str | dict[str, Any]:
+    """Return the least that `load` makes this recipe of: a preset's name, or the nearest and what differs from it.
+
+    `modules` and their evidence are left out.
+    """
+    wanted = strict.to_dict(replace(recipe, modules={}, evidence={}))
+    changes = {name: _difference(strict.to_dict(make()), wanted) for name, make in PRESETS.items()}
+    base = min(changes, key=lambda name: _leaves(changes[name]))
+    return {"base": base, "name": recipe.name, **changes[base]} if changes[base] else base
+
+
+def _difference(base: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    pairs = {key: (base[key], value) for key, value in wanted.items() if base[key] != value}
+    return {k: _difference(old, new) if isinstance(new, Mapping) else new for k, (old, new) in pairs.items()}
+
+
+def _leaves(mapping: Mapping[str, Any]) -> int:
+    return sum(_leaves(value) if isinstance(value, Mapping) else 1 for value in mapping.values())
 
 
 def explain(recipe: Recipe) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from octavo import strict
 from octavo.errors import ConfigError, did_you_mean
+from octavo.guard.config import GuardConfig
 from octavo.models.config import ModelConfig
 
 
@@ -113,6 +114,10 @@ class LoopConfig:
     """
     scales: str = ""
     """Calibration file: the scales that the recipe `static` needs, and `delayed` may start from."""
+    recalibrate_every: int = 0
+    """Steps between two updates of static scales, of the largest values since, in `calibration.json`; 0: never."""
+    recalibrate_above: float = 0.0
+    """Share of a tensor above which saturation updates its static scale, looked at every ten steps; 0: never."""
     min_gain: float = 1.0
     """On a GPU, layers that are predicted to gain less than this stay in BF16; 0 converts them all."""
     bf16_first_steps: int = 0
@@ -131,6 +136,8 @@ class LoopConfig:
     """Steps between two lines of the log."""
     telemetry_every: int = 1
     """Steps between two looks at the tensors of the FP8 layers, kept in `run.sqlite`; 0 never looks."""
+    histograms_every: int = 100
+    """Steps between two histograms of the exponents of those tensors, and their noise; 0: none."""
     eval_every: int = 0
     """Steps between two evaluations on held-out text; 0: only at the end."""
     eval_tokens: int = 65536
@@ -147,7 +154,9 @@ class LoopConfig:
     def __post_init__(self) -> None:
         _positive("run", self, "steps", "batch", "accumulate", "log_every", "eval_tokens", "keep")
         _within("run", self, "min_gain", low=0, high=math.inf)
-        or_zero = "eval_every", "checkpoint_every", "telemetry_every", "seed", "bf16_first_steps"
+        _within("run", self, "recalibrate_every", low=0, high=2**63 - 1)
+        _within("run", self, "recalibrate_above", low=0, high=1)
+        or_zero = "eval_every", "checkpoint_every", "telemetry_every", "histograms_every", "seed", "bf16_first_steps"
         _within("run", self, *or_zero, low=0, high=2**63 - 1)
         _within("run", self, "bf16_last_share", low=0, high=1)
         if self.batch % self.accumulate:
@@ -170,6 +179,8 @@ class ParallelConfig:
     """How gradients are summed over the ranks that share a copy."""
     gather: Literal["bf16", "stored"] = "bf16"
     """What parameters are gathered in that do not travel as FP8 codes; `stored`: as one process has them."""
+    embedding: Literal["whole", "rows"] = "whole"
+    """What of the token embedding is sent: `rows` that are looked up, which is less where a rank has few tokens."""
     timeout: float = 600.0
     """Seconds without progress after which all ranks stop and name the one that is missing. No step may take longer."""
 
@@ -198,6 +209,8 @@ class RunConfig:
     """What is trained for how long, where, and what is kept."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """How a run that torchrun started is spread over its ranks."""
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    """What guardrails watch, and whether they act."""
 
     def __post_init__(self) -> None:
         if self.model.sequence < self.data.sequence:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from octavo.distributed import Scheme, ShardPlan
-    from octavo.distributed.heartbeat import Heartbeat
+    from octavo.distributed.health.heartbeat import Heartbeat
 
 T = TypeVar("T")
 
@@ -103,7 +103,7 @@ class Ranks:
         """Return `work()`. On each host its first rank does it first, however long it takes: it fills a cache."""
         if self.store is None:
             return work()
-        from octavo.distributed.watch import UNHURRIED
+        from octavo.distributed.health.watch import UNHURRIED
 
         self.at(UNHURRIED)
         store, mine = self.store, f"{key}.{self.launch.host}"
@@ -145,6 +145,14 @@ class Ranks:
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
 
+    def first_of(self, text: str) -> str:
+        """Return the text of the first rank that has any, named where it is another rank's; all ranks call it."""
+        if self.count == 1:
+            return text
+        found: list[str | None] = [None] * self.count
+        dist.all_gather_object(found, text)
+        return next((f"{said} on rank {rank}" for rank, said in enumerate(found) if said), "")
+
     def shard(self, model: nn.Module) -> tuple[ShardPlan | None, Scheme | None]:
         """Shard a converted model in place; return how it is gathered, and the scheme that reduces its gradients.
 
@@ -157,7 +165,9 @@ class Ranks:
         from octavo.distributed import BF16_POLICY, reduction, set_reduction, shard
 
         stored = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-        plan = shard(model, self.mesh, mp_policy=BF16_POLICY if self.parallel.gather == "bf16" else stored)
+        policy = BF16_POLICY if self.parallel.gather == "bf16" else stored
+        by_rows = [model.get_submodule("tok_embeddings")] if self.parallel.embedding == "rows" else []
+        plan = shard(model, self.mesh, mp_policy=policy, by_rows=cast(list[nn.Embedding], by_rows))
         if self.parallel.reduce == "fp32":
             return plan, None  # as FSDP2 does it
         return plan, set_reduction(model, reduction(self.parallel.reduce, self._levels()))
@@ -193,7 +203,7 @@ def ranks_of(config: RunConfig) -> Iterator[Ranks]:
     if launch.ranks == 1:
         yield ALONE
         return
-    from octavo.distributed.heartbeat import Heartbeat
+    from octavo.distributed.health.heartbeat import Heartbeat
 
     timeout = config.parallel.timeout
     # The heartbeat knows who is missing, so that it shall be the first to see it.

@@ -28,6 +28,7 @@ FREE = {
     "run.out",
     "run.steps",
     "run.telemetry_every",
+    "run.histograms_every",
     "run.tracker",
 }
 

@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo import kernels, strict
@@ -21,6 +23,7 @@ from octavo.monitor.source import Source, arrived, histograms_of, telemetry_of
 from octavo.nn.scales import scales
 from octavo.train import checkpoint
 from octavo.train import device as devices
+from octavo.train.calibrate import recalibration_of
 from octavo.train.config import RunConfig
 from octavo.train.evaluate import heldout_losses
 from octavo.train.events import (
@@ -93,7 +96,10 @@ class Trainer:
         self._started = self._since = time.perf_counter()
         self._since_step = 0
         self.telemetry: Source | None = None
+        self._measured: NDArray[np.float32] | None = None
+        """The newest values of telemetry that have arrived."""
         self.watch_tensors()
+        self._recalibration = recalibration_of(self.config, self.setup.lanes[0].model)
         self._guarded = GuardedRun(self)
 
     def watch_tensors(self) -> None:
@@ -175,6 +181,7 @@ class Trainer:
         for lane in self.setup.lanes:
             with Stopwatch(device) as watches[lane.name]:
                 measured[lane.name] = lane.step(inputs_BT, targets_BT, step=self.done, lr=lr, accumulate=run.accumulate)
+        self._recalibrate()
         self.tell_of_tensors()
         last = self.done == run.steps
         log = last or self.done == 1 or self._due(run.log_every)
@@ -196,9 +203,21 @@ class Trainer:
         if save or evaluate:
             self._restart_clock()
 
+    def _recalibrate(self) -> None:
+        """Make static scales anew where that is due; a look at what saturates waits for the device."""
+        if self._recalibration is None:
+            return
+        self._recalibration.done = self.done - 1  # a run may have gone back
+        if self._recalibration.updates.looks(self.done) and self.telemetry is not None:
+            self.telemetry.wait()
+            self.tell_of_tensors()
+            self._recalibration.rows = self.telemetry.rows
+        self._recalibration.step(self._measured)
+
     def tell_of_tensors(self) -> None:
         """Tell of the tensors of all steps that have arrived."""
         for step, values in arrived(self.telemetry):
+            self._measured = values
             self._guarded.measured(step, values)
             self.tell(TensorsMeasured(step=step, values=values, histograms=histograms_of(self.telemetry)))
 

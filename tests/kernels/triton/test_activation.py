@@ -221,7 +221,7 @@ def test_codes_of_gate_and_up(target, gated, cols, device):
     [
         (ROW, True, 40, 130),
         (ROW, False, 33, 300),
-        (ROW, True, 64, 512),
+        (ROW, True, 64, 256),
         (Target("e5m2", "tensor", "float32"), True, 20, 70),
         (Target("e4m3", "1x128", "power_of_two"), True, 40, 256),
     ],

@@ -7,17 +7,19 @@ pytest.importorskip("triton")
 
 from octavo.kernels import quantize
 from octavo.kernels.reference import sample as reference
-from octavo.kernels.sample import PHASE, SAMPLED, STATS, WIDTH, Looked
+from octavo.kernels.sample import BINS, DETAILED, PHASE, SAMPLED, STATS, WIDTH, Looked
 from octavo.kernels.target import Target
 from octavo.kernels.triton import sample as fast
+from octavo.numerics import dequantize
 
 EXACT = [STATS.index(name) for name in ("amax", "scale", "flushed", "subnormal", "saturated", "nonfinite")]
+SQNR = STATS.index("sqnr")
 MOMENTS = [STATS.index(name) for name in ("mean", "variance", "kurtosis")]
 
 
-def new_row(phase, device):
-    row = torch.full((WIDTH,), torch.nan, device=device)
-    row[PHASE] = phase
+def new_row(phase, device, width=WIDTH + BINS):
+    row = torch.full((width,), torch.nan, device=device)
+    row[PHASE], row[DETAILED] = phase, 1
     return row
 
 
@@ -32,6 +34,8 @@ def assert_same(expected, made):
     torch.testing.assert_close(made[EXACT], expected[EXACT], rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(made[MOMENTS], expected[MOMENTS], rtol=2e-5, atol=1e-6, equal_nan=True)
     assert made[SAMPLED] == expected[SAMPLED]
+    assert torch.equal(made[WIDTH:], expected[WIDTH:])
+    torch.testing.assert_close(made[SQNR], expected[SQNR], rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.usefixtures("loops_with_bounds")
@@ -42,7 +46,54 @@ def test_it_is_the_definition(granularity, format, scaling, device):
     x[5, 7], x[40] = 1e4, 0.0
     target = Target(format, granularity, scaling)
     looked = Looked(x.bfloat16(), quantize(x.bfloat16(), *target).scale, target, tied=True)
-    assert_same(*both(looked, 11, device))
+    expected, made = both(looked, 11, device)
+    assert_same(expected, made)
+    assert made[SQNR] > 10
+    assert made[WIDTH:].sum() == (x[(11 + 4 * torch.arange(16, device=device)) % 72] != 0).sum()
+
+
+@pytest.mark.usefixtures("loops_with_bounds")
+def test_bins_are_written_where_they_are_wanted(device):
+    target = Target("e4m3", "row", "power_of_two")
+    x = torch.randn(40, 64, device=device)
+    looked = Looked(x, quantize(x, *target).scale, target)
+    for twin in (reference, fast):
+        rows = new_row(3, device), new_row(3, device, WIDTH), new_row(3, device)
+        rows[2][DETAILED] = 0
+        for row in rows:
+            twin.sample(looked, row)
+        assert torch.equal(rows[0][:SQNR], rows[1][:SQNR])
+        assert torch.equal(rows[0][:SQNR], rows[2][:SQNR])
+        assert rows[0][WIDTH:].sum() == 16 * 64
+        assert rows[1][SQNR].isnan()
+        assert rows[2][SQNR].isnan()
+        assert rows[2][WIDTH:].isnan().all()
+
+
+@pytest.mark.usefixtures("loops_with_bounds")
+def test_of_codes_nothing_is_said_about_what_was_lost_before(device):
+    target = Target("e4m3", "row", "power_of_two")
+    quantized = quantize(torch.randn(40, 64, device=device), *target)
+    expected, made = both(Looked(quantized.codes, quantized.scale, target, is_coded=True), 3, device)
+    assert_same(expected, made)
+    values, _ = both(Looked(dequantize(quantized), quantized.scale, target), 3, device)
+    known = [0, 1, 3, *range(5, SQNR), *range(WIDTH, WIDTH + BINS)]
+    assert torch.equal(made[known], values[known])
+    assert made[[2, 4, SQNR]].isnan().all()
+    assert not made[[0, 1, 3, 5, 6, 7, 8]].isnan().any()
+
+
+@pytest.mark.usefixtures("loops_with_bounds")
+def test_a_fold_of_each_sampled_row(device):
+    from octavo.kernels.sample import sampled_rows
+
+    target, x = Target("e4m3", "row", "power_of_two"), torch.randn(50, 33, device=device)
+    fold = torch.logspace(-3, 3, 50, device=device)[:, None] * torch.logspace(0, 2, 33, device=device)
+    rows, scale = sampled_rows(50, new_row(5, device)), quantize(x * fold, *target).scale
+    expected, made = both(Looked(x[rows], scale, target, fold[rows], rows=50), 5, device)
+    assert_same(expected, made)
+    assert made[WIDTH:].sum() == 16 * 33
+    assert made[SQNR] > 25
 
 
 @pytest.mark.usefixtures("loops_with_bounds")
@@ -104,3 +155,4 @@ def test_of_two_micro_batches_the_larger_amax_and_nonfinite_stay(device):
         for x in (torch.tensor([[9.0, torch.nan]], device=device), torch.tensor([[1.0, 3.0]], device=device)):
             twin.sample(Looked(x, quantize(x, *target).scale, target), row)
         assert (row[0], row[5], row[6]) == (9.0, 0.5, 2.0)
+        assert row[WIDTH:].sum() == 2

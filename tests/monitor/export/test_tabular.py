@@ -22,6 +22,7 @@ def test_csv(run: Path, tmp_path: Path) -> None:
     written = export(run, "csv", tmp_path / "out")
     assert sorted(path.name for path in written) == [
         "events.csv",
+        "histograms.csv",
         "scalars.csv",
         "system.csv",
         "telemetry.csv",
@@ -34,11 +35,16 @@ def test_csv(run: Path, tmp_path: Path) -> None:
     assert [int(row["step"]) for row in rows] == list(range(1, 151))
     with (tmp_path / "out" / "telemetry.csv").open() as file:
         telemetry = list(csv.DictReader(file))
-    assert len(telemetry) == 150 * 9
+    assert len(telemetry) == 150 * 12
     last = [row for row in telemetry if row["step"] == "150"]
-    values = np.array([[float(row[stat]) for stat in STATS] for row in last], dtype=np.float32)
-    assert np.array_equal(values, reader.snapshot(150)[1])
+    values = np.array([[float(row[stat] or "nan") for stat in STATS] for row in last], dtype=np.float32)
+    assert np.array_equal(values, reader.snapshot(150)[1], equal_nan=True)
     assert [(row["layer"], row["role"]) for row in last] == [(row.layer, row.role) for row in reader.tensors]
+    with (tmp_path / "out" / "histograms.csv").open() as file:
+        bins = [row for row in csv.DictReader(file) if (row["layer"], row["role"]) == (last[0]["layer"], "input")]
+    step, low, counts = reader.histogram(last[0]["layer"], "input") or (0, 0, np.zeros(0))
+    assert [int(row["count"]) for row in bins] == counts.tolist()
+    assert (int(bins[0]["step"]), int(bins[0]["exponent"])) == (step, low)
 
 
 def test_parquet_holds_what_csv_holds(run: Path, tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ from octavo.monitor.store.reader import _gaps
 
 
 def written(path: Path, values: np.ndarray, steps: list[int] | None = None) -> RunReader:
-    """Return a run of one layer: `values` (n, 3) are the `flushed` of its roles."""
+    """Return a run of one layer: `values` (n, 4) are the `flushed` of its roles."""
     with RunWriter(path) as run:
         run.set_tensors([TensorRow("layer", role) for role in ROLES])
         for step, row in zip(steps or range(1, len(values) + 1), values, strict=True):
-            whole = np.zeros((3, len(STATS)), dtype=np.float32)
+            whole = np.zeros((len(ROLES), len(STATS)), dtype=np.float32)
             whole[:, STATS.index("flushed")] = row
             run.write_step(step, {"loss": float(row[0])}, whole)
     return RunReader(path)
@@ -26,7 +26,7 @@ def written(path: Path, values: np.ndarray, steps: list[int] | None = None) -> R
 
 @pytest.mark.parametrize("buckets", [1, 3, 7, 31, 50, 1000])
 def test_a_heat_map_keeps_every_spike(tmp_path: Path, buckets: int) -> None:
-    values = np.random.default_rng(0).random((500, 3)).astype(np.float32)
+    values = np.random.default_rng(0).random((500, 4)).astype(np.float32)
     values[325, 1] = np.nan  # one of many in its stretch: it hides none of the others
     reader = written(tmp_path, values)
     for pool, extreme in (("max", np.fmax), ("min", np.fmin)):
@@ -40,7 +40,7 @@ def test_a_heat_map_keeps_every_spike(tmp_path: Path, buckets: int) -> None:
 
 
 def test_a_part_of_a_run_is_that_part(tmp_path: Path) -> None:
-    values = np.random.default_rng(1).random((500, 3)).astype(np.float32)
+    values = np.random.default_rng(1).random((500, 4)).astype(np.float32)
     reader = written(tmp_path, values)
     heat = reader.heatmap("flushed", "input", first=90, last=410, buckets=5)
     assert (heat.first[0], heat.last[-1], heat.values.max()) == (90, 410, values[89:410, 0].max())
@@ -52,7 +52,7 @@ def test_a_part_of_a_run_is_that_part(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("points", [2, 10, 100, 499, None])
 def test_a_series_keeps_every_spike(tmp_path: Path, points: int | None) -> None:
-    values = np.random.default_rng(2).random((500, 3)).astype(np.float32)
+    values = np.random.default_rng(2).random((500, 4)).astype(np.float32)
     values[123, 2] = 9.0
     values[321, 2] = np.nan
     reader = written(tmp_path, values)
@@ -70,7 +70,7 @@ def test_a_series_keeps_every_spike(tmp_path: Path, points: int | None) -> None:
 
 
 def test_all_roles_of_a_layer_at_once(tmp_path: Path) -> None:
-    reader = written(tmp_path, np.random.default_rng(3).random((500, 3)).astype(np.float32))
+    reader = written(tmp_path, np.random.default_rng(3).random((500, 4)).astype(np.float32))
     for points in (None, 10, 2000):
         together = reader.series_by_role("layer", "flushed", points=points)
         assert list(together) == list(ROLES)
@@ -81,10 +81,10 @@ def test_all_roles_of_a_layer_at_once(tmp_path: Path) -> None:
 
 def test_snapshots_at_odd_steps(tmp_path: Path) -> None:
     steps = [1, 5, 6, 100, 10_000]
-    reader = written(tmp_path, np.arange(15, dtype=np.float32).reshape(5, 3), steps)
+    reader = written(tmp_path, np.arange(20, dtype=np.float32).reshape(5, 4), steps)
     heat = reader.heatmap("flushed", "input")
     assert heat.first.tolist() == heat.last.tolist() == steps
-    assert heat.values.tolist() == [[0.0, 3.0, 6.0, 9.0, 12.0]]
+    assert heat.values.tolist() == [[0.0, 4.0, 8.0, 12.0, 16.0]]
     assert reader.snapshot(99)[0] == 6
     with pytest.raises(StoreError, match="no telemetry at or before step 0"):
         reader.snapshot(0)
@@ -101,7 +101,7 @@ def test_snapshots_at_odd_steps(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_name_is_told_the_right_one(tmp_path: Path, ask, says: str) -> None:
-    reader = written(tmp_path, np.zeros((1, 3)))
+    reader = written(tmp_path, np.zeros((1, 4)))
     with pytest.raises(StoreError, match=says):
         ask(reader)
 

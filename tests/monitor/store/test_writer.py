@@ -45,6 +45,21 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert (reader.state(), reader.last_step, reader.name) == ("finished", 1, "run")
 
 
+def test_histograms_of_all_tensors_lie_at_their_places_without_empty_ends(tmp_path: Path) -> None:
+    with RunWriter(tmp_path) as run:
+        run.set_tensors(ROWS)
+        run.set_tensors(ROWS[::-1])  # another order of the same tensors
+        counts = np.array([[0, 0, 5, 0, 2**24, 0], [np.nan] * 6], dtype=np.float32)
+        run.write_histograms(7, -40, counts)
+        with pytest.raises(ValueError, match="shorter"):
+            run.write_histograms(8, -40, counts[:1])
+    reader = RunReader(tmp_path)
+    last, first = ROWS[::-1][:2]
+    found = reader.histogram(last.layer, last.role)
+    assert found is not None and (found[0], found[1], found[2].tolist()) == (7, -38, [5, 0, 2**24])
+    assert reader.histogram(first.layer, first.role) is None
+
+
 def test_a_run_is_not_written_over_by_accident(tmp_path: Path) -> None:
     RunWriter(tmp_path).close()
     with pytest.raises(StoreError, match="holds a run already"):
@@ -95,7 +110,7 @@ def test_a_tensor_keeps_its_place_when_others_come_and_go(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("write", "says"),
     [
-        (lambda run: run.write_step(1, None, snapshot(1.0, rows=3)), r"Got \(3, 9\)"),
+        (lambda run: run.write_step(1, None, snapshot(1.0, rows=3)), r"Got \(3, 10\)"),
         (lambda run: run.write_step(5, None, snapshot(1.0)), "after one of step 5"),
         (lambda run: run.set_tensors([ROWS[0], ROWS[0]]), "a / input is named twice"),
         (lambda run: run.write_document("konfig", {}), "there is no document 'konfig'"),
@@ -188,4 +203,8 @@ def test_a_step_of_226_layers_is_written_quickly(tmp_path: Path) -> None:
             start = time.perf_counter()
             run.write_step(step, scalars, values)
             times.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        run.write_histograms(300, -40, np.full((len(rows), 64), 1e6, dtype=np.float32))
+        histograms = time.perf_counter() - start
     assert np.median(times) < 2e-3
+    assert histograms < 100 * 1e-3 / 2  # one in a hundred steps: half a millisecond a step

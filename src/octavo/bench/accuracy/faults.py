@@ -226,7 +226,7 @@ def configuration(
             {
                 "model": {"dim": 64, "layers": 3, "heads": 2},
                 "data": data,
-                "optimizer": {"lr": 2e-3, "betas": [0.9, 0.99]},
+                "optimizer": {"lr": 1e-3, "betas": [0.9, 0.99]},
                 "run": {
                     "steps": steps, "batch": 8, "recipe": recipe, "twin": False, "min_gain": 0.0, "device": device,
                     "eval_tokens": 16384, "log_every": 1, "out": str(out),

@@ -51,7 +51,7 @@ def parity(
     """
     import torch
 
-    from octavo.bench.parity import add_evidence, curves, run_parity
+    from octavo.bench.accuracy.parity import add_evidence, curves, run_parity
 
     say = printer(json_output)
     names, numbers = tuple(recipes.split(",")), tuple(int(seed) for seed in seeds.split(","))
@@ -73,8 +73,8 @@ def parity(
 
 def _parity_report(rows: list[dict[str, Any]], out: Path) -> str:
     """Return the tables of the study, and how the losses ran apart; the same text is left in `report.txt`."""
-    from octavo.bench.parity import gap_curves
-    from octavo.bench.tables import parity_of
+    from octavo.bench.accuracy.parity import gap_curves
+    from octavo.bench.tables.accuracy import parity_of
     from octavo.train.plot import plot
 
     gaps = gap_curves(out, rows)
@@ -111,7 +111,7 @@ def stress(
     device
         cuda or cpu; auto takes the GPU where there is one.
     """
-    from octavo.bench.stress import bench_stress
+    from octavo.bench.accuracy.stress import bench_stress
 
     say, device = printer(json_output), device_named(device)
     rows = bench_stress(recipe, device=device, report=lambda row: say(_stress_line(row)))
@@ -163,7 +163,7 @@ def portability(
     device
         cuda or cpu; auto takes the GPU where there is one.
     """
-    from octavo.bench.portability import TOLERANCE, alarm, probe
+    from octavo.bench.accuracy.portability import TOLERANCE, alarm, probe
 
     say = printer(json_output)
     say("held-out loss, nats a token; beside it the difference to that as trained")

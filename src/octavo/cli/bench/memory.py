@@ -36,7 +36,7 @@ def memory(
     largest
         Find the largest model of the workload's proportions that is predicted to fit this GPU, and train that instead.
     """
-    from octavo.bench.memory import bench_memory
+    from octavo.bench.memory.peak import bench_memory
     from octavo.bench.workloads import WORKLOADS
     from octavo.errors import ConfigError, did_you_mean
 

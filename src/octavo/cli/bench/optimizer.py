@@ -48,8 +48,8 @@ def optimizer(
     seeds
         Seeds of the ablation, with commas between them.
     """
-    from octavo.bench.ablation import run_ablation
-    from octavo.bench.optimizer import bench_optimizer
+    from octavo.bench.memory.ablation import run_ablation
+    from octavo.bench.memory.optimizer import bench_optimizer
     from octavo.optim import states_named
 
     say = printer(json_output)

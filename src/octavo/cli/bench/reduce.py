@@ -45,7 +45,7 @@ def reduce(
     """
     import torch
 
-    from octavo.bench.reduce import Work, bench_reduce, under_torchrun
+    from octavo.bench.distributed.reduce import Work, bench_reduce, under_torchrun
     from octavo.distributed import REDUCTIONS
 
     on_gpu = under_torchrun() and torch.cuda.is_available()

@@ -36,9 +36,9 @@ def scaling(
     results
         Directory of the result files that rates of one GPU are taken from.
     """
-    from octavo.bench.assumptions import load
-    from octavo.bench.measured_rates import measured
-    from octavo.bench.scaling import bench_scaling
+    from octavo.bench.distributed.assumptions import load
+    from octavo.bench.distributed.measured_rates import measured
+    from octavo.bench.distributed.scaling import bench_scaling
 
     say = printer(json_output)
     assumptions = measured(load(file), results)

@@ -71,7 +71,7 @@ def step(
         Directory for the longest kernels of each implementation, as JSON; on a GPU.
     """
     from octavo.bench.images import IMAGE_WORKLOADS, ImageWorkload
-    from octavo.bench.step import bench_step
+    from octavo.bench.speed.step import bench_step
     from octavo.bench.workloads import WORKLOADS, Workload
     from octavo.errors import ConfigError, did_you_mean
 
@@ -142,7 +142,7 @@ def gemm(
     repeats
         Calls timed, after a warm-up; the median counts.
     """
-    from octavo.bench.gemm import SHAPES, bench_gemm, parse_shape
+    from octavo.bench.speed.gemm import SHAPES, bench_gemm, parse_shape
 
     shapes = tuple(map(parse_shape, shape)) or SHAPES
     say = printer(json_output)
@@ -189,7 +189,7 @@ def kernels(
     repeats
         Calls timed, after a warm-up; the median counts.
     """
-    from octavo.bench.kernels import CASES, bench_kernels
+    from octavo.bench.speed.kernels import CASES, bench_kernels
     from octavo.errors import ConfigError, did_you_mean
 
     names = [case.kernel for case in CASES]

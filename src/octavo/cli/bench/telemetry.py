@@ -12,6 +12,7 @@ def telemetry(
     *,
     workload: Names = (),
     every: int = 1,
+    histograms_every: int = 0,
     device: str = "auto",
     steps: int = 5,
     rounds: int = 4,
@@ -32,6 +33,8 @@ def telemetry(
         on a CPU.
     every
         Look at each step whose number this divides.
+    histograms_every
+        Look at the exponents, too, in each step whose number this divides; 0: never.
     device
         cuda or cpu; auto takes the GPU where there is one.
     steps
@@ -39,7 +42,7 @@ def telemetry(
     rounds
         Rounds of steps without telemetry and then with it; the median counts.
     """
-    from octavo.bench.telemetry import SMALL, bench_telemetry
+    from octavo.bench.speed.telemetry import SMALL, bench_telemetry
     from octavo.bench.workloads import WORKLOADS, Workload
     from octavo.errors import ConfigError, did_you_mean
 
@@ -56,10 +59,12 @@ def telemetry(
     settings: dict[str, Any] = {
         "device": device,
         "every": positive("--every", every),
+        "histograms-every": histograms_every,
         "steps": positive("--steps", steps),
         "rounds": positive("--rounds", rounds),
     }
-    rows = [bench_telemetry(known[name], **settings, report=lambda row: say(_line(row))) for name in names]
+    named = {key.replace("-", "_"): value for key, value in settings.items()}
+    rows = [bench_telemetry(known[name], **named, report=lambda row: say(_line(row))) for name in names]
     flags = [*(f"--workload {name}" for name in names), *(f"--{key} {value}" for key, value in settings.items())]
     command = " ".join(["octavo bench telemetry", *flags])
     return finish("telemetry", rows, write, json_output, command, device=device)

@@ -18,7 +18,7 @@ export function load() {
 
 export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 export const LANES = { fp8: "fp8", bf16: "bf16" };
-export const ROLES = { input: "role-input", weight: "role-weight", grad_output: "role-grad" };
+export const ROLES = { input: "role-input", weight: "role-weight", grad_output: "role-grad", grad_weight: "role-update" };
 export const RUNS = ["run-0", "run-1", "run-2", "run-3", "run-4", "run-5", "run-6", "run-7"];
 export const plain = (text) => String(text).replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
 const isCoarse = () => matchMedia("(pointer: coarse)").matches;

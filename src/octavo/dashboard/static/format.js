@@ -54,15 +54,18 @@ export const words = (name) => TITLES[name] ?? name.replaceAll("_", " ");
 
 export const STATS = {
   amax: { unit: "", log: 2, about: "largest magnitude of the tensor" },
-  scale: { unit: "", log: 2, about: "what a code is multiplied by to give the value back" },
-  flushed: { unit: "share", log: 10, about: "elements that are not zero, and whose code is" },
-  subnormal: { unit: "share", log: 10, about: "elements whose code has lost part of its mantissa" },
-  saturated: { unit: "share", log: 10, about: "elements past the largest code" },
+  scale: { unit: "", log: 2, ofCodes: true, about: "what a code is multiplied by to give the value back" },
+  flushed: { unit: "share", log: 10, ofCodes: true, about: "elements that are not zero, and whose code is" },
+  subnormal: { unit: "share", log: 10, ofCodes: true, about: "elements whose code has lost part of its mantissa" },
+  saturated: { unit: "share", log: 10, ofCodes: true, about: "elements past the largest code" },
   nonfinite: { unit: "share", log: 10, about: "elements that are NaN or infinite" },
   mean: { unit: "", log: 0, about: "mean of the elements" },
   variance: { unit: "", log: 10, about: "variance of the elements" },
   kurtosis: { unit: "", log: 10, about: "fourth moment by the square of the variance: 3 for a normal distribution, large with outliers" },
+  sqnr: { unit: "dB", log: 0, ofCodes: true, isSparse: true, isGoodHigh: true, about: "signal to quantisation noise, in steps with histograms: 6 dB are a bit of mantissa" },
 };
 
 export const statOf = (name) => STATS[name] ?? { unit: "", log: 0, about: "" };
-export const shown = (name, value) => (statOf(name).unit === "share" ? share(value) : number(value));
+export const shown = (name, value) => (statOf(name).unit === "share" ? share(value) : `${number(value)}${statOf(name).unit && isNumber(value) ? ` ${statOf(name).unit}` : ""}`);
+// The gradient that the optimizer reads is not quantised: nothing that is about codes is known of it.
+export const isOf = (name, role) => role !== "grad_weight" || !statOf(name).ofCodes;

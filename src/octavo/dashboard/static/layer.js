@@ -2,7 +2,7 @@
 
 import { h, table } from "octavo/dom.js";
 import { chart, colour, line, logAxis, ROLES } from "octavo/charts.js";
-import { moment, number, share, shown as valueOf, STATS, statOf, words } from "octavo/format.js";
+import { isOf, moment, number, share, shown as valueOf, STATS, statOf, words } from "octavo/format.js";
 import { get, link } from "octavo/place.js";
 import { ask, seriesOf } from "octavo/source.js";
 import { kernels, precision } from "octavo/plan.js";
@@ -13,7 +13,7 @@ export const layerAsks = (run) => (get("layer") ? [["histograms", [["run", run],
 
 export function layerView() {
   const top = h("div", {});
-  const histograms = h("div", { class: "grid three" });
+  const histograms = h("div", { class: "grid four" });
   const untaken = h("p", { class: "quiet", hidden: true }, "No histogram of exponents was taken of this layer.");
   const decisions = h("section", {});
   const series = h("div", { class: "grid three" });
@@ -90,14 +90,14 @@ export function layerView() {
     const total = held.counts.reduce((sum, count) => sum + count, 0) || 1;
     const x = held.counts.map((_, index) => held.low + index + 0.5);
     const y = held.counts.map((count) => (100 * count) / total);
-    const told = held.window ? `${held.window.format}: ${share(held.below)} below what it holds, ${share(held.above)} above` : "the window of its format is not known";
-    target.say(`step ${number(held.step)}`);
+    const told = held.window ? `${held.window.format}: ${share(held.below)} below what it holds, ${share(held.above)} above` : role === "grad_weight" ? "value; it is not quantised" : "the window of its format is not known";
+    target.say(`step ${number(held.step)}${held.sqnr === null ? "" : `, SQNR ${valueOf("sqnr", held.sqnr)}`}`);
     const edges = held.window ? [held.window.lowest - 1, held.window.highest + 1] : [];
     const used = x.filter((_, index) => y[index] > 0);
     await target.draw([{ type: "bar", name: words(role), x, y, width: 0.92, marker: { color: colour(ROLES[role]) }, customdata: held.counts,
       hovertemplate: "2<sup>%{x:.0f}</sup>: %{customdata} elements, %{y:.3g} %<extra></extra>" }], {
       showlegend: false, hovermode: "closest", bargap: 0,
-      xaxis: { title: { text: told, font: { size: 12 }, standoff: 6 }, tickprefix: "2<sup>", ticksuffix: "</sup>", dtick: 8, zeroline: false,
+      xaxis: { title: { text: held.window ? `value / scale<br>${held.window.format}: ${share(held.below)} below, ${share(held.above)} above` : told, font: { size: 12 }, standoff: 6 }, tickprefix: "2<sup>", ticksuffix: "</sup>", dtick: 8, zeroline: false,
         range: [Math.min(...used, ...edges) - 1, Math.max(...used, ...edges) + 1] },
       yaxis: { ticksuffix: " %", rangemode: "tozero" },
       shapes: held.window ? shades(held.window) : [],
@@ -115,7 +115,8 @@ export function layerView() {
       const target = made.get(stat);
       target.element.title = statOf(stat).about;
       const isShare = statOf(stat).unit === "share";
-      const roles = run.roles.map((role) => [role, seriesOf(answer, role)]).filter(([, found]) => found?.x.length);
+      const known = run.roles.filter((role) => isOf(stat, role)).map((role) => [role, measured(seriesOf(answer, role), statOf(stat).isSparse)]);
+      const roles = known.filter(([, found]) => found?.x.length);
       const traces = roles.map(([role, found]) => line(words(role), isShare ? { x: found.x, y: Array.from(found.y, (value) => 100 * value) } : found, ROLES[role], { line: { width: 1.4 } }));
       const some = roles.some(([, found]) => found.y.some((value) => value > 0));
       const asLog = statOf(stat).log && some && !isShare;
@@ -137,6 +138,10 @@ export function layerView() {
 
   return { element, refresh };
 }
+
+// Of a statistic that is measured now and then, the steps where it was: a line has no gaps then.
+const measured = (found, isSparse) => (!found || !isSparse ? found
+  : { x: found.x.filter((_, index) => Number.isFinite(found.y[index])), y: found.y.filter(Number.isFinite) });
 
 const layersOf = (run) => [...new Set([...run.layers.map(({ name }) => name), ...(run.plan.layers ?? []).map(({ name }) => name)])];
 

@@ -2,14 +2,14 @@
 
 import { check, h, matcher, search, select, table } from "octavo/dom.js";
 import { chart, colour, isNarrow, plain, ROLES } from "octavo/charts.js";
-import { isNumber, shown as valueOf, statOf, words } from "octavo/format.js";
+import { isNumber, isOf, shown as valueOf, statOf, words } from "octavo/format.js";
 import { get, link, set } from "octavo/place.js";
 import { ask } from "octavo/source.js";
 
 const WORST = 12;
 
 const asked = (run, role) => ["heatmap", [["run", run], ["stat", get("stat", "flushed")], ["role", role], ["pool", get("pool", "max")], ["buckets", isNarrow() ? 120 : 240]]];
-const isWanted = (role) => ["all", role].includes(get("role", "all"));
+const isWanted = (role) => ["all", role].includes(get("role", "all")) && isOf(get("stat", "flushed"), role);
 export const layersAsks = (run) => Object.keys(ROLES).filter(isWanted).map((role) => asked(run, role));
 
 export function layersView() {
@@ -55,8 +55,9 @@ export function layersView() {
     const have = drawn.map((each) => each.element);
     if (have.length !== maps.children.length || have.some((each, index) => maps.children[index] !== each)) maps.replaceChildren(...have);
     await Promise.all(found.map((rows, index) => one(drawn[index], rows, stat, scale, found.length)));
-    worst.replaceChildren(h("h2", {}, `Largest ${words(stat)} at the end`), table(`Tensors with the largest ${words(stat)}`,
-      [["layer", ""], ["role", ""], [words(stat), "number"]], newestOf(found).map(([layer, role, value]) =>
+    const most = statOf(stat).isGoodHigh ? "least" : "largest";
+    worst.replaceChildren(h("h2", {}, `${most[0].toUpperCase()}${most.slice(1)} ${words(stat)} at the end`), table(`Tensors with the ${most} ${words(stat)}`,
+      [["layer", ""], ["role", ""], [words(stat), "number"]], newestOf(found, statOf(stat).isGoodHigh).map(([layer, role, value]) =>
         [h("a", { href: link("layer", { run: run.id, layer }) }, layer), words(role), valueOf(stat, value)]),
       { empty: "Nothing was measured." }));
   }
@@ -83,7 +84,10 @@ function rowsOf(role, answer) {
   }
   const [values, first, last] = ["values", "first", "last"].map((name) => answer.get(name));
   const rows = layers.map(({ index }) => values.subarray(index * first.length, (index + 1) * first.length));
-  return { role, names: layers.map(({ name }) => name), rows, first, last };
+  const names = layers.map(({ name }) => name);
+  if (!statOf(get("stat", "flushed")).isSparse) return { role, names, rows, first, last };
+  const kept = (list) => list.filter((_, column) => rows.some((row) => Number.isFinite(row[column])));
+  return { role, names, rows: rows.map(kept), first: kept(first), last: kept(last) };
 }
 
 // How values become colours, the same for all roles.
@@ -113,11 +117,12 @@ function scaleOf(stat, found, isLog) {
   }
   const reach = Math.max(Math.abs(low), Math.abs(high));
   if (low < 0) return { of: (value) => value, from: -reach, to: reach, colours: "RdBu" };
-  return { of: (value) => value, from: Math.min(low, 0), to: high || 1, colours: "Viridis" };
+  return { of: (value) => value, from: statOf(stat).isGoodHigh ? low : Math.min(low, 0), to: high || 1, colours: "Viridis" };
 }
 
 async function one(target, { role, names, rows, first, last }, stat, scale, count) {
   if (!names.length || !first.length || !scale) {
+    target.say("");
     await target.draw([], {}, names.length ? "Nothing was measured." : "No layer has such a name.", 80);
     return;
   }
@@ -139,7 +144,7 @@ async function one(target, { role, names, rows, first, last }, stat, scale, coun
   }, `${names.length} layers from step ${first[0]} to ${last[last.length - 1]}, ${plain(saying)}`, height);
 }
 
-function newestOf(found) {
+function newestOf(found, isGoodHigh) {
   const all = found.flatMap(({ role, names, rows }) => names.map((name, index) => [name, role, rows[index].at(-1)]));
-  return all.filter(([, , value]) => isNumber(value) && value !== 0).sort((a, b) => b[2] - a[2]).slice(0, WORST);
+  return all.filter(([, , value]) => isNumber(value) && value !== 0).sort((a, b) => (isGoodHigh ? a[2] - b[2] : b[2] - a[2])).slice(0, WORST);
 }

@@ -14,6 +14,15 @@ export function kernels(text) {
   return names.length > 1 ? text : names[0].replace(/^-$/, "–");
 }
 
+// What a precision map says of a layer: of fprop in FP8 alone, of all products together, of what was chosen and offered.
+function found(evidence) {
+  if (!evidence) return ["–", "–", "–"];
+  const turned = Object.values(evidence.turned).reduce((sum, each) => sum + each, 0);
+  return [`${small(evidence.loss_change)} ± ${small(evidence.loss_error)}`, small(turned), `${small(evidence.ms_saved)} of ${small(evidence.ms_offered)}`];
+}
+
+const small = (value) => (value === 0 ? "0" : Math.abs(value) < 1e-3 ? value.toExponential(1) : number(value, 3));
+
 export function planView() {
   const summary = h("section", {});
   const controls = h("div", { class: "controls" });
@@ -56,9 +65,11 @@ export function planView() {
   function rows() {
     const matches = matcher(get("filter"));
     const chosen = plan.layers.filter((layer) => (matches(layer.name) || matches(layer.reason ?? "")) && !(get("kept") === "1" && isFp8(layer)));
-    body.replaceChildren(table("Layers of the plan", [["layer", ""], ["kind", ""], ["shape", "number"], ["recipe", ""], ["fprop / dgrad / wgrad", ""], ["kernels", ""], ["gain", "number"], ["weight", ""], ["reason", ""]],
+    const localised = plan.layers.some((layer) => layer.evidence);
+    body.replaceChildren(table("Layers of the plan", [["layer", ""], ["kind", ""], ["shape", "number"], ["recipe", ""], ["fprop / dgrad / wgrad", ""], ["kernels", ""], ["gain", "number"], ["weight", ""], ["reason", ""],
+      ...(localised ? [["loss change", "number"], ["1 − cosine", "number"], ["ms saved", "number"]] : [])],
       chosen.map((layer) => [h("a", { href: link("layer", { run: run.id, layer: layer.name }) }, layer.name), layer.kind, layer.shape.join(" × "), layer.recipe, precision(layer.precision),
-        kernels(layer.kernels), layer.gain ? number(layer.gain, 3) : "–", layer.weight === "fp8" ? "FP8" : "as it is", layer.reason || ""]), { empty: "No layer is like that." }));
+        kernels(layer.kernels), layer.gain ? number(layer.gain, 3) : "–", layer.weight === "fp8" ? "FP8" : "as it is", layer.reason || "", ...(localised ? found(layer.evidence) : [])]), { empty: "No layer is like that." }));
   }
 
   return { element, refresh };

@@ -1,5 +1,7 @@
 // Where answers come from: the server, or, in a report, the page itself.
 
+import { isOf } from "octavo/format.js";
+
 const TYPES = { f4: Float32Array, f8: Float64Array, i4: Int32Array };
 
 let held = null; // of a report: address -> answer
@@ -55,7 +57,7 @@ function fromPage(name, parameters) {
 // A layer's series, as far as the heat maps tell: the least and the largest of each stretch of time.
 function layerFromMaps({ run, layer, stat }) {
   const arrays = new Map();
-  for (const role of ["input", "weight", "grad_output"]) {
+  for (const role of fromPage("run", [["run", run]]).roles.filter((each) => isOf(stat, each))) {
     const map = (pool) => fromPage("heatmap", [["run", run], ["stat", stat], ["role", role], ["pool", pool]]);
     const [low, high] = [map("min"), map("max")];
     const row = low.header.layers.indexOf(layer);

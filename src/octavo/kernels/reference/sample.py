@@ -5,28 +5,53 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.kernels.sample import PHASE, SAMPLED, STATS, Looked, limits, sampled_rows
+from octavo.kernels.sample import (
+    BINS,
+    DETAILED,
+    LOWEST,
+    PHASE,
+    SAMPLED,
+    STATS,
+    WIDTH,
+    Looked,
+    limits,
+    sampled_rows,
+)
+
+_ALWAYS = STATS[:-1]
+"""What is written without bins, too: all but sqnr."""
 
 
 def sample(looked: Looked, row: Tensor) -> None:
     """See `octavo.kernels.sample.sample`."""
     found = torch.stack([*_stats(looked, row)])
-    before = row[: len(STATS)]
-    grows = torch.tensor([name in ("amax", "nonfinite") for name in STATS], device=row.device)
+    before = row[: len(_ALWAYS)]
+    grows = torch.tensor([name in ("amax", "nonfinite") for name in _ALWAYS], device=row.device)
     found = torch.where(grows, torch.fmax(found, before), found)
     looks = row[PHASE] >= 0
-    row[: len(STATS)] = torch.where(looks, found, before)
+    row[: len(_ALWAYS)] = torch.where(looks, found, before)
     read = looked.x.shape[1] * len(sampled_rows(looked.shape[0], row))
     row[SAMPLED] = torch.where(looks, float(read), row[SAMPLED])
+    if len(row) > WIDTH and (row.is_cuda or row[DETAILED] > 0):
+        asks = looks & (row[DETAILED] > 0)
+        for at, new in zip((slice(len(_ALWAYS), len(STATS)), slice(WIDTH, None)), _detail(looked, row), strict=True):
+            row[at] = torch.where(asks, new, row[at])
+
+
+def _read(looked: Looked, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sample, FP32 (count(R), C), what is quantised of it, with its fold, and the scales, broadcastable."""
+    rows = sampled_rows(looked.shape[0], row)
+    scale = scales_of(looked, rows)
+    x = (looked.x if looked.rows is not None else _rows_of(looked.x, rows)).float()
+    x = x * scale if looked.is_coded else x
+    return x, x if looked.fold is None else x * looked.fold, scale
 
 
 def _stats(looked: Looked, row: Tensor) -> list[Tensor]:
-    """Return the statistics in the order of `STATS`, FP32 and of no dimension."""
+    """Return the statistics in the order of `_ALWAYS`, FP32 and of no dimension."""
     total_rows, cols = looked.shape
-    rows = sampled_rows(total_rows, row)
-    x = (looked.x if looked.rows is not None else looked.x[rows]).float()
-    read = x if looked.fold is None else x * looked.fold
-    y = (read * (1 / scales_of(looked, rows))).abs()
+    x, read, scale_of_each = _read(looked, row)
+    y = (read * (1 / scale_of_each)).abs()
     magnitude = x.abs()
     finite = magnitude < torch.inf
     zeroed, normal, largest = limits(looked.target.fmt)
@@ -38,8 +63,25 @@ def _stats(looked: Looked, row: Tensor) -> list[Tensor]:
         lost = (~torch.isfinite(looked.edges.float())).all(dim=1).sum()
         broken = torch.maximum(broken, _share(lost, total_rows * cols))
     shares = [_share(flag.sum(), x.numel()) for flag in (flushed, subnormal, saturated)]
+    if looked.is_coded:
+        shares[0], shares[2] = (share * torch.nan for share in shares[::2])
     scale = looked.scale.max()
     return [_amax(looked, magnitude, finite, scale), scale, *shares, broken, *_moments(x, finite)]
+
+
+def _detail(looked: Looked, row: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sqnr in dB (1,), NaN where nothing was lost or nothing is known, and the bins (BINS,), FP32."""
+    x, read, scale = _read(looked, row)
+    y, fmt = read * (1 / scale), looked.target.fmt
+    finite = (x.abs() < torch.inf) & (y.abs() < torch.inf)
+    codes = y.clamp(-fmt.max, fmt.max).to(fmt.dtype).float()
+    signal, noise = (torch.where(finite, part, 0.0).double() for part in (read, read - codes * scale))
+    ratio = signal.square().sum() / noise.square().sum()
+    sqnr = torch.where((ratio > 0) & (ratio < torch.inf), 10 * ratio.log10(), torch.nan).float()
+    place = torch.where(y == 0, 0, (torch.frexp(y).exponent - 1 - LOWEST).clamp(0, BINS - 1))
+    counted = (finite & (read != 0)).float()
+    bins = torch.zeros(BINS, device=y.device).scatter_add_(0, place.flatten().long(), counted.flatten())
+    return (sqnr * torch.nan if looked.is_coded else sqnr)[None], bins
 
 
 def scales_of(looked: Looked, rows: Tensor) -> Tensor:
@@ -51,7 +93,7 @@ def scales_of(looked: Looked, rows: Tensor) -> Tensor:
 
 
 def _amax(looked: Looked, magnitude: Tensor, finite: Tensor, scale: Tensor) -> Tensor:
-    largest = torch.where(finite, magnitude, 0.0).max()
+    largest = _kept(magnitude, finite).max()
     if looked.bound:
         largest = torch.where(scale > 2.0**-126, torch.maximum(largest, scale * looked.bound), largest)
     total_rows, cols = looked.shape
@@ -62,8 +104,19 @@ def _amax(looked: Looked, magnitude: Tensor, finite: Tensor, scale: Tensor) -> T
     top, left = at // looked.scale.shape[1] * height, at % looked.scale.shape[1] * width
     across = torch.arange(height, device=at.device) + top, torch.arange(width, device=at.device) + left
     inside = (across[0] < total_rows)[:, None] & (across[1] < cols)
-    tile = looked.x[across[0].clamp(max=total_rows - 1)][:, across[1].clamp(max=cols - 1)].float().abs()
+    tile = _rows_of(looked.x, across[0].clamp(max=total_rows - 1)).float()[:, across[1].clamp(max=cols - 1)].abs()
+    tile = tile * scale if looked.is_coded else tile
     return torch.maximum(largest, torch.where(inside & (tile < torch.inf), tile, 0.0).max())
+
+
+def _rows_of(x: Tensor, rows: Tensor) -> Tensor:
+    """Return some rows of a matrix; PyTorch has no index of FP8 tensors."""
+    return x.view(torch.uint8)[rows].view(x.dtype) if x.element_size() == 1 else x[rows]
+
+
+def _kept(x: Tensor, finite: Tensor) -> Tensor:
+    """Return x with zeros where it is not finite; a pass less where all of it is, which a CPU knows."""
+    return x if not x.is_cuda and bool(finite.all()) else torch.where(finite, x, 0.0)
 
 
 def _share(found: Tensor, total: int) -> Tensor:
@@ -72,10 +125,10 @@ def _share(found: Tensor, total: int) -> Tensor:
 
 def _moments(x: Tensor, finite: Tensor) -> list[Tensor]:
     """Return mean, variance and kurtosis of what is finite. Powers are of x over a power of two: none leaves FP64."""
-    kept = torch.where(finite, x, 0.0).double()
+    kept = _kept(x, finite).double()
     number = finite.sum()
     mean = kept.sum() / number
-    off = torch.where(finite, kept - mean, 0.0)
+    off = _kept(kept - mean, finite)
     square = off * off
     second = square.sum() / number
     fourth = (square * square).sum() / number

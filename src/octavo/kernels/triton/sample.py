@@ -2,6 +2,8 @@
 
 look      a program a stretch of a sampled row, of the scales, or of the edges of a product: what it found, 16 values
 gather    one program: sums of those in FP64, the tile with the largest scale, and the row of telemetry
+
+Where bins are wanted, a program also leaves its bins and the powers of signal and noise, and gather adds those.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.sample import PHASE, SAMPLED, Looked, count, limits
+from octavo.kernels.sample import BINS, DETAILED, LOWEST, PHASE, SAMPLED, STATS, WIDTH, Looked, count, limits
+from octavo.kernels.triton.codes import nearest_codes
 
 BLOCK = 2048
 """Elements that a program looks at."""
@@ -22,7 +25,13 @@ _GATHERED = 256
 _FIELDS: tl.constexpr = tl.constexpr(16)
 _AT_PHASE: tl.constexpr = tl.constexpr(PHASE)
 _AT_SAMPLED: tl.constexpr = tl.constexpr(SAMPLED)
+_AT_DETAILED: tl.constexpr = tl.constexpr(DETAILED)
+_AT_SQNR: tl.constexpr = tl.constexpr(STATS.index("sqnr"))
+_AT_BINS: tl.constexpr = tl.constexpr(WIDTH)
+_BINS: tl.constexpr = tl.constexpr(BINS)
+_LOWEST: tl.constexpr = tl.constexpr(LOWEST)
 _NONE: tl.constexpr = tl.constexpr(2**31 - 1)
+_FORMATS = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
 
 
 def sample(looked: Looked, row: Tensor) -> None:
@@ -34,28 +43,34 @@ def sample(looked: Looked, row: Tensor) -> None:
     stretches = triton.cdiv(cols, BLOCK)
     programs = [number * stretches, triton.cdiv(scale.numel(), BLOCK), 0 if edges is None else triton.cdiv(rows, BLOCK)]
     work = torch.empty(sum(programs), 16, device=x.device)
+    detailed = len(row) > WIDTH
+    bins = torch.empty(programs[0] if detailed else 0, BINS, dtype=torch.int32, device=x.device)
+    powers = torch.empty(programs[0] if detailed else 0, 4, device=x.device)
     tensor: tuple[Any, ...] = (x, rows, cols, x.stride(0), x.stride(1))
     scales: tuple[Any, ...] = (scale, *scale.shape, *scale.stride(), height, width)
     edge = (x, 0, 0) if edges is None else (edges, *edges.stride())
     bounds = limits(target.fmt)
     _look_kernel[(sum(programs),)](
-        *tensor, fold, *scales, *edge, row, work, programs[0], programs[1], stretches, rows // number,
-        FOLDED=fold is not None, SAMPLE_ONLY=looked.rows is not None,
+        *tensor, fold, 0 if fold is None or fold.shape[0] == 1 else fold.stride(0), *scales, *edge, row, work,
+        bins, powers, programs[0], programs[1], stretches, rows // number,
+        FOLDED=fold is not None, SAMPLE_ONLY=looked.rows is not None, CODED=looked.is_coded, DETAILED=detailed,
+        FORMAT=_FORMATS[target.format],
         FLUSHED=bounds.flushed, SUBNORMAL=bounds.subnormal, SATURATED=bounds.saturated,
         BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     _gather_kernel[(1,)](
-        *tensor, *scales, row, work, sum(programs), float(number), float(rows), float(cols), looked.bound,
-        TILE=looked.reads_tile, BLOCK=_GATHERED, TILE_BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False,
+        *tensor, *scales, row, work, bins, powers, sum(programs), programs[0], float(number), float(rows), float(cols),
+        looked.bound, TILE=looked.reads_tile, CODED=looked.is_coded, DETAILED=detailed, BLOCK=_GATHERED,
+        TILE_BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
 
 
 @triton.jit
 def _look_kernel(
-    x_ptr, rows, cols, x_down, x_across, fold_ptr,
+    x_ptr, rows, cols, x_down, x_across, fold_ptr, fold_down,
     scale_ptr, scale_rows, scale_cols, scale_down, scale_across, height, width,
-    edge_ptr, edge_down, edge_across, row_ptr, work_ptr, samples, scalings, stretches, stride,
-    FOLDED: tl.constexpr, SAMPLE_ONLY: tl.constexpr,
+    edge_ptr, edge_down, edge_across, row_ptr, work_ptr, bins_ptr, powers_ptr, samples, scalings, stretches, stride,
+    FOLDED: tl.constexpr, SAMPLE_ONLY: tl.constexpr, CODED: tl.constexpr, DETAILED: tl.constexpr, FORMAT: tl.constexpr,
     FLUSHED: tl.constexpr, SUBNORMAL: tl.constexpr, SATURATED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Fields: elements finite, not, flushed, subnormal, saturated; amax; unit and four sums; scale and its place; lost.
@@ -74,11 +89,14 @@ def _look_kernel(
             inside = column < cols
             read_row = (pid // stretches).to(tl.int64) if SAMPLE_ONLY else row
             where = read_row * x_down + column.to(tl.int64) * x_across
-            x = tl.load(x_ptr + where, mask=inside, other=0.0).to(tl.float32)
-            read = x * tl.load(fold_ptr + column, mask=inside, other=0.0) if FOLDED else x
             tile = (row // height) * scale_down + (column // width).to(tl.int64) * scale_across
             scale = tl.load(scale_ptr + tile, mask=inside, other=1.0)
-            y = tl.abs(read * tl.div_rn(tl.full((BLOCK,), 1.0, tl.float32), scale))
+            x = tl.load(x_ptr + where, mask=inside, other=0.0).to(tl.float32)
+            x = x * scale if CODED else x
+            fold_at = fold_ptr + (pid // stretches).to(tl.int64) * fold_down if FOLDED else fold_ptr
+            read = x * tl.load(fold_at + column, mask=inside, other=0.0) if FOLDED else x
+            signed = read * tl.div_rn(tl.full((BLOCK,), 1.0, tl.float32), scale)
+            y = tl.abs(signed)
             magnitude = tl.abs(x)
             finite = (magnitude < float("inf")) & inside
             flushed = finite & (read != 0.0) & (y <= FLUSHED)
@@ -100,6 +118,10 @@ def _look_kernel(
             found = _put(found, 8, tl.sum(square))
             found = _put(found, 9, tl.sum(square * u))
             found = _put(found, 10, tl.sum(square * square))
+            if DETAILED:
+                if tl.load(row_ptr + _AT_DETAILED) > 0:
+                    held = finite & (y < float("inf"))
+                    _look_closer(held, read, signed, scale, bins_ptr + pid * _BINS, powers_ptr + pid * 4, FORMAT)
         elif pid < samples + scalings:
             place = (pid - samples) * BLOCK + at
             inside = place < scale_rows * scale_cols
@@ -109,13 +131,54 @@ def _look_kernel(
             found = _put(found, 11, largest)
             found = _put(found, 12, tl.min(tl.where(inside & (scale == largest), place, _NONE)).to(tl.float32))
         else:
-            place = ((pid - samples - scalings) * BLOCK + at).to(tl.int64)
-            inside = place < rows
-            first = tl.load(edge_ptr + place * edge_down, mask=inside, other=0.0).to(tl.float32)
-            last = tl.load(edge_ptr + place * edge_down + edge_across, mask=inside, other=0.0).to(tl.float32)
+            line = ((pid - samples - scalings) * BLOCK + at).to(tl.int64)
+            inside = line < rows
+            first = tl.load(edge_ptr + line * edge_down, mask=inside, other=0.0).to(tl.float32)
+            last = tl.load(edge_ptr + line * edge_down + edge_across, mask=inside, other=0.0).to(tl.float32)
             stands = (tl.abs(first) < float("inf")) | (tl.abs(last) < float("inf"))
             found = _put(found, 13, tl.sum(tl.where(inside & (stands == 0), 1.0, 0.0)))
         tl.store(work_ptr + tl.arange(0, _FIELDS), found)
+
+
+@triton.jit
+def _look_closer(held, read, y, scale, bins_ptr, powers_ptr, FORMAT: tl.constexpr):
+    """Leave how many elements have each exponent, and a unit and the powers of signal and noise over its square."""
+    exponent = ((y.to(tl.int32, bitcast=True) >> 23) & 255) - 127
+    place = tl.minimum(tl.maximum(exponent - _LOWEST, 0), _BINS - 1)
+    counts = tl.histogram(place, _BINS, mask=held & (read != 0.0))
+    tl.store(bins_ptr + tl.arange(0, _BINS), counts)
+    signal = tl.where(held, read, 0.0)
+    unit = tl.minimum(tl.maximum(tl.max(tl.abs(signal)).to(tl.int32, bitcast=True) >> 23, 1), 253)
+    inverse = ((254 - unit) << 23).to(tl.float32, bitcast=True)
+    noise = tl.where(held, read - nearest_codes(y, FORMAT).to(tl.float32) * scale, 0.0) * inverse
+    signal = signal * inverse
+    tl.store(powers_ptr, unit.to(tl.float32))
+    tl.store(powers_ptr + 1, tl.sum(signal * signal))
+    tl.store(powers_ptr + 2, tl.sum(noise * noise))
+
+
+@triton.jit
+def _gather_closer(row_ptr, bins_ptr, powers_ptr, samples, CODED: tl.constexpr, BLOCK: tl.constexpr):
+    """Add up what programs left, as `_look_closer` does it."""
+    counts = tl.zeros((_BINS,), tl.int32)
+    signal = tl.zeros((BLOCK,), tl.float64)
+    noise = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, samples, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < samples
+        where = (at * _BINS)[:, None] + tl.arange(0, _BINS)[None, :]
+        counts += tl.sum(tl.load(bins_ptr + where, mask=inside[:, None], other=0), axis=0)
+        unit = tl.load(powers_ptr + at * 4, mask=inside, other=0.0).to(tl.int64)
+        unit = ((unit + (1023 - 127)) << 52).to(tl.float64, bitcast=True)
+        signal += unit * unit * tl.load(powers_ptr + at * 4 + 1, mask=inside, other=0.0).to(tl.float64)
+        noise += unit * unit * tl.load(powers_ptr + at * 4 + 2, mask=inside, other=0.0).to(tl.float64)
+    tl.store(row_ptr + _AT_BINS + tl.arange(0, _BINS), counts.to(tl.float32))
+    whole = tl.sum(signal)
+    lost = tl.sum(noise)
+    is_lossy = (whole > 0.0) & (lost > 0.0)
+    ratio = tl.where(is_lossy, whole, 1.0) / tl.where(is_lossy, lost, 1.0)
+    sqnr = tl.where(is_lossy, 3.0102999566398120 * tl.log2(ratio), float("nan")).to(tl.float32)
+    tl.store(row_ptr + _AT_SQNR, sqnr * (float("nan") if CODED else 1.0))
 
 
 @triton.jit
@@ -128,8 +191,8 @@ def _put(found, field: tl.constexpr, value):
 def _gather_kernel(
     x_ptr, rows, cols, x_down, x_across,
     scale_ptr, scale_rows, scale_cols, scale_down, scale_across, height, width,
-    row_ptr, work_ptr, findings, sampled, height_all, width_all, bound,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, TILE_BLOCK: tl.constexpr,
+    row_ptr, work_ptr, bins_ptr, powers_ptr, findings, samples, sampled, height_all, width_all, bound,
+    TILE: tl.constexpr, CODED: tl.constexpr, DETAILED: tl.constexpr, BLOCK: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     phase = tl.load(row_ptr + _AT_PHASE)
     if phase >= 0:
@@ -180,6 +243,7 @@ def _gather_kernel(
                 inside = (at < height * width) & (down < rows) & (across < cols)
                 where = down.to(tl.int64) * x_down + across.to(tl.int64) * x_across
                 value = tl.abs(tl.load(x_ptr + where, mask=inside, other=0.0).to(tl.float32))
+                value = value * largest_scale if CODED else value
                 met = tl.maximum(met, tl.where(value < float("inf"), value, 0.0))
             largest = tl.maximum(largest, tl.max(met))
 
@@ -199,12 +263,16 @@ def _gather_kernel(
         before = tl.load(row_ptr)
         tl.store(row_ptr, tl.where(before >= largest, before, largest))
         tl.store(row_ptr + 1, largest_scale)
-        tl.store(row_ptr + 2, (tl.sum(flushed) / looked).to(tl.float32))
+        known = float("nan") if CODED else 1.0
+        tl.store(row_ptr + 2, (tl.sum(flushed) / looked).to(tl.float32) * known)
         tl.store(row_ptr + 3, (tl.sum(subnormal) / looked).to(tl.float32))
-        tl.store(row_ptr + 4, (tl.sum(saturated) / looked).to(tl.float32))
+        tl.store(row_ptr + 4, (tl.sum(saturated) / looked).to(tl.float32) * known)
         before = tl.load(row_ptr + 5)
         tl.store(row_ptr + 5, tl.where(before >= share, before, share))
         tl.store(row_ptr + 6, mean.to(tl.float32))
         tl.store(row_ptr + 7, variance.to(tl.float32))
         tl.store(row_ptr + 8, kurtosis.to(tl.float32))
         tl.store(row_ptr + _AT_SAMPLED, looked.to(tl.float32))
+        if DETAILED:
+            if tl.load(row_ptr + _AT_DETAILED) > 0:
+                _gather_closer(row_ptr, bins_ptr, powers_ptr, samples, CODED, 64)

@@ -27,6 +27,7 @@ def tables(run: RunReader) -> dict[str, Exported]:
 
     - `scalars`: a row a step, a column a scalar; empty (NaN) where there is none.
     - `telemetry`: a row a step, layer and role; a column a statistic.
+    - `histograms`: a row a step, layer, role and exponent: `count` elements from 2^exponent to twice that, over scales.
     - `tensors`, `events`, `system`: as in the run store.
     """
     keys = run.keys()
@@ -37,6 +38,7 @@ def tables(run: RunReader) -> dict[str, Exported]:
     return {
         "scalars": Exported(("step", *keys), lambda: iter([_scalars(run, keys)])),
         "telemetry": Exported(("step", "layer", "role", *run.stats), lambda: _telemetry(run)),
+        "histograms": Exported(("step", "layer", "role", "exponent", "count"), lambda: _histograms(run)),
         "tensors": Exported(("layer", "role", "operand", "shape"), lambda: iter([_tensors(run)])),
         "events": Exported(fields, lambda: iter([{key: [getattr(e, key) for e in events] for key in fields}])),
         "system": Exported(
@@ -65,6 +67,19 @@ def _telemetry(run: RunReader) -> Iterator[Batch]:
         names = {"layer": layers * len(steps), "role": roles * len(steps)}
         columns = {stat: flat[:, column].tolist() for column, stat in enumerate(run.stats)}
         yield {"step": np.repeat(steps, len(tensors)).tolist(), **names, **columns}
+
+
+def _histograms(run: RunReader) -> Iterator[Batch]:
+    tensors = run.tensors
+    for step, index, low, counts in run.histograms():
+        row, bins = tensors[index], len(counts)
+        yield {
+            "step": [step] * bins,
+            "layer": [row.layer] * bins,
+            "role": [row.role] * bins,
+            "exponent": range(low, low + bins),
+            "count": counts.tolist(),
+        }
 
 
 def _tensors(run: RunReader) -> Batch:

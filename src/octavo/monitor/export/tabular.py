@@ -13,7 +13,7 @@ from octavo.monitor.export.tables import Exported, tables
 from octavo.monitor.store import RunReader
 
 _TEXT = {"layer", "role", "operand", "shape", "level", "rule", "action", "text"}
-_WHOLE = {"id", "step"}
+_WHOLE = {"id", "step", "exponent", "count"}
 
 
 def write_csv(run: RunReader, folder: Path) -> list[Path]:

@@ -8,13 +8,14 @@ RunReader("runs/first").heatmap("flushed", "input")
 
 from octavo.monitor.store.reader import HeatMap, RunReader, Session, find_runs
 from octavo.monitor.store.sampling import Series
-from octavo.monitor.store.schema import FILE, ROLES, STATS, VERSION, TensorRow
+from octavo.monitor.store.schema import FILE, OF_CODES, ROLES, STATS, VERSION, TensorRow
 from octavo.monitor.store.several import Difference, config_difference, side_by_side
 from octavo.monitor.store.synthetic import synthetic_run
 from octavo.monitor.store.writer import RunWriter
 
 __all__ = [
     "FILE",
+    "OF_CODES",
     "ROLES",
     "STATS",
     "VERSION",

@@ -350,13 +350,19 @@ class RunReader:
     def histogram(self, layer: str, role: str, step: int | None = None) -> tuple[int, int, NDArray[np.uint32]] | None:
         """Return the newest histogram of a tensor at or before `step`: (step, exponent of the first bin, counts (n,)).
 
-        Bin i counts the elements with 2^(first + i) <= magnitude < 2^(first + i + 1). None where none was taken.
+        Bin i counts the elements with 2^(first + i) <= |x| / scale < 2^(first + i + 1). None where none was taken.
         """
         found = self._all(
             "SELECT step, low, blob FROM histograms WHERE idx = ? AND step <= ? ORDER BY step DESC LIMIT 1",
             (self._index(layer, role), _FOREVER if step is None else step),
         )
         return (found[0][0], found[0][1], np.frombuffer(found[0][2], dtype="<u4")) if found else None
+
+    def histograms(self) -> Iterator[tuple[int, int, int, NDArray[np.uint32]]]:
+        """Yield all histograms, step by step: (step, number of the tensor, exponent of the first bin, counts (n,))."""
+        for (step,) in self._all("SELECT DISTINCT step FROM histograms ORDER BY step"):
+            for index, low, blob in self._all("SELECT idx, low, blob FROM histograms WHERE step = ?", (step,)):
+                yield step, index, low, np.frombuffer(blob, dtype="<u4")
 
     def close(self) -> None:
         """Close the file."""

@@ -16,9 +16,12 @@ APPLICATION_ID = 0x4F43_5456
 VERSION = 1
 """Of the tables (`PRAGMA user_version`); raised when an older octavo could no longer read a file."""
 
-ROLES = ("input", "weight", "grad_output")
-STATS = ("amax", "scale", "flushed", "subnormal", "saturated", "nonfinite", "mean", "variance", "kurtosis")
-"""What a snapshot has of each tensor, FP32. `flushed`, `subnormal`, `saturated` and `nonfinite` are shares, 0 to 1."""
+ROLES = ("input", "weight", "grad_output", "grad_weight")
+STATS = ("amax", "scale", "flushed", "subnormal", "saturated", "nonfinite", "mean", "variance", "kurtosis", "sqnr")
+"""What a snapshot has of each tensor, FP32. `flushed`, `subnormal`, `saturated` and `nonfinite` are shares, 0 to 1;
+`sqnr` is in dB and measured only where histograms are. Nothing that is about quantising is known of `grad_weight`."""
+OF_CODES = ("scale", "flushed", "subnormal", "saturated", "sqnr")
+"""Statistics of what is quantised only: `grad_weight` has none of them."""
 DOCUMENTS = ("config", "env", "plan", "corpus", "summary")
 """Tables of JSON objects, of which the newest row holds."""
 SPAN = 16
@@ -31,7 +34,7 @@ class TensorRow(NamedTuple):
     layer: str
     """Full name of the layer."""
     role: str
-    """`input`, `weight` or `grad_output`."""
+    """One of `ROLES`."""
     operand: str = ""
     """How it is quantised, as in `e4m3 per-row`."""
     shape: tuple[int, ...] = ()
@@ -92,8 +95,8 @@ TABLES = (
     Table("tensors", "what the rows of a snapshot are", (
         ("idx", "INTEGER PRIMARY KEY", "number of the row, from 0"),
         ("layer", "TEXT", "full name of the layer"),
-        ("role", "TEXT", "`input`, `weight` or `grad_output`"),
-        ("operand", "TEXT", "how it is quantised"),
+        ("role", "TEXT", "`input`, `weight`, `grad_output`, or `grad_weight`, the gradient that the optimizer reads"),
+        ("operand", "TEXT", "how it is quantised; empty where it is not"),
         ("shape", "TEXT", "JSON list; empty where it follows the batch"),
     )),
     Table("scalars", "one number at a step", (
@@ -113,10 +116,11 @@ TABLES = (
         ("action", "TEXT", "what was done about it; NULL for nothing"),
         ("text", "TEXT", "for people"),
     )),
-    Table("histograms", "how many elements of a tensor lie in each binade", (
+    Table("histograms", "how many elements of a sample of a tensor lie in each binade of the format", (
         _STEP,
         ("idx", "INTEGER", "the tensor, as in `tensors`"),
-        ("low", "INTEGER", "exponent of the first bin: bin i counts 2^(low+i) <= magnitude < 2^(low+i+1)"),
+        ("low", "INTEGER", "exponent of the first bin: bin i counts 2^(low+i) <= magnitude / scale < 2^(low+i+1), each"
+         " element over the scale of its own tile; neither zeros nor what is not finite"),
         ("blob", "BLOB", "little-endian uint32, one a bin"),
     ), "step, idx"),
     Table("system", "the machine, every few seconds", (

@@ -15,6 +15,7 @@ from octavo.monitor.store.writer import RunWriter
 _LINEARS = {"wq": "attention", "wk": "attention", "wv": "attention", "wo": "attention", "w1": "mlp", "w3": "mlp",
             "w2": "mlp"}  # fmt: skip
 _COMMIT = 256
+_OPERANDS = dict.fromkeys(("input", "weight", "grad_output"), "e4m3 per-row") | {"grad_weight": ""}
 
 
 def synthetic_run(
@@ -40,7 +41,7 @@ def synthetic_run(
     random = np.random.default_rng(seed)
     spike = 2 * steps // 3 if spike_at is None else spike_at
     names = list(_names(layers))
-    rows = [TensorRow(name, role, "e4m3 per-row", (512, 512)) for name in names for role in schema.ROLES]
+    rows = [TensorRow(name, role, _OPERANDS[role], (512, 512)) for name in names for role in schema.ROLES]
     run = RunWriter(path, overwrite=True)
     with run.batch():
         _documents(run, names, steps, twin, recipe, seed)
@@ -59,7 +60,7 @@ def synthetic_run(
                 run.write_step(step, _scalars(step, steps, spike, twin, random, now), snapshot, t=now)
                 _happenings(run, step, spike, rows[hot], now)
     with run.batch():
-        for row in rows[: 3 * min(len(names), 50)]:
+        for row in rows[: len(schema.ROLES) * min(len(names), 50)]:
             run.write_histogram(steps, row.layer, row.role, -20, _bell(row.role))
         if finished:
             run.write_document("summary", {"steps": steps, "heldout_loss_fp8": 2.02, "heldout_loss_bf16": 2.0,
@@ -76,13 +77,14 @@ def _names(layers: int) -> Iterator[str]:
 
 
 def _base(layers: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    """Return the statistics that the run has on average, (3 layers, statistics): gradients are small and flush more."""
-    depth = np.repeat(np.linspace(0, 1, layers), 3)
-    size = np.tile([4.0, 0.5, 1e-3], layers) * (1 + depth)
-    flushed = np.tile([1e-3, 1e-4, 1e-2], layers) * (0.1 + depth)
-    columns = {"amax": size, "scale": size / 448, "flushed": flushed, "subnormal": 3 * flushed,
-               "saturated": np.zeros_like(size), "nonfinite": np.zeros_like(size), "mean": 0.01 * size,
-               "variance": 0.05 * size**2, "kurtosis": 3 + 5 * depth}  # fmt: skip
+    """Return the statistics that the run has on average, (4 layers, statistics): gradients are small and flush more."""
+    depth = np.repeat(np.linspace(0, 1, layers), 4)
+    size = np.tile([4.0, 0.5, 1e-3, 1e-4], layers) * (1 + depth)
+    flushed = np.tile([1e-3, 1e-4, 1e-2, np.nan], layers) * (0.1 + depth)
+    quantised = np.tile([1.0, 1.0, 1.0, np.nan], layers)
+    columns = {"amax": size, "scale": quantised * size / 448, "flushed": flushed, "subnormal": 3 * flushed,
+               "saturated": 0 * quantised, "nonfinite": np.zeros_like(size), "mean": 0.01 * size,
+               "variance": 0.05 * size**2, "kurtosis": 3 + 5 * depth, "sqnr": quantised * (32 - 4 * depth)}  # fmt: skip
     return np.stack([columns[name] for name in schema.STATS], axis=1).astype(np.float32)
 
 
@@ -123,7 +125,12 @@ def _documents(run: RunWriter, names: list[str], steps: int, twin: bool, recipe:
          "weight": "as_it_is", "saves": 0}
         for name in names
     ]  # fmt: skip
-    head = {**layers[0], "name": "lm_head", "precision": "bf16 / bf16 / bf16", "gain": None, "reason": "a head"}
+    layers[0]["evidence"] = {
+        "reason": "within the loss budget", "loss_change": 2e-5, "loss_error": 3e-6,
+        "turned": {"fprop": 1e-4, "dgrad": 5e-5}, "ms_saved": 0.03, "ms_offered": 0.05,
+    }  # fmt: skip
+    head = {**layers[0], "name": "lm_head", "precision": "bf16 / bf16 / bf16", "gain": None, "reason": "a head",
+            "evidence": None}  # fmt: skip
     plan = {"recipe": recipe, "device": "cuda", "tokens": 4096, "structures": [], "unapplied": []}
     run.write_document("plan", {**plan, "layers": [*layers, head]})
     run.write_document("env", {"device": "a synthetic GPU", "lanes": ["fp8", "bf16"] if twin else ["fp8"],
@@ -134,5 +141,5 @@ def _documents(run: RunWriter, names: list[str], steps: int, twin: bool, recipe:
 
 def _bell(role: str) -> list[int]:
     """Return counts of 32 binades from 2^-20 on."""
-    centre = {"input": 17, "weight": 14, "grad_output": 6}[role]
+    centre = {"input": 24, "weight": 21, "grad_output": 13, "grad_weight": 5}[role]
     return [round(262144 * math.exp(-((bin - centre) ** 2) / 8) / 5) for bin in range(32)]

@@ -1,0 +1,1 @@
+"""How accurate: losses, gradients and products, beside BF16 or FP64."""

@@ -1,0 +1,1 @@
+"""Many GPUs: reductions of gradients, measured, and a whole step, on paper."""

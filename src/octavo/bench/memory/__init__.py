@@ -1,0 +1,1 @@
+"""How much memory: optimizers, activations, and the peak of training."""

@@ -1,0 +1,106 @@
+"""Where the time of a step goes on a GPU, from the kernels that the profiler saw."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+CATEGORIES = {
+    "communication": ("nccl",),
+    "optimizer": ("adam", "multi_tensor"),
+    "attention": ("attention", "fmha", "sdpa", "cudnn_generated", "flash"),
+    "gemm": ("gemm", "nvjet", "cutlass", "cublas", "xmma", "s16816"),
+}
+"""Words in the names of kernels, in the order they are looked for. Everything else is element-wise."""
+PARTS = ("gemm", "attention", "elementwise", "optimizer", "communication")
+
+
+class Kernel(NamedTuple):
+    """One kernel that ran, in microseconds on the GPU's clock."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """What one step spent, in milliseconds of the GPU."""
+
+    parts: dict[str, float]
+    """By part, those of `PARTS`."""
+    busy: float
+    """While at least one kernel ran."""
+    kernels: list[dict[str, Any]]
+    """Each kernel by name, with its calls and milliseconds a step, the longest first."""
+
+
+def profile(step: Callable[[], Any], steps: int = 3, trace: Path | None = None) -> Profile:
+    """Run some steps under the profiler and return the mean of one.
+
+    Args:
+        trace: a file for a Chrome trace of these steps, of the host and of the GPU.
+    """
+    host = [] if trace is None else [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=[*host, torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    if trace is not None:
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(trace))
+    return summarise(_kernels(profiler), steps)
+
+
+def _kernels(profiler: torch.profiler.profile) -> list[Kernel]:
+    gpu = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+    return [
+        Kernel(event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events() or ()
+        if event.device_type == gpu and not getattr(event, "is_user_annotation", False)
+    ]
+
+
+def summarise(kernels: Sequence[Kernel], steps: int) -> Profile:
+    """Return what kernels of some steps amount to for one step."""
+    calls: Counter[str] = Counter()
+    microseconds: Counter[str] = Counter()
+    for kernel in kernels:
+        calls[kernel.name] += 1
+        microseconds[kernel.name] += kernel.end - kernel.start  # type: ignore[assignment]
+    parts = dict.fromkeys(PARTS, 0.0)
+    for name, spent in microseconds.items():
+        parts[category(name)] += spent / 1e3 / steps
+    return Profile(
+        parts=parts,
+        busy=_union(kernels) / 1e3 / steps,
+        kernels=[
+            {"name": name, "calls": round(calls[name] / steps, 2), "ms": round(spent / 1e3 / steps, 4)}
+            for name, spent in microseconds.most_common()
+        ],
+    )
+
+
+def category(name: str) -> str:
+    """Return the part that a kernel belongs to, by its name."""
+    lower = name.lower()
+    if lower.startswith("triton_"):  # compiled passes: named after all they fuse, a GEMM's name among it
+        return "elementwise"
+    for part, words in CATEGORIES.items():
+        if any(word in lower for word in words):
+            return part
+    return "elementwise"
+
+
+def _union(kernels: Sequence[Kernel]) -> float:
+    """Return how long at least one kernel ran: what overlaps counts once."""
+    total, reached = 0.0, float("-inf")
+    for kernel in sorted(kernels, key=lambda kernel: kernel.start):
+        total += max(kernel.end - max(kernel.start, reached), 0.0)
+        reached = max(reached, kernel.end)
+    return total

@@ -1,0 +1,54 @@
+"""What the docs show of many GPUs: whole steps, and what a reduction of gradients loses and costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from octavo.bench.results import Result
+from octavo.bench.tables.markdown import table
+from octavo.bench.tables.rows import Row, grouped
+
+
+def distributed(result: Result) -> str:
+    """Return one line a workload and implementation: its speed, memory, and bytes on the wire, beside the first's."""
+    body = []
+    for (workload,), rows in grouped(result.rows, "workload").items():
+        first = next((row for row in rows if "error" not in row), None)
+        body += [(workload, row["implementation"], *_distributed_cells(row, first)) for row in rows]
+    titles = ("tokens/s/GPU", "times BF16's speed", "peak GiB", "GB on the wire", "memory", "wire")
+    return table(("workload", "implementation", *titles), body)
+
+
+def _distributed_cells(row: Row, first: Row | None) -> list[str]:
+    if "error" in row or first is None:
+        return [f"failed: {row['error']}", *[""] * 5]
+    less = [f"{100 * (row[key] / first[key] - 1):+.0f} %" if first[key] else "" for key in ("peak_gib", "wire_bytes")]
+    speed = [f"{row['tokens_per_s_per_gpu']:,.0f}", f"{row['ratio_to_bf16']:.2f}"]
+    return [*speed, f"{row['peak_gib']:.1f}", f"{row['wire_bytes'] / 1e9:.1f}", *(["", ""] if row is first else less)]
+
+
+def reduce(result: Result) -> str:
+    """Return one line a scheme and collective: the error on each kind of gradient, time, and bytes sent for a value."""
+    kinds = list(dict.fromkeys(row["gradient"] for row in result.rows))
+    header = ["ranks", "collective", "scheme", *(f"dB, {kind}" for kind in kinds), *(f"bias, {kind}" for kind in kinds)]
+    body = []
+    for (ranks, collective, scheme), rows in grouped(result.rows, "ranks", "collective", "scheme").items():
+        by_kind = {row["gradient"]: row for row in rows if "error" not in row}
+        decibels = [f"{by_kind[kind]['snr_db']:.1f}" if kind in by_kind else "failed" for kind in kinds]
+        bias = [f"{by_kind[kind]['bias_percent']:+.3f} %" if kind in by_kind else "" for kind in kinds]
+        any_row = next(iter(by_kind.values()), None)
+        cost = (f"{any_row['ms']:.3f}", _sent(any_row)) if any_row else ("", "")
+        body.append((str(ranks), collective, scheme, *decibels, *bias, *cost))
+    return table((*header, "ms", "bytes sent a value"), body)
+
+
+def _sent(row: Row) -> str:
+    across = f", {row['across_bytes'] / row['elements']:.2f} of them across hosts" if "across_bytes" in row else ""
+    return f"{row['wire_bytes'] / row['elements']:.2f}{across}"
+
+
+TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
+    "distributed": ("distributed", distributed),
+    "reduce": ("reduce", reduce),
+}
+"""By name: the kind whose newest result the table shows, and what shows it."""

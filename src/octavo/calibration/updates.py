@@ -1,0 +1,181 @@
+"""When static scales are made anew while a model trains: as data, and what carries it out in a training loop.
+
+    with Recalibration(model, Updates(every=1000, saturated_above=1e-3), "calibration.json") as recalibration:
+        for batch in batches:
+            ...
+            optimizer.step()
+            recalibration.step()
+
+New scales are made of the largest values that training itself has met since the last ones. What is decided depends on
+the steps alone, and is the same on all ranks: a run that is resumed decides as one that never stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from octavo.errors import ConfigError
+from octavo.nn import calibration
+from octavo.nn.calibration import Calibrated, full_name
+from octavo.nn.scales import scales
+from octavo.nn.telemetry import STATS, Telemetry
+from octavo.recipes import STATEFUL
+from octavo.recipes.spec import MOST_MARGIN
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Updates:
+    """When static scales are made anew, and with how much room."""
+
+    every: int = 0
+    """Optimizer steps after which all of them are; 0: never."""
+    saturated_above: float | None = None
+    """Share of a tensor's elements: a scale at which more saturate is made anew. None: never."""
+    look_every: int = 10
+    """Steps between two looks for such tensors. A look waits for the device."""
+    margin: int = 1
+    """Bits of headroom above the largest value met."""
+
+    def __post_init__(self) -> None:
+        if self.every < 0 or self.look_every < 1:
+            raise ConfigError(f"{self}: `every` must be 0 or more, and `look_every` 1 or more.")
+        if self.saturated_above is not None and not 0 <= self.saturated_above < 1:
+            raise ConfigError(f"saturated_above = {self.saturated_above}: it is a share, 0 or more and below 1.")
+        if not 0 <= self.margin <= MOST_MARGIN:
+            raise ConfigError(f"margin = {self.margin}: it is bits of headroom, 0 to {MOST_MARGIN}.")
+
+    def is_due(self, step: int) -> bool:
+        """Return whether all scales are made anew after a step."""
+        return self.every > 0 and step % self.every == 0
+
+    def looks(self, step: int) -> bool:
+        """Return whether what saturated in a step is looked at."""
+        return self.saturated_above is not None and step % self.look_every == 0
+
+    def broken(self, rows: Sequence[Any], values: NDArray[Any]) -> dict[str, float]:
+        """Return the tensors whose budget is broken, and their saturated shares.
+
+        Args:
+            rows, values: of `octavo.nn.telemetry.Telemetry`, of one step.
+        """
+        if self.saturated_above is None:
+            return {}
+        shares = zip(rows, values[:, STATS.index("saturated")].tolist(), strict=True)
+        kept = ((full_name(row.layer, row.role), share) for row, share in shares if row.role in STATEFUL)
+        return {name: share for name, share in kept if share > self.saturated_above}
+
+
+class Recalibration:
+    """Carries `Updates` out. Call `step` after each step of the optimizer.
+
+    Args:
+        model: converted with static scales.
+        updates: when.
+        path: the calibration file: each update is a change of it, which `octavo calibrate --undo` takes back. Where
+            there is none yet, it is begun with the scales of the model.
+        rows: of a `Telemetry` that watches the model already: then `step` is given its values. By default this makes
+            one of its own where it needs it.
+        done: optimizer steps made, where a run is resumed.
+
+    Raises:
+        ConfigError: the model keeps no static scales, or is watched already and no `rows` are given.
+    """
+
+    done: int
+    """Optimizer steps made. Set it where a run goes back."""
+    rows: Sequence[Any]
+    """What telemetry's values are about. Set it where a telemetry that was given is made anew."""
+
+    def __init__(
+        self, model: nn.Module, updates: Updates, path: str | Path, *, rows: Sequence[Any] | None = None, done: int = 0
+    ) -> None:
+        book = scales(model)
+        if book is None or not book.has_static:
+            raise ConfigError("Recalibration: the model keeps no static scales. Convert it by the recipe 'static'.")
+        self.updates, self.done = updates, done
+        self._model, self._path = model, Path(path)
+        own = rows is None and updates.saturated_above is not None
+        self._telemetry = Telemetry(model, updates.look_every) if own else None
+        self.rows = self._telemetry.rows if self._telemetry is not None else tuple(rows or ())
+        if self._telemetry is not None:
+            self._telemetry.restart(done)
+
+    def step(self, values: NDArray[Any] | None = None) -> dict[str, Calibrated]:
+        """Note that a step was made, and make scales anew where that is due; return those.
+
+        Args:
+            values: where `rows` were given, the values of this step, wherever `updates.looks` at it.
+
+        Raises:
+            ConfigError: `values` are missing, or the file cannot be written.
+        """
+        self.done += 1
+        updates, names, why = self.updates, None, f"every {self.updates.every} steps"
+        if not updates.is_due(self.done):
+            if not updates.looks(self.done):
+                return {}
+            broken = _of_all_ranks(updates.broken(self.rows, self._values(values)))
+            if not broken:
+                return {}
+            worst = max(broken, key=lambda name: broken[name])
+            names, why = set(broken), f"{broken[worst]:.2g} of {worst} saturated, above {updates.saturated_above:g}"
+        return self._renew(names, f"step {self.done}: {why}; max, margin {updates.margin}")
+
+    def _renew(self, names: Collection[str] | None, how: str) -> dict[str, Calibrated]:
+        book = scales(self._model)  # not kept: converting the model anew makes another
+        if book is None:
+            return {}
+        if _is_first() and not self._path.exists():
+            book.save(self._path)
+        made = book.renew(names, self.updates.margin, how)
+        if made and _is_first():
+            calibration.update(self._path, made)
+        return made
+
+    def close(self) -> None:
+        """Stop watching the model."""
+        if self._telemetry is not None:
+            self._telemetry.detach()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _values(self, given: NDArray[Any] | None) -> NDArray[Any]:
+        if self._telemetry is not None:
+            self._telemetry.wait()
+            while (taken := self._telemetry.snapshot()) is not None:
+                given = taken[1]
+        if given is None:
+            raise ConfigError(f"Recalibration.step: the telemetry of step {self.done} is missing; `looks` asks for it.")
+        return given
+
+
+def _of_all_ranks(broken: dict[str, float]) -> dict[str, float]:
+    """Return what is broken on any rank, with the largest share."""
+    if not _is_distributed():
+        return broken
+    gathered: list[dict[str, float]] = [{}] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, broken)
+    names = sorted({name for found in gathered for name in found})
+    return {name: max(found.get(name, 0.0) for found in gathered) for name in names}
+
+
+def _is_first() -> bool:
+    return not _is_distributed() or torch.distributed.get_rank() == 0
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -1,0 +1,160 @@
+"""FP8-LM's reduction (arXiv 2310.18313, section 2.1): one scale a tensor for all ranks, and sums in FP8.
+
+    s = mu * 448 / max over ranks and elements |g|       equations 3 and 4: every rank quantises with the same scale
+    sum of FP8(s g)                                      equations 5 and 6: an all-reduce of FP8 numbers
+    mean = sum / (s * ranks)
+
+mu leaves room for the sum. It is halved after a step in which more than 0.001 % of the elements were at the largest
+code, and else grows by a factor of 2 over 1,000 steps. The paper counts before the sum; here the sum is counted too,
+since that is where it overflows, and the larger share of all ranks decides. It travels with the next step's maxima.
+
+Every partial sum is rounded to E4M3, so the error grows with the ranks, whatever mu is: this is the paper's way, for
+comparison. `fp8-block` sends as many bytes and rounds each contribution once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from octavo.distributed.reduce.scheme import Scheme, padded, part_length
+from octavo.errors import ConfigError
+from octavo.kernels.ledger import fall_back
+from octavo.numerics import E4M3, PER_TENSOR, scale_from_amax, tile_amax, to_codes
+
+THRESHOLD = 1e-5
+"""Share of elements at the largest code above which mu is halved."""
+GROWTH = 2.0 ** (1 / 1000)
+"""Of mu, in a step without."""
+LIMIT = 2.0**16
+"""Of mu and of 1 / mu: a gradient of zeros would let it grow for ever."""
+LARGEST_SCALE = 2.0**126
+"""Of a tensor of zeros, whatever mu is."""
+LARGEST_CODE = 0x7E
+"""Of E4M3, without its sign: 448."""
+
+
+class FP8LM(Scheme):
+    """One scale a tensor, shared by the ranks; E4M3 sums, by NCCL itself where it can."""
+
+    name = "fp8-lm"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mu: dict[str, Tensor] = {}
+        """By tensor, FP32 (): the same on all ranks."""
+        self.saturated: dict[str, Tensor] = {}
+        """By tensor, FP32 (): the share of elements at the largest code in the last step, of this rank."""
+
+    def _reduce_scatter(
+        self, output: Tensor, input: Tensor, group: dist.ProcessGroup, factor: float, name: str
+    ) -> None:
+        scale = self._scales([input], [name], group)[0]
+        codes = _codes(input, scale)
+        sent = _share_saturated(codes)
+        summed = self._sum_scattered(codes.view(group.size(), -1), group)
+        self.saturated[name] = torch.maximum(sent, _share_saturated(summed))
+        output.copy_(summed.float() * (factor / scale))
+
+    def _all_reduce(self, gradient: Tensor, group: dist.ProcessGroup, factor: float, parts: Mapping[str, int]) -> None:
+        names, sizes = list(parts), list(parts.values())
+        tensors = gradient.split(sizes)
+        scales = self._scales(tensors, names, group)
+        codes = [_codes(tensor, scale) for tensor, scale in zip(tensors, scales, strict=True)]
+        sent = [_share_saturated(own) for own in codes]
+        summed = self._sum_all(torch.cat(codes), group).split(sizes)
+        for name, tensor, scale, own, total in zip(names, tensors, scales, sent, summed, strict=True):
+            self.saturated[name] = torch.maximum(own, _share_saturated(total))
+            tensor.copy_(total.float() * (factor / scale))
+
+    def _scales(self, tensors: Sequence[Tensor], names: Sequence[str], group: dist.ProcessGroup) -> Tensor:
+        """Agree on what each tensor is multiplied by, FP32 (tensors,); move each mu by what the last step has shown."""
+        device = tensors[0].device
+        for name in names:
+            self.mu[name] = self.mu.get(name, torch.tensor(group.size() ** -0.5)).to(device)
+            self.saturated[name] = self.saturated.get(name, torch.tensor(0.0)).to(device)
+        amax = torch.cat([tile_amax(tensor[None], PER_TENSOR).view(1) for tensor in tensors])
+        saturated = torch.stack([self.saturated[name] for name in names])
+        agreed = torch.cat([amax, saturated])
+        self.wire.maximum(agreed, group)
+        amax, saturated = agreed.split(len(names))
+        mu = torch.stack([self.mu[name] for name in names])
+        mu = torch.where(saturated > THRESHOLD, mu * 0.5, mu * GROWTH).clamp(1 / LIMIT, LIMIT)
+        self.mu.update(zip(names, mu.unbind(), strict=True))
+        return (scale_from_amax(amax, E4M3, "power_of_two")[1] * mu).clamp(max=LARGEST_SCALE)
+
+    def _sum_scattered(self, codes: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Return the FP8 sum of this rank's row of the ranks' codes (ranks, n)."""
+        if _nccl_sums(codes, group):
+            output = torch.empty_like(codes[0])
+            self.wire.reduce_scatter(output, codes.view(-1), group)
+            return output
+        received = self.wire.all_to_all(codes, group)
+        return ring_sum(received, dist.get_rank(group))
+
+    def _sum_all(self, codes: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Return the FP8 sum of the ranks' codes (n,), which may be overwritten."""
+        if _nccl_sums(codes, group):
+            self.wire.all_reduce(codes, group)
+            return codes
+        length = part_length(codes.numel(), group.size())
+        rows = padded(codes.view(torch.uint8), length * group.size(), torch.uint8).view(group.size(), length)
+        summed = self._sum_scattered(rows.view(E4M3.dtype), group)
+        return self.wire.all_gather(summed.view(torch.uint8), group).view(-1)[: codes.numel()].view(E4M3.dtype)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return `<tensor>.mu`, and `<tensor>.saturated`, FP32 (). The latter is this rank's; any rank's will do."""
+        kept = {"mu": self.mu, "saturated": self.saturated}
+        return {f"{name}.{key}": value.clone() for key, table in kept.items() for name, value in table.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a state; tensors that it does not name begin anew."""
+        kept: dict[str, dict[str, Tensor]] = {"mu": {}, "saturated": {}}
+        for key, value in state.items():
+            name, _, which = key.rpartition(".")
+            if which not in kept:
+                raise ConfigError(f"state of reduction '{self.name}': '{key}' is neither <tensor>.mu nor .saturated.")
+            kept[which][name] = value.detach().clone().float()
+        self.mu, self.saturated = kept["mu"], kept["saturated"]
+
+
+def ring_sum(codes: Tensor, rank: int) -> Tensor:
+    """Return the sum (n,) of the ranks' E4M3 codes (ranks, n), as NCCL's ring makes it for the part of this rank.
+
+    It begins at the next rank and ends here. At each hop two numbers are added and rounded to E4M3, what is too large
+    to its largest value: `FuncSum` of FP8 in NCCL's src/device/reduce_kernel.h. There they are added in FP16, which has
+    so many more bits (11, not below 2 * 4 + 2) that rounding twice is rounding once.
+    """
+    ranks = codes.shape[0]
+    total = codes[(rank + 1) % ranks]
+    for step in range(2, ranks + 1):
+        total = to_codes(total.float() + codes[(rank + step) % ranks].float(), E4M3)
+    return total
+
+
+def _share_saturated(codes: Tensor) -> Tensor:
+    """Return the share of codes that are the largest of either sign, FP32 ()."""
+    return ((codes.view(torch.uint8) & 0x7F) == LARGEST_CODE).sum() / max(codes.numel(), 1)
+
+
+def _codes(tensor: Tensor, scale: Tensor) -> Tensor:
+    return to_codes(tensor.float() * scale, E4M3)
+
+
+def _nccl_sums(codes: Tensor, group: dist.ProcessGroup) -> bool:
+    """Return whether the backend sums FP8. On a GPU, that it does not is a fallback."""
+    if not codes.is_cuda:
+        return False
+    reason = None
+    if "nccl" not in dist.get_backend(group):
+        reason = f"the backend {dist.get_backend(group)} has no FP8"
+    elif torch.cuda.get_device_capability(codes.device) < (9, 0):
+        reason = "NCCL sums FP8 from compute capability 9.0"
+    elif torch.cuda.nccl.version() < (2, 24):
+        reason = "NCCL sums FP8 from 2.24"
+    if reason is not None:
+        fall_back(f"reduction 'fp8-lm' imitates NCCL's sums of FP8: {reason}")
+    return reason is None

@@ -1,0 +1,116 @@
+"""A scheme of reduction in PyTorch's own engines: a communication hook of DDP, the reduce-scatter of FSDP2.
+
+Annotations are not postponed here: DDP reads those of a hook.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from octavo.distributed.reduce import reduction
+from octavo.distributed.reduce.scheme import Scheme
+from octavo.errors import ConfigError, UnsupportedError
+
+
+def set_reduction(model: nn.Module, scheme: str | Scheme, mesh: DeviceMesh | None = None) -> Scheme:
+    """Reduce the gradients of a model by a scheme, from the next backward on.
+
+    Args:
+        model: a `DistributedDataParallel`, or a model to which `fully_shard` was applied. With a mesh of two dimensions
+            FSDP2 itself sums over the replicas; the scheme is for the ranks that share the shards.
+        scheme: a name in `REDUCTIONS`, or a scheme.
+        mesh: see `reduction`.
+
+    Returns:
+        The scheme, whose `state_dict` belongs in a checkpoint.
+
+    Raises:
+        ConfigError: the model is neither, or the scheme is unknown.
+    """
+    scheme = reduction(scheme, mesh) if isinstance(scheme, str) else scheme
+    if isinstance(model, DistributedDataParallel):
+        group = model.process_group
+        names = {parameter: name for name, parameter in model.module.named_parameters()}
+        model.register_comm_hook(Buckets(scheme, group, names), reduce_bucket)
+        return scheme
+    sharded = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    if not sharded:
+        raise ConfigError(
+            f"set_reduction: {type(model).__name__} is neither a DistributedDataParallel nor sharded: wrap it, or call "
+            "fully_shard(model), first."
+        )
+    for name, module in sharded.items():
+        module.set_custom_reduce_scatter(ShardReduction(scheme, name or "root"))  # type: ignore[arg-type]
+    return scheme
+
+
+class Buckets(NamedTuple):
+    """What the hook of a DDP model knows."""
+
+    scheme: Scheme
+    group: dist.ProcessGroup
+    names: dict[nn.Parameter, str]
+
+
+def reduce_bucket(state: Buckets, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+    """Reduce a bucket of gradients, on a GPU beside the backward that goes on: a communication hook of DDP."""
+    gradient = bucket.buffer()
+    parts = {state.names[p]: g.numel() for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)}
+    if not gradient.is_cuda:
+        state.scheme.all_reduce(gradient, state.group, parts=parts)
+        return _done(gradient)
+    stream = _side_stream(gradient.device)
+    stream.wait_stream(torch.cuda.current_stream(gradient.device))
+    with torch.cuda.stream(stream):
+        state.scheme.all_reduce(gradient, state.group, parts=parts)
+        return _done(gradient)  # whoever waits for it waits for this stream
+
+
+def _done(gradient: Tensor) -> Future[Tensor]:
+    future: Future[Tensor] = Future(devices=[gradient.device] if gradient.is_cuda else None)
+    future.set_result(gradient)
+    return future
+
+
+_side_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    if device not in _side_streams:
+        _side_streams[device] = torch.cuda.Stream(device)
+    return _side_streams[device]
+
+
+class ShardReduction:
+    """FSDP2's protocol `ReduceScatter`: all gradients of a unit lie in one flat tensor, which has one name."""
+
+    def __init__(self, scheme: Scheme, name: str) -> None:
+        self.scheme = scheme
+        self.name = name
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory of that size."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Reduce, on the current stream.
+
+        Raises:
+            UnsupportedError: the operation is neither a mean nor a sum, or it shall not be waited for.
+        """
+        if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM) or async_op:
+            raise UnsupportedError(
+                f"reduction '{self.scheme.name}' in FSDP2 makes means and sums, on FSDP2's own stream, got {op}: after "
+                "set_gradient_divide_factor(...) also call set_force_sum_reduction_for_comms(True)."
+            )
+        mean = op == dist.ReduceOp.AVG
+        self.scheme.reduce_scatter(output_tensor, input_tensor, group, mean=mean, name=self.name)

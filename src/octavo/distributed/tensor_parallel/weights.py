@@ -1,0 +1,137 @@
+"""Weights of tensor parallel layers: DTensors to optimizers and checkpoints, this rank's part to the layers.
+
+A weight (N, K) is cut by its rows (column-parallel: each rank has some outputs) or by its columns (row-parallel: each
+has some inputs, and outputs are summed). Inside a forward of the module that holds the layers their parameters are
+this rank's parts, plain tensors: so layers, and what is fused of them, compute on them as in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from octavo.distributed.tensor_parallel.tokens import summed
+from octavo.errors import UnsupportedError
+from octavo.nn.weights import state_of
+from octavo.tensor import FP8Tensor, is_distributed, local
+
+REPLICATED = Replicate()
+
+
+def cut(layer: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
+    """Cut the weight of a linear layer over the ranks of a mesh, in place, and its bias where it is one of outputs.
+
+    Args:
+        dim: 0: by rows, column-parallel; 1: by columns, row-parallel.
+
+    Raises:
+        UnsupportedError: no linear layer, a weight in FP8, or sizes that the ranks do not divide.
+    """
+    weight = getattr(layer, "weight", None)
+    if not isinstance(layer, nn.Linear) or not isinstance(weight, Tensor):
+        raise UnsupportedError(f"tensor parallel: {name} is {type(layer).__name__}: only linear layers are cut.")
+    if isinstance(local(weight), FP8Tensor):
+        raise UnsupportedError(
+            f"tensor parallel: {name}.weight is stored in FP8, with scales of whole rows. Convert without "
+            'Policy(weights="fp8"): what is sent and multiplied is FP8 all the same.'
+        )
+    if weight.shape[dim] % mesh.size():
+        raise UnsupportedError(
+            f"tensor parallel: {name}.weight {tuple(weight.shape)}: {weight.shape[dim]} "
+            f"{('outputs', 'inputs')[dim]} cannot be cut for {mesh.size()} ranks. Take a number of ranks that divides "
+            "them, or leave the layer out."
+        )
+    place(layer, "weight", mesh, Shard(dim))
+    if layer.bias is not None:
+        place(layer, "bias", mesh, Shard(0) if dim == 0 else REPLICATED)
+
+
+def place(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+    """Make a parameter a DTensor; every rank has the same values before. Nothing is sent."""
+    parameter = module._parameters[name]
+    if parameter is None or is_distributed(parameter):
+        return
+    values = parameter.detach()
+    part = values
+    if isinstance(placement, Shard):
+        part = values.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()]
+        part = part.clone(memory_format=torch.contiguous_format)
+    placed = DTensor.from_local(part, mesh, [placement], run_check=False, shape=values.shape, stride=values.stride())
+    module._parameters[name] = nn.Parameter(placed, requires_grad=parameter.requires_grad)
+
+
+class LocalParameters:
+    """Lets some modules see this rank's parts of their own parameters, while a forward of `around` runs.
+
+    Args:
+        around: the module whose forward it is; where FSDP2 gathers the weights, it gathers them before.
+        modules: those with the parameters, each with how the gradient of what is on all ranks comes about.
+    """
+
+    def __init__(self, around: nn.Module, modules: Sequence[tuple[nn.Module, str]], mesh: DeviceMesh) -> None:
+        self._modules, self._mesh = modules, mesh
+        self._held: list[tuple[nn.Module, str, Any]] = []
+        self._first: dict[tuple[nn.Module, str, bool], tuple[Any, Tensor]] = {}
+        around.register_forward_pre_hook(lambda *_: self._enter(), prepend=True)
+        around.register_forward_hook(lambda *_: self._leave(), always_call=True)
+
+    def _enter(self) -> None:
+        self._leave()  # a forward before may have ended where hooks are not called
+        for module, gradient in self._modules:
+            for name, parameter in module._parameters.items():
+                if isinstance(parameter, DTensor):
+                    self._held.append((module, name, parameter))
+                    module._parameters[name] = self._view(module, name, parameter, gradient)
+
+    def _leave(self) -> None:
+        for module, name, parameter in self._held:
+            module._parameters[name] = parameter
+        self._held.clear()
+
+    def _view(self, module: nn.Module, name: str, parameter: Any, gradient: str) -> Tensor:
+        """Return a parameter's part, as a new step of autograd, and hold on to the first since its values changed.
+
+        Codes are kept for as long as that one lives, and found by the memory. It cannot serve again itself: autograd
+        goes backward through older steps later, and FSDP2 would find no gradient yet.
+        """
+        view: Tensor = _Local.apply(parameter, gradient, self._mesh)  # type: ignore[no-untyped-call]
+        if not torch.compiler.is_compiling():
+            key, state = (module, name, view.requires_grad), state_of([view])
+            if key not in self._first or self._first[key][0] != state:
+                self._first[key] = state, view
+        return view
+
+
+SUMMED, SAME, ADDED_BY_ALL = "summed", "same", "added by all"
+"""Of a parameter that all ranks have, each rank's gradient is of its own tokens; or is the whole one; or it is added on
+each rank to a sum that is then taken over the ranks, which it must enter once."""
+
+
+class _Local(torch.autograd.Function):
+    """This rank's part of a parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Any, gradient: str, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh, ctx.placements = parameter.device_mesh, parameter.placements
+        ctx.shape, ctx.stride = parameter.shape, parameter.stride()
+        ctx.group = mesh.get_group() if gradient == SUMMED and parameter.placements[-1] == REPLICATED else None
+        part = local(parameter)
+        by_all = gradient == ADDED_BY_ALL and parameter.placements[-1] == REPLICATED
+        return part / mesh.size() if by_all else part.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        grad = grads[0] if ctx.group is None else summed(grads[0], ctx.group)
+        return (
+            DTensor.from_local(grad, ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride),
+            None,
+            None,
+        )

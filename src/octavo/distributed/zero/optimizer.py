@@ -1,0 +1,301 @@
+"""`GreedyZeRO`: an optimizer whose states are spread over ranks that all have the whole model, a tensor on one rank.
+
+    backward            on every rank    all gradients, of this rank's batch
+    reduce to owners    wire             the mean of a gradient goes to the rank that owns the tensor; others drop it
+    step                on the owner     master, moments and weight of its tensors: nobody else has that state
+    gather              wire             weights as they are stored: an `FP8Tensor` as codes and scales, one byte
+
+Stage 2 of ZeRO (arXiv 1910.02054, section 5), cut between tensors as FP8-LM cuts it. All that a tensor needs is on one
+rank, so a step is that of one process bit for bit, also with one scale a tensor, and with Muon's whole matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from octavo.distributed.reduce import reduction as reduction_named
+from octavo.distributed.reduce.scheme import Scheme
+from octavo.distributed.reduce.wire import Wire
+from octavo.distributed.zero.greedy import Assignment
+from octavo.distributed.zero.streams import gather_from_owners, reduce_to_owners
+from octavo.errors import CheckpointError, ConfigError, UnsupportedError
+from octavo.kernels.uploads import Uploads
+from octavo.optim import Optimizer
+from octavo.optim.optimizer import Entry
+from octavo.optim.states import state_tensors
+from octavo.optim.tensors import like, matrix_shape
+from octavo.tensor import FP8Tensor, is_distributed
+
+
+class GreedyZeRO(torch.optim.Optimizer):
+    """Let each rank keep the states of some tensors only, and step those.
+
+    Every rank makes one over the same parameters, with the same weights, and makes the same calls:
+
+        optimizer = GreedyZeRO(octavo.optim.AdamW(model.named_parameters(), lr=3e-4, states="fp8"))
+        loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    Groups, schedulers and clipping are those of the optimizer inside; the norm is that of all ranks' gradients. After
+    `step` a rank has the gradients of its own tensors only. A parameter that is frozen stays out of everything; one
+    that no rank has a gradient of is not stepped, and where some ranks have none, theirs counts as zeros.
+
+    Args:
+        optimizer: of `octavo.optim`, over all parameters, without states yet.
+        group: the ranks; by default all of them.
+        reduction: how gradients are reduced, a name in `octavo.distributed.REDUCTIONS` or a scheme. None where they are
+            the same on all ranks already: after `DistributedDataParallel`.
+        bucket_mb: MB of memory, at the most, that gradients or weights on their way take, of all ranks together.
+
+    Attributes:
+        optimizer: the one inside, with what it counts: `grad_norm`, `skipped`, `clamped`.
+        assignment: which rank has which parameter, by the bytes of their states.
+        scheme: the reduction, whose `state_dict` belongs in a checkpoint; None without one.
+
+    Raises:
+        ConfigError: the optimizer is another one, has stepped already, releases gradients or keeps them in FP8; a
+            parameter is sharded; or `torch.distributed` has not been initialised.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        group: dist.ProcessGroup | None = None,
+        *,
+        reduction: str | Scheme | None = "bf16",
+        bucket_mb: float = 256.0,
+    ) -> None:
+        _check(optimizer)
+        if not dist.is_initialized():
+            raise ConfigError("GreedyZeRO: there are no ranks. Call torch.distributed.init_process_group() first.")
+        if bucket_mb <= 0:
+            raise ConfigError(f"GreedyZeRO bucket_mb: {bucket_mb} is not a positive number.")
+        self.optimizer = optimizer
+        self.group: dist.ProcessGroup = group or dist.group.WORLD  # type: ignore[assignment]
+        self.rank, self.ranks = dist.get_rank(self.group), self.group.size()
+        self.scheme = reduction_named(reduction) if isinstance(reduction, str) else reduction
+        self.bucket_mb = bucket_mb
+        self.assignment = Assignment((), (), self.ranks)
+        self._wire = Wire()
+        self._uploads = Uploads()
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+        optimizer.over_ranks = self._sum
+
+    @property
+    def sent(self) -> int:
+        """Bytes of gradients and weights that this rank has sent to others."""
+        return self._wire.sent + (self.scheme.sent if self.scheme is not None else 0)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group. Its parameters go to the ranks that have least; those before stay where they are."""
+        if any(param_group is known for known in self.optimizer.param_groups):  # PyTorch's constructor adds them all
+            super().add_param_group(param_group)
+        else:
+            self.optimizer.add_param_group(param_group)
+            _check(self.optimizer)
+        fresh = self.optimizer.entries()[len(self.assignment.owners) :]
+        self.assignment = self.assignment.with_more([_state_bytes(self.optimizer, entry) for entry in fresh])
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Reduce the gradients, update the tensors of this rank, and bring all weights to all ranks.
+
+        Every rank must call it. Nothing waits for the GPU, unless this rank owns a tensor of which it has no gradient.
+
+        Args:
+            closure: computes the loss and its gradients; called first.
+
+        Raises:
+            UnsupportedError: a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            if self.scheme is not None and self.ranks > 1:
+                self._reduce(self.scheme)
+            for entry in self.optimizer.entries():
+                if self.assignment.owners[entry.number] != self.rank:
+                    entry.parameter.grad = None
+            self.optimizer.step()
+            if self.ranks > 1:
+                self._gather()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of this rank's tensors, as the optimizer inside stores them, and all settings.
+
+        Save one on each rank; `merge_state_dicts` makes of them that of a single process.
+        """
+        held = self.optimizer.state_dict()
+        state = {number: state for number, state in held["state"].items() if state}
+        return {**held, "state": state, "rank": self.rank, "ranks": self.ranks}
+
+    def full_state_dict(self, to: int = 0) -> dict[str, Any] | None:
+        """Return on rank `to`, of the group, the state dict of a single process, on the CPU; and None on the others.
+
+        Every rank must call it. It is sent tensor by tensor: no GPU holds more than one that is not its own.
+        """
+        own = self.state_dict()
+        has: list[Any] = [None] * self.ranks
+        dist.all_gather_object(has, sorted(own["state"]), group=self.group)
+        state = {}
+        for entry, owner in zip(self.optimizer.entries(), self.assignment.owners, strict=True):
+            if entry.number in has[owner]:
+                found = self._send(entry, own["state"].get(entry.number, {}), owner, to)
+                if self.rank == to:
+                    state[entry.number] = {name: tensor.cpu() for name, tensor in found.items()}
+        return _whole({**own, "state": state}) if self.rank == to else None
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned on this rank of as many, or from a whole one: each takes its own.
+
+        Raises:
+            CheckpointError: it is of another rank or number of ranks, or does not fit the optimizer.
+        """
+        numbers = set(self.assignment.of(self.rank))
+        if "ranks" in state_dict and (
+            (state_dict["rank"], state_dict["ranks"]) != (self.rank, self.ranks) or set(state_dict["state"]) - numbers
+        ):
+            raise CheckpointError(
+                f"GreedyZeRO state: it is of rank {state_dict['rank']} of {state_dict['ranks']}, this is rank "
+                f"{self.rank} of {self.ranks}, or other tensors were its own. Load merge_state_dicts() of all parts: "
+                "each rank takes what is its own."
+            )
+        own = {number: state for number, state in state_dict["state"].items() if number in numbers}
+        self.optimizer.load_state_dict(_whole({**state_dict, "state": own}))
+
+    def _reduce(self, scheme: Scheme) -> None:
+        """Give the parameters of this rank the mean of the ranks' gradients."""
+        trained = [entry for entry in self.optimizer.entries() if entry.parameter.requires_grad]
+        if not trained:
+            return
+        has = tuple(entry.parameter.grad is not None for entry in trained)
+        seen = self._uploads("seen", has, lambda: torch.tensor(has, dtype=torch.uint8), self.optimizer.device).clone()
+        self._wire.maximum(seen, self.group)
+        lacking = [self._is_own(entry) and not known for entry, known in zip(trained, has, strict=True)]
+        for dtype in dict.fromkeys(entry.parameter.dtype for entry in trained):
+            streams = self._streams([e for e in trained if e.parameter.dtype == dtype], self._gradient)
+            piece = max(int(self.bucket_mb * 1e6) // (self.ranks * dtype.itemsize), 1)
+            reduce_to_owners(streams, scheme, self.group, piece, str(dtype).removeprefix("torch."))
+        if any(lacking):
+            for entry, lacked, found in zip(trained, lacking, seen.tolist(), strict=True):
+                if lacked and not found:
+                    entry.parameter.grad = None
+
+    def _gather(self) -> None:
+        """Take over the weights that other ranks have stepped."""
+        trained = [entry for entry in self.optimizer.entries() if entry.parameter.requires_grad]
+        if trained:
+            piece = max(int(self.bucket_mb * 1e6) // self.ranks, 1)
+            gather_from_owners(self._streams(trained, _stored), self._wire, self.group, piece)
+
+    def _streams(self, entries: Iterable[Entry], tensors_of: Callable[[Entry], Sequence[Tensor]]) -> list[list[Tensor]]:
+        streams: list[list[Tensor]] = [[] for _ in range(self.ranks)]
+        for entry in entries:
+            streams[self.assignment.owners[entry.number]] += tensors_of(entry)
+        return streams
+
+    def _gradient(self, entry: Entry) -> list[Tensor]:
+        """Return the gradient of a parameter, flat, in the order of the parameter's memory; zeros where it has none."""
+        parameter, gradient = entry.parameter, entry.parameter.grad
+        if gradient is None and not self._is_own(entry):
+            return [torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.numel())]
+        if gradient is None:
+            parameter.grad = gradient = like(parameter, parameter.dtype)
+        if gradient.layout != torch.strided:
+            raise UnsupportedError(
+                f"GreedyZeRO: parameter '{entry.name}': its gradient is {gradient.layout}. Take dense gradients: "
+                "nn.Embedding(sparse=False)."
+            )
+        if gradient.stride() != parameter.stride():
+            gradient = like(parameter, gradient.dtype).copy_(gradient)
+            parameter.grad = gradient
+        return [_flat(gradient)]
+
+    def _is_own(self, entry: Entry) -> bool:
+        return self.assignment.owners[entry.number] == self.rank
+
+    def _sum(self, squares: Tensor) -> Tensor:
+        """Return what belongs to all ranks: the squares of each group, summed."""
+        total = squares.clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    def _send(self, entry: Entry, state: Mapping[str, Tensor], owner: int, to: int) -> Mapping[str, Tensor]:
+        """Return the state of a parameter on rank `to`; on its owner, send it there."""
+        if owner != to and self.rank in (owner, to):
+            state = state if self.rank == owner else self.optimizer.fresh(entry)
+            for name in sorted(state):
+                data = _flat(state[name]).view(torch.uint8)
+                if not data.numel():
+                    continue
+                if self.rank == owner:
+                    dist.send(data, dist.get_global_rank(self.group, to), group=self.group)
+                else:
+                    dist.recv(data, dist.get_global_rank(self.group, owner), group=self.group)
+        return state
+
+
+def merge_state_dicts(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state dict of a single process from those of all ranks of a `GreedyZeRO`, in any order.
+
+    Raises:
+        CheckpointError: a rank is missing, stands twice, or is of another number of ranks.
+    """
+    parts = list(parts)
+    found = sorted((part.get("rank"), part.get("ranks")) for part in parts)
+    if not parts or found != [(rank, len(parts)) for rank in range(len(parts))]:
+        raise CheckpointError(f"GreedyZeRO state: a part of each rank is needed once; found (rank, ranks) {found}.")
+    state = {number: state for part in parts for number, state in part["state"].items()}
+    return _whole({**parts[0], "state": dict(sorted(state.items()))})
+
+
+def _whole(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state_dict.items() if key not in ("rank", "ranks")}
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return a tensor that fills its memory as (n,), in the order of memory: a view."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def _stored(entry: Entry) -> list[Tensor]:
+    """Return the bytes of a weight."""
+    weight = entry.parameter
+    parts = (weight.codes, weight.scale) if isinstance(weight, FP8Tensor) else (weight,)
+    return [_flat(part).view(torch.uint8) for part in parts]
+
+
+def _state_bytes(optimizer: Optimizer, entry: Entry) -> int:
+    if not entry.parameter.requires_grad:
+        return 0
+    shapes = state_tensors(optimizer.layout_of(entry), *matrix_shape(entry.parameter))
+    return sum(prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
+
+
+def _check(optimizer: Optimizer) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"GreedyZeRO: {type(optimizer).__name__} is not of octavo.optim: AdamW, Adam, Lion or Muon.")
+    if any(optimizer.state.values()) and optimizer.over_ranks is None:
+        raise ConfigError("GreedyZeRO: the optimizer has states already. Wrap it first, then load_state_dict().")
+    if optimizer.release or any(group["gradients"] != "wide" for group in optimizer.param_groups):
+        raise ConfigError(
+            "GreedyZeRO: release=True and gradients='fp8' take a gradient before other ranks have added theirs. Leave "
+            "them out: a rank keeps the gradients of its own tensors only."
+        )
+    for entry in optimizer.entries():
+        if is_distributed(entry.parameter):
+            raise ConfigError(f"GreedyZeRO: parameter '{entry.name}' is sharded: each rank has its own part as it is.")

@@ -1,0 +1,84 @@
+"""Collectives between the GPUs of this machine, in every dtype that Octavo sends: right, and not hanging.
+
+Each rank is a process of its own with a limit of time: what hangs is a finding, and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from octavo.doctor.check import Finding, check, failure, ok, skipped
+from octavo.doctor.subjects import Machine
+
+TIMEOUT = 120.0
+"""Seconds. PyTorch loads and NCCL connects in less."""
+
+
+@check(
+    "collectives",
+    symptom="training on several GPUs hangs in its first step, or differs from one GPU",
+    remedy=(
+        "Run again with NCCL_DEBUG=INFO. Hangs that NCCL_P2P_DISABLE=1 cures come from PCIe access control (ACS) or "
+        "an IOMMU: switch it off on the host."
+    ),
+)
+def collectives(machine: Machine) -> Finding:
+    """Start a process for every GPU, and let them sum, gather, scatter and exchange known numbers."""
+    gpus = torch.cuda.device_count() if machine.device.type == "cuda" else 0
+    if gpus < 2:
+        return skipped(f"{'one GPU has' if gpus else 'a CPU has'} nobody to send to")
+    return judge(connect(gpus, "nccl"), gpus)
+
+
+def judge(told: Sequence[str], ranks: int) -> Finding:
+    """Return the finding for what went wrong."""
+    if told:
+        return failure("; ".join(told[:3]), wrong=list(told), ranks=ranks)
+    return ok(f"{ranks} GPUs sum, gather, scatter and exchange FP32, BF16 and bytes correctly", ranks=ranks)
+
+
+def connect(
+    ranks: int, backend: str, timeout: float = TIMEOUT, program: Sequence[str] = ("-m", "octavo.doctor.machine.rank")
+) -> list[str]:
+    """Return what went wrong between so many ranks of this machine, nothing if all is well.
+
+    Args:
+        program: what Python runs in each process, followed by rank, ranks, backend and a folder for all of them.
+    """
+    with tempfile.TemporaryDirectory() as place:
+        commands = [[sys.executable, *program, str(rank), str(ranks), backend, place] for rank in range(ranks)]
+        errors = [(Path(place) / f"{rank}.err").open("w+") for rank in range(ranks)]
+        processes = [
+            subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=error)
+            for command, error in zip(commands, errors, strict=True)
+        ]
+        try:
+            codes = _wait(processes, timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        if died := [rank for rank, code in enumerate(codes) if code]:
+            errors[died[0]].seek(0)
+            return [f"rank {died[0]}: {(errors[died[0]].read().strip().splitlines() or ['it died'])[-1]}"]
+        if hung := [rank for rank, code in enumerate(codes) if code is None]:
+            return [f"no answer from rank {', '.join(map(str, hung))} in {timeout:g} seconds"]
+        return [told for rank in range(ranks) for told in json.loads((Path(place) / f"{rank}.json").read_text())]
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> list[int | None]:
+    """Wait for all, or until one dies, for which others wait in vain; return exit codes, None if still running."""
+    end = time.monotonic() + timeout
+    while True:
+        codes = [process.poll() for process in processes]
+        if None not in codes or any(codes) or time.monotonic() > end:
+            return codes
+        time.sleep(0.05)

@@ -1,0 +1,1 @@
+"""Checks of a run that was recorded, or still is."""

@@ -1,0 +1,108 @@
+"""The GEMMs of experts that telemetry looks at: `grouped_fprop` and `grouped_dgrad` of `octavo.nn.grouped`.
+
+As `octavo.nn.watched` has it, with a page of three rows: one for the tokens of all experts, one for the stack of their
+weights (E N, K), one for the gradients. A NaN in the weight of an expert shows in the rows of its own tokens only, so
+the first and the last of those are what is looked at.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.kernels import Target
+from octavo.kernels.operator import define
+from octavo.kernels.sample import Looked, rests, sample, sampled_rows
+from octavo.kernels.target import target_of
+from octavo.nn.watched import ends_of
+from octavo.numerics import Quantized
+
+
+def fprop(
+    x8: Quantized, weight: Tensor, ends: Tensor, target: Target, dtype: torch.dtype, accumulate: str,
+    x: Tensor, looked: Target, page: Tensor,
+) -> Tensor:  # fmt: skip
+    """Return y (T, N) of `octavo::grouped_fprop`, and look at the tokens x (T, K) and the weights.
+
+    Args:
+        looked: what x was quantised to.
+        page: FP32 (3, WIDTH) or (3, WIDTH + BINS).
+    """
+    y: Tensor = torch.ops.octavo.watched_grouped_fprop(
+        *x8[:2], weight, ends, str(target), dtype, accumulate, x, str(looked), page
+    )
+    return y
+
+
+def dgrad(
+    g: Quantized, weight: Tensor, ends: Tensor, targets: tuple[Target, Target | None], dtype: torch.dtype,
+    accumulate: str, dy: Tensor, looked: Target, fold: Tensor | None, page: Tensor,
+) -> Tensor:  # fmt: skip
+    """Return dx (T, K) of `octavo::grouped_dgrad`, and look at the gradients dy (T, N).
+
+    Args:
+        targets: how the transposed weight is quantised, and fprop's where its codes are taken.
+        looked: what dy was quantised to.
+        fold: FP32 (E, N), what the gradients of each expert's tokens were multiplied by.
+        page: as for `fprop`.
+    """
+    names = str(targets[0]), str(targets[1] or "")
+    dx: Tensor = torch.ops.octavo.watched_grouped_dgrad(
+        *g[:2], weight, ends, *names, dtype, accumulate, dy, str(looked), fold, page
+    )
+    return dx
+
+
+def _fprop(
+    x: Tensor, x_scale: Tensor, weight: Tensor, ends: Tensor, target: str, dtype: torch.dtype, accumulate: str,
+    tokens: Tensor, looked: str, page: Tensor,
+) -> Tensor:  # fmt: skip
+    y: Tensor = torch.ops.octavo.grouped_fprop(x, x_scale, weight, ends, target, dtype, accumulate)
+    rows, operand, goal = page.data, target_of(looked), target_of(target)
+    if rests(rows[0]) or 0 in x.shape or operand is None or goal is None:
+        return y
+    sample(Looked(tokens, x_scale, operand, None, ends_of(y), tied=True), rows[0])
+    stack = weight.detach().flatten(0, 1)
+    scale: Tensor = torch.ops.octavo.grouped_weight_scale(weight, target)
+    sample(Looked(stack, scale.reshape(-1, 1), goal, None, _ends_of_experts(y, ends), tied=True), rows[1])
+    return y
+
+
+def _dgrad(
+    g: Tensor, g_scale: Tensor, weight: Tensor, ends: Tensor, target: str, source: str, dtype: torch.dtype,
+    accumulate: str, dy: Tensor, looked: str, fold: Tensor | None, page: Tensor,
+) -> Tensor:  # fmt: skip
+    dx: Tensor = torch.ops.octavo.grouped_dgrad(g, g_scale, weight, ends, target, source, dtype, accumulate)
+    row, operand = page.data[2], target_of(looked)
+    if rests(row) or 0 in g.shape or operand is None:
+        return dx
+    if fold is None:
+        sample(Looked(dy, g_scale, operand, None, ends_of(dx), tied=True), row)
+        return dx
+    rows = sampled_rows(len(dy), row)
+    fold = fold[torch.searchsorted(ends, rows, right=True)]
+    sample(Looked(dy[rows], g_scale, operand, fold, ends_of(dx), rows=len(dy)), row)
+    return dx
+
+
+def _ends_of_experts(y: Tensor, ends: Tensor) -> Tensor:
+    """Return the first and the last row of y (T, N) of each expert, as (E N, 2); zeros where it has no token."""
+    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+    both = torch.stack([y[starts.clamp(max=len(y) - 1)], y[(ends - 1).clamp(min=0)]], dim=-1)
+    return torch.where((ends > starts)[:, None, None], both, 0).flatten(0, 1)
+
+
+define(
+    "watched_grouped_fprop(Tensor x, Tensor x_scale, Tensor weight, Tensor ends, str target, ScalarType dtype, "
+    "str accumulate, Tensor tokens, str looked, Tensor page) -> Tensor",
+    _fprop,
+    lambda x, x_scale, weight, ends, target, dtype, *_: x.new_empty(x.shape[0], weight.shape[1], dtype=dtype),
+    torch.Tag.cudagraph_unsafe,
+)
+define(
+    "watched_grouped_dgrad(Tensor g, Tensor g_scale, Tensor weight, Tensor ends, str target, str source, "
+    "ScalarType dtype, str accumulate, Tensor dy, str looked, Tensor? fold, Tensor page) -> Tensor",
+    _dgrad,
+    lambda g, g_scale, weight, ends, target, source, dtype, *_: g.new_empty(g.shape[0], weight.shape[2], dtype=dtype),
+    torch.Tag.cudagraph_unsafe,
+)

@@ -1,0 +1,108 @@
+"""Whether the predictions hold: maps put into effect on other data, their loss change beside the one predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from octavo.conversion.policy import Policy
+from octavo.recipes import RecipeLike, load
+from octavo.sensitivity.choices import Choice
+from octavo.sensitivity.localisation import Report, products
+from octavo.sensitivity.loss import Loss, losses, standard_error
+from octavo.sensitivity.result import Localisation
+from octavo.sensitivity.switchboard import switchboard
+
+SINGLE, RANDOM = "single layers", "random maps"
+
+
+def verify(
+    model: nn.Module,
+    found: Localisation,
+    batches: Sequence[Any],
+    loss: Loss,
+    *,
+    maps: int,
+    recipe: RecipeLike,
+    policy: Policy | None = None,
+    scales: str | None = None,
+    report: Report = lambda doing: None,
+) -> list[dict[str, Any]]:
+    """Return a row for layers one at a time and a row for random maps of several, as the result kind `localize` has it.
+
+    Predicted is what `found` says, summed over the layers with fprop in FP8; measured is the loss of the same model on
+    `batches` less that in high precision. Random maps have any number of layers, each as likely.
+
+    Everything else is computed in the model's own precision, on a GPU with products in TF32: BF16 rounds anew behind
+    each layer that changes, and four times the tokens would be needed.
+
+    Args:
+        batches: data that `found` has not seen.
+        maps: how many layers, taken by chance, and how many random maps.
+    """
+    names = [layer.name for layer in found.layers if ("fprop",) in layer.recipes]
+    predicted = {layer.name: layer.change.mean for layer in found.layers}
+    groups = {SINGLE: _some(names, maps), RANDOM: list(random_maps(names, maps))}
+    rows = []
+    on_gpu = next(model.parameters()).is_cuda
+    with switchboard(model, load(recipe), policy, 8192, scales) as board, products("high" if on_gpu else "highest"):
+        before = losses(model, batches, loss)
+        for title, group in groups.items():
+            measured, errors = [], []
+            for number, inside in enumerate(group):
+                report(f"verify, {title} {number + 1} of {len(group)}")
+                chosen: dict[str, Choice] = dict.fromkeys(inside, ("fprop",))
+                with board.using(chosen):
+                    change = losses(model, batches, loss) - before
+                measured.append(float(change.mean()))
+                errors.append(standard_error(change))
+            sums = [sum(predicted[name] for name in inside) for inside in group]
+            rows.append(_row(title, group, sums, measured, errors))
+    return rows
+
+
+def _some(names: Sequence[str], count: int) -> list[list[str]]:
+    """Return so many single layers, in the order of the model."""
+    picked = torch.randperm(len(names), generator=torch.Generator().manual_seed(0))[:count].tolist()
+    return [[names[place]] for place in sorted(picked)]
+
+
+def random_maps(names: Sequence[str], count: int) -> Iterator[list[str]]:
+    """Yield maps of any number of layers, each number as likely; always the same ones."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(count):
+        size = int(torch.randint(1, len(names) + 1, (), generator=generator))
+        picked = torch.randperm(len(names), generator=generator)[:size].tolist()
+        yield [names[place] for place in sorted(picked)]
+
+
+def _row(
+    title: str, group: Sequence[Sequence[str]], predicted: list[float], measured: list[float], errors: list[float]
+) -> dict[str, Any]:
+    return {
+        "maps": title,
+        "layers": max(map(len, group), default=0) if title == RANDOM else len(group),
+        "predicted": predicted,
+        "measured": measured,
+        "error": float(np.mean(errors)),
+        "rank_correlation": rank_correlation(predicted, measured),
+    }
+
+
+def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    """Return Spearman's rank correlation, ties at their mean rank; 0 where one of the two does not vary."""
+    ranks = np.array([_ranks(a), _ranks(b)])
+    centred = ranks - ranks.mean(1, keepdims=True)
+    spread = np.sqrt((centred**2).sum(1)).prod()
+    return float((centred[0] * centred[1]).sum() / spread) if spread else 0.0
+
+
+def _ranks(values: Sequence[float]) -> np.ndarray[Any, Any]:
+    x = np.asarray(values, dtype=np.float64)
+    below, same = (x[:, None] > x).sum(1), (x[:, None] == x).sum(1)
+    ranks: np.ndarray[Any, Any] = below + (same - 1) / 2
+    return ranks

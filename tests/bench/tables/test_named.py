@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from octavo.bench import results
+from octavo.bench.results import Result
+from octavo.bench.tables.named import MEASURED, NOT_MEASURED, render
+
+ROOT = Path(__file__).parents[3]
+MakeResult = Callable[..., Result]
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_every_table_of_measurements_renders_or_says_it_is_missing(name: str, tmp_path: Path) -> None:
+    assert render(name, tmp_path) == NOT_MEASURED
+    assert render(name, ROOT / "benchmarks" / "results")
+
+
+def test_a_measured_table_says_where_its_figures_come_from(result: MakeResult, tmp_path: Path) -> None:
+    row = {"model": "124m", "tokens": 1000, "recipe": "bf16", "seed": 0, "heldout_loss": 2.0}
+    results.write(result("parity", row), tmp_path)
+    text = render("parity", tmp_path)
+    assert "Measured on gpu (torch 2.11.0) with `octavo x`: `2026-11-21-gpu-parity.json`." in text

@@ -1,0 +1,372 @@
+"""Sharded models against the run of one process: codes and losses, bytes on the wire, and every kind of weight."""
+
+import pytest
+import ranks
+import torch
+from sharded import FP32, batch, full_state, llama, loss_of, reshard, step_alone, step_sharded, unshard
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+import octavo
+from octavo import kernels
+from octavo.conversion import Policy
+from octavo.distributed import shard
+from octavo.distributed.traffic import Traffic
+from octavo.errors import ConfigError, UnsupportedError
+from octavo.nn.functional import target_of
+from octavo.nn.scales import scales
+from octavo.tensor import FP8Tensor, local
+
+STEPS = 2
+ROWS = "embedding by rows"
+
+
+def train(rank, count, recipe="folded", mesh=None, policy=None, freeze=(), dtype=torch.float32, by_rows=False, **shape):
+    """Return the losses of a sharded run, those of one process, the plan, and the codes that are unlike."""
+    model, alone = (llama(recipe, policy, dtype, **shape) for _ in range(2))
+    for net in (model, alone):
+        for name in freeze:
+            net.get_parameter(name).requires_grad_(False)
+    before = {name: p.detach().clone() for name, p in alone.named_parameters()}
+    plan = shard(model, mesh, mp_policy=FP32, by_rows=[model.tok_embeddings] if by_rows else [])
+    unlike = unlike_codes(model, alone)
+    optimizers = [torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.5) for net in (model, alone)]
+    pairs = [
+        (step_sharded(model, optimizers[0], step, rank, count), step_alone(alone, optimizers[1], step, count))
+        for step in range(STEPS)
+    ]
+    moved = [name for name, p in alone.named_parameters() if not torch.equal(p, before[name])]
+    state, expected = full_state(model), alone.state_dict()
+    return {
+        "pairs": pairs,
+        "unlike": unlike,
+        "reasons": {p.name: p.reason for p in plan.parameters},
+        "sent": {p.name: p.sent for p in plan.parameters},
+        "moved": moved,
+        "names": list(state) == list(expected),
+        "plain": all(type(v) is torch.Tensor and v.dtype == expected[k].dtype for k, v in state.items()),
+        "error": max((state[k].float() - v.float()).abs().max().item() for k, v in expected.items()),
+    }
+
+
+def unlike_codes(model, alone):
+    """Return the names of FP8 weights whose gathered codes are not those that one process makes."""
+    unshard(model)
+    names = []
+    for name, layer in model.named_modules():
+        weight = getattr(layer, "weight", None)
+        if isinstance(weight, FP8Tensor):
+            target = target_of(layer.recipe.fprop.weight)
+            expected = kernels.quantize(alone.get_parameter(f"{name}.weight").detach(), *target)
+            same = torch.equal(weight.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+            if target.granularity != "tensor":  # there layers that are computed together have one scale
+                same = same and torch.equal(weight.scale, expected.scale)
+                names += [] if same else [name]
+            else:
+                names += [] if weight.scale.item() >= expected.scale.item() else [name]
+    reshard(model)
+    return names
+
+
+def two_ranks(rank, count):
+    tied = {"tie_embeddings": True, "policy": Policy(keep={})}
+    return {
+        "folded": train(rank, count),
+        "bf16 weights": train(rank, count, dtype=torch.bfloat16),
+        "tensorwise": train(rank, count, "tensorwise"),
+        "block": train(rank, count, "block", dim=256, ffn=256, heads=1),
+        "rowwise": train(rank, count, "rowwise"),
+        "tied": train(rank, count, **tied),
+        "embedding by rows": train(rank, count, by_rows=True, vocab=97),  # the first rank has 49 of them
+        "frozen": train(rank, count, freeze=["layers.0.attention.wq.weight", "layers.1.feed_forward.w2.weight"]),
+        "wire": wire(rank, count),
+        "once": quantised_once(rank, count),
+        "loaded": load_again(rank, count),
+        "reduced": reduced(rank, count),
+        "written": written(rank, count),
+        "refused": refusals(),
+        "books": books(rank, count),
+        "rows": rows_only(rank, count),
+    }
+
+
+def four_ranks(rank, count):
+    return {
+        "folded": train(rank, count),
+        "hsdp": train(rank, count, mesh=hsdp()),
+        "embedding by rows": train(rank, count, by_rows=True),
+        "hsdp, embedding by rows": train(rank, count, mesh=hsdp(), by_rows=True),
+        "uneven": uneven(rank, count),
+    }
+
+
+def hsdp():
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def books(rank, count):
+    """Return of two sharded models with kept scales, of which one is stepped, whether each book has rolled."""
+    models = [llama("delayed") for _ in range(2)]
+    tokens, targets = batch(0, count)
+    for model in models:
+        shard(model, mp_policy=FP32)
+        loss_of(model, tokens[rank : rank + 1], targets[rank : rank + 1]).backward()
+    kept = [scales(model) for model in models]
+    before = [book.cells.clone() for book in kept]
+    torch.optim.SGD(models[0].parameters(), lr=0.1).step()
+    return {
+        "seen": [bool((cells[:, 1] > 0).any()) for cells in before],
+        "rolled": [bool((book.history[0] > 0).any()) for book in kept],
+        "as before": [torch.equal(book.cells, cells) for book, cells in zip(kept, before, strict=True)],
+        "scales": kept[0].cells,
+    }
+
+
+def wire(rank, count):
+    """Return the bytes of a forward and backward pass, by FSDP2 in BF16, and by `shard`; and what the plan says."""
+    found = {}
+    for name, recipe in (("bf16", "bf16"), ("fp8", "folded")):
+        model = llama(recipe)
+        plan = shard(model)
+        tokens, targets = batch(0, count)
+        with Traffic() as traffic:
+            model(tokens[rank : rank + 1], targets[rank : rank + 1]).backward()
+        layers = sum(p.bytes for p in plan.parameters if p.name.startswith("layers."))
+        found[name] = {**traffic.bytes, "plan": plan.bytes + layers}
+    return found
+
+
+def rows_only(rank, count):
+    """Return the bytes of an embedding's forward and backward pass, in BF16, and how often others were waited for."""
+    embedding = nn.Sequential(nn.Embedding(1000, 64))
+    shard(embedding, blocks=[], by_rows=[embedding[0]])
+    with Traffic() as traffic:
+        out = embedding(torch.tensor([[0, 999, 5, 0], [999, 7, 0, 0]]))
+        out.sum().backward()
+    said = ranks.refusal(ConfigError, lambda: embedding(torch.tensor([3, 1000])))
+    none = embedding(torch.zeros(0, dtype=torch.int32))
+    none.sum().backward()
+    shapes = [*none.shape, *out.shape]
+    bytes = traffic.bytes["all_to_all"]
+    return {"bytes": bytes, "dtype": str(out.dtype), "kinds": sorted(traffic.calls), "said": said, "shapes": shapes}
+
+
+def quantised_once(rank, count):
+    """Return how often a weight is quantised in each step, of two passes that gather twice."""
+    model = llama()
+    shard(model, mp_policy=FP32)
+    values = {id(local(parameter)) for parameter in model.parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)  # it moves no version
+    calls, quantize = [0], kernels.quantize
+
+    def counting(x, *arguments):
+        calls[-1] += id(x) in values
+        return quantize(x, *arguments)
+
+    kernels.quantize = counting
+    tokens, targets = batch(0, count)
+    for _ in range(2):
+        for _ in range(2):
+            loss_of(model, tokens[rank : rank + 1], targets[rank : rank + 1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        calls.append(0)
+    kernels.quantize = quantize
+    return calls
+
+
+def reduced(rank, count):
+    """Return what is sent where gradients are reduced by another scheme, and how far they are from plain sums."""
+    gradients = []
+    for scheme in (None, "bf16"):
+        model = llama()
+        shard(model, mp_policy=FP32, reduce=scheme)
+        tokens, targets = batch(0, count)
+        with Traffic() as traffic:
+            loss_of(model, tokens[rank : rank + 1], targets[rank : rank + 1]).backward()
+        gradients.append(torch.cat([local(p.grad).flatten() for p in model.parameters()]))
+    error = (gradients[1] - gradients[0]).norm() / gradients[0].norm()
+    return {"kinds": sorted(traffic.bytes), "error": error.item()}
+
+
+def written(rank, count):
+    """Return whether weights that are written in place, by no optimizer, are gathered as they are then."""
+    model, other = llama(), llama()
+    shard(model, mp_policy=FP32)
+    tokens, targets = batch(0, count)
+    before = loss_of(model, tokens, targets).item()
+    with torch.no_grad():
+        for parameter in (*model.parameters(), *other.parameters()):
+            parameter.mul_(1.7)
+    after = loss_of(model, tokens, targets).item()
+    return before != after and after == loss_of(other, tokens, targets).item()
+
+
+def load_again(rank, count):
+    """Return whether a state dict that is loaded, by copying and by assignment, is what is gathered after it."""
+    found = {}
+    for assign in (False, True):
+        model, other = llama(), llama()
+        shard(model, mp_policy=FP32)
+        tokens, targets = batch(0, count)
+        loss_of(model, tokens, targets)
+        state = {k: v.detach().clone().mul_(1.7) for k, v in model.state_dict().items()}
+        model.load_state_dict(state, assign=assign)
+        with torch.no_grad():
+            for p in other.parameters():
+                p.mul_(1.7)
+        with Traffic() as traffic:
+            loss = loss_of(model, tokens, targets)
+        found[assign] = loss.item() == loss_of(other, tokens, targets).item(), traffic.bytes["all_gather"]
+    return found
+
+
+def refusals():
+    """Return what is said where a model cannot be sharded."""
+    model, tied, padded = llama(), llama(tie_embeddings=True, policy=Policy(keep={})), nn.Embedding(4, 4, 0)
+    attempts = [
+        lambda: shard(model, reshard_after_forward=2),
+        lambda: shard(model, blocks=[nn.Linear(2, 2)]),
+        lambda: shard(model, blocks=[model.layers[0].attention.wq]),
+        lambda: shard(model, blocks=[model.layers[0].feed_forward.w1]),
+        lambda: shard(model, by_rows=[nn.Embedding(2, 2)]),
+        lambda: shard(tied, by_rows=[tied.tok_embeddings]),
+        lambda: shard(nn.Sequential(padded), blocks=[], by_rows=[padded]),
+        lambda: shard(model, by_rows=[model.tok_embeddings], offload_policy=CPUOffloadPolicy()),
+        lambda: (shard(model), shard(model)),
+    ]
+    return [ranks.refusal((ConfigError, UnsupportedError), attempt) for attempt in attempts]
+
+
+def uneven(rank, count):
+    """Return outputs and gradients of layers whose rows do not divide, some of them fewer than ranks."""
+
+    def build():
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(64, 70), nn.GELU(), nn.Linear(70, 5), nn.Linear(5, 3, bias=False))
+        octavo.convert(net, "folded", policy=Policy(min_features=1, fuse=False, keep={}))
+        return net
+
+    net, alone = build(), build()
+    shard(net, mp_policy=FP32)
+    optimizers = [octavo.optim.AdamW(n.parameters(), lr=1e-2, clip=0.1, states="fp32") for n in (net, alone)]
+    pairs = []
+    for step in range(STEPS):
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step))
+        for n, optimizer in zip((net, alone), optimizers, strict=True):
+            loss = n(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            pairs.append(loss.item())
+    state = full_state(net)
+    error = max((state[k] - v).abs().max().item() for k, v in alone.state_dict().items())
+    return {"losses": pairs, "error": error, "norms": [o.grad_norm.item() for o in optimizers]}
+
+
+@pytest.fixture(scope="module")
+def two():
+    return ranks.run(two_ranks, 2, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def four():
+    return ranks.run(four_ranks, 4, timeout=240)
+
+
+@pytest.mark.parametrize("case", ["folded", "bf16 weights", "tensorwise", "block", "rowwise", "tied", "frozen", ROWS])
+def test_two_ranks_are_one_process_to_the_bit(two, case):
+    found = two[0][case]
+    assert not found["unlike"]
+    assert all(sharded == alone for sharded, alone in found["pairs"]) and found["error"] == 0
+
+
+@pytest.mark.parametrize("case", ["folded", "hsdp", ROWS, f"hsdp, {ROWS}"])
+def test_four_ranks_sum_in_another_order(four, case):
+    found = four[0][case]
+    assert not found["unlike"]
+    assert found["pairs"][0][0] == found["pairs"][0][1]  # before the first sum
+    assert all(sharded == pytest.approx(alone, rel=2e-5) for sharded, alone in found["pairs"])
+
+
+def test_rows_that_do_not_divide(four):
+    found = four[0]["uneven"]
+    assert found["losses"][0::2] == pytest.approx(found["losses"][1::2], rel=1e-6)
+    assert found["error"] < 1e-6 and found["norms"][0] == pytest.approx(found["norms"][1], rel=1e-6)
+
+
+def test_a_state_dict_is_plain(two):
+    for case in ("folded", "bf16 weights", "tied"):
+        assert two[0][case]["names"] and two[0][case]["plain"]
+
+
+def test_one_byte_a_weight_is_sent(two):
+    wire = two[0]["wire"]
+    assert wire["fp8"]["all_gather"] == wire["fp8"]["plan"]
+    assert wire["bf16"]["all_gather"] == wire["bf16"]["plan"]
+    assert wire["fp8"]["reduce_scatter"] == wire["bf16"]["reduce_scatter"]
+
+
+def test_a_weight_is_quantised_once_a_step(two):
+    assert two[0]["once"] == [14, 14, 0]
+
+
+def test_what_is_sent(two):
+    weight = "layers.0.feed_forward.w1.weight"
+    sent = {case: two[0][case]["sent"][weight] for case in ("folded", "tensorwise", "block", "rowwise")}
+    assert sent == {"folded": "e4m3 row", "tensorwise": "e4m3 tensor", "block": "e4m3 128x128", "rowwise": "float32"}
+    assert "dgrad reads other codes" in two[0]["rowwise"]["reasons"][weight]
+    assert "lm_head" not in two[0]["tied"]["reasons"]
+    assert "reads its values" in two[0]["tied"]["reasons"]["tok_embeddings.weight"]
+
+
+def test_an_embedding_sends_the_rows_that_are_looked_up_and_no_others(two):
+    # Both look up rows 0, 5 and 7 of the first rank, and 999 of the second: the larger of what each sends and receives.
+    assert "from 3 to 1000" in two[0]["rows"]["said"] and two[0]["rows"]["shapes"] == [0, 64, 2, 4, 64]
+    rows, numbers, counts = (6 + 4) * 64 * 2, (6 + 4) * 8, (2 + 2) * 8
+    assert two[0]["rows"]["kinds"] == ["all_to_all"] and two[0]["rows"]["dtype"] == "torch.bfloat16"
+    assert sum(found["rows"]["bytes"] for found in two) == 2 * rows + numbers + counts
+
+
+def test_books_roll_with_their_own_model(two):
+    found = two[0]["books"]
+    assert found["seen"] == [True, True] and found["rolled"] == [True, False] and found["as before"] == [False, True]
+    assert torch.equal(found["scales"], two[1]["books"]["scales"])
+
+
+def test_frozen_weights_stay(two):
+    assert not {"layers.0.attention.wq.weight", "layers.1.feed_forward.w2.weight"} & set(two[0]["frozen"]["moved"])
+    assert "layers.0.attention.wo.weight" in two[0]["frozen"]["moved"]
+
+
+def test_what_is_loaded_is_gathered(two):
+    (copied, copied_bytes), (assigned, assigned_bytes) = two[0]["loaded"][False], two[0]["loaded"][True]
+    assert copied and assigned and copied_bytes == assigned_bytes
+
+
+def test_a_write_is_seen(two):
+    assert two[0]["written"]
+
+
+def test_gradients_are_reduced_by_a_scheme(two):
+    assert two[0]["reduced"]["kinds"] == ["all_gather", "all_to_all"]
+    assert 0 < two[0]["reduced"]["error"] < 2**-8
+
+
+def test_what_cannot_be_sharded_is_refused(two):
+    words = ["reshard_after_forward = 2", "not a module inside", "computed together", "computed together"]
+    words += [
+        "no embedding of the model",
+        "lm_head.weight are one parameter",
+        "padding_idx",
+        "on the device",
+        "already",
+    ]
+    assert len(two[0]["refused"]) == len(words)
+    assert all(word in said for word, said in zip(words, two[0]["refused"], strict=True))
+
+
+def test_without_a_process_group():
+    with pytest.raises(ConfigError, match="torchrun"):
+        shard(llama())

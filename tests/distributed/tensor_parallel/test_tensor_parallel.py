@@ -1,0 +1,290 @@
+"""Tensor and sequence parallel against one process: codes, losses, gradients, and bytes on the wire."""
+
+import pytest
+import ranks
+import torch
+from sharded import FP32, SHAPE, batch, full_state, loss_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+import octavo
+from octavo import kernels
+from octavo.distributed import ColumnParallel, Parallel, RowParallel, shard, tensor_parallel
+from octavo.distributed.tensor_parallel import tokens as tokens_of
+from octavo.distributed.traffic import Traffic
+from octavo.errors import ConfigError, UnsupportedError
+from octavo.kernels import Target
+from octavo.models.config import ModelConfig
+from octavo.models.llama import Llama
+from octavo.nn import Linear
+from octavo.nn.handoff import taken
+from octavo.nn.weights import quantize_matrix
+from octavo.tensor import FP8Tensor
+
+ROW = Target("e4m3", "row", "power_of_two")
+
+
+def llama(recipe="folded", policy=None, **shape):
+    torch.manual_seed(0)
+    model = Llama(ModelConfig(**{**SHAPE, "kv_heads": 2, **shape}))
+    octavo.convert(model, recipe, policy=policy)
+    return model
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gradients(model):
+    return {name: whole(p.grad) for name, p in model.named_parameters()}
+
+
+def errors(found, exact):
+    """Return the relative error of all gradients together, and the largest of one parameter."""
+    own = {name: ((found[name] - g).norm() / g.norm()).item() for name, g in exact.items()}
+    both = [torch.cat([g.flatten() for g in gs.values()]) for gs in (found, exact)]
+    return {"all": ((both[0] - both[1]).norm() / both[1].norm()).item(), "worst": max(own.values())}
+
+
+def compare(mesh, recipe="folded", sequence=True, policy=None, **shape):
+    """Return losses and errors of gradients, against FP32, of a model that is cut and of one process."""
+    model, alone, exact = (llama(r, policy, **shape) for r in (recipe, recipe, "bf16"))
+    plan = tensor_parallel(model, mesh, sequence=sequence)
+    tokens, targets = batch(0, 2)
+    with Traffic() as traffic:
+        loss = loss_of(model, tokens, targets)
+        loss.backward()
+    alone_loss, exact_loss = loss_of(alone, tokens, targets), exact(tokens, targets)
+    alone_loss.backward()
+    exact_loss.backward()
+    right = gradients(exact)
+    with torch.no_grad():
+        logits = loss_of(model, tokens, None), loss_of(alone, tokens, None)
+        with octavo.disabled(model):
+            high = model(tokens), exact(tokens)
+    return {
+        "losses": (loss.item(), alone_loss.item(), exact_loss.item()),
+        "errors": (errors(gradients(model), right), errors(gradients(alone), right)),
+        "traffic": traffic.bytes,
+        "sent": {row.name: row.sent for row in plan.layers},
+        "reasons": {row.reason for row in plan.layers},
+        "logits": ((logits[0] - logits[1]).norm() / logits[1].norm()).item(),
+        "high": (high[0] - high[1]).abs().max().item(),
+        "names": list(model.state_dict()) == list(alone.state_dict()),
+        "equal": all(torch.equal(v, alone.state_dict()[k]) for k, v in full_state(model).items()),
+    }
+
+
+def two_ranks(rank, count):
+    mesh = init_device_mesh("cpu", (count,))
+    found = {
+        "folded": compare(mesh),
+        "whole tokens": compare(mesh, sequence=False),
+        "bf16": compare(mesh, "bf16"),
+        "tensorwise": compare(mesh, "tensorwise"),
+        "apart": compare(mesh, policy=octavo.Policy(fuse=False)),
+        "tied": compare(mesh, policy=octavo.Policy(keep={}), tie_embeddings=True),
+    }
+    return {**found, "gathered": gathered(rank, mesh), "lone": lone(rank, mesh), "once": quantised_once(rank, mesh),
+            "trained": trained(mesh), "refused": refusals(mesh)}  # fmt: skip
+
+
+def gathered(rank, mesh):
+    """Return whether codes that are gathered are those of all tokens, and what layers read of a column-parallel one."""
+    x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(1))
+    own = x[:, 4 * rank : 4 * rank + 4].contiguous()
+    y = tokens_of.gather_codes(own, ROW, mesh.get_group())
+    found, expected = taken(y, ROW), quantize_matrix(x.reshape(16, 32), ROW)
+    same = torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+    return same and torch.equal(found.scale, expected.scale) and bool(y.isnan().all())
+
+
+def lone(rank, mesh):
+    """Return whether a column-parallel layer's outputs are those of one process to the bit; the error of two layers."""
+    torch.manual_seed(3)
+    up, down = Linear(32, 64, bias=True), Linear(64, 32, bias=True)
+    x = torch.randn(2, 8, 32)
+    own = x[:, 4 * rank : 4 * rank + 4].clone().requires_grad_()
+    first = up(x)
+    expected = down(first)
+    expected.square().sum().backward()
+    bias = down.bias.grad.clone()
+    for layer in (up, down):
+        layer.zero_grad()
+    model = nn.Sequential(up, down)
+    parallelize_module(model, mesh, {"0": ColumnParallel(), "1": RowParallel()})
+    columns = model[0](own)
+    result = model(own)
+    result.square().sum().backward()
+    error = (result - expected[:, 4 * rank : 4 * rank + 4]).norm() / expected.norm()
+    return {
+        "columns": torch.equal(columns, first.chunk(2, -1)[rank]),
+        "error": error.item(),
+        "bias": ((whole(down.bias.grad) - bias).norm() / bias.norm()).item(),
+        "restored": isinstance(up.weight, DTensor),
+    }
+
+
+def quantised_once(rank, mesh):
+    """Return how often a weight is quantised in each step, of two passes."""
+    model = llama()
+    tensor_parallel(model, mesh)
+    kept = {p._local_tensor.data_ptr() for n, p in model.named_parameters() if n.startswith("layers") and p.dim() > 1}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    calls, quantize = [0], kernels.quantize
+
+    def counting(x, *arguments):
+        calls[-1] += x.data_ptr() in kept
+        return quantize(x, *arguments)
+
+    kernels.quantize = counting
+    for _ in range(2):
+        for _ in range(2):
+            loss_of(model, *batch(0, 2)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        calls.append(0)
+    kernels.quantize = quantize
+    return calls
+
+
+def trained(mesh):
+    """Return the losses and norms of steps of `octavo.optim`, cut and in one process."""
+    models = llama(), llama()
+    tensor_parallel(models[0], mesh)
+    return steps(models, lambda model, step: loss_of(model, *batch(step, 2)))
+
+
+def steps(models, loss_in, second=None):
+    optimizers = [octavo.optim.AdamW(m.named_parameters(), lr=3e-3, states="fp8", clip=1.0) for m in models]
+    rows = []
+    for step in range(3):
+        row = []
+        for model, optimizer, forward in zip(models, optimizers, (loss_in, second or loss_in), strict=True):
+            loss = forward(model, step)
+            loss.backward()
+            optimizer.step()
+            row += [loss.item(), optimizer.grad_norm.item()]
+            optimizer.zero_grad()
+        rows.append(row)
+    return rows
+
+
+def refusals(mesh):
+    attempts = [
+        lambda: tensor_parallel(nn.Linear(2, 2), mesh),
+        lambda: tensor_parallel(llama(kv_heads=1), mesh),
+        lambda: tensor_parallel(llama("delayed"), mesh),
+        lambda: tensor_parallel(llama(policy=octavo.Policy(weights="fp8")), mesh),
+        lambda: parallelize_module(Linear(8, 7), mesh, ColumnParallel()),
+        lambda: parallelize_module(nn.ModuleDict({"up": nn.ReLU()}), mesh, Parallel(["up"])),
+    ]
+    said = [ranks.refusal((ConfigError, UnsupportedError), attempt) for attempt in attempts]
+    model = llama()
+    tensor_parallel(model, mesh)
+    return [*said, ranks.refusal(UnsupportedError, lambda: model(torch.zeros(1, 15, dtype=torch.long)))]
+
+
+def four_ranks(rank, count):
+    """Return a run of TP 2 x DP 2, with weights gathered in FP8, and what is gathered."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    models = llama(), llama()
+    tensor_parallel(models[0], mesh["tensor"])
+    plan = shard(models[0], mesh["data"], mp_policy=FP32)
+    part = mesh["data"].get_local_rank()
+    kinds = set()
+
+    def own(model, step):
+        kinds.add(type(model.layers[0].attention.wq.weight._local_tensor).__name__)
+        tokens, targets = batch(step, 2)
+        return loss_of(model, tokens[part : part + 1], targets[part : part + 1])
+
+    def alone(model, step):
+        tokens, targets = batch(step, 2)
+        return sum(loss_of(model, tokens[i : i + 1], targets[i : i + 1]) for i in range(2)) / 2
+
+    rows = steps(models, own, alone)
+    models[0].layers[0].unshard()
+    gathered = isinstance(models[0].layers[0].attention.wq.weight._local_tensor, FP8Tensor)
+    models[0].layers[0].reshard()
+    state, expected = full_state(models[0]), models[1].state_dict()
+    drift = max(((state[k] - v).norm() / v.norm()).item() for k, v in expected.items())
+    return {"rows": rows, "sent": {p.name: p.sent for p in plan.parameters}, "gathered": gathered, "drift": drift}
+
+
+@pytest.fixture(scope="module")
+def on_two():
+    return ranks.run(two_ranks, 2)
+
+
+@pytest.fixture(scope="module")
+def on_four():
+    return ranks.run(four_ranks, 4)
+
+
+@pytest.mark.parametrize("how", ["folded", "whole tokens", "bf16", "tensorwise", "apart", "tied"])
+def test_a_cut_model_is_as_near_to_the_truth_as_one_process(on_two, how):
+    for result in on_two:
+        found = result[how]
+        loss, alone, exact = found["losses"]
+        assert abs(loss - alone) < 2e-3 * exact
+        cut, one = found["errors"]
+        assert cut["all"] < 1.1 * one["all"] + 1e-3
+        assert cut["worst"] < 1.3 * one["worst"] + 1e-2
+        assert found["logits"] < 0.05 and found["high"] < 1e-4
+        assert found["names"] and found["equal"]
+    assert on_two[0][how]["losses"] == on_two[1][how]["losses"]
+
+
+def test_tokens_are_gathered_as_codes_with_a_byte_an_element(on_two):
+    tokens, width = 2 * SHAPE["sequence"], SHAPE["dim"]
+    gathers = 2 * SHAPE["layers"]  # before attention and before the feed-forward
+    backward = gathers * tokens * width * 2  # of the gradients of what was scattered, in BF16
+    assert on_two[0]["folded"]["traffic"]["all_gather"] == gathers * tokens * (width + 4) + backward
+    assert on_two[0]["bf16"]["traffic"]["all_gather"] == gathers * tokens * 2 * width + backward
+    for how in ("folded", "bf16"):
+        assert on_two[0][how]["traffic"]["reduce_scatter"] == 2 * backward
+
+
+def test_the_plan_says_what_is_sent_and_why(on_two):
+    assert on_two[0]["folded"]["sent"]["layers.0.attention.wq"] == "e4m3 row"
+    assert on_two[0]["folded"]["sent"]["layers.0.attention.wo"] == "bfloat16"
+    assert on_two[0]["folded"]["reasons"] == {""}
+    assert on_two[0]["tensorwise"]["reasons"] == {"", "a scale a tensor needs the maximum of all ranks' tokens"}
+
+
+def test_gathered_codes_are_those_of_one_process_to_the_bit(on_two):
+    assert all(result["gathered"] for result in on_two)
+
+
+def test_a_column_parallel_layer_is_equal_to_the_bit_and_a_row_parallel_one_nearly(on_two):
+    for result in on_two:
+        assert result["lone"]["columns"] and result["lone"]["restored"]
+        assert result["lone"]["error"] < 0.02 and result["lone"]["bias"] < 0.02
+
+
+def test_a_weight_is_quantised_once_a_step(on_two):
+    assert on_two[0]["once"] == [14, 14, 0]
+
+
+def test_an_optimizer_steps_cut_weights_as_whole_ones(on_two):
+    for loss, norm, alone, alone_norm in on_two[0]["trained"]:
+        assert loss == pytest.approx(alone, rel=2e-3)
+        assert norm == pytest.approx(alone_norm, rel=0.02)
+
+
+def test_what_cannot_be_cut_is_refused(on_two):
+    words = ["has no layers", "2 ranks cannot share", "keeps a scale", "stored in FP8", "7 outputs", "only linear", "2"]
+    for said, word in zip(on_two[0]["refused"], words, strict=True):
+        assert word in said
+
+
+def test_tensor_parallel_with_data_parallel(on_four):
+    first, second = on_four[0], on_four[2]  # of the same rank of tensor parallel
+    for own, other in zip(first["rows"], second["rows"], strict=True):
+        assert (own[0] + other[0]) / 2 == pytest.approx(own[2], rel=2e-3)
+        assert own[1] == other[1] == pytest.approx(own[3], rel=0.02)
+    assert all(result["gathered"] and result["drift"] < 0.05 for result in on_four)
+    assert first["sent"]["layers.0.attention.wo.weight"] == "e4m3 row"

@@ -1,0 +1,78 @@
+"""What the dashboard says of a run, as checks with remedies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from octavo.doctor.check import Check, make
+from octavo.doctor.run import health
+from octavo.monitor.store import ROLES, STATS, RunReader, RunWriter, TensorRow
+from octavo.monitor.store.writer import Outcome
+
+STEPS = 60
+
+
+def written(
+    path: Path,
+    *,
+    last_loss: float = 2.0,
+    gap: float = 0.2,
+    share: tuple[str, float] = ("flushed", 0.0),
+    event: str = "",
+    outcome: Outcome = "finished",
+) -> RunReader:
+    run = RunWriter(path)
+    with run.batch():
+        run.set_tensors([TensorRow("wq", role) for role in ROLES])
+        for step in range(1, STEPS + 1):
+            values = np.zeros((len(ROLES), len(STATS)), dtype=np.float32)
+            values[ROLES.index("grad_output"), STATS.index(share[0])] = share[1]
+            loss = last_loss if step == STEPS else 2.0
+            run.write_step(step, {"loss_fp8": loss, "loss_bf16": 2.0, "gap_percent": gap}, values)
+        if event:
+            run.write_event(STEPS, "saturation", "it saturated", level=event, layer="wq")
+    run.close(outcome, "out of memory" if outcome == "failed" else "")
+    return RunReader(path)
+
+
+def test_a_run_without_fault(tmp_path: Path) -> None:
+    run = written(tmp_path)
+    found = {check.name: make(check, run) for check in (health.state, health.loss, health.tensors, health.events)}
+    assert {name: str(result.finding.verdict) for name, result in found.items()} == dict.fromkeys(found, "ok")
+    assert found["run"].finding.seen == "finished, 60 steps"
+    assert found["tensors"].finding.seen == f"{len(ROLES)} tensors within their limits"
+
+
+@pytest.mark.parametrize(
+    ("fault", "check", "verdict", "seen", "remedy"),
+    [
+        ({"outcome": "failed"}, health.state, "failure", "the run failed: out of memory", "--resume"),
+        ({"outcome": "interrupted"}, health.state, "warning", "interrupted", "--resume"),
+        ({"last_loss": float("nan")}, health.loss, "failure", "not a number", "drift"),
+        ({"gap": 3.0}, health.loss, "warning", "3.0 % above the BF16 twin's", "drift"),
+        ({"gap": 9.0}, health.loss, "failure", "9.0 % above the BF16 twin's", "drift"),
+        ({"share": ("saturated", 0.01)}, health.tensors, "warning", "wq grad_output saturates", "finer recipe"),
+        ({"share": ("nonfinite", 0.01)}, health.tensors, "failure", "wq grad_output is not finite", "octavo.observed"),
+        ({"event": "warning"}, health.events, "warning", "it saturated", "octavo dashboard"),
+        ({"event": "error"}, health.events, "failure", "it saturated", "octavo dashboard"),
+    ],
+)
+def test_a_fault_is_found_by_one_check(
+    tmp_path: Path, fault: dict[str, object], check: Check[RunReader], verdict: str, seen: str, remedy: str
+) -> None:
+    run = written(tmp_path, **fault)  # type: ignore[arg-type]
+    result = make(check, run)
+    assert result.finding.verdict == verdict and seen in result.finding.seen and remedy in result.remedy
+    others = {health.state, health.loss, health.tensors, health.events} - {check}
+    assert all(make(other, run).finding.verdict == "ok" for other in others)
+
+
+def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
+    run = RunWriter(tmp_path)
+    run.close("finished", "")
+    reader = RunReader(tmp_path)
+    assert make(health.loss, reader).finding.verdict == "skipped"
+    assert make(health.tensors, reader).finding.verdict == "skipped"

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+
+from octavo.doctor.check import Check, Finding, Verdict, check, failure, make, ok, skipped, warning
+from octavo.doctor.checks import CHECKS
+from octavo.errors import ConfigError, UnsupportedError
+
+
+def looking(find: object) -> Check[object]:
+    return check("name", symptom="it hurts", remedy="Do this.")(lambda subject: find)  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize(
+    ("finding", "verdict", "remedy"),
+    [
+        (ok("well", number=3), "ok", ""),
+        (warning("slow"), "warning", "Do this."),
+        (failure("wrong", remedy="Do that."), "failure", "Do that."),
+        (skipped("no GPU"), "skipped", ""),
+    ],
+)
+def test_only_what_is_not_well_has_a_remedy(finding: Finding, verdict: str, remedy: str) -> None:
+    found = make(looking(finding), None).to_dict()
+    assert (found["check"], found["verdict"], found["remedy"]) == ("name", verdict, remedy)
+    assert found["numbers"] == ({"number": 3} if verdict == "ok" else {})
+    assert found["seen"] and found["seconds"] >= 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: misaligned\nmore"), UnsupportedError("no kernel")])
+def test_what_a_check_raises_is_a_failure_that_names_it(error: Exception) -> None:
+    def look(subject: object) -> Finding:
+        raise error
+
+    result = make(Check("driver", "", "Install another.", look), None)
+    assert result.finding.verdict is Verdict.FAILURE
+    assert result.finding.seen == f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    assert result.remedy == "Install another."
+
+
+def test_a_wrong_question_is_not_an_answer() -> None:
+    def look(subject: object) -> Finding:
+        raise ConfigError("no such recipe")
+
+    with pytest.raises(ConfigError):
+        make(Check("any", "", "", look), None)
+
+
+def test_every_check_says_what_its_fault_looks_like_and_what_to_do() -> None:
+    checks = [check for of_kind in CHECKS.values() for check in of_kind]
+    assert len({check.name for check in checks}) == len(checks)
+    for each in checks:
+        assert each.symptom and not each.symptom.endswith("."), each.name
+        assert each.remedy.endswith((".", "--resume.")), each.name
+        assert len(each.name) <= 14 and each.name == each.name.lower()
+        assert each.look.__doc__

@@ -1,0 +1,105 @@
+"""`octavo localize` on a run of a few steps."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from octavo.bench import results
+from octavo.cli.main import app
+from octavo.errors import CheckpointError, ConfigError, DataError
+from octavo.sensitivity.run import Settings, localize_run, progress_of
+from octavo.train import train
+from octavo.train.config import assemble, load_preset
+
+LAYERS = 7
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a run of a few steps, with weights in FP8."""
+    home = tmp_path_factory.mktemp("runs")
+    (home / "text").mkdir()
+    for i in range(12):
+        (home / "text" / f"{i}.txt").write_text(f"the quick brown fox number {i} jumps over the lazy dog.\n" * 60)
+    where = {"data": {"source": str(home / "text"), "cache": str(home / "cache")}, "model": {"layers": 1}}
+    how = {"steps": 3, "weights": "fp8", "out": str(home / "run"), "device": "cpu", "twin": False, "eval_tokens": 512}
+    train(assemble(load_preset("tiny", cuda=False), ("test", {**where, "run": how})))
+    return home / "run"
+
+
+def call(*arguments: object) -> int:
+    code = app([str(a) for a in arguments], exit_on_error=False, print_error=False, result_action="return_value")
+    assert isinstance(code, int)
+    return code
+
+
+def test_of_a_run(run):
+    told = []
+    found, rows = localize_run(run, Settings(recipe="tensorwise", tokens=1024, device="cpu"), told.append)
+    assert (len(found.layers), found.recipe.name, found.timing, rows) == (LAYERS, "tensorwise", "predicted", [])
+    assert found.loss == pytest.approx(math.log(272), rel=0.1) and found.budget == pytest.approx(found.loss / 1000)
+    assert "loss, layers.0.attention.wq" in told and "gradient, layers.0.feed_forward.w2 dgrad" in told
+    assert {layer.recipes[layer.all].name for layer in found.layers} == {"tensorwise"}
+
+
+def test_the_recipe_is_that_of_the_run(run):
+    found, _ = localize_run(run / "checkpoints" / "step-000003", Settings(tokens=256, device="cpu"), lambda doing: None)
+    assert found.recipe.name == "folded"
+
+
+def test_the_command(run, tmp_path, capsys):
+    flags = ["--tokens", 512, "--verify", 3, "--verify-tokens", 1024, "--device", "cpu", "--json"]
+    code = call("localize", run, "--budget", "0.05%", *flags, "-o", tmp_path / "map.toml", "--write", tmp_path)
+    out, err = capsys.readouterr()
+    said = json.loads(out)
+    assert code in (0, 1) and code == int(any(row["rank_correlation"] < 0.7 for row in said["verified"]))
+    assert [row["maps"] for row in said["verified"]] == ["single layers", "random maps"]
+    assert len(said["rows"]) == 3 * LAYERS and said["budget"] == pytest.approx(said["loss"] * 5e-4)
+    kept = results.latest("localize", tmp_path)
+    assert list(kept.rows) == said["verified"] and "--verify 3" in kept.command
+    assert kept.rows[0]["probe_tokens"] == 512 and kept.rows[0]["heldout_tokens"] == 1024
+    written = tomllib.loads((tmp_path / "map.toml").read_text())
+    assert written["base"] == "folded" and len(written["modules"]) == len(written["evidence"]) == LAYERS
+    assert f"written: {tmp_path / 'map.toml'}" in err
+    assert call("plan", run / "config.json", "--recipe", tmp_path / "map.toml") == 0
+    assert "FP8 saves no time" in capsys.readouterr().out
+
+
+def test_the_table_of_the_command(run, capsys):
+    assert call("localize", run, "--tokens", 256, "--device", "cpu") == 0
+    assert "0 of 21 GEMMs in FP8 by recipe folded" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--times", "guessed"], "--times: 'guessed'"),
+        (["-o", "map.json"], r"is a \.toml file"),
+        (["--write", "here"], "--verify a number"),
+        (["--tokens", "0"], "--tokens: 0"),
+        (["--budget", "some"], "share of the loss"),
+        (["--recipe", "tensorwize"], "Did you mean 'tensorwise'"),
+    ],
+)
+def test_wrong_flags(run, flags, message):
+    with pytest.raises(ConfigError, match=message):
+        call("localize", run, *flags)
+
+
+def test_what_is_not_there(run, tmp_path):
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        call("localize", tmp_path)
+    with pytest.raises(DataError, match="Leave some to verify on"):
+        localize_run(run, Settings(tokens=10**7, maps=2, device="cpu"), lambda doing: None)
+
+
+def test_progress_is_the_slope_against_the_logarithm():
+    lines = [{"step": step, "lr": 1.0, "loss_fp8": 5 - 0.3 * math.log(step)} for step in range(10, 210, 10)]
+    assert progress_of(lines) == pytest.approx(0.3)
+    assert progress_of(lines[:5]) is None and progress_of([]) is None
+    assert progress_of([{**line, "loss_fp8": line["step"]} for line in lines]) == 0

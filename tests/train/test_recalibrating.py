@@ -1,0 +1,60 @@
+"""Static scales that are made anew while a run trains."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from octavo.errors import ConfigError
+from octavo.nn import calibration
+from octavo.train import RunConfig, train
+from octavo.train.calibrate import calibrate_run
+from octavo.train.files import read_metrics
+
+Configure = Callable[..., RunConfig]
+STATIC = {"twin": False, "recipe": "static", "log_every": 1}
+
+
+@pytest.fixture
+def scales(configure: Configure, tmp_path: Path) -> str:
+    """A calibration file of one batch."""
+    path = tmp_path / "scales.json"
+    calibrate_run(configure(run=STATIC), batches=1).save(path)
+    return str(path)
+
+
+def test_every_few_steps(configure: Configure, scales: str, tmp_path: Path) -> None:
+    config = configure(run={**STATIC, "steps": 12, "scales": scales, "recalibrate_every": 5})
+    train(config)
+    entry = calibration.read(config.run.out / "calibration.json")["layers.0.attention.wo.input"]
+    assert [each.change for each in (entry, *entry.previous)] == [3, 2, 1]
+
+
+def test_where_a_tensor_saturates(configure: Configure, scales: str) -> None:
+    config = configure(run={**STATIC, "steps": 20, "scales": scales, "recalibrate_above": 1e-9})
+    train(config)
+    found = calibration.read(config.run.out / "calibration.json")
+    renewed = {name for name, entry in found.items() if entry.previous}
+    assert renewed and renewed != set(found)
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(configure: Configure, scales: str, tmp_path: Path) -> None:
+    settings = {**STATIC, "steps": 8, "scales": scales, "recalibrate_every": 3, "checkpoint_every": 4}
+    whole, parts = (configure(run={**settings, "out": str(tmp_path / name)}) for name in ("whole", "parts"))
+    train(whole)
+    train(parts)
+    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step-000008")
+    train(parts, resume=True)
+    losses = [
+        [line.get("loss_fp8") for line in read_metrics(tmp_path / n / "metrics.jsonl")] for n in ("whole", "parts")
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_what_saturates_is_seen_by_telemetry_alone(configure: Configure, scales: str) -> None:
+    config = configure(run={**STATIC, "scales": scales, "recalibrate_above": 0.1, "telemetry_every": 0})
+    with pytest.raises(ConfigError, match="recalibrate_above: what saturates is seen by telemetry"):
+        train(config)
