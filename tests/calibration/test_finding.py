@@ -243,7 +243,7 @@ def test_a_nan_is_an_error():
         ({"loss": lambda m, x: m(x).detach().sum()}, "no loss that gradients can be taken of"),
         ({"layers": "1"}, "no layer or scale matches '1'"),
     ],
-    ids=str,
+    ids=["no batches", "no kept scales", "no loss", "loss without gradients", "unknown layer"],
 )
 def test_what_cannot_be_calibrated(arguments, message):
     given = {"batches": batches(), "loss": loss} | arguments

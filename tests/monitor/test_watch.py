@@ -29,7 +29,9 @@ class FakeTelemetry:
         if self.taken >= self.made - self.delay:
             return None
         self.taken += 1
-        return self.taken, np.full((1, len(STATS)), self.taken, dtype=np.float32)
+        values = np.zeros((1, len(STATS)), dtype=np.float32)
+        values[:, STATS.index("amax")] = self.taken
+        return self.taken, values
 
     def wait(self) -> None:
         self.delay = 0
@@ -84,6 +86,16 @@ def test_the_statistics_are_those_of_the_kernels() -> None:
     from octavo.nn.telemetry import STATS as MEASURED
 
     assert tuple(MEASURED) == STATS
+
+
+def test_what_breaks_a_rule_is_an_event_of_its_step(tmp_path: Path) -> None:
+    source = FakeTelemetry()
+    with octavo.Monitor(nn.Linear(4, 4), tmp_path / "run", telemetry=source) as monitor:
+        for step in range(1, 21):
+            source.made = step
+            monitor.step(loss=50.0 if step == 15 else 2.0, gradient_norm=torch.nan if step == 18 else 1.0)
+    found = [(event.step, event.rule, event.level) for event in RunReader(tmp_path / "run").events()]
+    assert found == [(15, "loss spike", "warning"), (18, "nonfinite", "error")]
 
 
 def test_the_plan_is_kept(tmp_path: Path) -> None:

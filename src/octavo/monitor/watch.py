@@ -19,8 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import ConfigError
+from octavo.guard import Alarm, GuardConfig
 from octavo.monitor.environment import environment
 from octavo.monitor.recorder import Recorder
+from octavo.monitor.rules import Rules
 from octavo.monitor.source import Source, arrived, histograms_of, telemetry_of
 from octavo.monitor.store.writer import outcome_of
 
@@ -40,10 +42,12 @@ class Monitor:
         overwrite: start over where there is a run already.
         telemetry: what measures the tensors; by default `octavo.nn.telemetry.Telemetry(model, histograms_every=100)`,
             None for nothing. By default the tensors of rank 0; one with a `group` is made on all ranks, and is of all.
+        guard: limits of what is noted as an event: NaN, spikes of `loss` and `gradient_norm`, weights that jump,
+            tensors that saturate or are flushed. To let guardrails act, see `octavo.guard.Loop`.
 
     Raises:
         StoreError: `directory` cannot be written, or holds a run and neither `resume_from` nor `overwrite` is given.
-        ConfigError: there is no tracker of a name.
+        ConfigError: there is no tracker of a name, or `guard` is to act.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class Monitor:
         resume_from: int | None = None,
         overwrite: bool = False,
         telemetry: Source | str | None = "auto",
+        guard: GuardConfig | None = None,
     ) -> None:
         self.done = resume_from or 0
         """Steps made."""
@@ -80,6 +85,8 @@ class Monitor:
         if self._source is not None:
             self._source.done = self.done
             self._recorder.tensors(self._source.rows)
+        rows = () if self._source is None else self._source.rows
+        self._rules = Rules(guard or GuardConfig(), rows, self._alarmed)
 
     def step(self, step: int | None = None, /, **scalars: float | Tensor) -> None:
         """Note that a step was made, and what it measured: numbers, or tensors of one element on any device.
@@ -97,8 +104,7 @@ class Monitor:
             return
         self._waiting.append(_Arriving(number, scalars))
         self._write_arrived()
-        for measured, values in arrived(self._source):
-            self._recorder.step(measured, None, values, histograms_of(self._source))
+        self._write_tensors(self._recorder)
 
     def event(self, text: str, *, rule: str = "user", **details: Any) -> None:
         """Note that something happened. `details`: level (`info`, `warning`, `error`), layer, role, value, limit,
@@ -109,17 +115,18 @@ class Monitor:
 
     def close(self, error: BaseException | None = None) -> None:
         """Write what still waits, and how the run ended. A second call does nothing."""
-        recorder, self._recorder = self._recorder, None
+        recorder = self._recorder
         if recorder is None:
             return
         while self._waiting:
             arriving = self._waiting.popleft()
-            recorder.step(arriving.step, arriving.read())
+            self._write(recorder, arriving)
         if self._source is not None:
             self._source.wait()
-            for measured, values in arrived(self._source):
-                recorder.step(measured, None, values, histograms_of(self._source))
+            self._write_tensors(recorder)
             self._source.detach()
+        self._rules.close()
+        self._recorder = None
         recorder.close(*outcome_of(error))
 
     def __enter__(self) -> Monitor:
@@ -132,8 +139,24 @@ class Monitor:
 
     def _write_arrived(self) -> None:
         while self._recorder is not None and self._waiting and self._waiting[0].has_arrived():
-            arriving = self._waiting.popleft()
-            self._recorder.step(arriving.step, arriving.read())
+            self._write(self._recorder, self._waiting.popleft())
+
+    def _write(self, recorder: Recorder, arriving: _Arriving) -> None:
+        values = arriving.read()
+        recorder.step(arriving.step, values)
+        self._rules.scalars(arriving.step, values)
+
+    def _write_tensors(self, recorder: Recorder) -> None:
+        for measured, values in arrived(self._source):
+            recorder.step(measured, None, values, histograms_of(self._source))
+            self._rules.tensors(measured, values)
+
+    def _alarmed(self, alarm: Alarm) -> None:
+        where = {"layer": alarm.layer or None, "role": alarm.role or None}
+        level = "error" if alarm.rule == "nonfinite" else "warning"
+        if self._recorder is not None:
+            details = {"value": alarm.value, "limit": alarm.limit, "level": level, **where}
+            self._recorder.event(alarm.step, alarm.rule, str(alarm), **details)
 
     def _describe(self, model: nn.Module, device: torch.device, plan: Any) -> None:
         if self._recorder is None:

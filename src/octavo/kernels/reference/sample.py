@@ -93,7 +93,7 @@ def scales_of(looked: Looked, rows: Tensor) -> Tensor:
 
 
 def _amax(looked: Looked, magnitude: Tensor, finite: Tensor, scale: Tensor) -> Tensor:
-    largest = _kept(magnitude, finite).max()
+    largest = torch.where(finite, magnitude, 0.0).max()
     if looked.bound:
         largest = torch.where(scale > 2.0**-126, torch.maximum(largest, scale * looked.bound), largest)
     total_rows, cols = looked.shape
@@ -114,21 +114,16 @@ def _rows_of(x: Tensor, rows: Tensor) -> Tensor:
     return x.view(torch.uint8)[rows].view(x.dtype) if x.element_size() == 1 else x[rows]
 
 
-def _kept(x: Tensor, finite: Tensor) -> Tensor:
-    """Return x with zeros where it is not finite; a pass less where all of it is, which a CPU knows."""
-    return x if not x.is_cuda and bool(finite.all()) else torch.where(finite, x, 0.0)
-
-
 def _share(found: Tensor, total: int) -> Tensor:
     return (found.double() / total).float()
 
 
 def _moments(x: Tensor, finite: Tensor) -> list[Tensor]:
     """Return mean, variance and kurtosis of what is finite. Powers are of x over a power of two: none leaves FP64."""
-    kept = _kept(x, finite).double()
+    kept = torch.where(finite, x, 0.0).double()
     number = finite.sum()
     mean = kept.sum() / number
-    off = _kept(kept - mean, finite)
+    off = torch.where(finite, kept - mean, 0.0)
     square = off * off
     second = square.sum() / number
     fourth = (square * square).sum() / number
