@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
 import tomllib
@@ -12,11 +13,12 @@ import pytest
 
 from octavo import recipes
 from octavo.cli.main import app
-from octavo.train.config import assemble
+from octavo.train.config import RunConfig, assemble
 
 ROOT = Path(__file__).parents[1]
 TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
 PAGES = [*TOP, *sorted(ROOT.glob("docs/**/*.md"))]
+SECTIONS = {section.name for section in dataclasses.fields(RunConfig)}
 FIGURE = re.compile(r"\d[\d.,]*\s?(?:%|ms\b|dB\b|GiB\b|TFLOP|tokens/s|times as fast|x faster)")
 
 pytestmark = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -45,7 +47,7 @@ def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_files_are_accepted(page: Path) -> None:
     for code in blocks(page, "toml"):
         settings = tomllib.loads(code)
-        if {"model", "data", "optimizer", "run"} & set(settings):
+        if SECTIONS & set(settings):
             assemble((str(page), settings))
         else:
             recipes.load(settings, str(page))

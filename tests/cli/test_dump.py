@@ -15,7 +15,7 @@ def test_a_run_is_written_as_csv(tmp_path: Path, capsys: pytest.CaptureFixture[s
         main(["dump", str(tmp_path / "run"), "--to", "csv", "--json"])
     assert exit.value.code == 0
     files = json.loads(capsys.readouterr().out)["files"]
-    assert len(files) == 5 and all(Path(file).parent == tmp_path / "run" / "csv" for file in files)
+    assert len(files) == 6 and all(Path(file).parent == tmp_path / "run" / "csv" for file in files)
 
 
 @pytest.mark.parametrize(
