@@ -16,7 +16,7 @@ endif
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types layers tables docs check wheels clean
+.PHONY: help demo test kernels lint format types layers tables docs check wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -26,6 +26,10 @@ demo: $(VENV)/installed ## train a small Llama in FP8 and its BF16 twin on real 
 
 test: $(VENV)/installed-dev ## run every test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+
+kernels: $(VENV)/installed-dev ## compile every Triton kernel for an H200, without one
+	PYTHONOPTIMIZE=1 PYTHONPATH=tests/kernels/triton OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p compile_only \
+		--assert=plain --numprocesses auto --maxprocesses 8 tests/kernels/triton
 
 lint: $(VENV)/installed-dev ## ruff and codespell
 	$(BIN)/ruff check .
