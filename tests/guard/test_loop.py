@@ -64,6 +64,17 @@ def test_a_weight_row_that_is_struck_once_is_as_if_it_had_not_been(recipe: str) 
     assert "elements of row 3:" in note.text
 
 
+@pytest.mark.parametrize(("every", "to"), [(10, 20), (12, 12), (40, 0)])
+def test_a_snapshot_just_before_an_alarm_is_not_trusted(every: int, to: int) -> None:
+    loop, notes = make_loop(snapshot_every=every)
+
+    def strike(loop: Loop) -> None:
+        loop.model.first.weight.data[3] *= 1000  # type: ignore[union-attr,operator]
+
+    losses(loop, strike=strike)
+    assert notes[0].action == f"back to step {to}"
+
+
 @pytest.mark.parametrize(("value", "told"), [(40.0, "one element, row 7, column 9"), (2.0**126, "second weight")])
 def test_an_element_that_is_struck_is_named(value: float, told: str) -> None:
     loop, notes = make_loop()
