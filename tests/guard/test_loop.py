@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from loops import MLP, TOKENS, WIDTH, batches, loss_of, make_loop
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo import convert
 from octavo.errors import ConfigError, RunError
 from octavo.guard import Alarm, GuardConfig, Loop, Note
+from octavo.guard.kept_scales import kept_scales
 from octavo.optim import AdamW
 
 STEPS, AT = 40, 25
@@ -177,6 +178,24 @@ def test_the_shadow_says_how_far_fp8_is() -> None:
     gaps = [note.value for note in notes if note.rule == "shadow"]
     assert len(gaps) == 3 and all(gap is not None and abs(gap) < 1 for gap in gaps)
     assert losses(make_loop()[0]) == losses(make_loop(shadow_every=10)[0])
+
+
+def test_trying_a_batch_leaves_no_trace() -> None:
+    loop, _ = make_loop("delayed")
+    large = loop.take()
+    losses(loop, 6)
+    loop._kept[large.position] = tuple(100 * part for part in loop._kept[large.position])
+
+    def noisy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return loss_of(model, batch) * (1 + 0 * torch.rand(()))
+
+    loop._loss_of = noisy
+    kept, random, weights = kept_scales(loop.model), torch.get_rng_state(), loop.take().model
+    loop.probe(fp8=True, earlier=large)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(now, kept[name]) for name, now in kept_scales(loop.model).items())
+    assert all(torch.equal(now, weights[name]) for name, now in loop.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in loop.model.parameters())
 
 
 def test_a_run_that_nothing_helps_is_given_up() -> None:
