@@ -119,6 +119,26 @@ def test_a_learning_rate_that_jumps_is_blamed_and_held() -> None:
     assert loop.guard.lr(1.0) == pytest.approx(3e-3)
 
 
+def test_snapshots_of_steps_that_were_undone_are_forgotten() -> None:
+    loop, notes = make_loop()
+    bump = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, lambda made: 300.0 if 19 <= made < 23 else 1.0)
+    loop.scheduler = bump
+    for step, _ in loop.steps(STEPS):
+        assert all(taken.step < step for taken in loop.guard._snapshots)
+    assert any(note.cause == "optimizer" for note in notes)
+
+
+def test_a_layer_that_cannot_change_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, notes = make_loop()
+    monkeypatch.setattr(loop, "refine", lambda _: "its weights are elsewhere")
+    before = loop.guard.state_dict()
+    for step in (3, 6):  # the second is no news
+        loop.guard._over_budget(Alarm(step, "flushed", "first", "input", 0.5, 0.1))
+    assert loop.guard.state_dict() == before
+    assert [(note.level, note.action) for note in notes] == [("error", ""), ("warning", "")]
+    assert "first cannot leave folded: its weights are elsewhere" in notes[0].text
+
+
 class Spiking(MLP):
     """From a step on, one token is so large that the others of its tensor vanish; its own output is as it was."""
 

@@ -293,10 +293,15 @@ class Guard:
 
     def _note_seldom(self, alarm: Alarm) -> None:
         """Note what nothing is done about once in a quiet time."""
-        key = f"{alarm.layer} {alarm.role} {alarm.rule}"
-        if alarm.step - self._told.get(key, -self.config.quiet) >= self.config.quiet:
-            self._told[key] = alarm.step
+        if self._is_news(f"{alarm.layer} {alarm.role} {alarm.rule}", alarm.step):
             self._note(alarm, f"{alarm}, for {self.config.patience} steps", level="warning")
+
+    def _is_news(self, what: str, step: int) -> bool:
+        """Return whether something was not told for a quiet time; it is told now."""
+        is_news = step - self._told.get(what, -self.config.quiet) >= self.config.quiet
+        if is_news:
+            self._told[what] = step
+        return is_news
 
     def _refine(self, layer: str, alarm: Alarm) -> bool:
         """Move a layer one rung up; return whether that was possible."""
@@ -309,7 +314,8 @@ class Guard:
         refused = self._carry_out()
         if refused:
             self._ladder.load_state_dict(before)
-            self._note(alarm, f"{alarm}: {_name(layer)} cannot leave {move.before}: {refused}", level="error")
+            if self._is_news(f"{layer} refused", alarm.step):
+                self._note(alarm, f"{alarm}: {_name(layer)} cannot leave {move.before}: {refused}", level="error")
             return False
         text = f"{alarm}: {move.before} is too coarse for {_name(layer)}"
         self._note(alarm, text, cause="precision", action=f"{_name(layer)} computes by {move.after}", layer=layer)
