@@ -13,7 +13,7 @@ from octavo.errors import RunError
 from octavo.guard import Alarm
 from octavo.monitor.store import RunReader
 from octavo.train import RunConfig
-from octavo.train.events import Event, Noted, RolledBack
+from octavo.train.events import Event, Noted, RolledBack, TensorsMeasured
 from octavo.train.files import read_metrics
 from octavo.train.parallel import ranks_of
 from octavo.train.run import train
@@ -89,6 +89,16 @@ def test_a_fault_that_does_not_come_back_leaves_no_trace(configure: Configure, t
     assert losses[0] == losses[1]
     steps = [line["step"] for line in read_metrics(tmp_path / "struck" / "metrics.jsonl") if "lr" in line]
     assert steps == [*range(1, 21)]
+
+
+def test_steps_that_overflow_are_skipped_and_counted(configure: Configure, tmp_path: Any) -> None:
+    loss_scale = {"loss_scale": "dynamic", "loss_scale_start": 2.0**126, "states": "fp8"}
+    summary, keeper = carry_out(
+        guarded(configure, str(tmp_path / "run"), optimizer=loss_scale, run={"weights": "bf16"})
+    )
+    assert summary["skipped_steps"]["fp8"] >= 1
+    measured = [event.step for event in keeper.of(TensorsMeasured)]
+    assert measured == [*range(1, 21)]
 
 
 def test_the_store_forgets_the_steps_and_keeps_the_reason(configure: Configure, tmp_path: Any) -> None:

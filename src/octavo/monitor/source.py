@@ -25,6 +25,10 @@ class Source(Protocol):
         """What the rows of a snapshot are about: layer, role, operand, and the shape where it is fixed."""
         ...
 
+    def step(self) -> None:
+        """Close a step that no step of an optimizer has closed."""
+        ...
+
     def snapshot(self) -> Snapshot | None:
         """Return a step whose measurements have arrived, with them; None where none is new. Never waits.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -79,7 +80,11 @@ class GuardedRun:
     def _examine(self, left: int) -> bool:
         while len(self._waiting) > left:
             coming = self._waiting.popleft()
-            if self.guard.after(Observation(coming.step, *coming.read(), coming.lr, self._values_of(coming.step))):
+            loss, norm = coming.read()
+            values = self._values_of(coming.step)
+            if self._lane.loss_scale.skips and math.isfinite(loss) and not math.isfinite(norm):
+                continue  # the loss scale was too high, and the step was skipped: that is what it is for
+            if self.guard.after(Observation(coming.step, loss, norm, coming.lr, values)):
                 return True
         return False
 

@@ -181,6 +181,8 @@ class Trainer:
         for lane in self.setup.lanes:
             with Stopwatch(device) as watches[lane.name]:
                 measured[lane.name] = lane.step(inputs_BT, targets_BT, step=self.done, lr=lr, accumulate=run.accumulate)
+        if self.telemetry is not None and self.telemetry.done < self.done:
+            self.telemetry.step()  # the step was skipped: the optimizer did not close it
         self._recalibrate()
         self.tell_of_tensors()
         last = self.done == run.steps

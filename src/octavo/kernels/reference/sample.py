@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from octavo.kernels.sample import (
     STATS,
     WIDTH,
     Looked,
+    count,
     limits,
     sampled_rows,
 )
@@ -26,16 +29,20 @@ def sample(looked: Looked, row: Tensor) -> None:
     """See `octavo.kernels.sample.sample`."""
     found = torch.stack([*_stats(looked, row)])
     before = row[: len(_ALWAYS)]
-    grows = torch.tensor([name in ("amax", "nonfinite") for name in _ALWAYS], device=row.device)
-    found = torch.where(grows, torch.fmax(found, before), found)
+    found = torch.where(_grows(row.device), torch.fmax(found, before), found)
     looks = row[PHASE] >= 0
     row[: len(_ALWAYS)] = torch.where(looks, found, before)
-    read = looked.x.shape[1] * len(sampled_rows(looked.shape[0], row))
-    row[SAMPLED] = torch.where(looks, float(read), row[SAMPLED])
+    row[SAMPLED] = torch.where(looks, float(looked.x.shape[1] * count(looked.shape[0])), row[SAMPLED])
     if len(row) > WIDTH and (row.is_cuda or row[DETAILED] > 0):
         asks = looks & (row[DETAILED] > 0)
         for at, new in zip((slice(len(_ALWAYS), len(STATS)), slice(WIDTH, None)), _detail(looked, row), strict=True):
             row[at] = torch.where(asks, new, row[at])
+
+
+@cache
+def _grows(device: torch.device) -> Tensor:
+    """Return which statistics are the largest of all micro-batches, a flag each."""
+    return torch.tensor([name in ("amax", "nonfinite") for name in _ALWAYS], device=device)
 
 
 def _read(looked: Looked, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,11 +65,10 @@ def _stats(looked: Looked, row: Tensor) -> list[Tensor]:
     flushed = finite & (read != 0) & (y <= zeroed)
     subnormal = finite & (y > zeroed) & (y < normal)
     saturated = finite & (y > largest)
-    broken = _share((~finite).sum(), x.numel())
+    *shares, broken = _shares(torch.stack([flag.sum() for flag in (flushed, subnormal, saturated, ~finite)]), x.numel())
     if looked.edges is not None:
         lost = (~torch.isfinite(looked.edges.float())).all(dim=1).sum()
-        broken = torch.maximum(broken, _share(lost, total_rows * cols))
-    shares = [_share(flag.sum(), x.numel()) for flag in (flushed, subnormal, saturated)]
+        broken = torch.maximum(broken, _shares(lost[None], total_rows * cols)[0])
     if looked.is_coded:
         shares[0], shares[2] = (share * torch.nan for share in shares[::2])
     scale = looked.scale.max()
@@ -114,8 +120,9 @@ def _rows_of(x: Tensor, rows: Tensor) -> Tensor:
     return x.view(torch.uint8)[rows].view(x.dtype) if x.element_size() == 1 else x[rows]
 
 
-def _share(found: Tensor, total: int) -> Tensor:
-    return (found.double() / total).float()
+def _shares(found: Tensor, total: int) -> list[Tensor]:
+    """Return what share of a total each count is, FP32."""
+    return [*(found.double() / total).float()]
 
 
 def _moments(x: Tensor, finite: Tensor) -> list[Tensor]:
