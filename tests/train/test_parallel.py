@@ -164,6 +164,12 @@ def test_ranks_split_batches_and_cover_those_they_cannot_split() -> None:
     assert ALONE.own_rows(3) == [0, 1, 2]
 
 
+def test_ranks_that_share_layers_have_the_same_part_of_a_batch() -> None:
+    ranks = [Ranks(launch=Launch(rank, 4), parallel=ParallelConfig(tensor=2)) for rank in range(4)]
+    assert [(r.part, r.parts) for r in ranks] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert [r.own_rows(4) for r in ranks] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
 @pytest.mark.parametrize(
     ("sections", "ranks", "message"),
     [
@@ -175,6 +181,9 @@ def test_ranks_split_batches_and_cover_those_they_cannot_split() -> None:
         ({"run": {"device": "cuda:1"}}, 2, r"run.device: 'cuda:1' is one device, and there are 2 ranks"),
         ({"parallel": {"data": 2, "reduce": "bf16"}}, 2, r"parallel.reduce: 'bf16' .* each has a whole one"),
         ({"parallel": {"data": 2, "reduce": "two-level"}}, 4, r"'two-level' is over all ranks"),
+        ({"parallel": {"tensor": 2}}, 1, r"shard = all others, tensor = 2 want 2 ranks, and 1 was started"),
+        ({"parallel": {"tensor": 2}, "run": {"batch": 3}}, 4, r"over 2 groups of 2 ranks.*multiple of 2"),
+        ({"parallel": {"tensor": 4}}, 4, r"model.heads: 2 cannot be split evenly over 4 ranks"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_started(
@@ -186,10 +195,9 @@ def test_what_cannot_be_is_refused_before_anything_is_started(
         pass
 
 
-@pytest.mark.parametrize("key", ["tensor", "pipeline"])
-def test_what_is_not_there_yet_says_so(make: Configure, key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"parallel.{key}: 2: .* yet. Leave it at 1"):
-        make("refused", parallel={key: 2})
+def test_what_is_not_there_yet_says_so(make: Configure) -> None:
+    with pytest.raises(ConfigError, match=r"parallel.pipeline: 2: .* yet. Leave it at 1"):
+        make("refused", parallel={"pipeline": 2})
 
 
 def test_every_reduction_can_be_named() -> None:
@@ -214,3 +222,50 @@ def test_guardrails_take_all_ranks_back(two: tuple[RunConfig, Ended], make: Conf
     assert losses(config) == losses(two[0])
     assert struck.errors.count("back to step 0") == 1  # the first rank alone says it
     assert len(re.findall(r"\[transient\] nonfinite.* did not come back", struck.errors)) == 1
+
+
+CUT: dict[str, dict[str, Any]] = {"parallel": {"tensor": 2, "embedding": "whole"}, "run": {"twin": True}}
+CUT_ERROR = {"loss_fp8": 2e-4, "gradient_norm_fp8": 4e-3, "loss_bf16": 4e-5, "gradient_norm_bf16": 5e-4}
+"""Of a run whose layers are cut against one process, relative: of a row of `wo` and `w2` each rank has a part, with a
+scale of its own, and sums of parts are rounded to BF16."""
+
+
+@pytest.fixture(scope="module")
+def cut(make: Configure) -> RunConfig:
+    """A run of two ranks that share every layer."""
+    config = make("cut", **CUT)
+    ended = two_ranks("none", 0, 0, config)
+    assert ended.code == 0, ended.errors
+    assert ended.errors.count("tensors are not measured where layers are cut") == 1
+    return config
+
+
+def test_ranks_that_share_layers_train_as_one_process(cut: RunConfig, make: Configure) -> None:
+    alone = make("whole", run={"twin": True})
+    train(alone)
+    found, expected = (read_metrics(config.run.out / "metrics.jsonl") for config in (cut, alone))
+    for key, error in CUT_ERROR.items():
+        values = [[line[key] for line in lines if key in line] for lines in (found, expected)]
+        assert len(values[0]) == 6
+        assert values[0] == pytest.approx(values[1], rel=error), key
+    heldout = [json.loads((config.run.out / "heldout.json").read_text()) for config in (cut, alone)]
+    for lane in ("fp8", "bf16"):
+        assert heldout[0][lane] == pytest.approx(heldout[1][lane], rel=1e-3)  # of each sequence
+    run = RunReader(cut.run.out)
+    assert run.env["mesh"] == {"data": 1, "shard": 1, "tensor": 2}
+    layers = json.loads((cut.run.out / "tensor.json").read_text())["layers"]
+    assert {layer["cut"] for layer in layers} == {"columns", "rows"}
+
+
+def test_ranks_that_share_layers_go_on_bit_for_bit_after_one_has_died(cut: RunConfig, make: Configure) -> None:
+    config = make("cut-killed", parallel=CUT["parallel"])
+    ended = two_ranks("kill", 1, 5, config, restarts=1)
+    assert ended.code == 0, ended.errors
+    assert "resumed after step 4" in ended.errors
+    assert losses(config) == losses(cut)
+
+
+def test_another_cut_does_not_go_on(cut: RunConfig, make: Configure) -> None:
+    config = copied((cut, Ended(0, 0, "", "")), make, "uncut", step=4, run={"twin": True})
+    with pytest.raises(CheckpointError, match=r"parallel.embedding|parallel.tensor is 2 there and 1 here"):
+        train(config, resume=True)

@@ -168,11 +168,11 @@ class ParallelConfig:
     """How a run that torchrun started is spread over its ranks; one process alone needs none of it."""
 
     data: int = 1
-    """Copies of the model, each sharded over `shard` ranks; a batch is split over all ranks."""
+    """Copies of the model, each sharded over `shard` ranks; a batch is split over all ranks of both."""
     shard: int = 0
-    """Ranks that a copy is sharded over by FSDP2; 0: all that there are, divided by `data`."""
+    """Ranks that a copy is sharded over by FSDP2; 0: all that there are, divided by `data` and `tensor`."""
     tensor: int = 1
-    """Ranks that a layer is split over; not more than 1 yet."""
+    """Ranks that share each layer of a Llama, and its tokens, on the same part of a batch."""
     pipeline: int = 1
     """Stages that the blocks are split into; not more than 1 yet."""
     reduce: Literal["fp32", "bf16", "bf16-plain", "fp8-block", "fp8-lm", "two-level"] = "fp32"
@@ -185,14 +185,13 @@ class ParallelConfig:
     """Seconds without progress after which all ranks stop and name the one that is missing. No step may take longer."""
 
     def __post_init__(self) -> None:
-        _positive("parallel", self, "data", "timeout")
+        _positive("parallel", self, "data", "tensor", "timeout")
         _within("parallel", self, "shard", low=0, high=2**31)
-        for name, what in (("tensor", "layers"), ("pipeline", "blocks")):
-            if getattr(self, name) != 1:
-                raise ConfigError(
-                    f"parallel.{name}: {getattr(self, name)}: `octavo train` cannot split {what} over ranks yet. Leave"
-                    " it at 1; parallel.shard takes all ranks."
-                )
+        if self.pipeline != 1:
+            raise ConfigError(
+                f"parallel.pipeline: {self.pipeline}: `octavo train` cannot split blocks over ranks yet. Leave it at 1;"
+                " parallel.shard takes all ranks."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

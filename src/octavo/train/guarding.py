@@ -166,7 +166,12 @@ class GuardedRun:
         return ""
 
     def locate(self) -> str:
-        """Say which layer, role and token of the next batch is not finite first; empty for none."""
+        """Say which layer, role and token of the next batch is not finite first; empty for none.
+
+        Where layers are cut, what stands for gathered codes is NaN by design, and would be found: nothing is said.
+        """
+        if self._trainer.ranks.parallel.tensor > 1:
+            return ""
         inputs, targets = self._peek(None)
 
         def run() -> None:

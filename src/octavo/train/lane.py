@@ -39,8 +39,8 @@ class Lane:
     """One model being trained.
 
     Parameters are what the model has: FP32, BF16 or FP8. Forward and backward run under BF16 autocast unless `autocast`
-    is false. On several ranks the model is sharded over them here. Each rank steps on its part of a batch, and losses
-    and norms are those of all.
+    is false. On several ranks the model is cut and sharded over them here. Each rank steps on its part of a batch, and
+    losses and norms are those of all.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Lane:
         self.name = name
         self.model = model
         self.ranks = ranks
+        self.cut = ranks.cut(model)
         self.sharding, self.reduction = ranks.shard(model)  # before the optimizer, which steps what a rank keeps
         self.clip = config.clip
         self.autocast = autocast

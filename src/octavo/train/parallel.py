@@ -1,7 +1,8 @@
 """A run on several ranks, as torchrun starts them: who does what, how models are sharded, what ranks tell each other.
 
-Each rank has its part of every batch. Weights, gradients and optimizer states are sharded by FSDP2
-(`octavo.distributed`). Rank 0 alone writes and prints. In a run of one process nothing here does anything.
+Each rank has its part of every batch; where layers are cut (`parallel.tensor`), the ranks that share them have the same
+part. Weights, gradients and optimizer states are sharded by FSDP2 (`octavo.distributed`). Rank 0 alone writes and
+prints. In a run of one process nothing here does anything.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from octavo.errors import ConfigError
 from octavo.tensor import is_distributed
 from octavo.train import device as devices
 from octavo.train.config import ParallelConfig, RunConfig
+from octavo.train.cutting import check_cut
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from octavo.distributed import Scheme, ShardPlan
+    from octavo.distributed import Scheme, ShardPlan, TensorPlan
     from octavo.distributed.health.heartbeat import Heartbeat
 
 T = TypeVar("T")
@@ -79,6 +81,16 @@ class Ranks:
         return self.launch.ranks
 
     @property
+    def parts(self) -> int:
+        """How many parts a batch is split into: ranks that share layers have the same one."""
+        return self.count // self.parallel.tensor
+
+    @property
+    def part(self) -> int:
+        """Which of them is this rank's."""
+        return self.rank // self.parallel.tensor
+
+    @property
     def is_first(self) -> bool:
         """Whether this is the rank that writes and prints."""
         return self.rank == 0
@@ -125,9 +137,9 @@ class Ranks:
         return total / self.count
 
     def own_rows(self, rows: int) -> list[int]:
-        """Return which of the rows of a batch are this rank's: as many on each, the first ones again where too few."""
-        each = -(-rows // self.count)
-        return [row % rows for row in range(self.rank * each, (self.rank + 1) * each)]
+        """Return which of the rows of a batch are this rank's: as many in each part, the first again where too few."""
+        each = -(-rows // self.parts)
+        return [row % rows for row in range(self.part * each, (self.part + 1) * each)]
 
     def all_rows(self, values: Tensor, rows: int) -> Tensor:
         """Return a value (rows,) for each row of a batch, from those of `own_rows` on each rank."""
@@ -135,7 +147,7 @@ class Ranks:
             return values
         everyone = [torch.empty_like(values) for _ in range(self.count)]
         dist.all_gather(everyone, values.contiguous())
-        return torch.cat(everyone)[:rows]
+        return torch.cat(everyone[:: self.parallel.tensor])[:rows]
 
     def same(self, value: T) -> T:
         """Return the first rank's value."""
@@ -153,6 +165,18 @@ class Ranks:
         dist.all_gather_object(found, text)
         return next((f"{said} on rank {rank}" for rank, said in enumerate(found) if said), "")
 
+    def cut(self, model: nn.Module) -> TensorPlan | None:
+        """Cut the layers of a converted model in place, before it is sharded; return how. None where they stay whole.
+
+        Raises:
+            UnsupportedError: a layer whose recipe keeps scales.
+        """
+        if self.mesh is None or self.parallel.tensor == 1:
+            return None
+        from octavo.distributed import tensor_parallel
+
+        return tensor_parallel(model, self.mesh["tensor"])
+
     def shard(self, model: nn.Module) -> tuple[ShardPlan | None, Scheme | None]:
         """Shard a converted model in place; return how it is gathered, and the scheme that reduces its gradients.
 
@@ -167,7 +191,7 @@ class Ranks:
         stored = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
         policy = BF16_POLICY if self.parallel.gather == "bf16" else stored
         by_rows = [model.get_submodule("tok_embeddings")] if self.parallel.embedding == "rows" else []
-        plan = shard(model, self.mesh, mp_policy=policy, by_rows=cast(list[nn.Embedding], by_rows))
+        plan = shard(model, _copies(self.mesh), mp_policy=policy, by_rows=cast(list[nn.Embedding], by_rows))
         if self.parallel.reduce == "fp32":
             return plan, None  # as FSDP2 does it
         return plan, set_reduction(model, reduction(self.parallel.reduce, self._levels()))
@@ -251,20 +275,26 @@ def _device(name: str, launch: Launch) -> torch.device:
 
 def _check(config: RunConfig, ranks: int) -> None:
     parallel, run = config.parallel, config.run
-    wanted = parallel.data * (parallel.shard or max(ranks // parallel.data, 1))
+    copies = parallel.data * parallel.tensor
+    shards = parallel.shard or max(ranks // copies, 1)
+    wanted = copies * shards
     if wanted != ranks:
         asked = f"data = {parallel.data}, shard = {parallel.shard or 'all others'}"
+        asked += f", tensor = {parallel.tensor}" if parallel.tensor > 1 else ""
         raise ConfigError(
             f"parallel: {asked} want {wanted} ranks, and {ranks} {'was' if ranks == 1 else 'were'} started. Start the"
-            f" run with torchrun --nproc-per-node {wanted} -m octavo train ..., or change the two."
+            f" run with torchrun --nproc-per-node {wanted} -m octavo train ..., or change them."
         )
     if ranks == 1:
         return
-    if run.batch % (run.accumulate * ranks):
+    parts = ranks // parallel.tensor
+    if run.batch % (run.accumulate * parts):
+        who = f"{parts} ranks" if parallel.tensor == 1 else f"{parts} groups of {parallel.tensor} ranks"
         raise ConfigError(
-            f"run.batch: {run.batch} sequences cannot be split evenly over {ranks} ranks with {run.accumulate} parts"
-            f" each. Take a multiple of {run.accumulate * ranks}."
+            f"run.batch: {run.batch} sequences cannot be split evenly over {who} with {run.accumulate} parts"
+            f" each. Take a multiple of {run.accumulate * parts}."
         )
+    check_cut(config, shards)
     if run.bf16_first_steps or run.bf16_last_share:
         raise ConfigError(
             "run.bf16_first_steps, run.bf16_last_share: on several ranks the weights of FP8 layers arrive as FP8 codes,"
@@ -282,10 +312,20 @@ def _check(config: RunConfig, ranks: int) -> None:
 def _mesh(parallel: ParallelConfig, device: torch.device, ranks: int) -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 
-    if parallel.data == 1:
+    data, tensor = parallel.data, parallel.tensor
+    if tensor > 1:
+        shape = (data, ranks // (data * tensor), tensor)
+        return init_device_mesh(device.type, shape, mesh_dim_names=("data", "shard", "tensor"))
+    if data == 1:
         return init_device_mesh(device.type, (ranks,))
-    shape = (parallel.data, ranks // parallel.data)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("data", "shard"))
+    return init_device_mesh(device.type, (data, ranks // data), mesh_dim_names=("data", "shard"))
+
+
+def _copies(mesh: DeviceMesh) -> DeviceMesh:
+    """Return of a mesh what models are sharded over: all but the ranks that share layers."""
+    if mesh.ndim < 3:
+        return mesh
+    return mesh["shard"] if mesh["data"].size() == 1 else mesh["data", "shard"]
 
 
 def _connection(timeout: timedelta) -> Store:

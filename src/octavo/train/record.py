@@ -116,9 +116,10 @@ class StoreReporter:
 
 
 def _mesh(config: RunConfig) -> dict[str, Any]:
-    """Return the shape of the mesh of ranks: copies of the model, and ranks that each is sharded over."""
-    ranks, data = Launch.read().ranks, config.parallel.data
-    return {"mesh": {"data": data, "shard": ranks // data}} if ranks > 1 else {}
+    """Return the shape of the mesh: copies of the model, ranks a copy is sharded over, ranks a layer is cut for."""
+    ranks, data, tensor = Launch.read().ranks, config.parallel.data, config.parallel.tensor
+    shape = {"data": data, "shard": ranks // (data * tensor)} | ({"tensor": tensor} if tensor > 1 else {})
+    return {"mesh": shape} if ranks > 1 else {}
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, float]:

@@ -18,6 +18,7 @@ from octavo import kernels, strict
 from octavo.conversion import enable
 from octavo.data import TokenFiles
 from octavo.errors import CheckpointError, ConfigError
+from octavo.guard import Note
 from octavo.models import count_parameters
 from octavo.monitor.source import Source, arrived, histograms_of, telemetry_of
 from octavo.nn.scales import scales
@@ -31,6 +32,7 @@ from octavo.train.events import (
     Event,
     Finished,
     Logged,
+    Noted,
     Preparing,
     Reporter,
     Saved,
@@ -105,7 +107,9 @@ class Trainer:
     def watch_tensors(self) -> None:
         """Look at the FP8 layers as they are now from the next step on."""
         run, together = self.config.run, self.ranks.count > 1
-        every, histograms = run.telemetry_every, run.histograms_every
+        # What stands for gathered codes has no values to look at, and a rank has parts of weights.
+        every = 0 if self.ranks.parallel.tensor > 1 else run.telemetry_every
+        histograms = run.histograms_every
         model = self.setup.lanes[0].model if self.setup.plan is not None and every else None
         self.telemetry = None if model is None else telemetry_of(model, every, histograms, together=together)
         if self.telemetry is not None:
@@ -151,6 +155,7 @@ class Trainer:
         try:
             self._open_directory()
             self.tell(self._start_event())
+            self._tell_what_is_not_watched()
             self._compute_as(self.done - 1)
             with kernels.record() as self._ledger:
                 while self.done < self.config.run.steps or self._guarded.settle():
@@ -168,6 +173,14 @@ class Trainer:
                 for reporter in self._watching:
                     reporter.close()
         return summary
+
+    def _tell_what_is_not_watched(self) -> None:
+        if self.ranks.parallel.tensor > 1 and self.setup.plan is not None and self.config.run.telemetry_every:
+            text = (
+                "tensors are not measured where layers are cut (parallel.tensor): guardrails see losses and gradient"
+                " norms only"
+            )
+            self.tell(Noted(note=Note(self.done, "warning", "telemetry", text)))
 
     def _step(self) -> None:
         run, device = self.config.run, self.setup.device
@@ -339,6 +352,8 @@ class Trainer:
         write_json(self.directory / "config.json", strict.to_dict(self.config))
         if self.setup.plan is not None:
             write_json(self.directory / "plan.json", json.loads(self.setup.plan.to_json()))
+        if (cut := self.setup.lanes[0].cut) is not None:
+            write_json(self.directory / "tensor.json", json.loads(cut.to_json()))
         if (sharding := self.setup.lanes[0].sharding) is not None:
             write_json(self.directory / "sharding.json", json.loads(sharding.to_json()))
         self._watching.insert(0, MetricsFile(self.directory / "metrics.jsonl", keep_until=self.done))

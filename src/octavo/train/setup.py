@@ -83,8 +83,8 @@ def _text(config: RunConfig, ranks: Ranks) -> tuple[Loader, list[Batch], TokenFi
             f" needs {tokenizer.vocab}; leave model.vocab out."
         )
     files = prepare(data.source, tokenizer, cache, data.heldout)
-    own = run.batch // ranks.count
-    loader = Loader(files.train, own, data.sequence, run.seed, rank=ranks.rank, world=ranks.count)
+    own = run.batch // ranks.parts
+    loader = Loader(files.train, own, data.sequence, run.seed, rank=ranks.part, world=ranks.parts)
     part = run.batch // run.accumulate
     heldout = list(heldout_batches(files.heldout, part, data.sequence, limit_tokens=run.eval_tokens))
     return loader, heldout, files, corpus_statistics(files, tokenizer)
@@ -113,7 +113,7 @@ def make_lanes(
 
 def tokens_of(config: RunConfig, ranks: Ranks) -> int:
     """Return the tokens of one forward on a rank."""
-    return config.run.batch // (config.run.accumulate * ranks.count) * config.data.sequence
+    return config.run.batch // (config.run.accumulate * ranks.parts) * config.data.sequence
 
 
 def policy_of(config: RunConfig, recipe: recipes.Recipe) -> Policy:
@@ -135,7 +135,8 @@ def hold_as(weights: str, model: nn.Module) -> None:
 
 
 def _lane(name: str, model: nn.Module, config: RunConfig, device: torch.device, ranks: Ranks) -> Lane:
-    compiled = {"on": True, "off": False, "auto": device.type == "cuda"}[config.run.compile]
+    auto = device.type == "cuda" and ranks.parallel.tensor == 1  # blocks that exchange tokens are not compiled
+    compiled = {"on": True, "off": False, "auto": auto}[config.run.compile]
     if compiled:
         for block in model.get_submodule("layers").children():
             block.compile(fullgraph=True)

@@ -115,7 +115,8 @@ def _of_all_ranks(part: Tensor, parameter: Any) -> Tensor:
     """Return as a DTensor what this rank has of a parameter, or of the codes or scales of its rows."""
     from torch.distributed.tensor import DTensor
 
-    shape = torch.Size((parameter.shape[0], *part.shape[1:]))
+    is_whole = part.shape == local(parameter).shape  # else scales of its rows
+    shape = parameter.shape if is_whole else torch.Size((parameter.shape[0], *part.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
     mesh, placements = parameter.device_mesh, parameter.placements
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
