@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from octavo import strict
 from octavo.distributed import REDUCTIONS
@@ -168,6 +169,16 @@ def test_ranks_that_share_layers_have_the_same_part_of_a_batch() -> None:
     ranks = [Ranks(launch=Launch(rank, 4), parallel=ParallelConfig(tensor=2)) for rank in range(4)]
     assert [(r.part, r.parts) for r in ranks] == [(0, 2), (0, 2), (1, 2), (1, 2)]
     assert [r.own_rows(4) for r in ranks] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+def test_losses_of_rows_are_taken_once_of_ranks_that_share_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(everyone: list[torch.Tensor], values: torch.Tensor) -> None:
+        for rank, part in enumerate(everyone):
+            part.copy_(values + 10 * (rank // 2))
+
+    monkeypatch.setattr(torch.distributed, "all_gather", gather)
+    ranks = Ranks(launch=Launch(3, 4), parallel=ParallelConfig(tensor=2))
+    assert ranks.all_rows(torch.tensor([0.0, 1.0]), 3).tolist() == [0, 1, 10]
 
 
 @pytest.mark.parametrize(
