@@ -2,8 +2,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
-from octavo import recipes
+from octavo import Policy, convert, recipes, scales
 from octavo.memory import Forecast
 from octavo.models import build, count_parameters
 from octavo.models.config import ModelConfig
@@ -34,6 +35,17 @@ def test_a_run_is_forecast_with_all_its_models() -> None:
     with torch.device("meta"):
         assert alone.parameters == both.parameters // 2 == count_parameters(build(CONFIG.model, 0))
     assert both.by_kind["states"] == pytest.approx(2 * alone.by_kind["states"], rel=0.01)
+
+
+def test_a_forecast_leaves_a_model_that_trains_alone() -> None:
+    model = nn.Sequential(nn.Linear(32, 32))
+    convert(model, "delayed", policy=Policy(min_gain=0))
+    model(torch.randn(16, 32)).sum().backward()
+    book = scales(model)
+    assert book is not None
+    before = book.state_dict()
+    forecast_run(CONFIG)
+    assert all(torch.equal(now, before[name]) for name, now in book.state_dict().items())
 
 
 @pytest.mark.parametrize("groups", [1, 3, 8, 15, 24])

@@ -25,6 +25,7 @@ from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from octavo.errors import CheckpointError
@@ -286,8 +287,11 @@ def _stepped(optimizer: Optimizer, *_: Any) -> None:
     Not always all: a model that nobody uses waits for the garbage collector, on one rank longer than on another, and
     its book must not ask for an all-reduce there.
     """
-    books = list(_live.values())
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} if books else ()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]] if _live else []
+    # A step on paper, of tensors without values, is none of a book that has them.
+    is_fake = any(isinstance(parameter, FakeTensor) for parameter in parameters)
+    books = [book for book in _live.values() if isinstance(book.cells, FakeTensor) == is_fake]
+    stepped = {id(parameter) for parameter in parameters}
     for book in [book for book in books if book.belongs_to(stepped)] or books:
         book.roll()
 
