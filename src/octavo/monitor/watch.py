@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from octavo.errors import ConfigError
 from octavo.guard import Alarm, GuardConfig
+from octavo.monitor.arriving import Arriving
 from octavo.monitor.environment import environment
 from octavo.monitor.recorder import Recorder
 from octavo.monitor.rules import Rules
@@ -65,7 +66,7 @@ class Monitor:
     ) -> None:
         self.done = resume_from or 0
         """Steps made."""
-        self._waiting: deque[_Arriving] = deque()
+        self._waiting: deque[Arriving] = deque()
         self._recorder: Recorder | None = None
         self._source: Source | None = None if isinstance(telemetry, str) else telemetry  # others too must keep it
         if _rank():
@@ -102,7 +103,7 @@ class Monitor:
         self.done = number
         if self._recorder is None:
             return
-        self._waiting.append(_Arriving(number, scalars))
+        self._waiting.append(Arriving(number, scalars))
         self._write_arrived()
         self._write_tensors(self._recorder)
 
@@ -141,7 +142,7 @@ class Monitor:
         while self._recorder is not None and self._waiting and self._waiting[0].has_arrived():
             self._write(self._recorder, self._waiting.popleft())
 
-    def _write(self, recorder: Recorder, arriving: _Arriving) -> None:
+    def _write(self, recorder: Recorder, arriving: Arriving) -> None:
         values = arriving.read()
         recorder.step(arriving.step, values)
         self._rules.scalars(arriving.step, values)
@@ -165,37 +166,6 @@ class Monitor:
         self._recorder.document("env", {**environment(device), "parameters": parameters}, step=self.done)
         if plan is not None:
             self._recorder.document("plan", json.loads(plan.to_json()), step=self.done)
-
-
-class _Arriving:
-    """The scalars of one step, on their way from the GPU: gathered there, copied in one piece, waited for by nobody."""
-
-    def __init__(self, step: int, scalars: Mapping[str, float | Tensor]) -> None:
-        self.step = step
-        for key, value in scalars.items():
-            if isinstance(value, Tensor) and value.numel() != 1:
-                raise ConfigError(f"monitor.step: '{key}' has {value.numel()} elements; give its mean, say.")
-        plain = {key: value.detach() if isinstance(value, Tensor) else value for key, value in scalars.items()}
-        coming = {key: value for key, value in plain.items() if isinstance(value, Tensor) and value.is_cuda}
-        self._known = {key: float(value) for key, value in plain.items() if key not in coming}
-        self._keys = list(coming)
-        self._copied: torch.cuda.Event | None = None
-        if coming:
-            gathered = torch.stack([value.reshape(()).float() for value in coming.values()])
-            self._host = torch.empty(len(coming), dtype=torch.float32, pin_memory=True)
-            self._host.copy_(gathered, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record(torch.cuda.current_stream(gathered.device))
-
-    def has_arrived(self) -> bool:
-        return self._copied is None or self._copied.query()
-
-    def read(self) -> dict[str, float]:
-        """Return the numbers; waits for those that have not arrived."""
-        if self._copied is None:
-            return self._known
-        self._copied.synchronize()
-        return {**self._known, **dict(zip(self._keys, self._host.tolist(), strict=True))}
 
 
 def _rank() -> int:

@@ -24,6 +24,7 @@ from octavo.guard.damage import damage
 from octavo.guard.diagnosis import Probe
 from octavo.guard.kept_scales import kept_scales, take_over
 from octavo.guard.locate import locate
+from octavo.monitor.arriving import Arriving
 from octavo.tensor import is_distributed
 from octavo.train.events import Noted, RolledBack, TensorsChanged
 from octavo.train.lane import Lane, Measured
@@ -53,7 +54,7 @@ class GuardedRun:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._lane = trainer.setup.lanes[0]
-        self._waiting: deque[_Coming] = deque()
+        self._waiting: deque[tuple[float, Arriving]] = deque()
         self._values: dict[int, NDArray[np.float32]] = {}
         self._lag = 1 if trainer.setup.device.type == "cuda" else 0
         config = trainer.config
@@ -70,7 +71,8 @@ class GuardedRun:
         """Hand on what the newest step measured; return whether the run went back."""
         if self.guard.config.mode == "off":
             return False
-        self._waiting.append(_Coming(self.done, lr, measured))
+        scalars = {"loss": measured.loss, "gradient_norm": measured.gradient_norm}
+        self._waiting.append((lr, Arriving(self.done, scalars)))
         return self._examine(self._lag)
 
     def settle(self) -> bool:
@@ -79,12 +81,13 @@ class GuardedRun:
 
     def _examine(self, left: int) -> bool:
         while len(self._waiting) > left:
-            coming = self._waiting.popleft()
-            loss, norm = coming.read()
+            lr, coming = self._waiting.popleft()
+            numbers = coming.read()
+            loss, norm = numbers["loss"], numbers["gradient_norm"]
             values = self._values_of(coming.step)
             if self._lane.loss_scale.skips and math.isfinite(loss) and not math.isfinite(norm):
                 continue  # the loss scale was too high, and the step was skipped: that is what it is for
-            if self.guard.after(Observation(coming.step, loss, norm, coming.lr, values)):
+            if self.guard.after(Observation(coming.step, loss, norm, lr, values)):
                 return True
         return False
 
@@ -219,25 +222,6 @@ class GuardedRun:
             take_over(self._lane.model, kept)
             if telemetry is not None:
                 telemetry.restart(self.done)
-
-
-class _Coming:
-    """Loss and gradient norm of a step, on their way from the device: reading them waits for no later step."""
-
-    def __init__(self, step: int, lr: float, measured: Measured) -> None:
-        self.step, self.lr = step, lr
-        both = torch.stack([measured.loss.float(), measured.gradient_norm.float()]).detach()
-        self._host, self._copied = both, None
-        if both.is_cuda:
-            self._host = torch.empty(2, pin_memory=True).copy_(both, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-
-    def read(self) -> tuple[float, float]:
-        if self._copied is not None:
-            self._copied.synchronize()
-        loss, norm = self._host.tolist()
-        return loss, norm
 
 
 def _convert_anew(model: nn.Module, recipe: recipes.Recipe, trainer: Trainer) -> None:

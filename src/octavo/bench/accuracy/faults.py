@@ -6,8 +6,8 @@ events of the run must name. `final_loss_change` is of the held-out loss, in per
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -297,7 +297,8 @@ def _row(fault: Fault, config: RunConfig, undisturbed: float) -> dict[str, Any]:
 def _train(config: RunConfig, fault: Fault | None) -> tuple[float, list[Note]]:
     """Return the held-out loss of a run, and what guardrails said."""
     notes = _Notes()
-    with ranks_of(config) as ranks, _fresh(config.run.out):
+    shutil.rmtree(config.run.out, ignore_errors=True)  # of a run before
+    with ranks_of(config) as ranks:
         run = Struck(set_up(config, ranks), [notes])
         run.struck_at = _struck_at(config) if fault is not None else config.run.steps + 1
         if fault is not None and fault.prepare is not None:
@@ -306,15 +307,6 @@ def _train(config: RunConfig, fault: Fault | None) -> tuple[float, list[Note]]:
             run.fault = lambda run: None if run.has_struck else once(run)
         summary = run.run()
     return float(summary["heldout_loss_fp8"]), notes.notes
-
-
-@contextmanager
-def _fresh(directory: Path) -> Iterator[None]:
-    """Forget a run that was there before."""
-    import shutil
-
-    shutil.rmtree(directory, ignore_errors=True)
-    yield
 
 
 def _struck_at(config: RunConfig) -> int:
