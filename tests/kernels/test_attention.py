@@ -148,7 +148,7 @@ def test_every_backend_of_a_gpu(shape, causal, name):
     shape = (shape[0], 64, shape[2], shape[2] if name.startswith("EFF") else shape[3], 64)
     q, k, v, dy = (x.cuda() for x in drawn(shape, torch.bfloat16))
     want_y, want_lse, *want = exact(*(x.cpu() for x in (q, k, v, dy)), causal)
-    with sdpa_kernel(SDPBackend[name]):
+    with sdpa_kernel(getattr(SDPBackend, name)):
         y, lse = attention(q, k, v, causal=causal)
         whole = Quantized(y.flatten(2).flatten(0, 1), torch.ones(y.shape[0] * y.shape[1], 1).cuda(), codes_of(y)[2])
         got = attention_backward(dy, q, k, v, whole, lse, causal=causal)

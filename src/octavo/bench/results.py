@@ -60,6 +60,7 @@ KINDS: dict[str, dict[str, type]] = {
     },
     "optimizer": {"states": str, "bytes_per_parameter": float, "ms": float, "ratio_to_fused_adamw": float},
     "ablation": {"states": str, "seed": int, "heldout_loss": float},
+    "tiers": {"model": str, "tokens": int, "states": str, "seed": int, "heldout_loss": float},
     "memory": {"workload": str, "implementation": str, "peak_gib": float, "predicted_gib": float},
     "reduce": {"scheme": str, "ranks": int, "snr_db": float, "ms": float, "wire_bytes": int},
     "distributed": {

@@ -77,7 +77,7 @@ class Norm(nn.Module):
         x_MD = x.reshape(-1, x.shape[-1])
         eps = _eps_of(self)
         eps = _default_eps(x.dtype, x.device) if eps is None else eps
-        target = self.target if _gains(x.device) and not torch.compiler.is_compiling() else None
+        target = None if torch.compiler.is_compiling() or not _gains(x.device) else self.target
         keeps_codes = self.input_format == "fp8" and torch.is_grad_enabled()
         y_MD, codes, scale = _Function.apply(x_MD, *self._affine(), eps, target, self.centred, keeps_codes)  # type: ignore[no-untyped-call]
         y = y_MD.view(x.shape)

@@ -8,6 +8,7 @@ gradients, where that of a zero row must not outweigh the others.
 
 from __future__ import annotations
 
+import math
 from typing import Literal, get_args
 
 import torch
@@ -46,10 +47,10 @@ def scale_from_amax(amax: Tensor, fmt: Format, scaling: Scaling) -> tuple[Tensor
 
 
 def _power_of_two(amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    max_bits = torch.tensor(fmt.max, dtype=torch.float32).view(torch.int32).item()
+    fraction, max_exponent = math.frexp(fmt.max)  # in [0.5, 1), as in FP32 the mantissa less its leading bit
     bits = amax.view(torch.int32)
-    exponent = (bits >> 23) - (int(max_bits) >> 23) + 127
-    exponent = exponent + ((bits & _MANTISSA) > (int(max_bits) & _MANTISSA)).int()
+    exponent = (bits >> 23) - max_exponent + 1
+    exponent = exponent + ((bits & _MANTISSA) > int((2 * fraction - 1) * 2**23)).int()
     exponent = exponent.clamp(min=1)  # 2^-126
     return (exponent << 23).view(torch.float32), ((254 - exponent) << 23).view(torch.float32)
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from octavo.bench.accuracy.parity import model_name
+from octavo.bench.accuracy.study import model_name
 from octavo.conversion import revert
 from octavo.errors import DataError
 from octavo.models import count_parameters

@@ -6,6 +6,7 @@ import pytest
 
 from octavo.bench import results
 from octavo.bench.accuracy import parity
+from octavo.bench.accuracy.study import model_name
 from octavo.errors import ConfigError, RunError
 
 TINY = ["--preset", "tiny", "--steps", "4", "--log-every", "1", "--device", "cpu"]
@@ -77,7 +78,7 @@ def test_a_study_goes_on_where_it_stopped(study, small_corpus, tmp_path):
     lines = []
     again = parity.run_parity(small_corpus, ["bf16"], [0, 1], out=tmp_path / "runs", report=lines.append)
     assert again[0] == rows[0] and again[1]["heldout_loss"] == rows[2]["heldout_loss"]
-    assert [line for line in lines if "started" in line] == ["bf16 seed 1: started"]
+    assert [line for line in lines if "started" in line] == ["bf16-1: started"]
 
 
 def test_a_directory_of_another_study_is_refused(study, small_corpus):
@@ -86,10 +87,10 @@ def test_a_directory_of_another_study_is_refused(study, small_corpus):
 
 
 def test_a_failed_run_is_named_with_its_reason(small_corpus, tmp_path):
-    with pytest.raises(RunError, match=r"foldd seed 0: exit code 2.*Did you mean 'folded'"):
+    with pytest.raises(RunError, match=r"foldd-0: exit code 2.*Did you mean 'folded'"):
         parity.run_parity(small_corpus, ["foldd"], [0], out=tmp_path / "runs")
 
 
 def test_model_names():
-    assert parity.model_name("llama", 129_100_000) == "llama-129m"
-    assert parity.model_name("gpt", 27_400) == "gpt-27k"
+    assert model_name("llama", 129_100_000) == "llama-129m"
+    assert model_name("gpt", 27_400) == "gpt-27k"

@@ -169,14 +169,15 @@ def test_wire_bytes_are_compared_with_bf16(directory, rows):
     assert f"{100 * (last['wire_gb'] / rows[0]['wire_gb'] - 1):+.0f} %" in line
 
 
-def test_the_check_shows_what_was_measured(directory, monkeypatch):
+def test_the_check_shows_what_was_measured(directory):
     assert "Not measured yet." in scaling_tables.check(directory)
-    row = {"workload": "8B", "implementation": "octavo folded", "tokens_per_s_per_gpu": 12345.0, "ratio_to_bf16": 1.3}
-    monkeypatch.setitem(results.KINDS, "distributed", {"workload": str, "implementation": str})
+    row = {"workload": "llama-3-8b", "layout": "data", "implementation": "octavo folded", "ratio_to_bf16": 1.3}
+    row |= {"tokens_per_s_per_gpu": 12345.0, "peak_gib": 40.0, "wire_bytes": 1}
+    cut = row | {"layout": "tensor 2", "tokens_per_s_per_gpu": 54321.0}
     keys = {"date": "2026-11-21", "hardware": "gpu", "versions": {}, "command": "x"}
-    results.write(results.Result(kind="distributed", rows=({**row, "peak_gib": 40.0},), **keys), directory)
+    results.write(results.Result(kind="distributed", rows=(row, cut), **keys), directory)
     text = scaling_tables.check(directory)
-    assert "12,345 |" in text and "| 1.30 |" in text and "Not measured yet." not in text
+    assert "12,345 |" in text and "| 1.30 |" in text and "Not measured yet." not in text and "54,321" not in text
 
 
 def test_assumptions_are_all_there(directory):

@@ -6,18 +6,28 @@ from octavo.bench.results import Result
 from octavo.bench.tables.distributed import distributed
 
 MakeResult = Callable[..., Result]
+OF_ALL = {
+    "workload": "8b",
+    "layout": "data",
+    "ranks": 4,
+    "shape": {"layers": 32, "dim": 4096, "vocab": 128256, "sequence": 8192},
+    "compiled": True,
+}
 
 
 def test_a_line_an_implementation_beside_the_first(result: MakeResult) -> None:
-    keys = ("workload", "implementation", "tokens_per_s_per_gpu", "ratio_to_bf16", "peak_gib", "wire_bytes")
+    keys = ("implementation", "tokens_per_s_per_gpu", "ratio_to_bf16", "peak_gib", "wire_bytes", "losses")
     rows = [
-        dict(zip(keys, ("8b", "bf16", 10000.4, 1, 60.0, 46_600_000_000), strict=True)),
-        dict(zip(keys, ("8b", "octavo", 15000.0, 1.5, 33.0, 17_242_000_000), strict=True)),
-        {"workload": "8b", "implementation": "other", "error": "OutOfMemoryError: full"},
+        OF_ALL | dict(zip(keys, ("bf16", 10000.4, 1, 60.0, 46_600_000_000, [5.0, 4.0]), strict=True)),
+        OF_ALL | dict(zip(keys, ("octavo", 15000.0, 1.5, 33.0, 17_242_000_000, [5.0, 4.00004]), strict=True)),
+        OF_ALL | {"implementation": "other", "error": "OutOfMemoryError: full"},
+        OF_ALL | {"layout": "tensor 2"} | dict(zip(keys, ("bf16", 9000.0, 1, 60.0, 1, [5.0, 4.1]), strict=True)),
     ]
-    lines = distributed(result("distributed", *rows)).splitlines()
+    title, _, *lines = distributed(result("distributed", *rows)).splitlines()
+    assert title.startswith("**8b**, 32 layers") and "4 GPUs" in title and "compiled" in title
     assert lines[2:] == [
-        "| 8b | bf16 | 10,000 | 1.00 | 60.0 | 46.6 |  |  |",
-        "| 8b | octavo | 15,000 | 1.50 | 33.0 | 17.2 | -45 % | -63 % |",
-        "| 8b | other | failed: OutOfMemoryError: full |  |  |  |  |  |",
+        "| data | bf16 | 10,000 | 1.00 | 60.0 | 46.6 |  |  | 4.0000 |",
+        "| data | octavo | 15,000 | 1.50 | 33.0 | 17.2 | -45 % | -63 % | 4.0000 |",
+        "| data | other | failed: OutOfMemoryError: full |  |  |  |  |  |  |",
+        "| tensor 2 | bf16 | 9,000 | 1.00 | 60.0 | 0.0 |  |  | 4.1000 |",
     ]

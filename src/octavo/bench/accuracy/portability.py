@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from octavo import kernels, recipes
-from octavo.bench.accuracy.parity import model_name
+from octavo.bench.accuracy.study import model_name
 from octavo.conversion import disabled
 from octavo.errors import ConfigError
 from octavo.kernels.explain import probe_operand

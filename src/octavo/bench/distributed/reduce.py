@@ -6,7 +6,6 @@ of any machine, times are gloo's. Under `torchrun` the ranks are its own, on GPU
 
 from __future__ import annotations
 
-import datetime
 import json
 import math
 import os
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import ProcessException, spawn
 
+from octavo.bench.distributed.ranks import TIMEOUT, process_group, under_torchrun
 from octavo.bench.results import failure
 from octavo.bench.timing import milliseconds
 from octavo.distributed.reduce import REDUCTIONS, reduction
@@ -36,8 +36,6 @@ COLUMNS = 1024
 """Columns of a heavy-tailed gradient, each of a size of its own."""
 WARM_UP = 3
 """Calls; a fixed number, for all ranks must make the same calls."""
-TIMEOUT = datetime.timedelta(minutes=5)
-"""After which a rank no longer waits for another."""
 EXACT_DB = 300.0
 """What is reported where FP64 sees no error."""
 
@@ -53,11 +51,6 @@ class Work(NamedTuple):
     """Of the gradient: float32 or bfloat16."""
     repeats: int
     """Calls that are timed; the median counts."""
-
-
-def under_torchrun() -> bool:
-    """Return whether this process is one of several ranks already."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def bench_reduce(work: Work, ranks: Sequence[int] = (), report: Callable[[Row], None] = lambda row: None) -> list[Row]:
@@ -98,20 +91,12 @@ def _check(work: Work, ranks: Sequence[int]) -> None:
 
 
 def _by_torchrun(work: Work, report: Callable[[Row], None]) -> list[Row]:
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
-    try:
-        rows = []
+    rows = []
+    with process_group() as device:
         for row in _measure(work, device):
-            rows += [row] if dist.get_rank() == 0 else []
             if dist.get_rank() == 0:
+                rows.append(row)
                 report(row)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
     return rows
 
 

@@ -18,6 +18,8 @@ Row = dict[str, Any]
 
 CHECK = ("8B", 4, 4 * 8192, Layout(tensor=1, stages=1, shard=4, replicas=1, sequences=1))
 """The point that is measured: model, GPUs, tokens, and the layout as it is run."""
+CHECKED_BY = ("llama-3-8b", "data")
+"""Workload and layout of its rows of kind `distributed`."""
 
 
 def bench_scaling(assumptions: Assumptions, report: Callable[[Row], None] = lambda row: None) -> list[Row]:

@@ -81,6 +81,31 @@ def _parity_of(title: str, rows: Sequence[Row]) -> str:
     return f"**{title}**: held-out loss, nats a token\n\n{table(header, body)}\n\n{said}"
 
 
+def tiers(result: Result) -> str:
+    """Return one line a tier of optimizer states: held-out loss of each seed, and the gap to FP32 states."""
+    return tiers_of(result.rows)
+
+
+def tiers_of(rows: Sequence[Row]) -> str:
+    """Return the same from the rows alone."""
+    parts = []
+    for (model, tokens), of_model in grouped(rows, "model", "tokens").items():
+        seeds = sorted({row["seed"] for row in of_model})
+        body = []
+        for (states,), of_states in grouped(of_model, "states").items():
+            losses = {row["seed"]: row["heldout_loss"] for row in of_states}
+            cells = [f"{losses[seed]:.4f}" if seed in losses else "" for seed in seeds]
+            beside = [f"{100 * row['gap'] / row['heldout_loss']:+.2f} %" for row in of_states if "gap" in row]
+            within = _evidence(of_states, "gap_95", "± {:.3f} %")
+            body.append((states, *cells, f"{fmean(losses.values()):.4f}", ", ".join(beside), within))
+        header = ("states", *(f"seed {seed}" for seed in seeds), "mean", "gap to fp32, by seed", "95 % over sequences")
+        first = [row["heldout_loss"] for row in of_model if row["states"] == of_model[0]["states"]]
+        apart = f"The {len(first)} seeds of `{of_model[0]['states']}` lie {max(first) - min(first):.4f} apart."
+        title = f"**{model}, {tokens:,} tokens**: held-out loss, nats a token"
+        parts.append("\n\n".join([title, table(header, body), *([apart] if len(first) > 1 else [])]))
+    return "\n\n".join(parts)
+
+
 def _gap(losses: dict[int, float], bf16: dict[int, float]) -> tuple[str, str]:
     """Return the mean gap over the seeds that both have, and half of its interval."""
     gaps = [100 * (loss / bf16[seed] - 1) for seed, loss in losses.items() if seed in bf16]
@@ -178,6 +203,7 @@ def localize(result: Result) -> str:
 TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "demo": ("demo", demo),
     "parity": ("parity", parity),
+    "tiers": ("tiers", tiers),
     "stress": ("stress", stress),
     "faults": ("faults", faults),
     "localize": ("localize", localize),

@@ -10,21 +10,33 @@ from octavo.bench.tables.rows import Row, grouped
 
 
 def distributed(result: Result) -> str:
-    """Return one line a workload and implementation: its speed, memory, and bytes on the wire, beside the first's."""
-    body = []
-    for (workload,), rows in grouped(result.rows, "workload").items():
-        first = next((row for row in rows if "error" not in row), None)
-        body += [(workload, row["implementation"], *_distributed_cells(row, first)) for row in rows]
-    titles = ("tokens/s/GPU", "times BF16's speed", "peak GiB", "GB on the wire", "memory", "wire")
-    return table(("workload", "implementation", *titles), body)
+    """Return one line a layout and implementation: speed, memory, bytes on the wire and loss, beside the first's."""
+    parts = []
+    for (workload,), of_workload in grouped(result.rows, "workload").items():
+        body = []
+        for (layout,), rows in grouped(of_workload, "layout").items():
+            first = next((row for row in rows if "error" not in row), None)
+            body += [(layout, row["implementation"], *_distributed_cells(row, first)) for row in rows]
+        titles = ("tokens/s/GPU", "times BF16's speed", "peak GiB", "GB on the wire", "memory", "wire", "last loss")
+        parts.append(
+            f"**{workload}**, {_setting(of_workload[0])}\n\n{table(('layout', 'implementation', *titles), body)}"
+        )
+    return "\n\n".join(parts)
+
+
+def _setting(row: Row) -> str:
+    shape, how = row["shape"], "blocks compiled" if row["compiled"] else "eager"
+    words = f"{shape['layers']} layers, dim {shape['dim']:,}, vocabulary {shape['vocab']:,}"
+    return f"{words}: {row['ranks']} GPUs, sequences of {shape['sequence']:,} tokens, {how}"
 
 
 def _distributed_cells(row: Row, first: Row | None) -> list[str]:
     if "error" in row or first is None:
-        return [f"failed: {row['error']}", *[""] * 5]
+        return [f"failed: {row['error']}", *[""] * 6]
     less = [f"{100 * (row[key] / first[key] - 1):+.0f} %" if first[key] else "" for key in ("peak_gib", "wire_bytes")]
     speed = [f"{row['tokens_per_s_per_gpu']:,.0f}", f"{row['ratio_to_bf16']:.2f}"]
-    return [*speed, f"{row['peak_gib']:.1f}", f"{row['wire_bytes'] / 1e9:.1f}", *(["", ""] if row is first else less)]
+    cost = [f"{row['peak_gib']:.1f}", f"{row['wire_bytes'] / 1e9:.1f}", *(["", ""] if row is first else less)]
+    return [*speed, *cost, f"{row['losses'][-1]:.4f}"]
 
 
 def reduce(result: Result) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from octavo.bench import results
 from octavo.bench.distributed.assumptions import PEER, Assumptions, Scheme
-from octavo.bench.distributed.scaling import CHECK
+from octavo.bench.distributed.scaling import CHECK, CHECKED_BY
 from octavo.bench.results import Result
 from octavo.bench.tables.markdown import table
 from octavo.cli.flags import field_docs
@@ -105,7 +105,8 @@ def check(directory: Path) -> str:
     if result is None or not rows:
         return ""
     found = results.latest("distributed", directory) if "distributed" in results.KINDS else None
-    measured = {} if found is None else {row["implementation"]: row for row in found.rows if "error" not in row}
+    points = [row for row in ([] if found is None else found.rows) if (row["workload"], row["layout"]) == CHECKED_BY]
+    measured = {row["implementation"]: row for row in points if "error" not in row}
     body = []
     for row in rows:
         real = measured.get(_assumed(result)["schemes"][row["scheme"]]["measured_as"], {})

@@ -71,6 +71,56 @@ def parity(
     return finish("parity", rows, write, json_output, command)
 
 
+@bench.command
+def tiers(
+    *,
+    states: Names = (),
+    seeds: str = "0,1",
+    preset: str = "parity-cuda",
+    steps: int | None = None,
+    slots: int | None = None,
+    out: Path = Path("runs/tiers"),
+    write: Write = None,
+    json_output: Json = False,
+) -> int:
+    """Train one model with every tier of optimizer states, on the same batches, and compare held-out losses.
+
+    Examples:
+
+        octavo bench tiers
+        octavo bench tiers --states fp32 --states fp8 --seeds 0,1,2
+        octavo bench tiers --preset tiny
+
+    Parameters
+    ----------
+    states
+        Tiers, and `fp8, all` and `fp8-min, all` for those with FP8 weights and gradients; all where it is not given.
+    seeds
+        Seeds, with commas between them. Runs of one seed share weights and batches.
+    preset
+        The run that all share.
+    steps
+        Steps of each run, in place of the preset's.
+    slots
+        Runs at a time; by default one a GPU.
+    out
+        Directory for the runs.
+    """
+    import torch
+
+    from octavo.bench.accuracy.tiers import TIERS, run_tiers
+    from octavo.bench.tables.accuracy import tiers_of
+
+    say = printer(json_output)
+    names, numbers = states or tuple(TIERS), tuple(int(seed) for seed in seeds.split(","))
+    shared = ["--preset", preset, *(["--steps", str(steps)] if steps else [])]
+    slots = slots or max(torch.cuda.device_count(), 1)
+    rows = run_tiers(shared, names, numbers, out=out, slots=slots, report=say)
+    say(tiers_of(rows))
+    flags = [*(f'--states "{name}"' for name in states), f"--seeds {seeds}", *shared]
+    return finish("tiers", rows, write, json_output, " ".join(["octavo bench tiers", *flags]))
+
+
 def _parity_report(rows: list[dict[str, Any]], out: Path) -> str:
     """Return the tables of the study, and how the losses ran apart; the same text is left in `report.txt`."""
     from octavo.bench.accuracy.parity import gap_curves

@@ -45,7 +45,8 @@ def reduce(
     """
     import torch
 
-    from octavo.bench.distributed.reduce import Work, bench_reduce, under_torchrun
+    from octavo.bench.distributed.ranks import under_torchrun
+    from octavo.bench.distributed.reduce import Work, bench_reduce
     from octavo.distributed import REDUCTIONS
 
     on_gpu = under_torchrun() and torch.cuda.is_available()

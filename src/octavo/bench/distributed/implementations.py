@@ -1,0 +1,105 @@
+"""Who trains on many GPUs: BF16 by FSDP2, torchao with its FP8 all-gather, and Octavo."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+import octavo
+from octavo.bench.implementations import BF16, HEAD
+from octavo.distributed import BF16_POLICY, shard
+from octavo.models.llama import Llama
+from octavo.models.stages import Stage
+from octavo.tensor import is_distributed
+
+Sharded = Llama | Stage
+"""What is sharded: a whole model, or a stage of one."""
+LEARNING_RATE = 1e-4
+
+
+def _leave(model: nn.Module) -> None:
+    """Change nothing."""
+
+
+def _fsdp(model: Sharded, mesh: DeviceMesh, **options: Any) -> None:
+    for block in model.layers:
+        fully_shard(block, mesh=mesh, mp_policy=BF16_POLICY, **options)
+    fully_shard(model, mesh=mesh, mp_policy=BF16_POLICY, **options)
+
+
+def _fused_adamw(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([parameter for _, parameter in parameters], lr=LEARNING_RATE, fused=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Implementation:
+    """One way to train a sharded Llama. Its weights are FP32 where they rest, and gathered in BF16 or FP8."""
+
+    name: str
+    """What results call it."""
+    convert: Callable[[nn.Module], object] = _leave
+    """Makes the whole model into this implementation, in place, before it is cut."""
+    shard: Callable[..., object] = _fsdp
+    """(model or stage, mesh, **options of `fully_shard`): shards it, in place."""
+    optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer] = _fused_adamw
+    """Of named parameters."""
+    after_step: Callable[[nn.Module], object] = _leave
+    """What it does with the model once the weights have changed."""
+
+
+def implementations() -> dict[str, Implementation]:
+    """Return every implementation by name, the baseline first. torchao's is there when it is installed."""
+    found = [Implementation(name=BF16)]
+    if importlib.util.find_spec("torchao") is not None:
+        found.append(
+            Implementation(
+                name="torchao tensorwise, FP8 gather", convert=_convert_torchao, after_step=_precompute_scales
+            )
+        )
+    folded = Implementation(name="octavo folded", convert=partial(_convert, recipe="folded"), shard=shard)
+    fast = Implementation(name="octavo folded_fast", convert=partial(_convert, recipe="folded_fast"), shard=shard)
+    states = Implementation(
+        name="octavo folded, fp8 states", convert=folded.convert, shard=shard, optimizer=_fp8_states
+    )
+    fewest = Implementation(
+        name="octavo folded, fp8-block", convert=folded.convert, shard=_shard_fewest_bytes, optimizer=_fp8_states
+    )
+    return {implementation.name: implementation for implementation in (*found, folded, fast, states, fewest)}
+
+
+def _convert(model: nn.Module, recipe: str) -> None:
+    assert isinstance(model, Llama)
+    policy = octavo.Policy(min_gain=0.0, keep={HEAD: "in BF16, as the head of its peers"})
+    octavo.convert(model, recipe, policy=policy, tokens=model.config.sequence)
+
+
+def _shard_fewest_bytes(model: Sharded, mesh: DeviceMesh, **options: Any) -> None:
+    """FP8 gradients, and of the embedding only the rows that are looked up."""
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]  # a later stage has none
+    by_rows = [module for module in embeddings if not is_distributed(module.weight)]  # tensor parallel has its own
+    shard(model, mesh, reduce="fp8-block", by_rows=by_rows, **options)
+
+
+def _fp8_states(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return octavo.optim.AdamW(parameters, lr=LEARNING_RATE, states="fp8")
+
+
+def _convert_torchao(model: nn.Module) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda layer, name: name != HEAD)
+
+
+def _precompute_scales(model: nn.Module) -> None:
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    precompute_float8_dynamic_scale_for_fsdp(model)

@@ -1,0 +1,201 @@
+"""Whole training steps on all ranks: speed, memory, bytes on the wire and losses, by implementation and layout."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from octavo.bench.distributed.implementations import Implementation, implementations
+from octavo.bench.distributed.ranks import any_rank, process_group
+from octavo.bench.distributed.trainers import Layout, lay_out, part_of_batch
+from octavo.bench.implementations import BF16
+from octavo.bench.results import failure
+from octavo.distributed.traffic import Traffic
+from octavo.errors import ConfigError, did_you_mean
+from octavo.models.config import ModelConfig
+
+Row = dict[str, Any]
+
+WARM_UP = 3
+"""Steps that are not timed: they compile."""
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """A model, and what a step of it is."""
+
+    name: str
+    """What results call it."""
+    model: ModelConfig
+    """The whole model."""
+    sequences: int
+    """Of a step, for each rank there is; each is a micro-batch."""
+    compile: bool
+    """Whether `torch.compile` works on each block: hooks of tensor parallel and schedules are eager."""
+
+
+_LLAMA_8B = ModelConfig(
+    vocab=128256, dim=4096, layers=32, heads=32, kv_heads=8, ffn=14336, sequence=8192, rope_theta=5e5
+)
+_BLOCKS = ModelConfig(vocab=32768, dim=4096, layers=8, heads=32, kv_heads=8, ffn=14336, sequence=4096, rope_theta=5e5)
+_TINY = ModelConfig(vocab=256, dim=128, layers=2, heads=4, kv_heads=2, ffn=256, sequence=64)
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload(name="llama-3-8b", model=_LLAMA_8B, sequences=1, compile=True),
+        Workload(name="llama-8b-blocks", model=_BLOCKS, sequences=2, compile=False),
+        Workload(name="tiny-model", model=_TINY, sequences=2, compile=False),
+    )
+}
+"""By name: all of Llama-3-8B; eight of its blocks with a small vocabulary, to be cut; one for tests."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What to measure."""
+
+    workload: str
+    """A name in `WORKLOADS`."""
+    layouts: tuple[Layout, ...] = (Layout(),)
+    """BF16 of the same layout is what each is compared with."""
+    only: tuple[str, ...] = ()
+    """Implementations, besides BF16; all where empty."""
+    steps: int = 8
+    """Steps that are timed; the median counts."""
+    seconds: float | None = None
+    """After which no other implementation begins; None: all do."""
+
+
+def bench_distributed(work: Work, report: Callable[[Row], None] = lambda row: None) -> list[Row]:
+    """Return a row a layout and implementation. Every rank of `torchrun` must call this; rank 0 alone gets rows.
+
+    Raises:
+        ConfigError: an unknown workload or implementation, or a layout that the ranks cannot have.
+    """
+    workload, chosen = _check(work)
+    rows = []
+    with process_group() as device:
+        began = time.perf_counter()
+        for layout in work.layouts:
+            bf16_rate = None
+            for implementation in chosen:
+                if work.seconds is not None and any_rank(device, time.perf_counter() - began > work.seconds):
+                    continue
+                row = _row(workload, implementation, layout, work.steps, device)
+                if "error" not in row:
+                    bf16_rate = row["tokens_per_s_per_gpu"] if implementation.name == BF16 else bf16_rate
+                    row["ratio_to_bf16"] = row["tokens_per_s_per_gpu"] / bf16_rate if bf16_rate else float("nan")
+                if dist.get_rank() == 0:
+                    rows.append(row)
+                    report(row)
+    return rows
+
+
+def _check(work: Work) -> tuple[Workload, list[Implementation]]:
+    known = implementations()
+    asked: list[tuple[str, Collection[str]]] = [(work.workload, WORKLOADS), *((name, known) for name in work.only)]
+    for name, names in asked:
+        if name not in names:
+            raise ConfigError(f"there is no '{name}'.{did_you_mean(name, names)} Known are: {', '.join(names)}.")
+    chosen = [known[name] for name in known if name == BF16 or not work.only or name in work.only]
+    return WORKLOADS[work.workload], chosen
+
+
+def _row(workload: Workload, implementation: Implementation, layout: Layout, steps: int, device: torch.device) -> Row:
+    row: Row = {"workload": workload.name, "implementation": implementation.name, "layout": str(layout)}
+    row |= {"ranks": dist.get_world_size(), "shape": asdict(workload.model), "compiled": workload.compile}
+    try:
+        row |= _measure(workload, implementation, layout, steps, device)
+    except Exception as error:  # the others are still worth knowing
+        row["error"] = failure(error)
+    gc.collect()
+    torch._dynamo.reset()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return row
+
+
+def _measure(
+    workload: Workload, implementation: Implementation, layout: Layout, steps: int, device: torch.device
+) -> Row:
+    ranks = dist.get_world_size()
+    if ranks % (layout.tensor * layout.stages):
+        raise ConfigError(f"{ranks} ranks cannot be shared by {layout}.")
+    sequences = workload.sequences * ranks
+    trainer, data = lay_out(workload.model, implementation, layout, sequences, device)
+    optimizer = implementation.optimizer([pair for module in trainer.modules for pair in module.named_parameters()])
+
+    def step(number: int) -> Tensor | None:
+        loss = trainer.step(*part_of_batch(workload.model, sequences, number, data))
+        optimizer.step()
+        optimizer.zero_grad()
+        for module in trainer.modules:
+            implementation.after_step(module)
+        return loss
+
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    times, losses = [], []
+    with _compiled(trainer.blocks) if workload.compile else contextlib.nullcontext():
+        for number in range(WARM_UP + steps):
+            began = _synchronized(device)
+            loss = step(number)
+            times.append(_synchronized(device) - began)
+            losses.append(_mean_of_ranks(loss, device))
+    peak = _largest(torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0, device)
+    with Traffic() as traffic:  # not of compiled blocks
+        step(WARM_UP + steps)
+    seconds = statistics.median(times[WARM_UP:])
+    return {
+        "tokens": workload.model.sequence * sequences,
+        "ms": 1e3 * seconds,
+        "ms_all": [round(1e3 * time, 2) for time in times],
+        "tokens_per_s_per_gpu": workload.model.sequence * workload.sequences / seconds,
+        "peak_gib": peak,
+        "wire_bytes": int(_largest(sum(traffic.bytes.values()), device)),
+        "wire_bytes_by_kind": traffic.bytes,
+        "losses": losses,
+    }
+
+
+@contextlib.contextmanager
+def _compiled(blocks: Sequence[nn.Module]) -> Iterator[None]:
+    """Compile the forward of blocks; FSDP2's hooks stay outside."""
+    plain = [block.forward for block in blocks]
+    for block, forward in zip(blocks, plain, strict=True):
+        block.forward = torch.compile(forward, dynamic=False)
+    yield
+    for block, forward in zip(blocks, plain, strict=True):
+        block.forward = forward
+
+
+def _synchronized(device: torch.device) -> float:
+    """Wait for all ranks, and return the time."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+    return time.perf_counter()
+
+
+def _mean_of_ranks(loss: Tensor | None, device: torch.device) -> float:
+    known = torch.zeros(2, device=device)
+    if loss is not None:
+        known[0], known[1] = loss.float(), 1.0
+    dist.all_reduce(known)
+    return round(float(known[0] / known[1]), 5)
+
+
+def _largest(value: float, device: torch.device) -> float:
+    known = torch.tensor(value, device=device, dtype=torch.float64)
+    dist.all_reduce(known, dist.ReduceOp.MAX)
+    return known.item()
