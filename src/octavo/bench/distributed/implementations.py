@@ -64,20 +64,22 @@ def implementations() -> dict[str, Implementation]:
                 name="torchao tensorwise, FP8 gather", convert=_convert_torchao, after_step=_precompute_scales
             )
         )
-    folded = Implementation(name="octavo folded", convert=partial(_convert, recipe="folded"), shard=shard)
-    fast = Implementation(name="octavo folded_fast", convert=partial(_convert, recipe="folded_fast"), shard=shard)
-    states = Implementation(
-        name="octavo folded, fp8 states", convert=folded.convert, shard=shard, optimizer=_fp8_states
-    )
-    fewest = Implementation(
-        name="octavo folded, fp8-block", convert=folded.convert, shard=_shard_fewest_bytes, optimizer=_fp8_states
-    )
-    return {implementation.name: implementation for implementation in (*found, folded, fast, states, fewest)}
+    found += [_octavo("folded"), _octavo("folded_fast"), _octavo("folded", ", fp8 states", optimizer=_fp8_states)]
+    sends_least: dict[str, Any] = {"shard": _shard_fewest_bytes, "optimizer": _fp8_states}
+    lean = partial(_convert, recipe="folded", activation_inputs="fp8", norm_inputs="fp8")
+    found.append(_octavo("folded", ", fp8-block", **sends_least))
+    found.append(_octavo("folded", ", fp8-block (lean)", **sends_least, convert=lean))
+    return {implementation.name: implementation for implementation in found}
 
 
-def _convert(model: nn.Module, recipe: str) -> None:
+def _octavo(recipe: str, suffix: str = "", **how: Any) -> Implementation:
+    settings: dict[str, Any] = {"convert": partial(_convert, recipe=recipe), "shard": shard} | how
+    return Implementation(name=f"octavo {recipe}{suffix}", **settings)
+
+
+def _convert(model: nn.Module, recipe: str, **policy_options: Any) -> None:
     assert isinstance(model, Llama)
-    policy = octavo.Policy(min_gain=0.0, keep={HEAD: "in BF16, as the head of its peers"})
+    policy = octavo.Policy(min_gain=0.0, keep={HEAD: "in BF16, as the head of its peers"}, **policy_options)
     octavo.convert(model, recipe, policy=policy, tokens=model.config.sequence)
 
 

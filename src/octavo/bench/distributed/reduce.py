@@ -29,6 +29,7 @@ from octavo.distributed.reduce import REDUCTIONS, reduction
 from octavo.distributed.reduce.scheme import Scheme
 from octavo.distributed.reduce.two_level import TwoLevel
 from octavo.errors import ConfigError, RunError, did_you_mean
+from octavo.ranks import is_first_rank
 
 Row = dict[str, Any]
 
@@ -94,7 +95,7 @@ def _by_torchrun(work: Work, report: Callable[[Row], None]) -> list[Row]:
     rows = []
     with process_group() as device:
         for row in _measure(work, device):
-            if dist.get_rank() == 0:
+            if is_first_rank():
                 rows.append(row)
                 report(row)
     return rows

@@ -22,6 +22,7 @@ from octavo.bench.results import failure
 from octavo.distributed.traffic import Traffic
 from octavo.errors import ConfigError, did_you_mean
 from octavo.models.config import ModelConfig
+from octavo.ranks import is_first_rank
 
 Row = dict[str, Any]
 
@@ -95,7 +96,7 @@ def bench_distributed(work: Work, report: Callable[[Row], None] = lambda row: No
                 if "error" not in row:
                     bf16_rate = row["tokens_per_s_per_gpu"] if implementation.name == BF16 else bf16_rate
                     row["ratio_to_bf16"] = row["tokens_per_s_per_gpu"] / bf16_rate if bf16_rate else float("nan")
-                if dist.get_rank() == 0:
+                if is_first_rank():
                     rows.append(row)
                     report(row)
     return rows
