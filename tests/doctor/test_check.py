@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from octavo.doctor.check import Check, Finding, Verdict, check, failure, make, ok, skipped, warning
 from octavo.doctor.checks import CHECKS
+from octavo.doctor.subjects import Machine
 from octavo.errors import ConfigError, UnsupportedError
 
 
@@ -36,6 +38,29 @@ def test_what_a_check_raises_is_a_failure_that_names_it(error: Exception) -> Non
     assert result.finding.verdict is Verdict.FAILURE
     assert result.finding.seen == f"{type(error).__name__}: {str(error).splitlines()[0]}"
     assert result.remedy == "Install another."
+
+
+def test_what_a_check_needs_is_asked_first() -> None:
+    seen: list[object] = []
+
+    def look(subject: object) -> Finding:
+        seen.append(subject)
+        return ok("well")
+
+    made = check("name", symptom="it hurts", remedy="Do this.", needs=lambda subject: "" if subject else "nothing here")
+    found = [make(made(look), subject).finding for subject in (0, 1)]
+    assert found == [skipped("nothing here"), ok("well")] and seen == [1]
+
+
+def test_a_need_that_raises_is_a_failure() -> None:
+    finding = make(check("name", symptom="", remedy="", needs=lambda subject: subject.device)(ok), None).finding
+    assert finding.verdict == "failure" and "AttributeError" in finding.seen, finding
+
+
+@pytest.mark.parametrize("name", ["clocks", "memory errors", "triton kernels", "compiler", "collectives"])
+def test_what_only_a_gpu_has_is_not_looked_for_on_a_cpu(name: str) -> None:
+    result = make(next(check for check in CHECKS["machine"] if check.name == name), Machine(torch.device("cpu")))
+    assert result.finding.verdict == "skipped" and "cpu" in result.finding.seen.lower(), result.finding
 
 
 def test_a_wrong_question_is_not_an_answer() -> None:

@@ -140,7 +140,7 @@ def test_what_cannot_be_noted(tmp_path: Path) -> None:
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.monitor.watch._rank", lambda: 1)
+    monkeypatch.setattr("octavo.monitor.watch.is_first_rank", lambda: False)
     with Monitor(nn.Linear(2, 2), tmp_path / "run") as monitor:
         monitor.step(loss=1.0)
         monitor.event("nothing")

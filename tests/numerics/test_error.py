@@ -11,6 +11,8 @@ from octavo.numerics import (
     PER_ROW,
     PER_TENSOR,
     Quantized,
+    cosine_of,
+    inner_products,
     kurtosis,
     measure,
     quantize,
@@ -100,6 +102,19 @@ def test_rule_3_nan_and_infinities_are_counted(fmt):
 def test_measure_of_zeros():
     report = measure(torch.zeros(2, 3), quantize(torch.zeros(2, 3)))
     assert (report.sqnr_db, report.flushed, report.subnormal, report.saturated) == (math.inf, 0, 0, 0)
+
+
+def test_the_cosine_of_a_whole_is_that_of_the_sum_of_its_parts():
+    a, b = torch.tensor([[3.0, 0.0], [4.0, 0.0]]), torch.tensor([[1.0, 1.0], [0.0, 7.0]], dtype=torch.bfloat16)
+    parts = torch.stack([inner_products(*rows) for rows in zip(a, b, strict=True)])
+    assert parts.tolist() == [[3, 9, 2], [0, 16, 49]] and parts.dtype == torch.float64
+    assert cosine_of(parts.sum(0)) == pytest.approx(3 / (25 * 51) ** 0.5, rel=1e-15) and cosine_of(parts[1]) == 0
+
+
+@pytest.mark.parametrize(("a", "b", "cosine"), [(0.0, 0.0, 1.0), (0.0, 2.0, 0.0), (-1.0, 2.0, -1.0)])
+def test_the_cosine_with_zeros(a, b, cosine):
+    assert cosine_of(inner_products(torch.tensor([a]), torch.tensor([b]))) == cosine
+    assert math.isnan(cosine_of(inner_products(torch.tensor([a]), torch.tensor([math.nan]))))
 
 
 def _restored(x):

@@ -171,6 +171,11 @@ def test_ranks_that_share_layers_have_the_same_part_of_a_batch() -> None:
     assert [r.own_rows(4) for r in ranks] == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
+def test_ranks_of_a_pipeline_have_the_same_part_of_a_batch() -> None:
+    ranks = [Ranks(launch=Launch(rank, 8), parallel=ParallelConfig(tensor=2, pipeline=2)) for rank in range(8)]
+    assert [(r.place, r.part, r.parts) for r in ranks] == [(p, part, 2) for p in (0, 1) for part in (0, 0, 1, 1)]
+
+
 def test_losses_of_rows_are_taken_once_of_ranks_that_share_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     def gather(everyone: list[torch.Tensor], values: torch.Tensor) -> None:
         for rank, part in enumerate(everyone):
@@ -179,6 +184,19 @@ def test_losses_of_rows_are_taken_once_of_ranks_that_share_layers(monkeypatch: p
     monkeypatch.setattr(torch.distributed, "all_gather", gather)
     ranks = Ranks(launch=Launch(3, 4), parallel=ParallelConfig(tensor=2))
     assert ranks.all_rows(torch.tensor([0.0, 1.0]), 3).tolist() == [0, 1, 10]
+
+
+@pytest.mark.parametrize(("schedule", "known"), [("1f1b", [20, 30]), ("zero-bubble-v", [0, 10])])
+def test_losses_of_rows_are_taken_of_the_last_stage(
+    monkeypatch: pytest.MonkeyPatch, schedule: Any, known: list[float]
+) -> None:
+    def gather(everyone: list[torch.Tensor], values: torch.Tensor) -> None:
+        for rank, part in enumerate(everyone):
+            part.copy_(values + 10 * rank)
+
+    monkeypatch.setattr(torch.distributed, "all_gather", gather)
+    ranks = Ranks(launch=Launch(3, 4), parallel=ParallelConfig(pipeline=2, schedule=schedule))
+    assert ranks.all_rows(torch.tensor([0.0]), 2).tolist() == known
 
 
 @pytest.mark.parametrize(
@@ -195,6 +213,9 @@ def test_losses_of_rows_are_taken_once_of_ranks_that_share_layers(monkeypatch: p
         ({"parallel": {"tensor": 2}}, 1, r"shard = all others, tensor = 2 want 2 ranks, and 1 was started"),
         ({"parallel": {"tensor": 2}, "run": {"batch": 3}}, 4, r"over 2 groups of 2 ranks.*multiple of 2"),
         ({"parallel": {"tensor": 4}}, 4, r"model.heads: 2 cannot be split evenly over 4 ranks"),
+        ({"parallel": {"pipeline": 2}}, 1, r"shard = all others, pipeline = 2 want 2 ranks, and 1 was started"),
+        ({"parallel": {"pipeline": 2, "tensor": 2}, "run": {"batch": 3}}, 8, r"over 2 groups of 4 ranks"),
+        ({"parallel": {"pipeline": 2}}, 2, r"run.accumulate: 1 parts of a batch do not fill a pipeline of 2 ranks"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_started(
@@ -204,11 +225,6 @@ def test_what_cannot_be_is_refused_before_anything_is_started(
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     with pytest.raises(ConfigError, match=message), ranks_of(make("refused", **sections)):
         pass
-
-
-def test_what_is_not_there_yet_says_so(make: Configure) -> None:
-    with pytest.raises(ConfigError, match=r"parallel.pipeline: 2: .* yet. Leave it at 1"):
-        make("refused", parallel={"pipeline": 2})
 
 
 def test_every_reduction_can_be_named() -> None:

@@ -27,6 +27,7 @@ from octavo.nn import calibration
 from octavo.nn.calibration import Calibrated, full_name
 from octavo.nn.scales import scales
 from octavo.nn.telemetry import STATS, Telemetry
+from octavo.ranks import in_process_group, is_first_rank
 from octavo.recipes import STATEFUL
 from octavo.recipes.spec import MOST_MARGIN
 
@@ -133,10 +134,10 @@ class Recalibration:
         book = scales(self._model)  # not kept: converting the model anew makes another
         if book is None:
             return {}
-        if _is_first() and not self._path.exists():
+        if is_first_rank() and not self._path.exists():
             book.save(self._path)
         made = book.renew(names, self.updates.margin, how)
-        if made and _is_first():
+        if made and is_first_rank():
             calibration.update(self._path, made)
         return made
 
@@ -165,17 +166,9 @@ class Recalibration:
 
 def _of_all_ranks(broken: dict[str, float]) -> dict[str, float]:
     """Return what is broken on any rank, with the largest share."""
-    if not _is_distributed():
+    if not in_process_group():
         return broken
     gathered: list[dict[str, float]] = [{}] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, broken)
     names = sorted({name for found in gathered for name in found})
     return {name: max(found.get(name, 0.0) for found in gathered) for name in names}
-
-
-def _is_first() -> bool:
-    return not _is_distributed() or torch.distributed.get_rank() == 0
-
-
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -13,6 +13,7 @@ from octavo.calibration.layers import Wanted
 from octavo.calibration.spectrum import Spectrum
 from octavo.conversion import disabled
 from octavo.nn.calibration import full_name
+from octavo.nn.hooks import hooked
 
 
 @contextmanager
@@ -26,16 +27,12 @@ def watched(model: nn.Module, wanted: Mapping[str, Wanted]) -> Iterator[dict[str
     roles: dict[str, set[str]] = {}
     for one in wanted.values():
         roles.setdefault(one.layer, set()).add(one.role)
-    handles = [
+    hooks = (
         model.get_submodule(layer).register_forward_hook(_hook(layer, own, seen), prepend=True, with_kwargs=True)
         for layer, own in roles.items()
-    ]
-    try:
-        with disabled(model), torch.compiler.set_stance("force_eager"):
-            yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
+    )
+    with hooked(hooks), disabled(model), torch.compiler.set_stance("force_eager"):
+        yield seen
 
 
 def _hook(layer: str, roles: Collection[str], seen: dict[str, Spectrum]) -> Callable[..., None]:

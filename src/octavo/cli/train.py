@@ -13,6 +13,7 @@ from cyclopts import Parameter
 from octavo import strict
 from octavo.cli.config import configure
 from octavo.cli.flags import with_flags_of
+from octavo.ranks import is_first_rank
 from octavo.train.config import RunConfig
 
 
@@ -60,7 +61,7 @@ def train(
         print(json.dumps(strict.to_dict(config), indent=2))
         return 0
     summary = _run(config, resume=resume, overwrite=overwrite, json_output=json_output)
-    if json_output and _is_first():
+    if json_output and is_first_rank():
         print(json.dumps(summary, indent=2))
     return 0
 
@@ -75,15 +76,9 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool, json_output: bool)
     try:
         return carry_out(config, reporters=[reporter], resume=resume, overwrite=overwrite)
     except KeyboardInterrupt:
-        if _is_first():
+        if is_first_rank():
             print(f"octavo: interrupted. {_way_back(config)}", file=sys.stderr)
         sys.exit(130)
-
-
-def _is_first() -> bool:
-    from octavo.train.parallel import is_first
-
-    return is_first()
 
 
 def _way_back(config: RunConfig) -> str:

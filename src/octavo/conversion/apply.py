@@ -73,7 +73,7 @@ def convert(
             layer.keeps_input = row.keeps_input
     for structure in plan.structures:
         _join(model.get_submodule(structure.name), structure, plan)
-    book = keep_scales({name: module for name, module in layers.items() if type(module) is Linear})
+    book = keep_scales({name: module for name, module in layers.items() if type(module) is Linear}, model)
     if book is not None and calibrated is not None:
         book.start_from(calibrated)
     return plan

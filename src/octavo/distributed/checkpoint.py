@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from octavo.errors import CheckpointError
 from octavo.optim import Optimizer, flatten, unflatten
+from octavo.ranks import is_first_rank
 from octavo.tensor import FP8Tensor, local
 
 SETTINGS = "octavo.json"
@@ -128,7 +129,7 @@ def _write_settings(
     settings: dict[str, Any] = {"extra": extra}
     if optimizer is not None:
         settings["optimizer"] = flatten(optimizer.state_dict())[1]
-    if dist.get_rank() == 0:
+    if is_first_rank():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / SETTINGS).write_text(json.dumps(settings, indent=1))
     return state

@@ -4,6 +4,8 @@
 def disk(machine: Machine) -> Finding:
     free = shutil.disk_usage(machine.folder).free / GIB
     return (ok if free > 5 else failure)(f"{free:.0f} GiB free", free_gib=free)
+
+What only some machines or models have is declared, and the check is skipped where it is missing: `needs=a_gpu`.
 """
 
 from __future__ import annotations
@@ -18,6 +20,13 @@ from octavo.errors import ConfigError
 
 Subject = TypeVar("Subject")
 Row = Mapping[str, Any]
+Need = Callable[[Any], str]
+"""Says of a subject why it has not what a check looks at; empty where it has. `subjects` has the common ones."""
+
+
+def nothing(subject: object) -> str:
+    """Need nothing."""
+    return ""
 
 
 class Verdict(StrEnum):
@@ -79,6 +88,8 @@ class Check(Generic[Subject]):
     """What to do about it, where the finding knows nothing better."""
     look: Callable[[Subject], Finding]
     """Looks. What it raises is a finding too."""
+    needs: Need = nothing
+    """What there must be to look at; without it the check is skipped."""
 
 
 class Result(NamedTuple):
@@ -103,9 +114,11 @@ class Result(NamedTuple):
         return {**seen, "remedy": self.remedy, "seconds": round(self.seconds, 3), **details}
 
 
-def check(name: str, *, symptom: str, remedy: str) -> Callable[[Callable[[Subject], Finding]], Check[Subject]]:
+def check(
+    name: str, *, symptom: str, remedy: str, needs: Need = nothing
+) -> Callable[[Callable[[Subject], Finding]], Check[Subject]]:
     """Make a check of the function below."""
-    return lambda look: Check(name, symptom, remedy, look)
+    return lambda look: Check(name, symptom, remedy, look, needs)
 
 
 def make(check: Check[Subject], subject: Subject) -> Result:
@@ -116,7 +129,8 @@ def make(check: Check[Subject], subject: Subject) -> Result:
     """
     start = time.perf_counter()
     try:
-        finding = check.look(subject)
+        missing = check.needs(subject)
+        finding = skipped(missing) if missing else check.look(subject)
     except ConfigError:
         raise
     except Exception as error:

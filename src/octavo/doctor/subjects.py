@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.conversion import disabled
+from octavo.generators import untouched_generators
 from octavo.nn import Conv1d, Conv2d, Linear
 from octavo.train import device as devices
 
@@ -62,7 +63,7 @@ class Trial:
 
     def losses(self) -> tuple[Tensor, Tensor]:
         """Return the loss in FP8 and in high precision, with the same random numbers in both; shape ()."""
-        with torch.random.fork_rng(), torch.no_grad():
+        with untouched_generators(), torch.no_grad():
             torch.manual_seed(0)
             fp8 = self.loss()
             torch.manual_seed(0)
@@ -78,3 +79,13 @@ class Trial:
             return {name: p.grad for name, p in named if name in wanted and p.grad is not None}
         finally:
             self.model.zero_grad(set_to_none=True)
+
+
+def a_gpu(subject: Machine | Trial) -> str:
+    """What a check can need (`octavo.doctor.check.Need`): that it runs on a GPU."""
+    return "" if subject.device.type == "cuda" else "this is a CPU"
+
+
+def fp8_layers(trial: Trial) -> str:
+    """What a check can need: a layer in FP8."""
+    return "" if trial.layers else "no layer is in FP8: the plan says why (octavo plan)"

@@ -9,6 +9,7 @@
     guard       the state machine: snapshot, alarm, roll back, do again, diagnose, act
     locate      which layer, role and token was not finite first
     damage      which elements of a weight are not what a step could have made of them
+    kept_scales the scales that a model keeps, when it is taken back or converted anew
 
 `GuardConfig` needs no torch; what does loads on first use, so that the command line stays quick.
 """

@@ -101,6 +101,7 @@ class Guard:
             if next_step == self._suspicion.alarm.step and not self._suspicion.is_tried:
                 self._try(self._suspicion)
             return
+        self._let_lr_rise()
         self._come_down()
         if self.acts and (
             not self._snapshots or self._run.done - self._snapshots[-1].step >= self.config.snapshot_every
@@ -321,13 +322,17 @@ class Guard:
         self._note(alarm, text, cause="precision", action=f"{_name(layer)} computes by {move.after}", layer=layer)
         return True
 
-    def _come_down(self) -> None:
+    def _let_lr_rise(self) -> None:
+        """Raise the limit of the learning rate after each quiet time."""
         step = self._run.done
         if self._lr_limit is not None and step - self._lr_held_at >= self.config.quiet:
             self._lr_limit, self._lr_held_at = self._lr_limit * HOLD, step
+
+    def _come_down(self) -> None:
+        """Move the layers that were quiet long enough one rung down."""
         if self._ladder is None or not self.acts:
             return
-        before = self._ladder.state_dict()
+        step, before = self._run.done, self._ladder.state_dict()
         moves = self._ladder.down(step)
         if moves and self._carry_out():
             self._ladder.load_state_dict(before)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.nn.conv import AnyConvolution
+from octavo.nn.hooks import hooked
 
 SEEN = (nn.Linear, nn.Embedding, AnyConvolution)
 """Modules that are looked at: those with a weight of their own to multiply with, in FP8 or not."""
@@ -35,20 +36,16 @@ class Fault(NamedTuple):
 def locate(model: nn.Module, run: Callable[[], Any]) -> Fault | None:
     """Return what is not finite first while `run` computes a forward and, if it wants, a backward; None for nothing.
 
-    Compiled code runs eagerly meanwhile, and MLPs that are computed as one layer by layer. Waits for the device.
+    Compiled code runs eagerly meanwhile, and an MLP that is else computed as one, layer by layer. Waits for the device.
     """
     found: list[Fault] = []
-    handles = [
+    hooks = (
         module.register_forward_hook(_watcher(name, found), prepend=True)
         for name, module in model.named_modules()
         if isinstance(module, SEEN)
-    ]
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
+    )
+    with hooked(hooks), torch.compiler.set_stance("force_eager"):
+        run()
     return found[0] if found else None
 
 

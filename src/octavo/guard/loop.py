@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from octavo.conversion import Policy, convert, disabled
 from octavo.errors import ConfigError, OctavoError
+from octavo.generators import generator_states, restore_generators, untouched_generators
 from octavo.guard.config import GuardConfig
 from octavo.guard.damage import damage
 from octavo.guard.diagnosis import Probe
@@ -56,7 +57,7 @@ class _Taken:
     optimizer: dict[str, Any]
     scheduler: dict[str, Any] | None
     scales: dict[str, Tensor]
-    random: tuple[Tensor, list[Tensor]]
+    generators: dict[str, Tensor]
 
 
 class Loop:
@@ -141,7 +142,7 @@ class Loop:
         return () if self._telemetry is None else self._telemetry.rows
 
     def take(self) -> _Taken:
-        """Return a copy of model, optimizer, scheduler, kept scales, random states and the position in the batches."""
+        """Return a copy of model, optimizer, scheduler, kept scales, generators and the position in the batches."""
         taken = _Taken(
             self._done,
             self._position,
@@ -149,7 +150,7 @@ class Loop:
             copy.deepcopy(self.optimizer.state_dict()),
             None if self.scheduler is None else copy.deepcopy(self.scheduler.state_dict()),
             kept_scales(self.model),
-            _random(),
+            generator_states(),
         )
         self._positions.append(self._position)
         self._forget_batches(before=self._positions[0])
@@ -167,7 +168,7 @@ class Loop:
         if self.scheduler is not None and taken.scheduler is not None:
             self.scheduler.load_state_dict(taken.scheduler)
         take_over(self.model, taken.scales)
-        _set_random(taken.random)
+        restore_generators(taken.generators)
         if self._telemetry is not None:
             self._telemetry.restart(self._done)
 
@@ -266,12 +267,12 @@ class Loop:
 
     @contextmanager
     def _untouched(self) -> Iterator[None]:
-        """Leave random states, kept scales and telemetry inside the block as they were."""
-        random, kept = _random(), kept_scales(self.model)
+        """Leave generators, kept scales and telemetry as they were before the block."""
+        kept = kept_scales(self.model)
         try:
-            yield
+            with untouched_generators():
+                yield
         finally:
-            _set_random(random)
             take_over(self.model, kept)
             if self._telemetry is not None:
                 self._telemetry.restart(self._done)
@@ -286,13 +287,3 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) 
     if not state["state"]:  # before the first step there was none
         optimizer.state.clear()
     optimizer.load_state_dict(copy.deepcopy(state))
-
-
-def _random() -> tuple[Tensor, list[Tensor]]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-
-
-def _set_random(states: tuple[Tensor, list[Tensor]]) -> None:
-    torch.set_rng_state(states[0])
-    if states[1]:
-        torch.cuda.set_rng_state_all(states[1])

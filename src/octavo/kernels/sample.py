@@ -25,10 +25,14 @@ Nothing waits for the device, and with a negative `row[PHASE]` nothing is read o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from types import ModuleType
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.errors import ConfigError
@@ -118,8 +122,16 @@ def count(rows: int) -> int:
     return min(rows, max(LEAST, min(MOST, rows // ONE_IN)))
 
 
+def rows_at(rows: int, phase: int) -> NDArray[np.int64]:
+    """Return which rows of a tensor are sampled where `row[PHASE]` is known, int64 (count(rows),)."""
+    number = count(rows)
+    return (np.arange(number) * (rows // max(number, 1)) + phase) % max(rows, 1)
+
+
 def sampled_rows(rows: int, row: Tensor) -> Tensor:
     """Return which rows of a tensor are sampled, int64 (count(rows),), on the device of `row` (WIDTH,)."""
+    if row.is_cpu:
+        return torch.from_numpy(rows_at(rows, max(int(row.numpy()[PHASE]), 0)))
     number = count(rows)
     stride = rows // max(number, 1)
     phase = row[PHASE].long().clamp(min=0)
@@ -128,7 +140,7 @@ def sampled_rows(rows: int, row: Tensor) -> Tensor:
 
 def rests(row: Tensor) -> bool:
     """Return whether nothing is to be looked at, as far as that is known without waiting: on a CPU."""
-    return not row.is_cuda and bool(row[PHASE] < 0)
+    return row.is_cpu and bool(row.numpy()[PHASE] < 0)
 
 
 def sample(looked: Looked, row: Tensor) -> None:
@@ -140,13 +152,7 @@ def sample(looked: Looked, row: Tensor) -> None:
     Raises:
         ConfigError: the row is something else.
     """
-    fits = row.dim() == 1 and row.shape[0] in (WIDTH, WIDTH + BINS) and row.is_contiguous()
-    if not fits or (row.dtype, row.device) != (torch.float32, looked.x.device):
-        raise ConfigError(
-            f"telemetry of a tensor on {looked.x.device} is to be written to {row.dtype} {tuple(row.shape)} on "
-            f"{row.device}, not FP32 ({WIDTH},) or ({WIDTH + BINS},) there: move the model first, then make its "
-            "octavo.nn.Telemetry."
-        )
+    _check(looked, row)
     if 0 in looked.shape or rests(row):
         return
     if uses_triton(looked.x, "telemetry"):
@@ -155,6 +161,57 @@ def sample(looked: Looked, row: Tensor) -> None:
         with launches_on(looked.x.device):
             fast.sample(looked, row)
         return
+    if row.is_cpu:
+        _host().sample(looked, row)
+        return
     from octavo.kernels.reference import sample as reference
 
     reference.sample(looked, row)
+
+
+def sample_soon(looked: Looked, row: Tensor) -> None:
+    """`sample`, but on a CPU the row may be written as late as in `settle`: what it is made of is copied now.
+
+    Where only the sample is given (`Looked.rows`), it is kept as it is: do not write to it.
+    """
+    if not row.is_cpu:
+        sample(looked, row)
+        return
+    _check(looked, row)
+    if 0 not in looked.shape:
+        _host().sample_soon(looked, row)
+
+
+def soon(work: Callable[[], None], device: torch.device) -> None:
+    """Do some work on samples now, on a CPU as late as in `settle`: let it read nothing but what is `held`."""
+    if device.type == "cpu":
+        _host().soon(work)
+    else:
+        work()
+
+
+def held(x: Tensor) -> Tensor:
+    """Return what stays as it is until `settle`: on a CPU a copy, elsewhere x."""
+    return x.clone(memory_format=torch.contiguous_format) if x.is_cpu else x
+
+
+def settle() -> None:
+    """Write all rows that were left for later. On a GPU there are none."""
+    _host().settle()
+
+
+@cache
+def _host() -> ModuleType:
+    from octavo.kernels.cpu import sample as host
+
+    return host
+
+
+def _check(looked: Looked, row: Tensor) -> None:
+    fits = row.dim() == 1 and row.shape[0] in (WIDTH, WIDTH + BINS) and row.is_contiguous()
+    if not fits or (row.dtype, row.device) != (torch.float32, looked.x.device):
+        raise ConfigError(
+            f"telemetry of a tensor on {looked.x.device} is to be written to {row.dtype} {tuple(row.shape)} on "
+            f"{row.device}, not FP32 ({WIDTH},) or ({WIDTH + BINS},) there: move the model first, then make its "
+            "octavo.nn.Telemetry."
+        )

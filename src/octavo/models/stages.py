@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import accumulate
 
+import torch
 from torch import Tensor, nn
 
 from octavo.errors import ConfigError
@@ -24,7 +25,7 @@ class Stage(nn.Module):
     def __init__(self, model: Llama, blocks: Iterable[int]) -> None:
         super().__init__()
         self.config = model.config
-        kept = list(blocks)
+        self.blocks = kept = list(blocks)
         self.is_first, self.is_last = 0 in kept, len(model.layers) - 1 in kept
         if self.is_first:
             self.tok_embeddings = model.tok_embeddings
@@ -36,12 +37,13 @@ class Stage(nn.Module):
         self.register_buffer("rope_cos", model.rope_cos, persistent=False)
         self.register_buffer("rope_sin", model.rope_sin, persistent=False)
 
-    def forward(self, x: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, targets_BT: Tensor | None = None, *, by_sequence: bool = False) -> Tensor:
         """Return the residual stream (B,T,D), or of the last stage the logits (B,T,V), or the mean loss (1,) in FP32.
 
         Args:
             x: tokens (B,T) of the first stage, of any other what the stage before it gave.
             targets_BT: the next tokens, read by the last stage.
+            by_sequence: the loss of each sequence, (B,), in place of the mean.
 
         Raises:
             ConfigError: T is longer than `config.sequence`.
@@ -54,7 +56,11 @@ class Stage(nn.Module):
         if not self.is_last:
             return x_BTD
         x_BTD = self.norm(x_BTD)
-        return self.lm_head(x_BTD) if targets_BT is None else head_loss(x_BTD, self.lm_head, targets_BT).reshape(1)
+        if targets_BT is None:
+            logits_BTV: Tensor = self.lm_head(x_BTD)
+            return logits_BTV
+        loss = head_loss(x_BTD, self.lm_head, targets_BT, by_sequence)
+        return loss if by_sequence else torch.stack([loss])  # no view, of which FSDP2 warns
 
 
 def stages(model: Llama, count: int) -> list[Stage]:

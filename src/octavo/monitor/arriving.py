@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
+from octavo.kernels.download import Download
 
 
 class Arriving:
@@ -30,21 +31,13 @@ class Arriving:
         coming = {key: value for key, value in plain.items() if isinstance(value, Tensor) and value.is_cuda}
         self._known = {key: float(value) for key, value in plain.items() if key not in coming}
         self._keys = list(coming)
-        self._copied: torch.cuda.Event | None = None
-        if coming:
-            gathered = torch.stack([value.reshape(()).float() for value in coming.values()])
-            self._host = torch.empty(len(coming), dtype=torch.float32, pin_memory=True)
-            self._host.copy_(gathered, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record(torch.cuda.current_stream(gathered.device))
+        scalar = [value.reshape(()).float() for value in coming.values()]
+        self._coming = Download(torch.stack(scalar) if scalar else torch.empty(0))
 
     def has_arrived(self) -> bool:
         """Return whether `read` need not wait."""
-        return self._copied is None or self._copied.query()
+        return self._coming.has_arrived()
 
     def read(self) -> dict[str, float]:
         """Return the numbers; waits for those that have not arrived, and for no later work of the GPU."""
-        if self._copied is None:
-            return self._known
-        self._copied.synchronize()
-        return {**self._known, **dict(zip(self._keys, self._host.tolist(), strict=True))}
+        return {**self._known, **dict(zip(self._keys, self._coming.result().tolist(), strict=True))}

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from octavo import __version__
+from octavo.ranks import in_process_group
 
 PREFIXES = ("CUDA_", "CUBLAS_", "NCCL_", "OCTAVO_", "OMP_", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_", "TRITON_")
 """Variables of the environment whose names begin so are kept with a run."""
@@ -35,7 +36,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": _name(device),
         "device_type": device.type,
         "gpus": torch.cuda.device_count() if device.type == "cuda" else 0,
-        "world_size": dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
+        "world_size": dist.get_world_size() if in_process_group() else 1,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "variables": {key: value for key, value in sorted(os.environ.items()) if key.startswith(PREFIXES)},

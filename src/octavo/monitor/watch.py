@@ -26,10 +26,13 @@ from octavo.monitor.recorder import Recorder
 from octavo.monitor.rules import Rules
 from octavo.monitor.source import Source, arrived, histograms_of, telemetry_of
 from octavo.monitor.store.writer import outcome_of
+from octavo.ranks import is_first_rank
 
 
 class Monitor:
     """Writes `run.sqlite` in `directory` while a model trains. On ranks other than 0 it does nothing.
+
+    Ranks are those of the process group; where there is none yet, those that `torchrun` has started.
 
     No call waits for the GPU or the disk: tensors are copied beside the training and written when they have arrived.
 
@@ -69,7 +72,7 @@ class Monitor:
         self._waiting: deque[Arriving] = deque()
         self._recorder: Recorder | None = None
         self._source: Source | None = None if isinstance(telemetry, str) else telemetry  # others too must keep it
-        if _rank():
+        if not is_first_rank():
             return
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._recorder = Recorder(
@@ -166,8 +169,3 @@ class Monitor:
         self._recorder.document("env", {**environment(device), "parameters": parameters}, step=self.done)
         if plan is not None:
             self._recorder.document("plan", json.loads(plan.to_json()), step=self.done)
-
-
-def _rank() -> int:
-    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_rank() if is_distributed else 0

@@ -1,11 +1,26 @@
-"""Whether somebody is watching a module."""
+"""Hooks of modules: whether there are any, and some for a while."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a module has hooks of its own, which only a call of it runs."""
     own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(own)
+
+
+@contextmanager
+def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Keep hooks, which were just made, until the end of the block."""
+    made = list(handles)
+    try:
+        yield
+    finally:
+        for handle in made:
+            handle.remove()

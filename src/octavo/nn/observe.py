@@ -22,6 +22,7 @@ from octavo.kernels.patches import unfold
 from octavo.nn.conv import Conv1d, Conv2d, window_of
 from octavo.nn.functional import cell_of, target_of
 from octavo.nn.grouped import GroupedLinear
+from octavo.nn.hooks import hooked
 from octavo.nn.linear import Linear
 from octavo.nn.own_codes import values
 from octavo.numerics import PER_TENSOR, Quantized, tile_amax
@@ -220,17 +221,15 @@ def observed(model: nn.Module) -> Iterator[Observation]:
     if not layers:
         raise ConfigError("octavo.observed: the model has no Linear, Conv1d or Conv2d in FP8. Convert it first.")
     report = Observation(layers, [name for name, module in modules if isinstance(module, GroupedLinear)])
-    handles = [
+    hooks = (
         layer.register_forward_hook(report._hook(name), prepend=True, with_kwargs=True)
         for name, layer in layers.items()
-    ]
+    )
     try:
-        with torch.compiler.set_stance("force_eager"):
+        with hooked(hooks), torch.compiler.set_stance("force_eager"):
             yield report
     finally:
         report._is_open = False
-        for handle in handles:
-            handle.remove()
 
 
 def _cells(row: Observed) -> tuple[str, ...]:

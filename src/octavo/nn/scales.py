@@ -9,6 +9,11 @@ A layer quantises with the scale of its cell and raises the amax (`octavo.kernel
     scale = choose(history) / largest value of the format * 2^margin        (Transformer Engine, DelayedScaling)
 
 A scale of 0 is not known yet: a tensor is then scaled by its own maximum, so that no step is made with a scale of 1.
+An optimizer's step rolls the books of the models that it trains: those of which it holds any parameter, asked for when
+it steps, because `fully_shard` puts others in their place. One that holds none of any model's, such as a prompt that is
+trained in front of frozen layers or a copy of the weights in FP32, rolls the books that no optimizer has held so far:
+so does one that has nothing to do with them, until the first step of theirs.
+
 Nothing here waits for the device, and everything happens in memory that stays, as CUDA graphs need it. The book lies
 beside the model, not in its `state_dict`, whose names are the user's.
 """
@@ -32,6 +37,7 @@ from octavo.errors import CheckpointError
 from octavo.nn import calibration
 from octavo.nn.calibration import Calibrated, Origin, full_name
 from octavo.numerics import format_named, scale_from_amax
+from octavo.ranks import in_process_group
 from octavo.recipes import STATEFUL, History, Operand, Recipe
 
 
@@ -73,19 +79,22 @@ class ScaleBook:
     """FP32 (n, 2), see above. Cells of roles that a recipe keeps no scale for lie idle."""
     history: Tensor
     """FP32 (length, n), the longest length of all recipes."""
+    is_held: bool
+    """Whether an optimizer that has stepped holds a parameter of its model: then no other rolls it."""
 
     def __init__(
         self,
         groups: Sequence[tuple[Sequence[str], Recipe]],
         device: torch.device | str,
         layers: Sequence[Keeper] = (),
+        model: nn.Module | None = None,
     ) -> None:
         """Open a book in which no scale is known.
 
         Args:
             groups: for each page the names of the layers that share it, and their recipe.
-            layers: those of the pages: the optimizer that steps a weight of theirs rolls the book. Layers are asked at
-                each step, because `fully_shard` puts another weight in the place of theirs.
+            layers: those of the pages.
+            model: that they are part of, where it is known.
         """
         self._entries: dict[int, _Entry] = {}
         for number, (names, recipe) in enumerate(groups):
@@ -100,6 +109,8 @@ class ScaleBook:
         self._pages = [Page(number, self._cells_of(number)) for number in range(len(groups))]
         self._rows = self._find_rows()
         self._layers = [ref(layer) for layer in layers]
+        self._model = None if model is None else ref(model)
+        self.is_held = False
         _live[next(_numbers)] = self
 
     def page(self, number: int) -> Page:
@@ -118,9 +129,11 @@ class ScaleBook:
         self._rows = self._find_rows()
 
     def belongs_to(self, parameters: Container[int]) -> bool:
-        """Return whether any weight of its layers is among these (`id`)."""
-        layers = [layer for found in self._layers if (layer := found()) is not None]
-        return any(id(layer.weight) in parameters for layer in layers)
+        """Return whether any weight of its layers, or parameter of their model, is among these (`id`)."""
+        weights = (layer.weight for found in self._layers if (layer := found()) is not None)
+        model = None if self._model is None else self._model()
+        others = () if model is None else model.parameters()
+        return any(id(parameter) in parameters for parameter in itertools.chain(weights, others))
 
     @torch.no_grad()
     def renew(self, names: Collection[str] | None = None, margin: int = 0, how: str = "") -> dict[str, Calibrated]:
@@ -165,7 +178,7 @@ class ScaleBook:
             scale = scale_from_amax(chosen, format_named(operand.format), operand.scaling)[0] * 2.0**rule.margin
             history[: rule.length, rows] = past
             cells[rows, 0] = torch.where(is_new, scale, cells[rows, 0])
-            cells[rows, 1] = 0.0
+            cells[:, 1].index_fill_(0, rows, 0.0)  # an assignment of 0.0 would copy it to the GPU, and wait
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return [scale, amax, *history] of each cell by name, FP32 (2 + length,), on the CPU, copies."""
@@ -235,7 +248,8 @@ class ScaleBook:
         return len(self._entries)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_layers": [layer() for layer in self._layers]}
+        # Without the model: a copy of one layer would be one of everything.
+        return {**self.__dict__, "_layers": [layer() for layer in self._layers], "_model": None, "is_held": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -245,7 +259,7 @@ class ScaleBook:
 
     def _amax_of_all_ranks(self) -> Tensor:
         amax = self.cells.data[:, 1].clone()
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if in_process_group():
             torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX)
         return amax
 
@@ -282,28 +296,32 @@ _numbers = itertools.count()
 
 
 def _stepped(optimizer: Optimizer, *_: Any) -> None:
-    """Roll the books of the weights that were stepped, or all where an optimizer holds others in their place.
+    """Roll the books of the models that were stepped.
 
-    Not always all: a model that nobody uses waits for the garbage collector, on one rank longer than on another, and
-    its book must not ask for an all-reduce there.
+    Not all: a model that nobody uses waits for the garbage collector, on one rank longer than on another, and its book
+    must not ask for an all-reduce there.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]] if _live else []
     # A step on paper, of tensors without values, is none of a book that has them.
     is_fake = any(isinstance(parameter, FakeTensor) for parameter in parameters)
     books = [book for book in _live.values() if isinstance(book.cells, FakeTensor) == is_fake]
     stepped = {id(parameter) for parameter in parameters}
-    for book in [book for book in books if book.belongs_to(stepped)] or books:
+    held = [book for book in books if book.belongs_to(stepped)]
+    for book in held:
+        book.is_held = True
+    for book in held or [book for book in books if not book.is_held]:
         book.roll()
 
 
 register_optimizer_step_post_hook(_stepped)
 
 
-def keep_scales(layers: Mapping[str, Keeper]) -> ScaleBook | None:
+def keep_scales(layers: Mapping[str, Keeper], model: nn.Module | None = None) -> ScaleBook | None:
     """Open a book for those of the layers whose recipe keeps scales, and give each its page. None: none does.
 
     Args:
         layers: by full name. Layers that share an input get one page: it is quantised once.
+        model: that they are part of, where it is known: an optimizer of any of its parameters rolls the book.
     """
     groups: dict[int, list[str]] = {}
     for name, layer in layers.items():
@@ -314,7 +332,7 @@ def keep_scales(layers: Mapping[str, Keeper]) -> ScaleBook | None:
     first = [layers[names[0]] for names in groups.values()]
     recipes = [layer.recipe for layer in first]
     keepers = [layers[name] for names in groups.values() for name in names]
-    book = ScaleBook(list(zip(groups.values(), recipes, strict=True)), keepers[0].weight.device, keepers)
+    book = ScaleBook(list(zip(groups.values(), recipes, strict=True)), keepers[0].weight.device, keepers, model)
     for number, names in enumerate(groups.values()):
         for name in names:
             layers[name].book, layers[name].page = book, book.page(number)
@@ -336,7 +354,7 @@ def scales(model: nn.Module) -> ScaleBook | None:
     if len(books) < 2:
         return next(iter(books.values()), None)
     before = {name: (cast(ScaleBook, layer.book), cast(Page, layer.page)) for name, layer in layers.items()}
-    joined = keep_scales(layers)
+    joined = keep_scales(layers, model)
     assert joined is not None
     for name, (book, page) in before.items():
         _copy(book, page.number, joined, cast(Page, layers[name].page).number)

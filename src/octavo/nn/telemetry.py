@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from octavo.errors import ConfigError
-from octavo.kernels.sample import BINS, DETAILED, PHASE, SAMPLED, STATS, WIDTH
+from octavo.kernels.download import Download
+from octavo.kernels.sample import BINS, DETAILED, PHASE, SAMPLED, STATS, WIDTH, settle
 from octavo.nn.telemetry_ranks import Gathering
 from octavo.nn.telemetry_rows import Layer, Row, find, groups_of, look_at_gradient, rows_of
 from octavo.nn.watched import Watch
@@ -90,7 +91,7 @@ class Telemetry:
         self._layers = list(layers.values())
         self._places = self._lay_out(model, layers, device)
         self.sampled, self.histograms = np.zeros(0, dtype=np.float32), None
-        self._coming: deque[_Coming] = deque(maxlen=WAITING)
+        self._coming: deque[tuple[int, Download | Gathering]] = deque(maxlen=WAITING)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" and layers else None
         self._begin()
         _live.add(self)
@@ -103,13 +104,14 @@ class Telemetry:
         """
         if self._buffer.is_cuda and torch.cuda.is_current_stream_capturing():
             return
+        settle()
         self.done += 1
         looks, detailed = self._wants(self.done)
         if looks and self.rows:
             for layer, row in zip(self._layers, self._of_gradients, strict=True):
                 look_at_gradient(layer, self._one, row)
             values = self._buffer.data if detailed else self._buffer.data[:, :WIDTH]
-            self._coming.append(_Coming(self.done, values.clone(), self._stream, self._group))
+            self._coming.append((self.done, _send(values.clone(), self._stream, self._group)))
         self._begin()
 
     def snapshot(self) -> Snapshot | None:
@@ -117,21 +119,21 @@ class Telemetry:
 
         Never waits. Values are float32 (len(rows), len(STATS)), NaN where a tensor was not looked at.
         """
-        if not self._coming or not self._coming[0].has_arrived():
+        if not self._coming or not self._coming[0][1].has_arrived():
             return None
-        coming = self._coming.popleft()
-        found = coming.values()[self._places]
+        step, coming = self._coming.popleft()
+        found = coming.result().numpy()[self._places]
         self.sampled = found[:, SAMPLED]
         self.histograms = found[:, WIDTH:] if found.shape[1] > WIDTH else None
         values = found[:, : len(STATS)]
         plain = [number for number, row in enumerate(self.rows) if not row.operand]
         values[np.ix_(plain, _OF_QUANTISING)] = np.nan
-        return coming.step, values
+        return step, values
 
     def wait(self) -> None:
         """Wait until all steps that were made have arrived: at the end of a run. A rank that has failed is given up."""
         until = time.monotonic() + PATIENCE
-        for coming in self._coming:
+        for _, coming in self._coming:
             while not coming.has_arrived():
                 if self._group is not None and time.monotonic() > until:
                     return
@@ -140,6 +142,7 @@ class Telemetry:
     def restart(self, done: int) -> None:
         """Go on after step `done`, of a run taken back or that tried something: what waits to be read is dropped."""
         self.wait()
+        settle()
         self._coming.clear()
         self.done = done
         self._begin()
@@ -148,6 +151,7 @@ class Telemetry:
         """Stop watching. The layers are as before; values that have arrived can still be read."""
         for layer in self._layers:
             layer.__dict__.pop("watch", None)
+        settle()
         _live.discard(self)
 
     def belongs_to(self, parameters: set[int]) -> bool:
@@ -200,36 +204,15 @@ class Telemetry:
         values[:, DETAILED] = float(detailed)
 
 
-class _Coming:
-    """The values of one step on their way from the device, and from other ranks."""
-
-    def __init__(
-        self, step: int, values: Tensor, stream: torch.cuda.Stream | None, group: dist.ProcessGroup | None
-    ) -> None:
-        self.step, self._copied = step, None
-        self._host = values
-        self._gathering = None if group is None else Gathering(values, group)
-        if stream is None:
-            return
-        stream.wait_stream(torch.cuda.current_stream(values.device))
-        with torch.cuda.stream(stream):
-            values.record_stream(stream)
-            together = values if self._gathering is None else self._gathering.result()
-            self._host = torch.empty(values.shape, pin_memory=True)
-            self._host.copy_(together, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record(stream)
-
-    def has_arrived(self) -> bool:
-        if self._copied is not None:
-            return bool(self._copied.query())
-        return self._gathering is None or self._gathering.has_arrived()
-
-    def values(self) -> NDArray[np.float32]:
-        """Return FP32 (tensors, width), once it has arrived."""
-        arrived = self._host if self._copied is not None or self._gathering is None else self._gathering.result()
-        found: NDArray[np.float32] = arrived.numpy()
-        return found
+def _send(values: Tensor, stream: torch.cuda.Stream | None, group: dist.ProcessGroup | None) -> Download | Gathering:
+    """Send FP32 (tensors, width) on its way, of all ranks of the group; from a GPU by `stream`, beside the training."""
+    gathering = None if group is None else Gathering(values, group)
+    if stream is None:
+        return gathering or Download(values)
+    stream.wait_stream(torch.cuda.current_stream(values.device))
+    with torch.cuda.stream(stream):
+        values.record_stream(stream)
+        return Download(gathering.result() if gathering is not None else values)
 
 
 def _phase(step: int) -> int:

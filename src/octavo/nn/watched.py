@@ -14,7 +14,7 @@ the codes that it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -27,7 +27,7 @@ from octavo.kernels.activation import INPUTS, activation_backward_plain
 from octavo.kernels.operator import define
 from octavo.kernels.patches import Window, unfold_rows, window_of
 from octavo.kernels.reference.activation import value
-from octavo.kernels.sample import Looked, rests, sample, sampled_rows
+from octavo.kernels.sample import Looked, held, rests, sample, sample_soon, sampled_rows, soon
 from octavo.kernels.target import target_of
 from octavo.nn import own_codes
 from octavo.nn import weights as stacked
@@ -117,16 +117,10 @@ def _fprop(
     dtype: torch.dtype, accumulate: str, tensors: list[Tensor], looked: str, tied: bool, kind: str, page: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     outputs: list[Tensor] = torch.ops.octavo.fprop(x, x_scale, x_granularity, weights, target, dtype, accumulate)
-    rows = page.data  # no versions count: a layer may run twice before backward
-    if rests(rows[0]) or 0 in x.shape:
-        return outputs
-    _look_at_input(x, x_scale, tensors, _named(looked), tied, kind, outputs[0], rows[0])
-    goal = _named(target)
-    scales = _parts(stacked.quantized_weights(weights, goal), [weight.shape[0] for weight in weights])
-    for weight, scale, y, row in zip(weights, scales, outputs, rows[1:], strict=False):
-        if scale is not None:
-            alone = len(weights) == 1 or goal.tile.rows is not None
-            sample(Looked(stacked.as_matrix(weight.detach()), scale, goal, None, ends_of(y.t()), alone), row)
+    row, *rows = page.data.unbind()  # no versions count: a layer may run twice before backward
+    if not rests(row) and 0 not in x.shape:
+        look_at_input(x, x_scale, tensors, _named(looked), tied, kind, outputs[0], row)
+        look_at_weights(weights, _named(target), outputs, rows)
     return outputs
 
 
@@ -137,28 +131,38 @@ def _fprop_of_codes(
     left, goal = Quantized(x, x_scale, granularity_named(x_granularity)), _named(target)
     weights = [Quantized(*pair, goal.tile) for pair in zip(codes, scales, strict=True)]
     outputs = [kernels.gemm(left, weight, dtype, accumulate) for weight in weights]
-    rows = page.data
-    if rests(rows[0]) or 0 in x.shape:
-        return outputs
-    _look_at_input(x, x_scale, tensors, _named(looked), tied, kind, outputs[0], rows[0])
-    for weight, y, row in zip(weights, outputs, rows[1:], strict=False):
-        sample(Looked(weight.codes, weight.scale, goal, None, ends_of(y.t()), is_coded=True), row)
+    row, *rows = page.data.unbind()
+    if not rests(row) and 0 not in x.shape:
+        look_at_input(x, x_scale, tensors, _named(looked), tied, kind, outputs[0], row)
+        for weight, y, own in zip(weights, outputs, rows, strict=False):
+            sample_soon(Looked(weight.codes, weight.scale, goal, None, ends_of(y.t()), is_coded=True), own)
     return outputs
 
 
-def _look_at_input(
+def look_at_input(
     x: Tensor, scale: Tensor, tensors: list[Tensor], operand: Target, tied: bool, kind: str, y: Tensor, row: Tensor
 ) -> None:
-    total = None if not kind else x.shape[0]
-    source = tensors[0]
+    """Look at what fprop has read as codes x with a scale, and of which y came."""
+    source, edges, total = tensors[0], ends_of(y), len(x)
     if kind.startswith(PATCHES):
         window = window_of([int(number) for number in kind.split()[1:]])
-        source = unfold_rows(source, window, sampled_rows(x.shape[0], row))
+        source = unfold_rows(source, window, sampled_rows(total, row))
+        sample_soon(Looked(source, scale, operand, None, edges, tied, total), row)
     elif kind:
-        source = _hidden(tensors, kind, row)
-    elif source.dim() > 2:
-        source = source.flatten(0, -2)
-    sample(Looked(source, scale, operand, None, ends_of(y), tied, total), row)
+        parts, scales, ends = _sampled(tensors, total, row), held(scale), None if edges is None else held(edges)
+        soon(lambda: sample(Looked(_hidden(parts, kind), scales, operand, None, ends, tied, total), row), row.device)
+    else:
+        source = source.flatten(0, -2) if source.dim() > 2 else source
+        sample_soon(Looked(source, scale, operand, None, edges, tied), row)
+
+
+def look_at_weights(weights: list[Tensor], target: Target, outputs: list[Tensor], rows: Sequence[Tensor]) -> None:
+    """Look at the weights of which outputs came, each in its own row."""
+    alone = len(weights) == 1 or target.tile.rows is not None
+    scales = _parts(stacked.quantized_weights(weights, target).scale, target.tile.rows, [len(w) for w in weights])
+    for weight, scale, y, row in zip(weights, scales, outputs, rows, strict=False):
+        if scale is not None:
+            sample_soon(Looked(stacked.as_matrix(weight.detach()), scale, target, None, ends_of(y.t()), alone), row)
 
 
 def _dgrad(
@@ -169,7 +173,9 @@ def _dgrad(
     result: Tensor = torch.ops.octavo.dgrad(
         g, g_scale, g_granularity, weights, target, of_fprop, dtype, accumulate
     )  # fmt: skip
-    _look_at_gradients(g, g_scale, tensors, _named(looked), tied, kind, fold, result, page.data[1 + len(weights) :])
+    rows = page.data.unbind()[1 + len(weights) :]
+    if not rests(rows[0]) and 0 not in g.shape:
+        look_at_gradients(len(g), g_scale, tensors, _named(looked), tied, kind, fold, result, rows)
     return result
 
 
@@ -181,26 +187,40 @@ def _dgrad_of_codes(
     result: Tensor = torch.ops.octavo.dgrad_of_codes(
         g, g_scale, g_granularity, codes, scales, granularity, folded, dtype, accumulate
     )
-    _look_at_gradients(g, g_scale, tensors, _named(looked), tied, kind, fold, result, page.data[1 + len(codes) :])
+    rows = page.data.unbind()[1 + len(codes) :]
+    if not rests(rows[0]) and 0 not in g.shape:
+        look_at_gradients(len(g), g_scale, tensors, _named(looked), tied, kind, fold, result, rows)
     return result
 
 
-def _look_at_gradients(
-    g: Tensor, g_scale: Tensor, tensors: list[Tensor], operand: Target, tied: bool, kind: str, fold: Tensor | None,
-    dx: Tensor, rows: Tensor,
+def look_at_gradients(
+    total: int, g_scale: Tensor, tensors: Sequence[Tensor], operand: Target, tied: bool, kind: str, fold: Tensor | None,
+    dx: Tensor, rows: Sequence[Tensor],
 ) -> None:  # fmt: skip
-    if rests(rows[0]) or 0 in g.shape:
+    """Look at what dgrad has read side by side, of `total` rows, and of which dx came."""
+    edges = ends_of(dx)
+    if not kind:
+        _look_at_parts(tensors, g_scale, operand, tied, fold, edges, rows, None, sample_soon)
         return
-    total = None
-    if kind:
-        tensors, total = _gradients(tensors, kind, rows[0]), g.shape[0]
+    parts, scale = _sampled(tensors, total, rows[0]), held(g_scale)
+    folds, ends = (None if x is None else held(x) for x in (fold, edges))
+    soon(
+        lambda: _look_at_parts(_gradients(parts, kind), scale, operand, tied, folds, ends, rows, total, sample),
+        scale.device,
+    )
+
+
+def _look_at_parts(
+    tensors: Sequence[Tensor], g_scale: Tensor, operand: Target, tied: bool, fold: Tensor | None, edges: Tensor | None,
+    rows: Sequence[Tensor], total: int | None, look: Callable[[Looked, Tensor], None],
+) -> None:  # fmt: skip
     widths = [dy.shape[1] for dy in tensors]
-    scales = _parts(Quantized(g.t(), g_scale.t(), operand.tile.transposed), widths)
-    folds = [None] * len(widths) if fold is None else fold.split(widths, dim=1)
+    scales = _parts(g_scale.t(), operand.tile.cols, widths)
+    folds = [fold] * len(widths) if fold is None or len(widths) == 1 else fold.split(widths, dim=1)
     alone = tied and (len(widths) == 1 or operand.tile.cols is not None)
     for dy, scale, part, row in zip(tensors, scales, folds, rows, strict=True):
         if scale is not None:
-            sample(Looked(dy, scale.t(), operand, part, ends_of(dx), alone, total), row)
+            look(Looked(dy, scale.t(), operand, part, edges, alone, total), row)
 
 
 def _fprop_with_own_codes(
@@ -224,14 +244,18 @@ def _dgrad_with_own_codes(
     return result
 
 
-def _parts(stack: Quantized, counts: list[int]) -> list[Tensor | None]:
-    """Return the scales of each part of a matrix that is cut by rows; None where a tile straddles a cut."""
-    height = stack.granularity.rows
+def _parts(scale: Tensor, height: int | None, counts: list[int]) -> list[Tensor | None]:
+    """Return the scales of each part of a matrix that is cut by rows; None where a tile straddles a cut.
+
+    Args:
+        scale: of tiles of that height, None for one of all rows.
+        counts: rows of the parts.
+    """
     if len(counts) == 1 or height is None:
-        return [stack.scale] * len(counts)
+        return [scale] * len(counts)
     if any(count % height for count in counts[:-1]):
         return [None] * len(counts)
-    return list(stack.scale.split([-(-count // height) for count in counts]))
+    return list(scale.split([-(-count // height) for count in counts]))
 
 
 def ends_of(y: Tensor) -> Tensor | None:
@@ -240,19 +264,23 @@ def ends_of(y: Tensor) -> Tensor | None:
     return y[:, ::step] if y.shape[1] > 1 else y.expand(-1, 2) if y.shape[1] else None
 
 
-def _hidden(before: Sequence[Tensor], kind: str, row: Tensor) -> Tensor:
-    """Return the sampled rows of f(gate) * up, FP32."""
-    rows = sampled_rows(before[0].shape[0], row)
-    gate, *up = (tensor[rows].float() for tensor in before)
+def _sampled(tensors: Sequence[Tensor], total: int, row: Tensor) -> list[Tensor]:
+    """Return copies of the sampled rows of each."""
+    rows = sampled_rows(total, row)
+    return [_rows_of(tensor, rows) for tensor in tensors]
+
+
+def _hidden(before: Sequence[Tensor], kind: str) -> Tensor:
+    """Return rows of f(gate) * up, FP32."""
+    gate, *up = (tensor.float() for tensor in before)
     h = value(kind, gate)
     return h * up[0] if up else h
 
 
-def _gradients(tensors: Sequence[Tensor], kind: str, row: Tensor) -> list[Tensor]:
-    """Return the sampled rows of the gradients of gate and up, or of up alone."""
-    rows = sampled_rows(tensors[0].shape[0], row)
-    dh, *inputs = (_rows_of(tensor, rows) for tensor in tensors)
-    if tensors[1].element_size() == 1:
+def _gradients(tensors: Sequence[Tensor], kind: str) -> list[Tensor]:
+    """Return rows of the gradients of gate and up, or of up alone."""
+    dh, *inputs = tensors
+    if inputs[0].element_size() == 1:
         pairs = zip(inputs[::2], inputs[1::2], strict=True)
         inputs = [dequantize(Quantized(codes, scale, INPUTS.tile)).to(dh.dtype) for codes, scale in pairs]
     d_gate, d_up = activation_backward_plain(kind, dh, inputs[0], inputs[1] if len(inputs) > 1 else None)

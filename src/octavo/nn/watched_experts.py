@@ -12,7 +12,7 @@ from torch import Tensor
 
 from octavo.kernels import Target
 from octavo.kernels.operator import define
-from octavo.kernels.sample import Looked, rests, sample, sampled_rows
+from octavo.kernels.sample import Looked, rests, sample_soon, sampled_rows
 from octavo.kernels.target import target_of
 from octavo.nn.watched import ends_of
 from octavo.numerics import Quantized
@@ -61,10 +61,10 @@ def _fprop(
     rows, operand, goal = page.data, target_of(looked), target_of(target)
     if rests(rows[0]) or 0 in x.shape or operand is None or goal is None:
         return y
-    sample(Looked(tokens, x_scale, operand, None, ends_of(y), tied=True), rows[0])
+    sample_soon(Looked(tokens, x_scale, operand, None, ends_of(y), tied=True), rows[0])
     stack = weight.detach().flatten(0, 1)
     scale: Tensor = torch.ops.octavo.grouped_weight_scale(weight, target)
-    sample(Looked(stack, scale.reshape(-1, 1), goal, None, _ends_of_experts(y, ends), tied=True), rows[1])
+    sample_soon(Looked(stack, scale.reshape(-1, 1), goal, None, _ends_of_experts(y, ends), tied=True), rows[1])
     return y
 
 
@@ -77,11 +77,11 @@ def _dgrad(
     if rests(row) or 0 in g.shape or operand is None:
         return dx
     if fold is None:
-        sample(Looked(dy, g_scale, operand, None, ends_of(dx), tied=True), row)
+        sample_soon(Looked(dy, g_scale, operand, None, ends_of(dx), tied=True), row)
         return dx
     rows = sampled_rows(len(dy), row)
     fold = fold[torch.searchsorted(ends, rows, right=True)]
-    sample(Looked(dy[rows], g_scale, operand, fold, ends_of(dx), rows=len(dy)), row)
+    sample_soon(Looked(dy[rows], g_scale, operand, fold, ends_of(dx), rows=len(dy)), row)
     return dx
 
 

@@ -1,6 +1,14 @@
 """The numbers: formats, granularities, scales, quantise, error measures. Plain PyTorch: the specification."""
 
-from octavo.numerics.error import ErrorReport, kurtosis, measure, sqnr_db, sqnr_per_row_db
+from octavo.numerics.error import (
+    ErrorReport,
+    cosine_of,
+    inner_products,
+    kurtosis,
+    measure,
+    sqnr_db,
+    sqnr_per_row_db,
+)
 from octavo.numerics.formats import E4M3, E5M2, E8M0, FORMATS, Format, format_named, format_of
 from octavo.numerics.granularity import (
     PER_COLUMN,
@@ -34,11 +42,13 @@ __all__ = [
     "Rounding",
     "Scaling",
     "TILE_1x128",
+    "cosine_of",
     "dequantize",
     "format_named",
     "format_of",
     "from_e8m0",
     "granularity_named",
+    "inner_products",
     "kurtosis",
     "measure",
     "quantize",

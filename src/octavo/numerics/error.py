@@ -1,4 +1,4 @@
-"""What quantisation did to a matrix: signal to noise, and how much of the format's range was used or missed."""
+"""What quantisation did to a tensor: signal to noise, the angle, how much of the format's range was used or missed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from octavo.numerics.quantize import Quantized, dequantize
 
 def sqnr_db(reference: Tensor, approximation: Tensor) -> float:
     """Return the signal to quantisation noise ratio of the whole tensor, in dB; infinite where they are equal."""
-    return float(_decibel(reference.double().square().sum(), _noise(reference, approximation).sum()))
+    return _decibel(reference.double().square().sum(), _noise(reference, approximation).sum()).item()
 
 
 def sqnr_per_row_db(reference: Tensor, approximation: Tensor) -> Tensor:
@@ -22,6 +22,18 @@ def sqnr_per_row_db(reference: Tensor, approximation: Tensor) -> Tensor:
     A global figure hides a ruined row behind one loud row; this does not.
     """
     return _decibel(reference.double().square().sum(dim=-1), _noise(reference, approximation).sum(dim=-1))
+
+
+def inner_products(a: Tensor, b: Tensor) -> Tensor:
+    """Return [a . b, a . a, b . b] of two tensors of one shape as vectors, float64 (3,); of parts they add up."""
+    a, b = a.double(), b.double()
+    return torch.stack([(a * b).sum(), a.square().sum(), b.square().sum()])
+
+
+def cosine_of(products: Tensor) -> float:
+    """Return the cosine between two vectors of these `inner_products`; 1 where both are zero, 0 where one is."""
+    ab, aa, bb = products.tolist()
+    return float(ab / (aa * bb) ** 0.5) if aa and bb else float(ab + (aa == bb))  # a . b is 0 then, or NaN
 
 
 def kurtosis(x: Tensor) -> float:

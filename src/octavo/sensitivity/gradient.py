@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.numerics import cosine_of, inner_products
 from octavo.sensitivity.choices import Choice, alone
 from octavo.sensitivity.loss import Loss
 from octavo.sensitivity.switchboard import Switchboard
@@ -29,8 +30,7 @@ def gradients(board: Switchboard, chosen: Mapping[str, Choice], batches: Sequenc
 
 def cosine(a: Gradients, b: Gradients) -> float:
     """Return the cosine of two gradients, each as one vector; 1 where both are zero."""
-    ab, aa, bb = (sum(column) for column in zip(*_products(a, b).values(), strict=True))
-    return _cosine(ab, aa, bb)
+    return cosine_of(_sum(_products(a, b)))
 
 
 def cosines(
@@ -66,27 +66,22 @@ def _all_wgrads(board: Switchboard, plain: Gradients, batches: Sequence[Any], lo
     if not chosen:
         return {}
     products = _products(gradients(board, chosen, batches, loss), plain)
-    whole = sum(bb for _, _, bb in products.values())
+    whole = _sum(products)[2]
     names = {id(parameter): name for name, parameter in board.model.named_parameters()}
     found = {}
     for name in chosen:
-        own = products.get(names[id(board.layers[name].weight)], (0.0, 0.0, 0.0))
-        ab, aa, bb = own
-        found[name] = _cosine(whole - bb + ab, whole - bb + aa, whole)
+        own = products.get(names[id(board.layers[name].weight)], torch.zeros(3, dtype=torch.float64))
+        found[name] = cosine_of(whole - own[2] + own)  # all but this gradient are as they were
     return found
 
 
-def _products(a: Gradients, b: Gradients) -> dict[str, tuple[float, float, float]]:
-    """Return (a . b, a . a, b . b) of each parameter, summed in float64; the device is waited for once."""
+def _products(a: Gradients, b: Gradients) -> dict[str, Tensor]:
+    """Return `inner_products` of each parameter, on the CPU; the device is waited for once."""
     if not b:
-        return {"": (0.0, 0.0, 0.0)}
-    stacked = torch.stack([torch.stack([_dot(a[n], b[n]), _dot(a[n], a[n]), _dot(b[n], b[n])]) for n in b])
-    return {name: (ab, aa, bb) for name, (ab, aa, bb) in zip(b, stacked.tolist(), strict=True)}
+        return {"": torch.zeros(3, dtype=torch.float64)}
+    stacked = torch.stack([inner_products(a[name], b[name]) for name in b]).cpu()
+    return dict(zip(b, stacked, strict=True))
 
 
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return (a.double() * b.double()).sum()
-
-
-def _cosine(ab: float, aa: float, bb: float) -> float:
-    return ab / (aa * bb) ** 0.5 if aa and bb else float(aa == bb)
+def _sum(products: Mapping[str, Tensor]) -> Tensor:
+    return torch.stack([*products.values()]).sum(0)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.nn.hooks import hooked
 from octavo.recipes import Recipe
 from octavo.sensitivity.choices import Choice
 from octavo.sensitivity.switchboard import Layer, Switchboard
@@ -116,16 +117,12 @@ def first_order(
 def _products(board: Switchboard) -> Iterator[dict[str, list[Tensor]]]:
     """Collect g * d of each call of each layer while forward and backward run, summed over features, float32."""
     products: dict[str, list[Tensor]] = {name: [] for name in board.layers}
-    choices = forward_choices(board)
-    handles = [
+    hooks = (
         board.layers[name].register_forward_hook(_hook(board, name, choice, products[name]))
-        for name, choice in choices.items()
-    ]
-    try:
+        for name, choice in forward_choices(board).items()
+    )
+    with hooked(hooks):
         yield products
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _hook(board: Switchboard, name: str, choice: Choice, products: list[Tensor]) -> Callable[..., None]:

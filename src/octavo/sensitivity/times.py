@@ -14,6 +14,7 @@ from torch import Tensor
 from octavo.bench.timing import milliseconds, warm_up
 from octavo.conversion.gain import predicted_ms
 from octavo.nn import Linear
+from octavo.nn.hooks import hooked
 from octavo.sensitivity.choices import Choice
 from octavo.sensitivity.loss import Loss
 from octavo.sensitivity.switchboard import Layer, Switchboard, weight_of
@@ -53,13 +54,9 @@ def calls_of(
 
         return hook
 
-    handles = [layer.register_forward_hook(note(name)) for name, layer in board.layers.items()]
-    try:
-        with torch.enable_grad(), autocast(next(board.model.parameters()).device, dtype):
-            loss(board.model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+    hooks = (layer.register_forward_hook(note(name)) for name, layer in board.layers.items())
+    with hooked(hooks), torch.enable_grad(), autocast(next(board.model.parameters()).device, dtype):
+        loss(board.model, batch)
     if tokens is None:
         return found
     return {

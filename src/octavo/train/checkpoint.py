@@ -41,8 +41,8 @@ _PREFIX = "step-"
 _TEMPORARY = ".writing-"
 _SHARDED = "sharded"
 
-Place = Callable[[str, torch.Size, torch.dtype], Tensor]
-"""Memory to read a tensor of `<file>.<name>` into, of that shape and dtype."""
+Place = Callable[[str, torch.Size, torch.dtype], Tensor | None]
+"""Memory to read a tensor of `<file>.<name>` into, of that shape and dtype; None leaves it out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def save(
         ranks.by_first(lambda: _begin(temporary))
         _write_tensors(temporary, tensors, ranks)
         ranks.by_first(
-            lambda: _finish(temporary, final, {"format": FORMAT, "step": step, "ranks": ranks.count, **state})
+            lambda: _finish(temporary, final, {"format": FORMAT, "step": step, **_written_by(ranks), **state})
         )
     except (OSError, SafetensorError, _sharded_error()) as error:
         raise CheckpointError(_not_written(final, error, latest(directory))) from error
@@ -114,7 +114,8 @@ def load(path: Path, *, rank: int = 0, place: Place | None = None) -> Checkpoint
     """Read a checkpoint.
 
     Args:
-        rank: this one; what each rank has for itself it reads again, of another one where there were fewer.
+        rank: this one; what each rank has for itself it reads again, of another one where there were fewer. What ranks
+            of a pipeline have of other stages it reads too.
         place: where what is sharded goes; by default it is read whole.
 
     Raises:
@@ -124,10 +125,11 @@ def load(path: Path, *, rank: int = 0, place: Place | None = None) -> Checkpoint
     state = _read_state(path)
     for name, size in state["files"].items():
         _check_size(path / name, size)
-    ranks = state.get("ranks", 1)
-    suffix = _suffix(rank % ranks, ranks)
-    files = [name for name in state["files"] if name.endswith(suffix) and "/" not in name]
-    tensors = {name.removesuffix(suffix): _read_tensors(path / name) for name in files}
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for suffix in _suffixes(rank, state.get("ranks", 1), state.get("stages", 1)):
+        for name in state["files"]:
+            if name.endswith(suffix) and "/" not in name:
+                tensors.setdefault(name.removesuffix(suffix), {}).update(_read_tensors(path / name))
     if any(name.startswith(f"{_SHARDED}/") for name in state["files"]):
         for name, tensor in _read_sharded(path / _SHARDED, place).items():
             file, _, own = name.partition(".")
@@ -184,6 +186,17 @@ def _suffix(rank: int, ranks: int) -> str:
     return ".safetensors" if ranks == 1 else f".rank-{rank}.safetensors"
 
 
+def _suffixes(rank: int, ranks: int, stages: int) -> list[str]:
+    """Return what files end in that a rank reads: those of one rank of each stage, and last those that are its own."""
+    of_stage, own = ranks // stages, rank % ranks
+    others = [stage * of_stage + own % of_stage for stage in range(stages)]
+    return [_suffix(one, ranks) for one in (*(other for other in others if other != own), own)]
+
+
+def _written_by(ranks: Ranks) -> dict[str, int]:
+    return {"ranks": ranks.count, "stages": ranks.parallel.pipeline}
+
+
 def _sharded_error() -> type[BaseException]:
     """Return what torch.distributed.checkpoint raises."""
     from torch.distributed.checkpoint.api import CheckpointException
@@ -238,7 +251,8 @@ def _read_sharded(directory: Path, place: Place | None) -> dict[str, Tensor]:
 
     try:
         known = FileSystemReader(directory).read_metadata().state_dict_metadata
-        tensors = {name: _memory(name, entry, place) for name, entry in known.items()}
+        memory = {name: _memory(name, entry, place) for name, entry in known.items()}
+        tensors = {name: tensor for name, tensor in memory.items() if tensor is not None}
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # that it is read by one process
             state_dict_loader.load(tensors, checkpoint_id=str(directory), no_dist=place is None)
     except (_sharded_error(), OSError, ValueError, EOFError) as error:
@@ -246,7 +260,7 @@ def _read_sharded(directory: Path, place: Place | None) -> dict[str, Tensor]:
     return tensors
 
 
-def _memory(name: str, entry: Any, place: Place | None) -> Tensor:
+def _memory(name: str, entry: Any, place: Place | None) -> Tensor | None:
     shape, dtype = entry.size, entry.properties.dtype
     return torch.empty(shape, dtype=dtype) if place is None else place(name, shape, dtype)
 

@@ -170,11 +170,15 @@ class ParallelConfig:
     data: int = 1
     """Copies of the model, each sharded over `shard` ranks; a batch is split over all ranks of both."""
     shard: int = 0
-    """Ranks that a copy is sharded over by FSDP2; 0: all that there are, divided by `data` and `tensor`."""
+    """Ranks that a copy is sharded over by FSDP2; 0: all that there are, divided by `data`, `tensor` and `pipeline`."""
     tensor: int = 1
     """Ranks that share each layer of a Llama, and its tokens, on the same part of a batch."""
     pipeline: int = 1
-    """Stages that the blocks are split into; not more than 1 yet."""
+    """Ranks that the blocks of a Llama are split over, in stages; the parts of `run.accumulate` go through them."""
+    schedule: Literal["1f1b", "interleaved", "zero-bubble", "zero-bubble-v"] = "1f1b"
+    """Order of the passes in a pipeline; all but `1f1b` have two stages a rank."""
+    activations: Literal["bf16", "fp8", "stored"] = "bf16"
+    """What activations are sent as between stages; `fp8` with a scale a token, `stored` as they are."""
     reduce: Literal["fp32", "bf16", "bf16-plain", "fp8-block", "fp8-lm", "two-level"] = "fp32"
     """How gradients are summed over the ranks that share a copy."""
     gather: Literal["bf16", "stored"] = "bf16"
@@ -185,13 +189,23 @@ class ParallelConfig:
     """Seconds without progress after which all ranks stop and name the one that is missing. No step may take longer."""
 
     def __post_init__(self) -> None:
-        _positive("parallel", self, "data", "tensor", "timeout")
+        _positive("parallel", self, "data", "tensor", "pipeline", "timeout")
         _within("parallel", self, "shard", low=0, high=2**31)
-        if self.pipeline != 1:
-            raise ConfigError(
-                f"parallel.pipeline: {self.pipeline}: `octavo train` cannot split blocks over ranks yet. Leave it at 1;"
-                " parallel.shard takes all ranks."
-            )
+
+    @property
+    def splits_model(self) -> bool:
+        """Whether a rank has parts of layers, or some of them only."""
+        return self.tensor > 1 or self.pipeline > 1
+
+    @property
+    def goes_backward_by_parts(self) -> bool:
+        """Whether gradients of inputs and of weights are computed at separate times."""
+        return self.pipeline > 1 and self.schedule.startswith("zero-bubble")
+
+    @property
+    def last(self) -> int:
+        """Which rank of a pipeline has the last stage."""
+        return 0 if self.schedule == "zero-bubble-v" else self.pipeline - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

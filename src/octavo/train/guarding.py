@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from octavo import recipes
 from octavo.conversion import convert, disabled
 from octavo.errors import OctavoError
+from octavo.generators import generator_states, restore_generators, untouched_generators
 from octavo.guard import Guard, Note, Observation
 from octavo.guard.damage import damage
 from octavo.guard.diagnosis import Probe
@@ -29,7 +30,7 @@ from octavo.tensor import is_distributed
 from octavo.train.events import Noted, RolledBack, TensorsChanged
 from octavo.train.lane import Lane, Measured
 from octavo.train.setup import policy_of, tokens_of
-from octavo.train.state import SCALES, lane_tensors, random_tensors, restore_lane, restore_random
+from octavo.train.state import SCALES, lane_tensors, restore_lane
 
 if TYPE_CHECKING:
     from octavo.train.run import Trainer
@@ -44,7 +45,7 @@ class _Taken:
     done: int
     lanes: Mapping[str, Mapping[str, Tensor]]
     scales: Mapping[str, Mapping[str, Tensor]]
-    random: Mapping[str, Tensor]
+    generators: Mapping[str, Tensor]
     loader: dict[str, int]
 
 
@@ -118,13 +119,13 @@ class GuardedRun:
         return () if telemetry is None else telemetry.rows
 
     def take(self) -> _Taken:
-        """Return a copy of all lanes, the random states and the position in the data; from a GPU into host memory."""
+        """Return a copy of all lanes, the generators and the position in the data; from a GPU into host memory."""
         lanes = {
             lane.name: {n: _kept(t) for n, t in lane_tensors(lane).items() if not n.startswith(SCALES)}
             for lane in self._trainer.setup.lanes
         }
         kept = {lane.name: kept_scales(lane.model) for lane in self._trainer.setup.lanes}
-        return _Taken(self.done, lanes, kept, _copies(random_tensors()), self._trainer.setup.loader.state_dict())
+        return _Taken(self.done, lanes, kept, generator_states(), self._trainer.setup.loader.state_dict())
 
     def restore(self, taken: _Taken) -> None:
         """Go back to a snapshot, in all lanes, and tell of it."""
@@ -134,7 +135,7 @@ class GuardedRun:
             restore_lane(lane, {**taken.lanes[lane.name], **_scales_of(lane)}, SNAPSHOT)
             take_over(lane.model, taken.scales[lane.name])
             lane.forget_faults()
-        restore_random(taken.random)
+        restore_generators(taken.generators)
         trainer.setup.loader.load_state_dict(taken.loader)
         self._waiting.clear()
         self._values.clear()
@@ -143,10 +144,9 @@ class GuardedRun:
 
     def probe(self, *, fp8: bool, earlier: _Taken | None = None, backward: bool = True) -> Probe:
         """Try the next batch, or the first one after a snapshot, without an update."""
-        if not fp8 and self._trainer.setup.plan is None:
-            fp8 = True  # a run in BF16 has no other precision
+        has_fp8 = self._trainer.setup.plan is not None  # a run in BF16 has no other precision
         inputs, targets = self._peek(earlier)
-        with self._untouched(), nullcontext() if fp8 else disabled(self._lane.model):
+        with self._untouched(), nullcontext() if fp8 or not has_fp8 else disabled(self._lane.model):
             return self._lane.probe(inputs, targets, self._trainer.config.run.accumulate, backward=backward)
 
     def skip(self) -> None:
@@ -171,11 +171,12 @@ class GuardedRun:
     def locate(self) -> str:
         """Say which layer, role and token of the next batch is not finite first; empty for none.
 
-        Where layers are cut, what stands for gathered codes is NaN by design, and would be found: nothing is said.
+        Where layers are cut, what stands for gathered codes is NaN by design, and would be found; of layers in stages
+        each rank would find another one: nothing is said.
         """
-        if self._trainer.ranks.parallel.tensor > 1:
+        if self._trainer.ranks.parallel.splits_model:
             return ""
-        inputs, targets = self._peek(None)
+        inputs, targets = self._peek()
 
         def run() -> None:
             self._lane.probe(inputs, targets)
@@ -197,11 +198,12 @@ class GuardedRun:
         """Tell those who watch the run."""
         self._trainer.tell(Noted(note=note))
 
-    def _peek(self, position: _Taken | None) -> tuple[Tensor, Tensor]:
+    def _peek(self, earlier: _Taken | None = None) -> tuple[Tensor, Tensor]:
+        """Return the next batch, or the first one after a snapshot, on the device; it stays the next one."""
         loader = self._trainer.setup.loader
         here = loader.state_dict()
-        if position is not None:
-            loader.load_state_dict(position.loader)
+        if earlier is not None:
+            loader.load_state_dict(earlier.loader)
         inputs, targets = next(loader)
         loader.load_state_dict(here)
         device = self._trainer.setup.device
@@ -209,16 +211,16 @@ class GuardedRun:
 
     @contextmanager
     def _untouched(self) -> Iterator[None]:
-        """Leave random states, kept scales and telemetry inside the block as they were."""
-        random, kept = _copies(random_tensors()), kept_scales(self._lane.model)
+        """Leave generators, kept scales and telemetry as they were before the block."""
+        kept = kept_scales(self._lane.model)
         telemetry = self._trainer.telemetry
         if telemetry is not None:
             telemetry.wait()
             self._trainer.tell_of_tensors()
         try:
-            yield
+            with untouched_generators():
+                yield
         finally:
-            restore_random(random)
             take_over(self._lane.model, kept)
             if telemetry is not None:
                 telemetry.restart(self.done)
@@ -248,7 +250,3 @@ def _kept(tensor: Tensor) -> Tensor:
         return plain.clone()
     host = torch.empty(plain.shape, dtype=plain.dtype, pin_memory=True)
     return host.copy_(plain)
-
-
-def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in tensors.items()}

@@ -7,7 +7,7 @@ Shapes: B sequences in a batch, T tokens in a sequence.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from octavo.errors import RunError
 from octavo.guard.diagnosis import Probe
 from octavo.kernels.dispatch import is_plain
+from octavo.models import count_parameters
 from octavo.optim import AdamW, Lion, Muon, Optimizer, keep_small
 from octavo.tensor import local
 from octavo.train.config import OptimizerConfig
@@ -54,35 +55,41 @@ class Lane:
         ranks: Ranks = ALONE,
     ) -> None:
         self.name = name
-        self.model = model
         self.ranks = ranks
-        self.cut = ranks.cut(model)
-        self.sharding, self.reduction = ranks.shard(model)  # before the optimizer, which steps what a rank keeps
-        self.clip = config.clip
+        self.device = next(model.parameters()).device
         self.autocast = autocast
-        self.parameters = dict(model.named_parameters())
+        self.size = count_parameters(model)
+        trained_by_all = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        lr_factors = value_of(trained_by_all, config.lr_factors, "optimizer.lr_factors")
+        self._take(model)  # before the optimizer, which steps what a rank keeps
+        self.clip = config.clip
+        self.parameters = dict(self.model.named_parameters())
         trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         self._trained = list(trained.values())
         self._clipped = groups_of(trained, config.clip_per_group, "optimizer.clip_per_group")
-        self.device = self._trained[0].device
         self.loss_scale = LossScale(
             config.loss_scale, start=config.loss_scale_start, window=config.loss_scale_window, device=self.device
         )
-        self.optimizer = _optimizer(trained, config, seed)
+        self.optimizer = _optimizer(trained, config, lr_factors, seed)
         self._clips_in_step = config.gradients == "fp8"
         # Where the loss first stopped being finite. On the device, so that no step has to wait for it.
         self._broken_at = torch.full((), -1, dtype=torch.int64, device=self.device)
 
+    def _take(self, model: nn.Module) -> None:
+        """Keep of a converted model what this rank has of it: cut, and sharded."""
+        self.model = model
+        self.pipeline: dict[str, Any] | None = None
+        self.cut = self.ranks.cut(model)
+        self.sharding, self.reduction = self.ranks.shard(model)
+
+    def holds(self, name: str) -> bool:
+        """Return whether this rank has a tensor of the lane's state, or some of it; by its name in checkpoints."""
+        return True
+
     def step(self, inputs_BT: Tensor, targets_BT: Tensor, *, step: int, lr: float, accumulate: int = 1) -> Measured:
         """Make one update from a batch, split into `accumulate` equal parts whose gradients are averaged."""
         self.model.train()
-        loss = torch.zeros((), device=self.device)
-        with self._accumulating(accumulate):
-            for inputs, targets in _parts(inputs_BT, targets_BT, accumulate):
-                part = self.loss(inputs, targets) / accumulate
-                self.loss_scale.scaled(part).backward()
-                loss += part.detach().float()
-        loss = self.ranks.mean(loss)
+        loss = self._pass(inputs_BT, targets_BT, accumulate, self.loss_scale.scaled)
         self.loss_scale.unscale(self._trained, loss)
         norm = None if self._clips_in_step else self._clip()
         for group in self.optimizer.param_groups:
@@ -95,16 +102,22 @@ class Lane:
 
     def probe(self, inputs_BT: Tensor, targets_BT: Tensor, accumulate: int = 1, *, backward: bool = True) -> Probe:
         """Return loss and gradient norm of a batch, 0 without `backward`; nothing changes. Waits for the device."""
-        loss = torch.zeros((), device=self.device)
-        with self._accumulating(accumulate), torch.set_grad_enabled(backward):
-            for inputs, targets in _parts(inputs_BT, targets_BT, accumulate):
-                part = self.loss(inputs, targets) / accumulate
-                if backward:
-                    part.backward()
-                loss += part.detach().float()
-        norm = nn.utils.get_total_norm([gradient for gradient in self._gradients() if gradient is not None])
+        with torch.set_grad_enabled(backward):
+            loss = self._pass(inputs_BT, targets_BT, accumulate, _as_it_is)
+        norm = self._norm(self._gradients())
         self.optimizer.zero_grad(set_to_none=True)
-        return Probe(float(self.ranks.mean(loss)), float(whole(norm)))
+        return Probe(float(loss), float(whole(norm)))
+
+    def _pass(self, inputs_BT: Tensor, targets_BT: Tensor, parts: int, scaled: Callable[[Tensor], Tensor]) -> Tensor:
+        """Go through a batch part by part, and backward where gradients are enabled; return the loss of all ranks."""
+        loss = torch.zeros((), device=self.device)
+        with self._accumulating(parts):
+            for inputs, targets in _parts(inputs_BT, targets_BT, parts):
+                part = self.loss(inputs, targets) / parts
+                if torch.is_grad_enabled():
+                    scaled(part).backward()
+                loss += part.detach().float()
+        return self.ranks.mean(loss)
 
     def _gradients(self) -> list[Tensor | None]:
         if isinstance(self.optimizer, Optimizer):
@@ -122,13 +135,16 @@ class Lane:
 
     def _clip(self) -> Tensor:
         """Clip the groups of gradients that have a limit of their own, then all; return the global norm before both."""
-        if not self._clipped:
-            return nn.utils.clip_grad_norm_(self._trained, self.clip or float("inf"))
-        norm = nn.utils.get_total_norm([p.grad for p in self._trained if p.grad is not None])
+        norm = self._norm(self._gradients())
         for limit, parameters in self._clipped:
             nn.utils.clip_grad_norm_(parameters, limit)
-        nn.utils.clip_grad_norm_(self._trained, self.clip or float("inf"))
+        left = self._norm(self._gradients()) if self._clipped else norm
+        nn.utils.clip_grads_with_norm_(self._trained, self.clip or float("inf"), left)
         return norm
+
+    def _norm(self, gradients: Iterable[Tensor | None]) -> Tensor:
+        """Return the L2 norm of the gradients of all ranks, shape ()."""
+        return nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
 
     def loss(self, inputs_BT: Tensor, targets_BT: Tensor, **options: bool) -> Tensor:
         """Return the model's mean loss in nats a token, shape (); with `by_sequence=True` each sequence's, (B,)."""
@@ -172,12 +188,18 @@ def _parts(inputs_BT: Tensor, targets_BT: Tensor, count: int) -> Iterator[tuple[
     yield from zip(inputs_BT.chunk(count), targets_BT.chunk(count), strict=True)
 
 
-def _optimizer(trained: Mapping[str, nn.Parameter], config: OptimizerConfig, seed: int) -> torch.optim.Optimizer:
+def _as_it_is(loss: Tensor) -> Tensor:
+    return loss
+
+
+def _optimizer(
+    trained: Mapping[str, nn.Parameter], config: OptimizerConfig, lr_factors: Mapping[str, float], seed: int
+) -> torch.optim.Optimizer:
     """Build the optimizer: PyTorch's fused AdamW where weights and moments are FP32, else that of `octavo.optim`.
 
     PyTorch's has no master: in BF16 it would round away every update of less than half a unit of its weight.
     """
-    groups = _groups(trained, config.weight_decay, config.lr_factors)
+    groups = _groups(trained, config.weight_decay, lr_factors)
     lr, betas, eps = config.lr, config.betas, config.eps
     is_fp32 = all(is_plain(local(weight)) and weight.dtype == torch.float32 for weight in trained.values())
     if is_fp32 and (config.name, config.states, config.gradients) == ("adamw", "fp32", "wide"):
@@ -206,10 +228,9 @@ def _groups(
 
     What has another factor on the learning rate is a group of its own. Parameters are in it with their names.
     """
-    factors = value_of(trained, lr_factors, "optimizer.lr_factors")
     groups: dict[tuple[bool, float], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in trained.items():
-        groups.setdefault((parameter.ndim < 2, factors.get(name, 1.0)), []).append((name, parameter))
+        groups.setdefault((parameter.ndim < 2, lr_factors.get(name, 1.0)), []).append((name, parameter))
     return [
         {"params": named, "weight_decay": 0.0 if is_level else weight_decay, "lr_factor": factor}
         for (is_level, factor), named in sorted(groups.items(), key=lambda item: item[0])

@@ -1,8 +1,8 @@
 """A run on several ranks, as torchrun starts them: who does what, how models are sharded, what ranks tell each other.
 
-Each rank has its part of every batch; where layers are cut (`parallel.tensor`), the ranks that share them have the same
-part. Weights, gradients and optimizer states are sharded by FSDP2 (`octavo.distributed`). Rank 0 alone writes and
-prints. In a run of one process nothing here does anything.
+Each rank has its part of every batch; where layers are cut (`parallel.tensor`), or blocks are in stages
+(`parallel.pipeline`), the ranks that share them have the same part. Weights, gradients and optimizer states are sharded
+by FSDP2 (`octavo.distributed`). Rank 0 alone writes and prints. In a run of one process nothing here does anything.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from octavo.tensor import is_distributed
 from octavo.train import device as devices
 from octavo.train.config import ParallelConfig, RunConfig
 from octavo.train.cutting import check_cut
+from octavo.train.staging import check_stages
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -82,13 +83,18 @@ class Ranks:
 
     @property
     def parts(self) -> int:
-        """How many parts a batch is split into: ranks that share layers have the same one."""
-        return self.count // self.parallel.tensor
+        """How many parts a batch is split into: ranks that share layers, or stages of them, have the same one."""
+        return self.count // (self.parallel.tensor * self.parallel.pipeline)
 
     @property
     def part(self) -> int:
         """Which of them is this rank's."""
-        return self.rank // self.parallel.tensor
+        return self.rank // self.parallel.tensor % self.parts
+
+    @property
+    def place(self) -> int:
+        """Which of the ranks of a pipeline this is."""
+        return self.rank // (self.count // self.parallel.pipeline)
 
     @property
     def is_first(self) -> bool:
@@ -129,12 +135,22 @@ class Ranks:
         return result
 
     def mean(self, x: Tensor) -> Tensor:
-        """Return the mean of x over the ranks, the same on all of them."""
+        """Return the mean of x over the ranks, the same on all of them.
+
+        In a pipeline it is that of the ranks that know x; the others give 0.
+        """
         if self.count == 1:
             return x
         total = x.clone()
         dist.all_reduce(total)
-        return total / self.count
+        return total / (self.count // self.parallel.pipeline)
+
+    def norm_of_stages(self, norm: Tensor) -> Tensor:
+        """Return the L2 norm of what all stages of a pipeline have, from that of this rank's."""
+        assert self.mesh is not None
+        squares = norm.float().square()
+        dist.all_reduce(squares, group=self.mesh.get_group("pipeline"))
+        return squares.sqrt()
 
     def own_rows(self, rows: int) -> list[int]:
         """Return which of the rows of a batch are this rank's: as many in each part, the first again where too few."""
@@ -142,12 +158,14 @@ class Ranks:
         return [row % rows for row in range(self.part * each, (self.part + 1) * each)]
 
     def all_rows(self, values: Tensor, rows: int) -> Tensor:
-        """Return a value (rows,) for each row of a batch, from those of `own_rows` on each rank."""
+        """Return a value (rows,) for each row of a batch, from those of `own_rows` on each rank that knows them."""
         if self.count == 1:
             return values
         everyone = [torch.empty_like(values) for _ in range(self.count)]
         dist.all_gather(everyone, values.contiguous())
-        return torch.cat(everyone[:: self.parallel.tensor])[:rows]
+        of_stage = self.count // self.parallel.pipeline
+        first = of_stage * self.parallel.last
+        return torch.cat(everyone[first : first + of_stage : self.parallel.tensor])[:rows]
 
     def same(self, value: T) -> T:
         """Return the first rank's value."""
@@ -165,8 +183,11 @@ class Ranks:
         dist.all_gather_object(found, text)
         return next((f"{said} on rank {rank}" for rank, said in enumerate(found) if said), "")
 
-    def cut(self, model: nn.Module) -> TensorPlan | None:
+    def cut(self, model: nn.Module, *, sequence: bool = True) -> TensorPlan | None:
         """Cut the layers of a converted model in place, before it is sharded; return how. None where they stay whole.
+
+        Args:
+            sequence: whether tokens are cut too; not in a stage of a pipeline.
 
         Raises:
             UnsupportedError: a layer whose recipe keeps scales.
@@ -175,12 +196,15 @@ class Ranks:
             return None
         from octavo.distributed import tensor_parallel
 
-        return tensor_parallel(model, self.mesh["tensor"])
+        return tensor_parallel(model, self.mesh["tensor"], sequence=sequence)
 
-    def shard(self, model: nn.Module) -> tuple[ShardPlan | None, Scheme | None]:
+    def shard(self, model: nn.Module, *, reshard: bool | None = None) -> tuple[ShardPlan | None, Scheme | None]:
         """Shard a converted model in place; return how it is gathered, and the scheme that reduces its gradients.
 
         With one rank, None for both; None for the scheme where FSDP2 reduces them itself.
+
+        Args:
+            reshard: whether what was gathered for a forward pass is gathered again for the backward pass.
         """
         if self.mesh is None:
             return None, None
@@ -191,7 +215,8 @@ class Ranks:
         stored = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
         policy = BF16_POLICY if self.parallel.gather == "bf16" else stored
         by_rows = [model.get_submodule("tok_embeddings")] if self.parallel.embedding == "rows" else []
-        plan = shard(model, _copies(self.mesh), mp_policy=policy, by_rows=cast(list[nn.Embedding], by_rows))
+        embeddings = cast(list[nn.Embedding], by_rows)
+        plan = shard(model, _copies(self.mesh), mp_policy=policy, by_rows=embeddings, reshard_after_forward=reshard)
         if self.parallel.reduce == "fp32":
             return plan, None  # as FSDP2 does it
         return plan, set_reduction(model, reduction(self.parallel.reduce, self._levels()))
@@ -253,11 +278,6 @@ def ranks_of(config: RunConfig) -> Iterator[Ranks]:
     dist.destroy_process_group()  # after an error it could wait for ranks that are gone
 
 
-def is_first() -> bool:
-    """Return whether this is the process of a run that prints."""
-    return Launch.read().rank == 0
-
-
 def whole(x: Tensor) -> Tensor:
     """Return what is spread over ranks as a whole tensor on each; all ranks call it."""
     result: Tensor = x.full_tensor() if is_distributed(x) else x  # type: ignore[attr-defined]
@@ -275,26 +295,29 @@ def _device(name: str, launch: Launch) -> torch.device:
 
 def _check(config: RunConfig, ranks: int) -> None:
     parallel, run = config.parallel, config.run
-    copies = parallel.data * parallel.tensor
-    shards = parallel.shard or max(ranks // copies, 1)
-    wanted = copies * shards
+    others = parallel.data * parallel.tensor * parallel.pipeline
+    shards = parallel.shard or max(ranks // others, 1)
+    wanted = others * shards
     if wanted != ranks:
         asked = f"data = {parallel.data}, shard = {parallel.shard or 'all others'}"
         asked += f", tensor = {parallel.tensor}" if parallel.tensor > 1 else ""
+        asked += f", pipeline = {parallel.pipeline}" if parallel.pipeline > 1 else ""
         raise ConfigError(
             f"parallel: {asked} want {wanted} ranks, and {ranks} {'was' if ranks == 1 else 'were'} started. Start the"
             f" run with torchrun --nproc-per-node {wanted} -m octavo train ..., or change them."
         )
     if ranks == 1:
         return
-    parts = ranks // parallel.tensor
+    together = parallel.tensor * parallel.pipeline
+    parts = ranks // together
     if run.batch % (run.accumulate * parts):
-        who = f"{parts} ranks" if parallel.tensor == 1 else f"{parts} groups of {parallel.tensor} ranks"
+        who = f"{parts} ranks" if together == 1 else f"{parts} groups of {together} ranks"
         raise ConfigError(
             f"run.batch: {run.batch} sequences cannot be split evenly over {who} with {run.accumulate} parts"
             f" each. Take a multiple of {run.accumulate * parts}."
         )
     check_cut(config, shards)
+    check_stages(config)
     if run.bf16_first_steps or run.bf16_last_share:
         raise ConfigError(
             "run.bf16_first_steps, run.bf16_last_share: on several ranks the weights of FP8 layers arrive as FP8 codes,"
@@ -312,17 +335,18 @@ def _check(config: RunConfig, ranks: int) -> None:
 def _mesh(parallel: ParallelConfig, device: torch.device, ranks: int) -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 
-    data, tensor = parallel.data, parallel.tensor
-    if tensor > 1:
-        shape = (data, ranks // (data * tensor), tensor)
-        return init_device_mesh(device.type, shape, mesh_dim_names=("data", "shard", "tensor"))
+    data, tensor, pipeline = parallel.data, parallel.tensor, parallel.pipeline
+    if tensor * pipeline > 1:
+        sizes = {"data": data, "shard": ranks // (data * tensor * pipeline)}
+        sizes = ({"pipeline": pipeline} if pipeline > 1 else {}) | sizes | ({"tensor": tensor} if tensor > 1 else {})
+        return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     if data == 1:
         return init_device_mesh(device.type, (ranks,))
     return init_device_mesh(device.type, (data, ranks // data), mesh_dim_names=("data", "shard"))
 
 
 def _copies(mesh: DeviceMesh) -> DeviceMesh:
-    """Return of a mesh what models are sharded over: all but the ranks that share layers."""
+    """Return of a mesh what models are sharded over: all but the ranks that share layers, or stages of them."""
     if mesh.ndim < 3:
         return mesh
     return mesh["shard"] if mesh["data"].size() == 1 else mesh["data", "shard"]

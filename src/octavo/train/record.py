@@ -116,9 +116,11 @@ class StoreReporter:
 
 
 def _mesh(config: RunConfig) -> dict[str, Any]:
-    """Return the shape of the mesh: copies of the model, ranks a copy is sharded over, ranks a layer is cut for."""
-    ranks, data, tensor = Launch.read().ranks, config.parallel.data, config.parallel.tensor
-    shape = {"data": data, "shard": ranks // (data * tensor)} | ({"tensor": tensor} if tensor > 1 else {})
+    """Return the shape of the mesh: copies of the model, ranks of a copy, of a layer, and of stages of blocks."""
+    ranks, parallel = Launch.read().ranks, config.parallel
+    among = {"tensor": parallel.tensor, "pipeline": parallel.pipeline}
+    shard = ranks // (parallel.data * parallel.tensor * parallel.pipeline)
+    shape = {"data": parallel.data, "shard": shard} | {name: size for name, size in among.items() if size > 1}
     return {"mesh": shape} if ranks > 1 else {}
 
 

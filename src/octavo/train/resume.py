@@ -15,6 +15,8 @@ from octavo.train.config import DataConfig, LoopConfig, OptimizerConfig, Paralle
 FREE = {
     "data.cache",
     "parallel.data",
+    "parallel.pipeline",
+    "parallel.schedule",
     "parallel.shard",
     "parallel.timeout",
     "run.accumulate",

@@ -18,8 +18,8 @@ from octavo import kernels, strict
 from octavo.conversion import enable
 from octavo.data import TokenFiles
 from octavo.errors import CheckpointError, ConfigError
+from octavo.generators import generator_states, restore_generators
 from octavo.guard import Note
-from octavo.models import count_parameters
 from octavo.monitor.source import Source, arrived, histograms_of, telemetry_of
 from octavo.nn.scales import scales
 from octavo.train import checkpoint
@@ -49,7 +49,7 @@ from octavo.train.record import StoreReporter
 from octavo.train.resume import check_same_run
 from octavo.train.schedule import is_bf16, learning_rate
 from octavo.train.setup import Setup, set_up
-from octavo.train.state import lane_tensors, place, random_tensors, restore_lane, restore_random
+from octavo.train.state import lane_tensors, place, restore_lane
 from octavo.train.stopwatch import Stopwatch
 from octavo.train.summary import summarise
 
@@ -107,8 +107,8 @@ class Trainer:
     def watch_tensors(self) -> None:
         """Look at the FP8 layers as they are now from the next step on."""
         run, together = self.config.run, self.ranks.count > 1
-        # What stands for gathered codes has no values to look at, and a rank has parts of weights.
-        every = 0 if self.ranks.parallel.tensor > 1 else run.telemetry_every
+        # What stands for gathered codes has no values to look at, and a rank has parts of weights, or other layers.
+        every = 0 if self.ranks.parallel.splits_model else run.telemetry_every
         histograms = run.histograms_every
         model = self.setup.lanes[0].model if self.setup.plan is not None and every else None
         self.telemetry = None if model is None else telemetry_of(model, every, histograms, together=together)
@@ -137,18 +137,20 @@ class Trainer:
         if "guard" in found.state:
             self._guarded.guard.load_state_dict(found.state["guard"])  # first: layers take the recipes that they had
         for lane in self.setup.lanes:
-            restore_lane(lane, found.tensors[lane.name], found.path)
-        restore_random(found.tensors["random"])
+            own = {name: tensor for name, tensor in found.tensors[lane.name].items() if lane.holds(name)}
+            restore_lane(lane, own, found.path)
+        restore_generators(found.tensors["random"])
         self.setup.loader.load_state_dict(found.state["loader"])
         self._earlier = found.state["totals"]
         self.done = self._since_step = found.step
         if self.telemetry is not None:
             self.telemetry.restart(found.step)
 
-    def _place(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return memory for a tensor of a checkpoint, whose name begins with that of its lane."""
-        lane, _, own = name.partition(".")
-        return place(next(known for known in self.setup.lanes if known.name == lane), own, shape, dtype)
+    def _place(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """Return memory for a tensor of a checkpoint, whose name begins with its lane's; None where it is others'."""
+        lane_name, _, own = name.partition(".")
+        lane = next(known for known in self.setup.lanes if known.name == lane_name)
+        return place(lane, own, shape, dtype) if lane.holds(own) else None
 
     def run(self) -> dict[str, Any]:
         """Train to the last step, evaluate, and return the summary."""
@@ -175,10 +177,10 @@ class Trainer:
         return summary
 
     def _tell_what_is_not_watched(self) -> None:
-        if self.ranks.parallel.tensor > 1 and self.setup.plan is not None and self.config.run.telemetry_every:
+        if self.ranks.parallel.splits_model and self.setup.plan is not None and self.config.run.telemetry_every:
             text = (
-                "tensors are not measured where layers are cut (parallel.tensor): guardrails see losses and gradient"
-                " norms only"
+                "tensors are not measured where layers are cut, or in stages (parallel.tensor, parallel.pipeline):"
+                " guardrails see losses and gradient norms only"
             )
             self.tell(Noted(note=Note(self.done, "warning", "telemetry", text)))
 
@@ -320,7 +322,7 @@ class Trainer:
         path = checkpoint.save(
             self.checkpoints,
             self.done,
-            {**tensors, "random": random_tensors()},
+            {**tensors, "random": generator_states()},
             state,
             keep=self.config.run.keep,
             ranks=self.ranks,
@@ -354,6 +356,8 @@ class Trainer:
             write_json(self.directory / "plan.json", json.loads(self.setup.plan.to_json()))
         if (cut := self.setup.lanes[0].cut) is not None:
             write_json(self.directory / "tensor.json", json.loads(cut.to_json()))
+        if (pipeline := self.setup.lanes[0].pipeline) is not None:
+            write_json(self.directory / "pipeline.json", pipeline)
         if (sharding := self.setup.lanes[0].sharding) is not None:
             write_json(self.directory / "sharding.json", json.loads(sharding.to_json()))
         self._watching.insert(0, MetricsFile(self.directory / "metrics.jsonl", keep_until=self.done))
@@ -364,7 +368,7 @@ class Trainer:
             config=self.config,
             lanes=tuple(lane.name for lane in self.setup.lanes),
             device=self._devices(),
-            parameters=count_parameters(self.setup.lanes[0].model),
+            parameters=self.setup.lanes[0].size,
             plan=self.setup.plan,
             corpus={**_facts(self.setup.corpus), **strict.to_dict(self.setup.statistics)},
             first_step=self.done,
@@ -376,7 +380,7 @@ class Trainer:
         return summarise(
             self.config,
             device=self._devices(),
-            parameters=count_parameters(self.setup.lanes[0].model),
+            parameters=self.setup.lanes[0].size,
             weight_bytes=self.setup.lanes[0].weight_bytes(),
             state_bytes=self.setup.lanes[0].state_bytes(),
             heldout=heldout,

@@ -135,9 +135,15 @@ def hold_as(weights: str, model: nn.Module) -> None:
 
 
 def _lane(name: str, model: nn.Module, config: RunConfig, device: torch.device, ranks: Ranks) -> Lane:
-    auto = device.type == "cuda" and ranks.parallel.tensor == 1  # blocks that exchange tokens are not compiled
+    parallel = ranks.parallel  # blocks that exchange tokens are not compiled, nor those gone backward through by parts
+    auto = device.type == "cuda" and parallel.tensor == 1 and not parallel.goes_backward_by_parts
     compiled = {"on": True, "off": False, "auto": auto}[config.run.compile]
     if compiled:
         for block in model.get_submodule("layers").children():
             block.compile(fullgraph=True)
-    return Lane(name, model, config.optimizer, seed=config.run.seed, ranks=ranks)
+    seed = config.run.seed + ranks.place  # of roundings: stages are not to draw the same bits
+    if parallel.pipeline == 1:
+        return Lane(name, model, config.optimizer, seed=seed, ranks=ranks)
+    from octavo.train.pipelined import PipelinedLane
+
+    return PipelinedLane(name, model, config.optimizer, seed=seed, ranks=ranks)

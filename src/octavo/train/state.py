@@ -78,20 +78,6 @@ def place(lane: Lane, name: str, shape: torch.Size, dtype: torch.dtype) -> Tenso
     return empty(shape, dtype=dtype, device_mesh=mesh, placements=placements)
 
 
-def random_tensors() -> dict[str, Tensor]:
-    """Return the states of torch's generators: the CPU's, and each CUDA device's."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {"cpu": torch.get_rng_state(), **{f"cuda.{i}": state for i, state in enumerate(cuda)}}
-
-
-def restore_random(tensors: Mapping[str, Tensor]) -> None:
-    """Set torch's generators to what `random_tensors` returned."""
-    torch.set_rng_state(tensors["cpu"])
-    for index in range(torch.cuda.device_count()):
-        if f"cuda.{index}" in tensors:
-            torch.cuda.set_rng_state(tensors[f"cuda.{index}"], index)
-
-
 def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 

@@ -115,12 +115,16 @@ def books(rank, count):
     kept = [scales(model) for model in models]
     before = [book.cells.clone() for book in kept]
     torch.optim.SGD(models[0].parameters(), lr=0.1).step()
-    return {
+    found = {
         "seen": [bool((cells[:, 1] > 0).any()) for cells in before],
         "rolled": [bool((book.history[0] > 0).any()) for book in kept],
         "as before": [torch.equal(book.cells, cells) for book, cells in zip(kept, before, strict=True)],
-        "scales": kept[0].cells,
+        "scales": kept[0].cells.clone(),
     }
+    torch.optim.SGD(models[1].parameters(), lr=0.1).step()
+    if rank == 0:  # of no model: nothing is asked of the other ranks, which would wait for ever
+        torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1).step()
+    return found
 
 
 def wire(rank, count):

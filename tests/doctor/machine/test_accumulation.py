@@ -13,14 +13,14 @@ HERE = Machine(torch.device("cpu"))
 
 def test_sums_in_fp32_are_slow() -> None:
     found = make(accumulation, HERE).finding
-    assert found.verdict == "ok" and abs(found.numbers["slow"]) < 1e-6
+    assert found.verdict == "ok" and abs(found.numbers["slow"]) < 1e-6, found
 
 
 @pytest.mark.parametrize(("accumulator", "verdict"), [("hopper-slow", "ok"), ("hopper-fast", "failure")])
 def test_sums_that_are_fast_where_slow_was_asked_for_are_a_fault(accumulator: str, verdict: str) -> None:
     with kernels.gemm_by(accumulator):
         result = make(accumulation, HERE)
-    assert result.finding.verdict == verdict
+    assert result.finding.verdict == verdict, result.finding
     if verdict == "failure":
         assert result.finding.numbers["slow"] < -0.01
         assert "train with another one" in result.remedy

@@ -37,7 +37,7 @@ def test_bytes_that_arrive_wrongly_are_found_and_nothing_else(monkeypatch: pytes
         f"{n} of uint8" for n in ("all_gather", "all_to_all", "broadcast")
     ]
     found = collectives.judge(told, 3)
-    assert found.verdict == "failure" and "all_gather of uint8" in found.seen
+    assert found.verdict == "failure" and "all_gather of uint8" in found.seen, found
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,8 @@ def test_what_is_expected_is_what_the_collective_means() -> None:
 
 
 def test_one_device_has_nobody_to_send_to() -> None:
-    assert make(collectives.collectives, Machine(torch.device("cpu"))).finding.verdict == "skipped"
+    finding = make(collectives.collectives, Machine(torch.device("cpu"))).finding
+    assert finding.verdict == "skipped", finding
 
 
 @pytest.mark.gpu

@@ -42,4 +42,5 @@ def test_the_version_is_read_where_the_kernel_writes_it(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_adds_up() -> None:
-    assert driver.driver.look(Machine(torch.device("cuda", 0))).verdict == "ok"
+    finding = driver.driver.look(Machine(torch.device("cuda", 0)))
+    assert finding.verdict == "ok", finding

@@ -25,7 +25,7 @@ CLEAN = {"ecc": True, "uncorrected": 0, "waits_for_reset": False, "out_of_spare_
 )
 def test_clocks_under_load(change: dict[str, float], verdict: str, seen: str) -> None:
     found = gpu.judge_clocks({**FINE, **change})
-    assert found.verdict == verdict and seen in found.seen
+    assert found.verdict == verdict and seen in found.seen, found
 
 
 def test_a_gpu_that_tells_nothing() -> None:
@@ -44,10 +44,12 @@ def test_a_gpu_that_tells_nothing() -> None:
     ],
 )
 def test_memory_errors(change: dict[str, Any], verdict: str) -> None:
-    assert gpu.judge_memory({**CLEAN, **change}).verdict == verdict
+    finding = gpu.judge_memory({**CLEAN, **change})
+    assert finding.verdict == verdict, finding
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("check", [gpu.clocks, gpu.memory_errors])
 def test_a_gpu_is_asked(check: Any) -> None:
-    assert make(check, Machine(torch.device("cuda", 0))).finding.verdict != "failure"
+    finding = make(check, Machine(torch.device("cuda", 0))).finding
+    assert finding.verdict != "failure", finding

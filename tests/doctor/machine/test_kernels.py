@@ -21,7 +21,7 @@ def rows(passed: bool) -> list[dict[str, Any]]:
 def test_arithmetic_that_is_too_far_from_fp64(monkeypatch: pytest.MonkeyPatch, passed: bool, verdict: str) -> None:
     monkeypatch.setattr(kernels, "selfcheck", lambda device: rows(passed))
     result = make(kernels.arithmetic, HERE)
-    assert result.finding.verdict == verdict
+    assert result.finding.verdict == verdict, result.finding
     assert ("folded dgrad 28.5 dB" in result.finding.seen) == ("Try other versions" in result.remedy) == (not passed)
 
 
@@ -32,7 +32,7 @@ def test_a_kernel_that_is_compiled_wrongly(monkeypatch: pytest.MonkeyPatch, pass
     monkeypatch.setattr(kernels, "why_not", lambda device: None)
     monkeypatch.setattr(kernels, "check_kernels", lambda device: [good, {**good, "case": "4x5"}, row])
     result = make(kernels.triton, HERE)
-    assert result.finding.verdict == verdict
+    assert result.finding.verdict == verdict, result.finding
     if not passed:
         assert result.finding.seen == "transpose: 257x16: 7 bytes differ"
         assert "does not compile transpose correctly" in result.remedy and "OCTAVO_TRITON=0" in result.remedy
@@ -40,9 +40,10 @@ def test_a_kernel_that_is_compiled_wrongly(monkeypatch: pytest.MonkeyPatch, pass
 
 
 def test_a_cpu_has_no_triton_kernels_and_a_kernel_for_every_operation() -> None:
-    assert make(kernels.triton, HERE).finding.verdict == "skipped"
+    finding = make(kernels.triton, HERE).finding
+    assert finding.verdict == "skipped", finding
     found = make(kernels.choice, HERE).finding
-    assert found.verdict == "ok" and "passes: reference" in found.seen
+    assert found.verdict == "ok" and "passes: reference" in found.seen, found
     reference = next(row for row in found.rows if row["kernel"] == "reference")
     assert {"quantize", "transpose", "activation", "norm"} <= set(reference["operations"].split(", "))
 
@@ -56,5 +57,6 @@ def test_a_reference_on_a_gpu_is_a_failure_with_its_reason(monkeypatch: pytest.M
     ]
     monkeypatch.setattr(kernels.kernels, "explain", lambda device: told)
     result = make(kernels.choice, Machine(torch.device("cuda")))
-    assert result.finding.verdict == "failure" and result.finding.seen == f"the reference computes norm: {reason}"
+    assert result.finding.verdict == "failure", result.finding
+    assert result.finding.seen == f"the reference computes norm: {reason}"
     assert "leave OCTAVO_TRITON unset" in result.remedy

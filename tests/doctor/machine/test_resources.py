@@ -26,7 +26,8 @@ from octavo.doctor.subjects import Machine
     ],
 )
 def test_limits(judge: Callable[[float | None], Finding], value: float | None, verdict: str) -> None:
-    assert judge(value).verdict == verdict
+    finding = judge(value)
+    assert finding.verdict == verdict, finding
 
 
 def test_a_folder_that_is_not_there_yet_lies_on_a_disk(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ GOOD = {"octavo": "0.1.0", "python": "3.12.3", "torch": "2.11.0+cu130", "cuda": 
 )
 def test_versions_are_held_against_what_is_known(versions: dict[str, str | None], verdict: str, seen: str) -> None:
     found = software.judge({**GOOD, **versions})
-    assert found.verdict == verdict and seen in found.seen
+    assert found.verdict == verdict and seen in found.seen, found
     assert bool(found.remedy) == (verdict != "ok")
 
 
@@ -35,5 +35,5 @@ def test_the_fault_of_triton_that_octavo_avoids_is_known() -> None:
 def test_only_a_gpu_misses_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "_version", lambda name: None)
     here, there = (software.packages.look(Machine(torch.device(kind))) for kind in ("cpu", "cuda"))
-    assert here.verdict == "ok" and "tokenizers (BPE tokenizers)" in here.seen
-    assert there.verdict == "warning" and there.remedy == "pip install triton; pip install 'octavo[energy]'."
+    assert here.verdict == "ok" and "tokenizers (BPE tokenizers)" in here.seen, here
+    assert there.verdict == "warning" and there.remedy == "pip install triton; pip install 'octavo[energy]'.", there

@@ -55,22 +55,24 @@ def test_a_model_of_tiny_kernels_is_launch_bound(clock: Fake, verdict: str, seen
             clock.launch()
 
     finding = judge(measure(step, clock))
-    assert finding.verdict == verdict and seen in finding.seen
+    assert finding.verdict == verdict and seen in finding.seen, finding
 
 
 def test_a_host_that_waits_for_a_busy_device_is_not_launch_bound() -> None:
-    assert judge(Timing(host=0.010, step=0.010, busy=0.0099)).verdict == "ok"
+    finding = judge(Timing(host=0.010, step=0.010, busy=0.0099))
+    assert finding.verdict == "ok", finding
 
 
 def test_on_a_cpu_host_and_device_are_one(attempt: Try) -> None:
-    assert make(launches, attempt()).finding.verdict == "skipped"
+    finding = make(launches, attempt()).finding
+    assert finding.verdict == "skipped", finding
 
 
 @pytest.mark.gpu
 def test_a_tiny_model_is_launch_bound_on_a_gpu_and_its_trace_is_written(attempt: Try, tmp_path: Path) -> None:
     trial = attempt(device="cuda")
     result = make(launches, Trial(trial.model, trial.loss, trial.step, tmp_path))
-    assert result.finding.verdict == "warning" and result.finding.seen.startswith("launch-bound")
+    assert result.finding.verdict == "warning" and result.finding.seen.startswith("launch-bound"), result.finding
     assert "CUDA graph" in result.remedy
     assert json.loads((tmp_path / TRACE).read_text())["traceEvents"]
     assert torch.cuda.is_available()

@@ -34,7 +34,7 @@ class Spoil(torch.autograd.Function):
 def test_a_model_without_one_is_well(attempt: Try) -> None:
     trial = attempt()
     result = make(nonfinite, trial)
-    assert result.finding.verdict == "ok" and result.finding.numbers["loss"] == trial.loss().item()
+    assert result.finding.verdict == "ok" and result.finding.numbers["loss"] == trial.loss().item(), result.finding
     assert all(p.grad is None for p in trial.model.parameters())
 
 
@@ -44,26 +44,26 @@ def test_a_parameter_is_named(attempt: Try, name: str) -> None:
     with torch.no_grad():
         trial.model.get_parameter(name).view(-1)[3] = torch.nan
     result = make(nonfinite, trial)
-    assert result.finding.verdict == "failure"
+    assert result.finding.verdict == "failure", result.finding
     assert result.finding.seen == f"{name} holds 1 values that are not finite"
     assert result.remedy == WHERE["weight"]
 
 
 def test_an_input_is_named_with_its_layer(attempt: Try) -> None:
     result = make(nonfinite, attempt(wrong=spoiled))
-    assert result.finding.verdict == "failure"
+    assert result.finding.verdict == "failure", result.finding
     assert result.finding.seen.startswith("input of second was the first not to be finite: 128 values")
     assert result.remedy == WHERE["input"]
 
 
 def test_a_gradient_is_named_with_its_layer(attempt: Try) -> None:
     result = make(nonfinite, attempt(loss=lambda y: Spoil.apply(y).square().mean()))
-    assert result.finding.verdict == "failure"
+    assert result.finding.verdict == "failure", result.finding
     assert result.finding.seen.startswith("grad_output of third was the first not to be finite")
     assert result.remedy == WHERE["grad_output"]
 
 
 def test_a_loss_that_breaks_by_itself_is_not_blamed_on_a_layer(attempt: Try) -> None:
     result = make(nonfinite, attempt(loss=lambda y: y.detach().abs().mean().log() * 0 + y.mean() * 0 + torch.inf))
-    assert result.finding.verdict == "failure" and result.finding.seen.startswith("the loss is inf")
+    assert result.finding.verdict == "failure" and result.finding.seen.startswith("the loss is inf"), result.finding
     assert "outside of the FP8 layers" in result.remedy

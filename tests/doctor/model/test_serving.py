@@ -21,7 +21,7 @@ CODES = 128 * 64 + 64 * 128 + 32 * 64
 @pytest.mark.parametrize("recipe", ["folded", "rowwise", "tensorwise", "block"])
 def test_what_is_trained_is_what_is_served(attempt: Try, recipe: str) -> None:
     finding = make(serving, attempt(recipe=recipe)).finding
-    assert finding.verdict == "ok" and finding.numbers["codes"] == CODES
+    assert finding.verdict == "ok" and finding.numbers["codes"] == CODES, finding
     assert finding.numbers["share_from_bf16"] > 0  # weights are FP32
 
 
@@ -30,11 +30,12 @@ def test_weights_written_behind_its_back_are_found_and_its_remedy_helps(attempt:
     trial.loss()
     trial.model.get_parameter("second.weight").data.mul_(1.3)
     result = make(serving, trial)
-    assert result.finding.verdict == "failure" and "first in second" in result.finding.seen
+    assert result.finding.verdict == "failure" and "first in second" in result.finding.seen, result.finding
     assert result.finding.numbers["differ"] > 0
     assert "weights_changed()" in result.remedy
     weights_changed()
-    assert make(serving, trial).finding.verdict == "ok"
+    finding = make(serving, trial).finding
+    assert finding.verdict == "ok", finding
 
 
 def test_a_scale_alone_is_found(attempt: Try) -> None:
@@ -42,7 +43,7 @@ def test_a_scale_alone_is_found(attempt: Try) -> None:
     trial.loss()
     trial.model.get_parameter("second.weight").data.mul_(2)  # a power of two: the codes stay
     finding = make(serving, trial).finding
-    assert finding.verdict == "failure" and finding.numbers["differ"] == 0 and "64 scales" in finding.seen
+    assert finding.verdict == "failure" and finding.numbers["differ"] == 0 and "64 scales" in finding.seen, finding
 
 
 def test_layers_that_are_computed_together_are_one_stack() -> None:
@@ -58,11 +59,11 @@ def test_layers_that_are_computed_together_are_one_stack() -> None:
     octavo.convert(model, "tensorwise", policy=octavo.Policy(min_gain=0.0))
     trial = Trial(model, lambda: model(x).sum(), lambda: None)
     finding = make(serving, trial).finding
-    assert finding.verdict == "ok" and [row["weights"] for row in finding.rows] == ["q (+1)"]
+    assert finding.verdict == "ok" and [row["weights"] for row in finding.rows] == ["q (+1)"], finding
 
 
 def test_fp8_weights_are_served_as_they_lie(attempt: Try) -> None:
     trial = attempt()
     octavo.convert(trial.model, "folded", policy=octavo.Policy(min_gain=0.0, weights="fp8"))
     finding = make(serving, trial).finding
-    assert finding.verdict == "ok" and finding.numbers["share_from_bf16"] == 0
+    assert finding.verdict == "ok" and finding.numbers["share_from_bf16"] == 0, finding

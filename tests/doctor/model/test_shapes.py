@@ -30,7 +30,7 @@ def row(layer: str, gain: float, pads: int = 0) -> dict[str, Any]:
 )
 def test_a_shape_that_does_not_pay_is_a_warning(rows: list[dict[str, Any]], verdict: str, seen: str) -> None:
     finding = shapes.judge(rows, on_gpu=True)
-    assert finding.verdict == verdict and seen in finding.seen
+    assert finding.verdict == verdict and seen in finding.seen, finding
     assert ("multiples of 16" in finding.remedy) == (verdict == "warning" and "padded" in seen)
 
 
@@ -48,10 +48,10 @@ def test_shapes_are_those_of_the_layers_and_tokens_those_of_a_step(attempt: Try)
 
 def test_on_a_cpu_no_shape_pays(attempt: Try) -> None:
     finding = make(shapes.shapes, attempt()).finding
-    assert finding.verdict == "skipped" and "on an H200 3 of 3 layers lose" in finding.seen
+    assert finding.verdict == "skipped" and "on an H200 3 of 3 layers lose" in finding.seen, finding
 
 
 @pytest.mark.gpu
 def test_a_tiny_model_does_not_pay_on_a_gpu(attempt: Try) -> None:
     result = make(shapes.shapes, attempt(device="cuda"))
-    assert result.finding.verdict == "warning" and "--min-gain 1" in result.remedy
+    assert result.finding.verdict == "warning" and "--min-gain 1" in result.remedy, result.finding

@@ -42,7 +42,7 @@ def test_a_wait_is_counted_with_its_line_of_code(monkeypatch: pytest.MonkeyPatch
         warnings.warn("something else", UserWarning, stacklevel=1)
     fake.item(torch.ones(()))  # outside: nobody listens
     finding = judge(places)
-    assert finding.verdict == "warning" and finding.numbers["waits"] == 3
+    assert finding.verdict == "warning" and finding.numbers["waits"] == 3, finding
     assert finding.rows[0]["place"].startswith(__file__) and finding.rows[0]["waits"] == 3
     assert "doctor/model/test_syncs.py"[7:] in finding.seen and "warnings.warn" in finding.seen
     assert fake.mode == 0
@@ -57,8 +57,10 @@ def test_the_mode_is_put_back_after_an_error(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_step_without_waits_is_well(attempt: Try) -> None:
-    assert judge(Counter()).verdict == "ok"
-    assert make(syncs, attempt()).finding.verdict == "skipped"
+    finding = judge(Counter())
+    assert finding.verdict == "ok", finding
+    finding = make(syncs, attempt()).finding
+    assert finding.verdict == "skipped", finding
 
 
 @pytest.mark.gpu

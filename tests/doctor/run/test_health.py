@@ -65,7 +65,7 @@ def test_a_fault_is_found_by_one_check(
 ) -> None:
     run = written(tmp_path, **fault)  # type: ignore[arg-type]
     result = make(check, run)
-    assert result.finding.verdict == verdict and seen in result.finding.seen and remedy in result.remedy
+    assert result.finding.verdict == verdict and seen in result.finding.seen and remedy in result.remedy, result.finding
     others = {health.state, health.loss, health.tensors, health.events} - {check}
     assert all(make(other, run).finding.verdict == "ok" for other in others)
 
@@ -74,5 +74,7 @@ def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
     run = RunWriter(tmp_path)
     run.close("finished", "")
     reader = RunReader(tmp_path)
-    assert make(health.loss, reader).finding.verdict == "skipped"
-    assert make(health.tensors, reader).finding.verdict == "skipped"
+    finding = make(health.loss, reader).finding
+    assert finding.verdict == "skipped", finding
+    finding = make(health.tensors, reader).finding
+    assert finding.verdict == "skipped", finding

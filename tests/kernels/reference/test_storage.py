@@ -33,6 +33,12 @@ def test_every_code_is_its_own_value(fmt):
     assert torch.equal(codec.encode(decoded[kept], fmt), values[kept].int())
 
 
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, BF16, FP16], ids=lambda fmt: fmt.name)
+def test_what_is_no_number_stays_none(fmt):
+    code = codec.encode(torch.tensor([torch.nan, -torch.nan, 1.0]), fmt)
+    assert codec.decode(code, fmt).isnan().tolist() == [True, True, False]
+
+
 def test_ue4m4_is_what_it_says():
     code = torch.arange(256)
     exponent, mantissa = code >> 4, (code & 15).double()

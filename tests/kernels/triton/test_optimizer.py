@@ -19,6 +19,7 @@ def few_steps(monkeypatch, device):
     """The interpreter would walk over what is not there."""
     if device == "cpu":
         monkeypatch.setattr(fast, "STEPS", 2)
+        monkeypatch.setattr(fast, "ROW_STEPS", 2)
 
 
 def both(layout, shapes, device, steps=2, **changed):
@@ -80,11 +81,14 @@ def test_rows_of_every_width(shape, device):
 
 
 def test_shapes_of_programs():
-    found = [fast.Shape.of_rows(cols) for cols in (1, 129, 257, 385, 513, 2048, 2049, 8192, 8193, 16384)]
+    found = [fast.Shape.of_rows(cols)[:4] for cols in (1, 129, 257, 385, 513, 2048, 2049, 8192, 8193, 16384)]
     assert found == [
-        (4, 4, 1), (4, 2, 1), (4, 1, 1), (4, 1, 1), (4, 1, 2), (4, 1, 4), (8, 1, 3), (16, 1, 4), (16, 1, 5), (16, 1, 8)
+        (4, 4, 4, 1), (4, 4, 2, 1), (4, 4, 1, 1), (4, 4, 1, 1), (4, 4, 1, 2), (4, 4, 1, 4), (8, 8, 1, 3),
+        (16, 16, 1, 4), (16, 16, 1, 5), (16, 16, 1, 8),
     ]  # fmt: skip
-    assert fast.Shape.of_rows(129).programs(5, 129) == 3
+    assert fast.Shape.of_rows(129)._replace(steps=1).programs(5, 129) == 3
+    assert fast.Shape.of_rows(129)._replace(steps=2).programs(5, 129) == 2
+    assert fast.Shape.flat()._replace(groups=8, steps=2).programs(5, 256) == 1
 
 
 @pytest.mark.parametrize("shapes", [[(3, 256)], [(3, 200)]], ids=["even", "ragged"])
@@ -129,6 +133,34 @@ def test_a_gradient_that_is_not_finite_makes_a_weight_that_is_none(kind, value, 
     assert {"weight", "weight_scale", "master"}.isdisjoint(cases.different(here, there))
     lost = there.weight.float().isnan()
     assert lost[0, 3] and lost.sum() == 1
+
+
+@pytest.mark.parametrize("kind", ["fp8, fp8 weight", "fp8-lm"])
+def test_a_moment_that_is_no_number_stays_none(kind, device):
+    """The code of NaN is read as NaN, and not as what the next code of the format would be."""
+    layout = cases.layout_of(kind)
+    here = cases.with_gradient(cases.slot(layout, (2, 256), 0), layout)
+    here.first.view(torch.uint8)[0, 3] = 0x7F
+    there = cases.copy(here, device)
+    reference.update(here, layout, cases.control(1, 1))
+    fast.update([there], layout, cases.control(1, 1, device), Uploads())
+    assert cases.different(here, there) == []
+    lost = there.weight.float().isnan()
+    assert lost[0, 3] and lost.sum() == 1 and there.first.float().isnan().equal(lost)
+
+
+@pytest.mark.parametrize("shape", [(3, 256), (3, 200)])
+@pytest.mark.parametrize("kind", ["fp8-lm", "fp8, fp8 weight"])
+def test_one_scale_a_tensor_with_every_choice(kind, shape, device):
+    """A first pass that has to read a weight: its decay is in the gradient, or its scales are those of rows."""
+    layout = cases.layout_of(kind, "adam")._replace(first=cases.storage("e4m3", "tensor"))
+    made = cases.slot(layout, shape, 0)
+    made = made._replace(first_scale=torch.ones(1, 1, dtype=torch.uint8))
+    here = cases.with_gradient(made, layout)
+    there = cases.copy(here, device)
+    reference.update(here, layout, cases.control(1, 1, weight_decay=30.0))
+    fast.update([there], layout, cases.control(1, 1, device, weight_decay=30.0), Uploads())
+    assert cases.different(here, there) == []
 
 
 @pytest.mark.parametrize("kind", ["fp8", "fp8, fp8 weight"])

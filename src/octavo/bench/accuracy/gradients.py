@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from octavo import strict
 from octavo.conversion import Policy, convert
+from octavo.numerics import cosine_of, inner_products
 from octavo.train import checkpoint
 from octavo.train.config import assemble
 from octavo.train.lane import Lane
@@ -55,18 +56,9 @@ def gradient_cosines(run: Path, recipes: Sequence[str]) -> Iterator[tuple[str, d
 
 def compare(gradients: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> tuple[float, float]:
     """Return the cosine of two gradients, each as one vector, and the lowest cosine of a matrix of them."""
-    products = {name: _products(gradients[name], reference[name]) for name in reference}
-    whole = _cosine(*(sum(column) for column in zip(*products.values(), strict=True)))
-    return whole, min(_cosine(*products[name]) for name in reference if reference[name].dim() >= 2)
-
-
-def _products(a: Tensor, b: Tensor) -> tuple[float, float, float]:
-    a, b = a.double(), b.double()
-    return float((a * b).sum()), float(a.square().sum()), float(b.square().sum())
-
-
-def _cosine(ab: float, aa: float, bb: float) -> float:
-    return ab / (aa * bb) ** 0.5 if aa and bb else float(aa == bb)
+    products = {name: inner_products(gradients[name], reference[name]) for name in reference}
+    whole = cosine_of(torch.stack([*products.values()]).sum(0))
+    return whole, min(cosine_of(products[name]) for name in reference if reference[name].dim() >= 2)
 
 
 def _load_last(lane: Lane, run: Path) -> None:

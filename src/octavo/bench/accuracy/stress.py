@@ -167,7 +167,7 @@ def _some(size: int, one_in: int, factor: float, draw: torch.Generator) -> Tenso
 def _converted(recipe: str, steps: Sequence[Inputs], device: str) -> nn.Sequential:
     """Return the layer in FP8 with the steps before the last behind it."""
     spec = recipes.load(recipe)
-    if not _is_static(spec):
+    if not spec.needs_calibration:
         model = _linear(spec, device)
         for step in steps[:-1]:
             _step(model, step)
@@ -184,10 +184,6 @@ def _linear(spec: Recipe, device: str, **options: Any) -> nn.Sequential:
     model = nn.Sequential(nn.Linear(K, N, bias=False, device=device))
     octavo.convert(model, spec, policy=octavo.Policy(min_gain=0), tokens=M, **options)
     return model
-
-
-def _is_static(spec: Recipe) -> bool:
-    return any("static" in (a.scale_from, b.scale_from) for _, a, b in spec.gemms())
 
 
 def _step(model: nn.Sequential, inputs: Inputs) -> dict[str, Tensor]:

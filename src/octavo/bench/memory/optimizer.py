@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from octavo.bench.memory import update_error
 from octavo.bench.rates import copy_rate
 from octavo.bench.results import failure
-from octavo.bench.timing import milliseconds, warm_up
+from octavo.bench.timing import milliseconds, synchronize, warm_up
 from octavo.optim import TIERS, AdamW, Muon, Optimizer
 from octavo.tensor import FP8Tensor
 
@@ -88,7 +89,8 @@ def bench_optimizer(
     """Return one row a tier and dtype of the weight, as the result kind `optimizer` has them.
 
     `ms` is a step without clipping or a search for overflows, as PyTorch's has neither; `ms_clipped` is one with
-    clipping to a global norm, PyTorch's by `clip_grad_norm_`. `update_error_db` is of `update_error`, for AdamW.
+    clipping to a global norm, PyTorch's by `clip_grad_norm_`. `seconds` is what the row took; until its first step was
+    done, kernels compiled, `seconds_to_first_step`. `update_error_db` is of `update_error`, for AdamW.
 
     Args:
         parameters: about how many.
@@ -101,12 +103,14 @@ def bench_optimizer(
     for case in CASES:
         if states and case.states not in (BASELINE, *states):
             continue
+        start = time.perf_counter()
         row: Row = {"states": case.label, "weight": _name(case.weight), "gradient": _name(case.gradient)}
         try:
             row |= _measure(case, width, parameters, device, repeats, copy)
             row["ratio_to_fused_adamw"] = round(row["ms"] / (rows[0]["ms"] if rows else row["ms"]), 3)
         except Exception as error:  # one that fails must not lose the others
             row["error"] = failure(error)
+        row["seconds"] = round(time.perf_counter() - start, 1)
         rows.append(row)
         report(row)
         if device == "cuda":
@@ -115,12 +119,15 @@ def bench_optimizer(
 
 
 def _measure(case: Case, width: Width, count: int, device: str, repeats: int, copy: float) -> Row:
+    start = time.perf_counter()
     weights = _weights(case, width, count, device)
     count = sum(weight.numel() for weight in weights)
     if case.is_pytorchs:
         plain, clipped, taken = _torch(weights, case)
     else:
         plain, clipped, taken = _ours(weights, case)
+    synchronize(device)
+    first = round(time.perf_counter() - start, 1)
     ms = _time(plain, device, repeats)
     moved = (2 * taken["total"] - taken["gradient"]) * count  # all is read and written, gradients are only read
     error = {"update_error_db": _update_error(case, device)} if case.rule == "adamw" else {}
@@ -132,6 +139,7 @@ def _measure(case: Case, width: Width, count: int, device: str, repeats: int, co
         "ms_clipped": _time(clipped, device, repeats),
         "gb_per_s": round(moved / ms / 1e6, 1),
         "ratio_to_copy": round(moved / ms / 1e6 / copy, 3),
+        "seconds_to_first_step": first,
     }
 
 

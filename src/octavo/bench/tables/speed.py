@@ -109,16 +109,18 @@ def kernels(result: Result) -> str:
 
 def telemetry(result: Result) -> str:
     """Return one line a workload: what telemetry of every tensor adds to a step."""
-    header = ("workload", "tokens", "tensors", "ms without", "ms with", "overhead", "range over rounds")
+    header = ("workload", "on", "tokens", "tensors", "ms without", "ms with", "overhead", "95 % interval", "own code")
     rows = [
         (
             row["workload"],
+            row["device"],
             f"{row['tokens']:,}",
             str(row["tensors"]),
             f"{row['ms']:.2f}",
             f"{row['ms_watched']:.2f}",
             f"{row['overhead_percent']:+.2f} %",
-            f"{row['spread_percent']:.2f} %",
+            f"{row['low_percent']:+.2f} to {row['high_percent']:+.2f} %",
+            "" if row["own_percent"] is None else f"{row['own_percent']:.2f} %",
         )
         for row in result.rows
     ]

@@ -67,18 +67,31 @@ def finish(
     Args:
         hardware: what a result says in place of the device's name.
     """
-    from octavo.bench import results
-
     if json_output:
         print(json.dumps(rows, indent=1))
     if write is not None:
-        result = results.Result(
-            kind=kind,
-            date=results.today(),
-            hardware=hardware or results.hardware(device),
-            versions=results.versions(),
-            command=command,
-            rows=tuple(rows),
-        )
-        print(f"written: {results.write(result, write)}", file=sys.stderr)
+        print(f"written: {save(kind, rows, write, command, device=device, hardware=hardware)}", file=sys.stderr)
     return 1 if any("error" in row for row in rows) else 0
+
+
+def save(
+    kind: str,
+    rows: list[dict[str, Any]],
+    write: Path,
+    command: str,
+    *,
+    device: str = "auto",
+    hardware: str | None = None,
+) -> Path:
+    """Write what has been measured so far, and return the file. Arguments as `finish` has them."""
+    from octavo.bench import results
+
+    result = results.Result(
+        kind=kind,
+        date=results.today(),
+        hardware=hardware or results.hardware(device),
+        versions=results.versions(),
+        command=command,
+        rows=tuple(rows),
+    )
+    return results.write(result, write)

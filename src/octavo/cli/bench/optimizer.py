@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from octavo.cli.bench.app import Json, Names, Write, bench, device_named, finish, positive, printer
+from octavo.cli.bench.app import Json, Names, Write, bench, device_named, finish, positive, printer, save
 
 
 @bench.command
@@ -65,15 +65,25 @@ def optimizer(
         return 0  # that a choice diverges is what is measured
     device = device_named(device)
     count = int(parameters or (1e9 if device == "cuda" else 1e6))
+    flags = [*(f"--states {name}" for name in states), f"--parameters {count}", f"--repeats {repeats}"]
+    command, done = " ".join(["octavo bench optimizer", *flags]), list[dict[str, Any]]()
+
+    def report(row: dict[str, Any]) -> None:
+        say(_optimizer_line(row))
+        done.append(row)
+        if write is not None:  # what is measured stays, whatever ends the next row
+            save("optimizer", done, write, command, device=device)
+
     rows = bench_optimizer(
         parameters=positive("--parameters", count),
         device=device,
         repeats=positive("--repeats", repeats),
         states=states,
-        report=lambda row: say(_optimizer_line(row)),
+        report=report,
     )
-    flags = [*(f"--states {name}" for name in states), f"--parameters {count}", f"--repeats {repeats}"]
-    return finish("optimizer", rows, write, json_output, " ".join(["octavo bench optimizer", *flags]), device=device)
+    spent, before = (sum(row.get(key, 0.0) for row in rows) for key in ("seconds", "seconds_to_first_step"))
+    say(f"{spent:.0f} s, {before:.0f} s of them until the first steps were done: weights, states, compilation")
+    return finish("optimizer", rows, write, json_output, command, device=device)
 
 
 def _ablation_line(row: dict[str, Any]) -> str:

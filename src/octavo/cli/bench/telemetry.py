@@ -14,8 +14,8 @@ def telemetry(
     every: int = 1,
     histograms_every: int = 0,
     device: str = "auto",
-    steps: int = 5,
-    rounds: int = 4,
+    steps: int = 1,
+    rounds: int = 60,
     write: Write = None,
     json_output: Json = False,
 ) -> int:
@@ -29,8 +29,8 @@ def telemetry(
     Parameters
     ----------
     workload
-        Stacks among the workloads of `octavo bench step`, or `small`; by default `llama-8b-stack` on a GPU and `small`
-        on a CPU.
+        Stacks among the workloads of `octavo bench step`, or `demo`, the model of `octavo train --preset demo`; by
+        default `llama-8b-stack` on a GPU and `demo` on a CPU.
     every
         Look at each step whose number this divides.
     histograms_every
@@ -40,17 +40,17 @@ def telemetry(
     steps
         Steps of each kind in a round; their median counts.
     rounds
-        Rounds of steps without telemetry and then with it; the median counts.
+        Pairs of steps without telemetry and with it, which take turns to be first; the median counts.
     """
-    from octavo.bench.speed.telemetry import SMALL, bench_telemetry
+    from octavo.bench.speed.telemetry import DEMO, bench_telemetry
     from octavo.bench.workloads import WORKLOADS, Workload
     from octavo.errors import ConfigError, did_you_mean
 
     device = device_named(device)
-    known = {SMALL.name: SMALL} | {
+    known = {DEMO.name: DEMO} | {
         name: shape for name, shape in WORKLOADS.items() if isinstance(shape, Workload) and not shape.vocab
     }
-    names = workload or (("llama-8b-stack",) if device == "cuda" else (SMALL.name,))
+    names = workload or (("llama-8b-stack",) if device == "cuda" else (DEMO.name,))
     for name in names:
         if name not in known:
             near = did_you_mean(name, known)
@@ -72,4 +72,6 @@ def telemetry(
 
 def _line(row: dict[str, Any]) -> str:
     times = f"{row['ms']:.2f} ms without, {row['ms_watched']:.2f} ms with, {row['tensors']} tensors"
-    return f"{row['workload']}: {row['overhead_percent']:+.2f} % ± {row['spread_percent'] / 2:.2f} %  ({times})"
+    own = "" if row["own_percent"] is None else f"; {row['own_percent']:.2f} % in its own code"
+    between = f"[{row['low_percent']:+.2f} %, {row['high_percent']:+.2f} %]"
+    return f"{row['workload']}: {row['overhead_percent']:+.2f} % {between} of {row['pairs']} pairs{own}  ({times})"

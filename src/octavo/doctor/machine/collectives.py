@@ -15,11 +15,15 @@ from pathlib import Path
 
 import torch
 
-from octavo.doctor.check import Finding, check, failure, ok, skipped
-from octavo.doctor.subjects import Machine
+from octavo.doctor.check import Finding, check, failure, ok
+from octavo.doctor.subjects import Machine, a_gpu
 
 TIMEOUT = 120.0
 """Seconds. PyTorch loads and NCCL connects in less."""
+
+
+def _several_gpus(machine: Machine) -> str:
+    return a_gpu(machine) or ("one GPU has nobody to send to" if torch.cuda.device_count() < 2 else "")
 
 
 @check(
@@ -29,12 +33,11 @@ TIMEOUT = 120.0
         "Run again with NCCL_DEBUG=INFO. Hangs that NCCL_P2P_DISABLE=1 cures come from PCIe access control (ACS) or "
         "an IOMMU: switch it off on the host."
     ),
+    needs=_several_gpus,
 )
 def collectives(machine: Machine) -> Finding:
     """Start a process for every GPU, and let them sum, gather, scatter and exchange known numbers."""
-    gpus = torch.cuda.device_count() if machine.device.type == "cuda" else 0
-    if gpus < 2:
-        return skipped(f"{'one GPU has' if gpus else 'a CPU has'} nobody to send to")
+    gpus = torch.cuda.device_count()
     return judge(connect(gpus, "nccl"), gpus)
 
 

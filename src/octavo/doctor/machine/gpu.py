@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from octavo.doctor.check import Finding, check, failure, ok, skipped, warning
-from octavo.doctor.subjects import Machine
+from octavo.doctor.check import Finding, check, failure, ok, warning
+from octavo.doctor.subjects import Machine, a_gpu
 from octavo.monitor.system import SystemProbe
 
 LOAD_SECONDS = 1.0
@@ -25,6 +25,11 @@ BRAKES = {
 
 class Gpu(SystemProbe):
     """What NVML says of one GPU; None for what it cannot tell."""
+
+    @classmethod
+    def of(cls, machine: Machine) -> Gpu:
+        """Return the GPU of a machine."""
+        return cls(machine.device.index or 0)
 
     def under_load(self) -> dict[str, float]:
         """Multiply for a second, and return what `SystemProbe.sample` saw near its end."""
@@ -58,17 +63,20 @@ class Gpu(SystemProbe):
         }
 
 
+def _nvml(machine: Machine) -> str:
+    return a_gpu(machine) or Gpu.of(machine).missing
+
+
 @check(
     "clocks",
     symptom="the same step is slower on this GPU than on its neighbour",
     remedy="Look at cooling and power of the machine, and raise the limit again: nvidia-smi -pl WATTS.",
+    needs=_nvml,
 )
 def clocks(machine: Machine) -> Finding:
     """Multiply for a second, and look at clock, power and temperature, and at what holds them back."""
-    if machine.device.type != "cuda":
-        return skipped("this is a CPU")
-    gpu = Gpu(machine.device.index or 0)
-    return skipped(gpu.missing) if gpu.missing else judge_clocks({**gpu.under_load(), **gpu.limits()})
+    gpu = Gpu.of(machine)
+    return judge_clocks({**gpu.under_load(), **gpu.limits()})
 
 
 def judge_clocks(read: dict[str, Any]) -> Finding:
@@ -89,13 +97,11 @@ def judge_clocks(read: dict[str, Any]) -> Finding:
     "memory errors",
     symptom="a loss that jumps on one machine only; CUDA error: uncorrectable ECC error",
     remedy="Take the GPU out of service, or reset it (nvidia-smi -r), and train on from the last good checkpoint.",
+    needs=_nvml,
 )
 def memory_errors(machine: Machine) -> Finding:
     """Ask NVML for memory errors that were not corrected."""
-    if machine.device.type != "cuda":
-        return skipped("this is a CPU")
-    gpu = Gpu(machine.device.index or 0)
-    return skipped(gpu.missing) if gpu.missing else judge_memory(gpu.memory_errors())
+    return judge_memory(Gpu.of(machine).memory_errors())
 
 
 def judge_memory(read: dict[str, Any]) -> Finding:

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from octavo import kernels
-from octavo.doctor.check import Finding, check, failure, ok, skipped
+from octavo.doctor.check import Finding, check, failure, ok
 from octavo.doctor.subjects import Machine
 from octavo.kernels.dispatch import why_not
 from octavo.kernels.selfcheck import check_kernels
@@ -61,15 +61,18 @@ def arithmetic(machine: Machine) -> Finding:
     return ok(seen, rows=rows, recipe=worst["recipe"], sqnr_db=worst["sqnr_db"], floor_db=worst["floor_db"])
 
 
+def _triton(machine: Machine) -> str:
+    return why_not(machine.device) or ""
+
+
 @check(
     "triton kernels",
     symptom="wrong numbers, or an error of a compiler, after triton or the driver was changed",
     remedy="Install another version of triton, or set OCTAVO_TRITON=0, which runs the slower reference kernels.",
+    needs=_triton,
 )
 def triton(machine: Machine) -> Finding:
     """Compile every Triton kernel, and compare it with its twin in PyTorch."""
-    if reason := why_not(machine.device):
-        return skipped(reason)
     rows = check_kernels(machine.device)
     failed = [row for row in rows if not row["passed"]]
     if not failed:

@@ -6,13 +6,14 @@ import math
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from octavo import kernels
 from octavo.conversion import disabled
 from octavo.dashboard.verdict import GAP_LIMIT
 from octavo.doctor.check import Finding, Verdict, check, failure, ok, skipped, warning
-from octavo.doctor.subjects import Trial
+from octavo.doctor.subjects import Trial, fp8_layers
+from octavo.generators import untouched_generators
+from octavo.numerics import cosine_of, inner_products
 from octavo.recipes import GEMMS
 
 COSINE = 0.9
@@ -23,11 +24,10 @@ COSINE = 0.9
     "drift",
     symptom="the loss in FP8 stays above that in BF16",
     remedy="Take a finer recipe (block), keep the layer named in BF16, or its block: octavo localize finds which.",
+    needs=fp8_layers,
 )
 def drift(trial: Trial) -> Finding:
     """Compare loss and gradients of one batch. The limits of the loss are those of the dashboard."""
-    if not trial.layers:
-        return skipped("no layer is in FP8: the plan says why (octavo plan)")
     fp8, high = (float(loss) for loss in trial.losses())
     cosines = _cosines(trial)
     return judge(fp8, high, cosines)
@@ -48,19 +48,14 @@ def judge(fp8: float, high: float, cosines: Mapping[str, float]) -> Finding:
 def _cosines(trial: Trial) -> dict[str, float]:
     """Return the cosine between the gradients of each FP8 layer's weight in both precisions."""
     wanted = {f"{name}.weight" for name in trial.layers}
-    with torch.random.fork_rng():
+    with untouched_generators():
         torch.manual_seed(0)
         fp8 = trial.gradients(wanted)
         torch.manual_seed(0)
         with disabled(trial.model):
             high = trial.gradients(wanted)
-    return {name.removesuffix(".weight"): _cosine(x, high[name]) for name, x in fp8.items() if name in high}
-
-
-def _cosine(x: Tensor, y: Tensor) -> float:
-    one, other = x.float().flatten(), y.float().flatten()
-    size = float(one.norm() * other.norm())
-    return float(one @ other) / size if size else 1.0
+    both = {name.removesuffix(".weight"): (fp8[name], high[name]) for name in fp8 if name in high}
+    return {name: cosine_of(inner_products(*gradients)) for name, gradients in both.items()}
 
 
 @check(

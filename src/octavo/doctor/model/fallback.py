@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from octavo import kernels
-from octavo.doctor.check import Finding, check, failure, ok, skipped
-from octavo.doctor.subjects import Trial
+from octavo.doctor.check import Finding, check, failure, ok
+from octavo.doctor.subjects import Trial, fp8_layers
 
 
 @check(
     "fallback",
     symptom="FP8 is no faster than BF16, or much slower",
     remedy="Choose a recipe whose kernels this GPU has (octavo doctor --only kernels), or keep the layer in BF16.",
+    needs=fp8_layers,
 )
 def fallback(trial: Trial) -> Finding:
     """Count the FP8 products of one step by kernel, and collect the reason of every fallback."""
-    if not trial.layers:
-        return skipped("no layer is in FP8: the plan says why (octavo plan)")
     with kernels.record() as ledger:
         trial.step()
     ran = dict(ledger.gemms)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from octavo.bench.speed.profile import profile
-from octavo.doctor.check import Finding, check, ok, skipped, warning
-from octavo.doctor.subjects import Trial
+from octavo.doctor.check import Finding, check, ok, warning
+from octavo.doctor.subjects import Trial, a_gpu
 
 STEPS = 5
 WARM_UP = 3
@@ -53,11 +53,10 @@ class Clock:
     "launches",
     symptom="the GPU is not fully used; a larger batch takes no more time",
     remedy="Compile (--compile on), give a step more tokens, or capture it in a CUDA graph.",
+    needs=a_gpu,
 )
 def launches(trial: Trial) -> Finding:
     """Time a few steps on the host and on the device; with `--trace DIR`, write them as a Chrome trace."""
-    if trial.device.type != "cuda":
-        return skipped("on a CPU host and device are one")
     return judge(measure(trial.step, Clock(), trial.trace))
 
 

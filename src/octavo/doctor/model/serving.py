@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.doctor.check import Finding, check, failure, ok, skipped
-from octavo.doctor.subjects import Trial
+from octavo.doctor.subjects import Trial, fp8_layers
 from octavo.kernels import Target
 from octavo.kernels.target import target_of
 from octavo.nn.own_codes import has_codes, joined
@@ -29,11 +29,10 @@ from octavo.tensor import FP8Tensor
     "serving",
     symptom="the served model answers otherwise than the trained one",
     remedy="A weight was written behind Octavo's back (weight.data): call octavo.nn.weights_changed() after that.",
+    needs=fp8_layers,
 )
 def serving(trial: Trial) -> Finding:
     """Compare the codes and scales that fprop reads with those that would be served."""
-    if not trial.layers:
-        return skipped("no layer is in FP8: the plan says why (octavo plan)")
     names = {id(p): name for name, p in trial.model.named_parameters()}
     with _Products() as products, torch.no_grad(), torch.compiler.set_stance("force_eager"):
         trial.loss()

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from octavo.conversion.gain import predicted_gain
 from octavo.doctor.check import Finding, check, ok, skipped, warning
-from octavo.doctor.subjects import Trial
+from octavo.doctor.subjects import Trial, fp8_layers
 from octavo.nn import Conv1d, Conv2d, Linear
+from octavo.nn.hooks import hooked
 from octavo.recipes import Recipe
 
 Layer = Linear | Conv1d | Conv2d
@@ -22,11 +23,10 @@ Layer = Linear | Conv1d | Conv2d
     "shapes",
     symptom="a small model, or a small batch, is slower in FP8",
     remedy="Leave such layers in BF16 (--min-gain 1, Policy(min_gain=1.0)), or give a step more tokens.",
+    needs=fp8_layers,
 )
 def shapes(trial: Trial) -> Finding:
     """Predict the gain of every FP8 layer on an H200, for the tokens that it sees in a step."""
-    if not trial.layers:
-        return skipped("no layer is in FP8: the plan says why (octavo plan)")
     return judge(_rows(trial), on_gpu=trial.device.type == "cuda")
 
 
@@ -55,13 +55,9 @@ def _rows(trial: Trial) -> list[dict[str, Any]]:
 
         return hook
 
-    handles = [layer.register_forward_hook(count(name, layer)) for name, layer in trial.layers.items()]
-    try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            trial.loss()
-    finally:
-        for handle in handles:
-            handle.remove()
+    hooks = (layer.register_forward_hook(count(name, layer)) for name, layer in trial.layers.items())
+    with hooked(hooks), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        trial.loss()
     return [_row(name, trial.layers[name], seen) for name, seen in tokens.items()]
 
 

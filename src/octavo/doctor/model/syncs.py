@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from octavo.doctor.check import Finding, check, ok, skipped, warning
-from octavo.doctor.subjects import Trial
+from octavo.doctor.check import Finding, check, ok, warning
+from octavo.doctor.subjects import Trial, a_gpu
 
 _WARNING = "called a synchronizing"
 _TORCH, _PYTHON = (str(Path(module.__file__ or "").parent) for module in (torch, traceback))
@@ -32,11 +32,10 @@ class Place(NamedTuple):
     "host syncs",
     symptom="the GPU is idle between steps, or in the middle of one",
     remedy="Keep values on the device, and read them (.item(), .cpu(), print, if) only where a step is logged.",
+    needs=a_gpu,
 )
 def syncs(trial: Trial) -> Finding:
     """Make a step while PyTorch tells of every wait. It does not tell of torch.cuda.synchronize()."""
-    if trial.device.type != "cuda":
-        return skipped("a CPU waits for nothing")
     trial.step()  # what is made once, in the first step, may wait
     with told_of_waits() as places:
         trial.step()

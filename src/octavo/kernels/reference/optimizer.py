@@ -181,8 +181,7 @@ def write_weight(weight: Tensor, slot: Slot, layout: Layout, random: Tensor | No
     if layout.master is not None:
         assert slot.master is not None
         write(weight, slot.master, slot.master_scale, layout.master, random)
-        stored = read(slot.master, slot.master_scale, layout.master)
-        weight, random = torch.where(weight.isnan(), weight, stored), None  # no code is read as NaN
+        weight, random = read(slot.master, slot.master_scale, layout.master), None
     if slot.weight_scale is not None:
         amax = codec.largest(codec.from_groups(weight, *slot.weight.shape))
         exponent = codec.scale_code(amax, E4M3)

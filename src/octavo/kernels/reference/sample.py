@@ -35,7 +35,7 @@ def sample(looked: Looked, row: Tensor) -> None:
     row[SAMPLED] = torch.where(looks, float(looked.x.shape[1] * count(looked.shape[0])), row[SAMPLED])
     if len(row) > WIDTH and (row.is_cuda or row[DETAILED] > 0):
         asks = looks & (row[DETAILED] > 0)
-        for at, new in zip((slice(len(_ALWAYS), len(STATS)), slice(WIDTH, None)), _detail(looked, row), strict=True):
+        for at, new in zip((slice(len(_ALWAYS), len(STATS)), slice(WIDTH, None)), detail(looked, row), strict=True):
             row[at] = torch.where(asks, new, row[at])
 
 
@@ -75,7 +75,7 @@ def _stats(looked: Looked, row: Tensor) -> list[Tensor]:
     return [_amax(looked, magnitude, finite, scale), scale, *shares, broken, *_moments(x, finite)]
 
 
-def _detail(looked: Looked, row: Tensor) -> tuple[Tensor, Tensor]:
+def detail(looked: Looked, row: Tensor) -> tuple[Tensor, Tensor]:
     """Return sqnr in dB (1,), NaN where nothing was lost or nothing is known, and the bins (BINS,), FP32."""
     x, read, scale = _read(looked, row)
     y, fmt = read * (1 / scale), looked.target.fmt

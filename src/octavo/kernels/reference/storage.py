@@ -48,12 +48,11 @@ def largest(x: Tensor) -> Tensor:
 
 
 def decode(code: Tensor, fmt: Float) -> Tensor:
-    """Return the FP32 values of codes (int32)."""
+    """Return the FP32 values of codes (int32); the codes of NaN are NaN."""
     if not fmt.signed:
         return (code << fmt.dropped).view(torch.float32) * (1 / fmt.shift)
-    sign = 1 << (fmt.bits - 1)
-    bits = (code & (sign - 1)) << fmt.dropped | ((code & sign) != 0).int() << 31
-    return bits.view(torch.float32) * (1 / fmt.shift)
+    whole = torch.uint8 if fmt.bits == 8 else torch.int16
+    return code.to(whole).view(fmt.dtype).float()
 
 
 def round_off(bits: Tensor, dropped: int, random: Tensor | None) -> Tensor:

@@ -16,7 +16,17 @@ from torch import Tensor
 
 from octavo.kernels.storage import GRADIENT_CODES, Scaling, Storage, groups_of
 from octavo.kernels.storage import GROUP as SIZE
-from octavo.kernels.triton.quads import largest, load, load_bytes, quads_at, store_bytes
+from octavo.kernels.triton.quads import (
+    decoded,
+    fetch,
+    largest,
+    largest_of_quads,
+    load_bytes,
+    quads_at,
+    raise_to,
+    store_bytes,
+    tops,
+)
 from octavo.kernels.triton.quads import store as store_quads
 from octavo.kernels.triton.storage import (
     GROUP,
@@ -24,7 +34,6 @@ from octavo.kernels.triton.storage import (
     TENSOR,
     as_bits,
     as_float,
-    decode,
     encode,
     inverse_of,
     packed,
@@ -139,24 +148,40 @@ def values_of(top, KIND: tl.constexpr):
         x = top
     elif KIND[0] == FROM_BF16:
         x = as_float(top & -65536)
-    elif KIND[0] == FROM_HALF:
+    else:
         half = (top >> 16) if KIND[1] == 2 else (top >> 16) & 0xFF00
         x = half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    else:
-        x = tl.where((top & 0x7F000000) == 0x7F000000, float("nan"), decode(top, E4M3))
     return x
 
 
 @triton.jit
 def read_gradient(address, scale, at, KIND: tl.constexpr, WHOLE: tl.constexpr):
     """Four times the FP32 values of a gradient, 0 where there are none. scale: the address of its scales."""
-    a, b, c, d = load(address, at, KIND[1], WHOLE)
-    values = (values_of(a, KIND), values_of(b, KIND), values_of(c, KIND), values_of(d, KIND))
+    return gradient_of(fetch_gradient(address, scale, at, KIND, WHOLE), KIND, WHOLE)
+
+
+@triton.jit
+def fetch_gradient(address, scale, at, KIND: tl.constexpr, WHOLE: tl.constexpr):
+    """Its words, and the codes of its scales."""
+    code = 0
+    if KIND[2] == GROUP:
+        code = load_bytes(scale, at)
+    elif KIND[2] == TENSOR:
+        code = tl.load(scale.to(tl.pointer_type(tl.uint8))).to(tl.int32)
+    return fetch(address, at, KIND[1], WHOLE), code
+
+
+@triton.jit
+def gradient_of(fetched, KIND: tl.constexpr, WHOLE: tl.constexpr):
+    """Four times the FP32 values of what `fetch_gradient` has returned."""
+    words, code = fetched
+    if KIND[0] == FROM_E4M3:
+        values = decoded(words, E4M3, WHOLE)
+    else:
+        a, b, c, d = tops(words, KIND[1], WHOLE)
+        values = (values_of(a, KIND), values_of(b, KIND), values_of(c, KIND), values_of(d, KIND))
     if KIND[2] != NONE:
-        if KIND[2] == GROUP:
-            by = scale_of(load_bytes(scale, at))
-        else:
-            by = scale_of(tl.load(scale.to(tl.pointer_type(tl.uint8))).to(tl.int32))
+        by = scale_of(code)
         values = (values[0] * by, values[1] * by, values[2] * by, values[3] * by)
     return values
 
@@ -197,33 +222,37 @@ def _store_kernel(
     gradient, codes, scale, found, rows, cols, FROM: tl.constexpr, HELD: tl.constexpr, S: tl.constexpr,
     ADD: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
+    before = scale
+    if HELD[2] == TENSOR and ADD:
+        before = found + 1
+        if SEARCH and tl.program_id(0) == 0:
+            tl.store(before, tl.load(scale).to(tl.int32))
+    common = 127
+    if S[5] == TENSOR and not SEARCH:
+        common = scale_code(tl.load(found), S[3])
+        tl.store(scale, common.to(tl.uint8), mask=tl.program_id(0) == 0)
+    most = tl.zeros((TILE, 32), tl.int32)
     for turn in range(STEPS):
         at = groups_at(tl.program_id(0) * STEPS + turn, rows, cols, WHOLE, TILE)
         values = read_gradient(gradient, scale, at, FROM, WHOLE)
         if ADD:
-            before = scale
-            if HELD[2] == TENSOR:
-                if SEARCH:
-                    tl.store(found + 1, tl.load(scale).to(tl.int32))
-                else:
-                    before = found + 1
-            held = read_gradient(codes, before, at, HELD, WHOLE)
+            held = read_gradient(codes, scale if SEARCH else before, at, HELD, WHOLE)
             values = (held[0] + values[0], held[1] + values[1], held[2] + values[2], held[3] + values[3])
         finite = (_finite(values[0]), _finite(values[1]), _finite(values[2]), _finite(values[3]))
         if SEARCH:
-            tl.atomic_max(found, tl.max(largest(finite), axis=0), sem="relaxed")
+            most = tl.maximum(most, largest_of_quads(finite))
         else:
+            exponent = common
             if S[5] == GROUP:
                 exponent = scale_code(largest(finite), S[3])[:, None]
                 store_bytes(exponent, scale, at)
-            else:
-                exponent = scale_code(tl.load(found), S[3])
-                tl.store(scale, exponent.to(tl.uint8))
             inverse = inverse_of(exponent)
-            tops = ()
+            coded = ()
             for i in tl.static_range(4):
-                tops += (_coded(values[i], finite[i] * inverse, S),)
-            store_quads(tops, codes, at, 1, WHOLE)
+                coded += (_coded(values[i], finite[i] * inverse, S),)
+            store_quads(coded, codes, at, 1, WHOLE)
+    if SEARCH:
+        raise_to(found, most)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.triton.codes import INTERPRETED
-from octavo.kernels.triton.storage import as_bits
+from octavo.kernels.triton.storage import DROPPED_E4M3, as_bits, decode
 
 
 @triton.jit
@@ -41,27 +41,76 @@ def quads_at(row, column, rows, across, cols, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def load(address, at, BYTES: tl.constexpr, WHOLE: tl.constexpr):
-    """Four times codes, in the top bits of int32 (TILE, 32), or FP32 values where they have 4 bytes; 0 elsewhere."""
+def fetch(address, at, BYTES: tl.constexpr, WHOLE: tl.constexpr):
+    """Words as they lie in memory, for `tops` and `decoded`; 0 where there are none.
+
+    Apart from what is made of them, so that many may be on their way at once.
+    """
     group, group_there, index, there = at
     if WHOLE and BYTES == 4:
         place, inside = _whole(group, group_there)
-        values = _split(tl.load(_aligned(address) + place, mask=inside, other=0.0))
+        words = tl.load(_aligned(address) + place, mask=inside, other=0.0)
     elif WHOLE and BYTES == 2:
-        word = tl.load(_pointer(address, tl.int64) + index, mask=there[0], other=0)
-        low, high = word.to(tl.int32), (word >> 32).to(tl.int32)
-        values = (low << 16, low, high << 16, high)
+        words = tl.load(_pointer(address, tl.int64) + index, mask=there[0], other=0)
     elif WHOLE:
-        word = tl.load(_pointer(address, tl.int32) + index, mask=there[0], other=0)
-        values = (word << 24, word << 16, word << 8, word)
+        words = tl.load(_pointer(address, tl.int32) + index, mask=there[0], other=0)
     else:
-        values = (
+        words = (
             _load_one(address, index, there[0], BYTES),
             _load_one(address, index + 1, there[1], BYTES),
             _load_one(address, index + 2, there[2], BYTES),
             _load_one(address, index + 3, there[3], BYTES),
         )
+    return words
+
+
+@triton.jit
+def tops(words, BYTES: tl.constexpr, WHOLE: tl.constexpr):
+    """Four times codes, in the top bits of int32 (TILE, 32), or FP32 values where they have 4 bytes."""
+    if WHOLE and BYTES == 4:
+        values = _split(words)
+    elif WHOLE and BYTES == 2:
+        low, high = words.to(tl.int32), (words >> 32).to(tl.int32)
+        values = (low << 16, low, high << 16, high)
+    elif WHOLE:
+        values = (words << 24, words << 16, words << 8, words)
+    else:
+        values = words
     return values
+
+
+@triton.jit
+def decoded(words, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
+    """Four times the FP32 values of codes."""
+    if WHOLE and FORMAT[0] == DROPPED_E4M3 and not INTERPRETED:
+        values = tl.inline_asm_elementwise(FROM_E4M3, "=f,=f,=f,=f,r", [words], (tl.float32,) * 4, True, 1)
+    else:
+        values = tops(words, FORMAT[2] // 8, WHOLE)
+        if FORMAT[2] != 32:
+            a, b, c, d = values
+            values = (decode(a, FORMAT), decode(b, FORMAT), decode(c, FORMAT), decode(d, FORMAT))
+    return values
+
+
+FROM_E4M3: tl.constexpr = tl.constexpr("""{
+    .reg .b16 low, high, a, b, c, d;
+    .reg .b32 ab, cd;
+    mov.b32 {low, high}, $4;
+    cvt.rn.f16x2.e4m3x2 ab, low;
+    cvt.rn.f16x2.e4m3x2 cd, high;
+    mov.b32 {a, b}, ab;
+    mov.b32 {c, d}, cd;
+    cvt.f32.f16 $0, a;
+    cvt.f32.f16 $1, b;
+    cvt.f32.f16 $2, c;
+    cvt.f32.f16 $3, d;
+}""")
+
+
+@triton.jit
+def load(address, at, BYTES: tl.constexpr, WHOLE: tl.constexpr):
+    """`tops` of what is fetched."""
+    return tops(fetch(address, at, BYTES, WHOLE), BYTES, WHOLE)
 
 
 @triton.jit
@@ -85,8 +134,22 @@ def store(values, address, at, BYTES: tl.constexpr, WHOLE: tl.constexpr):
 @triton.jit
 def largest(values):
     """The bits of the largest magnitude of each group, int32 (TILE); NaN does not count beside others."""
+    return tl.max(largest_of_quads(values), axis=1)
+
+
+@triton.jit
+def largest_of_quads(values):
+    """Those of each quad, int32 (TILE, 32)."""
     a, b, c, d = _magnitude(values[0]), _magnitude(values[1]), _magnitude(values[2]), _magnitude(values[3])
-    return tl.max(as_bits(tl.maximum(tl.maximum(a, b), tl.maximum(c, d))), axis=1)
+    return as_bits(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)))
+
+
+@triton.jit
+def raise_to(address, found):
+    """Raise a maximum in memory to the largest of `largest_of_quads`: mostly a program has found nothing larger."""
+    most = tl.max(tl.max(found, axis=1), axis=0)
+    if most > tl.load(address, cache_modifier=".cg"):
+        tl.atomic_max(address, most, sem="relaxed")
 
 
 @triton.jit
@@ -126,14 +189,30 @@ def words(seed, group, number, step):
 @triton.jit
 def _halves(a, b):
     """The top halves of two, the first below."""
-    return ((a >> 16) & 0xFFFF) | (b & -65536)
+    if INTERPRETED:
+        word = ((a >> 16) & 0xFFFF) | (b & -65536)
+    else:
+        word = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [a, b], tl.int32, True, 1)
+    return word
 
 
 @triton.jit
 def _bytes(values):
     """The top bytes of four, the first lowest."""
-    low = ((values[0] >> 24) & 0xFF) | ((values[1] >> 16) & 0xFF00)
-    return low | ((values[2] >> 8) & 0xFF0000) | (values[3] & -16777216)
+    if INTERPRETED:
+        low = ((values[0] >> 24) & 0xFF) | ((values[1] >> 16) & 0xFF00)
+        word = low | ((values[2] >> 8) & 0xFF0000) | (values[3] & -16777216)
+    else:
+        word = tl.inline_asm_elementwise(BYTES, "=r,r,r,r,r", values, tl.int32, True, 1)
+    return word
+
+
+BYTES: tl.constexpr = tl.constexpr("""{
+    .reg .b32 low, high;
+    prmt.b32 low, $1, $2, 0x73;
+    prmt.b32 high, $3, $4, 0x73;
+    prmt.b32 $0, low, high, 0x5410;
+}""")
 
 
 @triton.jit

@@ -12,12 +12,17 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from octavo.kernels.storage import FP32, Storage
+from octavo.kernels.storage import BF16, E4M3, FP16, FP32, Storage
 from octavo.kernels.triton.codes import INTERPRETED
 
 NONE: tl.constexpr = tl.constexpr(0)
 TENSOR: tl.constexpr = tl.constexpr(1)
 GROUP: tl.constexpr = tl.constexpr(2)
+
+DROPPED_BF16: tl.constexpr = tl.constexpr(BF16.dropped)
+DROPPED_FP16: tl.constexpr = tl.constexpr(FP16.dropped)
+DROPPED_E4M3: tl.constexpr = tl.constexpr(E4M3.dropped)
+"""By which kernels know formats that the hardware itself converts."""
 
 # What `packed` returns, a constexpr tuple: mantissa bits dropped, shift, bits of a code, bits of the largest value,
 # signed, scaling, root.
@@ -62,7 +67,11 @@ def top_of(bits, FORMAT: tl.constexpr):
     """Codes that lie where FP32 has its exponent and mantissa, moved to the top; signs stay where they are."""
     top = bits << (32 - FORMAT[2] - FORMAT[0])
     if FORMAT[4] and FORMAT[2] + FORMAT[0] < 32:
-        top = sign_of(bits) | (top & 0x7FFFFFFF)
+        if INTERPRETED:
+            top = sign_of(bits) | (top & 0x7FFFFFFF)
+        else:  # as one instruction, which the compiler does not find
+            SIGNED: tl.constexpr = "lop3.b32 $0, $1, $2, 0x7FFFFFFF, 0xD8;"
+            top = tl.inline_asm_elementwise(SIGNED, "=r,r,r", [bits, top], tl.int32, True, 1)
     return top
 
 
@@ -99,19 +108,42 @@ def bits_of(x, FORMAT: tl.constexpr):
 @triton.jit
 def encode(x, FORMAT: tl.constexpr, random, STOCHASTIC: tl.constexpr):
     """Codes of FP32 values within the format's range."""
+    if FORMAT[0] == DROPPED_BF16 and not STOCHASTIC and not INTERPRETED:
+        TO_BF16: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $1, 0f00000000;"
+        top = tl.inline_asm_elementwise(TO_BF16, "=r,f", [x], tl.int32, True, 1)
+    else:
+        top = top_of(encoded(x, FORMAT, random, STOCHASTIC), FORMAT)
+    return top
+
+
+@triton.jit
+def encoded(x, FORMAT: tl.constexpr, random, STOCHASTIC: tl.constexpr):
+    """Codes where FP32 has its exponent and mantissa; what lies below them is not yet dropped."""
     bits = round_up(bits_of(x, FORMAT), FORMAT[0], random, STOCHASTIC)
     if not FORMAT[4]:
         bits = tl.maximum(bits, tl.minimum(as_bits(x), 1 << FORMAT[0]))  # a positive value has at least the code 1
-    return top_of(bits, FORMAT)
+    return bits
 
 
 @triton.jit
 def decode(top, FORMAT: tl.constexpr):
-    """FP32 values of codes."""
-    bits = magnitude_of(top, FORMAT)
-    if FORMAT[4]:
-        bits = bits | sign_of(top)
-    return as_float(bits) * (1.0 / FORMAT[1])
+    """FP32 values of codes; the codes of NaN are NaN."""
+    if FORMAT[0] == DROPPED_FP16:
+        x = (top >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        bits = magnitude_of(top, FORMAT)
+        if FORMAT[4]:
+            bits = bits | sign_of(top)
+        x = as_float(bits) * (1.0 / FORMAT[1])
+        if FORMAT[0] == DROPPED_E4M3:
+            x = tl.where((top & 0x7F000000) == 0x7F000000, float("nan"), x)
+    return x
+
+
+@triton.jit
+def rounded(bits, FORMAT: tl.constexpr):
+    """FP32 values of bits that have been rounded up, without what is dropped: `decode` of their codes, but for NaN."""
+    return as_float(bits & -(1 << FORMAT[0])) * (1.0 / FORMAT[1])
 
 
 @triton.jit

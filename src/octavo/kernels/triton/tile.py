@@ -1,0 +1,411 @@
+"""What a step does with the groups that a program has at a time: what it reads, how it moves on, what it stores.
+
+Everything is as `reference/optimizer.py` has it, bit for bit, four times: for the values of a quad.
+"""
+
+# mypy: disable-error-code="assignment,var-annotated"
+# A kernel's tuples grow, which Triton unrolls and mypy does not take for the same variable.
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from octavo.kernels.triton.codes import INTERPRETED
+from octavo.kernels.triton.gradient import fetch_gradient, gradient_of
+from octavo.kernels.triton.quads import (
+    decoded,
+    fetch,
+    largest,
+    largest_of_quads,
+    load_bytes,
+    store,
+    store_bytes,
+    tops,
+    words,
+)
+from octavo.kernels.triton.storage import (
+    as_bits,
+    as_float,
+    bits_of,
+    encode,
+    encoded,
+    inverse_of,
+    magnitude_of,
+    round_up,
+    rounded,
+    scale_code,
+    scale_of,
+    sign_of,
+    top_of,
+)
+
+ADAM: tl.constexpr = tl.constexpr(1)
+LION: tl.constexpr = tl.constexpr(2)
+GIVEN: tl.constexpr = tl.constexpr(3)
+MOMENTUM: tl.constexpr = tl.constexpr(4)
+
+# Columns of the table that says where each tensor lies: sizes, the tensors of a `Slot`, an update.
+ROWS: tl.constexpr = tl.constexpr(0)
+COLUMNS: tl.constexpr = tl.constexpr(1)
+FIRST_PROGRAM: tl.constexpr = tl.constexpr(2)
+NUMBER: tl.constexpr = tl.constexpr(3)
+WEIGHT: tl.constexpr = tl.constexpr(4)
+WEIGHT_SCALE: tl.constexpr = tl.constexpr(5)
+GRADIENT: tl.constexpr = tl.constexpr(6)
+MASTER: tl.constexpr = tl.constexpr(7)
+MASTER_SCALE: tl.constexpr = tl.constexpr(8)
+M: tl.constexpr = tl.constexpr(9)
+M_SCALE: tl.constexpr = tl.constexpr(10)
+V: tl.constexpr = tl.constexpr(11)
+V_SCALE: tl.constexpr = tl.constexpr(12)
+GRADIENT_SCALE: tl.constexpr = tl.constexpr(13)
+UPDATE: tl.constexpr = tl.constexpr(14)
+WIDTH: tl.constexpr = tl.constexpr(15)
+"""How many there are."""
+
+
+@triton.jit
+def read_tile(
+    tensors, at, RULE: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    APART: tl.constexpr, REMAINDER: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """All that a step reads of some groups, as it lies in memory: gradient, first and second moment, weight, rest."""
+    m, v, w, low = (0, 0), (0, 0), 0, (0, 0)
+    if RULE != GIVEN:
+        m = _fetch_stored(tensors[M], tensors[M_SCALE], at, FIRST, WHOLE)
+    if SECOND is not None:
+        v = _fetch_stored(tensors[V], tensors[V_SCALE], at, SECOND, WHOLE)
+    if APART is not None:
+        low = _fetch_stored(tensors[MASTER], tensors[MASTER_SCALE], at, APART, WHOLE)
+    elif RULE != MOMENTUM:
+        w = fetch(tensors[WEIGHT], at, W[2] // 8, WHOLE)
+        if REMAINDER != 0:
+            low = (fetch(tensors[MASTER], at, REMAINDER // 8, WHOLE), 0)
+    return fetch_gradient(tensors[GRADIENT], tensors[GRADIENT_SCALE], at, KIND, WHOLE), m, v, w, low
+
+
+@triton.jit
+def _fetch_stored(address, scale, at, S: tl.constexpr, WHOLE: tl.constexpr):
+    """Words, and the codes of the scales of their groups."""
+    code = 0
+    if S[5] == 2:
+        code = load_bytes(scale, at)
+    return fetch(address, at, S[2] // 8, WHOLE), code
+
+
+@triton.jit
+def advance(
+    fetched, c, scales, weight_scale, RULE: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr,
+    SECOND: tl.constexpr, APART: tl.constexpr, REMAINDER: tl.constexpr, DROPPED: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Four times the new FP32 weights, first moments, second ones as they are kept; and how many updates were held."""
+    held = 0.0
+    if RULE == MOMENTUM:
+        new_m, _ = new_momentum(fetched, c, scales, KIND, FIRST, WHOLE)
+        new_w, new_v = new_m, new_m
+    else:
+        g = gradient_of(fetched[0], KIND, WHOLE)
+        m, v = g, g
+        if RULE != GIVEN:
+            m = _values(fetched[1], scales[0], FIRST, WHOLE)
+        if SECOND is not None:
+            v = _values(fetched[2], scales[1], SECOND, WHOLE)
+        w = _weights(fetched[3], fetched[4], scales[2], weight_scale, W, APART, REMAINDER, DROPPED, WHOLE)
+        new_w, new_m, new_v = (), (), ()
+        for i in tl.static_range(4):
+            x, m_i, v_i, root, u = _rule(w[i], g[i] * c[0], m[i], v[i], c, RULE)
+            limit = c[10]
+            held += tl.where(tl.abs(u) > limit, 1.0, 0.0)  # no update where there is nothing
+            u = tl.minimum(u, limit, propagate_nan=tl.PropagateNan.ALL)
+            u = tl.maximum(u, -limit, propagate_nan=tl.PropagateNan.ALL)
+            new_w += (x - c[7] * u,)
+            new_m += (m_i,)
+            if SECOND is not None:
+                new_v += (root if SECOND[6] else v_i,)
+    return new_w, new_m, new_v, held
+
+
+@triton.jit
+def new_momentum(fetched, c, scales, KIND: tl.constexpr, FIRST: tl.constexpr, WHOLE: tl.constexpr):
+    """Four times the new momentum, and the gradients."""
+    g = gradient_of(fetched[0], KIND, WHOLE)
+    m = _values(fetched[1], scales[0], FIRST, WHOLE)
+    g = (g[0] * c[0], g[1] * c[0], g[2] * c[0], g[3] * c[0])
+    return (m[0] * c[11] + g[0], m[1] * c[11] + g[1], m[2] * c[11] + g[2], m[3] * c[11] + g[3]), g
+
+
+@triton.jit
+def step_tile(
+    fetched, tensors, at, c, scales, seed, step, weight_scale, RULE: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, APART: tl.constexpr, REMAINDER: tl.constexpr, DROPPED: tl.constexpr,
+    STOCHASTIC: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """All of a step but the weight's own codes.
+
+    Returns the new FP32 weights, the random bits of their rounding, and how many updates were held back.
+    """
+    new_w, new_m, new_v, held = advance(
+        fetched, c, scales, weight_scale, RULE, W, KIND, FIRST, SECOND, APART, REMAINDER, DROPPED, WHOLE
+    )
+    random = words(seed, at[0], tensors[NUMBER], step)
+    rest = _rest(random)
+    if RULE != GIVEN:
+        write_stored(new_m, tensors[M], tensors[M_SCALE], scales[3], at, FIRST, low_bits(random), STOCHASTIC, WHOLE)
+    if SECOND is not None:
+        write_stored(new_v, tensors[V], tensors[V_SCALE], scales[4], at, SECOND, _high(random), STOCHASTIC, WHOLE)
+    if APART is not None:
+        new_w = write_stored(
+            new_w, tensors[MASTER], tensors[MASTER_SCALE], scales[5], at, APART, _taken_apart(rest), STOCHASTIC, WHOLE
+        )
+    return new_w, rest, held
+
+
+@triton.jit
+def _rule(w, g, m, v, c, RULE: tl.constexpr):
+    """The weight but for its update, both moments, the second one's root, and the update."""
+    root = v
+    if RULE == GIVEN:
+        u = g
+    elif RULE == LION:
+        difference = g - m
+        u = m + c[1] * difference
+        u = tl.where(u > 0, 1.0, tl.where(u < 0, -1.0, u * 0.0))
+        m = m + c[3] * difference
+    else:
+        if RULE == ADAM:
+            g = g + c[9] * w
+        m = m + c[1] * (g - m)
+        v = tl.minimum(v * c[2] + c[3] * (g * g), 3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
+        root = _root(v)
+        u = _quotient(m * c[4], tl.maximum(root * c[5] + c[6], TINY, propagate_nan=tl.PropagateNan.ALL))
+    return w * c[8], m, v, root, u
+
+
+TINY: tl.constexpr = tl.constexpr(2.0**-100)
+"""Below which a number has not enough bits left for the sequences that round correctly."""
+
+
+@triton.jit
+def _root(x):
+    """The square root, correctly rounded; 0 below TINY."""
+    if INTERPRETED:
+        root = tl.sqrt_rn(x)
+    else:
+        root = tl.inline_asm_elementwise(ROOT, "=f,f", [x], tl.float32, True, 1)
+    return tl.where(x < TINY, 0.0, root)
+
+
+@triton.jit
+def _quotient(x, by):
+    """x / by, correctly rounded, by no less than TINY; 0 where x is below it, NaN where the quotient overflows."""
+    if INTERPRETED:
+        quotient = tl.div_rn(x, by)
+        quotient = tl.where(tl.abs(quotient) == float("inf"), float("nan"), quotient)
+    else:
+        quotient = tl.inline_asm_elementwise(QUOTIENT, "=f,f,f", [x, by], tl.float32, True, 1)
+    return tl.where(tl.abs(x) < TINY, 0.0, quotient)
+
+
+# An estimate, and what it lacks, as the hardware's own sequences have it but for their branch to rare cases.
+ROOT: tl.constexpr = tl.constexpr("""{
+    .reg .f32 near, half, root, minus, rest;
+    rsqrt.approx.ftz.f32 near, $1;
+    mul.rn.f32 root, $1, near;
+    mul.rn.f32 half, near, 0f3F000000;
+    neg.f32 minus, root;
+    fma.rn.f32 rest, minus, root, $1;
+    fma.rn.f32 $0, rest, half, root;
+}""")
+QUOTIENT: tl.constexpr = tl.constexpr("""{
+    .reg .f32 near, minus, rest, quotient;
+    rcp.approx.ftz.f32 near, $2;
+    neg.f32 minus, $2;
+    fma.rn.f32 rest, minus, near, 0f3F800000;
+    fma.rn.f32 near, near, rest, near;
+    mul.rn.f32 quotient, $1, near;
+    fma.rn.f32 rest, minus, quotient, $1;
+    fma.rn.f32 quotient, rest, near, quotient;
+    fma.rn.f32 rest, minus, quotient, $1;
+    fma.rn.f32 $0, rest, near, quotient;
+}""")
+
+
+@triton.jit
+def low_bits(words):
+    """The random bits of the first moment."""
+    return (_int(words[0] & 0xFFFF), _int(words[1] & 0xFFFF), _int(words[2] & 0xFFFF), _int(words[3] & 0xFFFF))
+
+
+@triton.jit
+def _high(words):
+    """Those of the second."""
+    return (_int(words[0] >> 16), _int(words[1] >> 16), _int(words[2] >> 16), _int(words[3] >> 16))
+
+
+@triton.jit
+def _rest(words):
+    """Those of the weight, two in a word: they may have to be kept until a row is done."""
+    factor = tl.full((), 0x9E3779B9, tl.uint32)
+    first = ((words[0] * factor) >> 16) | ((words[1] * factor) & 0xFFFF0000)
+    return first, ((words[2] * factor) >> 16) | ((words[3] * factor) & 0xFFFF0000)
+
+
+@triton.jit
+def _taken_apart(rest):
+    return _int(rest[0] & 0xFFFF), _int(rest[0] >> 16), _int(rest[1] & 0xFFFF), _int(rest[1] >> 16)
+
+
+@triton.jit
+def _int(word):
+    return word.to(tl.int32)
+
+
+@triton.jit
+def to_bf16(x):
+    """The nearest BF16 in the top bits, ties to even; NaN stays one."""
+    bits = round_up(as_bits(x), 16, 0, False)
+    return tl.where(x == x, bits, 0x7FC00000)
+
+
+@triton.constexpr_function
+def has_one_scale(storage: tuple[Any, ...] | None) -> bool:
+    """Whether something is kept that has one scale a tensor."""
+    return storage is not None and storage[5] == 1
+
+
+@triton.jit
+def set_aside(scale, before, first, S: tl.constexpr):
+    """Keep a tensor's scale for the step, which writes over it. Returns it, FP32."""
+    by = 1.0
+    if has_one_scale(S):
+        code = tl.load(scale.to(tl.pointer_type(tl.uint8))).to(tl.int32)
+        tl.store(before, code, mask=first == 0)
+        by = scale_of(code)
+    return by
+
+
+@triton.jit
+def tensor_scales(tensors, amax, first, FIRST: tl.constexpr, SECOND: tl.constexpr, APART: tl.constexpr):
+    """The scales of before of first moment, second one and master, FP32, and the codes of the new ones."""
+    m, new_m = _new_scale(tensors[M_SCALE], amax, first, FIRST)
+    v, new_v = _new_scale(tensors[V_SCALE], amax + 1, first, SECOND)
+    w, new_w = _new_scale(tensors[MASTER_SCALE], amax + 2, first, APART)
+    return m, v, w, new_m, new_v, new_w
+
+
+@triton.jit
+def _new_scale(scale, amax, first, S: tl.constexpr):
+    by, code = 1.0, 127
+    if has_one_scale(S):
+        by = scale_of(tl.load(amax + 3))
+        code = scale_code(tl.load(amax), S[3])
+        tl.store(scale.to(tl.pointer_type(tl.uint8)), code.to(tl.uint8), mask=first == 0)
+    return by, code
+
+
+@triton.jit
+def largest_found(values, S: tl.constexpr):
+    """The bits of the largest magnitudes, where they matter."""
+    found = 0
+    if has_one_scale(S):
+        found = largest_of_quads(values)
+    return found
+
+
+@triton.jit
+def _values(fetched, by, S: tl.constexpr, WHOLE: tl.constexpr):
+    """Four times the FP32 values of stored ones; by: the scale of a whole tensor."""
+    words, code = fetched
+    values = decoded(words, S, WHOLE)
+    if S[5] == 2:
+        by = scale_of(code)
+    read = ()
+    for i in tl.static_range(4):
+        x = values[i]
+        if S[5] != 0:
+            x = x * by
+        read += (x * x if S[6] else x,)
+    return read
+
+
+@triton.jit
+def write_stored(
+    values, address, scale, exponent, at, S: tl.constexpr, random, ROUNDS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Store four times FP32 values, roots already taken, and return what was stored.
+
+    They are 0 where there is nothing, as all that they were computed from is. exponent: of a whole tensor's scale.
+    """
+    inverse, by = 1.0, 1.0
+    if S[5] != 0:
+        if S[5] == 2:
+            exponent = scale_code(largest(values), S[3])[:, None]
+            store_bytes(exponent, scale, at)
+        inverse, by = inverse_of(exponent), scale_of(exponent)
+    codes, stored = (), ()
+    for i in tl.static_range(4):
+        x = values[i]
+        if S[5] != 0:
+            x = x * inverse
+        if S[2] != 32:
+            bits = encoded(x, S, random[i], ROUNDS)
+            codes += (top_of(bits, S),)
+            x = rounded(bits, S)
+        else:
+            codes += (x,)
+        if S[5] != 0:
+            x = x * by
+        stored += (tl.where(values[i] == values[i], x, values[i]),)
+    store(codes, address, at, S[2] // 8, WHOLE)
+    return stored
+
+
+@triton.jit
+def _weights(
+    words, low, by, row_scale, W: tl.constexpr, APART: tl.constexpr, REMAINDER: tl.constexpr, DROPPED: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Four times the FP32 master. by: of a master with one scale; row_scale: of the rows, or None."""
+    if APART is not None:
+        read = _values(low, by, APART, WHOLE)
+    else:
+        if REMAINDER == 0:
+            values = decoded(words, W, WHOLE)
+        else:
+            values = tops(words, W[2] // 8, WHOLE)
+            rest = tops(low[0], REMAINDER // 8, WHOLE)
+        read = ()
+        for i in tl.static_range(4):
+            w = values[i]
+            if REMAINDER != 0:
+                magnitude = magnitude_of(w, W) + ((rest[i] >> (32 - REMAINDER)) << DROPPED)
+                w = as_float(tl.maximum(magnitude, 0) | sign_of(w)) * (1.0 / W[1])
+            if row_scale is not None:
+                w = w * row_scale
+            read += (w,)
+    return read
+
+
+@triton.jit
+def write_weight(
+    values, tensors, at, W: tl.constexpr, REMAINDER: tl.constexpr, DROPPED: tl.constexpr, rest, ROUNDS: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Store four times an FP32 master, divided by the scale of its row, and the weight that is computed with."""
+    if W[2] == 32:
+        store(values, tensors[WEIGHT], at, 4, WHOLE)
+    else:
+        codes, low, random = (), (), _taken_apart(rest)
+        for i in tl.static_range(4):
+            if REMAINDER == 0:
+                codes += (encode(values[i], W, random[i], ROUNDS),)
+            else:
+                bits = round_up(bits_of(values[i], W), DROPPED, random[i], ROUNDS)
+                codes += (top_of(bits + (1 << (W[0] - 1)), W),)
+                low += (bits << (32 - REMAINDER - DROPPED),)
+        store(codes, tensors[WEIGHT], at, W[2] // 8, WHOLE)
+        if REMAINDER != 0:
+            store(low, tensors[MASTER], at, REMAINDER // 8, WHOLE)

@@ -1,0 +1,69 @@
+"""The stages of two ranks, sharded, forward alone: losses of the whole model, by its weights as they are now."""
+
+import pytest
+import ranks
+import torch
+from sharded import FP32, SHAPE, batch
+from torch.distributed.device_mesh import init_device_mesh
+
+import octavo
+from octavo.distributed import shard
+from octavo.distributed.pipelining import Pipeline
+from octavo.distributed.schedules import SCHEDULES
+from octavo.models.config import ModelConfig
+from octavo.models.llama import Llama
+from octavo.models.stages import stages
+from octavo.nn.weights import weights_changed
+from octavo.tensor import local
+
+
+def llama():
+    torch.manual_seed(0)
+    model = Llama(ModelConfig(**{**SHAPE, "layers": 4}))
+    octavo.convert(model, "folded")
+    return model
+
+
+def losses(name, rank, count):
+    """Return the losses of a batch, of one process and of stages, before and after weights were changed."""
+    schedule, alone = SCHEDULES[name], llama()
+    mesh = init_device_mesh("cpu", (count, 1), mesh_dim_names=("pipeline", "data"))
+    parts, places = stages(llama(), count * schedule.stages), schedule.places(count)
+    own = {i: part for i, part in enumerate(parts) if places[i] == rank}
+    for part in own.values():
+        shard(part, mesh["data"], mp_policy=FP32, reshard_after_forward=False)
+    group, stream = mesh.get_group("pipeline"), {"width": SHAPE["dim"], "stream": torch.float32, "sent": "as is"}
+    pipeline = Pipeline(own, schedule, group, device=torch.device("cpu"), **stream)
+    weights = [*alone.parameters(), *(p for part in own.values() for p in part.parameters())]
+    tokens, targets = batch(0, 3)
+    rows = []
+    for _ in range(2):
+        with torch.no_grad():
+            expected = alone(tokens, targets, by_sequence=True).tolist()
+        found = pipeline.loss(tokens, targets, by_sequence=True)
+        mean = pipeline.loss(tokens, targets)
+        rows.append((expected, None if found is None else found.tolist(), None if mean is None else mean.item()))
+        with torch.no_grad():
+            for weight in weights:
+                local(weight).mul_(1.25)
+        weights_changed()
+    return rows
+
+
+def two_ranks(rank, count):
+    return {name: losses(name, rank, count) for name in ("1f1b", "interleaved", "zero-bubble-v")}
+
+
+@pytest.fixture(scope="module")
+def found():
+    return ranks.run(two_ranks, 2)
+
+
+@pytest.mark.parametrize(("schedule", "knowing"), [("1f1b", 1), ("interleaved", 1), ("zero-bubble-v", 0)])
+def test_losses_are_those_of_the_whole_model_also_after_its_weights_changed(found, schedule, knowing):
+    for expected, by_sequence, mean in found[knowing][schedule]:
+        assert by_sequence == expected
+        assert mean == pytest.approx(sum(expected) / 3, rel=1e-6)
+    assert all(row[1:] == (None, None) for row in found[1 - knowing][schedule])
+    before, after = (row[0] for row in found[knowing][schedule])
+    assert before != after

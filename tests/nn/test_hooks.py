@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from octavo.nn.hooks import has_hooks, hooked
+
+
+def test_hooks_end_with_the_block_however_it_ends() -> None:
+    model, calls = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), []
+    stays = model[1].register_forward_hook(lambda *_: calls.append("stays"))
+    with pytest.raises(RuntimeError), hooked(m.register_forward_hook(lambda *_: calls.append("goes")) for m in model):
+        assert all(map(has_hooks, model))
+        model(torch.ones(1, 2))
+        raise RuntimeError
+    assert [has_hooks(module) for module in model] == [False, True]
+    model(torch.ones(1, 2))
+    assert calls == ["goes", "stays", "goes", "stays"]
+    stays.remove()

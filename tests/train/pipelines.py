@@ -1,0 +1,45 @@
+"""One rank of several runs, one after the other: `pipelines.py RUN.json ...`, started with the environment of torchrun.
+
+plain       as it is
+resumed     from the checkpoint after step 4 of `plain`
+struck      a weight of the last stage becomes NaN in step 4
+v           as it is
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from unittest import mock
+
+from faults import failing, nan
+
+from octavo.strict import read_file
+from octavo.train import checkpoint, train
+from octavo.train.config import RunConfig, assemble
+from octavo.train.lane import Lane
+
+
+def run(file: Path) -> None:
+    config = assemble((str(file), read_file(file)))
+    resumes = file.stem == "resumed"
+    if resumes and os.environ["RANK"] == "0":  # the other one waits for it before the run begins
+        go_back(config, file.with_name("plain"), 4)
+    step = failing(nan, "1", 4) if file.stem == "struck" else Lane.step
+    with mock.patch.object(Lane, "step", step):
+        train(config, resume=resumes)
+
+
+def go_back(config: RunConfig, other: Path, step: int) -> None:
+    """Make the directory of a run that of another one after a step."""
+    shutil.copytree(other, config.run.out)
+    for path in checkpoint.find(config.run.out / "checkpoints"):
+        if path.name > f"step-{step:06d}":
+            shutil.rmtree(path)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        run(Path(name))
