@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from octavo.bench.results import Result
 from octavo.bench.tables.markdown import table
@@ -11,17 +11,23 @@ from octavo.bench.tables.rows import Row, grouped
 
 def distributed(result: Result) -> str:
     """Return one line a layout and implementation: speed, memory, bytes on the wire and loss, beside the first's."""
-    parts = []
-    for (workload,), of_workload in grouped(result.rows, "workload").items():
-        body = []
-        for (layout,), rows in grouped(of_workload, "layout").items():
-            first = next((row for row in rows if "error" not in row), None)
-            body += [(layout, row["implementation"], *_distributed_cells(row, first)) for row in rows]
-        titles = ("tokens/s/GPU", "times BF16's speed", "peak GiB", "GB on the wire", "memory", "wire", "last loss")
-        parts.append(
-            f"**{workload}**, {_setting(of_workload[0])}\n\n{table(('layout', 'implementation', *titles), body)}"
-        )
-    return "\n\n".join(parts)
+    return "\n\n".join(_of_workload(rows) for rows in grouped(result.rows, "workload").values())
+
+
+def distributed_summary(result: Result) -> str:
+    """Return the same of what is not cut, by the compiled workloads."""
+    plain = [row for row in result.rows if row["layout"] == "data" and row["compiled"]]
+    return "\n\n".join(_of_workload(rows) for rows in grouped(plain, "workload").values())
+
+
+def _of_workload(rows: Sequence[Row]) -> str:
+    body = []
+    for (layout,), of_layout in grouped(rows, "layout").items():
+        first = next((row for row in of_layout if "error" not in row), None)
+        body += [(layout, row["implementation"], *_distributed_cells(row, first)) for row in of_layout]
+    titles = ("tokens/s/GPU", "times BF16's speed", "peak GiB", "GB on the wire", "memory", "wire", "last loss")
+    header = f"**{rows[0]['workload']}**, {_setting(rows[0])}"
+    return f"{header}\n\n{table(('layout', 'implementation', *titles), body)}"
 
 
 def _setting(row: Row) -> str:
@@ -61,6 +67,7 @@ def _sent(row: Row) -> str:
 
 TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "distributed": ("distributed", distributed),
+    "distributed-summary": ("distributed", distributed_summary),
     "reduce": ("reduce", reduce),
 }
 """By name: the kind whose newest result the table shows, and what shows it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from octavo.bench.results import Result
@@ -66,27 +66,37 @@ def ablation_figure(result: Result) -> str:
 
 def memory(result: Result) -> str:
     """Return one line a workload and case: parameters, measured and predicted peak, and the forecast by kind."""
-    header = ("workload", "trained as", "parameters", "peak GiB", "predicted", "error", "less than the first", *KINDS)
+    return _memory(result, KINDS)
+
+
+def memory_summary(result: Result) -> str:
+    """Return the same without the forecast by kind."""
+    return _memory(result, ())
+
+
+def _memory(result: Result, kinds: Sequence[str]) -> str:
+    header = ("workload", "trained as", "parameters", "peak GiB", "predicted", "error", "less than the first", *kinds)
     body = []
     for (workload,), rows in grouped(result.rows, "workload").items():
         first = next((row["peak_gib"] for row in rows if "error" not in row), None)
-        body += [(workload, row["implementation"], *_memory_cells(row, first)) for row in rows]
+        body += [(workload, row["implementation"], *_memory_cells(row, first, kinds)) for row in rows]
     return table(header, body)
 
 
-def _memory_cells(row: Row, first: float | None) -> list[str]:
+def _memory_cells(row: Row, first: float | None, kinds: Sequence[str]) -> list[str]:
     if "error" in row or first is None:
-        return ["", "failed", f"{row['predicted_gib']:.2f}" if "predicted_gib" in row else "", *[""] * (2 + len(KINDS))]
+        return ["", "failed", f"{row['predicted_gib']:.2f}" if "predicted_gib" in row else "", *[""] * (2 + len(kinds))]
     error = row["predicted_gib"] / row["peak_gib"] - 1
     less = f"{1 - row['peak_gib'] / first:.0%}" if "largest" not in row["workload"] else ""
-    kinds = [f"{row[f'{kind}_gib']:.2f}" if f"{kind}_gib" in row else "" for kind in KINDS]
+    of_kinds = [f"{row[f'{kind}_gib']:.2f}" if f"{kind}_gib" in row else "" for kind in kinds]
     size = f"{row['parameters'] / 1e9:.2f} B" if "parameters" in row else ""
-    return [size, f"{row['peak_gib']:.2f}", f"{row['predicted_gib']:.2f}", f"{error:+.1%}", less, *kinds]
+    return [size, f"{row['peak_gib']:.2f}", f"{row['predicted_gib']:.2f}", f"{error:+.1%}", less, *of_kinds]
 
 
 TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "optimizer": ("optimizer", optimizer),
     "memory": ("memory", memory),
+    "memory-summary": ("memory", memory_summary),
     "ablation": ("ablation", ablation),
     "ablation-figure": ("ablation", ablation_figure),
 }
