@@ -1,7 +1,7 @@
 """Many GPUs, on PyTorch's own engine: what its FSDP2 and DTensor do is left to them."""
 
 from octavo.distributed.checkpoint import load, save, save_async
-from octavo.distributed.pipeline import PipelineStage, given_loss
+from octavo.distributed.pipeline.stage import PipelineStage, given_loss
 from octavo.distributed.reduce import REDUCTIONS, reduction
 from octavo.distributed.reduce.hooks import set_reduction
 from octavo.distributed.reduce.scheme import Scheme

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from octavo.distributed import ShardPlan, TensorPlan
-from octavo.distributed.pipelining import Pipeline
-from octavo.distributed.schedules import SCHEDULES
+from octavo.distributed.pipeline.run import Pipeline
+from octavo.distributed.pipeline.schedules import SCHEDULES
 from octavo.models.llama import Llama
 from octavo.models.stages import Stage, stages
 from octavo.train.lane import Lane

@@ -16,7 +16,7 @@ from torch.distributed.pipelining import Schedule1F1B
 
 from octavo.bench.distributed.implementations import Implementation
 from octavo.distributed import PipelineStage, given_loss, tensor_parallel
-from octavo.distributed.pipeline import Sent
+from octavo.distributed.pipeline.stage import Sent
 from octavo.models.config import ModelConfig
 from octavo.models.llama import Llama
 from octavo.models.stages import stages

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 import octavo
 from octavo import kernels
 from octavo.distributed import PipelineStage, given_loss, shard
-from octavo.distributed.pipeline import pack, unpack
+from octavo.distributed.pipeline.stage import pack, unpack
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.models.config import ModelConfig
 from octavo.models.llama import Llama

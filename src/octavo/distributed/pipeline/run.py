@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from octavo.distributed.pipeline import PipelineStage, Sent, pack, unpack
-from octavo.distributed.schedules import Schedule
+from octavo.distributed.pipeline.schedules import Schedule
+from octavo.distributed.pipeline.stage import PipelineStage, Sent, pack, unpack
 
 
 class Pipeline:

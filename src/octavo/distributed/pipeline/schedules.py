@@ -14,7 +14,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from octavo.distributed.pipeline import PipelineStage
+from octavo.distributed.pipeline.stage import PipelineStage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import octavo
 from octavo.distributed import shard
-from octavo.distributed.pipelining import Pipeline
-from octavo.distributed.schedules import SCHEDULES
+from octavo.distributed.pipeline.run import Pipeline
+from octavo.distributed.pipeline.schedules import SCHEDULES
 from octavo.models.config import ModelConfig
 from octavo.models.llama import Llama
 from octavo.models.stages import stages

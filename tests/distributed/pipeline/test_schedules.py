@@ -5,7 +5,7 @@ import typing
 import pytest
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
-from octavo.distributed.schedules import SCHEDULES
+from octavo.distributed.pipeline.schedules import SCHEDULES
 from octavo.train.config import ParallelConfig
 
 
