@@ -69,7 +69,7 @@ def test_others_may_read_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kind": "parties"}, "Did you mean 'parity'"),
+        ({"kind": "paritty"}, "Did you mean 'parity'"),
         ({"date": "21.11.2026"}, "YYYY-MM-DD"),
         ({"hardware": "NVIDIA H200"}, "'nvidia-h200' is"),
         ({"rows": ()}, "no rows"),

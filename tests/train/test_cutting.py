@@ -25,7 +25,6 @@ Configure = Callable[..., RunConfig]
         ({"model": {"ffn": 65}}, 1, r"model.ffn: 65 cannot"),
         ({"run": {"weights": "fp8"}}, 1, r"run.weights: 'fp8' does not go with parallel.tensor = 2: scales"),
         ({"run": {"recipe": "delayed"}}, 1, r"run.recipe: 'delayed' .* keeps a scale .* Take 'folded'"),
-        ({"run": {"compile": "on"}}, 1, r"run.compile: 'on' .* Take 'auto'"),
         ({"optimizer": {"name": "muon"}}, 1, r"optimizer.name: 'muon'"),
         ({"optimizer": {"states": "fp8"}}, 1, r"optimizer.states: 'fp8'"),
         ({"optimizer": {"gradients": "fp8"}}, 1, r"optimizer.gradients: 'fp8'"),

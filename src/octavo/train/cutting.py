@@ -56,8 +56,6 @@ def _alone(config: RunConfig) -> Iterator[tuple[str, str, str, str]]:
     if recipes.load(run.recipe).keeps_scales:
         why = "it keeps a scale of whole tensors from step to step, and a rank has parts"
         yield "run.recipe", run.recipe, why, "'folded', 'rowwise', 'block' or 'tensorwise'"
-    if run.compile == "on":
-        yield "run.compile", "on", "blocks that exchange their tokens are not compiled", "'auto'"
     if optimizer.name == "muon":
         yield "optimizer.name", "muon", "it makes whole matrices of one cut only", "'adamw' or 'lion'"
     if optimizer.states != "fp32":

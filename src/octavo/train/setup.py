@@ -135,8 +135,8 @@ def hold_as(weights: str, model: nn.Module) -> None:
 
 
 def _lane(name: str, model: nn.Module, config: RunConfig, device: torch.device, ranks: Ranks) -> Lane:
-    parallel = ranks.parallel  # blocks that exchange tokens are not compiled, nor those gone backward through by parts
-    auto = device.type == "cuda" and parallel.tensor == 1 and not parallel.goes_backward_by_parts
+    parallel = ranks.parallel
+    auto = device.type == "cuda" and not parallel.goes_backward_by_parts
     compiled = {"on": True, "off": False, "auto": auto}[config.run.compile]
     if compiled:
         for block in model.get_submodule("layers").children():

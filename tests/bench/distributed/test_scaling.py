@@ -171,7 +171,12 @@ def test_wire_bytes_are_compared_with_bf16(directory, rows):
 
 def test_the_check_shows_what_was_measured(directory):
     assert "Not measured yet." in scaling_tables.check(directory)
-    row = {"workload": "llama-3-8b", "layout": "data", "implementation": "octavo folded", "ratio_to_bf16": 1.3}
+    row = {
+        "workload": "llama-3-8b",
+        "layout": "data",
+        "implementation": "octavo folded, fp8 states",
+        "ratio_to_bf16": 1.3,
+    }
     row |= {"tokens_per_s_per_gpu": 12345.0, "peak_gib": 40.0, "wire_bytes": 1}
     cut = row | {"layout": "tensor 2", "tokens_per_s_per_gpu": 54321.0}
     keys = {"date": "2026-11-21", "hardware": "gpu", "versions": {}, "command": "x"}

@@ -5,6 +5,7 @@ import ranks
 import torch
 from sharded import FP32, SHAPE, batch, full_state, loss_of
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -88,7 +89,7 @@ def two_ranks(rank, count):
         "tied": compare(mesh, policy=octavo.Policy(keep={}), tie_embeddings=True),
     }
     return {**found, "gathered": gathered(rank, mesh), "lone": lone(rank, mesh), "once": quantised_once(rank, mesh),
-            "trained": trained(mesh), "refused": refusals(mesh)}  # fmt: skip
+            "trained": trained(mesh), "compiled": compiled(count), "refused": refusals(mesh)}  # fmt: skip
 
 
 def gathered(rank, mesh):
@@ -155,6 +156,33 @@ def trained(mesh):
     models = llama(), llama()
     tensor_parallel(models[0], mesh)
     return steps(models, lambda model, step: loss_of(model, *batch(step, 2)))
+
+
+def compiled(count):
+    """Return losses and gradients of a model whose blocks are compiled, less eager ones, and how many were compiled.
+
+    It is sharded, too, over one rank: what FSDP2 gathers again, backward of compiled code has kept.
+    """
+    mesh = init_device_mesh("cpu", (1, count), mesh_dim_names=("data", "tensor"))
+    counter = CompileCounterWithBackend("aot_eager")
+    found = []
+    for backend in (None, counter):
+        model = llama(layers=3)
+        tensor_parallel(model, mesh["tensor"])
+        shard(model, mesh["data"])
+        for block in model.layers if backend else ():
+            block.forward = torch.compile(block.forward, backend=backend, fullgraph=True, dynamic=False)
+        losses = []
+        for step in range(2):
+            tokens, targets = batch(step, 1)
+            loss = model(tokens, targets)
+            loss.backward()
+            losses.append(loss.item())
+        found.append((losses, gradients(model)))
+    torch._dynamo.reset()
+    (eager, right), (losses, own) = found
+    apart = max(abs(a - b) for a, b in zip(losses, eager, strict=True))
+    return {"apart": apart, "error": errors(own, right)["all"], "blocks": counter.frame_count}
 
 
 def steps(models, loss_in, second=None):
@@ -273,6 +301,13 @@ def test_an_optimizer_steps_cut_weights_as_whole_ones(on_two):
     for loss, norm, alone, alone_norm in on_two[0]["trained"]:
         assert loss == pytest.approx(alone, rel=2e-3)
         assert norm == pytest.approx(alone_norm, rel=0.02)
+
+
+def test_compiled_blocks_compute_the_same_and_are_compiled_once(on_two):
+    for result in on_two:
+        found = result["compiled"]
+        assert found["blocks"] == 1
+        assert found["apart"] < 5e-3 and found["error"] < 0.05
 
 
 def test_what_cannot_be_cut_is_refused(on_two):

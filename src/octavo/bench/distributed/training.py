@@ -42,7 +42,7 @@ class Workload:
     sequences: int
     """Of a step, for each rank there is; each is a micro-batch."""
     compile: bool
-    """Whether `torch.compile` works on each block: hooks of tensor parallel and schedules are eager."""
+    """Whether `torch.compile` works on each block."""
 
 
 _LLAMA_8B = ModelConfig(
@@ -54,7 +54,7 @@ WORKLOADS = {
     workload.name: workload
     for workload in (
         Workload(name="llama-3-8b", model=_LLAMA_8B, sequences=1, compile=True),
-        Workload(name="llama-8b-blocks", model=_BLOCKS, sequences=2, compile=False),
+        Workload(name="llama-8b-blocks", model=_BLOCKS, sequences=2, compile=True),
         Workload(name="tiny-model", model=_TINY, sequences=2, compile=False),
     )
 }

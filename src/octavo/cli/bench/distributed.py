@@ -28,7 +28,7 @@ def distributed(
     Parameters
     ----------
     workload
-        llama-3-8b, llama-8b-blocks (eight blocks of it, in eager mode) or tiny-model.
+        llama-3-8b, llama-8b-blocks (eight blocks of it) or tiny-model.
     layout
         data; tensor=N; pipeline=N; pipeline=N,fp8 (FP8 between stages). More than one where given again. Ranks that are
         left share the data, sharded.

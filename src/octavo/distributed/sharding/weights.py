@@ -104,8 +104,9 @@ class WeightShard(Holder):
         if out is not None:
             out = local(out)  # a DTensor where tensor parallel has cut the weight
             assert isinstance(out, FP8Tensor)
-            if not sent:
-                out.scale.copy_(scale)
+            if not sent:  # what backward has kept of it is the same weight's scale, as all that FSDP2 gathers again
+                with torch.autograd._unsafe_preserve_version_counter(out.scale):  # type: ignore[attr-defined]
+                    out.scale.copy_(scale)
             return None
         codes = outputs[0][:rows]
         scale = outputs[1][: target.tile.scale_shape(*codes.shape)[0]] if sent else scale.clone()

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import _functional_collectives as functional
 
 from octavo.errors import UnsupportedError
 from octavo.kernels import Target
@@ -175,6 +176,8 @@ class _CopyIn(torch.autograd.Function):
 
 def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum over the ranks of x, in memory of its own."""
+    if torch.compiler.is_compiling():  # here and below: PyTorch 2.11 loses the gradient of what is received in place
+        return cast(Tensor, functional.all_reduce(x, "sum", group))
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
@@ -186,21 +189,29 @@ def _as_it_is(x: Tensor, _: dist.ProcessGroup) -> Tensor:
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return (B, T, ...) of all ranks from x (B, t, ...) of each."""
-    batch, ranks = x.shape[0], group.size()
-    parts = torch.empty(ranks, *x.shape, dtype=x.dtype, device=x.device)
-    dist.all_gather_into_tensor(parts.flatten(0, 1), x.contiguous(), group=group)
-    if batch == 1:  # the ranks' tokens lie one after another already
+    parts: Tensor = _of_all(x.contiguous(), group).unflatten(0, (group.size(), -1))
+    if x.shape[0] == 1:  # the ranks' tokens lie one after another already
         return parts.view(1, -1, *x.shape[2:])
     return parts.transpose(0, 1).flatten(1, 2)
+
+
+def _of_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if torch.compiler.is_compiling():
+        return functional.all_gather_tensor(x, 0, group)
+    received = torch.empty(group.size() * x.shape[0], *x.shape[1:], dtype=x.dtype, device=x.device)
+    dist.all_gather_into_tensor(received, x, group=group)
+    return received
 
 
 def _sum_and_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's (B, t, ...) of the sum over the ranks of x (B, T, ...)."""
     ranks = group.size()
     _check_tokens(x, ranks)
-    parts = x.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
-    own = torch.empty(parts.shape[1:], dtype=x.dtype, device=x.device)
-    dist.reduce_scatter_tensor(own, parts.flatten(0, 1), group=group)
+    parts = x.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1).contiguous()
+    if torch.compiler.is_compiling():
+        return cast(Tensor, functional.reduce_scatter_tensor(parts, "sum", 0, group))
+    own = torch.empty(parts.shape[0] // ranks, *parts.shape[1:], dtype=x.dtype, device=x.device)
+    dist.reduce_scatter_tensor(own, parts, group=group)
     return own
 
 

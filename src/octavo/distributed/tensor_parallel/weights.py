@@ -7,8 +7,8 @@ this rank's parts, plain tensors: so layers, and what is fused of them, compute 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +80,7 @@ class LocalParameters:
         self._held: list[tuple[nn.Module, str, Any]] = []
         self._first: dict[tuple[nn.Module, str, bool], tuple[Any, Tensor]] = {}
         around.register_forward_pre_hook(lambda *_: self._enter(), prepend=True)
-        around.register_forward_hook(lambda *_: self._leave(), always_call=True)
+        _call_always(around, lambda *_: self._leave())
 
     def _enter(self) -> None:
         self._leave()  # a forward before may have ended where hooks are not called
@@ -107,6 +107,16 @@ class LocalParameters:
             if key not in self._first or self._first[key][0] != state:
                 self._first[key] = state, view
         return view
+
+
+def _call_always(module: nn.Module, hook: Callable[..., None]) -> None:
+    """Register a forward hook that errors do not stop, under the same key in every module.
+
+    PyTorch numbers hooks, and compiled code of one block does for another only if this number is the same.
+    """
+    number = module.register_forward_hook(hook, always_call=True).id
+    for hooks in (module._forward_hooks, module._forward_hooks_always_called):
+        cast(dict[Any, Any], hooks)[LocalParameters.__name__] = hooks.pop(number)
 
 
 SUMMED, SAME, ADDED_BY_ALL = "summed", "same", "added by all"
