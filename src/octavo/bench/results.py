@@ -131,6 +131,12 @@ class Result:
         """The name of its file: `<date>-<hardware>-<kind>.json`."""
         return f"{self.date}-{self.hardware}-{self.kind}.json"
 
+    @property
+    def origin(self) -> str:
+        """Where its figures come from: machine, software, command and file."""
+        software = ", ".join(f"{key} {value}" for key, value in self.versions.items())
+        return f"Measured on {self.hardware} ({software}) with `{self.command}`: `{self.file_name}`."
+
 
 def _check_row(row: Mapping[str, Any], required: Mapping[str, type], where: str) -> None:
     for key, kind in required.items():
@@ -224,6 +230,13 @@ def latest(kind: str, directory: Path) -> Result | None:
     """Return the newest result of `kind` under `directory`, or None where it was never measured."""
     path = directory / "latest" / f"{kind}.json"
     return load(path) if path.exists() else None
+
+
+def latest_by_hardware(kind: str, directory: Path) -> list[Result]:
+    """Return the newest result of `kind` of each machine under `directory`, the newest first."""
+    found = sorted((load(path) for path in directory.glob(f"*-{kind}.json")), key=lambda result: result.date)
+    newest = {result.hardware: result for result in found if result.kind == kind}
+    return sorted(newest.values(), key=lambda result: (result.date, result.hardware), reverse=True)
 
 
 def today() -> str:

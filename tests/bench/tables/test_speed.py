@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from octavo.bench import results
 from octavo.bench.results import Result
-from octavo.bench.tables.speed import gemm, kernels, step, step_summary
+from octavo.bench.tables.speed import gemm, kernels, step, step_summary, telemetry
 
 MakeResult = Callable[..., Result]
 
@@ -84,3 +87,17 @@ def test_kernels_are_beside_a_copy(result: MakeResult) -> None:
         "| transpose | 8 x 8 | 0.056 | 2 | 3,610 | 0.87 |",
         "| rotary | 8 x 8 | failed: ValueError: no |  |  |  |",
     ]
+
+
+def test_telemetry_is_shown_of_every_machine_newest_first(result: MakeResult, tmp_path: Path) -> None:
+    row = {"workload": "stack", "device": "cuda", "tokens": 16384, "tensors": 224, "ms": 200.0, "ms_watched": 201.0}
+    row |= {"overhead_percent": 0.5, "low_percent": 0.1, "high_percent": 0.9, "own_percent": None}
+    gpu = result("telemetry", row)
+    older = replace(gpu, date="2026-11-20", rows=({**row, "workload": "older"},))
+    cpu = replace(gpu, date="2026-11-20", hardware="cpu", rows=({**row, "own_percent": 2.5},))
+    for one in (older, cpu, gpu):
+        results.write(one, tmp_path)
+    text = telemetry(tmp_path)
+    assert text.index("Measured on gpu") < text.index("Measured on cpu") and "older" not in text
+    assert "| stack | cuda | 16,384 | 224 | 200.00 | 201.00 | +0.50 % | +0.10 to +0.90 % | 2.50 % |" in text
+    assert telemetry(tmp_path / "nothing") == ""

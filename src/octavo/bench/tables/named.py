@@ -1,7 +1,7 @@
 """Every table by its name. Figures come from `benchmarks/results/latest`, facts from the code.
 
 A module beside this one lists its own under `TABLES`: `accuracy`, `speed`, `memory` and `distributed` show a kind of
-result, `scaling` and `choice` are made of several kinds, `facts` of the code.
+result, `scaling` and `choice` are made of several kinds, `telemetry` of several machines, `facts` of the code.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ MEASURED: dict[str, tuple[str, Callable[[Result], str]]] = {
 }
 """Tables of measurements: the kind whose newest result they show, and what shows it."""
 
-COMBINED: dict[str, Callable[[Path], str]] = {"choice": choice, **scaling.TABLES}
-"""Tables made of several kinds of results, from their directory."""
+COMBINED: dict[str, Callable[[Path], str]] = {"choice": choice, **speed.COMBINED, **scaling.TABLES}
+"""Tables made of several results, from their directory."""
 
 
 def render(name: str, directory: Path) -> str:
@@ -46,6 +46,4 @@ def render(name: str, directory: Path) -> str:
     result = results.latest(kind, directory)
     if result is None:
         return NOT_MEASURED
-    software = ", ".join(f"{key} {value}" for key, value in result.versions.items())
-    origin = f"Measured on {result.hardware} ({software}) with `{result.command}`: `{result.file_name}`."
-    return f"{show(result)}\n\n{origin}"
+    return f"{show(result)}\n\n{result.origin}"

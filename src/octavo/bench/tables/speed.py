@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+from octavo.bench import results
 from octavo.bench.results import Result
 from octavo.bench.tables.markdown import table
 from octavo.bench.tables.rows import Row, figures, grouped
@@ -107,8 +109,13 @@ def kernels(result: Result) -> str:
     return figures(("kernel", "shape"), KERNEL_COLUMNS, result.rows)
 
 
-def telemetry(result: Result) -> str:
-    """Return one line a workload: what telemetry of every tensor adds to a step."""
+def telemetry(directory: Path) -> str:
+    """Return one line a workload, machine by machine: what telemetry of every tensor adds to a step."""
+    found = results.latest_by_hardware("telemetry", directory)
+    return "\n\n".join(f"{_telemetry(result)}\n\n{result.origin}" for result in found)
+
+
+def _telemetry(result: Result) -> str:
     header = ("workload", "on", "tokens", "tensors", "ms without", "ms with", "overhead", "95 % interval", "own code")
     rows = [
         (
@@ -132,6 +139,8 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "step-summary": ("step", step_summary),
     "gemm": ("gemm", gemm),
     "kernels": ("kernels", kernels),
-    "telemetry": ("telemetry", telemetry),
 }
 """By name: the kind whose newest result the table shows, and what shows it."""
+
+COMBINED: dict[str, Callable[[Path], str]] = {"telemetry": telemetry}
+"""By name: what shows the newest results of all machines, from their directory."""
