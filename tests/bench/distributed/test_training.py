@@ -6,15 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from octavo.bench.distributed import training
 from octavo.bench.distributed.trainers import Layout, part_of_batch
 from octavo.bench.distributed.training import WORKLOADS, Work, bench_distributed
-from octavo.bench.results import KINDS
+from octavo.bench.results import KINDS, Result, load, write
 from octavo.cli.main import main
 from octavo.errors import ConfigError
 
@@ -120,3 +122,23 @@ def test_it_says_how_to_start_it(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_layouts_have_names(layout: Layout, words: str) -> None:
     assert str(layout) == words
+
+
+def test_what_there_is_no_time_for_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(key, value)
+    rows = bench_distributed(Work(workload="tiny-model", only=("octavo folded",), seconds=-1.0))
+    assert [row["implementation"] for row in rows] == ["bf16", "octavo folded"]
+    assert all("not begun" in row["error"] for row in rows)
+
+
+def test_a_speed_beside_nothing_is_an_error_and_can_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for key, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(key, value)
+    measured = {"tokens_per_s_per_gpu": 100.0, "peak_gib": 0.0, "wire_bytes": 1}
+    results_of = {"bf16": {"error": "OutOfMemoryError: full"}, "octavo folded": measured}
+    monkeypatch.setattr(training, "_tried", lambda _, implementation, *others: dict(results_of[implementation.name]))
+    rows = bench_distributed(Work(workload="tiny-model", only=("octavo folded",)))
+    assert "BF16 of this layout failed; 100 tokens/s/GPU" in rows[1]["error"]
+    kept = Result(kind="distributed", date="2026-11-21", hardware="x", versions={}, command="c", rows=tuple(rows))
+    assert load(write(kept, tmp_path)) == kept

@@ -6,16 +6,17 @@ A step has as many sequences in all layouts of a workload, each a micro-batch, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.pipelining import Schedule1F1B
 
 from octavo.bench.distributed.implementations import Implementation
-from octavo.distributed import PipelineStage, given_loss, tensor_parallel
+from octavo.distributed import tensor_parallel
+from octavo.distributed.pipeline.run import Pipeline
+from octavo.distributed.pipeline.schedules import SCHEDULES
 from octavo.distributed.pipeline.stage import Sent
 from octavo.models.config import ModelConfig
 from octavo.models.llama import Llama
@@ -69,7 +70,6 @@ def lay_out(
     config: ModelConfig,
     implementation: Implementation,
     layout: Layout,
-    sequences: int,
     device: torch.device,
 ) -> tuple[Trainer, DeviceMesh]:
     """Make a model, equal in every layout, and return it laid out over all ranks, with the mesh of data parallel."""
@@ -80,7 +80,7 @@ def lay_out(
         model.reset_parameters(torch.Generator(device).manual_seed(0))
     implementation.convert(model)
     if layout.stages > 1:
-        return Staged(model, implementation, layout, mesh, sequences), mesh["data"]
+        return Staged(model, implementation, layout, mesh), mesh["data"]
     if layout.tensor > 1:
         tensor_parallel(model, mesh["tensor"])
     return Whole(model, implementation, mesh["data"]), mesh["data"]
@@ -106,26 +106,22 @@ class Whole:
 class Staged:
     """Every rank has one stage."""
 
-    def __init__(
-        self, model: Llama, implementation: Implementation, layout: Layout, mesh: DeviceMesh, sequences: int
-    ) -> None:
+    def __init__(self, model: Llama, implementation: Implementation, layout: Layout, mesh: DeviceMesh) -> None:
         place = mesh["pipeline"].get_local_rank()
         part = stages(model, layout.stages)[place]
-        device = next(part.parameters()).device
+        weight = model.tok_embeddings.weight
         implementation.shard(part, mesh["data"], reshard_after_forward=False)
         self.modules, self.blocks = [part], list(part.layers)
-        settings: dict[str, Any] = {"group": mesh["pipeline"].get_group(), "sent": layout.sent}
-        stage = PipelineStage(part, place, layout.stages, device, **settings)
-        microbatches = sequences // mesh["data"].size()
-        self.schedule = Schedule1F1B(stage, microbatches, loss_fn=given_loss, scale_grads=True)
-        self.is_first, self.is_last = place == 0, place == layout.stages - 1
+        self._pipeline = Pipeline(
+            {place: part},
+            SCHEDULES["1f1b"],
+            mesh.get_group("pipeline"),
+            device=weight.device,
+            width=model.config.dim,
+            stream=torch.bfloat16,
+            sent=layout.sent,
+        )
 
     def step(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor | None:
         """One micro-batch a sequence."""
-        arguments = (tokens_BT,) if self.is_first else ()
-        if not self.is_last:
-            self.schedule.step(*arguments)
-            return None
-        losses: list[Tensor] = []
-        self.schedule.step(*arguments, targets_BT=targets_BT, target=targets_BT, losses=losses)
-        return torch.stack([loss.detach() for loss in losses]).mean()
+        return self._pipeline.step(tokens_BT, targets_BT, len(tokens_BT))

@@ -90,12 +90,14 @@ def bench_distributed(work: Work, report: Callable[[Row], None] = lambda row: No
         for layout in work.layouts:
             bf16_rate = None
             for implementation in chosen:
+                row = _about(workload, implementation, layout)
                 if work.seconds is not None and any_rank(device, time.perf_counter() - began > work.seconds):
-                    continue
-                row = _row(workload, implementation, layout, work.steps, device)
-                if "error" not in row:
-                    bf16_rate = row["tokens_per_s_per_gpu"] if implementation.name == BF16 else bf16_rate
-                    row["ratio_to_bf16"] = row["tokens_per_s_per_gpu"] / bf16_rate if bf16_rate else float("nan")
+                    row["error"] = f"not begun: --seconds {work.seconds:g} had gone by"
+                else:
+                    row |= _tried(workload, implementation, layout, work.steps, device)
+                if implementation.name == BF16:
+                    bf16_rate = row.get("tokens_per_s_per_gpu")
+                row |= _beside(row, bf16_rate)
                 if is_first_rank():
                     rows.append(row)
                     report(row)
@@ -112,18 +114,30 @@ def _check(work: Work) -> tuple[Workload, list[Implementation]]:
     return WORKLOADS[work.workload], chosen
 
 
-def _row(workload: Workload, implementation: Implementation, layout: Layout, steps: int, device: torch.device) -> Row:
+def _about(workload: Workload, implementation: Implementation, layout: Layout) -> Row:
     row: Row = {"workload": workload.name, "implementation": implementation.name, "layout": str(layout)}
-    row |= {"ranks": dist.get_world_size(), "shape": asdict(workload.model), "compiled": workload.compile}
+    return row | {"ranks": dist.get_world_size(), "shape": asdict(workload.model), "compiled": workload.compile}
+
+
+def _beside(row: Row, bf16_rate: float | None) -> Row:
+    """Return a row's speed in units of BF16's, or that there is none."""
+    if "error" in row:
+        return {}
+    if bf16_rate is None:
+        return {"error": f"BF16 of this layout failed; {row['tokens_per_s_per_gpu']:.0f} tokens/s/GPU beside nothing"}
+    return {"ratio_to_bf16": row["tokens_per_s_per_gpu"] / bf16_rate}
+
+
+def _tried(workload: Workload, implementation: Implementation, layout: Layout, steps: int, device: torch.device) -> Row:
     try:
-        row |= _measure(workload, implementation, layout, steps, device)
+        return _measure(workload, implementation, layout, steps, device)
     except Exception as error:  # the others are still worth knowing
-        row["error"] = failure(error)
-    gc.collect()
-    torch._dynamo.reset()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return row
+        return {"error": failure(error)}
+    finally:
+        gc.collect()
+        torch._dynamo.reset()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def _measure(
@@ -133,7 +147,7 @@ def _measure(
     if ranks % (layout.tensor * layout.stages):
         raise ConfigError(f"{ranks} ranks cannot be shared by {layout}.")
     sequences = workload.sequences * ranks
-    trainer, data = lay_out(workload.model, implementation, layout, sequences, device)
+    trainer, data = lay_out(workload.model, implementation, layout, device)
     optimizer = implementation.optimizer([pair for module in trainer.modules for pair in module.named_parameters()])
 
     def step(number: int) -> Tensor | None:

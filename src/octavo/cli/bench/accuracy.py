@@ -49,19 +49,16 @@ def parity(
     out
         Directory for the runs.
     """
-    import torch
-
     from octavo.bench.accuracy.parity import add_evidence, curves, run_parity
 
     say = printer(json_output)
-    names, numbers = tuple(recipes.split(",")), tuple(int(seed) for seed in seeds.split(","))
-    shared = ["--preset", preset, *(["--steps", str(steps)] if steps else [])]
+    names, numbers, shared = tuple(recipes.split(",")), _numbers(seeds), _shared(preset, steps)
     rows = run_parity(
         shared,
         names,
         numbers,
         out=out,
-        slots=slots or max(torch.cuda.device_count(), 1),
+        slots=slots or _gpus(),
         report=say,
     )
     rows = add_evidence(rows, out, report=say)
@@ -106,19 +103,31 @@ def tiers(
     out
         Directory for the runs.
     """
-    import torch
-
     from octavo.bench.accuracy.tiers import TIERS, run_tiers
     from octavo.bench.tables.accuracy import tiers_of
 
     say = printer(json_output)
-    names, numbers = states or tuple(TIERS), tuple(int(seed) for seed in seeds.split(","))
-    shared = ["--preset", preset, *(["--steps", str(steps)] if steps else [])]
-    slots = slots or max(torch.cuda.device_count(), 1)
-    rows = run_tiers(shared, names, numbers, out=out, slots=slots, report=say)
+    names, shared = states or tuple(TIERS), _shared(preset, steps)
+    rows = run_tiers(shared, names, _numbers(seeds), out=out, slots=slots or _gpus(), report=say)
     say(tiers_of(rows))
     flags = [*(f'--states "{name}"' for name in states), f"--seeds {seeds}", *shared]
     return finish("tiers", rows, write, json_output, " ".join(["octavo bench tiers", *flags]))
+
+
+def _shared(preset: str, steps: int | None) -> list[str]:
+    """Return the flags of `octavo train` that all runs of a study share."""
+    return ["--preset", preset, *(["--steps", str(steps)] if steps else [])]
+
+
+def _numbers(seeds: str) -> tuple[int, ...]:
+    return tuple(int(seed) for seed in seeds.split(","))
+
+
+def _gpus() -> int:
+    """Return how many runs there may be at a time: one a GPU, or one."""
+    import torch
+
+    return max(torch.cuda.device_count(), 1)
 
 
 def _parity_report(rows: list[dict[str, Any]], out: Path) -> str:
