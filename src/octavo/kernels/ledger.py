@@ -39,6 +39,26 @@ def record() -> Iterator[Ledger]:
         _open.remove(ledger)
 
 
+@contextmanager
+def apart() -> Iterator[Ledger]:
+    """Count what runs inside the block in a ledger of its own alone: a capture, in which nothing runs."""
+    ledger, others = Ledger(), _open[:]
+    _open[:] = [ledger]
+    try:
+        yield ledger
+    finally:
+        _open[:] = others
+
+
+def enter(counted: Ledger) -> None:
+    """Enter all that another ledger has counted in every open one: a replay of what was captured under it."""
+    for kernel, number in counted.gemms.items():
+        count(kernel, number)
+    count_weights(counted.weights)
+    for reason in counted.fallbacks:
+        fall_back(reason)
+
+
 def count(kernel: str, number: int = 1) -> None:
     """Enter a GEMM, or that many in one launch, in every open ledger."""
     for ledger in _open:

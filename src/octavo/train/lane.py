@@ -24,6 +24,7 @@ from octavo.train.config import OptimizerConfig
 from octavo.train.loss_scale import LossScale
 from octavo.train.parallel import ALONE, Ranks, whole
 from octavo.train.patterns import groups_of, value_of
+from octavo.train.replay import Replay
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Lane:
 
     Parameters are what the model has: FP32, BF16 or FP8. Forward and backward run under BF16 autocast unless `autocast`
     is false. On several ranks the model is cut and sharded over them here. Each rank steps on its part of a batch, and
-    losses and norms are those of all.
+    losses and norms are those of all. With `graph` they are captured as a CUDA graph (`Replay`).
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Lane:
         autocast: bool = True,
         seed: int = 0,
         ranks: Ranks = ALONE,
+        graph: bool = False,
     ) -> None:
         self.name = name
         self.ranks = ranks
@@ -72,6 +74,7 @@ class Lane:
         )
         self.optimizer = _optimizer(trained, config, lr_factors, seed)
         self._clips_in_step = config.gradients == "fp8"
+        self.replay = Replay(self._train, self.model, self._trained) if graph else None
         # Where the loss first stopped being finite. On the device, so that no step has to wait for it.
         self._broken_at = torch.full((), -1, dtype=torch.int64, device=self.device)
 
@@ -89,7 +92,7 @@ class Lane:
     def step(self, inputs_BT: Tensor, targets_BT: Tensor, *, step: int, lr: float, accumulate: int = 1) -> Measured:
         """Make one update from a batch, split into `accumulate` equal parts whose gradients are averaged."""
         self.model.train()
-        loss = self._pass(inputs_BT, targets_BT, accumulate, self.loss_scale.scaled)
+        loss = (self.replay or self._train)(inputs_BT, targets_BT, accumulate)
         self.loss_scale.unscale(self._trained, loss)
         norm = None if self._clips_in_step else self._clip()
         for group in self.optimizer.param_groups:
@@ -102,11 +105,16 @@ class Lane:
 
     def probe(self, inputs_BT: Tensor, targets_BT: Tensor, accumulate: int = 1, *, backward: bool = True) -> Probe:
         """Return loss and gradient norm of a batch, 0 without `backward`; nothing changes. Waits for the device."""
+        if self.replay is not None:
+            self.replay.forget()  # its memory is needed
         with torch.set_grad_enabled(backward):
             loss = self._pass(inputs_BT, targets_BT, accumulate, _as_it_is)
         norm = self._norm(self._gradients())
         self.optimizer.zero_grad(set_to_none=True)
         return Probe(float(loss), float(whole(norm)))
+
+    def _train(self, inputs_BT: Tensor, targets_BT: Tensor, parts: int) -> Tensor:
+        return self._pass(inputs_BT, targets_BT, parts, self.loss_scale.scaled)
 
     def _pass(self, inputs_BT: Tensor, targets_BT: Tensor, parts: int, scaled: Callable[[Tensor], Tensor]) -> Tensor:
         """Go through a batch part by part, and backward where gradients are enabled; return the loss of all ranks."""

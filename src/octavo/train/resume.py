@@ -25,6 +25,7 @@ FREE = {
     "run.device",
     "run.eval_every",
     "run.eval_tokens",
+    "run.graph",
     "run.keep",
     "run.log_every",
     "run.out",

@@ -100,6 +100,7 @@ class Trainer:
         self.telemetry: Source | None = None
         self._measured: NDArray[np.float32] | None = None
         """The newest values of telemetry that have arrived."""
+        self._refused: set[str] = set()
         self.watch_tensors()
         self._recalibration = recalibration_of(self.config, self.setup.lanes[0].model)
         self._guarded = GuardedRun(self)
@@ -196,6 +197,7 @@ class Trainer:
         for lane in self.setup.lanes:
             with Stopwatch(device) as watches[lane.name]:
                 measured[lane.name] = lane.step(inputs_BT, targets_BT, step=self.done, lr=lr, accumulate=run.accumulate)
+            self._tell_of_refusal(lane)
         if self.telemetry is not None and self.telemetry.done < self.done:
             self.telemetry.step()  # the step was skipped: the optimizer did not close it
         self._recalibrate()
@@ -219,6 +221,13 @@ class Trainer:
             self._evaluate()
         if save or evaluate:
             self._restart_clock()
+
+    def _tell_of_refusal(self, lane: Lane) -> None:
+        """Tell, once, that steps could not be captured as a CUDA graph."""
+        if lane.replay is not None and lane.replay.refusal and lane.name not in self._refused:
+            self._refused.add(lane.name)
+            text = f"steps of the {lane.name.upper()} model are launched kernel by kernel, not as a CUDA graph"
+            self.tell(Noted(note=Note(self.done, "warning", "graph", f"{text}: {lane.replay.refusal}")))
 
     def _recalibrate(self) -> None:
         """Make static scales anew where that is due; a look at what saturates waits for the device."""

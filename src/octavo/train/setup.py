@@ -143,7 +143,25 @@ def _lane(name: str, model: nn.Module, config: RunConfig, device: torch.device, 
             block.compile(fullgraph=True)
     seed = config.run.seed + ranks.place  # of roundings: stages are not to draw the same bits
     if parallel.pipeline == 1:
-        return Lane(name, model, config.optimizer, seed=seed, ranks=ranks)
+        graph = replays(config, device, ranks)
+        return Lane(name, model, config.optimizer, seed=seed, ranks=ranks, graph=graph)
     from octavo.train.pipelined import PipelinedLane
 
     return PipelinedLane(name, model, config.optimizer, seed=seed, ranks=ranks)
+
+
+def replays(config: RunConfig, device: torch.device, ranks: Ranks = ALONE) -> bool:
+    """Return whether the passes of a run are to be replayed as a CUDA graph.
+
+    Raises:
+        ConfigError: they cannot be, and `run.graph` is `on`.
+    """
+    reasons = {
+        f"the run is on a {device.type.upper()}": device.type != "cuda",
+        f"{ranks.count} ranks share it": ranks.count > 1,
+        "FP8 gradients are taken by the optimizer as backward makes them": config.optimizer.gradients == "fp8",
+    }
+    against = [reason for reason, holds in reasons.items() if holds]
+    if config.run.graph == "on" and against:
+        raise ConfigError(f"run.graph: 'on' needs one GPU and wide gradients, but {against[0]}. Take 'auto' or 'off'.")
+    return config.run.graph != "off" and not against

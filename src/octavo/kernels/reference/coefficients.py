@@ -1,0 +1,77 @@
+"""Coefficients as they are defined, in plain PyTorch. See `octavo.kernels.coefficients`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from octavo.kernels.coefficients import Made, Told
+
+
+def group_squares(squares: Tensor, own: Tensor, groups: int) -> Tensor:
+    """Return the sums of squares of each group. See `octavo.kernels.coefficients.group_squares`."""
+    is_member = torch.arange(groups, device=squares.device)[:, None] == own[:, 0]
+    return torch.where(is_member, squares, 0.0).sum(dim=1)
+
+
+def coefficients(told: Told, counts: Sequence[Tensor], skipped: Tensor) -> Made:
+    """Return the coefficients of a step, and count it. See `octavo.kernels.coefficients.coefficients`."""
+    from octavo.kernels.coefficients import Made
+    from octavo.kernels.optimizer import COEFFICIENTS
+
+    hyper, own = told.hyper, told.own
+    by_group, skip, norm = _clip(told)
+    skipped += skip
+    if counts:
+        torch._foreach_add_(list(counts), 1.0 - skip[0].float())
+    steps = torch.stack(list(counts)).int() if counts else skip.new_empty(0)
+    group, bound, lr_ratio, averages = own.unbind(dim=1)
+    factor = by_group[group.long()]
+    lr, beta1, beta2, eps, decay, *_ = hyper[group.long()].unbind(dim=1)
+    first, second = power(torch.stack((beta1, beta2)), steps.clamp(min=1))  # 1: a first step that is skipped
+    columns = {
+        "factor": torch.where(averages > 0, factor * (1 - beta1), factor),
+        "first_share": 1 - beta1,
+        "second_decay": beta2,
+        "second_share": 1 - beta2,
+        "first_correction": 1 / (1 - first),
+        "root_correction": 1 / (1 - second).sqrt(),
+        "eps": eps,
+        "lr": lr * lr_ratio,
+        "weight_kept": 1 - lr * decay if told.decays_weights else torch.ones_like(lr),
+        "weight_decay": decay,
+        "largest_update": bound,
+        "first_decay": beta1,
+    }
+    return Made(torch.stack([columns[name] for name in COEFFICIENTS], dim=1).float(), steps, skip, norm)
+
+
+def power(base: Tensor, exponent: Tensor) -> Tensor:
+    """Return base to an integer power of at least 0, by repeated squaring."""
+    result = torch.ones_like(base)
+    while exponent.any():
+        result = torch.where(exponent % 2 > 0, result * base, result)
+        base, exponent = base * base, exponent // 2
+    return result
+
+
+def _clip(told: Told) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return what the gradients of each group are multiplied by, FP64 (G,); whether to skip; and the norm."""
+    *_, sign, clip, clip_all = told.hyper.unbind(dim=1)
+    scale = torch.ones_like(sign[:1]) if told.grad_scale is None else told.grad_scale.double().reshape(1)
+    inverse = 1 / scale.to(sign.device)
+    skip = torch.zeros(1, dtype=torch.bool, device=sign.device)
+    if told.found_inf is not None:
+        skip = skip | (told.found_inf.reshape(1) > 0).to(sign.device)
+    if told.group_squares is None:
+        return sign * inverse, skip.int(), None
+    squares = told.group_squares * (inverse * inverse)
+    norms, norm = squares.sqrt(), squares.sum().sqrt()
+    kept = (clip / (norms + 1e-6)).clamp(max=1.0)
+    clipped = kept * norms
+    kept = kept * (clip_all / ((clipped * clipped).sum().sqrt() + 1e-6)).clamp(max=1.0)
+    return sign * inverse * kept, (skip | ~norm.isfinite()).int(), norm.float()

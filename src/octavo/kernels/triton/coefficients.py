@@ -1,0 +1,132 @@
+"""Coefficients in one launch: a program takes some parameters, and each finds the norm of all groups for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.coefficients import Made, Told
+from octavo.kernels.uploads import Uploads
+
+BLOCK = 128
+"""Parameters of a program."""
+SUMMED = 1024
+"""Least number of them that are summed at a time."""
+
+HYPER: tl.constexpr = tl.constexpr(8)
+OWN: tl.constexpr = tl.constexpr(4)
+COLUMNS: tl.constexpr = tl.constexpr(12)
+"""Of the tables, and of the coefficients."""
+
+
+def group_squares(squares: Tensor, own: Tensor, groups: int) -> Tensor:
+    """See `octavo.kernels.coefficients.group_squares`."""
+    sums = torch.empty(groups, dtype=torch.float64, device=squares.device)
+    size = max(triton.next_power_of_2(len(squares)), SUMMED)
+    _sums_kernel[(groups,)](squares, own, sums, len(squares), SIZE=size, enable_fp_fusion=False)
+    return sums
+
+
+def coefficients(told: Told, counts: Sequence[Tensor], skipped: Tensor, uploads: Uploads, name: Hashable) -> Made:
+    """See `octavo.kernels.coefficients.coefficients`."""
+    device, own = told.hyper.device, told.own
+    addresses = tuple(count.data_ptr() for count in counts)
+    places = uploads(("counts", name), addresses, lambda: torch.tensor(addresses, dtype=torch.int64), device)
+    made = Made(
+        torch.empty(len(own), COLUMNS.value, dtype=torch.float32, device=device),
+        torch.empty(len(own), dtype=torch.int32, device=device),
+        torch.empty(1, dtype=torch.int32, device=device),
+        None if told.group_squares is None else torch.empty((), dtype=torch.float32, device=device),
+    )
+    amp = (None if one is None else one.to(device) for one in (told.grad_scale, told.found_inf))
+    _coefficients_kernel[(max(triton.cdiv(len(own), BLOCK), 1),)](
+        told.hyper, own, told.group_squares, *amp, places, skipped, *made, len(told.hyper), len(own),
+        DECAYS=told.decays_weights, GROUPS=triton.next_power_of_2(len(told.hyper)), SIZE=BLOCK, enable_fp_fusion=False,
+    )  # fmt: skip
+    return made
+
+
+@triton.jit(do_not_specialize=["count"])
+def _sums_kernel(squares, own, sums, count, SIZE: tl.constexpr):
+    row = tl.arange(0, SIZE)
+    group = tl.load(own + OWN * row, mask=row < count, other=-1.0).to(tl.int32)
+    is_member = group == tl.program_id(0)
+    tl.store(sums + tl.program_id(0), tl.sum(tl.load(squares + row, mask=is_member, other=0.0), axis=0))
+
+
+@triton.jit(do_not_specialize=["groups", "count"])
+def _coefficients_kernel(
+    hyper, own, squares, grad_scale, found_inf, counts, skipped, coefficients, steps, skip, norm, groups, count,
+    DECAYS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    one = tl.arange(0, 1)
+    inverse, clip_all, skips = tl.full((1,), 1.0, tl.float64), tl.full((1,), 1.0, tl.float64), one * 0
+    if grad_scale is not None:
+        inverse = 1 / tl.load(grad_scale + one).to(tl.float64)
+    if found_inf is not None:
+        skips = (tl.load(found_inf + one) > 0).to(tl.int32)
+    if squares is not None:
+        group = tl.arange(0, GROUPS)
+        true = tl.load(squares + group, mask=group < groups, other=0.0) * (inverse * inverse)
+        found = tl.sqrt(tl.sum(true, axis=0, keep_dims=True))
+        kept = _kept(tl.load(hyper + HYPER * group + 6, mask=group < groups, other=1.0), tl.sqrt(true))
+        clipped = kept * tl.sqrt(true)
+        clip_all = _kept(tl.load(hyper + 7 + one), tl.sqrt(tl.sum(clipped * clipped, axis=0, keep_dims=True)))
+        skips = tl.where(found < float("inf"), skips, 1)
+    if tl.program_id(0) == 0:
+        tl.store(skip + one, skips)
+        tl.store(skipped + one, tl.load(skipped + one) + skips)
+        if squares is not None:
+            tl.store(norm + one, found.to(tl.float32))
+
+    row = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    there = row < count
+    counted = tl.load(counts + row, mask=there, other=0).to(tl.pointer_type(tl.float32))
+    step = tl.load(counted, mask=there, other=0.0) + (1 - skips).to(tl.float32)
+    tl.store(counted, step, mask=there)
+    step = step.to(tl.int32)
+    tl.store(steps + row, step, mask=there)
+
+    group = tl.load(own + OWN * row, mask=there, other=0.0).to(tl.int32)
+    bound = tl.load(own + OWN * row + 1, mask=there, other=0.0)
+    lr_ratio = tl.load(own + OWN * row + 2, mask=there, other=0.0)
+    averages = tl.load(own + OWN * row + 3, mask=there, other=0.0)
+    of_group = hyper + HYPER * group
+    lr, beta1, beta2 = tl.load(of_group), tl.load(of_group + 1), tl.load(of_group + 2)
+    eps, decay = tl.load(of_group + 3), tl.load(of_group + 4)
+    factor = tl.load(of_group + 5) * inverse
+    if squares is not None:
+        true = tl.load(squares + group) * (inverse * inverse)
+        factor = factor * (_kept(tl.load(of_group + 6), tl.sqrt(true)) * clip_all)
+    step = tl.maximum(step, 1)
+    weight_kept = lr * 0 + 1
+    if DECAYS:
+        weight_kept = 1 - lr * decay
+    columns = (
+        tl.where(averages > 0, factor * (1 - beta1), factor), 1 - beta1, beta2, 1 - beta2,
+        1 / (1 - _power(beta1, step)), 1 / tl.sqrt(1 - _power(beta2, step)), eps, lr * lr_ratio, weight_kept, decay,
+        bound, beta1,
+    )  # fmt: skip
+    for i in tl.static_range(12):
+        tl.store(coefficients + COLUMNS * row + i, columns[i].to(tl.float32), mask=there)
+
+
+@triton.jit
+def _kept(limit, norm):
+    """What a norm is multiplied by; NaN stays NaN."""
+    share = limit / (norm + 1e-6)
+    return tl.where(share > 1, 1.0, share)
+
+
+@triton.jit
+def _power(base, exponent):
+    result = base * 0 + 1
+    for _ in tl.static_range(31):
+        result = tl.where(exponent % 2 > 0, result * base, result)
+        base = base * base
+        exponent = exponent // 2
+    return result
