@@ -14,7 +14,8 @@ FP8 = torch.float8_e4m3fn
 EVEN, RAGGED = ((20, 256), (3, 128)), ((7, 100), (3, 303), (1, 5))
 KINDS = {
     "fp32": ("fp32", torch.float32),
-    "fp32 master apart": ("fp32", torch.bfloat16),
+    "fp32, bf16 weight": ("fp32", torch.bfloat16),
+    "fp32 master apart": ("fp32", torch.float16),
     "exact": ("exact", torch.bfloat16),
     "fp8-lm": ("fp8-lm", torch.bfloat16),
     "fp8-lm, fp8 weight": ("fp8-lm", FP8),

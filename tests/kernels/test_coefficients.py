@@ -16,7 +16,7 @@ GROUP = {
 }  # fmt: skip
 
 
-def made(groups=({},), own=(Own(0, 10.0),), squares=None, counts=(4.0,), decays_weights=True, **amp):
+def made(groups=({},), own=((0, 10.0, 1.0, False),), squares=None, counts=(4.0,), decays_weights=True, **amp):
     """Return what a step takes of such settings, the counts, and what was skipped."""
     hyper = torch.tensor([[{**GROUP, **group}[name] for name in HYPER] for group in groups], dtype=torch.float64)
     rows = torch.tensor(own, dtype=torch.float64).reshape(-1, len(Own._fields))
@@ -58,7 +58,7 @@ def test_what_a_parameter_has_of_its_own():
 def test_clipping_of_a_group_then_of_all():
     """Norms 3 and 4 (of two parameters); the first is clipped to 1, then all, 17^0.5 long, to 2."""
     own = (Own(1, 1.0), Own(0, 1.0), Own(1, 1.0))
-    result, _, _ = made(({"clip": 1.0, "clip_all": 2.0}, {}), own, (7.0, 9.0, 9.0), (1.0, 1.0, 1.0))
+    result, _, _ = made(({"clip": 1.0, "clip_all": 2.0}, {"clip_all": 2.0}), own, (7.0, 9.0, 9.0), (1.0, 1.0, 1.0))
     factors = result.coefficients[:, 0].tolist()
     assert factors == pytest.approx([2 / 17**0.5, 2 / 17**0.5 / 3, 2 / 17**0.5], rel=1e-5)
     assert float(result.norm) == 5.0

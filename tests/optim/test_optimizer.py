@@ -11,7 +11,7 @@ from safetensors.torch import load, save
 from torch import nn
 
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
-from octavo.optim import TIERS, Adam, AdamW, Lion, bytes_per_parameter, flatten, keep_none, unflatten
+from octavo.optim import TIERS, Adam, AdamW, Lion, Muon, bytes_per_parameter, flatten, keep_none, unflatten
 from octavo.tensor import FP8Tensor
 
 
@@ -216,6 +216,32 @@ def test_a_state_of_another_tier_shape_or_model_is_refused():
         Adam(net.parameters(), states="fp8").load_state_dict(before)
 
 
+def move_weights(optimizer):
+    for entry in optimizer.entries():
+        entry.parameter.data = entry.parameter.data.clone()
+
+
+@pytest.mark.parametrize("change", [
+    move_weights,
+    lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+    lambda optimizer: setattr(optimizer, "max_update", 0.1),
+    lambda optimizer: setattr(optimizer, "rounding", "nearest"),
+], ids=["weights", "states", "bound", "rounding"])  # fmt: skip
+def test_what_has_changed_between_steps_is_seen(change):
+    """As an optimizer sees it that has made no step before."""
+    a = model(torch.bfloat16)
+    one = AdamW(a.named_parameters(), lr=1e-3, seed=7)
+    train(a, one, 1)
+    b = copy.deepcopy(a)
+    other = AdamW(b.named_parameters(), lr=1e-3)
+    other.load_state_dict(one.state_dict())
+    change(one), change(other)
+    train(a, one, 2, first=1), train(b, other, 2, first=1)
+    assert same(weights(a), weights(b)) and int(one.clamped) == int(other.clamped)
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        assert all(torch.equal(t.float(), other.state[q][name].float()) for name, t in one.state[p].items())
+
+
 def test_small_tensors_and_embeddings_are_kept_exactly():
     net = nn.ModuleDict({"embed": nn.Embedding(64, 128), "linear": nn.Linear(128, 64), "norm": nn.LayerNorm(128)})
     optimizer = AdamW(net.named_parameters())
@@ -278,3 +304,32 @@ def test_bad_input():
     with pytest.raises(UnsupportedError, match="dense"):
         AdamW(embedding.parameters()).step()
     AdamW([w]).step()  # no gradient at all
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [AdamW, Muon])
+@pytest.mark.parametrize("states", ["fp32", "fp8", "fp8-lm"])
+def test_a_captured_step_is_the_step(states, kind):
+    """Clipping, a learning rate that is a tensor, and steps that are skipped, in a CUDA graph."""
+    nets = [model(torch.bfloat16).cuda() for _ in range(2)]
+    made = [kind(net.named_parameters(), torch.tensor(1e-3, device="cuda"), states=states, clip=0.5) for net in nets]
+    for net, optimizer in zip(nets, made, strict=True):
+        optimizer.found_inf = torch.zeros(1, device="cuda")
+        for p in net.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made[0].step()
+    for step in range(4):
+        for net, optimizer in zip(nets, made, strict=True):
+            optimizer.param_groups[0]["lr"].fill_(1e-3 / (step + 1))
+            optimizer.found_inf.fill_(step == 2)
+            generator = torch.Generator("cuda").manual_seed(step)
+            for p in net.parameters():
+                p.grad.copy_(torch.randn(p.shape, device="cuda", generator=generator))
+        graph.replay(), made[1].step()
+        assert same(*map(weights, nets)) and float(made[0].grad_norm) == float(made[1].grad_norm) > 0.5
+    assert [int(optimizer.skipped) for optimizer in made] == [1, 1]
+    counts = [float(optimizer.state[net[0].weight]["step"]) for net, optimizer in zip(nets, made, strict=True)]
+    assert counts == [4, 4]

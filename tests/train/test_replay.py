@@ -15,10 +15,11 @@ from octavo.models import ModelConfig, build
 from octavo.nn.telemetry import Telemetry
 from octavo.train.config import LoopConfig, OptimizerConfig, RunConfig
 from octavo.train.lane import Lane
-from octavo.train.replay import WARM, Replay
+from octavo.train.parallel import ALONE, Launch
+from octavo.train.replay import WARM, Replay, _stored
 from octavo.train.setup import replays
 
-CONFIG = ModelConfig(vocab=32, dim=32, layers=1, heads=2, ffn=64, sequence=8)
+CONFIG = ModelConfig(vocab=32, dim=64, layers=1, heads=2, ffn=128, sequence=8)  # large enough for FP8 gradients
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 on_both = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
@@ -28,7 +29,7 @@ def lane(*, graph: bool, recipe: str = "folded", device: str = "cpu", **settings
     convert(model, recipe, policy=Policy(min_gain=0.0))
     made = Lane("fp8", model, OptimizerConfig(**settings), graph=graph)
     if graph and device == "cpu":
-        made.replay = Replay(made._train, made.model, made._trained, **on_cpu(made))
+        made.replay = Replay(made._train, made.model, made._trained, made.optimizer, **on_cpu(made))
     return made
 
 
@@ -43,14 +44,18 @@ def on_cpu(own: Lane) -> dict[str, Any]:
     def capture(work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         capture.asked += 1  # type: ignore[attr-defined]
         loss = work()
-        kept = [(p, p.grad) for p in own._trained]
+        kept, stored = [(p, p.grad) for p in own._trained], _stored(own.optimizer)
 
         def replay() -> None:
             own.optimizer.zero_grad(set_to_none=True)
             loss.copy_(work())
             for parameter, gradient in kept:
-                assert gradient is not None and parameter.grad is not None
-                gradient.copy_(parameter.grad)
+                if gradient is not None and parameter.grad is not None:
+                    gradient.copy_(parameter.grad)
+            for number, codes in _stored(own.optimizer).items():
+                for there, here in zip(stored[number], codes, strict=True):
+                    there.copy_(here)
+            own.optimizer.zero_grad(set_to_none=True)  # a graph writes memory, and knows of no parameters
 
         def counting_replay() -> None:
             with kernels.ledger.apart():  # a graph launches kernels, and no operator that would count them
@@ -73,10 +78,14 @@ def captures(own: Lane) -> int:
 
 
 @on_both
+@pytest.mark.parametrize("gradients", ["wide", "fp8"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("recipe", ["folded", "block", "delayed"])
-def test_replayed_steps_are_those_that_are_launched_one_by_one(recipe: str, accumulate: int, device: str) -> None:
-    by_kernel, by_graph = (lane(graph=graph, recipe=recipe, device=device, states="fp8") for graph in (False, True))
+def test_replayed_steps_are_those_that_are_launched_one_by_one(
+    recipe: str, accumulate: int, gradients: str, device: str
+) -> None:
+    settings: dict[str, Any] = {"recipe": recipe, "device": device, "states": "fp8", "gradients": gradients}
+    by_kernel, by_graph = (lane(graph=graph, **settings) for graph in (False, True))
     with kernels.record() as plain:
         expected = trained(by_kernel, WARM + 5, accumulate)
     with kernels.record() as counted:
@@ -123,7 +132,7 @@ def test_a_refused_capture_is_told_and_training_goes_on() -> None:
         raise RuntimeError("operation not permitted\nwhen stream is capturing")
 
     own, other = lane(graph=False), lane(graph=True)
-    other.replay = Replay(other._train, other.model, other._trained, capture=refuses)
+    other.replay = Replay(other._train, other.model, other._trained, other.optimizer, capture=refuses)
     assert trained(other, WARM + 2) == trained(own, WARM + 2)
     assert other.replay.refusal == "RuntimeError: operation not permitted when stream is capturing"
 
@@ -138,27 +147,21 @@ def test_a_result_outlives_the_next_replay(device: str) -> None:
     assert float(first) == before
 
 
-def asked(graph: str, **optimizer: Any) -> RunConfig:
-    run, settings = LoopConfig(graph=graph), OptimizerConfig(**optimizer)  # type: ignore[arg-type]
-    return RunConfig(model=dataclasses.replace(CONFIG, sequence=256), run=run, optimizer=settings)
+def asked(graph: str) -> RunConfig:
+    run = LoopConfig(graph=graph)  # type: ignore[arg-type]
+    return RunConfig(model=dataclasses.replace(CONFIG, sequence=256), run=run)
 
 
 @pytest.mark.parametrize(
-    ("graph", "device", "optimizer", "expected"),
-    [
-        ("auto", CUDA, {}, True),
-        ("on", CUDA, {}, True),
-        ("off", CUDA, {}, False),
-        ("auto", CPU, {}, False),
-        ("auto", CUDA, {"gradients": "fp8", "states": "fp8"}, False),
-    ],
+    ("graph", "device", "expected"),
+    [("auto", CUDA, True), ("on", CUDA, True), ("off", CUDA, False), ("auto", CPU, False)],
 )
-def test_when_a_run_is_replayed(graph: str, device: torch.device, optimizer: dict[str, Any], expected: bool) -> None:
-    assert replays(asked(graph, **optimizer), device) is expected
+def test_when_a_run_is_replayed(graph: str, device: torch.device, expected: bool) -> None:
+    assert replays(asked(graph), device) is expected
 
 
 def test_asking_for_a_graph_where_there_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"run.graph: 'on' needs one GPU .*, but the run is on a CPU"):
+    with pytest.raises(ConfigError, match=r"run\.graph: 'on' needs one GPU, but the run is on a CPU"):
         replays(asked("on"), CPU)
-    with pytest.raises(ConfigError, match="FP8 gradients are taken by the optimizer"):
-        replays(asked("on", gradients="fp8"), CUDA)
+    with pytest.raises(ConfigError, match="2 ranks share the run"):
+        replays(asked("on"), CUDA, dataclasses.replace(ALONE, launch=Launch(ranks=2)))

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from octavo.kernels.dispatch import launches_on, uses_triton
@@ -17,7 +16,7 @@ from octavo.kernels.reference import coefficients as reference
 from octavo.kernels.uploads import Uploads
 
 HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "sign", "clip", "clip_all")
-"""Of a group: its settings, 1 or -1 to maximise, the largest norm of its gradients, and that of all groups'."""
+"""Of a group: its settings, 1 or -1 to maximise, largest norm of its gradients; and of all, the same in each row."""
 
 
 class Own(NamedTuple):

@@ -5,6 +5,7 @@ A gradient is stored once, when all of it is there: adding up in FP8 would round
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -70,6 +71,14 @@ class Gradients:
         store_gradient(gradient, as_matrix(kept.codes, parameter), kept.scale, storage.scaling)
         self._held[number] = kept
         parameter.grad = None
+
+    def all(self) -> dict[int, Codes]:
+        """Return all that are stored now, by number."""
+        return dict(self._held)
+
+    def put_back(self, gradients: Mapping[int, Codes]) -> None:
+        """Have these stored and no others: those that `all` returned, which a CUDA graph has written anew."""
+        self._held = dict(gradients)
 
     def clear(self, keep_memory: bool) -> None:
         """Forget all gradients. With `keep_memory` the next ones are written where they were, as a CUDA graph needs."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError, did_you_mean
+from octavo.kernels.coefficients import Own
 from octavo.kernels.optimizer import COEFFICIENTS, Control, Layout, Slot, momentum, update
-from octavo.optim import coefficients, convert, orthogonal
+from octavo.optim import convert, orthogonal
 from octavo.optim.optimizer import Entry, Optimizer
 from octavo.optim.owners import Rows, from_owners, rows_of, to_owners
 from octavo.optim.states import RuleName, hidden_matrix
@@ -169,7 +170,10 @@ class Muon(Optimizer):
     def _groups_of(self, rule: str) -> list[int]:
         return [index for index, group in enumerate(self.param_groups) if group["rule"] == rule]
 
-    def _own(self, entry: Entry, layout: Layout) -> coefficients.Own:
+    def _settings_of(self, group: Mapping[str, Any]) -> Hashable:
+        return super()._settings_of(group), group["rule"], group.get("adjust_lr_fn")
+
+    def _own(self, entry: Entry, layout: Layout) -> Own:
         if self.rule_of(entry) != "muon":
             return super()._own(entry, layout)
         rows, cols = entry.parameter.shape
@@ -177,7 +181,7 @@ class Muon(Optimizer):
             ratio = 0.2 * math.sqrt(max(rows, cols))
         else:
             ratio = math.sqrt(max(1.0, rows / max(cols, 1)))
-        return coefficients.Own(math.inf, ratio, averages=True)
+        return Own(entry.group, math.inf, ratio, averages=True)
 
     def _apply(self, slots: Sequence[Slot], layout: Layout, control: Control, entries: Sequence[Entry]) -> None:
         if layout.rule != "given":

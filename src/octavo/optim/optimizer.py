@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError, UnsupportedError, did_you_mean
+from octavo.kernels.coefficients import Own, Told, group_squares
+from octavo.kernels.coefficients import coefficients as step_coefficients
 from octavo.kernels.optimizer import Control, Layout, Slot, squares, update
 from octavo.kernels.uploads import Uploads
 from octavo.optim import coefficients, convert
-from octavo.optim.gradients import Gradients, check_format
+from octavo.optim.gradients import Codes, Gradients, check_format
 from octavo.optim.ranks import spread, sum_over_ranks
 from octavo.optim.report import bytes_by_kind
 from octavo.optim.settings import check_group, limit
@@ -38,6 +40,17 @@ class Entry(NamedTuple):
     name: str
     parameter: Tensor
     group: int
+
+
+class Placed(NamedTuple):
+    """What is known of a parameter until its state lies elsewhere."""
+
+    key: tuple[Any, ...]
+    """What tells that it does."""
+    layout: Layout
+    own: Own
+    slot: Slot
+    """Without a gradient."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -115,8 +128,9 @@ class Optimizer(torch.optim.Optimizer):
         self._gradients = Gradients()
         self._accumulates = False
         self._entries: list[Entry] = []
-        self._slots: dict[int, tuple[Hashable, Layout, Slot]] = {}
-        """Of each parameter, with what tells that its state lies elsewhere now."""
+        self._placed: dict[int, Placed] = {}
+        self._layouts: dict[Layout, Layout] = {}
+        """One object for all that are equal: they are told apart by it, as hashing each in every step takes long."""
         super().__init__(params, {**defaults, **_SHARED, "states": states, "gradients": gradients})
         self.skipped = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.clamped = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -179,6 +193,18 @@ class Optimizer(torch.optim.Optimizer):
         entry = next((entry for entry in self.entries() if entry.parameter is parameter), None)
         codes = None if entry is None else self._gradients.get(entry.number)
         return parameter.grad if codes is None else codes.dequantize(parameter)
+
+    @property
+    def stored_gradients(self) -> dict[int, Codes]:
+        """The gradients that are stored in FP8 now, by the numbers of their parameters.
+
+        Set it, after `zero_grad`, to what it was when a CUDA graph of backward was captured: replays write there.
+        """
+        return self._gradients.all()
+
+    @stored_gradients.setter
+    def stored_gradients(self, gradients: Mapping[int, Codes]) -> None:
+        self._gradients.put_back(gradients)
 
     def layout_of(self, entry: Entry, gradient: torch.dtype | None = None) -> Layout:
         """Return how a parameter and its state are laid out."""
@@ -282,97 +308,79 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _update(self, entries: Sequence[Entry]) -> None:
-        if not entries:
-            self._join()
+        if not entries and (self.over_ranks is None or not self._needs_norm):
             return
-        grad_scale, found_inf = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
-        if self._gradients and found_inf is not None:
+        if self._gradients and getattr(self, "found_inf", None) is not None:
             raise UnsupportedError(_SCALED)
-        gradients, scales = zip(*(self._gradient(entry) for entry in entries), strict=True)
-        placed = [self._slot(*place) for place in zip(range(len(entries)), entries, gradients, scales, strict=True)]
-        numbers = tuple(entry.group for entry in entries)
-        name = ("groups", entries[0].number)
-        of_group = self._uploads(name, numbers, lambda: torch.tensor(numbers), self.device)
-        hyper = coefficients.hyperparameters(self.param_groups, self._uploads, self.device)
-        sums = squares(gradients, self._uploads, scales) if self._needs_norm else None
-        if sums is not None:
-            sums = sum_over_ranks(sums, [e.parameter for e in entries], self._uploads, entries[0].number)
-        amp = {"grad_scale": grad_scale, "found_inf": found_inf}
-        clipped = coefficients.clip(sums, of_group, hyper, limit=self.clip, over_ranks=self.over_ranks, **amp)
-        self.grad_norm = clipped.norm
-        own = tuple(self._own(*pair) for pair in zip(entries, (layout for layout, _ in placed), strict=True))
-        control = self._control(entries, hyper, of_group, clipped, own)
-        by_layout: dict[Layout, list[Slot]] = {}
-        for layout, slot in placed:
-            by_layout.setdefault(layout, []).append(slot)
-        for layout, slots in by_layout.items():
+        settings = [self._settings_of(group) for group in self.param_groups]
+        placed = [self._place(row, entry, settings[entry.group]) for row, entry in enumerate(entries)]
+        control = self._control(entries, [slot for _, slot in placed], tuple(known.own for known, _ in placed))
+        by_layout: dict[int, tuple[Layout, list[Slot]]] = {}
+        for known, slot in placed:
+            by_layout.setdefault(id(known.layout), (known.layout, []))[1].append(slot)
+        for layout, slots in by_layout.values():
             self._apply(slots, layout, control, entries)
-        written = [weight for e in entries if type(weight := local(e.parameter)) is not FP8Tensor]
-        torch.autograd.graph.increment_version(written)
+        torch.autograd.graph.increment_version([slot.weight for _, slot in placed if slot.weight_scale is None])
 
     @property
     def _needs_norm(self) -> bool:
         return self.skip_nonfinite or self.clip is not None or any(g["clip"] is not None for g in self.param_groups)
 
-    def _join(self) -> None:
-        """Take part in the clipping of ranks that have gradients, where this one has none."""
-        if self.over_ranks is None or not self._needs_norm:
-            return
-        hyper = coefficients.hyperparameters(self.param_groups, self._uploads, self.device)
-        nothing = torch.zeros(0, dtype=torch.float64, device=self.device)
-        amp = {"grad_scale": getattr(self, "grad_scale", None), "found_inf": getattr(self, "found_inf", None)}
-        clipped = coefficients.clip(nothing, nothing.long(), hyper, limit=self.clip, over_ranks=self.over_ranks, **amp)
-        self.grad_norm = clipped.norm
-        self.skipped += clipped.skip.int()
-
     def _apply(self, slots: Sequence[Slot], layout: Layout, control: Control, entries: Sequence[Entry]) -> None:
         """Step the parameters of a layout; `entries` are those of the rows of `control`."""
         update(slots, layout, control, self._uploads)
 
-    def _own(self, entry: Entry, layout: Layout) -> coefficients.Own:
+    def _settings_of(self, group: Mapping[str, Any]) -> Hashable:
+        """Return what decides how parameters of a group are laid out, and what they have of their own."""
+        return self.rounding, self.max_update, id(self.keep), group["keeps"], group["states"]
+
+    def _own(self, entry: Entry, layout: Layout) -> Own:
         """Return what the coefficients of a parameter have that its group does not say."""
-        return coefficients.Own(math.inf if layout.is_exact else self.max_update)
+        return Own(entry.group, math.inf if layout.is_exact else self.max_update)
 
-    def _slot(self, row: int, entry: Entry, gradient: Tensor, scale: Tensor | None) -> tuple[Layout, Slot]:
+    def _place(self, row: int, entry: Entry, settings: Hashable) -> tuple[Placed, Slot]:
         """Return how a parameter is laid out, and where it and its state lie: found again only where they moved."""
-        group, parameter = self.param_groups[entry.group], entry.parameter
-        state = self.prepare(entry)
+        parameter, state = entry.parameter, self.prepare(entry)
+        gradient, scale = self._gradient(entry)
         weight = local(parameter)
-        weight = weight.codes if isinstance(weight, FP8Tensor) else weight
-        places = (weight.data_ptr(), *(tensor.data_ptr() for tensor in state.values()))
-        key = (gradient.dtype, self.rounding, id(self.keep), group["keeps"], group["states"], places)
-        known = self._slots.get(entry.number)
-        if known is None or known[0] != key:
+        weight = weight.codes if type(weight) is FP8Tensor else weight
+        key = (gradient.dtype, settings, weight.data_ptr(), [t.data_ptr() for t in state.values()])
+        known = self._placed.get(entry.number)
+        if known is None or known.key != key:
             layout = self.layout_of(entry, gradient.dtype)
-            known = key, layout, slot_of(row, entry.number, parameter, gradient, state, layout)
-            self._slots[entry.number] = (key, layout, known[2]._replace(gradient=gradient.new_empty(0)))
-        return known[1], known[2]._replace(row=row, gradient=gradient, gradient_scale=scale)
+            layout = self._layouts.setdefault(layout, layout)
+            slot = slot_of(row, entry.number, parameter, gradient.new_empty(0), state, layout)
+            known = self._placed[entry.number] = Placed(key, layout, self._own(entry, layout), slot)
+        return known, known.slot._replace(row=row, gradient=gradient, gradient_scale=scale)
 
-    def _control(
-        self,
-        entries: Sequence[Entry],
-        hyper: Tensor,
-        of_group: Tensor,
-        clipped: coefficients.Clipped,
-        own: tuple[coefficients.Own, ...],
-    ) -> Control:
-        skip = clipped.skip.int().reshape(1)
-        self.skipped += skip
-        steps = [self.state[entry.parameter]["step"] for entry in entries]
-        torch._foreach_add_(steps, 1.0 - clipped.skip.float())
-        count = torch.stack(steps)
-        name = ("own", entries[0].number)
-        told = self._uploads(name, own, lambda: torch.tensor(own, dtype=torch.float64), self.device)
-        rows = coefficients.table(self.rule, hyper, of_group, count.double(), clipped.factors, told)
-        return Control(rows, count.int(), skip, self.clamped, self.seed)
+    def _control(self, entries: Sequence[Entry], slots: Sequence[Slot], own: tuple[Own, ...]) -> Control:
+        """Return what a step takes, from the gradients of all, and count it."""
+        name = entries[0].number if entries else -1
+        hyper = coefficients.hyperparameters(self.param_groups, self.clip, self._uploads, self.device)
+        table = coefficients.of_parameters(own, self._uploads, name, self.device)
+        sums = self._group_squares(entries, slots, table) if self._needs_norm else None
+        amp = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
+        told = Told(hyper, table, sums, self.rule != "adam", **amp)
+        counts = [self.state[entry.parameter]["step"] for entry in entries]
+        made = step_coefficients(told, counts, self.skipped, self._uploads, name)
+        self.grad_norm = made.norm
+        return Control(made.coefficients, made.steps, made.skip, self.clamped, self.seed)
+
+    def _group_squares(self, entries: Sequence[Entry], slots: Sequence[Slot], own: Tensor) -> Tensor:
+        """Return the sums of the squares of each group's gradients, FP64 (G,), of all ranks."""
+        sums = torch.zeros(0, dtype=torch.float64, device=self.device)
+        if entries:
+            sums = squares([slot.gradient for slot in slots], self._uploads, [slot.gradient_scale for slot in slots])
+            sums = sum_over_ranks(sums, [e.parameter for e in entries], self._uploads, entries[0].number)
+        sums = group_squares(sums, own, len(self.param_groups))
+        return sums if self.over_ranks is None else self.over_ranks(sums)
 
     def prepare(self, entry: Entry) -> dict[str, Tensor]:
         """Return the state of a parameter; zeros, and the weight's own value as its master, where there is none yet."""
-        parameter = entry.parameter
-        if not self.state[parameter]:
-            self.state[parameter].update(self.fresh(entry))
+        state: dict[str, Tensor] = self.state[entry.parameter]
+        if not state:
+            state.update(self.fresh(entry))
             self.initialise_master(entry)
-        state: dict[str, Tensor] = self.state[parameter]
         return state
 
     def initialise_master(self, entry: Entry) -> None:

@@ -58,7 +58,13 @@ class States:
 TIERS = {
     states.name: states
     for states in (
-        States(name="fp32", about="FP32 master and moments", first=_FP32, second=_FP32, master=_FP32),
+        States(
+            name="fp32",
+            about="FP32 moments and master, that of a BF16 weight bit for bit as the weight and 16 bits",
+            first=_FP32,
+            second=_FP32,
+            remainder_bits=16,
+        ),
         States(
             name="exact",
             about="the FP32 master bit for bit, as a BF16 weight and 16 bits; BF16 moments",

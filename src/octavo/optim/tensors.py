@@ -92,8 +92,8 @@ def gradient_of(parameter: Tensor, name: str) -> Tensor:
             f"optimizer: parameter '{name}': gradients must be dense FP32, BF16 or FP16, this one is {gradient.layout},"
             f" {gradient.dtype}."
         )
-    if gradient.dim() == 2 and gradient.is_contiguous() and parameter.is_contiguous():
-        return gradient
+    if gradient.is_contiguous() and parameter.is_contiguous():
+        return gradient if gradient.dim() == 2 else gradient.detach().view(matrix_shape(parameter))
     if gradient.stride() != parameter.stride():
         gradient = like(parameter, gradient.dtype).copy_(gradient)
     return as_matrix(gradient.detach(), parameter)
@@ -126,10 +126,10 @@ def slot_of(
 
 def _memory_order(tensor: Tensor) -> tuple[list[int], bool]:
     """Return the dimensions from the outermost in memory to the innermost, and whether they fill it."""
-    strides = list(tensor.stride())
-    order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
     if tensor.is_contiguous():
         return list(range(tensor.dim())), True
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
     expected = 1
     for dim in reversed(order):
         if tensor.shape[dim] != 1 and tensor.stride(dim) != expected:

@@ -133,7 +133,7 @@ class LoopConfig:
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile a block at a time; `auto`: on with CUDA, off on the CPU."""
     graph: Literal["auto", "on", "off"] = "auto"
-    """Replay forward and backward as a CUDA graph; `auto`: on one GPU, unless gradients are FP8."""
+    """Replay forward and backward as a CUDA graph; `auto`: on one GPU, where no other rank takes part."""
     log_every: int = 10
     """Steps between two lines of the log."""
     telemetry_every: int = 1

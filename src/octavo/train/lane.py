@@ -74,7 +74,7 @@ class Lane:
         )
         self.optimizer = _optimizer(trained, config, lr_factors, seed)
         self._clips_in_step = config.gradients == "fp8"
-        self.replay = Replay(self._train, self.model, self._trained) if graph else None
+        self.replay = Replay(self._train, self.model, self._trained, self.optimizer) if graph else None
         # Where the loss first stopped being finite. On the device, so that no step has to wait for it.
         self._broken_at = torch.full((), -1, dtype=torch.int64, device=self.device)
 

@@ -10,7 +10,7 @@ The optimizer's step is not part of it: the host makes it while the GPU is still
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from octavo.errors import OctavoError
 from octavo.kernels import ledger
+from octavo.optim import Optimizer
 from octavo.tensor import FP8Tensor
 
 WARM = 3
@@ -38,6 +39,8 @@ class _Captured(NamedTuple):
     loss: Tensor
     gradients: Sequence[tuple[Tensor, Tensor]]
     """Parameters, and where replays leave their gradients."""
+    stored: Mapping[int, Any]
+    """Where they leave those that the optimizer stores in FP8."""
     counted: ledger.Ledger
 
 
@@ -58,6 +61,7 @@ class Replay:
         run: what is captured. It must not wait for the device, nor draw random numbers on the host.
         model: whose layers say what they compute in.
         parameters: those that get gradients; they have none when this is called.
+        optimizer: of theirs; one of `octavo.optim` may store gradients in FP8.
         capture: how; another one for tests.
     """
 
@@ -65,9 +69,16 @@ class Replay:
     """Why steps are launched one by one although they were to be captured; empty for no reason."""
 
     def __init__(
-        self, run: Run, model: nn.Module, parameters: Sequence[Tensor], *, capture: Capture = captured
+        self,
+        run: Run,
+        model: nn.Module,
+        parameters: Sequence[Tensor],
+        optimizer: torch.optim.Optimizer,
+        *,
+        capture: Capture = captured,
     ) -> None:
         self._run, self._model, self._parameters, self._how = run, model, parameters, capture
+        self._optimizer = optimizer
         self.refusal = ""
         self.forget()
 
@@ -88,7 +99,7 @@ class Replay:
         if self._graph is None:
             self._calls += 1
             return self._run(inputs_BT, targets_BT, parts)
-        return _replayed(self._graph, inputs_BT, targets_BT)
+        return self._replay(self._graph, inputs_BT, targets_BT)
 
     def _capture(self, inputs_BT: Tensor, targets_BT: Tensor, parts: int) -> None:
         inputs, targets = inputs_BT.clone(), targets_BT.clone()
@@ -99,22 +110,26 @@ class Replay:
             self.refusal = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         else:
             gradients = [(p, p.grad) for p in self._parameters if p.grad is not None]
-            self._graph = _Captured(replay, inputs, targets, loss, gradients, counted)
-        for parameter in self._parameters:
-            parameter.grad = None
+            self._graph = _Captured(replay, inputs, targets, loss, gradients, _stored(self._optimizer), counted)
+        self._optimizer.zero_grad(set_to_none=True)
         if self._graph is None:
             gc.collect()
             torch.cuda.empty_cache()
 
+    def _replay(self, graph: _Captured, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        graph.inputs_BT.copy_(inputs_BT)
+        graph.targets_BT.copy_(targets_BT)
+        graph.replay()
+        for parameter, gradient in graph.gradients:
+            parameter.grad = gradient
+        if isinstance(self._optimizer, Optimizer):
+            self._optimizer.stored_gradients = graph.stored
+        ledger.enter(graph.counted)
+        return graph.loss.clone()
 
-def _replayed(graph: _Captured, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-    graph.inputs_BT.copy_(inputs_BT)
-    graph.targets_BT.copy_(targets_BT)
-    graph.replay()
-    for parameter, gradient in graph.gradients:
-        parameter.grad = gradient
-    ledger.enter(graph.counted)
-    return graph.loss.clone()
+
+def _stored(optimizer: torch.optim.Optimizer) -> Mapping[int, Any]:
+    return optimizer.stored_gradients if isinstance(optimizer, Optimizer) else {}
 
 
 def _address(parameter: Tensor) -> int:

@@ -156,12 +156,8 @@ def replays(config: RunConfig, device: torch.device, ranks: Ranks = ALONE) -> bo
     Raises:
         ConfigError: they cannot be, and `run.graph` is `on`.
     """
-    reasons = {
-        f"the run is on a {device.type.upper()}": device.type != "cuda",
-        f"{ranks.count} ranks share it": ranks.count > 1,
-        "FP8 gradients are taken by the optimizer as backward makes them": config.optimizer.gradients == "fp8",
-    }
-    against = [reason for reason, holds in reasons.items() if holds]
+    against = f"{ranks.count} ranks share the run" if ranks.count > 1 else ""
+    against = against if device.type == "cuda" else f"the run is on a {device.type.upper()}"
     if config.run.graph == "on" and against:
-        raise ConfigError(f"run.graph: 'on' needs one GPU and wide gradients, but {against[0]}. Take 'auto' or 'off'.")
+        raise ConfigError(f"run.graph: 'on' needs one GPU, but {against}. Take 'auto' or 'off'.")
     return config.run.graph != "off" and not against

@@ -15,6 +15,7 @@ from octavo.bench.rates import copy_rate
 from octavo.bench.results import failure
 from octavo.bench.timing import milliseconds, synchronize, warm_up
 from octavo.optim import TIERS, AdamW, Muon, Optimizer
+from octavo.optim.states import RuleName
 from octavo.tensor import FP8Tensor
 
 Row = dict[str, Any]
@@ -46,7 +47,7 @@ class Case(NamedTuple):
     states: str
     weight: torch.dtype
     gradient: torch.dtype
-    rule: str = "adamw"
+    rule: RuleName = "adamw"
 
     @property
     def label(self) -> str:
@@ -57,6 +58,13 @@ class Case(NamedTuple):
     def is_pytorchs(self) -> bool:
         """Whether it is to compare with."""
         return self.states in (BASELINE, MUON_BASELINE)
+
+    @property
+    def has_master_apart(self) -> bool:
+        """Whether a step reads a master and no weight."""
+        if self.is_pytorchs:
+            return False
+        return TIERS[self.states].layout(self.rule, self.weight, self.gradient, stochastic=True).master is not None
 
     @property
     def backward(self) -> torch.dtype:
@@ -129,7 +137,9 @@ def _measure(case: Case, width: Width, count: int, device: str, repeats: int, co
     synchronize(device)
     first = round(time.perf_counter() - start, 1)
     ms = _time(plain, device, repeats)
-    moved = (2 * taken["total"] - taken["gradient"]) * count  # all is read and written, gradients are only read
+    # All is read and written; but gradients are only read, and a weight with a master apart is only written.
+    once = taken["gradient"] + (taken["weight"] if case.has_master_apart else 0.0)
+    moved = (2 * taken["total"] - once) * count
     error = {"update_error_db": _update_error(case, device)} if case.rule == "adamw" else {}
     return {
         **error,

@@ -15,8 +15,10 @@ from octavo import memory
 from octavo.bench.results import failure
 from octavo.bench.workloads import Workload
 from octavo.errors import NonFiniteError, RunError, UnsupportedError, did_you_mean
+from octavo.kernels.storage import Storage
 from octavo.models.llama import Llama
 from octavo.optim import AdamW, keep_none, keep_small
+from octavo.optim.states import States
 from octavo.train.memory import largest_of
 
 Row = dict[str, Any]
@@ -26,13 +28,18 @@ USABLE = 0.95
 """Share of a GPU's memory that the largest model may take: the rest is the driver's, and the allocator's fragments."""
 
 
+_FP32 = Storage("fp32")
+COMMON = States(name="fp32", about="FP32 moments, and a master apart", first=_FP32, second=_FP32, master=_FP32)
+"""As mixed precision commonly keeps them: the tier `fp32` has no master beside a BF16 weight, but 16 bits of it."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
     """A way to train, as far as memory goes."""
 
     recipe: str = "bf16"
     policy: octavo.Policy = field(default_factory=octavo.Policy)
-    states: str = "fp32"
+    states: str | States = COMMON
     release: bool = False
     """Whether each gradient is stepped and freed as soon as backward has it."""
 
@@ -97,7 +104,7 @@ def build(workload: Workload, case: Case, device: str) -> memory.Program:
         block.compile(fullgraph=True)
     shape = (workload.batch, workload.sequence)
     tokens, targets = (torch.randint(workload.vocab, shape, device=device) for _ in range(2))
-    keep = keep_none if case.states == "fp32" else keep_small
+    keep = keep_none if case.states is COMMON else keep_small
     optimizer = AdamW(model.named_parameters(), lr=1e-4, states=case.states, keep=keep, release=case.release)
 
     def forward_backward() -> torch.Tensor:

@@ -53,7 +53,7 @@ def coefficients(told: Told, counts: Sequence[Tensor], skipped: Tensor) -> Made:
 def power(base: Tensor, exponent: Tensor) -> Tensor:
     """Return base to an integer power of at least 0, by repeated squaring."""
     result = torch.ones_like(base)
-    while exponent.any():
+    for _ in range(int(exponent.max()).bit_length() if exponent.numel() else 0):
         result = torch.where(exponent % 2 > 0, result * base, result)
         base, exponent = base * base, exponent // 2
     return result

@@ -27,7 +27,7 @@ def group_squares(squares: Tensor, own: Tensor, groups: int) -> Tensor:
     """See `octavo.kernels.coefficients.group_squares`."""
     sums = torch.empty(groups, dtype=torch.float64, device=squares.device)
     size = max(triton.next_power_of_2(len(squares)), SUMMED)
-    _sums_kernel[(groups,)](squares, own, sums, len(squares), SIZE=size, enable_fp_fusion=False)
+    _sums_kernel[(groups,)](squares, own, sums, len(squares), SIZE=size, num_warps=min(size // 256, 32))
     return sums
 
 

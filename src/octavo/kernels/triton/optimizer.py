@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -35,16 +36,20 @@ from octavo.kernels.triton.storage import inverse_of, packed, scale_code, scale_
 from octavo.kernels.triton.tile import (
     COLUMNS,
     FIRST_PROGRAM,
+    GRADIENT,
     M_SCALE,
+    MASTER,
     MASTER_SCALE,
     MOMENTUM,
     NUMBER,
     ROWS,
     UPDATE,
     V_SCALE,
+    WEIGHT,
     WEIGHT_SCALE,
     WIDTH,
     M,
+    V,
     advance,
     has_one_scale,
     largest_found,
@@ -72,13 +77,13 @@ REGISTERS: int | None = 64
 """Of a thread; None for as many as the compiler likes."""
 ROW_STEPS = 4
 """How often a program takes rows."""
-ROW_AHEAD = 1
+ROW_AHEAD = 2
 """Chunks of a row that are read before the first is stepped."""
 ROW_REGISTERS: int | None = 64
 """Of a thread that takes rows, so that there is room for other programs beside one that waits for its row's maximum."""
-CHUNKS = 4
+CHUNKS = 2
 """Of a row, at most, as long as there may be more warps: what a thread keeps in registers."""
-MOST_WARPS = 16
+MOST_WARPS = 32
 
 _RULES = {"adamw": 0, "adam": 1, "lion": 2, "given": 3, "momentum": 4}
 
@@ -101,16 +106,19 @@ class Shape(NamedTuple):
     @classmethod
     def of_rows(cls, cols: int) -> Shape:
         """Return how whole rows of so many values are taken."""
-        across, rest = groups_of(cols), (ROW_STEPS, ROW_AHEAD, ROW_REGISTERS)
+        across = groups_of(cols)
         if across < WARPS:
-            return cls(WARPS, WARPS, WARPS // triton.next_power_of_2(across), 1, *rest)
+            rows = WARPS // triton.next_power_of_2(across)
+            return cls(WARPS, WARPS, rows, 1, ROW_STEPS, ROW_AHEAD, ROW_REGISTERS)
         warps = WARPS
         while warps < MOST_WARPS and across > CHUNKS * warps:
             warps *= 2
-        return cls(warps, warps, 1, triton.cdiv(across, warps), *rest)
+        chunks = triton.cdiv(across, warps)
+        ahead = ROW_AHEAD if chunks <= CHUNKS else 1  # what is kept leaves no registers for more
+        return cls(warps, warps, 1, chunks, ROW_STEPS, ahead, ROW_REGISTERS)
 
     @classmethod
-    def flat(cls) -> Shape:
+    def flat(cls, cols: int = 0) -> Shape:
         """Return how groups are taken, whatever row they are of."""
         return cls(WARPS, WARPS * GROUPS, 0, 0, STEPS, AHEAD, REGISTERS)
 
@@ -129,13 +137,14 @@ class Shape(NamedTuple):
 
 def update(slots: Sequence[Slot], layout: Layout, control: Control, uploads: Uploads) -> None:
     """See `octavo.kernels.optimizer.update`."""
-    by_shape: dict[tuple[Shape, bool], list[Slot]] = {}
-    for slot in slots:
-        if slot.weight.numel():
-            shape = Shape.of_rows(slot.weight.shape[1]) if layout.weight == E4M3.dtype else Shape.flat()
-            by_shape.setdefault((shape, _is_whole(slot)), []).append(slot)
+    by_shape: dict[tuple[Shape, bool], list[_Place]] = {}
+    places = [_Place.of(slot) for slot in slots if slot.weight.numel()]
+    shape_of = Shape.of_rows if layout.weight == E4M3.dtype else Shape.flat
+    shapes = {cols: shape_of(cols) for cols in {place.cols for place in places}}
+    for place in places:
+        by_shape.setdefault((shapes[place.cols], place.is_whole), []).append(place)
     for (shape, whole), alike in by_shape.items():
-        _launch(alike, [None] * len(alike), shape, whole, layout, control, uploads, layout.rule)
+        _launch(alike, shape, whole, layout, control, uploads, layout.rule)
 
 
 def momentum(
@@ -147,24 +156,41 @@ def momentum(
     nesterov: bool,
 ) -> None:
     """See `octavo.kernels.optimizer.momentum`."""
-    pairs = [(slot, update) for slot, update in zip(slots, updates, strict=True) if update.numel()]
+    places = [_Place.of(*pair) for pair in zip(slots, updates, strict=True) if pair[1].numel()]
     for whole in (True, False):
-        own = [pair for pair in pairs if _is_whole(*pair) is whole]
-        if own:
-            found, into = zip(*own, strict=True)
-            _launch(found, into, Shape.flat(), whole, layout, control, uploads, "momentum", nesterov)
+        alike = [place for place in places if place.is_whole is whole]
+        if alike:
+            _launch(alike, Shape.flat(), whole, layout, control, uploads, "momentum", nesterov)
 
 
-def _is_whole(slot: Slot, *others: Tensor) -> bool:
-    """Whether rows are whole groups, and all tensors begin at multiples of 16 bytes, so that quads are read at once."""
-    shape = slot.gradient.shape
-    tensors = [t for t in (*slot[2:], *others) if isinstance(t, Tensor) and t.shape == shape]
-    return shape[1] % GROUP == 0 and all(t.data_ptr() % 16 == 0 for t in tensors)
+class _Place(NamedTuple):
+    """Where a tensor and its state lie."""
+
+    row: int
+    """Of `Control`."""
+    rows: int
+    cols: int
+    number: int
+    addresses: tuple[int, ...]
+    """Columns of the table from WEIGHT on; 0 where there is nothing."""
+
+    @classmethod
+    def of(cls, slot: Slot, update: Tensor | None = None) -> _Place:
+        rows, cols = slot.gradient.shape
+        tensors = (*slot[2:], update)
+        return cls(slot.row, rows, cols, slot.number, (*[0 if t is None else t.data_ptr() for t in tensors],))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether quads are read at once: rows are whole groups, and all tensors begin at multiples of 16 bytes."""
+        return self.cols % GROUP == 0 and not any(address % 16 for address in _READ_BY_QUADS(self.addresses))
+
+
+_READ_BY_QUADS = itemgetter(*(column.value - WEIGHT.value for column in (WEIGHT, GRADIENT, MASTER, M, V, UPDATE)))
 
 
 def _launch(
-    slots: Sequence[Slot],
-    updates: Sequence[Tensor | None],
+    places: Sequence[_Place],
     shape: Shape,
     whole: bool,
     layout: Layout,
@@ -173,8 +199,8 @@ def _launch(
     rule: str,
     nesterov: bool = False,
 ) -> None:
-    device = slots[0].gradient.device
-    name = (rule, layout, slots[0].number)  # the first tells apart what is released one by one
+    device = control.skip.device
+    name = (rule, layout, places[0].number)  # the first tells apart what is released one by one
     alone, flat = rule == "momentum", Shape.flat()
     common = {
         "KIND": kind_of(layout.gradient, layout.gradient_scaling),
@@ -182,14 +208,15 @@ def _launch(
         "WHOLE": whole,
     }
     weights = {"RULE": _RULES[rule], **_weight_meta(layout, alone)}
-    maxima = torch.zeros(len(control.steps) if layout.searches else 1, 6, dtype=torch.int32, device=device)
+    maxima = control.skip  # not read
     if layout.searches:
-        places, owners = _tables(slots, updates, flat, name, uploads, device)
+        maxima = torch.zeros(len(control.steps), 6, dtype=torch.int32, device=device)
+        table, owners = _tables(places, flat, name, uploads, device)
         _search_kernel[(len(owners),)](
-            places, owners, control.coefficients, control.skip, maxima, **common, **weights, **flat.meta()
+            table, owners, control.coefficients, control.skip, maxima, **common, **weights, **flat.meta()
         )
-    places, owners = _tables(slots, updates, shape, name, uploads, device)
-    arguments = places, owners, control.coefficients, control.steps, control.skip, control.clamped, maxima, control.seed
+    table, owners = _tables(places, shape, name, uploads, device)
+    arguments = table, owners, control.coefficients, control.steps, control.skip, control.clamped, maxima, control.seed
     common |= {"STOCHASTIC": layout.stochastic, **shape.meta()}
     if alone:
         _momentum_kernel[(len(owners),)](*arguments, **common, NESTEROV=nesterov)
@@ -198,29 +225,25 @@ def _launch(
 
 
 def _tables(
-    slots: Sequence[Slot],
-    updates: Sequence[Tensor | None],
-    shape: Shape,
-    name: tuple[Hashable, ...],
-    uploads: Uploads,
-    device: torch.device,
+    places: Sequence[_Place], shape: Shape, name: tuple[Hashable, ...], uploads: Uploads, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return where each tensor lies, int64 (T, WIDTH), and for each program its tensor and its row of `Control`."""
-    sizes = [slot.gradient.shape for slot in slots]
-    counts = [shape.programs(*size) for size in sizes]
-    starts = [0, *accumulate(counts)][:-1]
-    rows = tuple(
-        (*size, start, slot.number, *(0 if t is None else t.data_ptr() for t in (*slot[2:], update)))
-        for slot, size, start, update in zip(slots, sizes, starts, updates, strict=True)
-    )
-    numbers = tuple((place, slot.row) for place, slot in enumerate(slots))
+
+    def table() -> Tensor:
+        starts = accumulate(programs(), initial=0)
+        rows = [(p.rows, p.cols, start, p.number, *p.addresses) for p, start in zip(places, starts, strict=False)]
+        return torch.tensor(rows, dtype=torch.int64)
 
     def owners() -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int32).repeat_interleave(torch.tensor(counts), dim=0)
+        pairs = [(index, place.row) for index, place in enumerate(places)]
+        return torch.tensor(pairs, dtype=torch.int32).repeat_interleave(torch.tensor(programs()), dim=0)
+
+    def programs() -> list[int]:
+        return [shape.programs(place.rows, place.cols) for place in places]
 
     name = (*name, shape)
-    places = uploads(("places", *name), rows, lambda: torch.tensor(rows, dtype=torch.int64), device)
-    return places, uploads(("owners", *name), (numbers, tuple(counts)), owners, device)
+    moved = uploads(("places", *name), tuple(places), table, device)
+    return moved, uploads(("owners", *name), tuple(place[:3] for place in places), owners, device)
 
 
 def _weight_meta(layout: Layout, alone: bool) -> dict[str, Any]:
