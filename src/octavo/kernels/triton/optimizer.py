@@ -208,14 +208,14 @@ def _launch(
         "WHOLE": whole,
     }
     weights = {"RULE": _RULES[rule], **_weight_meta(layout, alone)}
+    table, owners = _tables(places, shape, name, uploads, device)
     maxima = control.skip  # not read
     if layout.searches:
         maxima = torch.zeros(len(control.steps), 6, dtype=torch.int32, device=device)
-        table, owners = _tables(places, flat, name, uploads, device)
-        _search_kernel[(len(owners),)](
-            table, owners, control.coefficients, control.skip, maxima, **common, **weights, **flat.meta()
+        searched = (table, owners) if shape == flat else _tables(places, flat, name, uploads, device)
+        _search_kernel[(len(searched[1]),)](
+            *searched, control.coefficients, control.skip, maxima, **common, **weights, **flat.meta()
         )
-    table, owners = _tables(places, shape, name, uploads, device)
     arguments = table, owners, control.coefficients, control.steps, control.skip, control.clamped, maxima, control.seed
     common |= {"STOCHASTIC": layout.stochastic, **shape.meta()}
     if alone:
