@@ -42,6 +42,26 @@ def parity_of(rows: Sequence[Row]) -> str:
     return "\n\n".join(_parity_of(f"{model}, {tokens:,} tokens", rows) for (model, tokens), rows in groups.items())
 
 
+def parity_summary(result: Result) -> str:
+    """Return one line a model and recipe: the mean loss, and its gap to BF16 beside the spread of BF16's seeds."""
+    header = ("model", "tokens", "recipe", "seeds", "held-out loss", "gap to BF16", "BF16 seeds apart")
+    body = []
+    for (model, tokens), of_model in grouped(result.rows, "model", "tokens").items():
+        recipes = {recipe: rows for (recipe,), rows in grouped(of_model, "recipe").items()}
+        losses = _by_seed(recipes.pop("bf16", []))
+        apart = 100 * (max(losses.values()) - min(losses.values())) / fmean(losses.values()) if len(losses) > 1 else None
+        for recipe, rows in recipes.items():
+            own = _by_seed(rows)
+            spread = "" if apart is None else f"{apart:.2f} %"
+            mean, gap = f"{fmean(own.values()):.4f}", _gap(own, losses)[0]
+            body.append((model, f"{tokens:,}", f"`{recipe}`", str(len(own)), mean, gap, spread))
+    return table(header, body)
+
+
+def _by_seed(rows: Sequence[Row]) -> dict[int, float]:
+    return {row["seed"]: row["heldout_loss"] for row in rows}
+
+
 EVIDENCE = (
     ("95 % over sequences", "gap_95", "± {:.3f} %"),
     ("tokens to equal loss", "tokens_ratio", "{:.3f}"),
@@ -203,6 +223,7 @@ def localize(result: Result) -> str:
 TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "demo": ("demo", demo),
     "parity": ("parity", parity),
+    "parity-summary": ("parity", parity_summary),
     "tiers": ("tiers", tiers),
     "stress": ("stress", stress),
     "faults": ("faults", faults),
