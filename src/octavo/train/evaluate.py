@@ -18,6 +18,7 @@ def heldout_losses(lane: Lane, batches: Sequence[tuple[Tensor, Tensor]]) -> Tens
     All sequences have the same length, so that the mean of the result is the held-out loss. On several ranks all call
     it; each takes its part of each batch, and has the losses of all.
     """
+    lane.make_room()
     lane.model.eval()
     own = []
     for inputs_BT, targets_BT in batches:  # all before ranks wait for each other: in a pipeline they work at once

@@ -24,7 +24,7 @@ from octavo.train.config import OptimizerConfig
 from octavo.train.loss_scale import LossScale
 from octavo.train.parallel import ALONE, Ranks, whole
 from octavo.train.patterns import groups_of, value_of
-from octavo.train.replay import Replay
+from octavo.train.replay import Graphs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Lane:
 
     Parameters are what the model has: FP32, BF16 or FP8. Forward and backward run under BF16 autocast unless `autocast`
     is false. On several ranks the model is cut and sharded over them here. Each rank steps on its part of a batch, and
-    losses and norms are those of all. With `graph` they are captured as a CUDA graph (`Replay`).
+    losses and norms are those of all. With `graphs` they are replayed as one of them (`Replay`).
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Lane:
         autocast: bool = True,
         seed: int = 0,
         ranks: Ranks = ALONE,
-        graph: bool = False,
+        graphs: Graphs | None = None,
     ) -> None:
         self.name = name
         self.ranks = ranks
@@ -74,7 +74,9 @@ class Lane:
         )
         self.optimizer = _optimizer(trained, config, lr_factors, seed)
         self._clips_in_step = config.gradients == "fp8"
-        self.replay = Replay(self._train, self.model, self._trained, self.optimizer) if graph else None
+        self._graphs = graphs
+        passes = self._train, self.model, self._trained, self.optimizer
+        self.replay = None if graphs is None else graphs.replay(*passes)
         # Where the loss first stopped being finite. On the device, so that no step has to wait for it.
         self._broken_at = torch.full((), -1, dtype=torch.int64, device=self.device)
 
@@ -105,13 +107,17 @@ class Lane:
 
     def probe(self, inputs_BT: Tensor, targets_BT: Tensor, accumulate: int = 1, *, backward: bool = True) -> Probe:
         """Return loss and gradient norm of a batch, 0 without `backward`; nothing changes. Waits for the device."""
-        if self.replay is not None:
-            self.replay.forget()  # its memory is needed
+        self.make_room()
         with torch.set_grad_enabled(backward):
             loss = self._pass(inputs_BT, targets_BT, accumulate, _as_it_is)
         norm = self._norm(self._gradients())
         self.optimizer.zero_grad(set_to_none=True)
         return Probe(float(loss), float(whole(norm)))
+
+    def make_room(self) -> None:
+        """Have as much memory as a step takes for something else: where there is too little, graphs are dropped."""
+        if self._graphs is not None:
+            self._graphs.make_room()
 
     def _train(self, inputs_BT: Tensor, targets_BT: Tensor, parts: int) -> Tensor:
         return self._pass(inputs_BT, targets_BT, parts, self.loss_scale.scaled)

@@ -23,7 +23,8 @@ def forecast_run(config: RunConfig, *, gpus: int = 1) -> memory.Forecast:
     Raises:
         ConfigError: an unknown recipe, or fewer than one GPU.
     """
-    planned = replace(config, run=replace(config.run, compile="off" if config.run.compile == "off" else "on"))
+    run = replace(config.run, compile="off" if config.run.compile == "off" else "on", graph="off")
+    planned = replace(config, run=run)
     return memory.forecast(lambda: _program(planned), gpus=gpus)
 
 

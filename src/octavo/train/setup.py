@@ -25,6 +25,7 @@ from octavo.train import device as devices
 from octavo.train.config import RunConfig
 from octavo.train.lane import Lane
 from octavo.train.parallel import ALONE, Ranks
+from octavo.train.replay import Graphs
 
 Batch = tuple[Tensor, Tensor]
 
@@ -100,14 +101,15 @@ def make_lanes(
     model = build(config.model, config.run.seed).to(device)
     twin = copy.deepcopy(model) if config.run.twin and recipe.is_fp8 else None
     hold_as(config.run.weights, model)
+    graphs = Graphs() if replays(config, device, ranks) else None
     if not recipe.is_fp8:
-        return (_lane("bf16", model, config, device, ranks),), None
+        return (_lane("bf16", model, config, device, ranks, graphs),), None
     tokens = tokens_of(config, ranks)
     policy, scales = policy_of(config, recipe), config.run.scales or None
     plan = convert(model, recipe, policy=policy, tokens=tokens, scales=scales)
-    lanes = [_lane("fp8", model, config, device, ranks)]
+    lanes = [_lane("fp8", model, config, device, ranks, graphs)]
     if twin is not None:
-        lanes.append(_lane("bf16", twin, config, device, ranks))
+        lanes.append(_lane("bf16", twin, config, device, ranks, graphs))
     return tuple(lanes), plan
 
 
@@ -134,7 +136,9 @@ def hold_as(weights: str, model: nn.Module) -> None:
         parameter.data = parameter.data.bfloat16()
 
 
-def _lane(name: str, model: nn.Module, config: RunConfig, device: torch.device, ranks: Ranks) -> Lane:
+def _lane(
+    name: str, model: nn.Module, config: RunConfig, device: torch.device, ranks: Ranks, graphs: Graphs | None
+) -> Lane:
     parallel = ranks.parallel
     auto = device.type == "cuda" and not parallel.goes_backward_by_parts
     compiled = {"on": True, "off": False, "auto": auto}[config.run.compile]
@@ -143,8 +147,7 @@ def _lane(name: str, model: nn.Module, config: RunConfig, device: torch.device, 
             block.compile(fullgraph=True)
     seed = config.run.seed + ranks.place  # of roundings: stages are not to draw the same bits
     if parallel.pipeline == 1:
-        graph = replays(config, device, ranks)
-        return Lane(name, model, config.optimizer, seed=seed, ranks=ranks, graph=graph)
+        return Lane(name, model, config.optimizer, seed=seed, ranks=ranks, graphs=graphs)
     from octavo.train.pipelined import PipelinedLane
 
     return PipelinedLane(name, model, config.optimizer, seed=seed, ranks=ranks)

@@ -49,10 +49,11 @@ def parity_summary(result: Result) -> str:
     for (model, tokens), of_model in grouped(result.rows, "model", "tokens").items():
         recipes = {recipe: rows for (recipe,), rows in grouped(of_model, "recipe").items()}
         losses = _by_seed(recipes.pop("bf16", []))
-        apart = 100 * (max(losses.values()) - min(losses.values())) / fmean(losses.values()) if len(losses) > 1 else None
+        spread = ""
+        if len(losses) > 1:
+            spread = f"{100 * (max(losses.values()) - min(losses.values())) / fmean(losses.values()):.2f} %"
         for recipe, rows in recipes.items():
             own = _by_seed(rows)
-            spread = "" if apart is None else f"{apart:.2f} %"
             mean, gap = f"{fmean(own.values()):.4f}", _gap(own, losses)[0]
             body.append((model, f"{tokens:,}", f"`{recipe}`", str(len(own)), mean, gap, spread))
     return table(header, body)
