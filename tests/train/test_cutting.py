@@ -26,7 +26,7 @@ Configure = Callable[..., RunConfig]
         ({"run": {"weights": "fp8"}}, 1, r"run.weights: 'fp8' does not go with parallel.tensor = 2: scales"),
         ({"run": {"recipe": "delayed"}}, 1, r"run.recipe: 'delayed' .* keeps a scale .* Take 'folded'"),
         ({"optimizer": {"name": "muon"}}, 1, r"optimizer.name: 'muon'"),
-        ({"optimizer": {"states": "fp8"}}, 1, r"optimizer.states: 'fp8'"),
+        ({"optimizer": {"states": "fp8-lm"}}, 1, r"optimizer.states: 'fp8-lm' .* one scale a tensor"),
         ({"optimizer": {"gradients": "fp8"}}, 1, r"optimizer.gradients: 'fp8'"),
         ({"optimizer": {"loss_scale": "dynamic"}}, 1, r"optimizer.loss_scale: 'dynamic'"),
         ({"parallel": {"reduce": "bf16"}}, 2, r"parallel.reduce: 'bf16'"),

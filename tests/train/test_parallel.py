@@ -251,7 +251,7 @@ def test_guardrails_take_all_ranks_back(two: tuple[RunConfig, Ended], make: Conf
     assert len(re.findall(r"\[transient\] nonfinite.* did not come back", struck.errors)) == 1
 
 
-CUT: dict[str, dict[str, Any]] = {"parallel": {"tensor": 2, "embedding": "whole"}, "run": {"twin": True}}
+CUT: dict[str, dict[str, Any]] = {"parallel": {"tensor": 2, "embedding": "whole"}}
 CUT_ERROR = {"loss_fp8": 2e-4, "gradient_norm_fp8": 4e-3, "loss_bf16": 4e-5, "gradient_norm_bf16": 5e-4}
 """Of a run whose layers are cut against one process, relative: of a row of `wo` and `w2` each rank has a part, with a
 scale of its own, and sums of parts are rounded to BF16."""
@@ -260,7 +260,7 @@ scale of its own, and sums of parts are rounded to BF16."""
 @pytest.fixture(scope="module")
 def cut(make: Configure) -> RunConfig:
     """A run of two ranks that share every layer."""
-    config = make("cut", **CUT)
+    config = make("cut", **CUT, run={"twin": True})
     ended = two_ranks("none", 0, 0, config)
     assert ended.code == 0, ended.errors
     assert ended.errors.count("tensors are not measured where layers are cut") == 1
@@ -284,12 +284,14 @@ def test_ranks_that_share_layers_train_as_one_process(cut: RunConfig, make: Conf
     assert {layer["cut"] for layer in layers} == {"columns", "rows"}
 
 
-def test_ranks_that_share_layers_go_on_bit_for_bit_after_one_has_died(cut: RunConfig, make: Configure) -> None:
-    config = make("cut-killed", parallel=CUT["parallel"])
-    ended = two_ranks("kill", 1, 5, config, restarts=1)
+def test_ranks_that_share_layers_go_on_bit_for_bit_after_one_has_died(make: Configure) -> None:
+    wide = {"model": {"dim": 128, "ffn": 256}, "optimizer": {"states": "fp8"}}  # enough for moments of one byte
+    whole, killed = make("cut-bytes", **CUT, **wide), make("cut-killed", **CUT, **wide)
+    assert two_ranks("none", 0, 0, whole).code == 0
+    ended = two_ranks("kill", 1, 5, killed, restarts=1)
     assert ended.code == 0, ended.errors
     assert "resumed after step 4" in ended.errors
-    assert losses(config) == losses(cut)
+    assert losses(killed) == losses(whole)
 
 
 def test_another_cut_does_not_go_on(cut: RunConfig, make: Configure) -> None:

@@ -63,8 +63,8 @@ def sum_over_ranks(sums: Tensor, parameters: Sequence[Tensor], uploads: Uploads,
 def spread(name: str, tensor: Tensor, parameter: Tensor) -> Tensor:
     """Return a tensor of a parameter's state on this rank as part of one of all ranks; `unspread` undoes it.
 
-    Where it has the shape of the parameter, or scales of its rows, it is sharded by the same rows: a checkpoint can be
-    read by another number of ranks. Scales of a whole part are a row for each part. Codes and remainders are bytes
+    Where it has the shape of the parameter, or scales along its rows, it is sharded as that is: a checkpoint can be read
+    by another number of ranks that share the rows. Scales of a whole part are a row for each part. Codes and remainders are bytes
     there: collectives carry neither int16 nor, uneven, float8.
     """
     if name == "step" or not is_distributed(parameter):
@@ -72,9 +72,9 @@ def spread(name: str, tensor: Tensor, parameter: Tensor) -> Tensor:
     if tensor.shape == local(parameter).shape:
         tensor, widening = _as_bytes(tensor)
         return _distributed(tensor, parameter, (*parameter.shape[:-1], parameter.shape[-1] * widening))
-    if _cut_by_rows(tensor, parameter):
+    if _lies_along_rows(tensor, parameter):
         width = _scales_of_row(tensor, parameter)
-        return _distributed(tensor.reshape(-1, width), parameter, (parameter.shape[0], width))
+        return _distributed(tensor.reshape(-1, width), parameter, (parameter.shape[0], width * _across(parameter)))
     dims = _sharded_dims(parameter)
     mesh = parameter.device_mesh  # type: ignore[attr-defined]
     parts = prod(mesh.size(dim) for dim in dims)
@@ -107,12 +107,21 @@ def _sharded_dims(parameter: Tensor) -> list[int]:
     return [dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]  # type: ignore[attr-defined]
 
 
-def _cut_by_rows(scales: Tensor, parameter: Tensor) -> bool:
-    """Return whether scales belong to rows that only one rank has."""
+def _lies_along_rows(scales: Tensor, parameter: Tensor) -> bool:
+    """Return whether scales belong to rows, or to parts of rows as even as those of the parameter."""
+    if parameter.dim() < 2 or scales.dim() != 2:
+        return False
     placements = parameter.placements  # type: ignore[attr-defined]
-    by_rows = all(placements[dim].is_shard(0) for dim in _sharded_dims(parameter))
-    rows = local(parameter).shape[0] if parameter.dim() > 1 else 0
-    return by_rows and parameter.dim() > 1 and scales.dim() == 2 and (scales.shape[0] % rows == 0 if rows else True)
+    cut = {placements[dim].dim for dim in _sharded_dims(parameter)}
+    even = cut <= {0} or (cut <= {0, 1} and parameter.dim() == 2 and parameter.shape[1] % _across(parameter) == 0)
+    rows = local(parameter).shape[0]
+    return even and (scales.shape[0] % rows == 0 if rows else True)
+
+
+def _across(parameter: Tensor) -> int:
+    """Return over how many ranks the columns of a matrix are cut."""
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    return prod(mesh.size(dim) for dim in _sharded_dims(parameter) if placements[dim].dim == 1)
 
 
 def _scales_of_row(scales: Tensor, parameter: Tensor) -> int:

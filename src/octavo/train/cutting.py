@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from octavo import recipes
 from octavo.errors import ConfigError
+from octavo.optim import TIERS
 from octavo.train.config import RunConfig
 
 
@@ -58,9 +59,9 @@ def _alone(config: RunConfig) -> Iterator[tuple[str, str, str, str]]:
         yield "run.recipe", run.recipe, why, "'folded', 'rowwise', 'block' or 'tensorwise'"
     if optimizer.name == "muon":
         yield "optimizer.name", "muon", "it makes whole matrices of one cut only", "'adamw' or 'lion'"
-    if optimizer.states != "fp32":
-        why = "their scales are not written to checkpoints in two cuts"
-        yield "optimizer.states", optimizer.states, why, "'fp32'"
+    if TIERS[optimizer.states].has_scale_of_tensor:
+        why = "it has one scale a tensor, and a rank has parts"
+        yield "optimizer.states", optimizer.states, why, "'fp8', whose scales are of 128 values"
     if optimizer.gradients != "wide":
         yield "optimizer.gradients", optimizer.gradients, "a code has one scale a rank", "'wide'"
     if optimizer.loss_scale != "none":
