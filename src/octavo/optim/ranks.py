@@ -63,9 +63,9 @@ def sum_over_ranks(sums: Tensor, parameters: Sequence[Tensor], uploads: Uploads,
 def spread(name: str, tensor: Tensor, parameter: Tensor) -> Tensor:
     """Return a tensor of a parameter's state on this rank as part of one of all ranks; `unspread` undoes it.
 
-    Where it has the shape of the parameter, or scales along its rows, it is sharded as that is: a checkpoint can be read
-    by another number of ranks that share the rows. Scales of a whole part are a row for each part. Codes and remainders are bytes
-    there: collectives carry neither int16 nor, uneven, float8.
+    Where it has the shape of the parameter, or scales along its rows, it is sharded as that is: a checkpoint can be
+    read by another number of ranks that share the rows. Scales of a whole part are a row for each part. Codes and
+    remainders are bytes there: collectives carry neither int16 nor, uneven, float8.
     """
     if name == "step" or not is_distributed(parameter):
         return tensor

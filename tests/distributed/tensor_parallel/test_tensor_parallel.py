@@ -242,7 +242,8 @@ def four_ranks(rank, count):
     models[0].layers[0].reshard()
     state, expected = full_state(models[0]), models[1].state_dict()
     drift = max(((state[k] - v).norm() / v.norm()).item() for k, v in expected.items())
-    return {"rows": rows, "sent": {p.name: p.sent for p in plan.parameters}, "gathered": gathered, "drift": drift, "moments": moments}
+    sent = {p.name: p.sent for p in plan.parameters}
+    return {"rows": rows, "sent": sent, "gathered": gathered, "drift": drift, "moments": moments}
 
 
 def first_moments(model):
@@ -251,7 +252,8 @@ def first_moments(model):
     optimizer = octavo.optim.AdamW(model.named_parameters(), states="fp8", keep=lambda name, p: None, betas=(0.9, 0.99))
     optimizer.step()
     apart = {}
-    for (name, parameter), state in zip(model.named_parameters(), optimizer.state_dict()["state"].values(), strict=True):
+    states = optimizer.state_dict()["state"].values()
+    for (name, parameter), state in zip(model.named_parameters(), states, strict=True):
         if parameter.dim() == 2:
             codes, scale = (whole(state[key]) for key in ("exp_avg", "exp_avg_scale"))
             each = parameter.shape[1] // scale.shape[1]  # a rank's part of a row is less than a group
