@@ -58,12 +58,14 @@ def set_up(config: RunConfig, ranks: Ranks = ALONE) -> Setup:
     """Prepare the text, build and convert the models, shard them over the ranks.
 
     Raises:
-        ConfigError: an unknown recipe or device, or weights that the recipe cannot compute with.
+        ConfigError: an unknown recipe or device, weights that the recipe cannot compute with, or a CUDA graph of steps
+            that cannot be captured.
         DataError: a source without text, or with less text than a batch.
     """
     recipe = recipes.load(config.run.recipe)
-    policy_of(config, recipe)  # before the text, which takes longer
     device = ranks.device or devices.resolve(config.run.device)
+    policy_of(config, recipe)  # what is refused, before the text, which takes longer
+    replays(config, device, ranks)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     loader, heldout, corpus, statistics = ranks.in_turn("text", lambda: _text(config, ranks))
