@@ -282,12 +282,9 @@ def _update_kernel(
     held = tl.zeros((TILE, 32), tl.float32)
     if CHUNKS == 0:
         for turn in range(0, STEPS, AHEAD):
-            read = ()
-            for i in tl.static_range(AHEAD):
-                at = groups_at(
-                    _turn(first, turn + i, tensors, TILE, STEPS), tensors[ROWS], tensors[COLUMNS], WHOLE, TILE
-                )
-                read += ((at, read_tile(tensors, at, RULE, W, KIND, FIRST, SECOND, APART, REMAINDER, WHOLE)),)
+            read = _read_ahead(
+                first, turn, tensors, RULE, W, KIND, FIRST, SECOND, APART, REMAINDER, WHOLE, TILE, STEPS, AHEAD
+            )
             for i in tl.static_range(AHEAD):
                 at, fetched = read[i]
                 w, rest, more = step_tile(
@@ -355,10 +352,9 @@ def _search_kernel(
     zeros = tl.zeros((TILE, 32), tl.int32)
     found_m, found_v, found_w = zeros, zeros, zeros
     for turn in range(0, STEPS, AHEAD):
-        read = ()
-        for i in tl.static_range(AHEAD):
-            at = groups_at(_turn(first, turn + i, tensors, TILE, STEPS), tensors[ROWS], tensors[COLUMNS], WHOLE, TILE)
-            read += ((at, read_tile(tensors, at, RULE, W, KIND, FIRST, SECOND, APART, REMAINDER, WHOLE)),)
+        read = _read_ahead(
+            first, turn, tensors, RULE, W, KIND, FIRST, SECOND, APART, REMAINDER, WHOLE, TILE, STEPS, AHEAD
+        )
         for i in tl.static_range(AHEAD):
             at, fetched = read[i]
             scale = None
@@ -393,10 +389,7 @@ def _momentum_kernel(
     step = tl.load(steps + slot)
     scales = tensor_scales(tensors, maxima + 6 * slot, first, FIRST, None, None)
     for turn in range(0, STEPS, AHEAD):
-        read = ()
-        for i in tl.static_range(AHEAD):
-            at = groups_at(_turn(first, turn + i, tensors, TILE, STEPS), tensors[ROWS], tensors[COLUMNS], WHOLE, TILE)
-            read += ((at, read_tile(tensors, at, MOMENTUM, None, KIND, FIRST, None, None, 0, WHOLE)),)
+        read = _read_ahead(first, turn, tensors, MOMENTUM, None, KIND, FIRST, None, None, 0, WHOLE, TILE, STEPS, AHEAD)
         for i in tl.static_range(AHEAD):
             at, fetched = read[i]
             new_m, gradient = new_momentum(fetched, c, scales, KIND, FIRST, WHOLE)
@@ -410,10 +403,22 @@ def _momentum_kernel(
 
 
 @triton.jit
-def _turn(first, turn, tensors, TILE: tl.constexpr, STEPS: tl.constexpr):
-    """Which tile a program takes: in each turn all of a tensor's programs lie side by side."""
-    groups = tensors[ROWS] * ((tensors[COLUMNS] + 127) // 128)
-    return first + turn * tl.cdiv(groups, TILE * STEPS)
+def _read_ahead(
+    first, turn, tensors, RULE: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr,
+    SECOND: tl.constexpr, APART: tl.constexpr, REMAINDER: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr,
+    STEPS: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Where the tiles of the next AHEAD turns lie, and all that a step reads of them.
+
+    In each turn all of a tensor's programs lie side by side.
+    """
+    rows, cols = tensors[ROWS], tensors[COLUMNS]
+    apart = tl.cdiv(rows * ((cols + 127) // 128), TILE * STEPS)
+    read = ()
+    for i in tl.static_range(AHEAD):
+        at = groups_at(first + (turn + i) * apart, rows, cols, WHOLE, TILE)
+        read += ((at, read_tile(tensors, at, RULE, W, KIND, FIRST, SECOND, APART, REMAINDER, WHOLE)),)
+    return read
 
 
 @triton.jit
