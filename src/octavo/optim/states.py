@@ -39,11 +39,6 @@ class States:
     gradient: Storage = _FIRST_8
     """How a gradient is kept that is not to have its own dtype."""
 
-    @property
-    def has_scale_of_tensor(self) -> bool:
-        """Whether anything has one scale for all of a tensor."""
-        return any(s is not None and s.scaling == "tensor" for s in (self.first, self.second, self.master))
-
     def layout(self, rule: RuleName, weight: torch.dtype, gradient: torch.dtype, stochastic: bool) -> Layout:
         """Return how a weight of that dtype, its gradient and its state are laid out.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from octavo import recipes
 from octavo.errors import ConfigError
 from octavo.optim import TIERS
@@ -59,7 +61,7 @@ def _alone(config: RunConfig) -> Iterator[tuple[str, str, str, str]]:
         yield "run.recipe", run.recipe, why, "'folded', 'rowwise', 'block' or 'tensorwise'"
     if optimizer.name == "muon":
         yield "optimizer.name", "muon", "it makes whole matrices of one cut only", "'adamw' or 'lion'"
-    if TIERS[optimizer.states].has_scale_of_tensor:
+    if TIERS[optimizer.states].layout(optimizer.name, torch.float32, torch.float32, stochastic=True).searches:
         why = "it has one scale a tensor, and a rank has parts"
         yield "optimizer.states", optimizer.states, why, "'fp8', whose scales are of 128 values"
     if optimizer.gradients != "wide":

@@ -47,7 +47,11 @@ class Captured(NamedTuple):
 class Graphs:
     """The graphs of a run. They share memory, as no two of them are replayed at the same time."""
 
+    refusal: str
+    """Why steps are launched one by one although they were to be captured; empty for no reason."""
+
     def __init__(self) -> None:
+        self.refusal = ""
         self._pool: Any = None
         self._replays: list[Replay] = []
 
@@ -79,8 +83,8 @@ class Graphs:
 
     def give_up(self, reason: str) -> None:
         """Capture nothing any more: graphs of some lanes would only take memory from the others."""
+        self.refusal = reason
         for replay in self._replays:
-            replay.refusal = reason
             replay.forget()
 
     def free(self, held: int) -> int:
@@ -115,9 +119,6 @@ class Replay:
         optimizer: of theirs; one of `octavo.optim` may store gradients in FP8.
     """
 
-    refusal: str
-    """Why steps are launched one by one although they were to be captured; empty for no reason."""
-
     def __init__(
         self,
         graphs: Graphs,
@@ -128,8 +129,12 @@ class Replay:
     ) -> None:
         self._graphs, self._run, self._model = graphs, run, model
         self._parameters, self._optimizer = parameters, optimizer
-        self.refusal = ""
         self.forget()
+
+    @property
+    def refusal(self) -> str:
+        """That of all graphs of the run."""
+        return self._graphs.refusal
 
     @property
     def held(self) -> int:

@@ -9,7 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels import coefficients as contract
 from octavo.kernels.coefficients import Made, Told
+from octavo.kernels.optimizer import COEFFICIENTS
 from octavo.kernels.uploads import Uploads
 
 BLOCK = 128
@@ -17,9 +19,9 @@ BLOCK = 128
 SUMMED = 1024
 """Least number of them that are summed at a time."""
 
-HYPER: tl.constexpr = tl.constexpr(8)
-OWN: tl.constexpr = tl.constexpr(4)
-COLUMNS: tl.constexpr = tl.constexpr(12)
+HYPER: tl.constexpr = tl.constexpr(len(contract.HYPER))
+OWN: tl.constexpr = tl.constexpr(len(contract.Own._fields))
+COLUMNS: tl.constexpr = tl.constexpr(len(COEFFICIENTS))
 """Of the tables, and of the coefficients."""
 
 
@@ -111,7 +113,7 @@ def _coefficients_kernel(
         1 / (1 - _power(beta1, step)), 1 / tl.sqrt(1 - _power(beta2, step)), eps, lr * lr_ratio, weight_kept, decay,
         bound, beta1,
     )  # fmt: skip
-    for i in tl.static_range(12):
+    for i in tl.static_range(COLUMNS):
         tl.store(coefficients + COLUMNS * row + i, columns[i].to(tl.float32), mask=there)
 
 
