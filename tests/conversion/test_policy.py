@@ -19,6 +19,9 @@ ROUTER = "router: a small error sends a token to another expert"
         ("lm_head", HEAD),
         ("model.lm_head", HEAD),
         ("output", HEAD),
+        ("head", HEAD),  # timm, and Octavo's ResNet
+        ("fc", HEAD),  # torchvision
+        ("classifier", HEAD),  # torchvision, transformers
         ("embed", "embedding"),
         ("model.embed_tokens.projection", "embedding"),
         ("layers.3.mlp.router", ROUTER),
@@ -33,6 +36,7 @@ ROUTER = "router: a small error sends a token to another expert"
         ("model.layers.0.mlp.shared_expert.gate_proj", None),
         ("layers.3.mlp.gate_proj", None),
         ("layers.3.attention.output", None),
+        ("layers.3.mlp.fc", None),
         ("layers.0.attention.q", None),
         ("", None),
     ],

@@ -18,13 +18,17 @@ from octavo.nn.mlp import ActivationInputs
 from octavo.nn.norm import NormInputs
 from octavo.recipes import Recipe
 
+_HEAD = "output head: its error goes straight into the loss"
 _ROUTER = "router: a small error sends a token to another expert"
 
 
 def _keep() -> dict[str, str]:
     return {
-        "*lm_head": "output head: its error goes straight into the loss",
-        "output": "output head: its error goes straight into the loss",
+        "*lm_head": _HEAD,
+        "output": _HEAD,
+        "head": _HEAD,  # of image models, as are the next two
+        "fc": _HEAD,
+        "classifier": _HEAD,
         "*embed*": "embedding",
         "*router": _ROUTER,
         "*router.*": _ROUTER,

@@ -60,6 +60,12 @@ def test_the_summary_of_a_step_has_no_parts(result: MakeResult) -> None:
     assert "| octavo folded | 64.0 | 1.56 | 2.0 |" in text and "again" not in text
 
 
+def test_the_summary_of_a_step_is_of_language_models(result: MakeResult) -> None:
+    images = timed("bf16", 40.0, shape={"depths": [1], "size": 32, "batch": 2}) | {"workload": "images"}
+    rows = result("step", timed("bf16", 100.0, shape=SHAPE), images)
+    assert "**images**" in step(rows) and "**images**" not in step_summary(rows)
+
+
 def test_gemm_has_a_line_a_shape_and_a_column_a_kernel(result: MakeResult) -> None:
     def row(shape: str, kernel: str, operands: str, accumulate: str, **figures: Any) -> dict[str, Any]:
         return {"shape": shape, "kernel": kernel, "operands": operands, "accumulate": accumulate, **figures}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from octavo.bench import results
@@ -17,8 +18,9 @@ def step(result: Result) -> str:
 
 
 def step_summary(result: Result) -> str:
-    """Return, for each workload, time, speed against its peers and peak memory of every implementation."""
-    return _steps(result, [column for column in STEP_COLUMNS if column[1] in SUMMARY], notes=False)
+    """Return, for each language model, time, speed against its peers and peak memory of every implementation."""
+    rows = tuple(row for row in result.rows if not _is_of_images(row))
+    return _steps(replace(result, rows=rows), [column for column in STEP_COLUMNS if column[1] in SUMMARY], notes=False)
 
 
 PEER = "torchao tensorwise"
@@ -51,11 +53,15 @@ def _steps(result: Result, columns: Sequence[tuple[str, str, str]], *, notes: bo
     return "\n\n".join(blocks)
 
 
+def _is_of_images(row: Row) -> bool:
+    return "size" in row.get("shape", {})
+
+
 def _shape(row: Row) -> str:
     if "shape" not in row:
         return ""
     shape = row["shape"]
-    if "size" in shape:
+    if _is_of_images(row):
         return f": {shape['batch']} images of {shape['size']} x {shape['size']} pixels, bottlenecks {shape['depths']}"
     kind = f", vocabulary {shape['vocab']:,}" if shape.get("vocab") else ", no head"
     tokens = f"{shape['batch']} x {shape['sequence']:,} tokens"
