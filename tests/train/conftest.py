@@ -1,7 +1,8 @@
-"""A corpus of a few kilobytes and runs of a few steps."""
+"""A corpus of a few kilobytes and runs of a few steps; `ranks`, which starts several, is in tests/distributed."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from octavo.train.config import RunConfig, assemble, load_preset
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 Configure = Callable[..., RunConfig]
 
 

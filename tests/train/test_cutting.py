@@ -23,13 +23,7 @@ Configure = Callable[..., RunConfig]
         ({"data": {"sequence": 31}}, 1, r"data.sequence: 31 cannot"),
         ({"model": {"ffn": 66}}, 2, r"model.ffn: 66 cannot be split evenly over 4 ranks .* sharded over 2"),
         ({"model": {"ffn": 65}}, 1, r"model.ffn: 65 cannot"),
-        ({"run": {"weights": "fp8"}}, 1, r"run.weights: 'fp8' does not go with parallel.tensor = 2: scales"),
         ({"run": {"recipe": "delayed"}}, 1, r"run.recipe: 'delayed' .* keeps a scale .* Take 'folded'"),
-        ({"optimizer": {"name": "muon"}}, 1, r"optimizer.name: 'muon'"),
-        ({"optimizer": {"states": "fp8-lm"}}, 1, r"optimizer.states: 'fp8-lm' .* one scale a tensor"),
-        ({"optimizer": {"gradients": "fp8"}}, 1, r"optimizer.gradients: 'fp8'"),
-        ({"optimizer": {"loss_scale": "dynamic"}}, 1, r"optimizer.loss_scale: 'dynamic'"),
-        ({"parallel": {"reduce": "bf16"}}, 2, r"parallel.reduce: 'bf16'"),
         ({"parallel": {"embedding": "rows"}}, 1, r"parallel.embedding: 'rows'"),
     ],
 )
@@ -43,4 +37,6 @@ def test_what_cannot_be_cut_is_refused(
 
 def test_a_llama_can_be_cut_and_what_is_not_cut_need_not_fit(configure: Configure) -> None:
     check_cut(configure(parallel={"tensor": 2}), 2)
+    small = {"states": "fp8-lm", "name": "muon", "gradients": "fp8"}
+    check_cut(configure(parallel={"tensor": 2}, run={"weights": "fp8"}, optimizer=small), 2)
     check_cut(configure(model={"architecture": "gpt"}, run={"weights": "fp8"}), 1)

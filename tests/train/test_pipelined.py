@@ -12,11 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.torch_version import TorchVersion
 
 from octavo import strict
+from octavo.kernels.sample import STATS
 from octavo.monitor.store import RunReader
 from octavo.train import checkpoint, train
 from octavo.train.config import RunConfig, assemble, load_preset
@@ -27,8 +29,13 @@ ERROR = 1e-4
 """Of losses and norms against one process, relative: norms are summed in another order, and clip what is learnt. That
 decides now and then how a value is rounded: 3e-5."""
 BF16_ERROR = 2e-3
-QUICK = {"device": "cpu", "telemetry_every": 0, "eval_tokens": 512}
+QUICK = {"device": "cpu", "telemetry_every": 1, "histograms_every": 3, "eval_tokens": 512}
 V = "zero-bubble-v" if TorchVersion(torch.__version__) >= "2.13" else "interleaved"
+
+SHORT = {
+    "run": {"steps": 2, "twin": False},
+    "optimizer": {"loss_scale": "dynamic", "clip_per_group": {"*.wq": 1e-3, "layers.3.*": 1e-2}},
+}
 
 Configure = Callable[..., RunConfig]
 
@@ -59,7 +66,7 @@ def piped(make: Configure) -> dict[str, RunConfig]:
         "plain": make("plain", parallel=exact),
         "resumed": make("resumed", parallel=exact),
         "struck": make("struck", parallel=exact, guard={"mode": "act", "shadow_every": 2}, run={"twin": False}),
-        "v": make("v", parallel={"pipeline": 2, "schedule": V}, run={"steps": 2, "twin": False}),
+        "v": make("v", parallel={"pipeline": 2, "schedule": V, "embedding": "rows"}, **SHORT),
     }
     files = []
     for name, config in runs.items():
@@ -129,6 +136,26 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(piped: dict[str, RunConf
         assert torch.equal(one[1], other[1])
 
 
+def test_the_first_rank_writes_the_tensors_of_all_stages(
+    piped: dict[str, RunConfig], alone: tuple[RunConfig, dict[str, Any]]
+) -> None:
+    run, resumed, whole = (RunReader(config.run.out) for config in (piped["plain"], piped["resumed"], alone[0]))
+    assert run.tensors == whole.tensors
+    assert run.snapshot_steps().tolist() == whole.snapshot_steps().tolist() == [1, 2, 3, 4, 5, 6]
+    found, expected, again = (np.stack([one.snapshot(step)[1] for step in (1, 6)]) for one in (run, whole, resumed))
+    assert np.array_equal(found[1], again[1], equal_nan=True)
+    roles = np.array([row.role for row in run.tensors])
+    read = np.isin(roles, ["input", "grad_output"])  # weights arrive as codes, and gradients of ranks are clipped
+    assert read.sum() == 2 * 7 * 4
+    assert np.array_equal(found[0, read], expected[0, read], equal_nan=True)  # later weights differ, in their last bits
+    amax = found[0, :, STATS.index("amax")]
+    assert amax == pytest.approx(expected[0, :, STATS.index("amax")], rel=0.1)  # that of a code may be rounded
+    for layer, role in (("layers.0.attention.wq", "input"), ("layers.3.feed_forward.w2", "grad_output")):
+        (_, first, bins), (_, first_alone, of_one) = (one.histogram(layer, role, 3) for one in (run, whole))
+        assert first == first_alone
+        assert bins.sum() == pytest.approx(of_one.sum(), rel=0.01)
+
+
 def test_guardrails_take_all_stages_back(piped: dict[str, RunConfig]) -> None:
     kept = [[line["loss_fp8"] for line in lines(piped[name]) if "loss_fp8" in line] for name in ("struck", "plain")]
     assert kept[0] == kept[1]
@@ -136,7 +163,7 @@ def test_guardrails_take_all_stages_back(piped: dict[str, RunConfig]) -> None:
 
 
 def test_the_last_stage_may_be_on_the_first_rank(piped: dict[str, RunConfig], make: Configure) -> None:
-    short = make("short", run={"steps": 2, "twin": False})
+    short = make("short", **SHORT)
     summary = train(short)
     assert_near(piped["v"], short, BF16_ERROR, steps=2)
     told = json.loads((piped["v"].run.out / "summary.json").read_text())

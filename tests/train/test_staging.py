@@ -25,10 +25,6 @@ Configure = Callable[..., RunConfig]
         ({"model": {"tie_embeddings": True}}, r"model.tie_embeddings: 'true' .* Take false"),
         ({"run": {"recipe": "delayed"}}, r"run.recipe: 'delayed' .* keeps scales .* Take 'folded'"),
         ({"optimizer": {"gradients": "fp8"}}, r"optimizer.gradients: 'fp8'"),
-        ({"optimizer": {"clip_per_group": {"*.wq": 1.0}}}, r"optimizer.clip_per_group: .* optimizer.clip alone"),
-        ({"optimizer": {"loss_scale": "dynamic"}}, r"optimizer.loss_scale: 'dynamic'"),
-        ({"parallel": {"reduce": "bf16"}}, r"parallel.reduce: 'bf16'"),
-        ({"parallel": {"embedding": "rows"}}, r"parallel.embedding: 'rows'"),
     ],
 )
 def test_what_makes_no_stages_is_refused(configure: Configure, sections: dict[str, Any], message: str) -> None:

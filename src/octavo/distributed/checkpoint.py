@@ -2,8 +2,9 @@
 
 Every tensor is written by its rows, each rank its own: weights in their own dtype, states as their tier has them. A
 scale belongs to rows that one rank has, so that another number of ranks reads the same bits. The exception is a tier
-with one scale a tensor (`fp8-lm`): there a scale belongs to a rank's part, and the number of ranks must stay. What is
-no tensor stands in `octavo.json`.
+with one scale a tensor (`fp8-lm`): there a scale belongs to a rank's part, and the number of ranks must stay. So must
+that of tensor parallel, where ranks that share rows have scales of parts of them. What is no tensor stands in
+`octavo.json`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from octavo.errors import CheckpointError
 from octavo.optim import Optimizer, flatten, unflatten
+from octavo.optim.ranks import along_rows
 from octavo.ranks import is_first_rank
 from octavo.tensor import FP8Tensor, local
 
@@ -95,7 +97,7 @@ def _state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, dict[str,
     codes = {}
     for name, shard in _fp8_shards(model).items():
         for part, tensor in (("codes", shard.codes.view(torch.uint8)), ("scale", shard.scale)):
-            codes[f"{name}.{part}"] = _like(tensor, parameters[name])
+            codes[f"{name}.{part}"] = along_rows(tensor, parameters[name])
     if codes:
         state["fp8"] = codes
     if optimizer is not None:
@@ -107,19 +109,13 @@ def _state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, dict[str,
 
 
 def _fp8_shards(model: nn.Module) -> dict[str, FP8Tensor]:
-    """Return this rank's rows of the parameters that are FP8 themselves."""
+    """Return this rank's parts of the parameters that are FP8 themselves."""
     shards = {}
     for name, parameter in model.named_parameters():
         shard = local(parameter)
         if isinstance(parameter, DTensor) and isinstance(shard, FP8Tensor):
             shards[name] = shard
     return shards
-
-
-def _like(part: Tensor, parameter: Any) -> DTensor:
-    shape = torch.Size((parameter.shape[0], part.shape[1]))
-    placement = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(part, *placement, run_check=False, shape=shape, stride=(part.shape[1], 1))
 
 
 def _write_settings(

@@ -50,17 +50,18 @@ class Source(Protocol):
 
 
 def telemetry_of(
-    model: nn.Module, every: int = 1, histograms_every: int = 0, *, together: bool = False
+    model: nn.Module, every: int = 1, histograms_every: int = 0, *, together: bool = False, order: Sequence[str] = ()
 ) -> Source | None:
     """Return the telemetry of a model's FP8 layers, None where it has none; arguments are those of `Telemetry`.
 
     Args:
         together: with the other ranks, all of which call this: values are those of all, and equal on all.
+        order: names of the layers of the whole model, where ranks have different ones.
     """
     from octavo.nn.telemetry import Telemetry
 
     group = dist.new_group() if together else None
-    source = Telemetry(model, every, histograms_every=histograms_every, group=group)
+    source = Telemetry(model, every, histograms_every=histograms_every, group=group, order=order)
     return source if source.rows else None
 
 

@@ -7,7 +7,9 @@ pin to, and needs none.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, ref
@@ -39,6 +41,16 @@ def offer(y: Tensor, quantized: Quantized, target: Target) -> None:
     """Pin to y (..., D) the codes (M, D) of the same values, M its leading dimensions, made for `target`."""
     if not (torch.compiler.is_compiling() or y.is_inference()):  # inference tensors count no versions
         setattr(y, _NAME, Offer(ref(y), quantized, target, y._version, y.data_ptr()))
+
+
+def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return what codes can be pinned to whose values nobody has: NaN of that shape, in the memory of one element."""
+    return torch.full((), math.nan, dtype=dtype, device=device).expand(shape)
+
+
+def stands_in(x: Tensor) -> bool:
+    """Return whether x is what `stand_in` gave, or a view of it."""
+    return x.numel() > 1 and not any(x.stride())
 
 
 def taken(x: Tensor, target: Target) -> Quantized | None:

@@ -41,6 +41,8 @@ class Linear(nn.Linear):
     """The scales that the model keeps from step to step; None if this layer's recipe keeps none."""
     page: Page | None
     """Where this layer's are in it."""
+    reads_codes: bool = False
+    """Whether its input comes from other ranks as codes: what was lost in making them is not known here."""
     watch: Watch | None = None
     """Where telemetry of this layer goes, while there is any (`octavo.nn.telemetry`)."""
 
@@ -68,7 +70,7 @@ class Linear(nn.Linear):
 
     def release(self) -> None:
         """Turn this layer back into an `nn.Linear` in place."""
-        for name in ("recipe", "enabled", "shared", "keeps_input", "book", "page", "watch"):
+        for name in ("recipe", "enabled", "shared", "keeps_input", "book", "page", "reads_codes", "watch"):
             self.__dict__.pop(name, None)
         self.__class__ = nn.Linear  # type: ignore[assignment]
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,7 +30,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from octavo.errors import ConfigError
 from octavo.kernels.download import Download
 from octavo.kernels.sample import BINS, DETAILED, PHASE, SAMPLED, STATS, WIDTH, settle
-from octavo.nn.telemetry_ranks import Gathering
+from octavo.nn.telemetry_ranks import Gathering, Own, Together
 from octavo.nn.telemetry_rows import Layer, Row, find, groups_of, look_at_gradient, rows_of
 from octavo.nn.watched import Watch
 
@@ -41,6 +42,8 @@ PATIENCE = 10.0
 """Seconds that `Telemetry.wait` waits for other ranks: where one has failed, its values never come."""
 _OF_QUANTISING = [STATS.index(name) for name in ("scale", "flushed", "subnormal", "saturated", "sqnr")]
 """What says nothing of a tensor that is not quantised."""
+_LOST = [STATS.index(name) for name in ("flushed", "saturated", "sqnr")]
+"""What codes do not say of the tensor that they were made of."""
 
 Snapshot = tuple[int, NDArray[np.float32]]
 
@@ -53,9 +56,11 @@ class Telemetry:
         every: look at each step whose number this divides. In others nothing is read and there are no snapshots.
         histograms_every: look at each step whose number this divides, too, and there also at `sqnr` and the exponents
             (`histograms`); 0: never. In all other steps `sqnr` is NaN.
-        group: of ranks that train the same model on parts of a batch, all of which make such a telemetry and the same
-            steps. Values are then those of all of them, and equal on all. It should be a group of its own: its
-            collectives wait for no other, and no other for them. By default those of this process alone.
+        group: of ranks that train the same model on parts of a batch, or each a stage of it, all of which make such a
+            telemetry and the same steps. Rows are then those of all of them, and values equal on all. It should be a
+            group of its own: its collectives wait for no other, and no other for them. By default those of this
+            process alone.
+        order: names of the layers of the whole model in their order, where ranks have different ones.
 
     Raises:
         ConfigError: `every` is not positive, the layers lie on several devices, or telemetry watches them already.
@@ -81,18 +86,27 @@ class Telemetry:
         *,
         histograms_every: int = 0,
         group: dist.ProcessGroup | None = None,
+        order: Sequence[str] = (),
     ) -> None:
         if every < 1 or histograms_every < 0:
             given = f"every={every}, histograms_every={histograms_every}"
             raise ConfigError(f"Telemetry({given}): every must be a positive number of steps, the other not negative.")
-        self.every, self.histograms_every, self.done, self._group = every, histograms_every, 0, group
+        self.every, self.histograms_every, self.done = every, histograms_every, 0
         layers, self.not_watched = find(model)
-        device = _device(layers)
+        device = _device(model, layers)
         self._layers = list(layers.values())
-        self._places = self._lay_out(model, layers, device)
+        places = self._lay_out(model, layers, device)
+        coded = {row for row in places if row.role == "input" and getattr(layers[row.layer], "reads_codes", False)}
+        own = Own(places, len(self._buffer), coded, self.not_watched)
+        self._together = None if group is None else Together(own, group, order, device)
+        self.rows, self._places = tuple(places), np.fromiter(places.values(), dtype=np.int64)
+        if self._together is not None:
+            self.rows, self._places = self._together.rows, np.arange(len(self._together.rows))
+            coded, self.not_watched = self._together.coded, self._together.not_watched
+        self._coded = [number for number, row in enumerate(self.rows) if row in coded]
         self.sampled, self.histograms = np.zeros(0, dtype=np.float32), None
         self._coming: deque[tuple[int, Download | Gathering]] = deque(maxlen=WAITING)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and layers else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and self.rows else None
         self._begin()
         _live.add(self)
 
@@ -111,7 +125,7 @@ class Telemetry:
             for layer, row in zip(self._layers, self._of_gradients, strict=True):
                 look_at_gradient(layer, self._one, row)
             values = self._buffer.data if detailed else self._buffer.data[:, :WIDTH]
-            self._coming.append((self.done, _send(values.clone(), self._stream, self._group)))
+            self._coming.append((self.done, self._send(values)))
         self._begin()
 
     def snapshot(self) -> Snapshot | None:
@@ -128,6 +142,7 @@ class Telemetry:
         values = found[:, : len(STATS)]
         plain = [number for number, row in enumerate(self.rows) if not row.operand]
         values[np.ix_(plain, _OF_QUANTISING)] = np.nan
+        values[np.ix_(self._coded, _LOST)] = np.nan  # in compiled code values stand for the codes
         return step, values
 
     def wait(self) -> None:
@@ -135,7 +150,7 @@ class Telemetry:
         until = time.monotonic() + PATIENCE
         for _, coming in self._coming:
             while not coming.has_arrived():
-                if self._group is not None and time.monotonic() > until:
+                if self._together is not None and time.monotonic() > until:
                     return
                 time.sleep(1e-4)
 
@@ -166,8 +181,8 @@ class Telemetry:
     ) -> None:
         self.detach()
 
-    def _lay_out(self, model: nn.Module, layers: dict[str, Layer], device: torch.device) -> NDArray[np.int64]:
-        """Make the buffer, give each group of layers its page, and return where in it each of `rows` is."""
+    def _lay_out(self, model: nn.Module, layers: dict[str, Layer], device: torch.device) -> dict[Row, int]:
+        """Make the buffer, give each group of layers its page, and return where in it each row is."""
         names = {id(layer): name for name, layer in layers.items()}
         last = {id(layer): number for number, layer in enumerate(layers.values())}
         groups = groups_of(model, layers)
@@ -187,8 +202,7 @@ class Telemetry:
             top += len(watch.page)
         order = {name: number for number, name in enumerate(layers)}
         places.sort(key=lambda place: order[place[0].layer])  # stable: roles stay in their order
-        self.rows = tuple(row for row, _ in places)
-        return np.array([place for _, place in places], dtype=np.int64)
+        return dict(places)
 
     def _wants(self, step: int) -> tuple[bool, bool]:
         """Return whether a step is looked at, and whether its exponents are."""
@@ -203,16 +217,16 @@ class Telemetry:
         values[:, PHASE] = float(_phase(self.done + 1) if looks else -1)
         values[:, DETAILED] = float(detailed)
 
-
-def _send(values: Tensor, stream: torch.cuda.Stream | None, group: dist.ProcessGroup | None) -> Download | Gathering:
-    """Send FP32 (tensors, width) on its way, of all ranks of the group; from a GPU by `stream`, beside the training."""
-    gathering = None if group is None else Gathering(values, group)
-    if stream is None:
-        return gathering or Download(values)
-    stream.wait_stream(torch.cuda.current_stream(values.device))
-    with torch.cuda.stream(stream):
-        values.record_stream(stream)
-        return Download(gathering.result() if gathering is not None else values)
+    def _send(self, values: Tensor) -> Download | Gathering:
+        """Send a copy of FP32 (tensors, width) on its way, with those of all ranks; from a GPU beside the training."""
+        sent = values.clone() if self._together is None else self._together.padded(values)
+        gathering = None if self._together is None else self._together.gather(sent)
+        if self._stream is None:
+            return gathering or Download(sent)
+        self._stream.wait_stream(torch.cuda.current_stream(sent.device))
+        with torch.cuda.stream(self._stream):
+            sent.record_stream(self._stream)
+            return Download(sent if gathering is None else gathering.result())
 
 
 def _phase(step: int) -> int:
@@ -220,11 +234,12 @@ def _phase(step: int) -> int:
     return (step * 2654435761 % 2**32) >> 9
 
 
-def _device(layers: dict[str, Layer]) -> torch.device:
+def _device(model: nn.Module, layers: dict[str, Layer]) -> torch.device:
     devices = {layer.get_parameter("weight").device for layer in layers.values()}
     if len(devices) > 1:
         raise ConfigError(f"telemetry is of one device, and the layers lie on {', '.join(map(str, devices))}.")
-    return next(iter(devices), torch.device("cpu"))
+    anywhere = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return next(iter(devices), anywhere)
 
 
 _live: weakref.WeakSet[Telemetry] = weakref.WeakSet()

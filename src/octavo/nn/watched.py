@@ -8,7 +8,7 @@ say nothing of the page in their signatures, as `quantize_at` says nothing of it
 
 Where an MLP is computed as one, no tensor holds the hidden activation or the gradients of gate and up: those of the
 sampled rows are computed once more. So are the patches of a convolution. A weight that is an FP8 tensor is looked at as
-the codes that it is.
+the codes that it is, and so is an input of which there are only codes (`octavo.nn.handoff.stand_in`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from octavo.kernels.sample import Looked, held, rests, sample, sample_soon, samp
 from octavo.kernels.target import target_of
 from octavo.nn import own_codes
 from octavo.nn import weights as stacked
+from octavo.nn.handoff import stands_in
 from octavo.numerics import Quantized, dequantize, granularity_named
 from octavo.tensor import implements
 
@@ -151,6 +152,8 @@ def look_at_input(
     elif kind:
         parts, scales, ends = _sampled(tensors, total, row), held(scale), None if edges is None else held(edges)
         soon(lambda: sample(Looked(_hidden(parts, kind), scales, operand, None, ends, tied, total), row), row.device)
+    elif stands_in(source):
+        sample_soon(Looked(x, scale, operand, None, edges, is_coded=True), row)
     else:
         source = source.flatten(0, -2) if source.dim() > 2 else source
         sample_soon(Looked(source, scale, operand, None, edges, tied), row)

@@ -14,7 +14,7 @@ from octavo.kernels.coefficients import Own
 from octavo.kernels.optimizer import COEFFICIENTS, Control, Layout, Slot, momentum, update
 from octavo.optim import convert, orthogonal
 from octavo.optim.optimizer import Entry, Optimizer
-from octavo.optim.owners import Rows, from_owners, rows_of, to_owners
+from octavo.optim.owners import Cut, cuts_of, to_parts, to_whole
 from octavo.optim.states import RuleName, hidden_matrix
 
 AdjustLr = Literal["original", "match_rms_adamw"]
@@ -30,8 +30,8 @@ class _Iteration(NamedTuple):
 
     shape: torch.Size
     """Of the part that this rank has."""
-    rows: Rows | None
-    """How they lie on ranks; None: this rank has all of them."""
+    cuts: tuple[Cut, ...]
+    """How they lie on ranks; none: this rank has all of them."""
     nesterov: bool
     coefficients: tuple[float, float, float]
     steps: int
@@ -44,8 +44,8 @@ class Muon(Optimizer):
         m = momentum m + (1 - momentum) g;  u = momentum m + (1 - momentum) g, or m without nesterov
         w = w (1 - lr wd) - lr ratio NewtonSchulz(u)
 
-    The momentum is stored as the tier stores a first moment; there is no second one. Matrices that are sharded by rows
-    are orthogonalised whole, each by one of the ranks (`owners`).
+    The momentum is stored as the tier stores a first moment; there is no second one. Matrices that are cut over
+    ranks are orthogonalised whole, each by one of them (`owners`).
 
     Every group that is passed becomes up to two: `rule` is `muon` in the one, `adamw` in the other, and each has its
     learning rate for schedulers. A group's own settings hold for both; one that has the key `rule` is not split.
@@ -69,7 +69,7 @@ class Muon(Optimizer):
 
     Raises:
         ConfigError: as `Optimizer` does; no names for the default of `matrices`; `original` without a learning rate for
-            AdamW; or a parameter for Muon that is no matrix, or sharded otherwise than by rows.
+            AdamW; or a parameter for Muon that is no matrix, or cut into uneven parts other than by rows, once.
     """
 
     rule = "muon"
@@ -195,16 +195,16 @@ class Muon(Optimizer):
             height = how.shape[0]
             updates = self._empty(len(batch), how)
             momentum(batch, layout, control, updates[:, :height].unbind(), self._uploads, nesterov=how.nesterov)
-            updates = updates if how.rows is None else to_owners(updates, how.rows)
-            updates = orthogonal.orthogonalise(updates, coefficients=how.coefficients, steps=how.steps, eps=how.eps)
-            updates = updates if how.rows is None else from_owners(updates, how.rows, len(batch))
+            whole = to_whole(updates, how.cuts)
+            whole = orthogonal.orthogonalise(whole, coefficients=how.coefficients, steps=how.steps, eps=how.eps)
+            updates = to_parts(whole, how.cuts, len(batch))
             made = zip(batch, updates[:, :height].unbind(), strict=True)
             update([_given(slot, one) for slot, one in made], given, ready, self._uploads)
 
     def _empty(self, count: int, how: _Iteration) -> Tensor:
         """Return memory for updates; of rows that a rank is short of, zeros."""
         height, cols = how.shape
-        each = height if how.rows is None else how.rows.each
+        each = _filled_up(how)
         make = torch.empty if each == height else torch.zeros
         return make(count, each, cols, dtype=torch.bfloat16, device=self.device)
 
@@ -213,14 +213,18 @@ class Muon(Optimizer):
         alike: dict[_Iteration, list[Slot]] = {}
         for slot in slots:
             entry = entries[slot.row]
-            group, rows = self.param_groups[entry.group], rows_of(entry.parameter)
+            group, cuts = self.param_groups[entry.group], cuts_of(entry.parameter)
             told = (group["nesterov"], group["ns_coefficients"], group["ns_steps"], group["eps"])
-            alike.setdefault(_Iteration(slot.weight.shape, rows, *told), []).append(slot)
+            alike.setdefault(_Iteration(slot.weight.shape, cuts, *told), []).append(slot)
         for how, members in alike.items():
-            each = how.shape[0] if how.rows is None else how.rows.each
-            size = max(CHUNK // max(each * how.shape[1], 1), 1)
+            size = max(CHUNK // max(_filled_up(how) * how.shape[1], 1), 1)
             for start in range(0, len(members), size):
                 yield how, members[start : start + size]
+
+
+def _filled_up(how: _Iteration) -> int:
+    """Return the rows of this rank, with those that it is short of where ranks have not the same number."""
+    return next((cut.each for cut in how.cuts if cut.axis == 0), how.shape[0])
 
 
 def _given(slot: Slot, made: Tensor) -> Slot:
@@ -235,10 +239,10 @@ def _check(group: dict[str, Any], entries: Sequence[Entry]) -> None:
                 " AdamW: say so in `matrices`."
             )
         try:
-            rows_of(entry.parameter)
+            cuts_of(entry.parameter)
         except UnsupportedError as error:
             raise ConfigError(
-                f"Muon: parameter '{entry.name}': {error} Leave it to AdamW, or shard it by rows."
+                f"Muon: parameter '{entry.name}': {error} Leave it to AdamW, or take ranks that divide it."
             ) from error
     if not 0 <= group["momentum"] < 1:
         raise ConfigError(f"Muon momentum: {group['momentum']} is not at least 0 and below 1.")

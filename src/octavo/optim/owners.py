@@ -1,13 +1,16 @@
-"""Matrices of which each rank has rows: each is made whole on one rank, worked on there, and sent back.
+"""Matrices of which each rank has a part: each is made whole on one rank, worked on there, and sent back.
 
     rows (B, r, C) of B matrices on each of n ranks   ->   B / n whole matrices (R, C) on each   ->   rows again
 
 Matrix b belongs to rank b // (B / n). Two all-to-alls move every value once there and once back; no rank has all
-matrices, and none is worked on twice. The pattern is that of distributed Muon (arXiv 2502.16982, section 2.3).
+matrices, and none is worked on twice. The pattern is that of distributed Muon (arXiv 2502.16982, section 2.3). Columns
+go as rows of the transposed matrix do. What is cut over several dimensions of a mesh is made whole over one after
+another, beginning with the finest parts.
 """
 
 from __future__ import annotations
 
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -18,12 +21,14 @@ from octavo.errors import UnsupportedError
 from octavo.tensor import is_distributed
 
 
-class Rows(NamedTuple):
+class Cut(NamedTuple):
     """How matrices lie on the ranks of a group: the same number of rows on each, and what is left on the last ones."""
 
     group: dist.ProcessGroup
-    height: int
-    """Rows of a whole matrix."""
+    size: int
+    """Rows, or columns, that the ranks have together."""
+    axis: int = 0
+    """0: cut by rows; 1: by columns, as many on each."""
 
     @property
     def ranks(self) -> int:
@@ -32,43 +37,71 @@ class Rows(NamedTuple):
 
     @property
     def each(self) -> int:
-        """Rows on a rank, those of the last ones filled up."""
-        return -(-self.height // self.ranks)
+        """Rows, or columns, on a rank, those of the last ones filled up."""
+        return -(-self.size // self.ranks)
 
 
-def rows_of(parameter: Tensor) -> Rows | None:
-    """Return how a matrix lies on ranks, None where this rank has all of it.
+def cuts_of(parameter: Tensor) -> tuple[Cut, ...]:
+    """Return how a matrix lies on ranks, the finest parts first; nothing where this rank has all of it.
 
     Raises:
-        UnsupportedError: it is cut by columns, or in two ways.
+        UnsupportedError: its rows are cut twice, or its columns, and not evenly.
     """
     if not is_distributed(parameter):
-        return None
+        return ()
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    cut = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
-    if not cut:
-        return None
-    if len(cut) > 1 or not placements[cut[0]].is_shard(0):
-        raise UnsupportedError(f"a matrix placed as {tuple(map(str, placements))} is not cut by rows alone.")
-    return Rows(mesh.get_group(cut[0]), parameter.shape[0])
+    dims = [dim for dim, placement in enumerate(placements) if not placement.is_replicate() and mesh.size(dim) > 1]
+    # FSDP2 cuts what tensor parallel has left on a rank, and says so by shards with a stride.
+    dims.sort(key=lambda dim: (getattr(placements[dim], "split_factor", 1) == 1, -dim))
+    cuts: list[Cut] = []
+    for number, dim in enumerate(dims):
+        axis = placements[dim].dim
+        coarser = prod(mesh.size(other) for other in dims[number + 1 :] if placements[other].dim == axis)
+        size, uneven = divmod(parameter.shape[axis], coarser)
+        cuts.append(Cut(mesh.get_group(dim), size, axis))
+        if uneven or ((coarser > 1 or axis == 1) and size % mesh.size(dim)):
+            raise UnsupportedError(
+                f"a matrix {tuple(parameter.shape)} placed as {tuple(map(str, placements))} is not cut evenly: only "
+                "rows that are cut once need not be."
+            )
+    return tuple(cuts)
 
 
-def to_owners(parts: Tensor, how: Rows) -> Tensor:
+def to_whole(parts: Tensor, cuts: tuple[Cut, ...]) -> Tensor:
+    """Return the whole matrices that are this rank's, from its parts of all: `to_owners`, over each of the cuts."""
+    for how in cuts:
+        parts = to_owners(parts, how)
+    return parts
+
+
+def to_parts(whole: Tensor, cuts: tuple[Cut, ...], count: int) -> Tensor:
+    """Return this rank's parts of all `count` matrices: undo `to_whole`."""
+    if not cuts:
+        return whole
+    return from_owners(to_parts(whole, cuts[1:], -(-count // cuts[0].ranks)), cuts[0], count)
+
+
+def to_owners(parts: Tensor, how: Cut) -> Tensor:
     """Return the whole matrices (ceil(B / n), R, C) that are this rank's; the last ranks' can be zeros, of none.
 
     Args:
-        parts: (B, how.each, C), rows of this rank of each matrix, contiguous; all ranks have the same B.
+        parts: (B, how.each, C), rows of this rank of each matrix, contiguous; all ranks have the same B. Or columns,
+            (B, R, how.each).
     """
+    if how.axis == 1:
+        return to_owners(parts.mT, how._replace(axis=0)).mT.contiguous()
     count, each, cols = parts.shape
     mine = -(-count // how.ranks)
     send = parts.new_zeros(how.ranks * mine, each, cols)
     send[:count] = parts
     received = _swap(send, how).view(how.ranks, mine, each, cols)
-    return received.transpose(0, 1).reshape(mine, how.ranks * each, cols)[:, : how.height].contiguous()
+    return received.transpose(0, 1).reshape(mine, how.ranks * each, cols)[:, : how.size].contiguous()
 
 
-def from_owners(whole: Tensor, how: Rows, count: int) -> Tensor:
-    """Return rows of this rank (count, how.each, C) of all matrices, from those that are whole on each rank."""
+def from_owners(whole: Tensor, how: Cut, count: int) -> Tensor:
+    """Return what this rank has of all matrices, (count, how.each, C) or (count, R, how.each): undo `to_owners`."""
+    if how.axis == 1:
+        return from_owners(whole.mT, how._replace(axis=0), count).mT.contiguous()
     mine, height, cols = whole.shape
     full = whole.new_zeros(mine, how.ranks * how.each, cols)
     full[:, :height] = whole
@@ -76,7 +109,7 @@ def from_owners(whole: Tensor, how: Rows, count: int) -> Tensor:
     return _swap(send, how).view(how.ranks * mine, how.each, cols)[:count]
 
 
-def _swap(messages: Tensor, how: Rows) -> Tensor:
+def _swap(messages: Tensor, how: Cut) -> Tensor:
     """Send the r-th part of the first dimension to rank r, and return what each rank sent; bytes, which gloo knows."""
     received = torch.empty_like(messages)
     dist.all_to_all_single(received.view(-1).view(torch.uint8), messages.view(-1).view(torch.uint8), group=how.group)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.errors import UnsupportedError
-from octavo.kernels.storage import groups_of
+from octavo.kernels.storage import GROUP, groups_of
 from octavo.kernels.uploads import Uploads
 from octavo.tensor import is_distributed, local
 
@@ -64,8 +64,9 @@ def spread(name: str, tensor: Tensor, parameter: Tensor) -> Tensor:
     """Return a tensor of a parameter's state on this rank as part of one of all ranks; `unspread` undoes it.
 
     Where it has the shape of the parameter, or scales along its rows, it is sharded as that is: a checkpoint can be
-    read by another number of ranks that share the rows. Scales of a whole part are a row for each part. Codes and
-    remainders are bytes there: collectives carry neither int16 nor, uneven, float8.
+    read by another number of ranks that share the rows. Scales of a whole part lie as the parts do: a row for each part
+    of the rows, in it some columns for each part of the columns. Codes and remainders are bytes there: collectives
+    carry neither int16 nor, uneven, float8.
     """
     if name == "step" or not is_distributed(parameter):
         return tensor
@@ -73,15 +74,19 @@ def spread(name: str, tensor: Tensor, parameter: Tensor) -> Tensor:
         tensor, widening = _as_bytes(tensor)
         return _distributed(tensor, parameter, (*parameter.shape[:-1], parameter.shape[-1] * widening))
     if _lies_along_rows(tensor, parameter):
-        width = _scales_of_row(tensor, parameter)
-        return _distributed(tensor.reshape(-1, width), parameter, (parameter.shape[0], width * _across(parameter)))
-    dims = _sharded_dims(parameter)
-    mesh = parameter.device_mesh  # type: ignore[attr-defined]
-    parts = prod(mesh.size(dim) for dim in dims)
-    rows = -(-parameter.shape[0] // parts)
-    width = max(tensor.numel(), 1 if parameter.dim() > 1 else groups_of(rows))
+        return along_rows(tensor.reshape(-1, _scales_of_row(tensor, parameter)), parameter)
+    parts = _ranks_along(0, parameter)
+    width = max(tensor.numel(), 1 if parameter.dim() > 1 else groups_of(-(-parameter.shape[0] // parts)))
     row = F.pad(tensor.reshape(1, -1), (0, width - tensor.numel()))
-    return _distributed(row, parameter, (parts, width))
+    return _distributed(row, parameter, (parts, width * _ranks_along(1, parameter)))
+
+
+def along_rows(part: Tensor, parameter: Tensor) -> Tensor:
+    """Return as a DTensor of all ranks what a rank has for each of its rows of a matrix, codes or scales (r, c).
+
+    Of a row whose columns are cut, each rank has scales of its own: they lie side by side.
+    """
+    return _distributed(part, parameter, (parameter.shape[0], part.shape[1] * _ranks_along(1, parameter)))
 
 
 def unspread(saved: Mapping[str, Any], optimizer: Optimizer, entry: Entry) -> Mapping[str, Any]:
@@ -111,17 +116,20 @@ def _lies_along_rows(scales: Tensor, parameter: Tensor) -> bool:
     """Return whether scales belong to rows, or to parts of rows as even as those of the parameter."""
     if parameter.dim() < 2 or scales.dim() != 2:
         return False
-    placements = parameter.placements  # type: ignore[attr-defined]
+    part, placements = local(parameter), parameter.placements  # type: ignore[attr-defined]
+    if scales.numel() == 1 and not 0 < part.numel() <= GROUP:
+        return False  # one for all of a part, however few rows of the parameter that is
     cut = {placements[dim].dim for dim in _sharded_dims(parameter)}
-    even = cut <= {0} or (cut <= {0, 1} and parameter.dim() == 2 and parameter.shape[1] % _across(parameter) == 0)
-    rows = local(parameter).shape[0]
+    across = _ranks_along(1, parameter)
+    even = cut <= {0} or (cut <= {0, 1} and parameter.dim() == 2 and parameter.shape[1] % across == 0)
+    rows = part.shape[0]
     return even and (scales.shape[0] % rows == 0 if rows else True)
 
 
-def _across(parameter: Tensor) -> int:
-    """Return over how many ranks the columns of a matrix are cut."""
+def _ranks_along(axis: int, parameter: Tensor) -> int:
+    """Return over how many ranks one of the dimensions of a DTensor is cut."""
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    return prod(mesh.size(dim) for dim in _sharded_dims(parameter) if placements[dim].dim == 1)
+    return prod(mesh.size(dim) for dim in _sharded_dims(parameter) if placements[dim].dim == axis)
 
 
 def _scales_of_row(scales: Tensor, parameter: Tensor) -> int:

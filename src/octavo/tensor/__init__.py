@@ -2,6 +2,6 @@
 
 from octavo.tensor.fp8_tensor import FP8Tensor, implements
 from octavo.tensor.local import Holder, is_distributed, local
-from octavo.tensor.rows import rows_of
+from octavo.tensor.rows import columns_of, rows_of
 
-__all__ = ["FP8Tensor", "Holder", "implements", "is_distributed", "local", "rows_of"]
+__all__ = ["FP8Tensor", "Holder", "columns_of", "implements", "is_distributed", "local", "rows_of"]

@@ -1,4 +1,8 @@
-"""Rows of an FP8 tensor: what FSDP2 and DTensor cut a parameter with. Views, as those of a plain tensor are."""
+"""Parts of an FP8 tensor: what FSDP2, DTensor and tensor parallel cut a parameter with. Views, as of a plain tensor.
+
+PyTorch's operators give rows only. Columns are asked for by name: they share the scale of their row with others, and
+who writes into them wants a copy first.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +35,20 @@ def rows_of(matrix: Quantized, start: int, stop: int) -> Quantized:
             f"{height}, or quantise with one scale a row."
         )
     return Quantized(codes, matrix.scale[start // height : -(-stop // height)], matrix.granularity)
+
+
+def columns_of(matrix: Quantized, start: int, stop: int) -> Quantized:
+    """Return columns start to stop of a matrix in FP8, a view: the same codes, under the scales that they have.
+
+    Raises:
+        UnsupportedError: a scale is not of whole rows.
+    """
+    if matrix.granularity.cols is not None:
+        raise UnsupportedError(
+            f"columns {start} to {stop} of a matrix with a scale per {matrix.granularity.name}: columns are cut where "
+            "scales are of whole rows. Quantise with one scale a row."
+        )
+    return Quantized(matrix.codes[:, start:stop], matrix.scale, matrix.granularity)
 
 
 @implements(aten.slice.Tensor)

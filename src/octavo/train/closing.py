@@ -82,10 +82,12 @@ def _gemms(gemms: Mapping[str, int]) -> str:
 def _next(event: Finished) -> Sequence[tuple[str, str]]:
     stored, more = event.directory / "config.json", 2 * event.summary["steps"]
     other = "block" if event.summary["recipe"] == "folded" else "folded"
+    served = [(f"octavo export {event.directory}", "weights and tokenizer for vLLM, SGLang, transformers")]
     return [
         (f"octavo plan {stored}", "which precision each layer ran in, and why"),
         (f"octavo train {stored} --resume --steps {more}", "train on"),
         (f"octavo train {stored} --recipe {other} --out {event.directory}-{other}", "another recipe"),
+        *(served if event.architecture == "llama" else []),
     ]
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-
 from octavo import recipes
 from octavo.errors import ConfigError
-from octavo.optim import TIERS
 from octavo.train.config import RunConfig
+from octavo.train.refusals import Refusal, refuse
 
 
 def check_cut(config: RunConfig, shards: int) -> None:
@@ -35,8 +33,7 @@ def check_cut(config: RunConfig, shards: int) -> None:
                 f"{key}: {size} cannot be split evenly over {parts} ranks (parallel.tensor = {ranks}, each part sharded"
                 f" over {shards}). Take a multiple of {parts}, or fewer ranks."
             )
-    for key, value, why, instead in _alone(config):
-        raise ConfigError(f"{key}: '{value}' does not go with parallel.tensor = {ranks}: {why}. Take {instead}.")
+    refuse(_alone(config), f"parallel.tensor = {ranks}")
 
 
 def _sizes(config: RunConfig, ranks: int, shards: int) -> Iterator[tuple[str, int, int]]:
@@ -51,26 +48,12 @@ def _sizes(config: RunConfig, ranks: int, shards: int) -> Iterator[tuple[str, in
     yield "model.ffn", model.ffn_dim, ranks * shards
 
 
-def _alone(config: RunConfig) -> Iterator[tuple[str, str, str, str]]:
-    """Yield what cannot be right where layers are cut: its key and value, why, and what to take instead."""
-    run, optimizer, parallel = config.run, config.optimizer, config.parallel
-    if run.weights == "fp8":
-        yield "run.weights", "fp8", "scales are of whole rows, and a rank has parts of them", "'fp32' or 'bf16'"
+def _alone(config: RunConfig) -> Iterator[Refusal]:
+    """Yield what cannot be right where layers are cut."""
+    run, parallel = config.run, config.parallel
     if recipes.load(run.recipe).keeps_scales:
         why = "it keeps a scale of whole tensors from step to step, and a rank has parts"
-        yield "run.recipe", run.recipe, why, "'folded', 'rowwise', 'block' or 'tensorwise'"
-    if optimizer.name == "muon":
-        yield "optimizer.name", "muon", "it makes whole matrices of one cut only", "'adamw' or 'lion'"
-    if TIERS[optimizer.states].layout(optimizer.name, torch.float32, torch.float32, stochastic=True).searches:
-        why = "it has one scale a tensor, and a rank has parts"
-        yield "optimizer.states", optimizer.states, why, "'fp8', whose scales are of 128 values"
-    if optimizer.gradients != "wide":
-        yield "optimizer.gradients", optimizer.gradients, "a code has one scale a rank", "'wide'"
-    if optimizer.loss_scale != "none":
-        why = "an overflow is looked for on the ranks of one cut only"
-        yield "optimizer.loss_scale", optimizer.loss_scale, why, "'none', which is all that BF16 needs"
-    if parallel.reduce != "fp32":
-        yield "parallel.reduce", parallel.reduce, "it is for layers that are whole", "'fp32'"
+        yield Refusal("run.recipe", run.recipe, why, "'folded', 'rowwise', 'block' or 'tensorwise'")
     if parallel.embedding != "whole":
         why = "the embedding is on each rank of a cut, which looks up its own tokens"
-        yield "parallel.embedding", parallel.embedding, why, "'whole'"
+        yield Refusal("parallel.embedding", parallel.embedding, why, "'whole'")

@@ -173,6 +173,8 @@ class Finished:
     """The lines of `metrics.jsonl`."""
     directory: Path
     """Where the run is stored."""
+    architecture: str = "llama"
+    """Of the model."""
 
 
 Event = (

@@ -63,14 +63,19 @@ class Lane:
         self.size = count_parameters(model)
         trained_by_all = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         lr_factors = value_of(trained_by_all, config.lr_factors, "optimizer.lr_factors")
+        groups = groups_of(trained_by_all, config.clip_per_group, "optimizer.clip_per_group")
         self._take(model)  # before the optimizer, which steps what a rank keeps
         self.clip = config.clip
         self.parameters = dict(self.model.named_parameters())
         trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         self._trained = list(trained.values())
-        self._clipped = groups_of(trained, config.clip_per_group, "optimizer.clip_per_group")
+        self._clipped = [(limit, [trained[name] for name in names if name in trained]) for limit, names in groups]
         self.loss_scale = LossScale(
-            config.loss_scale, start=config.loss_scale_start, window=config.loss_scale_window, device=self.device
+            config.loss_scale,
+            start=config.loss_scale_start,
+            window=config.loss_scale_window,
+            device=self.device,
+            group=ranks.stages,
         )
         self.optimizer = _optimizer(trained, config, lr_factors, seed)
         self._clips_in_step = config.gradients == "fp8"
@@ -85,7 +90,8 @@ class Lane:
         self.model = model
         self.pipeline: dict[str, Any] | None = None
         self.cut = self.ranks.cut(model)
-        self.sharding, self.reduction = self.ranks.shard(model)
+        self.reduction = self.ranks.reduction()
+        self.sharding = self.ranks.shard(model, self.reduction)
 
     def holds(self, name: str) -> bool:
         """Return whether this rank has a tensor of the lane's state, or some of it; by its name in checkpoints."""
@@ -151,7 +157,8 @@ class Lane:
         """Clip the groups of gradients that have a limit of their own, then all; return the global norm before both."""
         norm = self._norm(self._gradients())
         for limit, parameters in self._clipped:
-            nn.utils.clip_grad_norm_(parameters, limit)
+            group = self._norm(parameter.grad for parameter in parameters)
+            nn.utils.clip_grads_with_norm_(parameters, limit, group)
         left = self._norm(self._gradients()) if self._clipped else norm
         nn.utils.clip_grads_with_norm_(self._trained, self.clip or float("inf"), left)
         return norm

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from octavo.errors import ConfigError
+from octavo.tensor import is_distributed
 
 Mode = Literal["none", "constant", "dynamic"]
 GIVE_UP = 16
@@ -42,6 +44,7 @@ class LossScale:
         start: float = 2.0**8,
         window: int = 2000,
         device: torch.device | str = "cpu",
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         """Start with the scale `start`.
 
@@ -50,6 +53,8 @@ class LossScale:
             start: a power of two.
             window: steps without an overflow after which `dynamic` doubles the scale.
             device: where the gradients are.
+            group: ranks that have other gradients of the same model, such as the stages of a pipeline: what overflows
+                on one overflows on all. Ranks that a gradient is spread over, as a DTensor, need not be named.
 
         Raises:
             ConfigError: an unknown mode, a start that is no power of two, or a window below 1.
@@ -60,7 +65,7 @@ class LossScale:
             raise ConfigError(f"loss scale: {start} is no power of two, so it would round every gradient. Take 256.")
         if window < 1:
             raise ConfigError(f"loss scale: a window of {window} steps is not positive.")
-        self.mode, self.window = mode, window
+        self.mode, self.window, self.group = mode, window, group
         self.scale = torch.full((), 1.0 if mode == "none" else start, device=device)
         """What the loss is multiplied by; FP32, shape ()."""
         self.streak = torch.zeros((), dtype=torch.int64, device=device)
@@ -93,14 +98,16 @@ class LossScale:
             return
         self._overflow.zero_()
         inverse = self.scale.reciprocal()
-        gradients: dict[torch.dtype, list[Tensor]] = {}
+        gradients: dict[object, list[Tensor]] = {}
         for parameter in parameters:
             if parameter.grad is not None:
-                gradients.setdefault(parameter.grad.dtype, []).append(parameter.grad)
-        for same_dtype in gradients.values():
-            torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, self._overflow, inverse)
+                gradients.setdefault(_kind(parameter.grad), []).append(parameter.grad)
+        for alike in gradients.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(alike, self._overflow, inverse)
         if loss is not None:
             self._overflow = torch.maximum(self._overflow, (~torch.isfinite(loss)).float())
+        if self.group is not None:
+            dist.all_reduce(self._overflow, dist.ReduceOp.MAX, group=self.group)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the optimizer's step unless a gradient overflowed, then choose the next scale.
@@ -137,3 +144,9 @@ class LossScale:
         self.overflows += overflow
         self.streak.copy_(torch.where(quiet, 0, streak))
         self.scale.copy_((self.scale * factor).clamp(2.0**-126, 2.0**126))
+
+
+def _kind(gradient: Any) -> object:
+    """Return what gradients that are looked at together have in common: PyTorch asks the ranks that the first has."""
+    spread = (gradient.device_mesh, gradient.placements) if is_distributed(gradient) else None
+    return gradient.dtype, spread

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,14 +49,16 @@ class Launch:
     host: str = "0"
     restarts: int = 0
     """How often torchrun has started all ranks again, after a failure."""
+    of_host: int = 1
+    """How many ranks are on this host."""
 
     @classmethod
     def read(cls) -> Launch:
         """Return what the environment says; one rank where it says nothing."""
         known = os.environ.get
         rank, ranks = int(known("RANK", "0")), int(known("WORLD_SIZE", "1"))
-        restarts = int(known("TORCHELASTIC_RESTART_COUNT", "0"))
-        return cls(rank, ranks, int(known("LOCAL_RANK", str(rank))), known("GROUP_RANK", "0"), restarts)
+        restarts, of_host = int(known("TORCHELASTIC_RESTART_COUNT", "0")), int(known("LOCAL_WORLD_SIZE", str(ranks)))
+        return cls(rank, ranks, int(known("LOCAL_RANK", str(rank))), known("GROUP_RANK", "0"), restarts, of_host)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +97,11 @@ class Ranks:
     def place(self) -> int:
         """Which of the ranks of a pipeline this is."""
         return self.rank // (self.count // self.parallel.pipeline)
+
+    @property
+    def stages(self) -> dist.ProcessGroup | None:
+        """The ranks of this rank's pipeline; None where there is none."""
+        return None if self.mesh is None or self.parallel.pipeline == 1 else self.mesh.get_group("pipeline")
 
     @property
     def is_first(self) -> bool:
@@ -147,9 +154,8 @@ class Ranks:
 
     def norm_of_stages(self, norm: Tensor) -> Tensor:
         """Return the L2 norm of what all stages of a pipeline have, from that of this rank's."""
-        assert self.mesh is not None
         squares = norm.float().square()
-        dist.all_reduce(squares, group=self.mesh.get_group("pipeline"))
+        dist.all_reduce(squares, group=self.stages)
         return squares.sqrt()
 
     def own_rows(self, rows: int) -> list[int]:
@@ -198,44 +204,60 @@ class Ranks:
 
         return tensor_parallel(model, self.mesh["tensor"], sequence=sequence)
 
-    def shard(self, model: nn.Module, *, reshard: bool | None = None) -> tuple[ShardPlan | None, Scheme | None]:
-        """Shard a converted model in place; return how it is gathered, and the scheme that reduces its gradients.
+    def reduction(self) -> Scheme | None:
+        """Return what sums the gradients of a model over the ranks that share its shards; None where FSDP2 does.
 
-        With one rank, None for both; None for the scheme where FSDP2 reduces them itself.
+        All ranks call it.
+        """
+        if self.mesh is None or self.parallel.reduce == "fp32":
+            return None
+        from octavo.distributed import reduction
+
+        return reduction(self.parallel.reduce, self._levels() if self.parallel.reduce == "two-level" else None)
+
+    def shard(
+        self, model: nn.Module, reduction: Scheme | None = None, *, reshard: bool | None = None
+    ) -> ShardPlan | None:
+        """Shard a converted model, or a stage of it, in place; return how it is gathered. None with one rank.
 
         Args:
+            reduction: what `reduction` returned.
             reshard: whether what was gathered for a forward pass is gathered again for the backward pass.
         """
         if self.mesh is None:
-            return None, None
+            return None
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        from octavo.distributed import BF16_POLICY, reduction, set_reduction, shard
+        from octavo.distributed import BF16_POLICY, shard
 
         stored = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
         policy = BF16_POLICY if self.parallel.gather == "bf16" else stored
-        by_rows = [model.get_submodule("tok_embeddings")] if self.parallel.embedding == "rows" else []
-        embeddings = cast(list[nn.Embedding], by_rows)
-        plan = shard(model, _copies(self.mesh), mp_policy=policy, by_rows=embeddings, reshard_after_forward=reshard)
-        if self.parallel.reduce == "fp32":
-            return plan, None  # as FSDP2 does it
-        return plan, set_reduction(model, reduction(self.parallel.reduce, self._levels()))
+        embedding = getattr(model, "tok_embeddings", None)  # which later stages have not
+        by_rows = [embedding] if self.parallel.embedding == "rows" and embedding is not None else []
+        return shard(
+            model,
+            _copies(self.mesh),
+            mp_policy=policy,
+            by_rows=by_rows,
+            reshard_after_forward=reshard,
+            reduce=reduction,
+        )
 
-    def _levels(self) -> DeviceMesh | None:
-        """Return the hosts and the ranks of a host, for the reduction that wants them."""
-        if self.parallel.reduce != "two-level":
-            return None
+    def _levels(self) -> DeviceMesh:
+        """Return of the ranks that share shards the hosts, and those of a host."""
         from torch.distributed.device_mesh import init_device_mesh
 
         assert self.device is not None
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", str(self.count)))
-        return init_device_mesh(self.device.type, (self.count // local, local))
+        sizes = levels(self.parallel, self.count, self.launch.of_host)
+        return init_device_mesh(self.device.type, sizes, mesh_dim_names=LEVELS)["hosts", "ranks"]
 
 
 _runs = itertools.count()
 """Of this process, one after another: the same number on all ranks."""
 ALONE = Ranks()
 """A run of one process."""
+LEVELS = ("copies", "hosts", "ranks", "tensor")
+"""Dimensions of all ranks for a reduction in two levels: it is over the two in the middle."""
 
 
 @contextmanager
@@ -248,7 +270,7 @@ def ranks_of(config: RunConfig) -> Iterator[Ranks]:
     """
     launch = Launch.read()
     device = _device(config.run.device, launch)
-    _check(config, launch.ranks)
+    _check(config, launch)
     if launch.ranks == 1:
         yield ALONE
         return
@@ -284,6 +306,28 @@ def whole(x: Tensor) -> Tensor:
     return result
 
 
+def levels(parallel: ParallelConfig, ranks: int, of_host: int) -> tuple[int, int, int, int]:
+    """Return the sizes of `LEVELS`. Of the ranks that share a model's shards each host has the same number.
+
+    Args:
+        ranks: of the run.
+        of_host: how many of them, one after another, are on a host.
+
+    Raises:
+        ConfigError: a host ends between ranks that share a layer, or hosts have different numbers.
+    """
+    tensor, copies = parallel.tensor, parallel.data * parallel.pipeline
+    of_copy = ranks // copies
+    fewer, more = sorted((of_host, of_copy))
+    if more % fewer or of_host % tensor:
+        raise ConfigError(
+            f"parallel.reduce: 'two-level' sums within each host first, and {of_copy} ranks that have a model, or a"
+            f" stage of it, do not go evenly with hosts of {of_host} ranks (parallel.tensor = {tensor}). Take"
+            " 'fp8-block'."
+        )
+    return copies, of_copy // fewer, fewer // tensor, tensor
+
+
 def _device(name: str, launch: Launch) -> torch.device:
     if launch.ranks == 1:
         return devices.resolve(name)
@@ -293,8 +337,8 @@ def _device(name: str, launch: Launch) -> torch.device:
     return device if device.type == "cpu" else devices.resolve(f"cuda:{launch.local_rank}")
 
 
-def _check(config: RunConfig, ranks: int) -> None:
-    parallel, run = config.parallel, config.run
+def _check(config: RunConfig, launch: Launch) -> None:
+    parallel, run, ranks = config.parallel, config.run, launch.ranks
     others = parallel.data * parallel.tensor * parallel.pipeline
     shards = parallel.shard or max(ranks // others, 1)
     wanted = others * shards
@@ -323,13 +367,13 @@ def _check(config: RunConfig, ranks: int) -> None:
             "run.bf16_first_steps, run.bf16_last_share: on several ranks the weights of FP8 layers arrive as FP8 codes,"
             " in BF16 steps too. Leave both at 0, or train in one process."
         )
-    if parallel.reduce != "fp32" and wanted == parallel.data:
+    if parallel.reduce != "fp32" and shards == 1 and parallel.data > 1:
         raise ConfigError(
             f"parallel.reduce: '{parallel.reduce}' is for ranks that share the shards of a model, and with data ="
-            f" {parallel.data} on {ranks} ranks each has a whole one. Take a smaller data, or 'fp32'."
+            f" {parallel.data} on {ranks} ranks none do: copies are summed in FP32. Take a smaller data, or 'fp32'."
         )
-    if parallel.reduce == "two-level" and parallel.data > 1:
-        raise ConfigError("parallel.reduce: 'two-level' is over all ranks. Leave parallel.data at 1.")
+    if parallel.reduce == "two-level":
+        levels(parallel, ranks, launch.of_host)
 
 
 def _mesh(parallel: ParallelConfig, device: torch.device, ranks: int) -> DeviceMesh:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
-from torch import nn
-
 from octavo.errors import ConfigError, did_you_mean
 
 
@@ -35,12 +33,10 @@ def value_of(names: Iterable[str], patterns: Mapping[str, float], where: str) ->
     return values
 
 
-def groups_of(
-    named: Mapping[str, nn.Parameter], patterns: Mapping[str, float], where: str
-) -> list[tuple[float, list[nn.Parameter]]]:
+def groups_of(names: Iterable[str], patterns: Mapping[str, float], where: str) -> list[tuple[float, list[str]]]:
     """Return each pattern's value with the parameters that are its own. The arguments are those of `value_of`."""
-    owners = value_of(named, {pattern: i for i, pattern in enumerate(patterns)}, where)
-    owned = [[named[name] for name, owner in owners.items() if owner == i] for i in range(len(patterns))]
+    owners = value_of(names, {pattern: i for i, pattern in enumerate(patterns)}, where)
+    owned = [[name for name, owner in owners.items() if owner == i] for i in range(len(patterns))]
     return [(value, group) for value, group in zip(patterns.values(), owned, strict=True) if group]
 
 

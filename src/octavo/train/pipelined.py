@@ -23,7 +23,7 @@ class PipelinedLane(Lane):
     """One model being trained, of which this rank has some stages; `model` has them under the names of the whole."""
 
     def _take(self, model: nn.Module) -> None:
-        assert isinstance(model, Llama) and self.ranks.mesh is not None  # `check_stages` has seen to it
+        assert isinstance(model, Llama) and self.ranks.stages is not None  # `check_stages` has seen to it
         parallel, schedule = self.ranks.parallel, SCHEDULES[self.ranks.parallel.schedule]
         stream = torch.bfloat16 if parallel.gather == "bf16" else model.tok_embeddings.weight.dtype
         places = schedule.places(parallel.pipeline)
@@ -33,15 +33,15 @@ class PipelinedLane(Lane):
         own = {i: part for i, part in enumerate(parts) if places[i] == self.ranks.place}
         self.model = Stage(model, [block for part in own.values() for block in part.blocks])
         self.cut = _tensor_plan([self.ranks.cut(part, sequence=False) for part in own.values()])
-        self.sharding = _shard_plan([self.ranks.shard(part, reshard=False)[0] for part in own.values()])
-        self.reduction = None
+        self.reduction = self.ranks.reduction()
+        self.sharding = _shard_plan([self.ranks.shard(part, self.reduction, reshard=False) for part in own.values()])
         for part in own.values():  # around forward alone: the schedule goes backward too
             autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast)
             part.forward = autocast(part.forward)  # type: ignore[method-assign]
         self._run = Pipeline(
             own,
             schedule,
-            self.ranks.mesh.get_group("pipeline"),
+            self.ranks.stages,
             device=self.device,
             width=model.config.dim,
             stream=stream,
@@ -53,13 +53,13 @@ class PipelinedLane(Lane):
         kind, _, own = name.partition(".")
         while own and own not in self.parameters:
             own = own.rpartition(".")[0]
-        return bool(own) or kind not in ("model", "optimizer")
+        return bool(own) or kind not in ("model", "optimizer", "reduction")
 
     def _pass(self, inputs_BT: Tensor, targets_BT: Tensor, parts: int, scaled: Callable[[Tensor], Tensor]) -> Tensor:
         if not torch.is_grad_enabled():
             return super()._pass(inputs_BT, targets_BT, parts, scaled)
         with self._accumulating(parts):
-            loss = self._run.step(inputs_BT, targets_BT, parts)
+            loss = self._run.step(inputs_BT, targets_BT, parts, scaled)
         return self.ranks.mean(torch.zeros((), device=self.device) if loss is None else loss)
 
     def loss(self, inputs_BT: Tensor, targets_BT: Tensor, *, by_sequence: bool = False, **options: bool) -> Tensor:

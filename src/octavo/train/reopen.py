@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from octavo.conversion import Policy, convert
+import torch
+from torch import Tensor, nn
+
+from octavo import recipes
+from octavo.conversion import Plan, Policy, convert
 from octavo.errors import CheckpointError
+from octavo.numerics import Granularity, Quantized, dequantize
 from octavo.strict import read_file
+from octavo.tensor import FP8Tensor
 from octavo.train import checkpoint
+from octavo.train import device as devices
 from octavo.train.config import RunConfig, assemble
-from octavo.train.setup import Setup, policy_of, set_up
+from octavo.train.lane import Lane
+from octavo.train.setup import Setup, make_lanes, policy_of, set_up
 from octavo.train.state import restore_lane
 
 
@@ -48,13 +56,41 @@ def restore(found: checkpoint.Checkpoint, config: RunConfig) -> Setup:
         DataError: the run's text is not there any more.
     """
     setup = set_up(config)
-    lane = setup.lanes[0]
-    plan = found.path.parent.parent / "plan.json"
-    if plan.exists() and setup.plan is not None:
-        trained = {layer["name"] for layer in read_file(plan)["layers"] if "fp8" in layer["precision"]}
-        stored = policy_of(config, setup.plan.recipe).weights
+    return replace(setup, plan=_restore(found, config, setup.lanes[0], setup.plan))
+
+
+def model_of(found: checkpoint.Checkpoint, config: RunConfig) -> nn.Module:
+    """Return the model that was trained, with the weights of the checkpoint; `restore` without the text.
+
+    Raises:
+        CheckpointError: it is of another model.
+    """
+    recipe, device = recipes.load(config.run.recipe), devices.resolve(config.run.device)
+    lanes, plan = make_lanes(config, recipe, device)
+    _restore(found, config, lanes[0], plan)
+    return lanes[0].model
+
+
+def _restore(found: checkpoint.Checkpoint, config: RunConfig, lane: Lane, plan: Plan | None) -> Plan | None:
+    """Give a lane the weights of the checkpoint, and the layers in FP8 that it was trained with; return their plan."""
+    known = found.path.parent.parent / "plan.json"
+    if known.exists() and plan is not None:
+        trained = {layer["name"] for layer in read_file(known)["layers"] if "fp8" in layer["precision"]}
+        stored = policy_of(config, plan.recipe).weights
         policy = Policy(min_gain=0.0, filter=lambda name, layer: name in trained, weights=stored)
-        setup = replace(setup, plan=convert(lane.model, setup.plan.recipe, policy=policy, tokens=setup.plan.tokens))
-    named = found.tensors[lane.name].items()
-    restore_lane(lane, {name: tensor for name, tensor in named if not name.startswith("optimizer.")}, found.path)
-    return setup
+        scales = config.run.scales or None
+        plan = convert(lane.model, plan.recipe, policy=policy, tokens=plan.tokens, scales=scales)
+    named = {name: t for name, t in found.tensors[lane.name].items() if not name.startswith("optimizer.")}
+    restore_lane(lane, {**named, **dict(_whole_rows(named))}, found.path)
+    return plan
+
+
+def _whole_rows(named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield FP8 weights whose rows were cut over ranks, each part with a scale of its own, with one scale a row."""
+    for name, scale in named.items():
+        weight = name.removesuffix(".scale")
+        codes = named.get(f"{weight}.codes")
+        if weight != name and codes is not None and scale.shape[1] > 1:
+            parts = Quantized(codes, scale, Granularity(1, codes.shape[1] // scale.shape[1]))
+            whole = FP8Tensor.from_tensor(dequantize(parts, torch.float32))
+            yield from ((f"{weight}.{part}", tensor) for part, tensor in whole.to_tensors().items())

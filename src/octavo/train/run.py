@@ -107,12 +107,12 @@ class Trainer:
 
     def watch_tensors(self) -> None:
         """Look at the FP8 layers as they are now from the next step on."""
-        run, together = self.config.run, self.ranks.count > 1
-        # What stands for gathered codes has no values to look at, and a rank has parts of weights, or other layers.
-        every = 0 if self.ranks.parallel.splits_model else run.telemetry_every
-        histograms = run.histograms_every
-        model = self.setup.lanes[0].model if self.setup.plan is not None and every else None
-        self.telemetry = None if model is None else telemetry_of(model, every, histograms, together=together)
+        run, plan, together = self.config.run, self.setup.plan, self.ranks.count > 1
+        every, histograms = run.telemetry_every, run.histograms_every
+        self.telemetry = None
+        if plan is not None and every:
+            model, order = self.setup.lanes[0].model, [layer.name for layer in plan.layers]
+            self.telemetry = telemetry_of(model, every, histograms, together=together, order=order)
         if self.telemetry is not None:
             self.telemetry.restart(self.done)
 
@@ -158,7 +158,6 @@ class Trainer:
         try:
             self._open_directory()
             self.tell(self._start_event())
-            self._tell_what_is_not_watched()
             self._compute_as(self.done - 1)
             with kernels.record() as self._ledger:
                 while self.done < self.config.run.steps or self._guarded.settle():
@@ -168,7 +167,8 @@ class Trainer:
             if self.ranks.is_first:
                 write_json(self.directory / "summary.json", summary)
                 self._save_scales()
-            self.tell(Finished(summary=summary, history=self._history(), directory=self.directory))
+            kind = self.config.model.architecture
+            self.tell(Finished(summary=summary, history=self._history(), directory=self.directory, architecture=kind))
         finally:
             try:
                 self._tell_of_last_tensors()
@@ -176,14 +176,6 @@ class Trainer:
                 for reporter in self._watching:
                     reporter.close()
         return summary
-
-    def _tell_what_is_not_watched(self) -> None:
-        if self.ranks.parallel.splits_model and self.setup.plan is not None and self.config.run.telemetry_every:
-            text = (
-                "tensors are not measured where layers are cut, or in stages (parallel.tensor, parallel.pipeline):"
-                " guardrails see losses and gradient norms only"
-            )
-            self.tell(Noted(note=Note(self.done, "warning", "telemetry", text)))
 
     def _step(self) -> None:
         run, device = self.config.run, self.setup.device

@@ -10,6 +10,7 @@ from torch.torch_version import TorchVersion
 from octavo import recipes
 from octavo.errors import ConfigError
 from octavo.train.config import RunConfig
+from octavo.train.refusals import Refusal, refuse
 
 
 def check_stages(config: RunConfig) -> None:
@@ -32,35 +33,26 @@ def check_stages(config: RunConfig) -> None:
             f"run.accumulate: {config.run.accumulate} parts of a batch do not fill a pipeline of {ranks} ranks. Take a"
             f" multiple of {ranks}; {4 * ranks} leave few ranks idle."
         )
-    for key, value, why, instead in _alone(config):
-        raise ConfigError(f"{key}: '{value}' does not go with parallel.pipeline = {ranks}: {why}. Take {instead}.")
+    refuse(_alone(config), f"parallel.pipeline = {ranks}")
 
 
-def _alone(config: RunConfig) -> Iterator[tuple[str, object, str, str]]:
-    """Yield what cannot be right where blocks are in stages: its key and value, why, and what to take instead."""
+def _alone(config: RunConfig) -> Iterator[Refusal]:
+    """Yield what cannot be right where blocks are in stages."""
     model, run, optimizer, parallel = config.model, config.run, config.optimizer, config.parallel
     recipe = recipes.load(run.recipe)
     if model.architecture != "llama":
-        yield "model.architecture", model.architecture, "only blocks of a Llama are put into stages", "'llama'"
+        yield Refusal("model.architecture", model.architecture, "only blocks of a Llama are put into stages", "'llama'")
     if model.tie_embeddings:
-        yield "model.tie_embeddings", "true", "the embedding is the head too, in another stage", "false"
+        yield Refusal("model.tie_embeddings", "true", "the embedding is the head too, in another stage", "false")
     if recipe.keeps_scales:
         why = "it keeps scales from step to step, of all layers together"
-        yield "run.recipe", run.recipe, why, "'folded', 'rowwise', 'block' or 'tensorwise'"
+        yield Refusal("run.recipe", run.recipe, why, "'folded', 'rowwise', 'block' or 'tensorwise'")
     if parallel.goes_backward_by_parts:
         if run.compile == "on":
-            yield "run.compile", "on", f"'{parallel.schedule}' goes backward through a block by parts", "'auto'"
+            why = f"'{parallel.schedule}' goes backward through a block by parts"
+            yield Refusal("run.compile", "on", why, "'auto'")
         if TorchVersion(torch.__version__) < "2.13":
             why = f"PyTorch {torch.__version__} goes backward by parts in layers of its own only"
-            yield "parallel.schedule", parallel.schedule, why, "'1f1b' or 'interleaved', or PyTorch 2.13"
+            yield Refusal("parallel.schedule", parallel.schedule, why, "'1f1b' or 'interleaved', or PyTorch 2.13")
     if optimizer.gradients != "wide":
-        yield "optimizer.gradients", optimizer.gradients, "their norm is that of one stage", "'wide'"
-    if optimizer.clip_per_group:
-        yield "optimizer.clip_per_group", "...", "a group may be in several stages", "optimizer.clip alone"
-    if optimizer.loss_scale != "none":
-        why = "an overflow is looked for in one stage only"
-        yield "optimizer.loss_scale", optimizer.loss_scale, why, "'none', which is all that BF16 needs"
-    if parallel.reduce != "fp32":
-        yield "parallel.reduce", parallel.reduce, "gradients are reduced once a step, by FSDP2 itself", "'fp32'"
-    if parallel.embedding != "whole":
-        yield "parallel.embedding", parallel.embedding, "the schedule says when what is gathered, and sent", "'whole'"
+        yield Refusal("optimizer.gradients", optimizer.gradients, "their norm is that of one stage", "'wide'")

@@ -13,7 +13,7 @@ from octavo.errors import CheckpointError
 from octavo.nn.scales import scales
 from octavo.nn.weights import weights_changed
 from octavo.optim import Optimizer
-from octavo.optim.ranks import spread
+from octavo.optim.ranks import along_rows, spread
 from octavo.tensor import FP8Tensor, is_distributed, local
 from octavo.train.lane import Lane
 
@@ -99,12 +99,12 @@ def _stored(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 def _of_all_ranks(part: Tensor, parameter: Any) -> Tensor:
     """Return as a DTensor what this rank has of a parameter, or of the codes or scales of its rows."""
+    if part.shape != local(parameter).shape:
+        return along_rows(part, parameter)
     from torch.distributed.tensor import DTensor
 
-    is_whole = part.shape == local(parameter).shape  # else scales of its rows
-    shape = parameter.shape if is_whole else torch.Size((parameter.shape[0], *part.shape[1:]))
+    shape, mesh, placements = parameter.shape, parameter.device_mesh, parameter.placements
     stride = torch.empty(shape, device="meta").stride()
-    mesh, placements = parameter.device_mesh, parameter.placements
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
@@ -124,9 +124,12 @@ def _states_here(lane: Lane, tensors: Mapping[str, Tensor], where: Path) -> Iter
         state = {key: _kept_part(key, saved[key], kept[key], parameter) if key in kept else saved[key] for key in saved}
         here, there = _tensor_types(kept), _tensor_types(state)
         if there and here != there:
+            why = "of another tier than this run's (--states)"
+            if _dtypes(here) == _dtypes(there):
+                why = "parts for another number of ranks (parallel.shard), and a scale is of a part"
             raise CheckpointError(
-                f"{where}: the optimizer's states of '{name}' are of another tier than this run's (--states): saved are"
-                f" {_told(there)}; kept are {_told(here)}."
+                f"{where}: the optimizer's states of '{name}' are {why}: saved are {_told(there)}; kept are"
+                f" {_told(here)}."
             )
         yield name, state
 
@@ -171,6 +174,10 @@ def _kept(lane: Lane) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
 
 def _tensor_types(state: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, list[int]]]:
     return {name: (state[name].dtype, list(state[name].shape)) for name in sorted(state)}
+
+
+def _dtypes(types: Mapping[str, tuple[torch.dtype, list[int]]]) -> dict[str, torch.dtype]:
+    return {name: dtype for name, (dtype, _) in types.items()}
 
 
 def _told(types: Mapping[str, tuple[torch.dtype, list[int]]]) -> str:

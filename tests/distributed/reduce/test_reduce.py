@@ -318,8 +318,9 @@ def test_states_have_the_names_of_tensors(results):
     keys = {f"{name}.{which}" for name in names for which in ("mu", "saturated")}
     assert set(results[0]["fp8-lm ddp"]["state"]) == keys
     state = results[0]["fp8-lm fsdp"]["state"]
-    assert set(state) == {f"{unit}.{which}" for unit in ("0", "2") for which in ("mu", "saturated")}
-    assert all(torch.equal(state["0.mu"], results[rank]["fp8-lm fsdp"]["state"]["0.mu"]) for rank in range(4))
+    assert set(state) == {f"{unit}.weight.{which}" for unit in ("0", "2") for which in ("mu", "saturated")}
+    own = [results[rank]["fp8-lm fsdp"]["state"]["0.weight.mu"] for rank in range(4)]
+    assert all(torch.equal(own[0], mu) for mu in own)
     scheme = FP8LM()
     scheme.load_state_dict(state)
     assert scheme.state_dict() == state and results[0]["bf16 ddp"]["state"] == {}

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from octavo.distributed import shard
 from octavo.errors import ConfigError
 from octavo.optim import TIERS, AdamW, Muon
-from octavo.optim.owners import Rows, from_owners, to_owners
+from octavo.optim.owners import Cut, cuts_of, from_owners, to_owners, to_parts, to_whole
 from octavo.tensor import FP8Tensor, local
 
 STEPS = 2
@@ -92,7 +92,7 @@ def owners(rank, count, heights=(5, 64, 3, 5, 0)):
     """Return whether matrices, some with rows on the first rank alone, are made whole, and come back as they were."""
     found = []
     for height in heights:
-        how = Rows(dist.group.WORLD, height)
+        how = Cut(dist.group.WORLD, height)
         whole = torch.arange(5 * height * 7, dtype=torch.float32).view(
             5, height, 7
         )  # 5 matrices: some ranks have 2, one has none
@@ -105,6 +105,24 @@ def owners(rank, count, heights=(5, 64, 3, 5, 0)):
         expected[: len(whole[first : first + mine.shape[0]])] = whole[first : first + mine.shape[0]]
         back = from_owners(mine, how, 5)  # on all ranks, whatever came of the first
         found.append(torch.equal(mine, expected) and torch.equal(back, parts))
+    return found
+
+
+def two_cuts(rank, count):
+    """Return for matrices that are cut twice whether each is made whole on one rank, and comes back as it was."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    found = []
+    for placements in ([Shard(0), Shard(0)], [Shard(0), Shard(1)], [Shard(1), Shard(0)], [Shard(1), Shard(1)]):
+        whole = torch.arange(1, 5 * 8 * 12 + 1, dtype=torch.float32).view(5, 8, 12)
+        spread = [distribute_tensor(one, mesh, placements, src_data_rank=None) for one in whole]
+        cuts = cuts_of(spread[0])
+        parts = torch.stack([local(one) for one in spread])
+        mine = to_whole(parts, cuts)
+        owned = torch.zeros(len(whole))
+        for one in mine[mine.flatten(1).any(1)]:
+            owned += (whole == one).flatten(1).all(1)
+        dist.all_reduce(owned)
+        found.append(owned.tolist() == [1] * 5 and torch.equal(to_parts(mine, cuts, 5), parts))
     return found
 
 
@@ -126,7 +144,7 @@ def uneven_muon(rank, count):
             optimizer.zero_grad()
     error = max((a - b).abs().max().item() for a, b in zip(full_state(net).values(), alone.parameters(), strict=True))
     mesh = init_device_mesh("cpu", (count,))
-    columns = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)]))
+    columns = nn.Parameter(distribute_tensor(torch.ones(4, 5), mesh, [Shard(1)]))
     return error, ranks.refusal(ConfigError, lambda: Muon([("hidden", columns)]))
 
 
@@ -137,6 +155,7 @@ def four_ranks(rank, count):
         "hsdp": train(rank, count, "fp32", rule=Muon, mesh=hsdp),
         "uneven": uneven_muon(rank, count),
         "owners": owners(rank, count),
+        "two cuts": two_cuts(rank, count),
     }
 
 
@@ -225,6 +244,10 @@ def test_matrices_are_made_whole_and_sent_back(four):
     assert all(found["owners"] == [True] * 5 for found in four)
 
 
+def test_matrices_that_are_cut_twice_are_made_whole_and_sent_back(four):
+    assert all(found["two cuts"] == [True] * 4 for found in four)
+
+
 def test_rows_of_matrices_need_not_divide(four):
     errors, refusals = zip(*(found["uneven"] for found in four), strict=True)
-    assert max(errors) < 1e-6 and "not cut by rows" in refusals[0]
+    assert max(errors) < 1e-6 and "not cut evenly" in refusals[0]

@@ -5,7 +5,7 @@ Shapes: B sequences in a batch, T tokens in a sequence, D width of the residual 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -45,23 +45,34 @@ class Pipeline:
         self.places = schedule.places(group.size())
         self._group, self._device, self._width, self._stream = group, device, width, stream
         self._made: dict[tuple[int, torch.Size], Any] = {}
+        self._losses: list[Tensor] = []
+        self._scaled: Callable[[Tensor], Tensor]
 
     @property
     def has_last(self) -> bool:
         """Whether the last stage is this rank's: it alone knows losses."""
         return len(self.places) - 1 in self.stages
 
-    def step(self, tokens_BT: Tensor, targets_BT: Tensor, parts: int) -> Tensor | None:
+    def step(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor,
+        parts: int,
+        scaled: Callable[[Tensor], Tensor] = lambda loss: loss,
+    ) -> Tensor | None:
         """Go forward and backward through a batch in so many equal parts, whose gradients are averaged.
 
+        Args:
+            scaled: makes of a part's loss what is gone backward from.
+
         Returns:
-            The mean loss in nats a token, FP32, shape (); None where the last stage is another rank's.
+            The mean loss in nats a token, not scaled, FP32, shape (); None where the last stage is another rank's.
         """
-        losses: list[Tensor] = []
+        self._losses, self._scaled = [], scaled
         first = (tokens_BT,) if 0 in self.stages else ()
-        last = {"targets_BT": targets_BT, "target": targets_BT, "losses": losses} if self.has_last else {}
+        last = {"targets_BT": targets_BT, "target": targets_BT} if self.has_last else {}
         self._schedule_for(parts, tokens_BT.shape).step(*first, **last, return_outputs=False)
-        return torch.stack(losses).detach().float().sum() if self.has_last else None
+        return torch.stack(self._losses).sum() if self.has_last else None
 
     @torch.no_grad()
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor, *, by_sequence: bool = False) -> Tensor | None:
@@ -99,8 +110,13 @@ class Pipeline:
         if (parts, shape) not in self._made:
             part = (shape[0] // parts, shape[1])
             own = [self._prepared(index, stage, part) for index, stage in self.stages.items()]
-            self._made[parts, shape] = self.schedule.make(own, parts, lambda loss, _: loss.sum() / parts)
+            self._made[parts, shape] = self.schedule.make(own, parts, lambda loss, _: self._noted(loss.sum() / parts))
         return self._made[parts, shape]
+
+    def _noted(self, loss: Tensor) -> Tensor:
+        """Remember the loss of a part, and return what is gone backward from."""
+        self._losses.append(loss.detach().float())
+        return self._scaled(loss)
 
     def _prepared(self, index: int, stage: nn.Module, shape: tuple[int, int]) -> PipelineStage:
         """Return a stage as schedules want it. Told the shapes, PyTorch need not run it to find them."""

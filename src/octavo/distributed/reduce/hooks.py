@@ -40,15 +40,27 @@ def set_reduction(model: nn.Module, scheme: str | Scheme, mesh: DeviceMesh | Non
         names = {parameter: name for name, parameter in model.module.named_parameters()}
         model.register_comm_hook(Buckets(scheme, group, names), reduce_bucket)
         return scheme
-    sharded = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
-    if not sharded:
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(
             f"set_reduction: {type(model).__name__} is neither a DistributedDataParallel nor sharded: wrap it, or call "
             "fully_shard(model), first."
         )
-    for name, module in sharded.items():
-        module.set_custom_reduce_scatter(ShardReduction(scheme, name or "root"))  # type: ignore[arg-type]
+    for unit, name in _units(model).items():
+        unit.set_custom_reduce_scatter(ShardReduction(scheme, name))  # type: ignore[arg-type]
     return scheme
+
+
+def _units(model: nn.Module) -> dict[FSDPModule, str]:
+    """Return what FSDP2 gathers at a time, each by its first parameter: no other stage of a model has that name."""
+    sharded = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    units: dict[FSDPModule, str] = {}
+    for parameter, _ in model.named_parameters(remove_duplicate=False):
+        around = parameter
+        while around and around not in sharded:
+            around = around.rpartition(".")[0]
+        if around in sharded:
+            units.setdefault(sharded[around], parameter)
+    return units
 
 
 class Buckets(NamedTuple):

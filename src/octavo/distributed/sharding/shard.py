@@ -30,6 +30,7 @@ from octavo.distributed.sharding.gathering import (
     uses_of,
 )
 from octavo.distributed.sharding.weights import Gather, TensorScales, WeightShard
+from octavo.distributed.values import leave_values, placed_as
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import Target
 from octavo.nn import Linear
@@ -212,21 +213,12 @@ def _groups(model: nn.Module) -> dict[nn.Module, int]:
 def _wrap(parameter: nn.Parameter, uses: Sequence[Use], gather: Gather) -> None:
     values: Tensor = WeightShard(local(parameter).detach(), gather)
     if isinstance(parameter, DTensor):  # cut by tensor parallel
-        values = _distributed(values, parameter)
+        values = placed_as(parameter, values)
     wrapped = nn.Parameter(values, requires_grad=parameter.requires_grad)
     for use in uses:
         use.module._parameters[use.attribute] = wrapped
-        use.module.register_state_dict_post_hook(_plain_state)
+        use.module.register_state_dict_post_hook(leave_values)
         use.module.register_load_state_dict_post_hook(_wrap_again(use.attribute, gather))
-
-
-def _plain_state(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Leave in a state dict the values of a weight, in their own dtype, and no trace of how they are gathered."""
-    for name in module._parameters:
-        found = state.get(prefix + name)
-        if isinstance(found, DTensor) and isinstance(found._local_tensor, WeightShard):
-            values = local(found)
-            state[prefix + name] = _distributed(values.dequantize() if isinstance(values, FP8Tensor) else values, found)
 
 
 def _wrap_again(name: str, gather: Gather) -> Callable[..., None]:
@@ -235,13 +227,7 @@ def _wrap_again(name: str, gather: Gather) -> Callable[..., None]:
     def wrap(module: nn.Module, _: Any) -> None:
         parameter = module._parameters[name]
         if isinstance(parameter, DTensor) and not isinstance(parameter._local_tensor, WeightShard):
-            held = _distributed(WeightShard(parameter._local_tensor, gather), parameter)
+            held = placed_as(parameter, WeightShard(parameter._local_tensor, gather))
             module._parameters[name] = nn.Parameter(held, requires_grad=parameter.requires_grad)
 
     return wrap
-
-
-def _distributed(values: Tensor, like: DTensor) -> DTensor:
-    return DTensor.from_local(
-        values, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )

@@ -153,7 +153,7 @@ class WeightShard(Holder):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         shard: WeightShard = args[0]
-        if func is aten.view.default and isinstance(shard.held, FP8Tensor):
+        if func is aten.view.default and isinstance(shard.held, FP8Tensor) and tuple(args[1]) != tuple(shard.shape):
             return shard.like(shard.held.codes.view(args[1]))  # what FSDP2 keeps, to know the memory again
         inner, named = tree_map_only(WeightShard, lambda one: one.held, (args, kwargs or {}))
         result = func(*inner, **named)

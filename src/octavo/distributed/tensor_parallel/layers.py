@@ -82,6 +82,9 @@ class Parallel(ParallelStyle):
             cut(layer, name or type(module).__name__, device_mesh, 0 if name in self.columns else 1)
         LocalParameters(module, [(layer, ADDED_BY_ALL) for layer in layers.values()], device_mesh)
         group, columns = device_mesh.get_group(), [layers[name] for name in self.columns]
+        if self.sequence and columns and _target_now(columns) is not None:
+            for layer in columns:
+                layer.reads_codes = True  # type: ignore[assignment]
         if columns:
             module.register_forward_pre_hook(lambda _, args: (self._take(args, columns, group), *args[1:]))
         if self.rows:

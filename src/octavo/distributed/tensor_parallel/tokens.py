@@ -27,7 +27,7 @@ from torch.distributed import _functional_collectives as functional
 from octavo.errors import UnsupportedError
 from octavo.kernels import Target
 from octavo.kernels.target import laid_out
-from octavo.nn.handoff import offer, taken
+from octavo.nn.handoff import offer, stand_in, taken
 from octavo.nn.linear import compute_dtype
 from octavo.nn.weights import quantize_matrix
 from octavo.numerics import Quantized, dequantize
@@ -136,7 +136,7 @@ class _GatherCodes(torch.autograd.Function):
         if torch.compiler.is_compiling():
             y = dequantize(Quantized(all_codes, all_scales, target.tile)).to(dtype).view(wide)
         else:
-            y = torch.full((), math.nan, dtype=dtype, device=x.device).expand(wide)
+            y = stand_in(wide, dtype, x.device)
         ctx.mark_non_differentiable(all_codes, all_scales)
         ctx.set_materialize_grads(False)
         return y, all_codes, all_scales

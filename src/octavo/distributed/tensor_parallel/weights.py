@@ -1,8 +1,11 @@
 """Weights of tensor parallel layers: DTensors to optimizers and checkpoints, this rank's part to the layers.
 
 A weight (N, K) is cut by its rows (column-parallel: each rank has some outputs) or by its columns (row-parallel: each
-has some inputs, and outputs are summed). Inside a forward of the module that holds the layers their parameters are
-this rank's parts, plain tensors: so layers, and what is fused of them, compute on them as in one process.
+has some inputs, and outputs are summed). An FP8 weight is cut as it is, codes and scales: of a row whose columns are
+cut each rank has the scale of all of it, until its optimizer steps and writes one of its own.
+
+Inside a forward of the module that holds the layers their parameters are this rank's parts, no DTensors: so layers, and
+what is fused of them, compute on them as in one process.
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from octavo.distributed.tensor_parallel.tokens import summed
+from octavo.distributed.values import leave_values
 from octavo.errors import UnsupportedError
 from octavo.nn.weights import state_of
-from octavo.tensor import FP8Tensor, is_distributed, local
+from octavo.tensor import FP8Tensor, columns_of, is_distributed, local, rows_of
 
 REPLICATED = Replicate()
 
@@ -32,16 +36,11 @@ def cut(layer: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
         dim: 0: by rows, column-parallel; 1: by columns, row-parallel.
 
     Raises:
-        UnsupportedError: no linear layer, a weight in FP8, or sizes that the ranks do not divide.
+        UnsupportedError: no linear layer, or sizes that the ranks do not divide.
     """
     weight = getattr(layer, "weight", None)
     if not isinstance(layer, nn.Linear) or not isinstance(weight, Tensor):
         raise UnsupportedError(f"tensor parallel: {name} is {type(layer).__name__}: only linear layers are cut.")
-    if isinstance(local(weight), FP8Tensor):
-        raise UnsupportedError(
-            f"tensor parallel: {name}.weight is stored in FP8, with scales of whole rows. Convert without "
-            'Policy(weights="fp8"): what is sent and multiplied is FP8 all the same.'
-        )
     if weight.shape[dim] % mesh.size():
         raise UnsupportedError(
             f"tensor parallel: {name}.weight {tuple(weight.shape)}: {weight.shape[dim]} "
@@ -59,12 +58,22 @@ def place(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) 
     if parameter is None or is_distributed(parameter):
         return
     values = parameter.detach()
-    part = values
-    if isinstance(placement, Shard):
-        part = values.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()]
-        part = part.clone(memory_format=torch.contiguous_format)
+    part = _part(values, placement.dim, mesh) if isinstance(placement, Shard) else values
     placed = DTensor.from_local(part, mesh, [placement], run_check=False, shape=values.shape, stride=values.stride())
     module._parameters[name] = nn.Parameter(placed, requires_grad=parameter.requires_grad)
+    if isinstance(values, FP8Tensor):
+        module.register_state_dict_post_hook(leave_values)
+
+
+def _part(values: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
+    """Return this rank's part in memory of its own: the same bits, and of an FP8 weight the scales of whole rows."""
+    if not isinstance(values, FP8Tensor):
+        return values.chunk(mesh.size(), dim)[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
+    size, rank = values.shape[dim] // mesh.size(), mesh.get_local_rank()
+    codes, scale, tile = (rows_of, columns_of)[dim](values.quantized, rank * size, (rank + 1) * size)
+    return FP8Tensor(
+        codes.clone(memory_format=torch.contiguous_format), scale.clone(), tile, values.dtype, values.scaling
+    )
 
 
 class LocalParameters:
