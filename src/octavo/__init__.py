@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from octavo.numerics import dequantize, quantize
     from octavo.recipes import Recipe
     from octavo.sensitivity import localize
+    from octavo.serving import export
     from octavo.tensor import FP8Tensor
 
 __version__ = "0.1.0"
@@ -39,6 +40,7 @@ _HOME = {
     "revert": "octavo.conversion:revert",
     "observed": "octavo.nn.observe:observed",
     "localize": "octavo.sensitivity:localize",
+    "export": "octavo.serving:export",
     "dequantize": "octavo.numerics:dequantize",
     "distributed": "octavo.distributed",
     "guard": "octavo.guard",
@@ -65,6 +67,7 @@ __all__ = [
     "dequantize",
     "disabled",
     "distributed",
+    "export",
     "guard",
     "localize",
     "observed",

@@ -18,6 +18,7 @@ from octavo.cli.calibrate import calibrate
 from octavo.cli.dashboard import dashboard
 from octavo.cli.doctor import doctor
 from octavo.cli.dump import dump
+from octavo.cli.export import export
 from octavo.cli.localize import localize
 from octavo.cli.plan import plan
 from octavo.cli.recipes import recipes
@@ -44,7 +45,7 @@ app = App(
     default_parameter=Parameter(show_default=False),
     suppress_keyboard_interrupt=False,
 )
-for command in (train, plan, calibrate, doctor, recipes, bench, dump, dashboard, report, localize):
+for command in (train, plan, calibrate, doctor, recipes, bench, dump, dashboard, report, localize, export):
     app.command(command)
 
 

@@ -36,7 +36,7 @@ class BPETokenizer:
             DataError: it has no token to end a document, or more ids than uint16 holds.
         """
         ends = (END_OF_DOCUMENT, "<|endoftext|>", "<|end_of_text|>", "</s>")
-        found = [i for i in map(backend.token_to_id, ends) if i is not None]
+        found = [(i, token) for token in ends if (i := backend.token_to_id(token)) is not None]
         size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         if not found:
             raise DataError(f"the tokenizer has no token that ends a document; add one of {', '.join(ends)}.")
@@ -44,7 +44,8 @@ class BPETokenizer:
             raise DataError(f"the tokenizer has {size} ids; token files hold 16-bit ids, {LARGEST} at most.")
         self.name = f"{name}-{size}"
         self.vocab = -(-size // 16) * 16
-        self.end_of_document: int = found[0]
+        self.end_of_document: int = found[0][0]
+        self.end_token: str = found[0][1]
         self.fingerprint = hashlib.sha256(backend.to_str().encode()).hexdigest()
         backend.encode_special_tokens = True  # a text that spells the end of document is not one
         self._backend = backend
@@ -90,6 +91,11 @@ class BPETokenizer:
             raise DataError(f"{path}: not a tokenizer file ({error}).") from error
         return cls(backend)
 
+    def to_json(self) -> str:
+        """Return what a `.json` file of the package `tokenizers` holds."""
+        text: str = self._backend.to_str()
+        return text
+
     def save(self, path: Path) -> None:
         """Write a `.json` file that `load` and the package `tokenizers` read.
 
@@ -101,7 +107,7 @@ class BPETokenizer:
             handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
             try:
                 with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                    stream.write(self._backend.to_str())
+                    stream.write(self.to_json())
                 Path(temporary).replace(path)
             finally:
                 Path(temporary).unlink(missing_ok=True)

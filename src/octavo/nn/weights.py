@@ -270,13 +270,13 @@ def _fprop(
 ) -> list[Tensor]:  # fmt: skip
     left = Quantized(x, x_scale, granularity_named(x_granularity))
     stack, counts = quantized_weights(weights, _target(target)), [weight.shape[0] for weight in weights]
-    parts = _split(stack, counts)
+    parts = split_rows(stack, counts)
     if parts is None:  # a tile of scales straddles two weights
         return [y.contiguous() for y in kernels.gemm(left, stack, dtype, accumulate).split(counts, dim=1)]
     return [kernels.gemm(left, part, dtype, accumulate) for part in parts]
 
 
-def _split(stack: Quantized, counts: list[int]) -> list[Quantized] | None:
+def split_rows(stack: Quantized, counts: list[int]) -> list[Quantized] | None:
     """Return the rows of each weight in a stack, views; None where tiles of scales do not end where they do."""
     height = stack.granularity.rows
     if len(counts) == 1 or height is None:

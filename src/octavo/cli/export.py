@@ -1,0 +1,58 @@
+"""`octavo export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from octavo.errors import ConfigError
+
+
+def export(
+    run: Path,
+    /,
+    *,
+    out: Path | None = None,
+    format: Literal["auto", "compressed-tensors", "fp8", "plain"] = "auto",
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
+    overwrite: Annotated[bool, Parameter(negative=())] = False,
+    json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
+) -> int:
+    """Write what a run has trained as inference engines load it: the very codes and scales, and the tokenizer.
+
+    The directory is a Llama of Hugging Face: `vllm serve`, SGLang and transformers take it.
+
+    Examples:
+
+        octavo export runs/demo
+        octavo export runs/demo --out served --overwrite
+        octavo export runs/demo/checkpoints/step-000320 --format plain --dtype float32
+
+    Parameters
+    ----------
+    run
+        Directory of a run, or of one of its checkpoints.
+    out
+        Directory to write; by default `export` in that of the run.
+    format
+        compressed-tensors: a scale a row, a tensor or a block. fp8: the blocks of DeepSeek-V3. plain: values, nothing
+        in FP8. auto: fp8 for blocks, else compressed-tensors; plain for a run in BF16.
+    dtype
+        Of all that is not in FP8.
+    overwrite
+        Replace a directory that is there.
+    json_output
+        Print what was written as JSON.
+    """
+    import torch
+
+    from octavo.serving.run import export_run
+
+    if not run.is_dir():
+        raise ConfigError(f"{run}: there is no such directory. Name that of a run of `octavo train`.")
+    wanted = "" if format == "auto" else format
+    exported = export_run(run, out or run / "export", wanted, dtype=getattr(torch, dtype), overwrite=overwrite)
+    print(exported.to_json() if json_output else f"{exported}\n\nNext\n  vllm serve {exported.directory}")
+    return 0

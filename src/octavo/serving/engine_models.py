@@ -1,0 +1,95 @@
+"""What a model is called outside: the names of its tensors, and the config.json that says how to build it.
+
+A Llama of `octavo.models` becomes a `LlamaForCausalLM`: both turn channel i with i + E/2, so that no row moves. A model
+of Hugging Face is what it is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from octavo.errors import UnsupportedError
+from octavo.models.config import ModelConfig
+from octavo.models.llama import Llama
+
+_LLAMA = {
+    r"tok_embeddings": "model.embed_tokens",
+    r"norm": "model.norm",
+    r"lm_head": "lm_head",
+    r"layers\.(\d+)\.attention_norm": r"model.layers.\1.input_layernorm",
+    r"layers\.(\d+)\.ffn_norm": r"model.layers.\1.post_attention_layernorm",
+    r"layers\.(\d+)\.attention\.w([qkvo])": r"model.layers.\1.self_attn.\2_proj",
+    r"layers\.(\d+)\.feed_forward\.w1": r"model.layers.\1.mlp.gate_proj",
+    r"layers\.(\d+)\.feed_forward\.w3": r"model.layers.\1.mlp.up_proj",
+    r"layers\.(\d+)\.feed_forward\.w2": r"model.layers.\1.mlp.down_proj",
+}
+"""Modules of a Llama, and what they are called in Hugging Face's."""
+
+
+class EngineModel(NamedTuple):
+    """A model as others know it."""
+
+    rename: Callable[[str], str]
+    """From the full name of a module to its name there."""
+    config: dict[str, Any]
+    """config.json, without what says how it is quantised."""
+
+
+def engine_model(model: nn.Module, dtype: torch.dtype) -> EngineModel:
+    """Return what a model is called outside.
+
+    Args:
+        dtype: of its values in high precision.
+
+    Raises:
+        UnsupportedError: nobody outside knows such a model.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if isinstance(model, Llama):
+        return EngineModel(_llama_name, {**_llama_config(model.config), "dtype": name, "torch_dtype": name})
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_json_string"):
+        raise UnsupportedError(
+            f"export: no engine knows what a {type(model).__name__} is. Exported are a Llama of octavo.models and "
+            "models of Hugging Face's transformers."
+        )
+    known = json.loads(config.to_json_string())
+    known.pop("quantization_config", None)  # of what it was loaded from
+    return EngineModel(str, {**known, "architectures": [type(model).__name__], "dtype": name})
+
+
+def _llama_name(module: str) -> str:
+    for pattern, outside in _LLAMA.items():
+        if re.fullmatch(pattern, module):
+            return re.sub(pattern, outside, module)
+    raise UnsupportedError(f"export: a Llama has no module '{module}' outside of Octavo.")
+
+
+def _llama_config(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab,
+        "hidden_size": config.dim,
+        "intermediate_size": config.ffn_dim,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.sequence,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,  # read by versions of transformers before 5, the next one by those after
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }

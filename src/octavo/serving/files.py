@@ -1,0 +1,89 @@
+"""The files of an exported model: safetensors, in parts where it is large, and JSON. Written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from octavo.errors import ConfigError, OctavoError
+
+PART_BYTES = 5 * 10**9
+"""A file of weights is closed before it would be larger: what hubs and engines are used to."""
+_WRITING = ".writing"
+
+
+def write(
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    texts: Mapping[str, Any],
+    *,
+    overwrite: bool = False,
+    part_bytes: int = PART_BYTES,
+) -> dict[str, int]:
+    """Write tensors and JSON files into a new directory; return the bytes of each file by its name.
+
+    Args:
+        tensors: by name; they are written in that order.
+        texts: JSON files by name.
+        overwrite: replace a directory that is there.
+
+    Raises:
+        ConfigError: the directory is there and not empty.
+        OctavoError: it could not be written; nothing half-written remains.
+    """
+    if not overwrite and directory.exists() and any(directory.iterdir()):
+        raise ConfigError(f"{directory}: is there already. Name another directory, or say --overwrite.")
+    temporary = directory.with_name(f"{_WRITING}-{directory.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        for name, text in texts.items():
+            _write_json(temporary / name, text)
+        _write_tensors(temporary, tensors, part_bytes)
+        shutil.rmtree(directory, ignore_errors=True)
+        temporary.replace(directory)
+    except OSError as error:
+        raise OctavoError(f"{directory}: could not be written ({error.strerror}).") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return {path.name: path.stat().st_size for path in sorted(directory.iterdir())}
+
+
+def _write_tensors(directory: Path, tensors: Mapping[str, Tensor], part_bytes: int) -> None:
+    parts = list(_parts(tensors, part_bytes))
+    names = [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
+    names = names if len(parts) > 1 else ["model.safetensors"]
+    for name, part in zip(names, parts, strict=True):
+        path = directory / name
+        path.touch()
+        mode = path.stat().st_mode
+        save_file({key: tensor.contiguous() for key, tensor in part.items()}, path, {"format": "pt"})
+        path.chmod(mode)  # whoever serves it is another user, and safetensors lets its own alone read
+    if len(parts) > 1:
+        weights = {key: name for name, part in zip(names, parts, strict=True) for key in part}
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        _write_json(
+            directory / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": weights}
+        )
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _parts(tensors: Mapping[str, Tensor], part_bytes: int) -> Iterator[dict[str, Tensor]]:
+    part: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        if part and size + tensor.nbytes > part_bytes:
+            yield part
+            part, size = {}, 0
+        part[name] = tensor
+        size += tensor.nbytes
+    yield part

@@ -1,0 +1,110 @@
+"""The FP8 layers of a model as they are served: the very codes that fprop reads, and how inputs become codes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from octavo.errors import UnsupportedError
+from octavo.kernels import Target
+from octavo.nn import GroupedLinear, Linear
+from octavo.nn.conv import AnyConvolution, Convolution
+from octavo.nn.functional import target_of
+from octavo.nn.telemetry_rows import groups_of
+from octavo.nn.weights import quantized_weights, split_rows
+from octavo.numerics import Quantized
+from octavo.recipes import Operand
+from octavo.tensor import is_distributed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedLayer:
+    """A linear layer that an engine computes in FP8."""
+
+    name: str
+    """Its full name in the model that was trained."""
+    weight: Quantized
+    """(N, K), as fprop reads it."""
+    target: Target
+    """What the weight was quantised to."""
+    input: Operand
+    """How its input is quantised."""
+    input_scale: Tensor | None
+    """FP32 (1,), where a calibration file says what it is; None: an engine finds it in the input."""
+
+    @property
+    def kind(self) -> str:
+        """How weight and input are quantised, in words."""
+        weight, inputs = self.target.granularity, self.input.granularity.replace("row", "token")
+        return f"weights by {weight}, inputs by {inputs}" + ("" if self.input_scale is None else ", static")
+
+
+def served_layers(model: nn.Module) -> list[ServedLayer]:
+    """Return the linear layers whose fprop is in FP8, those that are computed together with the codes that they share.
+
+    Raises:
+        UnsupportedError: weights are cut over ranks, their codes are drawn anew in each forward, or a tile of scales
+            reaches from one layer into the next.
+    """
+    layers = {
+        name: layer for name, layer in model.named_modules() if type(layer) is Linear and layer.recipe.fprop.is_fp8
+    }
+    names = {id(layer): name for name, layer in layers.items()}
+    found = {}
+    for group in groups_of(model, dict(layers)):
+        for layer in _served([layer for layer in group if isinstance(layer, Linear)], names):
+            found[layer.name] = layer
+    return [found[name] for name in layers]
+
+
+def left_out(model: nn.Module, served: Sequence[ServedLayer]) -> dict[str, str]:
+    """Return the other layers with a GEMM, whose weights are written as values, each with the reason."""
+    known = {layer.name for layer in served}
+    others = {
+        name: layer
+        for name, layer in model.named_modules()
+        if name not in known and isinstance(layer, nn.Linear | AnyConvolution | GroupedLinear)
+    }
+    return {name: _reason(layer) for name, layer in others.items()}
+
+
+def _reason(layer: nn.Module) -> str:
+    if isinstance(layer, Convolution | GroupedLinear):
+        return "no engine's format has it in FP8"
+    if isinstance(layer, Linear):
+        return f"recipe '{layer.recipe.name}' computes its fprop in BF16"
+    return "it was trained in high precision"
+
+
+def _served(group: Sequence[Linear], names: dict[int, str]) -> Iterator[ServedLayer]:
+    """Yield the layers of a group, quantised as one stack where they are computed as one."""
+    recipe = group[0].recipe
+    if len(group) > 1 and any(layer.recipe is not recipe for layer in group):
+        for layer in group:
+            yield from _served([layer], names)
+        return
+    weights, target, name = [layer.weight for layer in group], target_of(recipe.fprop.weight), names[id(group[0])]
+    if any(is_distributed(weight) for weight in weights):
+        raise UnsupportedError(
+            f"export: '{name}.weight' is cut over ranks. Export a checkpoint, in one process: octavo export RUN."
+        )
+    if target.rounding != "nearest":
+        raise UnsupportedError(
+            f"export: recipe '{recipe.name}' draws the codes of '{name}' anew in each forward: there are none that "
+            "were trained. Take the format 'plain', or convert by a recipe that rounds weights to nearest."
+        )
+    parts = split_rows(quantized_weights(weights, target), [weight.shape[0] for weight in weights])
+    if parts is None:
+        raise UnsupportedError(
+            f"export: '{name}' is computed together with others, and blocks of {target.granularity} reach from one "
+            "into the next. Convert with Policy(fuse=False), or take the format 'plain'."
+        )
+    for layer, part in zip(group, parts, strict=True):
+        scale = None
+        if recipe.fprop.input.scale_from == "static" and layer.page is not None:
+            scale = layer.page.cells[0, :1].detach().clone()
+        yield ServedLayer(
+            name=names[id(layer)], weight=part, target=target, input=recipe.fprop.input, input_scale=scale
+        )

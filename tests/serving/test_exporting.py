@@ -1,0 +1,210 @@
+"""What is written: the codes that fprop reads, names and config of others, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import octavo
+from octavo.errors import ConfigError, UnsupportedError
+from octavo.numerics import E4M3, granularity_named, quantize
+from octavo.serving import export
+
+BLOCKS = [("block", "compressed-tensors", "128x128"), ("block", "fp8", "128x128")]
+FITTING = [("folded", "compressed-tensors", "row"), ("tensorwise", "compressed-tensors", "tensor"), *BLOCKS]
+
+
+def read(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        tensors |= load_file(path)
+    return tensors, json.loads((directory / "config.json").read_text())
+
+
+def expected(weight: Tensor, granularity: str, together: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return codes and scales by the specification; a scale a tensor is that of all that are computed together."""
+    if granularity != "tensor":
+        return quantize(weight.detach(), E4M3, granularity_named(granularity))[:2]
+    stack = torch.cat([other.detach() for other in together])
+    whole = quantize(stack, E4M3, granularity_named("tensor"), "float32")
+    start = sum(other.shape[0] for other in together[: [other is weight for other in together].index(True)])
+    return whole.codes[start : start + weight.shape[0]], whole.scale
+
+
+@pytest.mark.parametrize(("recipe", "format", "granularity"), FITTING)
+def test_codes_and_scales_are_those_of_the_specification(make_llama, tmp_path, recipe, format, granularity):
+    model = make_llama(recipe)
+    export(model, tmp_path / "out", format)
+    tensors, _ = read(tmp_path / "out")
+    ending = "weight_scale_inv" if format == "fp8" else "weight_scale"
+    block = model.layers[1]
+    qkv = [block.attention.wq.weight, block.attention.wk.weight, block.attention.wv.weight]
+    inner = [block.feed_forward.w1.weight, block.feed_forward.w3.weight]
+    places = {
+        "self_attn.q_proj": (qkv[0], qkv),
+        "self_attn.v_proj": (qkv[2], qkv),
+        "self_attn.o_proj": (block.attention.wo.weight, [block.attention.wo.weight]),
+        "mlp.gate_proj": (inner[0], inner),
+        "mlp.up_proj": (inner[1], inner),
+        "mlp.down_proj": (block.feed_forward.w2.weight, [block.feed_forward.w2.weight]),
+    }
+    for name, (weight, together) in places.items():
+        codes, scale = expected(weight, granularity, together)
+        stored = tensors[f"model.layers.1.{name}.weight"]
+        assert stored.dtype == torch.float8_e4m3fn
+        assert torch.equal(stored.view(torch.uint8), codes.view(torch.uint8)), name
+        stored_scale = tensors[f"model.layers.1.{name}.{ending}"]
+        assert stored_scale.dtype == torch.float32
+        assert torch.equal(stored_scale.flatten(), scale.flatten()), name
+        assert tuple(stored_scale.shape) == ((1,) if granularity == "tensor" else tuple(scale.shape))
+
+
+def test_all_else_is_written_as_values(make_llama, tmp_path):
+    model = make_llama()
+    export(model, tmp_path / "out", dtype=torch.float16)
+    tensors, config = read(tmp_path / "out")
+    assert torch.equal(tensors["model.embed_tokens.weight"], model.tok_embeddings.weight.half())
+    assert torch.equal(tensors["lm_head.weight"], model.lm_head.weight.half())
+    assert torch.equal(
+        tensors["model.layers.0.post_attention_layernorm.weight"], model.layers[0].ffn_norm.weight.half()
+    )
+    assert len(tensors) == 2 * 7 * 2 + 2 * 2 + 3
+    assert config["dtype"] == config["torch_dtype"] == "float16"
+
+
+def test_the_model_stays_as_it_is(make_llama, tmp_path):
+    model, tokens = make_llama(), torch.randint(256, (1, 16))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    y = model(tokens)
+    export(model, tmp_path / "out")
+    assert torch.equal(model(tokens), y)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "weights", "inputs"),
+    [
+        ("folded", {"strategy": "channel"}, {"strategy": "token"}),
+        ("tensorwise", {"strategy": "tensor"}, {"strategy": "tensor"}),
+        ("block", {"strategy": "block", "block_structure": [128, 128]}, {"strategy": "group", "group_size": 128}),
+    ],
+)
+def test_compressed_tensors_says_how_weights_and_inputs_are_quantised(make_llama, tmp_path, recipe, weights, inputs):
+    export(make_llama(recipe), tmp_path / "out", "compressed-tensors")
+    quantization = read(tmp_path / "out")[1]["quantization_config"]
+    assert quantization["quant_method"] == "compressed-tensors" and quantization["format"] == "float-quantized"
+    assert quantization["ignore"] == ["lm_head"]
+    (group,) = quantization["config_groups"].values()
+    numbers = {"num_bits": 8, "type": "float", "symmetric": True}
+    assert group["targets"] == ["Linear"]
+    assert group["weights"] == {**numbers, **weights, "dynamic": False}
+    assert group["input_activations"] == {**numbers, **inputs, "dynamic": True}
+
+
+def test_fp8_says_which_blocks_and_what_is_not_in_it(make_llama, tmp_path):
+    policy = octavo.Policy(keep={"layers.0.*": "mine", "lm_head": "mine"})
+    export(make_llama("block", policy), tmp_path / "out", "fp8")
+    quantization = read(tmp_path / "out")[1]["quantization_config"]
+    left = quantization.pop("modules_to_not_convert")
+    assert quantization == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "scale_fmt": "ue8m0",
+    }
+    assert len(left) == 8 and "model.layers.0.self_attn.q_proj" in left and "lm_head" in left
+
+
+def test_layers_of_different_recipes_are_named_by_their_groups(make_llama, tmp_path):
+    model = make_llama("folded")
+    mixed = {"base": "folded", "modules": {"layers.1.feed_forward.*": {"base": "block"}}}
+    octavo.convert(model, mixed)
+    exported = export(model, tmp_path / "out")
+    groups = read(tmp_path / "out")[1]["quantization_config"]["config_groups"]
+    by_strategy = {group["weights"]["strategy"]: group["targets"] for group in groups.values()}
+    assert by_strategy["block"] == [f"model.layers.1.mlp.{name}_proj" for name in ("gate", "down", "up")]
+    assert len(by_strategy["channel"]) == 11
+    assert "weights by row, inputs by token" in str(exported) and "weights by 128x128, inputs by 1x128" in str(exported)
+
+
+def test_static_scales_of_inputs_are_written(make_llama, tmp_path):
+    model = make_llama("bf16")
+    tokens = torch.randint(256, (2, 32))
+    calibration = octavo.calibrate(model, [tokens], loss=lambda model, batch: model(batch, batch))
+    calibration.save(tmp_path / "scales.json")
+    octavo.convert(model, "static", scales=tmp_path / "scales.json")
+    export(model, tmp_path / "out")
+    tensors, config = read(tmp_path / "out")
+    (group,) = config["quantization_config"]["config_groups"].values()
+    assert group["input_activations"]["dynamic"] is False
+    known = octavo.scales(model).state_dict()["layers.0.attention.wo.input"][0]
+    assert torch.equal(tensors["model.layers.0.self_attn.o_proj.input_scale"], known.reshape(1))
+
+
+def test_weights_that_are_stored_in_fp8_are_written_as_they_are(make_llama, tmp_path):
+    model = make_llama("folded", octavo.Policy(weights="fp8"))
+    weight = model.layers[0].attention.wo.weight
+    export(model, tmp_path / "out")
+    tensors, _ = read(tmp_path / "out")
+    assert torch.equal(
+        tensors["model.layers.0.self_attn.o_proj.weight"].view(torch.uint8), weight.codes.view(torch.uint8)
+    )
+    assert torch.equal(tensors["model.layers.0.self_attn.o_proj.weight_scale"], weight.scale)
+    export(model, tmp_path / "plain", "plain", dtype=torch.float32)
+    plain, config = read(tmp_path / "plain")
+    assert torch.equal(plain["model.layers.0.self_attn.o_proj.weight"], weight.dequantize(torch.float32))
+    assert "quantization_config" not in config
+
+
+def test_plain_writes_the_weights_that_are_trained(make_llama, tmp_path):
+    model = make_llama()
+    exported = export(model, tmp_path / "out", "plain", dtype=torch.float32)
+    tensors, _ = read(tmp_path / "out")
+    assert torch.equal(tensors["model.layers.0.mlp.gate_proj.weight"], model.layers[0].feed_forward.w1.weight)
+    assert not exported.fp8_layers and len(tensors) == 2 * 9 + 3
+
+
+def test_a_tied_head_is_written_once(make_llama, tmp_path):
+    export(make_llama(tie_embeddings=True), tmp_path / "out")
+    tensors, config = read(tmp_path / "out")
+    assert "lm_head.weight" not in tensors and config["tie_word_embeddings"] is True
+
+
+def test_what_vllm_computes_as_one_and_cannot_is_noted(make_llama, tmp_path):
+    mixed = make_llama("folded", octavo.Policy(keep={"layers.0.attention.wk": "mine", "lm_head": "mine"}))
+    (note,) = export(mixed, tmp_path / "mixed").notes
+    assert "model.layers.0.self_attn.k_proj" in note and "min_gain=0" in note
+    apart = make_llama("tensorwise", octavo.Policy(fuse=False))
+    (note,) = export(apart, tmp_path / "apart").notes
+    assert "rounds them again" in note and "fuse=True" in note
+    assert not export(make_llama("tensorwise"), tmp_path / "together").notes
+
+
+def test_other_models_and_formats_are_refused(make_llama, tmp_path):
+    with pytest.raises(ConfigError, match=r"'fp9' is none of .* Did you mean 'fp8'\?"):
+        export(make_llama(), tmp_path / "out", "fp9")
+    with pytest.raises(
+        UnsupportedError, match=r"'layers.0.attention.wq': .*128x128.*Take the format 'compressed-tensors'"
+    ):
+        export(make_llama(), tmp_path / "out", "fp8")
+    with pytest.raises(UnsupportedError, match=r"by 1x32.* Take the format 'plain'"):
+        export(make_llama("mxfp8"), tmp_path / "out")
+    with pytest.raises(ConfigError, match="no linear layer is in FP8"):
+        export(make_llama("bf16"), tmp_path / "out")
+    with pytest.raises(UnsupportedError, match="no engine knows what a Sequential is"):
+        export(nn.Sequential(nn.Linear(64, 64)), tmp_path / "out", "plain")
+    with pytest.raises(UnsupportedError, match="reach from one into the next"):
+        export(make_llama("block", kv_heads=2), tmp_path / "out")
+    drawn = {"base": "folded", "fprop": {"weight": {"rounding": "stochastic"}}}
+    with pytest.raises(UnsupportedError, match="anew in each forward"):
+        model = make_llama("bf16")
+        octavo.convert(model, {**drawn, "dgrad": {"weight": {"rounding": "stochastic", "granularity": "row"}}})
+        export(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,104 @@
+"""`octavo export` of a run of a few steps."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from octavo.cli.main import app, main
+from octavo.errors import CheckpointError, UnsupportedError
+from octavo.numerics import quantize
+from octavo.serving.run import export_run
+from octavo.train import train
+from octavo.train.config import assemble, load_preset
+
+DIRECTORIES = "folded", "fp8 weights", "bf16", "gpt"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory of runs, each of a few steps; their text is gone."""
+    home = tmp_path_factory.mktemp("runs")
+    (home / "text").mkdir()
+    for i in range(12):
+        (home / "text" / f"{i}.txt").write_text(f"the quick brown fox number {i} jumps over the lazy dog.\n" * 60)
+    where = {"data": {"source": str(home / "text"), "cache": str(home / "cache")}}
+    how: dict[str, Any] = {"steps": 2, "device": "cpu", "twin": False, "eval_tokens": 512}
+    kinds = ({"weights": "bf16"}, {"weights": "fp8"}, {"recipe": "bf16"}, {})
+    for name, kind in zip(DIRECTORIES, kinds, strict=True):
+        model = {"layers": 1} | ({"architecture": "gpt"} if name == "gpt" else {})
+        settings = {**where, "model": model, "run": how | kind | {"out": str(home / name)}}
+        train(assemble(load_preset("tiny", cuda=False), ("test", settings)))
+    shutil.rmtree(home / "text")
+    return home
+
+
+def checkpoint(run: Path) -> dict[str, torch.Tensor]:
+    (file,) = (run / "checkpoints" / "step-000002").glob("*16.safetensors" if run.name == "bf16" else "fp8.safetensors")
+    return load_file(file)
+
+
+def test_the_codes_are_those_of_the_weights_that_were_saved(runs, tmp_path):
+    exported = export_run(runs / "folded", tmp_path / "out")
+    assert (exported.format, exported.dtype, len(exported.fp8_layers)) == ("compressed-tensors", "bfloat16", 7)
+    written, saved = load_file(tmp_path / "out/model.safetensors"), checkpoint(runs / "folded")
+    codes, scale, _ = quantize(saved["model.layers.0.feed_forward.w2.weight"])
+    assert torch.equal(written["model.layers.0.mlp.down_proj.weight"].view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(written["model.layers.0.mlp.down_proj.weight_scale"], scale)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["eos_token_id"] == 256 and config["max_position_embeddings"] == 32
+    assert {"tokenizer.json", "tokenizer_config.json"} <= exported.files.keys()
+
+
+def test_weights_in_fp8_are_the_bytes_of_the_checkpoint(runs, tmp_path):
+    export_run(runs / "fp8 weights" / "checkpoints" / "step-000002", tmp_path / "out")
+    written, saved = load_file(tmp_path / "out/model.safetensors"), checkpoint(runs / "fp8 weights")
+    codes = saved["model.layers.0.attention.wo.weight.codes"].view(torch.uint8)
+    assert torch.equal(written["model.layers.0.self_attn.o_proj.weight"].view(torch.uint8), codes)
+    scale = saved["model.layers.0.attention.wo.weight.scale"]
+    assert torch.equal(written["model.layers.0.self_attn.o_proj.weight_scale"], scale)
+
+
+def test_a_run_in_bf16_is_plain(runs, tmp_path):
+    exported = export_run(runs / "bf16", tmp_path / "out", dtype=torch.float32)
+    assert exported.format == "plain" and not exported.fp8_layers
+    written = load_file(tmp_path / "out/model.safetensors")
+    assert torch.equal(written["lm_head.weight"], checkpoint(runs / "bf16")["model.lm_head.weight"].float())
+
+
+def test_what_cannot_be_exported(runs, tmp_path):
+    with pytest.raises(UnsupportedError, match="no engine knows what a GPT is"):
+        export_run(runs / "gpt", tmp_path / "out")
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        export_run(tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command(runs, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert app(["export", str(runs / "folded"), "--out", str(out)], result_action="return_value") == 0
+    said = capsys.readouterr().out
+    assert "FP8          7 layers: weights by row, inputs by token" in said and f"vllm serve {out}" in said
+    flags = ["--overwrite", "--format", "plain", "--dtype", "float32", "--json"]
+    assert app(["export", str(runs / "folded"), "--out", str(out), *flags], result_action="return_value") == 0
+    assert json.loads(capsys.readouterr().out)["format"] == "plain"
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "says"),
+    [([], 2, "is there already"), (["--format", "fp8", "--overwrite"], 1, "Take the format 'compressed-tensors'")],
+)
+def test_errors_are_one_line(runs, tmp_path, capsys, flags, code, says):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").touch()
+    with pytest.raises(SystemExit) as exit:
+        main(["export", str(runs / "folded"), "--out", str(tmp_path / "out"), *flags])
+    error = capsys.readouterr().err
+    assert exit.value.code == code and says in error and error.count("\n") == 1
+    assert (tmp_path / "out" / "mine.txt").exists()

@@ -1,0 +1,82 @@
+"""Hugging Face's transformers, which knows nothing of Octavo, loads what was written and computes the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import octavo
+from octavo.numerics import BLOCK_128x128
+from octavo.serving import export
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("compressed_tensors")
+pytest.importorskip("accelerate")
+
+ROWWISE = {"base": "rowwise", "name": "served", "fprop": {"input": {"scaling": "float32"}}}
+"""Inputs with scales as engines make them, not rounded to powers of two."""
+BLOCKS = {"base": "block", "name": "served", "fprop": {"input": {"scaling": "float32"}}}
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def load(directory):
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+def error(found, wanted):
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("shape", [{}, {"kv_heads": 2}, {"tie_embeddings": True, "rope_theta": 5e5, "norm_eps": 1e-3}])
+def test_plain_weights_make_the_same_model(make_llama, tmp_path, shape):
+    model, tokens = make_llama("bf16", **shape), torch.randint(256, (2, 48))
+    for parameter in model.parameters():  # norms of 1 would hide a norm in the wrong place
+        parameter.data *= 1 + torch.rand_like(parameter)
+    export(model, tmp_path / "out", "plain", dtype=torch.float32)
+    with torch.no_grad():
+        assert error(load(tmp_path / "out")(tokens).logits, model(tokens)) < 1e-5
+
+
+@pytest.mark.parametrize(("recipe", "least"), [(ROWWISE, 1e-4), (BLOCKS, 0.2), ("tensorwise", 1e-4)])
+def test_it_computes_what_was_trained(make_llama, tmp_path, recipe, least):
+    """A share of what FP8 changes at all. With blocks it multiplies by 1 / scale where Octavo divides."""
+    model, tokens = make_llama(recipe), torch.randint(256, (2, 48))
+    export(model, tmp_path / "out", dtype=torch.float32)
+    served, trained, high = logits_of(load(tmp_path / "out"), model, tokens)
+    assert error(served, trained) < least * error(high, trained)
+
+
+def test_blocks_of_fp8_are_the_values_of_their_codes(make_llama, tmp_path):
+    model = make_llama("block")
+    export(model, tmp_path / "out", "fp8", dtype=torch.float32)
+    theirs = load(tmp_path / "out")  # without a GPU it decodes them
+    weight = octavo.quantize(model.layers[1].feed_forward.w2.weight.detach(), granularity=BLOCK_128x128)
+    assert torch.equal(theirs.model.layers[1].mlp.down_proj.weight, octavo.dequantize(weight, torch.float32))
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
+def test_a_model_of_theirs_comes_back(tmp_path, kind):
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 272, "head_dim": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **heads)
+    model, tokens = transformers.AutoModelForCausalLM.from_config(config).float(), torch.randint(256, (2, 48))
+    octavo.convert(model, ROWWISE)
+    exported = export(model, tmp_path / "out", dtype=torch.float32)
+    assert len(exported.fp8_layers) == 14 and list(exported.other_layers) == ["lm_head"]
+    served, trained, high = logits_of(load(tmp_path / "out"), model, tokens)
+    assert error(served, trained) < 0.01 * error(high, trained)
+
+
+def logits_of(theirs, ours, tokens):
+    """Return theirs, ours in FP8, and ours in high precision."""
+    with torch.no_grad():
+        found = [model(tokens) for model in (theirs, ours)]
+        with octavo.disabled(ours):
+            found.append(ours(tokens))
+    return [getattr(y, "logits", y) for y in found]
