@@ -31,7 +31,8 @@ from octavo.errors import ConfigError
 from octavo.kernels.download import Download
 from octavo.kernels.sample import BINS, DETAILED, PHASE, SAMPLED, STATS, WIDTH, settle
 from octavo.nn.telemetry_ranks import Gathering, Own, Together
-from octavo.nn.telemetry_rows import Layer, Row, find, groups_of, look_at_gradient, rows_of
+from octavo.nn.telemetry_rows import Layer, Row, find, look_at_gradient, rows_of
+from octavo.nn.together import groups_of
 from octavo.nn.watched import Watch
 
 __all__ = ["STATS", "Row", "Telemetry"]
@@ -185,7 +186,7 @@ class Telemetry:
         """Make the buffer, give each group of layers its page, and return where in it each row is."""
         names = {id(layer): name for name, layer in layers.items()}
         last = {id(layer): number for number, layer in enumerate(layers.values())}
-        groups = groups_of(model, layers)
+        groups = groups_of(model, layers.values())
         pages = sum(1 + 2 * len(group) for group in groups)
         width = WIDTH + BINS if self.histograms_every else WIDTH
         with torch.inference_mode(False):  # it is written to outside of it too

@@ -6,7 +6,7 @@ grad_outputs. Behind all pages lie the rows of the weights' gradients, one a lay
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -14,7 +14,6 @@ from octavo.errors import ConfigError
 from octavo.kernels import Target
 from octavo.kernels.sample import Looked, sample, sampled_rows
 from octavo.nn.conv import Convolution
-from octavo.nn.fused import FusedMLP
 from octavo.nn.grouped import GroupedLinear
 from octavo.nn.linear import Linear
 from octavo.tensor import FP8Tensor, local
@@ -60,25 +59,6 @@ def find(model: nn.Module) -> tuple[dict[str, Layer], dict[str, str]]:
         else:
             found[name] = module
     return found, left
-
-
-def groups_of(model: nn.Module, layers: dict[str, Layer]) -> list[list[Layer]]:
-    """Return the layers by what is computed together: those of one input, gate and up of an MLP, the rest alone."""
-    watched = {id(layer) for layer in layers.values()}
-    together: list[list[Any]] = []
-    for module in model.modules():
-        if isinstance(module, FusedMLP):
-            together.append([module.get_submodule(name) for name in module.mlp_roles.inner])
-    shared = [getattr(layer, "shared", None) for layer in layers.values()]
-    together += [list(group.layers) for group in shared if group is not None]
-    together += [[layer] for layer in layers.values()]
-    groups, placed = [], set[int]()
-    for group in together:
-        members = {id(layer) for layer in group}
-        if members <= watched and not members & placed:
-            groups.append(group)
-            placed |= members
-    return groups
 
 
 def rows_of(name: str, layer: Layer, top: int, number: int, members: int, last: int) -> list[tuple[Row, int]]:

@@ -106,7 +106,7 @@ def export(
         files=files.write(Path(directory), tensors, contents, overwrite=overwrite),
         fp8_layers={layer.name: layer.kind for layer in renamed},
         other_layers=others,
-        notes=tuple(_notes(renamed, others)),
+        notes=(*_notes(renamed, others), *_stacked(tensors)),
     )
 
 
@@ -152,6 +152,16 @@ def _tensors(
             parts = {last: values.to(dtype) if values.is_floating_point() else values}
         for part, stored in parts.items():
             yield f"{outside.rename(module)}.{part}", stored.detach().cpu()
+
+
+def _stacked(tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield what is known of experts in one tensor, as transformers holds them."""
+    stacked = [name for name, tensor in tensors.items() if tensor.dim() == 3]
+    if stacked:
+        yield (
+            f"{stacked[0]} holds all experts in one tensor, as transformers does in memory. It loads that; other "
+            "engines look for a tensor an expert."
+        )
 
 
 def _notes(layers: Sequence[ServedLayer], others: Collection[str]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from octavo.kernels import Target
 from octavo.nn import GroupedLinear, Linear
 from octavo.nn.conv import AnyConvolution, Convolution
 from octavo.nn.functional import target_of
-from octavo.nn.telemetry_rows import groups_of
+from octavo.nn.together import groups_of
 from octavo.nn.weights import quantized_weights, split_rows
 from octavo.numerics import Quantized
 from octavo.recipes import Operand
@@ -52,10 +52,9 @@ def served_layers(model: nn.Module) -> list[ServedLayer]:
         name: layer for name, layer in model.named_modules() if type(layer) is Linear and layer.recipe.fprop.is_fp8
     }
     names = {id(layer): name for name, layer in layers.items()}
-    found = {}
-    for group in groups_of(model, dict(layers)):
-        for layer in _served([layer for layer in group if isinstance(layer, Linear)], names):
-            found[layer.name] = layer
+    found: dict[str, ServedLayer] = {}
+    for group in groups_of(model, layers.values()):
+        found |= {layer.name: layer for layer in _served(group, names)}
     return [found[name] for name in layers]
 
 
