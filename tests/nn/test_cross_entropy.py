@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo import kernels
 from octavo.errors import ConfigError
@@ -11,6 +11,7 @@ from octavo.nn import cross_entropy as module
 from octavo.nn.cross_entropy import chunk_of, linear_cross_entropy
 from octavo.numerics import sqnr_db
 from octavo.recipes import Recipe, load, names
+from octavo.tensor import FP8Tensor
 
 M, K, V = 37, 48, 80
 MIXED = {"base": "folded", "dgrad": {"precision": "bf16"}}
@@ -295,6 +296,26 @@ def test_it_compiles_as_one_graph(recipe: object, autocast: bool) -> None:
             torch.testing.assert_close(function(*args), loss)
     for eager, compiled in zip(*results, strict=True):
         torch.testing.assert_close(compiled, eager)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("recipe", ["folded", "bf16"])
+def test_a_weight_in_fp8_is_read_as_it_is(recipe: str, compiles: bool) -> None:
+    torch._dynamo.reset()
+    x, weight, bias, targets = operands()
+    stored = nn.Parameter(FP8Tensor.from_tensor(weight))
+    plain = weight if recipe == "folded" else stored.dequantize().detach().requires_grad_()
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+        return linear_cross_entropy(x, weight, targets, bias=bias, recipe=recipe, chunk=16)
+
+    function = torch.compile(run, fullgraph=True, backend="aot_eager") if compiles else run
+    results = []
+    for leaf in (plain, stored):
+        loss = function(x, leaf, bias, targets)
+        results.append([loss, *torch.autograd.grad(loss, [x, leaf, bias])])
+    for got, expected in zip(*results, strict=True):
+        assert not isinstance(got, FP8Tensor) and torch.equal(got, expected)
 
 
 def test_it_compiles_with_inductor() -> None:

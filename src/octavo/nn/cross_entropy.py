@@ -13,7 +13,7 @@ Reading and writing it is what many small chunks cost; 4096 tokens make that a f
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -26,9 +26,11 @@ from octavo.kernels.dispatch import on_gpu
 from octavo.kernels.operator import define
 from octavo.nn.functional import Input, dgrad_weight, fprop, read_gradient, read_input, read_kept_input, scale_of
 from octavo.nn.linear import compute_dtype
+from octavo.nn.own_codes import values
 from octavo.nn.weights import transposed_weights
-from octavo.numerics import Quantized
+from octavo.numerics import Quantized, Scaling, granularity_named
 from octavo.recipes import OPERANDS, Recipe, RecipeLike, load, names
+from octavo.tensor import FP8Tensor, implements
 
 CHUNK_BYTES = {"cuda": 2**30, "cpu": 2**26}
 """What the logits of one chunk may take."""
@@ -140,7 +142,7 @@ class _Head:
 
     def __init__(self, weight_VK: Tensor, bias_V: Tensor | None, recipe: Recipe, dtype: torch.dtype) -> None:
         self.recipe, self.dtype = recipe, dtype
-        self.weight_VK = weight_VK if recipe.is_fp8 else weight_VK.to(dtype)
+        self.weight_VK = weight_VK if recipe.is_fp8 else values(weight_VK, dtype)
         self.bias_V = None if bias_V is None else bias_V.to(dtype)
         self.dw_VK: Tensor | None = None
         """The sum over the chunks so far, FP32."""
@@ -161,7 +163,7 @@ class _Head:
         if not needs_x:
             return None
         if g is None:
-            return d_MV @ self.weight_VK.to(self.dtype)
+            return d_MV @ values(self.weight_VK, self.dtype)
         return kernels.gemm(g, self._transposed_weight(), self.dtype, self.recipe.dgrad.accumulate)
 
     def _add_wgrad(self, d_VM: Tensor, h: Quantized | None, x: Quantized | Tensor) -> None:
@@ -209,7 +211,7 @@ def _linear_cross_entropy(
                 db_sum_V += d_MV.sum(dim=0, dtype=torch.float32)
             del d_MV, x  # or the next chunk's logits would stand beside them
     if needs_weight:
-        dw_VK = torch.zeros_like(weight_VK) if head.dw_VK is None else head.dw_VK.to(weight_VK.dtype)
+        dw_VK = _like(x_MK, weight_VK, True).zero_() if head.dw_VK is None else head.dw_VK.to(weight_VK.dtype)
     return loss_M, dx_MK, dw_VK, db_sum_V.to(db_V.dtype)
 
 
@@ -218,9 +220,12 @@ def _empty(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the memory of the results, not written yet."""
     loss_M = x.new_empty(x.shape[0], dtype=torch.float32)
-    shapes = [(x, needs_x), (weight, needs_weight), (bias, needs_bias)]
-    dx, dw, db = ((x if t is None else t).new_empty(t.shape if t is not None and wanted else 0) for t, wanted in shapes)
-    return loss_M, dx, dw, db
+    return loss_M, _like(x, x, needs_x), _like(x, weight, needs_weight), _like(x, bias, needs_bias)
+
+
+def _like(x: Tensor, of: Tensor | None, wanted: bool) -> Tensor:
+    """Return memory for a gradient, of no size where there is none; that of an FP8 weight is a plain tensor."""
+    return x.new_empty(0) if of is None else x.new_empty(of.shape if wanted else 0, dtype=of.dtype)
 
 
 def _linear_cross_entropy_shape(
@@ -228,6 +233,27 @@ def _linear_cross_entropy_shape(
     ignore_index: int, softcap: float, z_loss: float, chunk: int, needs_x: bool, needs_weight: bool, needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return _empty(x_MK, weight_VK, bias_V, needs_x, needs_weight, needs_bias)
+
+
+def _of_codes(
+    x_MK: Tensor, codes_VK: Tensor, scale: Tensor, granularity: str, stands_for: torch.dtype, scaling: str,
+    bias_V: Tensor | None, targets_M: Tensor, recipe: str, dtype: torch.dtype,
+    ignore_index: int, softcap: float, z_loss: float, chunk: int, needs_x: bool, needs_weight: bool, needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute the same with the codes that an FP8 weight has."""
+    weight = FP8Tensor(codes_VK, scale, granularity_named(granularity), stands_for, cast(Scaling, scaling))
+    return _linear_cross_entropy(
+        x_MK, weight, bias_V, targets_M, recipe, dtype, ignore_index, softcap, z_loss, chunk,
+        needs_x, needs_weight, needs_bias,
+    )  # fmt: skip
+
+
+def _of_codes_shape(
+    x_MK: Tensor, codes_VK: Tensor, scale: Tensor, granularity: str, stands_for: torch.dtype, scaling: str,
+    bias_V: Tensor | None, targets_M: Tensor, recipe: str, dtype: torch.dtype,
+    ignore_index: int, softcap: float, z_loss: float, chunk: int, needs_x: bool, needs_weight: bool, needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return _empty(x_MK, codes_VK.new_empty(codes_VK.shape, dtype=stands_for), bias_V, needs_x, needs_weight, needs_bias)
 
 
 _GEMM, _OPERAND = ("precision", "accumulate"), ("format", "granularity", "scaling", "rounding")
@@ -276,3 +302,18 @@ define(
     _linear_cross_entropy,
     _linear_cross_entropy_shape,
 )
+define(
+    "linear_cross_entropy_of_codes(Tensor x, Tensor codes, Tensor scale, str granularity, ScalarType stands_for, "
+    "str scaling, Tensor? bias, Tensor targets, str recipe, ScalarType dtype, "
+    "int ignore_index, float softcap, float z_loss, int chunk, bool needs_x, bool needs_weight, bool needs_bias) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _of_codes,
+    _of_codes_shape,
+)
+
+
+@implements(torch.ops.octavo.linear_cross_entropy.default)
+def _with_own_codes(x_MK: Tensor, weight_VK: FP8Tensor, *others: Any) -> Any:
+    """Compute the operator for an FP8 weight, as compilers see it: codes and scales are inputs like any other."""
+    parts = weight_VK.codes, weight_VK.scale, weight_VK.granularity.name, weight_VK.dtype, weight_VK.scaling
+    return torch.ops.octavo.linear_cross_entropy_of_codes(x_MK, *parts, *others)
