@@ -163,6 +163,16 @@ def test_weights_that_are_stored_in_fp8_are_written_as_they_are(make_llama, tmp_
     assert "quantization_config" not in config
 
 
+def test_a_head_in_fp8_is_written_as_the_values_of_its_codes(make_llama, tmp_path):
+    model = make_llama("folded", octavo.Policy(keep={}))
+    exported = export(model, tmp_path / "out")
+    tensors, config = read(tmp_path / "out")
+    values = octavo.dequantize(octavo.quantize(model.lm_head.weight.detach()), torch.bfloat16)
+    assert torch.equal(tensors["lm_head.weight"], values)  # exact: scales are powers of two
+    assert config["quantization_config"]["ignore"] == ["lm_head"] and len(exported.fp8_layers) == 14
+    assert "the values of its codes" in exported.other_layers["lm_head"]
+
+
 def test_plain_writes_the_weights_that_are_trained(make_llama, tmp_path):
     model = make_llama()
     exported = export(model, tmp_path / "out", "plain", dtype=torch.float32)

@@ -39,6 +39,9 @@ class EngineModel(NamedTuple):
     """From the full name of a module to its name there."""
     config: dict[str, Any]
     """config.json, without what says how it is quantised."""
+    head: str
+    """The full name, in the model itself, of what makes logits; empty where it has none. Engines compute it in high
+    precision, whatever a file says."""
 
 
 def engine_model(model: nn.Module, dtype: torch.dtype) -> EngineModel:
@@ -52,7 +55,7 @@ def engine_model(model: nn.Module, dtype: torch.dtype) -> EngineModel:
     """
     name = str(dtype).removeprefix("torch.")
     if isinstance(model, Llama):
-        return EngineModel(_llama_name, {**_llama_config(model.config), "dtype": name, "torch_dtype": name})
+        return EngineModel(_llama_name, {**_llama_config(model.config), "dtype": name, "torch_dtype": name}, "lm_head")
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         raise UnsupportedError(
@@ -61,7 +64,9 @@ def engine_model(model: nn.Module, dtype: torch.dtype) -> EngineModel:
         )
     known = json.loads(config.to_json_string())
     known.pop("quantization_config", None)  # of what it was loaded from
-    return EngineModel(str, {**known, "architectures": [type(model).__name__], "dtype": name})
+    last = getattr(model, "get_output_embeddings", lambda: None)()
+    head = next((name for name, module in model.named_modules() if module is last), "")
+    return EngineModel(str, {**known, "architectures": [type(model).__name__], "dtype": name}, head)
 
 
 def _llama_name(module: str) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import ConfigError, UnsupportedError, did_you_mean
+from octavo.numerics import dequantize
 from octavo.serving import compressed_tensors, files, fine_grained
 from octavo.serving.engine_models import EngineModel, engine_model
 from octavo.serving.layers import ServedLayer, left_out, served_layers
@@ -93,8 +94,11 @@ def export(
         raise ConfigError(f"format: '{format}' is none of {', '.join(FORMATS)}.{did_you_mean(format, FORMATS)}")
     writer, outside = FORMATS[format], engine_model(model, dtype)
     layers = [] if writer is None else _layers(model, format, writer)
-    renamed = [replace(layer, name=outside.rename(layer.name)) for layer in layers]
-    left = left_out(model, layers) if layers else {}
+    coded = [layer for layer in layers if layer.name != outside.head]
+    renamed = [replace(layer, name=outside.rename(layer.name)) for layer in coded]
+    left = left_out(model, coded) if layers else {}
+    if len(coded) < len(layers):
+        left[outside.head] = "engines compute the head in high precision: the values of its codes"
     others = {outside.rename(name): reason for name, reason in left.items()}
     quantization = {} if writer is None else {"quantization_config": writer.config(renamed, others)}
     tensors = dict(_tensors(model, {layer.name: layer for layer in layers}, writer, outside, dtype))
@@ -145,8 +149,11 @@ def _tensors(
         seen.add(id(tensor))
         if is_distributed(tensor):
             raise UnsupportedError(f"export: '{name}' is cut over ranks. Export a checkpoint: octavo export RUN.")
-        if last == "weight" and module in layers and writer is not None:
-            parts = writer.tensors(layers[module])
+        layer = layers.get(module) if last == "weight" else None
+        if layer is not None and module == outside.head:
+            parts = {last: dequantize(layer.weight, dtype)}
+        elif layer is not None and writer is not None:
+            parts = writer.tensors(layer)
         else:
             values = tensor.dequantize(dtype) if isinstance(tensor, FP8Tensor) else tensor
             parts = {last: values.to(dtype) if values.is_floating_point() else values}
