@@ -187,16 +187,6 @@ def test_a_tied_head_is_written_once(make_llama, tmp_path):
     assert "lm_head.weight" not in tensors and config["tie_word_embeddings"] is True
 
 
-def test_what_vllm_computes_as_one_and_cannot_is_noted(make_llama, tmp_path):
-    mixed = make_llama("folded", octavo.Policy(keep={"layers.0.attention.wk": "mine", "lm_head": "mine"}))
-    (note,) = export(mixed, tmp_path / "mixed").notes
-    assert "model.layers.0.self_attn.k_proj" in note and "min_gain=0" in note
-    apart = make_llama("tensorwise", octavo.Policy(fuse=False))
-    (note,) = export(apart, tmp_path / "apart").notes
-    assert "rounds them again" in note and "fuse=True" in note
-    assert not export(make_llama("tensorwise"), tmp_path / "together").notes
-
-
 def test_other_models_and_formats_are_refused(make_llama, tmp_path):
     with pytest.raises(ConfigError, match=r"'fp9' is none of .* Did you mean 'fp8'\?"):
         export(make_llama(), tmp_path / "out", "fp9")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +18,7 @@ from octavo.numerics import dequantize
 from octavo.serving import compressed_tensors, files, fine_grained
 from octavo.serving.engine_models import EngineModel, engine_model
 from octavo.serving.layers import ServedLayer, left_out, served_layers
+from octavo.serving.notes import notes
 from octavo.tensor import FP8Tensor, is_distributed
 
 FORMATS: dict[str, ModuleType | None] = {
@@ -26,8 +27,6 @@ FORMATS: dict[str, ModuleType | None] = {
     "plain": None,
 }
 """How FP8 layers are written, by name; `plain`: as values, as all else is."""
-_COMPUTED_AS_ONE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers that vLLM computes as one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +109,7 @@ def export(
         files=files.write(Path(directory), tensors, contents, overwrite=overwrite),
         fp8_layers={layer.name: layer.kind for layer in renamed},
         other_layers=others,
-        notes=(*_notes(renamed, others), *_stacked(tensors)),
+        notes=notes(renamed, others, tensors),
     )
 
 
@@ -159,39 +158,3 @@ def _tensors(
             parts = {last: values.to(dtype) if values.is_floating_point() else values}
         for part, stored in parts.items():
             yield f"{outside.rename(module)}.{part}", stored.detach().cpu()
-
-
-def _stacked(tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield what is known of experts in one tensor, as transformers holds them."""
-    stacked = [name for name, tensor in tensors.items() if tensor.dim() == 3]
-    if stacked:
-        yield (
-            f"{stacked[0]} holds all experts in one tensor, as transformers does in memory. It loads that; other "
-            "engines look for a tensor an expert."
-        )
-
-
-def _notes(layers: Sequence[ServedLayer], others: Collection[str]) -> Iterator[str]:
-    """Yield what engines make of layers that they compute as one."""
-    by_name = {layer.name: layer for layer in layers}
-    mixed, unequal = [], []
-    for name in by_name:
-        parent, _, last = name.rpartition(".")
-        for members in _COMPUTED_AS_ONE:
-            if last != members[0]:
-                continue
-            full = [f"{parent}.{member}" for member in members]
-            mixed += [other for other in full if other in others]
-            known = [by_name[member] for member in full if member in by_name]
-            scales = {float(layer.weight.scale) for layer in known if layer.target.granularity == "tensor"}
-            unequal += [parent] if len(scales) > 1 else []
-    if mixed:
-        yield (
-            f"vLLM computes {mixed[0]} as one with its neighbours, which are in FP8: it wants all of them in FP8 or "
-            "none (octavo.Policy(min_gain=0))."
-        )
-    if unequal:
-        yield (
-            f"layers of {unequal[0]} have a scale each, and vLLM computes them as one: it rounds them again, to the "
-            "largest. Let octavo.convert compute them as one (octavo.Policy(fuse=True))."
-        )
