@@ -51,13 +51,18 @@ class Exported:
         return json.dumps(asdict(self), indent=1)
 
     def __str__(self) -> str:
-        kinds = Counter(self.fp8_layers.values())
         lines = [f"written      {self.directory}, format {self.format}"]
-        lines += [f"FP8          {count} layers: {kind}" for kind, count in kinds.items()]
-        reasons = Counter(self.other_layers.values())
-        lines += [f"{self.dtype:<12} {count} layers: {reason}" for reason, count in reasons.items()]
+        lines += [f"FP8          {line}" for line in _by_kind(self.fp8_layers)]
+        lines += [f"{self.dtype:<12} {line}" for line in _by_kind(self.other_layers)]
         lines += [f"{'file':<12} {name}, {size:,} bytes" for name, size in self.files.items()]
         return "\n".join([*lines, *(f"note         {note}" for note in self.notes)])
+
+
+def _by_kind(layers: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for all layers of which the same is said."""
+    for kind, count in Counter(layers.values()).items():
+        names = [name for name, said in layers.items() if said == kind]
+        yield f"{names[0] if count == 1 else f'{count} layers'}: {kind}"
 
 
 def export(
