@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from octavo.distributed import reduction
 from octavo.errors import ConfigError, RunError
 from octavo.models import ModelConfig, build
 from octavo.optim import AdamW
@@ -225,3 +226,18 @@ def test_an_overflow_is_skipped_by_a_tier_too() -> None:
     trained.step(*batch(), step=3, lr=1e-3)
     assert not torch.equal(trained.parameters["norm.weight"], before[list(trained.parameters).index("norm.weight")][0])
     trained.check("unused")
+
+
+def test_a_probe_leaves_what_the_reduction_has_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched, scheme = lane(), reduction("fp8-lm")
+    learned = {"unit.mu": torch.tensor(2.0), "unit.saturated": torch.tensor(0.0)}
+    scheme.load_state_dict(learned)
+    watched.reduction, plain = scheme, watched._pass
+
+    def reducing(*args: Any) -> Tensor:  # as the hooks of FSDP2 do while it goes backward
+        scheme.load_state_dict({"unit.mu": torch.tensor(1.0), "unit.saturated": torch.tensor(1.0)})
+        return plain(*args)
+
+    monkeypatch.setattr(watched, "_pass", reducing)
+    watched.probe(*batch())
+    assert scheme.state_dict() == learned

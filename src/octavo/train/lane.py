@@ -114,10 +114,13 @@ class Lane:
     def probe(self, inputs_BT: Tensor, targets_BT: Tensor, accumulate: int = 1, *, backward: bool = True) -> Probe:
         """Return loss and gradient norm of a batch, 0 without `backward`; nothing changes. Waits for the device."""
         self.make_room()
+        reduces = {} if self.reduction is None else self.reduction.state_dict()
         with torch.set_grad_enabled(backward):
             loss = self._pass(inputs_BT, targets_BT, accumulate, _as_it_is)
         norm = self._norm(self._gradients())
         self.optimizer.zero_grad(set_to_none=True)
+        if self.reduction is not None:  # one that has seen these gradients
+            self.reduction.load_state_dict(reduces)
         return Probe(float(loss), float(whole(norm)))
 
     def make_room(self) -> None:
