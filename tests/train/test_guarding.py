@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+import octavo
+from octavo import recipes
 from octavo.bench.accuracy.faults import FAULTS, Fault, Struck, _row, configuration
-from octavo.errors import RunError
+from octavo.errors import ConfigError, RunError
 from octavo.guard import Alarm
 from octavo.monitor.store import RunReader
 from octavo.train import RunConfig
@@ -133,6 +135,37 @@ def test_a_layer_that_changed_its_recipe_goes_back_with_the_others(configure: Co
     plan = RunReader(tmp_path / "run").plan
     assert {row["name"]: row["recipe"] for row in plan["layers"]}["layers.0.feed_forward.w2"] == "folded"
     assert summary["heldout_loss_fp8"] == pytest.approx(summary["heldout_loss_bf16"], rel=0.01)
+
+
+def test_a_layer_of_a_run_with_static_scales_takes_another_recipe(configure: Configure, tmp_path: Any) -> None:
+    carry_out(guarded(configure, str(tmp_path / "delayed"), run={"recipe": "delayed", "steps": 2}))
+    scales = tmp_path / "delayed" / "scales.json"
+
+    def strike(run: Struck) -> None:
+        alarm = Alarm(AT, "flushed", "layers.0.feed_forward.w2", "input", 1.0, 0.5)
+        assert run._guarded.guard._refine(alarm.layer, alarm)
+        assert octavo.scales(run.setup.lanes[0].model) is not None
+
+    static = guarded(configure, str(tmp_path / "run"), run={"recipe": "static", "scales": str(scales)})
+    _, keeper = carry_out(static, strike)
+    plan = RunReader(tmp_path / "run").plan
+    assert {row["name"]: row["recipe"] for row in plan["layers"]}["layers.0.feed_forward.w2"] == "folded"
+    assert [event.step for event in keeper.of(TensorsMeasured)][-1] == 20
+
+
+def test_a_layer_that_cannot_be_refined_is_measured_on(
+    configure: Configure, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise ConfigError("not today")
+
+    def strike(run: Struck) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr("octavo.train.guarding.convert", refused)
+            assert run._guarded.refine(recipes.load("block")) == "not today"
+
+    _, keeper = carry_out(guarded(configure, str(tmp_path / "run")), strike)
+    assert [event.step for event in keeper.of(TensorsMeasured)] == [*range(1, 21)]
 
 
 def test_watching_notes_and_a_nan_still_stops_the_run(configure: Configure, tmp_path: Any) -> None:

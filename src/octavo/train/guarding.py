@@ -164,7 +164,8 @@ class GuardedRun:
             _convert_anew(model, recipe, trainer)
         except OctavoError as error:
             return str(error)
-        trainer.watch_tensors()
+        finally:
+            trainer.watch_tensors()
         trainer.tell(TensorsChanged(step=self.done, rows=self.rows, plan=trainer.setup.plan))
         return ""
 
@@ -232,9 +233,8 @@ def _convert_anew(model: nn.Module, recipe: recipes.Recipe, trainer: Trainer) ->
     if trainer.telemetry is not None:
         trainer.telemetry.detach()
     config = trainer.config
-    trainer.setup.plan = convert(
-        model, recipe, policy=policy_of(config, recipe), tokens=tokens_of(config, trainer.ranks)
-    )
+    policy, scales = policy_of(config, recipe), config.run.scales or None
+    trainer.setup.plan = convert(model, recipe, policy=policy, tokens=tokens_of(config, trainer.ranks), scales=scales)
     take_over(model, kept)
 
 
