@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -165,7 +166,8 @@ def test_a_layer_that_cannot_be_refined_is_measured_on(
             assert run._guarded.refine(recipes.load("block")) == "not today"
 
     _, keeper = carry_out(guarded(configure, str(tmp_path / "run")), strike)
-    assert [event.step for event in keeper.of(TensorsMeasured)] == [*range(1, 21)]
+    assert keeper.of(TensorsMeasured)[-1].step == 20
+    assert all(np.isfinite(event.values[:, 0]).all() for event in keeper.of(TensorsMeasured))
 
 
 def test_watching_notes_and_a_nan_still_stops_the_run(configure: Configure, tmp_path: Any) -> None:
