@@ -46,6 +46,19 @@ def test_a_directory_that_is_there_is_replaced_where_asked(tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
 
 
+def test_nothing_else_is_ever_replaced(tmp_path):
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "thesis.txt").touch()
+    (tmp_path / "file").touch()
+    files.write(tmp_path / "out", TENSORS, {})
+    (tmp_path / "out" / "checkpoints").mkdir()
+    for name in ("runs", "texts", "file", "out"):
+        with pytest.raises(ConfigError, match="no exported model, so that it stays"):
+            files.write(tmp_path / name, TENSORS, {}, overwrite=True)
+    assert (tmp_path / "texts" / "thesis.txt").exists() and (tmp_path / "runs" / "mine").exists()
+
+
 def test_what_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")

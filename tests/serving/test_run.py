@@ -92,13 +92,18 @@ def test_the_command(runs, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("flags", "code", "says"),
-    [([], 2, "is there already"), (["--format", "fp8", "--overwrite"], 1, "Take the format 'compressed-tensors'")],
+    [
+        ([], 2, "is there already"),
+        (["--overwrite"], 2, "no exported model, so that it stays"),
+        (["--format", "fp8"], 1, "Take the format 'compressed-tensors'"),
+    ],
 )
 def test_errors_are_one_line(runs, tmp_path, capsys, flags, code, says):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine.txt").touch()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").touch()
+    out = tmp_path / ("new" if "--format" in flags else "mine")
     with pytest.raises(SystemExit) as exit:
-        main(["export", str(runs / "folded"), "--out", str(tmp_path / "out"), *flags])
+        main(["export", str(runs / "folded"), "--out", str(out), *flags])
     error = capsys.readouterr().err
     assert exit.value.code == code and says in error and error.count("\n") == 1
-    assert (tmp_path / "out" / "mine.txt").exists()
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine", "thesis.txt"]

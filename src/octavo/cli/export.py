@@ -42,7 +42,7 @@ def export(
     dtype
         Of all that is not in FP8.
     overwrite
-        Replace a directory that is there.
+        Replace an exported model that is there.
     json_output
         Print what was written as JSON.
     """

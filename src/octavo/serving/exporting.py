@@ -86,16 +86,17 @@ def export(
         format: `compressed-tensors` (vLLM, SGLang, transformers), for scales a row, a tensor or a block; `fp8`, the
             blocks of DeepSeek-V3, for the recipe `block`; `plain`: every weight as its value, nothing in FP8.
         dtype: of all that is not in FP8.
-        overwrite: replace a directory that is there.
+        overwrite: replace an exported model that is there.
         config: further entries of config.json.
         texts: further files by name, JSON, such as a tokenizer's.
 
     Raises:
-        ConfigError: an unknown format, no layer in FP8, or the directory is there and not empty.
+        ConfigError: an unknown format, no layer in FP8, or something is in the directory already.
         UnsupportedError: the format cannot hold a layer, no engine knows the model, or it is sharded over ranks.
     """
     if format not in FORMATS:
         raise ConfigError(f"format: '{format}' is none of {', '.join(FORMATS)}.{did_you_mean(format, FORMATS)}")
+    files.check_free(Path(directory), overwrite)  # before the work
     writer, outside = FORMATS[format], engine_model(model, dtype)
     layers = [] if writer is None else _layers(model, format, writer)
     coded = [layer for layer in layers if layer.name != outside.head]

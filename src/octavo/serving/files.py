@@ -18,6 +18,24 @@ PART_BYTES = 5 * 10**9
 _WRITING = ".writing"
 
 
+def check_free(directory: Path, overwrite: bool) -> None:
+    """Check that a directory can be written.
+
+    Args:
+        overwrite: whether an exported model that is there already may be replaced; nothing else ever is.
+
+    Raises:
+        ConfigError: something is there.
+    """
+    there = list(directory.iterdir()) if directory.is_dir() else []
+    if not there and (directory.is_dir() or not directory.exists()):
+        return
+    if not overwrite:
+        raise ConfigError(f"{directory}: is there already. Name another directory, or say --overwrite.")
+    if not any(path.suffix == ".safetensors" for path in there) or any(path.is_dir() for path in there):
+        raise ConfigError(f"{directory}: is there, and no exported model, so that it stays. Name another directory.")
+
+
 def write(
     directory: Path,
     tensors: Mapping[str, Tensor],
@@ -31,14 +49,13 @@ def write(
     Args:
         tensors: by name; they are written in that order.
         texts: JSON files by name.
-        overwrite: replace a directory that is there.
+        overwrite: replace an exported model that is there.
 
     Raises:
-        ConfigError: the directory is there and not empty.
+        ConfigError: see `check_free`.
         OctavoError: it could not be written; nothing half-written remains.
     """
-    if not overwrite and directory.exists() and any(directory.iterdir()):
-        raise ConfigError(f"{directory}: is there already. Name another directory, or say --overwrite.")
+    check_free(directory, overwrite)
     temporary = directory.with_name(f"{_WRITING}-{directory.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
