@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from pathlib import Path
 
 # Before torch is imported: test shapes are small, and machines are shared.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
@@ -20,6 +22,19 @@ torch.set_num_threads(min(2, os.cpu_count() or 1, int(os.environ["OMP_NUM_THREAD
 def seeded() -> None:
     """Give every test the same random numbers, whatever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def write_text() -> Callable[[Path], Path]:
+    """Return what makes a folder with text enough for a few steps of the preset `tiny`, and gives it back."""
+
+    def write(folder: Path) -> Path:
+        folder.mkdir()
+        for i in range(12):
+            (folder / f"{i}.txt").write_text(f"the quick brown fox number {i} jumps over the lazy dog.\n" * 60)
+        return folder
+
+    return write
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,10 @@ LAYERS = 7
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory, write_text: Callable[[Path], Path]) -> Path:
     """Return the directory of a run of a few steps, with weights in FP8."""
     home = tmp_path_factory.mktemp("runs")
-    (home / "text").mkdir()
-    for i in range(12):
-        (home / "text" / f"{i}.txt").write_text(f"the quick brown fox number {i} jumps over the lazy dog.\n" * 60)
+    write_text(home / "text")
     where = {"data": {"source": str(home / "text"), "cache": str(home / "cache")}, "model": {"layers": 1}}
     how = {"steps": 3, "weights": "fp8", "out": str(home / "run"), "device": "cpu", "twin": False, "eval_tokens": 512}
     train(assemble(load_preset("tiny", cuda=False), ("test", {**where, "run": how})))

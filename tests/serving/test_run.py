@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,10 @@ DIRECTORIES = "folded", "fp8 weights", "bf16", "gpt"
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory, write_text: Callable[[Path], Path]) -> Path:
     """Return a directory of runs, each of a few steps; their text is gone."""
     home = tmp_path_factory.mktemp("runs")
-    (home / "text").mkdir()
-    for i in range(12):
-        (home / "text" / f"{i}.txt").write_text(f"the quick brown fox number {i} jumps over the lazy dog.\n" * 60)
+    write_text(home / "text")
     where = {"data": {"source": str(home / "text"), "cache": str(home / "cache")}}
     how: dict[str, Any] = {"steps": 2, "device": "cpu", "twin": False, "eval_tokens": 512}
     kinds = ({"weights": "bf16"}, {"weights": "fp8"}, {"recipe": "bf16"}, {})

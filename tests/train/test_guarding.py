@@ -162,7 +162,7 @@ def test_a_layer_that_cannot_be_refined_is_measured_on(
 
     def strike(run: Struck) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr("octavo.train.guarding.convert", refused)
+            patch.setattr("octavo.train.guarding.convert_as", refused)
             assert run._guarded.refine(recipes.load("block")) == "not today"
 
     _, keeper = carry_out(guarded(configure, str(tmp_path / "run")), strike)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from octavo import recipes
-from octavo.conversion import convert, disabled
+from octavo.conversion import disabled
 from octavo.errors import OctavoError
 from octavo.generators import generator_states, restore_generators, untouched_generators
 from octavo.guard import Guard, Note, Observation
@@ -29,7 +29,7 @@ from octavo.monitor.arriving import Arriving
 from octavo.tensor import is_distributed
 from octavo.train.events import Noted, RolledBack, TensorsChanged
 from octavo.train.lane import Lane, Measured
-from octavo.train.setup import policy_of, tokens_of
+from octavo.train.setup import convert_as
 from octavo.train.state import SCALES, lane_tensors, restore_lane
 
 if TYPE_CHECKING:
@@ -232,9 +232,7 @@ def _convert_anew(model: nn.Module, recipe: recipes.Recipe, trainer: Trainer) ->
     kept = kept_scales(model)
     if trainer.telemetry is not None:
         trainer.telemetry.detach()
-    config = trainer.config
-    policy, scales = policy_of(config, recipe), config.run.scales or None
-    trainer.setup.plan = convert(model, recipe, policy=policy, tokens=tokens_of(config, trainer.ranks), scales=scales)
+    trainer.setup.plan = convert_as(trainer.config, model, recipe, trainer.ranks)
     take_over(model, kept)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import recipes
-from octavo.conversion import Plan, Policy, convert
+from octavo.conversion import Plan, Policy
 from octavo.errors import CheckpointError
 from octavo.numerics import Granularity, Quantized, dequantize
 from octavo.strict import read_file
@@ -20,7 +20,7 @@ from octavo.train import checkpoint
 from octavo.train import device as devices
 from octavo.train.config import RunConfig, assemble
 from octavo.train.lane import Lane
-from octavo.train.setup import Setup, make_lanes, policy_of, set_up
+from octavo.train.setup import Setup, convert_as, make_lanes, policy_of, set_up
 from octavo.train.state import restore_lane
 
 
@@ -78,8 +78,7 @@ def _restore(found: checkpoint.Checkpoint, config: RunConfig, lane: Lane, plan: 
         trained = {layer["name"] for layer in read_file(known)["layers"] if "fp8" in layer["precision"]}
         stored = policy_of(config, plan.recipe).weights
         policy = Policy(min_gain=0.0, filter=lambda name, layer: name in trained, weights=stored)
-        scales = config.run.scales or None
-        plan = convert(lane.model, plan.recipe, policy=policy, tokens=plan.tokens, scales=scales)
+        plan = convert_as(config, lane.model, plan.recipe, policy=policy)
     named = {name: t for name, t in found.tensors[lane.name].items() if not name.startswith("optimizer.")}
     restore_lane(lane, {**named, **dict(_whole_rows(named))}, found.path)
     return plan

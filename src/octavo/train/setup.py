@@ -106,13 +106,24 @@ def make_lanes(
     graphs = Graphs() if replays(config, device, ranks) else None
     if not recipe.is_fp8:
         return (_lane("bf16", model, config, device, ranks, graphs),), None
-    tokens = tokens_of(config, ranks)
-    policy, scales = policy_of(config, recipe), config.run.scales or None
-    plan = convert(model, recipe, policy=policy, tokens=tokens, scales=scales)
+    plan = convert_as(config, model, recipe, ranks)
     lanes = [_lane("fp8", model, config, device, ranks, graphs)]
     if twin is not None:
         lanes.append(_lane("bf16", twin, config, device, ranks, graphs))
     return tuple(lanes), plan
+
+
+def convert_as(
+    config: RunConfig, model: nn.Module, recipe: recipes.Recipe, ranks: Ranks = ALONE, policy: Policy | None = None
+) -> Plan:
+    """Convert a model of a run in place, also once more: with its tokens and its calibration file; return the plan.
+
+    Args:
+        recipe: that of the run, or what some of its layers have in place of it.
+        policy: by default `policy_of`.
+    """
+    policy, scales = policy or policy_of(config, recipe), config.run.scales or None
+    return convert(model, recipe, policy=policy, tokens=tokens_of(config, ranks), scales=scales)
 
 
 def tokens_of(config: RunConfig, ranks: Ranks) -> int:

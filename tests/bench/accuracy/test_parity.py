@@ -13,12 +13,9 @@ TINY = ["--preset", "tiny", "--steps", "4", "--log-every", "1", "--device", "cpu
 
 
 @pytest.fixture(scope="module")
-def small_corpus(tmp_path_factory):
+def small_corpus(tmp_path_factory, write_text):
     folder = tmp_path_factory.mktemp("corpus")
-    text = folder / "text"
-    text.mkdir()
-    for i in range(12):
-        (text / f"{i}.txt").write_text(f"the quick brown fox number {i} jumps over the lazy dog.\n" * 60)
+    text = write_text(folder / "text")
     return [*TINY, "--source", str(text), "--cache", str(folder / "cache")]
 
 

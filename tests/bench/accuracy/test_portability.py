@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,10 @@ FP8_LAYERS = 7 * 2
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def trained(tmp_path_factory: pytest.TempPathFactory, write_text: Callable[[Path], Path]) -> Any:
     """Return what trains a model of a few steps, once for each recipe, and gives its directory."""
     home = tmp_path_factory.mktemp("runs")
-    (home / "text").mkdir()
-    for i in range(12):
-        (home / "text" / f"{i}.txt").write_text(f"the quick brown fox number {i} jumps over the lazy dog.\n" * 60)
+    write_text(home / "text")
 
     def run(recipe: str, **model: int) -> Path:
         out = home / recipe

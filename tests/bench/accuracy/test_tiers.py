@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,12 @@ from octavo.optim import states_named
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+def study(
+    tmp_path_factory: pytest.TempPathFactory, write_text: Callable[[Path], Path]
+) -> tuple[list[dict[str, Any]], Path]:
     """Return the rows of two tiers with one seed, and their directory."""
     folder = tmp_path_factory.mktemp("tiers")
-    text = folder / "text"
-    text.mkdir()
-    for i in range(12):
-        (text / f"{i}.txt").write_text(f"the quick brown fox number {i} jumps over the lazy dog.\n" * 60)
+    text = write_text(folder / "text")
     shared = ["--preset", "tiny", "--steps", "4", "--log-every", "1", "--device", "cpu"]
     shared += ["--source", str(text), "--cache", str(folder / "cache")]
     rows = run_tiers(shared, ["fp32", "fp8-min, all"], [0], out=folder / "out", slots=2, report=lambda line: None)
