@@ -5,7 +5,7 @@ import torch
 
 from octavo import kernels
 from octavo.kernels.vendor import scaled_mm
-from octavo.numerics import BLOCK_128x128, Quantized, TILE_1x128, granularity_named
+from octavo.numerics import BLOCK_128x128, Quantized, TILE_1x128, dequantize, granularity_named
 
 
 def probe(granularity: str, fmt: str = "e4m3", shape: tuple[int, int] = (32, 256)) -> Quantized:
@@ -28,6 +28,19 @@ def test_both_formats_run_on_a_cpu():
     for fmt in ("e4m3", "e5m2"):
         assert scaled_mm.refuses_tensor(probe("tensor", fmt), probe("tensor")) is None
         assert scaled_mm.refuses_row(probe("row", fmt), probe("row")) is None
+
+
+def test_a_cpu_gets_a_scale_for_each_row(monkeypatch):
+    """With one scale each, oneDNN takes a thousand times as long on a processor with AMX."""
+    shapes, plain = [], torch._scaled_mm
+    monkeypatch.setattr(
+        torch, "_scaled_mm", lambda *a, **k: (shapes.append([x.shape for x in a[2:]]), plain(*a, **k))[1]
+    )
+    a, b = probe("tensor"), probe("tensor", shape=(48, 256))
+    y = scaled_mm.scaled_mm_tensor(a, b, torch.float32, False)
+    assert shapes == [[(32, 1), (1, 48)]]
+    expected = dequantize(a).double() @ dequantize(b).double().t()
+    assert (y.double() - expected).norm() < 1e-6 * expected.norm()
 
 
 @pytest.mark.parametrize(

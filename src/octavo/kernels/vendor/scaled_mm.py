@@ -49,7 +49,13 @@ def refuses_block(a: Quantized, b: Quantized) -> str | None:
 
 
 def scaled_mm_tensor(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> Tensor:
-    """Return a . b^T, one scale an operand."""
+    """Return a . b^T, one scale an operand.
+
+    On a CPU the scales are spread over the rows: with one scale each, PyTorch leaves two E4M3 operands to oneDNN, which
+    on a processor with AMX has no kernel for them but a loop for reference, a thousand times slower.
+    """
+    if not a.codes.is_cuda:
+        return scaled_mm_row(a, b, out_dtype, fast)
     rows, cols = a.codes.shape[0], b.codes.shape[0]
     a_MK, b_NK = _pad(a.codes, 1, 16), _pad(b.codes, 16, 16)
     y_MN = torch._scaled_mm(
@@ -70,14 +76,19 @@ def scaled_mm_row(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool
     """
     rows, cols = a.codes.shape[0], b.codes.shape[0]
     a_MK, b_NK = _pad(a.codes, 1, 16), _pad(b.codes, 16, 16)
-    scale_a = _aligned(a.scale.expand(rows, 1).contiguous())
-    scale_b, missing = b.scale.expand(cols, 1), b_NK.shape[0] - cols
+    scale_a = _aligned(_of_rows(a.scale, rows))
+    scale_b, missing = _of_rows(b.scale, cols), b_NK.shape[0] - cols
     if missing:  # padding by nothing would be a copy
         scale_b = F.pad(scale_b, (0, 0, 0, missing), value=1.0)
-    scale_b = _aligned(scale_b.reshape(1, -1).contiguous())
+    scale_b = _aligned(scale_b.view(1, -1))
     hardware_dtype = torch.bfloat16 if a_MK.is_cuda else out_dtype
     y_MN = torch._scaled_mm(a_MK, b_NK.t(), scale_a, scale_b, out_dtype=hardware_dtype, use_fast_accum=fast)
-    return y_MN[:rows, :cols].to(out_dtype)
+    return (y_MN[:, :cols] if missing else y_MN).to(out_dtype)
+
+
+def _of_rows(scale: Tensor, rows: int) -> Tensor:
+    """Return the scale of each row (rows, 1), contiguous; one for all rows is spread over them."""
+    return (scale if scale.shape[0] == rows else scale.expand(rows, 1)).contiguous()
 
 
 def scaled_mm_block(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> Tensor:
