@@ -35,21 +35,28 @@ def tiny(tmp_path: Path) -> list[str]:
     return ["train", "--preset", "tiny", "--device", "cpu", "--log-every", "1", *flags]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["plan", "--help"], ["doctor", "--help"]])
-def test_help_is_quick_and_needs_no_torch(arguments: list[str]) -> None:
+@pytest.mark.parametrize("arguments", ["--help", "train --help", "plan --help", "doctor --help", "eval --help"])
+def test_help_is_quick_and_needs_no_torch(arguments: str) -> None:
     code = (
         "import sys, octavo.cli.main as m\n"
         "try: m.main(sys.argv[1:])\n"
         "except SystemExit as e: sys.exit(e.code or ('torch' in sys.modules and 77))"
     )
-    times = []
+    times, floors = [], []
     for _ in range(3):
-        start = _cpu_seconds()  # of the clock there is less for one process while other tests run beside it
-        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
-        times.append(_cpu_seconds() - start)
+        done, seconds = _timed(code, *arguments.split())
+        times.append(seconds)
+        floors.append(_timed("import cyclopts, rich.console")[1])
         assert done.returncode == 0, done.stderr
         assert "Usage: octavo" in done.stdout
-    assert min(times) < 0.5
+    assert min(times) < max(0.5, 4 * min(floors))  # the latter on a slow machine
+
+
+def _timed(code: str, *arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Run Python and return the seconds of a processor: of the clock's, other tests have their share."""
+    start = _cpu_seconds()
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    return done, _cpu_seconds() - start
 
 
 def _cpu_seconds() -> float:

@@ -8,7 +8,7 @@ import pytest
 
 from octavo.data import ByteTokenizer, encode
 from octavo.data.corpus import open_corpus
-from octavo.data.encode import Written, encode_split, unigram_entropy
+from octavo.data.encode import Written, encode_all, encode_split, unigram_entropy
 
 
 def encoded(tmp_path: Path, texts: list[str], fraction: float = 0.25) -> tuple[Written, list[str], list[str]]:
@@ -90,3 +90,15 @@ def test_the_content_digest_follows_the_text_not_its_place(tmp_path: Path) -> No
         for name, texts in (("a", ["one", "two"]), ("b", ["one", "two"]), ("c", ["one", "tow"]))
     )
     assert first == second != other
+
+
+def test_all_documents_in_order_each_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, text in enumerate(["one", "zw\u00f6lf", "three"]):
+        (tmp_path / f"{number}.txt").write_text(text, encoding="utf-8")
+    corpus = open_corpus(tmp_path)
+    expected = [*b"one", 256, *"zw\u00f6lf".encode(), 256, *b"three", 256]
+    assert encode_all(corpus, ByteTokenizer()).tolist() == expected
+    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 1)  # a document at a time
+    assert encode_all(corpus, ByteTokenizer()).tolist() == expected
+    assert encode_all(corpus, ByteTokenizer(), limit=4).tolist() == expected[:4]
+    assert encode_all(corpus, ByteTokenizer(), limit=5).tolist() == expected[:11]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.data import ByteTokenizer, corpus_statistics, prepare
-from octavo.data.statistics import FILE, entropy, measure
+from octavo.data.statistics import FILE, entropy, measure, text_bytes
 
 TOKENIZER = ByteTokenizer()
 
@@ -79,3 +79,19 @@ def test_they_are_measured_once_and_kept_beside_the_tokens(tmp_path: Path, monke
     (files.directory / FILE).write_text('{"documents": ')  # cut off
     assert corpus_statistics(files, TOKENIZER) == first
     assert files == prepare(tmp_path, TOKENIZER, tmp_path / "cache", 0.1)
+
+
+@given(st.lists(st.text(alphabet="ab\u00e9", max_size=6), min_size=1, max_size=9))
+def test_bytes_of_a_stretch_of_documents(texts: list[str]) -> None:
+    assert text_bytes(ids_of(texts), TOKENIZER) == len("".join(texts).encode())
+    assert text_bytes(ids_of([*texts, "\u00e9"])[:-2], TOKENIZER) == len("".join(texts).encode()) + 3  # cut: U+FFFD
+
+
+def test_bytes_of_byte_pairs() -> None:
+    pytest.importorskip("tokenizers")
+    from octavo.data import BPETokenizer
+
+    text = "n\u00e4her besehen ist es n\u00e4her"
+    tokenizer = BPETokenizer.train([text] * 9, 272)
+    ids = np.append(tokenizer.encode_batch([text])[0], tokenizer.end_of_document).astype(np.uint16)
+    assert len(ids) < text_bytes(ids, tokenizer) == len(text.encode())

@@ -8,7 +8,7 @@ from octavo import kernels
 from octavo.errors import ConfigError
 from octavo.models import ModelConfig, build
 from octavo.models import loss as module
-from octavo.models.loss import check_length, cross_entropy, head_loss
+from octavo.models.loss import check_length, cross_entropy, head_loss, hit_shares
 from octavo.nn import Linear
 from octavo.recipes import load
 
@@ -143,3 +143,29 @@ def test_a_head_that_keeps_scales_is_called_as_a_layer():
     loss = head_loss(x, head, targets)
     assert torch.equal(loss, cross_entropy(head(x), targets))
     assert head.page.cells[0, 1] == x.abs().max()
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "folded"])
+def test_beside_each_loss_the_share_of_targets_that_were_likeliest(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, head, targets = head_of()
+    if recipe != "bf16":
+        Linear.adopt(head, load(recipe))
+    likeliest = head(x).argmax(-1)
+    targets[0, :6], targets[1] = likeliest[0, :6], (likeliest[1] + 1) % 96
+    targets[0, 6:] = (likeliest[0, 6:] + 1) % 96
+    monkeypatch.setattr(module, "chunk_of", lambda *_: 4)  # tokens, of 9
+    found = head_loss(x, head, targets, hits=True)
+    assert torch.equal(found[:, 0], head_loss(x, head, targets, by_sequence=True))
+    torch.testing.assert_close(found[:, 1], torch.tensor([6 / 9, 0.0]))
+    assert torch.equal(found[:, 1], hit_shares(x, head, targets))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt"])
+def test_models_give_both(architecture: str) -> None:
+    model = build(ModelConfig(architecture=architecture, vocab=32, dim=16, layers=1, heads=2, ffn=32, sequence=8), 0)
+    inputs, targets = torch.randint(32, (2, 5, 8))
+    found = model(inputs, targets, hits=True)
+    assert torch.equal(found[:, 0], model(inputs, targets, by_sequence=True))
+    assert torch.equal(found[:, 1], (model(inputs).argmax(-1) == targets).float().mean(1))

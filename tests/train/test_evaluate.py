@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from octavo.models import ModelConfig, build
 from octavo.train.config import OptimizerConfig
-from octavo.train.evaluate import heldout_losses, perplexity
+from octavo.train.evaluate import heldout_losses, heldout_scores, perplexity
 from octavo.train.lane import Lane
 
 
@@ -43,6 +43,18 @@ def test_the_losses_of_sequences_are_the_models_loss(architecture: Literal["llam
     expected = torch.nn.functional.cross_entropy(logits.mT, targets, reduction="none").mean(dim=1)
     torch.testing.assert_close(losses, expected, rtol=1e-6, atol=0)
     assert lane.loss(inputs, targets).item() == pytest.approx(float(losses.mean()), rel=1e-6)
+
+
+def test_scores_are_losses_and_the_share_of_targets_that_were_likeliest() -> None:
+    config = ModelConfig(vocab=32, dim=16, layers=1, heads=2, ffn=32, sequence=8)
+    lane = Lane("bf16", build(config, seed=0), OptimizerConfig(), autocast=False)
+    inputs, targets = torch.randint(32, (2, 5, 8))
+    targets[3] = lane.model(inputs).argmax(-1)[3]
+    scores = heldout_scores(lane, iter([(inputs[:3], targets[:3]), (inputs[3:], targets[3:])]))
+    assert torch.equal(scores[:, 0], heldout_losses(lane, [(inputs, targets)]))
+    hits = (lane.model(inputs).argmax(-1) == targets).double().mean(1)
+    torch.testing.assert_close(scores[:, 1], hits)
+    assert scores[3, 1] == 1 and scores.dtype == torch.float64
 
 
 def test_it_leaves_the_model_in_training() -> None:

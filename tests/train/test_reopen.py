@@ -14,7 +14,7 @@ from octavo import recipes
 from octavo.errors import CheckpointError
 from octavo.nn import Linear
 from octavo.train import RunConfig, train
-from octavo.train.reopen import find, model_of, restore, settings_of
+from octavo.train.reopen import find, lanes_of, model_of, restore, settings_of
 from octavo.train.setup import make_lanes
 
 Configure = Callable[..., RunConfig]
@@ -60,6 +60,26 @@ def test_the_text_may_be_gone(configure: Configure, tmp_path: Path, monkeypatch:
     found = find(tmp_path / "run")
     monkeypatch.setattr("octavo.train.setup.prepare", lambda *_: pytest.fail("the text was read"))
     model_of(found, settings_of(found, "test", {"device": "cpu"}))
+
+
+def test_a_checkpoint_by_its_step(configure: Configure, tmp_path: Path) -> None:
+    trained(configure, tmp_path / "run", run={"steps": 3, "checkpoint_every": 1})
+    assert [find(tmp_path / "run", step).step for step in (None, 2, 3)] == [3, 2, 3]
+    assert find(tmp_path / "run" / "checkpoints" / "step-000002", 2).step == 2
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 1\. What was kept: step-000002, step-000003\."):
+        find(tmp_path / "run", 1)
+
+
+def test_the_twin_has_its_own_weights(configure: Configure, tmp_path: Path) -> None:
+    trained(configure, tmp_path / "run", run={"twin": True})
+    found = find(tmp_path / "run")
+    lanes = lanes_of(found, settings_of(found, "test", {"device": "cpu", "twin": True}))
+    assert [lane.name for lane in lanes] == ["fp8", "bf16"]
+    for lane in lanes:
+        saved = found.tensors[lane.name]["model.layers.0.attention.wo.weight"]
+        assert torch.equal(lane.model.get_parameter("layers.0.attention.wo.weight"), saved)
+    assert not any(isinstance(module, Linear) for module in lanes[1].model.modules())
+    assert len(lanes_of(found, settings_of(found, "test", {"device": "cpu"}))) == 1
 
 
 def test_a_directory_without_checkpoints_is_no_run(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from octavo.cli.calibrate import calibrate
 from octavo.cli.dashboard import dashboard
 from octavo.cli.doctor import doctor
 from octavo.cli.dump import dump
+from octavo.cli.eval import eval_
 from octavo.cli.export import export
 from octavo.cli.localize import localize
 from octavo.cli.plan import plan
@@ -45,7 +46,7 @@ app = App(
     default_parameter=Parameter(show_default=False),
     suppress_keyboard_interrupt=False,
 )
-for command in (train, plan, calibrate, doctor, recipes, bench, dump, dashboard, report, localize, export):
+for command in (train, plan, calibrate, doctor, recipes, bench, dump, dashboard, report, localize, export, eval_):
     app.command(command)
 
 

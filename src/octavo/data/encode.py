@@ -89,6 +89,25 @@ def encode_split(
     )
 
 
+def encode_all(corpus: Corpus, tokenizer: Tokenizer, limit: int | None = None) -> Tokens:
+    """Return the ids of all documents of `corpus`, each closed by the end of document; nothing is split or kept.
+
+    With `limit` it stops after the batch of documents that reaches so many ids.
+
+    Raises:
+        DataError: a file that cannot be read, or that holds no text.
+    """
+    found: list[Tokens] = []
+    count = 0
+    for batch in _batches(corpus.documents()):
+        ids = tokenizer.encode_batch([document.text for document in batch])
+        found += [_closed(each, tokenizer) for each in ids]
+        count += sum(map(len, ids)) + len(ids)
+        if limit is not None and count >= limit:
+            break
+    return np.concatenate(found)
+
+
 def unigram_entropy(train: NDArray[np.int64], heldout: NDArray[np.int64]) -> float:
     """Return the mean cost in nats of a held-out id under the training frequencies.
 

@@ -95,6 +95,12 @@ def measure(ids: Tokens, tokenizer: Tokenizer, text_bytes: int) -> CorpusStatist
     )
 
 
+def text_bytes(ids: Tokens, tokenizer: Tokenizer) -> int:
+    """Return the bytes of UTF-8 text that ids stand for. A character that is cut at either end counts as U+FFFD."""
+    bounds = _bounds(_ends(ids, tokenizer.end_of_document))
+    return sum(len(tokenizer.decode(ids[start:end].tolist()).encode()) for start, end in bounds)
+
+
 def entropy(counts: NDArray[np.int64]) -> float:
     """Return the entropy in nats of what occurs so many times; 0 of nothing."""
     shares = counts[counts > 0] / max(counts.sum(), 1)

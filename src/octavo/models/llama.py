@@ -43,8 +43,14 @@ class Llama(nn.Module):
         """Draw all parameters anew from `generator`."""
         reset_parameters(self, self.config.layers, generator)
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, *, by_sequence: bool = False) -> Tensor:
+    def forward(
+        self, tokens_BT: Tensor, targets_BT: Tensor | None = None, *, by_sequence: bool = False, hits: bool = False
+    ) -> Tensor:
         """Return the logits (B,T,V), or the mean cross-entropy in FP32 if the next tokens are given.
+
+        Args:
+            by_sequence: the loss of each sequence, (B,), in place of the mean.
+            hits: beside each of these the share of the next tokens that have the largest logit, (B, 2).
 
         Raises:
             ConfigError: T is longer than `config.sequence`.
@@ -55,7 +61,10 @@ class Llama(nn.Module):
         for block in self.layers:
             x_BTD = block(x_BTD, cos_TE, sin_TE)
         x_BTD = self.norm(x_BTD)
-        return self.lm_head(x_BTD) if targets_BT is None else head_loss(x_BTD, self.lm_head, targets_BT, by_sequence)
+        if targets_BT is None:
+            logits_BTV: Tensor = self.lm_head(x_BTD)
+            return logits_BTV
+        return head_loss(x_BTD, self.lm_head, targets_BT, by_sequence, hits)
 
 
 class Block(nn.Module):

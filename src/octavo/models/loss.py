@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from octavo.errors import ConfigError
 from octavo.nn import Linear
-from octavo.nn.cross_entropy import linear_cross_entropy
+from octavo.nn.cross_entropy import chunk_of, linear_cross_entropy
 from octavo.nn.hooks import has_hooks
 from octavo.recipes import RecipeLike
 
@@ -25,12 +25,17 @@ def check_length(tokens_BT: Tensor, sequence: int) -> int:
     return length
 
 
-def head_loss(x_BTD: Tensor, head: nn.Linear, targets_BT: Tensor, by_sequence: bool = False) -> Tensor:
+def head_loss(
+    x_BTD: Tensor, head: nn.Linear, targets_BT: Tensor, by_sequence: bool = False, hits: bool = False
+) -> Tensor:
     """Return `cross_entropy(head(x), targets)`, by chunks of tokens: their logits are never in memory all at once.
 
     A head that is more than its weights (hooks, a subclass of `nn.Linear`, kept scales) is called instead.
-    `by_sequence`: one loss each, (B,), in place of the mean of all.
+    `by_sequence`: one loss each, (B,), in place of the mean of all. `hits`: the same, and beside each loss the share of
+    `hit_shares`, (B, 2).
     """
+    if hits:
+        return torch.stack([head_loss(x_BTD, head, targets_BT, True), hit_shares(x_BTD, head, targets_BT)], dim=1)
     if by_sequence:
         pairs = zip(x_BTD.split(1), targets_BT.split(1), strict=True)
         return torch.stack([head_loss(x, head, targets) for x, targets in pairs])
@@ -38,6 +43,16 @@ def head_loss(x_BTD: Tensor, head: nn.Linear, targets_BT: Tensor, by_sequence: b
     if recipe is None:
         return cross_entropy(head(x_BTD), targets_BT)
     return linear_cross_entropy(x_BTD, head.weight, targets_BT, bias=head.bias, recipe=recipe)
+
+
+def hit_shares(x_BTD: Tensor, head: nn.Linear, targets_BT: Tensor) -> Tensor:
+    """Return of each sequence the share of its targets to which the head gives the largest logit, FP32 (B,)."""
+    size = chunk_of(head.weight.shape[0], torch.float32, x_BTD.device.type)
+    shares = []
+    for x_TD, targets_T in zip(x_BTD, targets_BT, strict=True):
+        likeliest = torch.cat([head(part).argmax(dim=-1) for part in x_TD.split(size)])
+        shares.append((likeliest == targets_T).float().mean())
+    return torch.stack(shares)
 
 
 def _recipe_of(head: nn.Linear) -> RecipeLike | None:

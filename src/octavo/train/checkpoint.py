@@ -79,7 +79,7 @@ def save(
         CheckpointError: it could not be written (no space left, say). Nothing half-written remains, and the
             checkpoints before it stay.
     """
-    final = directory / f"{_PREFIX}{step:06d}"
+    final = directory / name_of(step)
     temporary = directory / f"{_TEMPORARY}{final.name}"
     try:
         ranks.by_first(lambda: _begin(temporary))
@@ -96,6 +96,11 @@ def save(
     for old in find(directory)[:-keep] if ranks.is_first else ():
         shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def name_of(step: int) -> str:
+    """Return the name of the checkpoint that is written after so many steps."""
+    return f"{_PREFIX}{step:06d}"
 
 
 def find(directory: Path) -> list[Path]:

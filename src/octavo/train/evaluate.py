@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -11,25 +11,37 @@ from torch import Tensor
 from octavo.train.lane import Lane
 
 
-@torch.no_grad()
-def heldout_losses(lane: Lane, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+def heldout_losses(lane: Lane, batches: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     """Return the mean loss in nats a token of every sequence in `(inputs_BT, targets_BT)` batches, float64 on the CPU.
 
     All sequences have the same length, so that the mean of the result is the held-out loss. On several ranks all call
     it; each takes its part of each batch, and has the losses of all.
     """
+    return _of_sequences(lane, batches, by_sequence=True)
+
+
+def heldout_scores(lane: Lane, batches: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return for every sequence the loss of `heldout_losses`, and the share of its targets that were likeliest: (S, 2).
+
+    Of a model in one process.
+    """
+    return _of_sequences(lane, batches, hits=True)
+
+
+@torch.no_grad()
+def _of_sequences(lane: Lane, batches: Iterable[tuple[Tensor, Tensor]], **options: bool) -> Tensor:
     lane.make_room()
     lane.model.eval()
-    own = []
+    own, sizes = [], []
     for inputs_BT, targets_BT in batches:  # all before ranks wait for each other: in a pipeline they work at once
         rows = lane.ranks.own_rows(len(inputs_BT))
-        own.append(lane.loss(inputs_BT[rows].to(lane.device), targets_BT[rows].to(lane.device), by_sequence=True))
+        own.append(lane.loss(inputs_BT[rows].to(lane.device), targets_BT[rows].to(lane.device), **options))
+        sizes.append(len(inputs_BT))
     lane.model.train()
-    sizes = [len(inputs_BT) for inputs_BT, _ in batches]
     return torch.cat([lane.ranks.all_rows(x.double(), size) for x, size in zip(own, sizes, strict=True)]).cpu()
 
 
-def heldout_loss(lane: Lane, batches: Sequence[tuple[Tensor, Tensor]]) -> float:
+def heldout_loss(lane: Lane, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
     """Return the mean of `heldout_losses`."""
     return float(heldout_losses(lane, batches).mean())
 

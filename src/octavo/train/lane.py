@@ -171,7 +171,7 @@ class Lane:
         return nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
 
     def loss(self, inputs_BT: Tensor, targets_BT: Tensor, **options: bool) -> Tensor:
-        """Return the model's mean loss in nats a token, shape (); with `by_sequence=True` each sequence's, (B,)."""
+        """Return the model's mean loss in nats a token, shape (); with `by_sequence` or `hits` as the model has it."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             loss: Tensor = self.model(inputs_BT, targets_BT, **options)
         return loss

@@ -24,18 +24,24 @@ from octavo.train.setup import Setup, convert_as, make_lanes, policy_of, set_up
 from octavo.train.state import restore_lane
 
 
-def find(run: Path) -> checkpoint.Checkpoint:
-    """Return the checkpoint at `run`, or the newest of the run whose directory that is.
+def find(run: Path, step: int | None = None) -> checkpoint.Checkpoint:
+    """Return the checkpoint at `run`; or of the run whose directory that is the newest, or the one after `step` steps.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or none of that step.
     """
-    if (run / "state.json").exists():
-        return checkpoint.load(run)
-    newest = checkpoint.latest(run / "checkpoints")
-    if newest is None:
-        raise CheckpointError(f"{run}: holds no checkpoint. Name the directory of a run of `octavo train`.")
-    return checkpoint.load(newest)
+    kept = [run] if (run / "state.json").exists() else checkpoint.find(run / "checkpoints")
+    if not kept:
+        raise CheckpointError(
+            f"{run}: holds no checkpoint. Name the directory of a run of `octavo train`: it writes one at its end, and "
+            "every --checkpoint-every steps."
+        )
+    wanted = kept[-1].name if step is None else checkpoint.name_of(step)
+    path = next((path for path in kept if path.name == wanted), None)
+    if path is None:
+        names = ", ".join(path.name for path in kept)
+        raise CheckpointError(f"{run}: holds no checkpoint of step {step}. What was kept: {names}.")
+    return checkpoint.load(path)
 
 
 def settings_of(found: checkpoint.Checkpoint, where: str, changes: Mapping[str, Any]) -> RunConfig:
@@ -65,10 +71,21 @@ def model_of(found: checkpoint.Checkpoint, config: RunConfig) -> nn.Module:
     Raises:
         CheckpointError: it is of another model.
     """
+    return lanes_of(found, config)[0].model
+
+
+def lanes_of(found: checkpoint.Checkpoint, config: RunConfig) -> tuple[Lane, ...]:
+    """Return what was trained, with the weights of the checkpoint: with `run.twin` the BF16 twin too, after the model.
+
+    Raises:
+        CheckpointError: it is of another model.
+    """
     recipe, device = recipes.load(config.run.recipe), devices.resolve(config.run.device)
     lanes, plan = make_lanes(config, recipe, device)
     _restore(found, config, lanes[0], plan)
-    return lanes[0].model
+    for twin in lanes[1:]:
+        restore_lane(twin, _without_optimizer(found, twin), found.path)
+    return lanes
 
 
 def _restore(found: checkpoint.Checkpoint, config: RunConfig, lane: Lane, plan: Plan | None) -> Plan | None:
@@ -79,9 +96,13 @@ def _restore(found: checkpoint.Checkpoint, config: RunConfig, lane: Lane, plan: 
         stored = policy_of(config, plan.recipe).weights
         policy = Policy(min_gain=0.0, filter=lambda name, layer: name in trained, weights=stored)
         plan = convert_as(config, lane.model, plan.recipe, policy=policy)
-    named = {name: t for name, t in found.tensors[lane.name].items() if not name.startswith("optimizer.")}
+    named = _without_optimizer(found, lane)
     restore_lane(lane, {**named, **dict(_whole_rows(named))}, found.path)
     return plan
+
+
+def _without_optimizer(found: checkpoint.Checkpoint, lane: Lane) -> dict[str, Tensor]:
+    return {name: t for name, t in found.tensors[lane.name].items() if not name.startswith("optimizer.")}
 
 
 def _whole_rows(named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,102 @@
+"""`octavo eval`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from octavo.data.loader import Batch
+    from octavo.evaluation.measure import Watch
+    from octavo.evaluation.text import Text
+
+
+def eval_(
+    model: Path,
+    /,
+    *,
+    data: str = "",
+    run: Path | None = None,
+    step: int | None = None,
+    tokens: int | None = None,
+    sequence: int | None = None,
+    device: str = "auto",
+    json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
+) -> int:
+    """Measure the loss of a run's model on held-out text, or of an exported one: in FP8 and in high precision.
+
+    The same text is computed in every way there is, and what two ways differ by is paired by sequence.
+
+    Examples:
+
+        octavo eval runs/demo
+        octavo eval runs/demo --step 320 --tokens 100000
+        octavo eval runs/demo --data notes.txt --json
+        octavo eval served --run runs/demo
+        octavo eval served --data notes.txt
+
+    Parameters
+    ----------
+    model
+        Directory of a run or of one of its checkpoints, or a model that octavo export wrote, which transformers loads.
+    data
+        Text to evaluate on, in place of what the run holds out: a file, a folder, python or english.
+    run
+        Of an exported model: the run that it is of, whose held-out text is used and which is measured too.
+    step
+        Take the checkpoint of this step; by default the newest.
+    tokens
+        Tokens to evaluate on, from the beginning of the text; by default all.
+    sequence
+        Tokens in a sequence; by default as many as in training, or as an exported model knows.
+    device
+        cuda or cpu; auto takes the GPU where there is one.
+    json_output
+        Print everything as JSON on stdout, the progress on stderr.
+    """
+    if not model.is_dir():
+        raise ConfigError(f"{model}: there is no such directory. Name that of a run, or of an exported model.")
+    if run is not None and not run.is_dir():
+        raise ConfigError(f"--run {run}: there is no such directory. Name that of a run of `octavo train`.")
+    for name, count in (("tokens", tokens), ("sequence", sequence)):
+        if count is not None and count < 1:
+            raise ConfigError(f"--{name} {count}: is not a positive number.")
+    from octavo.evaluation.run import Settings, evaluate_run
+    from octavo.evaluation.served import evaluate_served, is_served
+
+    settings = Settings(data=data, tokens=tokens, sequence=sequence or 0, step=step, device=device)
+    served = is_served(model)
+    if run is not None and not served:
+        raise ConfigError(f"--run: is for an exported model, and {model} is none (config.json and .safetensors).")
+    with _progress() as watch:
+        found = (
+            evaluate_served(model, settings, run=run, watch=watch) if served else evaluate_run(model, settings, watch)
+        )
+    print(found.to_json() if json_output else found)
+    return 0 if found.is_finite else 1
+
+
+@contextmanager
+def _progress() -> Iterator[Watch]:
+    """How far each way of computing has come, on a terminal; nothing in a pipe."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield lambda computed, text: text
+        return
+    with Progress(console=console, transient=True) as bars:
+        reading = bars.add_task("reading model and text", total=None)
+
+        def watch(computed: str, text: Text) -> Iterable[Batch]:
+            bars.update(reading, visible=False)
+            return bars.track(text, description=computed)
+
+        yield watch

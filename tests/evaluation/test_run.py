@@ -1,0 +1,151 @@
+"""A run evaluated: against plain PyTorch on the same sequences, the reverted model, and what the run said itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+import octavo
+from octavo.data import ByteTokenizer
+from octavo.errors import CheckpointError, ConfigError, DataError
+from octavo.evaluation.measure import measure
+from octavo.evaluation.run import Reopened, Settings, evaluate_run
+from octavo.evaluation.text import Cut, whole_text
+from octavo.train.evaluate import heldout_losses
+from octavo.train.reopen import find, lanes_of, settings_of
+
+FEW = Settings(tokens=1024, device="cpu")
+
+
+def plain_llama(weights: dict[str, Tensor], tokens_BT: Tensor, heads: int = 2) -> Tensor:
+    """Return the logits of a Llama of one block, written down once more, in float64."""
+    w = {name.removeprefix("model."): x.double() for name, x in weights.items() if name.startswith("model.")}
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * w[f"{name}.weight"]
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ w[f"layers.0.{name}.weight"].T
+
+    def turned(x: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        angle = torch.outer(torch.arange(x.shape[-2]), 10000.0 ** -(torch.arange(half) / half)).double()
+        a, b = x[..., :half], x[..., half:]
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+
+    x = w["tok_embeddings.weight"][tokens_BT]
+    h = norm(x, "layers.0.attention_norm")
+    q, k, v = (linear(h, f"attention.w{n}").unflatten(-1, (heads, -1)).transpose(1, 2) for n in "qkv")
+    scores = turned(q) @ turned(k).mT / q.shape[-1] ** 0.5
+    scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+    x = x + linear((scores.softmax(-1) @ v).transpose(1, 2).flatten(2), "attention.wo")
+    h = norm(x, "layers.0.ffn_norm")
+    x = x + linear(F.silu(linear(h, "feed_forward.w1")) * linear(h, "feed_forward.w3"), "feed_forward.w2")
+    return norm(x, "norm") @ w["lm_head.weight"].T
+
+
+def test_the_loss_is_that_of_plain_pytorch(runs):
+    reopened = Reopened(runs / "folded", FEW)
+    text, _ = reopened.text(FEW)
+    found = {one.computed: one for one in reopened.measure(text, lambda computed, text: text)}
+    inputs, targets = (torch.cat(part) for part in zip(*text, strict=True))
+    for computed, file in (("high precision", "fp8"), ("BF16 twin", "bf16")):
+        logits = plain_llama(load_file(runs / f"folded/checkpoints/step-000030/{file}.safetensors"), inputs)
+        losses = F.cross_entropy(logits.mT, targets, reduction="none").mean(1)
+        assert losses.mean() < 4  # it has learned something
+        torch.testing.assert_close(found[computed].losses_S, losses, rtol=5e-3, atol=0)  # BF16 against float64
+        hits = (logits.argmax(-1) == targets).double().mean(1)
+        assert float((found[computed].hits_S - hits).abs().mean()) < 0.02
+    assert not torch.equal(found["FP8"].losses_S, found["high precision"].losses_S)
+    assert found["FP8"].fp8_gemms and not found["high precision"].fp8_gemms
+
+
+def test_high_precision_is_the_reverted_model(runs):
+    reopened = Reopened(runs / "folded", FEW)
+    text, _ = reopened.text(FEW)
+    _, high, _ = reopened.measure(text, lambda computed, text: text)
+    found = find(runs / "folded")
+    lane, *_ = lanes_of(found, settings_of(found, "test", {"device": "cpu"}))
+    assert octavo.revert(lane.model) > 0
+    assert torch.equal(heldout_losses(lane, text), high.losses_S)
+
+
+def test_it_says_what_the_run_said_at_its_end(runs):
+    summary = json.loads((runs / "folded/summary.json").read_text())
+    found = evaluate_run(runs / "folded", Settings(tokens=2048, device="cpu"))
+    assert [score.computed for score in found.scores] == ["FP8", "high precision", "BF16 twin"]
+    fp8, _, twin = found.scores
+    assert fp8.loss == pytest.approx(summary["heldout_loss_fp8"], rel=1e-7)
+    assert twin.loss == pytest.approx(summary["heldout_loss_bf16"], rel=1e-7)
+    assert fp8.perplexity == pytest.approx(summary["perplexity_fp8"], rel=1e-6)
+    _, gap = found.differences
+    assert gap.loss == pytest.approx(summary["heldout_loss_fp8"] - summary["heldout_loss_bf16"], abs=1e-7)
+    assert found.model["step"] == 30 and found.text["heldout"] and not found.notes
+
+
+def test_an_earlier_checkpoint(runs):
+    earlier = evaluate_run(runs / "folded", Settings(tokens=1024, step=20, device="cpu"))
+    named = evaluate_run(runs / "folded/checkpoints/step-000020", FEW)
+    assert earlier.model["step"] == named.model["step"] == 20
+    assert earlier.scores == named.scores
+    assert earlier.scores[0].loss > evaluate_run(runs / "folded", FEW).scores[0].loss
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 7. What was kept: step-000020, step-000030"):
+        evaluate_run(runs / "folded", Settings(step=7))
+
+
+def test_a_run_in_bf16_has_one_row(runs):
+    found = evaluate_run(runs / "bf16", FEW)
+    assert [score.computed for score in found.scores] == ["BF16"] and not found.differences
+
+
+def test_any_other_text(runs, tmp_path):
+    (tmp_path / "notes.txt").write_text("the quick brown fox number 77 jumps over the lazy dog.\n" * 9)
+    source = str(tmp_path / "notes.txt")
+    found = evaluate_run(runs / "folded", Settings(data=source, sequence=16, device="cpu"))
+    assert found.text == {
+        "source": source, "heldout": False, "tokens": 480, "bytes": 480, "sequences": 30, "sequence": 16
+    }  # fmt: skip
+    reopened = Reopened(runs / "folded", FEW)
+    lane, *_ = lanes_of(reopened.checkpoint, reopened.config)
+    rows = 8  # as many tokens as 4 sequences of 32
+    alone = heldout_losses(lane, whole_text(source, ByteTokenizer(), Cut(sequence=16, rows=rows)))
+    assert found.scores[0].loss == pytest.approx(float(alone.mean()), rel=1e-9)
+
+
+def test_a_text_that_has_changed_is_told(runs, tmp_path):
+    shutil.copytree(runs / "folded", tmp_path / "run")
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    summary["corpus"]["content_sha256"] = "of another text"
+    (tmp_path / "run/summary.json").write_text(json.dumps(summary))
+    (note,) = evaluate_run(tmp_path / "run", FEW).notes
+    assert "has changed since the run read it" in note
+
+
+def test_refusals(runs, tmp_path):
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        evaluate_run(tmp_path, FEW)
+    with pytest.raises(ConfigError, match=r"--sequence 64: the model knows no more than 32"):
+        evaluate_run(runs / "folded", Settings(sequence=64))
+    with pytest.raises(DataError, match="no such file"):
+        evaluate_run(runs / "folded", Settings(data=str(tmp_path / "nothing.txt")))
+    with pytest.raises(ConfigError, match="none of auto, cpu"):
+        evaluate_run(runs / "folded", Settings(device="tpu"))
+
+
+def test_what_watches_sees_every_batch(runs):
+    seen = []
+
+    def watch(computed, text):
+        for batch in text:
+            seen.append(computed)
+            yield batch
+
+    text, _ = Reopened(runs / "bf16", FEW).text(FEW)
+    measure("anything", lambda batches: torch.zeros(len(list(batches)), 2), text, watch)
+    assert seen == ["anything"] * len(text) and len(text) == 8
