@@ -228,10 +228,12 @@ class Ranks:
             return None
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        from octavo.distributed import BF16_POLICY, shard
+        from octavo.distributed import BF16_GRADIENTS_POLICY, BF16_POLICY, shard
 
-        stored = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-        policy = BF16_POLICY if self.parallel.gather == "bf16" else stored
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+        if self.parallel.gather == "bf16":
+            each_is_reduced = reduction is not None and self.parallel.pipeline == 1
+            policy = BF16_GRADIENTS_POLICY if each_is_reduced else BF16_POLICY
         embedding = getattr(model, "tok_embeddings", None)  # which later stages have not
         by_rows = [embedding] if self.parallel.embedding == "rows" and embedding is not None else []
         return shard(

@@ -41,6 +41,7 @@ from octavo.train.events import (
     TensorsMeasured,
 )
 from octavo.train.files import MetricsFile, guarded, read_metrics, write_json
+from octavo.train.garbage import spared
 from octavo.train.guarding import GuardedRun
 from octavo.train.lane import Lane, Measured
 from octavo.train.memory import peaks
@@ -159,9 +160,10 @@ class Trainer:
             self._open_directory()
             self.tell(self._start_event())
             self._compute_as(self.done - 1)
-            with kernels.record() as self._ledger:
+            with kernels.record() as self._ledger, spared(self.setup.device) as after_step:
                 while self.done < self.config.run.steps or self._guarded.settle():
                     self._step()
+                    after_step()
                 heldout = self._evaluate()
             summary = self._summarise(heldout)
             if self.ranks.is_first:
