@@ -71,6 +71,14 @@ KINDS: dict[str, dict[str, type]] = {
         "peak_gib": float,
         "wire_bytes": int,
     },
+    "rank": {
+        "workload": str,
+        "implementation": str,
+        "ranks": int,
+        "ms": float,
+        "ratio_to_bf16": float,
+        "peak_gib": float,
+    },
     "scaling": {"model": str, "gpus": int, "scheme": str, "ms": float, "peak_gib": float, "wire_gb": float},
     "telemetry": {"workload": str, "overhead_percent": float},
     "faults": {
@@ -88,7 +96,7 @@ KINDS: dict[str, dict[str, type]] = {
 
 MAY_FAIL = (
     *("step", "gemm", "kernels", "stress", "optimizer", "ablation"),
-    *("reduce", "distributed", "memory", "scaling", "faults"),
+    *("reduce", "distributed", "rank", "memory", "scaling", "faults"),
 )
 """Kinds whose rows may have `error`, a text, in place of their figures: what failed is part of what was measured."""
 

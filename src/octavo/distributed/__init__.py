@@ -6,13 +6,14 @@ from octavo.distributed.reduce import REDUCTIONS, reduction
 from octavo.distributed.reduce.hooks import set_reduction
 from octavo.distributed.reduce.scheme import Scheme
 from octavo.distributed.sharding.gathering import GatherPlan, ShardPlan
-from octavo.distributed.sharding.shard import BF16_POLICY, shard
+from octavo.distributed.sharding.shard import BF16_GRADIENTS_POLICY, BF16_POLICY, shard
 from octavo.distributed.tensor_parallel.layers import ColumnParallel, Parallel, Replicated, RowParallel, tensor_parallel
 from octavo.distributed.tensor_parallel.plan import CutPlan, TensorPlan
 from octavo.distributed.zero.greedy import Assignment, contiguous_assignment, greedy_assignment
 from octavo.distributed.zero.optimizer import GreedyZeRO, merge_state_dicts
 
 __all__ = [
+    "BF16_GRADIENTS_POLICY",
     "BF16_POLICY",
     "REDUCTIONS",
     "Assignment",

@@ -159,8 +159,11 @@ def _gemm(
     if kernel.name == "reference" and a.is_cuda:
         nearest = {"tensor": "scaled_mm.tensor", "row": "scaled_mm.row"}.get(a_granularity, "scaled_mm.block")
         ledger.fall_back(f"gemm {a_granularity} x {b_granularity} ran as reference: {nearest}: {refused[nearest]}")
+    fast = fast if _now.fast is None else _now.fast
+    if not torch.is_autocast_enabled(a.device.type):
+        return kernel.run(left, right, out_dtype, fast).contiguous()
     with torch.autocast(a.device.type, enabled=False):  # it would round the reference's FP32 operands to BF16
-        return kernel.run(left, right, out_dtype, fast if _now.fast is None else _now.fast).contiguous()
+        return kernel.run(left, right, out_dtype, fast).contiguous()
 
 
 def _gemm_shape(

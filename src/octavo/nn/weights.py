@@ -23,9 +23,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo import kernels
 from octavo.kernels import Target, ledger
-from octavo.kernels.dispatch import launches_on, why_not
 from octavo.kernels.operator import define
-from octavo.kernels.target import empty, target_of
+from octavo.kernels.target import target_of
+from octavo.kernels.weights import has_one_launch, quantize_stack
 from octavo.nn import own_codes
 from octavo.nn.own_codes import has_codes, joined, stack_of, transpose_codes
 from octavo.numerics import PER_COLUMN, Quantized, granularity_named
@@ -174,29 +174,10 @@ def _quantize(
     """Return the stack, and where its rows lie if one launch quantises them: then in the memory of `kept`."""
     matrices = [read(weight) for weight in weights]
     copied = any(m.data_ptr() != w.data_ptr() for m, w in zip(matrices, weights, strict=True))  # gone by the next call
-    if transposed or copied or not _has_one_launch(matrices, target):
+    if transposed or copied or not has_one_launch(matrices, target):
         return _quantize_one_by_one(matrices, target, transposed), None
-    from octavo.kernels.triton.weights import find_rows, quantize_rows
-
-    rows, cols = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
-    old = kept.stack if kept is not None and kept.stack.codes.shape == (rows, cols) else None
-    if old is not None and old.codes.device != weights[0].device:
-        old = None
     known = kept.rows if kept is not None and kept.places == [_place(w) for w in weights] else None
-    found = known or find_rows(matrices)
-    stack = old or empty(target, rows, cols, weights[0].device)
-    with launches_on(weights[0].device):
-        quantize_rows(found, weights[0].dtype, stack, target.scaling == "power_of_two")
-    return stack, found
-
-
-def _has_one_launch(weights: Sequence[Tensor], target: Target) -> bool:
-    """Whether one Triton launch quantises all these weights."""
-    if not weights[0].is_cuda or (target.granularity, target.rounding) != ("row", "nearest"):
-        return False
-    from octavo.kernels.triton.weights import refuses
-
-    return refuses(weights) is None and why_not(weights[0].device) is None
+    return quantize_stack(matrices, target, None if kept is None else kept.stack, known)
 
 
 def _quantize_one_by_one(weights: Sequence[Tensor], target: Target, transposed: bool) -> Quantized:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import octavo
 from octavo.bench.implementations import BF16, HEAD
-from octavo.distributed import BF16_POLICY, shard
+from octavo.distributed import BF16_GRADIENTS_POLICY, BF16_POLICY, shard
+from octavo.distributed.sharding.shard import gather_ahead
 from octavo.models.llama import Llama
 from octavo.models.stages import Stage
 from octavo.tensor import is_distributed
@@ -33,6 +34,7 @@ def _fsdp(model: Sharded, mesh: DeviceMesh, **options: Any) -> None:
     for block in model.layers:
         fully_shard(block, mesh=mesh, mp_policy=BF16_POLICY, **options)
     fully_shard(model, mesh=mesh, mp_policy=BF16_POLICY, **options)
+    gather_ahead(model, list(model.layers))  # as Octavo does it
 
 
 def _fused_adamw(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -65,6 +67,9 @@ def implementations() -> dict[str, Implementation]:
             )
         )
     found += [_octavo("folded"), _octavo("folded_fast"), _octavo("folded", ", fp8 states", optimizer=_fp8_states)]
+    found.append(_octavo("folded", ", bf16 gradients", shard=_shard_bf16_gradients))
+    with_head = partial(_convert, recipe="folded_fast", fp8_head=True)
+    found.append(_octavo("folded_fast", ", fp8 head, bf16 gradients", convert=with_head, shard=_shard_bf16_gradients))
     sends_least: dict[str, Any] = {"shard": _shard_fewest_bytes, "optimizer": _fp8_states}
     lean = partial(_convert, recipe="folded", activation_inputs="fp8", norm_inputs="fp8")
     found.append(_octavo("folded", ", fp8-block", **sends_least))
@@ -77,17 +82,28 @@ def _octavo(recipe: str, suffix: str = "", **how: Any) -> Implementation:
     return Implementation(name=f"octavo {recipe}{suffix}", **settings)
 
 
-def _convert(model: nn.Module, recipe: str, **policy_options: Any) -> None:
+def _convert(model: nn.Module, recipe: str, *, fp8_head: bool = False, **policy_options: Any) -> None:
     assert isinstance(model, Llama)
-    policy = octavo.Policy(min_gain=0.0, keep={HEAD: "in BF16, as the head of its peers"}, **policy_options)
+    keep = {} if fp8_head else {HEAD: "in BF16, as the head of its peers"}
+    policy = octavo.Policy(min_gain=0.0, keep=keep, **policy_options)
     octavo.convert(model, recipe, policy=policy, tokens=model.config.sequence)
+
+
+def _shard_bf16_gradients(model: Sharded, mesh: DeviceMesh, **options: Any) -> None:
+    """Gradients on the wire as they are computed, in BF16; sums in FP32."""
+    shard(model, mesh, reduce="bf16", mp_policy=_policy(model), **options)
 
 
 def _shard_fewest_bytes(model: Sharded, mesh: DeviceMesh, **options: Any) -> None:
     """FP8 gradients, and of the embedding only the rows that are looked up."""
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]  # a later stage has none
     by_rows = [module for module in embeddings if not is_distributed(module.weight)]  # tensor parallel has its own
-    shard(model, mesh, reduce="fp8-block", by_rows=by_rows, **options)
+    shard(model, mesh, reduce="fp8-block", mp_policy=_policy(model), by_rows=by_rows, **options)
+
+
+def _policy(model: Sharded) -> MixedPrecisionPolicy:
+    """A pipeline adds up the gradients of its micro-batches before they are reduced."""
+    return BF16_POLICY if isinstance(model, Stage) else BF16_GRADIENTS_POLICY
 
 
 def _fp8_states(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""The ranks of a bench: those of `torchrun`, on GPUs where there are any."""
+"""The ranks of a bench: those of `torchrun`, on GPUs where there are any; or one of many, alone."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from octavo.bench.distributed.alone import join_alone
+
 TIMEOUT = datetime.timedelta(minutes=5)
 """After which a rank no longer waits for another."""
 
@@ -20,13 +22,20 @@ def under_torchrun() -> bool:
 
 
 @contextmanager
-def process_group() -> Iterator[torch.device]:
-    """Have `torchrun`'s ranks talk to each other inside a block, and yield the device of this one."""
+def process_group(alone_of: int | None = None) -> Iterator[torch.device]:
+    """Have `torchrun`'s ranks talk to each other inside a block, and yield the device of this one.
+
+    Args:
+        alone_of: be one of that many instead, without the others.
+    """
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    if alone_of is not None:
+        join_alone(alone_of)
+    else:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
     try:
         yield device
         dist.barrier()

@@ -19,6 +19,7 @@ from octavo.bench.distributed.ranks import any_rank, process_group
 from octavo.bench.distributed.trainers import Layout, lay_out, part_of_batch
 from octavo.bench.implementations import BF16
 from octavo.bench.results import failure
+from octavo.bench.speed.profile import profile
 from octavo.distributed.traffic import Traffic
 from octavo.errors import ConfigError, did_you_mean
 from octavo.models.config import ModelConfig
@@ -28,6 +29,8 @@ Row = dict[str, Any]
 
 WARM_UP = 3
 """Steps that are not timed: they compile."""
+PROFILED = 2
+"""Steps under the profiler, on a GPU."""
 GIB = 2**30
 
 
@@ -75,17 +78,22 @@ class Work:
     """Steps that are timed; the median counts."""
     seconds: float | None = None
     """After which no other implementation begins; None: all do."""
+    alone_of: int | None = None
+    """Measure one rank of that many without the others (`octavo.bench.distributed.alone`); None: `torchrun`'s ranks."""
 
 
 def bench_distributed(work: Work, report: Callable[[Row], None] = lambda row: None) -> list[Row]:
     """Return a row a layout and implementation. Every rank of `torchrun` must call this; rank 0 alone gets rows.
+
+    On a GPU a row says, too, where the time of rank 0 goes: `gemm_ms`, `attention_ms`, `elementwise_ms`,
+    `optimizer_ms`, `communication_ms`, `idle_ms`. Kernels that run beside each other count in each part.
 
     Raises:
         ConfigError: an unknown workload or implementation, or a layout that the ranks cannot have.
     """
     workload, chosen = _check(work)
     rows = []
-    with process_group() as device:
+    with process_group(work.alone_of) as device:
         began = time.perf_counter()
         for layout in work.layouts:
             bf16_rate = None
@@ -94,7 +102,7 @@ def bench_distributed(work: Work, report: Callable[[Row], None] = lambda row: No
                 if work.seconds is not None and any_rank(device, time.perf_counter() - began > work.seconds):
                     row["error"] = f"not begun: --seconds {work.seconds:g} had gone by"
                 else:
-                    row |= _tried(workload, implementation, layout, work.steps, device)
+                    row |= _tried(workload, implementation, layout, work, device)
                 if implementation.name == BF16:
                     bf16_rate = row.get("tokens_per_s_per_gpu")
                 row |= _beside(row, bf16_rate)
@@ -128,12 +136,13 @@ def _beside(row: Row, bf16_rate: float | None) -> Row:
     return {"ratio_to_bf16": row["tokens_per_s_per_gpu"] / bf16_rate}
 
 
-def _tried(workload: Workload, implementation: Implementation, layout: Layout, steps: int, device: torch.device) -> Row:
+def _tried(workload: Workload, implementation: Implementation, layout: Layout, work: Work, device: torch.device) -> Row:
     try:
-        return _measure(workload, implementation, layout, steps, device)
+        return _measure(workload, implementation, layout, work, device)
     except Exception as error:  # the others are still worth knowing
         return {"error": failure(error)}
     finally:
+        gc.unfreeze()
         gc.collect()
         torch._dynamo.reset()
         if device.type == "cuda":
@@ -141,9 +150,11 @@ def _tried(workload: Workload, implementation: Implementation, layout: Layout, s
 
 
 def _measure(
-    workload: Workload, implementation: Implementation, layout: Layout, steps: int, device: torch.device
+    workload: Workload, implementation: Implementation, layout: Layout, work: Work, device: torch.device
 ) -> Row:
-    ranks = dist.get_world_size()
+    ranks, steps = dist.get_world_size(), work.steps
+    if layout.stages > 1 and work.alone_of is not None:
+        raise ConfigError("a rank alone has no other stages to talk to: measure a pipeline by torchrun.")
     if ranks % (layout.tensor * layout.stages):
         raise ConfigError(f"{ranks} ranks cannot be shared by {layout}.")
     sequences = workload.sequences * ranks
@@ -163,24 +174,34 @@ def _measure(
     times, losses = [], []
     with _compiled(trainer.blocks) if workload.compile else contextlib.nullcontext():
         for number in range(WARM_UP + steps):
+            if number == WARM_UP:
+                gc.freeze()  # else one of the timed steps looks through all that compilers have left
             began = _synchronized(device)
             loss = step(number)
             times.append(_synchronized(device) - began)
             losses.append(_mean_of_ranks(loss, device))
-    peak = _largest(torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0, device)
-    with Traffic() as traffic:  # not of compiled blocks
-        step(WARM_UP + steps)
+        peak = _largest(torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0, device)
+        ahead = iter(range(WARM_UP + steps, WARM_UP + steps + PROFILED))
+        profiled = profile(lambda: step(next(ahead)), PROFILED) if device.type == "cuda" else None
     seconds = statistics.median(times[WARM_UP:])
     return {
         "tokens": workload.model.sequence * sequences,
         "ms": 1e3 * seconds,
         "ms_all": [round(1e3 * time, 2) for time in times],
         "tokens_per_s_per_gpu": workload.model.sequence * workload.sequences / seconds,
+        **({} if profiled is None else profiled.spent(1e3 * seconds)),
         "peak_gib": peak,
-        "wire_bytes": int(_largest(sum(traffic.bytes.values()), device)),
-        "wire_bytes_by_kind": traffic.bytes,
+        **({} if work.alone_of else _traffic(lambda: step(WARM_UP + steps + PROFILED), device)),
         "losses": losses,
     }
+
+
+def _traffic(step: Callable[[], object], device: torch.device) -> Row:
+    """Return the bytes on the wire of a step whose blocks are not compiled."""
+    with Traffic() as traffic:
+        step()
+    sent = int(_largest(sum(traffic.bytes.values()), device))
+    return {"wire_bytes": sent, "wire_bytes_by_kind": traffic.bytes}
 
 
 @contextlib.contextmanager

@@ -39,6 +39,17 @@ class Profile:
     kernels: list[dict[str, Any]]
     """Each kernel by name, with its calls and milliseconds a step, the longest first."""
 
+    def spent(self, ms: float) -> dict[str, float]:
+        """Return the milliseconds of each part as rows have them, for a step that takes `ms` without the profiler.
+
+        `idle_ms` is what is left of it while no kernel runs. Parts that no kernel belongs to are left out. They add up
+        to more than the step where kernels overlap.
+        """
+        usual = ("gemm", "attention", "elementwise")
+        parts = {part: self.parts[part] for part in PARTS if part in usual or self.parts[part]}
+        spent = {f"{part}_ms": round(value, 2) for part, value in parts.items()}
+        return spent | {"idle_ms": round(max(ms - self.busy, 0.0), 2)}
+
 
 def profile(step: Callable[[], Any], steps: int = 3, trace: Path | None = None) -> Profile:
     """Run some steps under the profiler and return the mean of one.

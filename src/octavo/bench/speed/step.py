@@ -27,7 +27,7 @@ from octavo.bench.images import ImageWorkload
 from octavo.bench.implementations import BF16, Implementation, implementations
 from octavo.bench.results import failure, slug
 from octavo.bench.speed.floor import floor_ms
-from octavo.bench.speed.profile import PARTS, Profile, profile
+from octavo.bench.speed.profile import Profile, profile
 from octavo.bench.timing import milliseconds, warm_up
 from octavo.bench.workloads import Training, Workload, build
 from octavo.errors import NonFiniteError, RunError, UnsupportedError, did_you_mean
@@ -134,7 +134,7 @@ def _measure(session: Session, implementation: Implementation) -> Row:
         "peak_gib": round(peak, 2),
         "tokens_per_s": round(workload.tokens / ms * 1e3),
         "spread_ms": round(max(times) - min(times), 3),
-        **_parts(profiled, ms),
+        **({} if profiled is None else profiled.spent(ms)),
         "fp8_gemms": dict(ledger.gemms),
         "weights_quantised": ledger.weights,
         "fallbacks": ledger.fallbacks,
@@ -159,19 +159,6 @@ def _gradient_norm(training: Training) -> float:
     norm = math.hypot(*(float(torch.linalg.vector_norm(gradient, dtype=torch.float32)) for gradient in gradients))
     training.update()
     return norm
-
-
-def _parts(profiled: Profile | None, ms: float) -> Row:
-    """Return the milliseconds of each part; `idle_ms` is what is left of a step's time while no kernel runs.
-
-    Parts that no kernel belongs to are left out. They add up to more than the step where kernels overlap.
-    """
-    if profiled is None:
-        return {}
-    usual = ("gemm", "attention", "elementwise")
-    parts = {part: profiled.parts[part] for part in PARTS if part in usual or profiled.parts[part]}
-    spent = {f"{part}_ms": round(value, 2) for part, value in parts.items()}
-    return spent | {"idle_ms": round(max(ms - profiled.busy, 0.0), 2)}
 
 
 def _compare(

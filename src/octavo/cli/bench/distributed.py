@@ -1,10 +1,19 @@
-"""What whole training steps on several GPUs take."""
+"""What whole training steps on several GPUs take, and what one of many GPUs has to do in them."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
 
 from octavo.cli.bench.app import Json, Names, Write, bench, finish, positive, printer
+
+if TYPE_CHECKING:
+    from octavo.bench.distributed.training import Work
+
+
+Counts = Annotated[tuple[int, ...], Parameter(negative=())]
 
 
 @bench.command
@@ -56,11 +65,68 @@ def distributed(
     rows = bench_distributed(work, lambda row: say(_line(row)))
     if not rows:  # another rank speaks
         return 0
-    flags = [f"--workload {workload}", *(f"--layout {text}" for text in layout)]
-    flags += [*(f'--only "{name}"' for name in only), f"--steps {steps}"]
-    command = f"torchrun --nproc-per-node {rows[0]['ranks']} -m octavo bench distributed {' '.join(flags)}"
+    launcher = f"torchrun --nproc-per-node {rows[0]['ranks']}"
+    command = f"{launcher} -m octavo bench distributed {_flags(work, layout)}"
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return finish("distributed", rows, write, json_output, command, device=device)
+
+
+@bench.command
+def rank(
+    *,
+    ranks: Counts = (4,),
+    workload: str = "llama-3-8b",
+    layout: Names = ("data",),
+    only: Names = (),
+    steps: int = 8,
+    seconds: float | None = None,
+    write: Write = None,
+    json_output: Json = False,
+) -> int:
+    """Train one rank's part of a Llama without the others: what it computes, and the memory it needs.
+
+    Collectives copy what the others would send, as if all held what this rank holds, on a network that takes no time.
+    So a GPU measures its part of a step on any number of them, and what is left of a real step is the network's.
+
+    Examples:
+
+        octavo bench rank --ranks 4 --write benchmarks/results
+        octavo bench rank --ranks 512 --only "octavo folded"
+
+    Parameters
+    ----------
+    ranks
+        That share the model. More than one number where given again.
+    workload
+        llama-3-8b, llama-8b-blocks (eight blocks of it) or tiny-model.
+    layout
+        data; tensor=N. More than one where given again. Ranks that are left share the data, sharded.
+    only
+        Implementations beside BF16; all where it is not given.
+    steps
+        Steps timed, after a warm-up; the median counts.
+    seconds
+        Begin with no other implementation after so many.
+    """
+    import torch
+
+    from octavo.bench.distributed.training import Work, bench_distributed
+
+    layouts = tuple(_layout(text) for text in layout)
+    work = Work(workload=workload, layouts=layouts, only=only, steps=positive("--steps", steps), seconds=seconds)
+    say = printer(json_output)
+    rows = []
+    for count in ranks:
+        one = replace(work, alone_of=positive("--ranks", count))
+        rows += bench_distributed(one, lambda row: say(f"rank of {row['ranks']:>4}  {_line(row)}"))
+    command = f"octavo bench rank {' '.join(f'--ranks {count}' for count in ranks)} {_flags(work, layout)}"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return finish("rank", rows, write, json_output, command, device=device)
+
+
+def _flags(work: Work, layout: Names) -> str:
+    flags = [f"--workload {work.workload}", *(f"--layout {text}" for text in layout)]
+    return " ".join([*flags, *(f'--only "{name}"' for name in work.only), f"--steps {work.steps}"])
 
 
 def _layout(text: str) -> Any:
@@ -87,5 +153,7 @@ def _line(row: dict[str, Any]) -> str:
     speed = (
         f"{row['ms']:>8.1f} ms  {row['tokens_per_s_per_gpu']:>9,.0f} tokens/s/GPU  {row['ratio_to_bf16']:.2f} of BF16"
     )
-    cost = f"{row['peak_gib']:.1f} GiB  {row['wire_bytes'] / 1e9:.2f} GB sent"
+    cost = f"{row['peak_gib']:.1f} GiB"
+    if "wire_bytes" in row:
+        cost += f"  {row['wire_bytes'] / 1e9:.2f} GB sent"
     return f"{name} {speed}  {cost}  loss {row['losses'][0]:.4f} to {row['losses'][-1]:.4f}"

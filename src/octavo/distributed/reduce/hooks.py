@@ -106,10 +106,16 @@ class ShardReduction:
     def __init__(self, scheme: Scheme, name: str) -> None:
         self.scheme = scheme
         self.name = name
+        self._has_input = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory of that size."""
-        return torch.empty(*size, dtype=dtype, device=device)
+        """Return memory of that size: FSDP2 asks for that of the gradients first, then for that of their sum.
+
+        Gradients come in the policy's `reduce_dtype`; their sum is in FP32 whatever that is.
+        """
+        self._has_input = not self._has_input
+        kept_as = dtype if self._has_input else torch.promote_types(dtype, torch.float32)
+        return torch.empty(*size, dtype=kept_as, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -124,5 +130,6 @@ class ShardReduction:
                 f"reduction '{self.scheme.name}' in FSDP2 makes means and sums, on FSDP2's own stream, got {op}: after "
                 "set_gradient_divide_factor(...) also call set_force_sum_reduction_for_comms(True)."
             )
+        self._has_input = False
         mean = op == dist.ReduceOp.AVG
         self.scheme.reduce_scatter(output_tensor, input_tensor, group, mean=mean, name=self.name)

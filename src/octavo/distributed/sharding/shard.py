@@ -7,7 +7,9 @@ block and for the model, and sees to it that a state dict knows nothing of FP8.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,7 +31,7 @@ from octavo.distributed.sharding.gathering import (
     target_or_reason,
     uses_of,
 )
-from octavo.distributed.sharding.weights import Gather, TensorScales, WeightShard
+from octavo.distributed.sharding.weights import Gather, RowStacks, TensorScales, WeightShard
 from octavo.distributed.values import leave_values, placed_as
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import Target
@@ -41,6 +43,10 @@ from octavo.tensor import FP8Tensor, local
 BF16_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
 """Parameters are gathered in BF16 where they are not in FP8, gradients are summed in FP32. Inputs stay what they are: a
 table of rotary positions in BF16 would round positions."""
+BF16_GRADIENTS_POLICY = replace(BF16_POLICY, reduce_dtype=torch.bfloat16)
+"""The same for `reduce`: its schemes get gradients as they were computed, in BF16, and sum them in FP32 all the same.
+Not for backward passes that leave the reduction to a later one (`set_requires_gradient_sync`, pipelines): till then
+gradients would be summed in BF16."""
 
 
 def shard(
@@ -64,9 +70,10 @@ def shard(
     Args:
         mesh: of one dimension; or of two with names, the first replicated and the second sharded (HSDP). By default
             all ranks.
-        blocks: what is gathered at a time; by default the children of the `nn.ModuleList` with the most parameters.
+        blocks: what is gathered at a time, in the order in which they compute: the weights of one are gathered while
+            the one before it does. By default the children of the `nn.ModuleList` with the most parameters.
         reshard_after_forward: as for `fully_shard`; not a number.
-        mp_policy: `BF16_POLICY` by default.
+        mp_policy: `BF16_POLICY` by default; `BF16_GRADIENTS_POLICY` moves fewer bytes where `reduce` is given.
         offload_policy: as for `fully_shard`.
         ignored_params: as for `fully_shard`.
         reduce: how gradients are summed over the ranks that share the shards, as for `set_reduction`; by default by the
@@ -88,12 +95,13 @@ def shard(
     _check(model, parts, reshard_after_forward)
     embeddings = _weights(model, by_rows, offload_policy)
     ignored = set(ignored_params or ())
-    plan = _prepare(model, mesh, mp_policy.param_dtype, ignored, embeddings)
+    plan = _prepare(model, parts, mesh, mp_policy.param_dtype, ignored, embeddings)
     ignored |= set(_weights(model, by_rows, offload_policy))  # which are others now
     settings: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "mp_policy": mp_policy}
     settings |= {"offload_policy": offload_policy or OffloadPolicy(), "ignored_params": ignored or None}
     for module in (*parts, model):
         fully_shard(module, **settings)
+    gather_ahead(model, parts)
     if reduce is not None:
         set_reduction(model, reduce)
     return plan
@@ -122,6 +130,16 @@ def _blocks(model: nn.Module, blocks: Sequence[nn.Module] | None) -> list[nn.Mod
     return list(blocks)
 
 
+def gather_ahead(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Have each block's weights gathered while the one before it computes.
+
+    FSDP2 asks for a block's weights when its forward begins, and relies on a host that is far ahead of the GPU by then.
+    Blocks in FP8 are done so soon that it is not.
+    """
+    for module, following in pairwise((model, *blocks)):
+        cast(FSDPModule, module).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
+
+
 def _check(model: nn.Module, blocks: Sequence[nn.Module], reshard: Any) -> None:
     if isinstance(reshard, int) and not isinstance(reshard, bool):
         raise UnsupportedError(
@@ -130,15 +148,21 @@ def _check(model: nn.Module, blocks: Sequence[nn.Module], reshard: Any) -> None:
         )
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise UnsupportedError("shard: a module is sharded already. Call it once, in place of fully_shard.")
-    owner: dict[nn.Module, nn.Module] = dict.fromkeys(model.modules(), model)
-    for block in blocks:  # an inner block comes after the one around it, or is gathered with it
-        owner.update(dict.fromkeys(block.modules(), block))
+    owner = _owners(model, blocks)
     for name, module in model.named_modules():
         if len({owner.get(member) for members in _together(module) for member in members}) > 1:
             raise UnsupportedError(
                 f"shard: {name} is computed together with layers of another block: one would be computed while the "
                 "other's weight is not there. Let a block hold all of them, or convert with Policy(fuse=False)."
             )
+
+
+def _owners(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[nn.Module, nn.Module]:
+    """Return for each module the block, or the model, with which its weights are gathered."""
+    owner: dict[nn.Module, nn.Module] = dict.fromkeys(model.modules(), model)
+    for block in blocks:  # an inner block comes after the one around it, or is gathered with it
+        owner.update(dict.fromkeys(block.modules(), block))
+    return owner
 
 
 def _weights(
@@ -171,6 +195,7 @@ def _together(module: nn.Module) -> list[list[nn.Module]]:
 
 def _prepare(
     model: nn.Module,
+    blocks: Sequence[nn.Module],
     mesh: DeviceMesh,
     dtype: torch.dtype | None,
     ignored: set[nn.Parameter],
@@ -179,6 +204,8 @@ def _prepare(
     """Make the weights of FP8 layers what is gathered in FP8, and return how all parameters are gathered."""
     rows, plain, ranks = [], 0, mesh.size(mesh.ndim - 1)
     scales, groups = TensorScales(), _groups(model)
+    owners = _owners(model, blocks)
+    stacks = {owner: RowStacks() for owner in owners.values()}
     for parameter, uses in uses_of(model):
         if parameter in ignored:
             continue
@@ -197,9 +224,13 @@ def _prepare(
         rows.append(gather_plan(parameter, name, sent, dtype, ranks))
         plain += gather_plan(parameter, name, None, dtype, ranks).bytes
         if isinstance(sent, Target):
-            _wrap(parameter, uses, Gather(local(parameter).shape[0], sent, scales if sent.tile.rows is None else None))
+            module, attribute, count = uses[0].module, uses[0].attribute, local(parameter).shape[0]
             if sent.tile.rows is None:
-                scales.add(uses[0].module, uses[0].attribute, groups.get(uses[0].module, name))
+                _wrap(parameter, uses, Gather(count, sent, scales=scales))
+                scales.add(module, attribute, groups.get(module, name))
+            else:
+                _wrap(parameter, uses, Gather(count, sent, stacks=stacks[owners[module]]))
+                stacks[owners[module]].add(module, attribute)
     model.register_load_state_dict_post_hook(lambda *_: weights_changed())
     return ShardPlan(ranks=ranks, parameters=tuple(rows), in_high_precision=plain)
 

@@ -11,9 +11,10 @@ PyTorch calls `fsdp_pre_all_gather` and `fsdp_post_all_gather` (see torch.distri
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,8 @@ from torch.utils._pytree import tree_map_only
 
 from octavo import kernels
 from octavo.kernels import Target
-from octavo.nn.weights import state_of
+from octavo.kernels.weights import Stack, has_one_launch, quantize_stack
+from octavo.nn.weights import split_rows, state_of
 from octavo.numerics import PER_TENSOR, Quantized
 from octavo.numerics.granularity import tile_amax
 from octavo.numerics.quantize import to_codes
@@ -42,7 +44,14 @@ def _changed(*_: Any) -> None:
     _changes += 1
 
 
-register_optimizer_step_post_hook(_changed)
+def _stepped(*_: Any) -> None:
+    """Quantise what an optimizer has changed: the host is ahead of the GPU then; in a forward pass it may not be."""
+    _changed()
+    for stacks in list(_in_use):
+        stacks.renew()
+
+
+register_optimizer_step_post_hook(_stepped)
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,8 @@ class Gather:
     """What its values become."""
     scales: TensorScales | None = None
     """What finds the scale of a weight that has one for all its rows."""
+    stacks: RowStacks | None = None
+    """What quantises a weight that has a scale a row along with others of its block."""
 
 
 class WeightShard(Holder):
@@ -126,6 +137,8 @@ class WeightShard(Holder):
                 made = values.quantized
             elif self.how.scales is not None:
                 made = self.how.scales.quantize(self)
+            elif self.how.stacks is not None:
+                made = self.how.stacks.quantize(self)
             else:
                 made = kernels.quantize(values, *target)
             made = _filled_up(made, rows)
@@ -194,13 +207,13 @@ class TensorScales:
 
     def add(self, module: nn.Module, attribute: str, group: Hashable) -> None:
         """Add the weight of a module; those of one group have the same scale."""
-        self._members.append(_Member(module, attribute, group))
+        self._members.append(_Member(weakref.ref(module), attribute, group))
 
     def refresh(self, shard: WeightShard, mesh: DeviceMesh) -> None:
         """See to it that the maximum of a weight is that of its values now: over all ranks, for all weights at once."""
         if shard.largest is not None and shard.largest[0] == state_of_values(shard):
             return
-        shards = [member.find() for member in self._members]
+        shards = _shards(self._members)
         amax = torch.cat([tile_amax(found.held, PER_TENSOR).reshape(1) for found in shards])
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group())
         groups: dict[Hashable, list[int]] = {}
@@ -219,26 +232,117 @@ class TensorScales:
         return Quantized(to_codes(shard.held.float() * inverse, target.fmt), scale, target.tile)
 
 
+class RowStacks:
+    """Quantises the weights of a block that have a scale a row, all whose rows are as long in one launch.
+
+    It is done once an optimizer has made its step, or for all of them when the first that has changed is gathered.
+    FSDP2 asks for one weight after the other, and a host that has much to do for each falls behind its GPU.
+    """
+
+    def __init__(self) -> None:
+        self._members: list[_Member] = []
+        self._made: dict[Hashable, _Made] = {}
+        _in_use.add(self)
+
+    def add(self, module: nn.Module, attribute: str) -> None:
+        """Add the weight of a module."""
+        self._members.append(_Member(weakref.ref(module), attribute))
+
+    def quantize(self, shard: WeightShard) -> Quantized:
+        """Return a shard in FP8, made with those of its peers unless it has been made with them already."""
+        kind = _kind(shard)
+        known = self._made.get(kind)
+        if known is not None and (part := known.part(shard)) is not None:
+            return part
+        peers = [found for found in _shards(self._members) if _kind(found) == kind]
+        target = shard.how.target
+        if not any(peer is shard for peer in peers) or not has_one_launch([peer.held for peer in peers], target):
+            return kernels.quantize(shard.held, *target)
+        made = self._made[kind] = _Made.of(peers, known)
+        return next(part for part, peer in zip(made.parts, peers, strict=True) if peer is shard)
+
+    def renew(self) -> None:
+        """Make again what has been made before and is out of date."""
+        for kind, made in self._made.items():
+            shards = [shard for shard in (known() for known in made.shards) if shard is not None]
+            if len(shards) == len(made.shards) and made.states != [state_of_values(shard) for shard in shards]:
+                self._made[kind] = _Made.of(shards, made)
+
+
+_in_use: weakref.WeakSet[RowStacks] = weakref.WeakSet()
+
+
+def _kind(shard: WeightShard) -> tuple[Any, ...]:
+    """Return what weights have in common that one launch may quantise."""
+    held = shard.held
+    return type(held), held.shape[1], held.dtype, held.device, shard.how.target
+
+
+class _Made(NamedTuple):
+    """The codes of some shards, and the state of the values that they were made of."""
+
+    shards: list[weakref.ref[WeightShard]]
+    states: list[tuple[Any, ...]]
+    stack: Stack
+    parts: list[Quantized]
+    """Of each shard, views of the stack."""
+
+    @classmethod
+    def of(cls, shards: list[WeightShard], before: _Made | None) -> _Made:
+        """Quantise shards, into the memory of `before`: FSDP2 has copied what was there.
+
+        It copies on a stream of its own, which waits for the current one when a forward pass begins.
+        """
+        values, states = [shard.held for shard in shards], [state_of_values(shard) for shard in shards]
+        stayed = before is not None and [_place(one) for one in states] == [_place(one) for one in before.states]
+        into, rows = (None, None) if before is None else before.stack
+        stack = quantize_stack(values, shards[0].how.target, into, rows if stayed else None)
+        parts = split_rows(stack.quantized, [len(held) for held in values])
+        assert parts is not None  # a row's scale is its own
+        return cls([weakref.ref(shard) for shard in shards], states, stack, parts)
+
+    def part(self, shard: WeightShard) -> Quantized | None:
+        """Return the codes of a shard, None where they are not there or not those of its values now."""
+        for known, state, part in zip(self.shards, self.states, self.parts, strict=True):
+            if known() is shard:
+                return part if state == state_of_values(shard) else None
+        return None
+
+
 @dataclass(eq=False)
 class _Member:
-    module: nn.Module
-    attribute: str
-    group: Hashable
-    shard: WeightShard | None = None
+    """A weight of a module. It is not kept alive: shards know those who know them, and tensors are freed at once."""
 
-    def find(self) -> WeightShard:
+    module: weakref.ref[nn.Module]
+    attribute: str
+    group: Hashable = None
+    shard: weakref.ref[WeightShard] | None = None
+
+    def find(self) -> WeightShard | None:
         """Return the weight's shard: where the module has the whole weight now, the one it had before."""
-        parameter = self.module._parameters[self.attribute]
-        if isinstance(parameter, DTensor):
-            self.shard = cast(WeightShard, parameter._local_tensor)
-        assert self.shard is not None
-        return self.shard
+        module = self.module()
+        parameter = None if module is None else module._parameters[self.attribute]
+        if isinstance(parameter, DTensor) and isinstance(parameter._local_tensor, WeightShard):
+            self.shard = weakref.ref(parameter._local_tensor)
+        return None if self.shard is None else self.shard()
+
+
+def _shards(members: Sequence[_Member]) -> list[WeightShard]:
+    """Return the shards of all of them: no model is in use of which one is gone."""
+    found = [member.find() for member in members]
+    return [shard for shard in found if shard is not None]
 
 
 def state_of_values(shard: WeightShard) -> tuple[Any, ...]:
     """Return what is another, by ==, once the values of a shard may have changed."""
     held = shard.held
     return _changes, *state_of([held.codes if isinstance(held, FP8Tensor) else held])
+
+
+def _place(state: tuple[Any, ...]) -> Any:
+    """Return where the values lie that have this state."""
+    _, _, (_, *place) = state
+    return place
 
 
 def _filled_up(made: Quantized, rows: int) -> Quantized:
