@@ -32,8 +32,7 @@ class Granularity:
     @property
     def name(self) -> str:
         """The name read by `granularity_named`."""
-        named = {(None, None): "tensor", (1, None): "row", (None, 1): "column"}
-        return named.get((self.rows, self.cols)) or f"{self.rows or 'all'}x{self.cols or 'all'}"
+        return _NAMED.get(self) or f"{self.rows or 'all'}x{self.cols or 'all'}"
 
     @property
     def transposed(self) -> Granularity:
@@ -80,6 +79,8 @@ TILE_1x128 = Granularity(1, 128)
 BLOCK_128x128 = Granularity(128, 128)
 GROUP_1x32 = Granularity(1, 32)
 
+_NAMED = {PER_TENSOR: "tensor", PER_ROW: "row", PER_COLUMN: "column"}
+_WHOLE = {name: granularity for granularity, name in _NAMED.items()}
 NAMES = ("tensor", "row", "column", "1x128", "128x128", "1x32")
 
 
@@ -89,9 +90,8 @@ def granularity_named(name: str) -> Granularity:
     Raises:
         ConfigError: the name is not a granularity.
     """
-    whole = {"tensor": PER_TENSOR, "row": PER_ROW, "column": PER_COLUMN}
-    if name in whole:
-        return whole[name]
+    if name in _WHOLE:
+        return _WHOLE[name]
     if size := re.fullmatch(r"([1-9]\d*|all)x([1-9]\d*|all)", name):
         return Granularity(*(None if extent == "all" else int(extent) for extent in size.groups()))
     raise ConfigError(

@@ -11,6 +11,7 @@ PyTorch calls `fsdp_pre_all_gather` and `fsdp_post_all_gather` (see torch.distri
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -176,6 +177,9 @@ class WeightShard(Holder):
             return result
         return shard if result is shard.held else tree_map_only(Tensor, shard.like, result)
 
+
+# FSDP2 asks for the signature each time it gathers, and to find it takes as long as all that the method does.
+WeightShard.fsdp_pre_all_gather.__signature__ = inspect.signature(WeightShard.fsdp_pre_all_gather)  # type: ignore[attr-defined]
 
 _STAY_SHARDS = {
     aten.detach.default,

@@ -36,7 +36,7 @@ from octavo.kernels.triton.codes import (
     to_codes,
 )
 from octavo.kernels.triton.output import Output
-from octavo.kernels.triton.shape import Shape, row_warps
+from octavo.kernels.triton.shape import Shape, next_power_of_2, row_warps
 from octavo.numerics import Quantized
 
 # Chosen for an H200; `TILED`: where scales belong to tiles of 128.
@@ -85,7 +85,7 @@ def activation_and_inputs(
     kept_memory = *kept[0].arguments[:2], *kept[1].arguments[:2]
     sources = gate, up, gate.stride(0), 0 if up is None else up.stride(0)
     if target.granularity == "row" and cols <= LONGEST_ROW:
-        size = max(triton.next_power_of_2(cols), SIDE.value)
+        size = max(next_power_of_2(cols), SIDE.value)
         _forward_rows_kernel[(rows,)](
             *sources, *output.arguments[:2], *kept_memory, rows, cols,
             KIND=kind, POWER_OF_TWO=output.power_of_two, SIZE=size,

@@ -15,6 +15,7 @@ from octavo.kernels.triton import quantize as single
 from octavo.kernels.triton import transpose as single_transpose
 from octavo.kernels.triton.codes import NONE, scales_kernel
 from octavo.kernels.triton.output import Output
+from octavo.kernels.triton.shape import cdiv
 
 MOST = 65535
 """Matrices that a grid has room for in its third dimension."""
@@ -137,7 +138,7 @@ class _Side(NamedTuple):
         if self.batch is None or self.amax is None:
             return
         format = tl.float8e4nv if self.batch.codes.dtype == torch.float8_e4m3fn else tl.float8e5
-        scales_kernel[(triton.cdiv(self.amax.numel(), 1024), 1)](
+        scales_kernel[(cdiv(self.amax.numel(), 1024), 1)](
             self.amax, self.batch.scale, self.amax.numel(), format, self.output.power_of_two,
             None, None, 0, None, None, SIZE=1024, num_warps=4,
         )  # fmt: skip

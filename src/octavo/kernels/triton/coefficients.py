@@ -12,6 +12,7 @@ from torch import Tensor
 from octavo.kernels import coefficients as contract
 from octavo.kernels.coefficients import Made, Told
 from octavo.kernels.optimizer import COEFFICIENTS
+from octavo.kernels.triton.shape import cdiv, next_power_of_2
 from octavo.kernels.uploads import Uploads
 
 BLOCK = 128
@@ -28,7 +29,7 @@ COLUMNS: tl.constexpr = tl.constexpr(len(COEFFICIENTS))
 def group_squares(squares: Tensor, own: Tensor, groups: int) -> Tensor:
     """See `octavo.kernels.coefficients.group_squares`."""
     sums = torch.empty(groups, dtype=torch.float64, device=squares.device)
-    size = max(triton.next_power_of_2(len(squares)), SUMMED)
+    size = max(next_power_of_2(len(squares)), SUMMED)
     _sums_kernel[(groups,)](squares, own, sums, len(squares), SIZE=size, num_warps=min(size // 256, 32))
     return sums
 
@@ -45,9 +46,9 @@ def coefficients(told: Told, counts: Sequence[Tensor], skipped: Tensor, uploads:
         None if told.group_squares is None else torch.empty((), dtype=torch.float32, device=device),
     )
     amp = (None if one is None else one.to(device) for one in (told.grad_scale, told.found_inf))
-    _coefficients_kernel[(max(triton.cdiv(len(own), BLOCK), 1),)](
+    _coefficients_kernel[(max(cdiv(len(own), BLOCK), 1),)](
         told.hyper, own, told.group_squares, *amp, places, skipped, *made, len(told.hyper), len(own),
-        DECAYS=told.decays_weights, GROUPS=triton.next_power_of_2(len(told.hyper)), SIZE=BLOCK, enable_fp_fusion=False,
+        DECAYS=told.decays_weights, GROUPS=next_power_of_2(len(told.hyper)), SIZE=BLOCK, enable_fp_fusion=False,
     )  # fmt: skip
     return made
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from octavo.kernels.triton.cast import to_dtype
 from octavo.kernels.triton.codes import INTERPRETED
+from octavo.kernels.triton.shape import next_power_of_2
 
 AT_ONCE: tl.constexpr = tl.constexpr(8)
 """Neighbours that a thread loads with one instruction."""
@@ -29,7 +30,7 @@ class Walk(NamedTuple):
 
     def meta(self, vocab: int) -> dict[str, Any]:
         """Return what a kernel takes for a row of `vocab` elements."""
-        block = min(max(triton.next_power_of_2(vocab), AT_ONCE.value), self.block)
+        block = min(max(next_power_of_2(vocab), AT_ONCE.value), self.block)
         warps = max(min(self.warps, block // 256), 1)
         return {"VOCAB": vocab, "BLOCK": block, "STAGES": self.stages, "num_warps": warps}
 

@@ -28,6 +28,7 @@ from octavo.kernels.triton.quads import (
     tops,
 )
 from octavo.kernels.triton.quads import store as store_quads
+from octavo.kernels.triton.shape import cdiv
 from octavo.kernels.triton.storage import (
     GROUP,
     NONE,
@@ -79,7 +80,7 @@ def store(gradient: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling, add:
     # The maximum of a tensor, as bits, and the scale of before: the second pass writes over it.
     found = torch.zeros(2, dtype=torch.int32, device=gradient.device)
     for search in (True, False) if scaling == "tensor" else (False,):
-        _store_kernel[(triton.cdiv(rows * groups_of(cols), WARPS * STEPS),)](
+        _store_kernel[(cdiv(rows * groups_of(cols), WARPS * STEPS),)](
             gradient, codes, scale, found, rows, cols,
             FROM=kind_of(gradient.dtype, "none"), HELD=kind_of(codes.dtype, scaling),
             S=packed(Storage(GRADIENT_CODES[codes.dtype], scaling)), ADD=add, WHOLE=whole, TILE=WARPS, STEPS=STEPS,
@@ -119,7 +120,7 @@ def _matrix(tensor: Tensor, scale: Tensor | None) -> tuple[int, int]:
 def _squares(kind: _Kind, tensors: Sequence[Tensor], scales: Sequence[Tensor | None], uploads: Uploads) -> Tensor:
     device = tensors[0].device
     sizes = [_matrix(*pair) for pair in zip(tensors, scales, strict=True)]
-    counts = [triton.cdiv(rows * groups_of(cols), WARPS * SQUARES_STEPS) for rows, cols in sizes]
+    counts = [cdiv(rows * groups_of(cols), WARPS * SQUARES_STEPS) for rows, cols in sizes]
     starts = [0, *accumulate(counts)][:-1]
     rows = tuple(
         (*size, start, tensor.data_ptr(), 0 if scale is None else scale.data_ptr())

@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo.kernels.padding import ALIGNMENT, padded_length
 from octavo.kernels.target import Target, contiguous_rows
 from octavo.kernels.triton.codes import finite_magnitude, pack, quads, store_quarter, store_words
-from octavo.kernels.triton.shape import Shape
+from octavo.kernels.triton.shape import Shape, cdiv
 from octavo.numerics import scale_from_amax
 
 WRITE = Shape(64, 64, warps=4)
@@ -76,7 +76,7 @@ def _places(ends: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     experts = ends.shape[0]
     token_at, expert_at = torch.empty(2, padded_length(tokens, experts), dtype=torch.int32, device=ends.device)
     size = 1024
-    _places_kernel[(triton.cdiv(len(token_at), size),)](
+    _places_kernel[(cdiv(len(token_at), size),)](
         ends.contiguous(), token_at, expert_at, experts, len(token_at), ALIGNMENT=ALIGNMENT, SIZE=size, num_warps=4
     )
     return token_at, expert_at

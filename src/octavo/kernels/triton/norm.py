@@ -16,7 +16,7 @@ from torch import Tensor
 from octavo.kernels.target import Target, contiguous_rows, empty
 from octavo.kernels.triton.cast import to_dtype
 from octavo.kernels.triton.codes import INTERPRETED, inside, largest, nearest_codes, scale_of, without_infinities
-from octavo.kernels.triton.shape import Rows, Shape
+from octavo.kernels.triton.shape import Rows, Shape, cdiv
 from octavo.numerics import Quantized
 
 FORWARD = Rows(elements=2048, a_thread=32)
@@ -51,7 +51,7 @@ def forward(
     codes, scale = (None, None) if quantized is None else quantized[:2]
     height, size = FORWARD.tile(cols)
     group = size if target is None or target.tile.cols is None else target.tile.cols
-    _forward_kernel[(triton.cdiv(rows, height),)](
+    _forward_kernel[(cdiv(rows, height),)](
         # Nothing fused: given rstd, y is the reference's to the bit. But a layer norm is bound by instructions.
         x, x.stride(0), residual, 0 if residual is None else residual.stride(0), weight, bias, eps,
         y, codes, scale, mean, rstd, total, rows, cols,
@@ -76,7 +76,7 @@ def backward(
     dy, x, (rows, cols) = contiguous_rows(dy), contiguous_rows(x), x.shape
     residual_grad = None if residual_grad is None else contiguous_rows(residual_grad)
     height, size = BACKWARD.tile(cols)
-    programs = min(triton.cdiv(rows, height), _programs(x.device, height * size))
+    programs = min(cdiv(rows, height), _programs(x.device, height * size))
     dx = x.new_empty(rows, cols, dtype=dtype)
     dweight, dbias = (
         None if parameter is None else x.new_empty(programs, cols, dtype=torch.float32) for parameter in (weight, bias)
@@ -96,7 +96,7 @@ def _summed(shares: Tensor | None, parameter: Tensor | None) -> Tensor | None:
         return None
     programs, cols = shares.shape
     total = torch.empty(cols, dtype=parameter.dtype, device=shares.device)
-    _sum_kernel[(triton.cdiv(cols, SUM.width),)](
+    _sum_kernel[(cdiv(cols, SUM.width),)](
         shares, total, programs, cols, HEIGHT=SUM.height, WIDTH=SUM.width, num_warps=SUM.warps
     )
     return total

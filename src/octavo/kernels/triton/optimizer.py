@@ -32,6 +32,7 @@ from octavo.kernels.optimizer import Control, Layout, Slot
 from octavo.kernels.storage import E4M3, GROUP, Storage, groups_of
 from octavo.kernels.triton.gradient import groups_at, kind_of
 from octavo.kernels.triton.quads import largest, quads_at, raise_to, store, words
+from octavo.kernels.triton.shape import cdiv, next_power_of_2
 from octavo.kernels.triton.storage import inverse_of, packed, scale_code, scale_of
 from octavo.kernels.triton.tile import (
     COLUMNS,
@@ -108,12 +109,12 @@ class Shape(NamedTuple):
         """Return how whole rows of so many values are taken."""
         across = groups_of(cols)
         if across < WARPS:
-            rows = WARPS // triton.next_power_of_2(across)
+            rows = WARPS // next_power_of_2(across)
             return cls(WARPS, WARPS, rows, 1, ROW_STEPS, ROW_AHEAD, ROW_REGISTERS)
         warps = WARPS
         while warps < MOST_WARPS and across > CHUNKS * warps:
             warps *= 2
-        chunks = triton.cdiv(across, warps)
+        chunks = cdiv(across, warps)
         ahead = ROW_AHEAD if chunks <= CHUNKS else 1  # what is kept leaves no registers for more
         return cls(warps, warps, 1, chunks, ROW_STEPS, ahead, ROW_REGISTERS)
 

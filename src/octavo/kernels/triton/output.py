@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.target import Target, empty_scale
 from octavo.kernels.triton.codes import BLOCK, COLUMN_TILE, NONE, ROW_TILE, mode_of, scales_kernel
+from octavo.kernels.triton.shape import cdiv
 from octavo.numerics import Quantized
 
 
@@ -109,7 +109,7 @@ def end_searches(*outputs: Output) -> None:
     for first in range(0, len(searching), 2):
         arguments = [_found(output) for output in searching[first : first + 2]]
         counts = [found[2] for found in arguments]
-        scales_kernel[(triton.cdiv(max(counts), 1024), len(counts))](
+        scales_kernel[(cdiv(max(counts), 1024), len(counts))](
             *arguments[0], *(arguments[1] if len(counts) == 2 else (None, None, 0, None, None)),
             SIZE=1024, num_warps=4,
         )  # fmt: skip

@@ -17,7 +17,7 @@ from octavo.kernels.target import Target
 from octavo.kernels.triton.cast import to_dtype
 from octavo.kernels.triton.codes import NONE, amax, emit, quads
 from octavo.kernels.triton.output import Output, end_searches
-from octavo.kernels.triton.shape import Shape
+from octavo.kernels.triton.shape import Shape, cdiv
 from octavo.numerics import Quantized
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _patch_maxima(x: Tensor, window: Window) -> Tensor:
     """Return the largest finite magnitude of each patch, FP32 (M,)."""
     batch, height, width, channels = x.shape
     pixels = torch.empty(batch, 1, height, width, dtype=torch.float32, device=x.device)
-    _pixel_kernel[(triton.cdiv(pixels.numel(), PIXELS.height),)](x, pixels, pixels.numel(), channels, **PIXELS.meta())
+    _pixel_kernel[(cdiv(pixels.numel(), PIXELS.height),)](x, pixels, pixels.numel(), channels, **PIXELS.meta())
     (top, left), kernel = window.padding, window.kernel
     padded = F.pad(pixels, (left, left, top, top))
     return F.max_pool2d(padded, kernel, window.stride, dilation=window.dilation).reshape(-1)

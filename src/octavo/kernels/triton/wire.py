@@ -10,7 +10,7 @@ from torch import Tensor
 from octavo.kernels.message import GROUP, message_bytes
 from octavo.kernels.triton.cast import to_dtype
 from octavo.kernels.triton.codes import INTERPRETED, amax, scale_of, to_codes
-from octavo.kernels.triton.shape import Shape
+from octavo.kernels.triton.shape import Shape, cdiv
 
 TILE = Shape(32, GROUP, warps=4)
 """Groups of a program, and values of a group."""
@@ -26,7 +26,7 @@ def pack(x: Tensor, messages: int, length: int) -> Tensor:
 def add(messages: Tensor, length: int, out: Tensor, factor: float) -> None:
     """See `octavo.kernels.wire.add`."""
     parts, terms, width = messages.shape
-    _add_kernel[_programs(triton.cdiv(length, GROUP)), parts](
+    _add_kernel[_programs(cdiv(length, GROUP)), parts](
         messages,
         length,
         width,
