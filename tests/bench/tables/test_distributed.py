@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from octavo.bench.results import Result
-from octavo.bench.tables.distributed import distributed
+from octavo.bench.tables.distributed import distributed, rank
 
 MakeResult = Callable[..., Result]
 OF_ALL = {
@@ -30,4 +30,16 @@ def test_a_line_an_implementation_beside_the_first(result: MakeResult) -> None:
         "| data | octavo | 15,000 | 1.50 | 33.0 | 17.2 | -45 % | -63 % | 4.0000 |",
         "| data | other | failed: OutOfMemoryError: full |  |  |  |  |  |  |",
         "| tensor 2 | bf16 | 9,000 | 1.00 | 60.0 | 0.0 |  |  | 4.1000 |",
+    ]
+
+
+def test_a_rank_alone_says_where_its_time_goes(result: MakeResult) -> None:
+    parts = {"gemm_ms": 500.04, "attention_ms": 130.0, "elementwise_ms": 150.0, "idle_ms": 10.0}
+    measured = {"implementation": "bf16", "ms": 800.0, "ratio_to_bf16": 1.0, "peak_gib": 62.09} | parts
+    failed = OF_ALL | {"implementation": "octavo", "error": "OutOfMemoryError: full"}
+    lines = rank(result("rank", OF_ALL | measured, failed)).splitlines()
+    assert lines[0].startswith("**8b**, 32 layers") and lines[2].count("|") == lines[4].count("|")
+    assert lines[4:] == [
+        "| 4 | data | bf16 | 800.0 | 1.00 | 500.0 | 130.0 | 150.0 |  | 10.0 | 62.1 |",
+        "| 4 | data | octavo | failed: OutOfMemoryError: full |  |  |  |  |  |  |  |",
     ]

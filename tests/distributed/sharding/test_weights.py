@@ -87,6 +87,7 @@ def test_what_is_gathered_is_the_whole_weight_quantised(device: str, reduce: str
 def test_an_optimizer_step_quantises_a_block_in_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     from octavo.distributed.sharding import weights
 
+    gc.collect()  # models of other tests
     model = sharded("cuda")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     step(model, optimizer, 0)

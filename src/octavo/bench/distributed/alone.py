@@ -111,13 +111,13 @@ class Alone(_ProcessGroup):  # type: ignore[misc]
     ) -> dist.Work:
         """Receive from each rank what this one sends to itself: again and again where another size is expected."""
         own = input.split(list(input_sizes) or len(input) // self._ranks)[self._rank]
-        for part in output.split(list(output_sizes) or len(output) // self._ranks):
-            if own.shape == part.shape:
-                part.copy_(own)
-            elif len(own):
-                part.copy_(own[torch.arange(len(part), device=own.device) % len(own)])
-            else:
-                part.zero_()
+        if not output_sizes:
+            self.all_gather_single(output, own)
+        elif len(own):
+            rows = torch.cat([torch.arange(size) for size in output_sizes]).remainder(len(own))
+            torch.index_select(own, 0, rows.to(own.device), out=output)
+        else:
+            output.zero_()
         return _done(output)
 
     # Names before PyTorch 2.13.

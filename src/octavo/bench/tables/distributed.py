@@ -45,6 +45,31 @@ def _distributed_cells(row: Row, first: Row | None) -> list[str]:
     return [*speed, *cost, f"{row['losses'][-1]:.4f}"]
 
 
+def rank(result: Result) -> str:
+    """Return one line an implementation and number of ranks: a step of one rank alone, and where its time goes."""
+    return "\n\n".join(_alone(rows) for rows in grouped(result.rows, "workload").values())
+
+
+def _alone(rows: Sequence[Row]) -> str:
+    shape = rows[0]["shape"]
+    header = f"**{rows[0]['workload']}**, {shape['layers']} layers, dim {shape['dim']:,}, vocabulary {shape['vocab']:,}"
+    body = [(str(row["ranks"]), row["layout"], row["implementation"], *_alone_cells(row)) for row in rows]
+    titles = ("ms", "times BF16's speed", *(f"{_TITLES[part]} ms" for part in _TITLES), "peak GiB")
+    return f"{header}\n\n{table(('ranks', 'layout', 'implementation', *titles), body)}"
+
+
+_TITLES = {
+    "gemm": "GEMM", "attention": "attention", "elementwise": "element-wise", "optimizer": "optimizer", "idle": "idle",
+}  # fmt: skip
+
+
+def _alone_cells(row: Row) -> list[str]:
+    if "error" in row:
+        return [f"failed: {row['error']}", *[""] * (len(_TITLES) + 2)]
+    parts = [f"{row[f'{part}_ms']:.1f}" if f"{part}_ms" in row else "" for part in _TITLES]
+    return [f"{row['ms']:.1f}", f"{row['ratio_to_bf16']:.2f}", *parts, f"{row['peak_gib']:.1f}"]
+
+
 def reduce(result: Result) -> str:
     """Return one line a scheme and collective: the error on each kind of gradient, time, and bytes sent for a value."""
     kinds = list(dict.fromkeys(row["gradient"] for row in result.rows))
@@ -68,6 +93,7 @@ def _sent(row: Row) -> str:
 TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "distributed": ("distributed", distributed),
     "distributed-summary": ("distributed", distributed_summary),
+    "rank": ("rank", rank),
     "reduce": ("reduce", reduce),
 }
 """By name: the kind whose newest result the table shows, and what shows it."""
