@@ -217,11 +217,12 @@ class TensorScales:
         """See to it that the maximum of a weight is that of its values now: over all ranks, for all weights at once."""
         if shard.largest is not None and shard.largest[0] == state_of_values(shard):
             return
-        shards = _shards(self._members)
-        amax = torch.cat([tile_amax(found.held, PER_TENSOR).reshape(1) for found in shards])
+        found = _found(self._members)
+        shards = [own for _, own in found]
+        amax = torch.cat([tile_amax(own.held, PER_TENSOR).reshape(1) for own in shards])
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group())
         groups: dict[Hashable, list[int]] = {}
-        for index, member in enumerate(self._members):
+        for index, (member, _) in enumerate(found):
             groups.setdefault(member.group, []).append(index)
         for indices in groups.values():
             largest = amax[indices].amax()
@@ -258,7 +259,7 @@ class RowStacks:
         known = self._made.get(kind)
         if known is not None and (part := known.part(shard)) is not None:
             return part
-        peers = [found for found in _shards(self._members) if _kind(found) == kind]
+        peers = [own for _, own in _found(self._members) if _kind(own) == kind]
         target = shard.how.target
         if not any(peer is shard for peer in peers) or not has_one_launch([peer.held for peer in peers], target):
             return kernels.quantize(shard.held, *target)
@@ -268,8 +269,8 @@ class RowStacks:
     def renew(self) -> None:
         """Make again what has been made before and is out of date."""
         for kind, made in self._made.items():
-            shards = [shard for shard in (known() for known in made.shards) if shard is not None]
-            if len(shards) == len(made.shards) and made.states != [state_of_values(shard) for shard in shards]:
+            shards = [own for own in (known() for known in made.shards) if own is not None and _kind(own) == kind]
+            if len(shards) == len(made.shards) and made.states != [state_of_values(own) for own in shards]:
                 self._made[kind] = _Made.of(shards, made)
 
 
@@ -331,10 +332,10 @@ class _Member:
         return None if self.shard is None else self.shard()
 
 
-def _shards(members: Sequence[_Member]) -> list[WeightShard]:
-    """Return the shards of all of them: no model is in use of which one is gone."""
-    found = [member.find() for member in members]
-    return [shard for shard in found if shard is not None]
+def _found(members: Sequence[_Member]) -> list[tuple[_Member, WeightShard]]:
+    """Return the members that are still there, with their shards."""
+    pairs = [(member, member.find()) for member in members]
+    return [(member, shard) for member, shard in pairs if shard is not None]
 
 
 def state_of_values(shard: WeightShard) -> tuple[Any, ...]:
