@@ -83,7 +83,8 @@ def test_the_command(runs, tmp_path, capsys):
     out = tmp_path / "out"
     assert app(["export", str(runs / "folded"), "--out", str(out)], result_action="return_value") == 0
     said = capsys.readouterr().out
-    assert "FP8          7 layers: weights by row, inputs by token" in said and f"vllm serve {out}" in said
+    assert "FP8          7 layers: weights by row, inputs by token" in said
+    assert f"vllm serve {out}" in said and f"octavo eval {out} --run " in said
     flags = ["--overwrite", "--format", "plain", "--dtype", "float32", "--json"]
     assert app(["export", str(runs / "folded"), "--out", str(out), *flags], result_action="return_value") == 0
     assert json.loads(capsys.readouterr().out)["format"] == "plain"

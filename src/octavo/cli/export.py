@@ -54,5 +54,6 @@ def export(
         raise ConfigError(f"{run}: there is no such directory. Name that of a run of `octavo train`.")
     wanted = "" if format == "auto" else format
     exported = export_run(run, out or run / "export", wanted, dtype=getattr(torch, dtype), overwrite=overwrite)
-    print(exported.to_json() if json_output else f"{exported}\n\nNext\n  vllm serve {exported.directory}")
+    following = (f"vllm serve {exported.directory}", f"octavo eval {exported.directory} --run {run}")
+    print(exported.to_json() if json_output else "\n  ".join([f"{exported}\n\nNext", *following]))
     return 0

@@ -87,6 +87,7 @@ def _next(event: Finished) -> Sequence[tuple[str, str]]:
         (f"octavo plan {stored}", "which precision each layer ran in, and why"),
         (f"octavo train {stored} --resume --steps {more}", "train on"),
         (f"octavo train {stored} --recipe {other} --out {event.directory}-{other}", "another recipe"),
+        (f"octavo eval {event.directory}", "all of the held-out text, in FP8 and in high precision"),
         *(served if event.architecture == "llama" else []),
     ]
 
