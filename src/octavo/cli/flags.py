@@ -57,7 +57,7 @@ def with_flags_of(cls: type) -> Callable[[Callable[..., Any]], Callable[..., Any
 
     The command receives those given as one nested mapping, its argument `settings`.
     """
-    flags = _flags(cls)
+    flags = list(_flags(cls))
     titles = field_docs(cls).items()
     groups = {name: Group(f"{name}: {title}", sort_key=i) for i, (name, title) in enumerate(titles, 1)}
 
@@ -83,12 +83,7 @@ def with_flags_of(cls: type) -> Callable[[Callable[..., Any]], Callable[..., Any
     return decorate
 
 
-@functools.cache  # several commands take them, and reading sources takes as long as all else that `--help` needs
-def _flags(cls: type) -> list[Flag]:
-    return list(_flags_of_sections(cls))
-
-
-def _flags_of_sections(cls: type) -> Iterator[Flag]:
+def _flags(cls: type) -> Iterator[Flag]:
     sections = {f.name: typing.get_type_hints(cls)[f.name] for f in dataclasses.fields(cls)}
     seen = Counter(f.name for section in sections.values() for f in dataclasses.fields(section))
     for section_name, section in sections.items():
@@ -104,7 +99,7 @@ def field_docs(cls: type) -> Mapping[str, str]:
     return _field_docs(cls)
 
 
-@functools.cache
+@functools.cache  # several commands take them, and reading sources takes as long as all else that `--help` needs
 def _field_docs(cls: type) -> Mapping[str, str]:
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef)  # what getsource returns for a class

@@ -13,7 +13,7 @@ from torch import Tensor
 from octavo.evaluation.measure import Measured
 from octavo.evaluation.text import Text
 from octavo.monitor.environment import versions
-from octavo.train.evaluate import perplexity
+from octavo.train.evaluate import perplexity, standard_error
 
 SERVED, FP8, BF16, HIGH, TWIN = "served", "FP8", "BF16", "high precision", "BF16 twin"
 _COMPARED = (SERVED, FP8), (SERVED, BF16), (FP8, HIGH), (FP8, TWIN)
@@ -104,9 +104,8 @@ def evaluation(
 
 def mean_and_error(values_S: Tensor) -> tuple[float | None, float | None]:
     """Return the mean and its standard error, None where there is none or it is not finite."""
-    count = len(values_S)
-    error = float(values_S.std()) / math.sqrt(count) if count > 1 else math.nan
-    return _finite(float(values_S.mean())), _finite(error)
+    error = _finite(standard_error(values_S)) if len(values_S) > 1 else None
+    return _finite(float(values_S.mean())), error
 
 
 def _score(one: Measured, text: Text) -> Score:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from octavo.models.config import ModelConfig
 from octavo.models.init import reset_parameters
-from octavo.models.loss import check_length, head_loss
+from octavo.models.loss import check_length, head_output
 from octavo.nn.attention import ScaledDotProduct
 
 
@@ -49,11 +49,7 @@ class GPT(nn.Module):
         x_BTD = self.tok_embeddings(tokens_BT) + self.pos_embeddings.weight[:length]
         for block in self.layers:
             x_BTD = block(x_BTD)
-        x_BTD = self.norm(x_BTD)
-        if targets_BT is None:
-            logits_BTV: Tensor = self.lm_head(x_BTD)
-            return logits_BTV
-        return head_loss(x_BTD, self.lm_head, targets_BT, by_sequence, hits)
+        return head_output(self.norm(x_BTD), self.lm_head, targets_BT, by_sequence, hits)
 
 
 class Block(nn.Module):

@@ -25,6 +25,16 @@ def check_length(tokens_BT: Tensor, sequence: int) -> int:
     return length
 
 
+def head_output(
+    x_BTD: Tensor, head: nn.Linear, targets_BT: Tensor | None, by_sequence: bool = False, hits: bool = False
+) -> Tensor:
+    """Return what a model does: the head's logits (B,T,V); with targets `head_loss`."""
+    if targets_BT is None:
+        logits_BTV: Tensor = head(x_BTD)
+        return logits_BTV
+    return head_loss(x_BTD, head, targets_BT, by_sequence, hits)
+
+
 def head_loss(
     x_BTD: Tensor, head: nn.Linear, targets_BT: Tensor, by_sequence: bool = False, hits: bool = False
 ) -> Tensor:

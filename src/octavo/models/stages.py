@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from octavo.errors import ConfigError
 from octavo.models.llama import Llama
-from octavo.models.loss import check_length, head_loss
+from octavo.models.loss import check_length, head_output
 
 
 class Stage(nn.Module):
@@ -55,12 +55,8 @@ class Stage(nn.Module):
             x_BTD = block(x_BTD, cos_TE, sin_TE)
         if not self.is_last:
             return x_BTD
-        x_BTD = self.norm(x_BTD)
-        if targets_BT is None:
-            logits_BTV: Tensor = self.lm_head(x_BTD)
-            return logits_BTV
-        loss = head_loss(x_BTD, self.lm_head, targets_BT, by_sequence)
-        return loss if by_sequence else torch.stack([loss])  # no view, of which FSDP2 warns
+        output = head_output(self.norm(x_BTD), self.lm_head, targets_BT, by_sequence)
+        return output if targets_BT is None or by_sequence else torch.stack([output])  # no view, of which FSDP2 warns
 
 
 def stages(model: Llama, count: int) -> list[Stage]:

@@ -25,6 +25,7 @@ from octavo.nn.hooks import hooked
 from octavo.recipes import Recipe
 from octavo.sensitivity.choices import Choice
 from octavo.sensitivity.switchboard import Layer, Switchboard
+from octavo.train.evaluate import standard_error
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """(model, batch) -> the loss in nats a token: one of the batch, or one of each sequence, (B,)."""
@@ -85,11 +86,6 @@ def _together(first: Tensor, rest: Tensor) -> Change:
     """Return the change whose first term and whose rest these are, each of its own sequences."""
     error = math.hypot(standard_error(first), standard_error(rest))
     return Change(float(first.mean() + rest.mean()), error, float(rest.mean()))
-
-
-def standard_error(values: Tensor) -> float:
-    """Return the standard error of the mean."""
-    return float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 def first_order(

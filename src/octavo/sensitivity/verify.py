@@ -13,9 +13,10 @@ from octavo.conversion.policy import Policy
 from octavo.recipes import RecipeLike, load
 from octavo.sensitivity.choices import Choice
 from octavo.sensitivity.localisation import Report, products
-from octavo.sensitivity.loss import Loss, losses, standard_error
+from octavo.sensitivity.loss import Loss, losses
 from octavo.sensitivity.result import Localisation
 from octavo.sensitivity.switchboard import switchboard
+from octavo.train.evaluate import standard_error
 
 SINGLE, RANDOM = "single layers", "random maps"
 

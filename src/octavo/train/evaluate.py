@@ -46,6 +46,11 @@ def heldout_loss(lane: Lane, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
     return float(heldout_losses(lane, batches).mean())
 
 
+def standard_error(values: Tensor) -> float:
+    """Return the standard error of the mean of independent values, one of each sequence; 0 where there is one only."""
+    return float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
 def perplexity(loss: float) -> float:
     """Return `exp(loss)`, the number of equally likely tokens as hard to guess; infinite past 700 nats."""
     return math.exp(loss) if loss < 700 else math.inf

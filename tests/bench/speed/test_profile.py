@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.bench.speed.profile import Kernel, category, summarise
+from octavo.bench.speed.profile import Kernel, Profile, category, summarise
 
 
 @pytest.mark.parametrize(
@@ -47,3 +47,11 @@ def test_a_profile_is_the_mean_of_its_steps() -> None:
 )
 def test_overlapping_kernels_count_once(spans: list[tuple[float, float]], busy: float) -> None:
     assert summarise([Kernel("add", *span) for span in spans], steps=1).busy == busy
+
+
+def test_a_row_has_what_was_spent_and_what_was_idle() -> None:
+    parts = {"gemm": 4.0, "attention": 0.0, "elementwise": 2.0, "optimizer": 0.5, "communication": 0.0}
+    found = Profile(parts=parts, busy=6.25, kernels=[])
+    spent = {"gemm_ms": 4.0, "attention_ms": 0.0, "elementwise_ms": 2.0, "optimizer_ms": 0.5}
+    assert found.spent(7.0) == {**spent, "idle_ms": 0.75}
+    assert found.spent(6.0)["idle_ms"] == 0.0  # the profiler slows the host, and the step timed without it is shorter

@@ -88,13 +88,6 @@ PROFILE = profile.Profile(
 )
 
 
-def test_parts_show_what_is_spent_and_what_is_idle() -> None:
-    spent = {"gemm_ms": 4.0, "attention_ms": 1.0, "elementwise_ms": 2.0, "optimizer_ms": 0.5}
-    assert step._parts(PROFILE, 8.0) == {**spent, "idle_ms": 0.75}
-    assert step._parts(PROFILE, 7.0)["idle_ms"] == 0.0
-    assert step._parts(None, 7.0) == {}
-
-
 def test_a_trace_has_the_longest_kernels(tmp_path: Path) -> None:
     step._write_trace(tmp_path / "new", "tiny", "octavo folded (eager)", PROFILE)
     trace = json.loads((tmp_path / "new" / "tiny-octavo-folded-eager.json").read_text())

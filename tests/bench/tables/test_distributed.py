@@ -34,12 +34,12 @@ def test_a_line_an_implementation_beside_the_first(result: MakeResult) -> None:
 
 
 def test_a_rank_alone_says_where_its_time_goes(result: MakeResult) -> None:
-    parts = {"gemm_ms": 500.04, "attention_ms": 130.0, "elementwise_ms": 150.0, "idle_ms": 10.0}
+    parts = {"gemm_ms": 500.04, "attention_ms": 130.0, "elementwise_ms": 150.0, "optimizer_ms": 3.0, "idle_ms": 10.0}
     measured = {"implementation": "bf16", "ms": 800.0, "ratio_to_bf16": 1.0, "peak_gib": 62.09} | parts
     failed = OF_ALL | {"implementation": "octavo", "error": "OutOfMemoryError: full"}
     lines = rank(result("rank", OF_ALL | measured, failed)).splitlines()
     assert lines[0].startswith("**8b**, 32 layers") and lines[2].count("|") == lines[4].count("|")
     assert lines[4:] == [
-        "| 4 | data | bf16 | 800.0 | 1.00 | 500.0 | 130.0 | 150.0 |  | 10.0 | 62.1 |",
+        "| 4 | data | bf16 | 800.0 | 1.00 | 500.0 | 130.0 | 150.0 | 3.0 | 10.0 | 62.1 |",
         "| 4 | data | octavo | failed: OutOfMemoryError: full |  |  |  |  |  |  |  |",
     ]

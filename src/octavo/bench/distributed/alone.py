@@ -17,16 +17,15 @@ from torch.futures import Future
 
 BACKEND = "alone"
 """As `init_process_group` knows it."""
+DEVICES = ["cpu", "cuda"]
+"""On which it runs."""
 
 
 def join_alone(ranks: int) -> None:
     """Be rank 0 of that many, none of which exists: call it in place of `init_process_group`."""
     if BACKEND.upper() not in dist.Backend.__dict__:
-        dist.Backend.register_backend(BACKEND, lambda _store, rank, size, _timeout: Alone(rank, size), devices=_DEVICES)
+        dist.Backend.register_backend(BACKEND, lambda store, rank, ranks, timeout: Alone(rank, ranks), devices=DEVICES)
     dist.init_process_group(BACKEND, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=ranks)
-
-
-_DEVICES = ["cpu", "cuda"]
 
 
 _ProcessGroup: Any = dist.ProcessGroup  # whose methods have other names and types in each version

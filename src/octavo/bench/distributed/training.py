@@ -24,10 +24,11 @@ from octavo.distributed.traffic import Traffic
 from octavo.errors import ConfigError, did_you_mean
 from octavo.models.config import ModelConfig
 from octavo.ranks import is_first_rank
+from octavo.train.garbage import SETTLED, spared
 
 Row = dict[str, Any]
 
-WARM_UP = 3
+WARM_UP = SETTLED
 """Steps that are not timed: they compile."""
 PROFILED = 2
 """Steps under the profiler, on a GPU."""
@@ -142,7 +143,6 @@ def _tried(workload: Workload, implementation: Implementation, layout: Layout, w
     except Exception as error:  # the others are still worth knowing
         return {"error": failure(error)}
     finally:
-        gc.unfreeze()
         gc.collect()
         torch._dynamo.reset()
         if device.type == "cuda":
@@ -172,13 +172,12 @@ def _measure(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     times, losses = [], []
-    with _compiled(trainer.blocks) if workload.compile else contextlib.nullcontext():
+    with _compiled(trainer.blocks) if workload.compile else contextlib.nullcontext(), spared(device) as after_step:
         for number in range(WARM_UP + steps):
-            if number == WARM_UP:
-                gc.freeze()  # else one of the timed steps looks through all that compilers have left
             began = _synchronized(device)
             loss = step(number)
             times.append(_synchronized(device) - began)
+            after_step()
             losses.append(_mean_of_ranks(loss, device))
         peak = _largest(torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0, device)
         ahead = iter(range(WARM_UP + steps, WARM_UP + steps + PROFILED))

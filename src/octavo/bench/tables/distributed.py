@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 from octavo.bench.results import Result
 from octavo.bench.tables.markdown import table
-from octavo.bench.tables.rows import Row, grouped
+from octavo.bench.tables.rows import Row, figures, grouped
+from octavo.bench.tables.speed import STEP_COLUMNS
 
 
 def distributed(result: Result) -> str:
@@ -31,9 +32,13 @@ def _of_workload(rows: Sequence[Row]) -> str:
 
 
 def _setting(row: Row) -> str:
-    shape, how = row["shape"], "blocks compiled" if row["compiled"] else "eager"
-    words = f"{shape['layers']} layers, dim {shape['dim']:,}, vocabulary {shape['vocab']:,}"
-    return f"{words}: {row['ranks']} GPUs, sequences of {shape['sequence']:,} tokens, {how}"
+    how = "blocks compiled" if row["compiled"] else "eager"
+    return f"{_model(row)}: {row['ranks']} GPUs, sequences of {row['shape']['sequence']:,} tokens, {how}"
+
+
+def _model(row: Row) -> str:
+    shape = row["shape"]
+    return f"{shape['layers']} layers, dim {shape['dim']:,}, vocabulary {shape['vocab']:,}"
 
 
 def _distributed_cells(row: Row, first: Row | None) -> list[str]:
@@ -51,23 +56,14 @@ def rank(result: Result) -> str:
 
 
 def _alone(rows: Sequence[Row]) -> str:
-    shape = rows[0]["shape"]
-    header = f"**{rows[0]['workload']}**, {shape['layers']} layers, dim {shape['dim']:,}, vocabulary {shape['vocab']:,}"
-    body = [(str(row["ranks"]), row["layout"], row["implementation"], *_alone_cells(row)) for row in rows]
-    titles = ("ms", "times BF16's speed", *(f"{_TITLES[part]} ms" for part in _TITLES), "peak GiB")
-    return f"{header}\n\n{table(('ranks', 'layout', 'implementation', *titles), body)}"
+    header = f"**{rows[0]['workload']}**, {_model(rows[0])}"
+    named = [row | {"ranks": str(row["ranks"])} for row in rows]
+    return f"{header}\n\n{figures(('ranks', 'layout', 'implementation'), RANK_COLUMNS, named)}"
 
 
-_TITLES = {
-    "gemm": "GEMM", "attention": "attention", "elementwise": "element-wise", "optimizer": "optimizer", "idle": "idle",
-}  # fmt: skip
-
-
-def _alone_cells(row: Row) -> list[str]:
-    if "error" in row:
-        return [f"failed: {row['error']}", *[""] * (len(_TITLES) + 2)]
-    parts = [f"{row[f'{part}_ms']:.1f}" if f"{part}_ms" in row else "" for part in _TITLES]
-    return [f"{row['ms']:.1f}", f"{row['ratio_to_bf16']:.2f}", *parts, f"{row['peak_gib']:.1f}"]
+RANK_COLUMNS = [
+    column for column in STEP_COLUMNS if column[1] not in ("ratio_to_peer", "mfu_bf16", "fraction_of_floor")
+]
 
 
 def reduce(result: Result) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
@@ -13,43 +13,63 @@ if TYPE_CHECKING:
     from octavo.bench.distributed.training import Work
 
 
-Counts = Annotated[tuple[int, ...], Parameter(negative=())]
+Counts = Annotated[
+    tuple[int, ...],
+    Parameter(negative=(), help="Ranks that share the model. More than one number where given again."),
+]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flags:
+    """What both commands measure."""
+
+    workload: str = "llama-3-8b"
+    """llama-3-8b, llama-8b-blocks (eight blocks of it) or tiny-model."""
+    layout: Names = ("data",)
+    """data, tensor=N, pipeline=N or pipeline=N,fp8 (FP8 between stages); what ranks are left share the data."""
+    only: Names = ()
+    """Implementations beside BF16; all where it is not given."""
+    steps: int = 8
+    """Steps timed, after a warm-up; the median counts."""
+    seconds: float | None = None
+    """Begin with no other implementation after so many."""
+
+    def work(self) -> Work:
+        """Return what they ask for.
+
+        Raises:
+            ConfigError: a layout or a number that cannot be.
+        """
+        from octavo.bench.distributed.training import Work
+
+        return Work(
+            workload=self.workload,
+            layouts=tuple(_layout(text) for text in self.layout),
+            only=self.only,
+            steps=positive("--steps", self.steps),
+            seconds=self.seconds,
+        )
+
+    def __str__(self) -> str:
+        flags = [f"--workload {self.workload}", *(f"--layout {text}" for text in self.layout)]
+        return " ".join([*flags, *(f'--only "{name}"' for name in self.only), f"--steps {self.steps}"])
+
+
+NO_FLAGS = Flags()
 
 
 @bench.command
-def distributed(
-    *,
-    workload: str = "llama-3-8b",
-    layout: Names = ("data",),
-    only: Names = (),
-    steps: int = 8,
-    seconds: float | None = None,
-    write: Write = None,
-    json_output: Json = False,
-) -> int:
+def distributed(*, flags: Flags = NO_FLAGS, write: Write = None, json_output: Json = False) -> int:
     """Train a Llama on the ranks of torchrun, by FSDP2 in BF16, by torchao if it is there, and by Octavo.
 
-    Examples:
+    For example:
 
         torchrun --nproc-per-node 4 -m octavo bench distributed --write benchmarks/results
         torchrun --nproc-per-node 4 -m octavo bench distributed --workload llama-8b-blocks --layout tensor=2
-
-    Parameters
-    ----------
-    workload
-        llama-3-8b, llama-8b-blocks (eight blocks of it) or tiny-model.
-    layout
-        data; tensor=N; pipeline=N; pipeline=N,fp8 (FP8 between stages). More than one where given again. Ranks that are
-        left share the data, sharded.
-    only
-        Implementations beside BF16; all where it is not given.
-    steps
-        Steps timed, after a warm-up; the median counts.
-    seconds
-        Begin with no other implementation after so many.
     """
     from octavo.bench.distributed.ranks import under_torchrun
-    from octavo.bench.distributed.training import Work, bench_distributed
+    from octavo.bench.distributed.training import bench_distributed
     from octavo.errors import ConfigError
 
     if not under_torchrun():
@@ -59,74 +79,40 @@ def distributed(
         )
     import torch
 
-    layouts = tuple(_layout(text) for text in layout)
-    work = Work(workload=workload, layouts=layouts, only=only, steps=positive("--steps", steps), seconds=seconds)
     say = printer(json_output)
-    rows = bench_distributed(work, lambda row: say(_line(row)))
+    rows = bench_distributed(flags.work(), lambda row: say(_line(row)))
     if not rows:  # another rank speaks
         return 0
     launcher = f"torchrun --nproc-per-node {rows[0]['ranks']}"
-    command = f"{launcher} -m octavo bench distributed {_flags(work, layout)}"
+    command = f"{launcher} -m octavo bench distributed {flags}"
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return finish("distributed", rows, write, json_output, command, device=device)
 
 
 @bench.command
-def rank(
-    *,
-    ranks: Counts = (4,),
-    workload: str = "llama-3-8b",
-    layout: Names = ("data",),
-    only: Names = (),
-    steps: int = 8,
-    seconds: float | None = None,
-    write: Write = None,
-    json_output: Json = False,
-) -> int:
+def rank(*, ranks: Counts = (4,), flags: Flags = NO_FLAGS, write: Write = None, json_output: Json = False) -> int:
     """Train one rank's part of a Llama without the others: what it computes, and the memory it needs.
 
     Collectives copy what the others would send, as if all held what this rank holds, on a network that takes no time.
     So a GPU measures its part of a step on any number of them, and what is left of a real step is the network's.
 
-    Examples:
+    For example:
 
         octavo bench rank --ranks 4 --write benchmarks/results
         octavo bench rank --ranks 512 --only "octavo folded"
-
-    Parameters
-    ----------
-    ranks
-        That share the model. More than one number where given again.
-    workload
-        llama-3-8b, llama-8b-blocks (eight blocks of it) or tiny-model.
-    layout
-        data; tensor=N. More than one where given again. Ranks that are left share the data, sharded.
-    only
-        Implementations beside BF16; all where it is not given.
-    steps
-        Steps timed, after a warm-up; the median counts.
-    seconds
-        Begin with no other implementation after so many.
     """
     import torch
 
-    from octavo.bench.distributed.training import Work, bench_distributed
+    from octavo.bench.distributed.training import bench_distributed
 
-    layouts = tuple(_layout(text) for text in layout)
-    work = Work(workload=workload, layouts=layouts, only=only, steps=positive("--steps", steps), seconds=seconds)
-    say = printer(json_output)
+    work, say = flags.work(), printer(json_output)
     rows = []
     for count in ranks:
         one = replace(work, alone_of=positive("--ranks", count))
         rows += bench_distributed(one, lambda row: say(f"rank of {row['ranks']:>4}  {_line(row)}"))
-    command = f"octavo bench rank {' '.join(f'--ranks {count}' for count in ranks)} {_flags(work, layout)}"
+    command = f"octavo bench rank {' '.join(f'--ranks {count}' for count in ranks)} {flags}"
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return finish("rank", rows, write, json_output, command, device=device)
-
-
-def _flags(work: Work, layout: Names) -> str:
-    flags = [f"--workload {work.workload}", *(f"--layout {text}" for text in layout)]
-    return " ".join([*flags, *(f'--only "{name}"' for name in work.only), f"--steps {work.steps}"])
 
 
 def _layout(text: str) -> Any:
