@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from octavo.bench import results
 from octavo.bench.speed import kernels as bench_kernels
-from octavo.cli.main import app
 from octavo.errors import ConfigError
 
-
-def octavo(line: str) -> int:
-    """Run a command and return its exit code; its errors are raised."""
-    code: int = app(line, exit_on_error=False, print_error=False, result_action="return_value")
-    return code
+Octavo = Callable[[str], int]
 
 
-def test_step_prints_writes_and_adds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_step_prints_writes_and_adds(octavo: Octavo, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = f'--only "octavo folded" --steps 1 --device cpu --write {tmp_path}'
     assert octavo(f"bench step --workload tiny --layers 1 {flags}") == 0
     printed = capsys.readouterr()
@@ -37,7 +33,7 @@ def test_step_prints_writes_and_adds(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert list(both.rows[2:]) == rows
 
 
-def test_gemm_and_kernels_print_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gemm_and_kernels_print_json(octavo: Octavo, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert octavo(f"bench gemm --shape 16x16x32 --device cpu --repeats 1 --json --write {tmp_path}") == 0
     assert {row["shape"] for row in json.loads(capsys.readouterr().out)} == {"16x16x32"}
     assert octavo(f"bench kernels --only transpose --device cpu --repeats 1 --json --write {tmp_path}") == 0
@@ -46,7 +42,7 @@ def test_gemm_and_kernels_print_json(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_what_failed_is_written_and_the_exit_code_is_1(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    octavo: Octavo, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(draw: bench_kernels.Draw, m: int, n: int) -> bench_kernels.Prepared:
         raise ValueError("broken")
@@ -58,7 +54,7 @@ def test_what_failed_is_written_and_the_exit_code_is_1(
     assert written is not None and written.rows[0]["error"] == "ValueError: broken"
 
 
-def test_stress_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stress_prints_and_writes(octavo: Octavo, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert octavo(f"bench stress --recipe folded --device cpu --write {tmp_path}") == 0
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 5 and all(" dB   dX " in line and "not finite" not in line for line in printed)
@@ -79,7 +75,7 @@ def test_stress_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[
         ("kernels --repeats 0", "--repeats: 0 is not a positive number"),
     ],
 )
-def test_wrong_flags_are_named(line: str, message: str) -> None:
+def test_wrong_flags_are_named(octavo: Octavo, line: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         octavo(f"bench {line} {'' if '--device' in line else '--device cpu'}")
     assert message in str(caught.value)

@@ -8,31 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from octavo.cli.main import app, main
-from octavo.train import train
-from octavo.train.config import assemble, load_preset
+from octavo.cli.main import main
 
 SCORE = "computed loss loss_error perplexity bits_per_byte accuracy fp8_gemms fallbacks"
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, write_text: Callable[[Path], Path]) -> Path:
-    home = tmp_path_factory.mktemp("runs")
-    write_text(home / "text")
-    where = {"data": {"source": str(home / "text"), "cache": str(home / "cache")}, "model": {"layers": 1}}
-    how = {"steps": 2, "out": str(home / "run"), "device": "cpu", "twin": False, "eval_tokens": 512}
-    train(assemble(load_preset("tiny", cuda=False), ("test", {**where, "run": how})))
-    return home / "run"
+def run(tmp_path_factory: pytest.TempPathFactory, train_run: Callable[..., Path]) -> Path:
+    return train_run(tmp_path_factory.mktemp("runs"))
 
 
-def call(*arguments: object) -> int:
-    code = app([str(a) for a in arguments], exit_on_error=False, print_error=False, result_action="return_value")
-    assert isinstance(code, int)
-    return code
-
-
-def test_as_json(run, capsys):
-    assert call("eval", run, "--tokens", 512, "--device", "cpu", "--json") == 0
+def test_as_json(octavo, run, capsys):
+    assert octavo(["eval", run, "--tokens", 512, "--device", "cpu", "--json"]) == 0
     out, err = capsys.readouterr()
     said = json.loads(out)
     assert set(said) == {"model", "text", "device", "scores", "differences", "notes", "versions"} and err == ""
@@ -44,21 +31,21 @@ def test_as_json(run, capsys):
     assert set(difference) == {"computed", "reference", "loss", "loss_error"}
 
 
-def test_as_a_table_on_another_text(run, tmp_path, capsys):
+def test_as_a_table_on_another_text(octavo, run, tmp_path, capsys):
     (tmp_path / "notes.txt").write_text("any text will do, as long as it is long enough for a sequence or two.\n" * 3)
-    assert call("eval", run, "--data", tmp_path / "notes.txt", "--device", "cpu", "--step", 2) == 0
+    assert octavo(["eval", run, "--data", tmp_path / "notes.txt", "--device", "cpu", "--step", 2]) == 0
     out, err = capsys.readouterr()
     assert "high precision  " in out and "FP8 - high precision" in out and err == ""
     assert f"text        {tmp_path / 'notes.txt'}" in out
 
 
-def test_a_loss_that_is_not_finite_fails(run, monkeypatch, capsys):
+def test_a_loss_that_is_not_finite_fails(octavo, run, monkeypatch, capsys):
     import torch
 
     monkeypatch.setattr(
         "octavo.evaluation.run.heldout_scores", lambda lane, batches: torch.tensor([[torch.nan, 0]] * 4)
     )
-    assert call("eval", run, "--device", "cpu") == 1
+    assert octavo(["eval", run, "--device", "cpu"]) == 1
     assert "not finite" in capsys.readouterr().out
 
 

@@ -11,30 +11,16 @@ from pathlib import Path
 import pytest
 
 from octavo.bench import results
-from octavo.cli.main import app
 from octavo.errors import CheckpointError, ConfigError, DataError
 from octavo.sensitivity.run import Settings, localize_run, progress_of
-from octavo.train import train
-from octavo.train.config import assemble, load_preset
 
 LAYERS = 7
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, write_text: Callable[[Path], Path]) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory, train_run: Callable[..., Path]) -> Path:
     """Return the directory of a run of a few steps, with weights in FP8."""
-    home = tmp_path_factory.mktemp("runs")
-    write_text(home / "text")
-    where = {"data": {"source": str(home / "text"), "cache": str(home / "cache")}, "model": {"layers": 1}}
-    how = {"steps": 3, "weights": "fp8", "out": str(home / "run"), "device": "cpu", "twin": False, "eval_tokens": 512}
-    train(assemble(load_preset("tiny", cuda=False), ("test", {**where, "run": how})))
-    return home / "run"
-
-
-def call(*arguments: object) -> int:
-    code = app([str(a) for a in arguments], exit_on_error=False, print_error=False, result_action="return_value")
-    assert isinstance(code, int)
-    return code
+    return train_run(tmp_path_factory.mktemp("runs"), steps=3, weights="fp8")
 
 
 def test_of_a_run(run):
@@ -51,9 +37,9 @@ def test_the_recipe_is_that_of_the_run(run):
     assert found.recipe.name == "folded"
 
 
-def test_the_command(run, tmp_path, capsys):
+def test_the_command(octavo, run, tmp_path, capsys):
     flags = ["--tokens", 512, "--verify", 3, "--verify-tokens", 1024, "--device", "cpu", "--json"]
-    code = call("localize", run, "--budget", "0.05%", *flags, "-o", tmp_path / "map.toml", "--write", tmp_path)
+    code = octavo(["localize", run, "--budget", "0.05%", *flags, "-o", tmp_path / "map.toml", "--write", tmp_path])
     out, err = capsys.readouterr()
     said = json.loads(out)
     assert code in (0, 1) and code == int(any(row["rank_correlation"] < 0.7 for row in said["verified"]))
@@ -65,12 +51,12 @@ def test_the_command(run, tmp_path, capsys):
     written = tomllib.loads((tmp_path / "map.toml").read_text())
     assert written["base"] == "folded" and len(written["modules"]) == len(written["evidence"]) == LAYERS
     assert f"written: {tmp_path / 'map.toml'}" in err
-    assert call("plan", run / "config.json", "--recipe", tmp_path / "map.toml") == 0
+    assert octavo(["plan", run / "config.json", "--recipe", tmp_path / "map.toml"]) == 0
     assert "FP8 saves no time" in capsys.readouterr().out
 
 
-def test_the_table_of_the_command(run, capsys):
-    assert call("localize", run, "--tokens", 256, "--device", "cpu") == 0
+def test_the_table_of_the_command(octavo, run, capsys):
+    assert octavo(["localize", run, "--tokens", 256, "--device", "cpu"]) == 0
     assert "0 of 21 GEMMs in FP8 by recipe folded" in capsys.readouterr().out
 
 
@@ -85,14 +71,14 @@ def test_the_table_of_the_command(run, capsys):
         (["--recipe", "tensorwize"], "Did you mean 'tensorwise'"),
     ],
 )
-def test_wrong_flags(run, flags, message):
+def test_wrong_flags(octavo, run, flags, message):
     with pytest.raises(ConfigError, match=message):
-        call("localize", run, *flags)
+        octavo(["localize", run, *flags])
 
 
-def test_what_is_not_there(run, tmp_path):
+def test_what_is_not_there(octavo, run, tmp_path):
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
-        call("localize", tmp_path)
+        octavo(["localize", tmp_path])
     with pytest.raises(DataError, match="Leave some to verify on"):
         localize_run(run, Settings(tokens=10**7, maps=2, device="cpu"), lambda doing: None)
 

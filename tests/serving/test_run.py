@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,24 +15,18 @@ from octavo.cli.main import app, main
 from octavo.errors import CheckpointError, UnsupportedError
 from octavo.numerics import quantize
 from octavo.serving.run import export_run
-from octavo.train import train
-from octavo.train.config import assemble, load_preset
 
 DIRECTORIES = "folded", "fp8 weights", "bf16", "gpt"
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, write_text: Callable[[Path], Path]) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory, train_run: Callable[..., Path]) -> Path:
     """Return a directory of runs, each of a few steps; their text is gone."""
     home = tmp_path_factory.mktemp("runs")
-    write_text(home / "text")
-    where = {"data": {"source": str(home / "text"), "cache": str(home / "cache")}}
-    how: dict[str, Any] = {"steps": 2, "device": "cpu", "twin": False, "eval_tokens": 512}
-    kinds = ({"weights": "bf16"}, {"weights": "fp8"}, {"recipe": "bf16"}, {})
-    for name, kind in zip(DIRECTORIES, kinds, strict=True):
-        model = {"layers": 1} | ({"architecture": "gpt"} if name == "gpt" else {})
-        settings = {**where, "model": model, "run": how | kind | {"out": str(home / name)}}
-        train(assemble(load_preset("tiny", cuda=False), ("test", settings)))
+    train_run(home, "folded", weights="bf16")
+    train_run(home, "fp8 weights", weights="fp8")
+    train_run(home, "bf16", recipe="bf16")
+    train_run(home, "gpt", model={"architecture": "gpt"})
     shutil.rmtree(home / "text")
     return home
 

@@ -14,28 +14,20 @@ import torch
 from octavo import kernels
 from octavo.bench import results
 from octavo.bench.accuracy.portability import alarm, probe
-from octavo.cli.main import app
 from octavo.errors import CheckpointError, ConfigError
-from octavo.train import train
-from octavo.train.config import assemble, load_preset
 
 WAYS = ["as trained", "with slow accumulation", "with exact sums", "in BF16"]
 FP8_LAYERS = 7 * 2
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, write_text: Callable[[Path], Path]) -> Any:
+def trained(tmp_path_factory: pytest.TempPathFactory, train_run: Callable[..., Path]) -> Callable[..., Path]:
     """Return what trains a model of a few steps, once for each recipe, and gives its directory."""
     home = tmp_path_factory.mktemp("runs")
-    write_text(home / "text")
 
     def run(recipe: str, **model: int) -> Path:
-        out = home / recipe
-        if not out.exists():
-            where = {"data": {"source": str(home / "text"), "cache": str(home / "cache")}, "model": model}
-            how = {"steps": 3, "recipe": recipe, "out": str(out), "device": "cpu", "twin": False, "eval_tokens": 512}
-            train(assemble(load_preset("tiny", cuda=False), ("test", {**where, "run": how})))
-        return out
+        done = home / recipe
+        return done if done.exists() else train_run(home, recipe, model={"layers": 2, **model}, steps=3, recipe=recipe)
 
     return run
 
@@ -130,11 +122,7 @@ def test_an_alarm_names_the_worst(differences, worst):
     assert message is not None and worst in message.partition(", the held-out loss")[0]
 
 
-def test_command(trained, tmp_path, capsys):
-    def octavo(line: str) -> int:
-        code: int = app(line, exit_on_error=False, print_error=False, result_action="return_value")
-        return code
-
+def test_command(octavo, trained, tmp_path, capsys):
     assert octavo(f"bench portability {trained('folded')} --device cpu --tokens 128 --json --write {tmp_path}") == 0
     printed = capsys.readouterr()
     rows = json.loads(printed.out)
