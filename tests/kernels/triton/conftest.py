@@ -47,3 +47,28 @@ def masks_are_boolean(monkeypatch: pytest.MonkeyPatch) -> None:
         "create_masked_store",
         lambda self, ptrs, value, mask, *rest: store(self, ptrs, value, boolean(mask), *rest),
     )
+
+
+@pytest.fixture(autouse=True)
+def looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter look through `triton.language` once a launch and module, and not at every call of a function.
+
+    That would be half of the time of these tests.
+    """
+    from triton.runtime import interpreter
+
+    patched: set[int] = set()
+    launch, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
+
+    def launch_anew(self, *args, **kwargs):
+        patched.clear()
+        return launch(self, *args, **kwargs)
+
+    def patch_once(fn):
+        if id(fn.__globals__) in patched:
+            return None
+        patched.add(id(fn.__globals__))
+        return patch(fn)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
+    monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
