@@ -7,6 +7,7 @@ every order, and after a resume. Triton's `tl.randint(seed, offset)` gives the s
 from __future__ import annotations
 
 import math
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -37,8 +38,8 @@ def random_words(
         stream: 32 bits: the second word of the counter.
         step: 32 bits: the third.
     """
-    c0, zero = counter & _MASK, torch.zeros_like(counter)
-    c1, c2, c3 = zero + stream, zero + step, zero
+    c0: Any = counter & _MASK
+    c1, c2, c3 = cast(Any, stream), cast(Any, step), cast(Any, 0)  # one for all, until rounds have mixed them
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     for _ in range(10):
         high0, low0 = _multiply(c0, _MULTIPLIER[0])
@@ -48,8 +49,7 @@ def random_words(
     return c0, c1, c2, c3
 
 
-def _multiply(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """Return the high and the low 32 bits of a 32 x 32 bit product, in halves so that int64 does not overflow."""
-    low_part = (x & 0xFFFF) * factor
-    high_part = (x >> 16) * factor + (low_part >> 16)
-    return high_part >> 16, ((high_part & 0xFFFF) << 16) | (low_part & 0xFFFF)
+def _multiply(x: Any, factor: int) -> tuple[Any, Any]:
+    """Return the high and the low 32 bits of a 32 x 32 bit product. In int64 it wraps, and has the same 64 bits."""
+    product = x * factor
+    return (product >> 32) & _MASK, product & _MASK
