@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from octavo.compilers import assume_constant_result
 from octavo.conversion.gain import predicted_gain
 from octavo.conversion.operators import Operators
 from octavo.conversion.products import READERS, Product
@@ -203,7 +204,7 @@ def _note(operator: str, why: str) -> None:
         _blocks()[-1].seen.calls[operator, why] += 1
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@assume_constant_result
 def _note_compiled(operator: str, why: str) -> None:
     """Enter a call that is being compiled. A compiler runs this when it traces, and never again."""
     if _blocks():

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch._functorch.partitioners import get_default_op_list, min_cut_rematerialization_partition
 
 if TYPE_CHECKING:
     from octavo.memory.recorder import Recorder
@@ -26,7 +25,8 @@ def compiler(recorder: Recorder) -> Callable[..., Any]:
         return Graph(graph, recorder)
 
     def compile_fx(graph: fx.GraphModule, inputs: Sequence[Any], *_: Any, **__: Any) -> Callable[..., Any]:
-        from torch._dynamo.backends.common import aot_autograd
+        from torch._dynamo.backends.common import aot_autograd  # here: who never compiles need not wait for it
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
         from torch._inductor.decomposition import select_decomp_table
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
@@ -109,6 +109,8 @@ def _is_fusible(node: fx.Node) -> bool:
     """Whether Inductor makes it a part of a kernel: pointwise operations, reductions, copies."""
     if node.op != "call_function" or _is_view(node):
         return False
+    from torch._functorch.partitioners import get_default_op_list
+
     return getattr(node.target, "overloadpacket", node.target) in get_default_op_list().fusible_ops
 
 

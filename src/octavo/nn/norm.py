@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from octavo import kernels
+from octavo.compilers import assume_constant_result
 from octavo.kernels import ledger, norm
 from octavo.kernels.dispatch import is_plain, on_gpu, why_not
 from octavo.kernels.target import Target
@@ -186,7 +187,7 @@ def _eps_of(module: nn.Module) -> float | None:
     return None
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@assume_constant_result
 def _default_eps(dtype: torch.dtype, device: torch.device) -> float:
     return _measured_default_eps(dtype, device)
 
