@@ -28,7 +28,5 @@ def test_it_is_marked_as_pytorch_marks_it() -> None:
 
 
 def test_who_compiles_nothing_does_not_wait_for_the_compiler() -> None:
-    code = (
-        "import sys, octavo; octavo.convert, octavo.autocast; sys.exit('torch._dynamo' in sys.modules)"
-    )
+    code = "import sys, octavo; octavo.convert, octavo.autocast; sys.exit('torch._dynamo' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

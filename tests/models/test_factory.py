@@ -33,6 +33,16 @@ def test_building_leaves_the_global_random_state_alone(architecture: Any) -> Non
 
 
 @ARCHITECTURES
+def test_what_layers_would_draw_themselves_is_left_out(architecture: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+    draw = torch.Tensor.normal_
+    monkeypatch.setattr(torch.Tensor, "normal_", lambda x, *a, **k: drawn.append(x.numel()) or draw(x, *a, **k))
+    monkeypatch.setattr(torch.Tensor, "uniform_", None)
+    model = build(ModelConfig(**SMALL, architecture=architecture), seed=0)
+    assert sum(drawn) == sum(p.numel() for p in model.parameters() if p.dim() == 2)
+
+
+@ARCHITECTURES
 def test_initial_spread(architecture: Any) -> None:
     model = build(ModelConfig(**SMALL, architecture=architecture), seed=0)
     for name, parameter in model.named_parameters():

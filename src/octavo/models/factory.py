@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from octavo.models.config import ModelConfig
 from octavo.models.gpt import GPT
@@ -11,14 +15,24 @@ from octavo.models.llama import Llama
 
 
 def build(config: ModelConfig, seed: int) -> nn.Module:
-    """Return a new model in FP32 on the CPU.
+    """Return a new model in FP32 on the CPU, or inside of a block of `torch.device` on that device.
 
     One seed gives the same bits, whatever was drawn before; the global random state is left as it was.
     """
-    with torch.random.fork_rng(devices=[]):  # layers draw when they are made
+    with _Undrawn():
         model: Llama | GPT = Llama(config) if config.architecture == "llama" else GPT(config)
     model.reset_parameters(torch.Generator().manual_seed(seed))
     return model
+
+
+class _Undrawn(TorchFunctionMode):
+    """A block in which layers do not draw their first weights, which takes minutes for a large model: others follow."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        return kwargs["tensor"] if getattr(func, "__module__", "") == nn.init.__name__ else func(*args, **kwargs)
 
 
 def count_parameters(model: nn.Module) -> int:
