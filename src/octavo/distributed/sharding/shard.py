@@ -31,7 +31,8 @@ from octavo.distributed.sharding.gathering import (
     target_or_reason,
     uses_of,
 )
-from octavo.distributed.sharding.weights import Gather, RowStacks, TensorScales, WeightShard
+from octavo.distributed.sharding.together import RowStacks, TensorScales
+from octavo.distributed.sharding.weights import Gather, WeightShard
 from octavo.distributed.values import leave_values, placed_as
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import Target

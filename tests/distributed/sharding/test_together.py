@@ -85,15 +85,15 @@ def test_what_is_gathered_is_the_whole_weight_quantised(device: str, reduce: str
 
 @pytest.mark.gpu
 def test_an_optimizer_step_quantises_a_block_in_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    from octavo.distributed.sharding import weights
+    from octavo.distributed.sharding import together
 
     gc.collect()  # models of other tests
     model = sharded("cuda")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     step(model, optimizer, 0)
     made: list[int] = []
-    plain = weights.quantize_stack
-    monkeypatch.setattr(weights, "quantize_stack", lambda w, *others: (made.append(len(w)), plain(w, *others))[1])
+    plain = together.quantize_stack
+    monkeypatch.setattr(together, "quantize_stack", lambda w, *others: (made.append(len(w)), plain(w, *others))[1])
     monkeypatch.setattr(kernels, "quantize", None)  # none is quantised by itself
     optimizer.step()
     assert sorted(made) == sorted([6, 1] * SHAPE.layers)
