@@ -49,7 +49,7 @@ def test_help_is_quick_and_needs_no_torch(arguments: str) -> None:
         floors.append(_timed("import cyclopts, rich.console")[1])
         assert done.returncode == 0, done.stderr
         assert "Usage: octavo" in done.stdout
-    assert min(times) < max(0.5, 4 * min(floors))  # the latter on a slow machine
+    assert min(times) < max(0.5, 6 * min(floors))  # the latter on a slow machine; PyTorch alone takes 18
 
 
 def _timed(code: str, *arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:

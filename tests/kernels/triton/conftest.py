@@ -50,15 +50,18 @@ def masks_are_boolean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the interpreter look through `triton.language` once a launch and module, and not at every call of a function.
+def made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter keep what it makes anew all the time: that would be most of the time of these tests.
 
-    That would be half of the time of these tests.
+    At every call of a function `triton.language` as it is inside of a kernel; at every operation the type of its
+    result, and a table of NumPy's types.
     """
+    from triton.language.core import block_type
     from triton.runtime import interpreter
 
-    patched: set[int] = set()
-    launch, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
+    patched, dtypes, blocks = set(), {}, {}
+    launch, patch, numpy_type = interpreter.GridExecutor.__call__, interpreter._patch_lang, interpreter._get_np_dtype
+    fill = block_type.__init__
 
     def launch_anew(self, *args, **kwargs):
         patched.clear()
@@ -70,5 +73,20 @@ def looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
         patched.add(id(fn.__globals__))
         return patch(fn)
 
+    def numpy_type_once(kind):
+        name = kind.scalar.name
+        if name not in dtypes:
+            dtypes[name] = numpy_type(kind)
+        return dtypes[name]
+
+    def fill_once(self, element_ty, shape):
+        sizes = element_ty.name, *(getattr(size, "value", size) for size in shape)
+        if sizes not in blocks:
+            fill(self, element_ty, shape)
+            blocks[sizes] = vars(self).copy()
+        vars(self).update(blocks[sizes])
+
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
     monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+    monkeypatch.setattr(interpreter, "_get_np_dtype", numpy_type_once)
+    monkeypatch.setattr(block_type, "__init__", fill_once)
