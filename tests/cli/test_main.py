@@ -42,14 +42,14 @@ def test_help_is_quick_and_needs_no_torch(arguments: str) -> None:
         "try: m.main(sys.argv[1:])\n"
         "except SystemExit as e: sys.exit(e.code or ('torch' in sys.modules and 77))"
     )
-    times, floors = [], []
+    pairs = []
     for _ in range(3):
         done, seconds = _timed(code, *arguments.split())
-        times.append(seconds)
-        floors.append(_timed("import cyclopts, rich.console")[1])
+        pairs.append((seconds, _timed("import cyclopts, rich.console")[1]))
         assert done.returncode == 0, done.stderr
         assert "Usage: octavo" in done.stdout
-    assert min(times) < max(0.5, 6 * min(floors))  # the latter on a slow machine; PyTorch alone takes 18
+    # The latter on a slow machine: of its own moment, because a machine that others share is not always as slow.
+    assert any(seconds < max(0.5, 4 * floor) for seconds, floor in pairs), pairs
 
 
 def _timed(code: str, *arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:

@@ -11,12 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from octavo.cli.main import app, main
+from octavo.cli.main import main
 from octavo.errors import CheckpointError, UnsupportedError
 from octavo.numerics import quantize
 from octavo.serving.run import export_run
-
-DIRECTORIES = "folded", "fp8 weights", "bf16", "gpt"
 
 
 @pytest.fixture(scope="module")
@@ -72,14 +70,14 @@ def test_what_cannot_be_exported(runs, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command(runs, tmp_path, capsys):
+def test_the_command(octavo, runs, tmp_path, capsys):
     out = tmp_path / "out"
-    assert app(["export", str(runs / "folded"), "--out", str(out)], result_action="return_value") == 0
+    assert octavo(["export", runs / "folded", "--out", out]) == 0
     said = capsys.readouterr().out
     assert "FP8          7 layers: weights by row, inputs by token" in said
     assert f"vllm serve {out}" in said and f"octavo eval {out} --run " in said
     flags = ["--overwrite", "--format", "plain", "--dtype", "float32", "--json"]
-    assert app(["export", str(runs / "folded"), "--out", str(out), *flags], result_action="return_value") == 0
+    assert octavo(["export", runs / "folded", "--out", out, *flags]) == 0
     assert json.loads(capsys.readouterr().out)["format"] == "plain"
 
 

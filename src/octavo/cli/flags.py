@@ -84,7 +84,7 @@ def with_flags_of(cls: type) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 
 def _flags(cls: type) -> Iterator[Flag]:
-    sections = {f.name: typing.get_type_hints(cls)[f.name] for f in dataclasses.fields(cls)}
+    sections = typing.get_type_hints(cls)
     seen = Counter(f.name for section in sections.values() for f in dataclasses.fields(section))
     for section_name, section in sections.items():
         hints, helps = typing.get_type_hints(section), field_docs(section)

@@ -15,7 +15,7 @@ from octavo.models.llama import Llama
 
 
 def build(config: ModelConfig, seed: int) -> nn.Module:
-    """Return a new model in FP32 on the CPU, or inside of a block of `torch.device` on that device.
+    """Return a new model in FP32 on the CPU, or in a block of `torch.device("meta")` one without values.
 
     One seed gives the same bits, whatever was drawn before; the global random state is left as it was.
     """

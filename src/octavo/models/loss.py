@@ -28,7 +28,7 @@ def check_length(tokens_BT: Tensor, sequence: int) -> int:
 def head_output(
     x_BTD: Tensor, head: nn.Linear, targets_BT: Tensor | None, by_sequence: bool = False, hits: bool = False
 ) -> Tensor:
-    """Return what a model does: the head's logits (B,T,V); with targets `head_loss`."""
+    """Return what a model gives: the head's logits (B,T,V), or with targets what `head_loss` makes of them."""
     if targets_BT is None:
         logits_BTV: Tensor = head(x_BTD)
         return logits_BTV

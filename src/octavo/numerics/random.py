@@ -35,8 +35,8 @@ def random_words(
     Args:
         seed: 64 bits; as an int64 tensor of one element it stays on its device.
         counter: int64, the low 32 bits of the counter.
-        stream: 32 bits: the second word of the counter.
-        step: 32 bits: the third.
+        stream: 32 bits: the second word of the counter; int64 where it is a tensor.
+        step: 32 bits: the third, likewise.
     """
     c0: Any = counter & _MASK
     c1, c2, c3 = cast(Any, stream), cast(Any, step), cast(Any, 0)  # one for all, until rounds have mixed them

@@ -50,6 +50,12 @@ def _distributed_cells(row: Row, first: Row | None) -> list[str]:
     return [*speed, *cost, f"{row['losses'][-1]:.4f}"]
 
 
+RANK_COLUMNS = [
+    column for column in STEP_COLUMNS if column[1] not in ("ratio_to_peer", "mfu_bf16", "fraction_of_floor")
+]
+"""As `STEP_COLUMNS`, without what is known of one GPU with all the work alone."""
+
+
 def rank(result: Result) -> str:
     """Return one line an implementation and number of ranks: a step of one rank alone, and where its time goes."""
     return "\n\n".join(_alone(rows) for rows in grouped(result.rows, "workload").values())
@@ -59,11 +65,6 @@ def _alone(rows: Sequence[Row]) -> str:
     header = f"**{rows[0]['workload']}**, {_model(rows[0])}"
     named = [row | {"ranks": str(row["ranks"])} for row in rows]
     return f"{header}\n\n{figures(('ranks', 'layout', 'implementation'), RANK_COLUMNS, named)}"
-
-
-RANK_COLUMNS = [
-    column for column in STEP_COLUMNS if column[1] not in ("ratio_to_peer", "mfu_bf16", "fraction_of_floor")
-]
 
 
 def reduce(result: Result) -> str:

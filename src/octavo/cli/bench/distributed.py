@@ -27,7 +27,7 @@ class Flags:
     workload: str = "llama-3-8b"
     """llama-3-8b, llama-8b-blocks (eight blocks of it) or tiny-model."""
     layout: Names = ("data",)
-    """data, tensor=N, pipeline=N or pipeline=N,fp8 (FP8 between stages); what ranks are left share the data."""
+    """data, tensor=N, pipeline=N or pipeline=N,fp8 (FP8 between stages), or several. A rank alone has no pipeline."""
     only: Names = ()
     """Implementations beside BF16; all where it is not given."""
     steps: int = 8

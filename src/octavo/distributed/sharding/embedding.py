@@ -150,7 +150,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _sums(rows: Tensor, values: Tensor, count: int) -> Tensor:
-    """Return for each of `count` rows the sum in FP32 of its values, of (S, D), added one by one as they come.
+    """Return for each of `count` rows the FP32 sum of its own of the values (S, D), added one by one as they come.
 
     From a rank with a lower number they come first: so the order is always the same.
     """

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo import kernels
-from octavo.distributed.sharding.weights import WeightShard, state_of_values
+from octavo.distributed.sharding.weights import WeightShard, place_of, state_of_values
 from octavo.kernels.weights import Stack, has_one_launch, quantize_stack
 from octavo.nn.weights import split_rows
 from octavo.numerics import PER_TENSOR, Quantized
@@ -137,7 +137,7 @@ class _Made(NamedTuple):
         It copies on a stream of its own, which waits for the current one when a forward pass begins.
         """
         values, states = [shard.held for shard in shards], [state_of_values(shard) for shard in shards]
-        stayed = before is not None and [_place(one) for one in states] == [_place(one) for one in before.states]
+        stayed = before is not None and [place_of(one) for one in states] == [place_of(one) for one in before.states]
         into, rows = (None, None) if before is None else before.stack
         stack = quantize_stack(values, shards[0].how.target, into, rows if stayed else None)
         parts = split_rows(stack.quantized, [len(held) for held in values])
@@ -174,9 +174,3 @@ def _found(members: Sequence[_Member]) -> list[tuple[_Member, WeightShard]]:
     """Return the members that are still there, with their shards."""
     pairs = [(member, member.find()) for member in members]
     return [(member, shard) for member, shard in pairs if shard is not None]
-
-
-def _place(state: tuple[Any, ...]) -> Any:
-    """Return where the values lie that have this state."""
-    _, _, (_, *place) = state
-    return place

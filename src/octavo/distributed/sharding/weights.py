@@ -194,6 +194,12 @@ def state_of_values(shard: WeightShard) -> tuple[Any, ...]:
     return _changes, *state_of([held.codes if isinstance(held, FP8Tensor) else held])
 
 
+def place_of(state: tuple[Any, ...]) -> Any:
+    """Return where the values lie that have this state."""
+    _, _, (_, *place) = state
+    return place
+
+
 def _filled_up(made: Quantized, rows: int) -> Quantized:
     height = made.granularity.rows
     scale = made.scale if height is None else _with_rows(made.scale, -(-rows // height))
