@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from octavo import strict
 from octavo.distributed import REDUCTIONS
@@ -257,7 +259,31 @@ def test_what_cannot_be_is_refused_before_anything_is_started(
 
 
 def test_every_reduction_can_be_named() -> None:
-    assert typing.get_args(typing.get_type_hints(ParallelConfig)["reduce"]) == REDUCTIONS
+    named, unsaid = typing.get_args(typing.get_type_hints(ParallelConfig)["reduce"])
+    assert typing.get_args(named) == REDUCTIONS and unsaid is type(None)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, "bf16"),
+        ({"gather": "stored"}, "fp32"),  # gradients are in FP32
+        ({"pipeline": 2}, "fp32"),  # sums of several gradients travel
+        ({"gather": "stored", "reduce": "bf16"}, "bf16"),
+        ({"reduce": "fp32"}, "fp32"),
+    ],
+)
+def test_by_default_a_reduction_loses_nothing(said: dict[str, Any], expected: str) -> None:
+    assert ParallelConfig(**said).reduction == expected
+
+
+def test_copies_of_one_rank_have_nothing_to_reduce() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "shard"))
+        assert Ranks(parallel=ParallelConfig(data=2), mesh=mesh).reduction() is None
+    finally:
+        dist.destroy_process_group()
 
 
 def test_all_ranks_measure_tensors_and_the_first_writes_them(two: tuple[RunConfig, Ended]) -> None:

@@ -5,6 +5,7 @@ from octavo.distributed.pipeline.stage import PipelineStage, given_loss
 from octavo.distributed.reduce import REDUCTIONS, reduction
 from octavo.distributed.reduce.hooks import set_reduction
 from octavo.distributed.reduce.scheme import Scheme
+from octavo.distributed.sharding.embedding import send_tokens
 from octavo.distributed.sharding.gathering import GatherPlan, ShardPlan
 from octavo.distributed.sharding.shard import BF16_GRADIENTS_POLICY, BF16_POLICY, shard
 from octavo.distributed.tensor_parallel.layers import ColumnParallel, Parallel, Replicated, RowParallel, tensor_parallel
@@ -36,6 +37,7 @@ __all__ = [
     "reduction",
     "save",
     "save_async",
+    "send_tokens",
     "set_reduction",
     "shard",
     "tensor_parallel",

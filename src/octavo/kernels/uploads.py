@@ -1,4 +1,4 @@
-"""Small tables that kernels read: made on the host, kept on the device for as long as they say the same."""
+"""From the host to the device, waiting for nothing: batches, and small tables that kernels read."""
 
 from __future__ import annotations
 
@@ -10,8 +10,20 @@ from torch import Tensor
 from octavo.errors import UnsupportedError
 
 
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the host on the device.
+
+    From memory that is not pinned the host would wait for all that the GPU was given before.
+    """
+    pinned = tensor.pin_memory() if device.type == "cuda" and not tensor.is_cuda else tensor
+    return pinned.to(device, non_blocking=True)
+
+
 class Uploads:
-    """Tables by name. No upload waits for the device, and one that a CUDA graph captures is good for every replay."""
+    """Tables by name, kept on the device for as long as they say the same.
+
+    No upload waits for the device, and one that a CUDA graph captures is good for every replay.
+    """
 
     def __init__(self) -> None:
         self._tables: dict[Hashable, tuple[Hashable, Tensor]] = {}
@@ -40,11 +52,10 @@ class Uploads:
         return table
 
     def _move(self, name: Hashable, table: Tensor, device: torch.device) -> Tensor:
-        pinned = table.pin_memory()
         spare = self._spare.get(name)
         if spare is None or spare.shape != table.shape:
-            self._spare[name] = torch.empty_like(pinned, pin_memory=True)
-        return pinned.to(device, non_blocking=True)
+            self._spare[name] = torch.empty_like(table, pin_memory=True)
+        return upload(table, device)
 
     def _capture(self, name: Hashable, table: Tensor, device: torch.device) -> Tensor:
         spare = self._spare.pop(name, None)

@@ -181,8 +181,8 @@ class ParallelConfig:
     """Order of the passes in a pipeline; all but `1f1b` have two stages a rank."""
     activations: Literal["bf16", "fp8", "stored"] = "bf16"
     """What activations are sent as between stages; `fp8` with a scale a token, `stored` as they are."""
-    reduce: Literal["fp32", "bf16", "bf16-plain", "fp8-block", "fp8-lm", "two-level"] = "fp32"
-    """How gradients are summed over the ranks that share a copy."""
+    reduce: Literal["fp32", "bf16", "bf16-plain", "fp8-block", "fp8-lm", "two-level"] | None = None
+    """How gradients are summed over the ranks that share a copy; by default `bf16` where that loses nothing."""
     gather: Literal["bf16", "stored"] = "bf16"
     """What parameters are gathered in that do not travel as FP8 codes; `stored`: as one process has them."""
     embedding: Literal["whole", "rows"] = "whole"
@@ -193,6 +193,17 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         _positive("parallel", self, "data", "tensor", "pipeline", "timeout")
         _within("parallel", self, "shard", low=0, high=2**31)
+
+    @property
+    def reduction(self) -> str:
+        """How gradients are summed over the ranks that share a copy, whether `reduce` says it or not.
+
+        Where parameters are gathered in BF16 gradients are computed in BF16, and summed in FP32 they lose nothing on
+        their way. In a pipeline it is sums of several that travel.
+        """
+        if self.reduce is not None:
+            return self.reduce
+        return "bf16" if self.gather == "bf16" and self.pipeline == 1 else "fp32"
 
     @property
     def splits_model(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from octavo.errors import ConfigError
+from octavo.kernels.uploads import upload
 from octavo.tensor import is_distributed
 from octavo.train import device as devices
 from octavo.train.config import ParallelConfig, RunConfig
@@ -209,11 +210,12 @@ class Ranks:
 
         All ranks call it.
         """
-        if self.mesh is None or self.parallel.reduce == "fp32":
+        name = self.parallel.reduction
+        if self.mesh is None or name == "fp32" or _shards(self.mesh) == 1:
             return None
         from octavo.distributed import reduction
 
-        return reduction(self.parallel.reduce, self._levels() if self.parallel.reduce == "two-level" else None)
+        return reduction(name, self._levels() if name == "two-level" else None)
 
     def shard(
         self, model: nn.Module, reduction: Scheme | None = None, *, reshard: bool | None = None
@@ -244,6 +246,14 @@ class Ranks:
             reshard_after_forward=reshard,
             reduce=reduction,
         )
+
+    def send_tokens(self, tokens: Tensor, device: torch.device, models: Sequence[nn.Module], parts: int) -> Tensor:
+        """Return tokens of the host on the device, for models that take them in so many parts."""
+        if self.mesh is None or self.parallel.embedding == "whole":
+            return upload(tokens, device)
+        from octavo.distributed import send_tokens
+
+        return send_tokens(tokens, device, *models, parts=parts)
 
     def _levels(self) -> DeviceMesh:
         """Return of the ranks that share shards the hosts, and those of a host."""
@@ -369,7 +379,7 @@ def _check(config: RunConfig, launch: Launch) -> None:
             "run.bf16_first_steps, run.bf16_last_share: on several ranks the weights of FP8 layers arrive as FP8 codes,"
             " in BF16 steps too. Leave both at 0, or train in one process."
         )
-    if parallel.reduce != "fp32" and shards == 1 and parallel.data > 1:
+    if parallel.reduce not in (None, "fp32") and shards == 1 and parallel.data > 1:
         raise ConfigError(
             f"parallel.reduce: '{parallel.reduce}' is for ranks that share the shards of a model, and with data ="
             f" {parallel.data} on {ranks} ranks none do: copies are summed in FP32. Take a smaller data, or 'fp32'."
@@ -396,6 +406,12 @@ def _copies(mesh: DeviceMesh) -> DeviceMesh:
     if mesh.ndim < 3:
         return mesh
     return mesh["shard"] if mesh["data"].size() == 1 else mesh["data", "shard"]
+
+
+def _shards(mesh: DeviceMesh) -> int:
+    """Return how many ranks share a copy."""
+    copies = _copies(mesh)
+    return copies.size(copies.ndim - 1)
 
 
 def _connection(timeout: timedelta) -> Store:

@@ -20,6 +20,7 @@ from octavo.data import TokenFiles
 from octavo.errors import CheckpointError, ConfigError
 from octavo.generators import generator_states, restore_generators
 from octavo.guard import Note
+from octavo.kernels.uploads import upload
 from octavo.monitor.source import Source, arrived, histograms_of, telemetry_of
 from octavo.nn.scales import scales
 from octavo.train import checkpoint
@@ -184,7 +185,10 @@ class Trainer:
         self._guarded.guard.before()
         lr = self._guarded.guard.lr(self._learning_rate())
         self._switch()
-        inputs_BT, targets_BT = (part.to(device, non_blocking=True) for part in next(self.setup.loader))
+        inputs_BT, targets_BT = next(self.setup.loader)
+        models = [lane.model for lane in self.setup.lanes]
+        inputs_BT = self.ranks.send_tokens(inputs_BT, device, models, run.accumulate)
+        targets_BT = upload(targets_BT, device)
         self.done += 1
         self.ranks.at(self.done)
         measured, watches = {}, {}

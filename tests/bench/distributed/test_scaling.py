@@ -174,7 +174,7 @@ def test_the_check_shows_what_was_measured(directory):
     row = {
         "workload": "llama-3-8b",
         "layout": "data",
-        "implementation": "octavo folded, fp8 states",
+        "implementation": "octavo folded, bf16 gradients, fp8 states",
         "ratio_to_bf16": 1.3,
     }
     row |= {"tokens_per_s_per_gpu": 12345.0, "peak_gib": 40.0, "wire_bytes": 1}

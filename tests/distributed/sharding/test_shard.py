@@ -1,5 +1,7 @@
 """Sharded models against the run of one process: codes and losses, bytes on the wire, and every kind of weight."""
 
+from unittest.mock import patch
+
 import pytest
 import ranks
 import torch
@@ -11,7 +13,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 import octavo
 from octavo import kernels
 from octavo.conversion import Policy
-from octavo.distributed import shard
+from octavo.distributed import send_tokens, shard
+from octavo.distributed.sharding import embedding
 from octavo.distributed.traffic import Traffic
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.nn.functional import target_of
@@ -88,6 +91,7 @@ def two_ranks(rank, count):
         "refused": refusals(),
         "books": books(rank, count),
         "rows": rows_only(rank, count),
+        "told": told(rank),
     }
 
 
@@ -143,17 +147,45 @@ def wire(rank, count):
 
 def rows_only(rank, count):
     """Return the bytes of an embedding's forward and backward pass, in BF16, and how often others were waited for."""
-    embedding = nn.Sequential(nn.Embedding(1000, 64))
-    shard(embedding, blocks=[], by_rows=[embedding[0]])
+    net = nn.Sequential(nn.Embedding(1000, 64))
+    shard(net, blocks=[], by_rows=[net[0]])
     with Traffic() as traffic:
-        out = embedding(torch.tensor([[0, 999, 5, 0], [999, 7, 0, 0]]))
+        out = net(torch.tensor([[0, 999, 5, 0], [999, 7, 0, 0]]))
         out.sum().backward()
-    said = ranks.refusal(ConfigError, lambda: embedding(torch.tensor([3, 1000])))
-    none = embedding(torch.zeros(0, dtype=torch.int32))
+    said = ranks.refusal(ConfigError, lambda: net(torch.tensor([3, 1000])))
+    none = net(torch.zeros(0, dtype=torch.int32))
     none.sum().backward()
     shapes = [*none.shape, *out.shape]
     bytes = traffic.bytes["all_to_all"]
     return {"bytes": bytes, "dtype": str(out.dtype), "kinds": sorted(traffic.calls), "said": said, "shapes": shapes}
+
+
+def told(rank):
+    """Return how often an embedding asks for rows in forward passes whose tokens it was told, and what is unlike."""
+    net = nn.Sequential(nn.Embedding(1000, 64))
+    shard(net, blocks=[], by_rows=[net[0]])
+    tokens = torch.randint(0, 1000, (4, 9), generator=torch.Generator().manual_seed(rank))
+    expected = [net(part) for part in tokens.chunk(2)]
+    asked, look_up = [0], embedding._look_up
+
+    def counting(*arguments):
+        asked[-1] += 1
+        return look_up(*arguments)
+
+    sent = send_tokens(tokens, tokens.device, net, parts=2)
+    with patch.object(embedding, "_look_up", counting):
+        found = [net(part) for part in reversed(sent.chunk(2))][::-1]
+        kept = len(net[0].ahead)
+        asked.append(0)
+        again = net(sent[:2])  # each is told of once
+        asked.append(0)
+        sent = send_tokens(tokens, tokens.device, net, parts=2)  # asks for two parts
+        sent.remainder_(500)
+        other = net(sent[:2])  # no longer what was told
+    same = [*map(torch.equal, found, expected), torch.equal(again, expected[0])]
+    rows = net[0].weight.full_tensor().detach()
+    same.append(torch.equal(other, rows[tokens[:2]].bfloat16()))
+    return {"asked": asked, "kept": kept, "same": same}
 
 
 def quantised_once(rank, count):
@@ -331,6 +363,12 @@ def test_an_embedding_sends_the_rows_that_are_looked_up_and_no_others(two):
     rows, numbers, counts = (6 + 4) * 64 * 2, (6 + 4) * 8, (2 + 2) * 8
     assert two[0]["rows"]["kinds"] == ["all_to_all"] and two[0]["rows"]["dtype"] == "torch.bfloat16"
     assert sum(found["rows"]["bytes"] for found in two) == 2 * rows + numbers + counts
+
+
+def test_an_embedding_that_was_told_of_tokens_asks_for_nothing_more(two):
+    for found in two:
+        told = found["told"]
+        assert told["asked"] == [0, 1, 3] and told["kept"] == 0 and told["same"] == [True] * 4
 
 
 def test_books_roll_with_their_own_model(two):

@@ -96,7 +96,7 @@ SCHEMES = {
     "fp8": Scheme(
         about="FP8 weights, BF16 gradients",
         implementation="octavo folded",
-        measured_as="octavo folded, fp8 states",
+        measured_as="octavo folded, bf16 gradients, fp8 states",
         states="fp8",
         weight="bfloat16",
         gradient="bfloat16",

@@ -66,14 +66,17 @@ def implementations() -> dict[str, Implementation]:
                 name="torchao tensorwise, FP8 gather", convert=_convert_torchao, after_step=_precompute_scales
             )
         )
-    found += [_octavo("folded"), _octavo("folded_fast"), _octavo("folded", ", fp8 states", optimizer=_fp8_states)]
-    found.append(_octavo("folded", ", bf16 gradients", shard=_shard_bf16_gradients))
+    found += [_octavo("folded"), _octavo("folded_fast")]
+    by_default: dict[str, Any] = {"shard": _shard_bf16_gradients}
+    found.append(_octavo("folded", ", bf16 gradients", **by_default))
+    found.append(_octavo("folded", ", bf16 gradients, fp8 states", **by_default, optimizer=_fp8_states))
     with_head = partial(_convert, recipe="folded_fast", fp8_head=True)
-    found.append(_octavo("folded_fast", ", fp8 head, bf16 gradients", convert=with_head, shard=_shard_bf16_gradients))
+    found.append(_octavo("folded_fast", ", fp8 head, bf16 gradients", **by_default, convert=with_head))
+    lean: dict[str, Any] = {"convert": partial(_convert, recipe="folded", activation_inputs="fp8", norm_inputs="fp8")}
+    found.append(_octavo("folded", ", bf16 gradients (lean)", **by_default, **lean, optimizer=_fp8_states))
     sends_least: dict[str, Any] = {"shard": _shard_fewest_bytes, "optimizer": _fp8_states}
-    lean = partial(_convert, recipe="folded", activation_inputs="fp8", norm_inputs="fp8")
     found.append(_octavo("folded", ", fp8-block", **sends_least))
-    found.append(_octavo("folded", ", fp8-block (lean)", **sends_least, convert=lean))
+    found.append(_octavo("folded", ", fp8-block (lean)", **sends_least, **lean))
     return {implementation.name: implementation for implementation in found}
 
 
@@ -90,7 +93,7 @@ def _convert(model: nn.Module, recipe: str, *, fp8_head: bool = False, **policy_
 
 
 def _shard_bf16_gradients(model: Sharded, mesh: DeviceMesh, **options: Any) -> None:
-    """Gradients on the wire as they are computed, in BF16; sums in FP32."""
+    """As a run does it by default: gradients on the wire as they are computed, in BF16; sums in FP32."""
     shard(model, mesh, reduce="bf16", mp_policy=_policy(model), **options)
 
 

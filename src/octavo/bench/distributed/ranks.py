@@ -35,7 +35,7 @@ def process_group(alone_of: int | None = None) -> Iterator[torch.device]:
     if alone_of is not None:
         join_alone(alone_of)
     else:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
     try:
         yield device
         dist.barrier()

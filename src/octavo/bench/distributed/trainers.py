@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from octavo.bench.distributed.implementations import Implementation
-from octavo.distributed import tensor_parallel
+from octavo.distributed import send_tokens, tensor_parallel
 from octavo.distributed.pipeline.run import Pipeline
 from octavo.distributed.pipeline.schedules import SCHEDULES
 from octavo.distributed.pipeline.stage import Sent
+from octavo.kernels.uploads import upload
 from octavo.models.config import ModelConfig
 from octavo.models.llama import Llama
 from octavo.models.stages import stages
@@ -55,14 +56,17 @@ class Trainer(Protocol):
         """The blocks among them."""
 
     def step(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor | None:
-        """Go forward and backward over the data-parallel rank's sequences; the mean loss, where this rank has it."""
+        """Go forward and backward over the data-parallel rank's sequences, which the host has.
+
+        Return the mean loss, where this rank has it.
+        """
 
 
 def part_of_batch(config: ModelConfig, sequences: int, step: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
-    """Return the tokens and targets (B, T) of this data-parallel rank, of a step of so many sequences in all."""
+    """Return the host's tokens and targets (B, T) of this data-parallel rank, of a step of so many sequences in all."""
     generator = torch.Generator().manual_seed(step)
     moves = torch.randint(0, min(VOCABULARY_USED, config.vocab), (sequences, config.sequence + 1), generator=generator)
-    tokens = moves.cumsum(1).remainder(config.vocab).chunk(mesh.size())[mesh.get_local_rank()].to(mesh.device_type)
+    tokens = moves.cumsum(1).remainder(config.vocab).chunk(mesh.size())[mesh.get_local_rank()]
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -91,11 +95,14 @@ class Whole:
 
     def __init__(self, model: Llama, implementation: Implementation, data: DeviceMesh) -> None:
         implementation.shard(model, data)
+        self._device = next(model.parameters()).device
         self.model, self.modules, self.blocks = model, [model], list(model.layers)
 
     def step(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """One sequence after the other; each one's gradients are reduced, as FSDP2 does it by itself."""
         losses = []
+        tokens_BT = send_tokens(tokens_BT, self._device, self.model, parts=len(tokens_BT))
+        targets_BT = upload(targets_BT, self._device)
         for tokens_1T, targets_1T in zip(tokens_BT.split(1), targets_BT.split(1), strict=True):
             loss = self.model(tokens_1T, targets_1T) / len(tokens_BT)
             loss.backward()
@@ -109,14 +116,14 @@ class Staged:
     def __init__(self, model: Llama, implementation: Implementation, layout: Layout, mesh: DeviceMesh) -> None:
         place = mesh["pipeline"].get_local_rank()
         part = stages(model, layout.stages)[place]
-        weight = model.tok_embeddings.weight
+        self._device = model.tok_embeddings.weight.device
         implementation.shard(part, mesh["data"], reshard_after_forward=False)
         self.modules, self.blocks = [part], list(part.layers)
         self._pipeline = Pipeline(
             {place: part},
             SCHEDULES["1f1b"],
             mesh.get_group("pipeline"),
-            device=weight.device,
+            device=self._device,
             width=model.config.dim,
             stream=torch.bfloat16,
             sent=layout.sent,
@@ -124,4 +131,6 @@ class Staged:
 
     def step(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor | None:
         """One micro-batch a sequence."""
-        return self._pipeline.step(tokens_BT, targets_BT, len(tokens_BT))
+        parts = len(tokens_BT)
+        tokens_BT = send_tokens(tokens_BT, self._device, *self.modules, parts=parts)
+        return self._pipeline.step(tokens_BT, upload(targets_BT, self._device), parts)

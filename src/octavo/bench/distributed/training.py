@@ -20,6 +20,7 @@ from octavo.bench.distributed.trainers import Layout, lay_out, part_of_batch
 from octavo.bench.implementations import BF16
 from octavo.bench.results import failure
 from octavo.bench.speed.profile import profile
+from octavo.bench.timing import milliseconds, synchronize
 from octavo.distributed.traffic import Traffic
 from octavo.errors import ConfigError, did_you_mean
 from octavo.models.config import ModelConfig
@@ -86,8 +87,10 @@ class Work:
 def bench_distributed(work: Work, report: Callable[[Row], None] = lambda row: None) -> list[Row]:
     """Return a row a layout and implementation. Every rank of `torchrun` must call this; rank 0 alone gets rows.
 
-    On a GPU a row says, too, where the time of rank 0 goes: `gemm_ms`, `attention_ms`, `elementwise_ms`,
-    `optimizer_ms`, `communication_ms`, `idle_ms`. Kernels that run beside each other count in each part.
+    `ms` is of steps one after another, as in a run: the host is ahead of the GPU, if it can be. `waited_ms` is of steps
+    that each begin when all ranks have ended the one before, as in a run that reads its loss after each. On a GPU a row
+    says, too, where the time of rank 0 goes: `gemm_ms`, `attention_ms`, `elementwise_ms`, `optimizer_ms`,
+    `communication_ms`, `idle_ms`. Kernels that run beside each other count in each part.
 
     Raises:
         ConfigError: an unknown workload or implementation, or a layout that the ranks cannot have.
@@ -152,50 +155,71 @@ def _tried(workload: Workload, implementation: Implementation, layout: Layout, w
 def _measure(
     workload: Workload, implementation: Implementation, layout: Layout, work: Work, device: torch.device
 ) -> Row:
-    ranks, steps = dist.get_world_size(), work.steps
+    ranks = dist.get_world_size()
     if layout.stages > 1 and work.alone_of is not None:
         raise ConfigError("a rank alone has no other stages to talk to: measure a pipeline by torchrun.")
     if ranks % (layout.tensor * layout.stages):
         raise ConfigError(f"{ranks} ranks cannot be shared by {layout}.")
-    sequences = workload.sequences * ranks
-    trainer, data = lay_out(workload.model, implementation, layout, device)
-    optimizer = implementation.optimizer([pair for module in trainer.modules for pair in module.named_parameters()])
-
-    def step(number: int) -> Tensor | None:
-        loss = trainer.step(*part_of_batch(workload.model, sequences, number, data))
-        optimizer.step()
-        optimizer.zero_grad()
-        for module in trainer.modules:
-            implementation.after_step(module)
-        return loss
-
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    times, losses = [], []
-    with _compiled(trainer.blocks) if workload.compile else contextlib.nullcontext(), spared(device) as after_step:
-        for number in range(WARM_UP + steps):
-            began = _synchronized(device)
-            loss = step(number)
-            times.append(_synchronized(device) - began)
-            after_step()
-            losses.append(_mean_of_ranks(loss, device))
+    training = _Training(workload, implementation, layout, device, WARM_UP + 2 * work.steps + PROFILED + 1)
+    with _compiled(training.blocks) if workload.compile else contextlib.nullcontext():
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        timed = _time(training, work.steps, device)
         peak = _largest(torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0, device)
-        ahead = iter(range(WARM_UP + steps, WARM_UP + steps + PROFILED))
-        profiled = profile(lambda: step(next(ahead)), PROFILED) if device.type == "cuda" else None
-    seconds = statistics.median(times[WARM_UP:])
+        profiled = profile(training.step, PROFILED) if device.type == "cuda" else None
     return {
-        "tokens": workload.model.sequence * sequences,
-        "ms": 1e3 * seconds,
-        "ms_all": [round(1e3 * time, 2) for time in times],
-        "tokens_per_s_per_gpu": workload.model.sequence * workload.sequences / seconds,
-        **({} if profiled is None else profiled.spent(1e3 * seconds)),
+        "tokens": workload.model.sequence * workload.sequences * ranks,
+        **timed,
+        "tokens_per_s_per_gpu": workload.model.sequence * workload.sequences / timed["ms"] * 1e3,
+        **({} if profiled is None else profiled.spent(timed["ms"])),
         "peak_gib": peak,
-        **({} if work.alone_of else _traffic(lambda: step(WARM_UP + steps + PROFILED), device)),
-        "losses": losses,
+        **({} if work.alone_of else _traffic(training.step, device)),
+        "losses": [_mean_of_ranks(loss, device) for loss in training.losses[: WARM_UP + work.steps]],
     }
 
 
-def _traffic(step: Callable[[], object], device: torch.device) -> Row:
+class _Training:
+    """An implementation that trains a workload in a layout."""
+
+    def __init__(
+        self, workload: Workload, implementation: Implementation, layout: Layout, device: torch.device, steps: int
+    ) -> None:
+        """Be ready for so many steps: what makes batches takes no part of their time."""
+        self._trainer, data = lay_out(workload.model, implementation, layout, device)
+        named = [pair for module in self._trainer.modules for pair in module.named_parameters()]
+        self._optimizer, self._after_step = implementation.optimizer(named), implementation.after_step
+        sequences = workload.sequences * dist.get_world_size()
+        self._batches = iter([part_of_batch(workload.model, sequences, number, data) for number in range(steps)])
+        self.blocks = self._trainer.blocks
+        self.losses: list[Tensor | None] = []
+        """Of each step, on the device; None on ranks that have none."""
+
+    def step(self) -> None:
+        """Train on the next batch."""
+        self.losses.append(self._trainer.step(*next(self._batches)))
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        for module in self._trainer.modules:
+            self._after_step(module)
+
+
+def _time(training: _Training, steps: int, device: torch.device) -> Row:
+    """Return what a step takes: steps one after another, and steps that are waited for."""
+    with spared(device) as after_step:
+        for _ in range(WARM_UP):
+            training.step()
+            after_step()
+        _wait_for_all(device)
+        times = milliseconds(training.step, device.type, steps)
+        waited = [_waited(training.step, device) for _ in range(steps)]
+    return {
+        "ms": statistics.median(times),
+        "ms_all": [round(time, 2) for time in times],
+        "waited_ms": statistics.median(waited),
+    }
+
+
+def _traffic(step: Callable[[], None], device: torch.device) -> Row:
     """Return the bytes on the wire of a step whose blocks are not compiled."""
     with Traffic() as traffic:
         step()
@@ -214,12 +238,18 @@ def _compiled(blocks: Sequence[nn.Module]) -> Iterator[None]:
         block.forward = forward
 
 
-def _synchronized(device: torch.device) -> float:
-    """Wait for all ranks, and return the time."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+def _waited(step: Callable[[], None], device: torch.device) -> float:
+    """Return the milliseconds of a step that begins when all ranks have ended the one before."""
+    _wait_for_all(device)
+    began = time.perf_counter()
+    step()
+    _wait_for_all(device)
+    return 1e3 * (time.perf_counter() - began)
+
+
+def _wait_for_all(device: torch.device) -> None:
+    synchronize(device.type)
     dist.barrier()
-    return time.perf_counter()
 
 
 def _mean_of_ranks(loss: Tensor | None, device: torch.device) -> float:

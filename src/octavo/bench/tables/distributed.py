@@ -26,7 +26,8 @@ def _of_workload(rows: Sequence[Row]) -> str:
     for (layout,), of_layout in grouped(rows, "layout").items():
         first = next((row for row in of_layout if "error" not in row), None)
         body += [(layout, row["implementation"], *_distributed_cells(row, first)) for row in of_layout]
-    titles = ("tokens/s/GPU", "times BF16's speed", "peak GiB", "GB on the wire", "memory", "wire", "last loss")
+    speed = "tokens/s/GPU", "times BF16's speed", "with a wait after each step"
+    titles = (*speed, "peak GiB", "GB on the wire", "memory", "wire", "last loss")
     header = f"**{rows[0]['workload']}**, {_setting(rows[0])}"
     return f"{header}\n\n{table(('layout', 'implementation', *titles), body)}"
 
@@ -43,11 +44,16 @@ def _model(row: Row) -> str:
 
 def _distributed_cells(row: Row, first: Row | None) -> list[str]:
     if "error" in row or first is None:
-        return [f"failed: {row['error']}", *[""] * 6]
+        return [f"failed: {row['error']}", *[""] * 7]
     less = [f"{100 * (row[key] / first[key] - 1):+.0f} %" if first[key] else "" for key in ("peak_gib", "wire_bytes")]
-    speed = [f"{row['tokens_per_s_per_gpu']:,.0f}", f"{row['ratio_to_bf16']:.2f}"]
+    speed = [f"{row['tokens_per_s_per_gpu']:,.0f}", f"{row['ratio_to_bf16']:.2f}", _waited(row, first)]
     cost = [f"{row['peak_gib']:.1f}", f"{row['wire_bytes'] / 1e9:.1f}", *(["", ""] if row is first else less)]
     return [*speed, *cost, f"{row['losses'][-1]:.4f}"]
+
+
+def _waited(row: Row, first: Row) -> str:
+    """Return the ratio of speeds of steps that each begin when the one before has ended on all ranks."""
+    return f"{first['waited_ms'] / row['waited_ms']:.2f}" if "waited_ms" in row else ""
 
 
 RANK_COLUMNS = [

@@ -69,7 +69,7 @@ class Pipeline:
             The mean loss in nats a token, not scaled, FP32, shape (); None where the last stage is another rank's.
         """
         self._losses, self._scaled = [], scaled
-        first = (tokens_BT,) if 0 in self.stages else ()
+        first = (tokens_BT.contiguous(),) if 0 in self.stages else ()  # its strides are checked against those of a part
         last = {"targets_BT": targets_BT, "target": targets_BT} if self.has_last else {}
         self._schedule_for(parts, tokens_BT.shape).step(*first, **last, return_outputs=False)
         return torch.stack(self._losses).sum() if self.has_last else None

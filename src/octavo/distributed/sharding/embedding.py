@@ -5,15 +5,16 @@
 
 A micro-batch looks up far fewer rows than a vocabulary has: of 8192 tokens and 128256 rows at most 6 %. Rows that are
 sent are those that a gather of all would give, to the bit, and so is the gradient that each rank makes of its tokens;
-that of rows which nobody looked up is zero. How many rows go where is known to no one before: once in a forward pass
-the processor waits for a few numbers, while FSDP2 waits for nothing.
+that of rows which nobody looked up is zero. How many rows go where is known to no one before: the host waits for a few
+numbers once in a forward pass, and with it for all that the GPU was given before, or ranks tell each other on the host,
+which has the tokens before the GPU does (`send_tokens`).
 
 U rows that this rank looks up, S rows that it sends, D dim, n ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -25,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.kernels.uploads import upload
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,24 @@ class _Sent(NamedTuple):
     """How many of its own U each rank has."""
 
 
+class _Lookup(NamedTuple):
+    """What a forward pass has to know of its tokens."""
+
+    place: Tensor
+    """Shape of the tokens, int64: of each, which of the U rows it is."""
+    sent: _Sent
+
+    def on(self, device: torch.device) -> _Lookup:
+        """Return the same on the device."""
+        return _Lookup(upload(self.place, device), self.sent._replace(rows=upload(self.sent.rows, device)))
+
+
 class EmbeddingByRows(nn.Embedding):
     """An `nn.Embedding` whose weight is a DTensor, sharded by rows. All ranks must call it equally often."""
 
     by_rows: Rows
+    ahead: dict[Hashable, tuple[Tensor, _Lookup]]
+    """What is known of tokens that are still to come, which are kept: no others shall take their place in memory."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # the number of rows is a number of the processor's
     def forward(self, input: Tensor) -> Tensor:
@@ -71,10 +87,54 @@ class EmbeddingByRows(nn.Embedding):
         Raises:
             ConfigError: a token is not one of the rows; the other ranks wait for this one then.
         """
-        looked_up, place = torch.unique(input.long(), return_inverse=True)
+        _, known = self.ahead.pop(_identity(input), (None, None))
+        place, sent = _look_up(input, self.by_rows) if known is None else known
         weight = cast(DTensor, self.weight).to_local()
-        rows = _Exchange.apply(weight, _ask(looked_up, self.by_rows), self.by_rows)  # type: ignore[no-untyped-call]
+        rows = _Exchange.apply(weight, sent, self.by_rows)  # type: ignore[no-untyped-call]
         return F.embedding(place, rows)
+
+
+def send_tokens(tokens: Tensor, device: torch.device, *models: nn.Module, parts: int = 1) -> Tensor:
+    """Return tokens of the host on the device of models, whose next forward passes then wait for nothing.
+
+    Without it an embedding whose rows are sent has the host wait for the GPU in each forward pass; other models need
+    nothing of it. All ranks must call it, for tokens that they go forward with next.
+
+    Args:
+        tokens: (B, T), on the CPU.
+        parts: equal parts of the batch, as `chunk` makes them, that each have a forward pass.
+
+    Raises:
+        ConfigError: a token is not one of the rows; or the process group cannot talk on the host.
+    """
+    sent = upload(tokens, device)
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, EmbeddingByRows):
+                pairs = zip(sent.chunk(parts), tokens.chunk(parts), strict=True)
+                module.ahead = {
+                    _identity(part): (part, _look_up(same, module.by_rows).on(device)) for part, same in pairs
+                }
+    return sent
+
+
+def _identity(tokens: Tensor) -> Hashable:
+    """Return what tells tokens from any others that there are now, and from what was written in their place."""
+    return tokens.data_ptr(), tokens.shape, tokens.stride(), tokens._version
+
+
+def _look_up(tokens: Tensor, how: Rows) -> _Lookup:
+    """Ask for the rows of tokens, wherever they lie."""
+    looked_up, place = torch.unique(tokens.long(), return_inverse=True)
+    try:
+        return _Lookup(place, _ask(looked_up, how))
+    except RuntimeError as error:
+        if "No backend type associated with device type cpu" not in str(error):
+            raise
+        raise ConfigError(
+            "send_tokens: ranks tell each other on the host which rows they want, and their process group has no"
+            ' backend for it: torch.distributed.init_process_group("cpu:gloo,cuda:nccl").'
+        ) from error
 
 
 def send_rows(module: nn.Embedding, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
@@ -102,7 +162,8 @@ def send_rows(module: nn.Embedding, mesh: DeviceMesh, dtype: torch.dtype | None)
     held = DTensor.from_local(own, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
     module.weight = nn.Parameter(held, requires_grad=whole.requires_grad)
     module.__class__ = EmbeddingByRows  # as `fully_shard` does: hooks and references stay
-    cast(EmbeddingByRows, module).by_rows = rows
+    made = cast(EmbeddingByRows, module)
+    made.by_rows, made.ahead = rows, {}
 
 
 def _device(mesh: DeviceMesh) -> torch.device:
