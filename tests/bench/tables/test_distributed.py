@@ -3,7 +3,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from octavo.bench.results import Result
-from octavo.bench.tables.distributed import distributed, rank
+from octavo.bench.tables.distributed import distributed, distributed_summary, rank
+from octavo.bench.tables.rows import Row
 
 MakeResult = Callable[..., Result]
 OF_ALL = {
@@ -15,22 +16,38 @@ OF_ALL = {
 }
 
 
-def test_a_line_an_implementation_beside_the_first(result: MakeResult) -> None:
-    keys = ("implementation", "tokens_per_s_per_gpu", "ratio_to_bf16", "peak_gib", "wire_bytes", "losses")
+def measured(name: str, speed: float, ratio: float, gib: float, wire: int, loss: float, **more: object) -> Row:
+    row = {"implementation": name, "tokens_per_s_per_gpu": speed, "ratio_to_bf16": ratio, "peak_gib": gib}
+    return OF_ALL | row | {"wire_bytes": wire, "losses": [5.0, loss]} | more
+
+
+def test_a_line_an_implementation_beside_bf16_of_its_run(result: MakeResult) -> None:
     rows = [
-        OF_ALL | dict(zip(keys, ("bf16", 10000.4, 1, 60.0, 46_600_000_000, [5.0, 4.0]), strict=True)),
-        OF_ALL | dict(zip(keys, ("octavo", 15000.0, 1.5, 33.0, 17_242_000_000, [5.0, 4.00004]), strict=True)),
+        measured("bf16", 10000.4, 1, 60.0, 46_600_000_000, 4.0, waited_ms=800.0),
+        measured("octavo", 15000.0, 1.5, 33.0, 17_242_000_000, 4.00004, waited_ms=600.0),
         OF_ALL | {"implementation": "other", "error": "OutOfMemoryError: full"},
-        OF_ALL | {"layout": "tensor 2"} | dict(zip(keys, ("bf16", 9000.0, 1, 60.0, 1, [5.0, 4.1]), strict=True)),
+        measured("bf16", 9999.0, 1, 60.0, 20_000_000_000, 4.0, waited_ms=900.0),
+        measured("octavo", 15000.0, 1.5, 30.0, 10_000_000_000, 4.0, waited_ms=600.0),
+        measured("bf16", 9000.0, 1, 60.0, 1, 4.1, layout="tensor 2"),
     ]
     title, _, *lines = distributed(result("distributed", *rows)).splitlines()
     assert title.startswith("**8b**, 32 layers") and "4 GPUs" in title and "compiled" in title
     assert lines[2:] == [
-        "| data | bf16 | 10,000 | 1.00 | 60.0 | 46.6 |  |  | 4.0000 |",
-        "| data | octavo | 15,000 | 1.50 | 33.0 | 17.2 | -45 % | -63 % | 4.0000 |",
-        "| data | other | failed: OutOfMemoryError: full |  |  |  |  |  |  |",
-        "| tensor 2 | bf16 | 9,000 | 1.00 | 60.0 | 0.0 |  |  | 4.1000 |",
+        "| data | bf16 | 10,000 | 1.00 | 1.00 | 60.0 | 46.6 |  |  | 4.0000 |",
+        "| data | octavo | 15,000 | 1.50 | 1.33 | 33.0 | 17.2 | -45 % | -63 % | 4.0000 |",
+        "| data | other | failed: OutOfMemoryError: full |  |  |  |  |  |  |  |",
+        "| data | bf16 | 9,999 | 1.00 | 1.00 | 60.0 | 20.0 |  |  | 4.0000 |",
+        "| data | octavo | 15,000 | 1.50 | 1.50 | 30.0 | 10.0 | -50 % | -50 % | 4.0000 |",
+        "| tensor 2 | bf16 | 9,000 | 1.00 |  | 60.0 | 0.0 |  |  | 4.1000 |",
     ]
+
+
+def test_a_summary_leaves_out_what_is_cut(result: MakeResult) -> None:
+    blocks = [
+        measured("bf16", 9000.0, 1, 60.0, 1, 4.1, workload="blocks", layout=layout) for layout in ("data", "tensor 2")
+    ]
+    text = distributed_summary(result("distributed", measured("bf16", 10000.4, 1, 60.0, 1, 4.0), *blocks))
+    assert "**8b**" in text and "blocks**" not in text
 
 
 def test_a_rank_alone_says_where_its_time_goes(result: MakeResult) -> None:

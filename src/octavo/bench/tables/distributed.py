@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from octavo.bench.implementations import BF16
 from octavo.bench.results import Result
 from octavo.bench.tables.markdown import table
 from octavo.bench.tables.rows import Row, figures, grouped
@@ -11,21 +12,25 @@ from octavo.bench.tables.speed import STEP_COLUMNS
 
 
 def distributed(result: Result) -> str:
-    """Return one line a layout and implementation: speed, memory, bytes on the wire and loss, beside the first's."""
+    """Return one line a layout and implementation: speed, memory, bytes on the wire and loss, beside BF16 above it."""
     return "\n\n".join(_of_workload(rows) for rows in grouped(result.rows, "workload").values())
 
 
 def distributed_summary(result: Result) -> str:
-    """Return the same of what is not cut, by the compiled workloads."""
-    plain = [row for row in result.rows if row["layout"] == "data" and row["compiled"]]
-    return "\n\n".join(_of_workload(rows) for rows in grouped(plain, "workload").values())
+    """Return the same of workloads that nobody cut."""
+    workloads = grouped(result.rows, "workload").values()
+    whole = [rows for rows in workloads if all(row["layout"] == "data" for row in rows)]
+    return "\n\n".join(_of_workload(rows) for rows in whole)
 
 
 def _of_workload(rows: Sequence[Row]) -> str:
     body = []
     for (layout,), of_layout in grouped(rows, "layout").items():
-        first = next((row for row in of_layout if "error" not in row), None)
-        body += [(layout, row["implementation"], *_distributed_cells(row, first)) for row in of_layout]
+        first = None
+        for row in of_layout:
+            if row["implementation"] == BF16:  # of this run: there may be several
+                first = None if "error" in row else row
+            body.append((layout, row["implementation"], *_distributed_cells(row, first)))
     speed = "tokens/s/GPU", "times BF16's speed", "with a wait after each step"
     titles = (*speed, "peak GiB", "GB on the wire", "memory", "wire", "last loss")
     header = f"**{rows[0]['workload']}**, {_setting(rows[0])}"
