@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 import octavo
 from octavo import kernels
 from octavo.conversion import Policy
-from octavo.distributed import send_tokens, shard
+from octavo.distributed import BF16_GRADIENTS_POLICY, BF16_POLICY, send_tokens, shard
 from octavo.distributed.sharding import embedding
 from octavo.distributed.traffic import Traffic
 from octavo.errors import ConfigError, UnsupportedError
@@ -92,6 +92,7 @@ def two_ranks(rank, count):
         "books": books(rank, count),
         "rows": rows_only(rank, count),
         "told": told(rank),
+        "lossless": [lossless(rank, count, weights) for weights in ("as_they_are", "fp8")],
     }
 
 
@@ -224,6 +225,18 @@ def reduced(rank, count):
         gradients.append(torch.cat([local(p.grad).flatten() for p in model.parameters()]))
     error = (gradients[1] - gradients[0]).norm() / gradients[0].norm()
     return {"kinds": sorted(traffic.bytes), "error": error.item()}
+
+
+def lossless(rank, count, weights):
+    """Return whether gradients that travel in BF16 have the sums of those in FP32: of two, no order can tell."""
+    gradients = []
+    for how in ({"mp_policy": BF16_POLICY}, {"mp_policy": BF16_GRADIENTS_POLICY, "reduce": "bf16"}):
+        model = llama(policy=Policy(min_gain=0, weights=weights))
+        shard(model, **how)
+        tokens, targets = batch(0, count)
+        loss_of(model, tokens[rank : rank + 1], targets[rank : rank + 1]).backward()
+        gradients.append({name: local(p.grad) for name, p in model.named_parameters()})
+    return all(torch.equal(gradients[1][name], gradient) for name, gradient in gradients[0].items())
 
 
 def written(rank, count):
@@ -389,6 +402,10 @@ def test_what_is_loaded_is_gathered(two):
 
 def test_a_write_is_seen(two):
     assert two[0]["written"]
+
+
+def test_gradients_in_bf16_lose_nothing_on_their_way(two):
+    assert [found["lossless"] for found in two] == [[True, True]] * 2
 
 
 def test_gradients_are_reduced_by_a_scheme(two):

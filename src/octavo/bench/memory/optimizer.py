@@ -212,7 +212,7 @@ def _update_error(case: Case, device: str) -> float:
 
 
 def _time(call: Callable[[], Any], device: str, repeats: int) -> float:
-    warm_up(call, device, seconds=0.05)
+    warm_up(call, device, calls=1, seconds=0.05)
     return round(statistics.median(milliseconds(call, device, repeats, queued=True)), 4)
 
 
