@@ -51,7 +51,7 @@ def refusal(kinds: type[Exception] | tuple[type[Exception], ...], call: Callable
     return str(error.value)
 
 
-def run(function: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 120) -> list[Any]:
+def run(function: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 240) -> list[Any]:
     """Return `function(rank, ranks, *arguments)` of each rank.
 
     Args:

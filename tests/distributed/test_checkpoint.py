@@ -140,12 +140,12 @@ def folder():
 
 @pytest.fixture(scope="module")
 def written(folder):
-    return ranks.run(write, 2, folder, timeout=240)
+    return ranks.run(write, 2, folder)
 
 
 @pytest.fixture(scope="module")
 def on_four(written, folder):
-    return ranks.run(read, 4, folder, timeout=240)
+    return ranks.run(read, 4, folder)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -316,12 +316,12 @@ def uneven(rank, count):
 
 @pytest.fixture(scope="module")
 def two():
-    return ranks.run(two_ranks, 2, timeout=240)
+    return ranks.run(two_ranks, 2)
 
 
 @pytest.fixture(scope="module")
 def four():
-    return ranks.run(four_ranks, 4, timeout=240)
+    return ranks.run(four_ranks, 4)
 
 
 @pytest.mark.parametrize("case", ["folded", "bf16 weights", "tensorwise", "block", "rowwise", "tied", "frozen", ROWS])
