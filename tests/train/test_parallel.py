@@ -282,6 +282,8 @@ def test_copies_of_one_rank_have_nothing_to_reduce() -> None:
     try:
         mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "shard"))
         assert Ranks(parallel=ParallelConfig(data=2), mesh=mesh).reduction() is None
+        said = Ranks(parallel=ParallelConfig(reduce="fp8-block"), mesh=mesh).reduction()
+        assert said is not None and said.name == "fp8-block"  # what was asked for is not left out in silence
     finally:
         dist.destroy_process_group()
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from octavo.kernels.uploads import upload
 from octavo.train.lane import Lane
 
 
@@ -35,7 +36,7 @@ def _of_sequences(lane: Lane, batches: Iterable[tuple[Tensor, Tensor]], **option
     own, sizes = [], []
     for inputs_BT, targets_BT in batches:  # all before ranks wait for each other: in a pipeline they work at once
         rows = lane.ranks.own_rows(len(inputs_BT))
-        own.append(lane.loss(inputs_BT[rows].to(lane.device), targets_BT[rows].to(lane.device), **options))
+        own.append(lane.loss(upload(inputs_BT[rows], lane.device), upload(targets_BT[rows], lane.device), **options))
         sizes.append(len(inputs_BT))
     lane.model.train()
     return torch.cat([lane.ranks.all_rows(x.double(), size) for x, size in zip(own, sizes, strict=True)]).cpu()

@@ -211,7 +211,7 @@ class Ranks:
         All ranks call it.
         """
         name = self.parallel.reduction
-        if self.mesh is None or name == "fp32" or _shards(self.mesh) == 1:
+        if self.mesh is None or name == "fp32" or (self.parallel.reduce is None and _shards(self.mesh) == 1):
             return None
         from octavo.distributed import reduction
 
