@@ -33,7 +33,7 @@ def _launch(codes: Tensor, after: Tensor | None, scale: Tensor | None) -> Tensor
     rows, cols = codes.shape
     surplus = -rows % 4
     out = torch.empty(cols, rows + surplus, dtype=codes.dtype, device=codes.device)
-    _transpose_kernel[SHAPE.grid(rows, cols)](
+    TRANSPOSE[SHAPE.grid(rows, cols)](
         codes.view(torch.uint8), out.view(torch.uint8), scale, after, rows, cols,
         EVEN=SHAPE.strip(rows, cols)["EVEN"], HEIGHT=SHAPE.height, WIDTH=SHAPE.width, num_warps=SHAPE.warps,
     )  # fmt: skip
@@ -46,9 +46,8 @@ def _load_bytes(x_ptr, total_c, rows, cols, in_rows, in_cols):
     return tl.load(where, mask=in_rows[:, None] & in_cols[None, :], other=0).to(tl.uint32)
 
 
-@Kernel
 @triton.jit
-def _transpose_kernel(
+def transpose_tile(
     x_ptr, out_ptr, scale_ptr, after, total_r, total_c, EVEN: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     """A tile per program. `after` is not read: it tells a compiler what this launch comes after."""
@@ -62,3 +61,6 @@ def _transpose_kernel(
     words |= _load_bytes(x_ptr, total_c, rows[2], cols, in_rows[2], in_cols) << 16
     words |= _load_bytes(x_ptr, total_c, rows[3], cols, in_rows[3], in_cols) << 24
     store_words(words, out_ptr, total_r, cols, in_cols, in_rows[0], tl.program_id(1))
+
+
+TRANSPOSE = Kernel(transpose_tile)
