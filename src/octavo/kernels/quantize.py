@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
+from octavo.kernels import ledger
 from octavo.kernels.dispatch import launches_on, on_gpu, uses_triton, why_not
 from octavo.kernels.operator import define, flat, is_direct
 from octavo.kernels.reference import quantize as reference
@@ -101,8 +102,6 @@ def quantize_stack(weights: Sequence[Tensor], target: Target) -> Quantized:
         target: rounded to nearest.
     """
     weights = [weight.detach() for weight in weights]
-    if len(weights) == 1:
-        return quantize(weights[0], *target)
     if is_direct(weights[0]):
         return _make_stack(weights, target)
     codes, scale = torch.ops.octavo.quantize_stack(weights, str(target))
@@ -166,6 +165,9 @@ def _pair_in_graph(sources: list[Tensor], rows: str, columns: str, *_: Tensor | 
 
 
 def _make_stack(weights: list[Tensor], target: Target) -> Quantized:
+    ledger.count_weights(len(weights))
+    if len(weights) == 1:
+        return quantize(weights[0], *target)
     if _stacks_rows(weights, target) and uses_triton(weights[0], "quantize"):
         from octavo.kernels.triton.weights import quantize_rows_of
 
@@ -175,7 +177,7 @@ def _make_stack(weights: list[Tensor], target: Target) -> Quantized:
 
 
 def _stacks_rows(weights: list[Tensor], target: Target) -> bool:
-    """Return whether one launch quantises the rows of all matrices."""
+    """Return whether one launch quantises the rows of several matrices."""
     if not weights[0].is_cuda or target.granularity != "row" or len(weights) > STACKED:
         return False
     from octavo.kernels.triton.weights import refuses
@@ -192,6 +194,8 @@ def _quantize_stack(weights: list[Tensor], target: str) -> tuple[Tensor, Tensor]
 def _stack_in_graph(weights: list[Tensor], target: str) -> bool:
     goal = target_of(target)
     assert goal is not None
+    if len(weights) == 1:
+        return weights[0].stride(-1) == 1 and _pair_in_graph(weights, target, "")
     return _stacks_rows(weights, goal) and why_not(weights[0].device) is None
 
 

@@ -57,10 +57,9 @@ def quantize_weights(weights: Sequence[Tensor], target: Target) -> WeightCodes:
     if has_fp8_weight(weights):
         return WeightCodes(tuple(codes_of(weight, target) for weight in weights), rows)
     matrices = [as_matrix(weight.detach()) for weight in weights]
-    if len(matrices) == 1 or target.rounding != "nearest":
-        stack = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
-        return WeightCodes((quantize_matrix(stack, target),), rows)
-    return WeightCodes((kernels.quantize_stack(matrices, target),), rows)
+    if target.rounding == "nearest":
+        return WeightCodes((kernels.quantize_stack(matrices, target),), rows)
+    return WeightCodes((quantize_matrix(torch.cat(matrices), target),), rows)
 
 
 def quantize_transposed(weights: Sequence[Tensor], target: Target) -> Quantized:

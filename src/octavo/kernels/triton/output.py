@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from octavo.kernels.target import Target, empty_scale
 from octavo.kernels.triton.codes import BLOCK, COLUMN_TILE, NONE, ROW_TILE, mode_of, scales_kernel
 from octavo.kernels.triton.shape import cdiv
-from octavo.numerics import Quantized
+from octavo.numerics import Granularity, Quantized
 
 
 class Output:
@@ -20,6 +21,11 @@ class Output:
     A transpose is written in words of four codes, so its memory is rounded up to that; `quantized` is without the
     surplus.
     """
+
+    is_tiled: bool
+    """Whether its scales belong to tiles of 128 columns of the matrix, which must not straddle two sources."""
+    is_high: bool
+    """Whether its scales belong to tiles of 128 rows of the matrix."""
 
     def __init__(
         self,
@@ -42,7 +48,7 @@ class Output:
         """
         self.mode: int = NONE.value
         self.power_of_two = target is None or target.scaling == "power_of_two"
-        self.searches = False
+        self.is_tiled = self.is_high = self.searches = False
         self.inverse: Tensor | None = None
         self._codes: Tensor | None = None
         self._written: Quantized | None = None
@@ -50,13 +56,12 @@ class Output:
         self._surplus = -rows % 4 if transposed else 0
         if target is None:
             return
-        mode = mode_of(target.tile.transposed.name if transposed else target.granularity)
-        assert mode is not None, "the dispatcher asks `refuses` first"
-        self.mode = mode
+        self.mode, tile, dtype = _facts(target, transposed)
+        self.is_tiled, self.is_high = self.mode in _TILED, self.mode in _HIGH
         shape = (cols, rows) if transposed else (rows, cols)
-        self._codes = torch.empty(shape[0], shape[1] + self._surplus, dtype=target.fmt.dtype, device=device)
+        self._codes = torch.empty(shape[0], shape[1] + self._surplus, dtype=dtype, device=device)
         written = empty_scale(target, *shape, device)
-        self._written = Quantized(self._codes, written, target.tile)
+        self._written = Quantized(self._codes, written, tile)
         self._strides = (written.t() if transposed else written).stride()
         if scale is not None and from_amax:  # a maximum that gives this scale, which the kernel writes again
             self.inverse = (scale * (target.fmt.max * 129 / 256)).reshape(-1)
@@ -64,7 +69,7 @@ class Output:
             self.inverse = scale.reshape(-1).reciprocal()  # exact
             written.copy_(scale.reshape(written.shape))
         else:
-            self.searches = mode != ROW_TILE.value and not (in_sight and self.is_high)
+            self.searches = self.mode != ROW_TILE.value and not (in_sight and self.is_high)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -84,15 +89,15 @@ class Output:
             return self._written
         return self._written._replace(codes=self._written.codes[:, : -self._surplus].contiguous())
 
-    @property
-    def is_tiled(self) -> bool:
-        """Whether its scales belong to tiles of 128 columns of the matrix, which must not straddle two sources."""
-        return self.mode in (ROW_TILE.value, BLOCK.value)
 
-    @property
-    def is_high(self) -> bool:
-        """Whether its scales belong to tiles of 128 rows of the matrix."""
-        return self.mode in (COLUMN_TILE.value, BLOCK.value)
+@cache
+def _facts(target: Target, transposed: bool) -> tuple[int, Granularity, torch.dtype]:
+    mode = mode_of(target.tile.transposed.name if transposed else target.granularity)
+    assert mode is not None, "the dispatcher asks `refuses` first"
+    return mode, target.tile, target.fmt.dtype
+
+
+_TILED, _HIGH = (ROW_TILE.value, BLOCK.value), (COLUMN_TILE.value, BLOCK.value)
 
 
 def begin_searches(*outputs: Output) -> None:

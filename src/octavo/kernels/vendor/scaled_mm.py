@@ -15,19 +15,20 @@ from torch.nn.functional import ScalingType
 
 from octavo.numerics import PER_ROW, PER_TENSOR, BLOCK_128x128, Quantized, TILE_1x128
 
+_BY_ROW = (PER_ROW, PER_TENSOR)
 _BLOCKS = {TILE_1x128: ScalingType.BlockWise1x128, BLOCK_128x128: ScalingType.BlockWise128x128}
 
 
 def refuses_tensor(a: Quantized, b: Quantized) -> str | None:
     """Return why the tensor-scaled GEMM cannot take these operands, or None."""
-    if (a.granularity, b.granularity) != (PER_TENSOR, PER_TENSOR):
+    if a.granularity != PER_TENSOR or b.granularity != PER_TENSOR:
         return "its operands have more than one scale"
     return _refuses_device(a.codes.device)
 
 
 def refuses_row(a: Quantized, b: Quantized) -> str | None:
     """Return why the row-scaled GEMM cannot take these operands, or None."""
-    if not {a.granularity, b.granularity} <= {PER_TENSOR, PER_ROW}:
+    if a.granularity not in _BY_ROW or b.granularity not in _BY_ROW:
         return "its operands are not scaled by row"
     if a.codes.is_cuda and torch.float8_e5m2 in (a.codes.dtype, b.codes.dtype):
         return "row scales take E4M3 operands only"
