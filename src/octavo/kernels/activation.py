@@ -126,7 +126,7 @@ def activation_backward(
         )
     run = _activation_backward if is_direct(gate) else torch.ops.octavo.activation_backward
     made = run(
-        dh, gate, gate_scale, up, up_scale, kind, *(str(target or "") for target in (rows, columns, hidden)),
+        dh, gate, gate_scale, up, up_scale, kind, str(rows or ""), str(columns or ""), str(hidden or ""),
         hidden_scale, row_fold, column_fold,
     )  # fmt: skip
     pairs = [(made[i], made[i + 1]) for i in (0, 2, 4)]

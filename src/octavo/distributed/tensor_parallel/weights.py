@@ -95,7 +95,7 @@ class LocalParameters:
             for name, parameter in module._parameters.items():
                 if isinstance(parameter, DTensor):
                     self._held.append((module, name, parameter))
-                    module._parameters[name] = _Local.apply(parameter, gradient, self._mesh)  # type: ignore[no-untyped-call]
+                    module._parameters[name] = _Local.apply(parameter, gradient, self._mesh)
 
     def _leave(self) -> None:
         for module, name, parameter in self._held:
