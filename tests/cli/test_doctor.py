@@ -10,7 +10,7 @@ import pytest
 
 from octavo.cli.doctor import doctor
 from octavo.doctor.check import Check, failure, ok, skipped, warning
-from octavo.doctor.checks import CHECKS
+from octavo.doctor.examination import CHECKS
 from octavo.errors import ConfigError
 
 LONG = "a line that is too long for what is left of a terminal of eighty columns, and goes on below"

@@ -78,16 +78,16 @@ def doctor(
         raise ConfigError("--report and --json both say how to print: take one.")
     if sum(given is not None for given in (target, preset, model)) > 1:
         raise ConfigError("a run file or run, --preset and --model each name what to look at: take one.")
-    from octavo.doctor.plan import examination
+    from octavo.doctor.examination import examination
 
     found = examination(target, preset=preset, model=model, recipe=recipe, device=device, only=only or (), trace=trace)
     _carry_out(found, quiet=report or json_output, verbose=verbose)
     if json_output:
         print(json.dumps(found.to_dict(), indent=2))
     elif report:
-        from octavo.doctor.issue import block
+        from octavo.doctor.report import markdown
 
-        print(block(found))
+        print(markdown(found))
     return 0 if found.passed else 1
 
 

@@ -212,11 +212,11 @@ def verdict_table() -> str:
 
 
 def doctor_table() -> str:
-    """Return what `octavo doctor` looks for: what a fault looks like, the check that finds it, and what to do."""
-    from octavo.doctor.checks import CHECKS
+    """Return the checks of `octavo doctor`: the symptom of a fault, the check that finds it, and the remedy."""
+    from octavo.doctor.examination import CHECKS
 
     rows = [(check.symptom, f"`{check.name}`", kind, check.remedy) for kind in CHECKS for check in CHECKS[kind]]
-    return table(("what you see", "check", "of", "what to do"), rows)
+    return table(("symptom", "check", "of", "remedy"), rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.doctor.check import Check, failure, make, ok
+from octavo.doctor.check import Check, failure, ok, run_check
 from octavo.doctor.examination import Examination
-from octavo.doctor.issue import block, variables, without_paths
+from octavo.doctor.report import markdown, variables, without_paths
 
 PRIVATE = {
     "HOME": "/home/alice",
@@ -27,12 +27,12 @@ def examined() -> Examination:
     )
     found = Examination({"machine": lambda: None})
     for name, finding in (("disk", ok("12 GiB free")), ("host syncs", bad)):
-        found.results.append(("machine", make(Check(name, "", "Do.", lambda _, f=finding: f), None)))  # type: ignore[misc]
+        found.results.append(("machine", run_check(Check(name, "", "Do.", lambda _, f=finding: f), None)))  # type: ignore[misc]
     return found
 
 
 def test_nothing_private_is_told() -> None:
-    text = block(examined(), PRIVATE)
+    text = markdown(examined(), PRIVATE)
     for secret in ("alice", "abc123", "secret-project", "/home", "HOME=", "PASSWORD", "API_KEY", "TOKEN"):
         assert secret not in text, secret
     for told in ("CUDA_VISIBLE_DEVICES=0,1", "NCCL_SOCKET_IFNAME=eth0", "TORCH_HOME is set", "torch: ", "octavo: "):
@@ -40,7 +40,7 @@ def test_nothing_private_is_told() -> None:
 
 
 def test_it_is_markdown_with_a_line_for_each_check() -> None:
-    lines = block(examined(), {}).splitlines()
+    lines = markdown(examined(), {}).splitlines()
     assert lines[0] == "### octavo doctor"
     assert "| machine: disk | ok | 12 GiB free |" in lines
     assert "| machine: host syncs | FAILURE | FileNotFoundError: .../data.txt \\| not there |" in lines

@@ -1,3 +1,5 @@
+"""Collectives: wrong results and hangs."""
+
 from __future__ import annotations
 
 import time
@@ -7,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from octavo.doctor.check import make
-from octavo.doctor.machine import collectives
-from octavo.doctor.machine.rank import SENT, cases, wrong
+from octavo.doctor import collectives
+from octavo.doctor.check import run_check
+from octavo.doctor.rank import SENT, cases, wrong
 from octavo.doctor.subjects import Machine
 
 HANG = "import time; time.sleep(60)"
@@ -68,12 +70,12 @@ def test_what_is_expected_is_what_the_collective_means() -> None:
 
 
 def test_one_device_has_nobody_to_send_to() -> None:
-    finding = make(collectives.collectives, Machine(torch.device("cpu"))).finding
+    finding = run_check(collectives.collectives, Machine(torch.device("cpu"))).finding
     assert finding.verdict == "skipped", finding
 
 
 @pytest.mark.gpu
 def test_the_gpus_of_this_machine() -> None:
-    found = make(collectives.collectives, Machine(torch.device("cuda", 0))).finding
+    found = run_check(collectives.collectives, Machine(torch.device("cuda", 0))).finding
     assert found.verdict == ("ok" if torch.cuda.device_count() > 1 else "skipped"), found
     assert not dist.is_initialized()

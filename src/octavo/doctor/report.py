@@ -1,7 +1,7 @@
-"""A block to paste into a bug report: what was found, in Markdown, and nothing that is nobody's business.
+"""Markdown block for a bug report, without private information.
 
-Paths are cut to their last part. Of the environment only variables that decide numbers or speed are told, and their
-values only where they are words and numbers: no path, no address, nothing that looks like a secret.
+Paths are cut to their last part. Only environment variables that affect numbers or speed are listed, with their value
+only if it is plain words and numbers: no path, no address, nothing that looks like a secret.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.doctor.check import Verdict
-from octavo.doctor.examination import Examination, about
-from octavo.doctor.machine.variables import SLOW
+from octavo.doctor.examination import Examination, system_info
+from octavo.doctor.software import SLOW
 from octavo.monitor.environment import PREFIXES
 
 MARKS = {Verdict.OK: "ok", Verdict.WARNING: "WARNING", Verdict.FAILURE: "FAILURE", Verdict.SKIPPED: "-"}
@@ -22,13 +22,13 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
 _PLAIN = re.compile(r"[\w.,:;=+%-]{0,60}")
 
 
-def block(examination: Examination, environ: Mapping[str, str] | None = None) -> str:
-    """Return the Markdown."""
-    found = about()
+def markdown(examination: Examination, environ: Mapping[str, str] | None = None) -> str:
+    """Return the report of an examination."""
+    found = system_info()
     facts = {**found["hardware"], **{k: v for k, v in found["versions"].items() if v is not None}}
     lines = ["### octavo doctor", "", *(f"- {key}: {value}" for key, value in facts.items())]
-    if told := variables(os.environ if environ is None else environ):
-        lines.append(f"- environment: {', '.join(told)}")
+    if listed := variables(os.environ if environ is None else environ):
+        lines.append(f"- environment: {', '.join(listed)}")
     lines += ["", "| check | verdict | seen |", "| --- | --- | --- |"]
     for kind, result in examination.results:
         seen = without_paths(result.finding.seen).replace("|", "\\|")
@@ -42,19 +42,19 @@ def block(examination: Examination, environ: Mapping[str, str] | None = None) ->
 
 
 def variables(environ: Mapping[str, str]) -> list[str]:
-    """Return the variables that matter as `NAME=value`; where a value is not plain, that it is set."""
+    """Return relevant variables as `NAME=value`, or `NAME is set` if the value is not plain."""
     mine = {name: value for name, value in sorted(environ.items()) if name.startswith(PREFIXES) or name in SLOW}
-    told = {name: value for name, value in mine.items() if not _SECRET.search(name)}
-    return [f"{name}={value}" if _PLAIN.fullmatch(value) else f"{name} is set" for name, value in told.items()]
+    listed = {name: value for name, value in mine.items() if not _SECRET.search(name)}
+    return [f"{name}={value}" if _PLAIN.fullmatch(value) else f"{name} is set" for name, value in listed.items()]
 
 
 def without_paths(text: str) -> str:
-    """Return a text whose paths are cut to their last part."""
+    """Cut the paths in a text to their last part."""
     return _PATH.sub(_cut, text)
 
 
 def _cut(found: re.Match[str]) -> str:
-    """Return the last part of a path; what may be no path, such as `BF16/FP8`, stays."""
+    """Return the last part of a path; text that may be no path, such as `BF16/FP8`, is kept."""
     is_path = found["start"] in ("", "~", ".", "..") or "." in found["name"]
     return f".../{found['name']}" if is_path else found[0]
 

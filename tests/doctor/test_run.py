@@ -1,4 +1,4 @@
-"""What the dashboard says of a run, as checks with remedies."""
+"""The dashboard's findings as checks with remedies."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from octavo.doctor.check import Check, make
-from octavo.doctor.run import health
+from octavo.doctor import run as checks
+from octavo.doctor.check import Check, run_check
 from octavo.monitor.store import ROLES, STATS, RunReader, RunWriter, TensorRow
 from octavo.monitor.store.writer import Outcome
 
@@ -40,7 +40,7 @@ def written(
 
 def test_a_run_without_fault(tmp_path: Path) -> None:
     run = written(tmp_path)
-    found = {check.name: make(check, run) for check in (health.state, health.loss, health.tensors, health.events)}
+    found = {check.name: run_check(check, run) for check in (checks.state, checks.loss, checks.tensors, checks.events)}
     assert {name: str(result.finding.verdict) for name, result in found.items()} == dict.fromkeys(found, "ok")
     assert found["run"].finding.seen == "finished, 60 steps"
     assert found["tensors"].finding.seen == f"{len(ROLES)} tensors within their limits"
@@ -49,32 +49,32 @@ def test_a_run_without_fault(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "check", "verdict", "seen", "remedy"),
     [
-        ({"outcome": "failed"}, health.state, "failure", "the run failed: out of memory", "--resume"),
-        ({"outcome": "interrupted"}, health.state, "warning", "interrupted", "--resume"),
-        ({"last_loss": float("nan")}, health.loss, "failure", "not a number", "drift"),
-        ({"gap": 3.0}, health.loss, "warning", "3.0 % above the BF16 twin's", "drift"),
-        ({"gap": 9.0}, health.loss, "failure", "9.0 % above the BF16 twin's", "drift"),
-        ({"share": ("saturated", 0.01)}, health.tensors, "warning", "wq grad_output saturates", "finer recipe"),
-        ({"share": ("nonfinite", 0.01)}, health.tensors, "failure", "wq grad_output is not finite", "octavo.observed"),
-        ({"event": "warning"}, health.events, "warning", "it saturated", "octavo dashboard"),
-        ({"event": "error"}, health.events, "failure", "it saturated", "octavo dashboard"),
+        ({"outcome": "failed"}, checks.state, "failure", "the run failed: out of memory", "--resume"),
+        ({"outcome": "interrupted"}, checks.state, "warning", "interrupted", "--resume"),
+        ({"last_loss": float("nan")}, checks.loss, "failure", "not a number", "drift"),
+        ({"gap": 3.0}, checks.loss, "warning", "3.0 % above the BF16 twin's", "drift"),
+        ({"gap": 9.0}, checks.loss, "failure", "9.0 % above the BF16 twin's", "drift"),
+        ({"share": ("saturated", 0.01)}, checks.tensors, "warning", "wq grad_output saturates", "finer recipe"),
+        ({"share": ("nonfinite", 0.01)}, checks.tensors, "failure", "wq grad_output is not finite", "octavo.observed"),
+        ({"event": "warning"}, checks.events, "warning", "it saturated", "octavo dashboard"),
+        ({"event": "error"}, checks.events, "failure", "it saturated", "octavo dashboard"),
     ],
 )
 def test_a_fault_is_found_by_one_check(
     tmp_path: Path, fault: dict[str, object], check: Check[RunReader], verdict: str, seen: str, remedy: str
 ) -> None:
     run = written(tmp_path, **fault)  # type: ignore[arg-type]
-    result = make(check, run)
+    result = run_check(check, run)
     assert result.finding.verdict == verdict and seen in result.finding.seen and remedy in result.remedy, result.finding
-    others = {health.state, health.loss, health.tensors, health.events} - {check}
-    assert all(make(other, run).finding.verdict == "ok" for other in others)
+    others = {checks.state, checks.loss, checks.tensors, checks.events} - {check}
+    assert all(run_check(other, run).finding.verdict == "ok" for other in others)
 
 
 def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
     run = RunWriter(tmp_path)
     run.close("finished", "")
     reader = RunReader(tmp_path)
-    finding = make(health.loss, reader).finding
+    finding = run_check(checks.loss, reader).finding
     assert finding.verdict == "skipped", finding
-    finding = make(health.tensors, reader).finding
+    finding = run_check(checks.tensors, reader).finding
     assert finding.verdict == "skipped", finding

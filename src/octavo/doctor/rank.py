@@ -1,4 +1,4 @@
-"""One rank of the check of collectives: `python -m octavo.doctor.machine.rank RANK RANKS BACKEND FOLDER`."""
+"""One rank of the check of collectives: `python -m octavo.doctor.rank RANK RANKS BACKEND FOLDER`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 ELEMENTS = 4099
-"""That each rank sends to each other. Not a multiple of 16, so that no two parts hold the same numbers."""
+"""Elements sent from rank to rank. Not a multiple of 16, so that no two parts are equal."""
 SUMMED = (torch.float32, torch.bfloat16)
 SENT = (*SUMMED, torch.uint8)
-"""What Octavo sends: gradients, and bytes for codes."""
+"""Dtypes that Octavo sends: gradients, and bytes for codes."""
 
 
-class Case(NamedTuple):
-    """One collective: what a rank puts in, where the result goes, and what it must be. All are small integers."""
+class CollectiveCase(NamedTuple):
+    """One collective: input, result and expected result, all small integers."""
 
     name: str
     own: Tensor
@@ -31,50 +31,54 @@ class Case(NamedTuple):
     """(result, own)."""
 
 
-def cases(rank: int, ranks: int, device: torch.device) -> Iterator[Case]:
+def cases(rank: int, ranks: int, device: torch.device) -> Iterator[CollectiveCase]:
     """Yield every collective in every dtype."""
     all_RE = torch.stack([_numbers(r, ranks, device) for r in range(ranks)])
     own, total, part = all_RE[rank], all_RE.sum(dim=0), slice(ELEMENTS * rank, ELEMENTS * (rank + 1))
     for dtype in SUMMED:
         name, x = str(dtype)[6:], own.to(dtype)
-        yield Case(f"all_reduce of {name}", x, x.clone(), total.to(dtype), lambda y, x: dist.all_reduce(y))
-        yield Case(
+        yield CollectiveCase(f"all_reduce of {name}", x, x.clone(), total.to(dtype), lambda y, x: dist.all_reduce(y))
+        yield CollectiveCase(
             f"reduce_scatter of {name}", x, x.new_empty(ELEMENTS), total[part].to(dtype), dist.reduce_scatter_tensor
         )
     for dtype in SENT:
         name, x = str(dtype)[6:], own.to(dtype)
         gathered, exchanged = all_RE.flatten().to(dtype), all_RE[:, part].flatten().to(dtype)
-        yield Case(f"all_gather of {name}", x, torch.empty_like(gathered), gathered, dist.all_gather_into_tensor)
-        yield Case(f"all_to_all of {name}", x, torch.empty_like(exchanged), exchanged, dist.all_to_all_single)
-        yield Case(f"broadcast of {name}", x, x.clone(), all_RE[0].to(dtype), lambda y, x: dist.broadcast(y, 0))
+        yield CollectiveCase(
+            f"all_gather of {name}", x, torch.empty_like(gathered), gathered, dist.all_gather_into_tensor
+        )
+        yield CollectiveCase(f"all_to_all of {name}", x, torch.empty_like(exchanged), exchanged, dist.all_to_all_single)
+        yield CollectiveCase(
+            f"broadcast of {name}", x, x.clone(), all_RE[0].to(dtype), lambda y, x: dist.broadcast(y, 0)
+        )
 
 
-def wrong(rank: int, made: Sequence[Case] | Iterator[Case]) -> list[str]:
-    """Make every collective; return one line for each that gave something else than it must."""
-    told = []
+def wrong(rank: int, made: Sequence[CollectiveCase] | Iterator[CollectiveCase]) -> list[str]:
+    """Run every collective; return one line per wrong result."""
+    errors = []
     for case in made:
         case.call(case.result, case.own)
         if not torch.equal(case.result, case.want):
             share = float((case.result != case.want).float().mean())
-            told.append(f"{case.name}: {100 * share:.3g} % of what rank {rank} has is wrong")
-    return told
+            errors.append(f"{case.name}: {100 * share:.3g} % of the elements on rank {rank} are wrong")
+    return errors
 
 
 def _numbers(rank: int, ranks: int, device: torch.device) -> Tensor:
-    """Return what a rank has, (ranks x ELEMENTS,), integers from 0 to 15: sums over 17 ranks are exact in BF16."""
+    """Return the input of a rank, (ranks x ELEMENTS,), integers from 0 to 15: sums over 17 ranks are exact in BF16."""
     return (torch.arange(ranks * ELEMENTS, device=device) * 7 + rank * 3) % 16
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Connect, make every collective, and write what was wrong to `FOLDER/RANK.json`."""
+    """Connect, run every collective, and write the errors to `FOLDER/RANK.json`."""
     rank, ranks, backend, place = int(arguments[0]), int(arguments[1]), arguments[2], Path(arguments[3])
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
     dist.init_process_group(backend, f"file://{place}/store", timedelta(seconds=60), ranks, rank)
-    told = wrong(rank, cases(rank, ranks, device))
-    (place / f"{rank}.json").write_text(json.dumps(told), encoding="utf-8")
+    errors = wrong(rank, cases(rank, ranks, device))
+    (place / f"{rank}.json").write_text(json.dumps(errors), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
