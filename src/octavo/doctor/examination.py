@@ -95,8 +95,8 @@ class Examination:
 
     def run(self) -> Examination:
         """Run all checks."""
-        for _, _, run in self.begin():
-            run()
+        for _, _, execute in self.begin():
+            execute()
         return self
 
     @property
