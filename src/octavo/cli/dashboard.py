@@ -35,7 +35,7 @@ def dashboard(
     open_browser
         Open the page in a browser.
     """
-    from octavo.dashboard.server import serve
+    from octavo.monitor.dashboard.server import serve
 
     def ready(address: str) -> None:
         print(f"{folder}: {address} (Ctrl-C to end)", flush=True)

@@ -28,7 +28,7 @@ def report(
     output
         File to write.
     """
-    from octavo.dashboard.report import report as write
+    from octavo.monitor.dashboard.report import report as write
     from octavo.errors import ConfigError
 
     if not runs:

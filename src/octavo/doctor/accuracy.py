@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo import kernels, observed
 from octavo.conversion import disabled
-from octavo.dashboard.verdict import GAP_LIMIT
 from octavo.doctor.check import Finding, Verdict, check, failure, ok, skipped, warning
 from octavo.doctor.subjects import Trial, fp8_layers
 from octavo.generators import untouched_generators
 from octavo.kernels import Target
 from octavo.kernels.target import target_of
+from octavo.monitor.dashboard.verdict import GAP_LIMIT
 from octavo.nn.own_codes import has_codes, joined, values
 from octavo.nn.weights import as_matrix, quantized_weights
 from octavo.numerics import Quantized, cosine_of, inner_products

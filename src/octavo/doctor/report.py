@@ -14,7 +14,7 @@ from typing import Any
 from octavo.doctor.check import Verdict
 from octavo.doctor.examination import Examination, system_info
 from octavo.doctor.software import SLOW
-from octavo.monitor.environment import PREFIXES
+from octavo.monitor.system import PREFIXES
 
 MARKS = {Verdict.OK: "ok", Verdict.WARNING: "WARNING", Verdict.FAILURE: "FAILURE", Verdict.SKIPPED: "-"}
 _PATH = re.compile(r"(?<![\w/])(?P<start>~?|[\w.@+-]+)/(?:[\w.@+ -]*/)*(?P<name>[\w.@+-]+)")

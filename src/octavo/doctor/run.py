@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from octavo.dashboard import verdict
 from octavo.doctor.check import Finding, check, failure, ok, skipped, warning
+from octavo.monitor.dashboard import verdict
 from octavo.monitor.store import RunReader
 
 
@@ -52,7 +52,7 @@ def events(run: RunReader) -> Finding:
     return judge_findings(verdict.of_events(run), "no warnings, no errors")
 
 
-def judge_findings(findings: Iterable[verdict.Finding], well: str, unhealthy: str = "") -> Finding:
+def judge_findings(findings: Iterable[verdict.RunFinding], well: str, unhealthy: str = "") -> Finding:
     """Return the worst of the dashboard's findings, with all of them as rows.
 
     Args:

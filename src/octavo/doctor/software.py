@@ -13,7 +13,7 @@ import torch
 
 from octavo.doctor.check import Finding, Verdict, check, failure, ok, skipped, warning
 from octavo.doctor.subjects import Machine
-from octavo.monitor.environment import PREFIXES
+from octavo.monitor.system import PREFIXES
 from octavo.train.device import versions
 
 

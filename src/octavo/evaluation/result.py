@@ -12,7 +12,7 @@ from torch import Tensor
 
 from octavo.evaluation.measure import Measured
 from octavo.evaluation.text import Text
-from octavo.monitor.environment import versions
+from octavo.monitor.system import versions
 from octavo.train.evaluate import perplexity, standard_error
 
 SERVED, FP8, BF16, HIGH, TWIN = "served", "FP8", "BF16", "high precision", "BF16 twin"
