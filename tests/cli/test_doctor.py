@@ -45,7 +45,7 @@ def test_a_line_a_check_then_what_to_do(checked: list[Check[object]], capsys: py
     assert lines[3].startswith("  warn   clocks            a line that is too long")
     assert lines[4].startswith(" " * 27) and lines[4].split()
     assert "  FAIL   triton kernels    7 bytes differ" in lines and "  -      collectives       one GPU" in lines
-    todo = lines.index("what to do")
+    todo = lines.index("remedies")
     assert lines[todo + 1] == "  ->     clocks            Do this."
     assert lines[todo + 2].startswith("  ->     triton kernels    Install a line")
     assert lines[-1] == "FAILED: triton kernels. (1 ok, 1 warning, 1 failure, 1 skipped)"
