@@ -13,8 +13,8 @@ from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
     from octavo.data.loader import Batch
-    from octavo.evaluation.measure import Watch
-    from octavo.evaluation.text import Text
+    from octavo.evaluation.result import Progress
+    from octavo.evaluation.text import EvalText
 
 
 def eval_(
@@ -67,23 +67,25 @@ def eval_(
     for name, count in (("tokens", tokens), ("sequence", sequence)):
         if count is not None and count < 1:
             raise ConfigError(f"--{name} {count}: must be positive.")
-    from octavo.evaluation.run import Settings, evaluate_run
+    from octavo.evaluation.run import EvalSettings, evaluate_run
     from octavo.evaluation.served import evaluate_served, is_served
 
-    settings = Settings(data=data, tokens=tokens, sequence=sequence or 0, step=step, device=device)
+    settings = EvalSettings(data=data, tokens=tokens, sequence=sequence or 0, step=step, device=device)
     served = is_served(model)
     if run is not None and not served:
         raise ConfigError(f"--run: needs an exported model, which {model} is not (no config.json with .safetensors).")
-    with _progress() as watch:
+    with _progress() as progress:
         found = (
-            evaluate_served(model, settings, run=run, watch=watch) if served else evaluate_run(model, settings, watch)
+            evaluate_served(model, settings, run=run, progress=progress)
+            if served
+            else evaluate_run(model, settings, progress)
         )
     print(found.to_json() if json_output else found)
     return 0 if found.is_finite else 1
 
 
 @contextmanager
-def _progress() -> Iterator[Watch]:
+def _progress() -> Iterator[Progress]:
     """Show progress on a terminal."""
     from rich.console import Console
     from rich.progress import Progress
@@ -95,8 +97,8 @@ def _progress() -> Iterator[Watch]:
     with Progress(console=console, transient=True) as bars:
         reading = bars.add_task("reading model and text", total=None)
 
-        def watch(computed: str, text: Text) -> Iterable[Batch]:
+        def progress(computed: str, text: EvalText) -> Iterable[Batch]:
             bars.update(reading, visible=False)
             return bars.track(text, description=computed)
 
-        yield watch
+        yield progress
