@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,6 +19,25 @@ from octavo.train.config import RunConfig
 FILE = "calibration.json"
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class CalibrationFlags:
+    """How scales are calibrated."""
+
+    batches: int = 8
+    """Number of batches, each as in one forward of training; by default 8."""
+    backward: bool = True
+    """Calibrate gradients too (default)."""
+    choose: Literal["max", "percentile"] = "max"
+    """max (default): no observed value saturates. percentile: values above the percentile do."""
+    percentile: float = 99.99
+    """With --choose percentile: percent of the nonzero elements that do not saturate; by default 99.99."""
+    margin: int = 1
+    """Bits of headroom, by default 1: scales are multiplied by 2 to this power."""
+    only: Annotated[tuple[str, ...], Parameter(negative=())] = ()
+    """Pattern of layers or scales to calibrate or undo, such as 'layers.0.*' or '*.grad_output'; repeatable."""
+
+
 @with_flags_of(RunConfig)
 def calibrate(
     run: Path | None = None,
@@ -25,12 +45,7 @@ def calibrate(
     *,
     preset: str | None = None,
     output: Annotated[Path | None, Parameter(alias="-o")] = None,
-    batches: int = 8,
-    backward: bool = True,
-    choose: Literal["max", "percentile"] = "max",
-    percentile: float = 99.99,
-    margin: int = 1,
-    only: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    how: CalibrationFlags | None = None,
     check: Annotated[bool, Parameter(negative=())] = False,
     undo: Path | None = None,
     json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
@@ -57,18 +72,6 @@ def calibrate(
         demo (demo-cuda or demo-cpu, by device), tiny, or parity-cuda, newly initialised. RUN overrides it.
     output
         File to write or update; by default calibration.json, in the directory of the run if one is given.
-    batches
-        Number of batches, each as in one forward of training; by default 8.
-    backward
-        Calibrate gradients too (default).
-    choose
-        max (default): no observed value saturates. percentile: values above the percentile do.
-    percentile
-        With --choose percentile: percent of the nonzero elements that do not saturate; by default 99.99.
-    margin
-        Bits of headroom, by default 1: scales are multiplied by 2 to this power.
-    only
-        Pattern of layers or scales to calibrate or undo, such as 'layers.0.*' or '*.grad_output'; repeatable.
     check
         Exit with 1 if a scale is missing, flushes more than 1 % of its tensor, or saturates more than 0.1 %.
     undo
@@ -76,10 +79,11 @@ def calibrate(
     json_output
         Print the scales, statistics and their origin as JSON.
     """
+    how = how or CalibrationFlags()
     if undo is not None:
-        return _undo(undo, only, json_output)
-    if batches < 1:
-        raise ConfigError(f"--batches {batches}: must be at least 1.")
+        return _undo(undo, how.only, json_output)
+    if how.batches < 1:
+        raise ConfigError(f"--batches {how.batches}: must be at least 1.")
     directory = run if run is not None and run.is_dir() else None
     own = {name: dict(section) for name, section in settings.items()}
     recipe = own.get("run", {}).pop("recipe", None)
@@ -92,11 +96,11 @@ def calibrate(
         config,
         directory,
         recipe=recipe,
-        batches=batches,
-        layers=only,
-        backward=backward,
-        choice=Choice(by=choose, percentile=percentile, margin=margin),
-        watch=partial(_with_progress, total=batches),
+        batches=how.batches,
+        layers=how.only,
+        backward=how.backward,
+        choice=Choice(by=how.choose, percentile=how.percentile, margin=how.margin),
+        watch=partial(_with_progress, total=how.batches),
     )
     path = output or (directory or Path()) / FILE
     found.save(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,19 @@ MARKS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "failure": ("FAIL
 """Mark and style of each verdict."""
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class OutputFlags:
+    """How findings are printed."""
+
+    verbose: Annotated[bool, Parameter(alias="-v", negative=())] = False
+    """Show the details of every check."""
+    report: Annotated[bool, Parameter(negative=())] = False
+    """Print a Markdown block for a bug report, without paths or secrets."""
+    json: Annotated[bool, Parameter(negative=())] = False
+    """Print the findings as JSON."""
+
+
 def doctor(
     target: Path | None = None,
     /,
@@ -29,9 +43,7 @@ def doctor(
     device: str = "auto",
     only: Annotated[list[str] | None, Parameter(negative=())] = None,
     trace: Path | None = None,
-    verbose: Annotated[bool, Parameter(alias="-v", negative=())] = False,
-    report: Annotated[bool, Parameter(negative=())] = False,
-    json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    output: OutputFlags | None = None,
 ) -> int:
     """Find faults of this machine, of a model on it, or of a run, and suggest remedies.
 
@@ -67,24 +79,19 @@ def doctor(
         Name of a check to run, such as 'triton kernels'; repeatable.
     trace
         Directory for a Chrome trace of a few steps (GPU only).
-    verbose
-        Show the details of every check.
-    report
-        Print a Markdown block for a bug report, without paths or secrets.
-    json_output
-        Print the findings as JSON.
     """
-    if report and json_output:
+    output = output or OutputFlags()
+    if output.report and output.json:
         raise ConfigError("--report and --json exclude each other.")
     if sum(given is not None for given in (target, preset, model)) > 1:
         raise ConfigError("give only one of a run file or run, --preset and --model.")
     from octavo.doctor.examination import examination
 
     found = examination(target, preset=preset, model=model, recipe=recipe, device=device, only=only or (), trace=trace)
-    _run(found, quiet=report or json_output, verbose=verbose)
-    if json_output:
+    _run(found, quiet=output.report or output.json, verbose=output.verbose)
+    if output.json:
         print(json.dumps(found.to_dict(), indent=2))
-    elif report:
+    elif output.report:
         from octavo.doctor.report import markdown
 
         print(markdown(found))

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,21 @@ if TYPE_CHECKING:
     from octavo.sensitivity.localisation import Report
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class MeasurementFlags:
+    """What is measured, and on how many tokens."""
+
+    tokens: int | None = None
+    """Number of held-out tokens; by default 131072."""
+    times: str = "auto"
+    """measured or predicted; auto measures on a GPU, and otherwise predicts for an H200."""
+    verify: int = 0
+    """Number of maps whose loss is compared with its prediction; exits with 1 for a rank correlation below 0.7."""
+    verify_tokens: int | None = None
+    """Number of held-out tokens for --verify; by default 524288."""
+
+
 def localize(
     run: Path,
     /,
@@ -25,11 +41,8 @@ def localize(
     recipe: str = "",
     budget: str = "0.1%",
     output: Annotated[Path | None, Parameter(alias="-o")] = None,
-    tokens: int | None = None,
-    times: str = "auto",
+    measurement: MeasurementFlags | None = None,
     device: str = "auto",
-    verify: int = 0,
-    verify_tokens: int | None = None,
     write: Write = None,
     json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> int:
@@ -54,29 +67,22 @@ def localize(
         Loss increase allowed for the map: a share, such as 0.1%, or nats per token, such as 0.002.
     output
         File to write the map to, .toml.
-    tokens
-        Number of held-out tokens; by default 131072.
-    times
-        measured or predicted; auto measures on a GPU, and otherwise predicts for an H200.
     device
         cuda or cpu; auto uses the GPU if there is one.
-    verify
-        Number of single layers and random maps to apply on other text, to compare the loss with its prediction. Exits
-        with 1 if the rank correlation is below 0.7.
-    verify_tokens
-        Number of held-out tokens for --verify; by default 524288.
     json_output
         Print the result as JSON on stdout, progress on stderr.
     """
     from octavo.sensitivity.run import Settings, localize_run
 
+    how = measurement or MeasurementFlags()
+    times, verify = how.times, how.verify
     if times not in ("auto", "measured", "predicted"):
         raise ConfigError(f"--times: '{times}' is not auto, measured or predicted.")
     if output is not None and output.suffix != ".toml":
         raise ConfigError(f"--output: {output}: a precision map must be a .toml file.")
     if verify < 0 or (write is not None and not verify):
         raise ConfigError("--write stores the results of --verify: give --verify a number of maps, such as 16.")
-    counts = {"tokens": tokens, "verify_tokens": verify_tokens}
+    counts = {"tokens": how.tokens, "verify_tokens": how.verify_tokens}
     given = {
         name: positive(f"--{name.replace('_', '-')}", count) for name, count in counts.items() if count is not None
     }
