@@ -13,7 +13,7 @@ from octavo.doctor import accuracy
 from octavo.doctor.accuracy import NONFINITE_REMEDIES, nonfinite, serving
 from octavo.doctor.check import run_check
 from octavo.doctor.subjects import Trial
-from octavo.nn import weights_changed
+from octavo.nn import reuse_weight_codes
 
 Try = Callable[..., Trial]
 
@@ -102,13 +102,12 @@ def test_an_honest_layer_drifts_little(attempt: Try) -> None:
 
 
 def test_a_scale_that_is_too_small_drifts(attempt: Try) -> None:
-    """Of a layer whose codes are four times as large as they should be."""
+    """A layer whose codes are a quarter of its weights."""
     trial = attempt()
-    trial.loss()
-    second = trial.model.get_submodule("second")
-    with torch.no_grad():
-        second.weight.data.mul_(4)  # behind Octavo's back: fprop reads the codes of before
-    result = run_check(accuracy.drift, trial)
+    with reuse_weight_codes(trial.model):
+        with torch.no_grad():
+            trial.model.get_parameter("second.weight").mul_(4)  # fprop still reads the previous codes
+        result = run_check(accuracy.drift, trial)
     assert result.finding.verdict == "failure" and "finer recipe" in result.remedy, result.finding
 
 
@@ -161,24 +160,23 @@ def test_what_is_trained_is_what_is_served(attempt: Try, recipe: str) -> None:
     assert finding.numbers["share_from_bf16"] > 0  # weights are FP32
 
 
-def test_weights_written_behind_its_back_are_found_and_its_remedy_helps(attempt: Try) -> None:
+def test_weights_written_while_their_codes_are_reused_are_found_and_the_remedy_helps(attempt: Try) -> None:
     trial = attempt()
-    trial.loss()
-    trial.model.get_parameter("second.weight").data.mul_(1.3)
-    result = run_check(serving, trial)
+    with reuse_weight_codes(trial.model):
+        trial.model.get_parameter("second.weight").data.mul_(1.3)
+        result = run_check(serving, trial)
     assert result.finding.verdict == "failure" and "first in second" in result.finding.seen, result.finding
     assert result.finding.numbers["differ"] > 0
-    assert "weights_changed()" in result.remedy
-    weights_changed()
+    assert "reuse_weight_codes" in result.remedy
     finding = run_check(serving, trial).finding
     assert finding.verdict == "ok", finding
 
 
 def test_a_scale_alone_is_found(attempt: Try) -> None:
     trial = attempt()
-    trial.loss()
-    trial.model.get_parameter("second.weight").data.mul_(2)  # a power of two: the codes stay
-    finding = run_check(serving, trial).finding
+    with reuse_weight_codes(trial.model):
+        trial.model.get_parameter("second.weight").data.mul_(2)  # a power of two: the codes stay
+        finding = run_check(serving, trial).finding
     assert finding.verdict == "failure" and finding.numbers["differ"] == 0 and "64 scales" in finding.seen, finding
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo import kernels, observed
 from octavo.conversion import disabled
@@ -17,14 +16,16 @@ from octavo.doctor.check import Finding, Verdict, check, failure, ok, skipped, w
 from octavo.doctor.subjects import Trial, fp8_layers
 from octavo.generators import untouched_generators
 from octavo.kernels import Target
-from octavo.kernels.target import target_of
 from octavo.monitor.dashboard.verdict import GAP_LIMIT
-from octavo.nn.own_codes import has_codes, joined, values
-from octavo.nn.weights import as_matrix, quantized_weights
+from octavo.nn import Linear
+from octavo.nn.fp8_weights import has_fp8_weight, values
+from octavo.nn.functional import target_of
+from octavo.nn.together import groups_of
+from octavo.nn.weight_codes import as_matrix, join_rows, quantize_weights
 from octavo.numerics import Quantized, cosine_of, inner_products
 from octavo.numerics import quantize as specified
 from octavo.recipes import GEMMS
-from octavo.tensor import FP8Tensor
+from octavo.tensor import FP8Tensor, local
 
 NONFINITE_REMEDIES = {
     "input": "Check what computes it, between this layer and the previous ones: a norm, attention, the data.",
@@ -155,23 +156,23 @@ def _sums_fast(recipe: object) -> bool:
     return any(getattr(recipe, gemm).accumulate == "fast" for gemm in GEMMS)
 
 
-# Serving: the codes that fprop reads, cached from step to step, are compared bit for bit with those that the
-# specification (`octavo.numerics`) makes of the present weights; FP8 weights are served as stored. It also counts
-# the codes that would differ if a server quantised BF16 copies of the weights itself, which exporting codes avoids.
+# Serving: the codes that fprop reads are compared bit for bit with those that the specification (`octavo.numerics`)
+# makes of the weights; FP8 weights are served as stored. The check also counts the codes that would differ if a server
+# quantised BF16 copies of the weights itself, which exporting codes avoids.
 
 
 @check(
     "serving",
     symptom="the served model answers differently from the trained one",
-    remedy="A weight was written through weight.data: call octavo.nn.weights_changed() afterwards.",
+    remedy="A weight was written while its codes were reused: end the octavo.nn.reuse_weight_codes block before that.",
     needs=fp8_layers,
 )
 def serving(trial: Trial) -> Finding:
     """Compare the codes and scales that fprop reads with those to be served."""
-    names = {id(p): name for name, p in trial.model.named_parameters()}
-    with _WeightReads() as products, torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        trial.loss()
-    rows = [_code_row([names.get(id(w), "?") for w in weights], weights, target) for weights, target in products.found]
+    names = {id(module): name for name, module in trial.model.named_modules()}
+    layers = [module for module in trial.model.modules() if isinstance(module, Linear) and module.recipe.fprop.is_fp8]
+    with torch.no_grad():
+        rows = [_code_row(names[id(group[0])], group) for group in groups_of(trial.model, layers)]
     return judge_codes([row for row in rows if row is not None])
 
 
@@ -190,29 +191,15 @@ def judge_codes(rows: list[dict[str, Any]]) -> Finding:
     return ok(seen, rows=rows, codes=codes, differ=0, share_from_bf16=share)
 
 
-class _WeightReads(TorchDispatchMode):
-    """Collects the weights of every GEMM, with their quantisation targets."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[tuple[list[Tensor], Target]] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.octavo.fprop.default:
-            target = target_of(args[4])
-            assert target is not None
-            self.found.append((list(args[3]), target))
-        return function(*args, **(kwargs or {}))
-
-
-def _code_row(names: list[str], weights: list[Tensor], target: Target) -> dict[str, Any] | None:
-    is_mixed = has_codes(weights) and not all(isinstance(weight, FP8Tensor) for weight in weights)
-    if target.rounding != "nearest" or is_mixed or any(weight.dim() != 2 for weight in weights):
+def _code_row(name: str, group: list[Linear]) -> dict[str, Any] | None:
+    weights, target = [local(layer.weight) for layer in group], target_of(group[0].recipe.fprop.weight)
+    is_mixed = has_fp8_weight(weights) and not all(isinstance(weight, FP8Tensor) for weight in weights)
+    if target.rounding != "nearest" or is_mixed:
         return None
-    read = quantized_weights(weights, target)  # the cached codes that fprop has just read
+    read = (group[0].attached_codes or quantize_weights(weights, target)).stack
     served, from_bf16 = (_served(weights, target, dtype) for dtype in (None, torch.bfloat16))
     return {
-        "weights": names[0].removesuffix(".weight") + (f" (+{len(names) - 1})" if len(names) > 1 else ""),
+        "weights": name + (f" (+{len(group) - 1})" if len(group) > 1 else ""),
         "codes": read.codes.numel(),
         "differ": _count(read.codes, served.codes),
         "scales_differ": _count(read.scale, served.scale),
@@ -224,7 +211,7 @@ def _served(weights: list[Tensor], target: Target, dtype: torch.dtype | None) ->
     """Return the codes to be served: of FP8 weights their own, else those of the group, first rounded to `dtype`."""
     own = [weight.quantized for weight in weights if isinstance(weight, FP8Tensor)]
     if own:
-        return joined(own)
+        return join_rows(own)
     stack = torch.cat([as_matrix(weight.detach()) for weight in weights])
     stack = stack if dtype is None else stack.to(dtype)
     return specified(stack, target.fmt, target.tile, target.scaling)

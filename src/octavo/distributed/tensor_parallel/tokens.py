@@ -29,7 +29,7 @@ from octavo.kernels import Target
 from octavo.kernels.target import laid_out
 from octavo.nn.handoff import offer, stand_in, taken
 from octavo.nn.linear import compute_dtype
-from octavo.nn.weights import quantize_matrix
+from octavo.nn.weight_codes import quantize_matrix
 from octavo.numerics import Quantized, dequantize
 
 Move = Callable[[Tensor, dist.ProcessGroup], Tensor]

@@ -35,6 +35,7 @@ from octavo.kernels.triton.codes import (
     search,
     to_codes,
 )
+from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.output import Output
 from octavo.kernels.triton.shape import Shape, next_power_of_2, row_warps
 from octavo.numerics import Quantized
@@ -277,6 +278,7 @@ def _last_first(total_c, WIDTH: tl.constexpr, EVEN: tl.constexpr):
     return strip, tile_c, cols, inside(cols, total_c, EVEN)
 
 
+@Kernel
 @triton.jit
 def _forward_rows_kernel(
     gate_ptr, up_ptr, gate_stride, up_stride, codes_ptr, scale_ptr, gate_codes, gate_scale, up_codes, up_scale,
@@ -314,6 +316,7 @@ def _keep_row(x, codes_ptr, scale_ptr, row, total_r, total_c, SIZE: tl.constexpr
     tl.store(codes_ptr + row * total_c + cols, codes, mask=cols < total_c)
 
 
+@Kernel
 @triton.jit
 def _forward_search_kernel(
     gate_ptr, up_ptr, gate_stride, up_stride, total_r, total_c, stride_r, stride_c, amax_ptr,
@@ -333,6 +336,7 @@ def _forward_search_kernel(
     end_search(running, amax_ptr, stride_r, stride_c, tl.program_id(1), cols, in_cols, MODE)
 
 
+@Kernel
 @triton.jit
 def _forward_write_kernel(
     gate_ptr, up_ptr, gate_stride, up_stride, total_r, total_c, codes, scale, stride_r, stride_c, inverse,
@@ -387,6 +391,7 @@ def _end_search_halves(
         end_search(up_running, amax_ptr, stride_r, stride_c, strip, cols + half, in_cols, MODE)
 
 
+@Kernel
 @triton.jit
 def _backward_search_kernel(
     dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, half,
@@ -465,6 +470,7 @@ def _emit_half(
         )  # fmt: skip
 
 
+@Kernel
 @triton.jit
 def _backward_write_kernel(
     dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, half,
@@ -527,6 +533,7 @@ def _backward_write_kernel(
             )  # fmt: skip
 
 
+@Kernel
 @triton.jit
 def _backward_plain_kernel(
     dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, half,

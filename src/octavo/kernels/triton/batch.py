@@ -14,6 +14,7 @@ from octavo.kernels.target import Target
 from octavo.kernels.triton import quantize as single
 from octavo.kernels.triton import transpose as single_transpose
 from octavo.kernels.triton.codes import NONE, scales_kernel
+from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.output import Output
 from octavo.kernels.triton.shape import cdiv
 
@@ -144,6 +145,7 @@ class _Side(NamedTuple):
         )  # fmt: skip
 
 
+@Kernel
 @triton.jit
 def _search_kernel(
     x_ptr, batch_stride, stride, total_r, total_c, row_fold, column_fold,
@@ -168,6 +170,7 @@ def _search_kernel(
     )  # fmt: skip
 
 
+@Kernel
 @triton.jit
 def _write_kernel(
     x_ptr, batch_stride, stride, total_r, total_c, row_fold, column_fold,
@@ -203,6 +206,7 @@ def _write_kernel(
     )  # fmt: skip
 
 
+@Kernel
 @triton.jit
 def _transpose_kernel(x_ptr, out_ptr, total_r, total_c, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr):
     size = tl.program_id(2).to(tl.int64) * total_r * total_c

@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.telemetry import count_quarters
 
 INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
@@ -204,7 +205,8 @@ def factors(fold_ptr, where, inside):
 
 
 @triton.jit
-def _end_search_of(amax_ptr, scale_ptr, count, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, SIZE: tl.constexpr):
+def _end_search_of(amax_ptr, scale_ptr, count, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr, SIZE: tl.constexpr):
+    FORMAT: tl.constexpr = tl.float8e4nv if E4M3 else tl.float8e5
     index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     there = index < count
     scale, inverse = scale_of(tl.load(amax_ptr + index, mask=there, other=0.0), FORMAT, POWER_OF_TWO)
@@ -212,19 +214,20 @@ def _end_search_of(amax_ptr, scale_ptr, count, FORMAT: tl.constexpr, POWER_OF_TW
     tl.store(amax_ptr + index, inverse, mask=there)
 
 
+@Kernel
 @triton.jit
 def scales_kernel(
-    amax_ptr, scale_ptr, count, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    other_amax_ptr, other_scale_ptr, other_count, OTHER_FORMAT: tl.constexpr, OTHER_POWER_OF_TWO: tl.constexpr,
+    amax_ptr, scale_ptr, count, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    other_amax_ptr, other_scale_ptr, other_count, OTHER_E4M3: tl.constexpr, OTHER_POWER_OF_TWO: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
     """End one search or two: write the scales, and put in the place of each amax what values are multiplied by."""
     if other_amax_ptr is None:
-        _end_search_of(amax_ptr, scale_ptr, count, FORMAT, POWER_OF_TWO, SIZE)
+        _end_search_of(amax_ptr, scale_ptr, count, E4M3, POWER_OF_TWO, SIZE)
     elif tl.program_id(1) == 0:
-        _end_search_of(amax_ptr, scale_ptr, count, FORMAT, POWER_OF_TWO, SIZE)
+        _end_search_of(amax_ptr, scale_ptr, count, E4M3, POWER_OF_TWO, SIZE)
     else:
-        _end_search_of(other_amax_ptr, other_scale_ptr, other_count, OTHER_FORMAT, OTHER_POWER_OF_TWO, SIZE)
+        _end_search_of(other_amax_ptr, other_scale_ptr, other_count, OTHER_E4M3, OTHER_POWER_OF_TWO, SIZE)
 
 
 @triton.jit
@@ -328,7 +331,7 @@ def store_words(words, codes_ptr, total_r, cols, in_cols, in_rows, tile_r, EVEN:
     """
     QUARTER: tl.constexpr = words.shape[0]
     if EVEN:
-        pitch = tl.multiple_of(total_r // 4, QUARTER)  # several words a store
+        pitch = tl.multiple_of(tl.full((), total_r // 4, tl.int32), QUARTER)  # several words a store
     else:
         pitch = tl.cdiv(total_r, 4)
     down = tile_r * QUARTER + tl.arange(0, QUARTER)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.target import Target, empty_scale
@@ -110,12 +109,11 @@ def end_searches(*outputs: Output) -> None:
         arguments = [_found(output) for output in searching[first : first + 2]]
         counts = [found[2] for found in arguments]
         scales_kernel[(cdiv(max(counts), 1024), len(counts))](
-            *arguments[0], *(arguments[1] if len(counts) == 2 else (None, None, 0, None, None)),
+            *arguments[0], *(arguments[1] if len(counts) == 2 else (None, None, 0, False, False)),
             SIZE=1024, num_warps=4,
         )  # fmt: skip
 
 
 def _found(output: Output) -> tuple[Any, ...]:
     codes, scale, _, _, amax = output.arguments
-    format = tl.float8e4nv if codes.dtype == torch.float8_e4m3fn else tl.float8e5
-    return amax, scale, amax.numel(), format, output.power_of_two
+    return amax, scale, amax.numel(), codes.dtype == torch.float8_e4m3fn, output.power_of_two

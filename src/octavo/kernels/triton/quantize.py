@@ -33,6 +33,7 @@ from octavo.kernels.triton.codes import (
     search,
     to_codes,
 )
+from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.output import Output, begin_searches, end_searches
 from octavo.kernels.triton.shape import Shape, next_power_of_2, row_warps
 from octavo.kernels.triton.telemetry import count
@@ -59,6 +60,13 @@ def refuses(*targets: Target | None) -> str | None:
         if mode_of(target.granularity) is None:
             return f"no Triton kernel has the granularity {target.granularity}"
     return None
+
+
+def limits_registers(*targets: Target | None) -> bool:
+    """Return whether a kernel for these targets is compiled with a limit of registers, which no compiler passes on."""
+    return any(target is not None and target.tile.rows == SIDE.value for target in targets) or any(
+        target is not None and target.tile.cols == SIDE.value and target.tile.rows is None for target in targets
+    )
 
 
 def quantize_pair(
@@ -135,6 +143,7 @@ def _write(
     )  # fmt: skip
 
 
+@Kernel
 @triton.jit
 def _rows_kernel(
     x_ptr, stride, fold_ptr, codes_ptr, scale_ptr, stats_ptr, cols, POWER_OF_TWO: tl.constexpr, SIZE: tl.constexpr
@@ -154,6 +163,7 @@ def _rows_kernel(
         count(x, y, stats_ptr, codes_ptr.dtype.element_ty)
 
 
+@Kernel
 @triton.jit
 def _search_kernel(
     x_ptr, stride, total_r, source_c, offset, row_fold, column_fold,
@@ -187,6 +197,7 @@ def _search_kernel(
         )
 
 
+@Kernel
 @triton.jit
 def _write_kernel(
     x_ptr, stride, total_r, source_c, offset, rows_out, cols_out, row_fold, column_fold,

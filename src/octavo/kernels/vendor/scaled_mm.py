@@ -122,7 +122,10 @@ def _block_scale(x: Quantized, rows: int, cols: int) -> Tensor:
 
 def _aligned(scale: Tensor) -> Tensor:
     """Return the scale at an address that cuBLAS takes: part of a batch may lie at any multiple of four bytes."""
-    return scale if not scale.is_cuda or scale.data_ptr() % 16 == 0 else scale.clone()
+    if not scale.is_cuda:
+        return scale
+    offset = scale.data_ptr() if type(scale) in (Tensor, torch.nn.Parameter) else 4 * scale.storage_offset()
+    return scale if offset % 16 == 0 else scale.clone()
 
 
 def _pad(codes: Tensor, row_multiple: int, col_multiple: int) -> Tensor:
