@@ -207,7 +207,7 @@ Try = Callable[..., Trial]
 
 
 class FakeSyncMode:
-    """What PyTorch does on a GPU under `set_sync_debug_mode("warn")`, without one."""
+    """Fake of PyTorch's `set_sync_debug_mode("warn")`, without a GPU."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.mode: object = 0
@@ -229,7 +229,7 @@ def test_a_wait_is_counted_with_its_line_of_code(monkeypatch: pytest.MonkeyPatch
         for _ in range(3):
             fake.item(torch.ones(()))
         warnings.warn("something else", UserWarning, stacklevel=1)
-    fake.item(torch.ones(()))  # outside: nobody listens
+    fake.item(torch.ones(()))  # outside the block: not recorded
     finding = judge_syncs(places)
     assert finding.verdict == "warning" and finding.numbers["waits"] == 3, finding
     assert finding.rows[0]["place"].startswith(__file__) and finding.rows[0]["waits"] == 3

@@ -1,4 +1,4 @@
-"""A run that never happened, of any size: for tests, and for looking at a dashboard without training."""
+"""Synthetic runs of any size, for tests of readers, exports and the dashboard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written: the codes that fprop reads, names and config of others, and what is refused."""
+"""Exported models: the codes that fprop reads, exported names and config, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said before a model is served, once each."""
+"""Notes for serving, each once."""
 
 from __future__ import annotations
 

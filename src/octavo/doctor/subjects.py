@@ -19,7 +19,6 @@ from octavo.errors import ConfigError, UnsupportedError
 from octavo.generators import untouched_generators
 from octavo.nn import Conv1d, Conv2d, Linear
 from octavo.train import RunConfig, checkpoint, reopen
-from octavo.train import device as devices
 from octavo.train.setup import Setup, set_up
 
 
@@ -32,15 +31,6 @@ class Machine:
     """Directory that runs are written to."""
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     """Environment variables."""
-
-    @classmethod
-    def here(cls, device: str = "auto", folder: Path = Path()) -> Machine:
-        """Return this machine.
-
-        Raises:
-            ConfigError: there is no such device.
-        """
-        return cls(devices.resolve(device), folder)
 
 
 @dataclass(frozen=True, slots=True)

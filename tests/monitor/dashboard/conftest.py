@@ -22,7 +22,7 @@ Serve = Callable[[Path], str]
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of two runs, one of them deeper in it; of 21 layers `layers.1.attention.wo` saturates."""
+    """Return a folder of two runs at different depths; of 21 layers `layers.1.attention.wo` saturates."""
     root = tmp_path_factory.mktemp("runs")
     synthetic_run(root / "first", layers=21, steps=240)
     synthetic_run(root / "sweep" / "tensorwise", layers=14, steps=120, recipe="tensorwise", seed=3)
@@ -31,9 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def serve() -> Iterator[Serve]:
-    """Return what serves a folder until the module's tests end, and gives the address.
+    """Return a function that serves a folder until the module's tests end and returns the address.
 
-    No server ends before the pages that ask it: a page that nobody answers complains, and its test would fail.
+    Servers outlive the pages that use them: a page without a server reports errors, which fail its test.
     """
     uvicorn = pytest.importorskip("uvicorn")
     pytest.importorskip("starlette")
@@ -63,7 +63,7 @@ def serve() -> Iterator[Serve]:
 
 @pytest.fixture(scope="session")
 def unpack() -> Callable[[bytes], Unpacked]:
-    """Return what reads packed bytes as the page does: an array is where its offset, which is aligned, says."""
+    """Return a function that unpacks bytes as the page does, at aligned offsets."""
 
     def unpacked(packed: bytes) -> Unpacked:
         size = int.from_bytes(packed[:4], "little")

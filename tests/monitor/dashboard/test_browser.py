@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"needs a browser: {', '
 MIDDLE = "layers.1.attention.wo"
 VIEWS = {
     "overview?run=first": "21 of 22 layers in FP8",
-    "layers?run=first&stat=saturated": "past the largest code",
+    "layers?run=first&stat=saturated": "beyond the largest code",
     f"layer?run=first&layer={MIDDLE}": "a quarter of grad_output saturated",
     "plan?run=first": "1 in BF16: a head",
     "performance?run=first": "speed-up",
@@ -33,10 +33,10 @@ VIEWS = {
     "compare?run=first&run=sweep/tensorwise": "run.recipe",
     "runs": "sweep/tensorwise",
 }
-"""A link to each view, and something that it says."""
+"""A link to each view, and a text on it."""
 NAMELESS = """[...document.querySelectorAll("button, select, input, a, .plot, [role=region]")]
     .filter(each => !(each.innerText?.trim() || each.ariaLabel || each.labels?.length)).map(each => each.outerHTML)"""
-"""What a screen reader would have no name for."""
+"""Elements without a name for screen readers."""
 LIGHT, DARK = "rgb(244, 246, 249)", "rgb(14, 18, 23)"
 
 Open = Callable[..., Any]
@@ -57,7 +57,7 @@ def address(folder: Path, serve: Any) -> str:
 
 @pytest.fixture
 def visit(browser: Any) -> Iterator[Open]:
-    """Return what opens an address and waits until all is drawn. No script may complain, and nobody else be asked."""
+    """Return a function that opens an address and waits for all charts. Fails on script errors and foreign requests."""
     complaints: list[str] = []
     contexts: list[Any] = []
 
@@ -93,7 +93,7 @@ def follow(page: Any, link: str) -> None:
 
 
 def holds(page: Any, condition: str) -> None:
-    """Wait until something holds. The page's policy lets nobody evaluate text, so the page is asked again and again."""
+    """Wait until a condition holds, by polling: the page's policy forbids evaluating text."""
     end = time.monotonic() + 20
     while not page.evaluate(condition):
         assert time.monotonic() < end, condition

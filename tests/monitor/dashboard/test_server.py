@@ -1,4 +1,4 @@
-"""What the server answers, and whom it refuses."""
+"""Answers of the server, and rejected requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong is said, the worst first; what is not wrong is not."""
+"""Faults are reported, worst first, and nothing else."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ from octavo.monitor.store.reader import (
     Session,
     config_difference,
     find_runs,
-    side_by_side,
 )
 from octavo.monitor.store.schema import FILE, OF_CODES, ROLES, STATS, VERSION, TensorRow
 from octavo.monitor.store.series import Series
@@ -34,5 +33,4 @@ __all__ = [
     "TensorRow",
     "config_difference",
     "find_runs",
-    "side_by_side",
 ]

@@ -495,11 +495,6 @@ def config_difference(runs: Sequence[RunReader]) -> list[ConfigDifference]:
     return [difference for difference in found if any(value != difference.values[0] for value in difference.values)]
 
 
-def side_by_side(runs: Sequence[RunReader], key: str, *, points: int | None = None) -> list[Series]:
-    """Return one scalar of each run; empty for a run without it."""
-    return [run.scalar(key, points=points) for run in runs]
-
-
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in settings.items():
         if isinstance(value, Mapping) and value:
