@@ -12,7 +12,7 @@ from torch import nn
 import octavo
 from octavo.errors import ConfigError, StoreError
 from octavo.guard import Alarm, GuardConfig
-from octavo.monitor.monitor import AlarmRules, Monitor
+from octavo.monitor.monitor import Monitor, MonitorAlarms
 from octavo.monitor.store import STATS, RunReader
 
 
@@ -176,8 +176,8 @@ def tensors(**of_weight: float) -> np.ndarray:
     return values
 
 
-def rules(said: list[Alarm], rows: list[tuple[str, str]] = ROWS, **config: float) -> AlarmRules:
-    return AlarmRules(GuardConfig(**config), rows, said.append)  # type: ignore[arg-type]
+def rules(said: list[Alarm], rows: list[tuple[str, str]] = ROWS, **config: float) -> MonitorAlarms:
+    return MonitorAlarms(GuardConfig(**config), rows, said.append)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("tensors_first", [True, False])
@@ -229,7 +229,7 @@ def test_a_budget_is_told_once_in_a_quiet_time() -> None:
 
 def test_off_is_off_and_act_is_refused() -> None:
     said: list[Alarm] = []
-    AlarmRules(GuardConfig(mode="off"), [], said.append).scalars(1, {"loss": float("nan")})
+    MonitorAlarms(GuardConfig(mode="off"), [], said.append).scalars(1, {"loss": float("nan")})
     assert said == []
     with pytest.raises(ConfigError, match=r"To act, use octavo\.guard\.Loop"):
-        AlarmRules(GuardConfig(mode="act"), [], said.append)
+        MonitorAlarms(GuardConfig(mode="act"), [], said.append)

@@ -34,7 +34,7 @@ LOSS, GRADIENT_NORM, LEARNING_RATE = ("loss", "loss_fp8"), ("gradient_norm", "gr
 """Names of the scalars that alarms check; others are only stored."""
 
 
-class AlarmRules:
+class MonitorAlarms:
     """Checks the guardrails for each step once its scalars and tensors have arrived, in order.
 
     Args:
@@ -162,7 +162,7 @@ class Monitor:
             self._source.done = self.done
             self._recorder.tensors(self._source.rows)
         rows = () if self._source is None else self._source.rows
-        self._rules = AlarmRules(guard or GuardConfig(), rows, self._record_alarm)
+        self._rules = MonitorAlarms(guard or GuardConfig(), rows, self._record_alarm)
 
     def step(self, step: int | None = None, /, **scalars: float | Tensor) -> None:
         """Record a step with its scalars: numbers, or tensors of one element on any device.
