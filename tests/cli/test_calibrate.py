@@ -50,7 +50,7 @@ def test_a_file_is_written_updated_and_undone(
     out = capsys.readouterr().out
     entry = "layers.0.attention.wq.input"
     assert f"{second[entry].scale:.4g} -> {first[entry].scale:.4g}" in out
-    assert f"7 scales of {path} are what they were" in out
+    assert f"7 scales of {path} restored" in out
     assert run("calibrate", "--undo", str(path), "--json") == 0
     assert [row["name"] for row in json.loads(capsys.readouterr().out)["scales"]] == ["layers.1.attention.wo.input"]
     assert calibration.read(path) == first
@@ -75,7 +75,7 @@ def test_a_run_keeps_its_file_in_its_directory(
     ("arguments", "message"),
     [
         (["--margin", "9"], "margin = 9"),
-        (["--batches", "0"], "run 1 at least"),
+        (["--batches", "0"], "must be at least 1"),
         (["--recipe", "folded"], "no layer of the model would keep scales by the recipe 'folded'"),
         (["--only", "layrs.0.*"], "no layer or scale matches 'layrs.0.*'"),
         (["--undo", "none.json"], "none.json: cannot be read"),

@@ -52,11 +52,11 @@ def test_a_loss_that_is_not_finite_fails(octavo, run, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["nowhere"], 2, "nowhere: there is no such directory"),
-        (["RUN", "--run", "nowhere"], 2, "--run nowhere: there is no such directory"),
-        (["RUN", "--run", "RUN"], 2, "--run: is for an exported model"),
-        (["RUN", "--tokens", "0"], 2, "--tokens 0: is not a positive number"),
-        (["RUN", "--sequence", "-4"], 2, "--sequence -4: is not a positive number"),
+        (["nowhere"], 2, "nowhere: no such directory"),
+        (["RUN", "--run", "nowhere"], 2, "--run nowhere: no such directory"),
+        (["RUN", "--run", "RUN"], 2, "--run: needs an exported model"),
+        (["RUN", "--tokens", "0"], 2, "--tokens 0: must be positive"),
+        (["RUN", "--sequence", "-4"], 2, "--sequence -4: must be positive"),
         (["RUN", "--step", "7"], 1, "holds no checkpoint of step 7"),
         (["RUN/checkpoints"], 1, "holds no checkpoint"),
         (["RUN", "--data", "EMPTY"], 1, "the file is empty"),

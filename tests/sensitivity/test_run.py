@@ -64,7 +64,7 @@ def test_the_table_of_the_command(octavo, run, capsys):
     ("flags", "message"),
     [
         (["--times", "guessed"], "--times: 'guessed'"),
-        (["-o", "map.json"], r"is a \.toml file"),
+        (["-o", "map.json"], r"must be a \.toml file"),
         (["--write", "here"], "--verify a number"),
         (["--tokens", "0"], "--tokens: 0"),
         (["--budget", "some"], "share of the loss"),

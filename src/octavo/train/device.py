@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from octavo.errors import ConfigError
-from octavo.monitor.environment import versions
+from octavo.monitor.system import versions
 
 __all__ = ["describe", "resolve", "versions"]
 

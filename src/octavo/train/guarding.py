@@ -25,7 +25,7 @@ from octavo.guard.damage import damage
 from octavo.guard.diagnosis import Probe
 from octavo.guard.kept_scales import kept_scales, take_over
 from octavo.guard.locate import locate
-from octavo.monitor.arriving import Arriving
+from octavo.monitor.measurements import AsyncScalars
 from octavo.tensor import is_distributed
 from octavo.train.events import Noted, RolledBack, TensorsChanged
 from octavo.train.lane import Lane, Measured
@@ -55,7 +55,7 @@ class GuardedRun:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._lane = trainer.setup.lanes[0]
-        self._waiting: deque[tuple[float, Arriving]] = deque()
+        self._waiting: deque[tuple[float, AsyncScalars]] = deque()
         self._values: dict[int, NDArray[np.float32]] = {}
         self._lag = 1 if trainer.setup.device.type == "cuda" else 0
         config = trainer.config
@@ -73,7 +73,7 @@ class GuardedRun:
         if self.guard.config.mode == "off":
             return False
         scalars = {"loss": measured.loss, "gradient_norm": measured.gradient_norm}
-        self._waiting.append((lr, Arriving(self.done, scalars)))
+        self._waiting.append((lr, AsyncScalars(self.done, scalars)))
         return self._examine(self._lag)
 
     def settle(self) -> bool:

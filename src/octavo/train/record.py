@@ -12,9 +12,9 @@ import torch
 
 from octavo import strict
 from octavo.guard.guarded import Note
-from octavo.monitor.environment import environment
 from octavo.monitor.recorder import Recorder
 from octavo.monitor.store.writer import outcome_of
+from octavo.monitor.system import environment
 from octavo.train.config import RunConfig
 from octavo.train.events import (
     Evaluated,

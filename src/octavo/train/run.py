@@ -21,7 +21,7 @@ from octavo.errors import CheckpointError, ConfigError
 from octavo.generators import generator_states, restore_generators
 from octavo.guard import Note
 from octavo.kernels.uploads import upload
-from octavo.monitor.source import Source, arrived, histograms_of, telemetry_of
+from octavo.monitor.measurements import TelemetrySource, arrived, histograms_of, telemetry_of
 from octavo.nn.scales import scales
 from octavo.train import checkpoint
 from octavo.train import device as devices
@@ -99,7 +99,7 @@ class Trainer:
         self._earlier: Mapping[str, Any] = {"seconds": 0.0, "fp8_gemms": {}, "fallbacks": []}
         self._started = self._since = time.perf_counter()
         self._since_step = 0
-        self.telemetry: Source | None = None
+        self.telemetry: TelemetrySource | None = None
         self._measured: NDArray[np.float32] | None = None
         """The newest values of telemetry that have arrived."""
         self._refused: set[str] = set()
