@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import octavo
-from octavo.calibration import Choice, Recalibration, Updates
+from octavo.calibration import Recalibration, ScalePolicy, Updates
 from octavo.calibration import updates as module
 from octavo.errors import ConfigError
 from octavo.nn import calibration
@@ -18,7 +18,9 @@ def static(tmp_path):
     """A model with static scales and margin 0, its optimizer, which changes no weight, and its file."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(40, 48), nn.GELU(), nn.Linear(48, 32))
-    found = octavo.calibrate(model, [x_of(1.0)], loss=lambda m, x: m(x).square().mean(), choice=Choice(margin=0))
+    found = octavo.calibrate(
+        model, [x_of(1.0)], loss=lambda m, x: m(x).square().mean(), scale_policy=ScalePolicy(margin=0)
+    )
     found.save(tmp_path / "a.json")
     octavo.convert(model, "static", scales=tmp_path / "a.json")
     return model, torch.optim.SGD(model.parameters(), lr=0.0), tmp_path / "a.json"
@@ -151,5 +153,5 @@ def test_a_model_without_static_scales(tmp_path):
     model = nn.Sequential(nn.Linear(40, 48))
     for recipe in ("folded", "delayed"):
         octavo.convert(model, recipe)
-        with pytest.raises(ConfigError, match="keeps no static scales"):
+        with pytest.raises(ConfigError, match="has no static scales"):
             Recalibration(model, Updates(every=1), tmp_path / "a.json")

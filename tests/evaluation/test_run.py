@@ -18,7 +18,7 @@ from octavo.evaluation.measure import measure
 from octavo.evaluation.run import Reopened, Settings, evaluate_run
 from octavo.evaluation.text import Cut, whole_text
 from octavo.train.evaluate import heldout_losses
-from octavo.train.reopen import find, lanes_of, settings_of
+from octavo.train.load_run import find, settings_of, states_of
 
 FEW = Settings(tokens=1024, device="cpu")
 
@@ -71,7 +71,7 @@ def test_high_precision_is_the_reverted_model(runs):
     text, _ = reopened.text(FEW)
     _, high, _ = reopened.measure(text, lambda computed, text: text)
     found = find(runs / "folded")
-    lane, *_ = lanes_of(found, settings_of(found, "test", {"device": "cpu"}))
+    lane, *_ = states_of(found, settings_of(found, "test", {"device": "cpu"}))
     assert octavo.revert(lane.model) > 0
     assert torch.equal(heldout_losses(lane, text), high.losses_S)
 
@@ -112,7 +112,7 @@ def test_any_other_text(runs, tmp_path):
         "source": source, "heldout": False, "tokens": 480, "bytes": 480, "sequences": 30, "sequence": 16
     }  # fmt: skip
     reopened = Reopened(runs / "folded", FEW)
-    lane, *_ = lanes_of(reopened.checkpoint, reopened.config)
+    lane, *_ = states_of(reopened.checkpoint, reopened.config)
     rows = 8  # as many tokens as 4 sequences of 32
     alone = heldout_losses(lane, whole_text(source, ByteTokenizer(), Cut(sequence=16, rows=rows)))
     assert found.scores[0].loss == pytest.approx(float(alone.mean()), rel=1e-9)

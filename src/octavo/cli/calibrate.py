@@ -86,7 +86,7 @@ def calibrate(
     recipe = own.get("run", {}).pop("recipe", None)
     config = configure(run if directory is None else directory / "config.json", preset, own)
 
-    from octavo.calibration import Choice
+    from octavo.calibration import ScalePolicy
     from octavo.train.calibrate import calibrate_run
 
     found = calibrate_run(
@@ -96,7 +96,7 @@ def calibrate(
         batches=batches,
         layers=only,
         backward=backward,
-        choice=Choice(by=choose, percentile=percentile, margin=margin),
+        scale_policy=ScalePolicy(by=choose, percentile=percentile, margin=margin),
         watch=partial(_with_progress, total=batches),
     )
     path = output or (directory or Path()) / FILE

@@ -1,8 +1,8 @@
-"""Text into tokens into batches: corpora, tokenizers, memory-mapped token files, a resumable loader.
+"""Text to tokens to batches: corpora, tokenizers, memory-mapped token files, a resumable loader.
 
     source -> read_corpus -> prepare (tokenize, split, write once) -> TokenFiles -> Loader, heldout_batches
 
-Names load on first use, so that the command line stays quick.
+Names are loaded on first use, so that the command line starts quickly.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from octavo.conversion import convert
 from octavo.doctor.subjects import Trial
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.train import RunConfig, checkpoint, reopen
+from octavo.train import RunConfig, checkpoint, load_run
 from octavo.train.setup import Setup, set_up
 
 
@@ -30,14 +30,14 @@ def of_config(config: RunConfig, *, trace: Path | None = None) -> Trial:
     """
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, twin=False))
     newest = checkpoint.latest(config.run.out / "checkpoints")
-    setup = set_up(config) if newest is None else reopen.restore(checkpoint.load(newest), config)
+    setup = set_up(config) if newest is None else load_run.restore(checkpoint.load(newest), config)
     if setup.plan is None:
         raise UnsupportedError("the run is in BF16 alone: there is no FP8 to look at.")
     return _of_setup(setup, trace)
 
 
 def _of_setup(setup: Setup, trace: Path | None) -> Trial:
-    lane, run = setup.lanes[0], setup.config.run
+    lane, run = setup.states[0], setup.config.run
     inputs_BT, targets_BT = (part.to(setup.device) for part in next(setup.loader))
     first = [part.chunk(run.accumulate)[0] for part in (inputs_BT, targets_BT)]
 

@@ -21,8 +21,8 @@ from octavo.train import checkpoint
 from octavo.train import device as devices
 from octavo.train.config import RunConfig
 from octavo.train.evaluate import heldout_scores
-from octavo.train.lane import Lane
-from octavo.train.reopen import find, lanes_of, settings_of
+from octavo.train.load_run import find, settings_of, states_of
+from octavo.train.train_state import TrainState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +63,7 @@ class Reopened:
 
     def measure(self, text: Text, watch: Watch) -> list[Measured]:
         """Return what each sequence costs: in FP8 and in high precision, or in BF16; and the BF16 twin."""
-        lanes = lanes_of(self.checkpoint, self.config)
+        lanes = states_of(self.checkpoint, self.config)
         return [
             measure(computed, partial(_within, how, lane), text, watch)
             for lane in lanes
@@ -111,7 +111,7 @@ def _cut(found: checkpoint.Checkpoint, config: RunConfig, settings: Settings) ->
     return Cut(sequence=sequence, rows=max(1, tokens // sequence), limit=settings.tokens)
 
 
-def _ways(lane: Lane, *, is_twin: bool) -> Iterator[tuple[str, AbstractContextManager[None]]]:
+def _ways(lane: TrainState, *, is_twin: bool) -> Iterator[tuple[str, AbstractContextManager[None]]]:
     if lane.name == "fp8":
         yield FP8, nullcontext()
         yield HIGH, disabled(lane.model)
@@ -119,6 +119,6 @@ def _ways(lane: Lane, *, is_twin: bool) -> Iterator[tuple[str, AbstractContextMa
         yield TWIN if is_twin else BF16, nullcontext()
 
 
-def _within(how: AbstractContextManager[None], lane: Lane, batches: Iterable[Batch]) -> Tensor:
+def _within(how: AbstractContextManager[None], lane: TrainState, batches: Iterable[Batch]) -> Tensor:
     with how:
         return heldout_scores(lane, batches)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from octavo.errors import ConfigError
 from octavo.guard import Alarm, GuardConfig, Observation
-from octavo.guard.watch import Watch
+from octavo.guard.alarms import AlarmRules
 
 LOSS, GRADIENT_NORM, LEARNING_RATE = ("loss", "loss_fp8"), ("gradient_norm", "grad_norm"), ("lr", "learning_rate")
 """Names that a scalar may have, to be held against the rules; others are kept and not judged."""
@@ -36,7 +36,7 @@ class Rules:
                 " with `octavo train`."
             )
         self._config, self._say = config, say
-        self._watch = Watch(config, rows)
+        self._watch = AlarmRules(config, rows)
         self._scalars: dict[int, Mapping[str, float]] = {}
         self._tensors: dict[int, NDArray[np.float32]] = {}
         self._newest = 0 if rows else math.inf
@@ -68,7 +68,7 @@ class Rules:
             self._tensors = {step: values for step, values in self._tensors.items() if step >= min(self._scalars)}
 
     def _hold(self, seen: Observation) -> None:
-        alarm = self._watch.look(seen)
+        alarm = self._watch.check(seen)
         if alarm is not None:
             self._say(alarm)
         for over in self._watch.over_budget(seen):

@@ -12,7 +12,7 @@ from octavo.serving import compressed_tensors, fine_grained
 from octavo.serving.exporting import Exported, export
 from octavo.serving.tokenizer_files import tokenizer_files
 from octavo.train.config import RunConfig
-from octavo.train.reopen import find, model_of, settings_of
+from octavo.train.load_run import find, model_of, settings_of
 
 
 def export_run(

@@ -1,6 +1,6 @@
-"""Training: a model in FP8 and its BF16 twin in lockstep, with checkpoints that continue bit for bit.
+"""Training: an FP8 model and its BF16 baseline on the same batches, with checkpoints that resume bit for bit.
 
-`RunConfig` needs no torch; the others load it on first use, so that the command line stays quick.
+`RunConfig` needs no torch; the other names are loaded on first use, so that the command line starts quickly.
 """
 
 from __future__ import annotations
