@@ -139,7 +139,7 @@ def test_all_ranks_make_the_scales_that_any_has_broken(monkeypatch):
     [
         ({"every": -1}, "`every` must be 0 or more"),
         ({"look_every": 0}, "`look_every` 1 or more"),
-        ({"saturated_above": 1.5}, "it is a share"),
+        ({"saturated_above": 1.5}, "it must be a share"),
         ({"margin": 9}, "0 to 8"),
     ],
     ids=str,

@@ -95,7 +95,7 @@ def test_an_earlier_checkpoint(runs):
     assert earlier.model["step"] == named.model["step"] == 20
     assert earlier.scores == named.scores
     assert earlier.scores[0].loss > evaluate_run(runs / "folded", FEW).scores[0].loss
-    with pytest.raises(CheckpointError, match=r"no checkpoint of step 7. What was kept: step-000020, step-000030"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 7. Checkpoints: step-000020, step-000030"):
         evaluate_run(runs / "folded", Settings(step=7))
 
 
@@ -128,7 +128,7 @@ def test_a_text_that_has_changed_is_told(runs, tmp_path):
 
 
 def test_refusals(runs, tmp_path):
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="contains no checkpoint"):
         evaluate_run(tmp_path, FEW)
     with pytest.raises(ConfigError, match=r"--sequence 64: the model knows no more than 32"):
         evaluate_run(runs / "folded", Settings(sequence=64))

@@ -210,7 +210,7 @@ def test_trying_a_batch_leaves_no_trace() -> None:
         return loss_of(model, batch) * (1 + 0 * torch.rand(()))
 
     loop._loss_of = noisy
-    kept, random, weights = stored_scales(loop.model), torch.get_rng_state(), loop.copy_state().model
+    kept, random, weights = stored_scales(loop.model), torch.get_rng_state(), loop._copy_state().model
     loop.probe(fp8=True, earlier=large)
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(now, kept[name]) for name, now in stored_scales(loop.model).items())
@@ -271,7 +271,13 @@ def test_a_scheduler_goes_back_too() -> None:
     optimizer = AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=STEPS)
     loop = Loop(
-        model, optimizer, loss_of, batches(), scheduler=scheduler, config=GuardConfig(mode="act"), on_event=lambda _: None
+        model,
+        optimizer,
+        loss_of,
+        batches(),
+        scheduler=scheduler,
+        config=GuardConfig(mode="act"),
+        on_event=lambda _: None,
     )
     for step, _ in loop.steps(STEPS):
         if step == AT and not loop.guard._rolled_back:

@@ -80,7 +80,7 @@ def test_the_recipe_is_the_runs_if_it_keeps_scales(
 
 
 def test_weights_in_fp8_are_refused(configure: Configure) -> None:
-    with pytest.raises(ConfigError, match="no recipe that keeps scales computes with weights that are stored in FP8"):
+    with pytest.raises(ConfigError, match="recipes that store scales do not support weights in FP8"):
         calibrate_run(configure(run={**SHORT, "weights": "fp8"}))
 
 

@@ -91,7 +91,7 @@ def test_errors_name_the_layer_the_key_and_what_was_meant() -> None:
         ("run", "bf16_first_steps", -1, "run.bf16_first_steps"),
         ("run", "bf16_last_share", 1.5, "run.bf16_last_share"),
         ("model", "heads", 5, "model.heads"),
-        ("model", "sequence", 8, "more than model.sequence 8"),
+        ("model", "sequence", 8, "exceeds model.sequence 8"),
     ],
 )
 def test_impossible_values_are_named(section: str, key: str, value: Any, message: str) -> None:

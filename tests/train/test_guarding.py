@@ -178,7 +178,7 @@ def test_watching_notes_and_a_nan_still_stops_the_run(configure: Configure, tmp_
         run.struck_at = AT
         run.fault = nan_in_a_norm
         run.run()
-    assert keeper.of(GuardEvent)[0].note.rule == "nonfinite"
+    assert keeper.of(GuardEvent)[0].rule == "nonfinite"
     assert keeper.of(RolledBack) == []
 
 
@@ -208,7 +208,7 @@ def test_a_resumed_run_goes_on_with_the_recipes_that_layers_had(configure: Confi
     keeper = Keeper()
     config = guarded(configure, str(tmp_path / "parts"), **sections)
     resumed = train(config, reporters=[keeper], resume=True)
-    moved = [event.note for event in keeper.of(GuardEvent) if event.cause == "precision"]
+    moved = [event for event in keeper.of(GuardEvent) if event.cause == "precision"]
     assert moved  # the limits are impossible, so that layers climb all the time
     steps = {"whole": [], "parts": []}  # type: ignore[var-annotated]
     for name in steps:

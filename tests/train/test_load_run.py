@@ -66,7 +66,7 @@ def test_a_checkpoint_by_its_step(configure: Configure, tmp_path: Path) -> None:
     trained(configure, tmp_path / "run", run={"steps": 3, "checkpoint_every": 1})
     assert [find(tmp_path / "run", step).step for step in (None, 2, 3)] == [3, 2, 3]
     assert find(tmp_path / "run" / "checkpoints" / "step-000002", 2).step == 2
-    with pytest.raises(CheckpointError, match=r"no checkpoint of step 1\. What was kept: step-000002, step-000003\."):
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 1\. Checkpoints: step-000002, step-000003\."):
         find(tmp_path / "run", 1)
 
 
@@ -83,5 +83,5 @@ def test_the_twin_has_its_own_weights(configure: Configure, tmp_path: Path) -> N
 
 
 def test_a_directory_without_checkpoints_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="contains no checkpoint"):
         find(tmp_path)

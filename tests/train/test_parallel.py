@@ -176,7 +176,9 @@ def test_ranks_that_share_layers_have_the_same_part_of_a_batch() -> None:
 
 def test_ranks_of_a_pipeline_have_the_same_part_of_a_batch() -> None:
     ranks = [Ranks(launch=Launch(rank, 8), parallel=ParallelConfig(tensor=2, pipeline=2)) for rank in range(8)]
-    assert [(r.place, r.part, r.parts) for r in ranks] == [(p, part, 2) for p in (0, 1) for part in (0, 0, 1, 1)]
+    assert [(r.pipeline_rank, r.part, r.parts) for r in ranks] == [
+        (p, part, 2) for p in (0, 1) for part in (0, 0, 1, 1)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -25,44 +25,6 @@ from octavo.nn import calibration
 from octavo.nn.calibration import Calibrated, Origin, full_name
 from octavo.recipes import RecipeLike
 
-
-class DataHash:
-    """SHA-256 of batches: shapes, dtypes and bytes of tensors, and plain values."""
-
-    def __init__(self) -> None:
-        self._hash = hashlib.sha256()
-
-    def add(self, batch: Any) -> None:
-        """Add a batch: tensors, arrays, numbers and strings, in lists, tuples and mappings.
-
-        Other objects contribute their type only.
-        """
-        for part in _bytes_of(batch):
-            self._hash.update(part)
-
-    def __str__(self) -> str:
-        return f"sha256:{self._hash.hexdigest()}"
-
-
-def _bytes_of(value: Any) -> Iterator[bytes]:
-    if isinstance(value, Tensor):
-        plain = value.detach().cpu().contiguous()
-        yield f"{plain.dtype} {tuple(plain.shape)}".encode()
-        yield plain.flatten().view(torch.uint8).numpy().tobytes()
-    elif isinstance(value, np.ndarray):
-        yield f"{value.dtype} {value.shape}".encode() + value.tobytes()
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield repr(key).encode()
-            yield from _bytes_of(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _bytes_of(part)
-    else:
-        plain_kinds = (str, bytes, int, float, bool, type(None))
-        yield (repr(value) if isinstance(value, plain_kinds) else type(value).__qualname__).encode()
-
-
 Loss = Callable[[Any, Any], Any]
 """(model, batch) -> loss, a tensor of one element."""
 
@@ -281,3 +243,40 @@ def _advice(row: Row) -> str:
 def _parts(name: str) -> tuple[str, str]:
     layer, _, role = name.rpartition(".")
     return layer, role
+
+
+class DataHash:
+    """SHA-256 of batches: shapes, dtypes and bytes of tensors, and plain values."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+
+    def add(self, batch: Any) -> None:
+        """Add a batch: tensors, arrays, numbers and strings, in lists, tuples and mappings.
+
+        Other objects contribute their type only.
+        """
+        for part in _bytes_of(batch):
+            self._hash.update(part)
+
+    def __str__(self) -> str:
+        return f"sha256:{self._hash.hexdigest()}"
+
+
+def _bytes_of(value: Any) -> Iterator[bytes]:
+    if isinstance(value, Tensor):
+        plain = value.detach().cpu().contiguous()
+        yield f"{plain.dtype} {tuple(plain.shape)}".encode()
+        yield plain.flatten().view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, np.ndarray):
+        yield f"{value.dtype} {value.shape}".encode() + value.tobytes()
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield repr(key).encode()
+            yield from _bytes_of(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _bytes_of(part)
+    else:
+        plain_kinds = (str, bytes, int, float, bool, type(None))
+        yield (repr(value) if isinstance(value, plain_kinds) else type(value).__qualname__).encode()

@@ -98,8 +98,8 @@ class Recalibration:
     def __init__(
         self, model: nn.Module, updates: Updates, path: str | Path, *, rows: Sequence[Any] | None = None, done: int = 0
     ) -> None:
-        book = scales(model)
-        if book is None or not book.has_static:
+        scaling_state = scales(model)
+        if scaling_state is None or not scaling_state.has_static:
             raise ConfigError("Recalibration: the model has no static scales. Convert it with the recipe 'static'.")
         self.updates, self.done = updates, done
         self._model, self._path = model, Path(path)
@@ -131,12 +131,12 @@ class Recalibration:
         return self._renew(names, f"step {self.done}: {why}; max, margin {updates.margin}")
 
     def _renew(self, names: Collection[str] | None, how: str) -> dict[str, Calibrated]:
-        book = scales(self._model)  # not cached: converting the model again replaces it
-        if book is None:
+        scaling_state = scales(self._model)  # not cached: converting the model again replaces it
+        if scaling_state is None:
             return {}
         if is_first_rank() and not self._path.exists():
-            book.save(self._path)
-        made = book.renew(names, self.updates.margin, how)
+            scaling_state.save(self._path)
+        made = scaling_state.renew(names, self.updates.margin, how)
         if made and is_first_rank():
             calibration.update(self._path, made)
         return made

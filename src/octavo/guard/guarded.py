@@ -51,7 +51,7 @@ class Snapshot:
     step: int
     """Number of steps made."""
     state: Any
-    """Result of `Guarded.copy_state`."""
+    """Result of `Guarded._copy_state`."""
     scales: Sequence[Mapping[str, Tensor]]
     """Stored scales of each model."""
     generators: Mapping[str, Tensor]
@@ -78,37 +78,37 @@ class Guarded(ABC):
         """Telemetry of the guarded model, an `octavo.nn.telemetry.Telemetry`; None without FP8 layers."""
 
     @abstractmethod
-    def copy_state(self) -> Any:
+    def _copy_state(self) -> Any:
         """Return a copy of weights, optimizer states and data position."""
 
     @abstractmethod
-    def load_state(self, step: int, state: Any) -> None:
-        """Load the result of `copy_state`, made after `step` steps; `state` stays unchanged."""
+    def _load_state(self, step: int, state: Any) -> None:
+        """Load the result of `_copy_state`, made after `step` steps; `state` stays unchanged."""
 
     @abstractmethod
-    def saved_weight(self, state: Any, name: str) -> Tensor | None:
-        """Return a weight of the guarded model from `copy_state`; None if it cannot be compared."""
+    def _saved_weight(self, state: Any, name: str) -> Tensor | None:
+        """Return a weight of the guarded model from `_copy_state`; None if it cannot be compared."""
 
     @abstractmethod
-    def peek(self, state: Any = None) -> Any:
-        """Return the next batch, or the one that followed `copy_state`, without moving on."""
+    def _peek(self, state: Any = None) -> Any:
+        """Return the next batch, or the one that followed `_copy_state`, without moving on."""
 
     @abstractmethod
-    def compute(self, batch: Any, *, backward: bool = True, whole: bool = False) -> Probe:
+    def _compute(self, batch: Any, *, backward: bool = True, whole: bool = False) -> Probe:
         """Run forward and backward without an update and drop the gradients.
 
         Args:
-            batch: result of `peek`.
+            batch: result of `_peek`.
             backward: compute gradients.
             whole: do not split the batch for gradient accumulation.
         """
 
     @abstractmethod
-    def convert(self, recipe: Recipe) -> None:
+    def _convert(self, recipe: Recipe) -> None:
         """Convert the guarded model to another recipe."""
 
     @abstractmethod
-    def start_telemetry(self) -> None:
+    def _start_telemetry(self) -> None:
         """Replace the telemetry of the guarded model: its layers have changed."""
 
     @abstractmethod
@@ -119,7 +119,7 @@ class Guarded(ABC):
     def emit(self, event: GuardEvent) -> None:
         """Pass on an event."""
 
-    def collect_telemetry(self) -> None:  # noqa: B027 - optional
+    def _collect_telemetry(self) -> None:  # noqa: B027 - optional
         """Collect pending measurements, before a probe drops them."""
 
     # --- used by guardrails -----------------------------------------------------------------------------------------
@@ -132,11 +132,11 @@ class Guarded(ABC):
 
     def snapshot(self) -> Snapshot:
         """Return a copy of everything that a step changes."""
-        return Snapshot(self.done, self.copy_state(), [stored_scales(m) for m in self.models], generator_states())
+        return Snapshot(self.done, self._copy_state(), [stored_scales(m) for m in self.models], generator_states())
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go back to a snapshot, which stays unchanged."""
-        self.load_state(snapshot.step, snapshot.state)
+        self._load_state(snapshot.step, snapshot.state)
         for model, stored in zip(self.models, snapshot.scales, strict=True):
             restore_scales(model, stored)
         restore_generators(snapshot.generators)
@@ -145,9 +145,9 @@ class Guarded(ABC):
 
     def probe(self, *, fp8: bool, earlier: Snapshot | None = None, backward: bool = True) -> Probe:
         """Compute the next batch, or the first one after a snapshot, without any lasting change."""
-        batch = self.peek(None if earlier is None else earlier.state)
+        batch = self._peek(None if earlier is None else earlier.state)
         with self._untouched(), nullcontext() if fp8 else disabled(self.models[0]):
-            return self.compute(batch, backward=backward)
+            return self._compute(batch, backward=backward)
 
     def refine(self, recipe: Recipe) -> str:
         """Convert the guarded model to another recipe; return why that is impossible, or an empty string."""
@@ -155,24 +155,24 @@ class Guarded(ABC):
         if self.telemetry is not None:
             self.telemetry.detach()
         try:
-            self.convert(recipe)
+            self._convert(recipe)
         except OctavoError as error:
             return str(error)
         finally:
             restore_scales(self.models[0], stored)
-            self.start_telemetry()
+            self._start_telemetry()
         return ""
 
     def locate(self) -> str:
         """Return layer, role and token of the first non-finite tensor for the next batch; empty if there is none."""
-        batch = self.peek()
+        batch = self._peek()
         with self._untouched():
-            found = locate_nonfinite(self.models[0], lambda: self.compute(batch, whole=True))
+            found = locate_nonfinite(self.models[0], lambda: self._compute(batch, whole=True))
         return "" if found is None else str(found)
 
     def weight_diff(self, layer: str, snapshot: Snapshot, reach: float) -> str:
         """Describe the elements of a weight that changed by more than `reach` since a snapshot; empty for none."""
-        before = self.saved_weight(snapshot.state, f"{layer}.weight")
+        before = self._saved_weight(snapshot.state, f"{layer}.weight")
         found = None if before is None else weight_diff(before, self.models[0].get_parameter(f"{layer}.weight"), reach)
         return "" if found is None else str(found)
 
@@ -180,7 +180,7 @@ class Guarded(ABC):
     def _untouched(self) -> Iterator[None]:
         """Restore random generators, stored scales and telemetry after the block."""
         stored = stored_scales(self.models[0])
-        self.collect_telemetry()
+        self._collect_telemetry()
         try:
             with untouched_generators():
                 yield

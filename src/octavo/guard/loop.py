@@ -90,7 +90,7 @@ class Loop(Guarded):
         self._first = self._position = 0  # indices of the first buffered batch and of the next one
         self._positions: deque[int] = deque(maxlen=SNAPSHOTS)  # of the snapshots that guardrails keep
         self._policy, self._tokens, self._clip, self._on_event = policy, tokens, clip, on_event
-        self.start_telemetry()
+        self._start_telemetry()
         self.guard = Guard(self, None if recipe is None else load(recipe), config)
 
     def steps(self, count: int) -> Iterator[tuple[int, Tensor]]:
@@ -108,7 +108,7 @@ class Loop(Guarded):
     def step(self) -> Tensor | None:
         """Make a step and return its loss, shape (); None if the run was rolled back."""
         self.guard.before()
-        batch = self.peek()
+        batch = self._peek()
         self._position += 1
         self.done += 1
         with self._limited_lr() as lr:
@@ -124,8 +124,7 @@ class Loop(Guarded):
 
     # --- `octavo.guard.Guarded` -------------------------------------------------------------------------------------
 
-    def copy_state(self) -> _State:
-        """Return a copy of model, optimizer, scheduler and data position; batches before the older copy are dropped."""
+    def _copy_state(self) -> _State:
         self._positions.append(self._position)
         while self._first < self._positions[0] and self._buffer:
             self._buffer.popleft()
@@ -137,8 +136,7 @@ class Loop(Guarded):
             None if self.scheduler is None else copy.deepcopy(self.scheduler.state_dict()),
         )
 
-    def load_state(self, step: int, state: _State) -> None:
-        """Load the result of `copy_state`."""
+    def _load_state(self, step: int, state: _State) -> None:
         self.done, self._position = step, state.position
         while self._positions[-1] > state.position:
             self._positions.pop()
@@ -151,12 +149,10 @@ class Loop(Guarded):
         if self.scheduler is not None and state.scheduler is not None:
             self.scheduler.load_state_dict(state.scheduler)
 
-    def saved_weight(self, state: _State, name: str) -> Tensor:
-        """Return a weight from `copy_state`."""
+    def _saved_weight(self, state: _State, name: str) -> Tensor:
         return state.model[name]
 
-    def peek(self, state: _State | None = None) -> Any:
-        """Return the next batch, or the one that followed `copy_state`."""
+    def _peek(self, state: _State | None = None) -> Any:
         position = self._position if state is None else state.position
         while position >= self._first + len(self._buffer):
             try:
@@ -168,8 +164,7 @@ class Loop(Guarded):
                 ) from None
         return self._buffer[position - self._first]
 
-    def compute(self, batch: Any, *, backward: bool = True, whole: bool = False) -> Probe:
-        """Return loss and gradient norm of a batch without an update."""
+    def _compute(self, batch: Any, *, backward: bool = True, whole: bool = False) -> Probe:
         with torch.set_grad_enabled(backward):
             loss = self._loss_of(self.model, batch)
             if backward:
@@ -179,12 +174,10 @@ class Loop(Guarded):
         self.optimizer.zero_grad(set_to_none=True)
         return probe
 
-    def convert(self, recipe: Recipe) -> None:
-        """Convert the model to another recipe."""
+    def _convert(self, recipe: Recipe) -> None:
         convert(self.model, recipe, policy=self._policy, tokens=self._tokens)
 
-    def start_telemetry(self) -> None:
-        """Start telemetry of the FP8 layers, if there are any."""
+    def _start_telemetry(self) -> None:
         telemetry = Telemetry(self.model)
         self.telemetry = telemetry if telemetry.rows else None
         if self.telemetry is not None and self.done:
@@ -192,7 +185,7 @@ class Loop(Guarded):
 
     def skip(self) -> None:
         """Skip the next batch."""
-        self.peek()
+        self._peek()
         self._position += 1
 
     def emit(self, event: GuardEvent) -> None:

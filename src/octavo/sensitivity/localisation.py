@@ -159,14 +159,14 @@ def _cost(gemm: str, change: Change, cosine: float, progress: float) -> float:
 
 def _start_scales(switch: PrecisionSwitch, batches: Sequence[Any], loss: Loss, given: str | None) -> None:
     """Initialise stored scales on data, unless they came from a file."""
-    book = kept_scales(switch.model)
-    if book is None or given is not None:
+    scaling_state = kept_scales(switch.model)
+    if scaling_state is None or given is not None:
         return
     with switch.using({name: max(offered, key=len) for name, offered in switch.offered.items()}), torch.enable_grad():
         for batch in batches:
             loss(switch.model, batch).sum().backward()
             switch.model.zero_grad(set_to_none=True)
-            book.roll()
+            scaling_state.roll()
 
 
 def _check_finite(before: float, changes: Mapping[str, Change]) -> None:

@@ -109,16 +109,14 @@ class GuardedRun(Guarded):
         """Telemetry of the FP8 model."""
         return self._trainer.telemetry
 
-    def copy_state(self) -> _State:
-        """Return a copy of all models, optimizers and the data position; from a GPU into host memory."""
+    def _copy_state(self) -> _State:
         tensors = {
             state.name: {n: _copy(t) for n, t in state_tensors(state).items() if not n.startswith(SCALES)}
             for state in self._trainer.setup.states
         }
         return _State(tensors, self._trainer.setup.loader.state_dict())
 
-    def load_state(self, step: int, state: _State) -> None:
-        """Load the result of `copy_state` and emit the rollback."""
+    def _load_state(self, step: int, state: _State) -> None:
         trainer, since = self._trainer, self.done
         for own in trainer.setup.states:
             # Stored scales of the recipes that layers have now, which may differ from those in the snapshot.
@@ -131,13 +129,11 @@ class GuardedRun(Guarded):
         trainer.go_back(step)
         trainer.emit(RolledBack(step=since, to=step))
 
-    def saved_weight(self, state: _State, name: str) -> Tensor | None:
-        """Return a weight from `copy_state`; None if it is stored in FP8 or sharded."""
+    def _saved_weight(self, state: _State, name: str) -> Tensor | None:
         is_plain = name in self._state.parameters and self._trainer.ranks.count == 1
         return state.tensors[self._state.name].get(f"model.{name}") if is_plain else None
 
-    def peek(self, state: _State | None = None) -> Batch:
-        """Return the next batch, or the one that followed `copy_state`, on the device."""
+    def _peek(self, state: _State | None = None) -> Batch:
         loader, device = self._trainer.setup.loader, self._trainer.setup.device
         position = loader.state_dict()
         if state is not None:
@@ -146,22 +142,18 @@ class GuardedRun(Guarded):
         loader.load_state_dict(position)
         return inputs_BT.to(device), targets_BT.to(device)
 
-    def compute(self, batch: Batch, *, backward: bool = True, whole: bool = False) -> Probe:
-        """Return loss and gradient norm of a batch without an update."""
+    def _compute(self, batch: Batch, *, backward: bool = True, whole: bool = False) -> Probe:
         parts = 1 if whole else self._trainer.config.run.accumulate
         return self._state.probe(*batch, parts, backward=backward)
 
-    def convert(self, recipe: recipes.Recipe) -> None:
-        """Convert the FP8 model to another recipe."""
+    def _convert(self, recipe: recipes.Recipe) -> None:
         trainer = self._trainer
         trainer.setup.plan = convert_as(trainer.config, self._state.model, recipe, trainer.ranks)
 
-    def start_telemetry(self) -> None:
-        """Replace the telemetry of the trainer."""
+    def _start_telemetry(self) -> None:
         self._trainer.start_telemetry()
 
-    def collect_telemetry(self) -> None:
-        """Emit pending measurements."""
+    def _collect_telemetry(self) -> None:
         if self.telemetry is not None:
             self.telemetry.wait()
             self._trainer.emit_tensors()

@@ -337,9 +337,9 @@ class Trainer:
 
     def _save_scales(self) -> None:
         """Write the stored scales of the FP8 model as a calibration file."""
-        book = scales(self.setup.states[0].model)
-        if book is not None and book.is_known:
-            book.save(self.directory / "scales.json")
+        scaling_state = scales(self.setup.states[0].model)
+        if scaling_state is not None and scaling_state.is_known:
+            scaling_state.save(self.directory / "scales.json")
 
     def _totals(self) -> dict[str, Any]:
         """Return the totals since the first step, across resumes."""

@@ -34,8 +34,10 @@ def state_tensors(train_state: TrainState) -> dict[str, Tensor]:
     tensors |= {_LOSS_SCALE + key: tensor for key, tensor in train_state.loss_scale.state_dict().items()}
     if train_state.reduction is not None:
         tensors |= {_REDUCTION + key: tensor for key, tensor in train_state.reduction.state_dict().items()}
-    book = scales(train_state.model)
-    return tensors | ({} if book is None else {SCALES + name: tensor for name, tensor in book.state_dict().items()})
+    scaling_state = scales(train_state.model)
+    return tensors | (
+        {} if scaling_state is None else {SCALES + name: tensor for name, tensor in scaling_state.state_dict().items()}
+    )
 
 
 def restore_tensors(train_state: TrainState, tensors: Mapping[str, Tensor], where: Path) -> None:
@@ -50,8 +52,8 @@ def restore_tensors(train_state: TrainState, tensors: Mapping[str, Tensor], wher
     weights, saved = _weights(train_state), _below(_MODEL, tensors)
     _check_same_model(weights, saved, where)
     states = dict(_states_here(train_state, tensors, where))
-    if (book := scales(train_state.model)) is not None:
-        book.load_state_dict(_below(SCALES, tensors))
+    if (scaling_state := scales(train_state.model)) is not None:
+        scaling_state.load_state_dict(_below(SCALES, tensors))
     with torch.no_grad():
         for name, tensor in weights.items():
             local(tensor).copy_(local(_part(saved[name], tensor)))
