@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 __all__ = ["LossScale", "RunConfig", "train"]
 
-_HOME = {"LossScale": "octavo.train.loss_scale", "train": "octavo.train.run"}
+_MODULES = {"LossScale": "loss_scale", "train": "run"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'octavo.train' has no attribute '{name}'")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(importlib.import_module(f"octavo.train.{_MODULES[name]}"), name)
