@@ -1,4 +1,4 @@
-"""Static scales are made anew when it is due, of what training met, and the file remembers."""
+"""Recalibration of static scales when due, from values in training; the file keeps previous ones."""
 
 import numpy as np
 import pytest

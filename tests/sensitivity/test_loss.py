@@ -60,7 +60,7 @@ def test_where_all_batches_are_few_it_is_the_difference_itself(case):
 
 
 def test_the_first_term_takes_away_the_noise(case):
-    """What is left varies far less between sequences than the change does."""
+    """The remainder varies far less between sequences than the change."""
     model, batches, loss = case
     with switchable(model, "tensorwise", None, 24, None) as switch:
         _, first = first_order(switch, batches, loss, nothing)

@@ -1,4 +1,4 @@
-"""Guardrails over a training run: taken back bit for bit, in both lanes, the files and the store."""
+"""Guardrails over a training run: rollbacks are exact in both models, the files and the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Static scales that are made anew while a run trains."""
+"""Recalibration of static scales during a run."""
 
 from __future__ import annotations
 

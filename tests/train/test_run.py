@@ -142,7 +142,7 @@ def test_a_checkpoint_of_other_optimizer_states_is_refused(configure: Configure,
 
 
 def test_both_lanes_start_from_the_same_bits_and_see_the_same_batches(configure: Configure) -> None:
-    # With learning rate 0 the weights never move, so both lanes differ by the precision of the GEMMs alone.
+    # With learning rate 0 the weights never move, so the models differ by the precision of the GEMMs alone.
     config = configure(run={"steps": 1, "log_every": 1}, optimizer={"lr": 1e-30, "weight_decay": 0.0})
     train(config)
     path = checkpoint.latest(config.run.out / "checkpoints")

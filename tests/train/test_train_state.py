@@ -137,7 +137,7 @@ WIDE = ModelConfig(vocab=128, dim=64, layers=1, heads=2, ffn=128, sequence=8)
 
 
 def wide(**settings: Any) -> TrainState:
-    """A lane with matrices of 4096 elements and more, which the tier is for."""
+    """A state with matrices of 4096 elements and more, which the tier is for."""
     return TrainState("bf16", build(WIDE, seed=0), OptimizerConfig(**settings), autocast=False)
 
 
