@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -135,8 +134,6 @@ def _measure(
             yield choice, statistics.median(milliseconds(step, device.type, REPEATS, queued=True))
 
 
-@contextmanager
-def autocast(device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
-    """Apply PyTorch's autocast, or none."""
-    with torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None):
-        yield
+def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
+    """Return PyTorch's autocast, disabled without a dtype."""
+    return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None)

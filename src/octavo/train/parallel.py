@@ -56,12 +56,15 @@ class Launch:
     def read(cls) -> Launch:
         """Return the launch described by the environment; a single rank if nothing is set."""
         known = os.environ.get
-        rank, ranks = int(known("RANK", "0")), int(known("WORLD_SIZE", "1"))
-        restarts, ranks_per_host = (
-            int(known("TORCHELASTIC_RESTART_COUNT", "0")),
-            int(known("LOCAL_WORLD_SIZE", str(ranks))),
+        rank, ranks = known("RANK", "0"), known("WORLD_SIZE", "1")
+        return cls(
+            rank=int(rank),
+            ranks=int(ranks),
+            local_rank=int(known("LOCAL_RANK", rank)),
+            host=known("GROUP_RANK", "0"),
+            restarts=int(known("TORCHELASTIC_RESTART_COUNT", "0")),
+            ranks_per_host=int(known("LOCAL_WORLD_SIZE", ranks)),
         )
-        return cls(rank, ranks, int(known("LOCAL_RANK", str(rank))), known("GROUP_RANK", "0"), restarts, ranks_per_host)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

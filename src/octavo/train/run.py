@@ -181,7 +181,7 @@ class Trainer:
         run, device = self.config.run, self.setup.device
         self._guarded.guard.before()
         lr = self._guarded.guard.lr(self._learning_rate())
-        self._switch()
+        self._apply_precision_schedule()
         inputs_BT, targets_BT = next(self.setup.loader)
         models = [state.model for state in self.setup.states]
         inputs_BT = self.ranks.send_tokens(inputs_BT, device, models, run.accumulate)
@@ -255,7 +255,7 @@ class Trainer:
         o = self.config.optimizer
         return learning_rate(self.done, steps=self.config.run.steps, peak=o.lr, warmup=o.warmup, floor=o.min_lr)
 
-    def _switch(self) -> None:
+    def _apply_precision_schedule(self) -> None:
         """Set the scheduled precision of the next step and emit a change."""
         self._set_precision(self.done)
         now, before = self.is_bf16(self.done), self.is_bf16(self.done - 1)
