@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from octavo.errors import ConfigError
 from octavo.guard import Alarm, GuardConfig
-from octavo.monitor.async_scalars import AsyncScalars
+from octavo.monitor.arriving import Arriving
 from octavo.monitor.environment import environment
 from octavo.monitor.recorder import Recorder
 from octavo.monitor.rules import Rules
@@ -69,7 +69,7 @@ class Monitor:
     ) -> None:
         self.done = resume_from or 0
         """Steps made."""
-        self._waiting: deque[AsyncScalars] = deque()
+        self._waiting: deque[Arriving] = deque()
         self._recorder: Recorder | None = None
         self._source: Source | None = None if isinstance(telemetry, str) else telemetry  # others too must keep it
         if not is_first_rank():
@@ -106,7 +106,7 @@ class Monitor:
         self.done = number
         if self._recorder is None:
             return
-        self._waiting.append(AsyncScalars(number, scalars))
+        self._waiting.append(Arriving(number, scalars))
         self._write_arrived()
         self._write_tensors(self._recorder)
 
@@ -145,7 +145,7 @@ class Monitor:
         while self._recorder is not None and self._waiting and self._waiting[0].has_arrived():
             self._write(self._recorder, self._waiting.popleft())
 
-    def _write(self, recorder: Recorder, arriving: AsyncScalars) -> None:
+    def _write(self, recorder: Recorder, arriving: Arriving) -> None:
         values = arriving.read()
         recorder.step(arriving.step, values)
         self._rules.scalars(arriving.step, values)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from octavo import recipes
 from octavo.guard import Guard, Guarded, GuardEvent, Observation
 from octavo.guard.diagnosis import Probe
-from octavo.monitor.async_scalars import AsyncScalars
+from octavo.monitor.arriving import Arriving as AsyncScalars
 from octavo.tensor import is_distributed
 from octavo.train.events import RolledBack, TensorsChanged
 from octavo.train.setup import Batch, convert_as

@@ -1,4 +1,4 @@
-"""Asynchronous copies of a step's scalars from the device."""
+"""Numbers of a step on their way from the device, without anybody waiting for them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from octavo.errors import ConfigError
 from octavo.kernels.download import Download
 
 
-class AsyncScalars:
-    """The scalars of one step: gathered on the GPU and copied to the host in one transfer, without synchronisation.
+class Arriving:
+    """The scalars of one step, on their way from the GPU: gathered there, copied in one piece, waited for by nobody.
 
     Args:
-        step: the step that they belong to.
-        scalars: numbers, or tensors of one element on any device, all CUDA tensors on the same one.
+        step: that measured them.
+        scalars: numbers, or tensors of one element on any device, all CUDA ones on the same.
 
     Raises:
         ConfigError: a tensor has more than one element.
@@ -35,9 +35,9 @@ class AsyncScalars:
         self._coming = Download(torch.stack(scalar) if scalar else torch.empty(0))
 
     def has_arrived(self) -> bool:
-        """Return True if `read` does not have to wait."""
+        """Return whether `read` need not wait."""
         return self._coming.has_arrived()
 
     def read(self) -> dict[str, float]:
-        """Return the numbers; waits for the copy, but not for later GPU work."""
+        """Return the numbers; waits for those that have not arrived, and for no later work of the GPU."""
         return {**self._known, **dict(zip(self._keys, self._coming.result().tolist(), strict=True))}
