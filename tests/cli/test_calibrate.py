@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.calibration.choice import FLUSHED, SATURATED
+from octavo.calibration.scale_policy import FLUSHED, SATURATED
 from octavo.cli.calibrate import calibrate
 from octavo.cli.main import main
 from octavo.nn import calibration
@@ -76,7 +76,7 @@ def test_a_run_keeps_its_file_in_its_directory(
     [
         (["--margin", "9"], "margin = 9"),
         (["--batches", "0"], "must be at least 1"),
-        (["--recipe", "folded"], "no layer of the model would keep scales by the recipe 'folded'"),
+        (["--recipe", "folded"], "no layer of the model would store scales by the recipe 'folded'"),
         (["--only", "layrs.0.*"], "no layer or scale matches 'layrs.0.*'"),
         (["--undo", "none.json"], "none.json: cannot be read"),
         (["--undo", "none.json", "--choose", "mean"], "mean"),

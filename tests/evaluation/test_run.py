@@ -18,7 +18,7 @@ from octavo.evaluation.result import measure
 from octavo.evaluation.run import EvalSettings, LoadedRun, evaluate_run
 from octavo.evaluation.text import SequenceLayout, whole_text
 from octavo.train.evaluate import heldout_losses
-from octavo.train.reopen import find, lanes_of, settings_of
+from octavo.train.load_run import find, settings_of, states_of
 
 FEW = EvalSettings(tokens=1024, device="cpu")
 
@@ -71,7 +71,7 @@ def test_high_precision_is_the_reverted_model(runs):
     text, _ = loaded.text(FEW)
     _, high, _ = loaded.measure(text, lambda computed, text: text)
     found = find(runs / "folded")
-    lane, *_ = lanes_of(found, settings_of(found, "test", {"device": "cpu"}))
+    lane, *_ = states_of(found, settings_of(found, "test", {"device": "cpu"}))
     assert octavo.revert(lane.model) > 0
     assert torch.equal(heldout_losses(lane, text), high.losses_S)
 
@@ -95,7 +95,7 @@ def test_an_earlier_checkpoint(runs):
     assert earlier.model["step"] == named.model["step"] == 20
     assert earlier.scores == named.scores
     assert earlier.scores[0].loss > evaluate_run(runs / "folded", FEW).scores[0].loss
-    with pytest.raises(CheckpointError, match=r"no checkpoint of step 7. What was kept: step-000020, step-000030"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 7. Checkpoints: step-000020, step-000030"):
         evaluate_run(runs / "folded", EvalSettings(step=7))
 
 
@@ -112,7 +112,7 @@ def test_any_other_text(runs, tmp_path):
         "source": source, "heldout": False, "tokens": 480, "bytes": 480, "sequences": 30, "sequence": 16
     }  # fmt: skip
     loaded = LoadedRun(runs / "folded", FEW)
-    lane, *_ = lanes_of(loaded.checkpoint, loaded.config)
+    lane, *_ = states_of(loaded.checkpoint, loaded.config)
     rows = 8  # as many tokens as 4 sequences of 32
     alone = heldout_losses(lane, whole_text(source, ByteTokenizer(), SequenceLayout(sequence=16, rows=rows)))
     assert found.scores[0].loss == pytest.approx(float(alone.mean()), rel=1e-9)
@@ -128,7 +128,7 @@ def test_a_text_that_has_changed_is_told(runs, tmp_path):
 
 
 def test_refusals(runs, tmp_path):
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="contains no checkpoint"):
         evaluate_run(tmp_path, FEW)
     with pytest.raises(ConfigError, match=r"--sequence 64: the model's maximum is 32"):
         evaluate_run(runs / "folded", EvalSettings(sequence=64))

@@ -66,7 +66,7 @@ def test_a_run_in_bf16_is_plain(runs, tmp_path):
 def test_what_cannot_be_exported(runs, tmp_path):
     with pytest.raises(UnsupportedError, match="no engine supports a GPT"):
         export_run(runs / "gpt", tmp_path / "out")
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="contains no checkpoint"):
         export_run(tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

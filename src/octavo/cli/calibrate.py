@@ -89,7 +89,7 @@ def calibrate(
     recipe = own.get("run", {}).pop("recipe", None)
     config = configure(run if directory is None else directory / "config.json", preset, own)
 
-    from octavo.calibration import Choice
+    from octavo.calibration import ScalePolicy
     from octavo.train.calibrate import calibrate_run
 
     found = calibrate_run(
@@ -99,7 +99,7 @@ def calibrate(
         batches=how.batches,
         layers=how.only,
         backward=how.backward,
-        choice=Choice(by=how.choose, percentile=how.percentile, margin=how.margin),
+        scale_policy=ScalePolicy(by=how.choose, percentile=how.percentile, margin=how.margin),
         watch=partial(_with_progress, total=how.batches),
     )
     path = output or (directory or Path()) / FILE

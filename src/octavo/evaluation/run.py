@@ -31,8 +31,8 @@ from octavo.train import checkpoint
 from octavo.train import device as devices
 from octavo.train.config import RunConfig
 from octavo.train.evaluate import heldout_scores
-from octavo.train.lane import Lane
-from octavo.train.reopen import find, lanes_of, settings_of
+from octavo.train.load_run import find, settings_of, states_of
+from octavo.train.train_state import TrainState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +73,7 @@ class LoadedRun:
 
     def measure(self, text: EvalText, progress: Progress) -> list[SequenceScores]:
         """Return the scores in FP8 and in high precision, or in BF16; and of the BF16 twin."""
-        lanes = lanes_of(self.checkpoint, self.config)
+        lanes = states_of(self.checkpoint, self.config)
         return [
             measure(computed, partial(_within, how, lane), text, progress)
             for lane in lanes
@@ -121,7 +121,7 @@ def _layout(found: checkpoint.Checkpoint, config: RunConfig, settings: EvalSetti
     return SequenceLayout(sequence=sequence, rows=max(1, tokens // sequence), limit=settings.tokens)
 
 
-def _precisions(lane: Lane, *, is_twin: bool) -> Iterator[tuple[str, AbstractContextManager[None]]]:
+def _precisions(lane: TrainState, *, is_twin: bool) -> Iterator[tuple[str, AbstractContextManager[None]]]:
     if lane.name == "fp8":
         yield FP8, nullcontext()
         yield HIGH, disabled(lane.model)
@@ -129,6 +129,6 @@ def _precisions(lane: Lane, *, is_twin: bool) -> Iterator[tuple[str, AbstractCon
         yield TWIN if is_twin else BF16, nullcontext()
 
 
-def _within(how: AbstractContextManager[None], lane: Lane, batches: Iterable[Batch]) -> Tensor:
+def _within(how: AbstractContextManager[None], lane: TrainState, batches: Iterable[Batch]) -> Tensor:
     with how:
         return heldout_scores(lane, batches)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from octavo.errors import ConfigError
 from octavo.guard import Alarm, GuardConfig, Observation
-from octavo.guard.watch import Watch
+from octavo.guard.alarms import AlarmRules
 from octavo.monitor.measurements import AsyncScalars, TelemetrySource, arrived, histograms_of, telemetry_of
 from octavo.monitor.recorder import Recorder
 from octavo.monitor.store.writer import outcome_of
@@ -52,7 +52,7 @@ class MonitorAlarms:
                 "octavo.Monitor: guardrails can only watch here. To act, use octavo.guard.Loop or `octavo train`."
             )
         self._config, self._on_alarm = config, on_alarm
-        self._watch = Watch(config, rows)
+        self._watch = AlarmRules(config, rows)
         self._scalars: dict[int, Mapping[str, float]] = {}
         self._tensors: dict[int, NDArray[np.float32]] = {}
         self._newest = 0 if rows else math.inf
@@ -84,7 +84,7 @@ class MonitorAlarms:
             self._tensors = {step: values for step, values in self._tensors.items() if step >= min(self._scalars)}
 
     def _check_one(self, seen: Observation) -> None:
-        alarm = self._watch.look(seen)
+        alarm = self._watch.check(seen)
         if alarm is not None:
             self._on_alarm(alarm)
         for over in self._watch.over_budget(seen):

@@ -15,7 +15,7 @@ from octavo.recipes import load
 from octavo.serving.exporting import Exported, export
 from octavo.serving.formats import BLOCKS, COMPRESSED_TENSORS
 from octavo.train.config import RunConfig
-from octavo.train.reopen import find, model_of, settings_of
+from octavo.train.load_run import find, model_of, settings_of
 
 
 def export_run(
