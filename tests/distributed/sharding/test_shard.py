@@ -365,7 +365,7 @@ def test_what_is_sent(two):
     weight = "layers.0.feed_forward.w1.weight"
     sent = {case: two[0][case]["sent"][weight] for case in ("folded", "tensorwise", "block", "rowwise")}
     assert sent == {"folded": "e4m3 row", "tensorwise": "e4m3 tensor", "block": "e4m3 128x128", "rowwise": "float32"}
-    assert "dgrad reads other codes" in two[0]["rowwise"]["reasons"][weight]
+    assert "fprop and dgrad read different codes" in two[0]["rowwise"]["reasons"][weight]
     assert "lm_head" not in two[0]["tied"]["reasons"]
     assert "reads its values" in two[0]["tied"]["reasons"]["tok_embeddings.weight"]
 
@@ -414,10 +414,10 @@ def test_gradients_are_reduced_by_a_scheme(two):
 
 
 def test_what_cannot_be_sharded_is_refused(two):
-    words = ["reshard_after_forward = 2", "not a module inside", "computed together", "computed together"]
+    words = ["reshard_after_forward = 2", "not a submodule", "is fused with layers", "is fused with layers"]
     words += [
-        "no embedding of the model",
-        "lm_head.weight are one parameter",
+        "not an embedding of the model",
+        "lm_head.weight share one parameter",
         "padding_idx",
         "on the device",
         "already",

@@ -56,7 +56,7 @@ def step(model: Llama, optimizer: torch.optim.Optimizer, number: int) -> None:
 def values(model: Llama) -> dict[str, Tensor]:
     """The FP8 weights, as they are where they rest."""
     shards = {name: parameter.to_local() for name, parameter in model.layers.named_parameters()}  # type: ignore[attr-defined]
-    return {name: one.held.detach().clone() for name, one in shards.items() if hasattr(one, "held")}
+    return {name: one.wrapped.detach().clone() for name, one in shards.items() if hasattr(one, "wrapped")}
 
 
 def units(model: nn.Module) -> list[FSDPModule]:
@@ -120,7 +120,7 @@ def test_a_write_between_steps_is_gathered(device: str) -> None:
 def test_a_model_that_is_dropped_is_freed(recipe: str) -> None:
     model = sharded("cpu", recipe)
     step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
-    held = weakref.ref(model.get_parameter("layers.0.attention.wq.weight").to_local().held)  # type: ignore[attr-defined]
+    held = weakref.ref(model.get_parameter("layers.0.attention.wq.weight").to_local().wrapped)  # type: ignore[attr-defined]
     del model
     gc.collect()
     assert held() is None
