@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from octavo.errors import CheckpointError
 from octavo.optim import Optimizer, flatten, unflatten
-from octavo.optim.ranks import along_rows
+from octavo.optim.sharded import along_rows
 from octavo.ranks import is_first_rank
 from octavo.tensor import FP8Tensor, local
 

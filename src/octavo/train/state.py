@@ -13,7 +13,7 @@ from octavo.errors import CheckpointError
 from octavo.nn.scales import scales
 from octavo.nn.weights import weights_changed
 from octavo.optim import Optimizer
-from octavo.optim.ranks import along_rows, spread
+from octavo.optim.sharded import along_rows, spread
 from octavo.tensor import FP8Tensor, is_distributed, local
 from octavo.train.lane import Lane
 

@@ -44,7 +44,7 @@ class TensorwiseScales:
 
     def refresh(self, shard: WeightShard, mesh: DeviceMesh) -> None:
         """Update the amax of all weights over all ranks, unless this shard's is current."""
-        if shard.amax is not None and shard.amax[0] == version_key(shard):
+        if shard.global_amax is not None and shard.global_amax[0] == version_key(shard):
             return
         found = _found(self._members)
         shards = [own for _, own in found]
@@ -56,13 +56,13 @@ class TensorwiseScales:
         for indices in groups.values():
             largest = amax[indices].amax()
             for index in indices:
-                shards[index].amax = version_key(shards[index]), largest
+                shards[index].global_amax = version_key(shards[index]), largest
 
     def quantize(self, shard: WeightShard) -> Quantized:
         """Return a shard in FP8, with the scale of the whole weight."""
-        assert shard.amax is not None
+        assert shard.global_amax is not None
         target = shard.spec.target
-        scale, inverse = scale_from_amax(shard.amax[1].reshape(1, 1), target.fmt, target.scaling)
+        scale, inverse = scale_from_amax(shard.global_amax[1].reshape(1, 1), target.fmt, target.scaling)
         return Quantized(to_codes(shard.wrapped.float() * inverse, target.fmt), scale, target.tile)
 
 

@@ -64,7 +64,7 @@ class WeightShard(WrapperTensor):
     spec: GatherSpec
     cached: tuple[Any, Quantized] | None
     """Version key, and the codes last made of the values with that key."""
-    amax: tuple[Any, Tensor] | None
+    global_amax: tuple[Any, Tensor] | None
     """Version key, and the amax over all ranks of the values with that key: FP32, shape ()."""
 
     @staticmethod
@@ -78,7 +78,7 @@ class WeightShard(WrapperTensor):
             device=values.device,
         )
         shard.wrapped, shard.spec = values, spec
-        shard.cached = shard.amax = None
+        shard.cached = shard.global_amax = None
         return shard
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
