@@ -1,4 +1,4 @@
-"""What both models share at their ends: the check of the length that comes in, the loss that goes out."""
+"""Input check and loss head shared by all language models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_length(tokens_BT: Tensor, sequence: int) -> int:
 def head_output(
     x_BTD: Tensor, head: nn.Linear, targets_BT: Tensor | None, by_sequence: bool = False, hits: bool = False
 ) -> Tensor:
-    """Return what a model gives: the head's logits (B,T,V), or with targets what `head_loss` makes of them."""
+    """Return the output of a model: the head's logits (B,T,V), or with targets `head_loss`."""
     if targets_BT is None:
         logits_BTV: Tensor = head(x_BTD)
         return logits_BTV
@@ -38,11 +38,10 @@ def head_output(
 def head_loss(
     x_BTD: Tensor, head: nn.Linear, targets_BT: Tensor, by_sequence: bool = False, hits: bool = False
 ) -> Tensor:
-    """Return `cross_entropy(head(x), targets)`, by chunks of tokens: their logits are never in memory all at once.
+    """Return `cross_entropy(head(x), targets)`, by chunks of tokens, without storing all logits at once.
 
-    A head that is more than its weights (hooks, a subclass of `nn.Linear`, kept scales) is called instead.
-    `by_sequence`: one loss each, (B,), in place of the mean of all. `hits`: the same, and beside each loss the share of
-    `hit_shares`, (B, 2).
+    A head with hooks, stored scales, or of a subclass of `nn.Linear` is called instead. `by_sequence`: return the loss
+    of each sequence, (B,), instead of the mean. `hits`: return also the `hit_shares`, (B, 2).
     """
     if hits:
         return torch.stack([head_loss(x_BTD, head, targets_BT, True), hit_shares(x_BTD, head, targets_BT)], dim=1)
@@ -56,7 +55,7 @@ def head_loss(
 
 
 def hit_shares(x_BTD: Tensor, head: nn.Linear, targets_BT: Tensor) -> Tensor:
-    """Return of each sequence the share of its targets to which the head gives the largest logit, FP32 (B,)."""
+    """Return the top-1 accuracy of each sequence, FP32 (B,)."""
     size = chunk_of(head.weight.shape[0], torch.float32, x_BTD.device.type)
     shares = []
     for x_TD, targets_T in zip(x_BTD, targets_BT, strict=True):
@@ -66,7 +65,7 @@ def hit_shares(x_BTD: Tensor, head: nn.Linear, targets_BT: Tensor) -> Tensor:
 
 
 def _recipe_of(head: nn.Linear) -> RecipeLike | None:
-    """Return the recipe of a head that computes x W^T + b and nothing else, or None."""
+    """Return the recipe of a head that computes exactly x W^T + b, or None."""
     if has_hooks(head) or "forward" in vars(head):
         return None
     if type(head) is Linear:
@@ -77,5 +76,5 @@ def _recipe_of(head: nn.Linear) -> RecipeLike | None:
 
 
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Return the mean cross-entropy in nats a token, computed in FP32 whatever the logits come in."""
+    """Return the mean cross-entropy in nats per token, computed in FP32."""
     return F.cross_entropy(logits_BTV.float().flatten(0, -2), targets_BT.flatten())

@@ -33,7 +33,7 @@ from octavo.train.staging import check_stages
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from octavo.distributed import Scheme, ShardPlan, TensorPlan
+    from octavo.distributed import Scheme, ShardPlan, TensorParallelPlan
     from octavo.distributed.health.heartbeat import Heartbeat
 
 T = TypeVar("T")
@@ -190,7 +190,7 @@ class Ranks:
         dist.all_gather_object(found, text)
         return next((f"{said} on rank {rank}" for rank, said in enumerate(found) if said), "")
 
-    def cut(self, model: nn.Module, *, sequence: bool = True) -> TensorPlan | None:
+    def cut(self, model: nn.Module, *, sequence: bool = True) -> TensorParallelPlan | None:
         """Cut the layers of a converted model in place, before it is sharded; return how. None where they stay whole.
 
         Args:

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from octavo.distributed import ShardPlan, TensorPlan
-from octavo.distributed.pipeline.run import Pipeline
-from octavo.distributed.pipeline.schedules import SCHEDULES
+from octavo.distributed import ShardPlan, TensorParallelPlan
+from octavo.distributed.pipeline.run import SCHEDULES, Pipeline
 from octavo.models.llama import Llama
 from octavo.models.stages import Stage, stages
 from octavo.train.lane import Lane
@@ -73,11 +72,11 @@ class PipelinedLane(Lane):
         return self.ranks.norm_of_stages(whole(super()._norm(gradients)).to(self.device))
 
 
-def _tensor_plan(plans: Sequence[TensorPlan | None]) -> TensorPlan | None:
+def _tensor_plan(plans: Sequence[TensorParallelPlan | None]) -> TensorParallelPlan | None:
     """Return how the stages of a rank are cut."""
     known = [plan for plan in plans if plan is not None]
     layers = tuple(layer for plan in known for layer in plan.layers)
-    return TensorPlan(ranks=known[0].ranks, sequence=False, layers=layers) if known else None
+    return TensorParallelPlan(ranks=known[0].ranks, sequence=False, layers=layers) if known else None
 
 
 def _shard_plan(plans: Sequence[ShardPlan | None]) -> ShardPlan | None:

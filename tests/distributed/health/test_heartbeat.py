@@ -154,7 +154,7 @@ def test_sigterm_while_all_live_is_told_as_that(store, other, ends):
     with beating(store) as beats:
         beats.at(watch.UNHURRIED)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert wait_for(ends) == [("told to end, by SIGTERM.", 143)]
+        assert wait_for(ends) == [("terminated by SIGTERM.", 143)]
     assert signal.getsignal(signal.SIGTERM) is before
 
 

@@ -32,7 +32,7 @@ def test_a_rank_that_is_not_heard_is_gone_after_the_timeout():
     assert watched(*rounds[:31]).verdict() is None
     verdict = watched(*rounds).verdict()
     assert verdict.blamed == (2,)
-    assert verdict.text == "rank 2 of 4 is gone: nothing was heard of it, for 31 s, at step 6."
+    assert verdict.text == "rank 2 of 4 is gone: no report, for 31 s, at step 6."
 
 
 def test_after_an_alarm_it_is_gone_within_seconds():
@@ -44,14 +44,14 @@ def test_after_an_alarm_it_is_gone_within_seconds():
 
 def test_a_rank_that_was_never_heard_is_gone():
     watch = watched(*({rank: Report(second, 0, 0, False) for rank in (0, 1, 3)} for second in range(32)))
-    assert watch.verdict().text == "rank 2 of 4 is gone: nothing was heard of it, for 31 s, before the first step."
+    assert watch.verdict().text == "rank 2 of 4 is gone: no report, for 31 s, before the first step."
 
 
 def test_the_rank_that_is_behind_hangs():
     watch = watched(*(reports(second, rank_1=Report(second, 7, 39, False)) for second in range(32)))
     verdict = watch.verdict()
     assert verdict.blamed == (1,)
-    assert verdict.text.startswith("rank 1 of 4 is missing: it has not come to a collective")
+    assert verdict.text.startswith("rank 1 of 4 is missing: it has not entered a collective")
     assert verdict.text.endswith("for 31 s, at step 7.")
 
 
@@ -68,7 +68,7 @@ def test_nobody_hangs_while_one_moves():
 def test_where_nobody_is_behind_nobody_is_blamed():
     verdict = watched(*(reports(second) for second in range(32))).verdict()
     assert verdict.blamed == ()
-    assert verdict.text.startswith("all ranks stand still at step 7")
+    assert verdict.text.startswith("no rank has made progress at step 7")
 
 
 @pytest.mark.parametrize("step", [UNHURRIED])

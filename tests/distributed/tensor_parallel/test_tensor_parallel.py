@@ -300,7 +300,7 @@ def test_the_plan_says_what_is_sent_and_why(on_two):
     assert on_two[0]["folded"]["sent"]["layers.0.attention.wq"] == "e4m3 row"
     assert on_two[0]["folded"]["sent"]["layers.0.attention.wo"] == "bfloat16"
     assert on_two[0]["folded"]["reasons"] == {""}
-    assert on_two[0]["tensorwise"]["reasons"] == {"", "a scale a tensor needs the maximum of all ranks' tokens"}
+    assert on_two[0]["tensorwise"]["reasons"] == {"", "a per-tensor scale needs the amax of all ranks' tokens"}
 
 
 def test_gathered_codes_are_those_of_one_process_to_the_bit(on_two):
@@ -331,7 +331,7 @@ def test_compiled_blocks_compute_the_same_and_are_compiled_once(on_two):
 
 
 def test_what_cannot_be_cut_is_refused(on_two):
-    words = ["has no layers", "2 ranks cannot share", "keeps a scale", "7 outputs", "only linear", "2"]
+    words = ["has no layers", "2 ranks cannot share", "has stored per-tensor scales", "7 outputs", "only linear", "2"]
     for said, word in zip(on_two[0]["refused"], words, strict=True):
         assert word in said
 

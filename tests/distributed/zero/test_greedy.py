@@ -82,5 +82,5 @@ def test_it_is_printed():
 def test_what_cannot_be_assigned_is_an_error():
     with pytest.raises(ConfigError, match="over 0 ranks"):
         greedy_assignment([1], 0)
-    with pytest.raises(ConfigError, match="fewer than 0"):
+    with pytest.raises(ConfigError, match="cannot be negative"):
         contiguous_assignment([-1], 2)

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from octavo.conversion.policy import blocks_of
+from octavo.distributed.checkpoint import leave_values, placed_as
 from octavo.distributed.reduce.hooks import set_reduction
 from octavo.distributed.reduce.scheme import Scheme
 from octavo.distributed.sharding.batched_scales import RowwiseBatch, TensorwiseScales
@@ -33,7 +34,6 @@ from octavo.distributed.sharding.gathering import (
     uses_of,
 )
 from octavo.distributed.sharding.weights import GatherSpec, WeightShard
-from octavo.distributed.values import leave_values, placed_as
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import Target
 from octavo.nn import Linear
