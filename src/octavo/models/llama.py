@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.models.config import ModelConfig
-from octavo.models.init import reset_parameters
-from octavo.models.loss import check_length, head_output
+from octavo.models.language_model import check_length, head_output, reset_parameters
 from octavo.nn.attention import ScaledDotProduct
 from octavo.nn.rotary import rotate
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import ConfigError
+from octavo.models.language_model import check_length, head_output
 from octavo.models.llama import Llama
-from octavo.models.loss import check_length, head_output
 
 
 class Stage(nn.Module):

@@ -1,6 +1,8 @@
-"""Input check and loss head shared by all language models."""
+"""Parts shared by the language models: weight initialisation, input check and loss head."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,27 @@ from octavo.nn import Linear
 from octavo.nn.cross_entropy import chunk_of, linear_cross_entropy
 from octavo.nn.hooks import has_hooks
 from octavo.recipes import RecipeLike
+
+STD = 0.02
+RESIDUAL_OUTPUTS = ("wo.weight", "w2.weight")
+
+
+@torch.no_grad()
+def reset_parameters(model: nn.Module, layers: int, generator: torch.Generator) -> None:
+    """Initialise all parameters of `model`, in the order of `named_parameters`, bitwise reproducible from a seed.
+
+    Matrices are normal with standard deviation 0.02. The two that write to the residual stream (`wo`, `w2`)
+    are scaled by `1 / sqrt(2 * layers)`, so that the stream's variance does not grow with depth (Radford et
+    al. 2019, GPT-2). Norm weights are one, biases zero. A tied weight is initialised once.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.dim() >= 2:
+            std = STD / math.sqrt(2 * layers) if name.endswith(RESIDUAL_OUTPUTS) else STD
+            nn.init.normal_(parameter, std=std, generator=generator)
+        elif name.endswith("bias"):
+            nn.init.zeros_(parameter)
+        else:
+            nn.init.ones_(parameter)
 
 
 def check_length(tokens_BT: Tensor, sequence: int) -> int:
