@@ -1,4 +1,4 @@
-"""Offloaded blocks: the same bits, what goes and what stays, each tensor once, one block ahead."""
+"""Offloaded blocks: bitwise equal results, each tensor copied once, prefetch of one block."""
 
 import copy
 import gc

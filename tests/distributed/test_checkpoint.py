@@ -1,4 +1,4 @@
-"""Checkpoints of sharded runs: another number of ranks goes on, in every tier; the same number to the bit."""
+"""Checkpoints of sharded runs: a different number of ranks continues, in every tier; the same number bit for bit."""
 
 import json
 import tempfile

@@ -1,4 +1,4 @@
-"""The oracle is what was measured on a GPU: the peaks in the committed result of `octavo bench step`."""
+"""Forecasts against peaks measured on a GPU, in the committed result of `octavo bench step`."""
 
 import json
 from collections.abc import Callable

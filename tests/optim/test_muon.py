@@ -1,4 +1,4 @@
-"""Muon beside PyTorch's own, what steps by which rule, and its state in files and in PyTorch's optimizers."""
+"""Muon against PyTorch's, the rule of each parameter, and its state in files and in PyTorch's optimizers."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""A rank of two beside another one, which is a few lines in the store that they share."""
+"""A rank of two, beside a second one that the test writes into the shared store."""
 
 import json
 import os
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExc
 
 
 class Counting:
-    """What a heartbeat asks of a process group."""
+    """The part of a process group that a heartbeat uses."""
 
     _device_types = ("cpu",)
 

@@ -1,4 +1,4 @@
-"""What is made of the reports of four ranks."""
+"""Verdicts on the reports of four ranks."""
 
 import pytest
 

@@ -34,7 +34,7 @@ def text(which):
 
 
 def taken(telemetry):
-    """Return what the rows are about, and FP32 (rows, WIDTH + BINS) of a step."""
+    """Return the keys of the rows, and the values of a step, FP32 (rows, WIDTH + BINS)."""
     telemetry.step()
     telemetry.wait()
     _, values = telemetry.snapshot()

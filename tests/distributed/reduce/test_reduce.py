@@ -114,7 +114,7 @@ def loss_of(model: nn.Module, rank: int) -> torch.Tensor:
 def by_ddp(scheme: Scheme, rank: int) -> dict[str, object]:
     model = DistributedDataParallel(small_model())
     assert set_reduction(model, scheme) is scheme
-    for _ in range(2):  # its buckets are made anew after the first step
+    for _ in range(2):  # DDP rebuilds its buckets after the first step
         model.zero_grad()
         loss_of(model, rank).backward()
     gradients = {name: parameter.grad for name, parameter in model.module.named_parameters()}

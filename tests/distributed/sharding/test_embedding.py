@@ -1,4 +1,4 @@
-"""How rows' gradients are summed, and who waits for what; whole steps with such an embedding are in test_shard.py."""
+"""Sums of row gradients, and synchronisation; whole steps with such an embedding are in test_shard.py."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def train(rank, count, states, dtype=torch.float32, fp8_weights=False, rule=Adam
 
 
 def not_finite(rank, count):
-    """Return what is left of a step in which one rank alone meets an infinity."""
+    """Return the state after a step in which only one rank has an infinity."""
     model = llama(layers=1)
     shard(model, mp_policy=FP32)
     optimizer = AdamW(model.parameters(), lr=1e-2)
@@ -134,7 +134,7 @@ def two_cuts(rank, count):
 
 
 def uneven_muon(rank, count):
-    """Return the difference to one process of matrices whose rows do not divide; and what is said of columns."""
+    """Return the error of unevenly sharded rows against one process, and the message for uneven columns."""
 
     def build():
         torch.manual_seed(0)
@@ -189,7 +189,7 @@ EXACT = [
     "muon fp8-min fp8",
     *(f"{states} {weight}" for states in TIERS if states != "fp8-lm" for weight in ("bfloat16", "fp8")),
 ]
-"""Their scales belong to rows; `fp8-lm` has one scale a tensor, and a shard one of its own."""
+"""Tiers with row scales; `fp8-lm` has one scale per tensor, and hence one per shard."""
 
 
 @pytest.fixture(scope="module")

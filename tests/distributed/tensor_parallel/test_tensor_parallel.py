@@ -215,7 +215,7 @@ def refusals(mesh):
 
 
 def four_ranks(rank, count):
-    """Return a run of TP 2 x DP 2, with weights gathered in FP8, and what is gathered."""
+    """Return the results of a run of TP 2 x DP 2 with weights gathered in FP8."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     models = llama(), llama()
     tensor_parallel(models[0], mesh["tensor"])
@@ -246,7 +246,7 @@ def four_ranks(rank, count):
 
 
 def first_moments(model):
-    """Return how far one-byte first moments, from the state dict of a step, are from what they round, at most."""
+    """Return the largest error of one-byte first moments in the state dict after a step."""
     expected = {name: 0.1 * gradient for name, gradient in gradients(model).items()}
     optimizer = octavo.optim.AdamW(model.named_parameters(), states="fp8", keep=lambda name, p: None, betas=(0.9, 0.99))
     optimizer.step()

@@ -1,4 +1,4 @@
-"""Algorithm 1 against the best assignment there is, by brute force, and against cutting the list in order."""
+"""Algorithm 1 against the optimal assignment, by brute force, and against splitting the list in order."""
 
 import itertools
 

@@ -420,7 +420,7 @@ def test_a_group_that_is_added_is_assigned(results):
 
 
 def test_weights_travel_as_they_are_stored(results):
-    """FP8: a byte a value and 4 a row, beside what stays BF16; to each of 3 ranks, and the mask of gradients."""
+    """FP8: one byte per value and 4 per row, besides BF16 parameters; to each of 3 ranks, and the mask of gradients."""
     sent = sum(results[rank]["fp8 weights 4"]["sent"] for rank in range(4))
     values = {name: torch.Size(shape).numel() for name, shape in SHAPES.items()}
     weights = sum(size + 4 * SHAPES[n][0] if n in ("w", "v") else 2 * size for n, size in values.items())
