@@ -1,6 +1,8 @@
 """Forecasts against peaks measured on a GPU, in the committed result of `octavo bench step`."""
 
+import copy
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +12,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._inductor import compile_fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 import octavo
 from octavo.bench.implementations import implementations
@@ -152,6 +156,29 @@ def test_nothing_outside_is_changed() -> None:
     forecast(made)
     with dispatch.as_on_gpu():  # its own kernel, with the eps that PyTorch takes
         torch.testing.assert_close(norm(x), expected)
+
+
+def test_pytorch_is_not_patched_during_a_forecast() -> None:
+    def internals() -> list[object]:
+        return [
+            compile_fx.compile_fx,
+            nn.RMSNorm.forward,
+            FakeTensor.data_ptr,
+            FakeTensor.__deepcopy__,
+            weakref.getweakrefs,
+        ]
+
+    inside: list[object] = []
+
+    def made() -> Program:
+        inside.extend(internals())
+        model = nn.Linear(8, 8).bfloat16()  # which swaps parameters, and refuses those with weak references
+        twin = copy.deepcopy(model)
+        assert twin.weight.fake_mode is model.weight.fake_mode  # type: ignore[attr-defined]
+        return Program(models=[model, twin], forward_backward=lambda: None)
+
+    forecast(made)
+    assert inside == internals()
 
 
 def test_an_error_of_the_program_is_its_own() -> None:

@@ -81,16 +81,16 @@ class Offload:
     """Modules outside of the blocks, whose parameters and buffers (rotary tables, say) are not offloaded either."""
     moved: int = 0
     """Bytes copied to the host so far."""
-    _last: weakref.ref[_Call] | None = None
-    _leaving: list[_Call] = field(default_factory=list)
+    _last: weakref.ref[_BlockCall] | None = None
+    _leaving: list[_BlockCall] = field(default_factory=list)
     """Calls whose copies to the host may be in progress; the last one is computing."""
     _streams: dict[torch.device, Any] = field(default_factory=dict)
 
-    def begin(self, stay: set[int], compiled: bool) -> _Call:
+    def begin(self, stay: set[int], compiled: bool) -> _BlockCall:
         """Return a new call, and free the GPU memory of calls before the last one."""
         while len(self._leaving) > 1:
-            self._leaving.pop(0).let_go()
-        call = _Call(self, stay, compiled, self._last)
+            self._leaving.pop(0).free_gpu_copies()
+        call = _BlockCall(self, stay, compiled, self._last)
         self._last = weakref.ref(call)
         self._leaving.append(call)
         return call
@@ -98,7 +98,7 @@ class Offload:
     def finish(self) -> None:
         """Wait for all copies to the host and free the GPU memory. Backward calls it."""
         while self._leaving:
-            self._leaving.pop(0).let_go()
+            self._leaving.pop(0).free_gpu_copies()
 
     def remove(self) -> None:
         """Let the blocks keep their saved tensors on the GPU."""
@@ -125,23 +125,25 @@ class Offload:
         raise ConfigError("an Offload cannot be pickled: call octavo.offload() again after loading the model.")
 
 
-class _Call:
+class _BlockCall:
     """One call of a block, with its saved tensors."""
 
-    def __init__(self, owner: Offload, stay: set[int], compiled: bool, previous: weakref.ref[_Call] | None) -> None:
+    def __init__(
+        self, owner: Offload, stay: set[int], compiled: bool, previous: weakref.ref[_BlockCall] | None
+    ) -> None:
         self.owner, self.stay, self.compiled, self.previous = owner, stay, compiled, previous
-        self.slots: weakref.WeakSet[_Slot] = weakref.WeakSet()
-        self.known: dict[tuple[Any, ...], _Slot] = {}
+        self.slots: weakref.WeakSet[_OffloadedTensor] = weakref.WeakSet()
+        self.known: dict[tuple[Any, ...], _OffloadedTensor] = {}
         self.out: Any = None
         """Event after the last copy to the host."""
 
-    def pack(self, x: Tensor) -> Tensor | _Slot:
+    def pack(self, x: Tensor) -> Tensor | _OffloadedTensor:
         """Return the saved tensor itself, or its slot on the host."""
         if not self._is_offloaded(x):
             return x
         key = (x.data_ptr(), x.shape, x.stride(), x.dtype)
         if key not in self.known:  # two layers may save the same codes
-            self.known[key] = slot = _Slot(self, x)
+            self.known[key] = slot = _OffloadedTensor(self, x)
             self.slots.add(slot)
             self.owner.moved += slot.host.nbytes
         return self.known[key]
@@ -153,7 +155,7 @@ class _Call:
             return False
         return not self.compiled or _dense(x)  # compiled code relies on strides
 
-    def let_go(self) -> None:
+    def free_gpu_copies(self) -> None:
         """Free the GPU copies, after the copies to the host."""
         if self.out is not None:
             self.out.wait()
@@ -161,16 +163,16 @@ class _Call:
             slot.source = None
         self.known.clear()
 
-    def come_back(self) -> None:
+    def prefetch(self) -> None:
         """Start copying all tensors back, unless that has begun."""
         for slot in self.slots:
-            slot.come_back()
+            slot.prefetch()
 
 
-class _Slot:
+class _OffloadedTensor:
     """A saved tensor on the host."""
 
-    def __init__(self, call: _Call, x: Tensor) -> None:
+    def __init__(self, call: _BlockCall, x: Tensor) -> None:
         self.call, self.device, self.source, self.back = call, x.device, x, None
         self.order = _outermost_first(x)
         self.arrived: Any = None
@@ -186,7 +188,7 @@ class _Slot:
     """The tensor itself, while the copy is made."""
     back: Tensor | None
 
-    def come_back(self) -> None:
+    def prefetch(self) -> None:
         """Start copying the tensor back, unless that has begun."""
         if self.back is not None:
             return
@@ -202,18 +204,18 @@ class _Slot:
     def get(self) -> Tensor:
         """Return the tensor, and start prefetching the tensors of the previous block."""
         self.call.owner.finish()
-        self.call.come_back()
+        self.call.prefetch()
         previous = None if self.call.previous is None else self.call.previous()
         if previous is not None:
-            previous.come_back()
+            previous.prefetch()
         assert self.back is not None
         if self.arrived is not None:
             self.arrived.wait()
         return self.back.permute(_inverse(self.order))
 
 
-def _unpack(kept: Tensor | _Slot) -> Tensor:
-    return kept.get() if isinstance(kept, _Slot) else kept
+def _unpack(kept: Tensor | _OffloadedTensor) -> Tensor:
+    return kept.get() if isinstance(kept, _OffloadedTensor) else kept
 
 
 def _after_now(stream: Any) -> AbstractContextManager[Any]:

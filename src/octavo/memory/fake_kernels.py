@@ -34,7 +34,7 @@ class FakeMode(FakeTensorMode):
 
     def forget_outputs(self) -> None:
         """Drop the mode's weak references to fake tensors, for which PyTorch would refuse `Module.to`."""
-        self.fake_tensor_converter.meta_converter.tensor_memo.clear()
+        self.fake_tensor_converter.tensor_memo.clear()
 
 
 class AsOnGpu(TorchFunctionMode):

@@ -96,7 +96,7 @@ def gathered(rank, mesh):
     """Return whether codes that are gathered are those of all tokens, and what layers read of a column-parallel one."""
     x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(1))
     own = x[:, 4 * rank : 4 * rank + 4].contiguous()
-    y = tokens_of.gather_codes(own, ROW, mesh.get_group())
+    y = tokens_of.all_gather_codes(own, ROW, mesh.get_group())
     found, expected = taken(y, ROW), quantize_matrix(x.reshape(16, 32), ROW)
     same = torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
     return same and torch.equal(found.scale, expected.scale) and bool(y.isnan().all())

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from octavo.conversion.policy import blocks_of
-from octavo.distributed.checkpoint import leave_values, placed_as
+from octavo.distributed.checkpoint import dtensor_like, plain_values_hook
 from octavo.distributed.reduce.hooks import set_reduction
 from octavo.distributed.reduce.scheme import Scheme
 from octavo.distributed.sharding.batched_scales import RowwiseBatch, TensorwiseScales
@@ -243,11 +243,11 @@ def _groups(model: nn.Module) -> dict[nn.Module, int]:
 def _wrap(parameter: nn.Parameter, uses: Sequence[Use], gather: GatherSpec) -> None:
     values: Tensor = WeightShard(local(parameter).detach(), gather)
     if isinstance(parameter, DTensor):  # sharded by tensor parallel
-        values = placed_as(parameter, values)
+        values = dtensor_like(parameter, values)
     wrapped = nn.Parameter(values, requires_grad=parameter.requires_grad)
     for use in uses:
         use.module._parameters[use.attribute] = wrapped
-        use.module.register_state_dict_post_hook(leave_values)
+        use.module.register_state_dict_post_hook(plain_values_hook)
         use.module.register_load_state_dict_post_hook(_wrap_again(use.attribute, gather))
 
 
@@ -257,7 +257,7 @@ def _wrap_again(name: str, gather: GatherSpec) -> Callable[..., None]:
     def wrap(module: nn.Module, _: Any) -> None:
         parameter = module._parameters[name]
         if isinstance(parameter, DTensor) and not isinstance(parameter._local_tensor, WeightShard):
-            wrapped = placed_as(parameter, WeightShard(parameter._local_tensor, gather))
+            wrapped = dtensor_like(parameter, WeightShard(parameter._local_tensor, gather))
             module._parameters[name] = nn.Parameter(wrapped, requires_grad=parameter.requires_grad)
 
     return wrap

@@ -24,14 +24,14 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from octavo.conversion.structure import full_name
 from octavo.distributed.tensor_parallel.plan import LayerPlan, TensorParallelPlan, codes_or_reason
 from octavo.distributed.tensor_parallel.tokens import (
-    all_tokens,
-    copy_in,
-    gather_codes,
-    gather_values,
+    all_gather_codes,
+    all_gather_replicated,
+    all_gather_values,
+    copy_to_region,
+    local_tokens,
     mean_of_tokens,
-    own_tokens,
-    scatter_sum,
-    sum_out,
+    reduce_from_region,
+    reduce_scatter_tokens,
 )
 from octavo.distributed.tensor_parallel.weights import (
     ADDED_BY_ALL,
@@ -39,7 +39,7 @@ from octavo.distributed.tensor_parallel.weights import (
     SAME,
     SUMMED,
     LocalParameters,
-    place,
+    distribute_parameter,
     shard_tp,
 )
 from octavo.errors import ConfigError, UnsupportedError
@@ -86,26 +86,26 @@ class Parallel(ParallelStyle):
             for layer in columns:
                 layer.reads_codes = True  # type: ignore[assignment]
         if columns:
-            module.register_forward_pre_hook(lambda _, args: (self._take(args, columns, group), *args[1:]))
+            module.register_forward_pre_hook(lambda _, args: (self._gather_input(args, columns, group), *args[1:]))
         if self.rows:
-            module.register_forward_hook(lambda _, args, result: self._give(result, group))
+            module.register_forward_hook(lambda _, args, result: self._reduce_output(result, group))
         return module
 
-    def _take(self, args: tuple[Any, ...], columns: Sequence[nn.Module], group: dist.ProcessGroup) -> Tensor:
+    def _gather_input(self, args: tuple[Any, ...], columns: Sequence[nn.Module], group: dist.ProcessGroup) -> Tensor:
         if not args or not isinstance(args[0], Tensor):
             raise UnsupportedError("tensor parallel: the first argument of a module must be its tokens, a tensor.")
         target = _target_now(columns)
         if not self.sequence:
-            return copy_in(args[0], target, group)
-        return gather_values(args[0], group) if target is None else gather_codes(args[0], target, group)
+            return copy_to_region(args[0], target, group)
+        return all_gather_values(args[0], group) if target is None else all_gather_codes(args[0], target, group)
 
-    def _give(self, result: Any, group: dist.ProcessGroup) -> Tensor:
+    def _reduce_output(self, result: Any, group: dist.ProcessGroup) -> Tensor:
         if not isinstance(result, Tensor):
             raise UnsupportedError(
                 f"tensor parallel: a module with row-parallel layers returned {type(result).__name__}: only a tensor "
                 "can be summed over the ranks."
             )
-        return scatter_sum(result, group) if self.sequence else sum_out(result, group)
+        return reduce_scatter_tokens(result, group) if self.sequence else reduce_from_region(result, group)
 
 
 class ColumnParallel(Parallel):
@@ -137,7 +137,7 @@ class Replicated(ParallelStyle):
         inside = list(module.modules())
         for one in inside:
             for name in one._parameters:
-                place(one, name, device_mesh, REPLICATED)
+                distribute_parameter(one, name, device_mesh, REPLICATED)
         gradient = SUMMED if self.sequence else SAME
         LocalParameters(module, [(one, gradient) for one in inside if one._parameters], device_mesh)
         return module
@@ -241,25 +241,25 @@ def _place_ends(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
         if before in shared:  # tied embedding and head
             end._parameters["weight"] = shared[before]
         else:
-            place(end, "weight", mesh, REPLICATED)
+            distribute_parameter(end, "weight", mesh, REPLICATED)
             shared[before] = end._parameters["weight"]
     LocalParameters(model, [(end, SUMMED if sequence else SAME) for end in ends], mesh)
     if not sequence:
         return
     group = mesh.get_group()
     targets: list[Tensor | None] = []
-    model.get_submodule("tok_embeddings").register_forward_pre_hook(lambda _, args: own_tokens(args[0], group))
+    model.get_submodule("tok_embeddings").register_forward_pre_hook(lambda _, args: local_tokens(args[0], group))
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = args[1] if len(args) > 1 else kwargs.get("targets_BT")
-        targets[:] = [None if given is None else own_tokens(given, group)]
+        targets[:] = [None if given is None else local_tokens(given, group)]
         if len(args) > 1:
             return (args[0], targets[0], *args[2:]), kwargs
         return args, kwargs if given is None else {**kwargs, "targets_BT": targets[0]}
 
     def leave(_: nn.Module, args: Any, result: Tensor) -> Tensor:
         if targets[0] is None:
-            return all_tokens(result, group)
+            return all_gather_replicated(result, group)
         counted = targets[0].ne(IGNORED)
         return mean_of_tokens(result, counted.sum() if result.dim() == 0 else counted.sum(1), group)
 

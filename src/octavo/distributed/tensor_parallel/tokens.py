@@ -3,11 +3,11 @@
 With sequence parallel (arXiv 2205.05198, section 4.2.2) each rank has T / n of the tokens between the sharded layers,
 and all tokens inside of them:
 
-    gather_codes    (B, t, K) on each rank -> codes (B T, K) and scales of all     backward: sum, scattered by tokens
-    gather_values   (B, t, K) -> (B, T, K)                                         backward: sum, scattered by tokens
-    scatter_sum     (B, T, N), a partial sum -> (B, t, N), the sum                 backward: all tokens gathered
+    all_gather_codes        (B, t, K) per rank -> codes (B T, K), scales of all   backward: reduce-scatter
+    all_gather_values       (B, t, K) -> (B, T, K)                                backward: reduce-scatter
+    reduce_scatter_tokens   (B, T, N), a partial sum -> (B, t, N), the sum        backward: all-gather
 
-Without it every rank has all tokens everywhere: `copy_in` and `sum_out` (arXiv 1909.08053, section 3).
+Without it every rank has all tokens everywhere: `copy_to_region`, `reduce_from_region` (arXiv 1909.08053, section 3).
 
 B: batch, T: tokens, t: tokens of a rank, K and N: features. Tokens are distributed in the order of ranks.
 """
@@ -36,7 +36,7 @@ Move = Callable[[Tensor, dist.ProcessGroup], Tensor]
 """(tensor of this rank, ranks) -> this rank's result."""
 
 
-def gather_codes(x: Tensor, target: Target, group: dist.ProcessGroup) -> Tensor:
+def all_gather_codes(x: Tensor, target: Target, group: dist.ProcessGroup) -> Tensor:
     """Return a placeholder of the tokens of all ranks (B, T, K), for layers that read their codes as `target`.
 
     Only codes and scales are sent and saved. They are attached to the result (`octavo.nn.handoff`), whose own values
@@ -56,41 +56,41 @@ def gather_codes(x: Tensor, target: Target, group: dist.ProcessGroup) -> Tensor:
     return result
 
 
-def gather_values(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_gather_values(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the tokens of all ranks (B, T, K), in the layers' compute dtype, from those of each (B, t, K)."""
-    result: Tensor = _Moved.apply(x.to(compute_dtype(x)), group, _gather, _sum_and_scatter)  # type: ignore[no-untyped-call]
+    result: Tensor = _Collective.apply(x.to(compute_dtype(x)), group, _all_gather, _reduce_scatter)  # type: ignore[no-untyped-call]
     return result
 
 
-def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def reduce_scatter_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's tokens (B, t, N) of the sum over the ranks of x (B, T, N).
 
     Raises:
         UnsupportedError: the ranks do not divide T.
     """
-    result: Tensor = _Moved.apply(x, group, _sum_and_scatter, _gather)  # type: ignore[no-untyped-call]
+    result: Tensor = _Collective.apply(x, group, _reduce_scatter, _all_gather)  # type: ignore[no-untyped-call]
     return result
 
 
-def copy_in(x: Tensor, target: Target | None, group: dist.ProcessGroup) -> Tensor:
+def copy_to_region(x: Tensor, target: Target | None, group: dist.ProcessGroup) -> Tensor:
     """Return x in the layers' compute dtype; its gradient is summed over the ranks.
 
     Codes of `target` attached to x are attached to the result too.
     """
     ready = None if target is None else taken(x, target)
-    y: Tensor = _CopyIn.apply(x, group, compute_dtype(x))  # type: ignore[no-untyped-call]
+    y: Tensor = _CopyToRegion.apply(x, group, compute_dtype(x))  # type: ignore[no-untyped-call]
     if ready is not None and target is not None:
         offer(y, ready, target)
     return y
 
 
-def sum_out(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def reduce_from_region(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum of x over the ranks; its gradient is the same on all ranks."""
-    result: Tensor = _Moved.apply(x, group, summed, lambda grad, _: grad)  # type: ignore[no-untyped-call]
+    result: Tensor = _Collective.apply(x, group, all_reduce_sum, lambda grad, _: grad)  # type: ignore[no-untyped-call]
     return result
 
 
-def own_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def local_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's tokens (B, t, ...) of x (B, T, ...): a view.
 
     Raises:
@@ -100,9 +100,9 @@ def own_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x.chunk(group.size(), dim=1)[dist.get_rank(group)]
 
 
-def all_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_gather_replicated(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the tokens of all ranks, for replicated computation: a rank's gradient is that of its own tokens."""
-    result: Tensor = _Moved.apply(x, group, _gather, own_tokens)  # type: ignore[no-untyped-call]
+    result: Tensor = _Collective.apply(x, group, _all_gather, local_tokens)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -116,7 +116,7 @@ def mean_of_tokens(loss: Tensor, counts: Tensor, group: dist.ProcessGroup) -> Te
     total = counts.to(loss.dtype)
     own = total.clone()
     dist.all_reduce(total, group=group)
-    return sum_out(loss * (own / total), group)
+    return reduce_from_region(loss * (own / total), group)
 
 
 class _GatherCodes(torch.autograd.Function):
@@ -128,8 +128,8 @@ class _GatherCodes(torch.autograd.Function):
         if codes is None:
             made = quantize_matrix(x.reshape(rows, x.shape[-1]), target)
         shape = x.shape[:-1]
-        all_codes = _gather(made.codes.view(torch.uint8).reshape(*shape, -1), group).view(made.codes.dtype)
-        all_scales = _gather(made.scale.contiguous().reshape(*shape, -1), group)
+        all_codes = _all_gather(made.codes.view(torch.uint8).reshape(*shape, -1), group).view(made.codes.dtype)
+        all_scales = _all_gather(made.scale.contiguous().reshape(*shape, -1), group)
         ctx.group, ctx.x_dtype = group, x.dtype
         all_codes, all_scales = all_codes.flatten(0, 1), all_scales.flatten(0, 1)
         wide = (x.shape[0], x.shape[1] * group.size(), x.shape[2])
@@ -144,11 +144,11 @@ class _GatherCodes(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        dx = None if grads[0] is None else _sum_and_scatter(grads[0], ctx.group).to(ctx.x_dtype)
+        dx = None if grads[0] is None else _reduce_scatter(grads[0], ctx.group).to(ctx.x_dtype)
         return dx, *(None,) * 5
 
 
-class _Moved(torch.autograd.Function):
+class _Collective(torch.autograd.Function):
     """Applies one collective in forward and another in backward."""
 
     @staticmethod
@@ -162,7 +162,7 @@ class _Moved(torch.autograd.Function):
         return ctx.backward_move(grads[0], ctx.group), None, None, None
 
 
-class _CopyIn(torch.autograd.Function):
+class _CopyToRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dtype: torch.dtype) -> Tensor:
         ctx.group, ctx.dtype = group, dtype
@@ -171,10 +171,10 @@ class _CopyIn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return summed(grads[0].to(ctx.dtype), ctx.group).to(grads[0].dtype), None, None
+        return all_reduce_sum(grads[0].to(ctx.dtype), ctx.group).to(grads[0].dtype), None, None
 
 
-def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_reduce_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum of x over the ranks, in new memory."""
     if torch.compiler.is_compiling():  # here and below: PyTorch 2.11 loses gradients of in-place collectives
         return cast(Tensor, functional.all_reduce(x, "sum", group))
@@ -183,7 +183,7 @@ def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
-def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return (B, T, ...) of all ranks from x (B, t, ...) of each."""
     x = x.contiguous()
     if torch.compiler.is_compiling():
@@ -197,7 +197,7 @@ def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return parts.transpose(0, 1).flatten(1, 2)
 
 
-def _sum_and_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's (B, t, ...) of the sum over the ranks of x (B, T, ...)."""
     ranks = group.size()
     _check_tokens(x, ranks)

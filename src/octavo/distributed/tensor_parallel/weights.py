@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from octavo.distributed.checkpoint import leave_values
-from octavo.distributed.tensor_parallel.tokens import summed
+from octavo.distributed.checkpoint import plain_values_hook
+from octavo.distributed.tensor_parallel.tokens import all_reduce_sum
 from octavo.errors import UnsupportedError
 from octavo.nn.weights import state_of
 from octavo.tensor import FP8Tensor, columns_of, is_distributed, local, rows_of
@@ -47,12 +47,12 @@ def shard_tp(layer: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
             f"{('outputs', 'inputs')[dim]} cannot be divided by {mesh.size()} ranks. Take a number of ranks that "
             "divides them, or leave the layer out."
         )
-    place(layer, "weight", mesh, Shard(dim))
+    distribute_parameter(layer, "weight", mesh, Shard(dim))
     if layer.bias is not None:
-        place(layer, "bias", mesh, Shard(0) if dim == 0 else REPLICATED)
+        distribute_parameter(layer, "bias", mesh, Shard(0) if dim == 0 else REPLICATED)
 
 
-def place(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+def distribute_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
     """Replace a parameter by a DTensor. All ranks have the same values before; nothing is sent."""
     parameter = module._parameters[name]
     if parameter is None or is_distributed(parameter):
@@ -62,7 +62,7 @@ def place(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) 
     placed = DTensor.from_local(part, mesh, [placement], run_check=False, shape=values.shape, stride=values.stride())
     module._parameters[name] = nn.Parameter(placed, requires_grad=parameter.requires_grad)
     if isinstance(values, FP8Tensor):
-        module.register_state_dict_post_hook(leave_values)
+        module.register_state_dict_post_hook(plain_values_hook)
 
 
 def _part(values: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
@@ -148,7 +148,7 @@ class _Local(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        grad = grads[0] if ctx.group is None else summed(grads[0], ctx.group)
+        grad = grads[0] if ctx.group is None else all_reduce_sum(grads[0], ctx.group)
         return (
             DTensor.from_local(grad, ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride),
             None,
