@@ -20,7 +20,7 @@ FORMATS = ("wide", "fp8")
 """Storage of gradients until the step: in the dtype in which backward computes them, or as FP8 codes."""
 
 
-class Codes(NamedTuple):
+class StoredGradient(NamedTuple):
     """A gradient stored in FP8."""
 
     codes: Tensor
@@ -35,19 +35,19 @@ class Codes(NamedTuple):
         return value
 
 
-class Gradients:
+class GradientStore:
     """The FP8 gradients of an optimizer, by parameter number."""
 
     def __init__(self) -> None:
-        self._held: dict[int, Codes] = {}
-        self._spare: dict[int, Codes] = {}
+        self._stored: dict[int, StoredGradient] = {}
+        self._spare: dict[int, StoredGradient] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._held)
+        return bool(self._stored)
 
-    def get(self, number: int) -> Codes | None:
+    def get(self, number: int) -> StoredGradient | None:
         """Return the gradient of a parameter, or None."""
-        return self._held.get(number)
+        return self._stored.get(number)
 
     def take(self, number: int, name: str, parameter: Tensor, storage: Storage) -> None:
         """Quantise the gradient of a parameter, rounding to nearest, and free the original.
@@ -55,7 +55,7 @@ class Gradients:
         Raises:
             UnsupportedError: one is stored already.
         """
-        if number in self._held:
+        if number in self._stored:
             raise UnsupportedError(
                 f"optimizer: parameter '{name}': backward computed a second gradient, and the first is stored in FP8,"
                 " where accumulation would round. If it has been stepped, call optimizer.zero_grad():"
@@ -68,23 +68,23 @@ class Gradients:
         kept = self._spare.pop(number, None)
         if kept is None or kept.scale.shape != shape:
             scale = torch.empty(shape, dtype=torch.uint8, device=gradient.device)
-            kept = Codes(like(parameter, storage.float.dtype), scale)
+            kept = StoredGradient(like(parameter, storage.float.dtype), scale)
         store_gradient(gradient, as_matrix(kept.codes, parameter), kept.scale, storage.scaling)
-        self._held[number] = kept
+        self._stored[number] = kept
         parameter.grad = None
 
-    def all(self) -> dict[int, Codes]:
+    def all(self) -> dict[int, StoredGradient]:
         """Return all stored gradients, by parameter number."""
-        return dict(self._held)
+        return dict(self._stored)
 
-    def put_back(self, gradients: Mapping[int, Codes]) -> None:
+    def put_back(self, gradients: Mapping[int, StoredGradient]) -> None:
         """Replace the stored gradients by those that `all` returned, after a CUDA graph has rewritten them."""
-        self._held = dict(gradients)
+        self._stored = dict(gradients)
 
     def clear(self, keep_memory: bool) -> None:
         """Drop all gradients. With `keep_memory` the next ones reuse their memory, as a CUDA graph needs."""
-        self._spare = self._spare | self._held if keep_memory else {}
-        self._held = {}
+        self._spare = self._spare | self._stored if keep_memory else {}
+        self._stored = {}
 
 
 def check_format(gradients: str) -> None:

@@ -20,7 +20,7 @@ from octavo.kernels.coefficients import ParamSettings, StepInputs, coefficients,
 from octavo.kernels.optimizer import Control, Layout, Slot, squares, update
 from octavo.kernels.uploads import Uploads
 from octavo.optim import convert
-from octavo.optim.gradients import Codes, Gradients, check_format
+from octavo.optim.gradients import GradientStore, StoredGradient, check_format
 from octavo.optim.settings import OptimizerOptions, check_group, group_table, parameter_table
 from octavo.optim.sharded import spread, sum_over_ranks
 from octavo.optim.states import RuleName, States, bytes_by_kind, state_tensors, states_named
@@ -75,7 +75,7 @@ class Optimizer(torch.optim.Optimizer):
         self._step_supports_amp_scaling = True
         self._uploads = Uploads()
         self._hooks: list[Any] = []
-        self._gradients = Gradients()
+        self._gradients = GradientStore()
         self._accumulates = False
         self._entries: list[Entry] = []
         self._placed: dict[int, CachedSlot] = {}
@@ -145,7 +145,7 @@ class Optimizer(torch.optim.Optimizer):
         return parameter.grad if codes is None else codes.dequantize(parameter)
 
     @property
-    def stored_gradients(self) -> dict[int, Codes]:
+    def stored_gradients(self) -> dict[int, StoredGradient]:
         """The gradients stored in FP8, by parameter number.
 
         After `zero_grad`, set it to its value at the capture of a CUDA graph of backward: replays write there.
@@ -153,7 +153,7 @@ class Optimizer(torch.optim.Optimizer):
         return self._gradients.all()
 
     @stored_gradients.setter
-    def stored_gradients(self, gradients: Mapping[int, Codes]) -> None:
+    def stored_gradients(self, gradients: Mapping[int, StoredGradient]) -> None:
         self._gradients.put_back(gradients)
 
     def layout_of(self, entry: Entry, gradient: torch.dtype | None = None) -> Layout:

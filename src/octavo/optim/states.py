@@ -15,7 +15,7 @@ from octavo.kernels.storage import E4M3, FP32, Storage
 from octavo.tensor import FP8Tensor, local
 
 if TYPE_CHECKING:
-    from octavo.optim.gradients import Gradients
+    from octavo.optim.gradients import GradientStore
     from octavo.optim.optimizer import Optimizer
 
 RuleName = Literal["adamw", "adam", "lion", "muon"]
@@ -193,7 +193,7 @@ def bytes_per_parameter(
     return {**taken, "total": sum(taken.values())}
 
 
-def bytes_by_kind(optimizer: Optimizer, gradients: Gradients) -> dict[str, float]:
+def bytes_by_kind(optimizer: Optimizer, gradients: GradientStore) -> dict[str, float]:
     """See `Optimizer.report`.
 
     Args:

@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from octavo.distributed.health.watch import BEAT, UNHURRIED, Report, Verdict, Watch, at
+from octavo.distributed.health.watch import BEAT, UNHURRIED, RankFailure, RankMonitor, Report, at
 from octavo.errors import ConfigError, DataError, OctavoError, RunError
 
 _VERDICT = "verdict"
@@ -57,7 +57,9 @@ class Heartbeat:
         """Step in progress, counted from 1."""
         self.rank, self.ranks = rank, ranks
         self._store, self._groups = store, groups
-        self._watch = Watch(ranks=ranks, timeout=timeout, beat=max(BEAT, ranks / 100))  # limits the load of the store
+        self._monitor = RankMonitor(
+            ranks=ranks, timeout=timeout, beat=max(BEAT, ranks / 100)
+        )  # limits the load of the store
         self._beats = 0
         self._all_began = False
         self._closing = threading.Event()
@@ -106,51 +108,51 @@ class Heartbeat:
         # Errors of input are the same on all ranks. Others may come from a collective in which a rank was missing: then
         # the thread ends this process meanwhile.
         if not isinstance(error, ConfigError | DataError):
-            self._watch.alarm = time.monotonic()
-            self._closing.wait(self._watch.patience + 3 * self._watch.beat)
+            self._monitor.alarm = time.monotonic()
+            self._closing.wait(self._monitor.patience + 3 * self._monitor.beat)
         self._closing.set()
         self._thread.join()
         is_ours = isinstance(error, OctavoError)
         text = f"{where}: {error}" if is_ours else f"{where}: {type(error).__name__}: {error}"
-        if not self._decide(Verdict(text, (self.rank,))):
+        if not self._record(RankFailure(text, (self.rank,))):
             raise SystemExit(1)
         raise (type(error) if is_ours else RunError)(text) from error
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            if self._signal.wait(self._watch.beat) and self._watch.alarm is None:
-                self._watch.alarm = time.monotonic()
+            if self._signal.wait(self._monitor.beat) and self._monitor.alarm is None:
+                self._monitor.alarm = time.monotonic()
             try:
                 self._beat()
-                self._watch.update(self._reports(), time.monotonic())
+                self._monitor.update(self._reports(), time.monotonic())
                 self._judge()
             except RuntimeError as error:
                 if not self._closing.is_set():
                     end(f"{self.where}: the ranks' store is gone, and torchrun or rank 0 with it ({error}).")
 
     def _judge(self) -> None:
-        """End the process if a rank has recorded a verdict, or if this one reaches one."""
+        """End the process if a rank has recorded a failure, or if this one reaches one."""
         if self._store.check([_VERDICT]):
-            self._obey(Verdict(**json.loads(self._store.get(_VERDICT))["verdict"]))
-        verdict = self._watch.verdict()
-        if verdict is not None:
-            self._obey(verdict, says=self._decide(verdict))
-        elif self._signal.came and self._watch.is_sure:
+            self._stop(RankFailure(**json.loads(self._store.get(_VERDICT))["verdict"]))
+        failure = self._monitor.diagnose()
+        if failure is not None:
+            self._stop(failure, prints=self._record(failure))
+        elif self._signal.came and self._monitor.is_sure:
             reason = "terminated by SIGTERM."
-            end(reason if self._decide(Verdict(reason)) else "", code=128 + signal.SIGTERM)
+            end(reason if self._record(RankFailure(reason)) else "", code=128 + signal.SIGTERM)
 
-    def _obey(self, verdict: Verdict, *, says: bool = False) -> None:
+    def _stop(self, failure: RankFailure, *, prints: bool = False) -> None:
         if self._closing.is_set():
             return  # the main thread has failed itself, and reports it
         note = ""
-        if self.rank in verdict.blamed:
+        if self.rank in failure.blamed:
             frame = sys._current_frames()[threading.main_thread().ident or 0]
             note = f"{self.where}, is here:\n{_stack(frame)}"
-        end(verdict.text if says else "", note=note)
+        end(failure.text if prints else "", note=note)
 
-    def _decide(self, verdict: Verdict) -> bool:
-        """Record why all ranks stop. Return whether it is the first verdict, which is the one to print."""
-        mine = json.dumps({"verdict": {"text": verdict.text, "blamed": verdict.blamed}, "by": self.rank})
+    def _record(self, failure: RankFailure) -> bool:
+        """Record why all ranks stop. Return whether it is the first failure, which is the one to print."""
+        mine = json.dumps({"verdict": {"text": failure.text, "blamed": failure.blamed}, "by": self.rank})
         try:
             return bool(self._store.compare_set(_VERDICT, "", mine) == mine.encode())
         except RuntimeError:

@@ -47,7 +47,7 @@ class RankState:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RankFailure:
     """Reason why the ranks stop."""
 
     text: str
@@ -56,7 +56,7 @@ class Verdict:
 
 
 @dataclass(slots=True, kw_only=True)
-class Watch:
+class RankMonitor:
     """Reports of all ranks over time. All times are seconds on the clock of this rank."""
 
     ranks: int
@@ -93,7 +93,7 @@ class Watch:
             moved = now if report[1:] != known.report[1:] else known.moved
             self.seen[rank] = RankState(report, heard, moved)
 
-    def verdict(self) -> Verdict | None:
+    def diagnose(self) -> RankFailure | None:
         """Return why the ranks must stop, or None."""
         now = self.updated
         here = {rank: seen for rank, seen in self.seen.items() if not seen.report.left}
@@ -106,23 +106,23 @@ class Watch:
             return self._blame(silent, "is gone: no report", lambda seen: now - seen.heard)
         return self._hang(here, now) if stands else None
 
-    def _hang(self, here: Mapping[int, RankState], now: float) -> Verdict:
+    def _hang(self, here: Mapping[int, RankState], now: float) -> RankFailure:
         least = min(seen.report.collectives for seen in here.values())
         behind = {rank: seen for rank, seen in here.items() if seen.report.collectives == least}
         if len(behind) < len(here):
             what = "is missing: it has not entered a collective in which the others wait"
             return self._blame(behind, what, lambda seen: now - seen.moved)
-        return Verdict(
+        return RankFailure(
             f"no rank has made progress {at(min(seen.report.step for seen in here.values()))}, for {self.timeout:g} s,"
             " and none is behind the others: network or storage is stuck, or a step takes longer than the timeout."
         )
 
-    def _blame(self, ranks: Mapping[int, RankState], what: str, since: Callable[[RankState], float]) -> Verdict:
+    def _blame(self, ranks: Mapping[int, RankState], what: str, since: Callable[[RankState], float]) -> RankFailure:
         parts = [
             f"rank {rank} of {self.ranks} {what}, for {since(seen):.0f} s, {at(seen.report.step)}"
             for rank, seen in ranks.items()
         ]
-        return Verdict("; ".join(parts) + ".", tuple(ranks))
+        return RankFailure("; ".join(parts) + ".", tuple(ranks))
 
 
 def at(step: int) -> str:

@@ -19,7 +19,7 @@ from octavo.tensor import FP8Tensor, local
 
 
 @dataclass(frozen=True)
-class Use:
+class ParameterUse:
     """One occurrence of a parameter in a model."""
 
     module: nn.Module
@@ -80,22 +80,22 @@ class ShardPlan:
         return "\n".join([*(line.rstrip() for line in lines), total])
 
 
-def uses_of(model: nn.Module) -> list[tuple[nn.Parameter, list[Use]]]:
+def uses_of(model: nn.Module) -> list[tuple[nn.Parameter, list[ParameterUse]]]:
     """Return every parameter of a model with the modules that use it, in the model's order."""
-    found: dict[nn.Parameter, list[Use]] = {}
+    found: dict[nn.Parameter, list[ParameterUse]] = {}
     for name, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
-                found.setdefault(parameter, []).append(Use(module, name, attribute))
+                found.setdefault(parameter, []).append(ParameterUse(module, name, attribute))
     return list(found.items())
 
 
-def is_fp8_weight(uses: Sequence[Use]) -> bool:
+def is_fp8_weight(uses: Sequence[ParameterUse]) -> bool:
     """Return whether a converted layer reads this parameter as its weight."""
     return any(isinstance(use.module, Linear) and use.attribute == "weight" for use in uses)
 
 
-def codes_or_reason(parameter: Tensor, uses: Sequence[Use], ranks: int) -> Target | str:
+def codes_or_reason(parameter: Tensor, uses: Sequence[ParameterUse], ranks: int) -> Target | str:
     """Return the codes that the weight of an FP8 layer is sent as, or the reason why its values are sent."""
     others = [use.full_name for use in uses if not (type(use.module) is Linear and use.attribute == "weight")]
     if others:

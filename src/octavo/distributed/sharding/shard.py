@@ -25,8 +25,8 @@ from octavo.distributed.reduce.scheme import Scheme
 from octavo.distributed.sharding.batched_scales import RowwiseBatch, TensorwiseScales
 from octavo.distributed.sharding.embedding import send_rows
 from octavo.distributed.sharding.gathering import (
+    ParameterUse,
     ShardPlan,
-    Use,
     codes_or_reason,
     gather_plan,
     is_fp8_weight,
@@ -240,7 +240,7 @@ def _groups(model: nn.Module) -> dict[nn.Module, int]:
     return {member: id(members[0]) for members in lists for member in members}
 
 
-def _wrap(parameter: nn.Parameter, uses: Sequence[Use], gather: GatherSpec) -> None:
+def _wrap(parameter: nn.Parameter, uses: Sequence[ParameterUse], gather: GatherSpec) -> None:
     values: Tensor = WeightShard(local(parameter).detach(), gather)
     if isinstance(parameter, DTensor):  # sharded by tensor parallel
         values = dtensor_like(parameter, values)
