@@ -212,6 +212,15 @@ def _activation(gate: Tensor, up: Tensor | None, kind: str, target: str) -> tupl
     return reference.activation(kind, gate, up, goal)[:2]
 
 
+def _in_graph(gate: Tensor, up: Tensor | None, kind: str, target: str) -> bool:
+    if not gate.is_cuda or why_not(gate.device) is not None:
+        return False
+    from octavo.kernels.triton import activation as fused
+
+    hidden = target_of(target)
+    return fused.refuses(gate.shape[1], up is not None, hidden=hidden) is None and not fused.limits_registers(hidden)
+
+
 def _activation_shape(gate: Tensor, up: Tensor | None, kind: str, target: str) -> tuple[Tensor, Tensor]:
     goal = target_of(target)
     assert goal is not None
@@ -263,6 +272,19 @@ def _activation_backward(
     return list(flat(*made, like=dh))
 
 
+def _backward_in_graph(
+    dh: Tensor, gate: Tensor, gate_scale: Tensor | None, up: Tensor | None, up_scale: Tensor | None, kind: str,
+    rows: str, columns: str, hidden: str, *_: Tensor | None,
+) -> bool:  # fmt: skip
+    if not gate.is_cuda or why_not(gate.device) is not None:
+        return False
+    from octavo.kernels.triton import activation as fused
+
+    targets = target_of(rows), target_of(columns), target_of(hidden)
+    named = dict(zip(("rows", "columns", "hidden"), targets, strict=True))
+    return fused.refuses(gate.shape[1], up is not None, **named) is None and not fused.limits_registers(*targets)
+
+
 def _activation_backward_shape(
     dh: Tensor, gate: Tensor, gate_scale: Tensor | None, up: Tensor | None, up_scale: Tensor | None, kind: str,
     rows: str, columns: str, hidden: str,
@@ -295,12 +317,14 @@ define(
     _activation,
     _activation_shape,
     torch.Tag.needs_fixed_stride_order,
+    in_graph=_in_graph,
 )
 define(
     "activation_and_inputs(Tensor gate, Tensor? up, str kind, str target) -> Tensor[]",
     _activation_and_inputs,
     _activation_and_inputs_shape,
     torch.Tag.needs_fixed_stride_order,
+    in_graph=_in_graph,
 )
 define(
     "activation_backward(Tensor dh, Tensor gate, Tensor? gate_scale, Tensor? up, Tensor? up_scale, str kind, "
@@ -308,6 +332,7 @@ define(
     _activation_backward,
     _activation_backward_shape,
     torch.Tag.needs_fixed_stride_order,
+    in_graph=_backward_in_graph,
 )
 define(
     "activation_backward_plain(Tensor dh, Tensor gate, Tensor? up, str kind) -> (Tensor, Tensor)",

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import once_differentiable
@@ -27,10 +27,7 @@ Replacement = tuple[Any, str, Any]
 
 
 class FakeMode(FakeTensorMode):
-    """The fake mode of one forecast: copies of fake tensors belong to it too."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> FakeMode:
-        return self
+    """The fake mode of one forecast."""
 
     def forget_outputs(self) -> None:
         """Drop the mode's weak references to fake tensors, for which PyTorch would refuse `Module.to`."""
@@ -44,6 +41,8 @@ class AsOnGpu(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.data_ptr:
             return _address(args[0])
+        if func is Tensor.__deepcopy__:
+            return _copy(*args)
         if func is F.rms_norm and TracingContext.try_get() is None:
             return _rms_norm(*args, **kwargs)
         return func(*args, **kwargs)
@@ -113,6 +112,16 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x_MD, weight, rstd = ctx.saved_tensors
         return *norm.rms_norm_backward(grad_outputs[0], x_MD, weight, rstd), None
+
+
+def _copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    """Copy a fake tensor for `copy.deepcopy`: PyTorch would copy the mode that it belongs to as well."""
+    if id(tensor) not in memo:
+        values = tensor.detach().clone()
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
+    found: Tensor = memo[id(tensor)]
+    return found
 
 
 def _address(tensor: Tensor) -> int:

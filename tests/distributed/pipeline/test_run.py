@@ -10,12 +10,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
 import octavo
-from octavo.distributed import shard
+from octavo.distributed import shard, weights_changed
 from octavo.distributed.pipeline.run import SCHEDULES, Pipeline
 from octavo.models.config import ModelConfig
 from octavo.models.llama import Llama
 from octavo.models.stages import stages
-from octavo.nn.weights import weights_changed
 from octavo.tensor import local
 from octavo.train.config import ParallelConfig
 

@@ -21,7 +21,7 @@ from octavo.models.config import ModelConfig
 from octavo.models.llama import Llama
 from octavo.nn import Linear
 from octavo.nn.handoff import taken
-from octavo.nn.weights import quantize_matrix
+from octavo.nn.weight_codes import quantize_matrix
 from octavo.tensor import FP8Tensor
 
 ROW = Target("e4m3", "row", "power_of_two")

@@ -33,12 +33,11 @@ from octavo.distributed.sharding.gathering import (
     rows_plan,
     uses_of,
 )
-from octavo.distributed.sharding.weights import GatherSpec, WeightShard
+from octavo.distributed.sharding.weights import GatherSpec, WeightShard, weights_changed
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import Target
 from octavo.nn import Linear
 from octavo.nn.fused import FusedMLP
-from octavo.nn.weights import weights_changed
 from octavo.tensor import FP8Tensor, local
 
 BF16_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)

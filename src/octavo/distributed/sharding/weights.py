@@ -24,7 +24,6 @@ from torch.utils._pytree import tree_map_only
 
 from octavo import kernels
 from octavo.kernels import Target
-from octavo.nn.weights import state_of
 from octavo.numerics import Quantized
 from octavo.tensor import FP8Tensor, WrapperTensor, local
 
@@ -36,12 +35,13 @@ _changes = 0
 """Number of optimizer steps (fused ones do not bump version counters) and of in-place writes through a shard."""
 
 
-def _changed(*_: Any) -> None:
+def weights_changed(*_: Any) -> None:
+    """Mark the codes of all sharded weights as out of date: the next forward quantises every shard again."""
     global _changes
     _changes += 1
 
 
-register_optimizer_step_post_hook(_changed)
+register_optimizer_step_post_hook(weights_changed)
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class WeightShard(WrapperTensor):
         inner, named = tree_map_only(WeightShard, lambda one: one.wrapped, (args, kwargs or {}))
         result = func(*inner, **named)
         if func._schema.is_mutable:
-            _changed()
+            weights_changed()
         if func not in _SHARD_PRESERVING or not isinstance(shard, WeightShard):
             return result
         return shard if result is shard.wrapped else tree_map_only(Tensor, shard.like, result)
@@ -192,14 +192,15 @@ _SHARD_PRESERVING = {
 
 def version_key(shard: WeightShard) -> tuple[Any, ...]:
     """Return a key that changes whenever the values of a shard may have changed."""
-    inner = shard.wrapped
-    return _changes, *state_of([inner.codes if isinstance(inner, FP8Tensor) else inner])
+    memory = shard.wrapped.codes if isinstance(shard.wrapped, FP8Tensor) else shard.wrapped
+    # The storage too: FSDP2 frees a weight's memory and keeps its storage, so that another weight may get its address.
+    storage = memory.data_ptr(), memory.untyped_storage()._cdata, memory.shape, memory.stride(), memory.dtype
+    return _changes, None if memory.is_inference() else memory._version, (*storage, memory.device)
 
 
 def storage_key(key: tuple[Any, ...]) -> Any:
     """Return the storage part of a version key: the memory that the values are in."""
-    _, _, (_, *storage) = key
-    return storage
+    return key[2]
 
 
 def _padded(made: Quantized, rows: int) -> Quantized:

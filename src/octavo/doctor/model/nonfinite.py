@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from octavo import observed
 from octavo.doctor.check import Finding, check, failure, ok
 from octavo.doctor.subjects import Trial
-from octavo.nn.own_codes import values
+from octavo.nn.fp8_weights import values
 
 WHERE = {
     "input": "Look at what computes it, between this layer and those before: a norm, an attention, the data.",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.target import Target, empty_scale
@@ -32,11 +31,13 @@ class Output:
         transposed: bool = False,
         scale: Tensor | None = None,
         in_sight: bool = False,
+        from_amax: bool = False,
     ) -> None:
         """Allocate the memory.
 
         Args:
             scale: power-of-two scales, one a row of the matrix, where they are known already: nothing is searched.
+            from_amax: the programs that write make the scales, of the maxima in the memory of `inverse`.
             in_sight: the programs that write see tiles of 128 rows whole: their maxima are not searched either.
         """
         self.mode: int = NONE.value
@@ -57,7 +58,9 @@ class Output:
         written = empty_scale(target, *shape, device)
         self._written = Quantized(self._codes, written, target.tile)
         self._strides = (written.t() if transposed else written).stride()
-        if scale is not None:
+        if scale is not None and from_amax:  # a maximum that gives this scale, which the kernel writes again
+            self.inverse = (scale * (target.fmt.max * 129 / 256)).reshape(-1)
+        elif scale is not None:
             self.inverse = scale.reshape(-1).reciprocal()  # exact
             written.copy_(scale.reshape(written.shape))
         else:
@@ -98,7 +101,12 @@ def begin_searches(*outputs: Output) -> None:
     sizes = [-(-scale.numel() // 4) * 4 for _, scale in searching]  # aligned to 16 bytes
     if not searching:
         return
-    zeros = torch.zeros(sum(sizes), dtype=torch.float32, device=searching[0][1].device)
+    device = searching[0][1].device
+    if type(searching[0][1]) is not Tensor:  # traced: views of one memory that kernels write would become copies
+        for output, scale in searching:
+            output.inverse = torch.zeros(scale.numel(), dtype=torch.float32, device=device)
+        return
+    zeros = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
     for (output, scale), part in zip(searching, zeros.split(sizes), strict=True):
         output.inverse = part[: scale.numel()]
 
@@ -110,12 +118,11 @@ def end_searches(*outputs: Output) -> None:
         arguments = [_found(output) for output in searching[first : first + 2]]
         counts = [found[2] for found in arguments]
         scales_kernel[(cdiv(max(counts), 1024), len(counts))](
-            *arguments[0], *(arguments[1] if len(counts) == 2 else (None, None, 0, None, None)),
+            *arguments[0], *(arguments[1] if len(counts) == 2 else (None, None, 0, False, False)),
             SIZE=1024, num_warps=4,
         )  # fmt: skip
 
 
 def _found(output: Output) -> tuple[Any, ...]:
     codes, scale, _, _, amax = output.arguments
-    format = tl.float8e4nv if codes.dtype == torch.float8_e4m3fn else tl.float8e5
-    return amax, scale, amax.numel(), format, output.power_of_two
+    return amax, scale, amax.numel(), codes.dtype == torch.float8_e4m3fn, output.power_of_two
