@@ -1,4 +1,4 @@
-"""From a configuration to a model."""
+"""Creation of a model from its configuration."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from octavo.models.llama import Llama
 
 
 def build(config: ModelConfig, seed: int) -> nn.Module:
-    """Return a new model in FP32 on the CPU, or in a block of `torch.device("meta")` one without values.
+    """Return a new model in FP32 on the CPU; under `torch.device("meta")`, one without values.
 
-    One seed gives the same bits, whatever was drawn before; the global random state is left as it was.
+    Weights depend on the seed only, bit for bit; the global random state is not changed.
     """
-    with _Undrawn():
+    with _SkipInit():
         model: Llama | GPT = Llama(config) if config.architecture == "llama" else GPT(config)
     model.reset_parameters(torch.Generator().manual_seed(seed))
     return model
 
 
-class _Undrawn(TorchFunctionMode):
-    """A block in which layers do not draw their first weights, which takes minutes for a large model: others follow."""
+class _SkipInit(TorchFunctionMode):
+    """Skips the default initialisation of layers, which takes minutes for a large model and is overwritten."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from octavo import memory, recipes
-from octavo.memory.fit import largest
+from octavo.memory.forecast import largest
 from octavo.models.config import ModelConfig
 from octavo.train.config import RunConfig
 from octavo.train.setup import make_states

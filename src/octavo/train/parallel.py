@@ -32,7 +32,7 @@ from octavo.train.parallel_checks import check_parallel, two_level_sizes
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from octavo.distributed import Scheme, ShardPlan, TensorPlan
+    from octavo.distributed import Scheme, ShardPlan, TensorParallelPlan
     from octavo.distributed.health.heartbeat import Heartbeat
 
 T = TypeVar("T")
@@ -195,7 +195,7 @@ class Ranks:
         dist.all_gather_object(found, text)
         return next((f"{said} on rank {rank}" for rank, said in enumerate(found) if said), "")
 
-    def shard_tp(self, model: nn.Module, *, sequence: bool = True) -> TensorPlan | None:
+    def shard_tp(self, model: nn.Module, *, sequence: bool = True) -> TensorParallelPlan | None:
         """Split the layers of a converted model in place before sharding; return how, None without tensor parallelism.
 
         Args:

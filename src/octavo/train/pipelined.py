@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from octavo.distributed import ShardPlan, TensorPlan
-from octavo.distributed.pipeline.run import Pipeline
-from octavo.distributed.pipeline.schedules import SCHEDULES
+from octavo.distributed import ShardPlan, TensorParallelPlan
+from octavo.distributed.pipeline.run import SCHEDULES, Pipeline
 from octavo.models.llama import Llama
 from octavo.models.stages import Stage, stages
 from octavo.train.parallel import whole
@@ -74,11 +73,11 @@ class PipelinedTrainState(TrainState):
         return self.ranks.pipeline_norm(whole(super()._norm(gradients)).to(self.device))
 
 
-def _join_tensor_plans(plans: Sequence[TensorPlan | None]) -> TensorPlan | None:
+def _join_tensor_plans(plans: Sequence[TensorParallelPlan | None]) -> TensorParallelPlan | None:
     """Return the tensor-parallel plan of all stages of a rank."""
     known = [plan for plan in plans if plan is not None]
     layers = tuple(layer for plan in known for layer in plan.layers)
-    return TensorPlan(ranks=known[0].ranks, sequence=False, layers=layers) if known else None
+    return TensorParallelPlan(ranks=known[0].ranks, sequence=False, layers=layers) if known else None
 
 
 def _join_shard_plans(plans: Sequence[ShardPlan | None]) -> ShardPlan | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo.errors import CheckpointError
 from octavo.nn.scales import scales
 from octavo.optim import Optimizer
-from octavo.optim.ranks import along_rows, spread
+from octavo.optim.sharded import along_rows, spread
 from octavo.tensor import FP8Tensor, is_distributed, local
 from octavo.train.train_state import TrainState
 

@@ -24,14 +24,18 @@ DEVICES = ["cpu", "cuda"]
 def join_alone(ranks: int) -> None:
     """Be rank 0 of that many, none of which exists: call it in place of `init_process_group`."""
     if BACKEND.upper() not in dist.Backend.__dict__:
-        dist.Backend.register_backend(BACKEND, lambda store, rank, ranks, timeout: Alone(rank, ranks), devices=DEVICES)
+
+        def make(store: Any, rank: int, ranks: int, timeout: Any) -> LoopbackProcessGroup:
+            return LoopbackProcessGroup(rank, ranks)
+
+        dist.Backend.register_backend(BACKEND, make, devices=DEVICES)
     dist.init_process_group(BACKEND, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=ranks)
 
 
 _ProcessGroup: Any = dist.ProcessGroup  # whose methods have other names and types in each version
 
 
-class Alone(_ProcessGroup):  # type: ignore[misc]
+class LoopbackProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """Collectives of a rank whose peers hold what it holds, on the current stream. Names as PyTorch calls them.
 
     So a sum is the value times the number of ranks, a mean or a maximum the value itself. Messages between the stages

@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from octavo.bench.distributed.implementations import Implementation
 from octavo.distributed import send_tokens, tensor_parallel
-from octavo.distributed.pipeline.run import Pipeline
-from octavo.distributed.pipeline.schedules import SCHEDULES
+from octavo.distributed.pipeline.run import SCHEDULES, Pipeline
 from octavo.distributed.pipeline.stage import Sent
 from octavo.kernels.uploads import upload
 from octavo.models.config import ModelConfig

@@ -1,6 +1,6 @@
-"""What a rank sends of the weights of a block: made together, once for each of their values, and right after each step.
+"""Codes that a rank sends for the weights of a block: quantised together, once per change, right after each step.
 
-One process is all that is needed: `octavo.bench.distributed.alone` gathers as if all ranks held what it holds.
+One process is enough: the process group of `octavo.bench.distributed.alone` gathers copies of this rank's data.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def step(model: Llama, optimizer: torch.optim.Optimizer, number: int) -> None:
 
 
 def values(model: Llama) -> dict[str, Tensor]:
-    """The FP8 weights, as they are where they rest."""
+    """Return the values of the shards of FP8 weights."""
     shards = {name: parameter.to_local() for name, parameter in model.layers.named_parameters()}  # type: ignore[attr-defined]
-    return {name: one.held.detach().clone() for name, one in shards.items() if hasattr(one, "held")}
+    return {name: one.wrapped.detach().clone() for name, one in shards.items() if hasattr(one, "wrapped")}
 
 
 def units(model: nn.Module) -> list[FSDPModule]:
@@ -85,15 +85,16 @@ def test_what_is_gathered_is_the_whole_weight_quantised(device: str, reduce: str
 
 @pytest.mark.gpu
 def test_an_optimizer_step_quantises_a_block_in_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    from octavo.distributed.sharding import together
+    from octavo.distributed.sharding import batched_scales
 
     gc.collect()  # models of other tests
     model = sharded("cuda")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     step(model, optimizer, 0)
     made: list[int] = []
-    plain = together.quantize_stack
-    monkeypatch.setattr(together, "quantize_stack", lambda w, *others: (made.append(len(w)), plain(w, *others))[1])
+    plain = batched_scales.quantize_stack
+    counted = lambda w, *others: (made.append(len(w)), plain(w, *others))[1]  # noqa: E731
+    monkeypatch.setattr(batched_scales, "quantize_stack", counted)
     monkeypatch.setattr(kernels, "quantize", None)  # none is quantised by itself
     optimizer.step()
     assert sorted(made) == sorted([6, 1] * SHAPE.layers)
@@ -120,7 +121,7 @@ def test_a_write_between_steps_is_gathered(device: str) -> None:
 def test_a_model_that_is_dropped_is_freed(recipe: str) -> None:
     model = sharded("cpu", recipe)
     step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
-    held = weakref.ref(model.get_parameter("layers.0.attention.wq.weight").to_local().held)  # type: ignore[attr-defined]
+    held = weakref.ref(model.get_parameter("layers.0.attention.wq.weight").to_local().wrapped)  # type: ignore[attr-defined]
     del model
     gc.collect()
     assert held() is None

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from octavo import kernels
 from octavo.errors import ConfigError
 from octavo.models import ModelConfig, build
-from octavo.models import loss as module
-from octavo.models.loss import check_length, cross_entropy, head_loss, hit_shares
+from octavo.models import language_model as module
+from octavo.models.language_model import check_length, cross_entropy, head_loss, hit_shares
 from octavo.nn import Linear
 from octavo.recipes import load
 

@@ -1,6 +1,8 @@
-"""What both models share at their ends: the check of the length that comes in, the loss that goes out."""
+"""Parts shared by the language models: weight initialisation, input check and loss head."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,27 @@ from octavo.nn import Linear
 from octavo.nn.cross_entropy import chunk_of, linear_cross_entropy
 from octavo.nn.hooks import has_hooks
 from octavo.recipes import RecipeLike
+
+STD = 0.02
+RESIDUAL_OUTPUTS = ("wo.weight", "w2.weight")
+
+
+@torch.no_grad()
+def reset_parameters(model: nn.Module, layers: int, generator: torch.Generator) -> None:
+    """Initialise all parameters of `model`, in the order of `named_parameters`, bitwise reproducible from a seed.
+
+    Matrices are normal with standard deviation 0.02. The two that write to the residual stream (`wo`, `w2`)
+    are scaled by `1 / sqrt(2 * layers)`, so that the stream's variance does not grow with depth (Radford et
+    al. 2019, GPT-2). Norm weights are one, biases zero. A tied weight is initialised once.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.dim() >= 2:
+            std = STD / math.sqrt(2 * layers) if name.endswith(RESIDUAL_OUTPUTS) else STD
+            nn.init.normal_(parameter, std=std, generator=generator)
+        elif name.endswith("bias"):
+            nn.init.zeros_(parameter)
+        else:
+            nn.init.ones_(parameter)
 
 
 def check_length(tokens_BT: Tensor, sequence: int) -> int:
@@ -28,7 +51,7 @@ def check_length(tokens_BT: Tensor, sequence: int) -> int:
 def head_output(
     x_BTD: Tensor, head: nn.Linear, targets_BT: Tensor | None, by_sequence: bool = False, hits: bool = False
 ) -> Tensor:
-    """Return what a model gives: the head's logits (B,T,V), or with targets what `head_loss` makes of them."""
+    """Return the output of a model: the head's logits (B,T,V), or with targets `head_loss`."""
     if targets_BT is None:
         logits_BTV: Tensor = head(x_BTD)
         return logits_BTV
@@ -38,11 +61,10 @@ def head_output(
 def head_loss(
     x_BTD: Tensor, head: nn.Linear, targets_BT: Tensor, by_sequence: bool = False, hits: bool = False
 ) -> Tensor:
-    """Return `cross_entropy(head(x), targets)`, by chunks of tokens: their logits are never in memory all at once.
+    """Return `cross_entropy(head(x), targets)`, by chunks of tokens, without storing all logits at once.
 
-    A head that is more than its weights (hooks, a subclass of `nn.Linear`, kept scales) is called instead.
-    `by_sequence`: one loss each, (B,), in place of the mean of all. `hits`: the same, and beside each loss the share of
-    `hit_shares`, (B, 2).
+    A head with hooks, stored scales, or of a subclass of `nn.Linear` is called instead. `by_sequence`: return the loss
+    of each sequence, (B,), instead of the mean. `hits`: return also the `hit_shares`, (B, 2).
     """
     if hits:
         return torch.stack([head_loss(x_BTD, head, targets_BT, True), hit_shares(x_BTD, head, targets_BT)], dim=1)
@@ -56,7 +78,7 @@ def head_loss(
 
 
 def hit_shares(x_BTD: Tensor, head: nn.Linear, targets_BT: Tensor) -> Tensor:
-    """Return of each sequence the share of its targets to which the head gives the largest logit, FP32 (B,)."""
+    """Return the top-1 accuracy of each sequence, FP32 (B,)."""
     size = chunk_of(head.weight.shape[0], torch.float32, x_BTD.device.type)
     shares = []
     for x_TD, targets_T in zip(x_BTD, targets_BT, strict=True):
@@ -66,7 +88,7 @@ def hit_shares(x_BTD: Tensor, head: nn.Linear, targets_BT: Tensor) -> Tensor:
 
 
 def _recipe_of(head: nn.Linear) -> RecipeLike | None:
-    """Return the recipe of a head that computes x W^T + b and nothing else, or None."""
+    """Return the recipe of a head that computes exactly x W^T + b, or None."""
     if has_hooks(head) or "forward" in vars(head):
         return None
     if type(head) is Linear:
@@ -77,5 +99,5 @@ def _recipe_of(head: nn.Linear) -> RecipeLike | None:
 
 
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Return the mean cross-entropy in nats a token, computed in FP32 whatever the logits come in."""
+    """Return the mean cross-entropy in nats per token, computed in FP32."""
     return F.cross_entropy(logits_BTV.float().flatten(0, -2), targets_BT.flatten())

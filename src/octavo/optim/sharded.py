@@ -1,7 +1,7 @@
-"""Parameters that are sharded over ranks, as FSDP2 makes them: DTensors.
+"""Optimizer support for sharded parameters (DTensors of FSDP2 and tensor parallel).
 
-A rank steps the rows that it has, and keeps their state in plain tensors. What belongs to all ranks is here: sums of
-squares, random bits, and states as DTensors that are sharded like their parameter, for checkpoints.
+A rank steps its own shard, and keeps its state in plain tensors. The parts that involve all ranks are here: sums of
+squares, random streams, and for checkpoints states as DTensors sharded like their parameter.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from octavo.optim.optimizer import Entry, Optimizer
 
 SHARDS = 1 << 10
-"""Ranks that a parameter can be cut for, each with random bits of its own."""
+"""Largest number of shards of a parameter, each with its own random stream."""
 
 
 def stream_of(number: int, parameter: Tensor) -> int:
-    """Return which stream of random bits rounds the part of a parameter on this rank.
+    """Return the random stream for rounding this rank's shard of a parameter.
 
-    Ranks that hold different parts have different ones; those that hold the same part, the same one.
+    Different shards have different streams; replicas of a shard have the same one.
     """
     part = 0
     if is_distributed(parameter):
@@ -39,12 +39,12 @@ def stream_of(number: int, parameter: Tensor) -> int:
         for dim in _sharded_dims(parameter):
             part = part * mesh.size(dim) + coordinate[dim]
     if part >= SHARDS:
-        raise UnsupportedError(f"optimizer: a parameter in more than {SHARDS} parts: shard over fewer ranks (HSDP).")
+        raise UnsupportedError(f"optimizer: a parameter in more than {SHARDS} shards: shard over fewer ranks (HSDP).")
     return number * SHARDS + part if part else number
 
 
 def sum_over_ranks(sums: Tensor, parameters: Sequence[Tensor], uploads: Uploads, name: Any) -> Tensor:
-    """Return the sums (P,) of whole parameters from those of the parts on this rank."""
+    """Return the sums (P,) over whole parameters, from the sums over this rank's shards."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for index, parameter in enumerate(parameters):
         if is_distributed(parameter):
@@ -61,12 +61,12 @@ def sum_over_ranks(sums: Tensor, parameters: Sequence[Tensor], uploads: Uploads,
 
 
 def spread(name: str, tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Return a tensor of a parameter's state on this rank as part of one of all ranks; `unspread` undoes it.
+    """Return a state tensor of this rank as a DTensor over all ranks; `unspread` is the inverse.
 
-    Where it has the shape of the parameter, or scales along its rows, it is sharded as that is: a checkpoint can be
-    read by another number of ranks that share the rows. Scales of a whole part lie as the parts do: a row for each part
-    of the rows, in it some columns for each part of the columns. Codes and remainders are bytes there: collectives
-    carry neither int16 nor, uneven, float8.
+    A tensor with the shape of the parameter, or with scales along its rows, is sharded like the parameter, so that a
+    different number of ranks along the rows can read a checkpoint. Scales of a whole shard form a grid: one row per
+    shard of the rows, with columns per shard of the columns. Codes and remainders are stored as bytes: collectives
+    support neither int16 nor uneven float8.
     """
     if name == "step" or not is_distributed(parameter):
         return tensor
@@ -82,15 +82,15 @@ def spread(name: str, tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def along_rows(part: Tensor, parameter: Tensor) -> Tensor:
-    """Return as a DTensor of all ranks what a rank has for each of its rows of a matrix, codes or scales (r, c).
+    """Return per-row data of this rank's shard of a matrix, codes or scales (r, c), as a DTensor over all ranks.
 
-    Of a row whose columns are cut, each rank has scales of its own: they lie side by side.
+    Where columns are sharded, each rank has its own scales of a row, which are placed side by side.
     """
     return _distributed(part, parameter, (parameter.shape[0], part.shape[1] * _ranks_along(1, parameter)))
 
 
 def unspread(saved: Mapping[str, Any], optimizer: Optimizer, entry: Entry) -> Mapping[str, Any]:
-    """Return a saved state as this rank keeps it."""
+    """Return a saved state in the form that this rank stores."""
     if not is_distributed(entry.parameter):
         return saved
     here, fresh = {}, optimizer.fresh(entry)
@@ -107,27 +107,27 @@ def unspread(saved: Mapping[str, Any], optimizer: Optimizer, entry: Entry) -> Ma
 
 
 def _sharded_dims(parameter: Tensor) -> list[int]:
-    """Return the dimensions of its mesh that a DTensor is sharded over."""
-    # Not `is_shard`, which is false of the strided shards that FSDP2 makes of rows that tensor parallel has cut.
+    """Return the mesh dimensions over which a DTensor is sharded."""
+    # Not `is_shard`: it is false for the strided shards of FSDP2 over tensor parallel.
     return [dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]  # type: ignore[attr-defined]
 
 
 def _lies_along_rows(scales: Tensor, parameter: Tensor) -> bool:
-    """Return whether scales belong to rows, or to parts of rows as even as those of the parameter."""
+    """Return whether scales belong to rows, or to parts of rows sharded as evenly as the parameter."""
     if parameter.dim() < 2 or scales.dim() != 2:
         return False
     part, placements = local(parameter), parameter.placements  # type: ignore[attr-defined]
     if scales.numel() == 1 and not 0 < part.numel() <= GROUP:
-        return False  # one for all of a part, however few rows of the parameter that is
-    cut = {placements[dim].dim for dim in _sharded_dims(parameter)}
+        return False  # one scale for the whole shard, however few rows it has
+    axes = {placements[dim].dim for dim in _sharded_dims(parameter)}
     across = _ranks_along(1, parameter)
-    even = cut <= {0} or (cut <= {0, 1} and parameter.dim() == 2 and parameter.shape[1] % across == 0)
+    even = axes <= {0} or (axes <= {0, 1} and parameter.dim() == 2 and parameter.shape[1] % across == 0)
     rows = part.shape[0]
     return even and (scales.shape[0] % rows == 0 if rows else True)
 
 
 def _ranks_along(axis: int, parameter: Tensor) -> int:
-    """Return over how many ranks one of the dimensions of a DTensor is cut."""
+    """Return the number of ranks over which one dimension of a DTensor is sharded."""
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
     return prod(mesh.size(dim) for dim in _sharded_dims(parameter) if placements[dim].dim == axis)
 
@@ -138,7 +138,7 @@ def _scales_of_row(scales: Tensor, parameter: Tensor) -> int:
 
 
 def _as_bytes(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return a tensor as every collective carries it, and how many times wider it is."""
+    """Return a tensor in a dtype that every collective supports, and the factor by which its width grows."""
     if tensor.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8):
         return tensor, 1
     return tensor.view(torch.uint8), tensor.element_size()
