@@ -100,7 +100,7 @@ def linears(
     x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     recipe, dtype, amax_and_scale, stats, keeps_input = quantizer
     x_codes, x_scale = (None, None) if prequantized is None else prequantized[:2]
-    w_codes, w_scale = (None, None) if codes is None else codes.stack[:2]
+    w_codes, w_scale = known_codes(codes, weights)
     options = recipe, dtype, keeps_input, torch.is_grad_enabled()  # an evaluation leaves no trace in stored scales
     outputs: tuple[Tensor, ...] = _Linears.apply(  # type: ignore[no-untyped-call]
         x_MK, x_codes, x_scale, w_codes, w_scale, amax_and_scale, stats, options, *weights
@@ -134,7 +134,8 @@ class _Linears(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         (recipe, dtype, x_dtype), (amax_and_scale, stats) = ctx.options, ctx.buffers
-        kept, w = ctx.saved_tensors[: ctx.kept], ctx.saved_tensors[ctx.kept :]
+        saved = ctx.saved_tensors  # read once: a checkpoint hands them out once
+        kept, w = saved[: ctx.kept], saved[ctx.kept :]
         needs_x, needs_weight = wanted(ctx, _WEIGHTS)
         sources = [dy.to(dtype) for dy in dys]
         cell = cell_of(amax_and_scale, recipe, "grad_output")
@@ -301,6 +302,13 @@ def read_weights(
         return quantize_weights(weights, target_of(recipe.fprop.weight))
     rows = tuple(weight.shape[0] for weight in weights)
     return WeightCodes((Quantized(*attached, recipe.fprop.weight.tile),), rows)
+
+
+def known_codes(codes: WeightCodes | None, weights: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """Return codes and scale of weights where these are known, and not those of another number of layers."""
+    if codes is None or codes.rows != tuple(weight.shape[0] for weight in weights):
+        return None, None
+    return codes.stack[:2]
 
 
 def kept_weights(w: WeightCodes | None, weights: Sequence[Tensor], recipe: Recipe) -> Sequence[Tensor]:

@@ -103,6 +103,9 @@ class Linear(nn.Linear):
             self.book.move(self.weight.device)
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "attached_codes"}  # a copy is written
+
     def extra_repr(self) -> str:
         """Return what `print(model)` shows of this layer."""
         return f"{super().extra_repr()}, recipe={self.recipe.name}" + ("" if self.enabled else ", disabled")

@@ -31,6 +31,7 @@ from octavo.nn.functional import (
     fprop_of,
     input_fold,
     kept_weights,
+    known_codes,
     read_gradient,
     read_input,
     read_weights,
@@ -87,7 +88,7 @@ def mlp(
     (inner, dtype, _, stats, keeps_input), (outer, _, _, down_stats, _) = quantizers
     x_MD = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     given = (None, None) if prequantized is None else prequantized[:2]
-    attached = [tensor for one in codes for tensor in ((None, None) if one is None else one.stack[:2])]
+    attached = *known_codes(codes[0], weights[:-1]), *known_codes(codes[1], weights[-1:])
     keeps_codes = activation_inputs == "fp8" and torch.is_grad_enabled()
     options = kind, inner, outer, dtype, keeps_codes, keeps_input
     y_MD: Tensor = _MLP.apply(x_MD, *given, *attached, stats, down_stats, options, *weights)  # type: ignore[no-untyped-call]

@@ -132,17 +132,17 @@ def reuse_weight_codes(model: nn.Module) -> Iterator[None]:
     from octavo.nn.together import groups_of
 
     layers = [m for m in model.modules() if isinstance(m, Linear) and m.recipe.fprop.is_fp8]
-    holding: list[Linear] = []
+    before: list[tuple[Linear, WeightCodes | None]] = []
     try:
         with torch.no_grad():
             for group in groups_of(model, layers):
                 if (codes := _codes_to_reuse(group)) is not None:
+                    before.append((group[0], group[0].attached_codes))
                     group[0].attached_codes = codes
-                    holding.append(group[0])
         yield
     finally:
-        for layer in holding:
-            layer.attached_codes = None
+        for layer, codes in reversed(before):
+            layer.attached_codes = codes
 
 
 def _codes_to_reuse(group: Sequence[nn.Module]) -> WeightCodes | None:

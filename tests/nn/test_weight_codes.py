@@ -1,0 +1,582 @@
+"""Weight codes: those of the specification, and in each forward those of the values that the weight has then."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import mmap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import octavo
+from octavo import Policy, kernels
+from octavo.kernels import Target
+from octavo.nn import Conv2d, GroupedLinear, Linear, reuse_weight_codes
+from octavo.nn.cross_entropy import linear_cross_entropy
+from octavo.nn.weight_codes import (
+    join_rows,
+    multiply,
+    quantize_matrix,
+    quantize_transposed,
+    quantize_weights,
+    split_rows,
+)
+from octavo.numerics import PER_ROW, Quantized, dequantize, quantize
+from octavo.recipes import load
+
+ROW = Target("e4m3", "row", "power_of_two")
+TENSOR = Target("e4m3", "tensor", "float32")
+TILE = Target("e4m3", "1x128", "power_of_two")
+BLOCK = Target("e4m3", "128x128", "power_of_two")
+TARGETS = [ROW, TENSOR, TILE, BLOCK, Target("e5m2", "row", "float32"), Target("e4m3", "1x32", "power_of_two")]
+every_target = pytest.mark.parametrize("target", TARGETS, ids=str)
+
+
+def parameter(rows: int, cols: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter((torch.randn(rows, cols) * torch.logspace(-3, 1, rows)[:, None]).to(dtype))
+
+
+def specified(x: Tensor, target: Target) -> Quantized:
+    return quantize(x.detach(), target.fmt, target.tile, target.scaling)
+
+
+def same(a: Quantized, b: Quantized) -> bool:
+    codes = torch.equal(a.codes.view(torch.uint8), b.codes.contiguous().view(torch.uint8))
+    return codes and torch.equal(a.scale, b.scale) and a.granularity == b.granularity
+
+
+# --- the specification ----------------------------------------------------------------------------------------------
+
+
+@every_target
+@pytest.mark.parametrize("rows", [(40,), (256, 128, 130), (128, 100, 28)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codes_are_those_of_the_stack_by_the_specification(target, rows, dtype):
+    stack = [parameter(n, 136, dtype) for n in rows]
+    whole = torch.cat([w.detach() for w in stack])
+    codes = quantize_weights(stack, target)
+    assert same(codes.stack, specified(whole, target)) and codes.rows == rows
+    transposed = quantize_transposed(stack, target)
+    assert same(transposed, specified(whole.t(), target))
+    for made in (codes.stack, transposed):
+        assert made.codes.is_contiguous() and not made.codes.requires_grad
+
+
+def test_weights_of_different_dtypes_are_quantised_without_rounding_any():
+    stack = [parameter(32, 64), parameter(32, 64, torch.bfloat16)]
+    whole = torch.cat([w.detach().float() for w in stack])
+    assert same(quantize_weights(stack, ROW).stack, specified(whole, ROW))
+    assert same(quantize_transposed(stack, ROW), specified(whole.t(), ROW))
+
+
+def test_kernels_of_a_convolution_are_matrices_with_channels_last():
+    kernel = nn.Parameter(torch.randn(24, 8, 3, 3))
+    matrix = kernel.detach().permute(0, 2, 3, 1).reshape(24, 72)
+    assert same(quantize_weights([kernel], ROW).stack, specified(matrix, ROW))
+    assert same(quantize_transposed([kernel], ROW), specified(matrix.t(), ROW))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_random_rounding_draws_a_seed_per_call(count):
+    target, stack = ROW._replace(rounding="stochastic"), [parameter(32, 64) for _ in range(count)]
+    whole = torch.cat([w.detach() for w in stack])
+    for make, matrix in ((lambda: quantize_weights(stack, target).stack, whole),
+                         (lambda: quantize_transposed(stack, target), whole.t())):  # fmt: skip
+        state = torch.get_rng_state()
+        first, second = make(), make()
+        assert not same(first, second)
+        torch.set_rng_state(state)
+        assert same(make(), first)
+        torch.set_rng_state(state)
+        assert same(quantize_matrix(matrix, target), first)
+
+
+def test_every_call_counts_the_weights_that_it_quantises():
+    a, b = parameter(32, 64), parameter(32, 64)
+    with kernels.record() as ledger:
+        quantize_weights([a], ROW)
+        quantize_weights([a, b], ROW)
+    assert ledger.weights == 3
+
+
+@every_target
+@pytest.mark.parametrize("rows", [(48,), (128, 256), (40, 128, 24)], ids=str)
+def test_rows_of_a_stack_are_those_of_each_weight(target, rows):
+    stack = [parameter(n, 136) for n in rows]
+    codes = quantize_weights(stack, target)
+    parts = split_rows(codes.stack, rows)
+    straddled = target == BLOCK and rows == (40, 128, 24)
+    assert (parts is None) == (codes.parts() is None) == straddled
+    if parts is not None:
+        assert same(join_rows(parts), codes.stack)
+        for part, n, y in zip(parts, rows, dequantize(codes.stack).split(rows), strict=True):
+            assert part.codes.shape == (n, 136) and torch.equal(dequantize(part), y)
+    if parts is not None and target != TENSOR:
+        assert all(same(part, specified(w, target)) for part, w in zip(parts, stack, strict=True))
+
+
+@every_target
+@pytest.mark.parametrize("rows", [(48,), (128, 256), (40, 128, 24)], ids=str)
+def test_each_weight_gets_its_own_columns(target, rows):
+    stack = [parameter(n, 136) for n in rows]
+    x = kernels.quantize(torch.randn(33, 136), *(TILE if "128" in target.granularity else target)[:3])
+    outputs = multiply(x, quantize_weights(stack, target), torch.float32, "slow")
+    whole = dequantize(specified(torch.cat([w.detach() for w in stack]), target)).double()
+    expected = (dequantize(x).double() @ whole.t()).float().split(rows, dim=1)
+    for y, z in zip(outputs, expected, strict=True):
+        assert y.is_contiguous()
+        torch.testing.assert_close(y, z, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("target", [ROW, BLOCK], ids=str)
+def test_a_stack_equals_separate_weights_where_no_tile_lies_across(target):
+    stack = [parameter(n, 136) for n in (128, 256, 128)]
+    x = kernels.quantize(torch.randn(33, 136), *(TILE if target == BLOCK else target)[:3])
+    together = multiply(x, quantize_weights(stack, target), torch.bfloat16, "slow")
+    alone = [multiply(x, quantize_weights([w], target), torch.bfloat16, "slow")[0] for w in stack]
+    assert all(torch.equal(y, z) for y, z in zip(together, alone, strict=True))
+
+
+@every_target
+@pytest.mark.parametrize("count", [1, 3])
+def test_compilers_are_told_the_true_shapes(target, count):
+    stack = [parameter(n, 136).detach() for n in (48, 24, 130)[:count]]
+    torch.library.opcheck(torch.ops.octavo.quantize_stack, (stack, str(target)), test_utils="test_faketensor")
+
+
+def test_compiled_code_makes_the_same_codes():
+    stack = [parameter(48, 64).detach(), parameter(24, 64).detach()]
+    compiled = torch.compile(lambda *w: tuple(quantize_weights(w, ROW).stack[:2]), backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        with kernels.record() as ledger:
+            assert same(Quantized(*compiled(*stack), PER_ROW), specified(torch.cat(stack), ROW))
+        assert ledger.weights == 2
+        stack[1].mul_(3.0)
+    torch._dynamo.reset()
+
+
+# --- every way to write a weight ------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Two layers on one input, and a layer alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.out = nn.Linear(32, 48), nn.Linear(32, 16, bias=False), nn.Linear(48, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x)
+        return self.out(q * self.k(x).mean(-1, keepdim=True))
+
+
+Way = Callable[[nn.Module], Iterator[Any]]
+"""Writes all weights of a model, and yields after each write."""
+
+
+def net(recipe: str, values: nn.Module | None = None) -> nn.Module:
+    """Return a converted model, fresh: of these values, or drawn."""
+    torch.manual_seed(7)
+    model = Net()
+    if values is not None:
+        for p, value in zip(model.parameters(), values.parameters(), strict=True):
+            p.data = value.detach().clone()
+    octavo.convert(model, recipe, policy=Policy(min_gain=0.0, min_features=16))
+    assert all(type(layer) is Linear for layer in model.children())
+    return model
+
+
+def results(model: nn.Module, call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Return the output and all gradients of one step."""
+    for p in model.parameters():
+        p.grad = None
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    y = call(x)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters() if p.requires_grad)]
+
+
+def with_gradients(model: nn.Module) -> list[nn.Parameter]:
+    for p in model.parameters():
+        p.grad = torch.randn_like(p) / 8
+    return list(model.parameters())
+
+
+def by_optimizer(make: Callable[..., torch.optim.Optimizer], **options: Any) -> Way:
+    def way(model: nn.Module) -> Iterator[Any]:
+        optimizer = make(model.parameters(), lr=0.1, **options)
+        for _ in range(2):
+            with_gradients(model)
+            yield optimizer.step()
+
+    return way
+
+
+def by_fused_function(model: nn.Module) -> Iterator[Any]:
+    ps = [p.detach() for p in with_gradients(model)]
+    grads, (ms, vs) = [p.grad for p in model.parameters()], ([torch.zeros_like(p) for p in ps] for _ in range(2))
+    steps = [torch.ones(()) for _ in ps]
+    options = dict(lr=0.1, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False)
+    yield torch._fused_adamw_(ps, grads, ms, vs, [], steps, **options)
+
+
+@torch.no_grad()
+def copied(model: nn.Module) -> Iterator[Any]:
+    yield [p.copy_(torch.randn_like(p)) for p in model.parameters()]
+
+
+@torch.no_grad()
+def one_element(model: nn.Module) -> Iterator[Any]:
+    for p in model.parameters():
+        p[(3,) * p.dim()] = 100.0
+    yield
+
+
+def data_assigned(model: nn.Module) -> Iterator[Any]:
+    for p in model.parameters():
+        p.data = torch.randn_like(p)
+    yield
+
+
+def data_multiplied(model: nn.Module) -> Iterator[Any]:
+    yield [p.data.mul_(3.0) for p in model.parameters()]
+
+
+def data_stepped(model: nn.Module) -> Iterator[Any]:
+    for p in with_gradients(model):
+        p.data -= 0.5 * p.grad
+    yield
+
+
+def data_swapped_in_and_out(model: nn.Module) -> Iterator[Any]:
+    others = [torch.randn_like(p) for p in model.parameters()]
+    for _ in range(2):
+        for i, p in enumerate(model.parameters()):
+            p.data, others[i] = others[i], p.data
+        yield
+
+
+def averages_swapped_in_and_out(model: nn.Module) -> Iterator[Any]:
+    averages, kept = copy.deepcopy(model), [p.detach().clone() for p in model.parameters()]
+    for average in averages.parameters():
+        average.data.mul_(0.9)
+    for p, average in zip(model.parameters(), averages.parameters(), strict=True):
+        p.data.copy_(average.data)
+    yield
+    for p, value in zip(model.parameters(), kept, strict=True):
+        p.data.copy_(value)
+    yield
+
+
+def loaded(assign: bool) -> Way:
+    def way(model: nn.Module) -> Iterator[Any]:
+        for _ in range(2):
+            state = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
+            yield model.load_state_dict(state, assign=assign)
+
+    return way
+
+
+def numpy_alias(model: nn.Module) -> Iterator[Any]:
+    arrays = [p.detach().numpy() for p in model.parameters()]
+    for _ in range(2):
+        for array in arrays:
+            array *= 3
+        yield
+
+
+def shared_memory(model: nn.Module) -> Iterator[Any]:
+    model.share_memory()
+    yield
+    for p in model.parameters():  # as another process has it
+        handle, size = p.untyped_storage()._share_fd_cpu_()
+        with mmap.mmap(handle, size) as memory:
+            values = torch.frombuffer(memory, dtype=torch.float32)
+            values.mul_(3.0)
+            del values
+    yield
+
+
+def clamped_after_a_step(model: nn.Module) -> Iterator[Any]:
+    optimizer = torch.optim.SGD(with_gradients(model), lr=0.1)
+    optimizer.step()
+    for p in model.parameters():
+        p.data.clamp_(-0.05, 0.05)
+    yield
+
+
+def one_vector_twice(model: nn.Module) -> Iterator[Any]:
+    vector = parameters_to_vector(model.parameters()).detach()
+    for _ in range(2):
+        vector.mul_(3.0)
+        yield vector_to_parameters(vector, model.parameters())
+    yield vector.mul_(3.0)  # the parameters are views of it
+
+
+def two_parameters_on_one_data(model: nn.Module) -> Iterator[Any]:
+    twins = [nn.Parameter(p.data) for p in model.parameters()]
+    for twin in twins:
+        twin.grad = torch.randn_like(twin)
+    yield torch.optim.AdamW(twins, lr=0.1, fused=True).step()
+
+
+def unfrozen_stepped_and_frozen(model: nn.Module) -> Iterator[Any]:
+    model.requires_grad_(False)
+    yield
+    model.requires_grad_(True)
+    with_gradients(model)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model.requires_grad_(False)
+    yield
+
+
+def moved_to_another_dtype_and_back(model: nn.Module) -> Iterator[Any]:
+    yield model.bfloat16().float()
+
+
+def other_parameters(model: nn.Module) -> Iterator[Any]:
+    for layer in model.children():
+        layer.weight = nn.Parameter(torch.randn_like(layer.weight))
+    yield
+
+
+WAYS: dict[str, Way] = {
+    "SGD": by_optimizer(torch.optim.SGD, foreach=False),
+    "SGD foreach": by_optimizer(torch.optim.SGD, foreach=True),
+    "SGD fused": by_optimizer(torch.optim.SGD, fused=True),
+    "AdamW": by_optimizer(torch.optim.AdamW, foreach=False),
+    "AdamW foreach": by_optimizer(torch.optim.AdamW, foreach=True),
+    "AdamW fused": by_optimizer(torch.optim.AdamW, fused=True),
+    "Octavo's AdamW": by_optimizer(octavo.optim.AdamW),
+    "_fused_adamw_": by_fused_function,
+    "copy_": copied,
+    "one element": one_element,
+    "data =": data_assigned,
+    "data.mul_": data_multiplied,
+    "data -=": data_stepped,
+    "data swapped": data_swapped_in_and_out,
+    "EMA swapped": averages_swapped_in_and_out,
+    "load_state_dict": loaded(assign=False),
+    "load_state_dict, assign": loaded(assign=True),
+    "numpy alias": numpy_alias,
+    "shared memory": shared_memory,
+    "clamp after step": clamped_after_a_step,
+    "vector_to_parameters": one_vector_twice,
+    "two parameters": two_parameters_on_one_data,
+    "unfreeze, step, freeze": unfrozen_stepped_and_frozen,
+    "dtypes": moved_to_another_dtype_and_back,
+    "other parameters": other_parameters,
+}
+IN_EAGER_MODE = [("eager", recipe, way) for recipe, way in itertools.product(("folded", "rowwise"), WAYS)]
+"""dgrad of the one reads the codes that forward has made, that of the other quantises the weight itself."""
+
+
+@pytest.mark.parametrize(("mode", "recipe", "way"), [*IN_EAGER_MODE, *(("compiled", "folded", way) for way in WAYS)])
+def test_a_write_to_a_weight_is_seen_by_the_next_forward(mode, recipe, way):
+    torch._dynamo.reset()
+    model = net(recipe)
+    call = model if mode == "eager" else torch.compile(model, backend="aot_eager")
+    before = results(model, call)[0]
+    changed = False
+    for _ in WAYS[way](model):
+        found = results(model, call)
+        fresh = net(recipe, values=model)
+        for p, twin in zip(model.parameters(), fresh.parameters(), strict=True):
+            twin.requires_grad_(p.requires_grad)
+        for a, b in zip(found, results(fresh, fresh), strict=True):
+            assert torch.equal(a, b)
+        changed = changed or not torch.equal(found[0], before)
+    assert changed, "nothing was written"
+
+
+@pytest.mark.parametrize("write", [lambda p: p.data.mul_(3.0), lambda p: p.detach().numpy().__imul__(3)])
+@pytest.mark.parametrize("recipe", ["folded", "rowwise"])
+@pytest.mark.parametrize("kind", ["grouped", "convolution", "mlp", "head"])
+def test_a_write_is_seen_by_layers_of_every_kind(kind, recipe, write):
+    class MLP(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.gate, self.down = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+    def made() -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+        torch.manual_seed(3)
+        if kind == "grouped":
+            experts = GroupedLinear(2, 32, 48, recipe=recipe)
+            return experts, lambda x: experts(x, torch.tensor([2, 5], dtype=torch.int32))
+        if kind == "convolution":
+            layer = Conv2d(2, 8, 3, recipe=recipe)
+            return layer, lambda x: layer(x.reshape(5, 2, 4, 4))
+        if kind == "head":
+            head = nn.Linear(32, 64, bias=False)
+            targets = torch.arange(5)
+            return head, lambda x: linear_cross_entropy(x, head.weight, targets, recipe=recipe)
+        model = MLP()
+        octavo.convert(model, recipe, policy=Policy(min_gain=0.0, min_features=16))
+        return model, model
+
+    model, call = made()
+    before = results(model, call)
+    for p in model.parameters():
+        write(p)
+    after = results(model, call)
+    fresh, call = made()
+    for p, value in zip(fresh.parameters(), model.parameters(), strict=True):
+        p.data.copy_(value.data)
+    assert all(torch.equal(a, b) for a, b in zip(after, results(fresh, call), strict=True))
+    assert not torch.equal(before[0], after[0])
+
+
+def test_backward_reads_the_codes_of_its_own_forward():
+    model, twin = net("folded"), net("folded")
+    x = torch.randn(5, 32).requires_grad_()
+    loss = model(x).square().sum()
+    for p in model.parameters():
+        p.data.mul_(3.0)  # between forward and backward
+    loss.backward()
+    y = x.detach().requires_grad_()
+    twin(y).square().sum().backward()
+    assert torch.equal(x.grad, y.grad)
+
+
+def test_a_checkpoint_computes_with_the_weights_of_its_own_forward():
+    model, twin = net("folded"), net("folded")
+    found = results(model, lambda x: torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False))
+    assert all(torch.equal(a, b) for a, b in zip(found, results(twin, twin), strict=True))
+
+
+# --- codes made once ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("recipe", ["folded", "rowwise", "tensorwise", "block"])
+def test_reused_codes_give_the_same_results_and_are_made_once(recipe, mode):
+    torch._dynamo.reset()
+    model = net(recipe)
+    call = model if mode == "eager" else torch.compile(model, backend="aot_eager")
+    expected = results(model, call)
+    with kernels.record() as ledger, reuse_weight_codes(model):
+        assert ledger.weights == 3
+        for _ in range(2):
+            assert all(torch.equal(a, b) for a, b in zip(results(model, call), expected, strict=True))
+            with torch.no_grad():
+                assert torch.equal(call(torch.ones(5, 32)), net(recipe)(torch.ones(5, 32)))
+    made = ledger.weights
+    assert made == 3 + 2 * 3  # and those of `net`
+    assert all(layer.attached_codes is None for layer in model.children())
+    assert all(torch.equal(a, b) for a, b in zip(results(model, call), expected, strict=True))
+
+
+def test_codes_of_layers_that_are_computed_together_are_on_the_first():
+    model = net("folded")
+    with reuse_weight_codes(model):
+        codes = model.q.attached_codes
+        assert codes.rows == (48, 16)
+        assert same(codes.stack, specified(torch.cat([model.q.weight, model.k.weight]), ROW))
+        assert model.k.attached_codes is None and model.out.attached_codes.rows == (32,)
+
+
+def test_a_layer_of_a_group_computes_alone_without_them():
+    model, x = net("folded"), torch.randn(5, 32)
+    expected = model.k(x.clone()), model.q(x.clone())
+    with reuse_weight_codes(model):
+        assert torch.equal(model.k(x.clone()), expected[0]) and torch.equal(model.q(x.clone()), expected[1])
+        model.k.enabled = False
+        assert torch.equal(model.q(x.clone()), expected[1])
+
+
+def test_a_write_inside_the_block_is_seen_after_it():
+    model, x = net("folded"), torch.randn(5, 32)
+    before = model(x.clone())
+    with reuse_weight_codes(model):
+        for p in model.parameters():
+            p.data.mul_(3.0)
+        assert torch.equal(model.out(torch.ones(1, 48)), net("folded").out(torch.ones(1, 48)))
+    assert torch.equal(model(x.clone()), net("folded", values=model)(x.clone()))
+    assert not torch.equal(model(x.clone()), before)
+
+
+def test_codes_of_a_group_are_not_read_by_one_layer_nor_those_of_one_by_a_group():
+    model, x = net("folded"), torch.randn(5, 32)
+    expected = model(x.clone())
+    with reuse_weight_codes(model.q):  # k, which is computed with it, is not in the block
+        assert torch.equal(model(x.clone()), expected)
+    with reuse_weight_codes(model):
+        alone = Linear.forward(model.q, x.clone())
+        model.q.shared = None
+        assert torch.equal(model.q(x.clone()), alone)
+
+
+def test_a_copy_of_a_model_has_codes_of_its_own():
+    model, x = net("folded"), torch.randn(5, 32)
+    with reuse_weight_codes(model):
+        other = copy.deepcopy(model)
+        assert all(layer.attached_codes is None for layer in other.children())
+        assert "attached_codes" in model.q.__dict__
+    for p in other.parameters():
+        p.data.mul_(3.0)
+    assert torch.equal(other(x.clone()), net("folded", values=other)(x.clone()))
+
+
+def test_the_block_ends_with_an_error_too():
+    model = net("folded")
+    with pytest.raises(RuntimeError, match="mine"), reuse_weight_codes(model):
+        raise RuntimeError("mine")
+    assert all(layer.attached_codes is None for layer in model.children())
+
+
+def test_blocks_may_be_nested():
+    model = net("folded")
+    with reuse_weight_codes(model):
+        with reuse_weight_codes(model.out):
+            model(torch.randn(5, 32))
+        with kernels.record() as ledger:
+            model(torch.randn(5, 32))
+        assert ledger.weights == 0
+    assert all(layer.attached_codes is None for layer in model.children())
+
+
+def test_layers_that_have_no_codes_to_reuse_are_left_as_they_are():
+    stochastic = load({"base": "rowwise", "name": "mine", "fprop": {"weight": {"rounding": "stochastic"}}})
+    layers = nn.ModuleDict({"bf16": Linear(32, 32, recipe="bf16"), "random": Linear(32, 32, recipe=stochastic)})
+    codes = nn.Linear(32, 32)
+    octavo.convert(codes, "folded", policy=Policy(min_gain=0.0, weights="fp8"))
+    layers["codes"] = codes
+    with reuse_weight_codes(layers):
+        assert all(getattr(layer, "attached_codes", None) is None for layer in layers.values())
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_weights_in_one_launch_are_those_of_the_specification(dtype):
+    stack = [nn.Parameter(parameter(n, 1000, dtype).cuda()) for n in (512, 128, 129)]
+    for _ in range(3):
+        codes = quantize_weights(stack, ROW)
+        assert same(codes.stack, specified(torch.cat([w.detach() for w in stack]), ROW))
+        for w in stack:
+            w.data.mul_(0.3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_captured_graph_quantises_the_weights_of_each_replay(count):
+    stack = [nn.Parameter(parameter(256, 512).cuda()) for _ in range(count)]
+    quantize_weights(stack, ROW)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        codes = quantize_weights(stack, ROW)
+    for _ in range(2):
+        for w in stack:
+            w.data.copy_(torch.randn_like(w))
+        graph.replay()
+        assert same(codes.stack, specified(torch.cat(stack), ROW))
