@@ -1,11 +1,11 @@
 """Host time and kernel launches per block, on Llama blocks so small that the GPU never holds the host up.
 
-Stands alone: `python host.py --json OUT` needs PyTorch, Octavo and a CUDA GPU, and times torchao too if it is installed.
+Stands alone: `python host.py --json OUT` needs PyTorch, Octavo and a CUDA GPU, and times torchao too if it is there.
 
-A step is forward and backward of 8 blocks. Before each step, outside the timed region, all weights are modified in place
-by one foreach operation, so that every implementation quantises them again, as after an optimizer step. Host time is the
-wall time of a step until the host has issued everything, without a synchronise inside. Launches are counted by the
-profiler in a second pass, after all timing: the profiler slows launches down for the rest of a process.
+A step is forward and backward of 8 blocks. Before each step, outside the timed region, all weights are modified in
+place by one foreach operation, so that every implementation quantises them again, as after an optimizer step. Host
+time is the wall time of a step until the host has issued everything, without a synchronise inside. Launches are
+counted by the profiler in a second pass, after all timing, as the profiler slows later launches down.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Stack:
             self.gradient = torch.randn(1, TOKENS, DIM, dtype=torch.bfloat16)
         self.tables = angles_TE.cos().bfloat16(), angles_TE.sin().bfloat16()
         convert(self.blocks)
-        self.parameters = list(self.blocks.parameters())
+        self.parameters: list[Tensor] = list(self.blocks.parameters())
 
     def compile(self) -> None:
         """Compile each block by itself. Graph breaks are allowed: they are part of the measurement."""

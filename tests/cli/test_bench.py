@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from octavo.bench import results
-from octavo.bench.speed import kernels as bench_kernels
-from octavo.errors import ConfigError
+from octavo.cli import bench as command
+from octavo.errors import ConfigError, UnsupportedError
+from octavo_bench import results
+from octavo_bench.speed import kernels as bench_kernels
 
 Octavo = Callable[[str], int]
 
@@ -79,3 +80,14 @@ def test_wrong_flags_are_named(octavo: Octavo, line: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         octavo(f"bench {line} {'' if '--device' in line else '--device cpu'}")
     assert message in str(caught.value)
+
+
+def test_outside_the_repository_a_message_says_where_the_benchmarks_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "PACKAGE", "octavo_bench_of_a_clone")
+    monkeypatch.setattr(command, "BENCHMARKS", tmp_path)
+    with pytest.raises(UnsupportedError, match="clone the repository"):
+        command.bench()(["step", "--only", "x"], exit_on_error=False, print_error=False)
+    with pytest.raises(UnsupportedError, match="clone the repository"):
+        command.benchmarks("results")

@@ -18,6 +18,8 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
+from octavo.errors import ConfigError
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flag:
@@ -92,6 +94,17 @@ def _flags(cls: type) -> Iterator[Flag]:
             if typing.get_origin(hints[f.name]) is dict:  # a table: for a file
                 continue
             yield Flag(section_name, f.name, _bare(hints[f.name]), helps.get(f.name, ""), seen[f.name] == 1)
+
+
+def positive(flag: str, number: int) -> int:
+    """Return the number of a flag.
+
+    Raises:
+        ConfigError: it is not positive.
+    """
+    if number < 1:
+        raise ConfigError(f"{flag}: {number} is not a positive number.")
+    return number
 
 
 def field_docs(cls: type) -> Mapping[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.bench.accuracy.curves import Curve, equal_loss, read_curve, tokens_to
+from octavo_bench.accuracy.curves import Curve, equal_loss, read_curve, tokens_to
 
 
 def falling(speed: float, last: int = 100) -> Curve:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octavo.bench.accuracy.gradients import compare
+from octavo_bench.accuracy.gradients import compare
 
 
 def test_the_whole_and_the_worst_matrix() -> None:

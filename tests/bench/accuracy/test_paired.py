@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from octavo.bench.accuracy.paired import over_seeds, over_sequences, student
+from octavo_bench.accuracy.paired import over_seeds, over_sequences, student
 
 
 @pytest.mark.parametrize(

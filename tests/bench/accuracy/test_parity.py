@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 
-from octavo.bench import results
-from octavo.bench.accuracy import parity
-from octavo.bench.accuracy.study import model_name
 from octavo.errors import ConfigError, RunError
+from octavo.models.factory import model_name
+from octavo_bench import results
+from octavo_bench.accuracy import parity
 
 TINY = ["--preset", "tiny", "--steps", "4", "--log-every", "1", "--device", "cpu"]
 

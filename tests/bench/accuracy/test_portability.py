@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from octavo import kernels
-from octavo.bench import results
-from octavo.bench.accuracy.portability import alarm, probe
 from octavo.errors import CheckpointError, ConfigError
+from octavo_bench import results
+from octavo_bench.accuracy.portability import alarm, probe
 
 WAYS = ["as trained", "with slow accumulation", "with exact sums", "in BF16"]
 FP8_LAYERS = 7 * 2
@@ -143,7 +143,7 @@ def test_on_a_gpu_the_emulated_accumulator_gives_the_loss_of_the_real_one(traine
         pytest.skip("not Hopper")
     run = trained("folded_fast", ffn=1024, layers=1)
     real = probe(run, device="cuda")
-    monkeypatch.setattr("octavo.bench.accuracy.portability._is_hopper", lambda device: False)
+    monkeypatch.setattr("octavo_bench.accuracy.portability._is_hopper", lambda device: False)
     emulated = probe(run, device="cuda")
     assert real[0]["kernels"] != emulated[0]["kernels"] and real[0]["accumulator"] == "Hopper's"
     for one, other in zip(real, emulated, strict=True):

@@ -10,12 +10,12 @@ import torch
 
 import octavo
 from octavo import recipes
-from octavo.bench.accuracy import stress
-from octavo.bench.results import Result
-from octavo.bench.tables import accuracy as tables
 from octavo.errors import ConfigError
 from octavo.models import ModelConfig, build
 from octavo.numerics import sqnr_db
+from octavo_bench.accuracy import stress
+from octavo_bench.results import Result
+from octavo_bench.tables import accuracy as tables
 
 FP8 = [name for name in recipes.names() if recipes.load(name).is_fp8]
 FINE = [

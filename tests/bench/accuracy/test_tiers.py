@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from octavo.bench import results
-from octavo.bench.accuracy.tiers import TIERS, run_tiers
-from octavo.bench.tables.accuracy import tiers_of
 from octavo.errors import ConfigError
 from octavo.optim import states_named
+from octavo_bench import results
+from octavo_bench.accuracy.tiers import TIERS, run_tiers
+from octavo_bench.tables.accuracy import tiers_of
 
 
 @pytest.fixture(scope="module")

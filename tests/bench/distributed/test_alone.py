@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from octavo.bench.distributed.alone import join_alone
-from octavo.bench.results import KINDS
 from octavo.cli.main import main
+from octavo_bench.distributed.alone import join_alone
+from octavo_bench.results import KINDS
 
 RANKS = 3
 

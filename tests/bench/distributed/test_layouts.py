@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.bench.distributed.assumptions import MODELS, SCHEMES, Assumptions
-from octavo.bench.distributed.layouts import (
+from octavo.models.flops import flops_per_token
+from octavo_bench.distributed.assumptions import MODELS, SCHEMES, Assumptions
+from octavo_bench.distributed.layouts import (
     GIB,
     Case,
     Layout,
@@ -25,8 +26,7 @@ from octavo.bench.distributed.layouts import (
     state_bytes,
     tensor_parallel,
 )
-from octavo.bench.distributed.links import Group
-from octavo.models.flops import flops_per_token
+from octavo_bench.distributed.links import Group
 
 RATES = {"gemm_tflops": 700.0, "attention_tflops": 400.0, "elementwise_ps": 2.0, "optimizer_ps": 8.0}
 BF16 = replace(SCHEMES["bf16"], **RATES, activation_bytes=1.7)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.bench.distributed.links import Group, Links, bound
+from octavo_bench.distributed.links import Group, Links, bound
 
 groups = st.builds(Group, hosts=st.integers(1, 512), per_host=st.sampled_from([1, 2, 4, 8]))
 links = st.builds(

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from octavo.bench.distributed.reduce import Work, bench_reduce
-from octavo.bench.results import Result
-from octavo.bench.tables.distributed import reduce as table
 from octavo.cli.main import main
+from octavo_bench.distributed.reduce import Work, bench_reduce
+from octavo_bench.results import Result
+from octavo_bench.tables.distributed import reduce as table
 
 
 def run(*arguments):

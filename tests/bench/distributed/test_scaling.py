@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from octavo.bench import results
-from octavo.bench.distributed.assumptions import Assumptions, load
-from octavo.bench.distributed.layouts import GIB
-from octavo.bench.distributed.links import Links
-from octavo.bench.distributed.measured_rates import kept_values, measured
-from octavo.bench.distributed.scaling import CHECK, bench_scaling
-from octavo.bench.tables import scaling as scaling_tables
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
+from octavo_bench import results
+from octavo_bench.distributed.assumptions import Assumptions, load
+from octavo_bench.distributed.layouts import GIB
+from octavo_bench.distributed.links import Links
+from octavo_bench.distributed.measured_rates import kept_values, measured
+from octavo_bench.distributed.scaling import CHECK, bench_scaling
+from octavo_bench.tables import scaling as scaling_tables
 
 SHAPE = {"dim": 64, "ffn": 128, "heads": 4, "kv_heads": 2, "layers": 2, "batch": 2, "sequence": 32, "vocab": 0}
 WEIGHTS = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from octavo.bench.distributed import training
-from octavo.bench.distributed.trainers import Layout, part_of_batch
-from octavo.bench.distributed.training import WORKLOADS, Work, bench_distributed
-from octavo.bench.results import KINDS, Result, load, write
 from octavo.cli.main import main
 from octavo.errors import ConfigError
+from octavo_bench.distributed import training
+from octavo_bench.distributed.trainers import Layout, part_of_batch
+from octavo_bench.distributed.training import WORKLOADS, Work, bench_distributed
+from octavo_bench.results import KINDS, Result, load, write
 
 
 def run(*arguments: str) -> int:

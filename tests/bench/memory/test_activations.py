@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import octavo
-from octavo.bench.memory import activations
-from octavo.bench.tables.facts import activation_table
-from octavo.bench.workloads import Stack
 from octavo.models.config import ModelConfig
 from octavo.nn import norm
+from octavo_bench.memory import activations
+from octavo_bench.tables.facts import activation_table
+from octavo_bench.workloads import Stack
 
 CONFIG = ModelConfig(vocab=64, dim=256, heads=4, kv_heads=2, layers=1, sequence=64, ffn=544)
 FP8 = {"activation_inputs": "fp8", "attention_output": "fp8", "norm_inputs": "fp8"}

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from octavo.bench.memory.ablation import CHOICES, run_ablation
-from octavo.bench.memory.optimizer import BASELINE, CASES, bench_optimizer
-from octavo.bench.results import Result
-from octavo.bench.tables.facts import optimizer_state_table
-from octavo.bench.tables.memory import DECADE, ablation, ablation_figure, optimizer
 from octavo.cli.main import main
 from octavo.optim import TIERS
+from octavo_bench.memory.ablation import CHOICES, run_ablation
+from octavo_bench.memory.optimizer import BASELINE, CASES, bench_optimizer
+from octavo_bench.results import Result
+from octavo_bench.tables.facts import optimizer_state_table
+from octavo_bench.tables.memory import DECADE, ablation, ablation_figure, optimizer
 
 
 def run(*arguments):

@@ -1,11 +1,11 @@
 import pytest
 import torch
 
-from octavo.bench.memory.peak import BASELINE, CASES, LEANEST, bench_memory, predict
-from octavo.bench.results import Result
-from octavo.bench.tables.memory import memory
-from octavo.bench.workloads import WORKLOADS
 from octavo.errors import RunError
+from octavo_bench.memory.peak import BASELINE, CASES, LEANEST, bench_memory, predict
+from octavo_bench.results import Result
+from octavo_bench.tables.memory import memory
+from octavo_bench.workloads import WORKLOADS
 
 SMALL = WORKLOADS["tiny-model"].but(batch=2, sequence=512, dim=256, ffn=1024, vocab=1024)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.bench.implementations import Implementation
-from octavo.bench.rates import Rates
-from octavo.bench.speed import floor
-from octavo.bench.workloads import WORKLOADS, Workload
+from octavo_bench.implementations import Implementation
+from octavo_bench.rates import Rates
+from octavo_bench.speed import floor
+from octavo_bench.workloads import WORKLOADS, Workload
 
 INFINITE = 1e30
 

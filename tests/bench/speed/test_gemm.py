@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from octavo.bench import results
-from octavo.bench.speed import gemm
 from octavo.errors import ConfigError
 from octavo.kernels.gemm import KERNELS
+from octavo_bench import results
+from octavo_bench.speed import gemm
 
 
 def test_each_kernel_is_timed_with_the_operands_it_takes() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octavo.bench import results
-from octavo.bench.speed import kernels
 from octavo.kernels import ledger
+from octavo_bench import results
+from octavo_bench.speed import kernels
 
 
 def test_every_kernel_runs() -> None:

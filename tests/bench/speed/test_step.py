@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.bench import implementations, rates, results
-from octavo.bench.implementations import Implementation
-from octavo.bench.speed import profile, step
-from octavo.bench.workloads import WORKLOADS
 from octavo.errors import RunError, UnsupportedError
+from octavo.train import profile
+from octavo_bench import implementations, rates, results
+from octavo_bench.implementations import Implementation
+from octavo_bench.speed import step
+from octavo_bench.workloads import WORKLOADS
 
 bench = partial(step.bench_step, device="cpu", compile=False, steps=2, warm_up_s=0.0)
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from octavo.bench import results
-from octavo.bench.results import Result
-from octavo.bench.speed.telemetry import DEMO, _own_time, bench_telemetry, interval
-from octavo.bench.tables.speed import telemetry
 from octavo.cli.main import main
 from octavo.nn import watched
+from octavo_bench import results
+from octavo_bench.results import Result
+from octavo_bench.speed.telemetry import DEMO, _own_time, bench_telemetry, interval
+from octavo_bench.tables.speed import telemetry
 
 look_at_input = watched.look_at_input
 
@@ -52,7 +52,7 @@ def test_the_interval_holds_the_median_in_95_of_100(count, first):
 
 def test_own_time_counts_calls_within_calls_once(monkeypatch):
     clock = itertools.count()
-    monkeypatch.setattr("octavo.bench.speed.telemetry.time.thread_time", lambda: float(next(clock)))
+    monkeypatch.setattr("octavo_bench.speed.telemetry.time.thread_time", lambda: float(next(clock)))
     monkeypatch.setattr(watched, "look_at_input", lambda: None)
     monkeypatch.setattr(watched, "look_at_weights", lambda: watched.look_at_input())
     plain = watched.look_at_weights

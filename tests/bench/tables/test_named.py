@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from octavo.bench import results
-from octavo.bench.results import Result
-from octavo.bench.tables.named import MEASURED, NOT_MEASURED, render
+from octavo_bench import results
+from octavo_bench.results import Result
+from octavo_bench.tables.named import MEASURED, NOT_MEASURED, render
 
 ROOT = Path(__file__).parents[3]
 MakeResult = Callable[..., Result]

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from octavo.bench.speed.profile import profile
 from octavo.doctor.check import Finding, check, ok, warning
 from octavo.doctor.subjects import Trial, a_gpu
+from octavo.train.profile import profile
 
 STEPS = 5
 WARM_UP = 3
