@@ -41,6 +41,7 @@ KINDS: dict[str, dict[str, type]] = {
     },
     "stress": {"case": str, "recipe": str, "nonfinite": int},
     "step": {"workload": str, "implementation": str, "ms": float, "ratio_to_bf16": float, "peak_gib": float},
+    "host": {"implementation": str, "mode": str, "ms_per_block": float, "launches_per_block": float},
     "gemm": {
         "shape": str,
         "kernel": str,
@@ -95,7 +96,7 @@ KINDS: dict[str, dict[str, type]] = {
 """For each kind, what every row must have. Other keys are welcome: they are kept, and read where a table shows them."""
 
 MAY_FAIL = (
-    *("step", "gemm", "kernels", "stress", "optimizer", "ablation"),
+    *("step", "host", "gemm", "kernels", "stress", "optimizer", "ablation"),
     *("reduce", "distributed", "rank", "memory", "scaling", "faults"),
 )
 """Kinds whose rows may have `error`, a text, in place of their figures: what failed is part of what was measured."""

@@ -10,8 +10,8 @@ import pytest
 
 from octavo.cli import bench as command
 from octavo.errors import ConfigError, UnsupportedError
+from octavo_bench import kernels as bench_kernels
 from octavo_bench import results
-from octavo_bench.speed import kernels as bench_kernels
 
 Octavo = Callable[[str], int]
 
@@ -67,7 +67,7 @@ def test_stress_prints_and_writes(octavo: Octavo, tmp_path: Path, capsys: pytest
     ("line", "message"),
     [
         ("stress --recipe foldd", "--recipe: there is no 'foldd'. Did you mean 'folded'"),
-        ("step --workload tyni", "there is no 'tyni'. Did you mean 'tiny'"),
+        ("step --workload tyni", "there is no workload 'tyni'. Did you mean 'tiny'"),
         ("step --workload tiny --heads 3", "3 heads do not divide dim 128"),
         ("step --workload tiny --steps 0", "--steps: 0 is not a positive number"),
         ("gemm --shape 8192x4096", "--shape: '8192x4096' is not MxNxK"),

@@ -20,7 +20,7 @@ from octavo.train.files import read_metrics
 from octavo.train.parallel import ranks_of
 from octavo.train.run import train
 from octavo.train.setup import set_up
-from octavo_bench.accuracy.faults import FAULTS, Fault, Struck, _row, configuration
+from octavo_bench.faults import FAULTS, Fault, Struck, _row, configuration
 
 Configure = Callable[..., RunConfig]
 AT = 14

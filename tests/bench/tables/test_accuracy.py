@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from octavo.errors import ConfigError
+from octavo_bench.measured import demo, parity, parity_summary
 from octavo_bench.results import Result
-from octavo_bench.tables.accuracy import demo, parity, parity_summary
 
 MakeResult = Callable[..., Result]
 

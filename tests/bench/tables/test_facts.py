@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from octavo import errors, recipes
 from octavo.conversion import Operators
-from octavo_bench.tables import facts
+from octavo_bench import facts
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import ConfigError
-from octavo_bench.tables.named import NOT_MEASURED
-from octavo_bench.tables.pages import bring_up_to_date, fill, outdated
+from octavo_bench.tables import NOT_MEASURED, bring_up_to_date, fill, outdated
 
 ROOT = Path(__file__).parents[3]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from octavo_bench import results
+from octavo_bench.measured import gemm, kernels, step, step_summary, telemetry
 from octavo_bench.results import Result
-from octavo_bench.tables.speed import gemm, kernels, step, step_summary, telemetry
 
 MakeResult = Callable[..., Result]
 

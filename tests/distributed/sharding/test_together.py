@@ -1,6 +1,6 @@
 """What a rank sends of the weights of a block: made together, once for each of their values, and right after each step.
 
-One process is all that is needed: `octavo_bench.distributed.alone` gathers as if all ranks held what it holds.
+One process is all that is needed: `octavo_bench.ranks` gathers as if all ranks held what it holds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from octavo import kernels
 from octavo.distributed import shard
 from octavo.models.config import ModelConfig
 from octavo.models.llama import Llama
-from octavo_bench.distributed.alone import join_alone
+from octavo_bench.ranks import join_alone
 
 RANKS = 4
 SHAPE = ModelConfig(vocab=96, dim=64, layers=3, heads=2, kv_heads=1, ffn=160, sequence=16)
