@@ -1,6 +1,6 @@
-"""Measuring, and writing down what was measured: result files, and the tables made from them.
+"""Octavo's benchmarks: measurements, their result files, and the tables made from them.
 
-A folder is a subject: `speed`, `accuracy`, `memory`, `distributed`. What they share lies beside them: who is timed
-(`implementations`), on what (`workloads`, `images`), with which clock (`timing`), beside which ceilings of the machine
-(`rates`), and the files that are written (`results`). `tables` writes what the docs show of those files.
+A file is a kind of measurement with its command. Shared: the implementations that are compared (`implementations`,
+`sharded`), their work (`workloads`), ceilings of the machine (`rates`), result files (`results`), commands (`cli`) and
+tables (`tables`, `measured`, `facts`, `render`).
 """

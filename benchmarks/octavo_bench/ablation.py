@@ -28,7 +28,7 @@ _FP32 = Storage("fp32")
 
 
 class Choice(NamedTuple):
-    """What is kept how."""
+    """The storage of states, gradients and weights."""
 
     states: States
     gradients: Literal["wide", "fp8"] = "wide"
@@ -36,7 +36,7 @@ class Choice(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What the column `states` says."""
+        """The cell of the column `states`."""
         return f"{self.states.name}, FP8 weights" if self.weights == "fp8" else self.states.name
 
     @property
@@ -85,7 +85,7 @@ def run_ablation(
     beta2: float = 0.95,
     report: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
-    """Return one row a choice and seed, as the result kind `ablation` has them: held-out loss, or that it diverged.
+    """Return one row per choice and seed, as the result kind `ablation` has them: held-out loss, or that it diverged.
 
     What the paper has is rounded to nearest, as it does; Octavo's tiers stochastically, as they do.
     """

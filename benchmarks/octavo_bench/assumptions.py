@@ -1,4 +1,4 @@
-"""What the estimate of a step on many GPUs takes for granted: models, schemes, links, and what is hidden."""
+"""Assumptions of the estimate of a step on many GPUs: models, schemes, links, and overlap."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ class Group:
 
     hosts: int
     per_host: int
-    """Of them on each host."""
+    """Ranks on each host."""
 
     @property
     def ranks(self) -> int:
@@ -220,12 +220,12 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What connects GPUs, one direction of each: bytes a second, and seconds a hop."""
+    """Links between GPUs, one direction of each: bytes per second, and seconds per hop."""
 
     inside: float
     """Between GPUs of one host."""
     outside: float
-    """Of one GPU's card."""
+    """One GPU's card."""
     hop_inside: float
     hop_outside: float
 

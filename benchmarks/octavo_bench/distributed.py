@@ -40,16 +40,16 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """A model, and what a step of it is."""
+    """A model and its step."""
 
     name: str
-    """What results call it."""
+    """Name in results."""
     model: ModelConfig
     """The whole model."""
     sequences: int
-    """Of a step, for each rank there is; each is a micro-batch."""
+    """Sequences per step and rank; each is a micro-batch."""
     compile: bool
-    """Whether `torch.compile` works on each block."""
+    """Compile each block."""
 
 
 _LLAMA_8B = ModelConfig(
@@ -70,14 +70,14 @@ WORKLOADS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What to measure."""
+    """A measurement."""
 
     workload: str
     """A name in `WORKLOADS`."""
     layouts: tuple[Layout, ...] = (Layout(),)
     """BF16 of the same layout is what each is compared with."""
     only: tuple[str, ...] = ()
-    """Implementations, besides BF16; all where empty."""
+    """Implementations, besides BF16; all if empty."""
     steps: int = 8
     """Steps that are timed; the median counts."""
     seconds: float | None = None
@@ -87,7 +87,7 @@ class Work:
 
 
 def bench_distributed(work: Work, report: Callable[[Row], None] = lambda row: None) -> list[Row]:
-    """Return a row a layout and implementation. Every rank of `torchrun` must call this; rank 0 alone gets rows.
+    """Return a row per layout and implementation. Every rank of `torchrun` must call this; rank 0 alone gets rows.
 
     `ms` is of steps one after another, as in a run: the host is ahead of the GPU, if it can be. `waited_ms` is of steps
     that each begin when all ranks have ended the one before, as in a run that reads its loss after each. On a GPU a row
@@ -194,7 +194,7 @@ class _Training:
         self._batches = iter([part_of_batch(workload.model, sequences, number, data) for number in range(steps)])
         self.blocks = self._trainer.blocks
         self.losses: list[Tensor | None] = []
-        """Of each step, on the device; None on ranks that have none."""
+        """Loss of each step, on the device; None on ranks without one."""
 
     def step(self) -> None:
         """Train on the next batch."""

@@ -1,4 +1,4 @@
-"""What a difference between two recipes is worth: 95 % confidence intervals from paired measurements.
+"""Evidence for a difference between two recipes: 95 % confidence intervals, equal loss, gradient cosines.
 
 Two pairings answer two questions. Over seeds: would another seed show this difference? Over held-out sequences: are
 these very weights worse, or is it the choice of text? The second has thousands of pairs, and says nothing of seeds.
@@ -37,7 +37,7 @@ class Interval:
 
     mean: float
     half_width: float | None
-    """Of the 95 % confidence interval; None where a single pair shows no spread."""
+    """Half of the 95 % confidence interval; None for a single pair, which shows no spread."""
 
 
 def student(freedom: int) -> float:
@@ -88,7 +88,7 @@ class Curve:
     tokens: tuple[float, ...]
     """Trained on, at each point: the middle of what it averages over."""
     loss: tuple[float, ...]
-    """In nats a token."""
+    """In nats per token."""
 
 
 @dataclass(frozen=True, slots=True)

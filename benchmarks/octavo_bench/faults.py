@@ -27,13 +27,13 @@ from octavo.train.setup import set_up
 from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, known
 
 ROW, COLUMN = 3, 5
-"""Where weights are struck."""
+"""The weight element that is struck."""
 EXPONENT_BIT = 30
-"""Of an FP32 element: it multiplies by 2^128 what is below 2."""
+"""Highest exponent bit of an FP32 element: flipping it multiplies a value below 2 by 2^128."""
 SPIKE = 2000.0
-"""Times the largest element: what a spike of SwiGLU is."""
+"""Size of a SwiGLU spike, times the largest element."""
 TOKEN = 7
-"""Of the first sequence of a batch: where activations are struck."""
+"""Token of the first sequence of a batch whose activation is struck."""
 WITHIN = 1.0
 """Percent of the undisturbed run's loss: less is recovered."""
 
@@ -44,13 +44,13 @@ class Struck(Trainer):
     struck_at: int
     """The step that is struck."""
     times_lr: float = 1.0
-    """What the learning rate is multiplied by while it is struck."""
+    """Factor of the learning rate while it is struck."""
     lr_steps: int = 6
     """Steps that it is struck for."""
     fault: Callable[[Struck], None] = staticmethod(lambda _: None)
     """Called before the step, whenever it is made."""
     has_struck: bool = False
-    """Whether a fault that strikes once has."""
+    """True once a fault that strikes once has."""
 
     def _step(self) -> None:
         if self.done + 1 == self.struck_at:
@@ -79,14 +79,14 @@ class Fault:
     name: str
     about: str
     cause: str
-    """That must be found, one of `octavo.guard.diagnosis.Cause`."""
+    """Cause that must be found, one of `octavo.guard.diagnosis.Cause`."""
     layer: str = ""
-    """That must be found; empty where it is no layer's fault."""
+    """Layer that must be found; empty if it is no layer's fault."""
     recipe: str = "folded"
     once: Callable[[Struck], None] | None = None
-    """What is done to the run once, before the step that is struck."""
+    """Changes the run once, before the step that is struck."""
     prepare: Callable[[Struck], None] | None = None
-    """What is done to the run in the beginning."""
+    """Changes the run in the beginning."""
 
 
 def _row_times_1000(run: Struck) -> None:
@@ -105,7 +105,7 @@ class _Batches:
         self._loader, self._change = run.setup.loader, change
         self._bad = (run.struck_at - 1) * run.config.run.batch
         self.is_bad = False
-        """Whether the batch that was read last is the one."""
+        """True if the batch that was read last is the one."""
 
     def __next__(self) -> tuple[Tensor, Tensor]:
         self.is_bad = self._loader.state_dict()["samples"] == self._bad

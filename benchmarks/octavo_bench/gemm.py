@@ -41,7 +41,7 @@ OPERANDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "1x128 x 128x128": ("1x128", "128x128", ("slow",)),
     "1x128 x 1x128": ("1x128", "1x128", ("slow",)),
 }
-"""How the operands are scaled, and how a kernel may accumulate."""
+"""Granularity of the operands' scales, and the accumulations that a kernel may use."""
 
 
 def bench_gemm(

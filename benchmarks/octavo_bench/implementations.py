@@ -1,4 +1,4 @@
-"""Who is timed: BF16, torchao where it is installed, and every recipe."""
+"""Implementations that are timed: BF16, torchao if it is installed, and every recipe."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ class Implementation:
     """One way to compute a workload."""
 
     name: str
-    """What results call it."""
+    """Name in results."""
     convert: Callable[[nn.Module, int], object] = _leave
-    """(BF16 model, tokens a step): makes the model into this implementation, in place."""
+    """(BF16 model, tokens per step): makes the model into this implementation, in place."""
     compile: bool = True
-    """Whether `torch.compile` works on each block."""
+    """Each block can be compiled."""
     gemms: tuple[str, str, str] = (BF16, BF16, BF16)
     """The precision of fprop, dgrad and wgrad, as `octavo_bench.rates` names them."""
     fp8_head: bool = False
-    """Whether the output head computes in this precision too; otherwise in BF16."""
+    """The output head computes in this precision too; otherwise in BF16."""
     remakes: bool = False
-    """Whether the compiler makes norms and their codes again in backward, instead of keeping what they gave."""
+    """The compiler recomputes norms and their codes in backward instead of keeping them."""
 
     @property
     def is_fp8(self) -> bool:
-        """Whether any GEMM of the blocks runs in FP8."""
+        """True if any GEMM of the blocks runs in FP8."""
         return self.gemms != (BF16, BF16, BF16)
 
 
@@ -65,7 +65,7 @@ def implementations(*, head: bool = False) -> dict[str, Implementation]:
 
 
 def _is_timed(recipe: Recipe) -> bool:
-    """Whether there is anything to time: not static scales, which another recipe has to find, nor emulation."""
+    """Return False for static scales, which another recipe has to calibrate, and for emulation."""
     return not recipe.needs_calibration and not recipe.is_emulated
 
 

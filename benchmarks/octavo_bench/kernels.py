@@ -1,8 +1,8 @@
 """Time each fused kernel beside a plain copy of as many bytes.
 
-What a kernel must move is every input once a pass and every result once. Most take one pass. Where the scales of whole
+A kernel must move every input once per pass and every result once. Most take one pass. Where the scales of whole
 columns or of a matrix must be known before the first code is written, there is a second; the bytes are then those of
-both passes. What a program reads again of its own row comes from the cache and is not counted.
+both passes. A second read of a program's own row comes from the cache and is not counted.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Prepared(NamedTuple):
 
     call: Callable[[], Any]
     reads: Sequence[Tensor]
-    """What a pass reads."""
+    """Operands that a pass reads."""
     writes: Sequence[Tensor] | None = None
-    """What is written; the tensors that the call returns, where it is None."""
+    """Tensors that are written; None for those that the call returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +69,13 @@ class Case:
     """A kernel, a shape, and how to make the one ready for the other."""
 
     kernel: str
-    """What results call it."""
+    """Name in results."""
     shape: tuple[int, int]
     """Rows and columns of its main operand."""
     prepare: Callable[[Draw, int, int], Prepared]
     """(random matrices, rows, columns) -> the call."""
     passes: int = 1
-    """How often it reads its operands from memory."""
+    """Reads of its operands from memory."""
 
 
 class Draw:
@@ -102,13 +102,13 @@ def bench_kernels(
     repeats: int = 20,
     report: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
-    """Return one row a kernel and shape, as the result kind `kernels` has them.
+    """Return one row per kernel and shape, as the result kind `kernels` has them.
 
     A kernel that fails, or that only its slow reference can stand in for, has a row with `error` and no figures, and
     the others go on. On a CPU it is the references that run, on small shapes.
 
     Args:
-        names: run the kernels whose name begins with one of these; all where empty.
+        names: run the kernels whose name begins with one of these; all if empty.
         repeats: calls to time; the median counts.
         report: called with each row as it comes.
     """
@@ -319,7 +319,7 @@ CASES = (
     Case("rotary", (TOKENS, DIM // 4), _rotary),
     Case("cross entropy in place", (CHUNK, VOCAB), _cross_entropy),
 )
-"""Everything that is timed. A new kernel is a function above and a line here."""
+"""All cases. A new kernel is a function above and a line here."""
 
 
 def command(*, only: Names = (), device: str = "auto", repeats: int = 20, output: Output = TO_STDOUT) -> int:

@@ -1,4 +1,4 @@
-"""What a step takes on many GPUs in one layout, on paper: seconds, bytes sent and kept; and the fastest that fits."""
+"""Estimate of a step on many GPUs in one layout: seconds, bytes sent and kept; and the fastest that fits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GIB = 2**30
 
 
 class Layout(NamedTuple):
-    """How a model lies on GPUs: `tensor` within a host, then `shard`, then `replicas`, stages outermost."""
+    """Layout of a model on GPUs: `tensor` within a host, then `shard`, then `replicas`, stages outermost."""
 
     tensor: int
     stages: int
@@ -23,11 +23,11 @@ class Layout(NamedTuple):
     replicas: int
     """Copies of that (HSDP)."""
     sequences: int
-    """Of a micro-batch."""
+    """Sequences of a micro-batch."""
     gathers_once: bool = False
-    """Whether weights stay gathered, and gradients whole, for all micro-batches of a step."""
+    """Weights stay gathered, and gradients whole, for all micro-batches of a step."""
     recomputes: bool = False
-    """Whether a block keeps its input only."""
+    """A block keeps its input only."""
 
     def __str__(self) -> str:
         parts = [f"TP {self.tensor}"] if self.tensor > 1 else []
@@ -46,7 +46,7 @@ class Case:
     model: ModelConfig
     scheme: Scheme
     head_tflops: float
-    """Of the head's products, BF16's."""
+    """Rate of the head's products, BF16's."""
     assumptions: Assumptions
     gpus: int
     batch_tokens: int
@@ -63,7 +63,7 @@ class Case:
 
 
 class Estimate(NamedTuple):
-    """What one step takes on the GPU that has most to do: seconds, bytes it sends, bytes it keeps."""
+    """One step on the GPU that has most to do: seconds, bytes it sends, bytes it keeps."""
 
     layout: Layout
     compute: float
@@ -73,7 +73,7 @@ class Estimate(NamedTuple):
     communication: float
     """All collectives, hidden or not."""
     exposed: float
-    """What of it is not hidden."""
+    """The part that is not hidden."""
     sent: dict[str, float]
     memory: dict[str, float]
 

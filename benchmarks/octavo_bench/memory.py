@@ -34,7 +34,7 @@ USABLE = 0.95
 
 _FP32 = Storage("fp32")
 COMMON = States(name="fp32", about="FP32 moments, and a master apart", first=_FP32, second=_FP32, master=_FP32)
-"""As mixed precision commonly keeps them: the tier `fp32` has no master beside a BF16 weight, but 16 bits of it."""
+"""As mixed precision commonly has states: the tier `fp32` has no master beside a BF16 weight, but 16 bits of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +45,7 @@ class Case:
     policy: octavo.Policy = field(default_factory=octavo.Policy)
     states: str | States = COMMON
     release: bool = False
-    """Whether each gradient is stepped and freed as soon as backward has it."""
+    """Each gradient is stepped and freed as soon as backward has it."""
 
 
 _LEAN = octavo.Policy(min_gain=0.0, weights="fp8", activation_inputs="fp8", norm_inputs="fp8", attention_output="fp8")
@@ -71,7 +71,7 @@ def bench_memory(
 
     Args:
         workload: a whole model.
-        names: of `CASES`; all where empty.
+        names: of `CASES`; all if empty.
         largest: measure, of the baseline and the leanest case, the largest model of its proportions that is predicted
             to fit, on one sequence a step, instead of the workload.
         report: called with each row as it comes.

@@ -55,24 +55,24 @@ class Case(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What the column `states` says."""
+        """The cell of the column `states`."""
         return self.states if self.rule == "adamw" or self.is_pytorchs else f"{self.states}, Muon"
 
     @property
     def is_pytorchs(self) -> bool:
-        """Whether it is to compare with."""
+        """True for a baseline."""
         return self.states in (BASELINE, MUON_BASELINE)
 
     @property
     def has_master_apart(self) -> bool:
-        """Whether a step reads a master and no weight."""
+        """True if a step reads a master and no weight."""
         if self.is_pytorchs:
             return False
         return TIERS[self.states].layout(self.rule, self.weight, self.gradient, stochastic=True).master is not None
 
     @property
     def backward(self) -> torch.dtype:
-        """What backward makes gradients in."""
+        """Dtype in which backward makes gradients."""
         return _HALF if self.gradient == _FP8 else self.gradient
 
 
@@ -98,7 +98,7 @@ def bench_optimizer(
     states: Sequence[str] = (),
     report: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
-    """Return one row a tier and dtype of the weight, as the result kind `optimizer` has them.
+    """Return one row per tier and dtype of the weight, as the result kind `optimizer` has them.
 
     `ms` is a step without clipping or a search for overflows, as PyTorch's has neither; `ms_clipped` is one with
     clipping to a global norm, PyTorch's by `clip_grad_norm_`. `seconds` is what the row took; until its first step was
@@ -106,7 +106,7 @@ def bench_optimizer(
 
     Args:
         parameters: about how many.
-        states: tiers to time beside the baseline; all where empty.
+        states: tiers to time beside the baseline; all if empty.
         report: called with each row as it comes.
     """
     rows: list[Row] = []
@@ -158,7 +158,7 @@ def _measure(case: Case, width: Width, count: int, device: str, repeats: int, co
 
 
 Prepared = tuple[Callable[[], Any], Callable[[], Any], dict[str, float]]
-"""A step, a step that clips, and the bytes a parameter by kind."""
+"""A step, a step that clips, and the bytes per parameter by kind."""
 
 
 def _torch(weights: Sequence[Tensor], case: Case) -> Prepared:

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.futures import Future
 
 BACKEND = "alone"
-"""As `init_process_group` knows it."""
+"""Name for `init_process_group`."""
 DEVICES = ["cpu", "cuda"]
-"""On which it runs."""
+"""Devices it runs on."""
 
 
 def join_alone(ranks: int) -> None:

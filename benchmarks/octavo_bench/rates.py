@@ -35,10 +35,10 @@ PRECISIONS: dict[str, tuple[str, str, str]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What the machine can do, median of several calls."""
+    """Ceilings of the machine, median of several calls."""
 
     copy_gb_per_s: float
-    """Bytes read and written by a copy on the device, in 1e9 a second."""
+    """Bytes read and written by a copy on the device, in 1e9 per second."""
     tflops: dict[str, float]
     """By precision: the operations of all GEMMs of a step by the time they take."""
 
@@ -70,10 +70,10 @@ def gemm_shapes(workload: Workload) -> Mapping[Shape, int]:
 
 
 def copy_rate(device: str, size: int | None = None, repeats: int = 20) -> float:
-    """Return how fast `copy_` moves bytes on the device, read and written together, in 1e9 a second.
+    """Return how fast `copy_` moves bytes on the device, read and written together, in 1e9 per second.
 
     Args:
-        size: bytes to copy; as many as exceed every cache where it is None.
+        size: bytes to copy; as many as exceed every cache if it is None.
     """
     size = size or (2**30 if device == "cuda" else 2**24)
     source = torch.randint(255, (size,), dtype=torch.uint8, device=device)

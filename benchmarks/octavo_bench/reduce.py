@@ -1,7 +1,7 @@
-"""What every reduction of gradients loses and costs: its error against an FP64 mean, its time, the bytes it sends.
+"""Error and cost of every reduction of gradients: its error against an FP64 mean, its time, the bytes it sends.
 
 Without `torchrun` the ranks are processes on the CPU that are started here and talk by gloo: errors and bytes are those
-of any machine, times are gloo's. Under `torchrun` the ranks are its own, on GPUs where there are any.
+of any machine, times are gloo's. Under `torchrun` the ranks are its own, on GPUs if there are any.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ COLUMNS = 1024
 WARM_UP = 3
 """Calls; a fixed number, for all ranks must make the same calls."""
 EXACT_DB = 300.0
-"""What is reported where FP64 sees no error."""
+"""Reported if FP64 sees no error."""
 
 
 class Work(NamedTuple):
-    """What to measure."""
+    """A measurement."""
 
     schemes: tuple[str, ...]
     """Names in `REDUCTIONS`."""
     elements: int
     """Values of a rank's gradient; rounded down to a multiple of the ranks."""
     dtype: str
-    """Of the gradient: float32 or bfloat16."""
+    """Gradient dtype: float32 or bfloat16."""
     repeats: int
     """Calls that are timed; the median counts."""
 
 
 def bench_reduce(work: Work, ranks: Sequence[int] = (), report: Callable[[Row], None] = lambda row: None) -> list[Row]:
-    """Return a row a scheme, gradient and collective.
+    """Return a row per scheme, gradient and collective.
 
     Under `torchrun` every rank must call this, and rank 0 alone gets rows.
 

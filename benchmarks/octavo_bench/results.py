@@ -93,7 +93,7 @@ KINDS: dict[str, dict[str, type]] = {
     },
     "localize": {"workload": str, "layers": int, "predicted": list, "measured": list, "rank_correlation": float},
 }
-"""For each kind, what every row must have. Other keys are welcome: they are kept, and read where a table shows them."""
+"""Keys that every row of a kind must have. Other keys are welcome: they are kept, and read where a table shows them."""
 
 MAY_FAIL = (
     *("step", "host", "gemm", "kernels", "stress", "optimizer", "ablation"),
@@ -142,7 +142,7 @@ class Result:
 
     @property
     def origin(self) -> str:
-        """Where its figures come from: machine, software, command and file."""
+        """Origin of its figures: machine, software, command and file."""
         software = ", ".join(f"{key} {value}" for key, value in self.versions.items())
         return f"Measured on {self.hardware} ({software}) with `{self.command}`: `{self.file_name}`."
 

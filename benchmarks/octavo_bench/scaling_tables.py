@@ -1,4 +1,4 @@
-"""What the docs show of a result of kind `scaling`: steps as bars, figures, bytes on the wire, assumptions."""
+"""Tables of a result of kind `scaling`: steps as bars, figures, bytes on the wire, assumptions."""
 
 from __future__ import annotations
 

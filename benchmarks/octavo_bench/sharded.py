@@ -1,4 +1,4 @@
-"""Who trains on many GPUs: BF16 by FSDP2, torchao with its FP8 all-gather, and Octavo."""
+"""Training on many GPUs by BF16 with FSDP2, torchao with FP8 all-gather, and Octavo: layouts, and a step in each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from octavo.tensor import is_distributed
 from octavo_bench.implementations import BF16, HEAD
 
 Sharded = Llama | Stage
-"""What is sharded: a whole model, or a stage of one."""
+"""A whole model, or a stage of one."""
 LEARNING_RATE = 1e-4
 
 
@@ -52,15 +52,15 @@ class Implementation:
     """One way to train a sharded Llama. Its weights are FP32 where they rest, and gathered in BF16 or FP8."""
 
     name: str
-    """What results call it."""
+    """Name in results."""
     convert: Callable[[nn.Module], object] = _leave
     """Makes the whole model into this implementation, in place, before it is cut."""
     shard: Callable[..., object] = _fsdp
     """(model or stage, mesh, **options of `fully_shard`): shards it, in place."""
     optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer] = _fused_adamw
-    """Of named parameters."""
+    """Makes the optimizer of named parameters."""
     after_step: Callable[[nn.Module], object] = _leave
-    """What it does with the model once the weights have changed."""
+    """Called with the model once the weights have changed."""
 
 
 def implementations() -> dict[str, Implementation]:
@@ -99,7 +99,7 @@ def _convert(model: nn.Module, recipe: str, *, fp8_head: bool = False, **policy_
 
 
 def _shard_bf16_gradients(model: Sharded, mesh: DeviceMesh, **options: Any) -> None:
-    """As a run does it by default: gradients on the wire as they are computed, in BF16; sums in FP32."""
+    """Shard as a run does by default: gradients on the wire as they are computed, in BF16; sums in FP32."""
     shard(model, mesh, reduce="bf16", mp_policy=_policy(model), **options)
 
 
@@ -137,14 +137,14 @@ VOCABULARY_USED = 64
 
 
 class Layout(NamedTuple):
-    """How ranks share a model; all that is left of them is data parallel, sharded by FSDP2."""
+    """Division of the ranks; those left over are data parallel, sharded by FSDP2."""
 
     tensor: int = 1
     """Ranks that share each layer."""
     stages: int = 1
     """Stages of a pipeline (1F1B)."""
     sent: Sent = "bf16"
-    """How activations travel between stages."""
+    """Format of activations between stages."""
 
     def __str__(self) -> str:
         cut = [f"tensor {self.tensor}"] if self.tensor > 1 else []
@@ -158,7 +158,7 @@ class Trainer(Protocol):
 
     @property
     def modules(self) -> Sequence[nn.Module]:
-        """What this rank has of it."""
+        """This rank's modules of it."""
 
     @property
     def blocks(self) -> Sequence[nn.Module]:

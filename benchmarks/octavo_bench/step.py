@@ -1,8 +1,8 @@
 """Time a training step of a workload in BF16, in torchao and by every recipe.
 
 All implementations run one after another in one process, on the same weights and the same random normal data. Each is
-the median of several steps after a warm-up. A few profiled steps say where the time goes, the machine's own rates what
-would be possible, and BF16 timed again at the end how far the machine has drifted.
+the median of several steps after a warm-up. Profiled steps show where the time goes, the machine's
+own rates the floor, and BF16 timed again at the end the drift of the machine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TRACED = 25
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Session:
-    """What all implementations of one run share."""
+    """Settings that all implementations of one run share."""
 
     workload: Workload | ImageWorkload
     device: str
@@ -66,12 +66,12 @@ def bench_step(
     trace: Path | None = None,
     report: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
-    """Return one row an implementation, as the result kind `step` has them; the baseline first.
+    """Return one row per implementation, as the result kind `step` has them; the baseline first.
 
     An implementation that fails has a row with `error` and no figures, and the others go on.
 
     Args:
-        names: implementations to run, BF16 always first; all where empty.
+        names: implementations to run, BF16 always first; all if empty.
         steps: steps to time; the median counts.
         warm_up_s: seconds of steps before that, three steps at the least.
         trace: directory for the longest kernels of each implementation, one JSON file each; on a GPU only.

@@ -1,4 +1,4 @@
-"""Stress: what hard inputs do to the three products of a linear layer, by recipe, row by row, against float64.
+"""Stress: errors of the three products of a linear layer on hard inputs, by recipe, row by row, against float64.
 
 Each case is a few steps of one layer; the last one is measured. Where the trouble is sudden, the steps before it are
 plain: scales that have a history have not seen it coming. M tokens, K input features, N output features.
@@ -28,12 +28,12 @@ STEPS_BEFORE = 4
 GRADIENT = 2.0**-10
 """Size of a plain gradient."""
 LONGEST_DB = 150.0
-"""What a row without any error counts as: figures must be finite."""
+"""Figure of a row without any error: figures must be finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What one step of the layer computes with, FP32."""
+    """Operands of one step of the layer, FP32."""
 
     x_MK: Tensor
     weight_NK: Tensor
@@ -46,9 +46,9 @@ class Case:
 
     name: str
     make: Callable[[Inputs, torch.Generator], Inputs]
-    """What becomes of plain inputs."""
+    """Makes hard inputs of plain ones."""
     is_sudden: bool
-    """Whether the steps before the measured one are plain."""
+    """The steps before the measured one are plain."""
     tokens: int = M
 
 

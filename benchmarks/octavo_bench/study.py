@@ -1,4 +1,10 @@
-"""Runs of `octavo train` that are compared: each in a process of its own, one a GPU, as many at a time as there are."""
+"""Studies: runs of `octavo train` that are compared, each in a process of its own, one per GPU at a time.
+
+`parity` trains one model by several recipes and seeds. Runs of one seed start from the same weights and see the same
+batches, so that only the recipe differs; the spread between BF16's seeds says how much a difference means. `tiers`
+trains one with every tier of optimizer states. Weights are kept in BF16 beside the optimizer's master; the last two tiers keep
+everything in FP8: weights and gradients too.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +33,9 @@ class Job(NamedTuple):
     """One run of a study."""
 
     name: str
-    """Of its directory, below the study's, and in messages."""
+    """Name of its directory, below the study's, and in messages."""
     flags: tuple[str, ...]
-    """Of `octavo train`, beside those that all runs share."""
+    """Flags of `octavo train`, beside those that all runs share."""
 
 
 @dataclass
@@ -253,7 +259,7 @@ def curves(out: Path, recipes: Sequence[str], seeds: Sequence[int]) -> list[dict
 
 
 PEER = "fp32"
-"""What the others are compared with."""
+"""The baseline."""
 _ALL_FP8 = ("--weights", "fp8", "--gradients", "fp8")
 TIERS: dict[str, tuple[str, ...]] = {
     PEER: ("--weights", "bf16", "--states", "fp32"),

@@ -1,4 +1,4 @@
-"""What telemetry costs: steps with it and without it, in turns, on the same model."""
+"""Cost of telemetry: steps with it and without it, in turns, on the same model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OWN: tuple[tuple[Any, str], ...] = (
     *((watched_gemms, name) for name in ("rests", "look_at_input", "look_at_weights", "look_at_gradients")),
     *((Telemetry, name) for name in ("step", "snapshot")),
 )
-"""Where telemetry spends its time beside the products."""
+"""Functions in which telemetry spends its time beside the products."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 

@@ -1,6 +1,8 @@
-"""What is timed: a stack of Llama blocks, or a whole Llama with its head, loss and optimizer.
+"""Workloads: a stack of Llama blocks, a whole Llama with its head, loss and optimizer, or a ResNet in channels last.
 
-A stack has no embedding, head or optimizer, so that it is the blocks that are compared. All parameters are BF16.
+A stack has no embedding, head or optimizer, so that the blocks are compared. All parameters of a Llama are BF16. Of a
+ResNet weights of convolutions and of the head are, batch norms FP32; convolutions are converted whether they gain or
+not, so that the table shows their cost, and `as planned` is `octavo.convert` by default.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class Workload:
     """The shape of a model and of the batch that goes through it."""
 
     name: str
-    """What results call it; `custom` where a field was given by hand."""
+    """Name in results; `custom` if a field was given by hand."""
     dim: int
     """Width of the residual stream."""
     ffn: int
@@ -41,7 +43,7 @@ class Workload:
     layers: int
     """Blocks."""
     batch: int
-    """Sequences a step."""
+    """Sequences per step."""
     sequence: int
     """Tokens of a sequence."""
     vocab: int = 0
@@ -227,7 +229,7 @@ class ImageWorkload:
     """The shape of a ResNet and of the batch that goes through it."""
 
     name: str
-    """What results call it; `custom` where a field was given by hand."""
+    """Name in results; `custom` if a field was given by hand."""
     depths: tuple[int, ...] = (3, 4, 6, 3)
     """Bottlenecks of each stage."""
     width: int = 64
@@ -237,11 +239,11 @@ class ImageWorkload:
     size: int = 224
     """Pixels of an image's side."""
     batch: int = 256
-    """Images a step."""
+    """Images per step."""
 
     @property
     def tokens(self) -> int:
-        """Images a step: what results count a second."""
+        """Images per step: what results count a second."""
         return self.batch
 
     @property
