@@ -69,7 +69,7 @@ def test_commands_are_accepted(page: Path) -> None:
     for line in lines:
         command, _, _ = app.parse_args(shlex.split(line)[1:], exit_on_error=False, print_error=False)
         name = line.split()[1]
-        where = "octavo_bench.cli." if name == "bench" else f"octavo.cli.{name}."
+        where = "octavo_bench." if name == "bench" else f"octavo.cli.{name}."
         assert f"{command.__module__}.".startswith(where)
 
 

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ from octavo.kernels.rotary import rotate
 from octavo.kernels.target import Target
 from octavo.kernels.transpose import transpose
 from octavo.nn.weights import quantized_weights, weights_changed
-from octavo.numerics import Quantized
 from octavo.train.timing import milliseconds, warm_up
 from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named
 from octavo_bench.rates import copy_rate
@@ -54,28 +53,22 @@ SMALL = (128, 256)
 """The largest shape on a CPU, where only the result counts."""
 
 
-class Prepared(NamedTuple):
-    """A kernel with its operands."""
-
-    call: Callable[[], Any]
-    reads: Sequence[Tensor]
-    """Operands that a pass reads."""
-    writes: Sequence[Tensor] | None = None
-    """Tensors that are written; None for those that the call returns."""
-
-
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A kernel, a shape, and how to make the one ready for the other."""
+    """A kernel at a shape."""
 
     kernel: str
     """Name in results."""
     shape: tuple[int, int]
     """Rows and columns of its main operand."""
-    prepare: Callable[[Draw, int, int], Prepared]
-    """(random matrices, rows, columns) -> the call."""
+    operands: Callable[[Draw, int, int], Sequence[Any]]
+    """(random matrices, rows, columns) -> the tensors that a pass reads, perhaps nested."""
+    call: Callable[..., Any]
+    """Called with the operands."""
     passes: int = 1
     """Reads of its operands from memory."""
+    writes: Callable[..., Sequence[Tensor]] | None = None
+    """(operands) -> the tensors that are written; None for those that the call returns."""
 
 
 class Draw:
@@ -128,13 +121,15 @@ def bench_kernels(
 
 
 def _measure(case: Case, height: int, width: int, device: str, repeats: int) -> Row:
-    call, reads, writes = case.prepare(Draw(device), height, width)
+    operands = case.operands(Draw(device), height, width)
+    call = partial(case.call, *operands)
     with record() as ledger:
         results = call()
     if ledger.fallbacks:
         raise UnsupportedError(ledger.fallbacks[0])
-    moved = case.passes * _bytes(reads) + _bytes(_tensors(results) if writes is None else writes)
-    del results
+    written = results if case.writes is None else case.writes(*operands)
+    moved = case.passes * _bytes(operands) + _bytes(written)
+    del results, written
     warm_up(call, device, seconds=0.05)
     ms = statistics.median(milliseconds(call, device, repeats, queued=True, cold=True))
     rate = moved / ms / 1e6
@@ -147,8 +142,8 @@ def _measure(case: Case, height: int, width: int, device: str, repeats: int) -> 
     }
 
 
-def _bytes(tensors: Sequence[Tensor] | Iterator[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def _bytes(tensors: object) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(tensors))
 
 
 def _tensors(result: object) -> Iterator[Tensor]:
@@ -160,166 +155,113 @@ def _tensors(result: object) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-def _rows(draw: Draw, m: int, n: int) -> Prepared:
-    x = draw(m, n)
-    return Prepared(lambda: quantize_pair([x], BY_ROW, None), [x])
+Operands = Callable[[Draw, int, int], Sequence[Any]]
 
 
-def _columns(draw: Draw, m: int, n: int) -> Prepared:
-    x = draw(m, n)
-    return Prepared(lambda: quantize_pair([x], None, BY_ROW), [x])
+def _one(draw: Draw, m: int, n: int) -> Sequence[Tensor]:
+    return (draw(m, n),)
 
 
-def _folded_pair(draw: Draw, m: int, n: int) -> Prepared:
-    x, row_fold, column_fold = draw(m, n), draw.scales(1, n), draw.scales(m, 1)
-    return Prepared(
-        lambda: quantize_pair([x], BY_ROW, BY_ROW, row_fold, column_fold),
-        [x, row_fold, column_fold],
-    )
+def _two(draw: Draw, m: int, n: int) -> Sequence[Tensor]:
+    return draw(m, n), draw(m, n)
 
 
-def _pair_of(target: Target) -> Callable[[Draw, int, int], Prepared]:
-    def prepare(draw: Draw, m: int, n: int) -> Prepared:
-        x = draw(m, n)
-        return Prepared(lambda: quantize_pair([x], target, target), [x])
-
-    return prepare
+def _with_folds(draw: Draw, m: int, n: int) -> Sequence[Tensor]:
+    return draw(m, n), draw.scales(1, n), draw.scales(m, 1)
 
 
-def _transpose(draw: Draw, m: int, n: int) -> Prepared:
-    codes = draw(m, n).to(torch.float8_e4m3fn)
-    return Prepared(lambda: transpose(codes), [codes])
+def _with_vectors(count: int) -> Operands:
+    return lambda draw, m, n: (draw(m, n), *(draw(n) for _ in range(count)))
 
 
-def _weights(draw: Draw, n: int, k: int) -> Prepared:
-    weight = draw(n, k).requires_grad_()
-
-    def call() -> Any:
-        weights_changed()
-        return quantized_weights([weight], BY_ROW)
-
-    return Prepared(call, [weight])
+def _hidden(draw: Draw, m: int, f: int) -> Sequence[Tensor]:
+    """The gradient of h, gate and up."""
+    return draw(m, f), draw(m, f), draw(m, f)
 
 
-def _swiglu(target: Target) -> Callable[[Draw, int, int], Prepared]:
-    def prepare(draw: Draw, m: int, f: int) -> Prepared:
-        gate, up = draw(m, f), draw(m, f)
-        return Prepared(lambda: activation("silu", gate, up, target), [gate, up])
-
-    return prepare
+def _hidden_codes(draw: Draw, m: int, f: int) -> Sequence[Any]:
+    """The gradient of h, gate and up, these two as the forward keeps them in codes."""
+    dh, gate, up = _hidden(draw, m, f)
+    return dh, *activation_and_inputs("silu", gate, up, BY_ROW)[1]
 
 
-def _swiglu_and_inputs(target: Target) -> Callable[[Draw, int, int], Prepared]:
-    def prepare(draw: Draw, m: int, f: int) -> Prepared:
-        gate, up = draw(m, f), draw(m, f)
-        return Prepared(lambda: activation_and_inputs("silu", gate, up, target), [gate, up])
-
-    return prepare
+def _folded(hidden: Operands) -> Operands:
+    return lambda draw, m, f: (*hidden(draw, m, f), draw.scales(m, 1), draw.scales(1, 2 * f), draw.scales(m, 1))
 
 
-def _hidden(draw: Draw, m: int, f: int, in_codes: bool) -> tuple[Tensor, Tensor | Quantized, Tensor | Quantized]:
-    """The gradient of h, gate and up, these two perhaps as the forward keeps them in codes."""
-    dh, gate, up = draw(m, f), draw(m, f), draw(m, f)
-    if not in_codes:
-        return dh, gate, up
-    kept = activation_and_inputs("silu", gate, up, BY_ROW)[1]
-    return dh, kept[0], kept[1]
-
-
-def _swiglu_backward_folded(draw: Draw, m: int, f: int, from_codes: bool = False) -> Prepared:
-    dh, gate, up = _hidden(draw, m, f, from_codes)
-    hidden_scale, row_fold, column_fold = draw.scales(m, 1), draw.scales(1, 2 * f), draw.scales(m, 1)
-    return Prepared(
-        lambda: activation_backward(
-            "silu", dh, gate, up, rows=BY_ROW, columns=BY_ROW, hidden=BY_COLUMN,
-            hidden_scale=hidden_scale, row_fold=row_fold, column_fold=column_fold,
-        ),
-        [*_tensors([dh, gate, up]), hidden_scale, row_fold, column_fold],
-    )  # fmt: skip
-
-
-def _swiglu_backward_block(draw: Draw, m: int, f: int, from_codes: bool = False) -> Prepared:
-    dh, gate, up = _hidden(draw, m, f, from_codes)
-    return Prepared(
-        lambda: activation_backward("silu", dh, gate, up, rows=BY_TILE, columns=BY_TILE, hidden=BY_TILE),
-        list(_tensors([dh, gate, up])),
-    )
-
-
-def _swiglu_backward_plain(draw: Draw, m: int, f: int) -> Prepared:
-    dh, gate, up = draw(m, f), draw(m, f), draw(m, f)
-    return Prepared(lambda: activation_backward_plain("silu", dh, gate, up), [dh, gate, up])
-
-
-def _rms_norm(draw: Draw, m: int, n: int) -> Prepared:
-    x, weight = draw(m, n), draw(n)
-    return Prepared(lambda: rms_norm(x, weight, 1e-5), [x, weight])
-
-
-def _rms_norm_codes(draw: Draw, m: int, n: int) -> Prepared:
-    x, weight, residual = draw(m, n), draw(n), draw(m, n)
-    return Prepared(
-        lambda: rms_norm(x, weight, 1e-5, residual=residual, target=BY_ROW, keep_y=False), [x, weight, residual]
-    )
-
-
-def _rms_norm_backward(draw: Draw, m: int, n: int) -> Prepared:
-    dy, x, weight, residual = draw(m, n), draw(m, n), draw(n), draw(m, n)
-    rstd = draw.scales(m)
-    return Prepared(lambda: rms_norm_backward(dy, x, weight, rstd, residual), [dy, x, weight, rstd, residual])
-
-
-def _layer_norm_codes(draw: Draw, m: int, n: int) -> Prepared:
-    x, weight, bias = draw(m, n), draw(n), draw(n)
-    return Prepared(lambda: layer_norm(x, weight, bias, 1e-5, target=BY_ROW, keep_y=False), [x, weight, bias])
-
-
-def _rotary(draw: Draw, m: int, n: int) -> Prepared:
+def _rotated(draw: Draw, m: int, n: int) -> Sequence[Tensor]:
     x = draw(1, m, n // HEAD_DIM, HEAD_DIM)
-    cos, sin = draw(m, HEAD_DIM // 2).float(), draw(m, HEAD_DIM // 2).float()
-    return Prepared(lambda: rotate(x, cos, sin), [x, cos, sin])
+    return x, draw(m, HEAD_DIM // 2).float(), draw(m, HEAD_DIM // 2).float()
 
 
-def _cross_entropy(draw: Draw, m: int, v: int) -> Prepared:
-    logits, targets = draw(m, v), torch.arange(m, device=draw.device) % v
-    loss = torch.empty(m, dtype=torch.float32, device=draw.device)
-    return Prepared(lambda: cross_entropy_(logits, targets), [logits, targets], [logits, loss])
+def _norm_backward(draw: Draw, m: int, n: int) -> Sequence[Tensor]:
+    dy, x, weight, residual = draw(m, n), draw(m, n), draw(n), draw(m, n)
+    return dy, x, weight, draw.scales(m), residual
+
+
+def _quantize(rows: Target | None, columns: Target | None) -> Callable[..., Any]:
+    return lambda x, *folds: quantize_pair([x], rows, columns, *folds)
+
+
+def _quantize_weight(weight: Tensor) -> Any:
+    weights_changed()
+    return quantized_weights([weight], BY_ROW)
+
+
+def _backward_folded(
+    dh: Tensor, gate: Any, up: Any, hidden_scale: Tensor, row_fold: Tensor, column_fold: Tensor
+) -> Any:
+    how: dict[str, Any] = {"rows": BY_ROW, "columns": BY_ROW, "hidden": BY_COLUMN, "hidden_scale": hidden_scale}
+    return activation_backward("silu", dh, gate, up, **how, row_fold=row_fold, column_fold=column_fold)
 
 
 _STREAM, _HIDDEN = (TOKENS, DIM), (TOKENS, FFN)
+_norm_codes: dict[str, Any] = {"target": BY_ROW, "keep_y": False}
+_swiglu, _swiglu_and_inputs = partial(activation, "silu"), partial(activation_and_inputs, "silu")
+_backward_tiles = partial(activation_backward, "silu", rows=BY_TILE, columns=BY_TILE, hidden=BY_TILE)
 
 CASES = (
     *(
         case
         for shape in (_STREAM, _HIDDEN)
         for case in (
-            Case("quantize rows", shape, _rows),
-            Case("quantize columns", shape, _columns, passes=2),
-            Case("quantize folded pair", shape, _folded_pair, passes=2),
-            Case("quantize block pair", shape, _pair_of(BY_TILE)),
-            Case("quantize tensor pair", shape, _pair_of(BY_TENSOR), passes=2),
-            Case("transpose", shape, _transpose),
+            Case("quantize rows", shape, _one, _quantize(BY_ROW, None)),
+            Case("quantize columns", shape, _one, _quantize(None, BY_ROW), passes=2),
+            Case("quantize folded pair", shape, _with_folds, _quantize(BY_ROW, BY_ROW), passes=2),
+            Case("quantize block pair", shape, _one, _quantize(BY_TILE, BY_TILE)),
+            Case("quantize tensor pair", shape, _one, _quantize(BY_TENSOR, BY_TENSOR), passes=2),
+            Case("transpose", shape, lambda draw, m, n: (draw(m, n).to(torch.float8_e4m3fn),), transpose),
         )
     ),
-    Case("quantize weights", (2 * FFN, DIM), _weights),
-    Case("SwiGLU, row codes", _HIDDEN, _swiglu(BY_ROW)),
-    Case("SwiGLU, 1x128 codes", _HIDDEN, _swiglu(BY_TILE)),
-    Case("SwiGLU, row codes, and its inputs", _HIDDEN, _swiglu_and_inputs(BY_ROW)),
-    Case("SwiGLU, 1x128 codes, and its inputs", _HIDDEN, _swiglu_and_inputs(BY_TILE)),
-    Case("SwiGLU backward, folded codes", _HIDDEN, _swiglu_backward_folded, passes=2),
-    Case("SwiGLU backward, 1x128 codes", _HIDDEN, _swiglu_backward_block, passes=2),
-    Case("SwiGLU backward of codes, folded", _HIDDEN, partial(_swiglu_backward_folded, from_codes=True), passes=2),
-    Case("SwiGLU backward of codes, 1x128", _HIDDEN, partial(_swiglu_backward_block, from_codes=True), passes=2),
-    Case("SwiGLU backward, plain", _HIDDEN, _swiglu_backward_plain),
-    Case("RMS norm", _STREAM, _rms_norm),
-    Case("RMS norm of a sum, row codes", _STREAM, _rms_norm_codes),
-    Case("RMS norm backward", _STREAM, _rms_norm_backward),
-    Case("layer norm, row codes", _STREAM, _layer_norm_codes),
-    Case("rotary", _STREAM, _rotary),
-    Case("rotary", (TOKENS, DIM // 4), _rotary),
-    Case("cross entropy in place", (CHUNK, VOCAB), _cross_entropy),
-)
-"""All cases. A new kernel is a function above and a line here."""
+    Case("quantize weights", (2 * FFN, DIM), lambda draw, n, k: (draw(n, k).requires_grad_(),), _quantize_weight),
+    Case("SwiGLU, row codes", _HIDDEN, _two, lambda gate, up: _swiglu(gate, up, BY_ROW)),
+    Case("SwiGLU, 1x128 codes", _HIDDEN, _two, lambda gate, up: _swiglu(gate, up, BY_TILE)),
+    Case("SwiGLU, row codes, and its inputs", _HIDDEN, _two, lambda gate, up: _swiglu_and_inputs(gate, up, BY_ROW)),
+    Case("SwiGLU, 1x128 codes, and its inputs", _HIDDEN, _two, lambda gate, up: _swiglu_and_inputs(gate, up, BY_TILE)),
+    Case("SwiGLU backward, folded codes", _HIDDEN, _folded(_hidden), _backward_folded, passes=2),
+    Case("SwiGLU backward, 1x128 codes", _HIDDEN, _hidden, _backward_tiles, passes=2),
+    Case("SwiGLU backward of codes, folded", _HIDDEN, _folded(_hidden_codes), _backward_folded, passes=2),
+    Case("SwiGLU backward of codes, 1x128", _HIDDEN, _hidden_codes, _backward_tiles, passes=2),
+    Case("SwiGLU backward, plain", _HIDDEN, _hidden, partial(activation_backward_plain, "silu")),
+    Case("RMS norm", _STREAM, _with_vectors(1), lambda x, weight: rms_norm(x, weight, 1e-5)),
+    Case(
+        "RMS norm of a sum, row codes", _STREAM, lambda draw, m, n: (draw(m, n), draw(n), draw(m, n)),
+        lambda x, weight, residual: rms_norm(x, weight, 1e-5, residual=residual, **_norm_codes),
+    ),
+    Case("RMS norm backward", _STREAM, _norm_backward, rms_norm_backward),
+    Case(
+        "layer norm, row codes", _STREAM, _with_vectors(2),
+        lambda x, weight, bias: layer_norm(x, weight, bias, 1e-5, **_norm_codes),
+    ),
+    Case("rotary", _STREAM, _rotated, rotate),
+    Case("rotary", (TOKENS, DIM // 4), _rotated, rotate),
+    Case(
+        "cross entropy in place", (CHUNK, VOCAB),
+        lambda draw, m, v: (draw(m, v), torch.arange(m, device=draw.device) % v), cross_entropy_,
+        writes=lambda logits, targets: (logits, torch.empty(len(targets), device=targets.device)),
+    ),
+)  # fmt: skip
+"""All cases: a new kernel is a line here."""
 
 
 def command(*, only: Names = (), device: str = "auto", repeats: int = 20, output: Output = TO_STDOUT) -> int:

@@ -42,14 +42,7 @@ KINDS: dict[str, dict[str, type]] = {
     "stress": {"case": str, "recipe": str, "nonfinite": int},
     "step": {"workload": str, "implementation": str, "ms": float, "ratio_to_bf16": float, "peak_gib": float},
     "host": {"implementation": str, "mode": str, "ms_per_block": float, "launches_per_block": float},
-    "gemm": {
-        "shape": str,
-        "kernel": str,
-        "operands": str,
-        "accumulate": str,
-        "tflops": float,
-        "ratio_to_bf16": float,
-    },
+    "gemm": {"shape": str, "kernel": str, "operands": str, "accumulate": str, "tflops": float, "ratio_to_bf16": float},
     "kernels": {
         "kernel": str,
         "shape": str,

@@ -2,8 +2,8 @@
 
 `parity` trains one model by several recipes and seeds. Runs of one seed start from the same weights and see the same
 batches, so that only the recipe differs; the spread between BF16's seeds says how much a difference means. `tiers`
-trains one with every tier of optimizer states. Weights are kept in BF16 beside the optimizer's master; the last two tiers keep
-everything in FP8: weights and gradients too.
+trains one with every tier of optimizer states. Weights are kept in BF16 beside the optimizer's master; the last two
+tiers keep everything in FP8: weights and gradients too.
 """
 
 from __future__ import annotations

@@ -50,17 +50,19 @@ def test_names_choose_by_their_beginning() -> None:
 
 
 def test_a_kernel_that_fails_or_falls_back_has_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(draw: kernels.Draw, m: int, n: int) -> kernels.Prepared:
+    def fails(x: torch.Tensor) -> None:
         raise ValueError("broken")
 
-    def falls_back(draw: kernels.Draw, m: int, n: int) -> kernels.Prepared:
-        return kernels.Prepared(lambda: ledger.fall_back("add ran as reference"), [])
+    def falls_back(x: torch.Tensor) -> None:
+        ledger.fall_back("add ran as reference")
 
-    def adds(draw: kernels.Draw, m: int, n: int) -> kernels.Prepared:
-        x = draw(m, n)
-        return kernels.Prepared(lambda: x + 1, [x])
+    def adds(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
 
-    cases = [kernels.Case(prepare.__name__, (8, 8), prepare) for prepare in (fails, falls_back, adds)]
+    cases = [
+        kernels.Case(call.__name__, (8, 8), lambda draw, m, n: (draw(m, n),), call)
+        for call in (fails, falls_back, adds)
+    ]
     monkeypatch.setattr(kernels, "CASES", cases)
     rows = kernels.bench_kernels(device="cpu", repeats=1)
     assert [row.get("error") for row in rows] == ["ValueError: broken", "UnsupportedError: add ran as reference", None]
@@ -69,4 +71,4 @@ def test_a_kernel_that_fails_or_falls_back_has_no_figure(monkeypatch: pytest.Mon
 
 def test_results_are_counted_however_nested() -> None:
     x = torch.zeros(3)
-    assert kernels._bytes(kernels._tensors((x, [None, (x, "text")], 4))) == 2 * 3 * FP32
+    assert kernels._bytes((x, [None, (x, "text")], 4)) == 2 * 3 * FP32

@@ -45,10 +45,10 @@ def test_gemm_and_kernels_print_json(octavo: Octavo, tmp_path: Path, capsys: pyt
 def test_what_failed_is_written_and_the_exit_code_is_1(
     octavo: Octavo, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(draw: bench_kernels.Draw, m: int, n: int) -> bench_kernels.Prepared:
+    def fails() -> None:
         raise ValueError("broken")
 
-    monkeypatch.setattr(bench_kernels, "CASES", (bench_kernels.Case("add", (8, 8), fails),))
+    monkeypatch.setattr(bench_kernels, "CASES", (bench_kernels.Case("add", (8, 8), lambda *_: (), fails),))
     assert octavo(f"bench kernels --device cpu --write {tmp_path}") == 1
     assert "failed: ValueError: broken" in capsys.readouterr().out
     written = results.latest("kernels", tmp_path)
