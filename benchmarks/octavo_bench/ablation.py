@@ -87,7 +87,7 @@ def run_ablation(
 ) -> list[Row]:
     """Return one row per choice and seed, as the result kind `ablation` has them: held-out loss, or that it diverged.
 
-    What the paper has is rounded to nearest, as it does; Octavo's tiers stochastically, as they do.
+    The paper's choices are rounded to nearest, as it does; Octavo's tiers stochastically.
     """
     text = _text()
     rows: list[Row] = []
@@ -137,7 +137,7 @@ def _weight(value: Tensor, choice: Choice) -> nn.Parameter:
 
 
 def _value(weight: nn.Parameter) -> Tensor:
-    """Return what is computed with, FP32."""
+    """Return the value for computation, FP32."""
     value = weight.dequantize(torch.float32) if isinstance(weight, FP8Tensor) else weight.float()
     return value.detach()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil, log2
 from pathlib import Path
 from typing import Any
@@ -66,60 +66,45 @@ MODELS = {
 }
 """Llama 3 (arXiv 2407.21783, table 3) of two sizes, and GPT-3 (arXiv 2005.14165, table 2.1)."""
 
-SCHEMES = {
-    PEER: Scheme(
-        about="BF16 weights, FP32 gradients",
-        implementation="bf16",
-        measured_as="bf16",
-        states="fp32",
-        weight="float32",
-        gradient="float32",
-        weight_wire=2,
-        gradient_wire=4,
-        embedding_by_rows=False,
-        activation_wire=2,
-        gathered=2,
-    ),
-    "bf16, lean": Scheme(
-        about="BF16 weights, BF16 gradients, states without FP32",
-        implementation="bf16",
-        measured_as="bf16, lean",
-        states="exact",
-        weight="bfloat16",
-        gradient="bfloat16",
-        weight_wire=2,
-        gradient_wire=2,
-        embedding_by_rows=False,
-        activation_wire=2,
-        gathered=2,
-    ),
-    "fp8": Scheme(
-        about="FP8 weights, BF16 gradients",
-        implementation="octavo folded",
-        measured_as="octavo folded, bf16 gradients, fp8 states",
-        states="fp8",
-        weight="bfloat16",
-        gradient="bfloat16",
-        weight_wire=1,
-        gradient_wire=2,
-        embedding_by_rows=False,
-        activation_wire=1,
-        gathered=2,
-    ),
-    "fp8, fp8-block": Scheme(
-        about="FP8 weights, FP8 gradients with a scale for 128, the embedding by rows",
-        implementation="octavo folded",
-        measured_as="octavo folded, fp8-block",
-        states="fp8",
-        weight="bfloat16",
-        gradient="bfloat16",
-        weight_wire=1,
-        gradient_wire=1 + 1 / GROUP,
-        embedding_by_rows=True,
-        activation_wire=1,
-        gathered=2,
-    ),
-}
+_BF16 = Scheme(
+    about="BF16 weights, FP32 gradients",
+    implementation="bf16",
+    measured_as="bf16",
+    states="fp32",
+    weight="float32",
+    gradient="float32",
+    weight_wire=2,
+    gradient_wire=4,
+    embedding_by_rows=False,
+    activation_wire=2,
+    gathered=2,
+)
+_LEAN = replace(
+    _BF16,
+    about="BF16 weights, BF16 gradients, states without FP32",
+    measured_as="bf16, lean",
+    states="exact",
+    weight="bfloat16",
+    gradient="bfloat16",
+    gradient_wire=2,
+)
+_FP8 = replace(
+    _LEAN,
+    about="FP8 weights, BF16 gradients",
+    implementation="octavo folded",
+    measured_as="octavo folded, bf16 gradients, fp8 states",
+    states="fp8",
+    weight_wire=1,
+    activation_wire=1,
+)
+_FP8_BLOCK = replace(
+    _FP8,
+    about="FP8 weights, FP8 gradients with a scale for 128, the embedding by rows",
+    measured_as="octavo folded, fp8-block",
+    gradient_wire=1 + 1 / GROUP,
+    embedding_by_rows=True,
+)
+SCHEMES = {PEER: _BF16, "bf16, lean": _LEAN, "fp8": _FP8, "fp8, fp8-block": _FP8_BLOCK}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,6 @@
 """`octavo bench KIND`: the commands by name, and the flags and progress lines that they share.
 
-Each kind of measurement is a file: what is measured, and its command. A file is imported when its command is called.
+Each kind of measurement is a file with its command. A file is imported when its command is called.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Output:
         """Write the rows measured so far if `--write` was given, and return the file.
 
         Args:
-            machine: what the result says in place of the device's name.
+            machine: a name in place of the device's.
         """
         from octavo_bench import results
 
@@ -102,7 +102,7 @@ def device_named(name: str) -> str:
     return resolve(name).type
 
 
-def known(flag: str, name: str, names: Sequence[str], what: str) -> str:
+def known(flag: str, name: str, names: Sequence[str], noun: str) -> str:
     """Return `name` if it is one of `names`.
 
     Raises:
@@ -110,7 +110,7 @@ def known(flag: str, name: str, names: Sequence[str], what: str) -> str:
     """
     if name not in names:
         near = did_you_mean(name, names)
-        raise ConfigError(f"{flag}: there is no {what} '{name}'.{near} Known are: {', '.join(names)}.")
+        raise ConfigError(f"{flag}: there is no {noun} '{name}'.{near} Known are: {', '.join(names)}.")
     return name
 
 

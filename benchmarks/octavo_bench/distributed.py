@@ -75,7 +75,7 @@ class Work:
     workload: str
     """A name in `WORKLOADS`."""
     layouts: tuple[Layout, ...] = (Layout(),)
-    """BF16 of the same layout is what each is compared with."""
+    """Each is compared with BF16 of the same layout."""
     only: tuple[str, ...] = ()
     """Implementations, besides BF16; all if empty."""
     steps: int = 8
@@ -186,7 +186,7 @@ class _Training:
     def __init__(
         self, workload: Workload, implementation: Implementation, layout: Layout, device: torch.device, steps: int
     ) -> None:
-        """Be ready for so many steps: what makes batches takes no part of their time."""
+        """Make the batches of so many steps, outside their time."""
         self._trainer, data = lay_out(workload.model, implementation, layout, device)
         named = [pair for module in self._trainer.modules for pair in module.named_parameters()]
         self._optimizer, self._after_step = implementation.optimizer(named), implementation.after_step
@@ -206,7 +206,7 @@ class _Training:
 
 
 def _time(training: _Training, steps: int, device: torch.device) -> Row:
-    """Return what a step takes: steps one after another, and steps that are waited for."""
+    """Time steps one after another, and steps that are waited for."""
     with spared(device) as after_step:
         for _ in range(WARM_UP):
             training.step()
@@ -334,7 +334,7 @@ def rank(
 ) -> int:
     """Train one rank's part of a Llama without the others: its computation and its memory.
 
-    Collectives copy what the others would send, as if all held what this rank holds, on a network that takes no time.
+    Collectives copy this rank's data in place of the others', on a network that takes no time.
     So a GPU measures its part of a step on any number of them, and the rest of a real step is the network's.
 
     For example:

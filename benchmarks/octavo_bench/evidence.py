@@ -55,7 +55,7 @@ def student(freedom: int) -> float:
 
 
 def over_seeds(differences: Sequence[float]) -> Interval:
-    """Return the mean of the differences, one a seed, with its interval.
+    """Return the mean of the differences, one per seed, with its interval.
 
     With two seeds Student's factor is 12.7: such an interval is wide, and honest.
     """
@@ -86,7 +86,7 @@ class Curve:
     """The smoothed training loss of one run."""
 
     tokens: tuple[float, ...]
-    """Trained on, at each point: the middle of what it averages over."""
+    """Tokens trained on at each point: the middle of its window."""
     loss: tuple[float, ...]
     """In nats per token."""
 
@@ -97,7 +97,7 @@ class EqualLoss:
 
     loss: float
     tokens_ratio: float
-    """Tokens that the recipe needs for it, in units of what the reference needs; below 1, it learns from fewer."""
+    """Tokens that the recipe needs for it, in units of the reference's; below 1, it learns from fewer."""
 
 
 def read_curve(metrics: Sequence[Mapping[str, Any]], lane: str) -> Curve:
@@ -178,7 +178,7 @@ def _load_last(lane: Lane, run: Path) -> None:
 
 
 def _gradients(lane: Lane, batches: Sequence[Batch]) -> dict[str, Tensor]:
-    """Return the gradient of the last batch; those before it leave no more than what a recipe remembers of them."""
+    """Return the gradient of the last batch; those before it only update stored scales."""
     model: nn.Module = lane.model.train()
     remember = torch.optim.SGD(model.parameters(), lr=0.0)  # kept scales roll on with an optimizer's step
     for inputs_BT, targets_BT in batches:

@@ -34,7 +34,7 @@ FIELD_HEADER = ("key", "type or choices", "default", "meaning")
 
 
 def recipe_table() -> str:
-    """Return the presets: each operand of each GEMM, and what a layer keeps for backward."""
+    """Return the presets: each operand of each GEMM, and the tensors that a layer keeps for backward."""
     header = (
         "recipe",
         "fprop: input, weight",
@@ -151,7 +151,7 @@ def result_kind_table() -> str:
 
 
 def optimizer_state_table() -> str:
-    """Return the bytes a parameter of every tier by dtype of the weight, counted for a matrix of 4096 x 4096."""
+    """Return the bytes per parameter of every tier by dtype of the weight, counted for a matrix of 4096 x 4096."""
     from octavo.optim import TIERS, bytes_per_parameter
 
     kinds = ("weight", "gradient", "master", "first", "second", "total")
@@ -170,7 +170,7 @@ def optimizer_state_table() -> str:
 
 
 def activation_table() -> str:
-    """Return the bytes that a token costs in a block of Llama-3-8B, by option, and what an option computes twice."""
+    """Return the bytes per token in a block of Llama-3-8B, by option, and the share that an option computes twice."""
     from octavo.conversion import Policy
     from octavo_bench import memory
     from octavo_bench.workloads import WORKLOADS
@@ -198,12 +198,12 @@ def run_store_table() -> str:
 
 
 def system_key_table() -> str:
-    """Return what the machine may have measured."""
+    """Return the keys of machine metrics."""
     return table(("key", "meaning"), [(f"`{key}`", meaning) for key, meaning in SYSTEM_KEYS.items()])
 
 
 def aggregate_table() -> str:
-    """Return what a tracker is sent of a snapshot."""
+    """Return the aggregates of a snapshot that trackers are sent."""
     return table(("name", "meaning"), [(f"`{key}`", meaning) for key, meaning in AGGREGATES.items()])
 
 
@@ -219,7 +219,7 @@ def verdict_table() -> str:
 
 
 def doctor_table() -> str:
-    """Return what `octavo doctor` looks for: what a fault looks like, the check that finds it, and what to do."""
+    """Return the faults that `octavo doctor` finds: symptom, check and remedy."""
     from octavo.doctor.checks import CHECKS
 
     rows = [(check.symptom, f"`{check.name}`", kind, check.remedy) for kind in CHECKS for check in CHECKS[kind]]
@@ -231,7 +231,7 @@ DECADES = 4
 
 
 def range_table() -> str:
-    """Return what each format holds, and what is recommended of a tensor's largest magnitude."""
+    """Return the range of each format, and the recommended margin of a tensor's largest magnitude."""
     titles = ("full precision", "in all")
     header = ("format", "largest", "smallest normal", "smallest", "zero up to", *titles, "margin", "amax / scale")
     return table(header, [_range_row(fmt) for fmt in (E4M3, E5M2)])
@@ -252,7 +252,7 @@ def most_margin(fmt: Format) -> int:
 
 
 def column_table() -> str:
-    """Return the columns of what `octavo calibrate` prints, with the limits that it holds scales against."""
+    """Return the columns that `octavo calibrate` prints, with its limits for scales."""
     rows = [
         ("scales that fit", f"from that of the choice without its margin, to where {_percent(FLUSHED)} is flushed"),
         ("spare bits", "between the two; negative: none fits"),
@@ -280,7 +280,7 @@ def summary_table() -> str:
 
 
 def operand_tables() -> str:
-    """Return a table a recipe: each operand of each GEMM, how it is made and what that costs. Equal ones are one."""
+    """Return a table per recipe: how each operand of each GEMM is made, at which cost. Equal ones are merged."""
     alike: dict[str, list[str]] = {}
     for name in recipes.names():
         alike.setdefault(_operand_table(recipes.load(name)), []).append(name)

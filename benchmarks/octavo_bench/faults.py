@@ -143,9 +143,9 @@ def _inf_in_a_token(run: Struck) -> None:
 
 
 def _swiglu_spike(run: Struck) -> None:
-    """Let one token's hidden activation spike from a step on, in a way that high precision does not notice.
+    """Let one token's hidden activation spike from a step on, without an effect in high precision.
 
-    The output of that token stays what it would be without: all that happens is that the others share a tensor with it.
+    The output of that token stays the same: the spike only shares a tensor with the others.
     """
     layer = run.model.get_submodule("layers.1.feed_forward.w2")
     plain: list[Tensor] = []
@@ -206,7 +206,7 @@ FAULTS = {
 
 @dataclass
 class _Notes:
-    """Keeps what guardrails said."""
+    """Collects the notes of guardrails."""
 
     notes: list[Note] = field(default_factory=list)
 
@@ -248,7 +248,7 @@ def bench_faults(
     device: str = "cpu",
     report: Callable[[Mapping[str, Any]], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """Strike a run with each fault, and return a row for each: what was found, and what it cost.
+    """Strike a run with each fault, and return a row for each: the diagnosis and the cost.
 
     Args:
         faults: some of `FAULTS`.
@@ -298,7 +298,7 @@ def _row(fault: Fault, config: RunConfig, undisturbed: float) -> dict[str, Any]:
 
 
 def _train(config: RunConfig, fault: Fault | None) -> tuple[float, list[Note]]:
-    """Return the held-out loss of a run, and what guardrails said."""
+    """Return the held-out loss of a run and the notes of guardrails."""
     notes = _Notes()
     shutil.rmtree(config.run.out, ignore_errors=True)  # of a run before
     with ranks_of(config) as ranks:

@@ -82,7 +82,7 @@ def _figures(shape: Shape, ms: float, baseline: Row) -> Row:
 
 
 def _candidates(shape: Shape, device: str) -> Iterator[tuple[Row, Callable[[], Tensor]]]:
-    """Yield what to time on one shape, BF16 first."""
+    """Yield the calls to time on one shape, BF16 first."""
     name = "x".join(map(str, shape))
     a_MK, b_NK = normal(shape, device)
     yield {"shape": name, "kernel": BF16, "operands": BF16, "accumulate": "slow"}, lambda: a_MK @ b_NK.t()

@@ -165,7 +165,7 @@ def bench_host(
     if not torch.cuda.is_available():
         from octavo.errors import UnsupportedError
 
-        raise UnsupportedError("octavo bench host times what the host does for a CUDA GPU, and there is none here.")
+        raise UnsupportedError("octavo bench host times the work of the host for a CUDA GPU, and there is none here.")
     found = implementations(recipes, note)
     rows: list[Row] = []
     for name, convert in found.items():
@@ -261,7 +261,7 @@ def count_launches(stack: Stack) -> Launches:
 
 
 def launch_figures(launches: Launches) -> Row:
-    """Return what a row says of the launches of a step, per block."""
+    """Return the figures of a row from the launches of a step, per block."""
     return {
         "launches_per_block": round(launches.kernels / BLOCKS, 2),
         "copies_per_block": round(launches.copies / BLOCKS, 2),
@@ -298,7 +298,7 @@ def _warm_up(stack: Stack) -> None:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keep Python's garbage collector out of what is timed."""
+    """Keep Python's garbage collector out of timed steps."""
     gc.collect()
     gc.disable()
     try:
@@ -327,7 +327,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help="steps to time")
     given = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("host: there is no CUDA GPU here, and it is the host's work for one that is timed.")
+        sys.exit("host: there is no CUDA GPU here, and it times the host's work for one.")
     rows = bench_host(
         [name for name in given.recipes.split(",") if name],
         steps=given.steps,

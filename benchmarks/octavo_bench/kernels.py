@@ -147,7 +147,7 @@ def _bytes(tensors: object) -> int:
 
 
 def _tensors(result: object) -> Iterator[Tensor]:
-    """Yield the tensors in what a kernel returned, however nested."""
+    """Yield the tensors of a nested result."""
     if isinstance(result, Tensor):
         yield result
     elif isinstance(result, tuple | list):

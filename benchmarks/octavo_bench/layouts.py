@@ -84,7 +84,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(case: Case, layout: Layout) -> Estimate:
-    """Return what a step takes in one layout."""
+    """Estimate a step in one layout."""
     data = data_parallel(case, layout)
     tensor = tensor_parallel(case, layout)
     compute, update = compute_seconds(case, layout)
@@ -105,7 +105,7 @@ def estimate(case: Case, layout: Layout) -> Estimate:
 
 
 def micro_batches(case: Case, layout: Layout) -> int:
-    """Return how many a data-parallel rank computes in a step."""
+    """Return the micro-batches of a data-parallel rank per step."""
     return case.batch_tokens // (layout.shard * layout.replicas * layout.sequences * case.model.sequence)
 
 
@@ -161,7 +161,7 @@ def data_parallel(case: Case, layout: Layout) -> Traffic:
     micro = 1 if layout.gathers_once else micro_batches(case, layout)
     passes = 1 if layout.gathers_once else 2
     rows = embedding_rows(case, layout)
-    ends -= case.head_weights if rows else 0  # what is left is gathered
+    ends -= case.head_weights if rows else 0  # the rest is gathered
     gather = passes * layers * links.gather(blocks / layers * weight, shard) + links.gather(2 * ends, shard)
     reduce = layers * links.gather(blocks / layers * scheme.gradient_wire, shard)
     reduce += links.gather(ends * scheme.gradient_wire, shard)
@@ -256,7 +256,7 @@ _STATE_BYTES: dict[tuple[str, str, str], dict[str, float]] = {}
 
 
 def state_bytes(scheme: Scheme) -> dict[str, float]:
-    """Return the bytes a parameter of weight, gradient and states, by kind, as `octavo.optim` keeps them."""
+    """Return the bytes per parameter of weight, gradient and states, by kind, as `octavo.optim` keeps them."""
     key = scheme.states, scheme.weight, scheme.gradient
     if key not in _STATE_BYTES:
         import torch
@@ -303,7 +303,7 @@ def _rank(found: Estimate) -> tuple[float, float]:
 
 
 def kept_values(model: ModelConfig) -> int:
-    """Return the values a token that a block keeps for backward, as plain PyTorch does with an attention in one kernel.
+    """Return the values per token that a block keeps for backward, as in plain PyTorch with attention in one kernel.
 
     Both inputs of residual sums, both outputs of norms, the attention's output; Q, K and V; the feed-forward's hidden
     values: gate, up and their product, or before and after GELU.

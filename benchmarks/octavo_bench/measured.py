@@ -276,7 +276,7 @@ def _shape(row: Row) -> str:
 
 
 def _session(baseline: Row) -> str:
-    """Return what the baseline's row says of the session: the machine's own rates, and its drift."""
+    """Return the notes of a session from its baseline: the machine's own rates, and its drift."""
     said = []
     if "rates" in baseline:
         rates = baseline["rates"]
@@ -346,7 +346,7 @@ TELEMETRY = (
 
 
 def telemetry(directory: Path) -> str:
-    """Return one line per workload, machine by machine: what telemetry of every tensor adds to a step."""
+    """Return one line per workload, machine by machine: the cost of telemetry of every tensor in a step."""
     found = results.latest_by_hardware("telemetry", directory)
     shown = ((figures(TELEMETRY, result.rows, len(TELEMETRY)), result.origin) for result in found)
     return "\n\n".join(part for parts in shown for part in parts)

@@ -1,4 +1,4 @@
-"""Measure the peak memory of training a Llama, beside what was predicted; and find and train the largest that fits."""
+"""Peak memory of training a Llama beside its forecast, and the largest that fits; bytes a block keeps, by option."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ CASES = {
         recipe="folded", policy=_LEAN, states="fp8-min", release=True
     ),
 }
-"""By name, the baseline first: BF16 weights and gradients, FP32 master and moments, 16 bytes a parameter."""
+"""By name, the baseline first: BF16 weights and gradients, FP32 master and moments, 16 bytes per parameter."""
 BASELINE, *_, LEANEST = CASES
 
 
@@ -136,7 +136,7 @@ def _model(workload: Workload, device: str) -> Llama:
 
 
 def _largest(workload: Workload, case: Case) -> Workload:
-    """Return the largest workload of these proportions that is predicted to fit this GPU, one sequence a step."""
+    """Return the largest workload of these proportions that is predicted to fit this GPU, one sequence per step."""
     gib = torch.cuda.get_device_properties(0).total_memory * USABLE / GIB
     config = workload.config
 
@@ -189,7 +189,11 @@ BF16, CODE, SCALE, TILE = 2, 1, 4, 128
 
 
 def kept(config: ModelConfig, policy: Policy | None = None) -> dict[str, int]:
-    """Return the bytes that a token costs in a block of a converted Llama, by what they hold."""
+    """Return the bytes per token that a block of a converted Llama keeps from forward to backward, by content.
+
+    A test compares them with the storages that a block saves. The recipe has a scale per token, as `folded` does;
+    layers share inputs and MLPs are fused.
+    """
     policy = policy or Policy()
     dim, ffn, keys = config.dim, config.ffn_dim, config.head_dim * config.key_value_heads
     by_row, by_tile = CODE * dim + SCALE, {width: CODE * width + SCALE * -(-width // TILE) for width in (dim, ffn)}
@@ -205,13 +209,13 @@ def kept(config: ModelConfig, policy: Policy | None = None) -> dict[str, int]:
 
 
 def recomputed(config: ModelConfig, keep: float) -> tuple[int, float]:
-    """Return the bytes a token of a block that is recomputed, and the share of its forward's FLOPs that run again.
+    """Return the bytes per token of a block that is recomputed, and the share of its forward's FLOPs that run again.
 
     Args:
         keep: FLOPs a byte from which on a result is kept, infinite for none.
     """
     dim, ffn, keys = config.dim, config.ffn_dim, config.head_dim * config.key_value_heads
-    results = [  # length of the sum, elements a token, other bytes kept with it
+    results = [  # length of the sum, elements per token, other bytes kept with it
         (dim, dim + 2 * keys, 0),
         (config.sequence, dim, SCALE * config.heads),
         (dim, dim, 0),

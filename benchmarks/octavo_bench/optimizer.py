@@ -87,7 +87,7 @@ CASES = (
     Case(MUON_BASELINE, _HALF, _HALF, "muon"),
     *(Case(name, _HALF, _HALF, "muon") for name in ("fp32", "fp8")),
 )
-"""The first is what all are compared with: FP32 weights, gradients and moments."""
+"""The first is the baseline: FP32 weights, gradients and moments."""
 
 
 def bench_optimizer(
@@ -101,8 +101,8 @@ def bench_optimizer(
     """Return one row per tier and dtype of the weight, as the result kind `optimizer` has them.
 
     `ms` is a step without clipping or a search for overflows, as PyTorch's has neither; `ms_clipped` is one with
-    clipping to a global norm, PyTorch's by `clip_grad_norm_`. `seconds` is what the row took; until its first step was
-    done, kernels compiled, `seconds_to_first_step`. `update_error_db` is of `update_error`, for AdamW.
+    clipping to a global norm, PyTorch's by `clip_grad_norm_`. `seconds` is the time of the row;
+    `seconds_to_first_step` ends with its first step, kernels compiled. `update_error_db` is for AdamW.
 
     Args:
         parameters: about how many.
@@ -264,7 +264,10 @@ def update_error_db(
 ) -> float:
     """Return |w - w64| / |w64 - w0| in dB: the error of all updates together, relative to them.
 
-    w is the master where the optimizer has one, w64 the weight after as many steps of AdamW in FP64.
+    A small problem with known gradients, the same for every storage: a constant signal and four times as much noise,
+    with log-normal sizes of rows and columns. FP64 sees them exactly, an optimizer in its gradient dtype.
+
+    w is the master if the optimizer has one, w64 the weight after as many steps of AdamW in FP64.
 
     Args:
         weight: made of `_start_weight`, in whatever dtype.

@@ -1,8 +1,8 @@
 """Portability: whether the weights of a run mean the same on other hardware, or have grown used to one accumulator.
 
 The loss on held-out text of one set of weights, computed in four ways: as it was trained, with slow accumulation, from
-the same codes with exact sums, and in BF16. Nothing else differs, so that a gap between them is what the weights owe to
-rounding. There are released models whose loss more than doubles on hardware with another accumulator.
+the same codes with exact sums, and in BF16. Nothing else differs, so that a gap between them is due to rounding in
+training. There are released models whose loss more than doubles on hardware with another accumulator.
 
 On Hopper its own accumulator computes; elsewhere it is emulated, which suits small models and few tokens.
 """
@@ -31,7 +31,7 @@ from octavo.train.setup import Setup
 from octavo_bench.cli import TO_STDOUT, Output, Row, command_line, device_named
 
 TOLERANCE = 0.02
-"""Nats a token. Rounding to FP8 alone makes less of a difference between the ways."""
+"""Nats per token. Rounding to FP8 alone makes less of a difference between the ways."""
 AS_TRAINED = "as trained"
 
 
@@ -72,7 +72,7 @@ def probe(
 
 
 def alarm(rows: Sequence[Mapping[str, Any]], tolerance: float = TOLERANCE) -> str | None:
-    """Return what is wrong where a way differs from `as trained` by more than `tolerance` nats, or None."""
+    """Return a message if a way differs from `as trained` by more than `tolerance` nats, or None."""
     apart = [row for row in rows if not abs(row["difference"]) <= tolerance]
     if not apart:
         return None
@@ -94,7 +94,7 @@ def _settings(found: checkpoint.Checkpoint, device: str, tokens: int | None) -> 
 
 
 def _about(found: checkpoint.Checkpoint, setup: Setup) -> dict[str, Any]:
-    """Return what every row says of the model, the text, and the accumulator behind `as trained` and `slow`."""
+    """Return the keys of every row on the model, the text, and the accumulator behind `as trained` and `slow`."""
     config = setup.config
     about = {
         "model": model_name(config.model.architecture, count_parameters(setup.lanes[0].model)),
@@ -120,7 +120,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def _not_hoppers(setup: Setup) -> str | None:
-    """Return why Hopper's tensor cores do not multiply what fprop multiplies, or None."""
+    """Return the reason why Hopper's tensor cores do not compute fprop, or None."""
     used = setup.plan.recipes.values() if setup.plan is not None else ()
     for recipe in (recipe for recipe in used if recipe.fprop.is_fp8):
         operands = (recipe.fprop.input, recipe.fprop.weight)

@@ -1,6 +1,6 @@
-"""One rank of many without the others: a process group in which each of them says what this one says.
+"""One rank of many without the others: a process group whose other ranks mirror this one.
 
-Collectives copy on the GPU what a network would bring, and so a rank does all of its own work: it quantises, packs,
+Collectives copy on the GPU in place of network transfers, and so a rank does all of its own work: it quantises, packs,
 computes, unpacks and steps its shard. What is left out is waiting for others. Where PyTorch's backend `fake` leaves
 results unwritten, here they are numbers: NaN and zeros draw less power, and their times would be too good.
 """
@@ -35,7 +35,7 @@ _ProcessGroup: Any = dist.ProcessGroup  # whose methods have other names and typ
 
 
 class Alone(_ProcessGroup):  # type: ignore[misc]
-    """Collectives of a rank whose peers hold what it holds, on the current stream. Names as PyTorch calls them.
+    """Collectives of a rank whose peers hold the same data, on the current stream. Names as PyTorch calls them.
 
     So a sum is the value times the number of ranks, a mean or a maximum the value itself. Messages between the stages
     of a pipeline have no such meaning: there are none.
@@ -64,7 +64,7 @@ class Alone(_ProcessGroup):  # type: ignore[misc]
         return _done()
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        """Leave what all have."""
+        """Leave the tensors: all ranks have the same."""
         return _done(tensors)
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
@@ -130,7 +130,7 @@ class Alone(_ProcessGroup):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
     def _factor(self, opts: Any) -> int:
-        """Return what a reduction multiplies by."""
+        """Return the factor of a reduction."""
         operation = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         return self._ranks if operation == dist.ReduceOp.SUM else 1
 
@@ -143,7 +143,7 @@ def _done(result: Any = None) -> dist.Work:
 
 
 TIMEOUT = datetime.timedelta(minutes=5)
-"""After which a rank no longer waits for another."""
+"""Longest wait of a rank for another."""
 
 
 def under_torchrun() -> bool:

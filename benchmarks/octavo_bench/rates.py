@@ -126,7 +126,16 @@ def quantized(shape: Shape, granularities: Iterable[str], device: str) -> tuple[
 
 
 def floor_ms(workload: Workload, implementation: Implementation, rates: Rates, attention_ms: float) -> float:
-    """Return the floor of an implementation in milliseconds."""
+    """Return the floor of an implementation in milliseconds: a step with nothing but the unavoidable.
+
+        floor = GEMMs at the rate of their precision + attention as in BF16 + unavoidable bytes at the rate of a copy
+
+    GEMMs and attention are calls into cuBLAS and cuDNN that read their operands from memory and write their results
+    there. Between two of them is one pass that reads each of its operands once and writes each of its results once
+    (`block_bytes`, `model_bytes`). The floor leaves out launches, second reads for a scale's maximum, the scales (a
+    hundredth of the codes) and the cosines of the rotation. Fusion into the GEMMs, which vendors do not offer, could
+    go below it.
+    """
     moved = step_bytes(workload, fp8=implementation.is_fp8)
     return gemm_ms(workload, implementation, rates) + attention_ms + moved / rates.copy_gb_per_s / 1e6
 
@@ -169,7 +178,7 @@ def block_bytes(workload: Workload, *, fp8: bool) -> int:
     """
     tokens, dim, ffn = workload.tokens, workload.dim, workload.ffn
     keys = dim // workload.heads * workload.kv_heads
-    operand = 2  # bytes an element: BF16, or two codes
+    operand = 2  # bytes per element: BF16, or two codes
     norms = 2 * dim * (2 + 2 + 2 + operand)
     norms_backward = 2 * dim * (2 + 2 + 2 + 2 + (operand if fp8 else 0))
     rotation = (dim + keys) * (2 + 2)

@@ -138,7 +138,7 @@ def _measure(work: Work, device: torch.device) -> Iterator[Row]:
                 row |= {"elements": work.elements, "dtype": work.dtype}
                 try:
                     yield row | _figures(_scheme(name, device), call, own, exact, work.repeats)
-                except Exception as error:  # the same on every rank: what this machine cannot do
+                except Exception as error:  # unsupported on this machine: the same on every rank
                     yield row | {"error": failure(error)}
 
 

@@ -1,4 +1,4 @@
-"""Result files: what was measured, on what, with which command. All figures in README and docs come from one.
+"""Result files: measurements with machine, software and command. All figures in README and docs come from one.
 
 A result is `benchmarks/results/<date>-<hardware>-<kind>.json`, the newest of a kind `latest/<kind>.json` too.
 """
@@ -92,7 +92,7 @@ MAY_FAIL = (
     *("step", "host", "gemm", "kernels", "stress", "optimizer", "ablation"),
     *("reduce", "distributed", "rank", "memory", "scaling", "faults"),
 )
-"""Kinds whose rows may have `error`, a text, in place of their figures: what failed is part of what was measured."""
+"""Kinds whose rows may have `error`, a text, in place of their figures: a failure is a result."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,7 +154,7 @@ def _check_row(row: Mapping[str, Any], required: Mapping[str, type], where: str)
 
 
 def failure(error: Exception) -> str:
-    """Return what a row says of an exception under `error`: its class and the first line of its message."""
+    """Return the text of an exception for `error`: its class and the first line of its message."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0] or 'no message'}"
 
 
@@ -188,11 +188,11 @@ def save(
     device: str = "auto",
     machine: str | None = None,
 ) -> Path:
-    """Write what was measured today with this software, and return the file.
+    """Write today's rows with this machine and software, and return the file.
 
     Args:
-        device: what it was measured on, as `octavo.train.device` resolves it.
-        machine: what the result says in place of the device's name.
+        device: measured device, as `octavo.train.device` resolves it.
+        machine: a name in place of the device's.
     """
     result = Result(
         kind=kind,
@@ -206,7 +206,7 @@ def save(
 
 
 def merge(older: Result, newer: Result) -> Result:
-    """Return `newer` with the rows of `older` for what `newer` has not measured: one file for a day's work.
+    """Return `newer` with the rows of `older` that `newer` does not measure: one file per day.
 
     Rows of one workload, or of one model and length of training, are never mixed: they compare only within a session.
 
@@ -280,7 +280,7 @@ def versions() -> dict[str, str]:
 
 
 def hardware(device_name: str = "auto") -> str:
-    """Return a slug of what computes: the name of the GPU, or of the processor; by default the first GPU if any."""
+    """Return a slug of the hardware: the name of the GPU, or of the processor; by default the first GPU if any."""
     import torch
 
     from octavo.train import device

@@ -2,7 +2,7 @@
 
 Rates of products, attention, element-wise passes and the optimizer are those of committed results, from one GPU
 (`measured_rates`); links are stated (`assumptions`); `layouts` is the model. Nothing here was run on more GPUs than a
-result says: the point of 4 GPUs is what such a measurement is compared with.
+result says: the point of 4 GPUs is compared with such a measurement.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ WIDTH = 50
 
 
 def bars(directory: Path) -> str:
-    """Return, for each model, a bar a scheme and number of GPUs: the GPU time of a step, and what it is spent on."""
+    """Return, for each model, a bar per scheme and number of GPUs: the GPU time of a step by part."""
     result = results.latest("scaling", directory)
     if result is None:
         return ""
@@ -61,7 +61,7 @@ COLUMNS = (
 
 
 def figures(directory: Path) -> str:
-    """Return, for each model, a line a scheme and number of GPUs: the fastest layout that fits, and what it takes."""
+    """Return, for each model, a line per scheme and number of GPUs: the fastest layout that fits, and its figures."""
     result = results.latest("scaling", directory)
     if result is None:
         return ""
@@ -99,7 +99,7 @@ def wire(directory: Path) -> str:
 
 
 def check(directory: Path) -> str:
-    """Return the point of 4 GPUs as computed, beside what results of kind `distributed` have of it."""
+    """Return the point of 4 GPUs as computed, beside results of kind `distributed`."""
     result = results.latest("scaling", directory)
     rows = [] if result is None else _checked(result)
     if result is None or not rows:

@@ -168,7 +168,7 @@ def _gradient_norm(training: Training) -> float:
 def _compare(
     session: Session, row: Row, baseline: Row, implementation: Implementation, limits: rates.Rates | None
 ) -> None:
-    """Add what a row says beside others: against the baseline, the floor and the datasheet."""
+    """Add the figures relative to the baseline, the floor and the datasheet."""
     row["ratio_to_bf16"] = round(baseline["ms"] / row["ms"], 3)
     peak = datasheet_tflops(torch.cuda.get_device_name()) if session.device == "cuda" else None
     if peak is not None:
@@ -200,7 +200,7 @@ def _attention(device: str) -> Iterator[None]:
 
 
 def _recomputation(implementation: Implementation) -> AbstractContextManager[object]:
-    """Let the compiler make again what it would otherwise keep because products read it: a norm's output, its codes."""
+    """Let the compiler recompute a norm's output and its codes, which it would otherwise keep as GEMM operands."""
     banned = not implementation.remakes
     patched: AbstractContextManager[object] = functorch.patch(ban_recompute_materialized_backward=banned)
     return patched
@@ -299,7 +299,7 @@ def _figures(row: Row) -> str:
 
 
 def host(*, recipes: str = "folded", steps: int = host_bench.STEPS, output: Output = TO_STDOUT) -> int:
-    """Time what the host does per block, and count kernel launches, on Llama blocks too small to keep a GPU busy.
+    """Time the host per block and count kernel launches, on Llama blocks too small to keep a GPU busy.
 
     Forward and backward of 8 blocks (dim 1024, 128 tokens) in BF16, torchao if it is there, and Octavo, in eager mode
     and compiled block by block. It needs a CUDA device.

@@ -117,12 +117,12 @@ def bench_stress(
 def _row(case: Case, recipe: str, device: str) -> dict[str, Any]:
     try:
         return measure(case, recipe, device)
-    except Exception as error:  # what cannot run is part of the table
+    except Exception as error:  # a failure is part of the table
         return {"error": failure(error)}
 
 
 def measure(case: Case, recipe: str, device: str = "cpu") -> dict[str, Any]:
-    """Return the signal to noise of Y, dX and dW, in dB, of the median and of the worst row, and what is not finite.
+    """Return the signal to noise of Y, dX and dW, in dB, of the median and of the worst row, and a count.
 
     `nonfinite` counts the NaN and infinities in all three; a product that has any has no figures.
     """
@@ -173,7 +173,7 @@ def _converted(recipe: str, steps: Sequence[Inputs], device: str) -> nn.Sequenti
         for step in steps[:-1]:
             _step(model, step)
         return model
-    with tempfile.TemporaryDirectory() as folder:  # what `static` needs is what `delayed` has seen
+    with tempfile.TemporaryDirectory() as folder:  # `static` takes the scales of `delayed`
         path = Path(folder) / "scales.json"
         book = octavo.scales(_converted("delayed", steps, device))
         assert book is not None  # `delayed` keeps scales

@@ -89,7 +89,7 @@ def run_all(
 
 
 def _claim(out: Path, arguments: Sequence[str]) -> None:
-    """Write down what the runs of this directory share, or see that it is the same."""
+    """Record the shared flags of a directory's runs, or check that they are the same."""
     study = out / "study.json"
     if not study.exists():
         out.mkdir(parents=True, exist_ok=True)
@@ -130,7 +130,7 @@ def read_run(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def heldout_losses(run: Path, lane: str) -> list[float]:
-    """Return a finished run's loss on each held-out sequence, nats a token."""
+    """Return a finished run's loss on each held-out sequence, nats per token."""
     losses: list[float] = json.loads((run / "heldout.json").read_text(encoding="utf-8"))[lane]
     return losses
 
@@ -185,14 +185,14 @@ def _parity_row(recipe: str, seed: int, run: Path) -> Row:
 def add_evidence(
     rows: Sequence[dict[str, Any]], out: Path, *, report: Callable[[str], None] = print
 ) -> list[dict[str, Any]]:
-    """Return the rows of `run_parity` with what sets each recipe beside BF16 of the same seed.
+    """Return the rows of `run_parity` with the evidence on each recipe against BF16 of the same seed.
 
     Rows of BF16, and of seeds that BF16 was not trained with, stay as they are. The others take
 
         gap, gap_95                 held-out loss less BF16's, in nats; half of its 95 % interval over sequences
-        tokens_ratio                tokens it needs for BF16's loss, in units of what BF16 needs (`curves`)
-        loss_matched_speedup        time that BF16 needs for that loss, in units of what it needs itself
-        cosine_...                  of gradients (`gradients`), measured once, with the first such seed
+        tokens_ratio                tokens it needs for BF16's loss, in units of BF16's (`equal_loss`)
+        loss_matched_speedup        time that BF16 needs for that loss, in units of its own
+        cosine_...                  of gradients (`gradient_cosines`), measured once, with the first such seed
 
     Args:
         out: the directory of the runs.

@@ -55,7 +55,7 @@ def bench_telemetry(
     A GPU's steps are timed by its own events. On a CPU it is the processor time of the thread that trains, and that
     does all of telemetry: others that use the machine take wall time away, but less of that. There `own_percent` is
     counted, too: the time that this thread spends in telemetry's own code, of a step's without. It hardly depends on
-    what else the machine does, but knows nothing of what telemetry drives out of the caches. The process keeps its
+    what else the machine does, but leaves out the cost of cache lines that telemetry evicts. The process keeps its
     memory from now on: without, a step takes tens of thousands of page faults, and never as many as the one before.
 
     Args:

@@ -51,7 +51,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens a step."""
+        """Tokens per step."""
         return self.batch * self.sequence
 
     @property
@@ -243,7 +243,7 @@ class ImageWorkload:
 
     @property
     def tokens(self) -> int:
-        """Images per step: what results count a second."""
+        """Images per step: results count them per second."""
         return self.batch
 
     @property
@@ -263,7 +263,7 @@ class ImageWorkload:
         return ResNet(self.depths, self.width, self.classes)
 
     def implementations(self) -> dict[str, Implementation]:
-        """Return what can compute it: BF16 and every recipe, and the default as it is planned by itself."""
+        """Return its implementations: BF16, every recipe, and the default as planned."""
         found = {name: one for name, one in implementations().items() if name == BF16 or name.startswith("octavo")}
         name = "octavo folded (as planned)"
         return found | {name: Implementation(name=name, convert=_as_planned, gemms=precisions(load("folded")))}
