@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from octavo.kernels.storage import Storage
 from octavo.optim import TIERS, AdamW, States, keep_none
 from octavo.tensor import FP8Tensor
-
-Row = dict[str, Any]
+from octavo_bench.results import Row
 
 _E4M3, _FP16 = Storage("e4m3", "tensor"), Storage("fp16", "tensor")
 _FP32 = Storage("fp32")

@@ -18,8 +18,8 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from octavo.errors import ConfigError, did_you_mean
+from octavo_bench.results import Row
 
-Row = dict[str, Any]
 Names = Annotated[tuple[str, ...], Parameter(negative=())]
 
 COMMANDS = {

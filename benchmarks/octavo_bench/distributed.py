@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,8 @@ from octavo.train.timing import milliseconds, synchronize
 from octavo_bench.cli import TO_STDOUT, Names, Output, command_line
 from octavo_bench.implementations import BF16
 from octavo_bench.ranks import any_rank, process_group, under_torchrun
-from octavo_bench.results import failure
+from octavo_bench.results import Row, failure
 from octavo_bench.sharded import Implementation, Layout, implementations, lay_out, part_of_batch
-
-Row = dict[str, Any]
 
 WARM_UP = SETTLED
 """Steps that are not timed: they compile."""

@@ -6,7 +6,6 @@ import re
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +17,7 @@ from octavo.train.timing import milliseconds, warm_up
 from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named
 from octavo_bench.implementations import BF16
 from octavo_bench.rates import Shape, normal, quantized
-from octavo_bench.results import failure
-
-Row = dict[str, Any]
+from octavo_bench.results import Row, failure
 
 SHAPES: tuple[Shape, ...] = (
     (8192, 8192, 8192),

@@ -35,9 +35,7 @@ from octavo.nn.weights import quantized_weights, weights_changed
 from octavo.train.timing import milliseconds, warm_up
 from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named
 from octavo_bench.rates import copy_rate
-from octavo_bench.results import failure
-
-Row = dict[str, Any]
+from octavo_bench.results import Row, attempt
 
 BY_ROW = Target("e4m3", "row", "power_of_two")
 BY_COLUMN = Target("e4m3", "column", "power_of_two")
@@ -111,12 +109,8 @@ def bench_kernels(
             continue
         height, width = case.shape if device == "cuda" else map(min, case.shape, SMALL)
         row: Row = {"kernel": case.kernel, "shape": f"{height} x {width}"}
-        try:
-            row |= _measure(case, height, width, device, repeats)
-        except Exception as error:  # one that fails must not lose the others
-            row["error"] = failure(error)
-        rows.append(row)
-        report(row)
+        rows.append(attempt(row, partial(_measure, case, height, width, device, repeats)))
+        report(rows[-1])
     return rows
 
 

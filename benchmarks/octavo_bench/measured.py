@@ -14,8 +14,8 @@ from octavo.memory import KINDS
 from octavo_bench import results
 from octavo_bench.evidence import over_seeds, student
 from octavo_bench.implementations import BF16
-from octavo_bench.render import Row, by_columns, cell, figures, grouped, table
-from octavo_bench.results import Result
+from octavo_bench.render import by_columns, cell, figures, grouped, table
+from octavo_bench.results import Result, Row
 
 # --- accuracy --------------------------------------------------------------------------------------------------------
 

@@ -22,10 +22,8 @@ from octavo.optim import AdamW, keep_none, keep_small
 from octavo.optim.states import States
 from octavo.train.memory import largest_of
 from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, known
-from octavo_bench.results import failure
+from octavo_bench.results import Row, failure
 from octavo_bench.workloads import WORKLOADS, Workload
-
-Row = dict[str, Any]
 
 GIB = 2**30
 USABLE = 0.95

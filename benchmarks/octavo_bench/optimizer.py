@@ -20,9 +20,7 @@ from octavo.train.timing import milliseconds, synchronize, warm_up
 from octavo_bench.ablation import run_ablation
 from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, numbers
 from octavo_bench.rates import copy_rate
-from octavo_bench.results import failure
-
-Row = dict[str, Any]
+from octavo_bench.results import Row, failure
 
 BASELINE, MUON_BASELINE = "torch fused AdamW", "torch Muon"
 CLIP = 1.0

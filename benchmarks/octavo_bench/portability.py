@@ -28,7 +28,8 @@ from octavo.train.evaluate import heldout_losses
 from octavo.train.lane import Lane
 from octavo.train.reopen import find, restore, settings_of
 from octavo.train.setup import Setup
-from octavo_bench.cli import TO_STDOUT, Output, Row, command_line, device_named
+from octavo_bench.cli import TO_STDOUT, Output, command_line, device_named
+from octavo_bench.results import Row
 
 TOLERANCE = 0.02
 """Nats per token. Rounding to FP8 alone makes less of a difference between the ways."""

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,9 +32,7 @@ from octavo.ranks import is_first_rank
 from octavo.train.timing import milliseconds
 from octavo_bench.cli import TO_STDOUT, Names, Output, command_line
 from octavo_bench.ranks import TIMEOUT, process_group, under_torchrun
-from octavo_bench.results import failure
-
-Row = dict[str, Any]
+from octavo_bench.results import Row, failure
 
 COLUMNS = 1024
 """Columns of a heavy-tailed gradient, each of a size of its own."""

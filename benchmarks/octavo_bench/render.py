@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from octavo_bench.results import Result
+from octavo_bench.results import Result, Row
 
-Row = dict[str, Any]
 Column = tuple[str, str]
 """Title, and the cell as a format of the row's keys: `("gap", "{gap_percent:+.2f} %")`."""
 

@@ -22,8 +22,7 @@ from octavo_bench import results
 from octavo_bench.assumptions import PEER, Assumptions, Scheme, load
 from octavo_bench.cli import TO_STDOUT, Output, command_line
 from octavo_bench.layouts import GIB, Case, Estimate, Layout, best, estimate, kept_values
-
-Row = dict[str, Any]
+from octavo_bench.results import Row
 
 CHECK = ("8B", 4, 4 * 8192, Layout(tensor=1, stages=1, shard=4, replicas=1, sequences=1))
 """The point that is measured: model, GPUs, tokens, and the layout as it is run."""

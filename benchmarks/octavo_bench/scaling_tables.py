@@ -10,10 +10,9 @@ from octavo.cli.flags import field_docs
 from octavo_bench import results
 from octavo_bench.assumptions import PEER, Assumptions, Scheme
 from octavo_bench.render import table
-from octavo_bench.results import Result
+from octavo_bench.results import Result, Row
 from octavo_bench.scaling import CHECK, CHECKED_BY
 
-Row = dict[str, Any]
 WIDTH = 50
 """Characters of the longest bar."""
 

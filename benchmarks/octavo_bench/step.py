@@ -34,10 +34,8 @@ from octavo_bench import rates
 from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, known
 from octavo_bench.implementations import BF16, Implementation, implementations
 from octavo_bench.rates import floor_ms
-from octavo_bench.results import failure, slug
+from octavo_bench.results import Row, failure, slug
 from octavo_bench.workloads import IMAGE_WORKLOADS, WORKLOADS, ImageWorkload, Training, Workload, build
-
-Row = dict[str, Any]
 
 TRACED = 25
 """Kernels of an implementation that a trace names."""

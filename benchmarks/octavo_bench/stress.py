@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from octavo import recipes
 from octavo.errors import ConfigError, did_you_mean
 from octavo.numerics import sqnr_per_row_db
 from octavo.recipes import Recipe
-from octavo_bench.cli import TO_STDOUT, Names, Output, Row, command_line, device_named
-from octavo_bench.results import failure
+from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named
+from octavo_bench.results import Row, attempt
 
 M, K, N = 256, 384, 256
 STEPS_BEFORE = 4
@@ -109,16 +110,9 @@ def bench_stress(
     rows = []
     for case in CASES:
         for name in names or recipes.names():
-            rows.append({"case": case.name, "recipe": name} | _row(case, name, device))
+            rows.append(attempt({"case": case.name, "recipe": name}, partial(measure, case, name, device)))
             report(rows[-1])
     return rows
-
-
-def _row(case: Case, recipe: str, device: str) -> dict[str, Any]:
-    try:
-        return measure(case, recipe, device)
-    except Exception as error:  # a failure is part of the table
-        return {"error": failure(error)}
 
 
 def measure(case: Case, recipe: str, device: str = "cpu") -> dict[str, Any]:

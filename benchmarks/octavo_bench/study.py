@@ -27,6 +27,7 @@ from octavo.train.files import read_metrics
 from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, numbers
 from octavo_bench.evidence import equal_loss, over_sequences, read_curve
 from octavo_bench.measured import parity_of, tiers_of
+from octavo_bench.results import Row
 
 
 class Job(NamedTuple):
@@ -133,9 +134,6 @@ def heldout_losses(run: Path, lane: str) -> list[float]:
     """Return a finished run's loss on each held-out sequence, nats per token."""
     losses: list[float] = json.loads((run / "heldout.json").read_text(encoding="utf-8"))[lane]
     return losses
-
-
-Row = dict[str, Any]
 
 
 def run_parity(

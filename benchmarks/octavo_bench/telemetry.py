@@ -20,9 +20,8 @@ from octavo.nn.telemetry import Telemetry
 from octavo.train.timing import milliseconds, warm_up
 from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, known
 from octavo_bench.implementations import implementations
+from octavo_bench.results import Row
 from octavo_bench.workloads import WORKLOADS, Workload, build
-
-Row = dict[str, Any]
 
 IMPLEMENTATION = "octavo folded"
 DEMO = Workload(name="demo", dim=128, ffn=352, heads=4, kv_heads=4, layers=4, batch=8, sequence=256, vocab=272)
