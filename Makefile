@@ -47,10 +47,10 @@ layers: $(VENV)/installed-dev ## imports point down
 	$(BIN)/lint-imports
 
 tables: $(VENV)/installed-dev ## write the generated tables of README and docs again
-	$(BIN)/python -m octavo.bench.tables
+	$(BIN)/octavo bench tables
 
 docs: $(VENV)/installed-dev ## the generated tables are current, the examples run
-	$(BIN)/python -m octavo.bench.tables --check
+	$(BIN)/octavo bench tables --check
 	$(BIN)/python -m pytest tests/test_docs.py tests/test_readme.py
 
 check: lint types layers test docs ## everything that .ci/run runs

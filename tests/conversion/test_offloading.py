@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from octavo.bench.workloads import Stack
 from octavo.conversion import offloading as subject
 from octavo.conversion.offloading import OffloadedBlock
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.gpt import GPT
 from octavo.models.llama import FeedForward
+from octavo_bench.workloads import Stack
 
 CONFIG = ModelConfig(vocab=64, dim=64, heads=4, kv_heads=2, layers=4, sequence=16, ffn=96)
 FP8 = octavo.Policy(activation_inputs="fp8", attention_output="fp8", norm_inputs="fp8")

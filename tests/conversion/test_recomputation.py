@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from octavo.bench.workloads import Stack
 from octavo.conversion import recomputation
 from octavo.conversion.blocks import choose, unwrap, wrap
 from octavo.conversion.recomputation import RecomputedBlock, price
@@ -16,6 +15,7 @@ from octavo.errors import ConfigError
 from octavo.kernels import ledger
 from octavo.models.config import ModelConfig
 from octavo.models.gpt import GPT
+from octavo_bench.workloads import Stack
 
 CONFIG = ModelConfig(vocab=64, dim=64, heads=4, kv_heads=2, layers=2, sequence=16, ffn=96)
 KEEPS = ("products", 65, "nothing")

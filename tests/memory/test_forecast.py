@@ -16,12 +16,12 @@ from torch._inductor import compile_fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 import octavo
-from octavo.bench.implementations import implementations
-from octavo.bench.workloads import WORKLOADS, build
 from octavo.errors import ConfigError
 from octavo.kernels import dispatch
 from octavo.memory import Forecast, Program, forecast
 from octavo.memory.forecast import WORKSPACE_OF_CUBLAS, largest
+from octavo_bench.implementations import implementations
+from octavo_bench.workloads import WORKLOADS, build
 
 STEP = Path(__file__).parents[2] / "benchmarks/results/latest/step.json"
 ROWS = {(r["workload"], r["implementation"]): r for r in json.loads(STEP.read_text(encoding="utf-8"))["rows"]}

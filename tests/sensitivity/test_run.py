@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from octavo.bench import results
 from octavo.errors import CheckpointError, ConfigError, DataError
 from octavo.sensitivity.run import Settings, localize_run, progress_of
+from octavo_bench import results
 
 LAYERS = 7
 

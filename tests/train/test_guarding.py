@@ -11,7 +11,6 @@ import torch
 
 import octavo
 from octavo import recipes
-from octavo.bench.accuracy.faults import FAULTS, Fault, Struck, _row, configuration
 from octavo.errors import ConfigError, RunError
 from octavo.guard import Alarm, GuardEvent
 from octavo.monitor.store import RunReader
@@ -21,6 +20,7 @@ from octavo.train.files import read_metrics
 from octavo.train.parallel import ranks_of
 from octavo.train.run import train
 from octavo.train.setup import set_up
+from octavo_bench.faults import FAULTS, Fault, Struck, _row, configuration
 
 Configure = Callable[..., RunConfig]
 AT = 14

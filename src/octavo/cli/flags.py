@@ -98,6 +98,17 @@ def _flags(cls: type) -> Iterator[Flag]:
             yield Flag(section_name, f.name, _bare(hints[f.name]), helps.get(f.name, ""), seen[f.name] == 1)
 
 
+def positive(flag: str, number: int) -> int:
+    """Return the number of a flag.
+
+    Raises:
+        ConfigError: it is not positive.
+    """
+    if number < 1:
+        raise ConfigError(f"{flag}: {number} is not a positive number.")
+    return number
+
+
 def field_docs(cls: type) -> Mapping[str, str]:
     """Return the docstring literal under each field of a dataclass."""
     return _field_docs(cls)

@@ -12,11 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from octavo.cli.bench.app import Write, finish, positive
+from octavo.cli.bench import benchmarks
+from octavo.cli.flags import positive
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
     from octavo.sensitivity.localisation import Report
+
+
+Write = Annotated[
+    Path | None,
+    Parameter(negative=(), help="Directory of result files to write to: benchmarks/results, in the repository."),
+]
 
 
 @Parameter(name="*")
@@ -82,6 +89,7 @@ def localize(
         raise ConfigError(f"--output: {output}: a precision map must be a .toml file.")
     if verify < 0 or (write is not None and not verify):
         raise ConfigError("--write stores the results of --verify: give --verify a number of maps, such as 16.")
+    results = None if write is None else benchmarks("results")
     counts = {"tokens": how.tokens, "verify_tokens": how.verify_tokens}
     given = {
         name: positive(f"--{name.replace('_', '-')}", count) for name, count in counts.items() if count is not None
@@ -96,11 +104,11 @@ def localize(
         print(found, *map(_verified, rows), sep="\n")
     if output is not None:
         print(f"written: {found.save(output)}", file=sys.stderr)
-    if not rows:
-        return 0
+    if write is None or results is None or not rows:
+        return int(any(row["rank_correlation"] < LEAST for row in rows))
     flags = [f"--recipe {recipe}" if recipe else "", f"--verify {verify}", *(f"--{n} {c}" for n, c in given.items())]
     command = " ".join(filter(None, ["octavo localize", run.name, *(flag.replace("_", "-") for flag in flags)]))
-    finish("localize", rows, write, False, command, device=device)
+    print(f"written: {results.save('localize', rows, write, command, device=device)}", file=sys.stderr)
     return int(any(row["rank_correlation"] < LEAST for row in rows))
 
 

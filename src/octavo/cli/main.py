@@ -43,7 +43,7 @@ app = App(
     default_parameter=Parameter(show_default=False),
     suppress_keyboard_interrupt=False,
 )
-for command in (train, plan, calibrate, doctor, recipes, bench, dump, dashboard, report, localize, export, eval_):
+for command in (train, plan, calibrate, doctor, recipes, bench(), dump, dashboard, report, localize, export, eval_):
     app.command(command)
 
 

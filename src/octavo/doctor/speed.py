@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from octavo import kernels
-from octavo.bench.speed.profile import profile
 from octavo.conversion.gain import predicted_gain
 from octavo.doctor.check import Finding, check, failure, ok, skipped, warning
 from octavo.doctor.subjects import Trial, a_gpu, fp8_layers
 from octavo.nn import Conv1d, Conv2d, Linear
 from octavo.nn.hooks import hooked
 from octavo.recipes import Recipe
+from octavo.train.profile import profile
 
 
 @check(

@@ -38,3 +38,9 @@ class _SkipInit(TorchFunctionMode):
 def count_parameters(model: nn.Module) -> int:
     """Return the number of parameters, a tied weight counted once."""
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def model_name(architecture: str, parameters: int) -> str:
+    """Return a short name of a model: `llama-129m`."""
+    million = parameters >= 1e6
+    return f"{architecture}-{round(parameters / (1e6 if million else 1e3))}{'m' if million else 'k'}"

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from octavo.bench.accuracy.study import model_name
 from octavo.conversion import revert
 from octavo.errors import DataError
-from octavo.models import count_parameters
+from octavo.models.factory import count_parameters, model_name
 from octavo.recipes import load
 from octavo.sensitivity.localisation import Report, localize, parse_budget
 from octavo.sensitivity.result import Localisation

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.bench.timing import milliseconds, warm_up
 from octavo.conversion.gain import predicted_ms
 from octavo.nn import Linear
 from octavo.nn.hooks import hooked
 from octavo.sensitivity.loss import Loss
 from octavo.sensitivity.precision_switch import Choice, Layer, PrecisionSwitch, weight_of
+from octavo.train.timing import milliseconds, warm_up
 
 REPEATS = 20
 """Calls over which the median is taken."""

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from octavo.bench.tables import ranges
 from octavo.numerics import E4M3, E5M2
+from octavo_bench import facts as ranges
 
 
 def test_every_figure_is_that_of_the_format() -> None:

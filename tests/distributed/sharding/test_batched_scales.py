@@ -1,6 +1,6 @@
 """Codes that a rank sends for the weights of a block: quantised together, once per change, right after each step.
 
-One process is enough: the process group of `octavo.bench.distributed.alone` gathers copies of this rank's data.
+One process is enough: the process group of `octavo_bench.ranks` gathers copies of this rank's data.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch.distributed.fsdp import FSDPModule
 
 import octavo
 from octavo import kernels
-from octavo.bench.distributed.alone import join_alone
 from octavo.distributed import shard
 from octavo.models.config import ModelConfig
 from octavo.models.llama import Llama
+from octavo_bench.ranks import join_alone
 
 RANKS = 4
 SHAPE = ModelConfig(vocab=96, dim=64, layers=3, heads=2, kv_heads=1, ffn=160, sequence=16)
