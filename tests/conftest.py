@@ -1,9 +1,11 @@
-"""What every test relies on: a seed, few threads, and `gpu` tests only where there is a GPU."""
+"""What every test relies on: a seed, few threads, the choice of the cases that run here, and the order of the files."""
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +77,59 @@ def octavo() -> Callable[[str | Sequence[object]], int]:
     return run
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked `gpu` on a machine without CUDA."""
-    if torch.cuda.is_available():
-        return
+SLOW_FIRST = ("train/test_parallel", "train/test_combined", "train/test_pipelined", "train", "distributed")
+SLOW_FIRST += ("kernels/triton", "nn", "bench", "conversion", "cli", "memory", "guard")
+"""Paths whose tests take longest. They begin first, so that at the end all processes are busy with short files."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what this machine does not run, and put the slow files first."""
+    has_gpu = torch.cuda.is_available()
     skip = pytest.mark.skip(reason="needs a CUDA device")
+    left_out = [] if config.pluginmanager.hasplugin("compile_only") else _not_covering(items)
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(skip)
+    for item in left_out:
+        item.add_marker("slow")
+        if has_gpu:
+            item.add_marker("gpu")
+    if left_out and not has_gpu and "slow" not in config.option.markexpr:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> int:
+    path = item.path.relative_to(Path(__file__).parent).as_posix()
+    return next((i for i, start in enumerate(SLOW_FIRST) if path.startswith(start)), len(SLOW_FIRST))
+
+
+def _not_covering(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return the cases of tests marked `covering` that their covers do not need."""
+    tests = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("covering"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    found = []
+    for cases in tests.values():
+        (strength,) = cases[0].get_closest_marker("covering").args
+        kept = cover([{name: repr(value) for name, value in case.callspec.params.items()} for case in cases], strength)
+        found += [case for place, case in enumerate(cases) if place not in kept]
+    return found
+
+
+def cover(cases: Sequence[Mapping[str, str]], strength: int) -> set[int]:
+    """Return the places of few cases that hold every value, or every combination of `strength` parameters' values.
+
+    Greedy: next is the case that adds most; of several, that whose values were taken least often.
+    """
+    parts = [set(itertools.combinations(sorted(case.items()), min(strength, len(case)))) for case in cases]
+    missing, taken, kept = set().union(*parts), Counter(), set()
+    while missing:
+        best = max(range(len(cases)), key=lambda i: (len(parts[i] & missing), -sum(taken[v] for v in cases[i].items())))
+        kept.add(best)
+        missing -= parts[best]
+        taken.update(cases[best].items())
+    return kept
