@@ -34,7 +34,7 @@ def hard(rows: int, cols: int, device: str, dtype: torch.dtype = torch.bfloat16)
     return x.to(dtype).to(device)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("format", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("scaling", ["power_of_two", "float32"])
