@@ -25,7 +25,7 @@ demo: $(VENV)/installed ## train a small Llama in FP8 and its BF16 twin on real 
 	$(BIN)/octavo train --preset demo --out $(DEMO) --overwrite
 
 test: $(VENV)/installed-dev ## run every test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 \
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 \
 		--dist loadfile --no-loadscope-reorder
 
 kernels: $(VENV)/installed-dev ## compile every Triton kernel for an H200, without one
