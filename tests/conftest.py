@@ -11,6 +11,7 @@ from typing import Any
 
 # Before torch is imported: test shapes are small, and machines are shared.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more are a process, which imports torch first
 
 import pytest
 import torch
@@ -87,16 +88,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out what this machine does not run, and put the slow files first."""
     has_gpu = torch.cuda.is_available()
     skip = pytest.mark.skip(reason="needs a CUDA device")
-    left_out = [] if config.pluginmanager.hasplugin("compile_only") else _not_covering(items)
     for item in items:
-        if item.get_closest_marker("gpu") and not has_gpu:
-            item.add_marker(skip)
-    for item in left_out:
-        item.add_marker("slow")
-        if has_gpu:
+        if has_gpu and item.get_closest_marker("covering"):
             item.add_marker("gpu")
-    if left_out and not has_gpu and "slow" not in config.option.markexpr:
-        config.hook.pytest_deselected(items=left_out)
+        elif not has_gpu and item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+    slow = _not_covering(items)
+    for item in slow:
+        item.add_marker("slow")
+    if not (has_gpu or "slow" in config.option.markexpr or config.pluginmanager.hasplugin("compile_only")):
+        config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
     items.sort(key=_place)
 
