@@ -1,4 +1,4 @@
-"""What every test relies on: a seed, few threads, the choice of the cases that run here, and the order of the files."""
+"""Settings of all tests: a seed, few threads, the cases that run on this machine, and the order of the files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 # Before torch is imported: test shapes are small, and machines are shared.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more are a process, which imports torch first
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more threads start a helper process that imports torch
 
 import pytest
 import torch
@@ -81,12 +81,12 @@ def octavo() -> Callable[[str | Sequence[object]], int]:
 
 SLOW_FIRST = ("train/test_parallel", "train/test_combined", "train/test_pipelined", "train", "distributed")
 SLOW_FIRST += ("kernels/triton", "nn", "bench", "conversion", "cli", "memory", "guard")
-"""Paths whose tests take longest. They begin first, so that at the end all processes are busy with short files."""
+"""Paths with the longest tests. They start first, so that all processes finish at about the same time."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Let the garbage collector rest while tests are collected: it would take a sixth of that time, and find little."""
+    """Disable the garbage collector during collection: it takes a sixth of that time and finds little."""
     gc.disable()
     try:
         return (yield)
@@ -96,7 +96,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what this machine does not run, and put the slow files first."""
+    """Drop the tests that this machine does not run, and put slow files first."""
     has_gpu = torch.cuda.is_available()
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
@@ -119,7 +119,7 @@ def _place(item: pytest.Item) -> int:
 
 
 def _not_covering(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Return the cases of tests marked `covering` that their covers do not need."""
+    """Return the cases of tests marked `covering` that are not needed for the cover."""
     tests = defaultdict(list)
     for item in items:
         if item.get_closest_marker("covering"):
@@ -133,9 +133,9 @@ def _not_covering(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def cover(cases: Sequence[Mapping[str, str]], strength: int) -> set[int]:
-    """Return the places of few cases that hold every value, or every combination of `strength` parameters' values.
+    """Return indices of a small set of cases with every value, or every combination of `strength` parameters' values.
 
-    Greedy: next is the case that adds most; of several, that whose values were taken least often.
+    Greedy: the next case is the one that adds most combinations; ties go to the values used least so far.
     """
     parts = [set(itertools.combinations(sorted(case.items()), min(strength, len(case)))) for case in cases]
     missing, taken, kept = set().union(*parts), Counter(), set()

@@ -1,4 +1,4 @@
-"""The choice of cases for tests marked `covering`, and what becomes of the others."""
+"""The choice of cases for tests marked `covering`; the others run only on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: in this process, and in one of its own where that makes a difference."""
+"""The command line as a user meets it: in the process of the test, or in its own where that makes a difference."""
 
 from __future__ import annotations
 

@@ -7,11 +7,11 @@
 
 A rank that raises, dies or does not come back in time fails the test, with what it said; the others are ended.
 
-`launch` does so under the agent of torchrun, with its environment, its restarts and its signals.
+`launch` does the same under the agent of torchrun, with its environment, restarts and signals.
 
 Importing PyTorch takes a rank longer than most tests. So there is one process that imports, and ranks are forks of it;
-but not where there is a GPU, which survives no fork. To keep ranks between tests would save little more: a fork is
-ready in less than a tenth of a second, and a function that runs again in the same ranks takes as long as before.
+but not where there is a GPU, which survives no fork. A pool of ranks that stay alive between tests would save nothing
+more: a fork is ready in less than a tenth of a second, and a second run in the same ranks takes as long as the first.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def run(function: Callable[..., Any], ranks: int, *arguments: Any, timeout: floa
 
 @dataclass(frozen=True)
 class Ended:
-    """A job of several ranks that has ended."""
+    """Exit code, seconds and output of a job of several ranks."""
 
     code: int
     seconds: float
@@ -105,7 +105,7 @@ class Ended:
 
 
 def launch(function: Callable[..., None], ranks: int, *arguments: Any, restarts: int = 0) -> Ended:
-    """Run `function(*arguments)` in ranks that the agent of torchrun starts, watches and starts again.
+    """Run `function(*arguments)` in ranks that the agent of torchrun starts, watches and restarts.
 
     `arguments` can be pickled. A function that calls `sys.exit` ends its rank with that code, as a program does.
     """
@@ -135,7 +135,7 @@ def _launched(file: str, function: str, arguments: tuple[Any, ...]) -> None:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Give back what handles signals in this process: the agent replaces it."""
+    """Restore the signal handlers of this process, which the agent replaces."""
     kept = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
     try:
         yield
@@ -146,7 +146,7 @@ def _own_signals() -> Iterator[None]:
 
 @contextmanager
 def _server() -> Iterator[None]:
-    """Let the process be there that ranks are forks of."""
+    """Start the process that ranks are forked from, unless it runs already."""
     paths = [str(SOURCES), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     known = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     with patch.dict(os.environ, known):

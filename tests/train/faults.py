@@ -48,7 +48,7 @@ def failing(fault, rank, at):
 
 
 def octavo(fault, rank, at, *arguments):
-    """Be `octavo ARGUMENTS`, failing."""
+    """Run `octavo ARGUMENTS` with this fault in one rank."""
     if FAULTS[fault] is not None:
         Lane.step = failing(FAULTS[fault], rank, int(at))
     main(arguments)

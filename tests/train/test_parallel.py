@@ -45,7 +45,7 @@ def two_ranks(
 ) -> Ended:
     """Run `octavo train` in two ranks, of which one fails at a step; see faults.py.
 
-    By torchrun itself they start as a user starts them, but each rank imports PyTorch first: that takes 10 seconds.
+    By torchrun itself, ranks start as a user starts them; each then imports PyTorch, which takes 10 seconds.
     """
     file = config.run.out.with_suffix(".json")
     file.write_text(json.dumps(strict.to_dict(config)))
