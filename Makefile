@@ -21,7 +21,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' Makefile
 
-demo: $(VENV)/installed ## train a small Llama in FP8 and its BF16 twin on real text
+demo: $(VENV)/installed ## train a small Llama in FP8 and its BF16 baseline on real text
 	$(BIN)/octavo train --preset demo --out $(DEMO) --overwrite
 
 test: $(VENV)/installed-dev ## run every test

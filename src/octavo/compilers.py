@@ -1,4 +1,4 @@
-"""What PyTorch's compiler is told of functions, without importing it."""
+"""Annotations for PyTorch's compiler, without importing it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def assume_constant_result(function: Function) -> Function:
-    """Let compilers run a function when they trace, and never again.
+    """Mark a function for evaluation at trace time only.
 
-    As `torch.compiler.assume_constant_result` does: but that imports the compiler, which takes as long as all else of
-    PyTorch, and many programs compile nothing.
+    Equivalent to `torch.compiler.assume_constant_result`, which would import the compiler. That doubles the import time
+    of PyTorch, and many programs compile nothing.
     """
     marked: Any = function
     marked._dynamo_marked_constant = True

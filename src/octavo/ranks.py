@@ -1,4 +1,4 @@
-"""Which of several processes that train together this one is. PyTorch is loaded when that is asked, not before."""
+"""The rank of this process in distributed training. PyTorch is imported on first use."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import os
 
 
 def in_process_group() -> bool:
-    """Return whether there are ranks to speak to: `torch.distributed.init_process_group` was called."""
+    """Return True if `torch.distributed.init_process_group` was called."""
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized()
 
 
 def is_first_rank() -> bool:
-    """Return whether this is the process that writes and prints for all; so is one that trains alone.
+    """Return True on rank 0, which writes and prints for all ranks, and in a single process.
 
-    Where there is no process group, not yet or not any more, the environment says it, as `torchrun` has set it.
+    Without a process group, before its creation or after its end, the rank is `RANK`, set by `torchrun`.
     """
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Strict reading of configuration: a mapping becomes a dataclass, or an error says which key and what was meant."""
+"""Strict parsing of configuration: mappings to dataclasses, with errors that name the key and suggest a correction."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ T = TypeVar("T")
 def read(cls: type[T], mapping: Mapping[str, Any], where: str) -> T:
     """Build the dataclass `cls` from `mapping`, nested dataclasses included.
 
-    `where` names the source in messages (a file, an argument). Missing keys take the field's default.
+    `where` names the source in messages (a file, an argument). Missing keys get the field's default.
 
     Raises:
-        ConfigError: an unknown key, a missing key without default, or a value of another type.
+        ConfigError: an unknown key, a missing key without default, or a value of the wrong type.
     """
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{where}: expected a table of settings, got {mapping!r}.")
@@ -90,7 +90,7 @@ def _scalar(hint: Any, value: Any, where: str) -> Any:
 
 
 def to_dict(instance: Any) -> dict[str, Any]:
-    """Return the plain nested mapping of a dataclass, readable again by `read`. Paths become strings."""
+    """Return the nested mapping of a dataclass, the inverse of `read`. Paths become strings."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Path):

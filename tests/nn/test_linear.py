@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import octavo.nn
 from octavo import kernels
 from octavo.errors import ConfigError
-from octavo.nn import Linear, functional, weights
+from octavo.nn import Linear, functional
 from octavo.recipes import load
 
 PRESETS = ["folded", "rowwise", "tensorwise", "delayed", "just_in_time", "block", "mxfp8", "bf16"]

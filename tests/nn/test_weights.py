@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from octavo.nn.weights import dgrad, forget, fprop, quantized_weights, weight_scale, weights_changed
 from torch import Tensor, nn
 
 from octavo import kernels
 from octavo.kernels import Target
 from octavo.nn import Linear, weights
-from octavo.nn.weights import dgrad, forget, fprop, quantized_weights, weight_scale, weights_changed
 from octavo.numerics import Quantized, dequantize, quantize
 
 ROW = Target("e4m3", "row", "power_of_two")

@@ -18,7 +18,7 @@ from faults import failing, nan
 from octavo.strict import read_file
 from octavo.train import checkpoint, train
 from octavo.train.config import RunConfig, assemble
-from octavo.train.lane import Lane
+from octavo.train.train_state import TrainState
 
 
 def run_all(*names: str) -> None:
@@ -31,8 +31,8 @@ def run(file: Path) -> None:
     resumes = file.stem == "resumed"
     if resumes and os.environ["RANK"] == "0":  # the other one waits for it before the run begins
         go_back(config, file.with_name("plain"), 4)
-    step = failing(nan, "1", 4) if file.stem == "struck" else Lane.step
-    with mock.patch.object(Lane, "step", step):
+    step = failing(nan, "1", 4) if file.stem == "struck" else TrainState.step
+    with mock.patch.object(TrainState, "step", step):
         train(config, resume=resumes)
 
 

@@ -19,10 +19,10 @@ from octavo.errors import NonFiniteError
 from octavo.nn import GroupedLinear, Linear, calibration
 from octavo.nn.attention import ScaledDotProduct
 from octavo.nn.conv import AnyConvolution, Conv1d, Conv2d, Convolution
+from octavo.nn.fp8_weights import values
 from octavo.nn.functional import target_of
 from octavo.nn.fused import FusedMLP, MLPRoles, fuse, unfuse
 from octavo.nn.norm import Norm, adopt
-from octavo.nn.own_codes import values
 from octavo.nn.scales import keep_scales
 from octavo.nn.shared import SharedInput
 from octavo.recipes import Recipe, RecipeLike

@@ -22,7 +22,7 @@ from octavo.conversion.products import READERS, Product
 from octavo.conversion.seen import Seen
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.bmm import why_looped
-from octavo.nn.linear import compute_dtype
+from octavo.nn.functional import compute_dtype
 from octavo.recipes import RecipeLike, load
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from octavo.errors import ConfigError
 from octavo.kernels.dispatch import is_plain
 from octavo.nn.conv import AnyConvolution
-from octavo.nn.own_codes import reads_own_codes, refuses_own_codes
-from octavo.nn.weights import forget
+from octavo.nn.fp8_weights import recipes_for_fp8_weights, unsupported_reason
 from octavo.recipes import Recipe
 from octavo.tensor import FP8Tensor
 
@@ -88,7 +87,6 @@ def check_free(weights: Sequence[Tensor]) -> None:
         ConfigError: something holds on to a parameter: a graph that has not run backward, or compiled code.
     """
     for weight in weights:
-        forget(weight)
         if weakref.getweakrefs(weight) or weight._use_count() > 2:  # type: ignore[attr-defined]
             raise ConfigError(
                 "a weight is in use, by compiled code or by a graph that has not run backward, so that it cannot be "
@@ -98,10 +96,10 @@ def check_free(weights: Sequence[Tensor]) -> None:
 
 def _check(name: str, layer: Layer, recipe: Recipe) -> None:
     weight: Tensor = layer.weight
-    reason = refuses_own_codes(recipe)
+    reason = unsupported_reason(recipe)
     where = ".".join(filter(None, (name, "weight")))
     if reason is not None:
-        can = f"Recipes that can: {', '.join(reads_own_codes())}"
+        can = f"Recipes that can: {', '.join(recipes_for_fp8_weights())}"
         if isinstance(weight, FP8Tensor):
             raise ConfigError(
                 f"{where} is stored in FP8 ({weight!r}), and recipe '{recipe.name}' cannot compute with its codes: "
@@ -139,7 +137,6 @@ def _read_by_others(model: nn.Module, wanted: Mapping[str, Layer]) -> Iterator[t
 def _become(parameter: Tensor, tensor: Tensor) -> None:
     """Make a parameter another tensor, in place: whoever holds it, such as an optimizer, holds the new one."""
     gradient, parameter.grad = parameter.grad, None  # swapping wants to be the only one who knows it
-    forget(parameter)
     attributes = {name: value for name, value in vars(parameter).items() if name not in _FIELDS}
     torch.utils.swap_tensors(parameter, nn.Parameter(tensor, requires_grad=parameter.requires_grad))
     vars(parameter).update(attributes)

@@ -67,8 +67,16 @@ def why_not(device: torch.device) -> str | None:
     return None
 
 
+_HERE = nullcontext()
+
+
+@cache
+def _has_one_gpu() -> bool:
+    return torch.cuda.device_count() == 1
+
+
 def launches_on(device: torch.device) -> AbstractContextManager[object]:
     """Return a block in which Triton launches on this device: by itself it takes the current one, and its stream."""
-    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
-        return nullcontext()
+    if device.type != "cuda" or _has_one_gpu() or device.index in (None, torch.cuda.current_device()):
+        return _HERE
     return torch.cuda.device(device)

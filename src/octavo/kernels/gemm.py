@@ -3,9 +3,9 @@
     gemm(a, b) = a . b^T        a (M, K), b (N, K): FP8 codes, contiguous; result (M, N), in `out_dtype`
 
 Scales are multiplied in; sums are FP32, or what the hardware keeps where `accumulate` is `fast`. M, N and K may be any
-size, 0 included. `KERNELS` is the order of preference: the first that does not refuse the operands runs. The choice is
-made inside a custom operator, so that compiled code counts and chooses as eager code does. `gemm_by` makes another
-choice, for a block of code that asks what an accumulator does to a result.
+size, 0 included. `KERNELS` is the order of preference: the first that does not refuse the operands runs, in compiled
+code too, where the compiler launches the vendor's operator itself. `gemm_by` makes another choice, for a block of code
+that asks what an accumulator does to a result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError, UnsupportedError, did_you_mean
 from octavo.kernels import ledger
-from octavo.kernels.operator import define
+from octavo.kernels.operator import define, is_direct
 from octavo.kernels.reference import accumulator
 from octavo.kernels.reference.gemm import gemm as reference_gemm
 from octavo.kernels.vendor import dequantized
@@ -127,55 +127,56 @@ def gemm(a: Quantized, b: Quantized, out_dtype: torch.dtype, accumulate: str = "
         out_dtype: BF16, FP16 or FP32.
         accumulate: `slow` or `fast`; `fast` is taken up by kernels that have it.
     """
+    if is_direct(a.codes):
+        return _run(a, b, out_dtype, accumulate == "fast")
     result: Tensor = torch.ops.octavo.gemm(
-        a.codes,
-        a.scale,
-        a.granularity.name,
-        b.codes,
-        b.scale,
-        b.granularity.name,
-        out_dtype,
-        accumulate == "fast",
+        a.codes, a.scale, a.granularity.name, b.codes, b.scale, b.granularity.name, out_dtype, accumulate == "fast"
     )
     return result
 
 
-def _gemm(
-    a: Tensor,
-    a_scale: Tensor,
-    a_granularity: str,
-    b: Tensor,
-    b_scale: Tensor,
-    b_granularity: str,
-    out_dtype: torch.dtype,
-    fast: bool,
-) -> Tensor:
-    left = Quantized(a, a_scale, granularity_named(a_granularity))
-    right = Quantized(b, b_scale, granularity_named(b_granularity))
-    if 0 in (a.shape[0], a.shape[1], b.shape[0]):
-        return a_scale.new_zeros(a.shape[0], b.shape[0], dtype=out_dtype)
+def _run(left: Quantized, right: Quantized, out_dtype: torch.dtype, fast: bool) -> Tensor:
+    if 0 in (*left.codes.shape, right.codes.shape[0]):
+        return left.scale.new_zeros(left.codes.shape[0], right.codes.shape[0], dtype=out_dtype)
     kernel, refused = choose(left, right)
     ledger.count(kernel.name)
-    if kernel.name == "reference" and a.is_cuda:
-        nearest = {"tensor": "scaled_mm.tensor", "row": "scaled_mm.row"}.get(a_granularity, "scaled_mm.block")
-        ledger.fall_back(f"gemm {a_granularity} x {b_granularity} ran as reference: {nearest}: {refused[nearest]}")
+    if kernel.name == "reference" and left.codes.is_cuda:
+        pair = left.granularity.name, right.granularity.name
+        nearest = {"tensor": "scaled_mm.tensor", "row": "scaled_mm.row"}.get(pair[0], "scaled_mm.block")
+        ledger.fall_back(f"gemm {pair[0]} x {pair[1]} ran as reference: {nearest}: {refused[nearest]}")
     fast = fast if _now.fast is None else _now.fast
-    if not torch.is_autocast_enabled(a.device.type):
+    device = left.codes.device.type
+    if not torch.is_autocast_enabled(device):
         return kernel.run(left, right, out_dtype, fast).contiguous()
-    with torch.autocast(a.device.type, enabled=False):  # it would round the reference's FP32 operands to BF16
+    with torch.autocast(device, enabled=False):  # it would round the reference's FP32 operands to BF16
         return kernel.run(left, right, out_dtype, fast).contiguous()
+
+
+def _gemm(
+    a: Tensor, a_scale: Tensor, a_granularity: str, b: Tensor, b_scale: Tensor, b_granularity: str,
+    out_dtype: torch.dtype, fast: bool,
+) -> Tensor:  # fmt: skip
+    left = Quantized(a, a_scale, granularity_named(a_granularity))
+    right = Quantized(b, b_scale, granularity_named(b_granularity))
+    return _run(left, right, out_dtype, fast)
+
+
+def _in_graph(
+    a: Tensor, a_scale: Tensor, a_granularity: str, b: Tensor, b_scale: Tensor, b_granularity: str,
+    out_dtype: torch.dtype, fast: bool,
+) -> bool:  # fmt: skip
+    """Return whether a compiler may see `torch._scaled_mm` itself: it has lowerings for tensor and row scales."""
+    if not (a.is_cuda and is_usual()) or 0 in (a.shape[1], b.shape[0]):
+        return False
+    left = Quantized(a, a_scale, granularity_named(a_granularity))
+    right = Quantized(b, b_scale, granularity_named(b_granularity))
+    return choose(left, right)[0].name in ("scaled_mm.tensor", "scaled_mm.row")
 
 
 def _gemm_shape(
-    a: Tensor,
-    a_scale: Tensor,
-    a_granularity: str,
-    b: Tensor,
-    b_scale: Tensor,
-    b_granularity: str,
-    out_dtype: torch.dtype,
-    fast: bool,
-) -> Tensor:
+    a: Tensor, a_scale: Tensor, a_granularity: str, b: Tensor, b_scale: Tensor, b_granularity: str,
+    out_dtype: torch.dtype, fast: bool,
+) -> Tensor:  # fmt: skip
     return a_scale.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
 
 
@@ -185,4 +186,5 @@ define(
     _gemm,
     _gemm_shape,
     torch.Tag.needs_fixed_stride_order,
+    in_graph=_in_graph,
 )

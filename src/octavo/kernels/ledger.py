@@ -50,6 +50,11 @@ def apart() -> Iterator[Ledger]:
         _open[:] = others
 
 
+def is_open() -> bool:
+    """Return whether any ledger is open. Compiled code is specialised on it: only counted code pays for counting."""
+    return len(_open) > 0
+
+
 def enter(counted: Ledger) -> None:
     """Enter all that another ledger has counted in every open one: a replay of what was captured under it."""
     for kernel, number in counted.gemms.items():

@@ -1,27 +1,29 @@
-"""The quantise contract: what one pass over a matrix produces, in the layout that the GEMM reads.
+"""The quantise contract: codes and scales of a matrix, in the layout that the GEMM reads.
 
     quantize        one matrix, as it lies
     quantize_pair   one matrix, as the left operand of two GEMMs: as it lies, and transposed
+    quantize_stack  the rows of several matrices, as one matrix
 
-On a GPU both are one custom operator, in eager mode and in compiled code: a compiler that fuses a quantisation with the
-pass before it was measured slower than the two passes. Elsewhere `quantize` is the specification itself.
+On a GPU each is one or a few Triton launches, in eager mode and in compiled code. Elsewhere it is the specification.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.kernels.dispatch import launches_on, on_gpu, uses_triton
-from octavo.kernels.operator import define, flat
+from octavo.kernels import ledger
+from octavo.kernels.dispatch import launches_on, on_gpu, uses_triton, why_not
+from octavo.kernels.operator import define, flat, is_direct
 from octavo.kernels.reference import quantize as reference
 from octavo.kernels.target import Target, empty, laid_out, target_of
 from octavo.kernels.transpose import transpose
-from octavo.numerics import GROUP_1x32, Quantized, Rounding, Scaling, format_named, granularity_named
+from octavo.numerics import PER_TENSOR, GROUP_1x32, Quantized, Rounding, Scaling, format_named, granularity_named
 from octavo.numerics import quantize as specified
 
 
@@ -73,9 +75,11 @@ def quantize_pair(
     Raises:
         ConfigError: a source is not a matrix, or their rows differ.
     """
-    if any(source.dim() != 2 or source.shape[0] != sources[0].shape[0] for source in sources):
+    if sources[0].dim() != 2 or (len(sources) > 1 and any(_differs(source, sources[0]) for source in sources)):
         shapes = [tuple(source.shape) for source in sources]
         raise ConfigError(f"quantize_pair takes matrices of as many rows, got shapes {shapes}.")
+    if is_direct(sources[0]):
+        return _make_pair(list(sources), rows, columns, row_fold, column_fold)
     codes, scale, codes_t, scale_t = torch.ops.octavo.quantize_pair(
         list(sources), str(rows or ""), str(columns or ""), row_fold, column_fold
     )
@@ -83,6 +87,30 @@ def quantize_pair(
         None if rows is None else Quantized(codes, scale, rows.tile),
         None if columns is None else Quantized(codes_t, scale_t, columns.tile),
     )
+
+
+def _differs(source: Tensor, first: Tensor) -> bool:
+    return source.dim() != 2 or source.shape[0] != first.shape[0]
+
+
+STACKED = 3
+"""Matrices that one launch quantises as a stack."""
+
+
+def quantize_stack(weights: Sequence[Tensor], target: Target) -> Quantized:
+    """Quantise the matrix (sum of N_i, K) whose rows are those of matrices (N_i, K), one below the other.
+
+    With a scale per row on a GPU, up to `STACKED` matrices of one dtype take one launch and no copy.
+
+    Args:
+        weights: FP32, BF16 or FP16.
+        target: rounded to nearest.
+    """
+    weights = [weight.detach() for weight in weights]
+    if is_direct(weights[0]):
+        return _make_stack(weights, target)
+    codes, scale = torch.ops.octavo.quantize_stack(weights, str(target))
+    return Quantized(codes, scale, target.tile)
 
 
 def contiguous(quantized: Quantized) -> Quantized:
@@ -93,29 +121,106 @@ def contiguous(quantized: Quantized) -> Quantized:
     return laid_out(quantized._replace(codes=codes))
 
 
+def transpose_quantized(source: Quantized, after: Tensor) -> Quantized:
+    """Return a matrix transposed, codes contiguous and scales as GEMMs read them; nothing is rounded again.
+
+    Args:
+        after: the operand that it is multiplied with (`octavo.kernels.transpose`).
+    """
+    codes = transpose(source.codes, after)
+    return laid_out(Quantized(codes, source.scale.t(), source.granularity.transposed))
+
+
+def without_scale(folded: Quantized) -> Quantized:
+    """Return an operand whose scales have moved into its partner: codes, and one scale of 1."""
+    return Quantized(folded.codes, folded.scale.new_ones(1, 1), PER_TENSOR)
+
+
+def _make_pair(
+    sources: list[Tensor],
+    rows: Target | None,
+    columns: Target | None,
+    row_fold: Tensor | None,
+    column_fold: Tensor | None,
+) -> tuple[Quantized | None, Quantized | None]:
+    x = sources[0]
+    if x.is_cuda and x.shape[0] and (x.shape[1] or any(source.shape[1] for source in sources)):
+        fast, refused = _triton_twin(rows, columns)
+        if uses_triton(x, "quantize", refused):
+            made: tuple[Quantized | None, Quantized | None]
+            with launches_on(x.device):
+                made = fast.quantize_pair(sources, rows, columns, row_fold, column_fold)
+            return made
+    return reference.quantize_pair(sources, rows, columns, row_fold, column_fold)
+
+
 def _quantize_pair(
     sources: list[Tensor], rows: str, columns: str, row_fold: Tensor | None, column_fold: Tensor | None
 ) -> tuple[Tensor, ...]:
+    made = _make_pair(sources, target_of(rows), target_of(columns), row_fold, column_fold)
+    return flat(*made, like=sources[0])
+
+
+def _pair_in_graph(sources: list[Tensor], rows: str, columns: str, *_: Tensor | None) -> bool:
     targets = target_of(rows), target_of(columns)
-    if 0 not in (sources[0].shape[0], sum(s.shape[1] for s in sources)) and sources[0].is_cuda:
-        fast = _triton_twin(*targets)
-        if uses_triton(sources[0], "quantize", fast.refuses(*targets)):
-            with launches_on(sources[0].device):
-                made: tuple[Quantized | None, Quantized | None]
-                made = fast.quantize_pair(sources, *targets, row_fold, column_fold)
-            return flat(*made, like=sources[0])
-    return flat(*reference.quantize_pair(sources, *targets, row_fold, column_fold), like=sources[0])
+    if not sources[0].is_cuda or why_not(sources[0].device) is not None:
+        return False
+    from octavo.kernels.triton import quantize as fast
+
+    return _triton_twin(*targets) == (fast, None) and not fast.limits_registers(*targets)
 
 
-def _triton_twin(*targets: Target | None) -> Any:
-    """Return the module that makes these targets, or says why not; that for groups makes all others beside them."""
+def _make_stack(weights: list[Tensor], target: Target) -> Quantized:
+    ledger.count_weights(len(weights))
+    if len(weights) == 1:
+        return quantize(weights[0], *target)
+    if _stacks_rows(weights, target) and uses_triton(weights[0], "quantize"):
+        from octavo.kernels.triton.weights import quantize_rows_of
+
+        with launches_on(weights[0].device):
+            return quantize_rows_of(weights, target)
+    return quantize(torch.cat(weights), *target)
+
+
+def _stacks_rows(weights: list[Tensor], target: Target) -> bool:
+    """Return whether one launch quantises the rows of several matrices."""
+    if not weights[0].is_cuda or target.granularity != "row" or len(weights) > STACKED:
+        return False
+    from octavo.kernels.triton.weights import refuses
+
+    return refuses(weights) is None
+
+
+def _quantize_stack(weights: list[Tensor], target: str) -> tuple[Tensor, Tensor]:
+    goal = target_of(target)
+    assert goal is not None
+    return _make_stack(weights, goal)[:2]
+
+
+def _stack_in_graph(weights: list[Tensor], target: str) -> bool:
+    goal = target_of(target)
+    assert goal is not None
+    if len(weights) == 1:
+        return weights[0].stride(-1) == 1 and _pair_in_graph(weights, target, "")
+    return _stacks_rows(weights, goal) and why_not(weights[0].device) is None
+
+
+def _quantize_stack_shape(weights: list[Tensor], target: str) -> tuple[Tensor, Tensor]:
+    goal = target_of(target)
+    assert goal is not None
+    rows = sum(weight.shape[0] for weight in weights)
+    return empty(goal, rows, weights[0].shape[1], weights[0].device)[:2]
+
+
+@cache
+def _triton_twin(*targets: Target | None) -> tuple[Any, str | None]:
+    """Return the module that makes these targets, and why it cannot; that for groups makes all others beside them."""
+    module: Any
     if any(target is not None and target.tile == GROUP_1x32 for target in targets):
-        from octavo.kernels.triton import groups
-
-        return groups
-    from octavo.kernels.triton import quantize
-
-    return quantize
+        from octavo.kernels.triton import groups as module
+    else:
+        from octavo.kernels.triton import quantize as module
+    return module, module.refuses(*targets)
 
 
 def _quantize_pair_shape(
@@ -132,4 +237,11 @@ define(
     "-> (Tensor, Tensor, Tensor, Tensor)",
     _quantize_pair,
     _quantize_pair_shape,
+    in_graph=_pair_in_graph,
+)
+define(
+    "quantize_stack(Tensor[] weights, str target) -> (Tensor, Tensor)",
+    _quantize_stack,
+    _quantize_stack_shape,
+    in_graph=_stack_in_graph,
 )

@@ -4,6 +4,6 @@ from octavo.nn.attention import ScaledDotProduct
 from octavo.nn.conv import Conv1d, Conv2d
 from octavo.nn.grouped import GroupedLinear
 from octavo.nn.linear import Linear
-from octavo.nn.weights import weights_changed
+from octavo.nn.weight_codes import reuse_weight_codes
 
-__all__ = ["Conv1d", "Conv2d", "GroupedLinear", "Linear", "ScaledDotProduct", "weights_changed"]
+__all__ = ["Conv1d", "Conv2d", "GroupedLinear", "Linear", "ScaledDotProduct", "reuse_weight_codes"]

@@ -23,7 +23,7 @@ from octavo.kernels.attention import attention, attention_backward
 from octavo.kernels.dispatch import is_plain
 from octavo.nn.functional import target_of
 from octavo.nn.handoff import offer
-from octavo.nn.weights import quantize_matrix
+from octavo.nn.weight_codes import quantize_matrix
 from octavo.numerics import Quantized
 from octavo.recipes import Recipe
 

@@ -13,21 +13,19 @@ convolutions.
 
 from __future__ import annotations
 
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.conv import _ConvNd
 
+from octavo import kernels
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.patches import Pair, Window, fold, quantize_patches, unfold
 from octavo.nn import functional
-from octavo.nn.functional import quantize_operand, target_of
-from octavo.nn.linear import compute_dtype
-from octavo.nn.own_codes import without_scale
+from octavo.nn.functional import compute_dtype, quantize_operand, target_of
 from octavo.nn.watched import Watch, page_of, patches_of
-from octavo.nn.weights import forget
 from octavo.numerics import Quantized
 from octavo.recipes import Operand, Recipe, RecipeLike, load
 
@@ -78,33 +76,38 @@ class _Convolution(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         x, weight, window, recipe, dtype, page = inputs
         x = x.contiguous()
-        ctx.window, ctx.recipe, ctx.dtype, ctx.page = window, recipe, dtype, page
+        ctx.window, ctx.recipe, ctx.dtype, ctx.page, ctx.folds = window, recipe, dtype, page, False
         if not recipe.fprop.is_fp8:
             ctx.save_for_backward(x, weight)
             return _high_precision(x, weight, window, dtype)
         patches = _quantize(x, window, recipe.fprop.input)
         folds = recipe.wgrad.is_fp8 and recipe.wgrad.input.is_folded
-        ctx.save_for_backward(x, weight, *((patches.scale,) if folds else ()))
-        y_MN = functional.fprop_of([x], patches, [weight], recipe, dtype, page, patches_of(window))[0]
+        w = functional.read_weights([weight], recipe)
+        assert w is not None
+        ctx.folds = folds
+        saved_weight = functional.kept_weights(w, [weight], recipe)
+        ctx.save_for_backward(x, weight, *((patches.scale,) if folds else ()), *saved_weight)
+        y_MN = functional.fprop_of([x], patches, w, [weight], recipe, dtype, page, patches_of(window))[0]
         return y_MN.view(x.shape[0], *window.output(x.shape[1], x.shape[2]), weight.shape[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight, *folded), window, recipe, dtype = ctx.saved_tensors, ctx.window, ctx.recipe, ctx.dtype
+        (x, weight, *rest), window, recipe, dtype = ctx.saved_tensors, ctx.window, ctx.recipe, ctx.dtype
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         dys = [dy.to(dtype).reshape(-1, dy.shape[-1])]
         by_fp8 = needs_weight and recipe.wgrad.is_fp8
-        scale = folded[0] if folded else None
+        scale, saved_weight = (rest[0], rest[1:]) if ctx.folds else (None, rest)
+        w = functional.Kept(saved_weight or [weight], (weight.shape[0],)) if needs_x else None
         patches = _quantize(x, window, recipe.wgrad.input, transposed=True, scale=scale) if by_fp8 else None
-        g, h = functional.read_gradient(dys, scale, [weight], recipe, needs_x, needs_weight)
+        g, h = functional.read_gradient(dys, scale, w, recipe, needs_weight)
         by_torch = needs_x and g is None, needs_weight and h is None
         dx, dw = _high_precision_gradients(dy, x, weight, window, dtype, by_torch)
-        if g is not None:
-            dx = fold(functional.dgrad(dys, g, [weight], recipe, dtype, ctx.page), window, tuple(x.shape))
-        if patches is not None:
-            right = without_scale(patches) if recipe.wgrad.input.is_folded else patches
-            dw = _like(functional.wgrad(dys, h, right, recipe, dtype), weight)
+        if g is not None and w is not None:
+            dx = fold(functional.dgrad(dys, g, w, recipe, dtype, ctx.page), window, tuple(x.shape))
+        if patches is not None and h is not None:
+            right = kernels.without_scale(patches) if recipe.wgrad.input.is_folded else patches
+            dw = _like(kernels.gemm(h, right, dtype, recipe.wgrad.accumulate), weight)
         gradients = None if dx is None else dx.to(x.dtype), None if dw is None else dw.to(weight.dtype)
         return *gradients, None, None, None, None
 
@@ -180,15 +183,6 @@ class Convolution(nn.Module):
         for name in ("recipe", "enabled", "watch"):
             self.__dict__.pop(name, None)
         self.__class__ = type(self).__bases__[1]
-
-    def forget_codes(self) -> None:
-        """Drop the quantised weight, so that the next forward makes it anew."""
-        forget(self.get_parameter("weight"))
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        self.forget_codes()  # the weight moves or changes its dtype: its new memory may have the old address
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        return self
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows of this layer."""

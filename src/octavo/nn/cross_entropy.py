@@ -24,10 +24,20 @@ from octavo.errors import ConfigError
 from octavo.kernels.cross_entropy import cross_entropy_
 from octavo.kernels.dispatch import on_gpu
 from octavo.kernels.operator import define
-from octavo.nn.functional import Input, dgrad_weight, fprop, read_gradient, read_input, read_kept_input, scale_of
-from octavo.nn.linear import compute_dtype
-from octavo.nn.own_codes import values
-from octavo.nn.weights import transposed_weights
+from octavo.nn.fp8_weights import values
+from octavo.nn.functional import (
+    Input,
+    Kept,
+    compute_dtype,
+    fprop,
+    kept_weights,
+    read_gradient,
+    read_input,
+    read_weights,
+    scale_of,
+    transposed_input,
+    transposed_weight,
+)
 from octavo.numerics import Quantized, Scaling, granularity_named
 from octavo.recipes import OPERANDS, Recipe, RecipeLike, load, names
 from octavo.tensor import FP8Tensor, implements
@@ -146,46 +156,44 @@ class _Head:
         self.bias_V = None if bias_V is None else bias_V.to(dtype)
         self.dw_VK: Tensor | None = None
         """The sum over the chunks so far, FP32."""
+        self._w = read_weights([weight_VK], recipe)
+        self._kept = Kept(kept_weights(self._w, [weight_VK], recipe), (weight_VK.shape[0],))
         self._dgrad_KV: Quantized | None = None
 
     def forward(self, x_MK: Tensor, needs_weight: bool) -> tuple[Tensor, Input]:
         """Return the logits, and x as the GEMMs read it."""
         x_MK = x_MK if self.recipe.is_fp8 else x_MK.to(self.dtype)
         x = read_input(x_MK, self.recipe, self.dtype, needs_weight)
-        logits_MV = fprop(x_MK, x.fprop, [self.weight_VK], self.recipe, self.dtype)[0]
+        logits_MV = fprop(x_MK, x.fprop, self._w, [self.weight_VK], self.recipe, self.dtype)[0]
         return logits_MV if self.bias_V is None else logits_MV.add_(self.bias_V), x
 
     def backward(self, d_MV: Tensor, x: Input, needs_x: bool, needs_weight: bool) -> Tensor | None:
         """Return dX if it is needed, and add this chunk's dW to `dw_VK` if that is."""
-        g, h = read_gradient([d_MV], scale_of(x.kept), [self.weight_VK], self.recipe, needs_x, needs_weight)
+        g, h = read_gradient([d_MV], scale_of(x.kept), self._kept if needs_x else None, self.recipe, needs_weight)
         if needs_weight:
-            self._add_wgrad(d_MV.t(), h, read_kept_input(x.kept, self.recipe))
+            self._add_wgrad(d_MV.t(), h, x.kept)
         if not needs_x:
             return None
         if g is None:
             return d_MV @ values(self.weight_VK, self.dtype)
-        return kernels.gemm(g, self._transposed_weight(), self.dtype, self.recipe.dgrad.accumulate)
+        if self._dgrad_KV is None:  # made once for all chunks
+            self._dgrad_KV = transposed_weight(self._kept, self.recipe, g.codes)
+        return kernels.gemm(g, self._dgrad_KV, self.dtype, self.recipe.dgrad.accumulate)
 
-    def _add_wgrad(self, d_VM: Tensor, h: Quantized | None, x: Quantized | Tensor) -> None:
-        total = self.dw_VK
-        if isinstance(x, Tensor) and on_gpu(x) and x.dtype in (torch.bfloat16, torch.float16):  # FP32 to the end
+    def _add_wgrad(self, d_VM: Tensor, h: Quantized | None, kept: tuple[Tensor, ...]) -> None:
+        total, x = self.dw_VK, kept[0]
+        if h is None and on_gpu(x) and x.dtype in (torch.bfloat16, torch.float16):  # FP32 to the end
             if total is None:
                 self.dw_VK = torch.mm(d_VM, x, out_dtype=torch.float32)
             else:
                 torch.addmm(total, d_VM, x, out_dtype=torch.float32, out=total)
             return
-        if isinstance(x, Quantized):
-            assert h is not None
-            part = kernels.gemm(h, x, self.dtype, self.recipe.wgrad.accumulate)
+        if h is not None:
+            right = transposed_input(kept, self.recipe, h.codes)
+            part = kernels.gemm(h, right, self.dtype, self.recipe.wgrad.accumulate)
         else:
             part = d_VM @ x
         self.dw_VK = part.float() if total is None else total.add_(part)
-
-    def _transposed_weight(self) -> Quantized:
-        """Return the weight as dgrad reads it, (K, V), made once for all chunks."""
-        if self._dgrad_KV is None:
-            self._dgrad_KV = transposed_weights([self.weight_VK], *dgrad_weight(self.recipe))
-        return self._dgrad_KV
 
 
 def _linear_cross_entropy(

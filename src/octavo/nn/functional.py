@@ -4,11 +4,22 @@ M: tokens, N: output features, K: input features.
 
     fprop   Y  = X W^T       dgrad   dX = dY W       wgrad   dW = dY^T X
 
-Layers that read the same X are computed as one: X is quantised once, and W is the stack of their weights.
+Each of X, W and dY is quantised once, and read by two GEMMs. FP8 tensor cores take operands whose summed index is
+contiguous, and multiply scales into the result, so a GEMM can apply a scale per row of an operand, not one per column:
 
-A folded operand brings the codes of fprop, transposed, with no scale that a GEMM could apply. With X = diag(sx) X8
-and W = diag(sw) W8, dX = (dY diag(sw)) W8 and dW = (diag(sx) dY)^T X8: the scale moves into the gradient, which is
-quantised after it. With power-of-two scales the move is exact.
+    X8 = X / sx   (M, K), sx per token       Y  = diag(sx) (X8 W8^T) diag(sw)
+    W8 = W / sw   (N, K), sw per feature
+
+Backward needs W8 and X8 transposed, and then their scales lie along the summed index. A *folded* recipe moves them into
+the gradient, which is quantised after it:
+
+    dX = dY W  = (dY diag(sw)) W8        G8 = quantise(dY * sw, a scale per token)
+    dW = dY^T X = (diag(sx) dY)^T X8     H8 = quantise(dY^T * sx, a scale per feature)
+
+With power-of-two scales the move is exact, X and W are rounded once, and what is kept for backward is X8: one byte per
+element. Other recipes (a scale per tensor, per 128 elements) quantise dY once and read transposed codes as they are.
+
+Layers that read the same X are computed as one: X is quantised once, and W is the stack of their weights.
 """
 
 from __future__ import annotations
@@ -24,24 +35,38 @@ from torch.autograd.function import once_differentiable
 from octavo import kernels
 from octavo.kernels import Cell, Target
 from octavo.nn import watched
-from octavo.nn import weights as stacked
+from octavo.nn.fp8_weights import has_fp8_weight, values
 from octavo.nn.inputs import wgrad_of_input
-from octavo.nn.own_codes import transpose_codes, values
 from octavo.nn.wanted import wanted
+from octavo.nn.weight_codes import WeightCodes, multiply, quantize_matrix, quantize_transposed, quantize_weights
 from octavo.numerics import Quantized
-from octavo.recipes import STATEFUL, Operand, Recipe, reused_from
+from octavo.recipes import STATEFUL, Operand, Recipe
+
+
+class Quantizer(NamedTuple):
+    """How the tensors of a layer, or of layers that share an input, become codes."""
+
+    recipe: Recipe
+    dtype: torch.dtype
+    """What every GEMM rounds its result to, and what a GEMM in high precision computes in."""
+    amax_and_scale: Tensor | None = None
+    """FP32 (2, 2), where scales that the recipe keeps from step to step lie (`octavo.nn.scales`). Without them every
+    tensor is scaled by its own maximum, as in the first step of such a recipe."""
+    stats_buffer: Tensor | None = None
+    """FP32 (1 + 2 n, WIDTH), where telemetry of n layers goes (`octavo.nn.watched`)."""
+    keeps_input: bool = False
+    """Keep X itself for backward and quantise it again there, instead of keeping its codes. X must not have a stored
+    scale or be rounded stochastically."""
 
 
 def linear(
     x: Tensor,
     weight_NK: Tensor,
     bias_N: Tensor | None,
-    recipe: Recipe,
+    recipe: Recipe | Quantizer,
     dtype: torch.dtype | None = None,
-    ready: Quantized | None = None,
-    cells: Tensor | None = None,
-    keeps_input: bool = False,
-    page: Tensor | None = None,
+    prequantized: Quantized | None = None,
+    codes: WeightCodes | None = None,
 ) -> Tensor:
     """Return x W^T + b with the three GEMMs of `recipe`, in `dtype`.
 
@@ -50,28 +75,22 @@ def linear(
         weight_NK: (N, K), any floating-point dtype: the master weight. Or an `FP8Tensor` of the recipe's
             format and granularity, whose codes are read as they are.
         bias_N: (N,) or None; added in `dtype`.
-        dtype: what every GEMM rounds its result to, and what a GEMM in high precision computes in; default the dtype
-            of x. Quantisation starts from x as it is.
-        ready: x as fprop reads it, (M, K), where whoever made x has quantised it too.
-        cells: FP32 (2, 2), where scales that the recipe keeps from step to step lie (`octavo.nn.scales.Page.cells`).
-            Without them every tensor is scaled by its own maximum, as in the first step of such a recipe.
-        keeps_input: keep x itself for backward and quantise it again there, instead of keeping its codes. It must not
-            have `cells` or be rounded stochastically.
-        page: FP32 (1 + 2 n, WIDTH), where telemetry of n layers goes (`octavo.nn.watched`).
+        recipe: or a `Quantizer`, which says more, and the dtype too.
+        dtype: default the dtype of x. Quantisation starts from x as it is.
+        prequantized: x as fprop reads it, (M, K), where the kernel that made x has quantised it too.
+        codes: the weight as fprop reads it, where it is known (`reuse_weight_codes`).
     """
-    return linears(x, [weight_NK], [bias_N], recipe, dtype, ready, cells, keeps_input, page)[0]
+    quantizer = recipe if isinstance(recipe, Quantizer) else Quantizer(recipe, dtype or x.dtype)
+    return linears(x, [weight_NK], [bias_N], quantizer, prequantized, codes)[0]
 
 
 def linears(
     x: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
-    recipe: Recipe,
-    dtype: torch.dtype | None = None,
-    ready: Quantized | None = None,
-    cells: Tensor | None = None,
-    keeps_input: bool = False,
-    page: Tensor | None = None,
+    quantizer: Quantizer,
+    prequantized: Quantized | None = None,
+    codes: WeightCodes | None = None,
 ) -> list[Tensor]:
     """Return x W_i^T + b_i for layers that share their input: x is quantised once, dgrad and wgrad are one GEMM each.
 
@@ -79,47 +98,57 @@ def linears(
         weights: (N_i, K) each. Scales are those of the stack (sum of N_i, K).
     """
     x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    codes, scale = (None, None) if ready is None else (ready.codes, ready.scale)
-    kept = cells, torch.is_grad_enabled(), keeps_input  # an evaluation leaves no trace in what training computes with
-    outputs: tuple[Tensor, ...] = _Linears.apply(x_MK, codes, scale, *kept, page, recipe, dtype or x.dtype, *weights)  # type: ignore[no-untyped-call]
+    recipe, dtype, amax_and_scale, stats, keeps_input = quantizer
+    x_codes, x_scale = (None, None) if prequantized is None else prequantized[:2]
+    w_codes, w_scale = (None, None) if codes is None else codes.stack[:2]
+    options = recipe, dtype, keeps_input, torch.is_grad_enabled()  # an evaluation leaves no trace in stored scales
+    outputs: tuple[Tensor, ...] = _Linears.apply(  # type: ignore[no-untyped-call]
+        x_MK, x_codes, x_scale, w_codes, w_scale, amax_and_scale, stats, options, *weights
+    )
     shaped = [y_MN.reshape(*x.shape[:-1], y_MN.shape[1]) for y_MN in outputs]
     return [y if b is None else y + b.to(y.dtype) for y, b in zip(shaped, biases, strict=True)]
 
 
 class _Linears(torch.autograd.Function):
-    """Y_i = X W_i^T. Saves what the needed backward GEMMs read of X, in FP8 wherever they are, and the weights."""
+    """Y_i = X W_i^T. Saves what the needed backward GEMMs read: X and W in FP8 wherever they are."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         # All in one: torch.compile counts the parameters, and where there is one argument more, it leaves out ctx.
-        x_MK, codes, scale, cells, observe, keeps_input, page, recipe, dtype, *weights = inputs
-        ready = None if codes is None or scale is None else Quantized(codes, scale, recipe.fprop.input.tile)
-        cell = cell_of(cells, recipe, "input", observe)
-        x = read_input(x_MK, recipe, dtype, any(ctx.needs_input_grad[_WEIGHTS:]), ready, cell, keeps_input)
-        ctx.save_for_backward(*x.kept, *(weights if ctx.needs_input_grad[0] else ()))
-        ctx.recipe, ctx.kept, ctx.dtype, ctx.x_dtype = recipe, len(x.kept), dtype, x_MK.dtype
-        ctx.cells, ctx.page = cells, page  # no saved tensors: backward writes to them, and hooks may give it copies
+        x_MK, x_codes, x_scale, w_codes, w_scale, amax_and_scale, stats, options, *weights = inputs
+        recipe, dtype, keeps_input, observe = options
+        needs_x, needs_weight = ctx.needs_input_grad[0], any(ctx.needs_input_grad[_WEIGHTS:])
+        given = None if x_codes is None else Quantized(x_codes, x_scale, recipe.fprop.input.tile)
+        x = read_input(
+            x_MK, recipe, dtype, needs_weight, given, cell_of(amax_and_scale, recipe, "input", observe), keeps_input
+        )
+        attached = None if w_codes is None else (w_codes, w_scale)
+        w = read_weights(weights, recipe, attached)
+        ctx.save_for_backward(*x.kept, *(kept_weights(w, weights, recipe) if needs_x else ()))
+        ctx.kept, ctx.options = len(x.kept), (recipe, dtype, x_MK.dtype)
+        ctx.buffers = amax_and_scale, stats  # no saved tensors: backward writes to them, and hooks may give it copies
         ctx.parts = [(weight.shape[0], weight.dtype) for weight in weights]
-        return tuple(fprop(x_MK, x.fprop, weights, recipe, dtype, page))
+        return tuple(fprop(x_MK, x.fprop, w, weights, recipe, dtype, stats))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        recipe, saved = ctx.recipe, ctx.saved_tensors
-        kept, weights = saved[: ctx.kept], saved[ctx.kept :]
+        (recipe, dtype, x_dtype), (amax_and_scale, stats) = ctx.options, ctx.buffers
+        kept, w = ctx.saved_tensors[: ctx.kept], ctx.saved_tensors[ctx.kept :]
         needs_x, needs_weight = wanted(ctx, _WEIGHTS)
-        sources = [dy.to(ctx.dtype) for dy in dys]
-        cell = cell_of(ctx.cells, recipe, "grad_output")
-        g, h = read_gradient(sources, scale_of(kept), weights, recipe, needs_x, any(needs_weight), cell)
-        dx = dgrad(sources, g, weights, recipe, ctx.dtype, ctx.page).to(ctx.x_dtype) if needs_x else None
+        sources = [dy.to(dtype) for dy in dys]
+        cell = cell_of(amax_and_scale, recipe, "grad_output")
+        weight = Kept(w, tuple(rows for rows, _ in ctx.parts)) if needs_x else None
+        g, h = read_gradient(sources, scale_of(kept), weight, recipe, any(needs_weight), cell)
+        dx = None if weight is None else dgrad(sources, g, weight, recipe, dtype, stats).to(x_dtype)
         dws: list[Tensor | None] = [None] * len(needs_weight)
         if any(needs_weight):
-            dw = wgrad(sources, h, read_kept_input(kept, recipe), recipe, ctx.dtype)
+            dw = wgrad(sources, h, kept, recipe, dtype)
             dws = [part if needed else None for part, needed in zip(unstack(dw, ctx.parts), needs_weight, strict=True)]
         return dx, *(None,) * (_WEIGHTS - 1), *dws
 
 
-_WEIGHTS = 9
+_WEIGHTS = 8
 """Which argument of `_Linears.apply` is the first weight."""
 
 
@@ -133,10 +162,32 @@ class Input(NamedTuple):
     scale) of wgrad's own; or ()."""
 
 
+class Kept(NamedTuple):
+    """What backward has of the weights."""
+
+    tensors: Sequence[Tensor]
+    """(codes, scale) of the stack as fprop read it, or the weights themselves."""
+    rows: tuple[int, ...]
+    """N_i."""
+
+    def codes(self, recipe: Recipe) -> WeightCodes:
+        """Return the weights as fprop read them."""
+        if self.tensors[0].element_size() == 1:
+            codes, scale = self.tensors
+            return WeightCodes((Quantized(codes, scale, recipe.fprop.weight.tile),), self.rows)
+        return quantize_weights(self.tensors, target_of(recipe.fprop.weight))
+
+
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Return A B for two matrices. `octavo.autocast` takes `A @ B` for a user's product, and not this."""
     result: Tensor = torch.ops.aten.mm.default(a, b)
     return result
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype that a linear layer computes x in: autocast's where that is on, else its own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def target_of(operand: Operand) -> Target:
@@ -144,17 +195,20 @@ def target_of(operand: Operand) -> Target:
     return Target(operand.format, operand.granularity, operand.scaling, operand.rounding)
 
 
-def cell_of(cells: Tensor | None, recipe: Recipe, role: str, observe: bool = True) -> Cell | None:
+def cell_of(amax_and_scale: Tensor | None, recipe: Recipe, role: str, observe: bool = True) -> Cell | None:
     """Return where a layer's `input` or `grad_output` has its scale, None if it is made of its own maximum.
 
     Args:
-        cells: as for `linear`.
+        amax_and_scale: see `Quantizer`.
         observe: whether the maximum of this tensor counts for the scale of later steps.
     """
-    operand = recipe.kept_scale(role)
-    if cells is None or operand is None:
+    operand = None if amax_and_scale is None else recipe.kept_scale(role)
+    if amax_and_scale is None or operand is None:
         return None
-    return Cell(cells, STATEFUL.index(role), operand.scale_from == "just_in_time", observe)
+    return Cell(amax_and_scale, STATEFUL.index(role), operand.scale_from == "just_in_time", observe)
+
+
+# ---------------------------------------------------------------- operands
 
 
 def quantize_operand(x: Tensor, operand: Operand, fold: Tensor | None = None) -> Quantized:
@@ -164,7 +218,7 @@ def quantize_operand(x: Tensor, operand: Operand, fold: Tensor | None = None) ->
         x: (R, C).
         fold: FP32 (1, C), the scales of a folded partner, or None.
     """
-    return stacked.quantize_matrix(x if fold is None else x.float() * fold, target_of(operand))
+    return quantize_matrix(x if fold is None else x.float() * fold, target_of(operand))
 
 
 def quantize_both(
@@ -182,12 +236,11 @@ def quantize_both(
         column_fold: FP32 (R, 1), multiplied in before `columns`.
         cell: where its scale is, if it is kept from step to step: then there are no folds.
     """
+    row, column = (None if operand is None else target_of(operand) for operand in (rows, columns))
     if cell is not None:
-        targets = [None if operand is None else target_of(operand) for operand in (rows, columns)]
-        return kernels.quantize_at(sources, cell, targets[0], targets[1])
-    if all(operand is None or operand.rounding == "nearest" for operand in (rows, columns)):
-        targets = [None if operand is None else target_of(operand) for operand in (rows, columns)]
-        return kernels.quantize_pair(sources, targets[0], targets[1], row_fold, column_fold)
+        return kernels.quantize_at(sources, cell, row, column)
+    if all(target is None or target.rounding == "nearest" for target in (row, column)):
+        return kernels.quantize_pair(sources, row, column, row_fold, column_fold)
     x = sources[0] if len(sources) == 1 else torch.cat(list(sources), dim=1)
     fold_t = None if column_fold is None else column_fold.t()
     return (
@@ -201,49 +254,36 @@ def read_input(
     recipe: Recipe,
     dtype: torch.dtype,
     needs_weight: bool,
-    ready: Quantized | None = None,
+    prequantized: Quantized | None = None,
     cell: Cell | None = None,
     keeps_input: bool = False,
 ) -> Input:
     """Quantise an input for fprop, and keep what wgrad will need of it.
 
     Args:
-        ready: fprop's codes if they are there; left alone with `keeps_input`.
+        prequantized: fprop's codes if they are there; left alone with `keeps_input`.
         cell: where its scale is, if it is kept from step to step.
         keeps_input: keep it as it is, and let wgrad quantise it again.
     """
     forward = recipe.fprop.input if recipe.fprop.is_fp8 else None
     # Codes made elsewhere may be of x before it was rounded: backward could not make the same ones again.
-    ready = ready if forward and not keeps_input else None
-    if not needs_weight or not recipe.wgrad.is_fp8:
-        x = (ready or _quantize_input(x_MK, forward, cell)) if forward else None
-        return Input(x, (x_MK.to(dtype),) if needs_weight else ())
+    given = prequantized if forward and not keeps_input else None
+    own = recipe.wgrad.is_fp8 and needs_weight and not keeps_input and not recipe.reuses("wgrad.input")
+    if own:  # wgrad quantises the transpose by itself, from the same read
+        x, transposed = quantize_both([x_MK], None if given else forward, recipe.wgrad.input, cell=cell)
+        assert transposed is not None
+        return Input(given or x, transposed[:2])
+    x = given
+    if forward and x is None:
+        x = quantize_operand(x_MK, forward) if cell is None else quantize_both([x_MK], forward, None, cell=cell)[0]
+    if not needs_weight:
+        return Input(x, ())
+    if not recipe.wgrad.is_fp8:
+        return Input(x, (x_MK.to(dtype),))
     if keeps_input:
-        x = _quantize_input(x_MK, forward, cell) if forward else None
         return Input(x, (x_MK, x.scale) if x is not None and recipe.wgrad.input.is_folded else (x_MK,))
-    if forward and reused_from(recipe, "wgrad", "input"):
-        x = ready or _quantize_input(x_MK, forward, cell)
-        return Input(x, (x.codes, x.scale))
-    x, transposed = quantize_both([x_MK], None if ready else forward, recipe.wgrad.input, cell=cell)
-    assert transposed is not None
-    return Input(ready or x, (transposed.codes, transposed.scale))
-
-
-def _quantize_input(x_MK: Tensor, operand: Operand, cell: Cell | None) -> Quantized:
-    x = quantize_operand(x_MK, operand) if cell is None else quantize_both([x_MK], operand, None, cell=cell)[0]
     assert x is not None
-    return x
-
-
-def read_kept_input(kept: tuple[Tensor, ...], recipe: Recipe) -> Quantized | Tensor:
-    """Return what `read_input` kept as wgrad reads it: (K, M) in FP8, or (M, K) as it is."""
-    if kept[0].element_size() > 1:
-        return kept[0]
-    codes, scale = kept
-    operand = recipe.wgrad.input
-    if reused_from(recipe, "wgrad", "input"):
-        return transpose_codes(Quantized(codes, scale, recipe.fprop.input.tile), operand.is_folded)
-    return Quantized(codes, scale, operand.tile)
+    return Input(x, x[:2])
 
 
 def scale_of(kept: tuple[Tensor, ...]) -> Tensor | None:
@@ -251,133 +291,157 @@ def scale_of(kept: tuple[Tensor, ...]) -> Tensor | None:
     return kept[1] if len(kept) == 2 else None
 
 
-def folds(
-    input_scale: Tensor | None, weights: Sequence[Tensor], recipe: Recipe, needs_x: bool, needs_weight: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the scales that move into the gradient: of the weights (1, N) for dgrad, of the input (M, 1) for wgrad.
+def read_weights(
+    weights: Sequence[Tensor], recipe: Recipe, attached: tuple[Tensor, Tensor] | None = None
+) -> WeightCodes | None:
+    """Return the weights as fprop reads them, None where it is in BF16. attached: codes and scale, where known."""
+    if not recipe.fprop.is_fp8:
+        return None
+    if attached is None:
+        return quantize_weights(weights, target_of(recipe.fprop.weight))
+    rows = tuple(weight.shape[0] for weight in weights)
+    return WeightCodes((Quantized(*attached, recipe.fprop.weight.tile),), rows)
 
-    Args:
-        input_scale: that of fprop's codes of the input; read where wgrad is folded.
-    """
-    row_fold = column_fold = None
-    if needs_x and recipe.dgrad.is_fp8 and recipe.dgrad.weight.is_folded:
-        row_fold = stacked.weight_scale(weights, target_of(recipe.fprop.weight)).t()
-    if needs_weight and recipe.wgrad.is_fp8 and recipe.wgrad.input.is_folded:
-        column_fold = input_scale
-    return row_fold, column_fold
+
+def kept_weights(w: WeightCodes | None, weights: Sequence[Tensor], recipe: Recipe) -> Sequence[Tensor]:
+    """Return what backward needs of the weights for dgrad: their codes where it reuses them, else themselves."""
+    if w is None or not (recipe.dgrad.is_fp8 and recipe.reuses("dgrad.weight")) or has_fp8_weight(weights):
+        return weights
+    return w.matrices[0][:2]
 
 
 def read_gradient(
     dys: Sequence[Tensor],
     input_scale: Tensor | None,
-    weights: Sequence[Tensor],
+    weight: Kept | None,
     recipe: Recipe,
-    needs_x: bool,
     needs_weight: bool,
     cell: Cell | None = None,
 ) -> tuple[Quantized | None, Quantized | None]:
     """Return dY as dgrad reads it, (M, N), and as wgrad reads it, (N, M), quantised from one read; None for BF16.
 
-    `input_scale`: as for `folds`. `cell`: as for `quantize_both`.
+    Args:
+        input_scale: that of fprop's codes of the input; read where wgrad is folded.
+        weight: None where dgrad is not needed.
+        cell: as for `quantize_both`.
     """
-    rows = recipe.dgrad.grad_output if needs_x and recipe.dgrad.is_fp8 else None
+    rows = recipe.dgrad.grad_output if weight is not None and recipe.dgrad.is_fp8 else None
     columns = recipe.wgrad.grad_output if needs_weight and recipe.wgrad.is_fp8 else None
     if rows is None and columns is None:
         return None, None
-    return quantize_both(dys, rows, columns, *folds(input_scale, weights, recipe, needs_x, needs_weight), cell)
+    row_fold = None if weight is None else weight_fold(weight, recipe)
+    return quantize_both(dys, rows, columns, row_fold, input_fold(input_scale, recipe) if columns else None, cell)
+
+
+def weight_fold(weight: Kept, recipe: Recipe) -> Tensor | None:
+    """Return the scales of the weights (1, N) that move into the gradient for dgrad, None where none do."""
+    if not (recipe.dgrad.is_fp8 and recipe.dgrad.weight.is_folded):
+        return None
+    scales = [matrix.scale for matrix in weight.codes(recipe).matrices]
+    return (scales[0] if len(scales) == 1 else torch.cat(scales)).t()
+
+
+def input_fold(input_scale: Tensor | None, recipe: Recipe) -> Tensor | None:
+    """Return the scales of the input (M, 1) that move into the gradient for wgrad, None where none do."""
+    return input_scale if recipe.wgrad.is_fp8 and recipe.wgrad.input.is_folded else None
+
+
+def transposed_weight(weight: Kept, recipe: Recipe, after: Tensor) -> Quantized:
+    """Return the stack of weights as dgrad reads it, (K, N). after: the gradient that it is multiplied with."""
+    if not recipe.reuses("dgrad.weight"):
+        return quantize_transposed(weight.tensors, target_of(recipe.dgrad.weight))
+    return transpose_codes(weight.codes(recipe).stack, recipe.dgrad.weight.is_folded, after)
+
+
+def transposed_input(kept: tuple[Tensor, ...], recipe: Recipe, after: Tensor) -> Quantized:
+    """Return the codes that `read_input` kept as wgrad reads them, (K, M)."""
+    if not recipe.reuses("wgrad.input"):
+        return Quantized(kept[0], kept[1], recipe.wgrad.input.tile)
+    return transpose_codes(Quantized(kept[0], kept[1], recipe.fprop.input.tile), recipe.wgrad.input.is_folded, after)
+
+
+def transpose_codes(source: Quantized, folded: bool, after: Tensor) -> Quantized:
+    """Return a matrix of fprop as a backward GEMM reads it: its codes transposed, its scale 1 if it is folded."""
+    if folded:
+        return kernels.transpose_folded(source.codes, after)
+    return kernels.transpose_quantized(source, after)
+
+
+# ---------------------------------------------------------------- the three GEMMs
 
 
 def fprop(
     x_MK: Tensor,
     x: Quantized | None,
+    w: WeightCodes | None,
     weights: Sequence[Tensor],
     recipe: Recipe,
     dtype: torch.dtype,
-    page: Tensor | None = None,
+    stats: Tensor | None = None,
 ) -> list[Tensor]:
-    """Return X W_i^T for each weight."""
-    if x is None:
+    """Return X W_i^T for each weight, and sample X and W for telemetry where there is a buffer."""
+    if x is None or w is None:
         return [product(x_MK.to(dtype), values(weight_NK, dtype).t()) for weight_NK in weights]
-    return fprop_of([x_MK], x, weights, recipe, dtype, page)
+    return fprop_of([x_MK], x, w, weights, recipe, dtype, stats)
 
 
 def fprop_of(
     tensors: Sequence[Tensor],
     x: Quantized,
+    w: WeightCodes,
     weights: Sequence[Tensor],
     recipe: Recipe,
     dtype: torch.dtype,
-    page: Tensor | None,
+    stats: Tensor | None,
     kind: str = "",
 ) -> list[Tensor]:
-    """Return X W_i^T for each weight, and let telemetry look where there is a page.
-
-    `tensors`, `kind`: where X came from, as `octavo.nn.watched.Source` has it.
-    """
-    target, accumulate = target_of(recipe.fprop.weight), recipe.fprop.accumulate
-    if page is None:
-        return stacked.fprop(x, weights, target, dtype, accumulate)
-    operand = recipe.fprop.input
-    source = watched.Source(tensors, target_of(operand), not operand.keeps_scale, kind)
-    return watched.fprop(x, weights, target, dtype, accumulate, source, page)
+    """Return X W_i^T for each weight. tensors, kind: how X came about, as `octavo.nn.watched.Source` has it."""
+    if stats is None:
+        return multiply(x, w, dtype, recipe.fprop.accumulate)
+    origin = watched.Source.of(tensors, recipe.fprop.input, kind)
+    return watched.fprop(x, w, weights, target_of(recipe.fprop.weight), dtype, recipe.fprop.accumulate, origin, stats)
 
 
 def dgrad(
     dys: Sequence[Tensor],
     g: Quantized | None,
-    weights: Sequence[Tensor],
+    weight: Kept,
     recipe: Recipe,
     dtype: torch.dtype,
-    page: Tensor | None = None,
-) -> Tensor:
-    """Return dX (M, K), the sum over the weights of dY_i W_i."""
-    if g is None:
-        pairs = zip(dys, weights, strict=True)
-        parts = [product(dy_MN, values(weight_NK, dtype)) for dy_MN, weight_NK in pairs]
-        return sum(parts[1:], start=parts[0])
-    return dgrad_of(dys, g, weights, recipe, dtype, page)
-
-
-def dgrad_of(
-    tensors: Sequence[Tensor],
-    g: Quantized,
-    weights: Sequence[Tensor],
-    recipe: Recipe,
-    dtype: torch.dtype,
-    page: Tensor | None,
+    stats: Tensor | None = None,
     kind: str = "",
 ) -> Tensor:
-    """Return the sum over the weights of G_i W_i, and let telemetry look where there is a page.
+    """Return dX (M, K), the sum over the weights of dY_i W_i, and sample dY for telemetry where there is a buffer.
 
-    `tensors`, `kind`: where G came from, as `octavo.nn.watched.Source` has it.
+    Args:
+        dys: the gradients (M, N_i), or with `kind` what they are made of (`octavo.nn.watched.Source`).
+        g: the gradients as dgrad reads them, side by side; None where it is in BF16.
     """
-    targets, accumulate = dgrad_weight(recipe), recipe.dgrad.accumulate
-    if page is None:
-        return stacked.dgrad(g, weights, *targets, dtype, accumulate)
-    operand, (fold, _) = recipe.dgrad.grad_output, folds(None, weights, recipe, True, False)
-    source = watched.Source(tensors, target_of(operand), not operand.keeps_scale, kind, fold)
-    return watched.dgrad(g, weights, *targets, dtype, accumulate, source, page)
-
-
-def dgrad_weight(recipe: Recipe) -> tuple[Target, Target | None]:
-    """Return how dgrad wants the transposed weight, and how fprop quantises it where dgrad takes those codes."""
-    reuses = reused_from(recipe, "dgrad", "weight") is not None
-    return target_of(recipe.dgrad.weight), target_of(recipe.fprop.weight) if reuses else None
+    if g is None:
+        pairs = zip(dys, weight.tensors, strict=True)
+        parts = [product(dy_MN, values(weight_NK, dtype)) for dy_MN, weight_NK in pairs]
+        return sum(parts[1:], start=parts[0])
+    w_KN, accumulate = transposed_weight(weight, recipe, g.codes), recipe.dgrad.accumulate
+    if stats is None:
+        return kernels.gemm(g, w_KN, dtype, accumulate)
+    origin = watched.Source.of(dys, recipe.dgrad.grad_output, kind, weight_fold(weight, recipe))
+    return watched.dgrad(g, w_KN, len(weight.rows), dtype, accumulate, origin, stats)
 
 
 def wgrad(
-    dys: Sequence[Tensor], h: Quantized | None, x: Quantized | Tensor, recipe: Recipe, dtype: torch.dtype
+    dys: Sequence[Tensor], h: Quantized | None, kept: tuple[Tensor, ...], recipe: Recipe, dtype: torch.dtype
 ) -> Tensor:
-    """Return dW (N, K) of the stack."""
-    if isinstance(x, Quantized):
-        assert h is not None
-        return kernels.gemm(h, x, dtype, recipe.wgrad.accumulate)
-    if h is not None:
-        return wgrad_of_input(h, x, target_of(recipe.wgrad.input), dtype, recipe.wgrad.accumulate)
-    return torch.cat([product(dy_MN.t(), x) for dy_MN in dys])
+    """Return dW (N, K) of the stack. kept: what `read_input` kept of X."""
+    if h is None:
+        return torch.cat([product(dy_MN.t(), kept[0]) for dy_MN in dys])
+    if kept[0].element_size() > 1:
+        return wgrad_of_input(h, kept[0], target_of(recipe.wgrad.input), dtype, recipe.wgrad.accumulate)
+    return kernels.gemm(h, transposed_input(kept, recipe, h.codes), dtype, recipe.wgrad.accumulate)
 
 
 def unstack(dw: Tensor, parts: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
     """Cut the gradient of a stack into those of its weights, each given by its rows and dtype."""
+    if len(parts) == 1:
+        return [dw.to(parts[0][1])]
     cut = dw.split([rows for rows, _ in parts])
     return [dw_NK.to(dtype) for dw_NK, (_, dtype) in zip(cut, parts, strict=True)]

@@ -8,10 +8,10 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from octavo.nn.functional import target_of
+from octavo.nn.functional import Quantizer, compute_dtype, target_of
 from octavo.nn.handoff import taken
 from octavo.nn.hooks import has_hooks
-from octavo.nn.linear import Linear, compute_dtype
+from octavo.nn.linear import Linear
 from octavo.nn.mlp import ActivationInputs, mlp
 from octavo.nn.watched import page_of
 from octavo.recipes import Recipe
@@ -48,12 +48,17 @@ class FusedMLP(nn.Module):
         if layers is None:
             return super().forward(*args, **kwargs)
         (*inner, down), x, (recipe, outer) = layers, args[0], self.mlp_recipes
-        ready = taken(x, target_of(recipe.fprop.input))
-        weights = [layer.weight for layer in inner]
-        kind, inputs = self.mlp_roles.kind, self.mlp_activation_inputs
-        dtype, keeps = compute_dtype(x), all(layer.keeps_input for layer in inner)
-        pages = page_of(inner), page_of([down])
-        return mlp(x, weights, down.weight, down.bias, kind, recipe, outer, dtype, ready, inputs, keeps, pages)
+        given = taken(x, target_of(recipe.fprop.input))
+        keeps = all(layer.keeps_input for layer in inner)
+        dtype = compute_dtype(x)
+        quantizers = (
+            Quantizer(recipe, dtype, stats_buffer=page_of(inner), keeps_input=keeps),
+            Quantizer(outer, dtype, stats_buffer=page_of([down])),
+        )
+        codes = inner[0].attached_codes, down.attached_codes
+        weights = [*(layer.weight for layer in inner), down.weight]
+        y = mlp(x, weights, self.mlp_roles.kind, quantizers, given, codes, self.mlp_activation_inputs)
+        return y if down.bias is None else y + down.bias.to(y.dtype)
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows of this module."""

@@ -11,7 +11,8 @@ those along the tokens belong to one expert. All experts are one GEMM, and how m
 from __future__ import annotations
 
 import math
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +22,11 @@ from octavo import kernels
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import Target
 from octavo.kernels.grouped import Padded, grouped_gemm, grouped_mm, grouped_wgrad, quantize_groups, transpose_groups
-from octavo.kernels.operator import define
-from octavo.kernels.target import target_of as target_named
 from octavo.nn import watched_experts
-from octavo.nn.functional import dgrad_weight, target_of
-from octavo.nn.linear import compute_dtype
+from octavo.nn.functional import compute_dtype, target_of
 from octavo.nn.watched import Watch, page_of
-from octavo.nn.weights import forget, quantized_weights
-from octavo.numerics import PER_ROW, Quantized
+from octavo.nn.weight_codes import quantize_matrix
+from octavo.numerics import Quantized
 from octavo.recipes import Operand, Recipe, RecipeLike, load, reused_from
 
 
@@ -92,15 +90,6 @@ class GroupedLinear(nn.Module):
         result: Tensor = _GroupedLinear.apply(x, self.weight, ends, recipe, compute_dtype(x), page)  # type: ignore[no-untyped-call]
         return result
 
-    def forget_codes(self) -> None:
-        """Drop the quantised weight, so that the next forward makes it anew."""
-        forget(self.weight)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        self.forget_codes()  # the weight moves or changes its dtype: its new memory may have the old address
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        return self
-
     def extra_repr(self) -> str:
         """Return what `print(model)` shows of this layer."""
         experts, out_features, in_features = self.weight.shape
@@ -121,32 +110,41 @@ def refuses(recipe: Recipe) -> str | None:
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Saves what wgrad reads of x, in FP8 wherever it is, the weights and the ends."""
+    """Saves what wgrad reads of x and dgrad of the weights, in FP8 wherever they are, and the ends."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         x, weight, ends, recipe, dtype, page = inputs
         x8, kept = _read_input(x, ends, recipe, dtype, ctx.needs_input_grad[1])
-        ctx.save_for_backward(weight, ends, *kept)
         ctx.recipe, ctx.dtype, ctx.x_dtype, ctx.page = recipe, dtype, x.dtype, page
+        ctx.shape, ctx.weight_dtype = weight.shape, weight.dtype
         if x8 is None:
+            ctx.saves_codes = False
+            ctx.save_for_backward(ends, *kept, weight)
             return grouped_mm(x.to(dtype).contiguous(), weight.to(dtype).mT, ends)
         target, accumulate = target_of(recipe.fprop.weight), recipe.fprop.accumulate
+        stack = quantize_matrix(weight.detach().flatten(0, 1), target)
+        ctx.saves_codes = recipe.reuses("dgrad.weight")
+        ctx.save_for_backward(ends, *kept, *(stack[:2] if ctx.saves_codes else (weight,)))
+        experts, rows, cols = weight.shape
+        w = stack.codes.view(experts, rows, cols), stack.scale.view(experts, rows)
         if page is not None:
             looked = target_of(recipe.fprop.input)
-            return watched_experts.fprop(x8, weight, ends, target, dtype, accumulate, x, looked, page)
-        y: Tensor = torch.ops.octavo.grouped_fprop(*x8[:2], weight, ends, str(target), dtype, accumulate)
-        return y
+            return watched_experts.fprop(x8, weight, w, ends, target, dtype, accumulate, x, looked, page)
+        return grouped_gemm(x8, *w, ends, dtype, accumulate)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (weight, ends, *kept), recipe, dtype = ctx.saved_tensors, ctx.recipe, ctx.dtype
+        (ends, *rest), recipe, dtype = ctx.saved_tensors, ctx.recipe, ctx.dtype
+        size = 2 if ctx.saves_codes else 1
+        kept, saved = rest[:-size], rest[-size:]
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         dy = dy.to(dtype).contiguous()
-        g, h = _read_gradient(dy, kept, weight, ends, recipe, needs_x, needs_weight)
-        dx = _dgrad(dy, g, weight, ends, recipe, dtype, ctx.page).to(ctx.x_dtype) if needs_x else None
-        dw = _wgrad(dy, h, kept, ends, recipe, dtype).to(weight.dtype) if needs_weight else None
+        fold = saved[1].view(ctx.shape[:2]) if recipe.dgrad.is_fp8 and recipe.dgrad.weight.is_folded else None
+        g, h = _read_gradient(dy, kept, fold, ends, recipe, needs_x, needs_weight)
+        dx = _dgrad(dy, g, saved, fold, ends, ctx).to(ctx.x_dtype) if needs_x else None
+        dw = _wgrad(dy, h, kept, ends, recipe, dtype).to(ctx.weight_dtype) if needs_weight else None
         return dx, dw, None, None, None, None
 
 
@@ -170,9 +168,13 @@ def _read_input(
 
 
 def _read_gradient(
-    dy: Tensor, kept: list[Tensor], weight: Tensor, ends: Tensor, recipe: Recipe, needs_x: bool, needs_weight: bool
+    dy: Tensor, kept: list[Tensor], fold: Tensor | None, ends: Tensor, recipe: Recipe, needs_x: bool, needs_weight: bool
 ) -> tuple[Quantized | None, Padded | None]:
-    """Return dy as dgrad and as wgrad read it, from one read, with the scales of folded partners; None for BF16."""
+    """Return dy as dgrad and as wgrad read it, from one read, with the scales of folded partners; None for BF16.
+
+    Args:
+        fold: the scales (E, N) of fprop's weights, where they move into the gradient.
+    """
 
     def target(needed: bool, operand: Operand) -> Target | None:
         return target_of(operand) if needed else None
@@ -181,35 +183,29 @@ def _read_gradient(
     columns = target(needs_weight and recipe.wgrad.is_fp8, recipe.wgrad.grad_output)
     if rows is None and columns is None:
         return None, None
-    row_fold = column_fold = None
-    if rows is not None and recipe.dgrad.weight.is_folded:
-        row_fold = _fold(weight, recipe)
+    row_fold, column_fold = fold if rows is not None else None, None
     if columns is not None and recipe.wgrad.input.is_folded:
         column_fold = kept[1]
     return quantize_groups(dy, ends, rows, columns, row_fold, column_fold)
 
 
-def _fold(weight: Tensor, recipe: Recipe) -> Tensor:
-    """Return the scales (E, N) of fprop's weights, which dgrad's gradients are multiplied by."""
-    scale: Tensor = torch.ops.octavo.grouped_weight_scale(weight, str(target_of(recipe.fprop.weight)))
-    return scale
-
-
 def _dgrad(
-    dy: Tensor, g: Quantized | None, weight: Tensor, ends: Tensor, recipe: Recipe, dtype: torch.dtype,
-    page: Tensor | None,
-) -> Tensor:  # fmt: skip
+    dy: Tensor, g: Quantized | None, saved: Sequence[Tensor], fold: Tensor | None, ends: Tensor, ctx: Any
+) -> Tensor:
+    """Return dx. saved: codes and scales of the stack of weights, or the weights themselves."""
+    recipe, dtype, (experts, rows, cols) = ctx.recipe, ctx.dtype, ctx.shape
     if g is None:
-        return grouped_mm(dy, weight.to(dtype), ends)
-    target, source = dgrad_weight(recipe)
-    if page is not None:
-        fold = _fold(weight, recipe) if recipe.dgrad.weight.is_folded else None
-        looked, accumulate = target_of(recipe.dgrad.grad_output), recipe.dgrad.accumulate
-        return watched_experts.dgrad(g, weight, ends, (target, source), dtype, accumulate, dy, looked, fold, page)
-    dx: Tensor = torch.ops.octavo.grouped_dgrad(
-        *g[:2], weight, ends, str(target), str(source or ""), dtype, recipe.dgrad.accumulate
-    )
-    return dx
+        return grouped_mm(dy, saved[0].to(dtype), ends)
+    if ctx.saves_codes:  # folded: the codes of fprop side by side in (K, E N), their scales in g
+        codes = kernels.transpose(saved[0], g.codes).view(cols, experts, rows).transpose(0, 1)
+        scale = g.scale.new_ones(experts, cols)
+    else:
+        stack = quantize_matrix(saved[0].detach().mT.flatten(0, 1), target_of(recipe.dgrad.weight))
+        codes, scale = stack.codes.view(experts, cols, rows), stack.scale.view(experts, cols)
+    if ctx.page is None:
+        return grouped_gemm(g, codes, scale, ends, dtype, recipe.dgrad.accumulate)
+    looked, accumulate = target_of(recipe.dgrad.grad_output), recipe.dgrad.accumulate
+    return watched_experts.dgrad(g, (codes, scale), ends, dtype, accumulate, dy, looked, fold, ctx.page)
 
 
 def _wgrad(
@@ -221,71 +217,3 @@ def _wgrad(
     if recipe.wgrad.input.is_folded:
         codes, scale = transpose_groups(codes, ends), scale.new_ones(ends.shape[0], codes.shape[1])
     return grouped_wgrad(h, Padded(codes, scale), ends, dtype)
-
-
-def _stack(weight: Tensor) -> Tensor:
-    """Return the weights (E, N, K) as the matrix (E N, K)."""
-    return weight.flatten(0, 1)
-
-
-def _transposed_stack(weight: Tensor) -> Tensor:
-    """Return the transposed weights of the experts as the matrix (E K, N)."""
-    return weight.mT.flatten(0, 1)
-
-
-def _quantized(weight: Tensor, target: str, read: Any = _stack) -> Quantized:
-    asked = target_named(target)
-    assert asked is not None
-    return quantized_weights([weight], asked, read=read)
-
-
-def _fprop_codes(
-    x: Tensor, x_scale: Tensor, weight: Tensor, ends: Tensor, target: str, dtype: torch.dtype, accumulate: str
-) -> Tensor:
-    stack, (experts, rows, cols) = _quantized(weight, target), weight.shape
-    right = stack.codes.view(experts, rows, cols), stack.scale.view(experts, rows)
-    return grouped_gemm(Quantized(x, x_scale, stack.granularity), *right, ends, dtype, accumulate)
-
-
-def _dgrad_codes(
-    g: Tensor, g_scale: Tensor, weight: Tensor, ends: Tensor, target: str, source: str, dtype: torch.dtype,
-    accumulate: str,
-) -> Tensor:  # fmt: skip
-    experts, rows, cols = weight.shape
-    if source:  # folded: the codes of fprop side by side in (K, E N), their scales in g
-        codes = kernels.transpose(_quantized(weight, source).codes).view(cols, experts, rows).transpose(0, 1)
-        scale = g_scale.new_ones(experts, cols)
-    else:
-        stack = _quantized(weight, target, _transposed_stack)
-        codes, scale = stack.codes.view(experts, cols, rows), stack.scale.view(experts, cols)
-    left = Quantized(g, g_scale, PER_ROW)
-    return grouped_gemm(left, codes, scale, ends, dtype, accumulate)
-
-
-def _weight_scale(weight: Tensor, target: str) -> Tensor:
-    return _quantized(weight, target).scale.view(weight.shape[:2]).clone()
-
-
-# What they keep from call to call must not lie in the memory of a graph that a compiler captures by itself.
-define(
-    "grouped_fprop(Tensor x, Tensor x_scale, Tensor weight, Tensor ends, str target, ScalarType dtype, "
-    "str accumulate) -> Tensor",
-    _fprop_codes,
-    lambda x, x_scale, weight, ends, target, dtype, accumulate: x.new_empty(x.shape[0], weight.shape[1], dtype=dtype),
-    torch.Tag.cudagraph_unsafe,
-)
-define(
-    "grouped_dgrad(Tensor g, Tensor g_scale, Tensor weight, Tensor ends, str target, str source, ScalarType dtype, "
-    "str accumulate) -> Tensor",
-    _dgrad_codes,
-    lambda g, g_scale, weight, ends, target, source, dtype, accumulate: g.new_empty(
-        g.shape[0], weight.shape[2], dtype=dtype
-    ),
-    torch.Tag.cudagraph_unsafe,
-)
-define(
-    "grouped_weight_scale(Tensor weight, str target) -> Tensor",
-    _weight_scale,
-    lambda weight, target: weight.new_empty(weight.shape[:2], dtype=torch.float32),
-    torch.Tag.cudagraph_unsafe,
-)

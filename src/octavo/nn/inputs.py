@@ -14,7 +14,6 @@ from octavo import kernels
 from octavo.kernels import Target
 from octavo.kernels.operator import define
 from octavo.kernels.target import target_of
-from octavo.nn.own_codes import without_scale
 from octavo.numerics import PER_COLUMN, Quantized, granularity_named
 
 
@@ -38,7 +37,7 @@ def _wgrad_of_input(
     goal = target_of(target)
     _, x_KM = kernels.quantize_pair([x_MK], None, goal)
     assert goal is not None and x_KM is not None
-    right = without_scale(x_KM) if goal.tile == PER_COLUMN else x_KM
+    right = kernels.without_scale(x_KM) if goal.tile == PER_COLUMN else x_KM
     return kernels.gemm(Quantized(h, h_scale, granularity_named(h_granularity)), right, dtype, accumulate)
 
 

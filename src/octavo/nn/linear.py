@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.nn.calibration import check
-from octavo.nn.functional import linear, target_of
+from octavo.nn.fp8_weights import values
+from octavo.nn.functional import Quantizer, compute_dtype, linears, target_of
 from octavo.nn.handoff import taken
-from octavo.nn.own_codes import values
 from octavo.nn.scales import Page, ScaleBook, keep_scales
 from octavo.nn.shared import SharedInput
 from octavo.nn.watched import Watch, page_of
-from octavo.nn.weights import forget
+from octavo.nn.weight_codes import WeightCodes
 from octavo.recipes import Recipe, RecipeLike, load
 
 
@@ -26,8 +26,7 @@ class Linear(nn.Linear):
     """A linear layer computed by a recipe.
 
     Parameters, names, state_dict, hooks and flags are those of `nn.Linear`, so that a layer becomes one of these and
-    back by changing its class (`adopt`, `release`). The quantised weight is kept until the weight changes (see
-    `octavo.nn.weights`).
+    back by changing its class (`adopt`, `release`). The weight is quantised in each forward (`octavo.nn.weight_codes`).
     """
 
     recipe: Recipe
@@ -43,6 +42,8 @@ class Linear(nn.Linear):
     """Where this layer's are in it."""
     reads_codes: bool = False
     """Whether its input comes from other ranks as codes: what was lost in making them is not known here."""
+    attached_codes: WeightCodes | None = None
+    """The weight as fprop reads it, or that of all layers of `shared`, while it is known not to change."""
     watch: Watch | None = None
     """Where telemetry of this layer goes, while there is any (`octavo.nn.telemetry`)."""
 
@@ -70,7 +71,17 @@ class Linear(nn.Linear):
 
     def release(self) -> None:
         """Turn this layer back into an `nn.Linear` in place."""
-        for name in ("recipe", "enabled", "shared", "keeps_input", "book", "page", "reads_codes", "watch"):
+        for name in (
+            "recipe",
+            "enabled",
+            "shared",
+            "keeps_input",
+            "book",
+            "page",
+            "reads_codes",
+            "attached_codes",
+            "watch",
+        ):
             self.__dict__.pop(name, None)
         self.__class__ = nn.Linear  # type: ignore[assignment]
 
@@ -80,18 +91,13 @@ class Linear(nn.Linear):
             return F.linear(input, values(self.weight, self.weight.dtype), self.bias)
         if self.shared is not None:
             return self.shared.output(self, input)
-        ready = taken(input, target_of(self.recipe.fprop.input))
-        cells = None if self.page is None else self.page.cells
-        dtype = compute_dtype(input)
-        page = page_of([self])
-        return linear(input, self.weight, self.bias, self.recipe, dtype, ready, cells, self.keeps_input, page)
-
-    def forget_codes(self) -> None:
-        """Drop the quantised weight, so that the next forward makes it anew."""
-        forget(self.weight)
+        recipe = self.recipe
+        given = taken(input, target_of(recipe.fprop.input))
+        scales = None if self.page is None else self.page.cells
+        quantizer = Quantizer(recipe, compute_dtype(input), scales, page_of([self]), self.keeps_input)
+        return linears(input, [self.weight], [self.bias], quantizer, given, self.attached_codes)[0]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        self.forget_codes()  # the weight moves or changes its dtype: its new memory may have the old address
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.book is not None:
             self.book.move(self.weight.device)
@@ -106,7 +112,5 @@ class Linear(nn.Linear):
         self.book, self.page = None, None
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype that a linear layer computes x in: autocast's where that is on, else its own."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+_FIELDS = ("recipe", "enabled", "shared", "keeps_input", "book", "page", "reads_codes", "attached_codes", "watch")
+"""Attributes that `release` takes away."""

@@ -11,6 +11,7 @@ of inputs that were rounded once more.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -19,24 +20,28 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from octavo import kernels
 from octavo.kernels import Target
 from octavo.kernels.activation import INPUTS, activation, activation_and_inputs, activation_backward
 from octavo.nn.functional import (
+    Kept,
+    Quantizer,
     dgrad,
-    dgrad_of,
-    folds,
     fprop,
     fprop_of,
+    input_fold,
+    kept_weights,
     read_gradient,
     read_input,
-    read_kept_input,
+    read_weights,
     scale_of,
     target_of,
     unstack,
+    weight_fold,
     wgrad,
 )
-from octavo.nn.own_codes import without_scale
 from octavo.nn.wanted import wanted
+from octavo.nn.weight_codes import WeightCodes
 from octavo.numerics import Quantized
 from octavo.recipes import Recipe, reused_from
 
@@ -61,100 +66,106 @@ def refuses(inner: Recipe, outer: Recipe) -> str | None:
 
 def mlp(
     x: Tensor,
-    inner_weights: Sequence[Tensor],
-    down_weight: Tensor,
-    down_bias: Tensor | None,
+    weights: Sequence[Tensor],
     kind: str,
-    inner: Recipe,
-    outer: Recipe,
-    dtype: torch.dtype,
-    ready: Quantized | None = None,
+    quantizers: tuple[Quantizer, Quantizer],
+    prequantized: Quantized | None = None,
+    codes: tuple[WeightCodes | None, WeightCodes | None] = (None, None),
     activation_inputs: ActivationInputs = "bf16",
-    keeps_input: bool = False,
-    pages: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
-    """Return the output (..., D) of an MLP for x (..., D), computed in `dtype`.
+    """Return the output (..., D) of an MLP without the bias of its last layer for x (..., D).
 
     Args:
-        inner_weights: (gate, up), or (up,) of an MLP without a gate, each (F, D).
-        down_weight: (D, F).
+        weights: gate and up, (F, D) each, or up alone; then down, (D, F).
         kind: the activation, as `kernels.activation` names it.
-        inner: the recipe of gate and up.
-        outer: the recipe of down.
-        ready: x as the first GEMM reads it, (M, D), where whoever made x has quantised it too.
+        quantizers: of gate and up, and of down, alike in dtype.
+        prequantized: x as the first GEMM reads it, (M, D), where the kernel that made x has quantised it too.
+        codes: the weights as fprop reads them, where they are known: the stack of gate and up, and down.
         activation_inputs: what gate and up are kept in for backward: `bf16`, in `dtype` as they are, or `fp8`, E4M3
             codes with a power-of-two scale for 128 columns of a token.
-        keeps_input: keep x itself for backward and quantise it again there, instead of keeping its codes.
-        pages: where telemetry of gate and up, and of down, goes (`octavo.nn.watched`).
     """
-    keeps_codes = activation_inputs == "fp8" and torch.is_grad_enabled()
+    (inner, dtype, _, stats, keeps_input), (outer, _, _, down_stats, _) = quantizers
     x_MD = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    codes, scale = (None, None) if ready is None else (ready.codes, ready.scale)
-    y_MD: Tensor = _MLP.apply(  # type: ignore[no-untyped-call]
-        x_MD, codes, scale, kind, inner, outer, dtype, keeps_codes, keeps_input, *pages, *inner_weights, down_weight
-    )
-    y = y_MD.reshape(*x.shape[:-1], y_MD.shape[1])
-    return y if down_bias is None else y + down_bias.to(y.dtype)
+    given = (None, None) if prequantized is None else prequantized[:2]
+    attached = [tensor for one in codes for tensor in ((None, None) if one is None else one.stack[:2])]
+    keeps_codes = activation_inputs == "fp8" and torch.is_grad_enabled()
+    options = kind, inner, outer, dtype, keeps_codes, keeps_input
+    y_MD: Tensor = _MLP.apply(x_MD, *given, *attached, stats, down_stats, options, *weights)  # type: ignore[no-untyped-call]
+    return y_MD.reshape(*x.shape[:-1], y_MD.shape[1])
 
 
 class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        x_MD, codes, scale, kind, inner, outer, dtype, keeps_codes, keeps_input, *rest = arguments  # see `_Linears`
-        page, down_page, *weights = rest
-        ready = None if codes is None or scale is None else Quantized(codes, scale, inner.fprop.input.tile)
-        x = read_input(x_MD, inner, dtype, any(ctx.needs_input_grad[_WEIGHTS:-1]), ready, keeps_input=keeps_input)
-        before = fprop(x_MD, x.fprop, weights[:-1], inner, dtype, page)
+        x_MD, codes, scale, w_codes, w_scale, down_codes, down_scale, *rest = arguments  # see `_Linears`
+        stats, down_stats, (kind, inner, outer, dtype, keeps_codes, keeps_input), *weights = rest
+        given = None if codes is None else Quantized(codes, scale, inner.fprop.input.tile)
+        x = read_input(x_MD, inner, dtype, any(ctx.needs_input_grad[_WEIGHTS:-1]), given, keeps_input=keeps_input)
+        w = read_weights(weights[:-1], inner, None if w_codes is None else (w_codes, w_scale))
+        down = read_weights(weights[-1:], outer, None if down_codes is None else (down_codes, down_scale))
+        assert w is not None and down is not None
+        before = fprop(x_MD, x.fprop, w, weights[:-1], inner, dtype, stats)
         hidden, inputs = _activate(kind, before, target_of(outer.fprop.input), keeps_codes)
-        ctx.save_for_backward(*x.kept, hidden.scale, *inputs, *weights)
-        ctx.kept, ctx.kind, ctx.inner, ctx.outer, ctx.dtype = len(x.kept), kind, inner, outer, dtype
-        ctx.x_dtype, ctx.keeps_codes, ctx.pages = x_MD.dtype, keeps_codes, (page, down_page)
-        return fprop_of(before, hidden, weights[-1:], outer, dtype, down_page, kind)[0]
+        saved = (
+            x.kept,
+            (hidden.scale,),
+            inputs,
+            kept_weights(w, weights[:-1], inner),
+            kept_weights(down, weights[-1:], outer),
+        )
+        ctx.save_for_backward(*(tensor for part in saved for tensor in part))
+        ctx.sizes = [len(part) for part in saved]
+        ctx.options, ctx.x_dtype, ctx.stats = (kind, inner, outer, dtype, keeps_codes), x_MD.dtype, (stats, down_stats)
+        ctx.parts = [(weight.shape[0], weight.dtype) for weight in weights]
+        return fprop_of(before, hidden, down, weights[-1:], outer, dtype, down_stats, kind)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        inner, outer, dtype, saved = ctx.inner, ctx.outer, ctx.dtype, ctx.saved_tensors
-        kept, hidden_scale, rest = saved[: ctx.kept], saved[ctx.kept], saved[ctx.kept + 1 :]
+        (kind, inner, outer, dtype, keeps_codes), (stats, down_stats) = ctx.options, ctx.stats
+        kept, (hidden_scale,), inputs, w, down = _split(ctx.saved_tensors, ctx.sizes)
         needs_x, (*needs_inner, needs_down) = wanted(ctx, _WEIGHTS)
-        inputs, weights = rest[: -len(needs_inner) - 1], rest[-len(needs_inner) - 1 :]
-
+        weight, down_weight = (
+            Kept(tensors, tuple(rows for rows, _ in parts))
+            for tensors, parts in ((w, ctx.parts[:-1]), (down, ctx.parts[-1:]))
+        )
         dy = [grad_outputs[0].to(dtype)]
-        g, h = read_gradient(dy, hidden_scale, weights[-1:], outer, True, needs_down)
-        page, down_page = ctx.pages
-        d_hidden = dgrad(dy, g, weights[-1:], outer, dtype, down_page)
-        row_fold, column_fold = folds(scale_of(kept), weights[:-1], inner, needs_x, any(needs_inner))
+        g, h = read_gradient(dy, hidden_scale, down_weight, outer, needs_down)
+        d_hidden = dgrad(dy, g, down_weight, outer, dtype, down_stats)
         gradients = activation_backward(
-            ctx.kind,
+            kind,
             d_hidden,
-            *_gate_and_up(inputs, ctx.keeps_codes),
+            *_gate_and_up(inputs, keeps_codes),
             rows=target_of(inner.dgrad.grad_output) if needs_x else None,
             columns=target_of(inner.wgrad.grad_output) if any(needs_inner) else None,
             hidden=_hidden_target(outer) if needs_down else None,
             hidden_scale=hidden_scale if needs_down and _scale_tells_codes(outer) else None,
-            row_fold=row_fold,
-            column_fold=column_fold,
+            row_fold=weight_fold(weight, inner) if needs_x else None,
+            column_fold=input_fold(scale_of(kept), inner) if any(needs_inner) else None,
         )
         dx = None
         if needs_x:
-            assert gradients.rows is not None
             before = (d_hidden, *inputs)
-            dx = dgrad_of(before, gradients.rows, weights[:-1], inner, dtype, page, ctx.kind).to(ctx.x_dtype)
-        dws: list[Tensor | None] = [None] * len(weights)
+            dx = dgrad(before, gradients.rows, weight, inner, dtype, stats, kind).to(ctx.x_dtype)
+        dws: list[Tensor | None] = [None] * len(ctx.parts)
         if any(needs_inner):
-            dw = wgrad(dy, gradients.columns, read_kept_input(kept, inner), inner, dtype)
-            parts = unstack(dw, [(weight.shape[0], weight.dtype) for weight in weights[:-1]])
+            parts = unstack(wgrad(dy, gradients.columns, kept, inner, dtype), ctx.parts[:-1])
             dws[:-1] = [part if needed else None for part, needed in zip(parts, needs_inner, strict=True)]
         if needs_down:
-            assert gradients.hidden is not None
-            hidden = gradients.hidden
-            hidden = without_scale(hidden) if outer.wgrad.input.is_folded else hidden
-            dws[-1] = wgrad(dy, h, hidden, outer, dtype).to(weights[-1].dtype)
+            assert gradients.hidden is not None and h is not None
+            hidden = kernels.without_scale(gradients.hidden) if outer.wgrad.input.is_folded else gradients.hidden
+            dws[-1] = kernels.gemm(h, hidden, dtype, outer.wgrad.accumulate).to(ctx.parts[-1][1])
         return dx, *(None,) * (_WEIGHTS - 1), *dws
 
 
-_WEIGHTS = 11
+_WEIGHTS = 10
 """Which argument of `_MLP.apply` is the first weight."""
+
+
+def _split(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[tuple[Tensor, ...]]:
+    """Return consecutive parts of these sizes."""
+    ends = list(itertools.accumulate(sizes))
+    return [tuple(tensors[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
 
 
 def _activate(

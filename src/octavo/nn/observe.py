@@ -20,11 +20,11 @@ from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import Cell, telemetry
 from octavo.kernels.patches import unfold
 from octavo.nn.conv import Conv1d, Conv2d, window_of
+from octavo.nn.fp8_weights import values
 from octavo.nn.functional import cell_of, target_of
 from octavo.nn.grouped import GroupedLinear
 from octavo.nn.hooks import hooked
 from octavo.nn.linear import Linear
-from octavo.nn.own_codes import values
 from octavo.numerics import PER_TENSOR, Quantized, tile_amax
 from octavo.recipes import STATEFUL, Operand, Recipe
 

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from octavo.nn.functional import linears, target_of
+from octavo.nn.functional import Quantizer, compute_dtype, linears, target_of
 from octavo.nn.handoff import taken
 from octavo.nn.watched import page_of
-from octavo.nn.weights import state_of
 from octavo.recipes import Recipe
 
 if TYPE_CHECKING:
@@ -59,14 +58,15 @@ class SharedInput:
         self._states = {i: _state(self.layers[i], x) for i in members}
 
     def _compute(self, layers: Sequence[Linear], x: Tensor) -> list[Tensor]:
-        from octavo.nn.linear import compute_dtype
-
         recipe = layers[0].recipe
-        ready = taken(x, target_of(recipe.fprop.input))
+        given = taken(x, target_of(recipe.fprop.input))
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-        cells = None if layers[0].page is None else layers[0].page.cells
+        codes = layers[0].attached_codes if len(layers) == len(self.layers) else None
         keeps = all(layer.keeps_input for layer in layers)
-        return linears(x, weights, biases, recipe, compute_dtype(x), ready, cells, keeps, page_of(layers))
+        scales = None if layers[0].page is None else layers[0].page.cells
+        return linears(
+            x, weights, biases, Quantizer(recipe, compute_dtype(x), scales, page_of(layers), keeps), given, codes
+        )
 
     def _clear(self) -> None:
         self._input, self._waiting, self._states = None, {}, {}
@@ -81,10 +81,9 @@ class SharedInput:
 
 def _state(layer: Linear, x: Tensor) -> tuple[Any, ...]:
     """Return what the output of a layer depends on beside the identity of x; another, by ==, once that has changed."""
-    from octavo.nn.linear import compute_dtype
-
     modes = (compute_dtype(x), torch.is_grad_enabled(), x.requires_grad)
     if torch.compiler.is_compiling():  # compiled code has no versions: it is traced anew
         return modes
     parameters = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
-    return *modes, id(layer.recipe), None if x.is_inference() else x._version, *state_of(parameters)
+    versions = (None if tensor.is_inference() else tensor._version for tensor in (x, *parameters))
+    return *modes, id(layer.recipe), *((p.data_ptr(), p.shape) for p in parameters), *versions

@@ -1,4 +1,4 @@
-"""The GEMMs of a layer that telemetry looks at: `fprop` and `dgrad` of `octavo.nn.weights`, and what they read.
+"""The GEMMs of a layer that telemetry looks at: fprop and dgrad, and what they read.
 
 A watched layer has a page, FP32 (1 + 2 n, WIDTH), where there are histograms (1 + 2 n, WIDTH + BINS): a row
 (`octavo.kernels.sample`) for the input of n layers that are computed together, n for their weights, n for their
@@ -13,10 +13,9 @@ the codes that it is, and so is an input of which there are only codes (`octavo.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,11 +28,11 @@ from octavo.kernels.patches import Window, unfold_rows, window_of
 from octavo.kernels.reference.activation import value
 from octavo.kernels.sample import Looked, held, rests, sample, sample_soon, sampled_rows, soon
 from octavo.kernels.target import target_of
-from octavo.nn import own_codes
-from octavo.nn import weights as stacked
+from octavo.nn.fp8_weights import has_fp8_weight
 from octavo.nn.handoff import stands_in
+from octavo.nn.weight_codes import WeightCodes, as_matrix, multiply
 from octavo.numerics import Quantized, dequantize, granularity_named
-from octavo.tensor import implements
+from octavo.recipes import Operand
 
 PATCHES = "patches"
 """What the kind of a convolution's input begins with; the numbers of its window follow."""
@@ -83,6 +82,12 @@ class Source(NamedTuple):
     fold: Tensor | None = None
     """FP32 (1, N), what a gradient's columns were multiplied by."""
 
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], operand: Operand, kind: str = "", fold: Tensor | None = None) -> Source:
+        """Describe an operand of a recipe."""
+        target = Target(operand.format, operand.granularity, operand.scaling, operand.rounding)
+        return cls(tensors, target, not operand.keeps_scale, kind, fold)
+
 
 def patches_of(window: Window) -> str:
     """Return the kind of a convolution's input; none where its patches are the pixels."""
@@ -90,53 +95,42 @@ def patches_of(window: Window) -> str:
 
 
 def fprop(
-    x: Quantized, weights: Sequence[Tensor], target: Target, dtype: torch.dtype, accumulate: str,
+    x: Quantized, w: WeightCodes, weights: Sequence[Tensor], target: Target, dtype: torch.dtype, accumulate: str,
     source: Source, page: Tensor,
 ) -> list[Tensor]:  # fmt: skip
-    """Return `octavo.nn.weights.fprop`, and look at the input and the weights."""
+    """Return X W_i^T for each weight, and look at the input and the weights. target: what W is quantised to."""
+    codes, scales = [matrix.codes for matrix in w.matrices], [matrix.scale for matrix in w.matrices]
+    plain = [] if has_fp8_weight(weights) else list(weights)
     outputs: list[Tensor] = torch.ops.octavo.watched_fprop(
-        x.codes, x.scale, x.granularity.name, list(weights), str(target), dtype, accumulate,
-        list(source.tensors), str(source.target), source.tied, source.kind, page,
+        x.codes, x.scale, x.granularity.name, codes, scales, str(target), list(w.rows), plain, dtype,
+        accumulate, list(source.tensors), str(source.target), source.tied, source.kind, page,
     )  # fmt: skip
     return outputs
 
 
 def dgrad(
-    g: Quantized, weights: Sequence[Tensor], target: Target, of_fprop: Target | None, dtype: torch.dtype,
-    accumulate: str, source: Source, page: Tensor,
-) -> Tensor:  # fmt: skip
-    """Return `octavo.nn.weights.dgrad`, and look at the gradients."""
+    g: Quantized, w_KN: Quantized, layers: int, dtype: torch.dtype, accumulate: str, source: Source, page: Tensor
+) -> Tensor:
+    """Return G W (M, K), and look at the gradients of that many layers."""
     result: Tensor = torch.ops.octavo.watched_dgrad(
-        g.codes, g.scale, g.granularity.name, list(weights), str(target), str(of_fprop or ""), dtype, accumulate,
+        g.codes, g.scale, g.granularity.name, w_KN.codes, w_KN.scale, w_KN.granularity.name, layers, dtype, accumulate,
         list(source.tensors), str(source.target), source.tied, source.kind, source.fold, page,
     )  # fmt: skip
     return result
 
 
 def _fprop(
-    x: Tensor, x_scale: Tensor, x_granularity: str, weights: list[Tensor], target: str,
-    dtype: torch.dtype, accumulate: str, tensors: list[Tensor], looked: str, tied: bool, kind: str, page: Tensor,
+    x: Tensor, x_scale: Tensor, x_granularity: str, codes: list[Tensor], scales: list[Tensor], target: str,
+    counts: list[int], weights: list[Tensor], dtype: torch.dtype, accumulate: str, tensors: list[Tensor], looked: str,
+    tied: bool, kind: str, page: Tensor,
 ) -> list[Tensor]:  # fmt: skip
-    outputs: list[Tensor] = torch.ops.octavo.fprop(x, x_scale, x_granularity, weights, target, dtype, accumulate)
+    left, goal = Quantized(x, x_scale, granularity_named(x_granularity)), _named(target)
+    w = WeightCodes(tuple(Quantized(*pair, goal.tile) for pair in zip(codes, scales, strict=True)), tuple(counts))
+    outputs = multiply(left, w, dtype, accumulate)
     row, *rows = page.data.unbind()  # no versions count: a layer may run twice before backward
     if not rests(row) and 0 not in x.shape:
         look_at_input(x, x_scale, tensors, _named(looked), tied, kind, outputs[0], row)
-        look_at_weights(weights, _named(target), outputs, rows)
-    return outputs
-
-
-def _fprop_of_codes(
-    x: Tensor, x_scale: Tensor, x_granularity: str, codes: list[Tensor], scales: list[Tensor], target: str,
-    dtype: torch.dtype, accumulate: str, tensors: list[Tensor], looked: str, tied: bool, kind: str, page: Tensor,
-) -> list[Tensor]:  # fmt: skip
-    left, goal = Quantized(x, x_scale, granularity_named(x_granularity)), _named(target)
-    weights = [Quantized(*pair, goal.tile) for pair in zip(codes, scales, strict=True)]
-    outputs = [kernels.gemm(left, weight, dtype, accumulate) for weight in weights]
-    row, *rows = page.data.unbind()
-    if not rests(row) and 0 not in x.shape:
-        look_at_input(x, x_scale, tensors, _named(looked), tied, kind, outputs[0], row)
-        for weight, y, own in zip(weights, outputs, rows, strict=False):
-            sample_soon(Looked(weight.codes, weight.scale, goal, None, ends_of(y.t()), is_coded=True), own)
+        look_at_weights(w, weights, goal, outputs, rows)
     return outputs
 
 
@@ -159,38 +153,29 @@ def look_at_input(
         sample_soon(Looked(source, scale, operand, None, edges, tied), row)
 
 
-def look_at_weights(weights: list[Tensor], target: Target, outputs: list[Tensor], rows: Sequence[Tensor]) -> None:
-    """Look at the weights of which outputs came, each in its own row."""
-    alone = len(weights) == 1 or target.tile.rows is not None
-    scales = _parts(stacked.quantized_weights(weights, target).scale, target.tile.rows, [len(w) for w in weights])
-    for weight, scale, y, row in zip(weights, scales, outputs, rows, strict=False):
-        if scale is not None:
-            sample_soon(Looked(stacked.as_matrix(weight.detach()), scale, target, None, ends_of(y.t()), alone), row)
+def look_at_weights(
+    w: WeightCodes, weights: Sequence[Tensor], target: Target, outputs: Sequence[Tensor], rows: Sequence[Tensor]
+) -> None:
+    """Look at the weights of which outputs came, each in its own row. weights: none where they are FP8 tensors."""
+    parts = w.parts()
+    if parts is None:
+        return
+    alone = len(parts) == 1 or parts[0].granularity.rows is not None
+    for i, (part, y, row) in enumerate(zip(parts, outputs, rows, strict=False)):
+        if weights:
+            sample_soon(Looked(as_matrix(weights[i].detach()), part.scale, target, None, ends_of(y.t()), alone), row)
+        else:
+            sample_soon(Looked(part.codes, part.scale, target, None, ends_of(y.t()), is_coded=True), row)
 
 
 def _dgrad(
-    g: Tensor, g_scale: Tensor, g_granularity: str, weights: list[Tensor], target: str, of_fprop: str,
+    g: Tensor, g_scale: Tensor, g_granularity: str, w: Tensor, w_scale: Tensor, w_granularity: str, layers: int,
     dtype: torch.dtype, accumulate: str, tensors: list[Tensor], looked: str, tied: bool, kind: str,
     fold: Tensor | None, page: Tensor,
 ) -> Tensor:  # fmt: skip
-    result: Tensor = torch.ops.octavo.dgrad(
-        g, g_scale, g_granularity, weights, target, of_fprop, dtype, accumulate
-    )  # fmt: skip
-    rows = page.data.unbind()[1 + len(weights) :]
-    if not rests(rows[0]) and 0 not in g.shape:
-        look_at_gradients(len(g), g_scale, tensors, _named(looked), tied, kind, fold, result, rows)
-    return result
-
-
-def _dgrad_of_codes(
-    g: Tensor, g_scale: Tensor, g_granularity: str, codes: list[Tensor], scales: list[Tensor], granularity: str,
-    folded: bool, dtype: torch.dtype, accumulate: str, tensors: list[Tensor], looked: str, tied: bool, kind: str,
-    fold: Tensor | None, page: Tensor,
-) -> Tensor:  # fmt: skip
-    result: Tensor = torch.ops.octavo.dgrad_of_codes(
-        g, g_scale, g_granularity, codes, scales, granularity, folded, dtype, accumulate
-    )
-    rows = page.data.unbind()[1 + len(codes) :]
+    left = Quantized(g, g_scale, granularity_named(g_granularity))
+    result = kernels.gemm(left, Quantized(w, w_scale, granularity_named(w_granularity)), dtype, accumulate)
+    rows = page.data.unbind()[1 + layers :]
     if not rests(rows[0]) and 0 not in g.shape:
         look_at_gradients(len(g), g_scale, tensors, _named(looked), tied, kind, fold, result, rows)
     return result
@@ -224,27 +209,6 @@ def _look_at_parts(
     for dy, scale, part, row in zip(tensors, scales, folds, rows, strict=True):
         if scale is not None:
             look(Looked(dy, scale.t(), operand, part, edges, alone, total), row)
-
-
-def _fprop_with_own_codes(
-    x: Tensor, x_scale: Tensor, x_granularity: str, weights: list[Tensor], target: str, *rest: Any
-) -> list[Tensor]:
-    """Compute `octavo::watched_fprop` of a list with FP8 tensors in it: see `octavo.nn.own_codes`."""
-    parts = [own_codes.codes_of(weight, _named(target)) for weight in weights]
-    codes, scales = [part.codes for part in parts], [part.scale for part in parts]
-    outputs: list[Tensor] = torch.ops.octavo.watched_fprop_of_codes(
-        x, x_scale, x_granularity, codes, scales, target, *rest
-    )
-    return outputs
-
-
-def _dgrad_with_own_codes(
-    g: Tensor, g_scale: Tensor, g_granularity: str, weights: list[Tensor], target: str, of_fprop: str, *rest: Any
-) -> Tensor:
-    """Compute `octavo::watched_dgrad` of a list with FP8 tensors in it."""
-    parts = own_codes.dgrad_parts(weights, target, of_fprop)
-    result: Tensor = torch.ops.octavo.watched_dgrad_of_codes(g, g_scale, g_granularity, *parts, *rest)
-    return result
 
 
 def _parts(scale: Tensor, height: int | None, counts: list[int]) -> list[Tensor | None]:
@@ -300,58 +264,23 @@ def _named(text: str) -> Target:
     return target
 
 
-def _fprop_shape(
-    x: Tensor, x_scale: Tensor, x_granularity: str, weights: list[Tensor], target: str, dtype: torch.dtype, *_: Any
-) -> list[Tensor]:
-    return [x.new_empty(x.shape[0], weight.shape[0], dtype=dtype) for weight in weights]
-
-
-def _dgrad_shape(
-    g: Tensor, g_scale: Tensor, g_granularity: str, weights: list[Tensor], target: str, of_fprop: str,
-    dtype: torch.dtype, *_: Any,
-) -> Tensor:  # fmt: skip
-    return g.new_empty(g.shape[0], math.prod(weights[0].shape[1:]), dtype=dtype)
-
-
-def _dgrad_of_codes_shape(
-    g: Tensor, g_scale: Tensor, g_granularity: str, codes: list[Tensor], scales: list[Tensor], granularity: str,
-    folded: bool, dtype: torch.dtype, *_: Any,
-) -> Tensor:  # fmt: skip
-    return g.new_empty(g.shape[0], codes[0].shape[1], dtype=dtype)
-
-
 define(
-    "watched_fprop(Tensor x, Tensor x_scale, str x_granularity, Tensor[] weights, str target, ScalarType dtype, "
-    "str accumulate, Tensor[] tensors, str looked, bool tied, str kind, Tensor page) -> Tensor[]",
+    "watched_fprop(Tensor x, Tensor x_scale, str x_granularity, Tensor[] codes, Tensor[] scales, str target, "
+    "int[] counts, Tensor[] weights, ScalarType dtype, str accumulate, Tensor[] tensors, str looked, bool tied, "
+    "str kind, Tensor page) -> Tensor[]",
     _fprop,
-    _fprop_shape,
+    lambda x, x_scale, x_granularity, codes, scales, target, counts, weights, dtype, *_: [
+        x.new_empty(x.shape[0], count, dtype=dtype) for count in counts
+    ],
     torch.Tag.cudagraph_unsafe,
 )
 define(
-    "watched_dgrad(Tensor g, Tensor g_scale, str g_granularity, Tensor[] weights, str target, str of_fprop, "
-    "ScalarType dtype, str accumulate, Tensor[] tensors, str looked, bool tied, str kind, Tensor? fold, Tensor page) "
-    "-> Tensor",
+    "watched_dgrad(Tensor g, Tensor g_scale, str g_granularity, Tensor w, Tensor w_scale, str w_granularity, "
+    "int layers, ScalarType dtype, str accumulate, Tensor[] tensors, str looked, bool tied, str kind, Tensor? fold, "
+    "Tensor page) -> Tensor",
     _dgrad,
-    _dgrad_shape,
-    torch.Tag.cudagraph_unsafe,
-)
-define(
-    "watched_fprop_of_codes(Tensor x, Tensor x_scale, str x_granularity, Tensor[] codes, Tensor[] scales, str target, "
-    "ScalarType dtype, str accumulate, Tensor[] tensors, str looked, bool tied, str kind, Tensor page) -> Tensor[]",
-    _fprop_of_codes,
-    lambda x, x_scale, x_granularity, codes, scales, target, dtype, *_: _fprop_shape(
-        x, x_scale, x_granularity, codes, target, dtype
+    lambda g, g_scale, g_granularity, w, w_scale, w_granularity, layers, dtype, *_: g.new_empty(
+        g.shape[0], w.shape[0], dtype=dtype
     ),
     torch.Tag.cudagraph_unsafe,
 )
-define(
-    "watched_dgrad_of_codes(Tensor g, Tensor g_scale, str g_granularity, Tensor[] codes, Tensor[] scales, "
-    "str granularity, bool folded, ScalarType dtype, str accumulate, Tensor[] tensors, str looked, bool tied, "
-    "str kind, Tensor? fold, Tensor page) -> Tensor",
-    _dgrad_of_codes,
-    _dgrad_of_codes_shape,
-    torch.Tag.cudagraph_unsafe,
-)
-
-implements(torch.ops.octavo.watched_fprop.default)(_fprop_with_own_codes)
-implements(torch.ops.octavo.watched_dgrad.default)(_dgrad_with_own_codes)

@@ -1,4 +1,4 @@
-"""The GEMMs of experts that telemetry looks at: `grouped_fprop` and `grouped_dgrad` of `octavo.nn.grouped`.
+"""The GEMMs of experts that telemetry looks at: fprop and dgrad of `octavo.nn.grouped`.
 
 As `octavo.nn.watched` has it, with a page of three rows: one for the tokens of all experts, one for the stack of their
 weights (E N, K), one for the gradients. A NaN in the weight of an expert shows in the rows of its own tokens only, so
@@ -11,68 +11,70 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import Target
+from octavo.kernels.grouped import grouped_gemm
 from octavo.kernels.operator import define
 from octavo.kernels.sample import Looked, rests, sample_soon, sampled_rows
 from octavo.kernels.target import target_of
 from octavo.nn.watched import ends_of
-from octavo.numerics import Quantized
+from octavo.numerics import PER_ROW, Quantized
+
+Weights = tuple[Tensor, Tensor]
+"""Codes (E, R, C) and scales (E, R) of the weights as a grouped GEMM reads them."""
 
 
 def fprop(
-    x8: Quantized, weight: Tensor, ends: Tensor, target: Target, dtype: torch.dtype, accumulate: str,
+    x8: Quantized, weight: Tensor, w: Weights, ends: Tensor, target: Target, dtype: torch.dtype, accumulate: str,
     x: Tensor, looked: Target, page: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Return y (T, N) of `octavo::grouped_fprop`, and look at the tokens x (T, K) and the weights.
+    """Return y (T, N), and look at the tokens x (T, K) and the weights (E, N, K), which were quantised to `target`.
 
     Args:
         looked: what x was quantised to.
         page: FP32 (3, WIDTH) or (3, WIDTH + BINS).
     """
     y: Tensor = torch.ops.octavo.watched_grouped_fprop(
-        *x8[:2], weight, ends, str(target), dtype, accumulate, x, str(looked), page
+        *x8[:2], weight, *w, ends, str(target), dtype, accumulate, x, str(looked), page
     )
     return y
 
 
 def dgrad(
-    g: Quantized, weight: Tensor, ends: Tensor, targets: tuple[Target, Target | None], dtype: torch.dtype,
-    accumulate: str, dy: Tensor, looked: Target, fold: Tensor | None, page: Tensor,
+    g: Quantized, w: Weights, ends: Tensor, dtype: torch.dtype, accumulate: str, dy: Tensor, looked: Target,
+    fold: Tensor | None, page: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Return dx (T, K) of `octavo::grouped_dgrad`, and look at the gradients dy (T, N).
+    """Return dx (T, K), and look at the gradients dy (T, N).
 
     Args:
-        targets: how the transposed weight is quantised, and fprop's where its codes are taken.
+        w: transposed, (E, K, N).
         looked: what dy was quantised to.
         fold: FP32 (E, N), what the gradients of each expert's tokens were multiplied by.
         page: as for `fprop`.
     """
-    names = str(targets[0]), str(targets[1] or "")
     dx: Tensor = torch.ops.octavo.watched_grouped_dgrad(
-        *g[:2], weight, ends, *names, dtype, accumulate, dy, str(looked), fold, page
+        *g[:2], *w, ends, dtype, accumulate, dy, str(looked), fold, page
     )
     return dx
 
 
 def _fprop(
-    x: Tensor, x_scale: Tensor, weight: Tensor, ends: Tensor, target: str, dtype: torch.dtype, accumulate: str,
-    tokens: Tensor, looked: str, page: Tensor,
+    x: Tensor, x_scale: Tensor, weight: Tensor, w: Tensor, w_scale: Tensor, ends: Tensor, target: str,
+    dtype: torch.dtype, accumulate: str, tokens: Tensor, looked: str, page: Tensor,
 ) -> Tensor:  # fmt: skip
-    y: Tensor = torch.ops.octavo.grouped_fprop(x, x_scale, weight, ends, target, dtype, accumulate)
+    y = grouped_gemm(Quantized(x, x_scale, PER_ROW), w, w_scale, ends, dtype, accumulate)
     rows, operand, goal = page.data, target_of(looked), target_of(target)
     if rests(rows[0]) or 0 in x.shape or operand is None or goal is None:
         return y
     sample_soon(Looked(tokens, x_scale, operand, None, ends_of(y), tied=True), rows[0])
     stack = weight.detach().flatten(0, 1)
-    scale: Tensor = torch.ops.octavo.grouped_weight_scale(weight, target)
-    sample_soon(Looked(stack, scale.reshape(-1, 1), goal, None, _ends_of_experts(y, ends), tied=True), rows[1])
+    sample_soon(Looked(stack, w_scale.reshape(-1, 1), goal, None, _ends_of_experts(y, ends), tied=True), rows[1])
     return y
 
 
 def _dgrad(
-    g: Tensor, g_scale: Tensor, weight: Tensor, ends: Tensor, target: str, source: str, dtype: torch.dtype,
-    accumulate: str, dy: Tensor, looked: str, fold: Tensor | None, page: Tensor,
+    g: Tensor, g_scale: Tensor, w: Tensor, w_scale: Tensor, ends: Tensor, dtype: torch.dtype, accumulate: str,
+    dy: Tensor, looked: str, fold: Tensor | None, page: Tensor,
 ) -> Tensor:  # fmt: skip
-    dx: Tensor = torch.ops.octavo.grouped_dgrad(g, g_scale, weight, ends, target, source, dtype, accumulate)
+    dx = grouped_gemm(Quantized(g, g_scale, PER_ROW), w, w_scale, ends, dtype, accumulate)
     row, operand = page.data[2], target_of(looked)
     if rests(row) or 0 in g.shape or operand is None:
         return dx
@@ -93,16 +95,18 @@ def _ends_of_experts(y: Tensor, ends: Tensor) -> Tensor:
 
 
 define(
-    "watched_grouped_fprop(Tensor x, Tensor x_scale, Tensor weight, Tensor ends, str target, ScalarType dtype, "
-    "str accumulate, Tensor tokens, str looked, Tensor page) -> Tensor",
+    "watched_grouped_fprop(Tensor x, Tensor x_scale, Tensor weight, Tensor w, Tensor w_scale, Tensor ends, str target, "
+    "ScalarType dtype, str accumulate, Tensor tokens, str looked, Tensor page) -> Tensor",
     _fprop,
-    lambda x, x_scale, weight, ends, target, dtype, *_: x.new_empty(x.shape[0], weight.shape[1], dtype=dtype),
+    lambda x, x_scale, weight, w, w_scale, ends, target, dtype, *_: x.new_empty(x.shape[0], w.shape[1], dtype=dtype),
     torch.Tag.cudagraph_unsafe,
+    torch.Tag.needs_fixed_stride_order,
 )
 define(
-    "watched_grouped_dgrad(Tensor g, Tensor g_scale, Tensor weight, Tensor ends, str target, str source, "
-    "ScalarType dtype, str accumulate, Tensor dy, str looked, Tensor? fold, Tensor page) -> Tensor",
+    "watched_grouped_dgrad(Tensor g, Tensor g_scale, Tensor w, Tensor w_scale, Tensor ends, ScalarType dtype, "
+    "str accumulate, Tensor dy, str looked, Tensor? fold, Tensor page) -> Tensor",
     _dgrad,
-    lambda g, g_scale, weight, ends, target, source, dtype, *_: g.new_empty(g.shape[0], weight.shape[2], dtype=dtype),
+    lambda g, g_scale, w, w_scale, ends, dtype, *_: g.new_empty(g.shape[0], w.shape[1], dtype=dtype),
     torch.Tag.cudagraph_unsafe,
+    torch.Tag.needs_fixed_stride_order,
 )

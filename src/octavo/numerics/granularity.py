@@ -81,6 +81,10 @@ GROUP_1x32 = Granularity(1, 32)
 
 _NAMED = {PER_TENSOR: "tensor", PER_ROW: "row", PER_COLUMN: "column"}
 _WHOLE = {name: granularity for granularity, name in _NAMED.items()}
+_COMMON = _WHOLE | {
+    name: Granularity(*map(int, name.split("x"))) for name in ("1x128", "128x1", "128x128", "1x32", "32x1")
+}
+"""Without parsing the name."""
 NAMES = ("tensor", "row", "column", "1x128", "128x128", "1x32")
 
 
@@ -90,8 +94,8 @@ def granularity_named(name: str) -> Granularity:
     Raises:
         ConfigError: the name is not a granularity.
     """
-    if name in _WHOLE:
-        return _WHOLE[name]
+    if name in _COMMON:
+        return _COMMON[name]
     if size := re.fullmatch(r"([1-9]\d*|all)x([1-9]\d*|all)", name):
         return Granularity(*(None if extent == "all" else int(extent) for extent in size.groups()))
     raise ConfigError(

@@ -159,7 +159,7 @@ class Evidence:
     """Milliseconds a step that it would save with all of its GEMMs in FP8."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """How a linear layer computes. Plain data: kernels and layers read it, nothing else decides."""
 
@@ -181,6 +181,7 @@ class Recipe:
     def __post_init__(self) -> None:
         for gemm, a, b in self.gemms():
             self._check_gemm(gemm, a, b)
+        object.__setattr__(self, "_reused", frozenset(self._find_reused()))  # layers ask in every call
         self._check_folded("dgrad.weight", self.dgrad, self.dgrad.weight, self.fprop.weight)
         self._check_folded("wgrad.input", self.wgrad, self.wgrad.input, self.fprop.input)
         for role in STATEFUL:
@@ -209,6 +210,20 @@ class Recipe:
     def gemm(self, name: str) -> Gemm:
         """Return the GEMM called fprop, dgrad or wgrad."""
         return cast(Gemm, getattr(self, name))
+
+    def reuses(self, operand: str) -> bool:
+        """Return whether an operand, such as `dgrad.weight`, is another GEMM's codes, transposed."""
+        return operand in self.__dict__["_reused"]
+
+    def _find_reused(self) -> Iterator[str]:
+        if self.fprop.is_fp8 and self.dgrad.is_fp8 and self.dgrad.weight.is_transpose_of(self.fprop.weight):
+            yield "dgrad.weight"
+        if self.fprop.is_fp8 and self.wgrad.is_fp8 and self.wgrad.input.is_transpose_of(self.fprop.input):
+            yield "wgrad.input"
+        folds = self.wgrad.input.is_folded or self.dgrad.weight.is_folded
+        alike = self.wgrad.grad_output.is_transpose_of(self.dgrad.grad_output)
+        if self.dgrad.is_fp8 and self.wgrad.is_fp8 and alike and not folds:
+            yield "wgrad.grad_output"
 
     @property
     def is_fp8(self) -> bool:

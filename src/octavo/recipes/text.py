@@ -144,17 +144,10 @@ def _kept_from_step_to_step(recipe: Recipe) -> str:
 
 
 def reused_from(recipe: Recipe, gemm: str, role: str) -> str | None:
-    """Return the GEMM whose codes of this role, transposed, are this operand's; None where it is quantised anew."""
-    operands = {name: (a, b) for name, a, b in recipe.gemms()}
-    if gemm not in operands or gemm == "fprop":
+    """Return the GEMM whose codes of this role, transposed, are this operand's; None where it has its own."""
+    if not recipe.reuses(f"{gemm}.{role}"):
         return None
-    a, b = operands[gemm]
-    if role != "grad_output":
-        source = recipe.fprop.weight if role == "weight" else recipe.fprop.input
-        return "fprop" if recipe.fprop.is_fp8 and b.is_transpose_of(source) else None
-    folds = b.is_folded or recipe.dgrad.weight.is_folded
-    reuses = gemm == "wgrad" and "dgrad" in operands and not folds and a.is_transpose_of(recipe.dgrad.grad_output)
-    return "dgrad" if reuses else None
+    return "dgrad" if role == "grad_output" else "fprop"
 
 
 def kept_for_backward(recipe: Recipe) -> list[str]:

@@ -3,6 +3,7 @@
 import pytest
 import ranks
 import torch
+from octavo.nn.weights import weights_changed
 from sharded import FP32, SHAPE, batch
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -13,7 +14,6 @@ from octavo.distributed.pipeline.schedules import SCHEDULES
 from octavo.models.config import ModelConfig
 from octavo.models.llama import Llama
 from octavo.models.stages import stages
-from octavo.nn.weights import weights_changed
 from octavo.tensor import local
 
 

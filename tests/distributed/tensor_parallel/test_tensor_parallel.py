@@ -3,6 +3,7 @@
 import pytest
 import ranks
 import torch
+from octavo.nn.weights import quantize_matrix
 from sharded import FP32, SHAPE, batch, full_state, loss_of
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -21,7 +22,6 @@ from octavo.models.config import ModelConfig
 from octavo.models.llama import Llama
 from octavo.nn import Linear
 from octavo.nn.handoff import taken
-from octavo.nn.weights import quantize_matrix
 from octavo.tensor import FP8Tensor
 
 ROW = Target("e4m3", "row", "power_of_two")

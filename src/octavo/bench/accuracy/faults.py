@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import OctavoError
-from octavo.guard import Note
+from octavo.guard import GuardEvent
 from octavo.train.config import RunConfig, assemble
-from octavo.train.events import Event, Noted
+from octavo.train.events import Event
 from octavo.train.parallel import ranks_of
 from octavo.train.run import Trainer
 from octavo.train.setup import set_up
@@ -62,7 +62,7 @@ class Struck(Trainer):
     @property
     def model(self) -> nn.Module:
         """The FP8 model."""
-        return self.setup.lanes[0].model
+        return self.setup.states[0].model
 
     def weight(self, layer: str) -> Tensor:
         """Return the weight of a layer, to be written to."""
@@ -205,11 +205,11 @@ FAULTS = {
 class _Notes:
     """Keeps what guardrails said."""
 
-    notes: list[Note] = field(default_factory=list)
+    notes: list[GuardEvent] = field(default_factory=list)
 
     def report(self, event: Event) -> None:
-        if isinstance(event, Noted):
-            self.notes.append(event.note)
+        if isinstance(event, GuardEvent):
+            self.notes.append(event)
 
     def close(self) -> None:
         pass
@@ -294,7 +294,7 @@ def _row(fault: Fault, config: RunConfig, undisturbed: float) -> dict[str, Any]:
     }
 
 
-def _train(config: RunConfig, fault: Fault | None) -> tuple[float, list[Note]]:
+def _train(config: RunConfig, fault: Fault | None) -> tuple[float, list[GuardEvent]]:
     """Return the held-out loss of a run, and what guardrails said."""
     notes = _Notes()
     shutil.rmtree(config.run.out, ignore_errors=True)  # of a run before

@@ -17,8 +17,8 @@ from octavo.conversion import Policy, convert
 from octavo.numerics import cosine_of, inner_products
 from octavo.train import checkpoint
 from octavo.train.config import assemble
-from octavo.train.lane import Lane
 from octavo.train.setup import Batch, set_up
+from octavo.train.train_state import TrainState
 
 BEFORE = 2
 """Batches that a recipe sees before the one that counts: scales that have a history need one."""
@@ -36,7 +36,7 @@ def gradient_cosines(run: Path, recipes: Sequence[str]) -> Iterator[tuple[str, d
     config = assemble((str(run / "config.json"), strict.read_file(run / "config.json")))
     eager = dataclasses.replace(config.run, compile="off", twin=False)
     setup = set_up(dataclasses.replace(config, run=eager))
-    [lane] = setup.lanes
+    [lane] = setup.states
     part = config.run.batch // config.run.accumulate
     batches = [(x[:part], y[:part]) for x, y in itertools.islice(setup.loader, BEFORE + 1)]
     policy = Policy(min_gain=config.run.min_gain)
@@ -48,7 +48,7 @@ def gradient_cosines(run: Path, recipes: Sequence[str]) -> Iterator[tuple[str, d
         for recipe in recipes:
             model = copy.deepcopy(lane.model)
             convert(model, recipe, policy=policy)
-            gradients = _gradients(Lane("fp8", model, config.optimizer), batches)
+            gradients = _gradients(TrainState("fp8", model, config.optimizer), batches)
             whole, worst = compare(gradients, reference)
             found[recipe] |= {f"cosine_{moment}": whole, f"cosine_layer_{moment}": worst}
     yield from found.items()
@@ -61,14 +61,14 @@ def compare(gradients: Mapping[str, Tensor], reference: Mapping[str, Tensor]) ->
     return whole, min(cosine_of(products[name]) for name in reference if reference[name].dim() >= 2)
 
 
-def _load_last(lane: Lane, run: Path) -> None:
+def _load_last(lane: TrainState, run: Path) -> None:
     path = checkpoint.find(run / "checkpoints")[-1]
     saved = checkpoint.load(path).tensors["bf16"]
     weights: dict[str, Any] = {n.removeprefix("model."): t for n, t in saved.items() if n.startswith("model.")}
     lane.model.load_state_dict(weights, strict=False)  # a tied weight is saved once
 
 
-def _gradients(lane: Lane, batches: Sequence[Batch]) -> dict[str, Tensor]:
+def _gradients(lane: TrainState, batches: Sequence[Batch]) -> dict[str, Tensor]:
     """Return the gradient of the last batch; those before it leave no more than what a recipe remembers of them."""
     model: nn.Module = lane.model.train()
     remember = torch.optim.SGD(model.parameters(), lr=0.0)  # kept scales roll on with an optimizer's step

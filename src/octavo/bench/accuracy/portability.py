@@ -25,9 +25,9 @@ from octavo.kernels.reference.accumulator import refuses
 from octavo.models import count_parameters
 from octavo.train import RunConfig, checkpoint
 from octavo.train.evaluate import heldout_losses
-from octavo.train.lane import Lane
-from octavo.train.reopen import find, restore, settings_of
+from octavo.train.load_run import find, restore, settings_of
 from octavo.train.setup import Setup
+from octavo.train.train_state import TrainState
 
 TOLERANCE = 0.02
 """Nats a token. Rounding to FP8 alone makes less of a difference between the ways."""
@@ -56,7 +56,7 @@ def probe(
     """
     found = find(run)
     setup = restore(found, _settings(found, device, tokens))
-    lane, about = setup.lanes[0], _about(found, setup)
+    lane, about = setup.states[0], _about(found, setup)
     rows: list[dict[str, Any]] = []
     trained = None
     for name, how in _ways(lane, setup):
@@ -96,7 +96,7 @@ def _about(found: checkpoint.Checkpoint, setup: Setup) -> dict[str, Any]:
     """Return what every row says of the model, the text, and the accumulator behind `as trained` and `slow`."""
     config = setup.config
     about = {
-        "model": model_name(config.model.architecture, count_parameters(setup.lanes[0].model)),
+        "model": model_name(config.model.architecture, count_parameters(setup.states[0].model)),
         "recipe": recipes.load(config.run.recipe).name,
         "step": found.step,
         "heldout_tokens": sum(targets_BT.numel() for _, targets_BT in setup.heldout),
@@ -106,7 +106,7 @@ def _about(found: checkpoint.Checkpoint, setup: Setup) -> dict[str, Any]:
     return about | ({"accumulator": f"this device's: {reason}"} if reason else {})
 
 
-def _ways(lane: Lane, setup: Setup) -> Iterator[tuple[str, AbstractContextManager[None]]]:
+def _ways(lane: TrainState, setup: Setup) -> Iterator[tuple[str, AbstractContextManager[None]]]:
     own = _is_hopper(setup.device) or _not_hoppers(setup) is not None
     yield AS_TRAINED, nullcontext() if own else kernels.gemm_by("hopper")
     yield "with slow accumulation", kernels.gemm_by("slow" if own else "hopper-slow")

@@ -25,11 +25,11 @@ from octavo.distributed.traffic import Traffic
 from octavo.errors import ConfigError, did_you_mean
 from octavo.models.config import ModelConfig
 from octavo.ranks import is_first_rank
-from octavo.train.garbage import SETTLED, spared
+from octavo.train.device import WARM_UP_STEPS, gc_frozen
 
 Row = dict[str, Any]
 
-WARM_UP = SETTLED
+WARM_UP = WARM_UP_STEPS
 """Steps that are not timed: they compile."""
 PROFILED = 2
 """Steps under the profiler, on a GPU."""
@@ -205,7 +205,7 @@ class _Training:
 
 def _time(training: _Training, steps: int, device: torch.device) -> Row:
     """Return what a step takes: steps one after another, and steps that are waited for."""
-    with spared(device) as after_step:
+    with gc_frozen(device) as after_step:
         for _ in range(WARM_UP):
             training.step()
             after_step()

@@ -16,10 +16,10 @@ from octavo.bench.tables import ranges, recipe_costs
 from octavo.bench.tables.markdown import table
 from octavo.cli.flags import field_docs
 from octavo.conversion import Operators
-from octavo.dashboard import verdict
-from octavo.monitor.aggregates import AGGREGATES
+from octavo.monitor.dashboard import verdict
 from octavo.monitor.store.schema import TABLES as RUN_STORE
 from octavo.monitor.system import SYSTEM_KEYS
+from octavo.monitor.trackers import AGGREGATES
 from octavo.nn.calibration import Calibrated, Origin, Statistics
 from octavo.train.config import RunConfig
 
@@ -202,21 +202,21 @@ def aggregate_table() -> str:
 
 def verdict_table() -> str:
     """Return the limits that the dashboard's verdict is held against."""
-    share = f"of a tensor's elements, mean of the newest {verdict.SNAPSHOTS} snapshots"
+    share = f"share of a tensor's elements, mean of the newest {verdict.SNAPSHOTS} snapshots"
     rows = [(f"`{stat}`", share, verdict.percent(limit) if limit else "none") for stat, limit in verdict.LIMITS.items()]
-    late = f"mean of the newest {verdict.GAP_STEPS} noted, or on held-out text at the end"
+    late = f"mean of the newest {verdict.GAP_STEPS} recorded, or on held-out text at the end"
     rows.append(("gap", f"loss above the BF16 twin's, {late}", f"{verdict.GAP_LIMIT:g} %"))
-    rows.append(("rise", "loss above the lowest it had, medians of a stretch of steps", f"{verdict.RISE_LIMIT:g} %"))
+    rows.append(("rise", "loss above its minimum, medians of several steps", f"{verdict.RISE_LIMIT:g} %"))
     rows.append(("events", "warnings and errors", f"none in the last {verdict.percent(verdict.SHARE)} of the steps"))
-    return table(("what", "of what", "limit"), rows)
+    return table(("finding", "measurement", "limit"), rows)
 
 
 def doctor_table() -> str:
-    """Return what `octavo doctor` looks for: what a fault looks like, the check that finds it, and what to do."""
-    from octavo.doctor.checks import CHECKS
+    """Return the checks of `octavo doctor`: the symptom of a fault, the check that finds it, and the remedy."""
+    from octavo.doctor.examination import CHECKS
 
     rows = [(check.symptom, f"`{check.name}`", kind, check.remedy) for kind in CHECKS for check in CHECKS[kind]]
-    return table(("what you see", "check", "of", "what to do"), rows)
+    return table(("symptom", "check", "of", "remedy"), rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {

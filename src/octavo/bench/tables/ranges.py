@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from octavo.bench.tables.markdown import table
-from octavo.calibration.choice import FINER, FLUSHED, SATURATED
+from octavo.calibration.scale_policy import FINER, FLUSHED, SATURATED
 from octavo.kernels.sample import limits
 from octavo.numerics import E4M3, E5M2, Format
 from octavo.recipes.spec import MOST_MARGIN

@@ -22,7 +22,7 @@ from torch.torch_version import TorchVersion
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import Target
 from octavo.nn import Linear
-from octavo.nn.weights import quantize_matrix
+from octavo.nn.weight_codes import quantize_matrix
 from octavo.numerics import Quantized, dequantize
 
 Sent = Literal["as is", "bf16", "fp8"]

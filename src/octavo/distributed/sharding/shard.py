@@ -32,13 +32,12 @@ from octavo.distributed.sharding.gathering import (
     uses_of,
 )
 from octavo.distributed.sharding.together import RowStacks, TensorScales
-from octavo.distributed.sharding.weights import Gather, WeightShard
+from octavo.distributed.sharding.weights import Gather, WeightShard, weights_changed
 from octavo.distributed.values import leave_values, placed_as
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import Target
 from octavo.nn import Linear
 from octavo.nn.fused import FusedMLP
-from octavo.nn.weights import weights_changed
 from octavo.tensor import FP8Tensor, local
 
 BF16_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)

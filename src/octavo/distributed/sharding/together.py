@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from octavo import kernels
 from octavo.distributed.sharding.weights import WeightShard, place_of, state_of_values
 from octavo.kernels.weights import Stack, has_one_launch, quantize_stack
-from octavo.nn.weights import split_rows
+from octavo.nn.weight_codes import split_rows
 from octavo.numerics import PER_TENSOR, Quantized
 from octavo.numerics.granularity import tile_amax
 from octavo.numerics.quantize import to_codes

@@ -24,7 +24,6 @@ from torch.utils._pytree import tree_map_only
 
 from octavo import kernels
 from octavo.kernels import Target
-from octavo.nn.weights import state_of
 from octavo.numerics import Quantized
 from octavo.tensor import FP8Tensor, Holder, local
 
@@ -36,12 +35,13 @@ _changes = 0
 """Steps of optimizers, of which fused ones move no version, and writes through a shard, below where versions move."""
 
 
-def _changed(*_: Any) -> None:
+def weights_changed(*_: Any) -> None:
+    """Mark the codes that ranks have sent as out of date: the next forward quantises every shard."""
     global _changes
     _changes += 1
 
 
-register_optimizer_step_post_hook(_changed)
+register_optimizer_step_post_hook(weights_changed)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class WeightShard(Holder):
         inner, named = tree_map_only(WeightShard, lambda one: one.held, (args, kwargs or {}))
         result = func(*inner, **named)
         if func._schema.is_mutable:
-            _changed()
+            weights_changed()
         if func not in _STAY_SHARDS or not isinstance(shard, WeightShard):
             return result
         return shard if result is shard.held else tree_map_only(Tensor, shard.like, result)
@@ -191,13 +191,15 @@ _STAY_SHARDS = {
 def state_of_values(shard: WeightShard) -> tuple[Any, ...]:
     """Return what is another, by ==, once the values of a shard may have changed."""
     held = shard.held
-    return _changes, *state_of([held.codes if isinstance(held, FP8Tensor) else held])
+    memory = held.codes if isinstance(held, FP8Tensor) else held
+    # The storage too: FSDP2 frees a weight's memory and keeps its storage, and another weight may get that address.
+    place = memory.data_ptr(), memory.untyped_storage()._cdata, memory.shape, memory.stride(), memory.dtype
+    return _changes, None if memory.is_inference() else memory._version, (*place, memory.device)
 
 
 def place_of(state: tuple[Any, ...]) -> Any:
     """Return where the values lie that have this state."""
-    _, _, (_, *place) = state
-    return place
+    return state[2]
 
 
 def _filled_up(made: Quantized, rows: int) -> Quantized:

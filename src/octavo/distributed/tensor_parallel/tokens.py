@@ -27,9 +27,9 @@ from torch.distributed import _functional_collectives as functional
 from octavo.errors import UnsupportedError
 from octavo.kernels import Target
 from octavo.kernels.target import laid_out
+from octavo.nn.functional import compute_dtype
 from octavo.nn.handoff import offer, stand_in, taken
-from octavo.nn.linear import compute_dtype
-from octavo.nn.weights import quantize_matrix
+from octavo.nn.weight_codes import quantize_matrix
 from octavo.numerics import Quantized, dequantize
 
 Move = Callable[[Tensor, dist.ProcessGroup], Tensor]

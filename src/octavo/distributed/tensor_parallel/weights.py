@@ -23,7 +23,6 @@ from torch.distributed.tensor.placement_types import Placement
 from octavo.distributed.tensor_parallel.tokens import summed
 from octavo.distributed.values import leave_values
 from octavo.errors import UnsupportedError
-from octavo.nn.weights import state_of
 from octavo.tensor import FP8Tensor, columns_of, is_distributed, local, rows_of
 
 REPLICATED = Replicate()
@@ -87,7 +86,6 @@ class LocalParameters:
     def __init__(self, around: nn.Module, modules: Sequence[tuple[nn.Module, str]], mesh: DeviceMesh) -> None:
         self._modules, self._mesh = modules, mesh
         self._held: list[tuple[nn.Module, str, Any]] = []
-        self._first: dict[tuple[nn.Module, str, bool], tuple[Any, Tensor]] = {}
         around.register_forward_pre_hook(lambda *_: self._enter(), prepend=True)
         _call_always(around, lambda *_: self._leave())
 
@@ -97,25 +95,12 @@ class LocalParameters:
             for name, parameter in module._parameters.items():
                 if isinstance(parameter, DTensor):
                     self._held.append((module, name, parameter))
-                    module._parameters[name] = self._view(module, name, parameter, gradient)
+                    module._parameters[name] = _Local.apply(parameter, gradient, self._mesh)
 
     def _leave(self) -> None:
         for module, name, parameter in self._held:
             module._parameters[name] = parameter
         self._held.clear()
-
-    def _view(self, module: nn.Module, name: str, parameter: Any, gradient: str) -> Tensor:
-        """Return a parameter's part, as a new step of autograd, and hold on to the first since its values changed.
-
-        Codes are kept for as long as that one lives, and found by the memory. It cannot serve again itself: autograd
-        goes backward through older steps later, and FSDP2 would find no gradient yet.
-        """
-        view: Tensor = _Local.apply(parameter, gradient, self._mesh)  # type: ignore[no-untyped-call]
-        if not torch.compiler.is_compiling():
-            key, state = (module, name, view.requires_grad), state_of([view])
-            if key not in self._first or self._first[key][0] != state:
-                self._first[key] = state, view
-        return view
 
 
 def _call_always(module: nn.Module, hook: Callable[..., None]) -> None:

@@ -35,7 +35,8 @@ from octavo.kernels.triton.codes import (
     search,
     to_codes,
 )
-from octavo.kernels.triton.output import Output
+from octavo.kernels.triton.launch import Kernel
+from octavo.kernels.triton.output import Output, begin_searches
 from octavo.kernels.triton.shape import Shape, next_power_of_2, row_warps
 from octavo.numerics import Quantized
 
@@ -68,6 +69,11 @@ def refuses(
     return None
 
 
+def limits_registers(*targets: Target | None) -> bool:
+    """Return whether a kernel for these targets is compiled with a limit of registers, which no compiler passes on."""
+    return any(target is not None and SIDE.value in (target.tile.rows, target.tile.cols) for target in targets)
+
+
 def activation(kind: str, gate: Tensor, up: Tensor | None, target: Target) -> Quantized:
     """See `octavo.kernels.activation.activation`."""
     return activation_and_inputs(kind, gate, up, target, None)[0]
@@ -79,7 +85,7 @@ def activation_and_inputs(
     """See `octavo.kernels.activation.activation_and_inputs`: h, and by `inputs` gate, and up if there is one."""
     gate, up = contiguous_rows(gate), up if up is None else contiguous_rows(up)
     rows, cols = gate.shape
-    output = Output(target, rows, cols, gate.device)
+    output = Output(target, rows, cols, gate.device, from_amax=True)
     kept = [Output(None if x is None else inputs, rows, cols, gate.device) for x in (gate, up)]
     made = [each.quantized for each in (output, *kept) if each.quantized is not None]
     kept_memory = *kept[0].arguments[:2], *kept[1].arguments[:2]
@@ -97,7 +103,6 @@ def activation_and_inputs(
         _forward_search_kernel[shape.grid(rows, cols)](
             *sources, rows, cols, *output.arguments[2:], KIND=kind, MODE=output.mode, **shape.strip(rows, cols)
         )
-        output.end_search()
     shape = FORWARD_TILED if output.is_tiled or inputs is not None else FORWARD_WRITE
     across, down = shape.grid(rows, cols)
     _forward_write_kernel[(across * down,)](
@@ -122,21 +127,20 @@ def activation_backward(
     """See `octavo.kernels.activation.activation_backward`."""
     m, f = dh.shape
     n = f if up is None else 2 * f
-    row = Output(rows, m, n, dh.device)
-    column = Output(columns, m, n, dh.device, transposed=True)
-    h_t = Output(hidden, m, f, dh.device, transposed=True, scale=hidden_scale)
+    row = Output(rows, m, n, dh.device, from_amax=True)
+    column = Output(columns, m, n, dh.device, transposed=True, from_amax=True)
+    h_t = Output(hidden, m, f, dh.device, transposed=True, scale=hidden_scale, from_amax=True)
     outputs = row, column, h_t
     folds = (None if fold is None else fold.contiguous() for fold in (row_fold, column_fold))
     sources = *_sources(dh, gate, up), m, f, *folds
     if any(output.searches for output in outputs):
+        begin_searches(*outputs)
         shape = BACKWARD_SEARCH
         modes = [output.mode if output.searches else NONE.value for output in outputs]
         _backward_search_kernel[shape.grid(m, f)](
             *sources, *row.arguments[2:], *column.arguments[2:], *h_t.arguments[2:],
             KIND=kind, ROW_MODE=modes[0], COLUMN_MODE=modes[1], HIDDEN_MODE=modes[2], **shape.strip(m, f),
         )  # fmt: skip
-        for output in outputs:
-            output.end_search()
     if any(output.mode != NONE.value for output in outputs):
         shape = BACKWARD_TILED if any(output.is_tiled for output in outputs) else BACKWARD_WRITE
         across, down = shape.grid(m, f)
@@ -189,20 +193,28 @@ def _sigmoid(x):
 
 
 @triton.jit
+def times(x, y):
+    """The product, rounded: a compiler must not contract it with a sum, which `enable_fp_fusion` cannot forbid it."""
+    if INTERPRETED:
+        return x * y
+    return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def _value_and_slope(x, KIND: tl.constexpr):
     """f(x) and f'(x) of FP32 values, operation by operation as in `reference/activation.py`."""
     if KIND == "silu":
         share = _sigmoid(x)
         value = x * share
-        slope = share + value * (1.0 - share)
+        slope = share + times(value, 1.0 - share)
     elif KIND == "gelu":
         share = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
         value = x * share
-        slope = share + x * (_exp(-0.5 * x * x) * 0.3989422804014327)
+        slope = share + times(x, _exp(-0.5 * x * x) * 0.3989422804014327)
     elif KIND == "gelu_tanh":
-        share = _sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))
+        share = _sigmoid(1.5957691216057308 * x * (1.0 + times(0.044715 * x, x)))
         value = x * share
-        slope = share + value * (1.0 - share) * (1.5957691216057308 * (1.0 + 0.134145 * x * x))
+        slope = share + times(value * (1.0 - share), 1.5957691216057308 * (1.0 + times(0.134145 * x, x)))
     else:
         tl.static_assert(KIND == "relu2")
         positive = tl.where(x <= 0.0, 0.0, x)  # NaN stays
@@ -277,6 +289,7 @@ def _last_first(total_c, WIDTH: tl.constexpr, EVEN: tl.constexpr):
     return strip, tile_c, cols, inside(cols, total_c, EVEN)
 
 
+@Kernel
 @triton.jit
 def _forward_rows_kernel(
     gate_ptr, up_ptr, gate_stride, up_stride, codes_ptr, scale_ptr, gate_codes, gate_scale, up_codes, up_scale,
@@ -314,6 +327,7 @@ def _keep_row(x, codes_ptr, scale_ptr, row, total_r, total_c, SIZE: tl.constexpr
     tl.store(codes_ptr + row * total_c + cols, codes, mask=cols < total_c)
 
 
+@Kernel
 @triton.jit
 def _forward_search_kernel(
     gate_ptr, up_ptr, gate_stride, up_stride, total_r, total_c, stride_r, stride_c, amax_ptr,
@@ -333,6 +347,7 @@ def _forward_search_kernel(
     end_search(running, amax_ptr, stride_r, stride_c, tl.program_id(1), cols, in_cols, MODE)
 
 
+@Kernel
 @triton.jit
 def _forward_write_kernel(
     gate_ptr, up_ptr, gate_stride, up_stride, total_r, total_c, codes, scale, stride_r, stride_c, inverse,
@@ -358,7 +373,7 @@ def _forward_write_kernel(
         )  # fmt: skip
     emit(
         (h0, h1, h2, h3), codes, total_r, total_c, scale, stride_r, stride_c, inverse, rows, cols, in_rows, in_cols,
-        tile_r, tile_c, MODE=MODE, POWER_OF_TWO=POWER_OF_TWO, TRANSPOSED=False,
+        tile_r, tile_c, MODE=MODE, POWER_OF_TWO=POWER_OF_TWO, TRANSPOSED=False, FROM_AMAX=True,
     )  # fmt: skip
 
 
@@ -387,6 +402,7 @@ def _end_search_halves(
         end_search(up_running, amax_ptr, stride_r, stride_c, strip, cols + half, in_cols, MODE)
 
 
+@Kernel
 @triton.jit
 def _backward_search_kernel(
     dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, half,
@@ -452,7 +468,7 @@ def _emit_half(
         emit(
             (d[0] * f, d[1] * f, d[2] * f, d[3] * f), row_codes, total_r, total_c,
             row_scale, row_stride_r, row_stride_c, row_inverse, rows, cols, in_rows, in_cols, tile_r, tile_c,
-            MODE=ROW_MODE, POWER_OF_TWO=ROW_POWER_OF_TWO, TRANSPOSED=False,
+            MODE=ROW_MODE, POWER_OF_TWO=ROW_POWER_OF_TWO, TRANSPOSED=False, FROM_AMAX=True,
         )  # fmt: skip
     if COLUMN_MODE != NONE:
         f0, f1 = factors(column_fold, rows[0], in_rows[0])[:, None], factors(column_fold, rows[1], in_rows[1])[:, None]
@@ -461,10 +477,11 @@ def _emit_half(
             (d[0] * f0, d[1] * f1, d[2] * f2, d[3] * f3), column_codes, total_r, total_c,
             column_scale, column_stride_r, column_stride_c, column_inverse, rows, cols, in_rows, in_cols,
             tile_r, tile_c,
-            MODE=COLUMN_MODE, POWER_OF_TWO=COLUMN_POWER_OF_TWO, TRANSPOSED=True,
+            MODE=COLUMN_MODE, POWER_OF_TWO=COLUMN_POWER_OF_TWO, TRANSPOSED=True, FROM_AMAX=True,
         )  # fmt: skip
 
 
+@Kernel
 @triton.jit
 def _backward_write_kernel(
     dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, half,
@@ -523,10 +540,11 @@ def _backward_write_kernel(
                 (h0, h1, h2, h3), hidden_codes, total_r, half,
                 hidden_scale, hidden_stride_r, hidden_stride_c, hidden_inverse,
                 rows, cols, in_rows, in_cols, tile_r, tile_c,
-                MODE=HIDDEN_MODE, POWER_OF_TWO=HIDDEN_POWER_OF_TWO, TRANSPOSED=True,
+                MODE=HIDDEN_MODE, POWER_OF_TWO=HIDDEN_POWER_OF_TWO, TRANSPOSED=True, FROM_AMAX=True,
             )  # fmt: skip
 
 
+@Kernel
 @triton.jit
 def _backward_plain_kernel(
     dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, half,

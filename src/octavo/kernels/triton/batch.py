@@ -14,6 +14,7 @@ from octavo.kernels.target import Target
 from octavo.kernels.triton import quantize as single
 from octavo.kernels.triton import transpose as single_transpose
 from octavo.kernels.triton.codes import NONE, scales_kernel
+from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.output import Output
 from octavo.kernels.triton.shape import cdiv
 
@@ -137,13 +138,14 @@ class _Side(NamedTuple):
     def end_search(self) -> None:
         if self.batch is None or self.amax is None:
             return
-        format = tl.float8e4nv if self.batch.codes.dtype == torch.float8_e4m3fn else tl.float8e5
+        is_e4m3 = self.batch.codes.dtype == torch.float8_e4m3fn
         scales_kernel[(cdiv(self.amax.numel(), 1024), 1)](
-            self.amax, self.batch.scale, self.amax.numel(), format, self.output.power_of_two,
-            None, None, 0, None, None, SIZE=1024, num_warps=4,
+            self.amax, self.batch.scale, self.amax.numel(), is_e4m3, self.output.power_of_two,
+            None, None, 0, False, False, SIZE=1024, num_warps=4,
         )  # fmt: skip
 
 
+@Kernel
 @triton.jit
 def _search_kernel(
     x_ptr, batch_stride, stride, total_r, total_c, row_fold, column_fold,
@@ -160,7 +162,7 @@ def _search_kernel(
         row_amax += number * row_scales
     if column_amax is not None:
         column_amax += number * column_scales
-    single._search_kernel(
+    single.search_strip(
         x_ptr + number * batch_stride, stride, total_r, total_c, 0, row_fold, column_fold,
         row_stride_r, row_stride_c, row_amax, column_stride_r, column_stride_c, column_amax,
         ROW_MODE=ROW_MODE, COLUMN_MODE=COLUMN_MODE,
@@ -168,6 +170,7 @@ def _search_kernel(
     )  # fmt: skip
 
 
+@Kernel
 @triton.jit
 def _write_kernel(
     x_ptr, batch_stride, stride, total_r, total_c, row_fold, column_fold,
@@ -193,19 +196,20 @@ def _write_kernel(
         column_scale += number * column_scales
     if column_inverse is not None:
         column_inverse += number * column_scales
-    single._write_kernel(
+    single.write_strip(
         x_ptr + number * batch_stride, stride, total_r, total_c, 0, total_r, total_c, row_fold, column_fold,
         row_codes, row_scale, row_stride_r, row_stride_c, row_inverse,
         column_codes, column_scale, column_stride_r, column_stride_c, column_inverse, None, None,
         ROW_MODE=ROW_MODE, ROW_POWER_OF_TWO=ROW_POWER_OF_TWO,
-        COLUMN_MODE=COLUMN_MODE, COLUMN_POWER_OF_TWO=COLUMN_POWER_OF_TWO,
+        COLUMN_MODE=COLUMN_MODE, COLUMN_POWER_OF_TWO=COLUMN_POWER_OF_TWO, FROM_AMAX=False,
         HEIGHT=HEIGHT, WIDTH=WIDTH, STEPS=STEPS, STAGES=STAGES, EVEN=EVEN,
     )  # fmt: skip
 
 
+@Kernel
 @triton.jit
 def _transpose_kernel(x_ptr, out_ptr, total_r, total_c, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr):
     size = tl.program_id(2).to(tl.int64) * total_r * total_c
-    single_transpose._transpose_kernel(
-        x_ptr + size, out_ptr + size, total_r, total_c, HEIGHT=HEIGHT, WIDTH=WIDTH, EVEN=EVEN
+    single_transpose.transpose_tile(
+        x_ptr + size, out_ptr + size, None, None, total_r, total_c, EVEN=EVEN, HEIGHT=HEIGHT, WIDTH=WIDTH
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.telemetry import count_quarters
 
 INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
@@ -204,7 +205,8 @@ def factors(fold_ptr, where, inside):
 
 
 @triton.jit
-def _end_search_of(amax_ptr, scale_ptr, count, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, SIZE: tl.constexpr):
+def _end_search_of(amax_ptr, scale_ptr, count, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr, SIZE: tl.constexpr):
+    FORMAT: tl.constexpr = tl.float8e4nv if E4M3 else tl.float8e5
     index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     there = index < count
     scale, inverse = scale_of(tl.load(amax_ptr + index, mask=there, other=0.0), FORMAT, POWER_OF_TWO)
@@ -212,19 +214,20 @@ def _end_search_of(amax_ptr, scale_ptr, count, FORMAT: tl.constexpr, POWER_OF_TW
     tl.store(amax_ptr + index, inverse, mask=there)
 
 
+@Kernel
 @triton.jit
 def scales_kernel(
-    amax_ptr, scale_ptr, count, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    other_amax_ptr, other_scale_ptr, other_count, OTHER_FORMAT: tl.constexpr, OTHER_POWER_OF_TWO: tl.constexpr,
+    amax_ptr, scale_ptr, count, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    other_amax_ptr, other_scale_ptr, other_count, OTHER_E4M3: tl.constexpr, OTHER_POWER_OF_TWO: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
     """End one search or two: write the scales, and put in the place of each amax what values are multiplied by."""
     if other_amax_ptr is None:
-        _end_search_of(amax_ptr, scale_ptr, count, FORMAT, POWER_OF_TWO, SIZE)
+        _end_search_of(amax_ptr, scale_ptr, count, E4M3, POWER_OF_TWO, SIZE)
     elif tl.program_id(1) == 0:
-        _end_search_of(amax_ptr, scale_ptr, count, FORMAT, POWER_OF_TWO, SIZE)
+        _end_search_of(amax_ptr, scale_ptr, count, E4M3, POWER_OF_TWO, SIZE)
     else:
-        _end_search_of(other_amax_ptr, other_scale_ptr, other_count, OTHER_FORMAT, OTHER_POWER_OF_TWO, SIZE)
+        _end_search_of(other_amax_ptr, other_scale_ptr, other_count, OTHER_E4M3, OTHER_POWER_OF_TWO, SIZE)
 
 
 @triton.jit
@@ -269,11 +272,14 @@ def end_search(running, amax_ptr, stride_r, stride_c, strip, cols, in_cols, MODE
 @triton.jit
 def _row_inverse(
     x, scale_ptr, stride_r, stride_c, inverse_ptr, rows, in_rows, tile_c,
-    MODE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    MODE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, FROM_AMAX: tl.constexpr,
 ):  # fmt: skip
-    """What to multiply the rows of one quarter by, (R, 1); scales of the tile's own are written."""
+    """What to multiply the rows of one quarter by, (R, 1); scales that are made here are written."""
     if MODE == ROW:
         inverse = tl.load(inverse_ptr + rows[:, None], mask=in_rows[:, None], other=0.0)
+        if FROM_AMAX:
+            scale, inverse = scale_of(inverse, FORMAT, POWER_OF_TWO)
+            tl.store(scale_ptr + rows[:, None], scale, mask=in_rows[:, None] & (tile_c == 0))
     else:
         scale, inverse = scale_of(amax(x, 1)[:, None], FORMAT, POWER_OF_TWO)
         tl.store(scale_ptr + rows[:, None] * stride_r + tile_c * stride_c, scale, mask=in_rows[:, None])
@@ -281,18 +287,26 @@ def _row_inverse(
 
 
 @triton.jit
-def _common_inverse(inverse_ptr, stride_r, stride_c, cols, in_cols, tile_r, MODE: tl.constexpr):
-    """What to multiply all four quarters by, (1, C) or (1, 1). tile_r: which tile of scales this is."""
+def _common_inverse(
+    scale_ptr, inverse_ptr, stride_r, stride_c, cols, in_cols, tile_r, tile_of_scales,
+    MODE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, FROM_AMAX: tl.constexpr,
+):  # fmt: skip
+    """What to multiply all four quarters by, (1, C) or (1, 1); scales that are made here are written."""
     if MODE == TENSOR:
-        inverse = tl.load(inverse_ptr + tl.zeros((1, 1), tl.int32))
+        offset = tl.zeros((1, 1), tl.int32)
+        there = offset == 0
     elif MODE == COLUMN:
-        inverse = tl.load(inverse_ptr + cols[None, :], mask=in_cols[None, :], other=0.0)
+        offset, there = cols[None, :], in_cols[None, :]
     elif MODE == COLUMN_TILE:
-        where = inverse_ptr + tile_r * stride_r + cols[None, :] * stride_c
-        inverse = tl.load(where, mask=in_cols[None, :], other=0.0)
+        offset, there = tile_of_scales * stride_r + cols[None, :] * stride_c, in_cols[None, :]
     else:
-        where = inverse_ptr + tile_r * stride_r + cols[None, :] // SIDE * stride_c
-        inverse = tl.load(where, mask=in_cols[None, :], other=0.0)
+        offset, there = tile_of_scales * stride_r + cols[None, :] // SIDE * stride_c, in_cols[None, :]
+    inverse = tl.load(inverse_ptr + offset, mask=there, other=0.0)
+    if FROM_AMAX:
+        scale, inverse = scale_of(inverse, FORMAT, POWER_OF_TWO)
+        if MODE == TENSOR or MODE == COLUMN:
+            there = there & (tile_r == 0)
+        tl.store(scale_ptr + offset, scale, mask=there)
     return inverse
 
 
@@ -328,7 +342,7 @@ def store_words(words, codes_ptr, total_r, cols, in_cols, in_rows, tile_r, EVEN:
     """
     QUARTER: tl.constexpr = words.shape[0]
     if EVEN:
-        pitch = tl.multiple_of(total_r // 4, QUARTER)  # several words a store
+        pitch = tl.multiple_of(tl.full((), total_r // 4, tl.int32), QUARTER)  # several words a store
     else:
         pitch = tl.cdiv(total_r, 4)
     down = tile_r * QUARTER + tl.arange(0, QUARTER)
@@ -347,7 +361,7 @@ def store_quarter(y, codes_ptr, total_c, rows, cols, in_rows, in_cols, FORMAT: t
 def emit(
     x, codes_ptr, total_r, total_c, scale_ptr, stride_r, stride_c, inverse_ptr, rows, cols, in_rows, in_cols,
     tile_r, tile_c, MODE: tl.constexpr, POWER_OF_TWO: tl.constexpr, TRANSPOSED: tl.constexpr, stats_ptr=None,
-    EVEN: tl.constexpr = False,
+    EVEN: tl.constexpr = False, FROM_AMAX: tl.constexpr = False,
 ):  # fmt: skip
     """Quantise a tile of a (total_r, total_c) matrix and write its codes, transposed or not, and scales of its own.
 
@@ -358,21 +372,26 @@ def emit(
     TRANSPOSED: codes_ptr has memory for total_r rounded up to a multiple of 4 (see `store_words`).
     stats_ptr: where to count what is lost (`octavo.kernels.telemetry`), or None.
     EVEN: the matrix is so many such tiles high.
+    FROM_AMAX: inverse_ptr has the maxima, and scales are made of them here.
     """
     FORMAT: tl.constexpr = codes_ptr.dtype.element_ty
     if MODE == ROW or MODE == ROW_TILE:
         i0 = _row_inverse(
-            x[0], scale_ptr, stride_r, stride_c, inverse_ptr, rows[0], in_rows[0], tile_c, MODE, FORMAT, POWER_OF_TWO
-        )
+            x[0], scale_ptr, stride_r, stride_c, inverse_ptr, rows[0], in_rows[0], tile_c, MODE, FORMAT,
+            POWER_OF_TWO, FROM_AMAX,
+        )  # fmt: skip
         i1 = _row_inverse(
-            x[1], scale_ptr, stride_r, stride_c, inverse_ptr, rows[1], in_rows[1], tile_c, MODE, FORMAT, POWER_OF_TWO
-        )
+            x[1], scale_ptr, stride_r, stride_c, inverse_ptr, rows[1], in_rows[1], tile_c, MODE, FORMAT,
+            POWER_OF_TWO, FROM_AMAX,
+        )  # fmt: skip
         i2 = _row_inverse(
-            x[2], scale_ptr, stride_r, stride_c, inverse_ptr, rows[2], in_rows[2], tile_c, MODE, FORMAT, POWER_OF_TWO
-        )
+            x[2], scale_ptr, stride_r, stride_c, inverse_ptr, rows[2], in_rows[2], tile_c, MODE, FORMAT,
+            POWER_OF_TWO, FROM_AMAX,
+        )  # fmt: skip
         i3 = _row_inverse(
-            x[3], scale_ptr, stride_r, stride_c, inverse_ptr, rows[3], in_rows[3], tile_c, MODE, FORMAT, POWER_OF_TWO
-        )
+            x[3], scale_ptr, stride_r, stride_c, inverse_ptr, rows[3], in_rows[3], tile_c, MODE, FORMAT,
+            POWER_OF_TWO, FROM_AMAX,
+        )  # fmt: skip
     elif inverse_ptr is None:
         i0 = _own_inverse(
             x, total_r, scale_ptr, stride_r, stride_c, cols, in_cols, tile_r, tile_c, MODE, FORMAT, POWER_OF_TWO
@@ -380,7 +399,10 @@ def emit(
         i1, i2, i3 = i0, i0, i0
     else:
         tile_of_scales = tile_r * (4 * x[0].shape[0]) // SIDE
-        i0 = _common_inverse(inverse_ptr, stride_r, stride_c, cols, in_cols, tile_of_scales, MODE)
+        i0 = _common_inverse(
+            scale_ptr, inverse_ptr, stride_r, stride_c, cols, in_cols, tile_r, tile_of_scales,
+            MODE, FORMAT, POWER_OF_TWO, FROM_AMAX,
+        )  # fmt: skip
         i1, i2, i3 = i0, i0, i0
     y = (x[0] * i0, x[1] * i1, x[2] * i2, x[3] * i3)
     if stats_ptr is not None:

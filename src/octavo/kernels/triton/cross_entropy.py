@@ -15,6 +15,7 @@ from torch import Tensor
 
 from octavo.kernels.triton.cast import to_dtype
 from octavo.kernels.triton.codes import INTERPRETED
+from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.shape import next_power_of_2
 
 AT_ONCE: tl.constexpr = tl.constexpr(8)
@@ -135,6 +136,7 @@ def _write_gradient(
         tl.store(row_ptr + columns, d, mask=columns < VOCAB)
 
 
+@Kernel
 @triton.jit
 def _kernel(
     logits_ptr, stride, targets_ptr, loss_ptr, ignore_index, softcap, z_loss,

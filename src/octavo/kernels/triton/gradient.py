@@ -16,6 +16,7 @@ from torch import Tensor
 
 from octavo.kernels.storage import GRADIENT_CODES, Scaling, Storage, groups_of
 from octavo.kernels.storage import GROUP as SIZE
+from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.quads import (
     decoded,
     fetch,
@@ -199,6 +200,7 @@ def groups_at(turn, rows, cols, WHOLE: tl.constexpr, TILE: tl.constexpr):
     return at
 
 
+@Kernel
 @triton.jit
 def _squares_kernel(
     table, owners, sums, KIND: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr

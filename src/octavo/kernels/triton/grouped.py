@@ -14,6 +14,7 @@ from torch import Tensor
 from octavo.kernels.padding import ALIGNMENT, padded_length
 from octavo.kernels.target import Target, contiguous_rows
 from octavo.kernels.triton.codes import finite_magnitude, pack, quads, store_quarter, store_words
+from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.shape import Shape, cdiv
 from octavo.numerics import scale_from_amax
 
@@ -82,6 +83,7 @@ def _places(ends: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     return token_at, expert_at
 
 
+@Kernel
 @triton.jit
 def _places_kernel(ends_ptr, token_ptr, expert_ptr, experts, total, ALIGNMENT: tl.constexpr, SIZE: tl.constexpr):
     position = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
@@ -127,6 +129,7 @@ def _of_token(table_ptr, tokens, other: tl.constexpr):
     return value
 
 
+@Kernel
 @triton.jit
 def _search_kernel(
     x_ptr, stride, total_c, total_r, token_at, expert_at, row_fold, column_fold, row_amax, column_amax,
@@ -153,6 +156,7 @@ def _search_kernel(
             tl.atomic_max(where, largest.to(tl.int32, bitcast=True), mask=in_cols & (largest > 0.0), sem="relaxed")
 
 
+@Kernel
 @triton.jit
 def _write_kernel(
     x_ptr, stride, total_c, total_r, token_at, expert_at, row_fold, column_fold,
@@ -201,6 +205,7 @@ def _load_bytes(x_ptr, total_c, token_at, rows, in_rows, cols, in_cols):
     return tl.load(where, mask=(tokens >= 0)[:, None] & in_cols[None, :], other=0).to(tl.uint32)
 
 
+@Kernel
 @triton.jit
 def _transpose_kernel(x_ptr, out_ptr, total_c, total_r, token_at, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
     rows, in_rows = quads(tl.program_id(1), total_r, HEIGHT, False)

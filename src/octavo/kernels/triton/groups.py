@@ -15,6 +15,7 @@ from torch import Tensor
 from octavo.kernels.target import Target, empty
 from octavo.kernels.triton import quantize
 from octavo.kernels.triton.codes import amax, scale_of, to_codes
+from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.shape import Shape
 from octavo.numerics import GROUP_1x32, Quantized
 
@@ -61,6 +62,7 @@ def _quantize(x: Tensor, target: Target, fold: Tensor | None) -> Quantized:
     return out
 
 
+@Kernel
 @triton.jit
 def _groups_kernel(
     x_ptr, stride_r, stride_c, total_r, total_c, codes_ptr, scale_ptr, scale_stride, POWER_OF_TWO: tl.constexpr,

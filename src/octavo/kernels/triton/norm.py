@@ -16,6 +16,7 @@ from torch import Tensor
 from octavo.kernels.target import Target, contiguous_rows, empty
 from octavo.kernels.triton.cast import to_dtype
 from octavo.kernels.triton.codes import INTERPRETED, inside, largest, nearest_codes, scale_of, without_infinities
+from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.shape import Rows, Shape, cdiv
 from octavo.numerics import Quantized
 
@@ -164,6 +165,7 @@ def _scaled(
     return y
 
 
+@Kernel
 @triton.jit
 def _forward_kernel(
     x_ptr, x_stride, residual_ptr, residual_stride, weight_ptr, bias_ptr, eps,
@@ -198,6 +200,7 @@ def _forward_kernel(
         tl.store(codes_ptr + rows[:, None].to(tl.int64) * total_c + cols[None, :], nearest_codes(y, FORMAT), mask=there)
 
 
+@Kernel
 @triton.jit
 def _backward_kernel(
     dy_ptr, dy_stride, x_ptr, x_stride, scale_ptr, residual_ptr, residual_stride, weight_ptr, mean_ptr, rstd_ptr,
@@ -240,6 +243,7 @@ def _backward_kernel(
         tl.store(dbias_ptr + where, tl.sum(dbias, axis=0), mask=in_cols)
 
 
+@Kernel
 @triton.jit
 def _sum_kernel(shares_ptr, total_ptr, total_r, total_c, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
     """Sums over the rows of an FP32 matrix, a few columns a program."""

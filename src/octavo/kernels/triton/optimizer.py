@@ -31,6 +31,7 @@ from torch import Tensor
 from octavo.kernels.optimizer import Control, Layout, Slot
 from octavo.kernels.storage import E4M3, GROUP, Storage, groups_of
 from octavo.kernels.triton.gradient import groups_at, kind_of
+from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.quads import largest, quads_at, raise_to, store, words
 from octavo.kernels.triton.shape import cdiv, next_power_of_2
 from octavo.kernels.triton.storage import inverse_of, packed, scale_code, scale_of
@@ -264,6 +265,7 @@ def _packed(storage: Storage | None) -> tuple[Any, ...] | None:
     return None if storage is None else packed(storage)
 
 
+@Kernel
 @triton.jit
 def _update_kernel(
     table, owners, coefficients, steps, skip, clamped, maxima, seed,
@@ -331,6 +333,7 @@ def _update_kernel(
         tl.atomic_add(clamped, count.to(tl.int64), sem="relaxed")
 
 
+@Kernel
 @triton.jit
 def _search_kernel(
     table, owners, coefficients, skip, maxima,
@@ -376,6 +379,7 @@ def _search_kernel(
         raise_to(amax + 2, found_w)
 
 
+@Kernel
 @triton.jit
 def _momentum_kernel(
     table, owners, coefficients, steps, skip, clamped, maxima, seed,

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.target import Target, empty_scale
 from octavo.kernels.triton.codes import BLOCK, COLUMN_TILE, NONE, ROW_TILE, mode_of, scales_kernel
 from octavo.kernels.triton.shape import cdiv
-from octavo.numerics import Quantized
+from octavo.numerics import Granularity, Quantized
 
 
 class Output:
@@ -21,6 +21,11 @@ class Output:
     A transpose is written in words of four codes, so its memory is rounded up to that; `quantized` is without the
     surplus.
     """
+
+    is_tiled: bool
+    """Whether its scales belong to tiles of 128 columns of the matrix, which must not straddle two sources."""
+    is_high: bool
+    """Whether its scales belong to tiles of 128 rows of the matrix."""
 
     def __init__(
         self,
@@ -32,16 +37,18 @@ class Output:
         transposed: bool = False,
         scale: Tensor | None = None,
         in_sight: bool = False,
+        from_amax: bool = False,
     ) -> None:
         """Allocate the memory.
 
         Args:
             scale: power-of-two scales, one a row of the matrix, where they are known already: nothing is searched.
+            from_amax: the programs that write make the scales, of the maxima in the memory of `inverse`.
             in_sight: the programs that write see tiles of 128 rows whole: their maxima are not searched either.
         """
         self.mode: int = NONE.value
         self.power_of_two = target is None or target.scaling == "power_of_two"
-        self.searches = False
+        self.is_tiled = self.is_high = self.searches = False
         self.inverse: Tensor | None = None
         self._codes: Tensor | None = None
         self._written: Quantized | None = None
@@ -49,19 +56,20 @@ class Output:
         self._surplus = -rows % 4 if transposed else 0
         if target is None:
             return
-        mode = mode_of(target.tile.transposed.name if transposed else target.granularity)
-        assert mode is not None, "the dispatcher asks `refuses` first"
-        self.mode = mode
+        self.mode, tile, dtype = _facts(target, transposed)
+        self.is_tiled, self.is_high = self.mode in _TILED, self.mode in _HIGH
         shape = (cols, rows) if transposed else (rows, cols)
-        self._codes = torch.empty(shape[0], shape[1] + self._surplus, dtype=target.fmt.dtype, device=device)
+        self._codes = torch.empty(shape[0], shape[1] + self._surplus, dtype=dtype, device=device)
         written = empty_scale(target, *shape, device)
-        self._written = Quantized(self._codes, written, target.tile)
+        self._written = Quantized(self._codes, written, tile)
         self._strides = (written.t() if transposed else written).stride()
-        if scale is not None:
+        if scale is not None and from_amax:  # a maximum that gives this scale, which the kernel writes again
+            self.inverse = (scale * (target.fmt.max * 129 / 256)).reshape(-1)
+        elif scale is not None:
             self.inverse = scale.reshape(-1).reciprocal()  # exact
             written.copy_(scale.reshape(written.shape))
         else:
-            self.searches = mode != ROW_TILE.value and not (in_sight and self.is_high)
+            self.searches = self.mode != ROW_TILE.value and not (in_sight and self.is_high)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -81,15 +89,15 @@ class Output:
             return self._written
         return self._written._replace(codes=self._written.codes[:, : -self._surplus].contiguous())
 
-    @property
-    def is_tiled(self) -> bool:
-        """Whether its scales belong to tiles of 128 columns of the matrix, which must not straddle two sources."""
-        return self.mode in (ROW_TILE.value, BLOCK.value)
 
-    @property
-    def is_high(self) -> bool:
-        """Whether its scales belong to tiles of 128 rows of the matrix."""
-        return self.mode in (COLUMN_TILE.value, BLOCK.value)
+@cache
+def _facts(target: Target, transposed: bool) -> tuple[int, Granularity, torch.dtype]:
+    mode = mode_of(target.tile.transposed.name if transposed else target.granularity)
+    assert mode is not None, "the dispatcher asks `refuses` first"
+    return mode, target.tile, target.fmt.dtype
+
+
+_TILED, _HIGH = (ROW_TILE.value, BLOCK.value), (COLUMN_TILE.value, BLOCK.value)
 
 
 def begin_searches(*outputs: Output) -> None:
@@ -98,7 +106,12 @@ def begin_searches(*outputs: Output) -> None:
     sizes = [-(-scale.numel() // 4) * 4 for _, scale in searching]  # aligned to 16 bytes
     if not searching:
         return
-    zeros = torch.zeros(sum(sizes), dtype=torch.float32, device=searching[0][1].device)
+    device = searching[0][1].device
+    if type(searching[0][1]) is not Tensor:  # traced: views of one memory that kernels write would become copies
+        for output, scale in searching:
+            output.inverse = torch.zeros(scale.numel(), dtype=torch.float32, device=device)
+        return
+    zeros = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
     for (output, scale), part in zip(searching, zeros.split(sizes), strict=True):
         output.inverse = part[: scale.numel()]
 
@@ -110,12 +123,11 @@ def end_searches(*outputs: Output) -> None:
         arguments = [_found(output) for output in searching[first : first + 2]]
         counts = [found[2] for found in arguments]
         scales_kernel[(cdiv(max(counts), 1024), len(counts))](
-            *arguments[0], *(arguments[1] if len(counts) == 2 else (None, None, 0, None, None)),
+            *arguments[0], *(arguments[1] if len(counts) == 2 else (None, None, 0, False, False)),
             SIZE=1024, num_warps=4,
         )  # fmt: skip
 
 
 def _found(output: Output) -> tuple[Any, ...]:
     codes, scale, _, _, amax = output.arguments
-    format = tl.float8e4nv if codes.dtype == torch.float8_e4m3fn else tl.float8e5
-    return amax, scale, amax.numel(), format, output.power_of_two
+    return amax, scale, amax.numel(), codes.dtype == torch.float8_e4m3fn, output.power_of_two

@@ -16,6 +16,7 @@ from torch import Tensor
 from octavo.kernels.target import Target
 from octavo.kernels.triton.cast import to_dtype
 from octavo.kernels.triton.codes import NONE, amax, emit, quads
+from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.output import Output, end_searches
 from octavo.kernels.triton.shape import Shape, cdiv
 from octavo.numerics import Quantized
@@ -82,6 +83,7 @@ def fold(patches: Tensor, window: Window, size: tuple[int, int, int, int]) -> Te
     return x
 
 
+@Kernel
 @triton.jit
 def _pixel_kernel(x_ptr, amax_ptr, pixels, channels, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
     """The largest finite magnitude of each pixel."""
@@ -109,6 +111,7 @@ def _load_patches(
     return tl.load(x_ptr + (where * width + w) * channels + channel[None, :], mask=there, other=0.0).to(tl.float32)
 
 
+@Kernel
 @triton.jit
 def _patches_kernel(
     x_ptr, height, width, channels, out_h, out_w, total_r, total_c,
@@ -161,6 +164,7 @@ def _patches_kernel(
         )  # fmt: skip
 
 
+@Kernel
 @triton.jit
 def _fold_kernel(
     patches_ptr, x_ptr, pixels, height, width, channels, out_h, out_w,

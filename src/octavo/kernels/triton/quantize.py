@@ -33,7 +33,8 @@ from octavo.kernels.triton.codes import (
     search,
     to_codes,
 )
-from octavo.kernels.triton.output import Output, begin_searches, end_searches
+from octavo.kernels.triton.launch import Kernel
+from octavo.kernels.triton.output import Output, begin_searches
 from octavo.kernels.triton.shape import Shape, next_power_of_2, row_warps
 from octavo.kernels.triton.telemetry import count
 from octavo.numerics import Quantized
@@ -61,6 +62,13 @@ def refuses(*targets: Target | None) -> str | None:
     return None
 
 
+def limits_registers(*targets: Target | None) -> bool:
+    """Return whether a kernel for these targets is compiled with a limit of registers, which no compiler passes on."""
+    return any(target is not None and target.tile.rows == SIDE.value for target in targets) or any(
+        target is not None and target.tile.cols == SIDE.value and target.tile.rows is None for target in targets
+    )
+
+
 def quantize_pair(
     sources: Sequence[Tensor],
     rows: Target | None,
@@ -71,14 +79,15 @@ def quantize_pair(
 ) -> tuple[Quantized | None, Quantized | None]:
     """See `octavo.kernels.quantize.quantize_pair`. stats: of each target, where `kernels.telemetry` counts."""
     sources = [contiguous_rows(source) for source in sources]
-    total_r, total_c = sources[0].shape[0], sum(source.shape[1] for source in sources)
-    if columns is None and rows is not None and rows.granularity == "row" and len(sources) == 1:
-        if total_c <= LONGEST_ROW:
-            return _quantize_rows(sources[0], rows, row_fold, stats[0]), None
+    total_r, total_c = sources[0].shape
+    if len(sources) > 1:
+        total_c = sum(source.shape[1] for source in sources)
+    elif columns is None and rows is not None and rows.granularity == "row" and total_c <= LONGEST_ROW:
+        return _quantize_rows(sources[0], rows, row_fold, stats[0]), None
     row_fold, column_fold = (fold if fold is None else fold.contiguous() for fold in (row_fold, column_fold))
     device = sources[0].device
-    row_output = Output(rows, total_r, total_c, device, in_sight=True)
-    column_output = Output(columns, total_r, total_c, device, transposed=True, in_sight=True)
+    row_output = Output(rows, total_r, total_c, device, in_sight=True, from_amax=True)
+    column_output = Output(columns, total_r, total_c, device, transposed=True, in_sight=True, from_amax=True)
     tiled = row_output.is_tiled or column_output.is_tiled
     if tiled and any(source.shape[1] % SIDE.value for source in sources[:-1]):
         # A tile of scales would straddle two sources.
@@ -89,7 +98,6 @@ def quantize_pair(
         begin_searches(row_output, column_output)
         for source, offset in placed:
             _search(source, offset, row_output, column_output, row_fold, column_fold)
-        end_searches(row_output, column_output)
     for source, offset in reversed(placed):
         _write(source, offset, (total_r, total_c), row_output, column_output, row_fold, column_fold, stats)
     return row_output.quantized, column_output.quantized
@@ -99,7 +107,7 @@ def _quantize_rows(x: Tensor, target: Target, fold: Tensor | None, stats: Tensor
     rows, cols = x.shape
     out = empty(target, rows, cols, x.device)
     size = next_power_of_2(cols)
-    _rows_kernel[(rows,)](
+    ROWS[(rows,)](
         x, x.stride(0), fold, out.codes, out.scale, stats, cols,
         POWER_OF_TWO=target.scaling == "power_of_two", SIZE=size, num_warps=row_warps(size),
     )  # fmt: skip
@@ -111,7 +119,7 @@ def _search(
 ) -> None:
     rows, cols = x.shape
     shape = SEARCH_NARROW if cols <= NARROW else SEARCH
-    _search_kernel[shape.grid(rows, cols)](
+    SEARCH_STRIP[shape.grid(rows, cols)](
         x, x.stride(0), rows, cols, offset, row_fold, column_fold, *row.arguments[2:], *column.arguments[2:],
         ROW_MODE=row.mode if row.searches else NONE.value, COLUMN_MODE=column.mode if column.searches else NONE.value,
         **shape.strip(rows, cols),
@@ -127,10 +135,10 @@ def _write(
     if row.is_high or column.is_high:
         shape = HIGH
     across, down = shape.grid(rows, cols)
-    _write_kernel[(across * down,)](
+    WRITE_STRIP[(across * down,)](
         x, x.stride(0), rows, cols, offset, *total, row_fold, column_fold, *row.arguments, *column.arguments, *stats,
         ROW_MODE=row.mode, ROW_POWER_OF_TWO=row.power_of_two,
-        COLUMN_MODE=column.mode, COLUMN_POWER_OF_TWO=column.power_of_two,
+        COLUMN_MODE=column.mode, COLUMN_POWER_OF_TWO=column.power_of_two, FROM_AMAX=True,
         **shape.strip(rows, cols),
     )  # fmt: skip
 
@@ -155,7 +163,7 @@ def _rows_kernel(
 
 
 @triton.jit
-def _search_kernel(
+def search_strip(
     x_ptr, stride, total_r, source_c, offset, row_fold, column_fold,
     row_stride_r, row_stride_c, row_amax, column_stride_r, column_stride_c, column_amax,
     ROW_MODE: tl.constexpr, COLUMN_MODE: tl.constexpr,
@@ -188,12 +196,12 @@ def _search_kernel(
 
 
 @triton.jit
-def _write_kernel(
+def write_strip(
     x_ptr, stride, total_r, source_c, offset, rows_out, cols_out, row_fold, column_fold,
     row_codes, row_scale, row_stride_r, row_stride_c, row_inverse,
     column_codes, column_scale, column_stride_r, column_stride_c, column_inverse, row_stats, column_stats,
     ROW_MODE: tl.constexpr, ROW_POWER_OF_TWO: tl.constexpr,
-    COLUMN_MODE: tl.constexpr, COLUMN_POWER_OF_TWO: tl.constexpr,
+    COLUMN_MODE: tl.constexpr, COLUMN_POWER_OF_TWO: tl.constexpr, FROM_AMAX: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """STEPS tiles a program, one under the other: their codes as they lie, and transposed."""
@@ -216,7 +224,7 @@ def _write_kernel(
                 (x0 * row_factors, x1 * row_factors, x2 * row_factors, x3 * row_factors), row_codes, rows_out, cols_out,
                 row_scale, row_stride_r, row_stride_c, row_inverse, rows, cols,
                 in_rows, in_cols, tile_r, tile_c, MODE=ROW_MODE, POWER_OF_TWO=ROW_POWER_OF_TWO,
-                TRANSPOSED=False, stats_ptr=row_stats, EVEN=EVEN,
+                TRANSPOSED=False, stats_ptr=row_stats, EVEN=EVEN, FROM_AMAX=FROM_AMAX,
             )  # fmt: skip
         if COLUMN_MODE != NONE:
             f0 = factors(column_fold, rows[0], in_rows[0])[:, None]
@@ -227,5 +235,8 @@ def _write_kernel(
                 (x0 * f0, x1 * f1, x2 * f2, x3 * f3), column_codes, rows_out, cols_out,
                 column_scale, column_stride_r, column_stride_c, column_inverse, rows, cols,
                 in_rows, in_cols, tile_r, tile_c, MODE=COLUMN_MODE, POWER_OF_TWO=COLUMN_POWER_OF_TWO,
-                TRANSPOSED=True, stats_ptr=column_stats, EVEN=EVEN,
+                TRANSPOSED=True, stats_ptr=column_stats, EVEN=EVEN, FROM_AMAX=FROM_AMAX,
             )  # fmt: skip
+
+
+ROWS, SEARCH_STRIP, WRITE_STRIP = Kernel(_rows_kernel), Kernel(search_strip), Kernel(write_strip)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from octavo.kernels.target import Target, contiguous_rows
 from octavo.kernels.triton.codes import TENSOR, emit, finite_magnitude, format_max, inside, load_tile, quads, scale_of
+from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.shape import Shape
 from octavo.numerics import Quantized
 
@@ -74,6 +75,7 @@ def _write(
     _write_kernel[(across * down,)](*arguments, AGAIN=again, **WRITE.strip(*x.shape))
 
 
+@Kernel
 @triton.jit
 def _begin_kernel(cell_ptr, work_ptr):
     first = tl.zeros((1,), tl.int32)
@@ -83,6 +85,7 @@ def _begin_kernel(cell_ptr, work_ptr):
     tl.store(work_ptr + _AMAX + first, tl.zeros((1,), tl.float32))
 
 
+@Kernel
 @triton.jit
 def _settle_kernel(
     cell_ptr, work_ptr, scale_ptr,
@@ -102,6 +105,7 @@ def _settle_kernel(
         tl.atomic_max((cell_ptr + 1 + first).to(tl.pointer_type(tl.int32)), amax.to(tl.int32, bitcast=True))
 
 
+@Kernel
 @triton.jit
 def _write_kernel(
     x_ptr, stride, total_r, source_c, offset, rows_out, cols_out, codes_ptr, codes_t_ptr, cell_ptr, work_ptr,

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.triton.cast import to_dtype
+from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.shape import cdiv, next_power_of_2
 
 
@@ -25,6 +26,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, conjugate: bool) -> Tensor:
     return y
 
 
+@Kernel
 @triton.jit
 def _rotate_kernel(
     x_ptr, stride_b, stride_t, stride_h, cos_ptr, cos_b, cos_t, sin_ptr, sin_b, sin_t,

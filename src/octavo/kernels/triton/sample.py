@@ -17,6 +17,7 @@ from torch import Tensor
 
 from octavo.kernels.sample import BINS, DETAILED, LOWEST, PHASE, SAMPLED, STATS, WIDTH, Looked, count, limits
 from octavo.kernels.triton.codes import nearest_codes
+from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.shape import cdiv
 
 BLOCK = 2048
@@ -66,6 +67,7 @@ def sample(looked: Looked, row: Tensor) -> None:
     )  # fmt: skip
 
 
+@Kernel
 @triton.jit
 def _look_kernel(
     x_ptr, rows, cols, x_down, x_across, fold_ptr, fold_down,
@@ -188,6 +190,7 @@ def _put(found, field: tl.constexpr, value):
     return tl.where(tl.arange(0, _FIELDS) == field, value, found)
 
 
+@Kernel
 @triton.jit
 def _gather_kernel(
     x_ptr, rows, cols, x_down, x_across,

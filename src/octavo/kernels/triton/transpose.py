@@ -12,35 +12,55 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.triton.codes import inside, quads, store_words
+from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.shape import Shape
 
 SHAPE = Shape(128, 64, warps=4)
 
 
-def transpose(codes: Tensor) -> Tensor:
-    """Return the transpose (C, R) of contiguous codes (R, C)."""
+def transpose(codes: Tensor, after: Tensor | None = None) -> Tensor:
+    """Return the transpose (C, R) of contiguous codes (R, C). after: see `octavo.kernels.transpose`."""
+    return _launch(codes, after, None)
+
+
+def transpose_folded(codes: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the transpose, and a scale of 1 per row, FP32 (C, 1)."""
+    scale = torch.empty(codes.shape[1], 1, dtype=torch.float32, device=codes.device)
+    return _launch(codes, after, scale), scale
+
+
+def _launch(codes: Tensor, after: Tensor | None, scale: Tensor | None) -> Tensor:
     rows, cols = codes.shape
     surplus = -rows % 4
     out = torch.empty(cols, rows + surplus, dtype=codes.dtype, device=codes.device)
-    _transpose_kernel[SHAPE.grid(rows, cols)](
-        codes.view(torch.uint8), out.view(torch.uint8), rows, cols, EVEN=SHAPE.strip(rows, cols)["EVEN"], **SHAPE.meta()
-    )
+    TRANSPOSE[SHAPE.grid(rows, cols)](
+        codes.view(torch.uint8), out.view(torch.uint8), scale, after, rows, cols,
+        EVEN=SHAPE.strip(rows, cols)["EVEN"], HEIGHT=SHAPE.height, WIDTH=SHAPE.width, num_warps=SHAPE.warps,
+    )  # fmt: skip
     return out[:, :rows].contiguous() if surplus else out
 
 
 @triton.jit
-def _load(x_ptr, total_c, rows, cols, in_rows, in_cols):
+def _load_bytes(x_ptr, total_c, rows, cols, in_rows, in_cols):
     where = x_ptr + rows[:, None].to(tl.int64) * total_c + cols[None, :]
     return tl.load(where, mask=in_rows[:, None] & in_cols[None, :], other=0).to(tl.uint32)
 
 
 @triton.jit
-def _transpose_kernel(x_ptr, out_ptr, total_r, total_c, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+def transpose_tile(
+    x_ptr, out_ptr, scale_ptr, after, total_r, total_c, EVEN: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """A tile per program. `after` is not read: it tells a compiler what this launch comes after."""
     rows, in_rows = quads(tl.program_id(1), total_r, HEIGHT, EVEN)
     cols = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     in_cols = inside(cols, total_c, EVEN)
-    words = _load(x_ptr, total_c, rows[0], cols, in_rows[0], in_cols)
-    words |= _load(x_ptr, total_c, rows[1], cols, in_rows[1], in_cols) << 8
-    words |= _load(x_ptr, total_c, rows[2], cols, in_rows[2], in_cols) << 16
-    words |= _load(x_ptr, total_c, rows[3], cols, in_rows[3], in_cols) << 24
+    if scale_ptr is not None:
+        tl.store(scale_ptr + cols, tl.full((WIDTH,), 1.0, tl.float32), mask=in_cols & (tl.program_id(1) == 0))
+    words = _load_bytes(x_ptr, total_c, rows[0], cols, in_rows[0], in_cols)
+    words |= _load_bytes(x_ptr, total_c, rows[1], cols, in_rows[1], in_cols) << 8
+    words |= _load_bytes(x_ptr, total_c, rows[2], cols, in_rows[2], in_cols) << 16
+    words |= _load_bytes(x_ptr, total_c, rows[3], cols, in_rows[3], in_cols) << 24
     store_words(words, out_ptr, total_r, cols, in_cols, in_rows[0], tl.program_id(1))
+
+
+TRANSPOSE = Kernel(transpose_tile)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,7 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.target import Target, empty
 from octavo.kernels.triton.codes import amax, scale_of, to_codes
+from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.shape import next_power_of_2, row_warps
 from octavo.numerics import Quantized
 
@@ -29,6 +32,21 @@ def refuses(weights: Sequence[Tensor]) -> str | None:
     if any(weight.stride(1) != 1 for weight in weights):
         return "the rows of a weight are not contiguous"
     return None
+
+
+def quantize_rows_of(weights: Sequence[Tensor], target: Target) -> Quantized:
+    """Quantise up to three matrices (N_i, K) as one, (sum of N_i, K), with a scale per row."""
+    cols = weights[0].shape[1]
+    ends = list(itertools.accumulate(weight.shape[0] for weight in weights))
+    out = empty(target, ends[-1], cols, weights[0].device)
+    size = next_power_of_2(cols)
+    first, second, third = [*weights, None, None][:3]
+    strides = [*(weight.stride(0) for weight in weights), 0, 0][:3]
+    _stack_kernel[(ends[-1],)](
+        first, second, third, *strides, ends[0], ends[min(1, len(ends) - 1)], out.codes, out.scale, cols,
+        POWER_OF_TWO=target.scaling == "power_of_two", SIZE=size, num_warps=row_warps(size),
+    )  # fmt: skip
+    return out
 
 
 class Rows(NamedTuple):
@@ -58,6 +76,41 @@ def quantize_rows(rows: Rows, dtype: torch.dtype, out: Quantized, power_of_two: 
     )  # fmt: skip
 
 
+@triton.jit
+def _load_row(x_ptr, stride, row, columns, there):
+    return tl.load(x_ptr + row * stride + columns, mask=there, other=0.0).to(tl.float32)
+
+
+@Kernel
+@triton.jit
+def _stack_kernel(
+    first, second, third, first_stride, second_stride, third_stride, first_end, second_end, codes_ptr, scale_ptr, cols,
+    POWER_OF_TWO: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """A row per program, of whichever matrix it belongs to."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, SIZE)
+    there = columns < cols
+    if second is None:
+        x = _load_row(first, first_stride, row, columns, there)
+    elif third is None:
+        if row < first_end:
+            x = _load_row(first, first_stride, row, columns, there)
+        else:
+            x = _load_row(second, second_stride, row - first_end, columns, there)
+    else:
+        if row < first_end:
+            x = _load_row(first, first_stride, row, columns, there)
+        elif row < second_end:
+            x = _load_row(second, second_stride, row - first_end, columns, there)
+        else:
+            x = _load_row(third, third_stride, row - second_end, columns, there)
+    scale, inverse = scale_of(amax(x, 0), codes_ptr.dtype.element_ty, POWER_OF_TWO)
+    tl.store(scale_ptr + row, scale)
+    tl.store(codes_ptr + row * cols + columns, to_codes(x * inverse, codes_ptr.dtype.element_ty), mask=there)
+
+
+@Kernel
 @triton.jit
 def _rows_at_kernel(
     addresses, codes_ptr, scale_ptr, cols,

@@ -10,6 +10,7 @@ from torch import Tensor
 from octavo.kernels.message import GROUP, message_bytes
 from octavo.kernels.triton.cast import to_dtype
 from octavo.kernels.triton.codes import INTERPRETED, amax, scale_of, to_codes
+from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.shape import Shape, cdiv
 
 TILE = Shape(32, GROUP, warps=4)
@@ -43,6 +44,7 @@ def _programs(groups: int) -> int:
     return (groups + TILE.height - 1) // TILE.height
 
 
+@Kernel
 @triton.jit
 def _pack_kernel(x_ptr, total, length, out_ptr, width, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
     message = tl.program_id(1).to(tl.int64)
@@ -58,6 +60,7 @@ def _pack_kernel(x_ptr, total, length, out_ptr, width, HEIGHT: tl.constexpr, WID
     tl.store(begin + length + groups, exponent, mask=groups < width - length)  # groups past the last are empty
 
 
+@Kernel
 @triton.jit
 def _add_kernel(
     messages_ptr, length, width, out_ptr, total, factor, TERMS: tl.constexpr, CODED: tl.constexpr,

@@ -15,19 +15,20 @@ from torch.nn.functional import ScalingType
 
 from octavo.numerics import PER_ROW, PER_TENSOR, BLOCK_128x128, Quantized, TILE_1x128
 
+_BY_ROW = (PER_ROW, PER_TENSOR)
 _BLOCKS = {TILE_1x128: ScalingType.BlockWise1x128, BLOCK_128x128: ScalingType.BlockWise128x128}
 
 
 def refuses_tensor(a: Quantized, b: Quantized) -> str | None:
     """Return why the tensor-scaled GEMM cannot take these operands, or None."""
-    if (a.granularity, b.granularity) != (PER_TENSOR, PER_TENSOR):
+    if a.granularity != PER_TENSOR or b.granularity != PER_TENSOR:
         return "its operands have more than one scale"
     return _refuses_device(a.codes.device)
 
 
 def refuses_row(a: Quantized, b: Quantized) -> str | None:
     """Return why the row-scaled GEMM cannot take these operands, or None."""
-    if not {a.granularity, b.granularity} <= {PER_TENSOR, PER_ROW}:
+    if a.granularity not in _BY_ROW or b.granularity not in _BY_ROW:
         return "its operands are not scaled by row"
     if a.codes.is_cuda and torch.float8_e5m2 in (a.codes.dtype, b.codes.dtype):
         return "row scales take E4M3 operands only"
@@ -74,21 +75,23 @@ def scaled_mm_row(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool
 
     On a GPU the result is rounded to BF16 first, whatever `out_dtype` is: cuBLAS gives row scales no other output.
     """
-    rows, cols = a.codes.shape[0], b.codes.shape[0]
-    a_MK, b_NK = _pad(a.codes, 1, 16), _pad(b.codes, 16, 16)
-    scale_a = _aligned(_of_rows(a.scale, rows))
-    scale_b, missing = _of_rows(b.scale, cols), b_NK.shape[0] - cols
-    if missing:  # padding by nothing would be a copy
+    (rows, depth), cols = a.codes.shape, b.codes.shape[0]
+    scale_a, scale_b = _aligned(_of_rows(a.scale, rows)), _of_rows(b.scale, cols)
+    if not a.codes.is_cuda:
+        b_KN, b_scale = b.codes.t(), scale_b.view(1, -1)
+        return torch._scaled_mm(a.codes, b_KN, scale_a, b_scale, out_dtype=out_dtype, use_fast_accum=fast)
+    a_MK, b_NK, missing = a.codes, b.codes, -cols % 16
+    if missing or depth % 16:
+        a_MK, b_NK = _pad(a_MK, 1, 16), _pad(b_NK, 16, 16)
         scale_b = F.pad(scale_b, (0, 0, 0, missing), value=1.0)
-    scale_b = _aligned(scale_b.view(1, -1))
-    hardware_dtype = torch.bfloat16 if a_MK.is_cuda else out_dtype
-    y_MN = torch._scaled_mm(a_MK, b_NK.t(), scale_a, scale_b, out_dtype=hardware_dtype, use_fast_accum=fast)
+    scale_b = _aligned(scale_b).view(1, -1)
+    y_MN = torch._scaled_mm(a_MK, b_NK.t(), scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
     return (y_MN[:, :cols] if missing else y_MN).to(out_dtype)
 
 
 def _of_rows(scale: Tensor, rows: int) -> Tensor:
     """Return the scale of each row (rows, 1), contiguous; one for all rows is spread over them."""
-    return (scale if scale.shape[0] == rows else scale.expand(rows, 1)).contiguous()
+    return scale.contiguous() if scale.shape[0] == rows else scale.expand(rows, 1).contiguous()
 
 
 def scaled_mm_block(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> Tensor:
@@ -122,7 +125,10 @@ def _block_scale(x: Quantized, rows: int, cols: int) -> Tensor:
 
 def _aligned(scale: Tensor) -> Tensor:
     """Return the scale at an address that cuBLAS takes: part of a batch may lie at any multiple of four bytes."""
-    return scale if not scale.is_cuda or scale.data_ptr() % 16 == 0 else scale.clone()
+    if not scale.is_cuda:
+        return scale
+    offset = scale.data_ptr() if type(scale) in (Tensor, torch.nn.Parameter) else 4 * scale.storage_offset()
+    return scale if offset % 16 == 0 else scale.clone()
 
 
 def _pad(codes: Tensor, row_multiple: int, col_multiple: int) -> Tensor:

@@ -1,0 +1,85 @@
+"""Launches of Triton kernels.
+
+Triton's own launcher specialises, hashes and looks up each launch: tens of microseconds of host time, many times what a
+kernel takes on a small tensor. A `Kernel` keeps what Triton compiled, by the properties that Triton specialises on, and
+launches it directly. Compiled code launches kernels itself: a tracer gets the kernel wrapped by `wrap_triton`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from triton import knobs
+
+_PLAIN = (Tensor, Parameter)
+_UNTRACED = ("enable_fp_fusion", "maxnreg")
+"""Options of Triton that a tracer does not know. Kernels that are traced do not need them: none adds a product."""
+
+
+class Kernel:
+    """A `triton.jit` function to launch from the host, as Triton has it: `kernel[grid](*arguments, **meta)`."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+        params = getattr(function, "params", None)  # none in the interpreter
+        self._is_constexpr = None if params is None else [param.is_constexpr for param in params]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        """Return what launches as many programs."""
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *arguments: Any, **meta: Any) -> None:
+        like = arguments[0] if arguments else None
+        if not isinstance(like, Tensor):
+            like = next((x for x in arguments if isinstance(x, Tensor)), None)
+        if like is None:
+            self.function[grid](*arguments, **meta)
+            return
+        if type(like) not in _PLAIN:
+            options = {name: value for name, value in meta.items() if name not in _UNTRACED}
+            torch.library.wrap_triton(self.function)[grid](*arguments, **options)
+            return
+        key = self._key(like, arguments, meta)
+        known = None if key is None else self._compiled.get(key)
+        if known is None or knobs.runtime.launch_enter_hook is not None:
+            self._launch_slowly(grid, arguments, meta, key)
+            return
+        kernel, rest = known
+        across, down, deep = (*grid, 1, 1)[:3]
+        stream = torch._C._cuda_getCurrentRawStream(key[0])  # type: ignore[index]
+        launch, function, metadata = kernel
+        launch(across, down, deep, stream, function, metadata, None, None, None, *arguments, *rest)
+
+    def _launch_slowly(
+        self, grid: tuple[int, ...], arguments: tuple[Any, ...], meta: dict[str, Any], key: tuple[Any, ...] | None
+    ) -> None:
+        """Launch by Triton, and keep what it compiled."""
+        compiled = self.function[grid](*arguments, **meta)
+        if key is not None and compiled is not None:
+            kernel = compiled.run, compiled.function, compiled.packed_metadata
+            rest = self.function.params[len(arguments) :]
+            self._compiled[key] = kernel, tuple(meta.get(param.name, param.default) for param in rest)
+
+    def _key(self, like: Tensor, arguments: tuple[Any, ...], meta: dict[str, Any]) -> tuple[Any, ...] | None:
+        """Return the device and what Triton specialises on; None where that is more than is looked at here."""
+        if self._is_constexpr is None:
+            return None
+        key: list[Any] = [like.get_device()]
+        for x, is_constexpr in zip(arguments, self._is_constexpr, strict=False):
+            kind = type(x)
+            if kind is Tensor or kind is Parameter:
+                key += (x.dtype, x.data_ptr() % 16)
+            elif is_constexpr or x is None or kind is bool:
+                key.append(x)
+            elif kind is int:
+                key.append(1 if x == 1 else -(x % 16 == 0) if -(2**31) <= x < 2**31 else x)
+            else:
+                return None
+        key += meta.items()
+        return tuple(key)

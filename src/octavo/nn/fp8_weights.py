@@ -1,0 +1,83 @@
+"""Weights that are FP8 tensors: every GEMM reads the codes that they have, and nothing is quantised."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from octavo import kernels
+from octavo.errors import UnsupportedError
+from octavo.kernels import Target
+from octavo.kernels.operator import define
+from octavo.kernels.target import target_of
+from octavo.numerics import Quantized
+from octavo.recipes import Operand, Recipe, load, names, reused_from
+from octavo.tensor import FP8Tensor, implements
+
+
+def has_fp8_weight(weights: Sequence[Tensor]) -> bool:
+    """Return whether any of these weights is an FP8 tensor."""
+    return any(isinstance(weight, FP8Tensor) for weight in weights)
+
+
+def values(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a weight as a GEMM in high precision reads it. An FP8 weight can be differentiated too."""
+    return weight.dequantize(dtype) if isinstance(weight, FP8Tensor) else weight.to(dtype)
+
+
+def codes_of(weight: Tensor, target: Target, transposed: bool = False) -> Quantized:
+    """Return the codes of an FP8 weight; those of a plain one, which shares an input with FP8 ones, are made now.
+
+    Raises:
+        UnsupportedError: an FP8 weight has codes of another kind, or its transpose would be quantised by itself.
+    """
+    if not isinstance(weight, FP8Tensor):
+        return kernels.quantize(weight.detach(), *target)
+    if torch.compiler.is_compiling():  # a compiler looks inside: codes and scales are inputs of its graph
+        codes, scale = torch.ops.octavo.codes_of(weight, str(target), transposed)
+        return Quantized(codes, scale, target.tile)
+    return _checked(weight, target, transposed)
+
+
+def _checked(weight: FP8Tensor, target: Target, transposed: bool) -> Quantized:
+    has = Target(weight.format, weight.granularity.name, weight.scaling)
+    if transposed or has != target:
+        wanted = f"{target}, transposed" if transposed else str(target)
+        raise UnsupportedError(
+            f"an FP8 weight holds the codes of {has}, and its recipe wants those of {wanted}: it would be rounded a "
+            "second time. Use a recipe that reads the codes it has, such as 'folded', or give the layer a plain weight "
+            "(octavo.revert) before it is converted."
+        )
+    return weight.quantized
+
+
+def unsupported_reason(recipe: Recipe) -> str | None:
+    """Return why a recipe cannot compute with an FP8 weight, E4M3 with a power-of-two scale per row, or None."""
+    if not recipe.fprop.is_fp8:
+        return "its fprop is in BF16"
+    if recipe.fprop.weight != Operand(granularity="row"):
+        return f"its fprop reads a weight that is {recipe.fprop.weight}, not E4M3 with a power-of-two scale a row"
+    if recipe.dgrad.is_fp8 and reused_from(recipe, "dgrad", "weight") is None:
+        return "its dgrad quantises the transposed weight by itself, which would be a second rounding"
+    return None
+
+
+def recipes_for_fp8_weights() -> list[str]:
+    """Return the names of the recipes that compute with FP8 weights."""
+    return [name for name in names() if unsupported_reason(load(name)) is None]
+
+
+def _codes_of(weight: Tensor, target: str, transposed: bool) -> tuple[Tensor, Tensor]:
+    raise UnsupportedError("octavo::codes_of reads an FP8Tensor.")
+
+
+define("codes_of(Tensor weight, str target, bool transposed) -> (Tensor, Tensor)", _codes_of, _codes_of)
+
+
+@implements(torch.ops.octavo.codes_of.default)
+def _codes_of_fp8(weight: FP8Tensor, target: str, transposed: bool) -> tuple[Tensor, Tensor]:
+    wanted = target_of(target)
+    assert wanted is not None
+    return _checked(weight, wanted, transposed)[:2]
