@@ -25,7 +25,8 @@ demo: $(VENV)/installed ## train a small Llama in FP8 and its BF16 baseline on r
 	$(BIN)/octavo train --preset demo --out $(DEMO) --overwrite
 
 test: $(VENV)/installed-dev ## run every test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 \
+		--dist loadfile --no-loadscope-reorder
 
 kernels: $(VENV)/installed-dev ## compile every Triton kernel for an H200, without one
 	PYTHONOPTIMIZE=1 PYTHONPATH=tests/kernels/triton OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p compile_only \

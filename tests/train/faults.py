@@ -47,8 +47,12 @@ def failing(fault, rank, at):
     return step
 
 
-if __name__ == "__main__":
-    name, rank, at, *arguments = sys.argv[1:]
-    if FAULTS[name] is not None:
-        TrainState.step = failing(FAULTS[name], rank, int(at))
+def octavo(fault, rank, at, *arguments):
+    """Run `octavo ARGUMENTS` with this fault in one rank."""
+    if FAULTS[fault] is not None:
+        TrainState.step = failing(FAULTS[fault], rank, int(at))
     main(arguments)
+
+
+if __name__ == "__main__":
+    octavo(*sys.argv[1:])

@@ -11,14 +11,15 @@ import sys
 import time
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import faults
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import Ended, launch
 from torch.distributed.device_mesh import init_device_mesh
 
 from octavo import strict
@@ -40,30 +41,25 @@ lost on resuming, 1e-4."""
 Configure = Callable[..., RunConfig]
 
 
-@dataclass(frozen=True)
-class Ended:
-    """A job of two ranks that has ended."""
+def two_ranks(
+    fault: str, rank: int, step: int, config: RunConfig, *, restarts: int = 0, by_torchrun: bool = False
+) -> Ended:
+    """Run `octavo train` in two ranks, of which one fails at a step; see faults.py.
 
-    code: int
-    seconds: float
-    out: str
-    errors: str
-
-    def lines(self, *, of: str = "octavo: error:") -> list[str]:
-        return [line for line in self.errors.splitlines() if line.startswith(of)]
-
-
-def two_ranks(fault: str, rank: int, step: int, config: RunConfig, *, restarts: int = 0) -> Ended:
-    """Run `octavo train` in two ranks, of which one fails at a step; see faults.py."""
+    By torchrun itself, ranks start as a user starts them; each then imports PyTorch, which takes 10 seconds.
+    """
     file = config.run.out.with_suffix(".json")
     file.write_text(json.dumps(strict.to_dict(config)))
+    arguments = [fault, str(rank), str(step), "train", str(file), "--json"]
+    if not by_torchrun:
+        return launch(faults.octavo, 2, *arguments, restarts=restarts)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    program = [str(HERE / "faults.py"), fault, str(rank), str(step), "train", str(file), "--json"]
     known = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1] / "src")}
     started = time.monotonic()
     done = subprocess.run(
-        [*launcher, "--max-restarts", str(restarts), *program], env=known, capture_output=True, text=True, timeout=100
-    )
+        [*launcher, "--max-restarts", str(restarts), str(HERE / "faults.py"), *arguments],
+        env=known, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
     return Ended(done.returncode, time.monotonic() - started, done.stdout, done.stderr)
 
 
@@ -308,7 +304,7 @@ def test_all_ranks_measure_tensors_and_the_first_writes_them(two: tuple[RunConfi
 
 def test_guardrails_take_all_ranks_back(two: tuple[RunConfig, Ended], make: Configure) -> None:
     config = make("struck", guard={"mode": "act", "shadow_every": 0})
-    struck = two_ranks("nan", 1, 4, config)
+    struck = two_ranks("nan", 1, 4, config, by_torchrun=True)
     assert struck.code == 0, struck.errors
     assert losses(config) == losses(two[0])
     assert struck.errors.count("back to step 0") == 1  # the first rank alone says it
