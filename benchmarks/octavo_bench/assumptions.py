@@ -8,7 +8,7 @@ from math import ceil, log2
 from pathlib import Path
 from typing import Any
 
-from octavo import strict
+from octavo._util import config_reader
 from octavo.errors import ConfigError
 from octavo.kernels.message import GROUP
 from octavo.models.config import ModelConfig
@@ -178,7 +178,9 @@ def load(file: Path | None = None) -> Assumptions:
     """
     if file is None:
         return Assumptions()
-    return strict.read(Assumptions, _merged(strict.to_dict(Assumptions()), strict.read_file(file)), str(file))
+    return config_reader.read(
+        Assumptions, _merged(config_reader.to_dict(Assumptions()), config_reader.read_file(file)), str(file)
+    )
 
 
 def _merged(known: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

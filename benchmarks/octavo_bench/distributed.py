@@ -15,11 +15,11 @@ import torch.distributed as dist
 from cyclopts import Parameter
 from torch import Tensor, nn
 
+from octavo._util.dist import is_first_rank
 from octavo.cli.flags import positive
 from octavo.distributed.traffic import Traffic
 from octavo.errors import ConfigError, did_you_mean
 from octavo.models.config import ModelConfig
-from octavo.ranks import is_first_rank
 from octavo.train.device import WARM_UP_STEPS, gc_frozen
 from octavo.train.profile import profile
 from octavo.train.timing import milliseconds, synchronize

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo import strict
+from octavo._util import config_reader
 from octavo.conversion import Policy, convert
 from octavo.numerics import cosine_of, inner_products
 from octavo.train import checkpoint
@@ -142,7 +142,7 @@ def gradient_cosines(run: Path, recipes: Sequence[str]) -> Iterator[tuple[str, d
     Args:
         run: directory of a finished run in BF16.
     """
-    config = assemble((str(run / "config.json"), strict.read_file(run / "config.json")))
+    config = assemble((str(run / "config.json"), config_reader.read_file(run / "config.json")))
     eager = dataclasses.replace(config.run, compile="off", twin=False)
     setup = set_up(dataclasses.replace(config, run=eager))
     [lane] = setup.states

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo import strict
+from octavo._util import config_reader
 from octavo.errors import ConfigError, did_you_mean
 
 Row = dict[str, Any]
@@ -181,7 +181,7 @@ def write(result: Result, directory: Path) -> Path:
     before = load(directory / result.file_name) if (directory / result.file_name).exists() else None
     if before is not None and before.versions == result.versions:
         result = merge(before, result)
-    text = json.dumps(strict.to_dict(result), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    text = json.dumps(config_reader.to_dict(result), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     path = directory / result.file_name
     latest = directory / "latest" / f"{result.kind}.json"
     superseded = latest.exists() and load(latest).date > result.date
@@ -260,7 +260,7 @@ def load(path: Path) -> Result:
         ConfigError: the file is missing, malformed, has an unknown key or a row that lacks one.
     """
     try:
-        return strict.read(Result, strict.read_file(path), str(path))
+        return config_reader.read(Result, config_reader.read_file(path), str(path))
     except ConfigError as error:
         raise error if str(path) in str(error) else ConfigError(f"{path}: {error}") from error
 
@@ -312,5 +312,5 @@ def from_summary(path: Path, command: str = "make demo") -> Result:
     Raises:
         ConfigError: the file is missing or malformed, or the run had no BF16 twin.
     """
-    row = strict.read_file(path)
+    row = config_reader.read_file(path)
     return Result(kind="demo", date=today(), hardware=hardware(), versions=versions(), command=command, rows=(row,))

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from octavo import strict
+from octavo._util import config_reader
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.flops import matmul_parameters
@@ -55,7 +55,7 @@ def bench_scaling(assumptions: Assumptions, report: Callable[[Row], None] = lamb
                 alike = estimate(case, peer.layout).seconds
                 row |= {"ratio_to_bf16": _round(peer.seconds / found.seconds)}
                 row |= {"ratio_in_its_layout": _round(peer.seconds / alike)}
-            rows.append(row if rows else row | {"assumptions": strict.to_dict(assumptions)})
+            rows.append(row if rows else row | {"assumptions": config_reader.to_dict(assumptions)})
             report(row)
     return rows
 

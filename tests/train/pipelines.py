@@ -15,7 +15,7 @@ from unittest import mock
 
 from faults import failing, nan
 
-from octavo.strict import read_file
+from octavo._util.config_reader import read_file
 from octavo.train import checkpoint, train
 from octavo.train.config import RunConfig, assemble
 from octavo.train.train_state import TrainState

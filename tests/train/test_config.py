@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo import strict
+from octavo._util import config_reader
 from octavo.errors import ConfigError
 from octavo.models import Llama, count_parameters
 from octavo.optim import TIERS
@@ -119,7 +119,7 @@ def test_a_file_names_its_run(tmp_path: Path) -> None:
 def test_a_stored_configuration_reads_back(tmp_path: Path) -> None:
     config = with_settings(run={"steps": 3})
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(strict.to_dict(config)), encoding="utf-8")
+    file.write_text(json.dumps(config_reader.to_dict(config)), encoding="utf-8")
     assert assemble(load_file(file)) == config
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ranks import Ended, launch
 from torch.distributed.device_mesh import init_device_mesh
 
-from octavo import strict
+from octavo._util import config_reader
 from octavo.distributed import REDUCTIONS
 from octavo.errors import CheckpointError, ConfigError
 from octavo.monitor.store import ROLES, STATS, RunReader
@@ -49,7 +49,7 @@ def two_ranks(
     By torchrun itself, ranks start as a user starts them; each then imports PyTorch, which takes 10 seconds.
     """
     file = config.run.out.with_suffix(".json")
-    file.write_text(json.dumps(strict.to_dict(config)))
+    file.write_text(json.dumps(config_reader.to_dict(config)))
     arguments = [fault, str(rank), str(step), "train", str(file), "--json"]
     if not by_torchrun:
         return launch(faults.octavo, 2, *arguments, restarts=restarts)

@@ -15,7 +15,7 @@ import torch
 from ranks import launch
 from torch.torch_version import TorchVersion
 
-from octavo import strict
+from octavo._util import config_reader
 from octavo.kernels.sample import STATS
 from octavo.monitor.store import RunReader
 from octavo.train import checkpoint, train
@@ -68,7 +68,7 @@ def piped(make: Configure) -> dict[str, RunConfig]:
     files = []
     for name, config in runs.items():
         files.append(config.run.out.with_name(f"{name}.json"))
-        files[-1].write_text(json.dumps(strict.to_dict(config)))
+        files[-1].write_text(json.dumps(config_reader.to_dict(config)))
     ended = launch(pipelines.run_all, 2, *map(str, files))
     assert ended.code == 0, ended.errors
     return runs

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from octavo import strict
+from octavo._util import config_reader
 from octavo.calibration.histogram import MagnitudeHistogram
 from octavo.calibration.scale_policy import FLUSHED, SATURATED, ScalePolicy
 from octavo.calibration.targets import CalibrationTarget, count_magnitudes, find_targets
@@ -65,7 +65,7 @@ class Row(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Return its content as plain values."""
-        entry = strict.to_dict(replace(self.scale, previous=(), origin=None))
+        entry = config_reader.to_dict(replace(self.scale, previous=(), origin=None))
         statistics = {**entry.pop("statistics"), "spare_bits": self.spare_bits}
         kept = {key: entry[key] for key in ("format", "scaling", "scale", "amax")}
         return {"layer": self.layer, "role": self.role, **kept, **statistics, "fits": self.fits}
@@ -110,7 +110,7 @@ class Calibration:
     def to_json(self) -> str:
         """Return rows, provenance and missing scales as JSON."""
         rows = [row.to_dict() for row in self.rows()]
-        content = {"scales": rows, "not_found": self.not_found, "origin": strict.to_dict(self.origin)}
+        content = {"scales": rows, "not_found": self.not_found, "origin": config_reader.to_dict(self.origin)}
         return json.dumps(content, indent=1)
 
     def __str__(self) -> str:

@@ -22,12 +22,12 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from octavo._util.dist import in_process_group, is_first_rank
 from octavo.errors import ConfigError
 from octavo.nn import calibration
 from octavo.nn.calibration import Calibrated, full_name
 from octavo.nn.scales import scales
 from octavo.nn.telemetry import STATS, Telemetry
-from octavo.ranks import in_process_group, is_first_rank
 from octavo.recipes import STATEFUL
 from octavo.recipes.spec import MOST_MARGIN
 

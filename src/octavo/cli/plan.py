@@ -123,11 +123,11 @@ def recipes(
         Print JSON.
     """
     from octavo import recipes as known
-    from octavo import strict
+    from octavo._util import config_reader
 
     if name is not None:
         recipe = known.load(name)
-        print(json.dumps(strict.to_dict(recipe), indent=2) if json_output else known.explain(recipe))
+        print(json.dumps(config_reader.to_dict(recipe), indent=2) if json_output else known.explain(recipe))
     elif json_output:
         print(json.dumps(known.names()))
     else:

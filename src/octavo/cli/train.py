@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from octavo import strict
+from octavo._util import config_reader
+from octavo._util.dist import is_first_rank
 from octavo.cli.flags import configure, with_flags_of
-from octavo.ranks import is_first_rank
 from octavo.train.config import RunConfig
 
 
@@ -57,7 +57,7 @@ def train(
     """
     config = configure(file, preset, settings)
     if dry_run:
-        print(json.dumps(strict.to_dict(config), indent=2))
+        print(json.dumps(config_reader.to_dict(config), indent=2))
         return 0
     summary = _run(config, resume=resume, overwrite=overwrite, json_output=json_output)
     if json_output and is_first_rank():

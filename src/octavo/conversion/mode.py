@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from octavo.compilers import assume_constant_result
+from octavo._util.compiler import assume_constant_result
 from octavo.conversion.gain import predicted_gain
 from octavo.conversion.operators import Operators
 from octavo.conversion.products import READERS, Product

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo import strict
+from octavo._util import config_reader
 from octavo.data.tokenizer import Tokenizer, Tokens
 from octavo.data.tokens import TokenFiles
 from octavo.errors import ConfigError
@@ -59,7 +59,7 @@ def corpus_statistics(files: TokenFiles, tokenizer: Tokenizer) -> CorpusStatisti
     """
     path = files.directory / FILE
     try:
-        return strict.read(CorpusStatistics, strict.read_file(path), str(path))
+        return config_reader.read(CorpusStatistics, config_reader.read_file(path), str(path))
     except ConfigError:  # missing, or truncated by a killed process
         found = measure(np.memmap(files.train, dtype="<u2", mode="r"), tokenizer, files.train_bytes)
     _keep(path, found)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo import strict
+from octavo._util import config_reader
 from octavo.data.corpus import Corpus, open_corpus
 from octavo.data.encode import Progress, Written, check_fraction, encode_split
 from octavo.data.tokenizer import Tokenizer
@@ -77,8 +77,8 @@ class TokenFiles:
             DataError: `meta.json` is missing or malformed, or a file does not have the recorded length.
         """
         try:
-            meta = strict.read_file(directory / "meta.json")
-            files = strict.read(cls, {**meta, "directory": directory}, str(directory / "meta.json"))
+            meta = config_reader.read_file(directory / "meta.json")
+            files = config_reader.read(cls, {**meta, "directory": directory}, str(directory / "meta.json"))
         except ConfigError as error:
             raise DataError(f"{directory}: not a folder of token files: {error}") from error
         for path, tokens in ((files.train, files.train_tokens), (files.heldout, files.heldout_tokens)):

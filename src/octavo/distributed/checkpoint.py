@@ -20,10 +20,10 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
+from octavo._util.dist import is_first_rank
 from octavo.errors import CheckpointError
 from octavo.optim import Optimizer, flatten, unflatten
 from octavo.optim.sharded import along_rows
-from octavo.ranks import is_first_rank
 from octavo.tensor import FP8Tensor, WrapperTensor, local
 
 SETTINGS = "octavo.json"

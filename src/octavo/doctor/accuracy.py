@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from octavo import kernels, observed
+from octavo._util.rng import untouched_generators
 from octavo.conversion import disabled
 from octavo.doctor.check import Finding, Verdict, check, failure, ok, skipped, warning
 from octavo.doctor.subjects import Trial, fp8_layers
-from octavo.generators import untouched_generators
 from octavo.kernels import Target
 from octavo.monitor.dashboard.verdict import GAP_LIMIT
 from octavo.nn import Linear

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo._util.rng import untouched_generators
 from octavo.conversion import convert, disabled
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.generators import untouched_generators
 from octavo.nn import Conv1d, Conv2d, Linear
 from octavo.train import RunConfig, checkpoint, load_run
 from octavo.train.setup import Setup, set_up

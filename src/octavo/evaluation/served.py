@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo._util.config_reader import read_file
 from octavo.data.bpe import BPETokenizer
 from octavo.data.loader import Batch
 from octavo.data.tokenizer import Tokenizer
@@ -24,7 +25,6 @@ from octavo.evaluation.run import EvalSettings, LoadedRun
 from octavo.evaluation.text import EvalText, SequenceLayout, whole_text
 from octavo.serving.formats import COMPRESSED_TENSORS
 from octavo.serving.run import tokenizer_files
-from octavo.strict import read_file
 from octavo.train import device as devices
 
 BATCH_TOKENS = 8192

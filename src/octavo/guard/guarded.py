@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from octavo._util.rng import generator_states, restore_generators, untouched_generators
 from octavo.conversion import disabled
 from octavo.errors import OctavoError
-from octavo.generators import generator_states, restore_generators, untouched_generators
 from octavo.guard.alarms import Row
 from octavo.guard.diagnosis import Probe
 from octavo.guard.locate import locate_nonfinite, weight_diff

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from octavo._util.dist import is_first_rank
 from octavo.errors import ConfigError
 from octavo.guard import Alarm, GuardConfig, Observation
 from octavo.guard.alarms import AlarmRules
@@ -28,7 +29,6 @@ from octavo.monitor.measurements import AsyncScalars, TelemetrySource, arrived, 
 from octavo.monitor.recorder import Recorder
 from octavo.monitor.store.writer import outcome_of
 from octavo.monitor.system import environment
-from octavo.ranks import is_first_rank
 
 LOSS, GRADIENT_NORM, LEARNING_RATE = ("loss", "loss_fp8"), ("gradient_norm", "grad_norm"), ("lr", "learning_rate")
 """Names of the scalars that alarms check; others are only stored."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from octavo import __version__
-from octavo.ranks import in_process_group
+from octavo._util.dist import in_process_group
 
 _SAMPLES: dict[str, tuple[str, float, str]] = {
     "gpu_power_watts": ("nvmlDeviceGetPowerUsage", 1e-3, "power drawn by the board"),

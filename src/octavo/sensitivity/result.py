@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from octavo import strict
+from octavo._util import config_reader
 from octavo.errors import ConfigError
 from octavo.recipes import GEMMS, Evidence, Recipe, brief
 from octavo.sensitivity.loss import Change
@@ -48,7 +48,7 @@ def _lines(recipe: Recipe) -> Iterator[str]:
         yield f"{_value(pattern)} = {_value(brief(other))}"
     yield "\n[evidence]"
     for pattern, found in recipe.evidence.items():
-        yield f"{_value(pattern)} = {_value(strict.to_dict(found))}"
+        yield f"{_value(pattern)} = {_value(config_reader.to_dict(found))}"
 
 
 def _value(value: Any) -> str:

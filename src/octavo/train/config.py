@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from octavo import strict
+from octavo._util import config_reader
 from octavo.errors import ConfigError, did_you_mean
 from octavo.guard.config import GuardConfig
 from octavo.models.config import ModelConfig
@@ -260,7 +260,7 @@ def assemble(*layers: tuple[str, Mapping[str, Any]]) -> RunConfig:
     config: RunConfig | None = None
     for where, settings in layers:
         merged = _merge(merged, settings)
-        config = strict.read(RunConfig, _with_defaults(merged, where), where)
+        config = config_reader.read(RunConfig, _with_defaults(merged, where), where)
     if config is None:
         raise ConfigError(f"no configuration given: name a file or a preset ({', '.join(presets())}).")
     return config
@@ -283,12 +283,12 @@ def load_preset(name: str, *, cuda: bool) -> tuple[str, dict[str, Any]]:
         near = did_you_mean(name, known)
         raise ConfigError(f"--preset: there is no preset '{name}'.{near} Presets: {', '.join(known)}.")
     with resources.as_file(_presets() / f"{resolved}.toml") as path:
-        return f"preset '{resolved}'", strict.read_file(path)
+        return f"preset '{resolved}'", config_reader.read_file(path)
 
 
 def load_file(path: Path) -> tuple[str, dict[str, Any]]:
     """Return a run file as a layer for `assemble`. The default output directory is `runs/<name of the file>`."""
-    settings = strict.read_file(path)
+    settings = config_reader.read_file(path)
     return str(path), _merge({"run": {"out": f"runs/{path.stem}"}}, settings)
 
 
@@ -330,7 +330,7 @@ def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 def _with_defaults(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Fill in the model's vocabulary and sequence length from the data section."""
-    data = strict.read(DataConfig, settings.get("data", {}), f"{where}: data")
+    data = config_reader.read(DataConfig, settings.get("data", {}), f"{where}: data")
     decided = {"vocab": _vocabulary(data.tokenizer), "sequence": data.sequence}
     return _merge({"model": decided}, settings)
 

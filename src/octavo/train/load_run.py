@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from octavo import recipes
+from octavo._util.config_reader import read_file
 from octavo.conversion import Plan, Policy
 from octavo.errors import CheckpointError
 from octavo.numerics import Granularity, Quantized, dequantize
-from octavo.strict import read_file
 from octavo.tensor import FP8Tensor
 from octavo.train import checkpoint
 from octavo.train import device as devices

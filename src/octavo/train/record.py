@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from octavo import strict
+from octavo._util import config_reader
 from octavo.guard.guarded import GuardEvent
 from octavo.monitor.recorder import Recorder
 from octavo.monitor.store.writer import outcome_of
@@ -50,7 +50,7 @@ class StoreReporter:
             overwrite=not done,
             gpu=(device.index or 0) if device.type == "cuda" else None,
             trackers=() if run.tracker == "none" else (run.tracker,),
-            config=strict.to_dict(config),
+            config=config_reader.to_dict(config),
         )
 
     def report(self, event: Event) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo import strict
+from octavo._util import config_reader
 from octavo.errors import CheckpointError
 from octavo.train.config import DataConfig, LoopConfig, OptimizerConfig, ParallelConfig, RunConfig
 
@@ -43,7 +43,7 @@ def check_same_run(saved: Mapping[str, Any], config: RunConfig, where: Path) -> 
         CheckpointError: they differ in a key that affects the numbers; the message names the first one.
     """
     # A key that is newer than the checkpoint had its default value.
-    there, here = {**_defaults(), **dict(_flat(saved))}, dict(_flat(strict.to_dict(config)))
+    there, here = {**_defaults(), **dict(_flat(saved))}, dict(_flat(config_reader.to_dict(config)))
     for key in [*here, *(there.keys() - here.keys())]:
         if key not in FREE and there.get(key) != here.get(key):
             raise CheckpointError(
@@ -59,7 +59,7 @@ def _defaults() -> dict[str, Any]:
         "run": LoopConfig(),
         "parallel": ParallelConfig(),
     }
-    return dict(_flat({name: strict.to_dict(section) for name, section in sections.items()}))
+    return dict(_flat({name: config_reader.to_dict(section) for name, section in sections.items()}))
 
 
 def _what(key: str) -> str:

@@ -14,11 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo import kernels, strict
+from octavo import kernels
+from octavo._util import config_reader
+from octavo._util.rng import generator_states, restore_generators
 from octavo.conversion import enable
 from octavo.data import TokenFiles
 from octavo.errors import CheckpointError, ConfigError
-from octavo.generators import generator_states, restore_generators
 from octavo.guard import GuardEvent
 from octavo.kernels.uploads import upload
 from octavo.monitor.measurements import TelemetrySource, arrived, histograms_of, telemetry_of
@@ -319,7 +320,7 @@ class Trainer:
     def _save(self) -> None:
         tensors = {state.name: state_tensors(state) for state in self.setup.states}
         plain = {
-            "config": strict.to_dict(self.config),
+            "config": config_reader.to_dict(self.config),
             "loader": self.setup.loader.state_dict(),
             "totals": self._totals(),
             "versions": devices.versions(),
@@ -357,7 +358,7 @@ class Trainer:
         if not self.done:
             checkpoint.discard(self.checkpoints)
         (self.directory / "summary.json").unlink(missing_ok=True)
-        write_json(self.directory / "config.json", strict.to_dict(self.config))
+        write_json(self.directory / "config.json", config_reader.to_dict(self.config))
         if self.setup.plan is not None:
             write_json(self.directory / "plan.json", json.loads(self.setup.plan.to_json()))
         if (tensor_plan := self.setup.states[0].tensor_plan) is not None:
@@ -376,7 +377,7 @@ class Trainer:
             device=self._devices(),
             parameters=self.setup.states[0].size,
             plan=self.setup.plan,
-            corpus={**_facts(self.setup.corpus), **strict.to_dict(self.setup.statistics)},
+            corpus={**_facts(self.setup.corpus), **config_reader.to_dict(self.setup.statistics)},
             first_step=self.done,
             tensors=self._guarded.rows,
         )
@@ -411,7 +412,7 @@ class Trainer:
 
 def _facts(corpus: TokenFiles) -> dict[str, Any]:
     """Return the facts of the corpus without its path on this machine."""
-    facts = strict.to_dict(corpus)
+    facts = config_reader.to_dict(corpus)
     return {key: value for key, value in facts.items() if key != "directory"}
 
 

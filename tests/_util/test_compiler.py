@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from octavo.compilers import assume_constant_result
+from octavo._util.compiler import assume_constant_result
 
 CALLS = []
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 
-from octavo import strict
+from octavo._util import config_reader
 from octavo.errors import ConfigError
 
 
@@ -32,7 +32,7 @@ class Outer:
 
 
 def read(**settings) -> Outer:
-    return strict.read(Outer, {"name": "x", **settings}, "run.toml")
+    return config_reader.read(Outer, {"name": "x", **settings}, "run.toml")
 
 
 def test_defaults():
@@ -117,32 +117,32 @@ def test_the_message_names_source_key_and_value(settings, message):
 
 def test_missing_key():
     with pytest.raises(ConfigError, match=r"run\.toml: the key 'name' is missing\."):
-        strict.read(Outer, {}, "run.toml")
+        config_reader.read(Outer, {}, "run.toml")
 
 
 @pytest.mark.parametrize("mapping", [None, [], "name", 3], ids=str)
 def test_not_a_table(mapping):
     with pytest.raises(ConfigError, match=r"run\.toml: expected a table of settings"):
-        strict.read(Outer, mapping, "run.toml")
+        config_reader.read(Outer, mapping, "run.toml")
 
 
 def test_keys_that_are_no_words():
     with pytest.raises(ConfigError, match="unknown key"):
-        strict.read(Outer, {"name": "x", 1: 2}, "argument")
+        config_reader.read(Outer, {"name": "x", 1: 2}, "argument")
 
 
 def test_to_dict_can_be_read_again():
     outer = read(inner={"size": 3}, many=["a"], table={"k": {}}, path="p/q", pair=[3, 4])
-    plain = strict.to_dict(outer)
+    plain = config_reader.to_dict(outer)
     assert plain["path"] == "p/q" and plain["many"] == ["a"] and plain["inner"] == {"kind": "slow", "size": 3}
-    assert strict.read(Outer, plain, "again") == outer
+    assert config_reader.read(Outer, plain, "again") == outer
 
 
 def test_read_file(tmp_path):
     (tmp_path / "a.toml").write_text('name = "ü"\n[inner]\nsize = 2\n', encoding="utf-8")
     (tmp_path / "a.json").write_text('{"name": "ü", "inner": {"size": 2}}', encoding="utf-8")
     expected = {"name": "ü", "inner": {"size": 2}}
-    assert strict.read_file(tmp_path / "a.toml") == strict.read_file(tmp_path / "a.json") == expected
+    assert config_reader.read_file(tmp_path / "a.toml") == config_reader.read_file(tmp_path / "a.json") == expected
 
 
 @pytest.mark.parametrize(
@@ -160,12 +160,12 @@ def test_read_file(tmp_path):
 def test_read_file_says_what_is_wrong(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=message):
-        strict.read_file(tmp_path / name)
+        config_reader.read_file(tmp_path / name)
 
 
 def test_read_file_that_is_missing_or_a_directory(tmp_path):
     with pytest.raises(ConfigError, match=r"none\.toml: cannot be read \(No such file or directory\)"):
-        strict.read_file(tmp_path / "none.toml")
+        config_reader.read_file(tmp_path / "none.toml")
     (tmp_path / "folder.toml").mkdir()
     with pytest.raises(ConfigError, match=r"folder\.toml: cannot be read \(Is a directory\)"):
-        strict.read_file(tmp_path / "folder.toml")
+        config_reader.read_file(tmp_path / "folder.toml")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from octavo.ranks import in_process_group, is_first_rank
+from octavo._util.dist import in_process_group, is_first_rank
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octavo.generators import generator_states, restore_generators, untouched_generators
+from octavo._util.rng import generator_states, restore_generators, untouched_generators
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
