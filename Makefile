@@ -21,11 +21,12 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' Makefile
 
-demo: $(VENV)/installed ## train a small Llama in FP8 and its BF16 twin on real text
+demo: $(VENV)/installed ## train a small Llama in FP8 and its BF16 baseline on real text
 	$(BIN)/octavo train --preset demo --out $(DEMO) --overwrite
 
 test: $(VENV)/installed-dev ## run every test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 \
+		--dist loadfile --no-loadscope-reorder
 
 kernels: $(VENV)/installed-dev ## compile every Triton kernel for an H200, without one
 	PYTHONOPTIMIZE=1 PYTHONPATH=tests/kernels/triton OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p compile_only \
@@ -47,10 +48,10 @@ layers: $(VENV)/installed-dev ## imports point down
 	$(BIN)/lint-imports
 
 tables: $(VENV)/installed-dev ## write the generated tables of README and docs again
-	$(BIN)/python -m octavo.bench.tables
+	$(BIN)/octavo bench tables
 
 docs: $(VENV)/installed-dev ## the generated tables are current, the examples run
-	$(BIN)/python -m octavo.bench.tables --check
+	$(BIN)/octavo bench tables --check
 	$(BIN)/python -m pytest tests/test_docs.py tests/test_readme.py
 
 check: lint types layers test docs ## everything that .ci/run runs

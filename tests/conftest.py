@@ -1,14 +1,18 @@
-"""What every test relies on: a seed, few threads, and `gpu` tests only where there is a GPU."""
+"""Settings of all tests: a seed, few threads, the cases that run on this machine, and the order of the files."""
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 # Before torch is imported: test shapes are small, and machines are shared.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more threads start a helper process that imports torch
 
 import pytest
 import torch
@@ -75,11 +79,69 @@ def octavo() -> Callable[[str | Sequence[object]], int]:
     return run
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked `gpu` on a machine without CUDA."""
-    if torch.cuda.is_available():
-        return
+SLOW_FIRST = ("train/test_parallel", "train/test_combined", "train/test_pipelined", "train", "distributed")
+SLOW_FIRST += ("kernels/triton", "nn", "bench", "conversion", "cli", "memory", "guard")
+"""Paths with the longest tests. They start first, so that all processes finish at about the same time."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Disable the garbage collector during collection: it takes a sixth of that time and finds little."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Drop the tests that this machine does not run, and put slow files first."""
+    has_gpu = torch.cuda.is_available()
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if has_gpu and item.get_closest_marker("covering"):
+            item.add_marker("gpu")
+        elif not has_gpu and item.get_closest_marker("gpu"):
             item.add_marker(skip)
+    slow = _not_covering(items)
+    for item in slow:
+        item.add_marker("slow")
+    if not (has_gpu or "slow" in config.option.markexpr or config.pluginmanager.hasplugin("compile_only")):
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> int:
+    path = os.path.relpath(item.path, Path(__file__).parent)  # a test outside this folder has a path, too
+    return next((i for i, start in enumerate(SLOW_FIRST) if path.startswith(start)), len(SLOW_FIRST))
+
+
+def _not_covering(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return the cases of tests marked `covering` that are not needed for the cover."""
+    tests = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("covering"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    found = []
+    for cases in tests.values():
+        (strength,) = cases[0].get_closest_marker("covering").args
+        kept = cover([{name: repr(value) for name, value in case.callspec.params.items()} for case in cases], strength)
+        found += [case for place, case in enumerate(cases) if place not in kept]
+    return found
+
+
+def cover(cases: Sequence[Mapping[str, str]], strength: int) -> set[int]:
+    """Return indices of a small set of cases with every value, or every combination of `strength` parameters' values.
+
+    Greedy: the next case is the one that adds most combinations; ties go to the values used least so far.
+    """
+    parts = [set(itertools.combinations(sorted(case.items()), min(strength, len(case)))) for case in cases]
+    missing, taken, kept = set().union(*parts), Counter(), set()
+    while missing:
+        best = max(range(len(cases)), key=lambda i: (len(parts[i] & missing), -sum(taken[v] for v in cases[i].items())))
+        kept.add(best)
+        missing -= parts[best]
+        taken.update(cases[best].items())
+    return kept

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from octavo.calibration import Calibration, calibrate
     from octavo.conversion import Operators, Plan, Policy, autocast, convert, disabled, offload, recompute, revert
     from octavo.conversion import make_plan as plan
-    from octavo.monitor.watch import Monitor
+    from octavo.monitor.monitor import Monitor
     from octavo.nn.observe import observed
     from octavo.nn.scales import scales
     from octavo.numerics import dequantize, quantize
@@ -25,7 +25,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Calibration": "octavo.calibration:Calibration",
-    "Monitor": "octavo.monitor.watch:Monitor",
+    "Monitor": "octavo.monitor.monitor:Monitor",
     "Operators": "octavo.conversion:Operators",
     "Plan": "octavo.conversion:Plan",
     "Policy": "octavo.conversion:Policy",

@@ -1,4 +1,4 @@
-"""Every error a user can meet. Each says what is wrong, where, what was meant and what to do."""
+"""Errors raised for users. Messages name the error, its location, the probable intention and a remedy."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ class OctavoError(Exception):
 
 
 class ConfigError(OctavoError, ValueError):
-    """A recipe, a run file or an argument that cannot be understood."""
+    """An invalid recipe, run file or argument."""
 
 
 class DataError(OctavoError):
-    """A corpus that is missing, empty or too short."""
+    """A missing, empty or too short corpus."""
 
 
 class CheckpointError(OctavoError):
-    """A checkpoint that is truncated, missing, of another model, or that could not be written."""
+    """A checkpoint that is truncated, missing, of another model, or cannot be written."""
 
 
 class NonFiniteError(OctavoError):
-    """A NaN or an infinity where training cannot go on."""
+    """A NaN or an infinity that stops training."""
 
 
 class UnsupportedError(OctavoError):
@@ -35,10 +35,10 @@ class RunError(OctavoError):
 
 
 class StoreError(OctavoError):
-    """A run store that is missing, of another program, of a newer version, or that cannot be written."""
+    """A run store that is missing, of another program, of a newer version, or cannot be written."""
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """Return `" Did you mean 'x'?"` for the nearest choice, or `""` where none is near."""
+    """Return `" Did you mean 'x'?"` for the closest choice, or `""` if none is close."""
     near = difflib.get_close_matches(str(word), list(choices), n=1, cutoff=0.5)
     return f" Did you mean '{near[0]}'?" if near else ""

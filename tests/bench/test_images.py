@@ -5,12 +5,11 @@ from functools import partial
 import pytest
 import torch
 
-from octavo.bench.images import IMAGE_WORKLOADS
-from octavo.bench.speed import step
-from octavo.bench.tables.speed import _shape
-from octavo.bench.workloads import build
 from octavo.errors import ConfigError
 from octavo.nn import Conv2d
+from octavo_bench import step
+from octavo_bench.measured import _shape
+from octavo_bench.workloads import IMAGE_WORKLOADS, build
 
 bench = partial(step.bench_step, device="cpu", compile=False, steps=2, warm_up_s=0.0)
 

@@ -6,11 +6,11 @@ import pytest
 from torch import nn
 
 from octavo import recipes
-from octavo.bench.implementations import BF16, implementations, precisions
-from octavo.bench.rates import PRECISIONS
-from octavo.bench.workloads import WORKLOADS, build
 from octavo.nn import Linear
 from octavo.nn.fused import FusedMLP
+from octavo_bench.implementations import BF16, implementations, precisions
+from octavo_bench.rates import PRECISIONS
+from octavo_bench.workloads import WORKLOADS, build
 
 
 def test_bf16_comes_first_and_every_recipe_is_there() -> None:

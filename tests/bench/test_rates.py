@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octavo.bench import rates
-from octavo.bench.workloads import WORKLOADS
 from octavo.numerics import dequantize
+from octavo_bench import rates
+from octavo_bench.workloads import WORKLOADS
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

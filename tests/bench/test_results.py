@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from octavo.bench import results
 from octavo.errors import ConfigError
+from octavo_bench import results
 
 ROW: dict[str, Any] = {"model": "124m", "tokens": 100, "recipe": "folded", "seed": 0, "heldout_loss": 1.5}
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octavo.bench.implementations import Implementation
-from octavo.bench.workloads import WORKLOADS, build
 from octavo.errors import ConfigError
 from octavo.models.flops import flops_per_token
+from octavo_bench.implementations import Implementation
+from octavo_bench.workloads import WORKLOADS, build
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-model"])

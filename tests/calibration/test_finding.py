@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from octavo.calibration import Choice
+from octavo.calibration import ScalePolicy
 from octavo.calibration.finding import HEADER
 from octavo.errors import ConfigError, NonFiniteError
 from octavo.models import ModelConfig, build
 from octavo.nn import calibration
 
-EXACT = Choice(margin=0)
+EXACT = ScalePolicy(margin=0)
 
 
 def model() -> nn.Sequential:
@@ -46,7 +46,7 @@ def test_scales_are_those_of_the_largest_inputs_and_gradients():
             "2.grad_output": grads[1],
         }.items():
             amax[name] = max(amax.get(name, 0.0), float(tensor.detach().abs().max()))
-    found = octavo.calibrate(plain, batches(), loss=loss, choice=EXACT)
+    found = octavo.calibrate(plain, batches(), loss=loss, scale_policy=EXACT)
     assert {name: scale.amax for name, scale in found.scales.items()} == amax
     for name, scale in found.scales.items():
         largest = 57344.0 if name.endswith("grad_output") else 448.0
@@ -55,7 +55,7 @@ def test_scales_are_those_of_the_largest_inputs_and_gradients():
 
 def test_it_agrees_with_delayed_scaling_of_the_same_batches():
     layer = nn.Sequential(nn.Linear(40, 48, bias=False))
-    found = octavo.calibrate(layer, batches(), loss=lambda m, x: m(x).sum(), choice=EXACT)
+    found = octavo.calibrate(layer, batches(), loss=lambda m, x: m(x).sum(), scale_policy=EXACT)
     octavo.convert(layer, "delayed")
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
     for x in batches():
@@ -128,14 +128,16 @@ def test_layers_that_share_an_input_have_one_scale_together(recipe):
     sharing = Sharing()
     if recipe:
         octavo.convert(sharing, recipe)
-    found = octavo.calibrate(sharing, batches(), recipe=None if recipe == "delayed" else "static", choice=EXACT).scales
+    found = octavo.calibrate(
+        sharing, batches(), recipe=None if recipe == "delayed" else "static", scale_policy=EXACT
+    ).scales
     assert found["loud.input"].scale == found["soft.input"].scale
     loud, soft = found["loud.grad_output"], found["soft.grad_output"]
     assert loud.amax == pytest.approx(100 * soft.amax)
     assert loud.scale == soft.scale == float(np.float32(loud.amax / 57344))
     # Each line is of the layer's own tensor.
     assert soft.statistics.highest == pytest.approx(loud.statistics.highest / 100, rel=0.02)
-    alone = octavo.calibrate(sharing, batches(), recipe="static", choice=EXACT, layers="soft").scales
+    alone = octavo.calibrate(sharing, batches(), recipe="static", scale_policy=EXACT, layers="soft").scales
     assert alone["soft.grad_output"].scale == float(np.float32(soft.amax / 57344))
 
 
@@ -210,7 +212,7 @@ def test_a_tensor_that_no_scale_holds_is_told():
     found = octavo.calibrate(model(), [x], backward=False, layers="0")
     (row,) = found.rows()
     assert not found.fits and not row.fits and row.spare_bits < 0
-    assert "0.input: no scale holds it in e4m3; suggested: finer scales" in str(found)
+    assert "0.input: no scale fits it in e4m3; suggested: finer scales" in str(found)
     assert "none" in row.cells()
 
 
@@ -221,7 +223,7 @@ def test_what_never_ran_is_told(tmp_path):
 
     found = octavo.calibrate(Half(*model()), batches(), loss=loss)
     assert found.not_found == ("2.input", "2.grad_output") and not found.fits
-    assert "not found (never read, or all zero): 2.input" in str(found)
+    assert "not found (never computed, or all zero): 2.input" in str(found)
     found.save(tmp_path / "a.json")
     with pytest.raises(ConfigError, match=r"the first that of '2\.input'"):
         octavo.convert(model(), "static", scales=tmp_path / "a.json")
@@ -238,9 +240,9 @@ def test_a_nan_is_an_error():
     ("arguments", "message"),
     [
         ({"batches": []}, "no batch was given"),
-        ({"recipe": "folded"}, "no layer of the model would keep scales by the recipe 'folded'"),
-        ({"loss": None}, r"gave a tensor of shape \(16, 32\), and no loss"),
-        ({"loss": lambda m, x: m(x).detach().sum()}, "no loss that gradients can be taken of"),
+        ({"recipe": "folded"}, "no layer of the model would store scales by the recipe 'folded'"),
+        ({"loss": None}, r"returned a tensor of shape \(16, 32\), which is no loss"),
+        ({"loss": lambda m, x: m(x).detach().sum()}, "no loss with gradients"),
         ({"layers": "1"}, "no layer or scale matches '1'"),
     ],
     ids=["no batches", "no kept scales", "no loss", "loss without gradients", "unknown layer"],

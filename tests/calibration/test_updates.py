@@ -1,4 +1,4 @@
-"""Static scales are made anew when it is due, of what training met, and the file remembers."""
+"""Recalibration of static scales when due, from values in training; the file keeps previous ones."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import octavo
-from octavo.calibration import Choice, Recalibration, Updates
+from octavo.calibration import Recalibration, ScalePolicy, Updates
 from octavo.calibration import updates as module
 from octavo.errors import ConfigError
 from octavo.nn import calibration
@@ -18,7 +18,9 @@ def static(tmp_path):
     """A model with static scales and margin 0, its optimizer, which changes no weight, and its file."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(40, 48), nn.GELU(), nn.Linear(48, 32))
-    found = octavo.calibrate(model, [x_of(1.0)], loss=lambda m, x: m(x).square().mean(), choice=Choice(margin=0))
+    found = octavo.calibrate(
+        model, [x_of(1.0)], loss=lambda m, x: m(x).square().mean(), scale_policy=ScalePolicy(margin=0)
+    )
     found.save(tmp_path / "a.json")
     octavo.convert(model, "static", scales=tmp_path / "a.json")
     return model, torch.optim.SGD(model.parameters(), lr=0.0), tmp_path / "a.json"
@@ -137,7 +139,7 @@ def test_all_ranks_make_the_scales_that_any_has_broken(monkeypatch):
     [
         ({"every": -1}, "`every` must be 0 or more"),
         ({"look_every": 0}, "`look_every` 1 or more"),
-        ({"saturated_above": 1.5}, "it is a share"),
+        ({"saturated_above": 1.5}, "it must be a share"),
         ({"margin": 9}, "0 to 8"),
     ],
     ids=str,
@@ -151,5 +153,5 @@ def test_a_model_without_static_scales(tmp_path):
     model = nn.Sequential(nn.Linear(40, 48))
     for recipe in ("folded", "delayed"):
         octavo.convert(model, recipe)
-        with pytest.raises(ConfigError, match="keeps no static scales"):
+        with pytest.raises(ConfigError, match="has no static scales"):
             Recalibration(model, Updates(every=1), tmp_path / "a.json")

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from octavo.bench import results
-from octavo.bench.speed import kernels as bench_kernels
-from octavo.errors import ConfigError
+from octavo.cli import bench as command
+from octavo.errors import ConfigError, UnsupportedError
+from octavo_bench import kernels as bench_kernels
+from octavo_bench import results
 
 Octavo = Callable[[str], int]
 
@@ -44,10 +45,10 @@ def test_gemm_and_kernels_print_json(octavo: Octavo, tmp_path: Path, capsys: pyt
 def test_what_failed_is_written_and_the_exit_code_is_1(
     octavo: Octavo, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(draw: bench_kernels.Draw, m: int, n: int) -> bench_kernels.Prepared:
+    def fails() -> None:
         raise ValueError("broken")
 
-    monkeypatch.setattr(bench_kernels, "CASES", (bench_kernels.Case("add", (8, 8), fails),))
+    monkeypatch.setattr(bench_kernels, "CASES", (bench_kernels.Case("add", (8, 8), lambda *_: (), fails),))
     assert octavo(f"bench kernels --device cpu --write {tmp_path}") == 1
     assert "failed: ValueError: broken" in capsys.readouterr().out
     written = results.latest("kernels", tmp_path)
@@ -66,7 +67,7 @@ def test_stress_prints_and_writes(octavo: Octavo, tmp_path: Path, capsys: pytest
     ("line", "message"),
     [
         ("stress --recipe foldd", "--recipe: there is no 'foldd'. Did you mean 'folded'"),
-        ("step --workload tyni", "there is no 'tyni'. Did you mean 'tiny'"),
+        ("step --workload tyni", "there is no workload 'tyni'. Did you mean 'tiny'"),
         ("step --workload tiny --heads 3", "3 heads do not divide dim 128"),
         ("step --workload tiny --steps 0", "--steps: 0 is not a positive number"),
         ("gemm --shape 8192x4096", "--shape: '8192x4096' is not MxNxK"),
@@ -79,3 +80,14 @@ def test_wrong_flags_are_named(octavo: Octavo, line: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         octavo(f"bench {line} {'' if '--device' in line else '--device cpu'}")
     assert message in str(caught.value)
+
+
+def test_outside_the_repository_a_message_says_where_the_benchmarks_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "PACKAGE", "octavo_bench_of_a_clone")
+    monkeypatch.setattr(command, "BENCHMARKS", tmp_path)
+    with pytest.raises(UnsupportedError, match="clone the repository"):
+        command.bench()(["step", "--only", "x"], exit_on_error=False, print_error=False)
+    with pytest.raises(UnsupportedError, match="clone the repository"):
+        command.benchmarks("results")

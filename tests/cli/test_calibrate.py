@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.calibration.choice import FLUSHED, SATURATED
+from octavo.calibration.scale_policy import FLUSHED, SATURATED
 from octavo.cli.calibrate import calibrate
 from octavo.cli.main import main
 from octavo.nn import calibration
@@ -50,7 +50,7 @@ def test_a_file_is_written_updated_and_undone(
     out = capsys.readouterr().out
     entry = "layers.0.attention.wq.input"
     assert f"{second[entry].scale:.4g} -> {first[entry].scale:.4g}" in out
-    assert f"7 scales of {path} are what they were" in out
+    assert f"7 scales of {path} restored" in out
     assert run("calibrate", "--undo", str(path), "--json") == 0
     assert [row["name"] for row in json.loads(capsys.readouterr().out)["scales"]] == ["layers.1.attention.wo.input"]
     assert calibration.read(path) == first
@@ -75,8 +75,8 @@ def test_a_run_keeps_its_file_in_its_directory(
     ("arguments", "message"),
     [
         (["--margin", "9"], "margin = 9"),
-        (["--batches", "0"], "run 1 at least"),
-        (["--recipe", "folded"], "no layer of the model would keep scales by the recipe 'folded'"),
+        (["--batches", "0"], "must be at least 1"),
+        (["--recipe", "folded"], "no layer of the model would store scales by the recipe 'folded'"),
         (["--only", "layrs.0.*"], "no layer or scale matches 'layrs.0.*'"),
         (["--undo", "none.json"], "none.json: cannot be read"),
         (["--undo", "none.json", "--choose", "mean"], "mean"),

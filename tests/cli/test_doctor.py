@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from octavo.cli.doctor import doctor
+from octavo.cli.doctor import OutputFlags, doctor
 from octavo.doctor.check import Check, failure, ok, skipped, warning
-from octavo.doctor.checks import CHECKS
+from octavo.doctor.examination import CHECKS
 from octavo.errors import ConfigError
 
 LONG = "a line that is too long for what is left of a terminal of eighty columns, and goes on below"
@@ -45,7 +45,7 @@ def test_a_line_a_check_then_what_to_do(checked: list[Check[object]], capsys: py
     assert lines[3].startswith("  warn   clocks            a line that is too long")
     assert lines[4].startswith(" " * 27) and lines[4].split()
     assert "  FAIL   triton kernels    7 bytes differ" in lines and "  -      collectives       one GPU" in lines
-    todo = lines.index("what to do")
+    todo = lines.index("remedies")
     assert lines[todo + 1] == "  ->     clocks            Do this."
     assert lines[todo + 2].startswith("  ->     triton kernels    Install a line")
     assert lines[-1] == "FAILED: triton kernels. (1 ok, 1 warning, 1 failure, 1 skipped)"
@@ -55,7 +55,7 @@ def test_a_line_a_check_then_what_to_do(checked: list[Check[object]], capsys: py
 def test_details_on_demand(checked: list[Check[object]], capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"kernel": "norm", "available": True, "sqnr_db": 28.512345}]
     checked += [of("kernels", ok("fine", rows=rows)), of("disk", ok("12 GiB", free_gib=12.0))]
-    assert doctor(device="cpu", verbose=True) == 0
+    assert doctor(device="cpu", output=OutputFlags(verbose=True)) == 0
     shown = capsys.readouterr().out
     assert "sqnr db" in shown and "28.51" in shown and "yes" in shown and "free_gib" in shown
     assert shown.rstrip().endswith("No check failed. (2 ok)")
@@ -65,18 +65,18 @@ def test_json_and_report_are_all_that_is_printed(
     checked: list[Check[object]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     checked += [of("disk", warning("5 GiB free", free_gib=5.0))]
-    assert doctor(device="cpu", json_output=True) == 0
+    assert doctor(device="cpu", output=OutputFlags(json=True)) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["passed"] and found["checks"][0]["numbers"] == {"free_gib": 5.0}
     assert found["checks"][0]["remedy"] == "Do this." and found["checks"][0]["of"] == "machine"
-    assert doctor(device="cpu", report=True) == 0
+    assert doctor(device="cpu", output=OutputFlags(report=True)) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("### octavo doctor") and "| machine: disk | WARNING | 5 GiB free |" in printed
 
 
 def test_this_machine_is_well(capsys: pytest.CaptureFixture[str]) -> None:
     names = ("kernels", "arithmetic", "triton kernels", "driver")  # versions are whatever is installed
-    assert doctor(device="cpu", only=names, json_output=True) == 0
+    assert doctor(device="cpu", only=names, output=OutputFlags(json=True)) == 0
     found = json.loads(capsys.readouterr().out)
     assert {check["check"]: check["verdict"] for check in found["checks"]} == {
         "driver": "skipped",
@@ -89,7 +89,7 @@ def test_this_machine_is_well(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"report": True, "json_output": True},
+        {"output": OutputFlags(report=True, json=True)},
         {"preset": "tiny", "model": "mine:build"},
         {"target": Path("x.toml"), "preset": "tiny"},
         {"device": "tpu"},

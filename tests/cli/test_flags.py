@@ -1,12 +1,17 @@
+"""Flags of a configuration, and where settings come from."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 from cyclopts import App
 
-from octavo.cli.flags import field_docs, with_flags_of
+from octavo.cli.flags import configure, field_docs, with_flags_of
+from octavo.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,3 +78,23 @@ def test_words_of_the_fields() -> None:
         "pair": "Two of them,\nin order.",
     }
     assert field_docs(Both) == {"left": "On the left.", "right": "On the right."}
+
+
+def test_preset_under_file_under_flags(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text("[run]\nsteps = 7\nbatch = 2\n", encoding="utf-8")
+    config = configure(file, "tiny", {"run": {"steps": 9}})
+    assert (config.run.steps, config.run.batch, config.run.log_every) == (9, 2, 5)
+    assert config.run.out == Path("runs/mine")
+
+
+def test_the_demo_follows_the_device_asked_for() -> None:
+    assert configure(None, "demo", {"run": {"device": "cpu"}}) == configure(
+        None, "demo-cpu", {"run": {"device": "cpu"}}
+    )
+    assert configure(None, "demo", {"run": {"device": "cuda:1"}}).data.source == "python-packages"
+
+
+def test_neither_file_nor_preset() -> None:
+    with pytest.raises(ConfigError, match=r"--preset \(demo, .*tiny"):
+        configure(None, None, {})

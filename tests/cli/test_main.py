@@ -1,4 +1,4 @@
-"""The command line as a user meets it: in a process of its own."""
+"""The command line as a user meets it: in the process of the test, or in its own where that makes a difference."""
 
 from __future__ import annotations
 
@@ -9,21 +9,41 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from octavo import __version__
+from octavo.cli.main import main
+from octavo.errors import ConfigError
 
+Done = subprocess.CompletedProcess[str]
+Octavo = Callable[..., Done]
 COMMAND = [sys.executable, "-m", "octavo"]
 TEXT = "\n".join(f"{i} apples and {i * i % 89} pears" for i in range(2000))
 
 
-def octavo(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run `octavo` and return what it said."""
-    env = {**os.environ, "COLUMNS": "120", **environment}
+def process(*arguments: str) -> Done:
+    """Run `octavo` in a process of its own and return its output."""
+    env = {**os.environ, "COLUMNS": "120"}
     return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, check=False, env=env)
+
+
+@pytest.fixture
+def octavo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Octavo:
+    """Return a function that runs `octavo` in this process and returns its exit code and output."""
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def run(*arguments: str) -> Done:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert isinstance(ended.value.code, int)
+        return subprocess.CompletedProcess(arguments, ended.value.code, *capsys.readouterr())
+
+    return run
 
 
 @pytest.fixture
@@ -43,16 +63,20 @@ def test_help_is_quick_and_needs_no_torch(arguments: str) -> None:
         "except SystemExit as e: sys.exit(e.code or ('torch' in sys.modules and 77))"
     )
     pairs = []
-    for _ in range(3):
+    while len(pairs) < 3 and not _is_quick(pairs):
         done, seconds = _timed(code, *arguments.split())
         pairs.append((seconds, _timed("import cyclopts, rich.console")[1]))
         assert done.returncode == 0, done.stderr
         assert "Usage: octavo" in done.stdout
-    # The latter on a slow machine: of its own moment, because a machine that others share is not always as slow.
-    assert any(seconds < max(0.5, 4 * floor) for seconds, floor in pairs), pairs
+    assert _is_quick(pairs), pairs
 
 
-def _timed(code: str, *arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
+def _is_quick(pairs: list[tuple[float, float]]) -> bool:
+    """Compare with imports that any command needs, timed beside it: a shared machine is not always as slow."""
+    return any(seconds < max(0.5, 4 * floor) for seconds, floor in pairs)
+
+
+def _timed(code: str, *arguments: str) -> tuple[Done, float]:
     """Run Python and return the seconds of a processor: of the clock's, other tests have their share."""
     start = _cpu_seconds()
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
@@ -65,10 +89,10 @@ def _cpu_seconds() -> float:
 
 
 def test_version() -> None:
-    assert octavo("--version").stdout.strip() == __version__
+    assert process("--version").stdout.strip() == __version__
 
 
-def test_help_has_a_flag_for_every_field_in_the_words_of_the_field() -> None:
+def test_help_has_a_flag_for_every_field_in_the_words_of_the_field(octavo: Octavo) -> None:
     text = " ".join(octavo("train", "--help").stdout.replace("│", " ").split())
     assert "--optimizer.weight-decay --weight-decay" in text
     assert "Decoupled weight decay, on matrices only." in text
@@ -95,7 +119,7 @@ def test_help_has_a_flag_for_every_field_in_the_words_of_the_field() -> None:
         (["recipes", "foldd"], "Did you mean 'folded'"),
     ],
 )
-def test_wrong_usage_is_one_line_and_exits_with_2(arguments: list[str], message: str, tmp_path: Path) -> None:
+def test_wrong_usage_is_one_line_and_exits_with_2(octavo: Octavo, arguments: list[str], message: str) -> None:
     done = octavo(*arguments)
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
@@ -112,7 +136,9 @@ def test_wrong_usage_is_one_line_and_exits_with_2(arguments: list[str], message:
         ("[run\n", "run.toml: malformed toml"),
     ],
 )
-def test_wrong_file_names_the_file_the_key_and_what_was_meant(tmp_path: Path, content: str, message: str) -> None:
+def test_wrong_file_names_the_file_the_key_and_what_was_meant(
+    octavo: Octavo, tmp_path: Path, content: str, message: str
+) -> None:
     file = tmp_path / "run.toml"
     file.write_text(content, encoding="utf-8")
     done = octavo("train", str(file), "--preset", "tiny")
@@ -121,7 +147,7 @@ def test_wrong_file_names_the_file_the_key_and_what_was_meant(tmp_path: Path, co
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path: Path) -> None:
+def test_flags_win_over_the_file_and_the_file_over_the_preset(octavo: Octavo, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[run]\nsteps = 7\nbatch = 2\ntwin = true\n", encoding="utf-8")
     flags = "--preset tiny --steps 9 --no-twin --betas 0.8 0.9 --dry-run"
@@ -132,8 +158,8 @@ def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path: Path) ->
     assert config["optimizer"]["betas"] == [0.8, 0.9]
 
 
-def test_a_run_from_end_to_end_and_on_from_there(tiny: list[str], tmp_path: Path) -> None:
-    done = octavo(*tiny, "--steps", "3")
+def test_a_run_from_end_to_end_and_on_from_there(octavo: Octavo, tiny: list[str], tmp_path: Path) -> None:
+    done = process(*tiny, "--steps", "3")
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
     assert "held-out loss FP8" in done.stdout
@@ -151,7 +177,7 @@ def test_a_run_from_end_to_end_and_on_from_there(tiny: list[str], tmp_path: Path
     assert "resumed after step 3" in longer.stderr
 
 
-def test_errors_of_the_data_exit_with_1_and_leave_nothing(tiny: list[str], tmp_path: Path) -> None:
+def test_errors_of_the_data_exit_with_1_and_leave_nothing(octavo: Octavo, tiny: list[str], tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("", encoding="utf-8")
     done = octavo(*tiny)
     assert done.returncode == 1
@@ -160,8 +186,10 @@ def test_errors_of_the_data_exit_with_1_and_leave_nothing(tiny: list[str], tmp_p
     assert not (tmp_path / "run").exists()
 
 
-def test_debug_shows_the_traceback() -> None:
-    assert "Traceback" in octavo("recipes", "foldd", OCTAVO_DEBUG="1").stderr
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_DEBUG", "1")
+    with pytest.raises(ConfigError, match="foldd"):  # not an exit: Python prints the traceback
+        main(["recipes", "foldd"])
 
 
 def test_interrupting_says_how_to_continue(tiny: list[str], tmp_path: Path) -> None:
@@ -182,7 +210,7 @@ def test_interrupting_says_how_to_continue(tiny: list[str], tmp_path: Path) -> N
     assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
 
 
-def test_plan_shows_every_linear_layer() -> None:
+def test_plan_shows_every_linear_layer(octavo: Octavo) -> None:
     done = octavo("plan", "--preset", "tiny", "--recipe", "block", "--device", "cpu")
     assert done.returncode == 0, done.stderr
     assert "layers.*.feed_forward.w3 (2)" in done.stdout
@@ -190,12 +218,12 @@ def test_plan_shows_every_linear_layer() -> None:
     assert "recipe block" in done.stdout
 
 
-def test_plan_as_json() -> None:
+def test_plan_as_json(octavo: Octavo) -> None:
     done = octavo("plan", "--preset", "tiny", "--json", "--device", "cpu")
     assert len(json.loads(done.stdout)["layers"]) == 2 * 7 + 1
 
 
-def test_recipes() -> None:
+def test_recipes(octavo: Octavo) -> None:
     assert "recipe folded" in octavo("recipes").stdout
     assert "folded into grad_output" in octavo("recipes", "folded").stdout
     assert "folded" in json.loads(octavo("recipes", "--json").stdout)

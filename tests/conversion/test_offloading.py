@@ -1,4 +1,4 @@
-"""Offloaded blocks: the same bits, what goes and what stays, each tensor once, one block ahead."""
+"""Offloaded blocks: bitwise equal results, each tensor copied once, prefetch of one block."""
 
 import copy
 import gc
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from octavo.bench.workloads import Stack
 from octavo.conversion import offloading as subject
 from octavo.conversion.offloading import OffloadedBlock
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.gpt import GPT
 from octavo.models.llama import FeedForward
+from octavo_bench.workloads import Stack
 
 CONFIG = ModelConfig(vocab=64, dim=64, heads=4, kv_heads=2, layers=4, sequence=16, ffn=96)
 FP8 = octavo.Policy(activation_inputs="fp8", attention_output="fp8", norm_inputs="fp8")
@@ -61,7 +61,8 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 def seen(monkeypatch):
     """The order in which slots go, are read and come back, as (what, place of the call, dtype)."""
     order, calls = [], []
-    start, come_back, get = subject._Slot.__init__, subject._Slot.come_back, subject._Slot.get
+    kind = subject._OffloadedTensor
+    start, prefetch, get = kind.__init__, kind.prefetch, kind.get
 
     def starting(slot, call, x):
         start(slot, call, x)
@@ -72,16 +73,16 @@ def seen(monkeypatch):
     def coming(slot):
         if slot.back is None:
             order.append(("in", calls.index(slot.call), slot.host.dtype))
-        come_back(slot)
+        prefetch(slot)
 
-    monkeypatch.setattr(subject._Slot, "__init__", starting)
+    monkeypatch.setattr(subject._OffloadedTensor, "__init__", starting)
 
     def getting(slot):
         order.append(("read", calls.index(slot.call), slot.host.dtype))
         return get(slot)
 
-    monkeypatch.setattr(subject._Slot, "get", getting)
-    monkeypatch.setattr(subject._Slot, "come_back", coming)
+    monkeypatch.setattr(subject._OffloadedTensor, "get", getting)
+    monkeypatch.setattr(subject._OffloadedTensor, "prefetch", coming)
     return order
 
 
@@ -143,13 +144,13 @@ def test_one_block_comes_back_ahead_of_the_one_at_work(seen):
 
 
 def test_what_has_gone_is_let_go_two_blocks_later(monkeypatch):
-    slots, start = {}, subject._Slot.__init__
+    slots, start = {}, subject._OffloadedTensor.__init__
 
     def starting(slot, call, x):
         start(slot, call, x)
         slots.setdefault(call, []).append(slot)
 
-    monkeypatch.setattr(subject._Slot, "__init__", starting)
+    monkeypatch.setattr(subject._OffloadedTensor, "__init__", starting)
     done = octavo.offload(model := model_of(FP8), min_bytes=1)
     y = model(torch.randn(2, 16, 64).bfloat16().to(DEVICE).requires_grad_())
     held = [[slot.source is not None for slot in of_one] for of_one in slots.values()]
@@ -220,13 +221,13 @@ def test_names_stay_and_it_comes_off():
     assert done.blocks == ["layers.0", "layers.1", "layers.2"] and type(model.layers[3]) is before
     assert isinstance(model.layers[0], OffloadedBlock) and list(model.state_dict()) == names
     results(model)
-    assert "3 blocks keep what they save" in str(done)
+    assert "3 blocks offload saved tensors" in str(done)
     assert type(copy.deepcopy(model).layers[0]) is before
     assert type(pickle.loads(pickle.dumps(model)).layers[0]) is before
     with pytest.raises(ConfigError, match="already"):
         octavo.offload(model)
     recomputed = octavo.recompute(model, "nothing")
-    with pytest.raises(ConfigError, match="in the reverse order"):
+    with pytest.raises(ConfigError, match="in reverse order"):
         done.remove()
     recomputed.remove()
     done.remove()

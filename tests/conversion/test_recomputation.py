@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from octavo.bench.workloads import Stack
+from octavo.conversion import recomputation
 from octavo.conversion.blocks import choose, unwrap, wrap
 from octavo.conversion.recomputation import RecomputedBlock, price
 from octavo.errors import ConfigError
 from octavo.kernels import ledger
 from octavo.models.config import ModelConfig
 from octavo.models.gpt import GPT
+from octavo_bench.workloads import Stack
 
 CONFIG = ModelConfig(vocab=64, dim=64, heads=4, kv_heads=2, layers=2, sequence=16, ffn=96)
 KEEPS = ("products", 65, "nothing")
@@ -171,7 +172,7 @@ def test_names_stay_and_it_comes_off():
     model = model_of("folded")
     names, before = list(model.state_dict()), type(model.layers[0])
     done = octavo.recompute(model, "nothing")
-    assert done.blocks == ["layers.0", "layers.1"] and "2 blocks keep nothing but their inputs" in str(done)
+    assert done.blocks == ["layers.0", "layers.1"] and "2 blocks save nothing but their inputs" in str(done)
     assert isinstance(model.layers[0], before) and isinstance(model.layers[0], RecomputedBlock)
     assert list(model.state_dict()) == names
     with pytest.raises(ConfigError, match="already"):
@@ -179,6 +180,20 @@ def test_names_stay_and_it_comes_off():
     done.remove()
     assert type(model.layers[0]) is before and "checkpoint_contexts" not in vars(model.layers[0])
     done.remove()  # once more does nothing
+
+
+def test_the_flag_of_dynamo_is_restored_with_the_last_model(monkeypatch):
+    config, name = torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint"
+    monkeypatch.setattr(recomputation, "_flag", recomputation._DynamoFlag())
+    for before in (False, True):
+        with config.patch({name: before}):
+            first, second = octavo.recompute(model_of()), octavo.recompute(model_of())
+            assert getattr(config, name) is True
+            first.remove()
+            first.remove()
+            assert getattr(config, name) is True
+            second.remove()
+            assert getattr(config, name) is before
 
 
 def test_copies_and_files_hold_the_block_as_it_was():

@@ -56,8 +56,8 @@ def test_the_listing_changes_with_names_sizes_and_times_alone(tmp_path: Path) ->
     ("files", "source", "words"),
     [
         ({}, "nowhere", ["nowhere", "no such file"]),
-        ({}, ".", ["holds no text", ".jsonl"]),
-        ({"a.png": "x"}, ".", ["holds no text"]),
+        ({}, ".", ["contains no text", ".jsonl"]),
+        ({"a.png": "x"}, ".", ["contains no text"]),
         ({"a.doc": "x"}, "a.doc", ["a.doc", ".doc", ".txt"]),
         ({"a.txt": ""}, "a.txt", ["a.txt", "empty"]),
         ({"a.txt": " \n"}, "a.txt", ["a.txt", "empty"]),

@@ -7,8 +7,11 @@
 
 A rank that raises, dies or does not come back in time fails the test, with what it said; the others are ended.
 
+`launch` does the same under the agent of torchrun, with its environment, restarts and signals.
+
 Importing PyTorch takes a rank longer than most tests. So there is one process that imports, and ranks are forks of it;
-but not where there is a GPU, which survives no fork.
+but not where there is a GPU, which survives no fork. A pool of ranks that stay alive between tests would save nothing
+more: a fork is ready in less than a tenth of a second, and a second run in the same ranks takes as long as the first.
 """
 
 from __future__ import annotations
@@ -16,26 +19,35 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 SOURCES = Path(__file__).parents[2] / "src"
 LAST_WORDS = 3000
 """Characters of a rank's output that are shown."""
 IMPORTED = ["pytest", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.pipelining"]
-IMPORTED += ["octavo.distributed", "octavo.models.llama", "octavo.optim", "sharded", "ranks"]
+IMPORTED += ["octavo.distributed", "octavo.models.llama", "octavo.optim", "octavo.cli.main", "octavo.train.run"]
+IMPORTED += ["torch._inductor.compile_fx", "sharded", "ranks"]
 """What ranks have imported when they begin."""
 _processes = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 
@@ -79,14 +91,74 @@ def run(function: Callable[..., Any], ranks: int, *arguments: Any, timeout: floa
         return [torch.load(place / f"result{rank}") for rank in range(ranks)]
 
 
-def _start(function: Callable[..., Any], ranks: int, place: Path, timeout: float) -> list[BaseProcess]:
+@dataclass(frozen=True)
+class Ended:
+    """Exit code, seconds and output of a job of several ranks."""
+
+    code: int
+    seconds: float
+    out: str
+    errors: str
+
+    def lines(self, *, of: str = "octavo: error:") -> list[str]:
+        return [line for line in self.errors.splitlines() if line.startswith(of)]
+
+
+def launch(function: Callable[..., None], ranks: int, *arguments: Any, restarts: int = 0) -> Ended:
+    """Run `function(*arguments)` in ranks that the agent of torchrun starts, watches and restarts.
+
+    `arguments` can be pickled. A function that calls `sys.exit` ends its rank with that code, as a program does.
+    """
+    with tempfile.TemporaryDirectory() as directory, _server(), _own_signals():
+        config = LaunchConfig(
+            min_nodes=1, max_nodes=1, nproc_per_node=ranks, max_restarts=restarts, run_id=str(uuid.uuid4()),
+            rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method=_processes.get_start_method(),
+            logs_specs=DefaultLogsSpecs(log_dir=directory, redirects=Std.ALL),
+        )  # fmt: skip
+        started, code = time.monotonic(), 0
+        try:
+            elastic_launch(config, _launched)(function.__code__.co_filename, function.__qualname__, arguments)
+        except ChildFailedError:
+            code = 1
+        seconds = time.monotonic() - started
+        out, errors = (
+            "".join(file.read_text(errors="replace") for file in sorted(Path(directory).rglob(name)))
+            for name in ("stdout.log", "stderr.log")
+        )
+        return Ended(code, seconds, out, errors)
+
+
+def _launched(file: str, function: str, arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    getattr(_module(file), function)(*arguments)
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Restore the signal handlers of this process, which the agent replaces."""
+    kept = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
+    try:
+        yield
+    finally:
+        for each, handler in kept.items():
+            signal.signal(each, handler)
+
+
+@contextmanager
+def _server() -> Iterator[None]:
+    """Start the process that ranks are forked from, unless it runs already."""
     paths = [str(SOURCES), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     known = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    told = (function.__code__.co_filename, function.__qualname__)
     with patch.dict(os.environ, known):
         if _processes.get_start_method() == "forkserver":
             _processes.set_forkserver_preload(IMPORTED)
             forkserver.ensure_running()  # here, because it keeps the paths that it begins with
+        yield
+
+
+def _start(function: Callable[..., Any], ranks: int, place: Path, timeout: float) -> list[BaseProcess]:
+    told = (function.__code__.co_filename, function.__qualname__)
+    with _server():
         processes = [
             _processes.Process(target=_rank, args=(*told, rank, ranks, place, timeout)) for rank in range(ranks)
         ]
@@ -118,12 +190,17 @@ def _rank(file: str, function: str, rank: int, ranks: int, place: Path, timeout:
     torch.manual_seed(0)
     store = dist.FileStore(str(place / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
+    result = getattr(_module(file), function)(rank, ranks, *torch.load(place / "arguments"))
+    torch.save(result, place / f"result{rank}")
+    dist.barrier()  # none leaves while another still talks to it
+    dist.destroy_process_group()
+
+
+def _module(file: str) -> ModuleType:
+    """Import a file of tests by its path."""
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    result = getattr(module, function)(rank, ranks, *torch.load(place / "arguments"))
-    torch.save(result, place / f"result{rank}")
-    dist.barrier()  # none leaves while another still talks to it
-    dist.destroy_process_group()
+    return module

@@ -1,4 +1,4 @@
-"""What the tests of sharded models have in common: a tiny Llama, twice the same, and a run of it."""
+"""Shared by the tests of sharded models: two equal tiny Llamas, and a run of them."""
 
 import torch
 import torch.distributed as dist

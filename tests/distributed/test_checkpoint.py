@@ -1,4 +1,4 @@
-"""Checkpoints of sharded runs: another number of ranks goes on, in every tier; the same number to the bit."""
+"""Checkpoints of sharded runs: a different number of ranks continues, in every tier; the same number bit for bit."""
 
 import json
 import tempfile
@@ -179,7 +179,7 @@ def test_pytorchs_functions_carry_a_run_over(written):
 
 
 def test_what_does_not_fit_is_refused(written):
-    words = ["not a whole checkpoint", "states are ['exact']", "does not fit this model"]
+    words = ["not a complete checkpoint", "states are ['exact']", "does not fit this model"]
     assert len(written[0]["refused"]) == len(words)
     assert all(word in said for word, said in zip(words, written[0]["refused"], strict=True))
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octavo.doctor.check import Check, Finding, Verdict, check, failure, make, ok, skipped, warning
-from octavo.doctor.checks import CHECKS
+from octavo.doctor.check import Check, Finding, Verdict, check, failure, ok, run_check, skipped, warning
+from octavo.doctor.examination import CHECKS
 from octavo.doctor.subjects import Machine
 from octavo.errors import ConfigError, UnsupportedError
 
@@ -23,7 +23,7 @@ def looking(find: object) -> Check[object]:
     ],
 )
 def test_only_what_is_not_well_has_a_remedy(finding: Finding, verdict: str, remedy: str) -> None:
-    found = make(looking(finding), None).to_dict()
+    found = run_check(looking(finding), None).to_dict()
     assert (found["check"], found["verdict"], found["remedy"]) == ("name", verdict, remedy)
     assert found["numbers"] == ({"number": 3} if verdict == "ok" else {})
     assert found["seen"] and found["seconds"] >= 0
@@ -34,7 +34,7 @@ def test_what_a_check_raises_is_a_failure_that_names_it(error: Exception) -> Non
     def look(subject: object) -> Finding:
         raise error
 
-    result = make(Check("driver", "", "Install another.", look), None)
+    result = run_check(Check("driver", "", "Install another.", look), None)
     assert result.finding.verdict is Verdict.FAILURE
     assert result.finding.seen == f"{type(error).__name__}: {str(error).splitlines()[0]}"
     assert result.remedy == "Install another."
@@ -48,18 +48,18 @@ def test_what_a_check_needs_is_asked_first() -> None:
         return ok("well")
 
     made = check("name", symptom="it hurts", remedy="Do this.", needs=lambda subject: "" if subject else "nothing here")
-    found = [make(made(look), subject).finding for subject in (0, 1)]
+    found = [run_check(made(look), subject).finding for subject in (0, 1)]
     assert found == [skipped("nothing here"), ok("well")] and seen == [1]
 
 
 def test_a_need_that_raises_is_a_failure() -> None:
-    finding = make(check("name", symptom="", remedy="", needs=lambda subject: subject.device)(ok), None).finding
+    finding = run_check(check("name", symptom="", remedy="", needs=lambda subject: subject.device)(ok), None).finding
     assert finding.verdict == "failure" and "AttributeError" in finding.seen, finding
 
 
 @pytest.mark.parametrize("name", ["clocks", "memory errors", "triton kernels", "compiler", "collectives"])
 def test_what_only_a_gpu_has_is_not_looked_for_on_a_cpu(name: str) -> None:
-    result = make(next(check for check in CHECKS["machine"] if check.name == name), Machine(torch.device("cpu")))
+    result = run_check(next(check for check in CHECKS["machine"] if check.name == name), Machine(torch.device("cpu")))
     assert result.finding.verdict == "skipped" and "cpu" in result.finding.seen.lower(), result.finding
 
 
@@ -68,7 +68,7 @@ def test_a_wrong_question_is_not_an_answer() -> None:
         raise ConfigError("no such recipe")
 
     with pytest.raises(ConfigError):
-        make(Check("any", "", "", look), None)
+        run_check(Check("any", "", "", look), None)
 
 
 def test_every_check_says_what_its_fault_looks_like_and_what_to_do() -> None:

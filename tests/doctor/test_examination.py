@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from octavo.doctor.accuracy import nonfinite
 from octavo.doctor.check import failure
-from octavo.doctor.checks import CHECKS
-from octavo.doctor.examination import Examination
-from octavo.doctor.model import nonfinite
-from octavo.doctor.plan import examination
+from octavo.doctor.examination import CHECKS, Examination, examination
 from octavo.errors import ConfigError, DataError
 from octavo.monitor.store import RunWriter
 from octavo.train import checkpoint
@@ -156,11 +154,11 @@ def test_a_nan_that_cannot_be_converted_is_named(mine: str) -> None:
         ({"model": "no_such_module:build"}, "No module named"),
         ({"only": ["triton"]}, "Did you mean 'triton kernels'"),
         ({"only": ["drift"]}, "name a run file"),
-        ({"recipe": "block"}, "about a model"),
-        ({"trace": Path("traces")}, "about a model"),
+        ({"recipe": "block"}, "need a model"),
+        ({"trace": Path("traces")}, "need a model"),
         ({"device": "tpu"}, "run.device"),
         ({"preset": "tinny"}, "Did you mean 'tiny'"),
-        ({"target": Path()}, "holds no run"),
+        ({"target": Path()}, "contains no run"),
     ],
 )
 def test_a_wrong_question_is_a_usage_error(mine: str, given: dict[str, object], message: str) -> None:
@@ -169,7 +167,7 @@ def test_a_wrong_question_is_a_usage_error(mine: str, given: dict[str, object], 
 
 
 def test_a_failure_is_no_pass_and_the_rest_is_still_made(monkeypatch: pytest.MonkeyPatch, mine: str) -> None:
-    broken = dataclasses.replace(nonfinite.nonfinite, look=lambda trial: failure("it is NaN"))
+    broken = dataclasses.replace(nonfinite, look=lambda trial: failure("it is NaN"))
     monkeypatch.setitem(CHECKS, "model", (broken, *CHECKS["model"][1:]))
     found = examination(model=f"{mine}:build", device="cpu").run()
     assert not found.passed and len(found.results) == len(CHECKS["model"])

@@ -7,25 +7,28 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.evaluation.measure import Measured, measure, unwatched
-from octavo.evaluation.result import evaluation, mean_and_error
-from octavo.evaluation.text import Cut, Text
+from octavo.evaluation.result import SequenceScores, evaluation, mean_and_error, measure, no_progress
+from octavo.evaluation.text import EvalText, SequenceLayout
 
-TEXT = Text(
-    source="notes.txt", is_heldout=False, ids=np.arange(33, dtype=np.uint16), cut=Cut(sequence=8, rows=2), sequences=4,
+TEXT = EvalText(
+    source="notes.txt",
+    is_heldout=False,
+    ids=np.arange(33, dtype=np.uint16),
+    layout=SequenceLayout(sequence=8, rows=2),
+    sequences=4,
     bytes=64,
-)  # fmt: skip
+)
 
 
-def measured(computed: str, *losses: float) -> Measured:
+def measured(computed: str, *losses: float) -> SequenceScores:
     losses_S = torch.tensor(losses, dtype=torch.float64)
     gemms = {"scaled_mm.row": 7} if computed == "FP8" else {}
-    return Measured(
+    return SequenceScores(
         computed=computed, losses_S=losses_S, hits_S=losses_S.nan_to_num() / 10, fp8_gemms=gemms, fallbacks=()
     )
 
 
-def of(*found: Measured, notes=()):
+def of(*found: SequenceScores, notes=()):
     return evaluation({"directory": "runs/a", "step": 3}, TEXT, "a CPU", found, notes)
 
 
@@ -84,5 +87,5 @@ def test_kernels_that_ran_are_counted():
             fall_back("a reason")
         return torch.zeros(4, 2)
 
-    found = measure("FP8", score, TEXT, unwatched)
+    found = measure("FP8", score, TEXT, no_progress)
     assert (found.fp8_gemms, found.fallbacks) == ({"a kernel": 2}, ("a reason",))

@@ -14,13 +14,13 @@ from torch import Tensor
 import octavo
 from octavo.data import ByteTokenizer
 from octavo.errors import CheckpointError, ConfigError, DataError
-from octavo.evaluation.measure import measure
-from octavo.evaluation.run import Reopened, Settings, evaluate_run
-from octavo.evaluation.text import Cut, whole_text
+from octavo.evaluation.result import measure
+from octavo.evaluation.run import EvalSettings, LoadedRun, evaluate_run
+from octavo.evaluation.text import SequenceLayout, whole_text
 from octavo.train.evaluate import heldout_losses
-from octavo.train.reopen import find, lanes_of, settings_of
+from octavo.train.load_run import find, settings_of, states_of
 
-FEW = Settings(tokens=1024, device="cpu")
+FEW = EvalSettings(tokens=1024, device="cpu")
 
 
 def plain_llama(weights: dict[str, Tensor], tokens_BT: Tensor, heads: int = 2) -> Tensor:
@@ -51,9 +51,9 @@ def plain_llama(weights: dict[str, Tensor], tokens_BT: Tensor, heads: int = 2) -
 
 
 def test_the_loss_is_that_of_plain_pytorch(runs):
-    reopened = Reopened(runs / "folded", FEW)
-    text, _ = reopened.text(FEW)
-    found = {one.computed: one for one in reopened.measure(text, lambda computed, text: text)}
+    loaded = LoadedRun(runs / "folded", FEW)
+    text, _ = loaded.text(FEW)
+    found = {one.computed: one for one in loaded.measure(text, lambda computed, text: text)}
     inputs, targets = (torch.cat(part) for part in zip(*text, strict=True))
     for computed, file in (("high precision", "fp8"), ("BF16 twin", "bf16")):
         logits = plain_llama(load_file(runs / f"folded/checkpoints/step-000030/{file}.safetensors"), inputs)
@@ -67,18 +67,18 @@ def test_the_loss_is_that_of_plain_pytorch(runs):
 
 
 def test_high_precision_is_the_reverted_model(runs):
-    reopened = Reopened(runs / "folded", FEW)
-    text, _ = reopened.text(FEW)
-    _, high, _ = reopened.measure(text, lambda computed, text: text)
+    loaded = LoadedRun(runs / "folded", FEW)
+    text, _ = loaded.text(FEW)
+    _, high, _ = loaded.measure(text, lambda computed, text: text)
     found = find(runs / "folded")
-    lane, *_ = lanes_of(found, settings_of(found, "test", {"device": "cpu"}))
+    lane, *_ = states_of(found, settings_of(found, "test", {"device": "cpu"}))
     assert octavo.revert(lane.model) > 0
     assert torch.equal(heldout_losses(lane, text), high.losses_S)
 
 
 def test_it_says_what_the_run_said_at_its_end(runs):
     summary = json.loads((runs / "folded/summary.json").read_text())
-    found = evaluate_run(runs / "folded", Settings(tokens=2048, device="cpu"))
+    found = evaluate_run(runs / "folded", EvalSettings(tokens=2048, device="cpu"))
     assert [score.computed for score in found.scores] == ["FP8", "high precision", "BF16 twin"]
     fp8, _, twin = found.scores
     assert fp8.loss == pytest.approx(summary["heldout_loss_fp8"], rel=1e-7)
@@ -90,13 +90,13 @@ def test_it_says_what_the_run_said_at_its_end(runs):
 
 
 def test_an_earlier_checkpoint(runs):
-    earlier = evaluate_run(runs / "folded", Settings(tokens=1024, step=20, device="cpu"))
+    earlier = evaluate_run(runs / "folded", EvalSettings(tokens=1024, step=20, device="cpu"))
     named = evaluate_run(runs / "folded/checkpoints/step-000020", FEW)
     assert earlier.model["step"] == named.model["step"] == 20
     assert earlier.scores == named.scores
     assert earlier.scores[0].loss > evaluate_run(runs / "folded", FEW).scores[0].loss
-    with pytest.raises(CheckpointError, match=r"no checkpoint of step 7. What was kept: step-000020, step-000030"):
-        evaluate_run(runs / "folded", Settings(step=7))
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 7. Checkpoints: step-000020, step-000030"):
+        evaluate_run(runs / "folded", EvalSettings(step=7))
 
 
 def test_a_run_in_bf16_has_one_row(runs):
@@ -107,14 +107,14 @@ def test_a_run_in_bf16_has_one_row(runs):
 def test_any_other_text(runs, tmp_path):
     (tmp_path / "notes.txt").write_text("the quick brown fox number 77 jumps over the lazy dog.\n" * 9)
     source = str(tmp_path / "notes.txt")
-    found = evaluate_run(runs / "folded", Settings(data=source, sequence=16, device="cpu"))
+    found = evaluate_run(runs / "folded", EvalSettings(data=source, sequence=16, device="cpu"))
     assert found.text == {
         "source": source, "heldout": False, "tokens": 480, "bytes": 480, "sequences": 30, "sequence": 16
     }  # fmt: skip
-    reopened = Reopened(runs / "folded", FEW)
-    lane, *_ = lanes_of(reopened.checkpoint, reopened.config)
+    loaded = LoadedRun(runs / "folded", FEW)
+    lane, *_ = states_of(loaded.checkpoint, loaded.config)
     rows = 8  # as many tokens as 4 sequences of 32
-    alone = heldout_losses(lane, whole_text(source, ByteTokenizer(), Cut(sequence=16, rows=rows)))
+    alone = heldout_losses(lane, whole_text(source, ByteTokenizer(), SequenceLayout(sequence=16, rows=rows)))
     assert found.scores[0].loss == pytest.approx(float(alone.mean()), rel=1e-9)
 
 
@@ -124,28 +124,28 @@ def test_a_text_that_has_changed_is_told(runs, tmp_path):
     summary["corpus"]["content_sha256"] = "of another text"
     (tmp_path / "run/summary.json").write_text(json.dumps(summary))
     (note,) = evaluate_run(tmp_path / "run", FEW).notes
-    assert "has changed since the run read it" in note
+    assert "has changed since training" in note
 
 
 def test_refusals(runs, tmp_path):
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="contains no checkpoint"):
         evaluate_run(tmp_path, FEW)
-    with pytest.raises(ConfigError, match=r"--sequence 64: the model knows no more than 32"):
-        evaluate_run(runs / "folded", Settings(sequence=64))
+    with pytest.raises(ConfigError, match=r"--sequence 64: the model's maximum is 32"):
+        evaluate_run(runs / "folded", EvalSettings(sequence=64))
     with pytest.raises(DataError, match="no such file"):
-        evaluate_run(runs / "folded", Settings(data=str(tmp_path / "nothing.txt")))
+        evaluate_run(runs / "folded", EvalSettings(data=str(tmp_path / "nothing.txt")))
     with pytest.raises(ConfigError, match="none of auto, cpu"):
-        evaluate_run(runs / "folded", Settings(device="tpu"))
+        evaluate_run(runs / "folded", EvalSettings(device="tpu"))
 
 
 def test_what_watches_sees_every_batch(runs):
     seen = []
 
-    def watch(computed, text):
+    def progress(computed, text):
         for batch in text:
             seen.append(computed)
             yield batch
 
-    text, _ = Reopened(runs / "bf16", FEW).text(FEW)
-    measure("anything", lambda batches: torch.zeros(len(list(batches)), 2), text, watch)
+    text, _ = LoadedRun(runs / "bf16", FEW).text(FEW)
+    measure("anything", lambda batches: torch.zeros(len(list(batches)), 2), text, progress)
     assert seen == ["anything"] * len(text) and len(text) == 8

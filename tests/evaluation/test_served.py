@@ -11,11 +11,11 @@ import torch
 
 from octavo.errors import ConfigError, DataError, UnsupportedError
 from octavo.evaluation import served
-from octavo.evaluation.run import Settings
+from octavo.evaluation.run import EvalSettings
 from octavo.evaluation.served import evaluate_served, is_served
 from octavo.serving.run import export_run
 
-FEW = Settings(tokens=1024, device="cpu")
+FEW = EvalSettings(tokens=1024, device="cpu")
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +53,7 @@ def test_plain_values_are_high_precision(runs, exported):
 
 def test_by_its_own_tokenizer_it_is_the_same(exported, tmp_path, runs):
     (tmp_path / "notes.txt").write_text("the quick brown fox, näher besehen, jumps over the lazy dog.\n" * 20)
-    settings = Settings(data=str(tmp_path / "notes.txt"), device="cpu")
+    settings = EvalSettings(data=str(tmp_path / "notes.txt"), device="cpu")
     alone = evaluate_served(exported / "plain", settings)
     beside = evaluate_served(exported / "plain", settings, run=runs / "folded")
     assert alone.text == beside.text and alone.text["sequence"] == 32
@@ -80,19 +80,19 @@ def test_which_directories_are_exported(runs, exported, tmp_path):
 
 def test_refusals_before_anything_is_loaded(runs, exported, tmp_path, monkeypatch):
     monkeypatch.setattr(served, "load", lambda *_: pytest.fail("it was loaded"))
-    with pytest.raises(ConfigError, match=r"an exported model has no text. Name one with --data"):
+    with pytest.raises(ConfigError, match=r"an exported model has no text of its own. Name one with --data"):
         evaluate_served(exported / "fp8", FEW)
-    with pytest.raises(ConfigError, match=r"--step: chooses a checkpoint of a run"):
-        evaluate_served(exported / "fp8", Settings(data="python", step=3))
-    with pytest.raises(ConfigError, match=r"--sequence 64: the model knows no more than 32"):
-        evaluate_served(exported / "fp8", Settings(data="python", sequence=64))
+    with pytest.raises(ConfigError, match=r"--step: selects a checkpoint of a run"):
+        evaluate_served(exported / "fp8", EvalSettings(data="python", step=3))
+    with pytest.raises(ConfigError, match=r"--sequence 64: the model's maximum is 32"):
+        evaluate_served(exported / "fp8", EvalSettings(data="python", sequence=64))
     shutil.copytree(exported / "plain", tmp_path / "other")
     (tmp_path / "other/tokenizer.json").unlink()
-    with pytest.raises(DataError, match=r"holds no tokenizer.json"):
-        evaluate_served(tmp_path / "other", Settings(data=str(runs / "text")))
+    with pytest.raises(DataError, match=r"contains no tokenizer.json"):
+        evaluate_served(tmp_path / "other", EvalSettings(data=str(runs / "text")))
     config = json.loads((tmp_path / "other/config.json").read_text())
     (tmp_path / "other/config.json").write_text(json.dumps(config | {"vocab_size": 64}))
-    with pytest.raises(ConfigError, match=r"knows 64 tokens, and the text has one with the number 256"):
+    with pytest.raises(ConfigError, match=r"vocabulary of 64 tokens, but the text has the id 256"):
         evaluate_served(tmp_path / "other", FEW, run=runs / "folded")
 
 

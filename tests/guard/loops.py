@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import Policy, convert
-from octavo.guard import GuardConfig, Loop, Note
+from octavo.guard import GuardConfig, GuardEvent, Loop
 from octavo.optim import AdamW
 
 WIDTH, TOKENS = 64, 32
@@ -40,13 +40,15 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return (model(batch[0]) - batch[1]).square().mean()
 
 
-def make_loop(recipe: str = "folded", data: Any = None, lr: float = 3e-3, **config: Any) -> tuple[Loop, list[Note]]:
+def make_loop(
+    recipe: str = "folded", data: Any = None, lr: float = 3e-3, **config: Any
+) -> tuple[Loop, list[GuardEvent]]:
     """Return a loop, and the list of what its guardrails say."""
     torch.manual_seed(0)
     model = MLP()
     convert(model, recipe, policy=Policy(min_gain=0))
     optimizer = AdamW(model.parameters(), lr=lr, states="fp32")
-    notes: list[Note] = []
+    events: list[GuardEvent] = []
     settings = {
         "mode": "act",
         "snapshot_every": 10,
@@ -57,6 +59,6 @@ def make_loop(recipe: str = "folded", data: Any = None, lr: float = 3e-3, **conf
     }
     loop = Loop(
         model, optimizer, loss_of, batches() if data is None else data,
-        recipe=recipe, policy=Policy(min_gain=0), config=GuardConfig(**settings), note=notes.append,
+        recipe=recipe, policy=Policy(min_gain=0), config=GuardConfig(**settings), on_event=events.append,
     )  # fmt: skip
-    return loop, notes
+    return loop, events

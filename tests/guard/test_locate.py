@@ -1,4 +1,4 @@
-"""What was not finite first."""
+"""The first non-finite tensor, and weight elements that no step can have moved."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from octavo import Policy, convert
-from octavo.guard.locate import locate
+from octavo.guard.locate import locate_nonfinite, weight_diff
 
 
 @pytest.fixture(params=["folded", "bf16"])
@@ -24,13 +24,13 @@ def run(model: nn.Module, x: torch.Tensor) -> None:
 
 
 def test_nothing_is_found_where_all_is_finite(model: nn.Module) -> None:
-    assert locate(model, lambda: run(model, torch.randn(2, 16, 32))) is None
+    assert locate_nonfinite(model, lambda: run(model, torch.randn(2, 16, 32))) is None
 
 
 def test_a_token_is_named(model: nn.Module) -> None:
     x = torch.randn(2, 16, 32)
     x[1, 5, 3] = torch.inf
-    found = locate(model, lambda: run(model, x))
+    found = locate_nonfinite(model, lambda: run(model, x))
     assert found is not None
     assert (found.layer, found.role, found.place, found.elements) == ("0", "input", (1, 5), 1)
     assert str(found) == "0 input, sequence 1, token 5 (1 elements)"
@@ -38,7 +38,7 @@ def test_a_token_is_named(model: nn.Module) -> None:
 
 def test_a_weight_is_named(model: nn.Module) -> None:
     model[2].weight.data[7, 2] = torch.nan
-    found = locate(model, lambda: run(model, torch.randn(2, 16, 32)))
+    found = locate_nonfinite(model, lambda: run(model, torch.randn(2, 16, 32)))
     assert found is not None
     assert str(found) == "2 weight, row 7 (1 elements)"
 
@@ -50,12 +50,31 @@ def test_a_gradient_is_named(model: nn.Module) -> None:
         seed[0, 4] = torch.nan
         y.backward(seed)
 
-    found = locate(model, backward)
+    found = locate_nonfinite(model, backward)
     assert found is not None
     assert (found.layer, found.role, found.place) == ("3", "grad_output", (0, 4))
 
 
 def test_its_hooks_are_gone_after_an_error(model: nn.Module) -> None:
     with pytest.raises(RuntimeError):
-        locate(model, lambda: run(model, torch.randn(2, 16, 31)))
+        locate_nonfinite(model, lambda: run(model, torch.randn(2, 16, 31)))
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_change_within_reach_is_none() -> None:
+    before = torch.randn(8, 8)
+    assert weight_diff(before, before + 0.09, 0.1) is None
+
+
+def test_a_flipped_bit_a_row_and_more() -> None:
+    before = torch.randn(8, 8)
+    now = before + 0.01
+    now[3, 5] = 1e30
+    assert str(weight_diff(before, now, 0.1)) == "one element, row 3, column 5, as a flipped bit leaves it"
+    now[3] = before[3] + 5
+    assert str(weight_diff(before, now, 0.1)) == "8 elements of row 3"
+    now[6, 1] = torch.nan
+    found = weight_diff(before, now, 0.1)
+    assert found is not None
+    assert (found.elements, found.rows, found.row, found.column) == (9, 2, 3, 0)
+    assert str(found) == "9 elements of 2 rows, the first in row 3"

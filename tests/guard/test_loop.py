@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from octavo import convert
 from octavo.errors import ConfigError, RunError
-from octavo.guard import Alarm, GuardConfig, Loop, Note
-from octavo.guard.kept_scales import kept_scales
+from octavo.guard import Alarm, GuardConfig, GuardEvent, Loop
+from octavo.guard.guarded import stored_scales
 from octavo.optim import AdamW
 
 STEPS, AT = 40, 25
@@ -37,62 +37,62 @@ def poisoned(change: Any) -> Iterator[tuple[Tensor, Tensor]]:
         yield change(*batch) if number == AT else batch
 
 
-def of_cause(notes: list[Note], cause: str) -> Note:
-    """Return the only note that names a cause, which must be this one."""
-    (found,) = [note for note in notes if note.cause]
+def of_cause(events: list[GuardEvent], cause: str) -> GuardEvent:
+    """Return the only event that names a cause, which must be this one."""
+    (found,) = [event for event in events if event.cause]
     assert found.cause == cause
     return found
 
 
 def test_without_a_fault_guardrails_change_nothing() -> None:
-    guarded, notes = make_loop()
+    guarded, events = make_loop()
     plain, _ = make_loop(mode="off")
     assert losses(guarded) == losses(plain)
-    assert notes == []
+    assert events == []
 
 
 @pytest.mark.parametrize("recipe", ["folded", "delayed"])
 def test_a_weight_row_that_is_struck_once_is_as_if_it_had_not_been(recipe: str) -> None:
     undisturbed = losses(make_loop(recipe)[0])
-    loop, notes = make_loop(recipe)
+    loop, events = make_loop(recipe)
 
     def strike(loop: Loop) -> None:
         loop.model.first.weight.data[3] *= 1000  # type: ignore[union-attr,operator]
 
     assert losses(loop, strike=strike) == undisturbed
-    note = of_cause(notes, "transient")
-    assert (note.step, note.layer, note.role) == (AT, "first", "weight")
-    assert "elements of row 3:" in note.text
+    event = of_cause(events, "transient")
+    assert (event.step, event.layer, event.role) == (AT, "first", "weight")
+    assert "elements of row 3:" in event.text
 
 
 @pytest.mark.parametrize(("every", "to"), [(10, 20), (12, 12), (40, 0)])
 def test_a_snapshot_just_before_an_alarm_is_not_trusted(every: int, to: int) -> None:
-    loop, notes = make_loop(snapshot_every=every)
+    loop, events = make_loop(snapshot_every=every)
 
     def strike(loop: Loop) -> None:
         loop.model.first.weight.data[3] *= 1000  # type: ignore[union-attr,operator]
 
     losses(loop, strike=strike)
-    assert notes[0].action == f"back to step {to}"
+    assert events[0].action == f"back to step {to}"
 
 
 @pytest.mark.parametrize(("value", "told"), [(40.0, "one element, row 7, column 9"), (2.0**126, "second weight")])
 def test_an_element_that_is_struck_is_named(value: float, told: str) -> None:
-    loop, notes = make_loop()
+    loop, events = make_loop()
 
     def strike(loop: Loop) -> None:
         loop.model.second.weight.data[7, 9] = value  # type: ignore[union-attr,operator]
 
     losses(loop, strike=strike)
-    note = of_cause(notes, "transient")
-    assert (note.layer, note.role) == ("second", "weight")
-    assert told in note.text
+    event = of_cause(events, "transient")
+    assert (event.layer, event.role) == ("second", "weight")
+    assert told in event.text
 
 
 def test_a_batch_of_nonsense_is_passed_over() -> None:
-    loop, notes = make_loop(data=poisoned(lambda x, y: (x, 40 * torch.randn(TOKENS, WIDTH))))
+    loop, events = make_loop(data=poisoned(lambda x, y: (x, 40 * torch.randn(TOKENS, WIDTH))))
     after = losses(loop)[-1]
-    assert of_cause(notes, "data").action == "batch passed over"
+    assert of_cause(events, "data").action == "batch passed over"
     assert after == pytest.approx(losses(make_loop()[0])[-1], rel=0.05)
 
 
@@ -102,41 +102,41 @@ def test_an_infinity_in_a_batch_is_located() -> None:
         x[11, 2] = torch.inf
         return x, y
 
-    loop, notes = make_loop(data=poisoned(strike))
+    loop, events = make_loop(data=poisoned(strike))
     assert all(map(torch.isfinite, map(torch.tensor, losses(loop))))
-    note = of_cause(notes, "data")
-    assert note.layer == "first"
-    assert "first input, row 11" in note.text
+    event = of_cause(events, "data")
+    assert event.layer == "first"
+    assert "first input, row 11" in event.text
 
 
 def test_a_learning_rate_that_jumps_is_blamed_and_held() -> None:
-    loop, notes = make_loop()
+    loop, events = make_loop()
     bump = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, lambda made: 300.0 if AT <= made < AT + 4 else 1.0)
     loop.scheduler = bump
     assert losses(loop)[-1] == pytest.approx(losses(make_loop()[0])[-1], rel=0.05)
-    note = of_cause(notes, "optimizer")
-    assert "300 times what it is held to" in note.text
+    event = of_cause(events, "optimizer")
+    assert "300 times its limit now" in event.text
     assert loop.guard.lr(1.0) == pytest.approx(3e-3)
 
 
 def test_snapshots_of_steps_that_were_undone_are_forgotten() -> None:
-    loop, notes = make_loop()
+    loop, events = make_loop()
     bump = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, lambda made: 300.0 if 19 <= made < 23 else 1.0)
     loop.scheduler = bump
     for step, _ in loop.steps(STEPS):
-        assert all(taken.step < step for taken in loop.guard._snapshots)
-    assert any(note.cause == "optimizer" for note in notes)
+        assert all(saved.snapshot.step < step for saved in loop.guard._saved)
+    assert any(event.cause == "optimizer" for event in events)
 
 
 def test_a_layer_that_cannot_change_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, notes = make_loop()
+    loop, events = make_loop()
     monkeypatch.setattr(loop, "refine", lambda _: "its weights are elsewhere")
     before = loop.guard.state_dict()
     for step in (3, 6):  # the second is no news
         loop.guard._over_budget(Alarm(step, "flushed", "first", "input", 0.5, 0.1))
     assert loop.guard.state_dict() == before
-    assert [(note.level, note.action) for note in notes] == [("error", ""), ("warning", "")]
-    assert "first cannot leave folded: its weights are elsewhere" in notes[0].text
+    assert [(event.level, event.action) for event in events] == [("error", ""), ("warning", "")]
+    assert "first cannot leave folded: its weights are elsewhere" in events[0].text
 
 
 class Spiking(MLP):
@@ -153,27 +153,27 @@ class Spiking(MLP):
 
 
 def test_a_layer_that_fp8_harms_is_refined() -> None:
-    loop, notes = make_loop("tensorwise", patience=2, quiet=8)
+    loop, events = make_loop("tensorwise", patience=2, quiet=8)
     loop.model.__class__ = Spiking
 
     def strike(loop: Loop) -> None:
         loop.model.spikes = True  # type: ignore[assignment]
 
     losses(loop, 30, strike)
-    note = of_cause(notes, "precision")
-    assert (note.layer, note.role, note.rule) == ("second", "input", "flushed")
-    assert note.action == "second computes by folded"
+    event = of_cause(events, "precision")
+    assert (event.layer, event.role, event.rule) == ("second", "input", "flushed")
+    assert event.action == "second computes by folded"
     assert loop.model.second.recipe.name == "folded"  # type: ignore[union-attr]
     assert loop.model.first.recipe.name == "tensorwise"  # type: ignore[union-attr]
     loop.model.spikes = False  # type: ignore[assignment]
     for _ in loop.steps(STEPS):
         pass
-    assert notes[-1].action == "back to tensorwise"
+    assert events[-1].action == "back to tensorwise"
     assert loop.model.second.recipe.name == "tensorwise"  # type: ignore[union-attr]
 
 
 def test_a_run_goes_back_to_before_a_layer_was_refined() -> None:
-    loop, notes = make_loop("delayed", patience=1000, snapshot_every=20)
+    loop, events = make_loop("delayed", patience=1000, snapshot_every=20)
 
     def strike(loop: Loop) -> None:
         loop.guard._refine("second", Alarm(AT, "flushed", "second", "input", 1.0, 0.5))
@@ -181,39 +181,39 @@ def test_a_run_goes_back_to_before_a_layer_was_refined() -> None:
         loop.model.first.weight.data[3] *= 1000  # type: ignore[union-attr,operator]
 
     losses(loop, strike=strike)
-    assert [note.cause for note in notes if note.cause] == ["precision", "precision", "transient"]
+    assert [event.cause for event in events if event.cause] == ["precision", "precision", "transient"]
     assert loop.model.second.recipe.name == "folded"  # type: ignore[union-attr]
 
 
 def test_watching_alone_changes_nothing() -> None:
-    loop, notes = make_loop(data=poisoned(lambda x, y: (x, 40 * torch.randn(TOKENS, WIDTH))), mode="watch")
+    loop, events = make_loop(data=poisoned(lambda x, y: (x, 40 * torch.randn(TOKENS, WIDTH))), mode="watch")
     assert len(losses(loop)) == STEPS
-    assert notes[0].rule in ("loss spike", "gradient spike") and notes[0].step == AT
-    assert not any(note.action for note in notes)
+    assert events[0].rule in ("loss spike", "gradient spike") and events[0].step == AT
+    assert not any(event.action for event in events)
 
 
 def test_the_shadow_says_how_far_fp8_is() -> None:
-    loop, notes = make_loop(shadow_every=10)
+    loop, events = make_loop(shadow_every=10)
     losses(loop)
-    gaps = [note.value for note in notes if note.rule == "shadow"]
+    gaps = [event.value for event in events if event.rule == "shadow"]
     assert len(gaps) == 3 and all(gap is not None and abs(gap) < 1 for gap in gaps)
     assert losses(make_loop()[0]) == losses(make_loop(shadow_every=10)[0])
 
 
 def test_trying_a_batch_leaves_no_trace() -> None:
     loop, _ = make_loop("delayed")
-    large = loop.take()
+    large = loop.snapshot()
     losses(loop, 6)
-    loop._kept[large.position] = tuple(100 * part for part in loop._kept[large.position])
+    loop._buffer[large.state.position] = tuple(100 * part for part in loop._buffer[large.state.position])
 
     def noisy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return loss_of(model, batch) * (1 + 0 * torch.rand(()))
 
     loop._loss_of = noisy
-    kept, random, weights = kept_scales(loop.model), torch.get_rng_state(), loop.take().model
+    kept, random, weights = stored_scales(loop.model), torch.get_rng_state(), loop._copy_state().model
     loop.probe(fp8=True, earlier=large)
     assert torch.equal(torch.get_rng_state(), random)
-    assert all(torch.equal(now, kept[name]) for name, now in kept_scales(loop.model).items())
+    assert all(torch.equal(now, kept[name]) for name, now in stored_scales(loop.model).items())
     assert all(torch.equal(now, weights[name]) for name, now in loop.model.state_dict().items())
     assert all(parameter.grad is None for parameter in loop.model.parameters())
 
@@ -234,7 +234,7 @@ def test_batches_that_end_are_an_error() -> None:
 def test_old_batches_are_let_go() -> None:
     loop, _ = make_loop()
     losses(loop, 100)
-    assert len(loop._kept) <= 20
+    assert len(loop._buffer) <= 20
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,13 @@ def test_a_scheduler_goes_back_too() -> None:
     optimizer = AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=STEPS)
     loop = Loop(
-        model, optimizer, loss_of, batches(), scheduler=scheduler, config=GuardConfig(mode="act"), note=lambda _: None
+        model,
+        optimizer,
+        loss_of,
+        batches(),
+        scheduler=scheduler,
+        config=GuardConfig(mode="act"),
+        on_event=lambda _: None,
     )
     for step, _ in loop.steps(STEPS):
         if step == AT and not loop.guard._rolled_back:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from octavo.kernels.coefficients import HYPER, Own, Told, coefficients, group_squares
+from octavo.kernels.coefficients import HYPER, ParamSettings, StepInputs, coefficients, group_squares
 from octavo.kernels.optimizer import COEFFICIENTS
 from octavo.kernels.reference.coefficients import power
 from octavo.kernels.uploads import Uploads
@@ -19,12 +19,12 @@ GROUP = {
 def made(groups=({},), own=((0, 10.0, 1.0, False),), squares=None, counts=(4.0,), decays_weights=True, **amp):
     """Return what a step takes of such settings, the counts, and what was skipped."""
     hyper = torch.tensor([[{**GROUP, **group}[name] for name in HYPER] for group in groups], dtype=torch.float64)
-    rows = torch.tensor(own, dtype=torch.float64).reshape(-1, len(Own._fields))
+    rows = torch.tensor(own, dtype=torch.float64).reshape(-1, len(ParamSettings._fields))
     sums = None
     if squares is not None:
         sums = group_squares(torch.tensor(squares, dtype=torch.float64), rows, len(groups))
     counted, skipped = [torch.tensor(count) for count in counts], torch.zeros(1, dtype=torch.int32)
-    result = coefficients(Told(hyper, rows, sums, decays_weights, **amp), counted, skipped, Uploads())
+    result = coefficients(StepInputs(hyper, rows, sums, decays_weights, **amp), counted, skipped, Uploads())
     return result, [float(count) for count in counted], int(skipped)
 
 
@@ -47,7 +47,7 @@ def test_every_column(decays_weights):
 
 def test_what_a_parameter_has_of_its_own():
     groups = ({"sign": -1.0, "beta1": 0.95}, {"lr": 1.0})
-    result, _, _ = made(groups, (Own(0, math.inf, 0.5, True), Own(1, 2.0)), counts=(0.0, 9.0))
+    result, _, _ = made(groups, (ParamSettings(0, math.inf, 0.5, True), ParamSettings(1, 2.0)), counts=(0.0, 9.0))
     first, second = columns(result, 0), columns(result, 1)
     assert first["factor"] == pytest.approx(-0.05) and second["factor"] == 1.0
     assert first["lr"] == pytest.approx(1.5e-4) and second["lr"] == 1.0
@@ -57,7 +57,7 @@ def test_what_a_parameter_has_of_its_own():
 
 def test_clipping_of_a_group_then_of_all():
     """Norms 3 and 4 (of two parameters); the first is clipped to 1, then all, 17^0.5 long, to 2."""
-    own = (Own(1, 1.0), Own(0, 1.0), Own(1, 1.0))
+    own = (ParamSettings(1, 1.0), ParamSettings(0, 1.0), ParamSettings(1, 1.0))
     result, _, _ = made(({"clip": 1.0, "clip_all": 2.0}, {"clip_all": 2.0}), own, (7.0, 9.0, 9.0), (1.0, 1.0, 1.0))
     factors = result.coefficients[:, 0].tolist()
     assert factors == pytest.approx([2 / 17**0.5, 2 / 17**0.5 / 3, 2 / 17**0.5], rel=1e-5)

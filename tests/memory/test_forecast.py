@@ -1,21 +1,27 @@
-"""The oracle is what was measured on a GPU: the peaks in the committed result of `octavo bench step`."""
+"""Forecasts against peaks measured on a GPU, in the committed result of `octavo bench step`."""
 
+import copy
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
+from torch._inductor import compile_fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 import octavo
-from octavo.bench.implementations import implementations
-from octavo.bench.workloads import WORKLOADS, build
 from octavo.errors import ConfigError
 from octavo.kernels import dispatch
 from octavo.memory import Forecast, Program, forecast
-from octavo.memory.forecast import WORKSPACE_OF_CUBLAS
+from octavo.memory.forecast import WORKSPACE_OF_CUBLAS, largest
+from octavo_bench.implementations import implementations
+from octavo_bench.workloads import WORKLOADS, build
 
 STEP = Path(__file__).parents[2] / "benchmarks/results/latest/step.json"
 ROWS = {(r["workload"], r["implementation"]): r for r in json.loads(STEP.read_text(encoding="utf-8"))["rows"]}
@@ -91,7 +97,7 @@ def mlp(
 def test_every_byte_of_a_small_program_is_accounted_for() -> None:
     found = forecast(mlp(states="fp32", keep=octavo.optim.keep_none))
     values, vector = DIM * DIM, 512 * -(-DIM * 2 // 512)
-    assert 0 <= found.by_kind["weights"] - 4 * (2 * values + vector) < 2**14  # what else stays: counters, small tables
+    assert 0 <= found.by_kind["weights"] - 4 * (2 * values + vector) < 2**14  # besides: counters, small tables
     assert 4 * 10 * values <= found.by_kind["states"] < 4 * 10.1 * values  # at most a kilobyte beside each matrix
     # x; of each block the inputs of SiLU and GELU, and the output of Tanh, which the next layer reads.
     assert found.by_kind["activations"] == pytest.approx(2 * TOKENS * DIM * (1 + 4 * 3), rel=0.01)
@@ -104,11 +110,11 @@ def peaks(*programs: Callable[[], Program]) -> list[int]:
 
 def test_what_an_option_saves_is_seen() -> None:
     compiled, eager = peaks(mlp(compile=True), mlp())
-    assert compiled <= eager - 4 * 2 * TOKENS * DIM  # GELU's inputs are computed anew
+    assert compiled <= eager - 4 * 2 * TOKENS * DIM  # GELU's inputs are recomputed
     fp8 = octavo.Policy(weights="fp8")
     stored, kept = (forecast(mlp(convert=True, policy=policy)).by_kind["weights"] for policy in (fp8, None))
-    assert stored == pytest.approx(4 * DIM * DIM, rel=0.02)  # the codes alone, and a scale a row
-    assert kept == pytest.approx(4 * 3 * DIM * DIM, rel=0.02)  # BF16, and the codes that are kept of it
+    assert stored == pytest.approx(4 * DIM * DIM, rel=0.02)  # the codes alone, and one scale per row
+    assert kept == pytest.approx(4 * 3 * DIM * DIM, rel=0.02)  # BF16, and the cached codes
     tier = [forecast(mlp(states=states)).by_kind["states"] for states in ("fp32", "exact", "fp8", "fp8-min")]
     assert tier == sorted(tier, reverse=True)
 
@@ -140,16 +146,39 @@ def test_nothing_outside_is_changed() -> None:
     norm, x = nn.RMSNorm(64), torch.full((1, 64), 1e-4)
     expected = norm(x)
     octavo.nn.norm.adopt(norm, None)
-    on_paper: list[nn.Module] = []
+    faked: list[nn.Module] = []
 
     def made() -> Program:
-        on_paper.append(nn.RMSNorm(64))
-        octavo.nn.norm.adopt(on_paper[0], None)
-        return Program(models=on_paper, forward_backward=lambda: on_paper[0](torch.ones(1, 64)).sum().backward())
+        faked.append(nn.RMSNorm(64))
+        octavo.nn.norm.adopt(faked[0], None)
+        return Program(models=faked, forward_backward=lambda: faked[0](torch.ones(1, 64)).sum().backward())
 
     forecast(made)
     with dispatch.as_on_gpu():  # its own kernel, with the eps that PyTorch takes
         torch.testing.assert_close(norm(x), expected)
+
+
+def test_pytorch_is_not_patched_during_a_forecast() -> None:
+    def internals() -> list[object]:
+        return [
+            compile_fx.compile_fx,
+            nn.RMSNorm.forward,
+            FakeTensor.data_ptr,
+            FakeTensor.__deepcopy__,
+            weakref.getweakrefs,
+        ]
+
+    inside: list[object] = []
+
+    def made() -> Program:
+        inside.extend(internals())
+        model = nn.Linear(8, 8).bfloat16()  # which swaps parameters, and refuses those with weak references
+        twin = copy.deepcopy(model)
+        assert twin.weight.fake_mode is model.weight.fake_mode  # type: ignore[attr-defined]
+        return Program(models=[model, twin], forward_backward=lambda: None)
+
+    forecast(made)
+    assert inside == internals()
 
 
 def test_an_error_of_the_program_is_its_own() -> None:
@@ -160,3 +189,33 @@ def test_an_error_of_the_program_is_its_own() -> None:
     with pytest.raises(KeyError, match="broken"):
         forecast(broken)
     assert F.scaled_dot_product_attention is attention
+
+
+@given(
+    a=st.integers(0, 50), b=st.integers(1, 1000), c=st.integers(0, 10**6),
+    budget=st.integers(1, 10**8), start=st.integers(1, 200), power=st.floats(1, 4),
+)  # fmt: skip
+def test_the_largest_that_fits_is_found_and_no_size_is_asked_for_twice(
+    a: int, b: int, c: int, budget: int, start: int, power: float
+) -> None:
+    asked: list[int] = []
+
+    def peak_of(size: int) -> int:
+        asked.append(size)
+        return a * size**3 + b * size + c
+
+    found = largest(peak_of, budget, start=start, power=power)
+    assert found == 0 or a * found**3 + b * found + c <= budget
+    assert a * (found + 1) ** 3 + b * (found + 1) + c > budget
+    assert len(asked) == len(set(asked))
+
+
+def test_few_sizes_are_tried() -> None:
+    asked: list[int] = []
+
+    def peak_of(size: int) -> int:
+        asked.append(size)
+        return 16 * size**3 * 4096 + 10**9
+
+    assert largest(peak_of, 139 * 2**30) == 131
+    assert len(asked) <= 6

@@ -22,7 +22,7 @@ def test_what_is_too_much_is_dropped_and_counted_and_nobody_waits() -> None:
     gate, done = threading.Event(), []
     background = Background("test", capacity=4)
     background.submit(gate.wait)
-    while background._waiting.qsize():  # until the thread waits at the gate
+    while background._queue.qsize():  # until the thread waits at the gate
         time.sleep(0.001)
     start = time.perf_counter()
     taken = [background.submit(lambda i=i: done.append(i)) for i in range(10)]

@@ -60,7 +60,7 @@ def test_a_slow_disk_holds_nobody_up_and_the_loss_is_said(tmp_path: Path, monkey
 def test_a_store_that_fails_does_not_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(tmp_path)
     recorder.tensors([("layer", "input")])
-    with pytest.warns(UserWarning, match=r"run store: .* a snapshot is \(1, 10\)"):
+    with pytest.warns(UserWarning, match=r"run store: .* a snapshot has the shape \(1, 10\)"):
         recorder.step(1, {"loss": 1.0}, np.zeros((7, len(STATS)), dtype=np.float32))
         recorder.step(2, {"loss": 2.0}, np.zeros((1, len(STATS)), dtype=np.float32))
         recorder.close("failed", "why")
@@ -95,7 +95,7 @@ def test_a_tracker_that_fails_is_an_event(tmp_path: Path, monkeypatch: pytest.Mo
         raise RuntimeError("no network")
 
     monkeypatch.setattr("octavo.monitor.trackers.TRACKERS", {"fake": broken})
-    with pytest.warns(UserWarning, match="fake is sent nothing"):
+    with pytest.warns(UserWarning, match="fake is disabled"):
         recorder = Recorder(tmp_path, trackers=["fake"])
         recorder.step(1, {"loss": 1.0})
         recorder.close()

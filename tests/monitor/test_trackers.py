@@ -1,3 +1,5 @@
+"""Trackers, and the aggregates they receive."""
+
 from __future__ import annotations
 
 import sys
@@ -7,10 +9,12 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.monitor.trackers import TrackerThread, flat, worth_sending
+from octavo.monitor.store import STATS
+from octavo.monitor.trackers import AGGREGATES, TrackerThread, aggregates, flat, tracked_scalars
 
 CONFIG = {"run": {"lr": 1e-3, "out": "x" * 600}, "model": {}}
 
@@ -46,7 +50,7 @@ def fake_mlflow(calls: list[Any]) -> SimpleNamespace:
 
 
 def send(kind: str, said: list[str]) -> None:
-    tracker = TrackerThread(kind, "name", CONFIG, say=said.append)
+    tracker = TrackerThread(kind, "name", CONFIG, on_failure=said.append)
     tracker.log(1, {"loss": 2.0})
     tracker.log(2, {})
     tracker.log(3, {"loss": 1.0})
@@ -105,7 +109,7 @@ def test_one_that_is_missing_or_fails_is_said_once_and_left_alone(monkeypatch: p
 def test_one_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: gate.wait() and Run([])))
-    tracker = TrackerThread("wandb", "name", {}, say=lambda text: None)
+    tracker = TrackerThread("wandb", "name", {}, on_failure=lambda text: None)
     start = time.perf_counter()
     for step in range(1000):
         tracker.log(step, {"loss": 1.0})
@@ -117,10 +121,39 @@ def test_one_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_an_unknown_tracker() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'wandb'"):
-        TrackerThread("wandbb", "name", {}, say=print)
+        TrackerThread("wandbb", "name", {}, on_failure=print)
 
 
-def test_what_is_worth_sending() -> None:
+def test_what_is_tracked_scalars() -> None:
     scalars = {"loss_fp8": 1.0, "milliseconds_fp8": 5.0, "lr": 0.1, "time": 1e9, "heldout_loss_bf16": 2.0, "tokens": 3}
-    assert worth_sending(scalars) == {"loss_fp8": 1.0, "lr": 0.1, "heldout_loss_bf16": 2.0}
+    assert tracked_scalars(scalars) == {"loss_fp8": 1.0, "lr": 0.1, "heldout_loss_bf16": 2.0}
     assert flat(CONFIG) == {"run.lr": 1e-3, "run.out": "x" * 600, "model": {}}
+
+
+def test_aggregates_of_a_snapshot() -> None:
+    values = np.zeros((3, len(STATS)), dtype=np.float32)
+    values[:, STATS.index("amax")] = [1.0, 4.0, np.nan]
+    values[:, STATS.index("scale")] = [0.25, 8.0, np.nan]
+    values[:, STATS.index("flushed")] = [0.5, 0.125, np.nan]
+    values[:, STATS.index("nonfinite")] = [0.0, 1e-3, np.nan]
+    values[:, STATS.index("sqnr")] = [31.0, 24.0, np.nan]
+    found = aggregates(values, STATS)
+    assert found == {
+        "fp8/flushed_max": 0.5,
+        "fp8/subnormal_max": 0.0,
+        "fp8/saturated_max": 0.0,
+        "fp8/nonfinite_tensors": 1.0,
+        "fp8/amax_max": 4.0,
+        "fp8/scale_log2_min": -2.0,
+        "fp8/scale_log2_max": 3.0,
+        "fp8/kurtosis_max": 0.0,
+        "fp8/sqnr_min": 24.0,
+        "fp8/tensors": 2.0,
+    }
+    assert list(found) == list(AGGREGATES) and len(found) <= 12
+
+
+def test_what_was_not_measured_is_left_out() -> None:
+    nothing = np.full((2, len(STATS)), np.nan, dtype=np.float32)
+    assert aggregates(nothing, STATS) == {"fp8/nonfinite_tensors": 0.0, "fp8/tensors": 0.0}
+    assert aggregates(nothing[:0], STATS) == {"fp8/nonfinite_tensors": 0.0, "fp8/tensors": 0.0}

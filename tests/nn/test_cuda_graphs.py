@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from octavo.nn.weights import weights_changed
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,7 +17,6 @@ from octavo.models.config import ModelConfig
 from octavo.models.llama import Block, FeedForward, rotary_tables
 from octavo.nn import Linear
 from octavo.nn.fused import FusedMLP
-from octavo.nn.weights import weights_changed
 
 pytestmark = pytest.mark.gpu
 

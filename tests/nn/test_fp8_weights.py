@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from octavo.nn.own_codes import reads_own_codes, refuses_own_codes, values
+from octavo.nn.weights import dgrad, fprop, quantized_weights, weight_scale
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,8 +20,6 @@ from octavo import Policy, kernels
 from octavo.errors import UnsupportedError
 from octavo.kernels.target import Target
 from octavo.nn import Linear, weights
-from octavo.nn.own_codes import reads_own_codes, refuses_own_codes, values
-from octavo.nn.weights import dgrad, fprop, quantized_weights, weight_scale
 from octavo.numerics import quantize
 from octavo.recipes import Recipe, load, names
 from octavo.tensor import FP8Tensor

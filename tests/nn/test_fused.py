@@ -256,6 +256,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("recipe", ["folded", "block"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_compiled_is_bit_for_bit_eager(recipe, autocast):

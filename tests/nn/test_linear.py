@@ -271,6 +271,7 @@ def test_checkpointed_stochastic_rounding_draws_the_same_bits_again():
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("autocast", [False, True])
 @every_preset
 def test_compiled_is_bit_for_bit_eager(recipe, autocast):

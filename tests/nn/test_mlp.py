@@ -447,6 +447,7 @@ def test_checkpointed(recipe, reentrant):
     assert same(data.results(run), again)
 
 
+@pytest.mark.covering(1)
 @every_preset
 @gated_or_not
 def test_compiled_is_bit_for_bit_eager(recipe, gated):

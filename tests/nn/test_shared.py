@@ -335,6 +335,7 @@ def test_checkpointed(recipe, reentrant):
     assert model.q.shared._input is None
 
 
+@pytest.mark.covering(1)
 @every_recipe
 @pytest.mark.parametrize("autocast", [False, True])
 def test_compiled_is_bit_for_bit_eager(recipe, autocast):

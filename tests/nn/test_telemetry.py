@@ -182,6 +182,7 @@ def test_layers_that_are_computed_as_one_measure_what_they_measure_alone():
     assert_same(shared, alone, rtol=0.12, atol=1e-5)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("recipe", ["folded", "delayed"])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_code_measures_what_eager_mode_measures(backend, recipe):

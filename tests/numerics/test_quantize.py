@@ -389,6 +389,7 @@ def assert_same(one: Quantized, other: Quantized, fmt) -> None:
     assert_same_codes(uint8(one.codes.cpu()), uint8(other.codes.cpu()), fmt)
 
 
+@pytest.mark.covering(1)
 @every_scaling
 @every_granularity
 def test_same_codes_through_a_compiler(granularity, scaling):

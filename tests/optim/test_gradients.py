@@ -1,4 +1,4 @@
-"""Gradients in one byte: stored once, never added up as codes, clipped and searched from the codes, and counted."""
+"""One-byte gradients: stored once, never accumulated as codes, clipped and checked for overflow by their codes."""
 
 import math
 

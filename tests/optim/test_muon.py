@@ -1,4 +1,4 @@
-"""Muon beside PyTorch's own, what steps by which rule, and its state in files and in PyTorch's optimizers."""
+"""Muon against PyTorch's, the rule of each parameter, and its state in files and in PyTorch's optimizers."""
 
 import copy
 import json
@@ -11,8 +11,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 from octavo.errors import CheckpointError, ConfigError
 from octavo.optim import TIERS, Muon, flatten, keep_none, unflatten
-from octavo.optim.muon import CHUNK
-from octavo.optim.orthogonal import orthogonalise
+from octavo.optim.muon import CHUNK, orthogonalise
 from octavo.tensor import FP8Tensor
 
 
@@ -84,9 +83,7 @@ def test_the_iteration_is_pytorchs_for_every_matrix_of_a_batch(shape):
 @pytest.mark.parametrize(("smooth", "apart"), [(True, 1e-3), (False, 5e-2)], ids=["smooth", "whole"])
 def test_fp32_states_are_pytorchs(monkeypatch, smooth, apart, adjust, nesterov):
     if smooth:  # the iteration makes percents of the last bits of BF16: with another one, the rest is seen to be equal
-        monkeypatch.setattr(
-            "octavo.optim.orthogonal.orthogonalise", lambda x, **_: x / x.norm(dim=(1, 2), keepdim=True)
-        )
+        monkeypatch.setattr("octavo.optim.muon.orthogonalise", lambda x, **_: x / x.norm(dim=(1, 2), keepdim=True))
         monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", lambda x, *_: x.bfloat16() / x.norm())
     a, b, start = Net(), Net(), Net()
     settings = {"weight_decay": 0.2, "momentum": 0.9, "nesterov": nesterov, "adjust_lr_fn": adjust}
@@ -236,9 +233,9 @@ def test_bad_input():
     named = list(net.named_parameters())
     with pytest.raises(ConfigError, match=r"pass model\.named_parameters"):
         Muon(net.parameters())
-    with pytest.raises(ConfigError, match="some 50 times AdamW's"):
+    with pytest.raises(ConfigError, match="about 50 times AdamW's"):
         Muon(named, adjust_lr_fn="original")
-    with pytest.raises(ConfigError, match="no matrix"):
+    with pytest.raises(ConfigError, match="is not a matrix"):
         Muon(named, matrices=lambda name, parameter: True)
     with pytest.raises(ConfigError, match="neither muon nor adamw"):
         Muon([{"params": [net.up.weight], "rule": "sgd"}])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import octavo
 from octavo.sensitivity.gradient import cosine, cosines
-from octavo.sensitivity.switchboard import switchboard
+from octavo.sensitivity.precision_switch import switchable
 
 
 def whole_gradient(model, batches, loss) -> Tensor:
@@ -45,8 +45,8 @@ def test_cosines(case, recipe, gemm, before, after):
         pair = [None if change is None else {"base": recipe, **change} for change in (before, after)]
         a, b = (whole_gradient(converted(model, name, each), batches[:2], loss) for each in pair)
         expected[name] = 1 - float(a @ b / (a.norm() * b.norm()))
-    with switchboard(model, recipe, None, 24, None) as board:
-        found = cosines(board, batches[:2], loss, lambda doing: None)
+    with switchable(model, recipe, None, 24, None) as switch:
+        found = cosines(switch, batches[:2], loss, lambda doing: None)
     for name, turned in expected.items():
         assert 1e-9 < turned < 0.1
         assert 1 - found[name][gemm] == pytest.approx(turned, rel=1e-3)

@@ -21,8 +21,8 @@ MS |= {("dgrad", "wgrad"): 0.5, ("fprop", "dgrad", "wgrad"): 0.4}
 def timed(monkeypatch):
     """Every layer saves the same; those of a small model would save nothing."""
 
-    def fake(board, calls):
-        return {name: {choice: MS[choice] for choice in board.offered[name]} for name in calls}
+    def fake(switch, calls):
+        return {name: {choice: MS[choice] for choice in switch.offered[name]} for name in calls}
 
     monkeypatch.setattr(times, "predicted", fake)
 

@@ -9,7 +9,7 @@ import torch
 
 import octavo
 from octavo.sensitivity.loss import first_order, loss_changes, losses
-from octavo.sensitivity.switchboard import switchboard
+from octavo.sensitivity.precision_switch import switchable
 
 
 def nothing(doing: str) -> None:
@@ -39,9 +39,9 @@ def test_for_the_last_layer_both_terms_are_known(case):
             first.append((2 * error * change).double().mean((1, 2)))
             rest.append(change.double().square().mean((1, 2)))
     expected, steady = torch.cat(first), torch.cat(rest)
-    with switchboard(model, "tensorwise", None, 24, None) as board:
-        _, found = first_order(board, batches, loss, nothing)
-        _, changes = loss_changes(board, batches, 2, loss, nothing, nullcontext())
+    with switchable(model, "tensorwise", None, 24, None) as switch:
+        _, found = first_order(switch, batches, loss, nothing)
+        _, changes = loss_changes(switch, batches, 2, loss, nothing, nullcontext())
     torch.testing.assert_close(found["last"], expected, rtol=1e-4, atol=1e-9)
     assert changes["last"].second_order == pytest.approx(float(steady[:6].mean()), rel=1e-2)
     assert changes["last"].mean == pytest.approx(float(expected.mean() + steady[:6].mean()), rel=1e-2)
@@ -50,23 +50,23 @@ def test_for_the_last_layer_both_terms_are_known(case):
 
 def test_where_all_batches_are_few_it_is_the_difference_itself(case):
     model, batches, loss = case
-    with switchboard(model, "folded", None, 24, None) as board:
-        before, changes = loss_changes(board, batches, 4, loss, nothing, nullcontext())
+    with switchable(model, "folded", None, 24, None) as switch:
+        before, changes = loss_changes(switch, batches, 4, loss, nothing, nullcontext())
         assert before == pytest.approx(float(losses(model, batches, loss).mean()))
-        for name in board.layers:
-            with board.using({name: ("fprop",)}):
+        for name in switch.layers:
+            with switch.using({name: ("fprop",)}):
                 difference = losses(model, batches, loss).mean() - before
             assert changes[name].mean == pytest.approx(float(difference), abs=1e-8)
 
 
 def test_the_first_term_takes_away_the_noise(case):
-    """What is left varies far less between sequences than the change does."""
+    """The remainder varies far less between sequences than the change."""
     model, batches, loss = case
-    with switchboard(model, "tensorwise", None, 24, None) as board:
-        _, first = first_order(board, batches, loss, nothing)
+    with switchable(model, "tensorwise", None, 24, None) as switch:
+        _, first = first_order(switch, batches, loss, nothing)
         before = losses(model, batches, loss)
-        for name in board.layers:
-            with board.using({name: ("fprop",)}):
+        for name in switch.layers:
+            with switch.using({name: ("fprop",)}):
                 change = losses(model, batches, loss) - before
             assert (change - first[name]).std() < 0.4 * change.std()
 
@@ -75,9 +75,9 @@ def test_rows_in_place_of_sequences_are_summed_to_theirs(case):
     """A layer that is called with tokens in rows gives what it gives with sequences."""
     model, batches, loss = case
     flat = lambda model, batch: loss(lambda x: model(x.flatten(0, 1)).unflatten(0, x.shape[:2]), batch)  # noqa: E731
-    with switchboard(model, "tensorwise", None, 24, None) as board:
-        _, expected = first_order(board, batches, loss, nothing)
-        _, found = first_order(board, batches, flat, nothing)
+    with switchable(model, "tensorwise", None, 24, None) as switch:
+        _, expected = first_order(switch, batches, loss, nothing)
+        _, found = first_order(switch, batches, flat, nothing)
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-9)
 
@@ -86,8 +86,8 @@ def test_a_layer_without_a_gradient_has_no_first_term(case):
     model, batches, loss = case
     for parameter in (model.scale, model.first.weight):
         parameter.requires_grad_(False)
-    with switchboard(model, "tensorwise", None, 24, None) as board:
-        _, found = first_order(board, batches, loss, nothing)
-        _, changes = loss_changes(board, batches, 4, loss, nothing, nullcontext())
+    with switchable(model, "tensorwise", None, 24, None) as switch:
+        _, found = first_order(switch, batches, loss, nothing)
+        _, changes = loss_changes(switch, batches, 4, loss, nothing, nullcontext())
     assert torch.equal(found["first"], torch.zeros(12, dtype=torch.float64)) and found["second"].all()
     assert changes["first"].mean == changes["first"].second_order != 0

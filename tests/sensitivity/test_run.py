@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from octavo.bench import results
 from octavo.errors import CheckpointError, ConfigError, DataError
 from octavo.sensitivity.run import Settings, localize_run, progress_of
+from octavo_bench import results
 
 LAYERS = 7
 
@@ -64,7 +64,7 @@ def test_the_table_of_the_command(octavo, run, capsys):
     ("flags", "message"),
     [
         (["--times", "guessed"], "--times: 'guessed'"),
-        (["-o", "map.json"], r"is a \.toml file"),
+        (["-o", "map.json"], r"must be a \.toml file"),
         (["--write", "here"], "--verify a number"),
         (["--tokens", "0"], "--tokens: 0"),
         (["--budget", "some"], "share of the loss"),
@@ -77,7 +77,7 @@ def test_wrong_flags(octavo, run, flags, message):
 
 
 def test_what_is_not_there(octavo, run, tmp_path):
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="contains no checkpoint"):
         octavo(["localize", tmp_path])
     with pytest.raises(DataError, match="Leave some to verify on"):
         localize_run(run, Settings(tokens=10**7, maps=2, device="cpu"), lambda doing: None)

@@ -27,7 +27,7 @@ def test_on_the_same_data_a_single_layer_is_as_predicted_and_a_map_as_converted(
     """Predicted from all of the batches one at a time, each layer's change is the one measured; a map's is the sum."""
     model, batches, loss = case
     found = octavo.localize(model, batches, "tensorwise", loss=loss, few=4, autocast=None)
-    single, several = verify(model, found, batches, loss, maps=6, recipe="tensorwise")
+    single, several = verify(model, found, batches, loss, maps=6)
     assert (single["maps"], single["layers"], several["maps"]) == (SINGLE, 3, RANDOM)
     assert single["predicted"] == pytest.approx(single["measured"], abs=1e-7)
     assert single["rank_correlation"] == pytest.approx(1)
@@ -46,5 +46,5 @@ def test_on_the_same_data_a_single_layer_is_as_predicted_and_a_map_as_converted(
 def test_fewer_layers_than_there_are_and_the_same_ones_each_time(case):
     model, batches, loss = case
     found = octavo.localize(model, batches, "tensorwise", loss=loss, few=4, autocast=None)
-    rows = [verify(model, found, batches[:1], loss, maps=2, recipe="tensorwise") for _ in range(2)]
+    rows = [verify(model, found, batches[:1], loss, maps=2) for _ in range(2)]
     assert rows[0] == rows[1] and len(rows[0][0]["predicted"]) == 2

@@ -1,4 +1,4 @@
-"""What is written: the codes that fprop reads, names and config of others, and what is refused."""
+"""Exported models: the codes that fprop reads, exported names and config, and errors."""
 
 from __future__ import annotations
 
@@ -188,22 +188,22 @@ def test_a_tied_head_is_written_once(make_llama, tmp_path):
 
 
 def test_other_models_and_formats_are_refused(make_llama, tmp_path):
-    with pytest.raises(ConfigError, match=r"'fp9' is none of .* Did you mean 'fp8'\?"):
+    with pytest.raises(ConfigError, match=r"'fp9' is not one of .* Did you mean 'fp8'\?"):
         export(make_llama(), tmp_path / "out", "fp9")
     with pytest.raises(
-        UnsupportedError, match=r"'layers.0.attention.wq': .*128x128.*Take the format 'compressed-tensors'"
+        UnsupportedError, match=r"'layers.0.attention.wq': .*128x128.*Use the format 'compressed-tensors'"
     ):
         export(make_llama(), tmp_path / "out", "fp8")
-    with pytest.raises(UnsupportedError, match=r"by 1x32.* Take the format 'plain'"):
+    with pytest.raises(UnsupportedError, match=r"by 1x32.* Use the format 'plain'"):
         export(make_llama("mxfp8"), tmp_path / "out")
     with pytest.raises(ConfigError, match="no linear layer is in FP8"):
         export(make_llama("bf16"), tmp_path / "out")
-    with pytest.raises(UnsupportedError, match="no engine knows what a Sequential is"):
+    with pytest.raises(UnsupportedError, match="no engine supports a Sequential"):
         export(nn.Sequential(nn.Linear(64, 64)), tmp_path / "out", "plain")
-    with pytest.raises(UnsupportedError, match="reach from one into the next"):
+    with pytest.raises(UnsupportedError, match="span two layers"):
         export(make_llama("block", kv_heads=2), tmp_path / "out")
     drawn = {"base": "folded", "fprop": {"weight": {"rounding": "stochastic"}}}
-    with pytest.raises(UnsupportedError, match="anew in each forward"):
+    with pytest.raises(UnsupportedError, match="stochastically in each forward"):
         model = make_llama("bf16")
         octavo.convert(model, {**drawn, "dgrad": {"weight": {"rounding": "stochastic", "granularity": "row"}}})
         export(model, tmp_path / "out")

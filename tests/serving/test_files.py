@@ -40,7 +40,7 @@ def test_a_small_model_is_one_file_that_all_may_read(tmp_path):
 
 def test_a_directory_that_is_there_is_replaced_where_asked(tmp_path):
     files.write(tmp_path / "out", TENSORS, {"old.json": {}})
-    with pytest.raises(ConfigError, match=r"is there already.*--overwrite"):
+    with pytest.raises(ConfigError, match=r"exists already.*--overwrite"):
         files.write(tmp_path / "out", TENSORS, {})
     files.write(tmp_path / "out", TENSORS, {}, overwrite=True)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
@@ -54,7 +54,7 @@ def test_nothing_else_is_ever_replaced(tmp_path):
     files.write(tmp_path / "out", TENSORS, {})
     (tmp_path / "out" / "checkpoints").mkdir()
     for name in ("runs", "texts", "file", "out"):
-        with pytest.raises(ConfigError, match="no exported model, so that it stays"):
+        with pytest.raises(ConfigError, match="not an exported model"):
             files.write(tmp_path / name, TENSORS, {}, overwrite=True)
     assert (tmp_path / "texts" / "thesis.txt").exists() and (tmp_path / "runs" / "mine").exists()
 

@@ -1,4 +1,4 @@
-"""What is said before a model is served, once each."""
+"""Notes for serving, each once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def notes(model, directory):
 def test_layers_of_which_only_some_are_in_fp8(make_llama, tmp_path, kept):
     (note,) = notes(make_llama("folded", octavo.Policy(keep={kept: "mine", "lm_head": "mine"})), tmp_path)
     names = {"wk": "0.self_attn.k_proj", "wq": "1.self_attn.q_proj", "w3": "0.mlp.up_proj"}
-    assert f"vLLM computes model.layers.{names[kept[-2:]]} as one" in note and "min_gain=0" in note
+    assert f"vLLM fuses model.layers.{names[kept[-2:]]} with" in note and "min_gain=0" in note
 
 
 def test_layers_that_are_all_in_bf16_are_as_they_should_be(make_llama, tmp_path):
@@ -26,7 +26,7 @@ def test_layers_that_are_all_in_bf16_are_as_they_should_be(make_llama, tmp_path)
 
 def test_layers_with_a_scale_each(make_llama, tmp_path):
     (note,) = notes(make_llama("tensorwise", octavo.Policy(fuse=False)), tmp_path)
-    assert "layers of model.layers.0.self_attn have a scale each" in note and "fuse=True" in note
+    assert "layers of model.layers.0.self_attn have separate scales" in note and "fuse=True" in note
 
 
 @pytest.mark.parametrize("recipe", ["folded", "tensorwise", "block"])

@@ -1,4 +1,4 @@
-"""`octavo export` of a run of a few steps."""
+"""`octavo export` of a run of a few steps, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from octavo.cli.main import main
+from octavo.data.tokenizer import ByteTokenizer
 from octavo.errors import CheckpointError, UnsupportedError
 from octavo.numerics import quantize
-from octavo.serving.run import export_run
+from octavo.serving.run import export_run, tokenizer_files
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +64,9 @@ def test_a_run_in_bf16_is_plain(runs, tmp_path):
 
 
 def test_what_cannot_be_exported(runs, tmp_path):
-    with pytest.raises(UnsupportedError, match="no engine knows what a GPT is"):
+    with pytest.raises(UnsupportedError, match="no engine supports a GPT"):
         export_run(runs / "gpt", tmp_path / "out")
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="contains no checkpoint"):
         export_run(tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -84,9 +85,9 @@ def test_the_command(octavo, runs, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "code", "says"),
     [
-        ([], 2, "is there already"),
-        (["--overwrite"], 2, "no exported model, so that it stays"),
-        (["--format", "fp8"], 1, "Take the format 'compressed-tensors'"),
+        ([], 2, "exists already"),
+        (["--overwrite"], 2, "not an exported model"),
+        (["--format", "fp8"], 1, "Use the format 'compressed-tensors'"),
     ],
 )
 def test_errors_are_one_line(runs, tmp_path, capsys, flags, code, says):
@@ -98,3 +99,32 @@ def test_errors_are_one_line(runs, tmp_path, capsys, flags, code, says):
     error = capsys.readouterr().err
     assert exit.value.code == code and says in error and error.count("\n") == 1
     assert [path.name for path in tmp_path.rglob("*")] == ["mine", "thesis.txt"]
+
+
+tokenizers = pytest.importorskip("tokenizers")
+
+TEXT = "def f(x):\n\treturn 'é∑' + x  # \x00\x7f\xad\xa0 ok\r\n"
+
+
+def loaded(files):
+    return tokenizers.Tokenizer.from_str(json.dumps(files["tokenizer.json"]))
+
+
+def test_bytes_are_ids():
+    files = tokenizer_files(ByteTokenizer(), 64)
+    backend = loaded(files)
+    assert backend.encode(TEXT).ids == list(TEXT.encode()) == ByteTokenizer().encode(TEXT).tolist()
+    assert backend.decode(backend.encode(TEXT).ids) == TEXT
+    assert backend.token_to_id(files["tokenizer_config.json"]["eos_token"]) == ByteTokenizer.end_of_document
+    everything = bytes(range(128)).decode() + "".join(map(chr, range(0x80, 0x800)))
+    assert backend.encode(everything).ids == list(everything.encode())
+
+
+def test_a_bpe_is_written_as_it_is():
+    from octavo.data.bpe import BPETokenizer
+
+    trained = BPETokenizer.train(["the cat sat on the mat " * 50], 272)
+    files = tokenizer_files(trained, 64)
+    assert loaded(files).encode("the cat sat").ids == trained.encode_batch(["the cat sat"])[0].tolist()
+    assert loaded(files).token_to_id(files["tokenizer_config.json"]["eos_token"]) == trained.end_of_document
+    assert files["tokenizer_config.json"]["model_max_length"] == 64

@@ -79,7 +79,7 @@ def test_experts_that_lie_in_one_tensor_are_noted(tmp_path):
     model, tokens = transformers.AutoModelForCausalLM.from_config(config).float(), torch.randint(256, (2, 16))
     octavo.convert(model, ROWWISE)
     (note,) = export(model, tmp_path / "out", dtype=torch.float32).notes
-    assert "model.layers.0.mlp.experts.gate_up_proj holds all experts" in note
+    assert "model.layers.0.mlp.experts.gate_up_proj contains all experts" in note
     served, trained, high = logits_of(load(tmp_path / "out"), model, tokens)
     assert error(served, trained) < 0.01 * error(high, trained)
 

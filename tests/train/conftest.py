@@ -11,7 +11,7 @@ import pytest
 
 from octavo.train.config import RunConfig, assemble, load_preset
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "distributed")]
 Configure = Callable[..., RunConfig]
 
 

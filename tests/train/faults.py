@@ -13,7 +13,7 @@ import torch
 
 from octavo.cli.main import main
 from octavo.tensor import local
-from octavo.train.lane import Lane
+from octavo.train.train_state import TrainState
 
 
 def kill(_):
@@ -43,12 +43,16 @@ def failing(fault, rank, at):
             fault(self)
         return whole(self, *args, step=step, **kwargs)
 
-    whole = Lane.step
+    whole = TrainState.step
     return step
 
 
-if __name__ == "__main__":
-    name, rank, at, *arguments = sys.argv[1:]
-    if FAULTS[name] is not None:
-        Lane.step = failing(FAULTS[name], rank, int(at))
+def octavo(fault, rank, at, *arguments):
+    """Run `octavo ARGUMENTS` with this fault in one rank."""
+    if FAULTS[fault] is not None:
+        TrainState.step = failing(FAULTS[fault], rank, int(at))
     main(arguments)
+
+
+if __name__ == "__main__":
+    octavo(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""One rank of several runs, one after the other: `pipelines.py RUN.json ...`, started with the environment of torchrun.
+"""One rank of several runs, one after the other, started with the environment of torchrun.
 
 plain       as it is
 resumed     from the checkpoint after step 4 of `plain`
@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from pathlib import Path
 from unittest import mock
 
 from faults import failing, nan
 
-from octavo.strict import read_file
+from octavo._util.config_reader import read_file
 from octavo.train import checkpoint, train
 from octavo.train.config import RunConfig, assemble
-from octavo.train.lane import Lane
+from octavo.train.train_state import TrainState
+
+
+def run_all(*names: str) -> None:
+    for name in names:
+        run(Path(name))
 
 
 def run(file: Path) -> None:
@@ -27,8 +31,8 @@ def run(file: Path) -> None:
     resumes = file.stem == "resumed"
     if resumes and os.environ["RANK"] == "0":  # the other one waits for it before the run begins
         go_back(config, file.with_name("plain"), 4)
-    step = failing(nan, "1", 4) if file.stem == "struck" else Lane.step
-    with mock.patch.object(Lane, "step", step):
+    step = failing(nan, "1", 4) if file.stem == "struck" else TrainState.step
+    with mock.patch.object(TrainState, "step", step):
         train(config, resume=resumes)
 
 
@@ -38,8 +42,3 @@ def go_back(config: RunConfig, other: Path, step: int) -> None:
     for path in checkpoint.find(config.run.out / "checkpoints"):
         if path.name > f"step-{step:06d}":
             shutil.rmtree(path)
-
-
-if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        run(Path(name))

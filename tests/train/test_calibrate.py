@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import octavo
-from octavo.calibration import Choice
+from octavo.calibration import ScalePolicy
 from octavo.errors import CheckpointError, ConfigError
 from octavo.nn import calibration
 from octavo.train import checkpoint, train
@@ -22,24 +22,26 @@ SHORT = {"steps": 2, "twin": False}
 def test_a_run_is_calibrated_with_its_weights_and_its_text(configure: Configure) -> None:
     config = configure(run=SHORT)
     train(config)
-    found = calibrate_run(config, config.run.out, batches=2, choice=Choice(margin=0))
+    found = calibrate_run(config, config.run.out, batches=2, scale_policy=ScalePolicy(margin=0))
     setup = set_up(configure(run={**SHORT, "recipe": "bf16"}))
-    model = setup.lanes[0].model
+    model = setup.states[0].model
     saved = checkpoint.load(checkpoint.find(config.run.out / "checkpoints")[-1]).tensors["fp8"]
     weights = {name.removeprefix("model."): tensor for name, tensor in saved.items() if name.startswith("model.")}
     model.load_state_dict(weights, strict=False)
 
     def loss(_: object, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return setup.lanes[0].loss(*batch)
+        return setup.states[0].loss(*batch)
 
-    expected = octavo.calibrate(model, [next(setup.loader) for _ in range(2)], loss=loss, choice=Choice(margin=0))
+    expected = octavo.calibrate(
+        model, [next(setup.loader) for _ in range(2)], loss=loss, scale_policy=ScalePolicy(margin=0)
+    )
     assert found.scales.keys() == expected.scales.keys()
     for name, scale in expected.scales.items():
         assert (found.scales[name].scale, found.scales[name].statistics) == (scale.scale, scale.statistics)
     assert found.origin.data == expected.origin.data
     assert found.origin.source == f"{config.run.out / 'checkpoints' / 'step-000002'} on {config.data.source}"
 
-    fresh = calibrate_run(config, batches=2, choice=Choice(margin=0))
+    fresh = calibrate_run(config, batches=2, scale_policy=ScalePolicy(margin=0))
     assert fresh.origin.source.startswith("new weights")
     assert fresh.scales["layers.0.attention.wo.input"].scale != found.scales["layers.0.attention.wo.input"].scale
 
@@ -78,7 +80,7 @@ def test_the_recipe_is_the_runs_if_it_keeps_scales(
 
 
 def test_weights_in_fp8_are_refused(configure: Configure) -> None:
-    with pytest.raises(ConfigError, match="no recipe that keeps scales computes with weights that are stored in FP8"):
+    with pytest.raises(ConfigError, match="recipes that store scales do not support weights in FP8"):
         calibrate_run(configure(run={**SHORT, "weights": "fp8"}))
 
 

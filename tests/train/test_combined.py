@@ -21,10 +21,10 @@ from octavo.numerics import sqnr_db
 from octavo.tensor import local
 from octavo.train import checkpoint
 from octavo.train.config import OptimizerConfig, ParallelConfig
-from octavo.train.lane import Lane
 from octavo.train.parallel import Launch, Ranks, _mesh, whole
-from octavo.train.pipelined import PipelinedLane
-from octavo.train.state import lane_tensors, place, restore_lane
+from octavo.train.pipelined import PipelinedTrainState
+from octavo.train.state_tensors import place, restore_tensors, state_tensors
+from octavo.train.train_state import TrainState
 
 MODEL = ModelConfig(vocab=96, dim=32, layers=2, heads=4, kv_heads=4, ffn=64, sequence=16)
 CPU = torch.device("cpu")
@@ -55,12 +55,12 @@ def everything(rank: int, count: int, directory: str) -> dict[str, Any]:
     return found
 
 
-def make(rank: int, parallel: dict[str, Any], **optimizer: Any) -> Lane:
+def make(rank: int, parallel: dict[str, Any], **optimizer: Any) -> TrainState:
     settings = ParallelConfig(**{"gather": "stored", **parallel})
-    own = Ranks(launch=Launch(rank, 4, of_host=2), parallel=settings, device=CPU, mesh=_mesh(settings, CPU, 4))
+    own = Ranks(launch=Launch(rank, 4, ranks_per_host=2), parallel=settings, device=CPU, mesh=_mesh(settings, CPU, 4))
     model = build(MODEL, seed=0)
     octavo.convert(model, "folded")
-    kind = Lane if settings.pipeline == 1 else PipelinedLane
+    kind = TrainState if settings.pipeline == 1 else PipelinedTrainState
     return kind("fp8", model, OptimizerConfig(**{"clip": 0.5, **optimizer}), ranks=own)
 
 
@@ -70,19 +70,19 @@ def batch(step: int, own: Ranks) -> tuple[Tensor, Tensor]:
     return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
 
 
-def losses(lane: Lane, *steps: int) -> list[tuple[float, float]]:
+def losses(lane: TrainState, *steps: int) -> list[tuple[float, float]]:
     """Return the loss and the norm of the gradient in each of these steps."""
     made = [lane.step(*batch(step, lane.ranks), step=step, lr=1e-2, accumulate=2) for step in steps]
     return [(float(measured.loss), float(measured.gradient_norm)) for measured in made]
 
 
-def gradients(lane: Lane, parts: int = 2) -> dict[str, Tensor]:
+def gradients(lane: TrainState, parts: int = 2) -> dict[str, Tensor]:
     """Return the gradients of a batch of those parameters that this rank has, or of some of it."""
     lane._train(*batch(1, lane.ranks), parts)
     return {name: whole(parameter.grad).clone() for name, parameter in lane.parameters.items()}
 
 
-def clipped(lane: Lane, parts: int = 2) -> dict[str, float]:
+def clipped(lane: TrainState, parts: int = 2) -> dict[str, float]:
     """Return the norms of gradients that were clipped."""
     lane._train(*batch(1, lane.ranks), parts)
     lane._clip()
@@ -113,17 +113,17 @@ def resumed(rank: int, layout: dict[str, Any], directory: Path) -> dict[str, Any
     losses(one, 1, 2)
     assert one.reduction is not None and other.reduction is not None
     for mu in one.reduction.mu.values():  # so different that the next step shows whose it was
-        mu /= 2.0 ** (4 * (rank % 2 if "tensor" in layout else one.ranks.place))
-    tensors = {"fp8": {name: tensor.clone() for name, tensor in lane_tensors(one).items()}}
+        mu /= 2.0 ** (4 * (rank % 2 if "tensor" in layout else one.ranks.pipeline_rank))
+    tensors = {"fp8": {name: tensor.clone() for name, tensor in state_tensors(one).items()}}
     path = checkpoint.save(directory, 2, tensors, {"config": {}, "loader": {}}, keep=1, ranks=one.ranks)
     found = checkpoint.load(path, rank=rank, place=lambda name, *kind: placed(other, name.partition(".")[2], *kind))
     own = {name: tensor for name, tensor in found.tensors["fp8"].items() if other.holds(name)}
-    restore_lane(other, own, path)
+    restore_tensors(other, own, path)
     states = [lane.reduction.state_dict() for lane in (one, other)]
     return {"states": states, "losses": [losses(lane, 3) for lane in (one, other)]}
 
 
-def placed(lane: Lane, name: str, *kind: Any) -> Tensor | None:
+def placed(lane: TrainState, name: str, *kind: Any) -> Tensor | None:
     return place(lane, name, *kind) if lane.holds(name) else None
 
 

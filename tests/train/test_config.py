@@ -1,18 +1,29 @@
 from __future__ import annotations
 
 import json
+import math
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from octavo import strict
+from octavo._util import config_reader
 from octavo.errors import ConfigError
 from octavo.models import Llama, count_parameters
 from octavo.optim import TIERS
-from octavo.train.config import OptimizerConfig, RunConfig, assemble, load_file, load_preset, presets
+from octavo.train.config import (
+    OptimizerConfig,
+    RunConfig,
+    assemble,
+    is_bf16,
+    learning_rate,
+    load_file,
+    load_preset,
+    presets,
+)
 
 TINY = load_preset("tiny", cuda=False)
 
@@ -72,7 +83,7 @@ def test_errors_name_the_layer_the_key_and_what_was_meant() -> None:
         ("optimizer", "warmup", 1.5, "optimizer.warmup"),
         ("optimizer", "loss_scale", "dynamc", "'dynamc'.*Did you mean 'dynamic'"),
         ("optimizer", "states", "fp8-mim", "'fp8-mim'.*Did you mean 'fp8-min'"),
-        ("optimizer", "loss_scale_start", 100.0, "optimizer.loss_scale_start: 100.0 is no power of two"),
+        ("optimizer", "loss_scale_start", 100.0, "optimizer.loss_scale_start: 100.0 is not a power of two"),
         ("optimizer", "loss_scale_window", 0, "optimizer.loss_scale_window"),
         ("optimizer", "clip_per_group", {"*.wq": 0.0}, r"optimizer.clip_per_group.'\*.wq'"),
         ("optimizer", "lr_factors", {"*.wq": -1.0}, r"optimizer.lr_factors.'\*.wq'"),
@@ -80,7 +91,7 @@ def test_errors_name_the_layer_the_key_and_what_was_meant() -> None:
         ("run", "bf16_first_steps", -1, "run.bf16_first_steps"),
         ("run", "bf16_last_share", 1.5, "run.bf16_last_share"),
         ("model", "heads", 5, "model.heads"),
-        ("model", "sequence", 8, "more than model.sequence 8"),
+        ("model", "sequence", 8, "exceeds model.sequence 8"),
     ],
 )
 def test_impossible_values_are_named(section: str, key: str, value: Any, message: str) -> None:
@@ -108,7 +119,7 @@ def test_a_file_names_its_run(tmp_path: Path) -> None:
 def test_a_stored_configuration_reads_back(tmp_path: Path) -> None:
     config = with_settings(run={"steps": 3})
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(strict.to_dict(config)), encoding="utf-8")
+    file.write_text(json.dumps(config_reader.to_dict(config)), encoding="utf-8")
     assert assemble(load_file(file)) == config
 
 
@@ -124,3 +135,47 @@ def test_tokens_of_a_run() -> None:
 def test_every_tier_of_optimizer_states_can_be_asked_for() -> None:
     # The configuration imports no torch, so it has the names itself.
     assert set(typing.get_args(typing.get_type_hints(OptimizerConfig)["states"])) == set(TIERS)
+
+
+def rate(step: int, *, steps: int = 100, warmup: float = 0.1, floor: float = 0.1) -> float:
+    return learning_rate(step, steps=steps, peak=2.0, warmup=warmup, floor=floor)
+
+
+def test_warm_up_rises_in_a_straight_line_and_never_starts_at_zero() -> None:
+    assert [rate(s) for s in range(10)] == pytest.approx([0.2 * (s + 1) for s in range(10)])
+
+
+def test_peak_follows_the_warm_up_and_the_floor_ends_the_run() -> None:
+    assert rate(10) == pytest.approx(2.0)
+    assert rate(99) == pytest.approx(0.2)
+
+
+def test_halfway_down_is_the_mean_of_peak_and_floor() -> None:
+    assert rate(10 + 44) + rate(10 + 45) == pytest.approx(2.0 + 0.2)
+    # A quarter of the way along a straight line would leave 3/4.
+    a_quarter_on = learning_rate(25, steps=101, peak=1.0, warmup=0.0, floor=0.0)
+    assert a_quarter_on == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
+
+
+def test_falls_all_the_way_and_stays_down_past_the_end() -> None:
+    rates = [rate(s) for s in range(10, 100)]
+    assert rates == sorted(rates, reverse=True)
+    assert rate(150) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_shortest_runs(steps: int) -> None:
+    assert all(0 < rate(s, steps=steps) <= 2.0 for s in range(steps))
+
+
+def test_all_warm_up() -> None:
+    assert rate(99, warmup=1.0) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("first", "last_share", "bf16"),
+    [(0, 0.0, []), (3, 0.0, [0, 1, 2]), (0, 0.2, [8, 9]), (1, 0.04, [0]), (1, 0.06, [0, 9]), (99, 0.0, range(10))],
+)
+def test_the_precision_of_each_step(first: int, last_share: float, bf16: Sequence[int]) -> None:
+    steps = [step for step in range(10) if is_bf16(step, steps=10, first=first, last_share=last_share)]
+    assert steps == list(bf16)

@@ -36,7 +36,7 @@ def run_of(*lanes: str) -> list[Event]:
     ]
     started = Started(
         config=config,
-        lanes=lanes,
+        models=lanes,
         device="a processor",
         parameters=38_048,
         plan=None,
@@ -44,21 +44,18 @@ def run_of(*lanes: str) -> list[Event]:
         first_step=0,
     )
     history = [line.record() for line in logged]
-    summary = summarise(
-        config,
-        device="a processor",
-        parameters=38_048,
-        weight_bytes=4.0,
-        state_bytes=8.0,
-        heldout=loss,
-        corpus={"unigram_entropy": 3.2},
-        gemms={"scaled_mm.row": 840},
-        fallbacks=[],
-        skipped={},
-        history=history,
-        seconds=75.0,
-        memory={"peak_gib": None, "predicted_peak_gib": None},
-    )
+    facts = {
+        "device": "a processor",
+        "parameters": 38_048,
+        "weight_bytes_per_parameter": 4.0,
+        "optimizer_bytes_per_parameter": 8.0,
+        "fp8_gemms": {"scaled_mm.row": 840},
+        "fallbacks": [],
+        "skipped_steps": {},
+        "seconds": 75.0,
+    }
+    memory = {"peak_gib": None, "predicted_peak_gib": None}
+    summary = summarise(config, facts, loss, {"unigram_entropy": 3.2}, history, memory)
     return [
         started,
         *logged,
@@ -118,8 +115,8 @@ def test_the_cursor_comes_back_when_a_run_fails() -> None:
 def test_the_closing_block_says_what_came_out_and_what_to_do() -> None:
     text = shown(run_of("fp8", "bf16"), terminal=False)
     for expected in (
-        "held-out loss FP8     2.0200 nats a token, perplexity 7.538",
-        "held-out loss BF16    2.0000 nats a token, perplexity 7.389",
+        "held-out loss FP8     2.0200 nats per token, perplexity 7.538",
+        "held-out loss BF16    2.0000 nats per token, perplexity 7.389",
         "gap                   +1.000 %",
         "unigram entropy       3.2000",
         "in 1 min 15 s",
@@ -136,9 +133,9 @@ def test_the_closing_block_tells_of_weights_that_are_not_fp32() -> None:
     assert isinstance(finished, Finished)
     told = {"weights": "fp8", "weight_bytes_per_parameter": 1.234, "optimizer_bytes_per_parameter": 12.0}
     text = shown([*events, replace(finished, summary={**finished.summary, **told})], terminal=False)
-    assert "weights               fp8, 1.23 bytes a parameter" in text
-    assert "optimizer states      fp32, 12.00 bytes a parameter" in text
-    assert "bytes a parameter" not in shown([*events, finished], terminal=False)
+    assert "weights               fp8, 1.23 bytes per parameter" in text
+    assert "optimizer states      fp32, 12.00 bytes per parameter" in text
+    assert "bytes per parameter" not in shown([*events, finished], terminal=False)
 
 
 def test_a_single_lane_shows_no_gap() -> None:

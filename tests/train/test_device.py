@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import gc
+import time
+
 import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.train.device import describe, resolve, versions
+from octavo.train.device import WARM_UP_STEPS, DeviceTimer, describe, gc_frozen, resolve, versions
 
 
 def test_names() -> None:
@@ -15,6 +18,39 @@ def test_names() -> None:
 
 
 @pytest.mark.parametrize("name", ["tpu", "cuda:x", "", "cuda:99"])
-def test_devices_that_are_not_there(name: str) -> None:
+def test_unknown_devices(name: str) -> None:
     with pytest.raises(ConfigError, match=r"run\.device"):
         resolve(name)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_timer_measures_the_time_inside(device: str) -> None:
+    timer = DeviceTimer(torch.device(device))
+    with timer:
+        time.sleep(0.02)
+    assert 15 < timer.milliseconds() < 2000
+
+
+@pytest.mark.parametrize(("device", "frozen"), [("cpu", False), ("cuda", True)])
+def test_objects_are_frozen_after_warm_up_until_the_end(device: str, frozen: bool) -> None:
+    with pytest.raises(KeyError), gc_frozen(torch.device(device)) as after_step:
+        for _ in range(WARM_UP_STEPS - 1):
+            after_step()
+        assert gc.get_freeze_count() == 0
+        after_step()
+        assert (gc.get_freeze_count() > 0) is frozen
+        raise KeyError  # a run that fails
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_collector_that_was_frozen_before_stays_frozen(device: str) -> None:
+    gc.freeze()
+    before = gc.get_freeze_count()
+    try:
+        with gc_frozen(torch.device(device)) as after_step:
+            for _ in range(WARM_UP_STEPS):
+                after_step()
+        assert 0 < gc.get_freeze_count() <= before
+    finally:
+        gc.unfreeze()

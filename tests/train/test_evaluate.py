@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from octavo.models import ModelConfig, build
 from octavo.train.config import OptimizerConfig
 from octavo.train.evaluate import heldout_losses, heldout_scores, perplexity
-from octavo.train.lane import Lane
+from octavo.train.train_state import TrainState
 
 
 class MeanTarget(nn.Module):
@@ -28,7 +28,7 @@ class MeanTarget(nn.Module):
 
 
 def test_every_sequence_has_its_loss_in_order() -> None:
-    lane = Lane("bf16", MeanTarget(), OptimizerConfig(), autocast=False)
+    lane = TrainState("bf16", MeanTarget(), OptimizerConfig(), autocast=False)
     large, small = torch.full((3, 4), 1), torch.full((1, 4), 5)
     assert heldout_losses(lane, [(large, large), (small, small)]).tolist() == [1.0, 1.0, 1.0, 5.0]
 
@@ -36,7 +36,7 @@ def test_every_sequence_has_its_loss_in_order() -> None:
 @pytest.mark.parametrize("architecture", ["llama", "gpt"])
 def test_the_losses_of_sequences_are_the_models_loss(architecture: Literal["llama", "gpt"]) -> None:
     config = ModelConfig(architecture=architecture, vocab=32, dim=16, layers=1, heads=2, ffn=32, sequence=8)
-    lane = Lane("bf16", build(config, seed=0), OptimizerConfig(), autocast=False)
+    lane = TrainState("bf16", build(config, seed=0), OptimizerConfig(), autocast=False)
     inputs, targets = torch.randint(32, (2, 5, 8))
     losses = heldout_losses(lane, [(inputs, targets)])
     logits = lane.model(inputs).double()
@@ -47,7 +47,7 @@ def test_the_losses_of_sequences_are_the_models_loss(architecture: Literal["llam
 
 def test_scores_are_losses_and_the_share_of_targets_that_were_likeliest() -> None:
     config = ModelConfig(vocab=32, dim=16, layers=1, heads=2, ffn=32, sequence=8)
-    lane = Lane("bf16", build(config, seed=0), OptimizerConfig(), autocast=False)
+    lane = TrainState("bf16", build(config, seed=0), OptimizerConfig(), autocast=False)
     inputs, targets = torch.randint(32, (2, 5, 8))
     targets[3] = lane.model(inputs).argmax(-1)[3]
     scores = heldout_scores(lane, iter([(inputs[:3], targets[:3]), (inputs[3:], targets[3:])]))
@@ -59,7 +59,7 @@ def test_scores_are_losses_and_the_share_of_targets_that_were_likeliest() -> Non
 
 def test_it_leaves_the_model_in_training() -> None:
     model = MeanTarget()
-    lane = Lane("bf16", model, OptimizerConfig(), autocast=False)
+    lane = TrainState("bf16", model, OptimizerConfig(), autocast=False)
     heldout_losses(lane, [(torch.ones(1, 1), torch.ones(1, 1))])
     assert model.modes == [(False, False)]
     assert model.training

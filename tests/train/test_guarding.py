@@ -1,4 +1,4 @@
-"""Guardrails over a training run: taken back bit for bit, in both lanes, the files and the store."""
+"""Guardrails over a training run: rollbacks are exact in both models, the files and the store."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 
 import octavo
 from octavo import recipes
-from octavo.bench.accuracy.faults import FAULTS, Fault, Struck, _row, configuration
 from octavo.errors import ConfigError, RunError
-from octavo.guard import Alarm
+from octavo.guard import Alarm, GuardEvent
 from octavo.monitor.store import RunReader
 from octavo.train import RunConfig
-from octavo.train.events import Event, Noted, RolledBack, TensorsMeasured
+from octavo.train.events import Event, RolledBack, TensorsMeasured
 from octavo.train.files import read_metrics
 from octavo.train.parallel import ranks_of
 from octavo.train.run import train
 from octavo.train.setup import set_up
+from octavo_bench.faults import FAULTS, Fault, Struck, _row, configuration
 
 Configure = Callable[..., RunConfig]
 AT = 14
@@ -85,7 +85,7 @@ def test_a_fault_that_does_not_come_back_leaves_no_trace(configure: Configure, t
     for key in ("heldout_loss_fp8", "heldout_loss_bf16"):
         assert struck[key] == plain[key]
     assert [(event.step, event.to) for event in keeper.of(RolledBack)] == [(AT, 10)]
-    assert [event.note.cause for event in keeper.of(Noted) if event.note.cause] == ["transient"]
+    assert [event.cause for event in keeper.of(GuardEvent) if event.cause] == ["transient"]
     losses = [
         [line.get("loss_fp8") for line in read_metrics(tmp_path / run / "metrics.jsonl")] for run in ("plain", "struck")
     ]
@@ -131,7 +131,7 @@ def test_a_layer_that_changed_its_recipe_goes_back_with_the_others(configure: Co
         row_times_1000(run)
 
     summary, keeper = carry_out(guarded(configure, str(tmp_path / "run"), run={"recipe": "delayed"}), strike)
-    causes = [event.note.cause for event in keeper.of(Noted) if event.note.cause]
+    causes = [event.cause for event in keeper.of(GuardEvent) if event.cause]
     assert causes == ["precision", "precision", "transient"]
     plan = RunReader(tmp_path / "run").plan
     assert {row["name"]: row["recipe"] for row in plan["layers"]}["layers.0.feed_forward.w2"] == "folded"
@@ -145,7 +145,7 @@ def test_a_layer_of_a_run_with_static_scales_takes_another_recipe(configure: Con
     def strike(run: Struck) -> None:
         alarm = Alarm(AT, "flushed", "layers.0.feed_forward.w2", "input", 1.0, 0.5)
         assert run._guarded.guard._refine(alarm.layer, alarm)
-        assert octavo.scales(run.setup.lanes[0].model) is not None
+        assert octavo.scales(run.setup.states[0].model) is not None
 
     static = guarded(configure, str(tmp_path / "run"), run={"recipe": "static", "scales": str(scales)})
     _, keeper = carry_out(static, strike)
@@ -178,7 +178,7 @@ def test_watching_notes_and_a_nan_still_stops_the_run(configure: Configure, tmp_
         run.struck_at = AT
         run.fault = nan_in_a_norm
         run.run()
-    assert keeper.of(Noted)[0].note.rule == "nonfinite"
+    assert keeper.of(GuardEvent)[0].rule == "nonfinite"
     assert keeper.of(RolledBack) == []
 
 
@@ -208,7 +208,7 @@ def test_a_resumed_run_goes_on_with_the_recipes_that_layers_had(configure: Confi
     keeper = Keeper()
     config = guarded(configure, str(tmp_path / "parts"), **sections)
     resumed = train(config, reporters=[keeper], resume=True)
-    moved = [event.note for event in keeper.of(Noted) if event.note.cause == "precision"]
+    moved = [event for event in keeper.of(GuardEvent) if event.cause == "precision"]
     assert moved  # the limits are impossible, so that layers climb all the time
     steps = {"whole": [], "parts": []}  # type: ignore[var-annotated]
     for name in steps:

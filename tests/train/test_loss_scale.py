@@ -19,17 +19,17 @@ from octavo.errors import ConfigError, RunError
 from octavo.models import ModelConfig, build
 from octavo.train import LossScale, checkpoint, train
 from octavo.train.config import OptimizerConfig, RunConfig
-from octavo.train.lane import Lane
 from octavo.train.loss_scale import GIVE_UP
-from octavo.train.state import lane_tensors, restore_lane
+from octavo.train.state_tensors import restore_tensors, state_tensors
+from octavo.train.train_state import TrainState
 
 CONFIG = ModelConfig(vocab=32, dim=32, layers=1, heads=2, ffn=32, sequence=8)
 Configure = Callable[..., RunConfig]
 
 
-def lane(window: int = 2000, **settings: object) -> Lane:
+def lane(window: int = 2000, **settings: object) -> TrainState:
     chosen = {"loss_scale": "dynamic", "loss_scale_window": window, **settings}
-    return Lane("bf16", build(CONFIG, seed=0), OptimizerConfig(**chosen), autocast=False)
+    return TrainState("bf16", build(CONFIG, seed=0), OptimizerConfig(**chosen), autocast=False)
 
 
 def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -37,14 +37,16 @@ def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
     return ids[:, :-1], ids[:, 1:]
 
 
-def overflow_in(trained: Lane, value: float = float("inf")) -> None:
+def overflow_in(trained: TrainState, value: float = float("inf")) -> None:
     """Make one gradient of the next step infinite, or NaN."""
     weight = trained.parameters["layers.0.attention.wq.weight"]
     handle = weight.register_hook(lambda grad: (handle.remove(), grad.index_fill(0, torch.tensor([3]), value))[1])
 
 
-def snapshot(trained: Lane) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in lane_tensors(trained).items() if not name.startswith("loss_scale")}
+def snapshot(trained: TrainState) -> dict[str, Tensor]:
+    return {
+        name: tensor.clone() for name, tensor in state_tensors(trained).items() if not name.startswith("loss_scale")
+    }
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -163,10 +165,10 @@ def test_the_state_is_saved_and_restored() -> None:
     saved, fresh = lane(window=3), lane(window=3)
     for step in (1, 2):
         saved.step(*batch(step), step=step, lr=1e-2)
-    restore_lane(fresh, copy.deepcopy(lane_tensors(saved)), Path("here"))
+    restore_tensors(fresh, copy.deepcopy(state_tensors(saved)), Path("here"))
     for trained in (saved, fresh):
         trained.step(*batch(3), step=3, lr=1e-2)
-    assert same(lane_tensors(saved), lane_tensors(fresh))
+    assert same(state_tensors(saved), state_tensors(fresh))
     assert float(fresh.loss_scale.scale) == 512.0
 
 
@@ -192,8 +194,8 @@ def test_a_run_logs_its_scale_and_resumes_bit_for_bit(configure: Configure, tmp_
     ("arguments", "message"),
     [
         ({"mode": "dynamc"}, "'dynamc' is none of"),
-        ({"start": 100.0}, "100.0 is no power of two"),
-        ({"start": 0.0}, "no power of two"),
+        ({"start": 100.0}, "100.0 is not a power of two"),
+        ({"start": 0.0}, "not a power of two"),
         ({"window": 0}, "window of 0"),
     ],
 )
@@ -205,7 +207,7 @@ def test_impossible_settings(arguments: dict[str, object], message: str) -> None
 @pytest.mark.gpu
 def test_on_a_gpu_a_step_skips_without_waiting_for_the_host() -> None:
     config = OptimizerConfig(loss_scale="dynamic", clip_per_group={"*.wq": 1.0}, lr_factors={"*.wk": 0.5})
-    trained = Lane("bf16", build(CONFIG, seed=0).cuda(), config)
+    trained = TrainState("bf16", build(CONFIG, seed=0).cuda(), config)
     inputs, targets = (part.cuda() for part in batch())
     trained.step(inputs, targets, step=1, lr=1e-2)
     before = snapshot(trained)

@@ -10,7 +10,7 @@ from octavo.models import build, count_parameters
 from octavo.models.config import ModelConfig
 from octavo.train.config import assemble, load_preset
 from octavo.train.memory import forecast_run, largest_of, peaks, scaled
-from octavo.train.setup import make_lanes
+from octavo.train.setup import make_states
 
 CONFIG = assemble(load_preset("tiny", cuda=False), ("test", {"run": {"compile": "off", "twin": False}}))
 LLAMA_1B = ModelConfig(vocab=128256, dim=2048, ffn=8192, heads=32, kv_heads=8, layers=16, sequence=4096)
@@ -67,7 +67,7 @@ def test_a_step_of_a_run_takes_on_a_gpu_what_was_predicted() -> None:
     config = replace(CONFIG, model=model, run=replace(CONFIG.run, batch=64, accumulate=1))
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    (lane,), _ = make_lanes(config, recipes.load(config.run.recipe), torch.device("cuda"))
+    (lane,), _ = make_states(config, recipes.load(config.run.recipe), torch.device("cuda"))
     tokens = torch.zeros(64, config.data.sequence, dtype=torch.int64, device="cuda")
     for step in (1, 2):
         lane.step(tokens, tokens, step=step, lr=1e-3)

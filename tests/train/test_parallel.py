@@ -11,24 +11,26 @@ import sys
 import time
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import faults
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import Ended, launch
 from torch.distributed.device_mesh import init_device_mesh
 
-from octavo import strict
+from octavo._util import config_reader
 from octavo.distributed import REDUCTIONS
 from octavo.errors import CheckpointError, ConfigError
 from octavo.monitor.store import ROLES, STATS, RunReader
-from octavo.train import checkpoint, reopen, train
+from octavo.train import checkpoint, load_run, train
 from octavo.train.config import ParallelConfig, RunConfig, assemble, load_preset
 from octavo.train.files import read_metrics
-from octavo.train.parallel import ALONE, Launch, Ranks, levels, ranks_of
+from octavo.train.parallel import SINGLE_PROCESS, Launch, Ranks, ranks_of
+from octavo.train.parallel_checks import two_level_sizes
 
 HERE = Path(__file__).parent
 ERROR = 3e-5
@@ -39,30 +41,25 @@ lost on resuming, 1e-4."""
 Configure = Callable[..., RunConfig]
 
 
-@dataclass(frozen=True)
-class Ended:
-    """A job of two ranks that has ended."""
+def two_ranks(
+    fault: str, rank: int, step: int, config: RunConfig, *, restarts: int = 0, by_torchrun: bool = False
+) -> Ended:
+    """Run `octavo train` in two ranks, of which one fails at a step; see faults.py.
 
-    code: int
-    seconds: float
-    out: str
-    errors: str
-
-    def lines(self, *, of: str = "octavo: error:") -> list[str]:
-        return [line for line in self.errors.splitlines() if line.startswith(of)]
-
-
-def two_ranks(fault: str, rank: int, step: int, config: RunConfig, *, restarts: int = 0) -> Ended:
-    """Run `octavo train` in two ranks, of which one fails at a step; see faults.py."""
+    By torchrun itself, ranks start as a user starts them; each then imports PyTorch, which takes 10 seconds.
+    """
     file = config.run.out.with_suffix(".json")
-    file.write_text(json.dumps(strict.to_dict(config)))
+    file.write_text(json.dumps(config_reader.to_dict(config)))
+    arguments = [fault, str(rank), str(step), "train", str(file), "--json"]
+    if not by_torchrun:
+        return launch(faults.octavo, 2, *arguments, restarts=restarts)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    program = [str(HERE / "faults.py"), fault, str(rank), str(step), "train", str(file), "--json"]
     known = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1] / "src")}
     started = time.monotonic()
     done = subprocess.run(
-        [*launcher, "--max-restarts", str(restarts), *program], env=known, capture_output=True, text=True, timeout=100
-    )
+        [*launcher, "--max-restarts", str(restarts), str(HERE / "faults.py"), *arguments],
+        env=known, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
     return Ended(done.returncode, time.monotonic() - started, done.stdout, done.stderr)
 
 
@@ -164,7 +161,7 @@ def test_ranks_split_batches_and_cover_those_they_cannot_split() -> None:
     ranks = [Ranks(launch=Launch(rank, 3)) for rank in range(3)]
     assert [r.own_rows(6) for r in ranks] == [[0, 1], [2, 3], [4, 5]]
     assert [r.own_rows(4) for r in ranks] == [[0, 1], [2, 3], [0, 1]]
-    assert ALONE.own_rows(3) == [0, 1, 2]
+    assert SINGLE_PROCESS.own_rows(3) == [0, 1, 2]
 
 
 def test_ranks_that_share_layers_have_the_same_part_of_a_batch() -> None:
@@ -175,7 +172,9 @@ def test_ranks_that_share_layers_have_the_same_part_of_a_batch() -> None:
 
 def test_ranks_of_a_pipeline_have_the_same_part_of_a_batch() -> None:
     ranks = [Ranks(launch=Launch(rank, 8), parallel=ParallelConfig(tensor=2, pipeline=2)) for rank in range(8)]
-    assert [(r.place, r.part, r.parts) for r in ranks] == [(p, part, 2) for p in (0, 1) for part in (0, 0, 1, 1)]
+    assert [(r.pipeline_rank, r.part, r.parts) for r in ranks] == [
+        (p, part, 2) for p in (0, 1) for part in (0, 0, 1, 1)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -193,13 +192,13 @@ def test_ranks_of_a_pipeline_have_the_same_part_of_a_batch() -> None:
 def test_levels_are_of_the_ranks_that_share_shards(
     parallel: dict[str, Any], of_host: int, expected: tuple[int, ...]
 ) -> None:
-    assert levels(ParallelConfig(**parallel), 16, of_host) == expected
+    assert two_level_sizes(ParallelConfig(**parallel), 16, of_host) == expected
 
 
 @pytest.mark.parametrize(("tensor", "of_host"), [(1, 6), (4, 2), (2, 5)])
 def test_levels_want_hosts_that_go_evenly(tensor: int, of_host: int) -> None:
     with pytest.raises(ConfigError, match=rf"hosts of {of_host} ranks .*Take 'fp8-block'"):
-        levels(ParallelConfig(tensor=tensor), 16, of_host)
+        two_level_sizes(ParallelConfig(tensor=tensor), 16, of_host)
 
 
 def test_losses_of_rows_are_taken_once_of_ranks_that_share_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +208,7 @@ def test_losses_of_rows_are_taken_once_of_ranks_that_share_layers(monkeypatch: p
 
     monkeypatch.setattr(torch.distributed, "all_gather", gather)
     ranks = Ranks(launch=Launch(3, 4), parallel=ParallelConfig(tensor=2))
-    assert ranks.all_rows(torch.tensor([0.0, 1.0]), 3).tolist() == [0, 1, 10]
+    assert ranks.gather_rows(torch.tensor([0.0, 1.0]), 3).tolist() == [0, 1, 10]
 
 
 @pytest.mark.parametrize(("schedule", "known"), [("1f1b", [20, 30]), ("zero-bubble-v", [0, 10])])
@@ -222,7 +221,7 @@ def test_losses_of_rows_are_taken_of_the_last_stage(
 
     monkeypatch.setattr(torch.distributed, "all_gather", gather)
     ranks = Ranks(launch=Launch(3, 4), parallel=ParallelConfig(pipeline=2, schedule=schedule))
-    assert ranks.all_rows(torch.tensor([0.0]), 2).tolist() == known
+    assert ranks.gather_rows(torch.tensor([0.0]), 2).tolist() == known
 
 
 STAGED: dict[str, Any] = {"run": {"accumulate": 2}}
@@ -236,16 +235,20 @@ STAGED: dict[str, Any] = {"run": {"accumulate": 2}}
         ({"parallel": {"data": 3}}, 4, r"data = 3, shard = all others want 3 ranks, and 4 were started"),
         ({"run": {"batch": 6}}, 4, r"run.batch: 6 sequences cannot be split evenly over 4 ranks.*multiple of 4"),
         ({"run": {"bf16_first_steps": 1}}, 2, r"bf16_first_steps"),
-        ({"run": {"device": "cuda:1"}}, 2, r"run.device: 'cuda:1' is one device, and there are 2 ranks"),
-        ({"parallel": {"data": 2, "reduce": "bf16"}}, 2, r"parallel.reduce: 'bf16' .* on 2 ranks none do"),
-        ({"parallel": {"data": 2, "pipeline": 2, "reduce": "bf16"}, **STAGED}, 4, r"'bf16' .* on 4 ranks none do"),
-        ({"parallel": {"reduce": "two-level"}, "run": {"batch": 12}}, 6, r"and 6 ranks .* hosts of 4 ranks"),
+        ({"run": {"device": "cuda:1"}}, 2, r"run.device: 'cuda:1' is one device, but 2 ranks"),
+        ({"parallel": {"data": 2, "reduce": "bf16"}}, 2, r"parallel.reduce: 'bf16' .* on 2 ranks nothing is sharded"),
+        (
+            {"parallel": {"data": 2, "pipeline": 2, "reduce": "bf16"}, **STAGED},
+            4,
+            r"'bf16' .* on 4 ranks nothing is sharded",
+        ),
+        ({"parallel": {"reduce": "two-level"}, "run": {"batch": 12}}, 6, r"but 6 ranks .* hosts of 4 ranks"),
         ({"parallel": {"tensor": 2}}, 1, r"shard = all others, tensor = 2 want 2 ranks, and 1 was started"),
         ({"parallel": {"tensor": 2}, "run": {"batch": 3}}, 4, r"over 2 groups of 2 ranks.*multiple of 2"),
         ({"parallel": {"tensor": 4}}, 4, r"model.heads: 2 cannot be split evenly over 4 ranks"),
         ({"parallel": {"pipeline": 2}}, 1, r"shard = all others, pipeline = 2 want 2 ranks, and 1 was started"),
         ({"parallel": {"pipeline": 2, "tensor": 2}, "run": {"batch": 3}}, 8, r"over 2 groups of 4 ranks"),
-        ({"parallel": {"pipeline": 2}}, 2, r"run.accumulate: 1 parts of a batch do not fill a pipeline of 2 ranks"),
+        ({"parallel": {"pipeline": 2}}, 2, r"run.accumulate: 1 micro-batches do not fill a pipeline of 2 ranks"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_started(
@@ -301,7 +304,7 @@ def test_all_ranks_measure_tensors_and_the_first_writes_them(two: tuple[RunConfi
 
 def test_guardrails_take_all_ranks_back(two: tuple[RunConfig, Ended], make: Configure) -> None:
     config = make("struck", guard={"mode": "act", "shadow_every": 0})
-    struck = two_ranks("nan", 1, 4, config)
+    struck = two_ranks("nan", 1, 4, config, by_torchrun=True)
     assert struck.code == 0, struck.errors
     assert losses(config) == losses(two[0])
     assert struck.errors.count("back to step 0") == 1  # the first rank alone says it
@@ -355,8 +358,8 @@ def test_ranks_that_share_layers_go_on_bit_for_bit_after_one_has_died(make: Conf
     assert ended.code == 0, ended.errors
     assert "resumed after step 4" in ended.errors
     assert losses(killed) == losses(whole)
-    parts = reopen.find(whole.run.out)
-    seen = reopen.restore(parts, reopen.settings_of(parts, "test", {})).lanes[0].model.get_parameter(CUT_BY_INPUTS)
+    parts = load_run.find(whole.run.out)
+    seen = load_run.restore(parts, load_run.settings_of(parts, "test", {})).states[0].model.get_parameter(CUT_BY_INPUTS)
     codes, scale = (parts.tensors["fp8"][f"model.{CUT_BY_INPUTS}.{part}"] for part in ("codes", "scale"))
     assert scale.shape[1] == 2  # of a row, each rank has one: who looks in one process has one for both
     values = codes.float() * scale.repeat_interleave(codes.shape[1] // 2, dim=1)

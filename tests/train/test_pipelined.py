@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pipelines
 import pytest
 import torch
+from ranks import launch
 from torch.torch_version import TorchVersion
 
-from octavo import strict
+from octavo._util import config_reader
 from octavo.kernels.sample import STATS
 from octavo.monitor.store import RunReader
 from octavo.train import checkpoint, train
 from octavo.train.config import RunConfig, assemble, load_preset
 from octavo.train.files import read_metrics
 
-HERE = Path(__file__).parent
 ERROR = 1e-4
 """Of losses and norms against one process, relative: norms are summed in another order, and clip what is learnt. That
 decides now and then how a value is rounded: 3e-5."""
@@ -71,20 +68,9 @@ def piped(make: Configure) -> dict[str, RunConfig]:
     files = []
     for name, config in runs.items():
         files.append(config.run.out.with_name(f"{name}.json"))
-        files[-1].write_text(json.dumps(strict.to_dict(config)))
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = str(one.getsockname()[1])
-    known = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE.parents[1] / 'src'}:{HERE}"}
-    known |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "0"}
-    command = [sys.executable, str(HERE / "pipelines.py"), *map(str, files)]
-    ranks = [
-        subprocess.Popen(command, env={**known, "RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.PIPE, text=True)
-        for rank in "01"
-    ]
-    for rank in ranks:
-        _, said = rank.communicate(timeout=100)
-        assert rank.returncode == 0, said
+        files[-1].write_text(json.dumps(config_reader.to_dict(config)))
+    ended = launch(pipelines.run_all, 2, *map(str, files))
+    assert ended.code == 0, ended.errors
     return runs
 
 

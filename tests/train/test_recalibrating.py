@@ -1,4 +1,4 @@
-"""Static scales that are made anew while a run trains."""
+"""Recalibration of static scales during a run."""
 
 from __future__ import annotations
 
@@ -56,5 +56,5 @@ def test_a_resumed_run_goes_on_bit_for_bit(configure: Configure, scales: str, tm
 
 def test_what_saturates_is_seen_by_telemetry_alone(configure: Configure, scales: str) -> None:
     config = configure(run={**STATIC, "scales": scales, "recalibrate_above": 0.1, "telemetry_every": 0})
-    with pytest.raises(ConfigError, match="recalibrate_above: what saturates is seen by telemetry"):
+    with pytest.raises(ConfigError, match="recalibrate_above: telemetry measures saturation"):
         train(config)

@@ -15,10 +15,10 @@ from octavo.models import ModelConfig, build
 from octavo.nn.telemetry import Telemetry
 from octavo.train.config import LoopConfig, OptimizerConfig, RunConfig
 from octavo.train.evaluate import heldout_losses
-from octavo.train.lane import Lane
-from octavo.train.parallel import ALONE, Launch
+from octavo.train.parallel import SINGLE_PROCESS, Launch
 from octavo.train.replay import WARM, Captured, Graphs, _stored
 from octavo.train.setup import replays
+from octavo.train.train_state import TrainState
 
 CONFIG = ModelConfig(vocab=32, dim=64, layers=1, heads=2, ffn=128, sequence=8)  # large enough for FP8 gradients
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -62,10 +62,10 @@ class RefusesToCapture(Graphs):
         raise RuntimeError("operation not permitted\nwhen stream is capturing")
 
 
-def lane(graphs: Graphs | None = None, *, recipe: str = "folded", device: str = "cpu", **settings: Any) -> Lane:
+def lane(graphs: Graphs | None = None, *, recipe: str = "folded", device: str = "cpu", **settings: Any) -> TrainState:
     model = build(CONFIG, seed=0).to(device)
     convert(model, recipe, policy=Policy(min_gain=0.0))
-    return Lane("fp8", model, OptimizerConfig(**settings), graphs=graphs)
+    return TrainState("fp8", model, OptimizerConfig(**settings), graphs=graphs)
 
 
 def batch(step: int, rows: int = 4, device: str = "cpu") -> tuple[Tensor, Tensor]:
@@ -73,7 +73,7 @@ def batch(step: int, rows: int = 4, device: str = "cpu") -> tuple[Tensor, Tensor
     return ids[:, :-1], ids[:, 1:]
 
 
-def trained(own: Lane, steps: int, accumulate: int = 1) -> list[float]:
+def trained(own: TrainState, steps: int, accumulate: int = 1) -> list[float]:
     batches = [batch(number, device=own.device.type) for number in range(steps)]
     return [float(own.step(*pair, step=n, lr=1e-2, accumulate=accumulate).loss) for n, pair in enumerate(batches)]
 
@@ -193,4 +193,4 @@ def test_asking_for_a_graph_where_there_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"run\.graph: 'on' needs one GPU, but the run is on a CPU"):
         replays(asked("on"), CPU)
     with pytest.raises(ConfigError, match="2 ranks share the run"):
-        replays(asked("on"), CUDA, dataclasses.replace(ALONE, launch=Launch(ranks=2)))
+        replays(asked("on"), CUDA, dataclasses.replace(SINGLE_PROCESS, launch=Launch(ranks=2)))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo import strict
+from octavo._util import config_reader
 from octavo.errors import CheckpointError
 from octavo.train.config import RunConfig, assemble, load_preset
 from octavo.train.resume import FREE, check_same_run
@@ -15,7 +15,7 @@ def tiny(**run: object) -> RunConfig:
 
 
 def test_how_a_run_is_watched_and_kept_may_change() -> None:
-    saved = strict.to_dict(tiny())
+    saved = config_reader.to_dict(tiny())
     check_same_run(
         saved,
         tiny(out="elsewhere", keep=9, log_every=1, eval_every=2, checkpoint_every=1, steps=99),
@@ -24,7 +24,7 @@ def test_how_a_run_is_watched_and_kept_may_change() -> None:
 
 
 def test_what_decides_the_numbers_may_not() -> None:
-    saved = strict.to_dict(tiny())
+    saved = config_reader.to_dict(tiny())
     with pytest.raises(
         CheckpointError, match=r"c: this is the checkpoint of another run: run.batch is 4 there and 8 here"
     ):
@@ -32,12 +32,12 @@ def test_what_decides_the_numbers_may_not() -> None:
 
 
 def test_a_key_that_this_version_does_not_know() -> None:
-    saved = strict.to_dict(tiny())
+    saved = config_reader.to_dict(tiny())
     saved["run"]["magic"] = 1
     with pytest.raises(CheckpointError, match=r"run.magic"):
         check_same_run(saved, tiny(), Path("c"))
 
 
 def test_every_free_key_exists() -> None:
-    settings = strict.to_dict(tiny())
+    settings = config_reader.to_dict(tiny())
     assert {f"{section}.{key}" for section, keys in settings.items() for key in keys} >= FREE

@@ -107,7 +107,7 @@ MOMENT = {"fp8": torch.float8_e4m3fn, "exact": torch.bfloat16}
 
 def test_stochastic_rounding_follows_the_seed_of_the_run(configure: Configure) -> None:
     sections = {"model": LARGE_ENOUGH, "optimizer": {"states": "fp8"}}
-    seeds = [lane.optimizer.seed for lane in set_up(configure(**sections, run={"seed": 7})).lanes]  # type: ignore[attr-defined]
+    seeds = [lane.optimizer.seed for lane in set_up(configure(**sections, run={"seed": 7})).states]  # type: ignore[attr-defined]
     assert seeds == [7, 7]
 
 
@@ -142,7 +142,7 @@ def test_a_checkpoint_of_other_optimizer_states_is_refused(configure: Configure,
 
 
 def test_both_lanes_start_from_the_same_bits_and_see_the_same_batches(configure: Configure) -> None:
-    # With learning rate 0 the weights never move, so both lanes differ by the precision of the GEMMs alone.
+    # With learning rate 0 the weights never move, so the models differ by the precision of the GEMMs alone.
     config = configure(run={"steps": 1, "log_every": 1}, optimizer={"lr": 1e-30, "weight_decay": 0.0})
     train(config)
     path = checkpoint.latest(config.run.out / "checkpoints")
@@ -231,7 +231,7 @@ def test_a_finished_run_resumed_only_evaluates(configure: Configure) -> None:
 def test_nobodys_run_is_overwritten_unasked(configure: Configure) -> None:
     config = configure(run={"steps": 2})
     first = train(config)
-    with pytest.raises(ConfigError, match=r"holds a run already \(step-000002\).*--resume.*--overwrite"):
+    with pytest.raises(ConfigError, match=r"already contains a run \(step-000002\).*--resume.*--overwrite"):
         train(config)
     assert json.loads((config.run.out / "summary.json").read_text(encoding="utf-8")) == first
     train(configure(run={"steps": 1}), overwrite=True)
@@ -418,7 +418,7 @@ def test_a_checkpoint_from_before_a_setting_existed_resumes(configure: Configure
 
 def test_a_schedule_works_in_compiled_blocks(configure: Configure) -> None:
     setup = set_up(configure(run={"steps": 3, "twin": False}))
-    lane = setup.lanes[0]
+    lane = setup.states[0]
     compiled = CompileCounter()
     for block in lane.model.get_submodule("layers").children():
         block.compile(fullgraph=True, backend=compiled)

@@ -17,20 +17,20 @@ from octavo.tensor import FP8Tensor
 from octavo.train import train
 from octavo.train.config import RunConfig
 from octavo.train.events import Event, Saved
-from octavo.train.lane import Lane
 from octavo.train.setup import set_up
+from octavo.train.train_state import TrainState
 
 Configure = Callable[..., RunConfig]
 MODEL = {"dim": 64, "ffn": 128, "layers": 1}
 """Large enough for `keep_small` to leave its matrices to the tier."""
 
 
-def lanes(configure: Configure, weights: str, **sections: dict[str, Any]) -> dict[str, Lane]:
+def lanes(configure: Configure, weights: str, **sections: dict[str, Any]) -> dict[str, TrainState]:
     run = {"weights": weights, **sections.pop("run", {})}
-    return {lane.name: lane for lane in set_up(configure(model=MODEL, run=run, **sections)).lanes}
+    return {lane.name: lane for lane in set_up(configure(model=MODEL, run=run, **sections)).states}
 
 
-def kinds(lane: Lane) -> dict[str, str]:
+def kinds(lane: TrainState) -> dict[str, str]:
     """Return what each parameter is: its dtype, or fp8."""
     parameters = lane.model.named_parameters()
     return {n: "fp8" if isinstance(p, FP8Tensor) else str(p.dtype).removeprefix("torch.") for n, p in parameters}
@@ -116,7 +116,7 @@ def test_a_run_in_fp8_weights_reaches_the_loss_of_bf16_weights(configure: Config
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.02)
     assert losses["fp8"] == pytest.approx(losses["bf16"], rel=0.02)
     taken = {weights: summary["weight_bytes_per_parameter"] for weights, summary in summaries.items()}
-    model = set_up(configure(model=MODEL, run={"weights": "fp8"})).lanes[0].model
+    model = set_up(configure(model=MODEL, run={"weights": "fp8"})).states[0].model
     in_fp8 = sum(p.numel() for p in model.parameters() if isinstance(p, FP8Tensor))
     rows = sum(p.shape[0] for p in model.parameters() if isinstance(p, FP8Tensor))
     count = sum(p.numel() for p in model.parameters())

@@ -1,8 +1,8 @@
-"""Scales from representative data: `octavo.calibrate`, what it recommends, and when a training loop repeats it."""
+"""Static scales from representative data (`octavo.calibrate`), and their recalibration during training."""
 
-from octavo.calibration.choice import Choice
 from octavo.calibration.finding import Calibration, calibrate
-from octavo.calibration.spectrum import Spectrum
+from octavo.calibration.histogram import MagnitudeHistogram
+from octavo.calibration.scale_policy import ScalePolicy
 from octavo.calibration.updates import Recalibration, Updates
 
-__all__ = ["Calibration", "Choice", "Recalibration", "Spectrum", "Updates", "calibrate"]
+__all__ = ["Calibration", "MagnitudeHistogram", "Recalibration", "ScalePolicy", "Updates", "calibrate"]

@@ -1,24 +1,24 @@
-"""`octavo.calibrate`: run representative batches through a model, and find the scales of its linear layers."""
+"""`octavo.calibrate`: find the scales of linear layers from representative batches."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from octavo import strict
-from octavo.calibration.choice import FLUSHED, SATURATED, Choice
-from octavo.calibration.layers import Wanted, wanted
-from octavo.calibration.provenance import DataHash
-from octavo.calibration.spectrum import Spectrum
-from octavo.calibration.watching import watched
+from octavo._util import config_reader
+from octavo.calibration.histogram import MagnitudeHistogram
+from octavo.calibration.scale_policy import FLUSHED, SATURATED, ScalePolicy
+from octavo.calibration.targets import CalibrationTarget, count_magnitudes, find_targets
 from octavo.conversion import Policy
 from octavo.errors import ConfigError, NonFiniteError
 from octavo.nn import calibration
@@ -26,14 +26,14 @@ from octavo.nn.calibration import Calibrated, Origin, full_name
 from octavo.recipes import RecipeLike
 
 Loss = Callable[[Any, Any], Any]
-"""(model, batch) to the loss, a tensor of one element."""
+"""(model, batch) -> loss, a tensor of one element."""
 
 _MEASURES = ("scales that fit", "spare bits", "flushed", "saturated", "suggested")
 HEADER = ("layer", "role", "format", "scale", "amax", *_MEASURES)
 
 
 class Row(NamedTuple):
-    """A line of the table: one scale, and what it does to its tensor."""
+    """A row of the table: one scale and its effect on its tensor."""
 
     layer: str
     role: str
@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
     @property
     def spare_bits(self) -> float | None:
-        """Between the smallest and the largest recommended scale; negative: the format is too narrow. None: no end."""
+        """Bits from the smallest to the largest recommended scale; negative: format too narrow; None: no limit."""
         statistics = self._statistics
         if statistics.highest is None:
             return None
@@ -50,11 +50,11 @@ class Row(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether the scale flushes and saturates few elements only."""
+        """True if the scale flushes and saturates few elements only."""
         return self._statistics.flushed <= FLUSHED and self._statistics.saturated <= SATURATED
 
     def cells(self) -> tuple[str, ...]:
-        """Return what `print` shows of it, under `HEADER`."""
+        """Return its cells under `HEADER`."""
         found, seen, spare = self.scale, self._statistics, self.spare_bits
         highest = "" if seen.highest is None else f" {seen.highest:.3g}"
         span = f"{seen.lowest:.3g} to{highest}" if spare is None or spare >= 0 else "none"
@@ -64,43 +64,43 @@ class Row(NamedTuple):
         return self.layer, self.role, found.format, *sizes, *shares, seen.suggested
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        entry = strict.to_dict(replace(self.scale, previous=(), origin=None))
+        """Return its content as plain values."""
+        entry = config_reader.to_dict(replace(self.scale, previous=(), origin=None))
         statistics = {**entry.pop("statistics"), "spare_bits": self.spare_bits}
         kept = {key: entry[key] for key in ("format", "scaling", "scale", "amax")}
         return {"layer": self.layer, "role": self.role, **kept, **statistics, "fits": self.fits}
 
     @property
     def _statistics(self) -> calibration.Statistics:
-        assert self.scale.statistics is not None  # `calibrate` measures them all
+        assert self.scale.statistics is not None  # set by `calibrate`
         return self.scale.statistics
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The scales that `octavo.calibrate` found. `print` shows a table, `save` writes them to a file."""
+    """The result of `octavo.calibrate`. `print` shows a table, `save` writes a calibration file."""
 
     scales: Mapping[str, Calibrated]
     """By `<layer>.input` or `<layer>.grad_output`, as in a file."""
     origin: Origin
-    """Where they come from."""
+    """Their provenance."""
     not_found: tuple[str, ...] = ()
-    """Scales that were looked for, and whose tensors were never met, or all zero."""
+    """Scales whose tensors never occurred, or were all zero."""
 
     def rows(self) -> list[Row]:
-        """Return a line for each scale, in the order of the layers."""
+        """Return a row per scale, in the order of the layers."""
         return [Row(*_parts(name), scale) for name, scale in self.scales.items()]
 
     @property
     def fits(self) -> bool:
-        """Whether all scales were found and fit their tensors."""
+        """True if all scales were found and fit their tensors."""
         return not self.not_found and all(row.fits for row in self.rows())
 
     def save(self, path: str | Path) -> None:
         """Write the scales to a calibration file (JSON), for `octavo.convert(model, "static", scales=path)`.
 
-        A file that is there is updated: what it held of these layers is kept as previous values, which
-        `octavo calibrate --undo` brings back; what it holds of others stays.
+        An existing file is updated: its former values of these layers are kept as previous ones, which
+        `octavo calibrate --undo` restores; other layers stay unchanged.
 
         Raises:
             ConfigError: no scale was found, or the file cannot be written, or is not a calibration file.
@@ -108,9 +108,9 @@ class Calibration:
         calibration.update(Path(path), self.scales)
 
     def to_json(self) -> str:
-        """Return the lines of the table, where they come from, and what was not found, as JSON."""
+        """Return rows, provenance and missing scales as JSON."""
         rows = [row.to_dict() for row in self.rows()]
-        content = {"scales": rows, "not_found": self.not_found, "origin": strict.to_dict(self.origin)}
+        content = {"scales": rows, "not_found": self.not_found, "origin": config_reader.to_dict(self.origin)}
         return json.dumps(content, indent=1)
 
     def __str__(self) -> str:
@@ -118,7 +118,7 @@ class Calibration:
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
         outside = [row for row in self.rows() if not row.fits]
-        notes = [f"not found (never read, or all zero): {name}" for name in self.not_found]
+        notes = [f"not found (never computed, or all zero): {name}" for name in self.not_found]
         notes += [_advice(row) for row in outside]
         verdict = f"{len(self.scales) - len(outside)} of {len(self.scales)} scales fit their tensors"
         return "\n".join([*(line.rstrip() for line in lines), "", verdict, *notes])
@@ -133,54 +133,61 @@ def calibrate(
     policy: Policy | None = None,
     layers: str | Sequence[str] = (),
     backward: bool = True,
-    choice: Choice | None = None,
+    scale_policy: ScalePolicy | None = None,
     source: str = "",
 ) -> Calibration:
     """Find the scales of a model's linear layers from representative batches.
 
-    The model computes in its own precision, in the mode (`train`, `eval`) that it is in; parameters, their gradients
-    and scales that it keeps stay as they are. Counting needs a pass over each tensor and 256 KiB for each scale. A
-    forward that is recomputed counts twice.
+    The model computes in its own precision, in its current mode (`train`, `eval`); parameters, gradients and stored
+    scales stay unchanged. Counting needs one pass over each tensor and 256 KiB per scale. A recomputed forward counts
+    twice.
 
     Args:
         model: any module with `nn.Linear` layers, converted or not.
-        batches: what is run: a few, like those to come, in size too, on the model's device.
-        loss: what is run on a batch, and gives the loss. By default the model is called with the batch, with its parts
-            if it is a tuple, a list or a mapping; what it returns is the loss, or has it as `loss`. Multiply it by a
-            loss scale that training will use: gradients have it too.
-        recipe: whose formats and scaling are used; by default those that the model's layers keep scales by, else
+        batches: a few representative batches of the size used later, on the model's device.
+        loss: runs a batch and returns the loss. By default the model is called with the batch, unpacked if it is a
+            tuple, list or mapping; it returns the loss, or an object with it as `loss`. Multiply it by the loss
+            scale of training, if there is one: it scales gradients too.
+        recipe: decides formats and scaling; by default the recipes of the model's layers that store scales, else
             `static`.
-        policy: which layers are converted, as `octavo.convert` will be told; `min_gain` does not matter here.
-        layers: a pattern of layers (`layers.0.*`) or scales (`*.grad_output`), or several; by default all.
-        backward: whether gradients are calibrated too. Without, forward alone runs.
-        choice: how a scale is chosen of what was seen.
-        source: what the file will say of the model and the data.
+        policy: the conversion policy, as for `octavo.convert`; `min_gain` is ignored.
+        layers: one or several patterns of layers (`layers.0.*`) or scales (`*.grad_output`); by default all.
+        backward: calibrate gradients too; otherwise only forward runs.
+        scale_policy: how scales are derived from the observed magnitudes.
+        source: description of model and data for the file.
 
     Raises:
-        ConfigError: nothing to calibrate, no batch, no loss, or a pattern that matches nothing.
-        NonFiniteError: a tensor held a NaN or an infinity.
+        ConfigError: nothing to calibrate, no batch, no loss, or a pattern without match.
+        NonFiniteError: a tensor contained a NaN or infinity.
     """
-    choice, data = choice or Choice(), DataHash()
-    goal = wanted(model, recipe, policy, [layers] if isinstance(layers, str) else layers, backward)
-    with watched(model, goal) as seen, nullcontext() if backward else torch.no_grad():
+    scale_policy, data = scale_policy or ScalePolicy(), DataHash()
+    patterns = [layers] if isinstance(layers, str) else layers
+    targets = find_targets(model, recipe, policy, patterns, backward)
+    with count_magnitudes(model, targets) as seen, nullcontext() if backward else torch.no_grad():
         for batch in batches:
             data.add(batch)
             _run(model, batch, loss, backward)
     if not seen:
         raise ConfigError("octavo.calibrate: no batch was given, or none of the layers ran. Give a few batches.")
     _check_finite(seen)
-    first = next(iter(goal.values()))
-    return _result(goal, seen, choice, Origin(recipe=first.recipe.name, how=str(choice), source=source, data=str(data)))
+    first = next(iter(targets.values()))
+    origin = Origin(recipe=first.recipe.name, how=str(scale_policy), source=source, data=str(data))
+    return _result(targets, seen, scale_policy, origin)
 
 
-def _result(goal: Mapping[str, Wanted], seen: Mapping[str, Spectrum], choice: Choice, origin: Origin) -> Calibration:
+def _result(
+    targets: Mapping[str, CalibrationTarget],
+    seen: Mapping[str, MagnitudeHistogram],
+    scale_policy: ScalePolicy,
+    origin: Origin,
+) -> Calibration:
     scales: dict[str, Calibrated] = {}
-    for name, one in goal.items():
-        together = Spectrum.of([seen[other] for other in one.together if other in seen])
-        found = choice.scale(seen[name], one.operand, together) if name in seen else None
+    for name, target in targets.items():
+        shared = MagnitudeHistogram.of([seen[other] for other in target.group if other in seen])
+        found = scale_policy.scale(seen[name], target.operand, shared) if name in seen else None
         if found is not None:
-            scales[name] = replace(found, origin=replace(origin, recipe=one.recipe.name))
-    return Calibration(scales, origin, tuple(name for name in goal if name not in scales))
+            scales[name] = replace(found, origin=replace(origin, recipe=target.recipe.name))
+    return Calibration(scales, origin, tuple(name for name in targets if name not in scales))
 
 
 def _run(model: nn.Module, batch: Any, loss: Loss | None, backward: bool) -> None:
@@ -191,10 +198,10 @@ def _run(model: nn.Module, batch: Any, loss: Loss | None, backward: bool) -> Non
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if found is None or not found.requires_grad or not parameters:
         raise ConfigError(
-            f"octavo.calibrate: running a batch gave {_described(result)}, and no loss that gradients can be taken of. "
-            "Give loss=lambda model, batch: ...; or backward=False, which calibrates inputs alone."
+            f"octavo.calibrate: running a batch returned {_described(result)}, which is no loss with gradients. "
+            "Give loss=lambda model, batch: ...; or backward=False to calibrate inputs only."
         )
-    torch.autograd.grad(found, parameters, allow_unused=True)  # leaves the parameters' own gradients alone
+    torch.autograd.grad(found, parameters, allow_unused=True)  # leaves `parameter.grad` alone
 
 
 def _call(model: nn.Module, batch: Any) -> Any:
@@ -214,25 +221,62 @@ def _described(result: Any) -> str:
     return f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
 
 
-def _check_finite(seen: Mapping[str, Spectrum]) -> None:
+def _check_finite(seen: Mapping[str, MagnitudeHistogram]) -> None:
     for name, spectrum in seen.items():
         if count := spectrum.non_finite:
             layer, role = _parts(name)
             raise NonFiniteError(
-                f"octavo.calibrate: {count} of {spectrum.elements} elements of the {role} of '{layer}' are NaN or "
-                "infinite, of all layers the first. Look for the batch or the weight that they come from."
+                f"octavo.calibrate: {count} of {spectrum.elements} elements of the {role} of '{layer}', the first such"
+                " layer, are NaN or infinite. Check the batch and the weights."
             )
 
 
 def _advice(row: Row) -> str:
-    """Say what to do about a scale that does not fit."""
+    """Return advice on a scale that does not fit."""
     spare = row.spare_bits
     where = f"{full_name(row.layer, row.role)}: "
     if spare is not None and spare < 0 and row.scale.statistics is not None:
-        return where + f"no scale holds it in {row.scale.format}; suggested: {row.scale.statistics.suggested}"
-    return where + "another margin or choice would hold it: take a scale among those that fit"
+        return where + f"no scale fits it in {row.scale.format}; suggested: {row.scale.statistics.suggested}"
+    return where + "another margin or scale policy would fit: take a scale among those that fit"
 
 
 def _parts(name: str) -> tuple[str, str]:
     layer, _, role = name.rpartition(".")
     return layer, role
+
+
+class DataHash:
+    """SHA-256 of batches: shapes, dtypes and bytes of tensors, and plain values."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+
+    def add(self, batch: Any) -> None:
+        """Add a batch: tensors, arrays, numbers and strings, in lists, tuples and mappings.
+
+        Other objects contribute their type only.
+        """
+        for part in _bytes_of(batch):
+            self._hash.update(part)
+
+    def __str__(self) -> str:
+        return f"sha256:{self._hash.hexdigest()}"
+
+
+def _bytes_of(value: Any) -> Iterator[bytes]:
+    if isinstance(value, Tensor):
+        plain = value.detach().cpu().contiguous()
+        yield f"{plain.dtype} {tuple(plain.shape)}".encode()
+        yield plain.flatten().view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, np.ndarray):
+        yield f"{value.dtype} {value.shape}".encode() + value.tobytes()
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield repr(key).encode()
+            yield from _bytes_of(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _bytes_of(part)
+    else:
+        plain_kinds = (str, bytes, int, float, bool, type(None))
+        yield (repr(value) if isinstance(value, plain_kinds) else type(value).__qualname__).encode()

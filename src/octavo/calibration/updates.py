@@ -1,4 +1,4 @@
-"""When static scales are made anew while a model trains: as data, and what carries it out in a training loop.
+"""Recalibration of static scales during training.
 
     with Recalibration(model, Updates(every=1000, saturated_above=1e-3), "calibration.json") as recalibration:
         for batch in batches:
@@ -6,8 +6,8 @@
             optimizer.step()
             recalibration.step()
 
-New scales are made of the largest values that training itself has met since the last ones. What is decided depends on
-the steps alone, and is the same on all ranks: a run that is resumed decides as one that never stopped.
+New scales come from the largest values in training since the previous update. Decisions depend on the step only and
+are equal on all ranks: a resumed run decides as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -22,47 +22,47 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from octavo._util.dist import in_process_group, is_first_rank
 from octavo.errors import ConfigError
 from octavo.nn import calibration
 from octavo.nn.calibration import Calibrated, full_name
 from octavo.nn.scales import scales
 from octavo.nn.telemetry import STATS, Telemetry
-from octavo.ranks import in_process_group, is_first_rank
 from octavo.recipes import STATEFUL
 from octavo.recipes.spec import MOST_MARGIN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Updates:
-    """When static scales are made anew, and with how much room."""
+    """When static scales are updated, and with how much headroom."""
 
     every: int = 0
-    """Optimizer steps after which all of them are; 0: never."""
+    """Optimizer steps between updates of all scales; 0: never."""
     saturated_above: float | None = None
-    """Share of a tensor's elements: a scale at which more saturate is made anew. None: never."""
+    """Saturated share of a tensor above which its scale is updated. None: never."""
     look_every: int = 10
-    """Steps between two looks for such tensors. A look waits for the device."""
+    """Steps between checks for saturation. A check waits for the device."""
     margin: int = 1
-    """Bits of headroom above the largest value met."""
+    """Bits of headroom above the largest value."""
 
     def __post_init__(self) -> None:
         if self.every < 0 or self.look_every < 1:
             raise ConfigError(f"{self}: `every` must be 0 or more, and `look_every` 1 or more.")
         if self.saturated_above is not None and not 0 <= self.saturated_above < 1:
-            raise ConfigError(f"saturated_above = {self.saturated_above}: it is a share, 0 or more and below 1.")
+            raise ConfigError(f"saturated_above = {self.saturated_above}: it must be a share, 0 or more and below 1.")
         if not 0 <= self.margin <= MOST_MARGIN:
-            raise ConfigError(f"margin = {self.margin}: it is bits of headroom, 0 to {MOST_MARGIN}.")
+            raise ConfigError(f"margin = {self.margin}: it must be bits of headroom, 0 to {MOST_MARGIN}.")
 
     def is_due(self, step: int) -> bool:
-        """Return whether all scales are made anew after a step."""
+        """Return True if all scales are updated after a step."""
         return self.every > 0 and step % self.every == 0
 
     def looks(self, step: int) -> bool:
-        """Return whether what saturated in a step is looked at."""
+        """Return True if saturation is checked after a step."""
         return self.saturated_above is not None and step % self.look_every == 0
 
     def broken(self, rows: Sequence[Any], values: NDArray[Any]) -> dict[str, float]:
-        """Return the tensors whose budget is broken, and their saturated shares.
+        """Return the tensors that exceed the saturation limit, with their shares.
 
         Args:
             rows, values: of `octavo.nn.telemetry.Telemetry`, of one step.
@@ -75,32 +75,32 @@ class Updates:
 
 
 class Recalibration:
-    """Carries `Updates` out. Call `step` after each step of the optimizer.
+    """Updates static scales as `Updates` specifies. Call `step` after each optimizer step.
 
     Args:
         model: converted with static scales.
-        updates: when.
-        path: the calibration file: each update is a change of it, which `octavo calibrate --undo` takes back. Where
-            there is none yet, it is begun with the scales of the model.
-        rows: of a `Telemetry` that watches the model already: then `step` is given its values. By default this makes
-            one of its own where it needs it.
-        done: optimizer steps made, where a run is resumed.
+        updates: when to update.
+        path: the calibration file. Each update is a change of it, which `octavo calibrate --undo` reverts. If it does
+            not exist, it is created with the model's current scales.
+        rows: rows of a `Telemetry` that measures the model already; `step` then takes its values. By default this
+            class creates one if needed.
+        done: optimizer steps made, in a resumed run.
 
     Raises:
-        ConfigError: the model keeps no static scales, or is watched already and no `rows` are given.
+        ConfigError: the model has no static scales, or is measured already and no `rows` are given.
     """
 
     done: int
-    """Optimizer steps made. Set it where a run goes back."""
+    """Optimizer steps made. Set it after a rollback."""
     rows: Sequence[Any]
-    """What telemetry's values are about. Set it where a telemetry that was given is made anew."""
+    """Rows of the telemetry values. Set it if that telemetry is replaced."""
 
     def __init__(
         self, model: nn.Module, updates: Updates, path: str | Path, *, rows: Sequence[Any] | None = None, done: int = 0
     ) -> None:
-        book = scales(model)
-        if book is None or not book.has_static:
-            raise ConfigError("Recalibration: the model keeps no static scales. Convert it by the recipe 'static'.")
+        scaling_state = scales(model)
+        if scaling_state is None or not scaling_state.has_static:
+            raise ConfigError("Recalibration: the model has no static scales. Convert it with the recipe 'static'.")
         self.updates, self.done = updates, done
         self._model, self._path = model, Path(path)
         own = rows is None and updates.saturated_above is not None
@@ -110,10 +110,10 @@ class Recalibration:
             self._telemetry.restart(done)
 
     def step(self, values: NDArray[Any] | None = None) -> dict[str, Calibrated]:
-        """Note that a step was made, and make scales anew where that is due; return those.
+        """Count a step and update scales if due; return the updated ones.
 
         Args:
-            values: where `rows` were given, the values of this step, wherever `updates.looks` at it.
+            values: if `rows` were given, the values of this step, whenever `updates.looks` returns True for it.
 
         Raises:
             ConfigError: `values` are missing, or the file cannot be written.
@@ -131,18 +131,18 @@ class Recalibration:
         return self._renew(names, f"step {self.done}: {why}; max, margin {updates.margin}")
 
     def _renew(self, names: Collection[str] | None, how: str) -> dict[str, Calibrated]:
-        book = scales(self._model)  # not kept: converting the model anew makes another
-        if book is None:
+        scaling_state = scales(self._model)  # not cached: converting the model again replaces it
+        if scaling_state is None:
             return {}
         if is_first_rank() and not self._path.exists():
-            book.save(self._path)
-        made = book.renew(names, self.updates.margin, how)
+            scaling_state.save(self._path)
+        made = scaling_state.renew(names, self.updates.margin, how)
         if made and is_first_rank():
             calibration.update(self._path, made)
         return made
 
     def close(self) -> None:
-        """Stop watching the model."""
+        """Stop measuring the model."""
         if self._telemetry is not None:
             self._telemetry.detach()
 
@@ -165,7 +165,7 @@ class Recalibration:
 
 
 def _of_all_ranks(broken: dict[str, float]) -> dict[str, float]:
-    """Return what is broken on any rank, with the largest share."""
+    """Return the tensors above the limit on any rank, with the largest share."""
     if not in_process_group():
         return broken
     gathered: list[dict[str, float]] = [{}] * torch.distributed.get_world_size()

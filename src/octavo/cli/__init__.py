@@ -1,1 +1,1 @@
-"""The command line. Each module is a command; none imports torch before it has to."""
+"""The command line. No module imports torch before a command needs it."""

@@ -5,18 +5,37 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from octavo.cli.config import configure
-from octavo.cli.flags import with_flags_of
+from octavo.cli.flags import configure, with_flags_of
 from octavo.errors import ConfigError
 from octavo.train.config import RunConfig
 
 FILE = "calibration.json"
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class CalibrationFlags:
+    """How scales are calibrated."""
+
+    batches: int = 8
+    """Number of batches, each as in one forward of training; by default 8."""
+    backward: bool = True
+    """Calibrate gradients too (default)."""
+    choose: Literal["max", "percentile"] = "max"
+    """max (default): no observed value saturates. percentile: values above the percentile do."""
+    percentile: float = 99.99
+    """With --choose percentile: percent of the nonzero elements that do not saturate; by default 99.99."""
+    margin: int = 1
+    """Bits of headroom, by default 1: scales are multiplied by 2 to this power."""
+    only: Annotated[tuple[str, ...], Parameter(negative=())] = ()
+    """Pattern of layers or scales to calibrate or undo, such as 'layers.0.*' or '*.grad_output'; repeatable."""
 
 
 @with_flags_of(RunConfig)
@@ -26,21 +45,16 @@ def calibrate(
     *,
     preset: str | None = None,
     output: Annotated[Path | None, Parameter(alias="-o")] = None,
-    batches: int = 8,
-    backward: bool = True,
-    choose: Literal["max", "percentile"] = "max",
-    percentile: float = 99.99,
-    margin: int = 1,
-    only: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    how: CalibrationFlags | None = None,
     check: Annotated[bool, Parameter(negative=())] = False,
     undo: Path | None = None,
     json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
     settings: Mapping[str, Any],
 ) -> int:
-    """Find the scales of a model's layers from representative data, for the recipe 'static' or to start 'delayed' from.
+    """Calibrate scales from representative data, for the recipe 'static' or as the start of 'delayed'.
 
-    Runs batches of the training text through the model in its own precision, prints what each scale does to its
-    tensor, and writes the scales to a file. A file that is there is updated, and remembers what it held.
+    Runs batches of the training text through the model in its own precision, prints the effect of each scale on its
+    tensor, and writes the scales to a file. An existing file is updated and keeps its previous scales for --undo.
 
     Examples:
 
@@ -53,51 +67,40 @@ def calibrate(
     Parameters
     ----------
     run
-        Directory of a run, whose newest checkpoint has the weights; or a run file, whose model is made anew.
+        Directory of a run, for the weights of its newest checkpoint; or a run file, for a newly initialised model.
     preset
-        demo (demo-cuda or demo-cpu, as the device is), tiny, or parity-cuda, made anew. Under RUN.
+        demo (demo-cuda or demo-cpu, by device), tiny, or parity-cuda, newly initialised. RUN overrides it.
     output
-        File to write or update; by default calibration.json, in the directory of the run where one is given.
-    batches
-        Batches to run, each as one forward of training sees it; by default 8.
-    backward
-        Calibrate gradients too, as by default.
-    choose
-        max, the default: nothing that was seen saturates. percentile: what is above the percentile does.
-    percentile
-        With --choose percentile: so many percent of the elements that are not zero do not saturate; by default 99.99.
-    margin
-        Bits of headroom above what was chosen, by default 1: scales are multiplied by 2 to this power.
-    only
-        Pattern of layers or scales to calibrate or to undo, as 'layers.0.*' or '*.grad_output'; may be given again.
+        File to write or update; by default calibration.json, in the directory of the run if one is given.
     check
         Exit with 1 if a scale is missing, flushes more than 1 % of its tensor, or saturates more than 0.1 %.
     undo
-        Take the last change of this calibration file back, and do nothing else.
+        Undo the last change of this calibration file, and nothing else.
     json_output
-        Print the scales, statistics and where they come from as JSON.
+        Print the scales, statistics and their origin as JSON.
     """
+    how = how or CalibrationFlags()
     if undo is not None:
-        return _undo(undo, only, json_output)
-    if batches < 1:
-        raise ConfigError(f"--batches {batches}: run 1 at least.")
+        return _undo(undo, how.only, json_output)
+    if how.batches < 1:
+        raise ConfigError(f"--batches {how.batches}: must be at least 1.")
     directory = run if run is not None and run.is_dir() else None
     own = {name: dict(section) for name, section in settings.items()}
     recipe = own.get("run", {}).pop("recipe", None)
     config = configure(run if directory is None else directory / "config.json", preset, own)
 
-    from octavo.calibration import Choice
+    from octavo.calibration import ScalePolicy
     from octavo.train.calibrate import calibrate_run
 
     found = calibrate_run(
         config,
         directory,
         recipe=recipe,
-        batches=batches,
-        layers=only,
-        backward=backward,
-        choice=Choice(by=choose, percentile=percentile, margin=margin),
-        watch=partial(_with_progress, total=batches),
+        batches=how.batches,
+        layers=how.only,
+        backward=how.backward,
+        scale_policy=ScalePolicy(by=how.choose, percentile=how.percentile, margin=how.margin),
+        watch=partial(_with_progress, total=how.batches),
     )
     path = output or (directory or Path()) / FILE
     found.save(path)
@@ -109,7 +112,7 @@ def calibrate(
 
 
 def _with_progress(batches: Iterable[Any], total: int) -> Iterable[Any]:
-    """Show on a terminal how many batches were run."""
+    """Show progress on a terminal."""
     from rich.console import Console
     from rich.progress import track
 
@@ -131,7 +134,7 @@ def _undo(path: Path, only: Sequence[str], json_output: bool) -> int:
         return 0
     width = max(len(name) for name in undone)
     for name, (before, after) in undone.items():
-        now = "removed: there was none before" if after is None else f"{after.scale:.4g}"
+        now = "removed: no previous scale" if after is None else f"{after.scale:.4g}"
         print(f"{name:<{width}}  {before.scale:.4g} -> {now}")
-    print(f"\n{len(undone)} scales of {path} are what they were before its last change")
+    print(f"\n{len(undone)} scales of {path} restored to their values before the last change")
     return 0

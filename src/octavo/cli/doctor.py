@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +17,20 @@ if TYPE_CHECKING:
     from octavo.doctor.examination import Examination
 
 MARKS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "failure": ("FAIL", "bold red"), "skipped": ("-", "dim")}
-"""How a verdict is shown, and in which style."""
+"""Mark and style of each verdict."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class OutputFlags:
+    """How findings are printed."""
+
+    verbose: Annotated[bool, Parameter(alias="-v", negative=())] = False
+    """Show the details of every check."""
+    report: Annotated[bool, Parameter(negative=())] = False
+    """Print a Markdown block for a bug report, without paths or secrets."""
+    json: Annotated[bool, Parameter(negative=())] = False
+    """Print the findings as JSON."""
 
 
 def doctor(
@@ -29,19 +43,17 @@ def doctor(
     device: str = "auto",
     only: Annotated[list[str] | None, Parameter(negative=())] = None,
     trace: Path | None = None,
-    verbose: Annotated[bool, Parameter(alias="-v", negative=())] = False,
-    report: Annotated[bool, Parameter(negative=())] = False,
-    json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    output: OutputFlags | None = None,
 ) -> int:
-    """Look for what is wrong with this machine, with a model on it, or with a run; and say what to do about it.
+    """Find faults of this machine, of a model on it, or of a run, and suggest remedies.
 
-    Without TARGET the machine is examined: on a GPU the first time compiles every kernel, which can take minutes.
+    Without TARGET, checks the machine. On a GPU, the first time compiles every kernel, which can take minutes.
 
-    With a run file, a preset or --model, the model makes a few steps, which change none of its weights.
+    With a run file, a preset or --model, runs a few steps of the model, which leave its weights unchanged.
 
-    With the directory of a run, the weights it has reached do, and what it recorded is looked at.
+    With the directory of a run, uses the weights of its newest checkpoint, and checks its record as well.
 
-    Exits with 1 when a check fails.
+    Exits with 1 if a check fails.
 
     Examples:
 
@@ -56,50 +68,45 @@ def doctor(
     target
         Run file, .toml or .json, or directory of a run.
     preset
-        demo, tiny or another of `octavo train`, in place of a run file.
+        Preset of `octavo train`, in place of a run file.
     model
-        MODULE:FUNCTION of your own that returns (model, loss function of one batch).
+        Your MODULE:FUNCTION that returns (model, loss function of one batch).
     recipe
-        Recipe in place of the run's; with --model by default folded.
+        Recipe, in place of the run's; with --model, by default folded.
     device
         auto, cpu, cuda or cuda:INDEX.
     only
-        Name of a check to make, such as 'triton kernels'; may be given again.
+        Name of a check to run, such as 'triton kernels'; repeatable.
     trace
-        Directory for a Chrome trace of a few steps, on a GPU.
-    verbose
-        Show the details of every check.
-    report
-        Print a Markdown block for a bug report, without paths and secrets.
-    json_output
-        Print the findings as JSON.
+        Directory for a Chrome trace of a few steps (GPU only).
     """
-    if report and json_output:
-        raise ConfigError("--report and --json both say how to print: take one.")
+    output = output or OutputFlags()
+    if output.report and output.json:
+        raise ConfigError("--report and --json exclude each other.")
     if sum(given is not None for given in (target, preset, model)) > 1:
-        raise ConfigError("a run file or run, --preset and --model each name what to look at: take one.")
-    from octavo.doctor.plan import examination
+        raise ConfigError("give only one of a run file or run, --preset and --model.")
+    from octavo.doctor.examination import examination
 
     found = examination(target, preset=preset, model=model, recipe=recipe, device=device, only=only or (), trace=trace)
-    _carry_out(found, quiet=report or json_output, verbose=verbose)
-    if json_output:
+    _run(found, quiet=output.report or output.json, verbose=output.verbose)
+    if output.json:
         print(json.dumps(found.to_dict(), indent=2))
-    elif report:
-        from octavo.doctor.issue import block
+    elif output.report:
+        from octavo.doctor.report import markdown
 
-        print(block(found))
+        print(markdown(found))
     return 0 if found.passed else 1
 
 
-def _carry_out(examination: Examination, *, quiet: bool, verbose: bool) -> None:
-    """Make the checks; show each as it ends, or only on stderr which one runs."""
+def _run(examination: Examination, *, quiet: bool, verbose: bool) -> None:
+    """Run the checks; print each result, or with `quiet` only the progress on stderr."""
     from rich.console import Console
 
     console, progress = Console(highlight=False), Console(stderr=True)
     shown = ""
-    for kind, check, make in examination.begin():
+    for kind, check, run_check in examination.begin():
         with progress.status(f"{kind}: {check.name}"):
-            result = make()
+            result = run_check()
         if quiet:
             continue
         if kind != shown:
@@ -109,7 +116,7 @@ def _carry_out(examination: Examination, *, quiet: bool, verbose: bool) -> None:
         if verbose:
             _details(console, result)
     if not quiet:
-        _close(console, examination)
+        _summarise(console, examination)
 
 
 def _line(console: Any, result: Result) -> None:
@@ -118,7 +125,7 @@ def _line(console: Any, result: Result) -> None:
 
 
 def _row(console: Any, mark: tuple[str, str], name: str, text: str, *, dim: bool = False) -> None:
-    """Print one line in columns; what is too long goes on below, in its column."""
+    """Print one line in columns, wrapping long text within its column."""
     from rich.table import Table
     from rich.text import Text
 
@@ -131,7 +138,7 @@ def _row(console: Any, mark: tuple[str, str], name: str, text: str, *, dim: bool
 
 
 def _details(console: Any, result: Result) -> None:
-    """Print the numbers, or the table, that a check saw."""
+    """Print the numbers or the table of a check."""
     from rich.padding import Padding
     from rich.table import Table
 
@@ -148,17 +155,17 @@ def _details(console: Any, result: Result) -> None:
     console.print(Padding(table, (0, 0, 0, 9)))
 
 
-def _close(console: Any, examination: Examination) -> None:
-    """Print what to do, then how it went."""
+def _summarise(console: Any, examination: Examination) -> None:
+    """Print the remedies and the summary."""
     remedies = [(result.check.name, result.remedy) for _, result in examination.results if result.remedy]
     if remedies:
-        console.print("\nwhat to do", style="bold")
+        console.print("\nremedies", style="bold")
     for name, remedy in remedies:
         _row(console, ("->", ""), name, remedy)
     failed = [result.check.name for _, result in examination.results if result.finding.verdict == "failure"]
     counted = ", ".join(f"{count} {verdict}" for verdict, count in examination.count.items())
-    told = f"FAILED: {', '.join(failed)}." if failed else "No check failed."
-    console.print(f"\n{told} ({counted})", style="bold red" if failed else "", markup=False)
+    summary = f"FAILED: {', '.join(failed)}." if failed else "No check failed."
+    console.print(f"\n{summary} ({counted})", style="bold red" if failed else "", markup=False)
 
 
 def _cell(value: Any) -> str:

@@ -13,8 +13,8 @@ from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
     from octavo.data.loader import Batch
-    from octavo.evaluation.measure import Watch
-    from octavo.evaluation.text import Text
+    from octavo.evaluation.result import Progress
+    from octavo.evaluation.text import EvalText
 
 
 def eval_(
@@ -29,9 +29,9 @@ def eval_(
     device: str = "auto",
     json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> int:
-    """Measure the loss of a run's model on held-out text, or of an exported one: in FP8 and in high precision.
+    """Evaluate a run or an exported model on text: the loss in FP8 and in high precision.
 
-    The same text is computed in every way there is, and what two ways differ by is paired by sequence.
+    Every precision is evaluated on the same text; differences are paired by sequence.
 
     Examples:
 
@@ -44,47 +44,49 @@ def eval_(
     Parameters
     ----------
     model
-        Directory of a run or of one of its checkpoints, or a model that octavo export wrote, which transformers loads.
+        Directory of a run or of one of its checkpoints, or a model written by octavo export (needs transformers).
     data
-        Text to evaluate on, in place of what the run holds out: a file, a folder, python or english.
+        Text to evaluate on, in place of the run's held-out text: a file, a folder, python or english.
     run
-        Of an exported model: the run that it is of, whose held-out text is used and which is measured too.
+        For an exported model: its original run, which is evaluated too, on its held-out text.
     step
-        Take the checkpoint of this step; by default the newest.
+        Step of the checkpoint; by default the newest.
     tokens
-        Tokens to evaluate on, from the beginning of the text; by default all.
+        Number of tokens, from the beginning of the text; by default all.
     sequence
-        Tokens in a sequence; by default as many as in training, or as an exported model knows.
+        Tokens per sequence; by default as in training, or the maximum of an exported model.
     device
-        cuda or cpu; auto takes the GPU where there is one.
+        cuda or cpu; auto uses the GPU if there is one.
     json_output
-        Print everything as JSON on stdout, the progress on stderr.
+        Print the result as JSON on stdout, progress on stderr.
     """
     if not model.is_dir():
-        raise ConfigError(f"{model}: there is no such directory. Name that of a run, or of an exported model.")
+        raise ConfigError(f"{model}: no such directory. Name the directory of a run or of an exported model.")
     if run is not None and not run.is_dir():
-        raise ConfigError(f"--run {run}: there is no such directory. Name that of a run of `octavo train`.")
+        raise ConfigError(f"--run {run}: no such directory. Name the directory of a run of `octavo train`.")
     for name, count in (("tokens", tokens), ("sequence", sequence)):
         if count is not None and count < 1:
-            raise ConfigError(f"--{name} {count}: is not a positive number.")
-    from octavo.evaluation.run import Settings, evaluate_run
+            raise ConfigError(f"--{name} {count}: must be positive.")
+    from octavo.evaluation.run import EvalSettings, evaluate_run
     from octavo.evaluation.served import evaluate_served, is_served
 
-    settings = Settings(data=data, tokens=tokens, sequence=sequence or 0, step=step, device=device)
+    settings = EvalSettings(data=data, tokens=tokens, sequence=sequence or 0, step=step, device=device)
     served = is_served(model)
     if run is not None and not served:
-        raise ConfigError(f"--run: is for an exported model, and {model} is none (config.json and .safetensors).")
-    with _progress() as watch:
+        raise ConfigError(f"--run: needs an exported model, which {model} is not (no config.json with .safetensors).")
+    with _progress() as progress:
         found = (
-            evaluate_served(model, settings, run=run, watch=watch) if served else evaluate_run(model, settings, watch)
+            evaluate_served(model, settings, run=run, progress=progress)
+            if served
+            else evaluate_run(model, settings, progress)
         )
     print(found.to_json() if json_output else found)
     return 0 if found.is_finite else 1
 
 
 @contextmanager
-def _progress() -> Iterator[Watch]:
-    """How far each way of computing has come, on a terminal; nothing in a pipe."""
+def _progress() -> Iterator[Progress]:
+    """Show progress on a terminal."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -95,8 +97,8 @@ def _progress() -> Iterator[Watch]:
     with Progress(console=console, transient=True) as bars:
         reading = bars.add_task("reading model and text", total=None)
 
-        def watch(computed: str, text: Text) -> Iterable[Batch]:
+        def progress(computed: str, text: EvalText) -> Iterable[Batch]:
             bars.update(reading, visible=False)
             return bars.track(text, description=computed)
 
-        yield watch
+        yield progress

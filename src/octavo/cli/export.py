@@ -20,9 +20,9 @@ def export(
     overwrite: Annotated[bool, Parameter(negative=())] = False,
     json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> int:
-    """Write what a run has trained as inference engines load it: the very codes and scales, and the tokenizer.
+    """Export a run's model for inference engines: the trained codes and scales, byte for byte, and the tokenizer.
 
-    The directory is a Llama of Hugging Face: `vllm serve`, SGLang and transformers take it.
+    The directory is a Hugging Face Llama, for `vllm serve`, SGLang and transformers.
 
     Examples:
 
@@ -33,25 +33,25 @@ def export(
     Parameters
     ----------
     run
-        Directory of a run, or of one of its checkpoints.
+        Directory of a run or of one of its checkpoints.
     out
-        Directory to write; by default `export` in that of the run.
+        Directory to write; by default `export` in the run's directory.
     format
-        compressed-tensors: a scale a row, a tensor or a block. fp8: the blocks of DeepSeek-V3. plain: values, nothing
-        in FP8. auto: fp8 for blocks, else compressed-tensors; plain for a run in BF16.
+        compressed-tensors: scales per row, tensor or block. fp8: the blocks of DeepSeek-V3. plain: values, nothing in
+        FP8. auto: fp8 for blocks, otherwise compressed-tensors; plain for a run in BF16.
     dtype
-        Of all that is not in FP8.
+        Dtype of everything not in FP8.
     overwrite
-        Replace an exported model that is there.
+        Replace an existing exported model.
     json_output
-        Print what was written as JSON.
+        Print the result as JSON.
     """
     import torch
 
     from octavo.serving.run import export_run
 
     if not run.is_dir():
-        raise ConfigError(f"{run}: there is no such directory. Name that of a run of `octavo train`.")
+        raise ConfigError(f"{run}: no such directory. Name the directory of a run of `octavo train`.")
     wanted = "" if format == "auto" else format
     exported = export_run(run, out or run / "export", wanted, dtype=getattr(torch, dtype), overwrite=overwrite)
     following = (f"vllm serve {exported.directory}", f"octavo eval {exported.directory} --run {run}")

@@ -1,4 +1,4 @@
-"""A flag for every field of a configuration but tables, with the field's own words as its help.
+"""Flags of a configuration: one for every field but tables, with the field's docstring as its help.
 
 `run.eval_every` becomes `--run.eval-every`, and `--eval-every` unless another section has that field.
 """
@@ -14,9 +14,13 @@ import types
 import typing
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
+
+from octavo.errors import ConfigError
+from octavo.train.config import RunConfig, assemble, load_file, load_preset, presets
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,15 +32,15 @@ class Flag:
     type: Any
     help: str
     is_unique: bool
-    """Whether no other section has a field of this name."""
+    """True if no other section has a field of this name."""
 
     @property
     def keyword(self) -> str:
-        """The Python name of the parameter."""
+        """Python name of the parameter."""
         return f"{self.section}__{self.name}"
 
     def parameter(self, group: Group) -> inspect.Parameter:
-        """Return the parameter of a command; None means that the flag was not given."""
+        """Return the parameter of a command; None if the flag is not given."""
         dashed = self.name.replace("_", "-")
         stems = [f"{self.section}.{dashed}", *([dashed] if self.is_unique else [])]
         negative = f"--no-{stems[-1]}" if self.type is bool else ()
@@ -53,9 +57,9 @@ class Flag:
 
 
 def with_flags_of(cls: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a command so that it takes a flag for every field of the nested dataclass `cls`.
+    """Add a flag for every field of the nested dataclass `cls` to a command.
 
-    The command receives those given as one nested mapping, its argument `settings`.
+    The command receives the given ones as a nested mapping, its argument `settings`.
     """
     flags = list(_flags(cls))
     titles = field_docs(cls).items()
@@ -89,9 +93,20 @@ def _flags(cls: type) -> Iterator[Flag]:
     for section_name, section in sections.items():
         hints, helps = typing.get_type_hints(section), field_docs(section)
         for f in dataclasses.fields(section):
-            if typing.get_origin(hints[f.name]) is dict:  # a table: for a file
+            if typing.get_origin(hints[f.name]) is dict:  # tables are for run files
                 continue
             yield Flag(section_name, f.name, _bare(hints[f.name]), helps.get(f.name, ""), seen[f.name] == 1)
+
+
+def positive(flag: str, number: int) -> int:
+    """Return the number of a flag.
+
+    Raises:
+        ConfigError: it is not positive.
+    """
+    if number < 1:
+        raise ConfigError(f"{flag}: {number} is not a positive number.")
+    return number
 
 
 def field_docs(cls: type) -> Mapping[str, str]:
@@ -99,7 +114,7 @@ def field_docs(cls: type) -> Mapping[str, str]:
     return _field_docs(cls)
 
 
-@functools.cache  # several commands take them, and reading sources takes as long as all else that `--help` needs
+@functools.cache  # shared by several commands; reading sources is half the time of `--help`
 def _field_docs(cls: type) -> Mapping[str, str]:
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef)  # what getsource returns for a class
@@ -112,7 +127,33 @@ def _field_docs(cls: type) -> Mapping[str, str]:
 
 
 def _bare(hint: Any) -> Any:
-    """Return `int` for `int | None`: not giving the flag is how a user says None."""
+    """Return `int` for `int | None`: None is expressed by omitting the flag."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return next(a for a in typing.get_args(hint) if a is not type(None))
     return hint
+
+
+def configure(file: Path | None, preset: str | None, settings: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration of a preset, overridden by a file, overridden by flags.
+
+    Raises:
+        ConfigError: neither file nor preset is given, or one of the three is invalid.
+    """
+    if file is None and preset is None:
+        known = ", ".join(["demo", *presets()])
+        raise ConfigError(f"nothing to train: name a run file, or a preset with --preset ({known}).")
+    layers = []
+    if preset is not None:
+        device = settings.get("run", {}).get("device", "auto")
+        layers.append(load_preset(preset, cuda=preset == "demo" and _wants_cuda(device)))
+    if file is not None:
+        layers.append(load_file(file))
+    return assemble(*layers, ("command line", settings))
+
+
+def _wants_cuda(device: str) -> bool:
+    if device != "auto":
+        return device.startswith("cuda")
+    import torch
+
+    return torch.cuda.is_available()

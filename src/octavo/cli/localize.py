@@ -6,16 +6,39 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from octavo.cli.bench.app import Write, finish, positive
+from octavo.cli.bench import benchmarks
+from octavo.cli.flags import positive
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
     from octavo.sensitivity.localisation import Report
+
+
+Write = Annotated[
+    Path | None,
+    Parameter(negative=(), help="Directory of result files to write to: benchmarks/results, in the repository."),
+]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class MeasurementFlags:
+    """What is measured, and on how many tokens."""
+
+    tokens: int | None = None
+    """Number of held-out tokens; by default 131072."""
+    times: str = "auto"
+    """measured or predicted; auto measures on a GPU, and otherwise predicts for an H200."""
+    verify: int = 0
+    """Number of maps whose loss is compared with its prediction; exits with 1 for a rank correlation below 0.7."""
+    verify_tokens: int | None = None
+    """Number of held-out tokens for --verify; by default 524288."""
 
 
 def localize(
@@ -25,17 +48,14 @@ def localize(
     recipe: str = "",
     budget: str = "0.1%",
     output: Annotated[Path | None, Parameter(alias="-o")] = None,
-    tokens: int | None = None,
-    times: str = "auto",
+    measurement: MeasurementFlags | None = None,
     device: str = "auto",
-    verify: int = 0,
-    verify_tokens: int | None = None,
     write: Write = None,
     json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> int:
-    """Find what FP8 costs in every layer and product of a run's model, what it saves, and the map that fits a budget.
+    """Measure the cost and gain of FP8 per layer and GEMM of a run's model; find the precision map for a budget.
 
-    Products are switched to FP8 one at a time on held-out text. The map is a recipe file.
+    Switches one GEMM at a time to FP8, on held-out text. The map is a recipe file.
 
     Examples:
 
@@ -47,36 +67,30 @@ def localize(
     Parameters
     ----------
     run
-        Directory of a run, or of one of its checkpoints.
+        Directory of a run or of one of its checkpoints.
     recipe
-        What a layer in FP8 computes by: a name or a recipe file; by default that of the run.
+        Recipe of the layers in FP8, a name or a recipe file; by default the run's.
     budget
-        Loss that the map may cost: a share of it, 0.1%, or nats a token, 0.002.
+        Loss increase allowed for the map: a share, such as 0.1%, or nats per token, such as 0.002.
     output
         File to write the map to, .toml.
-    tokens
-        Held-out tokens to look at; 131072.
-    times
-        measured or predicted; auto measures on a GPU, and predicts an H200's elsewhere.
     device
-        cuda or cpu; auto takes the GPU where there is one.
-    verify
-        Put so many single layers and random maps into effect on other text: does the loss change as predicted? Exits
-        with 1 where the rank correlation is below 0.7.
-    verify_tokens
-        Held-out tokens to verify on; 524288.
+        cuda or cpu; auto uses the GPU if there is one.
     json_output
-        Print everything as JSON on stdout, the progress on stderr.
+        Print the result as JSON on stdout, progress on stderr.
     """
     from octavo.sensitivity.run import Settings, localize_run
 
+    how = measurement or MeasurementFlags()
+    times, verify = how.times, how.verify
     if times not in ("auto", "measured", "predicted"):
-        raise ConfigError(f"--times: '{times}' is none of auto, measured, predicted.")
+        raise ConfigError(f"--times: '{times}' is not auto, measured or predicted.")
     if output is not None and output.suffix != ".toml":
-        raise ConfigError(f"--output: {output}: a precision map is a .toml file.")
+        raise ConfigError(f"--output: {output}: a precision map must be a .toml file.")
     if verify < 0 or (write is not None and not verify):
-        raise ConfigError("--write keeps what --verify measures: give --verify a number of maps, such as 16.")
-    counts = {"tokens": tokens, "verify_tokens": verify_tokens}
+        raise ConfigError("--write stores the results of --verify: give --verify a number of maps, such as 16.")
+    results = None if write is None else benchmarks("results")
+    counts = {"tokens": how.tokens, "verify_tokens": how.verify_tokens}
     given = {
         name: positive(f"--{name.replace('_', '-')}", count) for name, count in counts.items() if count is not None
     }
@@ -90,16 +104,16 @@ def localize(
         print(found, *map(_verified, rows), sep="\n")
     if output is not None:
         print(f"written: {found.save(output)}", file=sys.stderr)
-    if not rows:
-        return 0
+    if write is None or results is None or not rows:
+        return int(any(row["rank_correlation"] < LEAST for row in rows))
     flags = [f"--recipe {recipe}" if recipe else "", f"--verify {verify}", *(f"--{n} {c}" for n, c in given.items())]
     command = " ".join(filter(None, ["octavo localize", run.name, *(flag.replace("_", "-") for flag in flags)]))
-    finish("localize", rows, write, False, command, device=device)
+    print(f"written: {results.save('localize', rows, write, command, device=device)}", file=sys.stderr)
     return int(any(row["rank_correlation"] < LEAST for row in rows))
 
 
 LEAST = 0.7
-"""Rank correlation of predicted and measured loss change below which a map is not to be trusted."""
+"""Lowest acceptable rank correlation of predicted and measured loss change."""
 
 
 def _verified(row: dict[str, Any]) -> str:
@@ -111,7 +125,7 @@ def _verified(row: dict[str, Any]) -> str:
 
 @contextmanager
 def _progress() -> Iterator[Report]:
-    """What is measured now, on a terminal; nothing in a pipe."""
+    """Show progress on a terminal."""
     from rich.console import Console
     from rich.status import Status
 

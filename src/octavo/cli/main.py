@@ -1,4 +1,4 @@
-"""`octavo`: the commands, and what becomes of their errors.
+"""`octavo`: the commands and their error handling.
 
 Exit codes: 0 done, 1 an error or a failed check, 2 a wrong flag or configuration, 130 interrupted.
 OCTAVO_DEBUG=1 in the environment shows tracebacks.
@@ -15,15 +15,12 @@ from cyclopts import App, CycloptsError, Parameter
 from octavo import __version__
 from octavo.cli.bench import bench
 from octavo.cli.calibrate import calibrate
-from octavo.cli.dashboard import dashboard
 from octavo.cli.doctor import doctor
-from octavo.cli.dump import dump
 from octavo.cli.eval import eval_
 from octavo.cli.export import export
 from octavo.cli.localize import localize
-from octavo.cli.plan import plan
-from octavo.cli.recipes import recipes
-from octavo.cli.report import report
+from octavo.cli.plan import plan, recipes
+from octavo.cli.runs import dashboard, dump, report
 from octavo.cli.train import train
 from octavo.errors import ConfigError, OctavoError
 
@@ -31,11 +28,11 @@ HELP = """Train models in FP8.
 
 Start with:
 
-    octavo train --preset demo     train a Llama in FP8 beside its BF16 twin
-    octavo doctor                  see what this machine can do
+    octavo train --preset demo     train a Llama in FP8 and its BF16 twin
+    octavo doctor                  check this machine
 
 `octavo COMMAND --help` explains a command.
-OCTAVO_DEBUG=1 in the environment shows tracebacks.
+Set OCTAVO_DEBUG=1 to see tracebacks.
 """
 
 app = App(
@@ -46,14 +43,14 @@ app = App(
     default_parameter=Parameter(show_default=False),
     suppress_keyboard_interrupt=False,
 )
-for command in (train, plan, calibrate, doctor, recipes, bench, dump, dashboard, report, localize, export, eval_):
+for command in (train, plan, calibrate, doctor, recipes, bench(), dump, dashboard, report, localize, export, eval_):
     app.command(command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
-    # OpenMP's threads spin while they wait: for long, a run beside other programs is 5 times slower; not at all, a run
-    # that has the cores for itself is a third slower. A short spin costs little either way.
+    # OpenMP's threads spin while waiting. A long spin makes a run beside other programs 5 times slower; no spin makes a
+    # run with the cores to itself a third slower. A short spin costs little in both cases.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
@@ -64,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt as error:
         _fail(error, "interrupted.", 130)
     except BrokenPipeError:
-        # The reader of a pipe (`| head`) left: nothing to say, and nobody to say it to.
+        # The reader of a pipe (`| head`) has exited.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as error:
@@ -73,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _fail(error: BaseException, message: str, code: int) -> None:
-    """Say it in one line, whatever the message looks like."""
+    """Print the message on one line and exit."""
     if os.environ.get("OCTAVO_DEBUG") == "1":
         raise error
     print(f"octavo: error: {' '.join(message.split())}", file=sys.stderr)

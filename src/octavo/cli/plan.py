@@ -1,4 +1,4 @@
-"""`octavo plan`."""
+"""`octavo plan` and `octavo recipes`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from octavo.cli.config import configure
-from octavo.cli.flags import with_flags_of
+from octavo.cli.flags import configure, with_flags_of
 from octavo.errors import ConfigError
 from octavo.train.config import RunConfig
 
@@ -29,9 +28,9 @@ def plan(
     json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
     settings: Mapping[str, Any],
 ) -> int:
-    """Show which layers of a model would run in FP8, which not, and why; or what the run will take of a GPU's memory.
+    """Show the precision planned for each layer of a model, with the reason; or predict a run's GPU memory.
 
-    No weights are made and no text is read, and no GPU is needed. Takes the settings of `octavo train`.
+    Creates no weights, reads no text and needs no GPU. Takes the settings of `octavo train`.
 
     Examples:
 
@@ -43,15 +42,15 @@ def plan(
     Parameters
     ----------
     file
-        Run file, .toml or .json; a run stores its own as config.json.
+        Run file, .toml or .json; every run stores its own as config.json.
     preset
-        demo (demo-cuda or demo-cpu, as the device is), tiny, or parity-cuda. Under FILE.
+        demo (demo-cuda or demo-cpu, depending on the device), tiny, or parity-cuda. FILE overrides it.
     memory
-        Predict the peak of memory on a GPU instead, by what it is for.
+        Predict the peak GPU memory instead, by kind.
     gpus
-        With --memory: GPUs that FSDP2 shards the run over; the batch is that of one.
+        With --memory: number of GPUs for FSDP2; the batch is per GPU.
     fits
-        With --memory: GiB of a GPU; find the largest model of these proportions that stays below.
+        With --memory: GiB of a GPU; find the largest model of these proportions that fits.
     json_output
         Print the plan as JSON.
     """
@@ -59,7 +58,7 @@ def plan(
     if memory:
         return _memory(config, gpus, fits, json_output)
     if gpus != 1 or fits is not None:
-        raise ConfigError("--gpus and --fits say something of memory: add --memory.")
+        raise ConfigError("--gpus and --fits need --memory.")
     import torch
 
     from octavo import recipes
@@ -84,7 +83,7 @@ def plan(
 
 
 def _memory(config: RunConfig, gpus: int, fits: float | None, json_output: bool) -> int:
-    """Print the forecast; 1 if nothing of these proportions fits."""
+    """Print the forecast; return 1 if no model of these proportions fits."""
     from octavo.train.memory import forecast_run, largest_model
 
     if gpus < 1 or (fits is not None and fits <= 0):
@@ -102,4 +101,35 @@ def _memory(config: RunConfig, gpus: int, fits: float | None, json_output: bool)
     else:
         shape = f"{model.layers} layers of {model.dim}, {forecast.parameters / 1e6:,.1f} M parameters in memory"
         print(f"{shape}\n\n{forecast}")
+    return 0
+
+
+def recipes(
+    name: str | None = None, /, *, json_output: Annotated[bool, Parameter(name="--json", negative=())] = False
+) -> int:
+    """List the FP8 recipes, or explain one.
+
+    Examples:
+
+        octavo recipes
+        octavo recipes folded
+        octavo recipes my-recipe.toml --json
+
+    Parameters
+    ----------
+    name
+        A recipe's name, or the path of a recipe file.
+    json_output
+        Print JSON.
+    """
+    from octavo import recipes as known
+    from octavo._util import config_reader
+
+    if name is not None:
+        recipe = known.load(name)
+        print(json.dumps(config_reader.to_dict(recipe), indent=2) if json_output else known.explain(recipe))
+    elif json_output:
+        print(json.dumps(known.names()))
+    else:
+        print("\n\n".join(known.explain(known.load(each)) for each in known.names()))
     return 0

@@ -10,10 +10,9 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from octavo import strict
-from octavo.cli.config import configure
-from octavo.cli.flags import with_flags_of
-from octavo.ranks import is_first_rank
+from octavo._util import config_reader
+from octavo._util.dist import is_first_rank
+from octavo.cli.flags import configure, with_flags_of
 from octavo.train.config import RunConfig
 
 
@@ -31,7 +30,7 @@ def train(
 ) -> int:
     """Train a model in FP8 and its BF16 twin on the same batches, and compare them on held-out text.
 
-    Settings come from a preset, then from FILE, then from flags; the later wins.
+    Settings come from a preset, then FILE, then flags; later ones override earlier ones.
 
     Examples:
 
@@ -44,21 +43,21 @@ def train(
     Parameters
     ----------
     file
-        Run file, .toml or .json; a run stores its own as config.json.
+        Run file, .toml or .json; every run stores its own as config.json.
     preset
-        demo (demo-cuda or demo-cpu, as the device is), tiny, parity-cuda or parity-350m-cuda. Under FILE.
+        demo (demo-cuda or demo-cpu, depending on the device), tiny, parity-cuda or parity-350m-cuda. FILE overrides it.
     resume
-        Continue from the last checkpoint, bit for bit.
+        Resume from the last checkpoint, bit for bit.
     overwrite
-        Start over in a directory that holds a run.
+        Replace an existing run.
     dry_run
         Print the resolved configuration and stop.
     json_output
-        Print the summary as JSON on stdout, the progress on stderr.
+        Print the summary as JSON on stdout, progress on stderr.
     """
     config = configure(file, preset, settings)
     if dry_run:
-        print(json.dumps(strict.to_dict(config), indent=2))
+        print(json.dumps(config_reader.to_dict(config), indent=2))
         return 0
     summary = _run(config, resume=resume, overwrite=overwrite, json_output=json_output)
     if json_output and is_first_rank():
@@ -69,22 +68,22 @@ def train(
 def _run(config: RunConfig, *, resume: bool, overwrite: bool, json_output: bool) -> Mapping[str, Any]:
     from rich.console import Console
 
-    from octavo.train import train as carry_out
+    from octavo.train import train as run_training
     from octavo.train.console import ConsoleReporter
 
     reporter = ConsoleReporter(Console(stderr=json_output, highlight=False))
     try:
-        return carry_out(config, reporters=[reporter], resume=resume, overwrite=overwrite)
+        return run_training(config, reporters=[reporter], resume=resume, overwrite=overwrite)
     except KeyboardInterrupt:
         if is_first_rank():
-            print(f"octavo: interrupted. {_way_back(config)}", file=sys.stderr)
+            print(f"octavo: interrupted. {_resume_hint(config)}", file=sys.stderr)
         sys.exit(130)
 
 
-def _way_back(config: RunConfig) -> str:
+def _resume_hint(config: RunConfig) -> str:
     from octavo.train import checkpoint
 
     last = checkpoint.latest(config.run.out / "checkpoints")
     if last is None:
-        return "No checkpoint had been written; --checkpoint-every N writes one every N steps."
-    return f"Continue from {last.name} with: octavo train {config.run.out / 'config.json'} --resume"
+        return "There is no checkpoint yet; --checkpoint-every N writes one every N steps."
+    return f"Resume from {last.name} with: octavo train {config.run.out / 'config.json'} --resume"

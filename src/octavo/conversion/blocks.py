@@ -1,4 +1,4 @@
-"""A model's blocks, whose calls are wrapped by changing their class. Names, parameters, hooks and state dicts stay."""
+"""Wrapping of a model's blocks by changing their class. Names, parameters, hooks and state dicts stay."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from octavo.errors import ConfigError, did_you_mean
 
 
 class Wrapped(nn.Module):
-    """Mixed into the class of a block; `wrap` makes such a class, `unwrap` takes it away."""
+    """Mixin for the class of a block: `wrap` adds it, `unwrap` removes it."""
 
     parent: type[nn.Module]
-    """The class it was, and will be."""
+    """Original class."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Reduce to the parent's class: files and copies hold the block as it was, unwrapped."""
+        """Reduce to the original class: pickles and copies hold the unwrapped block."""
         wrapped, vars_of = type(self), vars(self)
         self.__class__ = wrapped.parent  # type: ignore[assignment]
         try:
@@ -33,20 +33,20 @@ class Wrapped(nn.Module):
 
 
 def storages(modules: Iterable[nn.Module]) -> set[int]:
-    """Return the addresses of all memory that the modules' own parameters and buffers lie in, not their children's."""
+    """Return the storage addresses of the modules' own parameters and buffers, without their children's."""
     tensors = (x for module in modules for x in (*module.parameters(False), *module.buffers(False)))
     return {part.untyped_storage().data_ptr() for x in tensors for part in _parts_of(x)}
 
 
 def _parts_of(x: Tensor) -> list[Tensor]:
-    """Return the plain tensors that a tensor is made of: an `FP8Tensor` of codes and scales."""
+    """Return the plain tensors inside a tensor: codes and scales of an `FP8Tensor`."""
     if not hasattr(x, "__tensor_flatten__"):
         return [x]
     return [part for name in x.__tensor_flatten__()[0] for part in _parts_of(getattr(x, name))]
 
 
 def choose(model: nn.Module, patterns: str | Sequence[str] | None) -> list[str]:
-    """Return the full names of the modules that these patterns match, in order; for None those of the model's blocks.
+    """Return the full names of the modules that match the patterns, in order; for None, those of the model's blocks.
 
     Raises:
         ConfigError: a pattern matches no module, or there are no blocks.
@@ -58,7 +58,7 @@ def choose(model: nn.Module, patterns: str | Sequence[str] | None) -> list[str]:
     names = [name for name, _ in model.named_modules() if name]
     chosen: list[str] = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        # `layers.*` is for the children of `layers`: a star holds no dot here, as modules lie in one another.
+        # `layers.*` means the children of `layers`: here a star does not match a dot.
         matched = [name for name in names if fnmatchcase(name, pattern) and name.count(".") == pattern.count(".")]
         if not matched:
             raise ConfigError(f"blocks: the pattern '{pattern}' matches no module.{did_you_mean(pattern, names)}")
@@ -70,10 +70,10 @@ def wrap(module: nn.Module, kind: type[Wrapped], **attributes: Any) -> None:
     """Mix `kind` into the class of a module, in place.
 
     Raises:
-        ConfigError: it is wrapped so already.
+        ConfigError: the module has this wrapper already.
     """
     if isinstance(module, kind):
-        raise ConfigError(f"{type(module).__name__} is wrapped by this already: call `remove()` of the first one.")
+        raise ConfigError(f"{type(module).__name__} has this wrapper already: call `remove()` of the first one.")
     parent = type(module)
     if (kind, parent) not in _CLASSES:
         names = {"parent": parent, "__module__": parent.__module__, "__doc__": parent.__doc__}
@@ -83,16 +83,16 @@ def wrap(module: nn.Module, kind: type[Wrapped], **attributes: Any) -> None:
 
 
 def unwrap(module: nn.Module, kind: type[Wrapped]) -> None:
-    """Undo `wrap`, in place. What was wrapped last must be unwrapped first.
+    """Undo `wrap`, in place. Wrappers must be removed in reverse order.
 
     Raises:
-        ConfigError: something else has been wrapped around it since.
+        ConfigError: another wrapper has been added since.
     """
     if not isinstance(module, kind):
         return
     wrapped = type(module)
     if wrapped.__bases__[0] is not kind:
-        raise ConfigError(f"{wrapped.__name__} has been wrapped again since: remove in the reverse order.")
+        raise ConfigError(f"{wrapped.__name__} has been wrapped again since: remove in reverse order.")
     for name in _attributes(wrapped):
         vars(module).pop(name, None)
     module.__class__ = cast(Any, wrapped).parent
@@ -106,5 +106,5 @@ _CLASSES: dict[tuple[type[Wrapped], type[nn.Module]], type[Wrapped]] = {}
 
 
 def _attributes(wrapped: type[nn.Module]) -> set[str]:
-    """Return the names of what a wrapper keeps in the module."""
+    """Return the names of the attributes that a wrapper sets on the module."""
     return {name for name in vars(wrapped.__bases__[0]).get("__annotations__", {}) if name != "parent"}

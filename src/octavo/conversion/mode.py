@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from octavo.compilers import assume_constant_result
+from octavo._util.compiler import assume_constant_result
 from octavo.conversion.gain import predicted_gain
 from octavo.conversion.operators import Operators
 from octavo.conversion.products import READERS, Product
 from octavo.conversion.seen import Seen
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.bmm import why_looped
-from octavo.nn.linear import compute_dtype
+from octavo.nn.functional import compute_dtype
 from octavo.recipes import RecipeLike, load
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -1,10 +1,10 @@
-"""Activations in the host's memory: what a block saves for backward leaves the GPU after it, and is back before it.
+"""Activation offloading: tensors that a block saves for backward are moved to host memory, and prefetched for backward.
 
-While a block computes, what it saves is copied to pinned memory on a stream of its own; the GPU's own are let go when
-the next block has computed. In backward, the first thing that a block reads makes the block before it come back:
-one block is on its way while another is worked on. Bytes cross as they are saved, so that codes cost a half of BF16.
+While a block computes, its saved tensors are copied to pinned memory on a side stream; the GPU copies are freed once
+the next block has computed. In backward, the first read of a block's tensors starts the prefetch of the previous block,
+so that one block is in transit while another computes. Tensors are copied as saved: codes take half the bytes of BF16.
 
-On a CPU the same happens with plain copies: nothing is gained, and everything can be tested.
+On a CPU the same code makes plain copies, which saves nothing but makes it testable.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from octavo.errors import ConfigError, UnsupportedError
 def offload(
     model: nn.Module, *, blocks: str | Sequence[str] | None = None, min_bytes: int = 2**20, keep_last: int = 1
 ) -> Offload:
-    """Keep what a model's blocks save for backward in the host's memory. In place; returns what can undo it.
+    """Offload the tensors that a model's blocks save for backward to host memory, in place. The result undoes it.
 
-    Convert the model first. Blocks may be compiled one by one (`block.compile()`), not as a part of a whole model.
-    Parameters and buffers stay where they are. Results are the same to the bit.
+    Convert the model first. Blocks may be compiled one by one (`block.compile()`), not as part of a whole model.
+    Parameters and buffers stay on the GPU. Results are bitwise the same.
 
     Args:
         blocks: name patterns of the modules; default the children of the `nn.ModuleList` with the most parameters.
-        min_bytes: tensors that are smaller stay on the GPU.
-        keep_last: how many of the last blocks are left alone: backward wants theirs first, and at once.
+        min_bytes: smaller tensors stay on the GPU.
+        keep_last: number of last blocks that are not offloaded: backward needs their tensors first, and at once.
 
     Raises:
         ConfigError: a pattern that matches nothing, a count below 0, or a block that is offloaded already.
@@ -50,18 +50,18 @@ def offload(
 
 
 class OffloadedBlock(Wrapped):
-    """A block whose saved tensors go to the host."""
+    """A block whose saved tensors are offloaded."""
 
     offload: Offload
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the block. Around compiled code and hooks alike, and no part of either."""
+        """Call the block, compiled code and hooks included."""
         if not torch.is_grad_enabled():
             return super().__call__(*args, **kwargs)
         if torch.compiler.is_compiling():
             raise UnsupportedError(
-                f"{type(self).__name__} is offloaded, which cannot be compiled as a part of a model: compile the "
-                "blocks one by one, `for block in model.layers: block.compile()`."
+                f"{type(self).__name__} is offloaded, and cannot be compiled as part of a model: compile the blocks "
+                "one by one, `for block in model.layers: block.compile()`."
             )
         stay = storages((*self.modules(), *self.offload.beside))
         call = self.offload.begin(stay, self._compiled_call_impl is not None)
@@ -71,106 +71,108 @@ class OffloadedBlock(Wrapped):
 
 @dataclass(eq=False)
 class Offload:
-    """What was done to a model, and how much it moves. `remove()` undoes it."""
+    """The offloaded blocks of a model. `remove()` undoes it."""
 
     model: nn.Module
     blocks: list[str]
     """Full names."""
     min_bytes: int
     beside: list[nn.Module] = field(default_factory=list, repr=False)
-    """The modules outside of the blocks, whose tensors blocks may be called with, as with tables of positions."""
+    """Modules outside of the blocks, whose parameters and buffers (rotary tables, say) are not offloaded either."""
     moved: int = 0
-    """Bytes that have gone to the host, in all calls so far."""
-    _last: weakref.ref[_Call] | None = None
-    _leaving: list[_Call] = field(default_factory=list)
-    """The calls whose tensors may still be on their way out; the last one is at work."""
+    """Bytes copied to the host so far."""
+    _last: weakref.ref[_BlockCall] | None = None
+    _leaving: list[_BlockCall] = field(default_factory=list)
+    """Calls whose copies to the host may be in progress; the last one is computing."""
     _streams: dict[torch.device, Any] = field(default_factory=dict)
 
-    def begin(self, stay: set[int], compiled: bool) -> _Call:
-        """Return a new call; the GPU's memory of the calls before the last one is free from here on."""
+    def begin(self, stay: set[int], compiled: bool) -> _BlockCall:
+        """Return a new call, and free the GPU memory of calls before the last one."""
         while len(self._leaving) > 1:
-            self._leaving.pop(0).let_go()
-        call = _Call(self, stay, compiled, self._last)
+            self._leaving.pop(0).free_gpu_copies()
+        call = _BlockCall(self, stay, compiled, self._last)
         self._last = weakref.ref(call)
         self._leaving.append(call)
         return call
 
     def finish(self) -> None:
-        """Let go of everything that is still on its way out. Backward does it by itself."""
+        """Wait for all copies to the host and free the GPU memory. Backward calls it."""
         while self._leaving:
-            self._leaving.pop(0).let_go()
+            self._leaving.pop(0).free_gpu_copies()
 
     def remove(self) -> None:
-        """Let the blocks keep on the GPU what they save."""
+        """Let the blocks keep their saved tensors on the GPU."""
         self.finish()
         for name in self.blocks:
             unwrap(self.model.get_submodule(name), OffloadedBlock)
 
     def stream(self, device: torch.device) -> Any:
-        """Return the stream for copies; None on a CPU."""
+        """Return the side stream for copies; None on a CPU."""
         if device.type == "cuda" and device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams.get(device)
 
     def __str__(self) -> str:
         return (
-            f"{len(self.blocks)} blocks keep what they save for backward on the host, tensors of {self.min_bytes:,} "
-            f"bytes and more; {self.moved / 2**30:.2f} GiB have gone there so far"
+            f"{len(self.blocks)} blocks offload saved tensors of {self.min_bytes:,} bytes and more to the host; "
+            f"{self.moved / 2**30:.2f} GiB copied so far"
         )
 
     def __deepcopy__(self, memo: Any) -> Offload:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        raise ConfigError("an Offload cannot be written to a file: make one again after loading the model.")
+        raise ConfigError("an Offload cannot be pickled: call octavo.offload() again after loading the model.")
 
 
-class _Call:
-    """One call of a block, and the tensors that it has saved."""
+class _BlockCall:
+    """One call of a block, with its saved tensors."""
 
-    def __init__(self, owner: Offload, stay: set[int], compiled: bool, previous: weakref.ref[_Call] | None) -> None:
+    def __init__(
+        self, owner: Offload, stay: set[int], compiled: bool, previous: weakref.ref[_BlockCall] | None
+    ) -> None:
         self.owner, self.stay, self.compiled, self.previous = owner, stay, compiled, previous
-        self.slots: weakref.WeakSet[_Slot] = weakref.WeakSet()
-        self.known: dict[tuple[Any, ...], _Slot] = {}
+        self.slots: weakref.WeakSet[_OffloadedTensor] = weakref.WeakSet()
+        self.known: dict[tuple[Any, ...], _OffloadedTensor] = {}
         self.out: Any = None
-        """The event after the last copy out."""
+        """Event after the last copy to the host."""
 
-    def pack(self, x: Tensor) -> Tensor | _Slot:
-        """Return what stands for a saved tensor: itself, or its place on the host."""
-        if not self._goes(x):
+    def pack(self, x: Tensor) -> Tensor | _OffloadedTensor:
+        """Return the saved tensor itself, or its slot on the host."""
+        if not self._is_offloaded(x):
             return x
         key = (x.data_ptr(), x.shape, x.stride(), x.dtype)
-        if key not in self.known:  # the same codes may be saved by two layers
-            self.known[key] = slot = _Slot(self, x)
+        if key not in self.known:  # two layers may save the same codes
+            self.known[key] = slot = _OffloadedTensor(self, x)
             self.slots.add(slot)
             self.owner.moved += slot.host.nbytes
         return self.known[key]
 
-    def _goes(self, x: Tensor) -> bool:
+    def _is_offloaded(self, x: Tensor) -> bool:
         if type(x) is not Tensor or x.nbytes < max(self.owner.min_bytes, 1) or x.device.type not in ("cpu", "cuda"):
             return False
         if x.untyped_storage().data_ptr() in self.stay:
             return False
         return not self.compiled or _dense(x)  # compiled code relies on strides
 
-    def let_go(self) -> None:
-        """Drop the GPU's copies. What is computed from here on may take their memory."""
+    def free_gpu_copies(self) -> None:
+        """Free the GPU copies, after the copies to the host."""
         if self.out is not None:
             self.out.wait()
         for slot in self.known.values():
             slot.source = None
         self.known.clear()
 
-    def come_back(self) -> None:
-        """Start to copy everything back, unless that has begun."""
+    def prefetch(self) -> None:
+        """Start copying all tensors back, unless that has begun."""
         for slot in self.slots:
-            slot.come_back()
+            slot.prefetch()
 
 
-class _Slot:
+class _OffloadedTensor:
     """A saved tensor on the host."""
 
-    def __init__(self, call: _Call, x: Tensor) -> None:
+    def __init__(self, call: _BlockCall, x: Tensor) -> None:
         self.call, self.device, self.source, self.back = call, x.device, x, None
         self.order = _outermost_first(x)
         self.arrived: Any = None
@@ -186,38 +188,38 @@ class _Slot:
     """The tensor itself, while the copy is made."""
     back: Tensor | None
 
-    def come_back(self) -> None:
-        """Start to copy the tensor back, unless that has begun."""
+    def prefetch(self) -> None:
+        """Start copying the tensor back, unless that has begun."""
         if self.back is not None:
             return
-        back = torch.empty(self.host.shape, dtype=self.host.dtype, device=self.device)  # of the stream that computes
+        back = torch.empty(self.host.shape, dtype=self.host.dtype, device=self.device)  # on the compute stream
         stream = self.call.owner.stream(self.device)
         with _after_now(stream):
             back.copy_(self.host, non_blocking=stream is not None)
             if stream is not None:
-                back.record_stream(stream)  # it may be dropped, never read, while the copy runs
+                back.record_stream(stream)  # it may be freed without being read, while the copy runs
                 self.arrived = stream.record_event()
         self.back = back
 
     def get(self) -> Tensor:
-        """Return the tensor, and start to bring back what the block before saved."""
+        """Return the tensor, and start prefetching the tensors of the previous block."""
         self.call.owner.finish()
-        self.call.come_back()
+        self.call.prefetch()
         previous = None if self.call.previous is None else self.call.previous()
         if previous is not None:
-            previous.come_back()
+            previous.prefetch()
         assert self.back is not None
         if self.arrived is not None:
             self.arrived.wait()
         return self.back.permute(_inverse(self.order))
 
 
-def _unpack(kept: Tensor | _Slot) -> Tensor:
-    return kept.get() if isinstance(kept, _Slot) else kept
+def _unpack(kept: Tensor | _OffloadedTensor) -> Tensor:
+    return kept.get() if isinstance(kept, _OffloadedTensor) else kept
 
 
 def _after_now(stream: Any) -> AbstractContextManager[Any]:
-    """Return a block whose copies run on a stream, after all that has been launched so far."""
+    """Return a context in which copies run on `stream`, after all work launched so far."""
     if stream is None:
         return nullcontext()
     stream.wait_stream(torch.cuda.current_stream(stream.device))
@@ -225,12 +227,12 @@ def _after_now(stream: Any) -> AbstractContextManager[Any]:
 
 
 def _dense(x: Tensor) -> bool:
-    """Return whether a tensor fills its memory without gaps, in whatever order of dimensions."""
+    """Return whether a tensor fills its memory without gaps, in any order of dimensions."""
     return x.permute(_outermost_first(x)).is_contiguous()
 
 
 def _outermost_first(x: Tensor) -> list[int]:
-    """Return the dimensions of a tensor in the order in which they lie in memory."""
+    """Return the dimensions of a tensor from the outermost in memory to the innermost."""
     strides = x.stride()
     return sorted(range(x.dim()), key=lambda dimension: -strides[dimension])
 

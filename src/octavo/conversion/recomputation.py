@@ -1,11 +1,11 @@
-"""Selective recomputation: a block keeps what costs much to compute again, and computes the rest anew in backward.
+"""Selective activation recomputation: a block saves results that are expensive to recompute, and recomputes the rest.
 
-How much an operation is worth keeping is its price: FLOPs to compute a byte of its result again. A product that sums
-over K has 2 K FLOPs an element, K a byte in 16 bits. Causal attention over T tokens has about 2 T an element, T a byte.
-Everything else (norms, activations, rotations, quantising) reads and writes memory and costs next to nothing.
+The criterion is the price of an operation: the FLOPs needed to recompute one byte of its result. A GEMM that sums over
+K takes 2 K FLOPs per element, K per byte in 16 bits. Causal attention over T tokens takes about 2 T per element, T per
+byte. Everything else (norms, activations, rotations, quantisation) is bound by memory and almost free.
 
-A block of converted layers has few such cheap results left: its layers keep codes, and a fused MLP keeps no activation.
-So the choice is mostly among products. Results are the same to the bit, whatever is kept.
+A block of converted layers has few cheap results left: its layers save codes, and a fused MLP saves no activation. So
+the choice is mostly among GEMMs. Results are bitwise the same, whatever is saved.
 """
 
 from __future__ import annotations
@@ -25,19 +25,45 @@ from octavo.conversion.blocks import Wrapped, choose, storages, unwrap, wrap
 from octavo.errors import ConfigError
 
 Keep = Literal["products", "nothing"] | float
-"""`products`: the results of all GEMMs and of attention; a number: of those alone that cost at least so many FLOPs a
-byte; `nothing`: only what goes into the block."""
+"""`products`: the results of all GEMMs and of attention; a number: only those whose price is at least that many FLOPs
+per byte; `nothing`: only the inputs of the block."""
+
+
+class _DynamoFlag:
+    """Sets `skip_fwd_side_effects_in_bwd_under_checkpoint` while any `Recompute` is active.
+
+    Layers that share an input hand results to each other while a block runs. Dynamo takes this for a side effect and
+    refuses to compile the block, unless the flag is set; nothing of it outlives the forward.
+    """
+
+    def __init__(self) -> None:
+        self._users, self._before = 0, False
+
+    def acquire(self) -> None:
+        config = torch._dynamo.config
+        if self._users == 0:
+            self._before = config.skip_fwd_side_effects_in_bwd_under_checkpoint
+            config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+        self._users += 1
+
+    def release(self) -> None:
+        self._users -= 1
+        if self._users == 0:
+            torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = self._before
+
+
+_flag = _DynamoFlag()
 
 
 def recompute(model: nn.Module, keep: Keep = "products", *, blocks: str | Sequence[str] | None = None) -> Recompute:
-    """Let a model's blocks compute again in backward what they do not keep. In place; returns what can undo it.
+    """Recompute activations of a model's blocks in backward, in place. The returned object undoes it.
 
-    Convert the model first. Compile after it, each block or the whole model. It switches on
-    `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint`, which compiled blocks need.
+    Convert the model first. Compile afterwards, each block or the whole model. Sets
+    `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint`, which compiled blocks need, until `remove()`.
 
     Args:
-        keep: `products`, `nothing`, or a number of FLOPs a byte. With 5000, a Llama of width 4096 computes the products
-            of that width again and keeps attention over 8192 tokens and the last product of its MLP.
+        keep: `products`, `nothing`, or a number of FLOPs per byte. With 5000, a Llama of width 4096 recomputes the
+            GEMMs of that width and saves attention over 8192 tokens and the down projection of its MLP.
         blocks: name patterns of the modules; default the children of the `nn.ModuleList` with the most parameters.
 
     Raises:
@@ -46,44 +72,48 @@ def recompute(model: nn.Module, keep: Keep = "products", *, blocks: str | Sequen
     contexts, names = _contexts(_lowest_price(keep)), choose(model, blocks)
     for name in names:
         wrap(model.get_submodule(name), RecomputedBlock, recompute_keeps=str(keep), checkpoint_contexts=contexts)
-    # Layers that share an input hand each other results while a block runs, which leaves nothing behind.
-    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    _flag.acquire()
     return Recompute(model, names, keep)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a block keeps, and what it computes again."""
+    """Memory and recomputation of one block."""
 
     keep: str
     """`everything` for a block that is not recomputed."""
     bytes: int
-    """Kept from forward to backward, each storage once, without parameters."""
+    """Bytes saved from forward to backward, each storage once, without parameters."""
     flops: int
-    """Of products and attention that are computed again in backward."""
+    """FLOPs of GEMMs and attention that are recomputed in backward."""
     share: float
-    """Those, as a share of the forward's."""
+    """Their share of the forward's FLOPs."""
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """Blocks that compute again in backward. `remove()` undoes it."""
+    """Blocks that are recomputed in backward. `remove()` undoes it."""
 
     model: nn.Module
     blocks: list[str]
-    """Their full names."""
+    """Full names."""
     keep: Keep
 
     def remove(self) -> None:
-        """Let the blocks keep everything again."""
-        for name in self.blocks:
-            unwrap(self.model.get_submodule(name), RecomputedBlock)
+        """Let the blocks save all activations again, and restore Dynamo's flag once no other model needs it."""
+        wrapped = [
+            block for name in self.blocks if isinstance(block := self.model.get_submodule(name), RecomputedBlock)
+        ]
+        for block in wrapped:
+            unwrap(block, RecomputedBlock)
+        if wrapped:
+            _flag.release()
 
     def costs(self, forward: Callable[[], object], others: Sequence[Keep] = ("products", "nothing")) -> list[Cost]:
-        """Return what the first block costs: without this, with it, and by other choices.
+        """Return the costs of the first block: without recomputation, with it, and with other choices of `keep`.
 
         Args:
-            forward: runs the model on a batch of the size in question; compiled blocks are measured as eager ones.
+            forward: runs the model on a representative batch; compiled blocks are measured in eager mode.
             others: further choices to compare.
 
         Raises:
@@ -96,19 +126,19 @@ class Recompute:
         return [_everything(block, arguments, own), *(_cost(block, arguments, own, keep) for keep in choices)]
 
     def __str__(self) -> str:
-        return f"{len(self.blocks)} blocks keep {_described(self.keep)}, and compute the rest again in backward"
+        return f"{len(self.blocks)} blocks save {_described(self.keep)}, and recompute the rest in backward"
 
 
 class RecomputedBlock(Wrapped):
-    """A block that is checkpointed."""
+    """A checkpointed block."""
 
     recompute_keeps: str
-    """What is kept, in words: compiled code is made anew where it reads others, and not where `contexts` differ."""
+    """The choice as text: Dynamo guards on it, and not on `checkpoint_contexts`."""
     checkpoint_contexts: Callable[[], Any]
-    """The same as `torch.utils.checkpoint` wants to be told it."""
+    """The choice as `context_fn` of `torch.utils.checkpoint`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the block returns."""
+        """Return the block's result."""
         if not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
         if self.recompute_keeps == "nothing":
@@ -125,10 +155,10 @@ def _contexts(lowest: float) -> Callable[[], Any]:
 
 
 def price(operation: Any, args: tuple[Any, ...]) -> float:
-    """Return the FLOPs to compute a byte of an operation's 16-bit result again; 0 for all but products and attention.
+    """Return the FLOPs needed to recompute one byte of an operation's 16-bit result; 0 except for GEMMs and attention.
 
     Args:
-        operation: an overload, as dispatch modes see it.
+        operation: an operator overload, as dispatch modes receive it.
         args: its arguments.
     """
     length = _LENGTHS.get(getattr(operation, "_schema", None) and operation._schema.name)
@@ -136,7 +166,7 @@ def price(operation: Any, args: tuple[Any, ...]) -> float:
 
 
 def _summed(position: int) -> Callable[[tuple[Any, ...]], int]:
-    """The columns of an argument."""
+    """Return a function that gives the number of columns of an argument."""
     return lambda args: int(args[position].shape[-1])
 
 
@@ -155,7 +185,7 @@ _LENGTHS: dict[str | None, Callable[[tuple[Any, ...]], int]] = {
     **{f"aten::_scaled_dot_product_{name}": lambda args: args[1].shape[-2] for name in _ATTENTION},
     "octavo::attention": lambda args: args[1].shape[1],
 }
-"""How long the sum behind an element of a result is, by operator."""
+"""Length of the sum behind one element of the result, by operator."""
 
 
 def _lowest_price(keep: Keep) -> float:
@@ -165,7 +195,8 @@ def _lowest_price(keep: Keep) -> float:
         return float("inf")
     if isinstance(keep, bool) or not isinstance(keep, int | float) or not keep > 0:
         raise ConfigError(
-            f"keep = {keep!r}: it is 'products', 'nothing', or FLOPs a byte above which a result is kept, such as 5000."
+            f"keep = {keep!r}: take 'products', 'nothing', or FLOPs per byte above which a result is saved, such as "
+            "5000."
         )
     return float(keep)
 
@@ -173,11 +204,11 @@ def _lowest_price(keep: Keep) -> float:
 def _described(keep: Keep) -> str:
     if isinstance(keep, str):
         return {"products": "products and attention", "nothing": "nothing but their inputs"}[keep]
-    return f"what costs {keep:,.0f} FLOPs a byte or more"
+    return f"results of {keep:,.0f} FLOPs per byte or more"
 
 
 class _Reached(Exception):
-    """Ends a forward where all that is wanted of it is known."""
+    """Ends a forward pass once the block's arguments are known."""
 
 
 def _arguments_of(block: nn.Module, forward: Callable[[], object]) -> Arguments:
@@ -198,17 +229,17 @@ def _arguments_of(block: nn.Module, forward: Callable[[], object]) -> Arguments:
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""What a block is called with."""
+"""Positional and keyword arguments of a block."""
 
 
 def _run(block: nn.Module, arguments: Arguments) -> object:
-    """Run a block's own forward on what it is called with, cut off from what made that."""
+    """Run a block's own forward on detached copies of its arguments."""
     args, kwargs = tree_map_only(Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), arguments)
     return super(RecomputedBlock, cast(RecomputedBlock, block)).forward(*args, **kwargs)
 
 
 def _everything(block: nn.Module, arguments: Arguments, own: set[int]) -> Cost:
-    kept: dict[int, Tensor] = {}  # the tensors too: an address means nothing once its storage is gone
+    kept: dict[int, Tensor] = {}  # holds the tensors too: the address of a freed storage may be reused
 
     def pack(x: Tensor) -> Tensor:
         kept[_address(x)] = x
@@ -237,7 +268,7 @@ def _bytes(kept: dict[int, Tensor], own: set[int]) -> int:
 
 
 class _Tally(TorchDispatchMode):
-    """Counts the FLOPs of products and attention, and holds the results that would be kept."""
+    """Counts the FLOPs of GEMMs and attention, and holds the results that would be saved."""
 
     def __init__(self, lowest: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

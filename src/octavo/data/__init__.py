@@ -1,8 +1,8 @@
-"""Text into tokens into batches: corpora, tokenizers, memory-mapped token files, a resumable loader.
+"""Text to tokens to batches: corpora, tokenizers, memory-mapped token files, a resumable loader.
 
     source -> read_corpus -> prepare (tokenize, split, write once) -> TokenFiles -> Loader, heldout_batches
 
-Names load on first use, so that the command line stays quick.
+Names are loaded on first use, so that the command line starts quickly.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from octavo.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
     from octavo.data.tokens import TokenFiles, prepare
 
-_HOME = {
-    "BPETokenizer": "octavo.data.bpe",
-    "ByteTokenizer": "octavo.data.tokenizer",
-    "CorpusStatistics": "octavo.data.statistics",
-    "Document": "octavo.data.corpus",
-    "Loader": "octavo.data.loader",
-    "TokenFiles": "octavo.data.tokens",
-    "Tokenizer": "octavo.data.tokenizer",
-    "corpus_statistics": "octavo.data.statistics",
-    "heldout_batches": "octavo.data.loader",
-    "load_tokenizer": "octavo.data.tokenizer",
-    "prepare": "octavo.data.tokens",
-    "read_corpus": "octavo.data.corpus",
+_MODULES = {
+    "BPETokenizer": "bpe",
+    "ByteTokenizer": "tokenizer",
+    "CorpusStatistics": "statistics",
+    "Document": "corpus",
+    "Loader": "loader",
+    "TokenFiles": "tokens",
+    "Tokenizer": "tokenizer",
+    "corpus_statistics": "statistics",
+    "heldout_batches": "loader",
+    "load_tokenizer": "tokenizer",
+    "prepare": "tokens",
+    "read_corpus": "corpus",
 }
 
 __all__ = [
@@ -50,6 +50,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'octavo.data' has no attribute '{name}'")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(importlib.import_module(f"octavo.data.{_MODULES[name]}"), name)

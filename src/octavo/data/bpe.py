@@ -1,4 +1,4 @@
-"""Byte-level BPE, trained on the corpus at hand, through the package `tokenizers`."""
+"""Byte-level BPE with the package `tokenizers`."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 END_OF_DOCUMENT = "<|endofdocument|>"
 SMALLEST, LARGEST = 272, 65_536
 SAMPLE_BYTES = 64_000_000
-"""Text to learn merges from; more changes them little and takes minutes."""
+"""Bytes of training text for merges; more changes them little and takes minutes."""
 PIECE_CHARACTERS = 1_000_000
 
 
 class BPETokenizer:
-    """A byte-level BPE: any text encodes, and decodes to itself."""
+    """A byte-level BPE: any text can be encoded, and decodes to itself."""
 
     def __init__(self, backend: Backend, name: str = "bpe") -> None:
-        """Wrap a tokenizer of the package `tokenizers`; one with an end-of-text token of its own keeps it.
+        """Wrap a tokenizer of the package `tokenizers`; its own end-of-text token is used if it has one.
 
         Raises:
-            DataError: it has no token to end a document, or more ids than uint16 holds.
+            DataError: it has no end-of-document token, or more ids than uint16 can represent.
         """
         ends = (END_OF_DOCUMENT, "<|endoftext|>", "<|end_of_text|>", "</s>")
         found = [(i, token) for token in ends if (i := backend.token_to_id(token)) is not None]
         size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         if not found:
-            raise DataError(f"the tokenizer has no token that ends a document; add one of {', '.join(ends)}.")
+            raise DataError(f"the tokenizer has no end-of-document token; add one of {', '.join(ends)}.")
         if size > LARGEST:
             raise DataError(f"the tokenizer has {size} ids; token files hold 16-bit ids, {LARGEST} at most.")
         self.name = f"{name}-{size}"
@@ -47,17 +47,17 @@ class BPETokenizer:
         self.end_of_document: int = found[0][0]
         self.end_token: str = found[0][1]
         self.fingerprint = hashlib.sha256(backend.to_str().encode()).hexdigest()
-        backend.encode_special_tokens = True  # a text that spells the end of document is not one
+        backend.encode_special_tokens = True  # special tokens spelled out in a text are plain text
         self._backend = backend
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab: int = 4096) -> BPETokenizer:
-        """Learn `vocab` ids (bytes, merges, and the end of document) from `texts`. Deterministic.
+        """Learn `vocab` ids (bytes, merges, end of document) from `texts`. Deterministic.
 
-        Texts with few repeats have fewer merges to give; read the size that came out from `vocab`.
+        Repetitive texts may yield fewer merges: `vocab` of the result is the actual size.
 
         Raises:
-            ConfigError: `vocab` is no multiple of 16 from 272 to 65,536.
+            ConfigError: `vocab` is not a multiple of 16 from 272 to 65,536.
             DataError: `tokenizers` is not installed.
         """
         if vocab % 16 or not SMALLEST <= vocab <= LARGEST:
@@ -92,7 +92,7 @@ class BPETokenizer:
         return cls(backend)
 
     def to_json(self) -> str:
-        """Return what a `.json` file of the package `tokenizers` holds."""
+        """Return the content of a `.json` file of the package `tokenizers`."""
         text: str = self._backend.to_str()
         return text
 
@@ -100,7 +100,7 @@ class BPETokenizer:
         """Write a `.json` file that `load` and the package `tokenizers` read.
 
         Raises:
-            DataError: the file cannot be written; nothing half-written stays.
+            DataError: the file cannot be written; no partial file remains.
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,13 +121,13 @@ class BPETokenizer:
         return [np.array([i for _ in parts for i in next(encodings).ids], dtype=np.uint16) for parts in pieces]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`; ends of document and padding ids give nothing."""
+        """Return the text of `ids`; end-of-document and padding ids are skipped."""
         text: str = self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
         return text
 
 
 def trained(source: str | Path, vocab: int, cache_dir: Path) -> BPETokenizer:
-    """Return the BPE of `vocab` ids for `source`, trained once and then found in `cache_dir`."""
+    """Return the BPE of `vocab` ids for `source`, trained once and cached in `cache_dir`."""
     corpus = open_corpus(source)
     key = hashlib.sha256(f"{corpus.listing_sha256()} {vocab} {SAMPLE_BYTES}".encode()).hexdigest()[:12]
     path = cache_dir / f"bpe-{vocab}-{key}.json"
@@ -139,7 +139,7 @@ def trained(source: str | Path, vocab: int, cache_dir: Path) -> BPETokenizer:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Cut a long text after line ends, so that all cores share one huge document."""
+    """Split a long text at line ends, so that all cores share one huge document."""
     start = 0
     while start < len(text):
         end = text.find("\n", start + PIECE_CHARACTERS) + 1 or len(text)
@@ -148,7 +148,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _sample(documents: Iterable[Any], size: int) -> Iterator[str]:
-    """Yield every n-th text, evenly over the corpus, such that about SAMPLE_BYTES are read."""
+    """Yield every n-th text, so that about SAMPLE_BYTES are read, evenly over the corpus."""
     every = max(1, round(size / SAMPLE_BYTES))
     return (document.text for document in itertools.islice(documents, 0, None, every))
 

@@ -1,4 +1,4 @@
-"""Where text comes from: the machine's own Python sources, a text in a package, or the user's files."""
+"""Sources of text: installed Python sources, a text in a package, or the user's files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from octavo.data import english, python_sources
+from octavo.data import sources
 from octavo.data.documents import SUFFIXES, Document, TextFile, read_documents
 from octavo.errors import DataError, did_you_mean
 
@@ -18,20 +18,20 @@ __all__ = ["NAMED", "Corpus", "Document", "open_corpus", "read_corpus"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Corpus:
-    """The files of one source, in a fixed order, not yet read."""
+    """The files of one source in a fixed order, not yet read."""
 
     source: str
-    """What the user wrote: a name of `NAMED`, or a path."""
+    """A name in `NAMED`, or a path, as given by the user."""
     files: tuple[TextFile, ...]
     """The files, sorted by name."""
 
     @property
     def size(self) -> int:
-        """Bytes on disk of all files."""
+        """Size of all files in bytes."""
         return sum(file.path.stat().st_size for file in self.files)
 
     def listing_sha256(self) -> str:
-        """Return a digest of names, sizes and times: while it stays, the text is taken to be unchanged."""
+        """Return a digest of names, sizes and modification times, which identifies unchanged text."""
         digest = hashlib.sha256(self.source.encode())
         for file in self.files:
             stat = file.path.stat()
@@ -39,15 +39,15 @@ class Corpus:
         return digest.hexdigest()
 
     def documents(self) -> Iterator[Document]:
-        """Yield the documents in order; those without any text are left out.
+        """Yield the documents in order, without empty ones.
 
         Raises:
-            DataError: a file that cannot be read, or that holds no text.
+            DataError: a file cannot be read, or contains no text.
         """
         if self.source == "english":
-            yield from english.read_chapters(self.files[0].path)
+            yield from sources.read_chapters(self.files[0].path)
         elif self.source in NAMED:
-            yield from python_sources.read_sources(self.files)
+            yield from sources.read_sources(self.files)
         else:
             yield from self._user_documents()
 
@@ -74,7 +74,7 @@ def read_corpus(source: str | Path) -> Iterator[Document]:
     - a file or a folder of `.txt`, `.md`, `.py`, `.jsonl` (field `text`), `.parquet` (column `text`).
 
     Raises:
-        DataError: the source is missing, empty, or cannot be read; at the call, not at the first document.
+        DataError: the source is missing, empty or unreadable; raised by the call, not by the first document.
     """
     return open_corpus(source).documents()
 
@@ -83,11 +83,11 @@ def open_corpus(source: str | Path) -> Corpus:
     """Return the files of `source` without reading them; sources and errors as in `read_corpus`."""
     name = str(source)
     if name == "python":
-        files = python_sources.standard_library()
+        files = sources.standard_library()
     elif name == "python-packages":
-        files = python_sources.standard_library() + python_sources.packages()
+        files = sources.standard_library() + sources.packages()
     elif name == "english":
-        files = [english.find()]
+        files = [sources.find_english()]
     else:
         files = _user_files(Path(source).expanduser())
     if not files:
@@ -106,7 +106,7 @@ def _user_files(path: Path) -> list[TextFile]:
         raise DataError(f"{path}: there is no such file or folder.{near} Named sources: {', '.join(NAMED)}.")
     found = {child.resolve(): child for child in sorted(path.rglob("*"), reverse=True) if _is_text(child, path)}
     if not found:
-        raise DataError(f"{path}: the folder holds no text; looked for {kinds}.")
+        raise DataError(f"{path}: the folder contains no text; looked for {kinds}.")
     names = {child.relative_to(path).as_posix(): child for child in found.values()}
     return [TextFile(name=name, path=names[name]) for name in sorted(names)]
 

@@ -1,4 +1,4 @@
-"""From a file to documents, by its suffix. Every complaint names the file, and the line if there is one."""
+"""Read the documents of a file by its suffix. Error messages name the file, and the line if there is one."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text, and where it came from."""
+    """A text and its origin."""
 
     name: str
-    """Path relative to its source, with a line or row number where a file holds several documents."""
+    """Path relative to the source, with a line or row number if the file has several documents."""
     text: str
-    """The text, line ends as they are in the file."""
+    """The text with its original line ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextFile:
-    """A file that holds documents."""
+    """A file with documents."""
 
     name: str
-    """Path relative to its source, with `/` between parts."""
+    """Path relative to the source, separated by `/`."""
     path: Path
-    """Where it is."""
+    """Path of the file."""
 
 
 def read_documents(file: TextFile) -> Iterator[Document]:
-    """Yield the documents of one file: one in a text file, one a line in `.jsonl`, one a row in `.parquet`.
+    """Yield the documents of a file: one per text file, one per line of `.jsonl`, one per row of `.parquet`.
 
-    A text of nothing but white space is left out.
+    Texts of white space only are left out.
 
     Raises:
         DataError: the file cannot be read, is not UTF-8, or a line or row has no field of text.
@@ -50,7 +50,7 @@ def read_documents(file: TextFile) -> Iterator[Document]:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a UTF-8 file, line ends untouched, a byte-order mark dropped."""
+    """Return the text of a UTF-8 file with original line ends, without a byte-order mark."""
     try:
         return path.read_bytes().decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
@@ -75,15 +75,17 @@ def _line_text(line: bytes, where: str) -> str:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not a line of JSON ({error}).") from error
+        raise DataError(f"{where}: not valid JSON ({error}).") from error
     text = value.get("text") if isinstance(value, dict) else None
     if not isinstance(text, str):
         keys = f"its fields are {', '.join(map(str, value))}" if isinstance(value, dict) and value else "it has none"
-        raise DataError(f"{where}: each line needs a field 'text' that is a string; {keys}.")
+        raise DataError(f"{where}: each line needs a string field 'text'; {keys}.")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{where}: the text holds a lone surrogate, which is no character ({error.reason}).") from error
+        raise DataError(
+            f"{where}: the text contains a lone surrogate, which is not a character ({error.reason})."
+        ) from error
     return text
 
 
@@ -102,7 +104,7 @@ def _parquet(file: TextFile) -> Iterator[Document]:
         for batch in table.iter_batches(batch_size=1024, columns=["text"]):
             for text in batch.column(0).to_pylist():
                 if not isinstance(text, str):
-                    raise DataError(f"{file.path}: row {row}: the column 'text' holds {text!r}, not a string.")
+                    raise DataError(f"{file.path}: row {row}: the column 'text' contains {text!r}, not a string.")
                 yield Document(f"{file.name}:{row}", text)
                 row += 1
     except (OSError, pyarrow.ArrowException) as error:

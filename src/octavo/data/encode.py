@@ -1,10 +1,10 @@
-"""The pass over a corpus: documents become ids, and go to the training or the held-out file."""
+"""Encode a corpus into a training and a held-out file. A hash decides the side, so equal texts share one."""
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -14,19 +14,50 @@ from numpy.typing import NDArray
 
 from octavo.data.corpus import Corpus
 from octavo.data.documents import Document
-from octavo.data.split import SPACE, digest, tail, threshold
 from octavo.data.tokenizer import Tokenizer, Tokens
+from octavo.errors import ConfigError
+
+SPACE = 2**64
+
+
+def check_fraction(fraction: float) -> None:
+    """Raise ConfigError unless `fraction` is between 0 and 1, exclusive."""
+    if not 0 < fraction < 1:
+        raise ConfigError(f"heldout: {fraction} is not a share between 0 and 1 (0.02 holds out 2 %).")
+
+
+def digest(content: bytes) -> int:
+    """Return a uniform 64-bit hash of `content`, equal on every machine."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
+
+
+def threshold(digests: Sequence[int], fraction: float) -> int | None:
+    """Return the digest below which a document is held out.
+
+    It is `fraction` of the hash space, moved as little as needed for one document on each side. None if all contents
+    are equal (a single document, for example): `tail` then splits within the document.
+    """
+    least, greatest = min(digests), max(digests)
+    if least == greatest:
+        return None
+    return min(max(int(fraction * SPACE), least + 1), greatest)
+
+
+def tail(length: int, fraction: float) -> int:
+    """Return the start of the held-out tail of a single document of `length` tokens; neither part is empty."""
+    return min(max(round(length * (1 - fraction)), 1), length - 1)
+
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes of text done, bytes in all)."""
+"""Called with (bytes of text done, bytes in total)."""
 
 BATCH_CHARACTERS = 4_000_000
-"""Text tokenized at once: enough to keep a parallel tokenizer busy, little enough to hold."""
+"""Characters tokenized per batch: enough for a parallel tokenizer, small enough for memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """What one pass wrote; the fields are those of `TokenFiles`."""
+    """Totals of one pass; fields as in `TokenFiles`."""
 
     documents: int
     heldout_documents: int
@@ -39,7 +70,7 @@ class Written:
 
 
 class Side:
-    """One of the two files while it is written."""
+    """One of the two output files."""
 
     def __init__(self, stream: BinaryIO, vocab: int) -> None:
         """Write ids below `vocab` to `stream`."""
@@ -50,13 +81,13 @@ class Side:
         self._pending: list[Tokens] = []
 
     def add(self, ids: Tokens, size: int) -> None:
-        """Take the ids of a document, or of a part of one, whose text has `size` bytes."""
+        """Add the ids of a document, or part of one, whose text has `size` bytes."""
         self.documents += 1
         self.bytes += size
         self._pending.append(ids)
 
     def flush(self) -> None:
-        """Write and count what was added."""
+        """Write and count the added ids."""
         if self._pending:
             ids = np.concatenate(self._pending)
             self._pending.clear()
@@ -69,8 +100,8 @@ def encode_split(
 ) -> Written:
     """Write `train.bin` and `heldout.bin` of `corpus` into `folder`.
 
-    One pass is enough where the hash leaves documents on both sides. Few documents may need the limit moved,
-    and then a second pass: such corpora are read again rather than every corpus held in memory.
+    One pass is enough if the hash leaves documents on both sides. With few documents the limit may have to move,
+    takes a second pass; reading such corpora twice avoids keeping every corpus in memory.
     """
     limit = int(fraction * SPACE)
     digests, train, heldout = _pass(corpus, tokenizer, folder, fraction, limit, progress)
@@ -90,12 +121,12 @@ def encode_split(
 
 
 def encode_all(corpus: Corpus, tokenizer: Tokenizer, limit: int | None = None) -> Tokens:
-    """Return the ids of all documents of `corpus`, each closed by the end of document; nothing is split or kept.
+    """Return the ids of all documents of `corpus`, each followed by the end of document, without a split.
 
-    With `limit` it stops after the batch of documents that reaches so many ids.
+    With `limit`, stops after the batch of documents that reaches that many ids.
 
     Raises:
-        DataError: a file that cannot be read, or that holds no text.
+        DataError: a file cannot be read, or contains no text.
     """
     found: list[Tokens] = []
     count = 0
@@ -109,10 +140,10 @@ def encode_all(corpus: Corpus, tokenizer: Tokenizer, limit: int | None = None) -
 
 
 def unigram_entropy(train: NDArray[np.int64], heldout: NDArray[np.int64]) -> float:
-    """Return the mean cost in nats of a held-out id under the training frequencies.
+    """Return the mean cross-entropy in nats of held-out ids under the training frequencies.
 
-    `train` and `heldout` count each id. One is added to every training count, so that an id unseen there
-    costs much but not infinitely much.
+    `train` and `heldout` are counts per id. One is added to every training count, so that unseen ids cost a
+    finite amount.
     """
     log_share = np.log(train + 1) - np.log((train + 1).sum())
     return float(-(heldout * log_share).sum() / heldout.sum())

@@ -1,12 +1,11 @@
-"""Token files into batches: packed windows in a random order that is a function of seed and position alone.
+"""Token files to batches: packed windows in a random order that depends only on seed and position.
 
-A file of N ids is cut into `(N - 1) // T` windows of T + 1 ids that overlap by one, so that every id but the
-first is a target exactly once in a pass. Documents are packed without regard for their ends; the
-end-of-document id marks them.
+A file of N ids is split into `(N - 1) // T` windows of T + 1 ids that overlap by one, so that every id except the
+first is a target exactly once per pass. Windows ignore document ends; the end-of-document id marks them.
 
-The stream of windows is global: sample n is window `permutation(seed, n // windows)[n % windows]`. In every
-step rank r takes the r-th batch of the next `world * batch` samples. Hence the state is one number, the same
-samples are visited for any number of ranks, and nothing is dropped at the end of a pass.
+The stream of windows is global: sample n is window `permutation(seed, n // windows)[n % windows]`. In each step rank r
+takes the r-th batch of the next `world * batch` samples. The state is therefore one number, any number of ranks visits
+the same samples, and nothing is dropped at the end of a pass.
 
 Shapes: B batch, T sequence.
 """
@@ -33,10 +32,10 @@ class Loader:
     """An endless iterator over batches of training tokens. `state_dict` resumes it exactly."""
 
     def __init__(self, tokens_path: Path, batch: int, sequence: int, seed: int, rank: int = 0, world: int = 1) -> None:
-        """Open `tokens_path`, a file of `prepare`, for rank `rank` of `world`; `batch` is that of one rank.
+        """Open `tokens_path`, written by `prepare`, for rank `rank` of `world`; `batch` is per rank.
 
         Raises:
-            DataError: the file is missing or empty, or holds less than one batch of all ranks.
+            DataError: the file is missing or empty, or has less than one batch of all ranks.
             ConfigError: a size that is not positive, or a rank outside 0 to `world - 1`.
         """
         for name, value in (("batch", batch), ("sequence", sequence), ("world", world)):
@@ -68,26 +67,26 @@ class Loader:
 
     @property
     def windows(self) -> int:
-        """Windows in one pass over the file."""
+        """Number of windows per pass."""
         return self._windows
 
     @property
     def tokens_seen(self) -> int:
-        """Targets handed out so far, by all ranks together."""
+        """Number of targets returned so far, over all ranks."""
         return self._samples * self._sequence
 
     @property
     def epoch(self) -> int:
-        """Passes completed; 0 during the first."""
+        """Number of completed passes."""
         return self._samples // self._windows
 
     @property
     def repeats(self) -> float:
-        """How often the text was seen on average so far; above 1, text is being repeated."""
+        """Mean number of times that the text was seen; above 1 it is repeated."""
         return self._samples / self._windows
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position, and what it is a position in."""
+        """Return the position and the settings that it depends on."""
         return {
             "samples": self._samples,
             "seed": self._seed,
@@ -98,7 +97,7 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the last batch before `state_dict` was called.
 
-        Batch and number of ranks may have changed.
+        Batch size and number of ranks may differ.
 
         Raises:
             CheckpointError: the state belongs to another corpus, sequence or seed, or is malformed.
@@ -123,14 +122,13 @@ class Loader:
 
 
 def heldout_batches(tokens_path: Path, batch: int, sequence: int, limit_tokens: int | None = None) -> Iterator[Batch]:
-    """Return the batches of an evaluation: the file from its beginning, in order, always the same.
+    """Return the evaluation batches: the file from its beginning, in order, always the same.
 
-    All batches have the same shape (a compiled model is compiled once), so up to a batch is left out at the
-    end; a file shorter than one batch gives one smaller batch. `limit_tokens` stops after the batch that
-    reaches it.
+    All batches have the same shape, so that a compiled model compiles once; the rest of up to one batch is left out.
+    A file shorter than one batch gives one smaller batch. `limit_tokens` stops after the batch that reaches it.
 
     Raises:
-        DataError: the file is missing, or shorter than one sequence; at the call, not at the first batch.
+        DataError: the file is missing, or shorter than one sequence; raised by the call, not by the first batch.
         ConfigError: a size that is not positive.
     """
     for name, value in (("batch", batch), ("sequence", sequence), ("limit_tokens", limit_tokens)):
@@ -151,7 +149,7 @@ def heldout_batches(tokens_path: Path, batch: int, sequence: int, limit_tokens: 
 
 
 def open_tokens(path: Path) -> Tokens:
-    """Return the ids of a token file, memory-mapped, read-only.
+    """Return the ids of a token file, memory-mapped and read-only.
 
     Raises:
         DataError: the file is missing, empty, or not made of 16-bit ids.
@@ -168,15 +166,14 @@ def open_tokens(path: Path) -> Tokens:
 def permutation(seed: int, epoch: int, windows: int) -> NDArray[np.int64]:
     """Return the order of the windows in one pass.
 
-    Sorted raw words of a counter-based generator: NumPy promises those words for all versions, its shuffles
-    it does not.
+    It sorts raw words of a counter-based generator: NumPy guarantees these across versions, unlike its shuffles.
     """
     words = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(windows)
     return np.argsort(words, kind="stable")
 
 
 def gather(tokens: Tokens, windows: NDArray[np.int64], sequence: int) -> Batch:
-    """Return inputs and targets, both (len(windows), T), of the windows with these numbers."""
+    """Return inputs and targets, both (len(windows), T), of the windows with these indices."""
     positions = windows[:, None] * sequence + np.arange(sequence + 1)
     ids = torch.from_numpy(tokens[positions].astype(np.int64))
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()

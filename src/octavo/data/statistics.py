@@ -1,4 +1,4 @@
-"""What a corpus is like: lengths, duplicates, entropy. Measured once, and kept beside its tokens."""
+"""Corpus statistics: lengths, duplicates, entropy. Measured once and cached beside the token files."""
 
 from __future__ import annotations
 
@@ -12,64 +12,64 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo import strict
+from octavo._util import config_reader
 from octavo.data.tokenizer import Tokenizer, Tokens
 from octavo.data.tokens import TokenFiles
 from octavo.errors import ConfigError
 
 FILE = "statistics-1.json"
-"""In the folder of the token files. The number is raised whenever the same tokens would give other statistics."""
+"""File in the token folder. The number increases whenever the same tokens would give other statistics."""
 SAMPLE_TOKENS = 16_000_000
-"""Tokens that are decoded to count bytes, at most."""
+"""Largest number of tokens decoded to count bytes."""
 CHUNK = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusStatistics:
-    """Of the training text."""
+    """Statistics of the training text."""
 
     documents: int
     """Documents, or parts of one."""
     tokens: int
-    """Ids, ends of documents included."""
+    """Ids, including ends of documents."""
     document_tokens_mean: float
-    """Mean length of a document in tokens, its end included."""
+    """Mean length of a document in tokens, including its end."""
     document_tokens_percentiles: dict[str, int]
-    """Length at which so many percent of the documents are no longer: `0`, `10`, `50`, `90`, `99`, `100`."""
+    """Length that a percentage of documents do not exceed: `0`, `10`, `50`, `90`, `99`, `100`."""
     duplicate_documents: int
-    """Documents whose tokens are, each and every one, those of an earlier document."""
+    """Documents whose tokens equal those of an earlier document."""
     duplicate_tokens_share: float
-    """Share of the tokens that lie in them."""
+    """Share of the tokens in duplicate documents."""
     distinct_tokens: int
-    """Ids that occur."""
+    """Distinct ids that occur."""
     token_entropy: float
-    """Of the frequencies of the ids, in nats a token."""
+    """Entropy of id frequencies, in nats per token."""
     byte_entropy: float
-    """Of the frequencies of the bytes of the UTF-8 text, in nats a byte."""
+    """Entropy of byte frequencies of the UTF-8 text, in nats per byte."""
     bytes_per_token: float
-    """Bytes of text a token, ends of documents counted as tokens."""
+    """Bytes of text per token, including ends of documents."""
     bytes_sampled: int
-    """Bytes that `byte_entropy` was counted on."""
+    """Number of bytes counted for `byte_entropy`."""
 
 
 def corpus_statistics(files: TokenFiles, tokenizer: Tokenizer) -> CorpusStatistics:
-    """Return the statistics of some token files; measured the first time, then found beside them.
+    """Return the statistics of token files, measured on first use and then cached beside them.
 
-    A folder that cannot be written does not matter: they are measured again.
+    If the folder is not writable they are measured each time.
     """
     path = files.directory / FILE
     try:
-        return strict.read(CorpusStatistics, strict.read_file(path), str(path))
-    except ConfigError:  # not there, or of a process that was killed while it wrote
+        return config_reader.read(CorpusStatistics, config_reader.read_file(path), str(path))
+    except ConfigError:  # missing, or truncated by a killed process
         found = measure(np.memmap(files.train, dtype="<u2", mode="r"), tokenizer, files.train_bytes)
     _keep(path, found)
     return found
 
 
 def measure(ids: Tokens, tokenizer: Tokenizer, text_bytes: int) -> CorpusStatistics:
-    """Measure ids, documents one after another, each closed by the end of document.
+    """Measure the ids of consecutive documents, each followed by the end of document.
 
-    `text_bytes` is the size of the text they stand for.
+    `text_bytes` is the size of their text.
     """
     ends = _ends(ids, tokenizer.end_of_document)
     lengths = np.diff(ends, prepend=0)
@@ -96,19 +96,19 @@ def measure(ids: Tokens, tokenizer: Tokenizer, text_bytes: int) -> CorpusStatist
 
 
 def text_bytes(ids: Tokens, tokenizer: Tokenizer) -> int:
-    """Return the bytes of UTF-8 text that ids stand for. A character that is cut at either end counts as U+FFFD."""
+    """Return the number of UTF-8 bytes that ids represent. A truncated character counts as U+FFFD."""
     bounds = _bounds(_ends(ids, tokenizer.end_of_document))
     return sum(len(tokenizer.decode(ids[start:end].tolist()).encode()) for start, end in bounds)
 
 
 def entropy(counts: NDArray[np.int64]) -> float:
-    """Return the entropy in nats of what occurs so many times; 0 of nothing."""
+    """Return the entropy in nats of a distribution given by counts; 0 if they are empty."""
     shares = counts[counts > 0] / max(counts.sum(), 1)
     return float(-(shares * np.log(shares)).sum()) + 0.0
 
 
 def _ends(ids: Tokens, end_of_document: int) -> NDArray[np.int64]:
-    """Return where each document ends, its end of document included; what lies past the last one is a document too."""
+    """Return the end of each document, exclusive; ids after the last end of document count as a document."""
     found = [
         np.flatnonzero(ids[start : start + CHUNK] == end_of_document) + start + 1 for start in range(0, len(ids), CHUNK)
     ]
@@ -117,7 +117,7 @@ def _ends(ids: Tokens, end_of_document: int) -> NDArray[np.int64]:
 
 
 def _repeated(ids: Tokens, ends: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return for each document whether it is equal to an earlier one, by a digest of 128 bits."""
+    """Return True per document that equals an earlier one, by a 128-bit digest."""
     seen: set[bytes] = set()
     repeated = np.zeros(len(ends), dtype=np.bool_)
     for number, (start, end) in enumerate(_bounds(ends)):
@@ -128,7 +128,7 @@ def _repeated(ids: Tokens, ends: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 def _byte_counts(ids: Tokens, ends: NDArray[np.int64], tokenizer: Tokenizer) -> NDArray[np.int64]:
-    """Return how often each byte occurs, in documents taken evenly from the whole."""
+    """Return the count of each byte value in evenly sampled documents."""
     counts = np.zeros(256, dtype=np.int64)
     every = -(-len(ids) // SAMPLE_TOKENS)
     for start, end in list(_bounds(ends))[::every]:

@@ -1,4 +1,4 @@
-"""Text to token ids and back. Bytes need nothing; BPE needs the package `tokenizers`."""
+"""Tokenizers: bytes, which need no package, and BPE, which needs `tokenizers`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tokens = NDArray[np.uint16]
 
 
 class Tokenizer(Protocol):
-    """What `prepare` and a training run need of a tokenizer."""
+    """The interface that `prepare` and training runs use."""
 
     @property
     def name(self) -> str:
@@ -24,17 +24,17 @@ class Tokenizer(Protocol):
 
     @property
     def vocab(self) -> int:
-        """Size of the embedding: all ids lie below it. A multiple of 16."""
+        """Size of the embedding, a multiple of 16; all ids are smaller."""
         ...
 
     @property
     def end_of_document(self) -> int:
-        """The id that closes a document."""
+        """The end-of-document id."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """A text that differs wherever two tokenizers could give different ids."""
+        """A text that differs between tokenizers that could give different ids."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
@@ -42,15 +42,15 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`; ends of document and padding ids give nothing."""
+        """Return the text of `ids`; end-of-document and padding ids are skipped."""
         ...
 
 
 class ByteTokenizer:
-    """The 256 bytes of UTF-8, and one id that ends a document.
+    """The 256 byte values of UTF-8, and an end-of-document id.
 
-    257 ids are in use. `vocab` is 272, the next multiple of 16, because an FP8 GEMM needs dimensions
-    divisible by 16; ids 257 to 271 never occur.
+    257 ids are in use. `vocab` is 272, the next multiple of 16, because FP8 GEMMs need dimensions divisible by 16; ids
+    257 to 271 never occur.
     """
 
     name = "bytes"
@@ -67,7 +67,7 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`; a cut character becomes U+FFFD."""
+        """Return the text of `ids`; a truncated character becomes U+FFFD."""
         return bytes(i for i in map(int, ids) if i < 256).decode(errors="replace")
 
 
@@ -76,11 +76,10 @@ def load_tokenizer(name: str, *, source: str | Path | None = None, cache_dir: Pa
 
     - `bytes`: `ByteTokenizer`.
     - a path that ends in `.json`: a BPE saved by `BPETokenizer.save`, or any `tokenizers` file.
-    - `bpe-4096` (any size): a byte-level BPE trained on the text of `source`, kept in `cache_dir` and found
-      there again.
+    - `bpe-4096` (any size): a byte-level BPE trained on the text of `source` and cached in `cache_dir`.
 
     Raises:
-        DataError: an unknown name, a missing or malformed file, or `tokenizers` is not installed.
+        DataError: unknown name, missing or malformed file, or `tokenizers` is not installed.
     """
     if name == "bytes":
         return ByteTokenizer()
@@ -93,7 +92,7 @@ def load_tokenizer(name: str, *, source: str | Path | None = None, cache_dir: Pa
         near = did_you_mean(name, ("bytes", "bpe-4096"))
         raise DataError(f"unknown tokenizer '{name}'.{near} Give 'bytes', 'bpe-<size>', or the path of a .json file.")
     if source is None or cache_dir is None:
-        raise DataError(f"the tokenizer '{name}' is trained on a corpus: give a source and a folder to keep it in.")
+        raise DataError(f"the tokenizer '{name}' is trained on a corpus: give a source and a cache folder.")
     from octavo.data.bpe import trained
 
     return trained(source, int(size), cache_dir)

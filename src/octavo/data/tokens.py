@@ -1,8 +1,7 @@
 """Token files: a corpus, tokenized and split once, then memory-mapped by every run.
 
-A folder holds `train.bin` and `heldout.bin` (uint16, little-endian, documents one after another, each closed
-by the end of document) and `meta.json`. It appears whole or not at all, and is used again while the corpus
-and the tokenizer stay the same.
+A folder contains `train.bin` and `heldout.bin` (uint16, little-endian, consecutive documents, each followed by the end
+of document) and `meta.json`. It is written atomically, and reused while the corpus and the tokenizer stay the same.
 """
 
 from __future__ import annotations
@@ -17,29 +16,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo import strict
+from octavo._util import config_reader
 from octavo.data.corpus import Corpus, open_corpus
-from octavo.data.encode import Progress, Written, encode_split
-from octavo.data.split import check_fraction
+from octavo.data.encode import Progress, Written, check_fraction, encode_split
 from octavo.data.tokenizer import Tokenizer
 from octavo.errors import ConfigError, DataError
 
 VERSION = 1
-"""Raised whenever the same corpus and tokenizer would give other files."""
+"""Increases whenever the same corpus and tokenizer would give other files."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenFiles:
-    """A tokenized corpus on disk, and what is known of it."""
+    """A tokenized corpus on disk, and its metadata."""
 
     directory: Path
-    """The folder that holds the files."""
+    """Folder of the files."""
     source: str
-    """The source, as it was given."""
+    """The source as given."""
     tokenizer: str
     """Name of the tokenizer."""
     vocab: int
-    """Size of the embedding that the ids need."""
+    """Size of the embedding."""
     documents: int
     """Documents with a part in `train.bin`."""
     heldout_documents: int
@@ -51,15 +49,15 @@ class TokenFiles:
     train_bytes: int
     """UTF-8 bytes of the training text."""
     heldout_bytes: int
-    """UTF-8 bytes of the held-out text; with the loss it gives bits a byte, which compares tokenizers."""
+    """UTF-8 bytes of the held-out text; with the loss it gives bits per byte, which is comparable across tokenizers."""
     unigram_entropy: float
-    """Nats a held-out token costs a model that knows only how frequent each id is: a mark to beat."""
+    """Nats per held-out token of a model that knows only the frequency of each id: a baseline."""
     heldout_share: float
-    """The share of documents that was asked for."""
+    """The requested share of documents."""
     listing_sha256: str
-    """Digest of the names, sizes and times of the files read."""
+    """Digest of names, sizes and modification times of the files."""
     content_sha256: str
-    """Digest of all texts in their order: equal on two machines that hold the same corpus."""
+    """Digest of all texts in order: equal on machines with the same corpus."""
 
     @property
     def train(self) -> Path:
@@ -73,19 +71,19 @@ class TokenFiles:
 
     @classmethod
     def read(cls, directory: Path) -> TokenFiles:
-        """Return the token files that `prepare` left in `directory`.
+        """Return the token files that `prepare` wrote to `directory`.
 
         Raises:
-            DataError: `meta.json` is missing or malformed, or a file is not as long as it says.
+            DataError: `meta.json` is missing or malformed, or a file does not have the recorded length.
         """
         try:
-            meta = strict.read_file(directory / "meta.json")
-            files = strict.read(cls, {**meta, "directory": directory}, str(directory / "meta.json"))
+            meta = config_reader.read_file(directory / "meta.json")
+            files = config_reader.read(cls, {**meta, "directory": directory}, str(directory / "meta.json"))
         except ConfigError as error:
             raise DataError(f"{directory}: not a folder of token files: {error}") from error
         for path, tokens in ((files.train, files.train_tokens), (files.heldout, files.heldout_tokens)):
             if not path.is_file() or path.stat().st_size != 2 * tokens:
-                raise DataError(f"{path}: missing or truncated; remove {directory} to have it made again.")
+                raise DataError(f"{path}: missing or truncated; remove {directory} to prepare it again.")
         return files
 
 
@@ -96,14 +94,14 @@ def prepare(
     heldout: float = 0.02,
     progress: Progress | None = None,
 ) -> TokenFiles:
-    """Return the token files of `source`, written under `cache_dir` unless they are there already.
+    """Return the token files of `source`, written to `cache_dir` unless they exist.
 
-    `source` is what `read_corpus` takes. About the share `heldout` of the documents, picked by a hash of
-    their content, is held out; at least one document is on each side, and a lone document is held out by its
-    tail. `progress`, if given, is called with the bytes of text done and the bytes in all.
+    `source` is as for `read_corpus`. About the share `heldout` of the documents, selected by a hash of their content,
+    is held out; at least one document is on each side, and a single document is split. `progress`, if given, is called
+    with the bytes of text done and the bytes in total.
 
     Raises:
-        DataError: the source cannot be read, or the files cannot be written; nothing half-written stays.
+        DataError: the source cannot be read, or the files cannot be written; no partial files remain.
         ConfigError: `heldout` is not between 0 and 1.
     """
     check_fraction(heldout)
@@ -139,7 +137,7 @@ def _folder_name(corpus: Corpus, tokenizer: Tokenizer, listing: str, heldout: fl
 
 
 def _found(directory: Path) -> TokenFiles | None:
-    """Return what is there if it is whole."""
+    """Return the token files in `directory`; None if they are missing or incomplete."""
     try:
         return TokenFiles.read(directory)
     except DataError:
@@ -147,7 +145,7 @@ def _found(directory: Path) -> TokenFiles | None:
 
 
 def _publish(folder: Path, directory: Path) -> None:
-    """Move the finished folder into place; where another process was first, its files stay."""
+    """Move the finished folder into place; if another process was first, its files are kept."""
     if directory.exists() and _found(directory) is None:
         shutil.rmtree(directory)
     try:

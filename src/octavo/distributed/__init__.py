@@ -1,4 +1,4 @@
-"""Many GPUs, on PyTorch's own engine: what its FSDP2 and DTensor do is left to them."""
+"""Training on many GPUs, on top of PyTorch's FSDP2, DTensor and pipelining."""
 
 from octavo.distributed.checkpoint import load, save, save_async
 from octavo.distributed.pipeline.stage import PipelineStage, given_loss
@@ -8,8 +8,9 @@ from octavo.distributed.reduce.scheme import Scheme
 from octavo.distributed.sharding.embedding import send_tokens
 from octavo.distributed.sharding.gathering import GatherPlan, ShardPlan
 from octavo.distributed.sharding.shard import BF16_GRADIENTS_POLICY, BF16_POLICY, shard
+from octavo.distributed.sharding.weights import weights_changed
 from octavo.distributed.tensor_parallel.layers import ColumnParallel, Parallel, Replicated, RowParallel, tensor_parallel
-from octavo.distributed.tensor_parallel.plan import CutPlan, TensorPlan
+from octavo.distributed.tensor_parallel.plan import LayerPlan, TensorParallelPlan
 from octavo.distributed.zero.greedy import Assignment, contiguous_assignment, greedy_assignment
 from octavo.distributed.zero.optimizer import GreedyZeRO, merge_state_dicts
 
@@ -19,16 +20,16 @@ __all__ = [
     "REDUCTIONS",
     "Assignment",
     "ColumnParallel",
-    "CutPlan",
     "GatherPlan",
     "GreedyZeRO",
+    "LayerPlan",
     "Parallel",
     "PipelineStage",
     "Replicated",
     "RowParallel",
     "Scheme",
     "ShardPlan",
-    "TensorPlan",
+    "TensorParallelPlan",
     "contiguous_assignment",
     "given_loss",
     "greedy_assignment",
@@ -41,4 +42,5 @@ __all__ = [
     "set_reduction",
     "shard",
     "tensor_parallel",
+    "weights_changed",
 ]

@@ -1,10 +1,9 @@
 """Checkpoints of a sharded run, by torch.distributed.checkpoint: written by N ranks, read by M.
 
-Every tensor is written by its rows, each rank its own: weights in their own dtype, states as their tier has them. A
-scale belongs to rows that one rank has, so that another number of ranks reads the same bits. The exception is a tier
-with one scale a tensor (`fp8-lm`): there a scale belongs to a rank's part, and the number of ranks must stay. So must
-that of tensor parallel, where ranks that share rows have scales of parts of them. What is no tensor stands in
-`octavo.json`.
+Every rank writes its rows of each tensor: weights in their own dtype, states in the format of their tier. Scales belong
+to rows of one rank, so that a different number of ranks reads the same bits. The exception is a tier with per-tensor
+scales (`fp8-lm`): there a scale belongs to a rank's shard, and the number of ranks must not change. Nor must that of
+tensor parallel, where scales belong to parts of rows. Everything else is in `octavo.json`.
 """
 
 from __future__ import annotations
@@ -21,40 +20,40 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
+from octavo._util.dist import is_first_rank
 from octavo.errors import CheckpointError
 from octavo.optim import Optimizer, flatten, unflatten
-from octavo.optim.ranks import along_rows
-from octavo.ranks import is_first_rank
-from octavo.tensor import FP8Tensor, local
+from octavo.optim.sharded import along_rows
+from octavo.tensor import FP8Tensor, WrapperTensor, local
 
 SETTINGS = "octavo.json"
 
 
 def save(folder: str | Path, model: nn.Module, optimizer: Optimizer | None = None, **extra: Any) -> None:
-    """Write a sharded model, and its optimizer's state, into a folder that all ranks see. All ranks call it.
+    """Write a sharded model, and its optimizer's state, into a folder shared by all ranks. All ranks call it.
 
     Args:
-        extra: what else `load` is to return, as JSON: the number of the step, the place in the data.
+        extra: further values that `load` returns, as JSON: the step, the position in the data.
     """
     state_dict_saver.save(_write_settings(Path(folder), model, optimizer, extra), checkpoint_id=str(folder))
 
 
 def save_async(folder: str | Path, model: nn.Module, optimizer: Optimizer | None = None, **extra: Any) -> Any:
-    """Do what `save` does in the background: the tensors are copied to the host, and training may go on.
+    """Save in the background: the tensors are copied to the host first, and training can continue.
 
     Returns:
-        A future; `result()` waits until the checkpoint is written, and raises what went wrong.
+        A future; `result()` waits until the checkpoint is written, and raises its errors.
     """
     state = _write_settings(Path(folder), model, optimizer, extra)
     return state_dict_saver.async_save(state, checkpoint_id=str(folder), process_group=_background_group())
 
 
 def load(folder: str | Path, model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
-    """Read what `save` wrote into a model and an optimizer that are sharded now, and return what `extra` was.
+    """Load a checkpoint of `save` into a sharded model and optimizer, and return its `extra` values.
 
     Raises:
-        CheckpointError: there is no whole checkpoint, or it is of another model, another tier, or, where the tier has a
-            scale a tensor, of another number of ranks.
+        CheckpointError: the checkpoint is incomplete, or its model, tier or, with per-tensor scales, number of ranks
+            differs.
     """
     settings = _read_settings(Path(folder))
     if optimizer is not None:
@@ -67,7 +66,7 @@ def load(folder: str | Path, model: nn.Module, optimizer: Optimizer | None = Non
         raise CheckpointError(
             f"{folder} does not fit this model, its optimizer, or the ranks it is sharded over (rank {rank}: {reason})."
         ) from error
-    # Through values the codes could be others of the same value, and a remainder is of these.
+    # Codes requantised from values could differ from those that the remainders belong to.
     codes = {name: local(part).clone() for name, part in state.get("fp8", {}).items()}
     model.load_state_dict(state["model"])
     for name, shard in _fp8_shards(model).items():
@@ -80,18 +79,18 @@ def load(folder: str | Path, model: nn.Module, optimizer: Optimizer | None = Non
 
 
 _background: list[Any] = []
-"""The group of all ranks, and that of the same ranks in which checkpoints are written in the background."""
+"""The default group, and the group of the same ranks for checkpoints in the background."""
 
 
 def _background_group() -> Any:
-    """Return a group of its own, on the CPU: ranks would take each other's messages for those of training."""
+    """Return a separate CPU group, so that its messages do not mix with those of training."""
     if not _background or _background[0] is not dist.group.WORLD:
         _background[:] = dist.group.WORLD, dist.new_group(backend="gloo")
     return _background[1]
 
 
 def _state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, dict[str, Tensor]]:
-    """Return all tensors of a checkpoint, sharded, in the memory that is trained."""
+    """Return all tensors of a checkpoint, sharded, sharing the memory of model and optimizer."""
     state = {"model": dict(model.state_dict())}
     parameters = dict(model.named_parameters())
     codes = {}
@@ -109,7 +108,7 @@ def _state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, dict[str,
 
 
 def _fp8_shards(model: nn.Module) -> dict[str, FP8Tensor]:
-    """Return this rank's parts of the parameters that are FP8 themselves."""
+    """Return this rank's shards of FP8 parameters."""
     shards = {}
     for name, parameter in model.named_parameters():
         shard = local(parameter)
@@ -135,7 +134,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     missing = [name for name in (SETTINGS, ".metadata") if not (folder / name).is_file()]
     if missing:
         raise CheckpointError(
-            f"{folder} is not a whole checkpoint: there is no {' and no '.join(missing)}. Take an earlier one."
+            f"{folder} is not a complete checkpoint: there is no {' and no '.join(missing)}. Take an earlier one."
         )
     settings: dict[str, Any] = json.loads((folder / SETTINGS).read_text())
     return settings
@@ -154,3 +153,19 @@ def _check_tiers(optimizer: Optimizer, saved: Mapping[str, Any] | None, folder: 
                 f"{folder}: the optimizer's {'states are' if name == 'param_groups' else 'rule is'} {theirs} there and "
                 f"{ours} here. Make it as it was saved; convert_states() changes the tier after that."
             )
+
+
+def plain_values_hook(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Replace wrapped and FP8 weights in a state dict by plain values in the parameter's dtype: a state-dict hook."""
+    for name in module._parameters:
+        found = state.get(prefix + name)
+        if isinstance(found, DTensor) and isinstance(found._local_tensor, (WrapperTensor, FP8Tensor)):
+            values = local(found)
+            state[prefix + name] = dtensor_like(found, values.dequantize() if isinstance(values, FP8Tensor) else values)
+
+
+def dtensor_like(like: DTensor, values: Tensor) -> DTensor:
+    """Return this rank's values as a DTensor with the global shape, mesh and placements of `like`."""
+    return DTensor.from_local(
+        values, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )

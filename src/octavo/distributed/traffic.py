@@ -1,4 +1,4 @@
-"""Bytes on the wire, counted at PyTorch's own collectives: what any library sends is seen alike."""
+"""Counters of bytes sent, at PyTorch's own collectives, so that any library is measured alike."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _KINDS = {
 
 
 class Traffic(TorchDispatchMode):
-    """A block of code whose collectives are counted: `with Traffic() as traffic: ...`.
+    """Counts the collectives of a block of code: `with Traffic() as traffic: ...`.
 
     Attributes:
-        calls: how many of each kind this rank took part in.
-        bytes: of the largest tensor of each: what an all-gather gives, what a reduce-scatter takes, what an all-reduce
-            sums. Of a gather or a scatter over n ranks, (n - 1) / n of it is received, or sent, by each; an all-reduce
-            by a ring moves twice that.
+        calls: number of collectives by kind.
+        bytes: bytes by kind, of the largest tensor of each call: the output of an all-gather, the input of a
+            reduce-scatter, the operand of an all-reduce. Over n ranks each rank receives, or sends, (n - 1) / n of it
+            in a gather or scatter, and twice that in a ring all-reduce.
     """
 
     def __init__(self) -> None:

@@ -1,10 +1,14 @@
-"""The doctor: checks of a machine, of a model on it, and of a run. Each has a verdict, what was seen, and a remedy.
+"""The doctor: checks of a machine, of a model on it, and of a run. Each returns a verdict, numbers, and a remedy.
 
-check        what a check is
-checks       all of them; to add one, add a line
-machine/     software, driver, kernels, accumulation, clocks and memory of a GPU, collectives, resources, variables
-model/       NaN, fallback, shapes, drift, serving, launches, host syncs
-run/         the health of a recorded run
-examination  makes them one after another
-issue        a block for a bug report
+check        the type of a check
+subjects     machine and model
+software     versions, packages, environment variables, driver
+hardware     clocks and memory errors of a GPU, shared memory, disk, open files
+kernels      kernels in use, arithmetic, accumulation, compilers
+collectives  communication between GPUs; `rank` is one of its processes
+accuracy     of a model: NaN, drift, fast sums, serving
+speed        of a model: layers, fallbacks, shapes, launches, host syncs
+run          health of a recorded run
+examination  runs all checks; the list `CHECKS`
+report       Markdown block for a bug report
 """

@@ -1,11 +1,11 @@
-"""What a check is: it looks at one thing, says what it saw in numbers, and what to do where that is not well.
+"""A check examines one thing and returns a verdict, the numbers it measured, and a remedy.
 
 @check("disk", symptom="a run stops when it writes a checkpoint", remedy="Free some space.")
 def disk(machine: Machine) -> Finding:
     free = shutil.disk_usage(machine.folder).free / GIB
     return (ok if free > 5 else failure)(f"{free:.0f} GiB free", free_gib=free)
 
-What only some machines or models have is declared, and the check is skipped where it is missing: `needs=a_gpu`.
+A requirement, such as `needs=a_gpu`, is declared; without it the check is skipped.
 """
 
 from __future__ import annotations
@@ -21,88 +21,88 @@ from octavo.errors import ConfigError
 Subject = TypeVar("Subject")
 Row = Mapping[str, Any]
 Need = Callable[[Any], str]
-"""Says of a subject why it has not what a check looks at; empty where it has. `subjects` has the common ones."""
+"""Returns why a subject lacks what a check requires; empty if it does not. `subjects` has the common ones."""
 
 
 def nothing(subject: object) -> str:
-    """Need nothing."""
+    """Require nothing."""
     return ""
 
 
 class Verdict(StrEnum):
-    """How a check ended. Only a failure is the command's exit code."""
+    """Outcome of a check. Only a failure makes the command exit with 1."""
 
     OK = "ok"
     WARNING = "warning"
-    """It works, and is slower or less certain than it could be."""
+    """Works, but is slower or less certain than it could be."""
     FAILURE = "failure"
-    """It does not work, gives wrong numbers, or not what was asked for."""
+    """Does not work, computes wrong numbers, or something other than requested."""
     SKIPPED = "skipped"
-    """There was nothing to look at; what was seen says why."""
+    """Nothing to check; `seen` gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check saw."""
+    """Result of a look: verdict, one line, and the numbers behind it."""
 
     verdict: Verdict
     seen: str
     """One line."""
     numbers: Mapping[str, Any] = field(default_factory=dict)
-    """What the line was made of."""
+    """Numbers behind the line."""
     rows: Sequence[Row] = ()
-    """A table with the details, all rows with the same keys."""
+    """Table of details; all rows have the same keys."""
     remedy: str = ""
-    """What to do here, in place of the check's own words."""
+    """Remedy for this case; replaces the check's."""
 
 
 def ok(seen: str, *, rows: Sequence[Row] = (), **numbers: Any) -> Finding:
-    """Return a finding that is well."""
+    """Return a finding without fault."""
     return Finding(Verdict.OK, seen, numbers, rows)
 
 
 def warning(seen: str, *, remedy: str = "", rows: Sequence[Row] = (), **numbers: Any) -> Finding:
-    """Return a finding that costs speed or certainty."""
+    """Return a finding of something slow or uncertain."""
     return Finding(Verdict.WARNING, seen, numbers, rows, remedy)
 
 
 def failure(seen: str, *, remedy: str = "", rows: Sequence[Row] = (), **numbers: Any) -> Finding:
-    """Return a finding that is wrong."""
+    """Return a finding of a fault."""
     return Finding(Verdict.FAILURE, seen, numbers, rows, remedy)
 
 
-def skipped(why: str) -> Finding:
-    """Return that there was nothing to look at."""
-    return Finding(Verdict.SKIPPED, why)
+def skipped(reason: str) -> Finding:
+    """Return the finding of a check that did not apply."""
+    return Finding(Verdict.SKIPPED, reason)
 
 
 @dataclass(frozen=True, slots=True)
 class Check(Generic[Subject]):
-    """One thing to look at."""
+    """One check."""
 
     name: str
     """One to three words, in lower case."""
     symptom: str
-    """What its fault looks like from outside."""
+    """Symptom of the fault, as a user sees it."""
     remedy: str
-    """What to do about it, where the finding knows nothing better."""
+    """Remedy, unless the finding has a better one."""
     look: Callable[[Subject], Finding]
-    """Looks. What it raises is a finding too."""
+    """Function that checks. An exception counts as a failure."""
     needs: Need = nothing
-    """What there must be to look at; without it the check is skipped."""
+    """Requirement; without it the check is skipped."""
 
 
 class Result(NamedTuple):
-    """A check that was made."""
+    """A check that was run."""
 
     check: Check[Any]
     finding: Finding
     seconds: float
-    """How long it took."""
+    """Duration."""
 
     @property
     def remedy(self) -> str:
-        """What to do; empty where there is nothing to do."""
+        """Remedy; empty where none is needed."""
         if self.finding.verdict in (Verdict.OK, Verdict.SKIPPED):
             return ""
         return self.finding.remedy or self.check.remedy
@@ -117,15 +117,15 @@ class Result(NamedTuple):
 def check(
     name: str, *, symptom: str, remedy: str, needs: Need = nothing
 ) -> Callable[[Callable[[Subject], Finding]], Check[Subject]]:
-    """Make a check of the function below."""
+    """Decorate a function as a check."""
     return lambda look: Check(name, symptom, remedy, look, needs)
 
 
-def make(check: Check[Subject], subject: Subject) -> Result:
-    """Make a check. What it raises, of a driver or of a compiler, is a failure that names it.
+def run_check(check: Check[Subject], subject: Subject) -> Result:
+    """Run a check. An exception, of a driver or a compiler for example, is a failure that names it.
 
     Raises:
-        ConfigError: the question was wrong, not the answer.
+        ConfigError: the request itself was wrong.
     """
     start = time.perf_counter()
     try:

@@ -2,44 +2,84 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from octavo.doctor.check import Check, Result, Verdict, failure, make
-from octavo.doctor.checks import CHECKS
+from octavo.doctor import accuracy, collectives, hardware, kernels, run, software, speed, subjects
+from octavo.doctor.check import Check, Result, Verdict, failure, run_check
+from octavo.doctor.subjects import Machine
 from octavo.errors import ConfigError, OctavoError, did_you_mean
+from octavo.monitor.store import FILE, RunReader
 from octavo.train import device as devices
+from octavo.train.config import RunConfig, assemble, load_file, load_preset
+
+CHECKS: dict[str, tuple[Check[Any], ...]] = {
+    "machine": (
+        software.software,
+        software.packages,
+        software.driver,
+        hardware.memory_errors,
+        hardware.clocks,
+        hardware.shared_memory,
+        hardware.disk,
+        hardware.open_files,
+        software.variables,
+        kernels.choice,
+        kernels.arithmetic,
+        kernels.accumulation,
+        kernels.triton,
+        kernels.compiler,
+        collectives.collectives,
+    ),
+    "model": (
+        speed.layers,
+        accuracy.nonfinite,
+        speed.fallback,
+        speed.shapes,
+        accuracy.drift,
+        accuracy.fast_sums,
+        accuracy.serving,
+        speed.launches,
+        speed.syncs,
+    ),
+    "run": (run.state, run.loss, run.tensors, run.events),
+}
+"""All checks in order, by kind of subject: `Machine`, `Trial`, `RunReader`. To add a check, write it in the file of its
+subject and add it here."""
+
 
 Kind = Literal["machine", "model", "run"]
 
 
 @dataclass
 class Examination:
-    """What was asked for, and what came out so far."""
+    """The subjects to examine, and the results so far."""
 
     subjects: dict[Kind, Callable[[], Any]]
-    """What makes each subject, when its turn has come."""
+    """Factory of each subject, called when its checks begin."""
     only: Sequence[str] = ()
-    """Names of the checks to make; all where there are none."""
+    """Names of the checks to run; empty for all."""
     results: list[tuple[Kind, Result]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         known = [check.name for checks in CHECKS.values() for check in checks]
         for name in self.only:
             if name not in known:
-                raise ConfigError(f"--only: there is no check '{name}'.{did_you_mean(name, known)}")
+                raise ConfigError(f"--only: unknown check '{name}'.{did_you_mean(name, known)}")
         asked = [check for kind in self.subjects for check in self._checks(kind)]
         if not asked:
-            raise ConfigError(f"--only: {', '.join(self.only)}: name a run file, a run or a --model to look at.")
+            raise ConfigError(f"--only: {', '.join(self.only)}: name a run file, a run or a --model to check.")
 
     def begin(self) -> Iterator[tuple[Kind, Check[Any], Callable[[], Result]]]:
-        """Yield each check with what makes it; its result is kept when that is called."""
+        """Yield each check with a function that runs it and keeps its result."""
         for kind, create in self.subjects.items():
             checks = self._checks(kind)
             if not checks:
@@ -51,47 +91,47 @@ class Examination:
             except (OctavoError, RuntimeError) as error:
                 subject, checks = None, [_set_up(f"{type(error).__name__}: {' '.join(str(error).split())}")]
             for check in checks:
-                yield kind, check, partial(self._make, kind, check, subject)
+                yield kind, check, partial(self._run, kind, check, subject)
 
     def run(self) -> Examination:
-        """Make all checks."""
-        for _, _, carry_out in self.begin():
-            carry_out()
+        """Run all checks."""
+        for _, _, execute in self.begin():
+            execute()
         return self
 
     @property
     def passed(self) -> bool:
-        """Whether no check failed."""
+        """True if no check failed."""
         return not self.count[Verdict.FAILURE]
 
     @property
     def count(self) -> Counter[Verdict]:
-        """How many checks ended in each verdict."""
+        """Number of checks per verdict."""
         return Counter(result.finding.verdict for _, result in self.results)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data."""
         checks = [{"of": kind, **result.to_dict()} for kind, result in self.results]
-        return {"passed": self.passed, **about(), "checks": checks}
+        return {"passed": self.passed, **system_info(), "checks": checks}
 
     def _checks(self, kind: Kind) -> list[Check[Any]]:
         return [check for check in CHECKS[kind] if not self.only or check.name in self.only]
 
-    def _make(self, kind: Kind, check: Check[Any], subject: Any) -> Result:
-        result = make(check, subject)
+    def _run(self, kind: Kind, check: Check[Any], subject: Any) -> Result:
+        result = run_check(check, subject)
         self.results.append((kind, result))
         return result
 
 
 def _set_up(error: str) -> Check[Any]:
-    """Return what stands in the place of all checks of a subject that cannot be made: a failure that says why."""
+    """Return a failing check that replaces those of a subject that cannot be set up."""
     symptom = "octavo train stops before its first step"
-    remedy = "Put right what the message names: octavo train would stop for the same reason."
+    remedy = "Fix what the message names: octavo train would stop for the same reason."
     return Check("set up", symptom, remedy, lambda _: failure(error))
 
 
-def about() -> dict[str, dict[str, Any]]:
-    """Return what every report begins with: `hardware` and `versions`."""
+def system_info() -> dict[str, dict[str, Any]]:
+    """Return the header of every report: `hardware` and `versions`."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     hardware = {"processor": devices.describe(torch.device("cpu")), "memory": f"{memory:.1f} GiB"}
     for index in range(torch.cuda.device_count()):
@@ -99,3 +139,65 @@ def about() -> dict[str, dict[str, Any]]:
         size = f"{has.total_memory / 2**30:.1f} GiB"
         hardware[f"cuda:{index}"] = f"{has.name}, compute capability {has.major}.{has.minor}, {size}"
     return {"hardware": hardware, "versions": devices.versions()}
+
+
+Settings = tuple[str, dict[str, Any]]
+
+
+def examination(
+    target: Path | None = None,
+    *,
+    preset: str | None = None,
+    model: str | None = None,
+    recipe: str | None = None,
+    device: str = "auto",
+    only: Sequence[str] = (),
+    trace: Path | None = None,
+) -> Examination:
+    """Return the examination of a run file, a run's directory, a preset or a function; without any, of the machine.
+
+    Args:
+        target: a run file, or the directory of a run.
+        model: `MODULE:FUNCTION`, see `subjects.trial_of_function`.
+        recipe: replaces the run's.
+        only: names of the checks to run.
+        trace: directory for a trace of a few steps.
+
+    Raises:
+        ConfigError: there is no such file, preset, function, device, recipe or check.
+    """
+    where = devices.resolve(device)
+    if model is not None:
+        made = partial(subjects.trial_of_function, model, recipe=recipe or "folded", device=where, trace=trace)
+        return Examination({"model": made}, only)
+    if target is not None and target.is_dir():
+        return Examination(_of_run(target, _flags(recipe, str(where)), trace), only)
+    if target is None and preset is None:
+        if recipe is not None or trace is not None:
+            raise ConfigError("--recipe and --trace need a model: name a run, a run file, --preset or --model.")
+        return Examination({"machine": partial(Machine, where, Path("runs"))}, only)
+    layer = load_file(target) if target is not None else load_preset(str(preset), cuda=where.type == "cuda")
+    config = assemble(layer, _flags(recipe, str(where)))
+    return Examination({"model": partial(subjects.trial_of_config, config, trace=trace)}, only)
+
+
+def _of_run(directory: Path, flags: Settings, trace: Path | None) -> dict[Kind, Callable[[], Any]]:
+    """Return the record of a run, and its model unless it is still training."""
+    if not (directory / FILE).exists():
+        raise ConfigError(f"{directory}: contains no run ({FILE}). Name the directory of a run, or a run file.")
+    reader, file = RunReader(directory), directory / "config.json"
+    found: dict[Kind, Callable[[], Any]] = {"run": lambda: reader}
+    if file.exists() and reader.state() != "running":
+        config = _in_place(assemble(load_file(file), flags), directory)
+        found["model"] = partial(subjects.trial_of_config, config, trace=trace)
+    return found
+
+
+def _in_place(config: RunConfig, directory: Path) -> RunConfig:
+    """Return the configuration with the run's present directory, to which it may have been moved."""
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, out=directory))
+
+
+def _flags(recipe: str | None, device: str) -> Settings:
+    run = {"device": device} | ({"recipe": recipe} if recipe is not None else {})
+    return "command line", {"run": run}

@@ -1,8 +1,11 @@
-"""What is examined: a machine, a model that can make steps on it, the record of a run."""
+"""Subjects of an examination: a machine, and a model that can make steps on it."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import os
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,58 +14,51 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.conversion import disabled
-from octavo.generators import untouched_generators
+from octavo._util.rng import untouched_generators
+from octavo.conversion import convert, disabled
+from octavo.errors import ConfigError, UnsupportedError
 from octavo.nn import Conv1d, Conv2d, Linear
-from octavo.train import device as devices
+from octavo.train import RunConfig, checkpoint, load_run
+from octavo.train.setup import Setup, set_up
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where it runs."""
+    """The machine to examine."""
 
     device: torch.device
     folder: Path = Path()
-    """Where runs are written."""
+    """Directory that runs are written to."""
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    """The environment variables in force."""
-
-    @classmethod
-    def here(cls, device: str = "auto", folder: Path = Path()) -> Machine:
-        """Return this machine.
-
-        Raises:
-            ConfigError: there is no such device.
-        """
-        return cls(devices.resolve(device), folder)
+    """Environment variables."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A model, and what it takes to make a step of it. No step changes a weight."""
+    """A model with a loss and a training step that leaves its weights unchanged."""
 
     model: nn.Module
-    """With layers in FP8."""
+    """Model with layers in FP8."""
     loss: Callable[[], Tensor]
-    """Computes the loss of one batch, always the same, with a graph to go back through; shape ()."""
+    """Computes the loss of one fixed batch, with its autograd graph; shape ()."""
     step: Callable[[], Any]
-    """Makes a whole training step on that batch: forward, backward, and the optimizer where there is one."""
+    """Runs a full training step on that batch: forward, backward, and the optimizer if there is one."""
     trace: Path | None = None
     """Directory for a trace of a few steps."""
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of the model."""
         return next(self.model.parameters()).device
 
     @property
     def layers(self) -> dict[str, Linear | Conv1d | Conv2d]:
-        """Its layers in FP8, by name."""
+        """Layers in FP8, by name."""
         found = self.model.named_modules()
         return {name: m for name, m in found if isinstance(m, Linear | Conv1d | Conv2d) and m.recipe.is_fp8}
 
     def losses(self) -> tuple[Tensor, Tensor]:
-        """Return the loss in FP8 and in high precision, with the same random numbers in both; shape ()."""
+        """Return the loss in FP8 and in high precision, with the same random seed; shape ()."""
         with untouched_generators(), torch.no_grad():
             torch.manual_seed(0)
             fp8 = self.loss()
@@ -71,7 +67,7 @@ class Trial:
                 return fp8, self.loss()
 
     def gradients(self, wanted: Collection[str]) -> dict[str, Tensor]:
-        """Return the gradients of some parameters after one backward, and leave none behind."""
+        """Return the gradients of some parameters after one backward, then clear them all."""
         self.model.zero_grad(set_to_none=True)
         try:
             self.loss().backward()
@@ -82,10 +78,84 @@ class Trial:
 
 
 def a_gpu(subject: Machine | Trial) -> str:
-    """What a check can need (`octavo.doctor.check.Need`): that it runs on a GPU."""
-    return "" if subject.device.type == "cuda" else "this is a CPU"
+    """Requirement of a check (see `octavo.doctor.check.Need`): a GPU."""
+    return "" if subject.device.type == "cuda" else "the device is a CPU"
 
 
 def fp8_layers(trial: Trial) -> str:
-    """What a check can need: a layer in FP8."""
-    return "" if trial.layers else "no layer is in FP8: the plan says why (octavo plan)"
+    """Requirement of a check: a layer in FP8."""
+    return "" if trial.layers else "no layer is in FP8; octavo plan gives the reason per layer"
+
+
+def trial_of_config(config: RunConfig, *, trace: Path | None = None) -> Trial:
+    """Return a trial of the FP8 model of a run, with the weights of its newest checkpoint if it has one.
+
+    The BF16 twin is left out. A learning rate of zero leaves the weights unchanged.
+
+    Raises:
+        CheckpointError, ConfigError, DataError: as `octavo train`.
+        UnsupportedError: the run trains in BF16 only.
+    """
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, twin=False))
+    newest = checkpoint.latest(config.run.out / "checkpoints")
+    setup = set_up(config) if newest is None else load_run.restore(checkpoint.load(newest), config)
+    if setup.plan is None:
+        raise UnsupportedError("the run trains in BF16 only: there are no FP8 layers to check.")
+    return _of_setup(setup, trace)
+
+
+def _of_setup(setup: Setup, trace: Path | None) -> Trial:
+    lane, run = setup.states[0], setup.config.run
+    inputs_BT, targets_BT = (part.to(setup.device) for part in next(setup.loader))
+    first = [part.chunk(run.accumulate)[0] for part in (inputs_BT, targets_BT)]
+
+    def loss() -> Tensor:
+        return lane.loss(*first)
+
+    def step() -> None:
+        lane.step(inputs_BT, targets_BT, step=1, lr=0.0, accumulate=run.accumulate)
+
+    return Trial(lane.model, loss, step, trace)
+
+
+def trial_of_function(name: str, *, recipe: str, device: torch.device, trace: Path | None = None) -> Trial:
+    """Return a trial of the model built by a user's function, `MODULE:FUNCTION`, called without arguments.
+
+    The function returns `(model, loss)`; `loss()` computes the loss of one fixed batch. A model without FP8 layers is
+    converted to `recipe`. The step is a forward and a backward.
+
+    Raises:
+        ConfigError: the function does not exist, or returns something else.
+        NonFiniteError: a weight to convert contains a NaN or an infinity.
+    """
+    made = _function(name)()
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
+        raise ConfigError(f"--model {name}: it returns {type(made).__name__}, not a pair (model, loss function).")
+    model, loss = made
+    model.to(device)
+    trial = Trial(model, loss, lambda: _forward_and_backward(model, loss), trace)
+    if not trial.layers:
+        convert(model, recipe)
+    return trial
+
+
+def _function(name: str) -> Callable[[], Any]:
+    module, _, function = name.partition(":")
+    sys.path.insert(0, "")  # the current directory, as `python -m` does
+    try:
+        found = getattr(importlib.import_module(module), function, None) if module and function else None
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--model {name}: {error}. Run octavo in a directory in which `import {module}` works."
+        ) from error
+    finally:
+        sys.path.remove("")
+    if not callable(found):
+        raise ConfigError(f"--model {name}: expected a function as MODULE:FUNCTION, such as mine:build.")
+    return found  # type: ignore[no-any-return]
+
+
+def _forward_and_backward(model: nn.Module, loss: Callable[[], Tensor]) -> None:
+    model.zero_grad(set_to_none=True)
+    loss().backward()
+    model.zero_grad(set_to_none=True)

@@ -1,8 +1,7 @@
-"""How good a model is that was trained, or written by `octavo export`: its loss on text, in each way of computing it.
+"""Evaluation of trained and exported models: their loss on text, in each precision.
 
-text     the text, as sequences of ids
-measure  what each sequence costs a model, and how that is counted
-result   means, their standard errors, what the ways differ by; as a table and as JSON
-run      a run of `octavo train`: in FP8, in high precision, and its BF16 twin
-served   an exported model, as transformers computes it, beside its run
+text    the text, as sequences of ids
+result  scores per sequence, means with errors, differences between precisions; as a table and as JSON
+run     a run of `octavo train`: in FP8, in high precision, and its BF16 twin
+served  an exported model, computed by transformers, beside its run
 """

@@ -1,19 +1,55 @@
-"""The result of an evaluation: a row for each way of computing a model, and what two ways differ by."""
+"""Scores of a model on a text: per sequence, as means with errors, and compared between precisions."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from octavo.evaluation.measure import Measured
-from octavo.evaluation.text import Text
-from octavo.monitor.environment import versions
+from octavo import kernels
+from octavo.data.loader import Batch
+from octavo.evaluation.text import EvalText
+from octavo.monitor.system import versions
 from octavo.train.evaluate import perplexity, standard_error
+
+Progress = Callable[[str, EvalText], Iterable[Batch]]
+"""Wraps the batches of a text to report progress; called with the precision and the text."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceScores:
+    """Scores of a model in one precision, on a text of S sequences."""
+
+    computed: str
+    """Precision, see `Score.computed`."""
+    losses_S: Tensor
+    """Nats per token; float64, on the CPU."""
+    hits_S: Tensor
+    """Share of targets predicted correctly; float64, on the CPU."""
+    fp8_gemms: dict[str, int]
+    """FP8 GEMMs by kernel."""
+    fallbacks: tuple[str, ...]
+    """Reasons for slower kernels."""
+
+
+def no_progress(computed: str, text: EvalText) -> Iterable[Batch]:
+    """Return the batches of a text without reporting."""
+    return text
+
+
+def measure(
+    computed: str, score: Callable[[Iterable[Batch]], Tensor], text: EvalText, progress: Progress
+) -> SequenceScores:
+    """Return the scores of a text; `score` returns the loss and accuracy per sequence, (S, 2)."""
+    with kernels.record() as ledger:
+        losses_S, hits_S = score(progress(computed, text)).unbind(1)
+    gemms, fallbacks = dict(ledger.gemms), tuple(dict.fromkeys(ledger.fallbacks))
+    return SequenceScores(computed=computed, losses_S=losses_S, hits_S=hits_S, fp8_gemms=gemms, fallbacks=fallbacks)
+
 
 SERVED, FP8, BF16, HIGH, TWIN = "served", "FP8", "BF16", "high precision", "BF16 twin"
 _COMPARED = (SERVED, FP8), (SERVED, BF16), (FP8, HIGH), (FP8, TWIN)
@@ -21,54 +57,54 @@ _COMPARED = (SERVED, FP8), (SERVED, BF16), (FP8, HIGH), (FP8, TWIN)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """A model on a text. Numbers that are not finite are None."""
+    """Scores of a model on a text. Non-finite numbers are None."""
 
     computed: str
     """`FP8` and `high precision`, the same weights; `BF16 twin`; `BF16` of a run without FP8; `served`."""
     loss: float | None
-    """Mean, nats a token."""
+    """Mean, nats per token."""
     loss_error: float | None
-    """Its standard error over sequences; None for one sequence alone."""
+    """Standard error over sequences; None for a single sequence."""
     perplexity: float | None
     bits_per_byte: float | None
-    """The loss by bytes of text, which tokenizers do not change."""
+    """Loss per byte of text, independent of the tokenizer."""
     accuracy: float
-    """Share of the tokens that were thought the likeliest."""
+    """Share of tokens predicted correctly."""
     fp8_gemms: dict[str, int]
-    """Products in FP8 that Octavo ran, by kernel."""
+    """FP8 GEMMs run by Octavo, by kernel."""
     fallbacks: tuple[str, ...]
-    """Why slower kernels ran."""
+    """Reasons for slower kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
-    """The loss of `computed` less that of `reference`, sequence by sequence."""
+class LossDifference:
+    """Loss of `computed` minus that of `reference`, paired by sequence."""
 
     computed: str
     reference: str
     loss: float | None
-    """Mean, nats a token."""
+    """Mean, nats per token."""
     loss_error: float | None
-    """Its standard error: far smaller than that of either, which have the text in common."""
+    """Standard error; far smaller than that of either loss, since both share the text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What was evaluated, on what, and what came out. `print(evaluation)` shows it as a table."""
+    """Result of an evaluation. `print(evaluation)` shows it as a table."""
 
     model: dict[str, Any]
-    """Directory, and what is known of how it was trained or written."""
+    """Directory and properties of the model."""
     text: dict[str, Any]
-    """Source, whether it was held out, tokens, bytes, sequences and their length."""
+    """Source, held out or not, tokens, bytes, sequences and their length."""
     device: str
     scores: tuple[Score, ...]
-    differences: tuple[Difference, ...]
+    differences: tuple[LossDifference, ...]
     notes: tuple[str, ...] = ()
     versions: dict[str, str | None] = field(default_factory=versions)
 
     @property
     def is_finite(self) -> bool:
-        """Whether every loss is a number."""
+        """True if every loss is finite."""
         return all(score.loss is not None for score in self.scores)
 
     def to_json(self) -> str:
@@ -80,9 +116,9 @@ class Evaluation:
 
 
 def evaluation(
-    model: Mapping[str, Any], text: Text, device: str, found: Sequence[Measured], notes: Sequence[str]
+    model: Mapping[str, Any], text: EvalText, device: str, found: Sequence[SequenceScores], notes: Sequence[str]
 ) -> Evaluation:
-    """Return the result of what was measured on a text."""
+    """Return the evaluation of scores on a text."""
     by_name = {one.computed: one for one in found}
     pairs = [(by_name[a], by_name[b]) for a, b in _COMPARED if a in by_name and b in by_name]
     return Evaluation(
@@ -93,7 +129,7 @@ def evaluation(
             "tokens": text.tokens,
             "bytes": text.bytes,
             "sequences": text.sequences,
-            "sequence": text.cut.sequence,
+            "sequence": text.layout.sequence,
         },
         device=device,
         scores=tuple(_score(one, text) for one in found),
@@ -103,12 +139,12 @@ def evaluation(
 
 
 def mean_and_error(values_S: Tensor) -> tuple[float | None, float | None]:
-    """Return the mean and its standard error, None where there is none or it is not finite."""
+    """Return the mean and its standard error; None if missing or not finite."""
     error = _finite(standard_error(values_S)) if len(values_S) > 1 else None
     return _finite(float(values_S.mean())), error
 
 
-def _score(one: Measured, text: Text) -> Score:
+def _score(one: SequenceScores, text: EvalText) -> Score:
     mean, error = mean_and_error(one.losses_S)
     return Score(
         computed=one.computed,
@@ -122,9 +158,9 @@ def _score(one: Measured, text: Text) -> Score:
     )
 
 
-def _difference(one: Measured, other: Measured) -> Difference:
+def _difference(one: SequenceScores, other: SequenceScores) -> LossDifference:
     mean, error = mean_and_error(one.losses_S - other.losses_S)
-    return Difference(computed=one.computed, reference=other.computed, loss=mean, loss_error=error)
+    return LossDifference(computed=one.computed, reference=other.computed, loss=mean, loss_error=error)
 
 
 def _finite(value: float) -> float | None:
@@ -137,8 +173,8 @@ def _about(found: Evaluation) -> Iterator[str]:
     yield f"            {', '.join(facts)}"
     text = found.text
     yield f"text        {'held-out text of ' if text['heldout'] else ''}{text['source']}"
-    cut = f"{text['sequences']:,} sequences of {text['sequence']:,}"
-    yield f"            {text['tokens']:,} tokens in {cut}, {text['bytes']:,} bytes"
+    layout = f"{text['sequences']:,} sequences of {text['sequence']:,}"
+    yield f"            {text['tokens']:,} tokens in {layout}, {text['bytes']:,} bytes"
     yield f"device      {found.device}"
     for gemms in (score.fp8_gemms for score in found.scores if score.fp8_gemms):
         yield f"FP8 GEMMs   {', '.join(f'{count:,} {kernel}' for kernel, count in sorted(gemms.items()))}"
@@ -147,23 +183,23 @@ def _about(found: Evaluation) -> Iterator[str]:
 
 
 def _scores(scores: Sequence[Score]) -> Iterator[str]:
-    yield f"{'':<16}{'loss':<18}{'perplexity':>12}{'bits a byte':>14}{'accuracy':>11}"
+    yield f"{'':<16}{'loss':<18}{'perplexity':>12}{'bits per byte':>14}{'accuracy':>11}"
     for score in scores:
         loss = _with_error(score.loss, score.loss_error, ".4f")
         surprise = _number(score.perplexity, ",.3f" if (score.perplexity or 0) < 1e6 else ".3e")
         numbers = f"{surprise:>12}{_number(score.bits_per_byte, '.4f'):>14}{100 * score.accuracy:>9.2f} %"
         yield f"{score.computed:<16}{loss:<18}{numbers}"
-    yield "\nLosses are in nats a token, ± their standard error over sequences."
+    yield "\nLosses are in nats per token, ± their standard error over sequences."
 
 
-def _differences(differences: Sequence[Difference]) -> Iterator[str]:
+def _differences(differences: Sequence[LossDifference]) -> Iterator[str]:
     if not differences:
         return
     yield f"\n{'':<25}difference"
     for one in differences:
         pair = f"{one.computed} - {one.reference}"
         yield f"{pair:<25}{_with_error(one.loss, one.loss_error, '+.6f')}"
-    yield "\nPaired by sequence. Within two standard errors, a difference may be chance."
+    yield "\nPaired by sequence. A difference within two standard errors may be chance."
 
 
 def _with_error(value: float | None, error: float | None, form: str) -> str:

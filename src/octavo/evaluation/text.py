@@ -1,4 +1,4 @@
-"""The text of an evaluation: ids in sequences that follow each other, the same ones for every way of computing."""
+"""The text of an evaluation: consecutive sequences of ids, the same for every precision."""
 
 from __future__ import annotations
 
@@ -20,81 +20,81 @@ from octavo.train.config import DataConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cut:
-    """How a text is cut into sequences."""
+class SequenceLayout:
+    """How a text is split into sequences."""
 
     sequence: int
-    """Tokens in one."""
+    """Tokens per sequence."""
     rows: int
-    """Sequences that are computed at once: with one scale for a whole tensor they share it."""
+    """Sequences per batch, which share a per-tensor scale."""
     limit: int | None = None
-    """Tokens to look at, up to a sequence; None takes them all."""
+    """Number of tokens, rounded up to a sequence; None for all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Text:
-    """Sequences of a text. Going through it gives batches `(inputs_BT, targets_BT)`; the last one may be smaller."""
+class EvalText:
+    """Sequences of a text. Iteration yields batches `(inputs_BT, targets_BT)`; the last one may be smaller."""
 
     source: str
-    """A name or a path."""
+    """Name or path."""
     is_heldout: bool
-    """Whether it is what a run held out of its text; else it is all of the text."""
+    """True for a run's held-out text, False for a whole text."""
     ids: Tokens
-    cut: Cut
+    layout: SequenceLayout
     sequences: int
     bytes: int
-    """Of the UTF-8 text that the targets stand for."""
+    """Size of the targets as UTF-8 text."""
 
     @property
     def tokens(self) -> int:
-        """Targets, which is what losses are a mean of."""
-        return self.sequences * self.cut.sequence
+        """Number of targets, over which losses are averaged."""
+        return self.sequences * self.layout.sequence
 
     def __len__(self) -> int:
-        return -(-self.sequences // self.cut.rows)
+        return -(-self.sequences // self.layout.rows)
 
     def __iter__(self) -> Iterator[Batch]:
-        for start in range(0, self.sequences, self.cut.rows):
-            windows = np.arange(start, min(start + self.cut.rows, self.sequences))
-            yield gather(self.ids, windows, self.cut.sequence)
+        for start in range(0, self.sequences, self.layout.rows):
+            windows = np.arange(start, min(start + self.layout.rows, self.sequences))
+            yield gather(self.ids, windows, self.layout.sequence)
 
 
-def heldout_text(data: DataConfig, tokenizer: Tokenizer, cut: Cut) -> tuple[Text, str]:
-    """Return what a run holds out of its text, and a digest of all the text.
+def heldout_text(data: DataConfig, tokenizer: Tokenizer, layout: SequenceLayout) -> tuple[EvalText, str]:
+    """Return a run's held-out text, and a digest of its whole text.
 
     Raises:
-        DataError: the text is not there any more, or less than a sequence is held out.
+        DataError: the text no longer exists, or less than a sequence is held out.
     """
     files = prepare(data.source, tokenizer, data.cache.expanduser(), data.heldout)
-    return _text(data.source, open_tokens(files.heldout), tokenizer, cut, is_heldout=True), files.content_sha256
+    return _text(data.source, open_tokens(files.heldout), tokenizer, layout, is_heldout=True), files.content_sha256
 
 
-def whole_text(source: str, tokenizer: Tokenizer, cut: Cut) -> Text:
-    """Return all of a text: a file or a folder, or a name that `octavo.data.read_corpus` knows.
+def whole_text(source: str, tokenizer: Tokenizer, layout: SequenceLayout) -> EvalText:
+    """Return a whole text: a file, a folder, or a name known to `octavo.data.read_corpus`.
 
     Raises:
-        DataError: it is missing, empty, or shorter than a sequence.
+        DataError: the text is missing, empty, or shorter than a sequence.
     """
-    wanted = None if cut.limit is None else cut.limit + cut.sequence + 1
-    return _text(source, encode_all(open_corpus(source), tokenizer, wanted), tokenizer, cut, is_heldout=False)
+    wanted = None if layout.limit is None else layout.limit + layout.sequence + 1
+    return _text(source, encode_all(open_corpus(source), tokenizer, wanted), tokenizer, layout, is_heldout=False)
 
 
 def trained_on(run: Path) -> str:
-    """Return the digest of the text that a run has read; empty where its summary does not say."""
+    """Return the digest of a run's training text; empty if its summary has none."""
     summary = run / "summary.json"
     if not summary.is_file():
         return ""
     return str(json.loads(summary.read_text(encoding="utf-8")).get("corpus", {}).get("content_sha256", ""))
 
 
-def _text(source: str, ids: Tokens, tokenizer: Tokenizer, cut: Cut, *, is_heldout: bool) -> Text:
-    sequences = (len(ids) - 1) // cut.sequence
+def _text(source: str, ids: Tokens, tokenizer: Tokenizer, layout: SequenceLayout, *, is_heldout: bool) -> EvalText:
+    sequences = (len(ids) - 1) // layout.sequence
     if sequences == 0:
         raise DataError(
             f"{source}: {len(ids):,}{' held-out' if is_heldout else ''} tokens are fewer than one sequence of "
-            f"{cut.sequence} and the token after it. Give more text, or a shorter --sequence."
+            f"{layout.sequence} plus one token. Give more text, or a shorter --sequence."
         )
-    if cut.limit is not None:
-        sequences = min(sequences, -(-cut.limit // cut.sequence))
-    size = text_bytes(ids[1 : sequences * cut.sequence + 1], tokenizer)
-    return Text(source=source, is_heldout=is_heldout, ids=ids, cut=cut, sequences=sequences, bytes=size)
+    if layout.limit is not None:
+        sequences = min(sequences, -(-layout.limit // layout.sequence))
+    size = text_bytes(ids[1 : sequences * layout.sequence + 1], tokenizer)
+    return EvalText(source=source, is_heldout=is_heldout, ids=ids, layout=layout, sequences=sequences, bytes=size)

@@ -1,4 +1,4 @@
-"""What guardrails watch, and their limits. No torch here: the command line reads this file to answer `--help`."""
+"""Limits and mode of guardrails. No torch here: the command line reads this file for `--help`."""
 
 from __future__ import annotations
 
@@ -10,35 +10,34 @@ from octavo.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GuardConfig:
-    """What guardrails watch, and what they may do."""
+    """Limits and mode of guardrails."""
 
     mode: Literal["off", "watch", "act"] = "watch"
-    """`watch` notes what is wrong; `act` also rolls back, skips batches, holds the learning rate, refines layers."""
+    """`watch` only reports; `act` also rolls back, skips batches, limits the learning rate and refines layers."""
     snapshot_every: int = 50
-    """Steps between two snapshots in memory that `act` rolls back to; the newest two are kept."""
+    """Steps between snapshots in memory that `act` rolls back to; the newest two are kept."""
     loss_jump: float = 8.0
-    """Spike of the loss: this many standard deviations (robust) above the median of the last 8 steps, and 5 %."""
+    """Loss spike: this many (robust) standard deviations above the median of the last 8 steps, and 5 %."""
     gradient_jump: float = 30.0
-    """Spike of the gradient: this many times the median norm of the last 32 steps."""
+    """Gradient spike: this many times the median norm of the last 32 steps."""
     weight_jump: float = 4.0
-    """Times that the largest element of a weight may grow in a step; no update of a sane learning rate does."""
+    """Largest factor by which the largest element of a weight may grow per step."""
     saturated: float = 1e-3
-    """Share of a tensor's elements that may lie past the largest code."""
+    """Share of a tensor's elements that may exceed the largest code."""
     flushed: float = 0.05
-    """Share of the elements of an input or a weight that may become zero."""
+    """Share of an input's or weight's elements that may round to zero."""
     flushed_gradient: float = 0.25
-    """The same of the gradient of an output, which holds many elements of no weight."""
+    """Share of an output gradient's elements that may round to zero; higher, as many affect no weight."""
     patience: int = 3
-    """Steps on end past a share's limit before anything is done about it."""
+    """Consecutive steps above a share's limit before it is acted on."""
     quiet: int = 500
-    """Steps without an alarm after which a layer comes back to the recipe before; twice as many each time it fails."""
+    """Steps without alarm after which a layer returns to its previous recipe; doubled each time it fails again."""
     shadow_every: int = 0
-    """Steps between two forwards in BF16 beside one in FP8, of the same batch and weights; 0: never. For runs without
-    a twin."""
+    """Steps between comparisons of a batch's loss in FP8 and BF16, for runs without a baseline; 0: never."""
     shadow_gap: float = 1.0
-    """Percent by which the loss in FP8 may lie above that of the shadow, twice on end."""
+    """Percent by which the loss in FP8 may exceed that in BF16, twice in a row."""
     rollbacks: int = 8
-    """Rolls back in `quiet` steps after which a run is given up."""
+    """Rollbacks within `quiet` steps after which a run is aborted."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

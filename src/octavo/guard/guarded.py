@@ -1,17 +1,31 @@
-"""What guardrails need of a run, and what they tell it. `octavo train` and `octavo.guard.Loop` are such runs."""
+"""`Guarded`, the base of training loops with guardrails, and `GuardEvent`, which guardrails emit.
+
+`octavo train` and `octavo.guard.Loop` are such loops. A loop defines how its state is copied and its batches are
+computed; rollback, probing, conversion and diagnosis on top of that are the same for all and defined here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from torch import Tensor, nn
+
+from octavo._util.rng import generator_states, restore_generators, untouched_generators
+from octavo.conversion import disabled
+from octavo.errors import OctavoError
+from octavo.guard.alarms import Row
 from octavo.guard.diagnosis import Probe
-from octavo.guard.watch import Row
+from octavo.guard.locate import locate_nonfinite, weight_diff
+from octavo.nn.scales import scales
 from octavo.recipes import Recipe
 
 
-class Note(NamedTuple):
-    """Something that guardrails saw, decided or did: an event of a run, with its cause."""
+class GuardEvent(NamedTuple):
+    """An observation, decision or action of guardrails."""
 
     step: int
     level: str
@@ -19,58 +33,177 @@ class Note(NamedTuple):
     rule: str
     """The rule of the alarm, or `guard`."""
     text: str
-    """For people."""
+    """Description."""
     action: str = ""
-    """What was done; empty for nothing."""
+    """The action taken; empty for none."""
     layer: str = ""
     role: str = ""
     value: float | None = None
     limit: float | None = None
     cause: str = ""
-    """One of `octavo.guard.diagnosis.Cause`, where it is known."""
+    """One of `octavo.guard.diagnosis.Cause`, if known."""
 
 
-class Guarded(Protocol):
-    """A run as guardrails see it."""
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy of everything that a step changes."""
+
+    step: int
+    """Number of steps made."""
+    state: Any
+    """Result of `Guarded._copy_state`."""
+    scales: Sequence[Mapping[str, Tensor]]
+    """Stored scales of each model."""
+    generators: Mapping[str, Tensor]
+
+
+class Guarded(ABC):
+    """A training loop that guardrails can roll back, probe and convert."""
+
+    # --- defined by the loop ----------------------------------------------------------------------------------------
 
     @property
+    @abstractmethod
     def done(self) -> int:
-        """Steps made."""
-        ...
+        """Number of steps made."""
+
+    @property
+    @abstractmethod
+    def models(self) -> Sequence[nn.Module]:
+        """The models in training. The first one is guarded."""
+
+    @property
+    @abstractmethod
+    def telemetry(self) -> Any:
+        """Telemetry of the guarded model, an `octavo.nn.telemetry.Telemetry`; None without FP8 layers."""
+
+    @abstractmethod
+    def _copy_state(self) -> Any:
+        """Return a copy of weights, optimizer states and data position."""
+
+    @abstractmethod
+    def _load_state(self, step: int, state: Any) -> None:
+        """Load the result of `_copy_state`, made after `step` steps; `state` stays unchanged."""
+
+    @abstractmethod
+    def _saved_weight(self, state: Any, name: str) -> Tensor | None:
+        """Return a weight of the guarded model from `_copy_state`; None if it cannot be compared."""
+
+    @abstractmethod
+    def _peek(self, state: Any = None) -> Any:
+        """Return the next batch, or the one that followed `_copy_state`, without moving on."""
+
+    @abstractmethod
+    def _compute(self, batch: Any, *, backward: bool = True, whole: bool = False) -> Probe:
+        """Run forward and backward without an update and drop the gradients.
+
+        Args:
+            batch: result of `_peek`.
+            backward: compute gradients.
+            whole: do not split the batch for gradient accumulation.
+        """
+
+    @abstractmethod
+    def _convert(self, recipe: Recipe) -> None:
+        """Convert the guarded model to another recipe."""
+
+    @abstractmethod
+    def _start_telemetry(self) -> None:
+        """Replace the telemetry of the guarded model: its layers have changed."""
+
+    @abstractmethod
+    def skip(self) -> None:
+        """Skip the next batch."""
+
+    @abstractmethod
+    def emit(self, event: GuardEvent) -> None:
+        """Pass on an event."""
+
+    def _collect_telemetry(self) -> None:  # noqa: B027 - optional
+        """Collect pending measurements, before a probe drops them."""
+
+    # --- used by guardrails -----------------------------------------------------------------------------------------
 
     @property
     def rows(self) -> Sequence[Row]:
-        """What the rows of `Observation.values` are about now."""
-        ...
+        """The tensor that each row of telemetry describes."""
+        rows: Sequence[Row] = () if self.telemetry is None else self.telemetry.rows
+        return rows
 
-    def take(self) -> Any:
-        """Return a copy of all that a step changes, the position in the data too."""
-        ...
+    def snapshot(self) -> Snapshot:
+        """Return a copy of everything that a step changes."""
+        return Snapshot(self.done, self._copy_state(), [stored_scales(m) for m in self.models], generator_states())
 
-    def restore(self, taken: Any) -> None:
-        """Go back to what `take` returned; it stays as it is."""
-        ...
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go back to a snapshot, which stays unchanged."""
+        self._load_state(snapshot.step, snapshot.state)
+        for model, stored in zip(self.models, snapshot.scales, strict=True):
+            restore_scales(model, stored)
+        restore_generators(snapshot.generators)
+        if self.telemetry is not None:
+            self.telemetry.restart(snapshot.step)
 
-    def probe(self, *, fp8: bool, earlier: Any = None, backward: bool = True) -> Probe:
-        """Try the next batch, or the one after the snapshot `earlier`; nothing changes by it."""
-        ...
-
-    def skip(self) -> None:
-        """Pass over the next batch."""
-        ...
+    def probe(self, *, fp8: bool, earlier: Snapshot | None = None, backward: bool = True) -> Probe:
+        """Compute the next batch, or the first one after a snapshot, without any lasting change."""
+        batch = self._peek(None if earlier is None else earlier.state)
+        with self._untouched(), nullcontext() if fp8 else disabled(self.models[0]):
+            return self._compute(batch, backward=backward)
 
     def refine(self, recipe: Recipe) -> str:
-        """Compute by another recipe from here on; return why that is not possible, empty where it is done."""
-        ...
+        """Convert the guarded model to another recipe; return why that is impossible, or an empty string."""
+        stored = stored_scales(self.models[0])
+        if self.telemetry is not None:
+            self.telemetry.detach()
+        try:
+            self._convert(recipe)
+        except OctavoError as error:
+            return str(error)
+        finally:
+            restore_scales(self.models[0], stored)
+            self._start_telemetry()
+        return ""
 
     def locate(self) -> str:
-        """Say which layer, role and token of the next batch is not finite first; empty for none."""
-        ...
+        """Return layer, role and token of the first non-finite tensor for the next batch; empty if there is none."""
+        batch = self._peek()
+        with self._untouched():
+            found = locate_nonfinite(self.models[0], lambda: self._compute(batch, whole=True))
+        return "" if found is None else str(found)
 
-    def damage(self, layer: str, taken: Any, reach: float) -> str:
-        """Say what of a layer's weight changed by more than `reach` since a snapshot; empty for nothing."""
-        ...
+    def weight_diff(self, layer: str, snapshot: Snapshot, reach: float) -> str:
+        """Describe the elements of a weight that changed by more than `reach` since a snapshot; empty for none."""
+        before = self._saved_weight(snapshot.state, f"{layer}.weight")
+        found = None if before is None else weight_diff(before, self.models[0].get_parameter(f"{layer}.weight"), reach)
+        return "" if found is None else str(found)
 
-    def note(self, note: Note) -> None:
-        """Tell those who watch."""
-        ...
+    @contextmanager
+    def _untouched(self) -> Iterator[None]:
+        """Restore random generators, stored scales and telemetry after the block."""
+        stored = stored_scales(self.models[0])
+        self._collect_telemetry()
+        try:
+            with untouched_generators():
+                yield
+        finally:
+            restore_scales(self.models[0], stored)
+            if self.telemetry is not None:
+                self.telemetry.restart(self.done)
+
+
+def stored_scales(model: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of the scales that a model stores between steps, by name."""
+    state = scales(model)
+    return {} if state is None else state.state_dict()
+
+
+def restore_scales(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
+    """Load the result of `stored_scales`, also after some layers changed their recipe.
+
+    A scale that was not stored then, or has another history length now, keeps its value.
+    """
+    state = scales(model)
+    if state is None:
+        return
+    now = state.state_dict()
+    fits = {name: tensor for name, tensor in stored.items() if name in now and tensor.shape == now[name].shape}
+    state.load_state_dict({**now, **fits})

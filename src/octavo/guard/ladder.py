@@ -1,9 +1,9 @@
-"""The ladder: recipes that a layer climbs when FP8 harms it, and comes down again after a quiet time.
+"""The ladder of recipes: a layer that FP8 harms moves up to finer ones, and down again after a quiet period.
 
-    its own recipe -> a wider scale window, where scales are kept -> folded -> block -> bf16
+    its own recipe -> a wider scale window, for stored scales -> folded -> block -> bf16
 
-Rungs that are no finer than a layer's own recipe are left out. A layer that fails again soon after it came down stays
-up twice as long. All that is here is plain data: it goes into a checkpoint, and every rank computes the same.
+Rungs no finer than a layer's own recipe are left out. A layer that fails again soon after it moved down stays up twice
+as long. The state is plain data, equal on all ranks, and part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ from octavo.recipes import Recipe, load
 from octavo.recipes.spec import OPERANDS
 
 WIDER = 2
-"""Bits that the scale window is raised by."""
+"""Bits of headroom added to the scale window."""
 EVERYTHING = "*"
-"""The name that stands for all layers."""
+"""The pattern that stands for all layers."""
 TYPICAL = 4096
-"""Rows or columns that a tile is taken to have that spans all of them."""
+"""Assumed size of a tensor dimension that one scale spans."""
 
 
 class Move(NamedTuple):
-    """A layer that changes its recipe."""
+    """A change of recipe of a layer."""
 
     layer: str
     """Full name, or `EVERYTHING`."""
     before: str
-    """Name of the recipe that it leaves."""
+    """Name of the old recipe."""
     after: str
-    """Name of the recipe that it takes."""
+    """Name of the new recipe."""
 
 
 @dataclass
 class _Standing:
-    """Where a layer stands."""
+    """The position of a layer."""
 
     rung: int
     since: int
     """Step of the last alarm or move."""
     quiet: int
-    """Steps without an alarm after which it comes down."""
+    """Steps without alarm after which it moves down."""
 
 
 class Ladder:
-    """Where the layers of a model stand that have left the recipe of the run."""
+    """The positions of all layers that have left the recipe of the run."""
 
     def __init__(self, base: Recipe, quiet: int) -> None:
         self._base, self._quiet = base, quiet
         self._standing: dict[str, _Standing] = {}
 
     def rungs(self, layer: str) -> list[Recipe]:
-        """Return what a layer may compute by, its own recipe first, BF16 last."""
+        """Return the recipes available to a layer, from its own to BF16."""
         own = self._base
         for pattern, recipe in self._base.modules.items():
             own = recipe if fnmatchcase(layer, pattern) else own
@@ -62,7 +62,7 @@ class Ladder:
         return [own] if not own.is_fp8 else [own, *_wider(own), *_finer(own), load("bf16")]
 
     def up(self, layer: str, step: int) -> Move | None:
-        """Move a layer to the next rung at an alarm of `step`; None where it computes in BF16 already."""
+        """Move a layer to the next rung at an alarm of `step`; None if it is in BF16 already."""
         rungs = self.rungs(layer)
         now = self._standing.get(layer)
         rung = now.rung if now else 0
@@ -73,7 +73,7 @@ class Ladder:
         return Move(layer, rungs[rung].name, rungs[rung + 1].name)
 
     def down(self, step: int) -> list[Move]:
-        """Move each layer that was quiet long enough one rung down; return the moves."""
+        """Move each layer after its quiet period one rung down; return the moves."""
         moves = []
         for layer, now in self._standing.items():
             if now.rung and step - now.since >= now.quiet:
@@ -83,22 +83,22 @@ class Ladder:
         return moves
 
     def recipe(self) -> Recipe:
-        """Return the recipe of the run, with those of the layers that have left it."""
+        """Return the recipe of the run with the refined layers in `modules`."""
         moved = {layer: self.rungs(layer)[now.rung] for layer, now in self._standing.items() if now.rung}
         everything = {layer: moved.pop(layer) for layer in [EVERYTHING] if layer in moved}
         return replace(self._base, modules={**self._base.modules, **moved, **everything})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the layers stand, as JSON has it."""
+        """Return the positions as JSON values."""
         return {layer: asdict(now) for layer, now in self._standing.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the standings that `state_dict` returned."""
+        """Load the result of `state_dict`."""
         self._standing = {layer: _Standing(**now) for layer, now in state.items()}
 
 
 def _wider(recipe: Recipe) -> list[Recipe]:
-    """Return a recipe with more headroom over the maxima of the past, where its scales come from there."""
+    """Return the recipe with more headroom over past maxima, if its scales come from a history."""
     if not recipe.keeps_scales or recipe.needs_calibration:
         return []
     history = replace(recipe.history, margin=recipe.history.margin + WIDER)
@@ -110,7 +110,7 @@ def _finer(recipe: Recipe) -> list[Recipe]:
 
 
 def _coarseness(recipe: Recipe) -> int:
-    """Return how many elements of an input or a gradient share a scale, the most of all GEMMs."""
+    """Return the largest number of elements of an input or gradient that share a scale, over all GEMMs."""
     named = ((OPERANDS[gemm], operands) for gemm, *operands in recipe.gemms())
     each = (pair for roles, operands in named for pair in zip(roles, operands, strict=True))
     tiles = [operand.tile for role, operand in each if role != "weight"]

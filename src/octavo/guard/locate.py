@@ -1,4 +1,4 @@
-"""Where something was not finite first: the layer, the role and the token. One forward and backward with hooks."""
+"""Locate faults in tensors: the first non-finite tensor of a step, and weight elements that no update can explain."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from octavo.nn.conv import AnyConvolution
 from octavo.nn.hooks import hooked
 
-SEEN = (nn.Linear, nn.Embedding, AnyConvolution)
-"""Modules that are looked at: those with a weight of their own to multiply with, in FP8 or not."""
+_INSPECTED = (nn.Linear, nn.Embedding, AnyConvolution)
+"""Modules with a weight matrix, in FP8 or not."""
 
 
-class Fault(NamedTuple):
+class NonFinite(NamedTuple):
     """The first tensor that was not finite."""
 
     layer: str
@@ -23,9 +23,9 @@ class Fault(NamedTuple):
     role: str
     """`input`, `weight`, `output` or `grad_output`."""
     place: tuple[int, ...]
-    """Where in the tensor its first such element lies, without the last dimension: of an input (sequence, token)."""
+    """Index of the first such element without the last dimension; (sequence, token) for an input."""
     elements: int
-    """How many elements of it were not finite."""
+    """Number of non-finite elements."""
 
     def __str__(self) -> str:
         names = ("sequence", "token") if self.role != "weight" and len(self.place) == 2 else ("row",) * len(self.place)
@@ -33,40 +33,74 @@ class Fault(NamedTuple):
         return f"{self.layer} {self.role}{f', {where}' if where else ''} ({self.elements} elements)"
 
 
-def locate(model: nn.Module, run: Callable[[], Any]) -> Fault | None:
-    """Return what is not finite first while `run` computes a forward and, if it wants, a backward; None for nothing.
+class WeightDiff(NamedTuple):
+    """The elements of a weight that changed too much."""
 
-    Compiled code runs eagerly meanwhile, and an MLP that is else computed as one, layer by layer. Waits for the device.
+    elements: int
+    rows: int
+    """Number of rows that contain them."""
+    row: int
+    """Row of the first one."""
+    column: int
+
+    def __str__(self) -> str:
+        if self.elements == 1:
+            return f"one element, row {self.row}, column {self.column}, as a flipped bit leaves it"
+        if self.rows == 1:
+            return f"{self.elements} elements of row {self.row}"
+        return f"{self.elements} elements of {self.rows} rows, the first in row {self.row}"
+
+
+def weight_diff(before: Tensor, now: Tensor, reach: float) -> WeightDiff | None:
+    """Return the elements of a weight (N, K, ...) that changed by more than `reach` or are not finite; None for none.
+
+    Args:
+        before: the weight in a snapshot.
+        now: the current weight, on any device.
+        reach: largest possible change of an element by the steps since then.
     """
-    found: list[Fault] = []
+    old = before.detach().float().flatten(1)
+    new = now.detach().float().flatten(1).to(old.device)
+    places = torch.nonzero(~((new - old).abs() <= reach))
+    if not len(places):
+        return None
+    row, column = (int(i) for i in places[0])
+    return WeightDiff(len(places), len(places[:, 0].unique()), row, column)
+
+
+def locate_nonfinite(model: nn.Module, run: Callable[[], Any]) -> NonFinite | None:
+    """Return the first non-finite tensor while `run` computes forward and, optionally, backward; None for none.
+
+    Compiled code and fused MLPs run eagerly, layer by layer. Waits for the device.
+    """
+    found: list[NonFinite] = []
     hooks = (
-        module.register_forward_hook(_watcher(name, found), prepend=True)
+        module.register_forward_hook(_hook(name, found), prepend=True)
         for name, module in model.named_modules()
-        if isinstance(module, SEEN)
+        if isinstance(module, _INSPECTED)
     )
     with hooked(hooks), torch.compiler.set_stance("force_eager"):
         run()
     return found[0] if found else None
 
 
-def _watcher(name: str, found: list[Fault]) -> Callable[..., None]:
-    def look(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+def _hook(name: str, found: list[NonFinite]) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if found:
             return
         for role, tensor in (("input", args[0] if args else None), ("weight", module.weight), ("output", output)):
-            if not found:
-                _note(name, role, tensor, found)
+            _check(name, role, tensor, found)
         if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(lambda grad: _note(name, "grad_output", grad, found) if not found else None)
+            output.register_hook(lambda grad: _check(name, "grad_output", grad, found))
 
-    return look
+    return hook
 
 
-def _note(name: str, role: str, tensor: Any, found: list[Fault]) -> None:
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.element_size() == 1:
+def _check(name: str, role: str, tensor: Any, found: list[NonFinite]) -> None:
+    if found or not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.element_size() == 1:
         return
     bad = ~torch.isfinite(tensor.detach())
     count = int(bad.sum())
     if count:
         first = torch.nonzero(bad)[0].tolist()
-        found.append(Fault(name, role, tuple(first[:-1]), count))
+        found.append(NonFinite(name, role, tuple(first[:-1]), count))

@@ -1,10 +1,8 @@
-"""A training loop with guardrails, for models that `octavo train` does not train.
+"""`Loop`: a training loop with guardrails, for models that `octavo train` does not train.
 
-    loop = Loop(model, optimizer, loss_of, batches, recipe="folded", config=GuardConfig(mode="act"))
-    for step, loss in loop.steps(1000):
-        print(step, float(loss))
-
-`octavo train` has the same guardrails over its own loop.
+loop = Loop(model, optimizer, loss_of, batches, recipe="folded", config=GuardConfig(mode="act"))
+for step, loss in loop.steps(1000):
+    print(step, float(loss))
 """
 
 from __future__ import annotations
@@ -13,69 +11,64 @@ import copy
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from octavo.conversion import Policy, convert, disabled
-from octavo.errors import ConfigError, OctavoError
-from octavo.generators import generator_states, restore_generators, untouched_generators
+from octavo.conversion import Policy, convert
+from octavo.errors import ConfigError
+from octavo.guard.alarms import Observation
 from octavo.guard.config import GuardConfig
-from octavo.guard.damage import damage
 from octavo.guard.diagnosis import Probe
 from octavo.guard.guard import SNAPSHOTS, Guard
-from octavo.guard.guarded import Note
-from octavo.guard.kept_scales import kept_scales, take_over
-from octavo.guard.locate import locate
-from octavo.guard.watch import Observation
+from octavo.guard.guarded import Guarded, GuardEvent
 from octavo.nn.telemetry import Telemetry
 from octavo.recipes import Recipe, RecipeLike, load
 
 LossOf = Callable[[nn.Module, Any], Tensor]
 
 
-def warn(note: Note) -> None:
-    """Say a note as a Python warning, unless it is for information only."""
-    if note.level != "info":
-        cause = f"[{note.cause}] " if note.cause else ""
-        action = f" -> {note.action}" if note.action else ""
-        warnings.warn(f"step {note.step}: {cause}{note.text}{action}", stacklevel=2)
+def warn(event: GuardEvent) -> None:
+    """Issue an event as a Python warning, unless its level is `info`."""
+    if event.level != "info":
+        cause = f"[{event.cause}] " if event.cause else ""
+        action = f" -> {event.action}" if event.action else ""
+        warnings.warn(f"step {event.step}: {cause}{event.text}{action}", stacklevel=2)
 
 
-@dataclass(frozen=True)
-class _Taken:
-    """All that a step changes."""
-
-    done: int
+class _State(NamedTuple):
     position: int
+    """Index of the next batch."""
     model: dict[str, Tensor]
     optimizer: dict[str, Any]
     scheduler: dict[str, Any] | None
-    scales: dict[str, Tensor]
-    generators: dict[str, Tensor]
 
 
-class Loop:
-    """Steps a model over batches, and goes back where that is better.
+class Loop(Guarded):
+    """Trains a model on batches, with rollback and diagnosis by guardrails.
 
     Args:
-        model: converted to `recipe`, or to be trained as it is.
+        model: converted to `recipe`, or trained as it is.
         optimizer: of all its parameters.
-        loss_of: computes the loss (shape ()) of a batch: `loss_of(model, batch)`; under autocast, if you want it.
-        batches: what is trained on, in order; kept since the snapshot before the last one.
-        recipe: by which the model was converted; None: no layer is moved to a finer one.
-        policy: with which it was converted.
-        tokens: of one forward, as `octavo.convert` takes them.
+        loss_of: `loss_of(model, batch)` returns the loss, shape (); it may use autocast.
+        batches: the training batches in order; those since the older snapshot are kept.
+        recipe: the recipe that the model was converted to; None: layers are never refined.
+        policy: the policy that it was converted with.
+        tokens: tokens of one forward pass, as for `octavo.convert`.
         clip: largest global norm of the gradient.
-        scheduler: of the learning rate; stepped after the optimizer.
-        config: limits, and whether to act.
-        note: is told what guardrails saw and did; by default as Python warnings.
+        scheduler: learning-rate scheduler, stepped after the optimizer.
+        config: limits and mode.
+        on_event: called with each event; by default events become Python warnings.
     """
+
+    done = 0
+    """Number of steps made."""
+    models: Sequence[nn.Module] = ()
+    telemetry: Telemetry | None = None
 
     def __init__(
         self,
@@ -90,35 +83,35 @@ class Loop:
         clip: float | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         config: GuardConfig | None = None,
-        note: Callable[[Note], None] = warn,
+        on_event: Callable[[GuardEvent], None] = warn,
     ) -> None:
-        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
-        self._loss_of, self._batches, self._kept = loss_of, iter(batches), deque[Any]()
-        self._first = self._position = 0  # of the batches that are kept, and of the next one
+        self.model, self.models, self.optimizer, self.scheduler = model, (model,), optimizer, scheduler
+        self._loss_of, self._batches, self._buffer = loss_of, iter(batches), deque[Any]()
+        self._first = self._position = 0  # indices of the first buffered batch and of the next one
         self._positions: deque[int] = deque(maxlen=SNAPSHOTS)  # of the snapshots that guardrails keep
-        self._policy, self._tokens, self._clip, self._tell = policy, tokens, clip, note
-        self._done = 0
-        self._telemetry = _watched(model)
+        self._policy, self._tokens, self._clip, self._on_event = policy, tokens, clip, on_event
+        self._start_telemetry()
         self.guard = Guard(self, None if recipe is None else load(recipe), config)
 
     def steps(self, count: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield number and loss of each step, until `count` are made. After a roll back the numbers begin again.
+        """Yield number and loss of each step until `count` steps are made. After a rollback, numbers repeat.
 
         Raises:
             ConfigError: there are too few batches.
-            RunError: going back did not help.
+            RunError: rolling back did not help.
         """
-        while self._done < count:
+        while self.done < count:
             loss = self.step()
             if loss is not None:
-                yield self._done, loss
+                yield self.done, loss
 
     def step(self) -> Tensor | None:
-        """Make a step and return its loss, of shape (); None where the run went back."""
+        """Make a step and return its loss, shape (); None if the run was rolled back."""
         self.guard.before()
-        batch = self._next()
-        self._done += 1
-        with self._held_lr() as lr:
+        batch = self._peek()
+        self._position += 1
+        self.done += 1
+        with self._limited_lr() as lr:
             loss = self._loss_of(self.model, batch)
             loss.backward()
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._clip or float("inf"))
@@ -126,164 +119,96 @@ class Loop:
         self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None:
             self.scheduler.step()
-        seen = Observation(self._done, float(loss.detach()), float(norm), lr, self._values())
-        return None if self.guard.after(seen) else loss.detach()
+        observation = Observation(self.done, float(loss.detach()), float(norm), lr, self._measurements())
+        return None if self.guard.after(observation) else loss.detach()
 
-    # --- what guardrails ask (`octavo.guard.Guarded`) ---------------------------------------------------------------
+    # --- `octavo.guard.Guarded` -------------------------------------------------------------------------------------
 
-    @property
-    def done(self) -> int:
-        """Steps made."""
-        return self._done
-
-    @property
-    def rows(self) -> Sequence[tuple[Any, ...]]:
-        """What the rows of telemetry are about."""
-        return () if self._telemetry is None else self._telemetry.rows
-
-    def take(self) -> _Taken:
-        """Return a copy of model, optimizer, scheduler, kept scales, generators and the position in the batches."""
-        taken = _Taken(
-            self._done,
+    def _copy_state(self) -> _State:
+        self._positions.append(self._position)
+        while self._first < self._positions[0] and self._buffer:
+            self._buffer.popleft()
+            self._first += 1
+        return _State(
             self._position,
             {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()},
             copy.deepcopy(self.optimizer.state_dict()),
             None if self.scheduler is None else copy.deepcopy(self.scheduler.state_dict()),
-            kept_scales(self.model),
-            generator_states(),
         )
-        self._positions.append(self._position)
-        self._forget_batches(before=self._positions[0])
-        return taken
 
-    def restore(self, taken: _Taken) -> None:
-        """Go back to a snapshot."""
-        self._done, self._position = taken.done, taken.position
-        while self._positions[-1] > taken.position:
+    def _load_state(self, step: int, state: _State) -> None:
+        self.done, self._position = step, state.position
+        while self._positions[-1] > state.position:
             self._positions.pop()
         with torch.no_grad():
             for name, tensor in self.model.state_dict().items():
-                tensor.copy_(taken.model[name])
-        _restore_optimizer(self.optimizer, taken.optimizer)
-        if self.scheduler is not None and taken.scheduler is not None:
-            self.scheduler.load_state_dict(taken.scheduler)
-        take_over(self.model, taken.scales)
-        restore_generators(taken.generators)
-        if self._telemetry is not None:
-            self._telemetry.restart(self._done)
+                tensor.copy_(state.model[name])
+        if not state.optimizer["state"]:  # a copy from before the first step
+            self.optimizer.state.clear()
+        self.optimizer.load_state_dict(copy.deepcopy(state.optimizer))
+        if self.scheduler is not None and state.scheduler is not None:
+            self.scheduler.load_state_dict(state.scheduler)
 
-    def probe(self, *, fp8: bool, earlier: _Taken | None = None, backward: bool = True) -> Probe:
-        """Try the next batch, or the one after a snapshot, without an update."""
-        batch = self._batch(self._position if earlier is None else earlier.position)
-        with self._untouched(), nullcontext() if fp8 else disabled(self.model), torch.set_grad_enabled(backward):
+    def _saved_weight(self, state: _State, name: str) -> Tensor:
+        return state.model[name]
+
+    def _peek(self, state: _State | None = None) -> Any:
+        position = self._position if state is None else state.position
+        while position >= self._first + len(self._buffer):
+            try:
+                self._buffer.append(next(self._batches))
+            except StopIteration:
+                text = f"there are {position} batches, and step {self.done + 1} needs one more"
+                raise ConfigError(
+                    f"octavo.guard.Loop: {text}. Give an endless iterator, such as itertools.cycle(batches)."
+                ) from None
+        return self._buffer[position - self._first]
+
+    def _compute(self, batch: Any, *, backward: bool = True, whole: bool = False) -> Probe:
+        with torch.set_grad_enabled(backward):
             loss = self._loss_of(self.model, batch)
             if backward:
                 loss.backward()
-            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-            probe = Probe(float(loss.detach()), float(nn.utils.get_total_norm(gradients)))
-            self.optimizer.zero_grad(set_to_none=True)
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        probe = Probe(float(loss.detach()), float(nn.utils.get_total_norm(gradients)))
+        self.optimizer.zero_grad(set_to_none=True)
         return probe
 
+    def _convert(self, recipe: Recipe) -> None:
+        convert(self.model, recipe, policy=self._policy, tokens=self._tokens)
+
+    def _start_telemetry(self) -> None:
+        telemetry = Telemetry(self.model)
+        self.telemetry = telemetry if telemetry.rows else None
+        if self.telemetry is not None and self.done:
+            self.telemetry.restart(self.done)
+
     def skip(self) -> None:
-        """Pass over the next batch."""
-        self._next()
-
-    def refine(self, recipe: Recipe) -> str:
-        """Convert the model anew; return why that is not possible, empty where it is done."""
-        kept = kept_scales(self.model)
-        if self._telemetry is not None:
-            self._telemetry.detach()
-        try:
-            convert(self.model, recipe, policy=self._policy, tokens=self._tokens)
-        except OctavoError as error:
-            return str(error)
-        finally:
-            take_over(self.model, kept)
-            self._telemetry = _watched(self.model)
-            if self._telemetry is not None:
-                self._telemetry.restart(self._done)
-        return ""
-
-    def locate(self) -> str:
-        """Say which layer, role and token of the next batch is not finite first; empty for none."""
-        batch = self._batch(self._position)
-        with self._untouched():
-            found = locate(self.model, lambda: self._loss_of(self.model, batch).backward())
-            self.optimizer.zero_grad(set_to_none=True)
-        return "" if found is None else str(found)
-
-    def damage(self, layer: str, taken: _Taken, reach: float) -> str:
-        """Say what of a layer's weight changed by more than `reach` since a snapshot; empty for nothing."""
-        found = damage(taken.model[f"{layer}.weight"], self.model.get_parameter(f"{layer}.weight"), reach)
-        return "" if found is None else str(found)
-
-    def note(self, note: Note) -> None:
-        """Tell whoever was named."""
-        self._tell(note)
-
-    # --- batches ----------------------------------------------------------------------------------------------------
-
-    def _next(self) -> Any:
-        batch = self._batch(self._position)
+        """Skip the next batch."""
+        self._peek()
         self._position += 1
-        return batch
 
-    def _batch(self, position: int) -> Any:
-        while position >= self._first + len(self._kept):
-            try:
-                self._kept.append(next(self._batches))
-            except StopIteration:
-                text = f"there are {position} batches, and step {self._done + 1} needs one more"
-                raise ConfigError(
-                    f"octavo.guard.Loop: {text}. Give an iterator that goes on, as itertools.cycle does."
-                ) from None
-        return self._kept[position - self._first]
-
-    def _forget_batches(self, before: int) -> None:
-        while self._first < before and self._kept:
-            self._kept.popleft()
-            self._first += 1
+    def emit(self, event: GuardEvent) -> None:
+        """Call `on_event`."""
+        self._on_event(event)
 
     # --- parts of a step --------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _held_lr(self) -> Iterator[float]:
-        """Hold the learning rates of the optimizer inside the block; give the largest."""
-        wanted = [float(group["lr"]) for group in self.optimizer.param_groups]
-        for group, lr in zip(self.optimizer.param_groups, wanted, strict=True):
+    def _limited_lr(self) -> Iterator[float]:
+        """Limit the learning rates of the optimizer inside the block; yield the largest."""
+        scheduled = [float(group["lr"]) for group in self.optimizer.param_groups]
+        for group, lr in zip(self.optimizer.param_groups, scheduled, strict=True):
             group["lr"] = self.guard.lr(lr)
-        yield self.guard.lr(max(wanted))
-        for group, lr in zip(self.optimizer.param_groups, wanted, strict=True):
+        yield self.guard.lr(max(scheduled))
+        for group, lr in zip(self.optimizer.param_groups, scheduled, strict=True):
             group["lr"] = lr
 
-    def _values(self) -> NDArray[np.float32] | None:
-        if self._telemetry is None:
+    def _measurements(self) -> NDArray[np.float32] | None:
+        if self.telemetry is None:
             return None
-        self._telemetry.wait()
+        self.telemetry.wait()
         found = None
-        while (taken := self._telemetry.snapshot()) is not None:
-            found = taken[1] if taken[0] == self._done else None
+        while (measured := self.telemetry.snapshot()) is not None:
+            found = measured[1] if measured[0] == self.done else None
         return found
-
-    @contextmanager
-    def _untouched(self) -> Iterator[None]:
-        """Leave generators, kept scales and telemetry as they were before the block."""
-        kept = kept_scales(self.model)
-        try:
-            with untouched_generators():
-                yield
-        finally:
-            take_over(self.model, kept)
-            if self._telemetry is not None:
-                self._telemetry.restart(self._done)
-
-
-def _watched(model: nn.Module) -> Telemetry | None:
-    telemetry = Telemetry(model)
-    return telemetry if telemetry.rows else None
-
-
-def _restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    if not state["state"]:  # before the first step there was none
-        optimizer.state.clear()
-    optimizer.load_state_dict(copy.deepcopy(state))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError, did_you_mean
 from octavo.kernels.dispatch import launches_on, uses_triton, why_not
-from octavo.kernels.operator import define, flat
+from octavo.kernels.operator import define, flat, is_direct
 from octavo.kernels.reference import activation as reference
 from octavo.kernels.target import Target, empty, laid_out, target_of
 from octavo.numerics import Quantized
@@ -55,7 +55,8 @@ def activation(kind: str, gate: Tensor, up: Tensor | None, target: Target) -> Qu
     """
     _check(kind, gate=gate, up=up)
     _check_rounding(target)
-    codes, scale = torch.ops.octavo.activation(gate, up, kind, str(target))
+    run = _activation if is_direct(gate) else torch.ops.octavo.activation
+    codes, scale = run(gate, up, kind, str(target))
     return Quantized(codes, scale, target.tile)
 
 
@@ -68,7 +69,8 @@ def activation_and_inputs(
     """
     _check(kind, gate=gate, up=up)
     _check_rounding(target)
-    codes, scale, *inputs = torch.ops.octavo.activation_and_inputs(gate, up, kind, str(target))
+    run = _activation_and_inputs if is_direct(gate) else torch.ops.octavo.activation_and_inputs
+    codes, scale, *inputs = run(gate, up, kind, str(target))
     pairs = zip(inputs[::2], inputs[1::2], strict=True)
     return Quantized(codes, scale, target.tile), tuple(Quantized(*pair, INPUTS.tile) for pair in pairs)
 
@@ -122,8 +124,9 @@ def activation_backward(
             f"hidden_scale holds one power of two a token, but hidden is '{hidden}': the forward's codes transposed "
             "have the granularity 'column' and power-of-two scales. Say so, or leave hidden_scale out."
         )
-    made = torch.ops.octavo.activation_backward(
-        dh, gate, gate_scale, up, up_scale, kind, *(str(target or "") for target in (rows, columns, hidden)),
+    run = _activation_backward if is_direct(gate) else torch.ops.octavo.activation_backward
+    made = run(
+        dh, gate, gate_scale, up, up_scale, kind, str(rows or ""), str(columns or ""), str(hidden or ""),
         hidden_scale, row_fold, column_fold,
     )  # fmt: skip
     pairs = [(made[i], made[i + 1]) for i in (0, 2, 4)]
@@ -143,7 +146,8 @@ def activation_backward_plain(kind: str, dh: Tensor, gate: Tensor, up: Tensor | 
         ConfigError: the kind is unknown, or the shapes differ.
     """
     _check(kind, dh=dh, gate=gate, up=up)
-    d_gate, d_up = torch.ops.octavo.activation_backward_plain(dh, gate, up, kind)
+    run = _activation_backward_plain if is_direct(gate) else torch.ops.octavo.activation_backward_plain
+    d_gate, d_up = run(dh, gate, up, kind)
     return d_gate, None if up is None else d_up
 
 

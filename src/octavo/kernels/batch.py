@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.dispatch import launches_on, uses_triton
-from octavo.kernels.operator import define, flat
+from octavo.kernels.operator import define, flat, is_direct
 from octavo.kernels.quantize import quantize_pair
 from octavo.kernels.target import Target, target_of
 from octavo.numerics import PER_TENSOR, Granularity, Quantized, TILE_1x128
@@ -77,9 +77,8 @@ def quantize_batch(
     Returns:
         x as it lies, codes (B, R, C), and transposed, codes (B, C, R).
     """
-    codes, scale, codes_t, scale_t = torch.ops.octavo.quantize_batch(
-        x, str(rows or ""), str(columns or ""), row_fold, column_fold
-    )
+    run = _quantize_batch if is_direct(x) else torch.ops.octavo.quantize_batch
+    codes, scale, codes_t, scale_t = run(x, str(rows or ""), str(columns or ""), row_fold, column_fold)
     return (
         None if rows is None else Batch(codes, scale, rows.tile),
         None if columns is None else Batch(codes_t, scale_t, columns.tile),
@@ -88,7 +87,8 @@ def quantize_batch(
 
 def transpose_batch(codes: Tensor) -> Tensor:
     """Return the transposes (B, C, R), contiguous, of contiguous codes (B, R, C) of any one-byte dtype."""
-    result: Tensor = torch.ops.octavo.transpose_batch(codes)
+    run = _transpose_batch if is_direct(codes) else torch.ops.octavo.transpose_batch
+    result: Tensor = run(codes)
     return result
 
 

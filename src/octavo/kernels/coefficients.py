@@ -19,7 +19,7 @@ HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "sign", "clip", "clip_al
 """Of a group: its settings, 1 or -1 to maximise, largest norm of its gradients; and of all, the same in each row."""
 
 
-class Own(NamedTuple):
+class ParamSettings(NamedTuple):
     """What a parameter has of its own, beside the settings of its group."""
 
     group: int
@@ -31,13 +31,13 @@ class Own(NamedTuple):
     """Whether the momentum takes 1 - beta1 of a gradient, as an average does, where the kernel's adds all of it."""
 
 
-class Told(NamedTuple):
+class StepInputs(NamedTuple):
     """What coefficients are computed from, on the device."""
 
     hyper: Tensor
     """FP64 (G, len(HYPER)), a row a group."""
     own: Tensor
-    """FP64 (P, len(Own._fields)), a row a parameter; P may be 0."""
+    """FP64 (P, len(ParamSettings._fields)), a row a parameter; P may be 0."""
     group_squares: Tensor | None
     """FP64 (G,), sums of the squares of gradients as they are, of all ranks; None: no norm is needed."""
     decays_weights: bool
@@ -48,7 +48,7 @@ class Told(NamedTuple):
     """One element: above 0 where an overflow has been found already."""
 
 
-class Made(NamedTuple):
+class StepCoefficients(NamedTuple):
     """What a step takes."""
 
     coefficients: Tensor
@@ -72,8 +72,8 @@ def group_squares(squares: Tensor, own: Tensor, groups: int) -> Tensor:
 
 
 def coefficients(
-    told: Told, counts: Sequence[Tensor], skipped: Tensor, uploads: Uploads, name: Hashable = None
-) -> Made:
+    told: StepInputs, counts: Sequence[Tensor], skipped: Tensor, uploads: Uploads, name: Hashable = None
+) -> StepCoefficients:
     """Return the coefficients of a step, and count it.
 
     Gradients are multiplied by the factors that clip first each group, then all, to their limits. As in

@@ -26,7 +26,7 @@ from torch import Tensor
 from octavo.errors import ConfigError
 from octavo.kernels import ledger
 from octavo.kernels.dispatch import launches_on, uses_triton
-from octavo.kernels.operator import define
+from octavo.kernels.operator import define, is_direct
 from octavo.kernels.padding import padded_ends, padded_length
 from octavo.kernels.reference import grouped as reference
 from octavo.kernels.target import Target, target_of
@@ -55,7 +55,8 @@ def grouped_gemm(
         ends: int32 (E,).
         accumulate: `slow` or `fast`.
     """
-    result: Tensor = torch.ops.octavo.grouped_gemm(a.codes, a.scale, b, b_scale, ends, out_dtype, accumulate == "fast")
+    run = _grouped_gemm if is_direct(a.codes) else torch.ops.octavo.grouped_gemm
+    result: Tensor = run(a.codes, a.scale, b, b_scale, ends, out_dtype, accumulate == "fast")
     return result
 
 
@@ -67,7 +68,8 @@ def grouped_wgrad(a: Padded, b: Padded, ends: Tensor, out_dtype: torch.dtype) ->
         b: of (T, K).
         ends: int32 (E,), of the groups as they are, not padded.
     """
-    result: Tensor = torch.ops.octavo.grouped_wgrad(*a, *b, ends, out_dtype)
+    run = _grouped_wgrad if is_direct(a.codes) else torch.ops.octavo.grouped_wgrad
+    result: Tensor = run(*a, *b, ends, out_dtype)
     return result
 
 
@@ -87,9 +89,8 @@ def quantize_groups(
         row_fold: FP32 (E, C), what each expert's tokens are multiplied by before `rows`.
         column_fold: FP32 (T, 1), multiplied in before `columns`.
     """
-    codes, scale, codes_t, scale_t = torch.ops.octavo.quantize_groups(
-        x, ends, str(rows or ""), str(columns or ""), row_fold, column_fold
-    )
+    run = _quantize_groups if is_direct(x) else torch.ops.octavo.quantize_groups
+    codes, scale, codes_t, scale_t = run(x, ends, str(rows or ""), str(columns or ""), row_fold, column_fold)
     return (
         None if rows is None else Quantized(codes, scale, PER_ROW),
         None if columns is None else Padded(codes_t, scale_t),
@@ -98,7 +99,8 @@ def quantize_groups(
 
 def transpose_groups(codes: Tensor, ends: Tensor) -> Tensor:
     """Return codes (T, C) as wgrad reads them, (C, P)."""
-    result: Tensor = torch.ops.octavo.transpose_groups(codes, ends)
+    run = _transpose_groups if is_direct(codes) else torch.ops.octavo.transpose_groups
+    result: Tensor = run(codes, ends)
     return result
 
 
@@ -112,7 +114,8 @@ def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     Returns:
         a[t] b[e(t)], (T, R); or (E, N, K).
     """
-    result: Tensor = torch.ops.octavo.grouped_mm(a, b, ends)
+    run = _grouped_mm if is_direct(a) else torch.ops.octavo.grouped_mm
+    result: Tensor = run(a, b, ends)
     return result
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.dispatch import launches_on, uses_triton
-from octavo.kernels.operator import define
+from octavo.kernels.operator import define, is_direct
 from octavo.kernels.reference import norm as reference
 from octavo.kernels.target import Target, empty, laid_out, target_of
 from octavo.numerics import Quantized
@@ -80,7 +80,8 @@ def rms_norm(
         UnsupportedError: `refuses(target)`: normalise without it, and hand y to `kernels.quantize`.
     """
     _check(x, target, weight=weight, residual=residual)
-    y, codes, scale, rstd, total = torch.ops.octavo.rms_norm(x, weight, eps, residual, str(target or ""), keep_y)
+    run = _rms_norm if is_direct(x) else torch.ops.octavo.rms_norm
+    y, codes, scale, rstd, total = run(x, weight, eps, residual, str(target or ""), keep_y)
     return Normed(
         y if keep_y else None,
         None if target is None else Quantized(codes, scale, target.tile),
@@ -101,9 +102,8 @@ def layer_norm(
 ) -> Normed:
     """Return the layer norm of each row of x + residual. Arguments and errors are those of `rms_norm`; bias: (D,)."""
     _check(x, target, weight=weight, bias=bias, residual=residual)
-    y, codes, scale, rstd, total, mean = torch.ops.octavo.layer_norm(
-        x, weight, bias, eps, residual, str(target or ""), keep_y
-    )
+    run = _layer_norm if is_direct(x) else torch.ops.octavo.layer_norm
+    y, codes, scale, rstd, total, mean = run(x, weight, bias, eps, residual, str(target or ""), keep_y)
     return Normed(
         y if keep_y else None,
         None if target is None else Quantized(codes, scale, target.tile),
@@ -133,7 +133,8 @@ def rms_norm_backward(
     """
     values, scale = _kept(x)
     _check(values, None, dy=dy, weight=weight, residual_grad=residual_grad)
-    dx, dweight = torch.ops.octavo.rms_norm_backward(dy, values, weight, rstd, residual_grad, scale)
+    run = _rms_norm_backward if is_direct(dy) else torch.ops.octavo.rms_norm_backward
+    dx, dweight = run(dy, values, weight, rstd, residual_grad, scale)
     return dx, None if weight is None else dweight
 
 
@@ -149,9 +150,8 @@ def layer_norm_backward(
     """Return the gradients of s, weight and bias. Arguments and errors are those of `rms_norm_backward`."""
     values, scale = _kept(x)
     _check(values, None, dy=dy, weight=weight, bias=bias, residual_grad=residual_grad)
-    dx, dweight, dbias = torch.ops.octavo.layer_norm_backward(
-        dy, values, weight, bias, mean, rstd, residual_grad, scale
-    )
+    run = _backward if is_direct(dy) else torch.ops.octavo.layer_norm_backward
+    dx, dweight, dbias = run(dy, values, weight, bias, mean, rstd, residual_grad, scale)
     return dx, None if weight is None else dweight, None if bias is None else dbias
 
 

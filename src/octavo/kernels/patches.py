@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.dispatch import launches_on, uses_triton
-from octavo.kernels.operator import define, flat
+from octavo.kernels.operator import define, flat, is_direct
 from octavo.kernels.quantize import quantize_pair
 from octavo.kernels.reference import patches as reference
 from octavo.kernels.target import Target, empty, target_of
@@ -93,9 +93,8 @@ def quantize_patches(
     """
     if window.is_pixel and scale is None:
         return quantize_pair([unfold(x, window)], rows, columns)
-    codes, scale, codes_t, scale_t = torch.ops.octavo.quantize_patches(
-        x, window.flat, str(rows or ""), str(columns or ""), scale
-    )
+    run = _quantize_patches if is_direct(x) else torch.ops.octavo.quantize_patches
+    codes, scale, codes_t, scale_t = run(x, window.flat, str(rows or ""), str(columns or ""), scale)
     return (
         None if rows is None else Quantized(codes, scale, rows.tile),
         None if columns is None else Quantized(codes_t, scale_t, columns.tile),
@@ -114,7 +113,8 @@ def fold(patches: Tensor, window: Window, size: tuple[int, int, int, int]) -> Te
     """
     if window.is_pixel:
         return patches.reshape(size)
-    result: Tensor = torch.ops.octavo.fold_patches(patches, window.flat, list(size))
+    run = _fold if is_direct(patches) else torch.ops.octavo.fold_patches
+    result: Tensor = run(patches, window.flat, list(size))
     return result
 
 

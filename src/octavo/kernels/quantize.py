@@ -10,6 +10,7 @@ On a GPU each is one or a few Triton launches, in eager mode and in compiled cod
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ def quantize_pair(
     Raises:
         ConfigError: a source is not a matrix, or their rows differ.
     """
-    if any(source.dim() != 2 or source.shape[0] != sources[0].shape[0] for source in sources):
+    if sources[0].dim() != 2 or (len(sources) > 1 and any(_differs(source, sources[0]) for source in sources)):
         shapes = [tuple(source.shape) for source in sources]
         raise ConfigError(f"quantize_pair takes matrices of as many rows, got shapes {shapes}.")
     if is_direct(sources[0]):
@@ -86,6 +87,10 @@ def quantize_pair(
         None if rows is None else Quantized(codes, scale, rows.tile),
         None if columns is None else Quantized(codes_t, scale_t, columns.tile),
     )
+
+
+def _differs(source: Tensor, first: Tensor) -> bool:
+    return source.dim() != 2 or source.shape[0] != first.shape[0]
 
 
 STACKED = 3
@@ -138,11 +143,12 @@ def _make_pair(
     row_fold: Tensor | None,
     column_fold: Tensor | None,
 ) -> tuple[Quantized | None, Quantized | None]:
-    if sources[0].is_cuda and 0 not in (sources[0].shape[0], sum(s.shape[1] for s in sources)):
-        fast = _triton_twin(rows, columns)
-        if uses_triton(sources[0], "quantize", fast.refuses(rows, columns)):
+    x = sources[0]
+    if x.is_cuda and x.shape[0] and (x.shape[1] or any(source.shape[1] for source in sources)):
+        fast, refused = _triton_twin(rows, columns)
+        if uses_triton(x, "quantize", refused):
             made: tuple[Quantized | None, Quantized | None]
-            with launches_on(sources[0].device):
+            with launches_on(x.device):
                 made = fast.quantize_pair(sources, rows, columns, row_fold, column_fold)
             return made
     return reference.quantize_pair(sources, rows, columns, row_fold, column_fold)
@@ -161,7 +167,7 @@ def _pair_in_graph(sources: list[Tensor], rows: str, columns: str, *_: Tensor | 
         return False
     from octavo.kernels.triton import quantize as fast
 
-    return _triton_twin(*targets) is fast and fast.refuses(*targets) is None and not fast.limits_registers(*targets)
+    return _triton_twin(*targets) == (fast, None) and not fast.limits_registers(*targets)
 
 
 def _make_stack(weights: list[Tensor], target: Target) -> Quantized:
@@ -206,15 +212,15 @@ def _quantize_stack_shape(weights: list[Tensor], target: str) -> tuple[Tensor, T
     return empty(goal, rows, weights[0].shape[1], weights[0].device)[:2]
 
 
-def _triton_twin(*targets: Target | None) -> Any:
-    """Return the module that makes these targets, or says why not; that for groups makes all others beside them."""
+@cache
+def _triton_twin(*targets: Target | None) -> tuple[Any, str | None]:
+    """Return the module that makes these targets, and why it cannot; that for groups makes all others beside them."""
+    module: Any
     if any(target is not None and target.tile == GROUP_1x32 for target in targets):
-        from octavo.kernels.triton import groups
-
-        return groups
-    from octavo.kernels.triton import quantize
-
-    return quantize
+        from octavo.kernels.triton import groups as module
+    else:
+        from octavo.kernels.triton import quantize as module
+    return module, module.refuses(*targets)
 
 
 def _quantize_pair_shape(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels.dispatch import launches_on, uses_triton
-from octavo.kernels.operator import define
+from octavo.kernels.operator import define, is_direct
 from octavo.kernels.reference import quantize_at as reference
 from octavo.kernels.target import Target, empty, target_of
 from octavo.numerics import Quantized
@@ -60,9 +60,8 @@ def quantize_at(
     """
     _check(sources, cell, rows, columns)
     memory, row, at_once, observe = cell
-    codes, codes_t, scale = torch.ops.octavo.quantize_at(
-        list(sources), memory, row, str(rows or ""), str(columns or ""), at_once, observe
-    )
+    run = _quantize_at if is_direct(sources[0]) else torch.ops.octavo.quantize_at
+    codes, codes_t, scale = run(list(sources), memory, row, str(rows or ""), str(columns or ""), at_once, observe)
     return (
         None if rows is None else Quantized(codes, scale, rows.tile),
         None if columns is None else Quantized(codes_t, scale, columns.tile),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels.dispatch import launches_on, uses_triton
-from octavo.kernels.operator import define
+from octavo.kernels.operator import define, is_direct
 from octavo.kernels.reference import rotary as reference
 
 
@@ -35,7 +35,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, conjugate: bool = False) -> T
     """
     if x.dim() != 4 or x.shape[-1] % 2:
         raise ConfigError(f"rotate takes (B, T, H, E) with E even, got shape {tuple(x.shape)}.")
-    result: Tensor = torch.ops.octavo.rotate(x, _table(cos, x, "cos"), _table(sin, x, "sin"), conjugate)
+    run = _rotate if is_direct(x) else torch.ops.octavo.rotate
+    result: Tensor = run(x, _table(cos, x, "cos"), _table(sin, x, "sin"), conjugate)
     return result
 
 

@@ -63,6 +63,8 @@ def empty_scale(target: Target, rows: int, cols: int, device: torch.device) -> T
 
     Scales of 1x128 tiles lie column after column, as GEMMs read them: those of one step of the sum together.
     """
+    if target.granularity == "row":
+        return torch.empty(rows, 1, dtype=torch.float32, device=device)
     shape = target.tile.scale_shape(rows, cols)
     if target.tile == TILE_1x128:
         return torch.empty(shape[::-1], dtype=torch.float32, device=device).t()

@@ -27,8 +27,9 @@ def transpose_folded(codes: Tensor, after: Tensor) -> Quantized:
     Args:
         after: the other operand, see `transpose`.
     """
-    make = _transpose_folded if is_direct(codes) else torch.ops.octavo.transpose_folded
-    return Quantized(*make(codes, after), PER_ROW)
+    run = _transpose_folded if is_direct(codes) else torch.ops.octavo.transpose_folded
+    codes_t, scale = run(codes, after)
+    return Quantized(codes_t, scale, PER_ROW)
 
 
 def _transpose(codes: Tensor, after: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Memory before running: the peak of a training program by kind, found on fake tensors, without a GPU."""
+"""Peak memory of a training program by kind, predicted on fake tensors, without a GPU."""
 
 from octavo.memory.forecast import Forecast, Program, forecast
 from octavo.memory.timeline import KINDS, Kind

@@ -1,8 +1,8 @@
-"""Compiled code on paper: the graphs that `torch.compile` makes, run node by node with only what takes memory counted.
+"""Compiled code on fake tensors: the graphs of `torch.compile`, run node by node, counting only what takes memory.
 
 The graphs are those of a real run: Dynamo's, through AOTAutograd and its partitioner, with Inductor's decompositions.
-What Inductor makes of them is a rule: pointwise operations and reductions are fused with what reads them. Their results
-take memory where an operator outside of the compiler reads them, or where they leave the graph.
+Inductor's fusion is modelled by a rule: pointwise operations and reductions are fused into their readers. Their results
+take memory only where an operator that is not fused reads them, or where they leave the graph.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ if TYPE_CHECKING:
 
 
 def compiler(recorder: Recorder) -> Callable[..., Any]:
-    """Return what stands in for `torch._inductor.compile_fx.compile_fx`."""
+    """Return a backend of `torch.compile` that takes Inductor's place and records allocations."""
 
     def graph_compiler(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         return Graph(graph, recorder)
 
-    def compile_fx(graph: fx.GraphModule, inputs: Sequence[Any], *_: Any, **__: Any) -> Callable[..., Any]:
-        from torch._dynamo.backends.common import aot_autograd  # here: who never compiles need not wait for it
+    def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        from torch._dynamo.backends.common import aot_autograd  # imported late: slow, and needed for compiled code only
         from torch._functorch.partitioners import min_cut_rematerialization_partition
         from torch._inductor.decomposition import select_decomp_table
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
             return min_cut_rematerialization_partition(joint, joint_inputs, compiler="inductor", **options)
 
-        backend = aot_autograd(
+        compiled = aot_autograd(
             fw_compiler=graph_compiler,
             bw_compiler=graph_compiler,
             inference_compiler=graph_compiler,
             partition_fn=partition,
             decompositions={op: how for op, how in select_decomp_table().items() if op not in _ATTENTION},
         )
-        return backend(graph, inputs)
+        return compiled(graph, inputs)
 
-    return compile_fx
+    return backend
 
 
 _ATTENTION = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 )
-"""Operators that stay whole: on a GPU they are one kernel."""
+"""Operators that are not decomposed: on a GPU they are one kernel."""
 
 
 class Graph:
-    """A graph that can be called with the list of its inputs, which it empties."""
+    """A graph as a callable; it takes the list of its inputs, and empties it."""
 
     def __init__(self, module: fx.GraphModule, recorder: Recorder) -> None:
-        self._boxed_call = True  # what says so to AOTAutograd; wrappers copy the attributes of the instance
+        self._boxed_call = True  # AOTAutograd's flag for that; wrappers copy the attributes of the instance
         self._module, self._recorder = module, recorder
         self._nodes = list(module.graph.nodes)
         self._fused = {node for node in self._nodes if _is_fusible(node)}
@@ -81,7 +81,7 @@ class Graph:
             if node in self._fused:
                 with self._recorder.paused():
                     values[node] = self._call(node, values)
-                self._drop(node, values)  # a fused kernel may write where it reads for the last time
+                self._drop(node, values)  # a fused kernel may write into inputs that it reads last
                 if node not in self._fused_away:
                     self._recorder.enter(values[node])
                 return
@@ -98,7 +98,7 @@ class Graph:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether its result has no memory of its own."""
+    """Return whether the node's result has no memory of its own."""
     if node.target is operator.getitem or node.target == torch.ops.aten._unsafe_view.default:
         return True
     schema = getattr(node.target, "_schema", None)
@@ -106,7 +106,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _is_fusible(node: fx.Node) -> bool:
-    """Whether Inductor makes it a part of a kernel: pointwise operations, reductions, copies."""
+    """Return whether Inductor fuses a node: pointwise operations, reductions, copies."""
     if node.op != "call_function" or _is_view(node):
         return False
     from torch._functorch.partitioners import get_default_op_list
@@ -115,20 +115,20 @@ def _is_fusible(node: fx.Node) -> bool:
 
 
 def _materialised(nodes: Sequence[fx.Node], fused: set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes whose results are written to memory: an operator that is not fused reads them, or the caller."""
+    """Return the nodes whose results are written to memory, for an operator that is not fused or for the caller."""
     readers = (node for node in nodes if node not in fused and not _is_view(node))
     return {_origin(source) for reader in readers for source in reader.all_input_nodes}
 
 
 def _origin(node: fx.Node) -> fx.Node:
-    """Return the node whose memory a view shows."""
+    """Return the node whose memory a view aliases."""
     while node.op == "call_function" and _is_view(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def _last_readers(nodes: Sequence[fx.Node], fused_away: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Return for each node which values it is the last to need. What is fused away is computed in its readers."""
+    """Return the values that each node is the last to need; nodes that are fused away are computed in their readers."""
     place = {node: index for index, node in enumerate(nodes)}
     last: dict[fx.Node, int] = {}
     for node in reversed(nodes):

@@ -1,6 +1,6 @@
-"""How much memory a training program will take at its peak, and for what, before it runs and without a GPU.
+"""Prediction of a training program's peak memory and its composition, before it runs and without a GPU.
 
-Two steps of it are run on fake tensors: the first makes the optimizer's states, the second has all there is.
+Two steps run on fake tensors: the first creates the optimizer's states, the second is the one forecast.
 """
 
 from __future__ import annotations
@@ -11,46 +11,46 @@ from typing import Any
 
 from torch import nn
 
-from octavo.memory.recorder import Recorder, on_paper
+from octavo.memory.recorder import Recorder, fake_mode
 from octavo.memory.sharding import Shards
 from octavo.memory.timeline import KINDS, Kind, Timeline, reserved
 
 WORKSPACE_OF_CUBLAS = 2 * 32 * 2**20
-"""Bytes that cuBLAS takes on Hopper, 32 MiB for each thread that multiplies: that of forward and that of backward."""
+"""Bytes that cuBLAS allocates on Hopper: 32 MiB per thread, for the forward thread and the backward thread."""
 GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """A training program, made of fake tensors where it is to be forecast."""
+    """A training program; in a forecast its tensors are fake."""
 
     models: Sequence[nn.Module]
-    """All whose parameters are in memory."""
+    """All models whose parameters are in memory."""
     forward_backward: Callable[[], Any]
-    """Leaves the gradients."""
+    """Computes the gradients."""
     update: Callable[[], Any] = lambda: None
-    """Takes them up, and drops them. It may be part of `forward_backward` where an optimizer of PyTorch's makes it."""
+    """Applies and frees the gradients. It may be part of `forward_backward` where a `torch.optim` optimizer steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The predicted peak of `torch.cuda.max_memory_allocated()`, on each GPU."""
+    """Predicted peak of `torch.cuda.max_memory_allocated()`, per GPU."""
 
     by_kind: dict[Kind, int]
     """Bytes at the peak."""
     reserved: int
-    """Bytes that the allocator asks the driver for at the least; fragments come on top."""
+    """Lower bound of the bytes that the allocator reserves; fragmentation comes on top."""
     parameters: int
-    """Of the program's models, on all GPUs together."""
+    """Number of parameters of the program's models, over all GPUs."""
     gpus: int = 1
 
     @property
     def peak(self) -> int:
-        """Return the bytes of all kinds."""
+        """Total bytes of all kinds."""
         return sum(self.by_kind.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures in GiB, for JSON and result files."""
+        """Return the figures in GiB, as JSON and result files store them."""
         kinds = {f"{kind}_gib": round(size / GIB, 3) for kind, size in self.by_kind.items()}
         figures = {"predicted_gib": round(self.peak / GIB, 3), **kinds, "reserved_gib": round(self.reserved / GIB, 3)}
         return {"parameters": self.parameters, "gpus": self.gpus, **figures}
@@ -65,14 +65,14 @@ def forecast(build: Callable[[], Program], *, gpus: int = 1, steady: bool = Fals
     """Return the predicted peak of a program.
 
     Args:
-        build: makes the program. It is called where all tensors are fake; let it make them on the CPU.
-        gpus: over how many of them FSDP2 shards it; what is built is the work of one.
-        steady: leave out building and the first step, as a measurement after a warm-up does.
+        build: makes the program, with tensors on the CPU. It is called in a mode in which all tensors are fake.
+        gpus: number of GPUs that FSDP2 shards the program over; `build` makes the work of one.
+        steady: exclude building and the first step, like a measurement after a warm-up.
 
     Raises:
         ConfigError: fewer than one GPU.
     """
-    with on_paper() as recorder:
+    with fake_mode() as recorder:
         program = build()
         for model in program.models:
             _name(recorder, model)
@@ -85,6 +85,28 @@ def forecast(build: Callable[[], Program], *, gpus: int = 1, steady: bool = Fals
         timeline.settle()
         parameters = sum(p.numel() for model in program.models for p in model.parameters())
         return _at_peak(timeline, Shards.of(program.models, gpus), parameters, steady)
+
+
+def largest(peak_of: Callable[[int], int], budget: int, *, start: int = 32, power: float = 3.0) -> int:
+    """Return the largest size whose peak is within `budget` bytes, or 0 if none is.
+
+    Each size is evaluated once, and few are: the next guess assumes that peaks grow with the given power of the size.
+
+    Args:
+        peak_of: size -> bytes, increasing.
+        start: first size to try.
+    """
+    low, high, size = 0, None, max(start, 1)
+    while True:
+        peak = peak_of(size)
+        if peak <= budget:
+            low = size
+        else:
+            high = size
+        if high is not None and high - low <= 1:
+            return low
+        guess = int(size * (budget / peak) ** (1 / power))
+        size = max(guess, low + 1) if high is None else min(max(guess, low + 1), high - 1)
 
 
 def _name(recorder: Recorder, model: nn.Module) -> None:

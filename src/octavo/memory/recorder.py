@@ -1,4 +1,4 @@
-"""A program on paper: its tensors are fake, its allocations are written down."""
+"""Execution of a program on fake tensors, with every allocation recorded."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from octavo.kernels import dispatch, operator
-from octavo.memory.attention import workspace
 from octavo.memory.compiled import compiler
-from octavo.memory.stand_ins import forget_answers, stand_ins
+from octavo.memory.fake_kernels import AsOnGpu, FakeMode, clear_caches, replacements, workspace
 from octavo.memory.timeline import Allocation, Step, Timeline
 
 aten = torch.ops.aten
 
 
 class Recorder(TorchDispatchMode):
-    """Writes down when each memory comes and goes. Its tensors are fakes on the CPU, computed with as on a GPU."""
+    """Records the birth and death of every storage. Tensors are fakes on the CPU, computed as on a GPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, fakes: FakeMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._fakes = fakes
         self.timeline = Timeline()
         self._step: Step | None = None
         self._is_paused = False
         self._known: dict[int, Allocation] = {}
-        """By the address of the storage."""
+        """Allocations by the address of their storage."""
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Let code be compiled inside."""
+        """Allow compilation inside."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator on fakes, and enter what it allocates. One that is made of kernels is run as those."""
+        """Run an operator on fakes and record what it allocates; one composed of kernels runs kernel by kernel."""
         kwargs = kwargs or {}
-        if TracingContext.try_get() is not None:  # a compiler looks at the program: nothing runs
+        if TracingContext.try_get() is not None:  # a compiler is tracing: nothing runs
             return func(*args, **kwargs)
         if func in _READS:
             return _placeholder(args[0].dtype)
-        if func is aten.addmm.dtype_out:  # for CUDA alone, so that PyTorch 2.11 has no fake of it
+        if func is aten.addmm.dtype_out:  # CUDA only: PyTorch 2.11 has no fake implementation
             return kwargs["out"]
         phase = self._phase()
         run = operator.composite(func)
@@ -57,13 +57,14 @@ class Recorder(TorchDispatchMode):
         else:
             with self:
                 result = run(*args, **kwargs)
+        self._fakes.forget_outputs()
         self.enter(result)
         if (taken := workspace(func, args)) and not self._is_paused:
             self.timeline.free(self.timeline.allocate(taken, phase))
         return result
 
     def enter(self, values: Any) -> None:
-        """Enter the memory of the tensors in nested `values` that is not known yet."""
+        """Record the memory of the tensors in nested `values` that is not known yet."""
         if self._is_paused:
             return
         for storage in map(Tensor.untyped_storage, parts(values)):
@@ -73,13 +74,13 @@ class Recorder(TorchDispatchMode):
                 weakref.finalize(storage, self._forget, key).atexit = False
 
     def of(self, values: Any) -> list[Allocation]:
-        """Return the memory of the tensors in nested `values`."""
+        """Return the allocations of the tensors in nested `values`."""
         keys = (part.untyped_storage()._cdata for part in parts(values))
         return [self._known[key] for key in keys if key in self._known]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Enter nothing inside the block."""
+        """Record nothing inside the block."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -104,7 +105,7 @@ class Recorder(TorchDispatchMode):
             self.timeline.steps.append(step)
 
     def updates(self, *_: Any) -> None:
-        """Say that gradients are complete, and the update begins. An optimizer says it by itself."""
+        """Mark that gradients are complete and the update begins. Optimizers call it through a hook."""
         if self._step is not None and self._step.update < 0:
             self._step.update = self.timeline.now
 
@@ -126,29 +127,32 @@ class Recorder(TorchDispatchMode):
 
 
 @contextmanager
-def on_paper() -> Iterator[Recorder]:
+def fake_mode() -> Iterator[Recorder]:
     """Run a program on fake tensors inside the block, as on a GPU, and record its memory.
 
-    No data exist in there: what is read from a tensor is 1, or True. Random states and the user's classes are outside
-    as they were; compiled code is compiled anew.
+    Tensors have no data: reading one gives 1, or True. Random states are restored; compiled code is discarded before
+    and after.
     """
-    recorder = Recorder()
+    fakes = FakeMode()
+    recorder = Recorder(fakes)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices))
-        for forget in (torch._dynamo.reset, forget_answers):
-            forget()
-            stack.callback(forget)
-        for target, name, stand_in in stand_ins(compiler(recorder)):
-            stack.enter_context(mock.patch.object(target, name, stand_in))
+        for clear in (torch._dynamo.reset, clear_caches):
+            clear()
+            stack.callback(clear)
+        for module, name, fake in replacements():
+            stack.enter_context(mock.patch.object(module, name, fake))
+        stack.enter_context(torch.compiler.set_stance("default", force_backend=compiler(recorder)))
         stack.enter_context(dispatch.as_on_gpu())
-        stack.enter_context(FakeTensorMode())
+        stack.enter_context(AsOnGpu())
+        stack.enter_context(fakes)
         stack.enter_context(recorder)
         yield recorder
 
 
 def parts(values: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples and dictionaries; for a subclass that wraps some, those."""
+    """Yield the tensors in nested lists, tuples and dictionaries; for a wrapper subclass, the tensors that it wraps."""
     for leaf in _tensors(values):
         if isinstance(leaf, FakeTensor) or not hasattr(leaf, "__tensor_flatten__"):
             yield leaf

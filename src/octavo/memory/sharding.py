@@ -1,8 +1,9 @@
-"""A program sharded over GPUs as FSDP2 does it: a share of weights, gradients and states, and what is whole for a time.
+"""Memory of a program sharded by FSDP2: shards of weights, gradients and states, plus what is gathered temporarily.
 
-Each block is gathered before it computes, forward and backward, while the next one is on its way: two are whole at a
-time, and so are the gradients of two. What belongs to no block (embedding, head, last norm) stays whole through forward
-and backward. Source: PyTorch FSDP2, `fully_shard` on each block and on the model, prefetching one block.
+Each block is gathered before it computes, forward and backward, while the next one is prefetched: the weights of two
+blocks are whole at a time, and so are the gradients of two. Parameters outside of blocks (embedding, head, last norm)
+stay whole through forward and backward. Source: PyTorch FSDP2, `fully_shard` on each block and on the model,
+prefetching one block.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from octavo.memory.timeline import Allocation, Timeline
 from octavo.nn import Linear
 
 IN_FLIGHT = 2
-"""Blocks that are whole at a time."""
+"""Number of blocks that are gathered at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """What sharding does to a timeline."""
+    """Effect of sharding on a timeline."""
 
     gpus: int
     gathered: int
-    """Bytes of weights that are whole at a time."""
+    """Bytes of gathered weights at a time."""
     reduced: int
-    """Bytes of gradients that are whole at a time."""
+    """Bytes of unreduced gradients at a time."""
 
     @classmethod
     def of(cls, models: Sequence[nn.Module], gpus: int) -> Shards:
-        """Return how models are sharded.
+        """Return the sharding of models.
 
         Raises:
             ConfigError: fewer than one GPU.
@@ -48,7 +49,7 @@ class Shards:
             inside = {id(p) for block in blocks for p in block.parameters()}
             fp8 = _gathered_in_fp8(model)
             whole = [sum(_sent(p, fp8) for p in block.parameters()) for block in blocks]
-            grads = [sum(_wide(p) for p in block.parameters()) for block in blocks]
+            grads = [sum(p.numel() * min(p.element_size(), 4) for p in block.parameters()) for block in blocks]
             outside = [p for p in model.parameters() if id(p) not in inside]
             gathered += sum(sorted(whole)[-IN_FLIGHT:]) + sum(_sent(p, fp8) for p in outside)
             reduced += sum(sorted(grads)[-IN_FLIGHT:])
@@ -58,14 +59,13 @@ class Shards:
         """Return the bytes that an allocation takes on each GPU."""
         if self.gpus == 1:
             return allocation.size
-        is_kept_code = allocation.kind == "weights" and allocation.phase != "outside"
-        if is_kept_code:  # of a weight that is whole for a while only: `gathered` has them
+        if allocation.kind == "weights" and allocation.phase != "outside":  # codes of gathered weights: in `gathered`
             return 0
         is_sharded = allocation.is_parameter or allocation.kind in ("gradients", "states")
         return -(-allocation.size // self.gpus) if is_sharded else allocation.size
 
     def gather(self, timeline: Timeline) -> None:
-        """Enter what is whole for a while."""
+        """Add the gathered weights and unreduced gradients of each step."""
         if self.gpus > 1:
             for step in timeline.steps:
                 whole = [(self.gathered, step.start), (self.reduced, step.backward)]
@@ -79,11 +79,7 @@ def _gathered_in_fp8(model: nn.Module) -> set[int]:
 
 
 def _sent(parameter: nn.Parameter, fp8: set[int]) -> int:
-    """Return the bytes of a whole weight: a byte an element and a scale a row, or BF16."""
+    """Return the bytes of a gathered weight: one byte per element and one scale per row, or BF16."""
     if id(parameter) in fp8:
         return parameter.numel() + 4 * parameter.shape[0]
     return 2 * parameter.numel()
-
-
-def _wide(parameter: nn.Parameter) -> int:
-    return parameter.numel() * min(parameter.element_size(), 4)

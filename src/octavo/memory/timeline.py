@@ -1,4 +1,4 @@
-"""What lies in memory at which moment: allocations with a birth, a death and a kind, and the highest sum of them."""
+"""Timeline of allocations, each with a birth, a death and a kind, and the peak of their sum."""
 
 from __future__ import annotations
 
@@ -8,47 +8,47 @@ from typing import Literal, get_args
 
 Kind = Literal["weights", "gradients", "states", "activations", "workspace"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-"""`weights`: parameters, buffers, and the codes that are kept of them. `states`: the optimizer's. `activations`: what
-backward reads of forward, and the batch. `workspace`: what lives for a moment, gradients of activations included."""
+"""`weights`: parameters, buffers and cached codes. `states`: the optimizer's. `activations`: tensors saved for
+backward, and the batch. `workspace`: temporaries, including gradients of activations."""
 
 GRAIN = 512
-"""Bytes of which PyTorch's allocator for CUDA gives whole multiples: `max_memory_allocated` counts those."""
+"""Granularity in bytes of PyTorch's CUDA allocator, as `max_memory_allocated` counts."""
 SEGMENT = 2 * 2**20
-"""Bytes of which it asks the driver for whole multiples: `max_memory_reserved` counts those."""
+"""Granularity in bytes of its requests to the driver, as `max_memory_reserved` counts."""
 
 
 @dataclass(slots=True, eq=False)
 class Allocation:
-    """Memory from one event to another. Events are counted from 0."""
+    """Memory allocated between two events. Events are counted from 0."""
 
     size: int
     """Bytes, a multiple of `GRAIN`."""
     born: int
     phase: str
-    """What was going on: `outside` of a step, its `forward` or its `backward`."""
+    """Phase of the birth: `outside` of a step, `forward` or `backward`."""
     died: int | None = None
-    """None: it is still there."""
+    """None: still allocated."""
     kind: Kind | None = None
-    """None: nobody has said it yet; see `Timeline.settle`."""
+    """None: not known yet; see `Timeline.settle`."""
     is_parameter: bool = False
 
     def is_alive_at(self, event: int) -> bool:
-        """Return whether it takes memory right after an event."""
+        """Return whether the memory is allocated right after an event."""
         return self.born <= event and (self.died is None or self.died > event)
 
 
 @dataclass(slots=True)
 class Step:
-    """When the parts of a training step begin, in events."""
+    """Start of each part of a training step, as an event."""
 
     start: int
     backward: int
     update: int
 
     def kind_of(self, allocation: Allocation) -> Kind:
-        """Return what an allocation of this step is that nobody has named."""
+        """Return the kind of an allocation of this step, by its lifetime."""
         if allocation.died is None:
-            return "weights"  # codes of weights, scales that are kept: they stay from step to step
+            return "weights"  # cached codes and stored scales persist across steps
         if allocation.is_alive_at(self.update - 1):
             return "gradients"
         is_read = allocation.phase == "forward" and allocation.is_alive_at(self.backward)
@@ -65,20 +65,20 @@ class Timeline:
         """The next event."""
 
     def allocate(self, size: int, phase: str) -> Allocation:
-        """Enter memory of `size` bytes."""
+        """Add an allocation of `size` bytes."""
         made = Allocation(-(-size // GRAIN) * GRAIN, self.now, phase)
         self.allocations.append(made)
         self.now += 1
         return made
 
     def free(self, allocation: Allocation) -> None:
-        """Enter the end of an allocation."""
+        """End an allocation."""
         if allocation.died is None:
             allocation.died = self.now
             self.now += 1
 
     def settle(self) -> None:
-        """Give a kind to all that has none, by when it comes and goes."""
+        """Set the kind of every allocation that has none, by its lifetime."""
         for allocation in self.allocations:
             if allocation.kind is None:
                 steps = [step for step in self.steps if step.start <= allocation.born]
@@ -86,10 +86,10 @@ class Timeline:
                 allocation.kind = "activations" if is_batch else steps[-1].kind_of(allocation) if steps else "workspace"
 
     def peak(self, size_of: Callable[[Allocation], int] = lambda allocation: allocation.size, since: int = 0) -> int:
-        """Return the event, `since` or a later one, right after which the most memory is taken.
+        """Return the event, `since` or later, right after which the most memory is allocated.
 
         Args:
-            size_of: the bytes that each allocation counts for.
+            size_of: bytes that each allocation counts for.
         """
         moves: dict[int, int] = {}
         for allocation in self.allocations:
@@ -106,12 +106,12 @@ class Timeline:
         return where
 
     def alive_at(self, event: int) -> list[Allocation]:
-        """Return what takes memory right after an event."""
+        """Return the allocations that exist right after an event."""
         return [allocation for allocation in self.allocations if allocation.is_alive_at(event)]
 
 
 def reserved(allocations: list[Allocation]) -> int:
-    """Return what the allocator asks the driver for if nothing is ever cut badly: the least, not a forecast.
+    """Return the bytes that the allocator reserves without any fragmentation: a lower bound, not a forecast.
 
     Allocations up to 1 MiB share segments of 2 MiB, larger ones have whole multiples of that.
     """

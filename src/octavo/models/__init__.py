@@ -1,7 +1,7 @@
-"""Models written for reading: a Llama and a GPT in plain PyTorch, built from one `ModelConfig`.
+"""Reference models in plain PyTorch: a Llama and a GPT, built from one `ModelConfig`.
 
-`ModelConfig` and `flops_per_token` need no torch; what does loads on first use, so that the command line
-stays quick.
+`ModelConfig` and `flops_per_token` do not need torch; the rest is imported on first use, so that the command line
+starts fast.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The shape of a model, checked when it is written down. No torch here: the command line reads it."""
+"""Model configuration, validated on creation. Without torch, for the command line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ModelConfig:
     """Shape of a Llama or a GPT.
 
     Raises:
-        ConfigError: a value that no model can have; the message names the field.
+        ConfigError: an invalid value; the message names the field.
     """
 
     architecture: Architecture = "llama"

@@ -1,4 +1,4 @@
-"""From a configuration to a model."""
+"""Creation of a model from its configuration."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from octavo.models.llama import Llama
 
 
 def build(config: ModelConfig, seed: int) -> nn.Module:
-    """Return a new model in FP32 on the CPU, or in a block of `torch.device("meta")` one without values.
+    """Return a new model in FP32 on the CPU; under `torch.device("meta")`, one without values.
 
-    One seed gives the same bits, whatever was drawn before; the global random state is left as it was.
+    Weights depend on the seed only, bit for bit; the global random state is not changed.
     """
-    with _Undrawn():
+    with _SkipInit():
         model: Llama | GPT = Llama(config) if config.architecture == "llama" else GPT(config)
     model.reset_parameters(torch.Generator().manual_seed(seed))
     return model
 
 
-class _Undrawn(TorchFunctionMode):
-    """A block in which layers do not draw their first weights, which takes minutes for a large model: others follow."""
+class _SkipInit(TorchFunctionMode):
+    """Skips the default initialisation of layers, which takes minutes for a large model and is overwritten."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -38,3 +38,9 @@ class _Undrawn(TorchFunctionMode):
 def count_parameters(model: nn.Module) -> int:
     """Return the number of parameters, a tied weight counted once."""
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def model_name(architecture: str, parameters: int) -> str:
+    """Return a short name of a model: `llama-129m`."""
+    million = parameters >= 1e6
+    return f"{architecture}-{round(parameters / (1e6 if million else 1e3))}{'m' if million else 'k'}"

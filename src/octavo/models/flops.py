@@ -1,4 +1,4 @@
-"""How much arithmetic a token costs, and how much a GPU can do. Without torch."""
+"""FLOPs per token of a model, and peak FLOP/s of GPUs. Without torch."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ def flops_per_token(config: ModelConfig, sequence: int) -> int:
 
     `6 N + 6 L D T` (Chowdhery et al. 2022, PaLM, appendix B, with causal attention counted at half):
 
-    - N: the weights that are multiplied (all linear layers and the head; the embedding is a lookup and costs
-      nothing). Each is one multiply and one add in fprop, in dgrad and in wgrad: 6 operations.
+    - N: the weights of GEMMs (all linear layers and the head; the embedding is a lookup without FLOPs). Each takes
+      one multiply and one add in fprop, dgrad and wgrad: 6 operations.
     - Attention: a token attends to T/2 tokens on average. Scores and weighted values are two products of D
-      channels, 2 * 2 * D * T/2 = 2 D T operations a layer forward, and twice that backward: 6 L D T.
+      channels, 2 * 2 * D * T/2 = 2 D T operations per layer forward, and twice that backward: 6 L D T.
 
-    Norms, activations and the softmax are left out: below a percent. `sequence` is the length T trained on.
+    Norms, activations and the softmax are neglected: less than 1 %. `sequence` is the training length T.
     """
     attention = 6 * config.layers * config.dim * sequence
     return 6 * matmul_parameters(config) + attention
 
 
 def matmul_parameters(config: ModelConfig) -> int:
-    """Return the number of weights in linear layers, the head included even if tied, biases excluded."""
+    """Return the number of weights in linear layers, including the head even if tied, without biases."""
     kv_dim = config.key_value_heads * config.head_dim
     attention = 2 * config.dim * config.dim + 2 * config.dim * kv_dim
     feed_forward = (3 if config.architecture == "llama" else 2) * config.dim * config.ffn_dim
@@ -30,9 +30,9 @@ def matmul_parameters(config: ModelConfig) -> int:
 
 
 def datasheet_tflops(gpu: str) -> float | None:
-    """Return the dense BF16 peak that NVIDIA states for a GPU, or None for one not listed here.
+    """Return NVIDIA's dense BF16 peak of a GPU in TFLOP/s, or None for one not listed here.
 
-    989 for the H100 and H200 with SXM sockets; the PCIe and NVL cards of those names run at lower clocks.
+    989 for SXM versions of the H100 and H200; their PCIe and NVL versions have lower clocks.
     """
     listed = any(name in gpu for name in ("H100", "H200")) and not any(card in gpu for card in ("PCIe", "NVL"))
     return 989.0 if listed else None

@@ -10,13 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.models.config import ModelConfig
-from octavo.models.init import reset_parameters
-from octavo.models.loss import check_length, head_output
+from octavo.models.language_model import check_length, head_output, reset_parameters
 from octavo.nn.attention import ScaledDotProduct
 
 
 class GPT(nn.Module):
-    """A language model. `forward` gives logits, or the loss where targets are given."""
+    """GPT language model. `forward` returns logits, or the loss if targets are given."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -30,17 +29,17 @@ class GPT(nn.Module):
             self.lm_head.weight = self.tok_embeddings.weight
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Draw all parameters anew from `generator`."""
+        """Initialise all parameters from `generator`."""
         reset_parameters(self, self.config.layers, generator)
 
     def forward(
         self, tokens_BT: Tensor, targets_BT: Tensor | None = None, *, by_sequence: bool = False, hits: bool = False
     ) -> Tensor:
-        """Return the logits (B,T,V), or the mean cross-entropy in FP32 if the next tokens are given.
+        """Return the logits (B,T,V), or with targets the mean cross-entropy in FP32.
 
         Args:
-            by_sequence: the loss of each sequence, (B,), in place of the mean.
-            hits: beside each of these the share of the next tokens that have the largest logit, (B, 2).
+            by_sequence: return the loss of each sequence, (B,), instead of the mean.
+            hits: return also the top-1 accuracy of each sequence, (B, 2).
 
         Raises:
             ConfigError: T is longer than `config.sequence`.
@@ -80,7 +79,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.dim, config.dim)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Return what each token gathers from itself and those before it, (B,T,D)."""
+        """Return the attention output, (B,T,D)."""
         qkv_BTHE: Tensor = self.wqkv(x_BTD).view(*x_BTD.shape[:-1], -1, self.head_dim)
         y_BTD: Tensor = self.wo(self.core(*qkv_BTHE.chunk(3, dim=2)))
         return y_BTD
@@ -95,6 +94,6 @@ class FeedForward(nn.Module):
         self.w2 = nn.Linear(config.ffn_dim, config.dim)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Return the transformed tokens, (B,T,D)."""
+        """Return the output, (B,T,D)."""
         y_BTD: Tensor = self.w2(F.gelu(self.w1(x_BTD), approximate="tanh"))
         return y_BTD

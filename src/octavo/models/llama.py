@@ -14,14 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.models.config import ModelConfig
-from octavo.models.init import reset_parameters
-from octavo.models.loss import check_length, head_output
+from octavo.models.language_model import check_length, head_output, reset_parameters
 from octavo.nn.attention import ScaledDotProduct
 from octavo.nn.rotary import rotate
 
 
 class Llama(nn.Module):
-    """A language model. `forward` gives logits, or the loss where targets are given."""
+    """Llama language model. `forward` returns logits, or the loss if targets are given."""
 
     rope_cos: Tensor
     rope_sin: Tensor
@@ -40,17 +39,17 @@ class Llama(nn.Module):
         self.register_buffer("rope_sin", sin_TE, persistent=False)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Draw all parameters anew from `generator`."""
+        """Initialise all parameters from `generator`."""
         reset_parameters(self, self.config.layers, generator)
 
     def forward(
         self, tokens_BT: Tensor, targets_BT: Tensor | None = None, *, by_sequence: bool = False, hits: bool = False
     ) -> Tensor:
-        """Return the logits (B,T,V), or the mean cross-entropy in FP32 if the next tokens are given.
+        """Return the logits (B,T,V), or with targets the mean cross-entropy in FP32.
 
         Args:
-            by_sequence: the loss of each sequence, (B,), in place of the mean.
-            hits: beside each of these the share of the next tokens that have the largest logit, (B, 2).
+            by_sequence: return the loss of each sequence, (B,), instead of the mean.
+            hits: return also the top-1 accuracy of each sequence, (B, 2).
 
         Raises:
             ConfigError: T is longer than `config.sequence`.
@@ -81,7 +80,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; query heads share a key and value head where `kv_heads` is below `heads`."""
+    """Causal self-attention, with grouped queries where `kv_heads` is below `heads`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -94,7 +93,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-        """Return what each token gathers from itself and those before it, (B,T,D)."""
+        """Return the attention output, (B,T,D)."""
         q_BTHE = rotate(self._heads(self.wq(x_BTD)), cos_TE, sin_TE)
         k_BTGE = rotate(self._heads(self.wk(x_BTD)), cos_TE, sin_TE)
         v_BTGE = self._heads(self.wv(x_BTD))
@@ -115,13 +114,13 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Return the transformed tokens, (B,T,D)."""
+        """Return the output, (B,T,D)."""
         y_BTD: Tensor = self.w2(F.silu(self.w1(x_BTD)) * self.w3(x_BTD))
         return y_BTD
 
 
 def rotary_tables(head_dim: int, sequence: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines (T, E/2) in FP32: pair i of position t turns by `t * theta^(-2i/E)`."""
+    """Return cosines and sines (T, E/2) in FP32: pair i of position t is rotated by `t * theta^(-2i/E)`."""
     frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angles_TE = torch.outer(torch.arange(sequence, dtype=torch.float64), frequencies)
     return angles_TE.cos().float(), angles_TE.sin().float()

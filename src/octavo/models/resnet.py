@@ -1,6 +1,6 @@
-"""A ResNet of bottlenecks (arXiv 1512.03385, section 4.1), the stride in the 3x3 convolution: ResNet-50 by default.
+"""A ResNet of bottlenecks (arXiv 1512.03385, section 4.1), with strides in the 3x3 convolutions: ResNet-50 by default.
 
-Shapes: B images, C channels, H and W pixels. Make the model and what goes into it channels last, by
+Shapes: B images, C channels, H and W pixels. Convert the model and its input to channels last, by
 `to(memory_format=torch.channels_last)`.
 """
 
@@ -11,18 +11,18 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 EXPANSION = 4
-"""Channels out of a bottleneck over those inside it."""
+"""Ratio of output channels to inner channels of a bottleneck."""
 
 
 class ResNet(nn.Module):
     """An image classifier."""
 
     def __init__(self, depths: Sequence[int] = (3, 4, 6, 3), width: int = 64, classes: int = 1000) -> None:
-        """Make one.
+        """Create the layers.
 
         Args:
-            depths: bottlenecks of each stage; every stage but the first halves the image and doubles the channels.
-            width: channels inside the first stage's bottlenecks.
+            depths: bottlenecks per stage; every stage but the first halves the image and doubles the channels.
+            width: inner channels of the first stage's bottlenecks.
         """
         super().__init__()
         self.stem = nn.Sequential(
@@ -50,7 +50,7 @@ class ResNet(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1 down, 3x3, 1x1 up, each with a batch norm, around a residual."""
+    """Residual block of 1x1 down, 3x3 and 1x1 up convolutions, each with a batch norm."""
 
     def __init__(self, channels: int, inner: int, stride: int = 1) -> None:
         super().__init__()

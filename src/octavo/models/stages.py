@@ -1,4 +1,4 @@
-"""A Llama in stages, for a pipeline: each a module of its own, its parameters under the names of the whole model."""
+"""Pipeline stages of a Llama: modules whose parameters keep the names of the whole model."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import ConfigError
+from octavo.models.language_model import check_length, head_output
 from octavo.models.llama import Llama
-from octavo.models.loss import check_length, head_output
 
 
 class Stage(nn.Module):
-    """Some blocks of a Llama that follow each other; the first stage has the embedding, the last one norm and head.
+    """Consecutive blocks of a Llama; the first stage has the embedding, the last one norm and head.
 
-    The modules are those of the whole model, not copies. `model.state_dict()` is that of all stages together.
+    The modules are shared with the whole model. `model.state_dict()` is that of all stages together.
     """
 
     rope_cos: Tensor
@@ -30,7 +30,7 @@ class Stage(nn.Module):
         if self.is_first:
             self.tok_embeddings = model.tok_embeddings
         self.layers = nn.ModuleList()
-        for index in kept:  # by their number in the model; a list goes through its modules in this order
+        for index in kept:  # named by their number in the model; a list iterates over its modules in this order
             self.layers.add_module(str(index), model.layers[index])
         if self.is_last:
             self.norm, self.lm_head = model.norm, model.lm_head
@@ -38,12 +38,12 @@ class Stage(nn.Module):
         self.register_buffer("rope_sin", model.rope_sin, persistent=False)
 
     def forward(self, x: Tensor, targets_BT: Tensor | None = None, *, by_sequence: bool = False) -> Tensor:
-        """Return the residual stream (B,T,D), or of the last stage the logits (B,T,V), or the mean loss (1,) in FP32.
+        """Return the residual stream (B,T,D), or on the last stage the logits (B,T,V) or the mean loss (1,) in FP32.
 
         Args:
-            x: tokens (B,T) of the first stage, of any other what the stage before it gave.
-            targets_BT: the next tokens, read by the last stage.
-            by_sequence: the loss of each sequence, (B,), in place of the mean.
+            x: tokens (B,T) for the first stage, the result of the previous stage for others.
+            targets_BT: the next tokens, for the last stage.
+            by_sequence: return the loss of each sequence, (B,), instead of the mean.
 
         Raises:
             ConfigError: T is longer than `config.sequence`.
@@ -56,25 +56,25 @@ class Stage(nn.Module):
         if not self.is_last:
             return x_BTD
         output = head_output(self.norm(x_BTD), self.lm_head, targets_BT, by_sequence)
-        return output if targets_BT is None or by_sequence else torch.stack([output])  # no view, of which FSDP2 warns
+        return output if targets_BT is None or by_sequence else torch.stack([output])  # FSDP2 warns about views
 
 
 def stages(model: Llama, count: int) -> list[Stage]:
-    """Cut a model into stages of as many blocks each as can be; the first and the last have fewer where it is uneven.
+    """Split a model into stages of equally many blocks; if uneven, the first and the last have fewer.
 
-    Convert the model before. Keep the stages of this rank only, and drop the model.
+    Convert the model before. Keep only the stages of this rank, and drop the model.
 
     Raises:
-        ConfigError: fewer blocks than stages, or an embedding that is the head too, which would be in two stages.
+        ConfigError: fewer blocks than stages, or an embedding tied to the head, which would be in two stages.
     """
     blocks = len(model.layers)
     if not 1 <= count <= blocks:
-        raise ConfigError(f"stages: {count} stages of {blocks} blocks: each needs one block at least.")
+        raise ConfigError(f"stages: {count} stages of {blocks} blocks: each needs at least one block.")
     if count > 1 and model.lm_head.weight is model.tok_embeddings.weight:
-        raise ConfigError("stages: the embedding is the head too (model.tie_embeddings): no two stages can share it.")
+        raise ConfigError("stages: the embedding is the head too (model.tie_embeddings): two stages cannot share it.")
     sizes = [blocks // count] * count
     from_the_middle = sorted(range(count), key=lambda stage: abs(2 * stage - count + 1))
-    for stage in from_the_middle[: blocks % count]:  # the ends have the embedding and the head to do
+    for stage in from_the_middle[: blocks % count]:  # the ends also compute embedding and head
         sizes[stage] += 1
     ends = list(accumulate(sizes))
     return [Stage(model, range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]

@@ -1,4 +1,4 @@
-"""What a run that trains writes with: the store behind a thread, the machine measured now and then, and trackers."""
+"""The recorder of a training run: the run store, system readings and trackers, all written in the background."""
 
 from __future__ import annotations
 
@@ -12,32 +12,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.kernels.sample import LOWEST
-from octavo.monitor.aggregates import aggregates
 from octavo.monitor.background import Background
 from octavo.monitor.store import RunWriter, TensorRow
 from octavo.monitor.store.writer import Outcome
 from octavo.monitor.system import SystemProbe
-from octavo.monitor.trackers import TrackerThread, worth_sending
+from octavo.monitor.trackers import TrackerThread, aggregates, tracked_scalars
 
 CAPACITY = 256
-"""Steps that may wait to be written; more are dropped, and that is counted and said."""
+"""Steps that may be queued; further ones are dropped, counted and reported."""
 
 
 class Recorder:
-    """Takes what a run has to say, and returns at once.
+    """Records a run without blocking it.
 
     Args:
-        directory: of the run; `run.sqlite` is written there.
-        keep_until: append to the run there, and first cut what it wrote past this step.
-        overwrite: start over where there is a run already.
+        directory: directory of the run; `run.sqlite` is written there.
+        keep_until: append to the existing run, after deleting its records past this step.
+        overwrite: replace an existing run.
         gpu: index of the CUDA device whose power and memory are measured; None on a CPU.
-        system_every: seconds between two measurements of the machine.
-        trackers: names of `TRACKERS`; each is sent aggregates.
-        config: kept as the document `config`, and sent to the trackers.
+        system_every: seconds between two system readings.
+        trackers: names in `TRACKERS`, to be sent aggregates.
+        config: stored as the document `config`, and sent to the trackers.
 
     Raises:
-        StoreError: the store cannot be opened. Whatever goes wrong later is a warning, and the run goes on.
-        ConfigError: there is no tracker of a name.
+        StoreError: the store cannot be opened. Later errors are warnings, and the run continues.
+        ConfigError: an unknown tracker.
     """
 
     def __init__(
@@ -61,17 +60,17 @@ class Recorder:
         if self._probe.missing:
             self.event(self._step, "system", self._probe.missing)
         name = self._writer.path.parent.resolve().name
-        self._trackers = [TrackerThread(kind, name, config or {}, say=self._tracker_failed) for kind in trackers]
+        self._trackers = [TrackerThread(kind, name, config or {}, on_failure=self._tracker_failed) for kind in trackers]
         self._store.submit(self._sample, may_drop=False)
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """Path of the file."""
         return self._writer.path
 
     @property
     def dropped(self) -> int:
-        """Steps that were not written because too many waited."""
+        """Number of steps not written because the queue was full."""
         return self._store.dropped
 
     def document(self, name: str, content: Mapping[str, Any], *, step: int = 0) -> None:
@@ -79,7 +78,7 @@ class Recorder:
         self._store.submit(lambda: self._writer.write_document(name, content, step=step), may_drop=False)
 
     def tensors(self, rows: Sequence[TensorRow | tuple[Any, ...]]) -> None:
-        """Say what the rows of the snapshots from now on are about."""
+        """Set the row labels of the following snapshots."""
         self._store.submit(lambda: self._writer.set_tensors(rows), may_drop=False)
 
     def step(
@@ -89,29 +88,29 @@ class Recorder:
         snapshot: NDArray[np.float32] | None = None,
         histograms: NDArray[np.float32] | None = None,
     ) -> None:
-        """Write what a step measured; histograms are those of `Telemetry`. Arrays must not change afterwards."""
+        """Write the measurements of a step; histograms as of `Telemetry`. Arrays must not change afterwards."""
         self._step, now = max(self._step, step), time.time()
         values = dict(scalars or {})
         if not self._store.submit(lambda: self._write(step, values, snapshot, histograms, now)) and self.dropped == 1:
             warnings.warn(
-                f"{self.path}: the disk is too slow, and steps are left out of the run store. Training is not held up.",
+                f"{self.path}: the disk is too slow; steps are missing from the run store. Training is not slowed.",
                 stacklevel=2,
             )
 
     def event(self, step: int, rule: str, text: str, **details: Any) -> None:
-        """Write an event; `details` are those of `RunWriter.write_event`."""
+        """Write an event; `details` as of `RunWriter.write_event`."""
         now = time.time()
         self._store.submit(lambda: self._writer.write_event(step, rule, text, **{"t": now, **details}), may_drop=False)
 
     def go_back(self, step: int) -> None:
-        """Forget what was measured past a step; events stay, for they say why."""
+        """Delete the measurements past a step. Events stay, since they give the reason."""
         self._step = step
         self._store.submit(lambda: self._writer.cut(step, keep_events=True), may_drop=False)
 
     def close(self, outcome: Outcome = "finished", text: str = "") -> None:
-        """Wait until everything is written, say what was left out, and close the file. A second call does nothing."""
+        """Wait until everything is written, record dropped steps, and close the file. Idempotent."""
         if self._trackers:
-            self._store.wait()  # the thread that writes is the one that hands on to trackers
+            self._store.wait()  # the store thread forwards to the trackers
         for tracker in self._trackers:
             tracker.close(outcome)
         if self.dropped:
@@ -129,7 +128,7 @@ class Recorder:
         histograms: NDArray[np.float32] | None,
         now: float,
     ) -> None:
-        """Store a step. Trackers want steps in order, so they get the newest aggregates with the next scalars."""
+        """Store a step. Trackers need steps in order, so the newest aggregates go with the next scalars."""
         self._writer.write_step(step, values, snapshot, t=now)
         if histograms is not None:
             self._writer.write_histograms(step, LOWEST, histograms)
@@ -138,7 +137,7 @@ class Recorder:
         if snapshot is not None:
             self._newest = aggregates(snapshot, self._writer.stats)
         for tracker in self._trackers:
-            tracker.log(step, {**worth_sending(values), **self._newest} if values else {})
+            tracker.log(step, {**tracked_scalars(values), **self._newest} if values else {})
 
     def _sample(self) -> None:
         self._writer.write_system(self._probe.sample())

@@ -1,45 +1,53 @@
-"""What the machine is doing: power, energy, memory and load, by NVML where the package nvidia-ml-py is there."""
+"""The machine of a run: power, energy, memory and load (GPU readings need nvidia-ml-py), versions and settings."""
 
 from __future__ import annotations
 
 import os
+import platform
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from octavo import __version__
+from octavo._util.dist import in_process_group
+
 _SAMPLES: dict[str, tuple[str, float, str]] = {
     "gpu_power_watts": ("nvmlDeviceGetPowerUsage", 1e-3, "power drawn by the board"),
-    "gpu_energy_joules": ("nvmlDeviceGetTotalEnergyConsumption", 1e-3, "energy since this process began to watch"),
-    "gpu_temperature": ("nvmlDeviceGetTemperature", 1.0, "of the chip, in degrees Celsius"),
+    "gpu_energy_joules": ("nvmlDeviceGetTotalEnergyConsumption", 1e-3, "energy since this process began to measure"),
+    "gpu_temperature": ("nvmlDeviceGetTemperature", 1.0, "temperature of the chip in degrees Celsius"),
     "gpu_clock_mhz": ("nvmlDeviceGetClockInfo", 1.0, "clock of the multiprocessors"),
-    "gpu_throttle_reasons": ("nvmlDeviceGetCurrentClocksThrottleReasons", 1.0, "NVML's bits; 0 is none"),
+    "gpu_throttle_reasons": ("nvmlDeviceGetCurrentClocksThrottleReasons", 1.0, "NVML's bit mask; 0 is none"),
 }
 _ARGUMENTS = {"gpu_temperature": "NVML_TEMPERATURE_GPU", "gpu_clock_mhz": "NVML_CLOCK_SM"}
 SYSTEM_KEYS: dict[str, str] = {
     **{key: about for key, (_, _, about) in _SAMPLES.items()},
-    "gpu_utilisation": "share of the time in which a kernel ran, 0 to 1",
-    "gpu_memory_bytes": "memory in use on the GPU, by all processes",
-    "torch_allocated_bytes": "memory of the tensors of this process",
-    "torch_reserved_bytes": "memory that PyTorch holds for this process",
-    "torch_peak_bytes": "the most that its tensors took so far",
-    "process_memory_bytes": "main memory of this process",
+    "gpu_utilisation": "share of time with a kernel running, 0 to 1",
+    "gpu_memory_bytes": "GPU memory in use by all processes",
+    "torch_allocated_bytes": "GPU memory of this process's tensors",
+    "torch_reserved_bytes": "GPU memory reserved by PyTorch for this process",
+    "torch_peak_bytes": "peak GPU memory of this process's tensors",
+    "process_memory_bytes": "host memory of this process",
     "load": "mean number of runnable processes over a minute",
 }
-"""What a row of the table `system` may hold."""
+"""Keys that a row of the table `system` may have, with their meaning."""
 
 
 class SystemProbe:
-    """Measures the machine and one GPU. `sample()` may be called in any thread; it takes well below 10 ms.
+    """Measures the machine and one GPU. `sample()` is thread-safe and takes well below 10 ms.
 
     Args:
-        gpu: index of the CUDA device, as PyTorch counts; None for a run on the CPU.
+        gpu: PyTorch's index of the CUDA device; None for a run on the CPU.
     """
 
     def __init__(self, gpu: int | None = None) -> None:
         self.gpu = gpu
         self.missing = ""
-        """Why there are no readings of the GPU's own; empty where there are, and for a run on the CPU."""
+        """Reason for missing GPU readings; empty if there are some, and on the CPU."""
         self._nvml: Any = None
         self._handle: Any = None
         if gpu is not None:
@@ -47,7 +55,7 @@ class SystemProbe:
         self._energy_before = self._read("gpu_energy_joules") or 0.0
 
     def sample(self) -> dict[str, float]:
-        """Return what could be measured, by the names of `SYSTEM_KEYS`."""
+        """Return the readings that are available, keyed as `SYSTEM_KEYS`."""
         found: dict[str, float | None] = {key: self._read(key) for key in _SAMPLES}
         energy = found["gpu_energy_joules"]
         found["gpu_energy_joules"] = None if energy is None else energy - self._energy_before
@@ -65,7 +73,7 @@ class SystemProbe:
             return
         try:
             pynvml.nvmlInit()
-            # By its identity: NVML does not know of CUDA_VISIBLE_DEVICES and counts otherwise.
+            # By UUID: NVML ignores CUDA_VISIBLE_DEVICES and numbers GPUs differently.
             identity = f"GPU-{torch.cuda.get_device_properties(gpu).uuid}"
             self._handle = pynvml.nvmlDeviceGetHandleByUUID(identity)
             self._nvml = pynvml
@@ -86,7 +94,7 @@ class SystemProbe:
         }
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        """Return what NVML says; None where there is none or this GPU cannot tell."""
+        """Query NVML; None without NVML or if the GPU does not support the query."""
         if self._nvml is None:
             return None
         ask: Callable[..., Any] = getattr(self._nvml, name)
@@ -119,4 +127,45 @@ def _load() -> float | None:
     try:
         return os.getloadavg()[0]
     except (AttributeError, OSError):
+        return None
+
+
+PREFIXES = ("CUDA_", "CUBLAS_", "NCCL_", "OCTAVO_", "OMP_", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_", "TRITON_")
+"""Prefixes of the environment variables stored with a run."""
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions that affect a run's results; None for missing packages."""
+    return {
+        "octavo": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": _version("triton"),
+    }
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Return the document `env` of a process with its model on `device`."""
+    return {
+        "versions": versions(),
+        "platform": platform.platform(),
+        "device": _name(device),
+        "device_type": device.type,
+        "gpus": torch.cuda.device_count() if device.type == "cuda" else 0,
+        "world_size": dist.get_world_size() if in_process_group() else 1,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "variables": {key: value for key, value in sorted(os.environ.items()) if key.startswith(PREFIXES)},
+    }
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return None

@@ -1,39 +1,77 @@
-"""Weights & Biases, trackio and MLflow: each is sent a few aggregates a step, never a series a tensor.
+"""Weights & Biases, trackio and MLflow: each receives a few aggregates per step, never one series per tensor.
 
-Their pages and their loggers slow down with thousands of series; those are in the run store. Each package is imported
-when it is asked for. One that is missing or fails is said, and the run goes on without it.
+Their pages and loggers slow down with thousands of series; the run store has those. Packages are imported on request. A
+missing package or a failing tracker causes a warning, and the run continues without it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from octavo.errors import ConfigError, did_you_mean
-from octavo.monitor.aggregates import SCALARS
 from octavo.monitor.background import Background
 
+AGGREGATES = {
+    "fp8/flushed_max": "largest share of elements flushed to zero, of any tensor",
+    "fp8/subnormal_max": "largest share of subnormal codes",
+    "fp8/saturated_max": "largest share of saturated elements",
+    "fp8/nonfinite_tensors": "number of tensors with a NaN or an infinity",
+    "fp8/amax_max": "largest magnitude",
+    "fp8/scale_log2_min": "log2 of the smallest scale",
+    "fp8/scale_log2_max": "log2 of the largest scale",
+    "fp8/kurtosis_max": "largest kurtosis",
+    "fp8/sqnr_min": "lowest signal-to-quantisation-noise ratio in dB, in steps with histograms",
+    "fp8/tensors": "number of tensors measured",
+}
+"""Aggregates of a snapshot, with their meaning."""
+SCALARS = ("loss", "gap_percent", "gradient_norm", "lr", "tokens_per_second", "heldout_loss", "loss_scale")
+"""Prefixes of the scalars sent to trackers."""
+
+
+def aggregates(values: NDArray[np.float32], stats: Sequence[str]) -> dict[str, float]:
+    """Return the aggregates of a snapshot (tensors, statistics) that have measurements."""
+    columns = {name: values[:, index] for index, name in enumerate(stats)}
+    scales = columns["scale"][columns["scale"] > 0]
+    found = {f"fp8/{name}_max": _largest(columns[name]) for name in ("flushed", "subnormal", "saturated", "amax")}
+    found["fp8/kurtosis_max"] = _largest(columns["kurtosis"])
+    found["fp8/sqnr_min"] = -_largest(-columns["sqnr"]) if "sqnr" in columns else math.nan
+    found["fp8/nonfinite_tensors"] = float((columns["nonfinite"] > 0).sum())
+    found["fp8/scale_log2_min"] = math.log2(scales.min()) if len(scales) else math.nan
+    found["fp8/scale_log2_max"] = math.log2(scales.max()) if len(scales) else math.nan
+    found["fp8/tensors"] = float((~np.isnan(columns["amax"])).sum())
+    return {key: found[key] for key in AGGREGATES if math.isfinite(found[key])}
+
+
+def _largest(column: NDArray[np.float32]) -> float:
+    return float(np.fmax.reduce(column)) if len(column) else math.nan
+
+
 PROJECT = "octavo"
-"""Project (MLflow: experiment) that runs are filed under."""
+"""Project of the runs (MLflow: experiment)."""
 
 
 class Tracker(Protocol):
-    """Where aggregates go."""
+    """Destination of aggregates."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Send the numbers of a step."""
         ...
 
     def finish(self, outcome: str) -> None:
-        """Say how the run ended, and close it."""
+        """Report the outcome and close the run."""
         ...
 
 
 class _RunObject:
-    """Weights & Biases and trackio: a run object with `log(values, step=)` and `finish`, usable in any thread."""
+    """Run object of Weights & Biases or trackio: `log(values, step=)` and `finish`, thread-safe."""
 
     def __init__(self, run: Any) -> None:
         self._run = run
@@ -46,7 +84,7 @@ class _RunObject:
 
 
 class _MlFlow:
-    """MLflow by its client, whose calls do not depend on the thread as those of the module do."""
+    """MLflow by its client, which unlike the module's functions is independent of the thread."""
 
     def __init__(self, name: str, config: Mapping[str, Any]) -> None:
         import mlflow
@@ -88,48 +126,48 @@ TRACKERS: dict[str, Callable[[str, Mapping[str, Any]], Tracker]] = {
     "trackio": _trackio,
     "mlflow": _MlFlow,
 }
-"""By name: what opens a run there, from its name and its configuration. A new one is a line here."""
+"""Functions that open a run, from its name and configuration. To add a tracker, add a line."""
 
 
 class TrackerThread:
-    """A tracker in a thread of its own: one that hangs or fails neither slows the run down nor stops it.
+    """A tracker in its own thread, so that a hanging or failing one neither slows nor stops the run.
 
     Args:
         kind: a key of `TRACKERS`.
-        say: called, in that thread, with a sentence for people when the tracker is missing or fails.
+        on_failure: called in that thread with a message if the tracker is missing or fails.
 
     Raises:
-        ConfigError: there is no tracker of this name.
+        ConfigError: an unknown tracker.
     """
 
-    def __init__(self, kind: str, name: str, config: Mapping[str, Any], *, say: Callable[[str], None]) -> None:
+    def __init__(self, kind: str, name: str, config: Mapping[str, Any], *, on_failure: Callable[[str], None]) -> None:
         if kind not in TRACKERS:
             near = did_you_mean(kind, TRACKERS)
-            raise ConfigError(f"there is no tracker '{kind}'.{near} Trackers: {', '.join(TRACKERS)}.")
+            raise ConfigError(f"unknown tracker '{kind}'.{near} Known: {', '.join(TRACKERS)}.")
         self.kind = kind
-        self._say = say
+        self._on_failure = on_failure
         self._tracker: Tracker | None = None
         self._thread = Background(f"tracker {kind}", capacity=64, on_error=self._give_up)
         self._thread.submit(lambda: self._open(name, config), may_drop=False)
 
     @property
     def dropped(self) -> int:
-        """Steps that were not sent because too many waited."""
+        """Number of steps not sent because the queue was full."""
         return self._thread.dropped
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Have the numbers of a step sent."""
+        """Queue the numbers of a step."""
         if values:
             self._thread.submit(lambda: self._with(lambda tracker: tracker.log(step, values)))
 
     def close(self, outcome: str) -> None:
-        """Wait until what was taken is sent, at most a minute."""
+        """Wait until queued steps are sent, at most a minute."""
         with contextlib.redirect_stdout(sys.stderr):
             self._thread.submit(lambda: self._with(lambda tracker: tracker.finish(outcome)), may_drop=False)
             self._thread.close()
 
     def _open(self, name: str, config: Mapping[str, Any]) -> None:
-        with contextlib.redirect_stdout(sys.stderr):  # stdout may be for JSON
+        with contextlib.redirect_stdout(sys.stderr):  # stdout may carry JSON
             self._tracker = TRACKERS[self.kind](name, config)
 
     def _with(self, action: Callable[[Tracker], None]) -> None:
@@ -137,19 +175,19 @@ class TrackerThread:
             action(self._tracker)
 
     def _give_up(self, error: Exception) -> None:
-        """One that failed is not tried again: it would fail at every step."""
+        """Disable a tracker that failed: it would fail at every step."""
         self._tracker = None
-        remedy = f"pip install {self.kind}" if isinstance(error, ImportError) else "the run store has everything"
-        self._say(f"{self.kind} is sent nothing from here on ({type(error).__name__}: {error}); {remedy}.")
+        remedy = f"pip install {self.kind}" if isinstance(error, ImportError) else "the run store has all data"
+        self._on_failure(f"{self.kind} is disabled ({type(error).__name__}: {error}); {remedy}.")
 
 
-def worth_sending(scalars: Mapping[str, float]) -> dict[str, float]:
-    """Return the scalars that a tracker is sent."""
+def tracked_scalars(scalars: Mapping[str, float]) -> dict[str, float]:
+    """Return the scalars sent to trackers."""
     return {key: float(value) for key, value in scalars.items() if key.startswith(SCALARS)}
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings as one mapping, keys with dots."""
+    """Flatten nested settings to one mapping with dotted keys."""
     found: dict[str, Any] = {}
     for key, value in settings.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}

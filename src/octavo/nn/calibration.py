@@ -27,7 +27,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
-from octavo import strict
+from octavo._util import config_reader
 from octavo.errors import ConfigError, did_you_mean
 from octavo.numerics import Scaling
 from octavo.recipes import STATEFUL, Operand, Recipe
@@ -170,13 +170,13 @@ def read(path: Path) -> dict[str, Calibrated]:
     Raises:
         ConfigError: it cannot be read, is malformed, of another version, or has a key that is none.
     """
-    mapping = strict.read_file(path)
+    mapping = config_reader.read_file(path)
     version = mapping.get("version", VERSION)
     if version not in (1, VERSION):
         raise ConfigError(f"{path}: calibration version {version}; this version of octavo reads versions 1 and 2.")
     if version == 1:
         mapping.pop("recipes", None)
-    return strict.read(_File, mapping, str(path)).scales
+    return config_reader.read(_File, mapping, str(path)).scales
 
 
 def update(path: Path, scales: Mapping[str, Calibrated]) -> dict[str, Calibrated]:
@@ -238,7 +238,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 def _plain(calibrated: Calibrated) -> dict[str, Any]:
     """Return an entry as JSON has it: what is not known is left out."""
-    entry = strict.to_dict(replace(calibrated, previous=()))
+    entry = config_reader.to_dict(replace(calibrated, previous=()))
     entry["previous"] = [_plain(earlier) for earlier in calibrated.previous]
     for part in (entry, entry["origin"]):
         for key in [key for key in part or () if part[key] in (None, [], "")]:

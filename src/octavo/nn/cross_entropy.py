@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from octavo import kernels, strict
+from octavo import kernels
+from octavo._util import config_reader
 from octavo.errors import ConfigError
 from octavo.kernels.cross_entropy import cross_entropy_
 from octavo.kernels.dispatch import on_gpu
@@ -300,7 +301,7 @@ def _from_text(text: str) -> Recipe:
     for name, operands in OPERANDS.items():
         made[name] = {field: next(words) for field in _GEMM}
         made[name].update({operand: {field: next(words) for field in _OPERAND} for operand in operands})
-    return strict.read(Recipe, made, "recipe")
+    return config_reader.read(Recipe, made, "recipe")
 
 
 define(

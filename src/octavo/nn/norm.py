@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from octavo import kernels
-from octavo.compilers import assume_constant_result
+from octavo._util.compiler import assume_constant_result
 from octavo.kernels import ledger, norm
 from octavo.kernels.dispatch import is_plain, on_gpu, why_not
 from octavo.kernels.target import Target

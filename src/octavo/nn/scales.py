@@ -33,11 +33,11 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from octavo._util.dist import in_process_group
 from octavo.errors import CheckpointError
 from octavo.nn import calibration
 from octavo.nn.calibration import Calibrated, Origin, full_name
 from octavo.numerics import format_named, scale_from_amax
-from octavo.ranks import in_process_group
 from octavo.recipes import STATEFUL, History, Operand, Recipe
 
 

@@ -149,7 +149,7 @@ def _codes_to_reuse(group: Sequence[nn.Module]) -> WeightCodes | None:
     from octavo.nn.functional import target_of
 
     weights: list[Tensor] = [layer.get_parameter("weight") for layer in group]
-    target = target_of(group[0].recipe.fprop.weight)  # type: ignore[union-attr]
+    target = target_of(group[0].recipe.fprop.weight)  # type: ignore[union-attr,arg-type]
     plain = all(type(weight) in (Tensor, nn.Parameter) for weight in weights)
     same = all(layer.recipe is group[0].recipe for layer in group)
     return quantize_weights(weights, target) if plain and same and target.rounding == "nearest" else None

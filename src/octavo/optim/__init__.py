@@ -1,4 +1,4 @@
-"""Optimizers whose state takes one byte where it can: `AdamW`, `Adam`, `Lion`, `Muon`, over one storage by tiers."""
+"""Optimizers with FP8 states: `AdamW`, `Adam`, `Lion`, `Muon`, with one set of storage tiers."""
 
 from octavo.optim.convert import flatten, unflatten
 from octavo.optim.muon import Muon

@@ -1,4 +1,4 @@
-"""State in other forms: FP32 values, another tier, the state dict of `torch.optim.AdamW`, tensors for a file."""
+"""Conversion of states: to FP32 values, other tiers, the state dict of `torch.optim.AdamW`, and tensors for a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from octavo.kernels.optimizer import Layout, Slot
 from octavo.kernels.reference import optimizer as reference
 from octavo.kernels.reference import storage as codec
 from octavo.kernels.storage import Storage
-from octavo.optim.ranks import spread, unspread
+from octavo.optim.sharded import spread, unspread
 from octavo.optim.states import RuleName, States
 from octavo.optim.tensors import as_matrix, like, matrix_shape, slot_of
 from octavo.tensor import local
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _OWN = ("states", "keeps", "gradients")
-"""Settings of a group that say how it is kept, and are not taken over."""
+"""Storage settings of a group, which are not loaded."""
 _EXPORTED = ("lr", "betas", "eps", "weight_decay", "maximize", "momentum", "nesterov", "ns_coefficients", "ns_steps")
-"""Settings that PyTorch's optimizers have too."""
+"""Settings shared with PyTorch's optimizers."""
 
 
 def master(optimizer: Optimizer, entry: Entry) -> Tensor:
-    """Return the FP32 master of a parameter, of its shape: what the next step starts from."""
+    """Return the FP32 master of a parameter, in its shape."""
     slot, layout = _slot(optimizer, entry)
     return _from_groups(reference.read_weight(slot, layout), entry)
 
 
 def set_master(optimizer: Optimizer, entry: Entry, value: Tensor) -> None:
-    """Give a parameter an FP32 value (see `Optimizer.set_master`); what rounds, rounds to nearest."""
+    """Set the FP32 master of a parameter, and its weight, rounded to nearest."""
     slot, layout = _slot(optimizer, entry)
     reference.write_weight(codec.to_groups(as_matrix(_like(value, entry), entry.parameter)), slot, layout, None)
 
 
 def moment(optimizer: Optimizer, entry: Entry, name: str) -> Tensor:
-    """Return a moment, `exp_avg` or `exp_avg_sq`, in FP32 and of the parameter's shape."""
+    """Return a moment, `exp_avg` or `exp_avg_sq`, in FP32, in the parameter's shape."""
     state = optimizer.state[entry.parameter]
     codes = as_matrix(state[name], entry.parameter)
     return _from_groups(reference.read(codes, state.get(f"{name}_scale"), _storage(optimizer, entry, name)), entry)
@@ -56,14 +56,14 @@ def set_moment(optimizer: Optimizer, entry: Entry, name: str, value: Tensor) -> 
 
 
 def values(optimizer: Optimizer, entry: Entry) -> dict[str, Tensor]:
-    """Return all that a parameter's state says, in FP32: `step`, the moments, and `master`."""
+    """Return a parameter's state in FP32: `step`, the moments, and `master`."""
     state = optimizer.state[entry.parameter]
     found = {name: moment(optimizer, entry, name) for name in MOMENTS if name in state}
     return {"step": state["step"].clone(), "master": master(optimizer, entry), **found}
 
 
 def set_values(optimizer: Optimizer, entry: Entry, known: Mapping[str, Tensor]) -> None:
-    """Give a parameter a new state that says what `values` returned, as the tier that it has now."""
+    """Set a parameter's state from the result of `values`, in its current tier."""
     state = optimizer.state[entry.parameter]
     state.clear()
     state.update(optimizer.fresh(entry))
@@ -83,7 +83,7 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         state_dict = hook(optimizer, dict(state_dict)) or state_dict
     if state_dict.get("rule", optimizer.rule) != optimizer.rule:
         raise CheckpointError(
-            f"optimizer state: it is of the rule '{state_dict['rule']}', this optimizer's is '{optimizer.rule}'."
+            f"optimizer state: its rule is '{state_dict['rule']}', that of this optimizer '{optimizer.rule}'."
         )
     entries = _matched(optimizer, state_dict)
     for entry, saved in entries:
@@ -99,7 +99,7 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
 
 
 def export(optimizer: Optimizer, groups: Sequence[int] | None = None) -> dict[str, Any]:
-    """See `Optimizer.export_state_dict`; of some groups where it says which, with parameters numbered from 0."""
+    """See `Optimizer.export_state_dict`; optionally for some groups only, with parameters numbered from 0."""
     chosen = range(len(optimizer.param_groups)) if groups is None else groups
     entries = [entry for entry in optimizer.entries() if entry.group in chosen]
     numbers = {entry.number: place for place, entry in enumerate(entries)}
@@ -121,13 +121,13 @@ def export(optimizer: Optimizer, groups: Sequence[int] | None = None) -> dict[st
 
 
 def import_(optimizer: Optimizer, state_dict: Mapping[str, Any], groups: Sequence[int] | None = None) -> None:
-    """See `Optimizer.import_state_dict`; into some groups where it says which."""
+    """See `Optimizer.import_state_dict`; optionally for some groups only."""
     check_import(optimizer, state_dict, groups)
     for entry, saved in _matched(optimizer, state_dict, groups):
         names = _exported_names(optimizer.rule_of(entry))
         state = optimizer.state[entry.parameter]
         known = {ours: torch.as_tensor(saved[theirs]) for ours, theirs in names.items() if theirs in saved}
-        # PyTorch's Muon counts no steps: their number decides nothing but the random bits.
+        # PyTorch's Muon does not count steps; the number affects only the random bits.
         known.setdefault("step", state["step"].clone() if state else torch.zeros(()))
         set_values(optimizer, entry, {**known, **({"master": master(optimizer, entry)} if state else {})})
     chosen = range(len(optimizer.param_groups)) if groups is None else groups
@@ -136,17 +136,17 @@ def import_(optimizer: Optimizer, state_dict: Mapping[str, Any], groups: Sequenc
 
 
 def check_import(optimizer: Optimizer, state_dict: Mapping[str, Any], groups: Sequence[int] | None = None) -> None:
-    """See to it that `import_` can take a state dict over.
+    """Check that `import_` can read a state dict.
 
     Raises:
-        CheckpointError: it has another number of parameters, or a tensor is missing or has another shape.
+        CheckpointError: the number of parameters differs, or a tensor is missing or has another shape.
     """
     for entry, saved in _matched(optimizer, state_dict, groups):
         names = _exported_names(optimizer.rule_of(entry))
         moments = [names[name] for name in optimizer.fresh(entry) if name in MOMENTS]
         needed = {*moments, *(("step",) if "step" in names.values() else ())}
         if missing := needed - set(saved):
-            raise CheckpointError(f"optimizer state of parameter '{entry.name}': there is no {sorted(missing)}.")
+            raise CheckpointError(f"optimizer state of parameter '{entry.name}': {sorted(missing)} missing.")
         for name in moments:
             if saved[name].shape != local(entry.parameter).shape:
                 there, here = list(saved[name].shape), list(local(entry.parameter).shape)
@@ -159,7 +159,7 @@ _PYTORCHS: dict[RuleName, Any] = {"adamw": torch.optim.AdamW, "adam": torch.opti
 
 
 def _exported_names(rule: RuleName) -> dict[str, str]:
-    """Return the names of what a state says, as PyTorch's optimizer of that rule has them."""
+    """Return the names of state tensors in PyTorch's optimizer of that rule, by Octavo's names."""
     if rule == "muon":
         return {"exp_avg": "momentum_buffer"}
     return {name: name for name in ("step", *MOMENTS)}
@@ -168,17 +168,18 @@ def _exported_names(rule: RuleName) -> dict[str, str]:
 def _matched(
     optimizer: Optimizer, state_dict: Mapping[str, Any], groups: Sequence[int] | None = None
 ) -> list[tuple[Entry, Mapping[str, Any]]]:
-    """Return the parameters, of some groups or all, of which there is a saved state, each with it.
+    """Return the parameters with a saved state, and the state, for some groups or all.
 
     Raises:
-        CheckpointError: groups or their parameters are not as many.
+        CheckpointError: the number of groups or of their parameters differs.
     """
     there = [len(group["params"]) for group in state_dict["param_groups"]]
     chosen = range(len(optimizer.param_groups)) if groups is None else groups
     here = [len(optimizer.param_groups[index]["params"]) for index in chosen]
     if there != here:
         raise CheckpointError(
-            f"optimizer state: its groups have {there} parameters, those of this optimizer {here}: of another model."
+            f"optimizer state: its groups have {there} parameters, those of this optimizer {here}: it belongs to"
+            " another model."
         )
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     saved = state_dict["state"]
@@ -188,10 +189,10 @@ def _matched(
 
 
 def check_state(optimizer: Optimizer, entry: Entry, saved: Mapping[str, Any]) -> None:
-    """See to it that a saved state is one that this optimizer keeps for a parameter.
+    """Check that a saved state has the form that this optimizer stores for a parameter.
 
     Raises:
-        CheckpointError: it is of another tier, another rule, or a parameter of another shape.
+        CheckpointError: tier, rule or shape differs.
     """
     here = optimizer.fresh(entry)
     tier = optimizer.states_of(entry).name

@@ -1,6 +1,6 @@
-"""Gradients as FP8 codes between backward and the step: one byte instead of two or four.
+"""Storage of gradients as FP8 codes between backward and the step: one byte instead of two or four.
 
-A gradient is stored once, when all of it is there: adding up in FP8 would round every part, and drop the small ones.
+A gradient is quantised once, when complete: accumulation in FP8 would round each addition, and lose small ones.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from octavo.kernels.storage import Storage
 from octavo.optim.tensors import as_matrix, gradient_of, like, matrix_shape
 
 FORMATS = ("wide", "fp8")
-"""How gradients are kept until the step: in the dtype that backward makes them in, or as FP8 codes."""
+"""Storage of gradients until the step: in the dtype in which backward computes them, or as FP8 codes."""
 
 
-class Codes(NamedTuple):
-    """A gradient that is stored."""
+class StoredGradient(NamedTuple):
+    """A gradient stored in FP8."""
 
     codes: Tensor
-    """E4M3, with the shape and strides of its parameter."""
+    """E4M3, with the shape and strides of the parameter."""
     scale: Tensor
-    """E8M0: uint8 (R, ceil(C / 128)), or (1, 1) where the tier has one scale a tensor."""
+    """E8M0: uint8 (R, ceil(C / 128)), or (1, 1) where the tier has one scale per tensor."""
 
     def dequantize(self, parameter: Tensor) -> Tensor:
         """Return the values, FP32, with the shape and strides of the parameter."""
@@ -35,31 +35,32 @@ class Codes(NamedTuple):
         return value
 
 
-class Gradients:
-    """The gradients of an optimizer's parameters that are stored now, by the numbers of the parameters."""
+class GradientStore:
+    """The FP8 gradients of an optimizer, by parameter number."""
 
     def __init__(self) -> None:
-        self._held: dict[int, Codes] = {}
-        self._spare: dict[int, Codes] = {}
+        self._stored: dict[int, StoredGradient] = {}
+        self._spare: dict[int, StoredGradient] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._held)
+        return bool(self._stored)
 
-    def get(self, number: int) -> Codes | None:
-        """Return the gradient of a parameter; None where there is none."""
-        return self._held.get(number)
+    def get(self, number: int) -> StoredGradient | None:
+        """Return the gradient of a parameter, or None."""
+        return self._stored.get(number)
 
     def take(self, number: int, name: str, parameter: Tensor, storage: Storage) -> None:
-        """Store the gradient of a parameter as codes, to nearest, and free it.
+        """Quantise the gradient of a parameter, rounding to nearest, and free the original.
 
         Raises:
-            UnsupportedError: there is one already.
+            UnsupportedError: one is stored already.
         """
-        if number in self._held:
+        if number in self._stored:
             raise UnsupportedError(
-                f"optimizer: parameter '{name}': backward made another gradient, and the one before is stored in FP8,"
-                " where adding would round. If it has been stepped, call optimizer.zero_grad(): model.zero_grad() does"
-                " not see it. To add up several backward passes, run all of them in `with optimizer.accumulating():`."
+                f"optimizer: parameter '{name}': backward computed a second gradient, and the first is stored in FP8,"
+                " where accumulation would round. If it has been stepped, call optimizer.zero_grad():"
+                " model.zero_grad() does not clear it. To accumulate several backward passes, run all of them in `with"
+                " optimizer.accumulating():`."
             )
         gradient = gradient_of(parameter, name)
         shape = storage.scale_shape(*matrix_shape(parameter))
@@ -67,30 +68,30 @@ class Gradients:
         kept = self._spare.pop(number, None)
         if kept is None or kept.scale.shape != shape:
             scale = torch.empty(shape, dtype=torch.uint8, device=gradient.device)
-            kept = Codes(like(parameter, storage.float.dtype), scale)
+            kept = StoredGradient(like(parameter, storage.float.dtype), scale)
         store_gradient(gradient, as_matrix(kept.codes, parameter), kept.scale, storage.scaling)
-        self._held[number] = kept
+        self._stored[number] = kept
         parameter.grad = None
 
-    def all(self) -> dict[int, Codes]:
-        """Return all that are stored now, by number."""
-        return dict(self._held)
+    def all(self) -> dict[int, StoredGradient]:
+        """Return all stored gradients, by parameter number."""
+        return dict(self._stored)
 
-    def put_back(self, gradients: Mapping[int, Codes]) -> None:
-        """Have these stored and no others: those that `all` returned, which a CUDA graph has written anew."""
-        self._held = dict(gradients)
+    def put_back(self, gradients: Mapping[int, StoredGradient]) -> None:
+        """Replace the stored gradients by those that `all` returned, after a CUDA graph has rewritten them."""
+        self._stored = dict(gradients)
 
     def clear(self, keep_memory: bool) -> None:
-        """Forget all gradients. With `keep_memory` the next ones are written where they were, as a CUDA graph needs."""
-        self._spare = self._spare | self._held if keep_memory else {}
-        self._held = {}
+        """Drop all gradients. With `keep_memory` the next ones reuse their memory, as a CUDA graph needs."""
+        self._spare = self._spare | self._stored if keep_memory else {}
+        self._stored = {}
 
 
 def check_format(gradients: str) -> None:
-    """See to it that there is such a way to keep gradients.
+    """Check that a gradient storage is known.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: it is not.
     """
     if gradients not in FORMATS:
         near = did_you_mean(gradients, FORMATS)

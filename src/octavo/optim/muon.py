@@ -1,4 +1,4 @@
-"""`Muon`: hidden matrices step along their orthogonalised momentum, everything else by AdamW, in one optimizer."""
+"""`Muon`: orthogonalised momentum for hidden matrices, AdamW for everything else, in one optimizer."""
 
 from __future__ import annotations
 
@@ -10,28 +10,34 @@ import torch
 from torch import Tensor
 
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError, did_you_mean
-from octavo.kernels.coefficients import Own
+from octavo.kernels.coefficients import ParamSettings
 from octavo.kernels.optimizer import COEFFICIENTS, Control, Layout, Slot, momentum, update
-from octavo.optim import convert, orthogonal
+from octavo.optim import convert
+from octavo.optim.matrix_all_to_all import ShardLayout, gather_full, scatter_full, shard_layouts
 from octavo.optim.optimizer import Entry, Optimizer
-from octavo.optim.owners import Cut, cuts_of, to_parts, to_whole
 from octavo.optim.states import RuleName, hidden_matrix
 
 AdjustLr = Literal["original", "match_rms_adamw"]
+NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Quintic Newton-Schulz iteration with a steep slope at zero: singular values end between about 0.7 and 1.2.
+
+Source: kellerjordan.github.io/posts/muon."""
+NS_STEPS = 5
+NS_EPS = 1e-7
 CHUNK = 2**25
-"""Elements that are orthogonalised at a time: enough to keep a GPU busy, and no more, as each takes some 8 bytes."""
+"""Elements orthogonalised at a time: enough to keep a GPU busy, and no more, since each needs about 8 bytes."""
 _RULES = ("muon", "adamw")
 _MUON_ONLY = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
 _ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8}
 
 
-class _Iteration(NamedTuple):
-    """What matrices that are orthogonalised in one batch have in common."""
+class _BatchKey(NamedTuple):
+    """Properties shared by matrices that are orthogonalised in one batch."""
 
     shape: torch.Size
-    """Of the part that this rank has."""
-    cuts: tuple[Cut, ...]
-    """How they lie on ranks; none: this rank has all of them."""
+    """Shape of this rank's shard."""
+    layouts: tuple[ShardLayout, ...]
+    """Sharding; empty: this rank has all of them."""
     nesterov: bool
     coefficients: tuple[float, float, float]
     steps: int
@@ -44,32 +50,32 @@ class Muon(Optimizer):
         m = momentum m + (1 - momentum) g;  u = momentum m + (1 - momentum) g, or m without nesterov
         w = w (1 - lr wd) - lr ratio NewtonSchulz(u)
 
-    The momentum is stored as the tier stores a first moment; there is no second one. Matrices that are cut over
-    ranks are orthogonalised whole, each by one of them (`owners`).
+    The momentum is stored like the tier's first moment; there is no second one. Sharded matrices are orthogonalised
+    whole, each on one rank (`matrix_all_to_all`).
 
-    Every group that is passed becomes up to two: `rule` is `muon` in the one, `adamw` in the other, and each has its
-    learning rate for schedulers. A group's own settings hold for both; one that has the key `rule` is not split.
+    Each group passed is split in up to two, with `rule` `muon` and `adamw`, each with its own learning rate for
+    schedulers. A group's settings apply to both; a group with the key `rule` is not split.
 
     Args:
         params: `model.named_parameters()`, or groups: names tell embeddings and heads from hidden matrices.
         lr: learning rate, a number or a tensor.
         weight_decay: decoupled.
         momentum: decay of the momentum.
-        nesterov: look ahead by the gradient once more.
-        ns_coefficients: a, b, c of Newton and Schulz's iteration.
-        eps: least norm that a matrix is divided by.
-        ns_steps: iterations.
-        adjust_lr_fn: `match_rms_adamw`: ratio = 0.2 sqrt(max(R, C)), so that updates are as long as AdamW's, whose
-            learning rate and decay then do; or `original` (None as well): ratio = sqrt(max(1, R / C)), with learning
-            rates of about 0.02.
+        nesterov: Nesterov momentum.
+        ns_coefficients: a, b, c of the Newton-Schulz iteration.
+        eps: lower bound of the norm that a matrix is divided by.
+        ns_steps: number of iterations.
+        adjust_lr_fn: `match_rms_adamw`: ratio = 0.2 sqrt(max(R, C)), so that updates have AdamW's RMS, and AdamW's
+            learning rate and weight decay can be used; or `original` (also None): ratio = sqrt(max(1, R / C)), with
+            learning rates of about 0.02.
         adamw: settings of everything else: `lr`, `betas`, `eps`, `weight_decay`. By default `lr` and `weight_decay` of
             Muon, betas (0.9, 0.95), eps 1e-8.
         matrices: (name, parameter) -> whether Muon steps it; by default `octavo.optim.hidden_matrix`.
-        settings: those of `Optimizer`.
+        settings: fields of `octavo.optim.settings.OptimizerOptions`.
 
     Raises:
         ConfigError: as `Optimizer` does; no names for the default of `matrices`; `original` without a learning rate for
-            AdamW; or a parameter for Muon that is no matrix, or cut into uneven parts other than by rows, once.
+            AdamW; or a parameter for Muon that is not a matrix, or is sharded unevenly other than once by rows.
     """
 
     rule = "muon"
@@ -81,9 +87,9 @@ class Muon(Optimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = orthogonal.COEFFICIENTS,
-        eps: float = orthogonal.EPS,
-        ns_steps: int = orthogonal.STEPS,
+        ns_coefficients: tuple[float, float, float] = NS_COEFFICIENTS,
+        eps: float = NS_EPS,
+        ns_steps: int = NS_STEPS,
         adjust_lr_fn: AdjustLr | None = "match_rms_adamw",
         *,
         adamw: Mapping[str, Any] | None = None,
@@ -105,7 +111,7 @@ class Muon(Optimizer):
         super().__init__(params, {}, **settings)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group: the part that Muon steps, and the part that AdamW steps."""
+        """Add a group, split into Muon's part and AdamW's part."""
         if "rule" in param_group:
             if param_group["rule"] not in _RULES:
                 raise ConfigError(f"Muon: the rule '{param_group['rule']}' of a group is neither muon nor adamw.")
@@ -118,7 +124,7 @@ class Muon(Optimizer):
             name, parameter = one if isinstance(one, tuple) else ("", one)
             if not name and self.matrices is hidden_matrix and parameter.dim() == 2:
                 raise ConfigError(
-                    "Muon tells embeddings and heads from hidden matrices by their names: pass"
+                    "Muon distinguishes embeddings and heads from hidden matrices by name: pass"
                     " model.named_parameters(), or groups with the key 'rule', 'muon' or 'adamw'."
                 )
             chosen["muon" if self.matrices(name, parameter) else "adamw"].append(one)
@@ -139,24 +145,24 @@ class Muon(Optimizer):
     def _check_shared_lr(self) -> None:
         if self._settings["muon"]["adjust_lr_fn"] != "match_rms_adamw":
             raise ConfigError(
-                "Muon: with adjust_lr_fn 'original' its learning rate is some 50 times AdamW's. Give the rest its own,"
+                "Muon: with adjust_lr_fn 'original' its learning rate is about 50 times AdamW's. Set AdamW's by"
                 " adamw={'lr': 3e-4}, or take 'match_rms_adamw'."
             )
 
     @torch.no_grad()
     def export_state_dict(self) -> dict[str, Any]:
-        """Return `{"muon": ..., "adamw": ...}`: state dicts, in FP32, for `torch.optim.Muon` and `torch.optim.AdamW`.
+        """Return `{"muon": ..., "adamw": ...}`: FP32 state dicts for `torch.optim.Muon` and `torch.optim.AdamW`.
 
-        Each is of the groups of its rule alone, with its parameters numbered from 0.
+        Each contains the groups of its rule only, with parameters numbered from 0.
         """
         return {rule: convert.export(self, self._groups_of(rule)) for rule in _RULES}
 
     @torch.no_grad()
     def import_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `export_state_dict` returned, or the state dicts of PyTorch's two optimizers under its keys.
+        """Import the result of `export_state_dict`, or the state dicts of PyTorch's two optimizers under its keys.
 
         Raises:
-            CheckpointError: it is of other keys, or does not fit.
+            CheckpointError: other keys, or states that do not fit.
         """
         if set(state_dict) != set(_RULES):
             raise CheckpointError(
@@ -173,7 +179,7 @@ class Muon(Optimizer):
     def _settings_of(self, group: Mapping[str, Any]) -> Hashable:
         return super()._settings_of(group), group["rule"], group.get("adjust_lr_fn")
 
-    def _own(self, entry: Entry, layout: Layout) -> Own:
+    def _own(self, entry: Entry, layout: Layout) -> ParamSettings:
         if self.rule_of(entry) != "muon":
             return super()._own(entry, layout)
         rows, cols = entry.parameter.shape
@@ -181,7 +187,7 @@ class Muon(Optimizer):
             ratio = 0.2 * math.sqrt(max(rows, cols))
         else:
             ratio = math.sqrt(max(1.0, rows / max(cols, 1)))
-        return Own(entry.group, math.inf, ratio, averages=True)
+        return ParamSettings(entry.group, math.inf, ratio, averages=True)
 
     def _apply(self, slots: Sequence[Slot], layout: Layout, control: Control, entries: Sequence[Entry]) -> None:
         if layout.rule != "given":
@@ -189,60 +195,57 @@ class Muon(Optimizer):
             return
         given = layout._replace(first=None, gradient=torch.bfloat16, gradient_scaling="none")
         rows = control.coefficients.clone()
-        rows[:, COEFFICIENTS.index("factor")] = 1.0  # of gradients, not of updates
-        ready = control._replace(coefficients=rows)
-        for how, batch in self._batches(slots, entries):
-            height = how.shape[0]
-            updates = self._empty(len(batch), how)
-            momentum(batch, layout, control, updates[:, :height].unbind(), self._uploads, nesterov=how.nesterov)
-            whole = to_whole(updates, how.cuts)
-            whole = orthogonal.orthogonalise(whole, coefficients=how.coefficients, steps=how.steps, eps=how.eps)
-            updates = to_parts(whole, how.cuts, len(batch))
-            made = zip(batch, updates[:, :height].unbind(), strict=True)
-            update([_given(slot, one) for slot, one in made], given, ready, self._uploads)
+        rows[:, COEFFICIENTS.index("factor")] = 1.0  # the factor scales gradients, not updates
+        unscaled = control._replace(coefficients=rows)
+        for key, batch in self._batches(slots, entries):
+            height = key.shape[0]
+            updates = self._empty(len(batch), key)
+            momentum(batch, layout, control, updates[:, :height].unbind(), self._uploads, nesterov=key.nesterov)
+            whole = gather_full(updates, key.layouts)
+            whole = orthogonalise(whole, coefficients=key.coefficients, steps=key.steps, eps=key.eps)
+            updates = scatter_full(whole, key.layouts, len(batch))
+            pairs = zip(batch, updates[:, :height].unbind(), strict=True)
+            dropped: dict[str, Any] = {"gradient_scale": None, "first": None, "first_scale": None}
+            update([slot._replace(gradient=x, **dropped) for slot, x in pairs], given, unscaled, self._uploads)
 
-    def _empty(self, count: int, how: _Iteration) -> Tensor:
-        """Return memory for updates; of rows that a rank is short of, zeros."""
-        height, cols = how.shape
-        each = _filled_up(how)
-        make = torch.empty if each == height else torch.zeros
-        return make(count, each, cols, dtype=torch.bfloat16, device=self.device)
+    def _empty(self, count: int, key: _BatchKey) -> Tensor:
+        """Return memory for updates, zero where rows are padding."""
+        height, cols = key.shape
+        padded = _padded_rows(key)
+        make = torch.empty if padded == height else torch.zeros
+        return make(count, padded, cols, dtype=torch.bfloat16, device=self.device)
 
-    def _batches(self, slots: Sequence[Slot], entries: Sequence[Entry]) -> Iterator[tuple[_Iteration, list[Slot]]]:
-        """Yield matrices of one shape, `CHUNK` elements for a rank at a time, or one matrix that is larger."""
-        alike: dict[_Iteration, list[Slot]] = {}
+    def _batches(self, slots: Sequence[Slot], entries: Sequence[Entry]) -> Iterator[tuple[_BatchKey, list[Slot]]]:
+        """Yield batches of matrices of one shape, up to `CHUNK` elements per rank, or one larger matrix."""
+        batches: dict[_BatchKey, list[Slot]] = {}
         for slot in slots:
             entry = entries[slot.row]
-            group, cuts = self.param_groups[entry.group], cuts_of(entry.parameter)
-            told = (group["nesterov"], group["ns_coefficients"], group["ns_steps"], group["eps"])
-            alike.setdefault(_Iteration(slot.weight.shape, cuts, *told), []).append(slot)
-        for how, members in alike.items():
-            size = max(CHUNK // max(_filled_up(how) * how.shape[1], 1), 1)
+            group, layouts = self.param_groups[entry.group], shard_layouts(entry.parameter)
+            settings = (group["nesterov"], group["ns_coefficients"], group["ns_steps"], group["eps"])
+            batches.setdefault(_BatchKey(slot.weight.shape, layouts, *settings), []).append(slot)
+        for key, members in batches.items():
+            size = max(CHUNK // max(_padded_rows(key) * key.shape[1], 1), 1)
             for start in range(0, len(members), size):
-                yield how, members[start : start + size]
+                yield key, members[start : start + size]
 
 
-def _filled_up(how: _Iteration) -> int:
-    """Return the rows of this rank, with those that it is short of where ranks have not the same number."""
-    return next((cut.each for cut in how.cuts if cut.axis == 0), how.shape[0])
-
-
-def _given(slot: Slot, made: Tensor) -> Slot:
-    return slot._replace(gradient=made, gradient_scale=None, first=None, first_scale=None)
+def _padded_rows(key: _BatchKey) -> int:
+    """Return the rows per rank, padding included where rows are sharded unevenly."""
+    return next((layout.each for layout in key.layouts if layout.axis == 0), key.shape[0])
 
 
 def _check(group: dict[str, Any], entries: Sequence[Entry]) -> None:
     for entry in entries:
         if entry.parameter.dim() != 2:
             raise ConfigError(
-                f"Muon: parameter '{entry.name}' of shape {tuple(entry.parameter.shape)} is no matrix. Leave it to"
-                " AdamW: say so in `matrices`."
+                f"Muon: parameter '{entry.name}' of shape {tuple(entry.parameter.shape)} is not a matrix. Leave it to"
+                " AdamW: exclude it in `matrices`."
             )
         try:
-            cuts_of(entry.parameter)
+            shard_layouts(entry.parameter)
         except UnsupportedError as error:
             raise ConfigError(
-                f"Muon: parameter '{entry.name}': {error} Leave it to AdamW, or take ranks that divide it."
+                f"Muon: parameter '{entry.name}': {error} Leave it to AdamW, or take a number of ranks that divides it."
             ) from error
     if not 0 <= group["momentum"] < 1:
         raise ConfigError(f"Muon momentum: {group['momentum']} is not at least 0 and below 1.")
@@ -253,3 +256,32 @@ def _check(group: dict[str, Any], entries: Sequence[Entry]) -> None:
         raise ConfigError(
             f"Muon adjust_lr_fn: '{group['adjust_lr_fn']}' is neither original nor match_rms_adamw.{near}"
         )
+
+
+def orthogonalise(
+    x_BRC: Tensor,
+    *,
+    coefficients: tuple[float, float, float] = NS_COEFFICIENTS,
+    steps: int = NS_STEPS,
+    eps: float = NS_EPS,
+) -> Tensor:
+    """Return approximately U V^T for x = U S V^T: BF16 (B, R, C), contiguous. `x_BRC` is overwritten.
+
+        x = x / max(|x|, eps)                  Frobenius norm, so that no singular value is above one
+        repeat: x = a x + (b G + c G^2) x      G = x x^T; for tall matrices G = x^T x, multiplied from the right
+
+    The Newton-Schulz iteration of `torch.optim.Muon`, BF16 products with FP32 sums, but batched: small matrices are
+    bound by launches.
+
+    Args:
+        x_BRC: BF16, contiguous.
+        coefficients: a, b, c.
+    """
+    a, b, c = coefficients
+    x = x_BRC.div_(x_BRC.norm(dim=(1, 2), keepdim=True).clamp(min=eps))
+    is_tall = x.shape[1] > x.shape[2]
+    for _ in range(steps):
+        gram = x.mT @ x if is_tall else x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, x, polynomial, beta=a) if is_tall else torch.baddbmm(x, polynomial, x, beta=a)
+    return x

@@ -1,7 +1,7 @@
-"""The base of the optimizers: a `torch.optim.Optimizer` whose state is kept as its tier says, stepped by one kernel.
+"""Base of the optimizers: a `torch.optim.Optimizer` whose states are stored by tier, stepped by one kernel.
 
-Nothing in a step waits for the GPU. A step can be captured in a CUDA graph, after one that was not; there, let the
-learning rate be a tensor on the GPU, as PyTorch's capturable optimizers have it.
+A step never synchronises with the GPU. It can be captured in a CUDA graph after one eager step, with the learning rate
+as a tensor on the GPU, as for PyTorch's capturable optimizers.
 """
 
 from __future__ import annotations
@@ -10,31 +10,26 @@ import math
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from octavo.errors import ConfigError, UnsupportedError, did_you_mean
-from octavo.kernels.coefficients import Own, Told, group_squares
-from octavo.kernels.coefficients import coefficients as step_coefficients
+from octavo.errors import ConfigError, UnsupportedError
+from octavo.kernels.coefficients import ParamSettings, StepInputs, coefficients, group_squares
 from octavo.kernels.optimizer import Control, Layout, Slot, squares, update
 from octavo.kernels.uploads import Uploads
-from octavo.optim import coefficients, convert
-from octavo.optim.gradients import Codes, Gradients, check_format
-from octavo.optim.ranks import spread, sum_over_ranks
-from octavo.optim.report import bytes_by_kind
-from octavo.optim.settings import check_group, limit
-from octavo.optim.states import DEFAULT, RuleName, States, keep_small, state_tensors, states_named
+from octavo.optim import convert
+from octavo.optim.gradients import GradientStore, StoredGradient, check_format
+from octavo.optim.settings import OptimizerOptions, check_group, group_table, parameter_table
+from octavo.optim.sharded import spread, sum_over_ranks
+from octavo.optim.states import RuleName, States, bytes_by_kind, state_tensors, states_named
 from octavo.optim.tensors import as_matrix, check, gradient_of, like, matrix_shape, slot_of, value_of, weight_dtype
 from octavo.tensor import FP8Tensor, is_distributed, local
 
-Keep = Callable[[str, Tensor], str | States | None]
-"""(name, parameter) -> the tier of a parameter that is not to have its group's, or None."""
-
 
 class Entry(NamedTuple):
-    """A parameter among all."""
+    """One parameter of the optimizer."""
 
     number: int
     name: str
@@ -42,107 +37,62 @@ class Entry(NamedTuple):
     group: int
 
 
-class Placed(NamedTuple):
-    """What is known of a parameter until its state lies elsewhere."""
+class CachedSlot(NamedTuple):
+    """Layout and addresses of a parameter, valid until its memory moves."""
 
     key: tuple[Any, ...]
-    """What tells that it does."""
+    """Changes when the memory or the settings change."""
     layout: Layout
-    own: Own
+    own: ParamSettings
     slot: Slot
-    """Without a gradient."""
+    """Kernel arguments, without a gradient."""
 
 
 class Optimizer(torch.optim.Optimizer):
-    """What `AdamW`, `Adam`, `Lion` and `Muon` share.
-
-    Settings beside theirs:
-
-    states: the tier; see `octavo.optim.TIERS`. A parameter group may have its own, as the key `states`.
-    keep: which parameters of groups without a tier of their own have another one; by default `keep_small`. It sees
-        names where `model.named_parameters()` is passed, and numbers otherwise.
-    rounding: how stored states are rounded: `stochastic`, or `nearest`, with which a second moment of few bits no
-        longer follows a small change.
-    seed: of stochastic rounding.
-    clip: largest global norm of the gradient; a group may have a limit of its own, as the key `clip`.
-    skip_nonfinite: leave everything as it is where a gradient is not finite; the search reads all gradients once.
-    max_update: bound of |update|, in learning rates, where a moment is not FP32. Exact moments do not reach 10 with
-        beta2 up to 0.999; a stored one that has lost its value could.
-    release: step each parameter as soon as backward has its gradient, and free the gradient. `step` then steps what is
-        left, and counts.
-    gradients: `wide`, the dtype that backward makes them in; or `fp8`: as soon as backward has a parameter's gradient,
-        it is stored as E4M3 codes with the scales of the tier, and `grad` is None again. Clipping and the search for
-        overflows read the codes. Parameters that `keep` names stay wide. A group may have its own, as the key
-        `gradients`. What reads `grad` sees no such gradient: clip by `clip`, not by `clip_grad_norm_`; a `GradScaler`
-        is refused; and `DistributedDataParallel`, which reduces after the gradient is there, needs `accumulating`.
+    """Base of `AdamW`, `Adam`, `Lion` and `Muon`. Keyword arguments are the fields of `OptimizerOptions`.
 
     Attributes:
         grad_norm: global norm of the last step's gradient before clipping, FP32, shape (), on the device; None where
-            neither clipping nor `skip_nonfinite` asked for it.
-        skipped: int32 (1,), steps left out since the start; with `release`, parameters left out.
-        clamped: int64 (1,), updates held at `max_update`.
+            neither clipping nor `skip_nonfinite` needs it.
+        skipped: int32 (1,), number of skipped steps; with `release`, of skipped parameters.
+        clamped: int64 (1,), number of updates clamped to `max_update`.
 
     Raises:
-        ConfigError: a setting out of range, an unknown tier, a parameter of a dtype that cannot be stepped, parameters
-            on several devices, or `release` with a global `clip` or with FP8 gradients.
+        ConfigError: a setting out of range, an unknown tier, a parameter of an unsupported dtype, parameters on several
+            devices, or `release` with a global `clip` or with FP8 gradients.
     """
 
     rule: RuleName = "adamw"
 
-    def __init__(
-        self,
-        params: Any,
-        defaults: dict[str, Any],
-        *,
-        states: str | States = DEFAULT,
-        keep: Keep = keep_small,
-        rounding: Literal["stochastic", "nearest"] = "stochastic",
-        seed: int = 0,
-        clip: float | None = None,
-        skip_nonfinite: bool = True,
-        max_update: float = 10.0,
-        release: bool = False,
-        gradients: Literal["wide", "fp8"] = "wide",
-    ) -> None:
-        if rounding not in ("stochastic", "nearest"):
-            near = did_you_mean(rounding, ("stochastic", "nearest"))
-            raise ConfigError(f"optimizer rounding: '{rounding}' is neither stochastic nor nearest.{near}")
-        if release and clip is not None:
-            raise ConfigError(
-                "optimizer: release=True steps a parameter before the others have gradients, so the global norm that"
-                " clip needs is not known. Give groups limits of one parameter each, or take release=False."
-            )
-        self.keep = keep
-        self.rounding = rounding
-        self.seed = seed
-        self.clip = limit("clip", clip)
-        self.skip_nonfinite = skip_nonfinite
-        self.max_update = max_update
-        self.release = release
+    def __init__(self, params: Any, defaults: dict[str, Any], **settings: Any) -> None:
+        options = OptimizerOptions(**settings)
+        self.keep, self.rounding, self.seed = options.keep, options.rounding, options.seed
+        self.clip, self.skip_nonfinite, self.max_update = options.clip, options.skip_nonfinite, options.max_update
+        self.release = options.release
         self.grad_norm: Tensor | None = None
         self.over_ranks: Callable[[Tensor], Tensor] | None = None
-        """Sums the squares of gradients, FP64 (G,), over ranks that step other parameters (`GreedyZeRO`)."""
+        """Sums squares of gradients, FP64 (G,), over ranks that step other parameters (`GreedyZeRO`)."""
         self._step_supports_amp_scaling = True
         self._uploads = Uploads()
         self._hooks: list[Any] = []
-        self._gradients = Gradients()
+        self._gradients = GradientStore()
         self._accumulates = False
         self._entries: list[Entry] = []
-        self._placed: dict[int, Placed] = {}
+        self._placed: dict[int, CachedSlot] = {}
         self._layouts: dict[Layout, Layout] = {}
-        """One object for all that are equal: they are told apart by it, as hashing each in every step takes long."""
-        super().__init__(params, {**defaults, **_SHARED, "states": states, "gradients": gradients})
+        """Interned layouts, compared by identity: hashing each one in every step is slow."""
+        super().__init__(params, {**defaults, **_SHARED, "states": options.states, "gradients": options.gradients})
         self.skipped = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.clamped = torch.zeros(1, dtype=torch.int64, device=self.device)
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """Device of the parameters."""
         device: torch.device = self.param_groups[0]["params"][0].device
         return device
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group. One that has `states` of its own has them for all its parameters: `keep` is not asked."""
+        """Add a group. The `states` of a group apply to all its parameters, without asking `keep`."""
         param_group["keeps"] = "states" not in param_group
         super().add_param_group(param_group)
         self._entries = []
@@ -150,7 +100,7 @@ class Optimizer(torch.optim.Optimizer):
         states_named(group["states"])
         check_format(group["gradients"])
         if self.release and group["gradients"] != "wide":
-            raise ConfigError("optimizer: release=True frees every gradient at once: there is none to keep in FP8.")
+            raise ConfigError("optimizer: release=True frees every gradient at once: none is left to store in FP8.")
         check_group(group)
         for entry in self.entries():
             if entry.group == len(self.param_groups) - 1:
@@ -164,7 +114,7 @@ class Optimizer(torch.optim.Optimizer):
                     self._hooks.append(entry.parameter.register_post_accumulate_grad_hook(self._hook(entry)))
 
     def entries(self) -> list[Entry]:
-        """Return all parameters in order, with their names, or their numbers where no names are known."""
+        """Return all parameters in order, with their names, or numbers where names are not known."""
         found = self._entries
         if found:
             return found
@@ -180,34 +130,34 @@ class Optimizer(torch.optim.Optimizer):
         return states_named(self.param_groups[entry.group]["states"] if kept is None else kept)
 
     def rule_of(self, entry: Entry) -> RuleName:
-        """Return the rule of a parameter: that of its group, where a group has one."""
+        """Return the update rule of a parameter: that of its group, if it has one."""
         rule: RuleName = self.param_groups[entry.group].get("rule", self.rule)
         return rule
 
     def keeps_codes(self, entry: Entry) -> bool:
-        """Return whether the gradient of a parameter is kept as FP8 codes."""
+        """Return whether the gradient of a parameter is stored as FP8 codes."""
         return self.param_groups[entry.group]["gradients"] == "fp8" and self._kept(entry) is None
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        """Return the gradient that the next step takes of a parameter, FP32 where it is stored in FP8; or None."""
+        """Return the gradient of a parameter that the next step uses, dequantised to FP32 if stored in FP8; or None."""
         entry = next((entry for entry in self.entries() if entry.parameter is parameter), None)
         codes = None if entry is None else self._gradients.get(entry.number)
         return parameter.grad if codes is None else codes.dequantize(parameter)
 
     @property
-    def stored_gradients(self) -> dict[int, Codes]:
-        """The gradients that are stored in FP8 now, by the numbers of their parameters.
+    def stored_gradients(self) -> dict[int, StoredGradient]:
+        """The gradients stored in FP8, by parameter number.
 
-        Set it, after `zero_grad`, to what it was when a CUDA graph of backward was captured: replays write there.
+        After `zero_grad`, set it to its value at the capture of a CUDA graph of backward: replays write there.
         """
         return self._gradients.all()
 
     @stored_gradients.setter
-    def stored_gradients(self, gradients: Mapping[int, Codes]) -> None:
+    def stored_gradients(self, gradients: Mapping[int, StoredGradient]) -> None:
         self._gradients.put_back(gradients)
 
     def layout_of(self, entry: Entry, gradient: torch.dtype | None = None) -> Layout:
-        """Return how a parameter and its state are laid out."""
+        """Return the layout of a parameter and its state."""
         dtype = gradient or entry.parameter.dtype
         stochastic = self.rounding == "stochastic"
         return self.states_of(entry).layout(self.rule_of(entry), weight_dtype(entry.parameter), dtype, stochastic)
@@ -231,25 +181,25 @@ class Optimizer(torch.optim.Optimizer):
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Let the gradients of several backward passes add up, in their own dtype, before they are stored or released.
+        """Accumulate the gradients of several backward passes, in their own dtype, before they are stored or released.
 
             with optimizer.accumulating():
                 for part in parts:
                     loss(part).backward()
             optimizer.step()
 
-        All passes of a step belong inside, the last one too. Without FP8 gradients or `release` it changes nothing.
+        All passes of a step belong inside, including the last. No effect without FP8 gradients or `release`.
 
         Raises:
-            UnsupportedError: a gradient is stored already, of a backward pass before.
+            UnsupportedError: a gradient of an earlier backward pass is stored already.
         """
         if self._accumulates:
             yield
             return
         if self._gradients:
             raise UnsupportedError(
-                "optimizer.accumulating(): gradients of a backward pass before are stored in FP8, where adding would"
-                " round. Call optimizer.zero_grad() after each step, and run all passes of a step inside."
+                "optimizer.accumulating(): gradients of an earlier backward pass are stored in FP8, where accumulation"
+                " would round. Call optimizer.zero_grad() after each step, and run all passes of a step inside."
             )
         self._accumulates = True
         try:
@@ -259,23 +209,23 @@ class Optimizer(torch.optim.Optimizer):
         self._collect()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, those in FP8 too.
+        """Drop all gradients, including those stored in FP8.
 
         Args:
-            set_to_none: free their memory; otherwise the next ones in FP8 are written where they were.
+            set_to_none: free their memory; otherwise the next FP8 gradients reuse it.
         """
         super().zero_grad(set_to_none)
         self._gradients.clear(keep_memory=not set_to_none)
 
     def report(self) -> dict[str, float]:
-        """Return the bytes a parameter that weights, gradients and states take, by kind; counted in their tensors."""
+        """Return the bytes per parameter of weights, gradients and states, by kind, counted in their tensors."""
         return bytes_by_kind(self, self._gradients)
 
     def _kept(self, entry: Entry) -> str | States | None:
         return self.keep(entry.name, entry.parameter) if self.param_groups[entry.group]["keeps"] else None
 
     def _hook(self, entry: Entry) -> Callable[[Tensor], None]:
-        known = weakref.ref(self)  # so that an optimizer that is no more takes no gradients from the next one
+        known = weakref.ref(self)  # a deleted optimizer must not take gradients from its successor
 
         def ready(parameter: Tensor) -> None:
             optimizer = known()
@@ -285,14 +235,14 @@ class Optimizer(torch.optim.Optimizer):
         return ready
 
     def _collect(self) -> None:
-        """Take the gradients that no hook has seen: those that added up, and those that were set by hand."""
+        """Take the gradients that no hook has seen: accumulated ones, and those set by hand."""
         for entry in self.entries():
             if entry.parameter.grad is not None and (self.release or self.keeps_codes(entry)):
                 self._take(entry)
 
     @torch.no_grad()
     def _take(self, entry: Entry) -> None:
-        """Step a parameter whose gradient is there, or store the gradient; and free it."""
+        """Step a parameter whose gradient is complete, or store the gradient; then free it."""
         if self.release:
             self._update([entry])
             entry.parameter.grad = None
@@ -300,7 +250,7 @@ class Optimizer(torch.optim.Optimizer):
             self._gradients.take(entry.number, entry.name, entry.parameter, self.states_of(entry).gradient)
 
     def _gradient(self, entry: Entry) -> tuple[Tensor, Tensor | None]:
-        """Return a gradient as its matrix, and the scales of one that is stored."""
+        """Return a gradient as a matrix, and its scales if it is stored in FP8."""
         codes = self._gradients.get(entry.number)
         if codes is None:
             return gradient_of(entry.parameter, entry.name), None
@@ -327,19 +277,19 @@ class Optimizer(torch.optim.Optimizer):
         return self.skip_nonfinite or self.clip is not None or any(g["clip"] is not None for g in self.param_groups)
 
     def _apply(self, slots: Sequence[Slot], layout: Layout, control: Control, entries: Sequence[Entry]) -> None:
-        """Step the parameters of a layout; `entries` are those of the rows of `control`."""
+        """Step the parameters of one layout; `entries` correspond to the rows of `control`."""
         update(slots, layout, control, self._uploads)
 
     def _settings_of(self, group: Mapping[str, Any]) -> Hashable:
-        """Return what decides how parameters of a group are laid out, and what they have of their own."""
+        """Return the settings that determine layouts and `ParamSettings` of a group."""
         return self.rounding, self.max_update, id(self.keep), group["keeps"], group["states"]
 
-    def _own(self, entry: Entry, layout: Layout) -> Own:
-        """Return what the coefficients of a parameter have that its group does not say."""
-        return Own(entry.group, math.inf if layout.is_exact else self.max_update)
+    def _own(self, entry: Entry, layout: Layout) -> ParamSettings:
+        """Return the settings of a parameter beyond those of its group."""
+        return ParamSettings(entry.group, math.inf if layout.is_exact else self.max_update)
 
-    def _place(self, row: int, entry: Entry, settings: Hashable) -> tuple[Placed, Slot]:
-        """Return how a parameter is laid out, and where it and its state lie: found again only where they moved."""
+    def _place(self, row: int, entry: Entry, settings: Hashable) -> tuple[CachedSlot, Slot]:
+        """Return the layout and the kernel arguments of a parameter, cached until its memory moves."""
         parameter, state = entry.parameter, self.prepare(entry)
         gradient, scale = self._gradient(entry)
         weight = local(parameter)
@@ -350,24 +300,24 @@ class Optimizer(torch.optim.Optimizer):
             layout = self.layout_of(entry, gradient.dtype)
             layout = self._layouts.setdefault(layout, layout)
             slot = slot_of(row, entry.number, parameter, gradient.new_empty(0), state, layout)
-            known = self._placed[entry.number] = Placed(key, layout, self._own(entry, layout), slot)
+            known = self._placed[entry.number] = CachedSlot(key, layout, self._own(entry, layout), slot)
         return known, known.slot._replace(row=row, gradient=gradient, gradient_scale=scale)
 
-    def _control(self, entries: Sequence[Entry], slots: Sequence[Slot], own: tuple[Own, ...]) -> Control:
-        """Return what a step takes, from the gradients of all, and count it."""
+    def _control(self, entries: Sequence[Entry], slots: Sequence[Slot], own: tuple[ParamSettings, ...]) -> Control:
+        """Return the control values of a step, from all gradients, and count the step."""
         name = entries[0].number if entries else -1
-        hyper = coefficients.hyperparameters(self.param_groups, self.clip, self._uploads, self.device)
-        table = coefficients.of_parameters(own, self._uploads, name, self.device)
+        hyper = group_table(self.param_groups, self.clip, self._uploads, self.device)
+        table = parameter_table(own, self._uploads, name, self.device)
         sums = self._group_squares(entries, slots, table) if self._needs_norm else None
         amp = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
-        told = Told(hyper, table, sums, self.rule != "adam", **amp)
+        inputs = StepInputs(hyper, table, sums, self.rule != "adam", **amp)
         counts = [self.state[entry.parameter]["step"] for entry in entries]
-        made = step_coefficients(told, counts, self.skipped, self._uploads, name)
-        self.grad_norm = made.norm
-        return Control(made.coefficients, made.steps, made.skip, self.clamped, self.seed)
+        found = coefficients(inputs, counts, self.skipped, self._uploads, name)
+        self.grad_norm = found.norm
+        return Control(found.coefficients, found.steps, found.skip, self.clamped, self.seed)
 
     def _group_squares(self, entries: Sequence[Entry], slots: Sequence[Slot], own: Tensor) -> Tensor:
-        """Return the sums of the squares of each group's gradients, FP64 (G,), of all ranks."""
+        """Return the sum of squares of each group's gradients over all ranks, FP64 (G,)."""
         sums = torch.zeros(0, dtype=torch.float64, device=self.device)
         if entries:
             sums = squares([slot.gradient for slot in slots], self._uploads, [slot.gradient_scale for slot in slots])
@@ -376,7 +326,7 @@ class Optimizer(torch.optim.Optimizer):
         return sums if self.over_ranks is None else self.over_ranks(sums)
 
     def prepare(self, entry: Entry) -> dict[str, Tensor]:
-        """Return the state of a parameter; zeros, and the weight's own value as its master, where there is none yet."""
+        """Return the state of a parameter; where it has none yet, zeros, and the weight's value as its master."""
         state: dict[str, Tensor] = self.state[entry.parameter]
         if not state:
             state.update(self.fresh(entry))
@@ -384,12 +334,12 @@ class Optimizer(torch.optim.Optimizer):
         return state
 
     def initialise_master(self, entry: Entry) -> None:
-        """Let a master that is kept apart have the value of its weight."""
+        """Set a separate master to the value of its weight."""
         if "master" in self.state[entry.parameter]:
             convert.set_master(self, entry, value_of(entry.parameter))
 
     def fresh(self, entry: Entry) -> dict[str, Tensor]:
-        """Return the state of a parameter that has made no step, with nothing written into a master."""
+        """Return the state of a parameter before its first step, with the master not initialised."""
         parameter = entry.parameter
         rows, cols = matrix_shape(parameter)
         state = {"step": torch.zeros((), device=parameter.device)}
@@ -402,14 +352,14 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def master_weights(self) -> list[Tensor]:
-        """Return the FP32 value of every parameter, in order: that of its master, where it has made a step."""
+        """Return the FP32 value of every parameter, in order: that of its master, once it has made a step."""
         stepped = [bool(self.state[e.parameter]) for e in self.entries()]
         pairs = zip(self.entries(), stepped, strict=True)
         held = ((e, convert.master(self, e) if known else value_of(e.parameter)) for e, known in pairs)
         return [spread("master", value, entry.parameter) for entry, value in held]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as it is stored, tensors only, and the settings; see `flatten` for files without pickle."""
+        """Return the stored state, tensors only, and the settings; see `flatten` for files without pickle."""
         packed = super().state_dict()
         sharded = {entry.number: entry.parameter for entry in self.entries() if is_distributed(entry.parameter)}
         for number, state in packed["state"].items():
@@ -419,39 +369,39 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned. Nothing is changed unless everything fits.
+        """Load the result of `state_dict`. Nothing is changed unless everything fits.
 
         Raises:
-            CheckpointError: it is of another tier, rule or number of parameters, or a tensor has another shape.
+            CheckpointError: tier, rule, number of parameters or a tensor's shape differs.
         """
         convert.load(self, state_dict)
 
     @torch.no_grad()
     def export_state_dict(self) -> dict[str, Any]:
-        """Return the state as `torch.optim.AdamW` (or `Adam`) loads it: `exp_avg` and `exp_avg_sq` in FP32, `step`.
+        """Return the state in the format of `torch.optim.AdamW` (or `Adam`): FP32 `exp_avg` and `exp_avg_sq`, `step`.
 
-        Masters are not in it: see `master_weights`.
+        Masters are not included: see `master_weights`.
         """
         return convert.export(self)
 
     @torch.no_grad()
     def import_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over the moments, steps and settings of an exported state dict, or one of `torch.optim.AdamW`.
+        """Import moments, steps and settings of an exported state dict, or of one of `torch.optim.AdamW`.
 
         Tiers stay those of this optimizer; moments are rounded to nearest.
 
         Raises:
-            CheckpointError: it has another number of parameters, or a tensor has another shape.
+            CheckpointError: the number of parameters or a tensor's shape differs.
         """
         convert.import_(self, state_dict)
 
     @torch.no_grad()
     def convert_states(self, states: str | States) -> None:
-        """Keep the state of every group as another tier from now on, rounded to nearest; `keep` is asked as before.
+        """Convert the state of every group to another tier, rounding to nearest; `keep` still applies.
 
         Raises:
             ConfigError: there is no such tier.
-            UnsupportedError: there are gradients in FP8, stored as the tier of now has them.
+            UnsupportedError: gradients are stored in FP8, in the format of the current tier.
         """
         states_named(states)
         if self._gradients:
@@ -470,6 +420,6 @@ _SHARED = {"maximize": False, "clip": None}
 """Settings of every group."""
 _SCALED = (
     "optimizer: a torch.amp.GradScaler cannot see gradients that are stored in FP8: it would neither unscale them nor"
-    " find an overflow. Take gradients='wide' with it; or no scaler, as BF16 and FP32 need none. A constant scale of"
-    " your own goes into optimizer.grad_scale, a tensor: the step divides by it, and skip_nonfinite sees overflows."
+    " find an overflow. Take gradients='wide' with it; or no scaler, as BF16 and FP32 need none. For a constant loss"
+    " scale set optimizer.grad_scale, a tensor: the step divides by it, and skip_nonfinite detects overflows."
 )

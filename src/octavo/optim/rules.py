@@ -17,8 +17,8 @@ class AdamW(Optimizer):
         lr: learning rate, a number or a tensor.
         betas: decay of the first and of the second moment.
         eps: added to the root of the second moment.
-        weight_decay: share of a weight taken away a step, times the learning rate.
-        settings: those of `Optimizer`.
+        weight_decay: decoupled weight decay, multiplied by the learning rate.
+        settings: fields of `octavo.optim.settings.OptimizerOptions`.
     """
 
     rule = "adamw"
@@ -36,7 +36,7 @@ class AdamW(Optimizer):
 
 
 class Adam(Optimizer):
-    """Adam (arXiv 1412.6980, algorithm 1); weight decay is added to the gradient. Arguments as `AdamW` has them."""
+    """Adam (arXiv 1412.6980, algorithm 1); weight decay is added to the gradient. Arguments as for `AdamW`."""
 
     rule = "adam"
 
@@ -56,11 +56,11 @@ class Lion(Optimizer):
     """Lion (arXiv 2302.06675, algorithm 2): the sign of an interpolated momentum; no second moment.
 
     Args:
-        params: as `AdamW` has them.
+        params: as for `AdamW`.
         lr: learning rate; 3 to 10 times smaller than Adam's.
-        betas: of the interpolation, and of the momentum that is kept.
+        betas: decay of the interpolation, and of the stored momentum.
         weight_decay: decoupled; 3 to 10 times larger than Adam's.
-        settings: those of `Optimizer`.
+        settings: fields of `octavo.optim.settings.OptimizerOptions`.
     """
 
     rule = "lion"

@@ -1,18 +1,72 @@
-"""Settings of parameter groups: what is refused, and what it says."""
+"""Settings of an optimizer and its groups: validation, and the tables that a step reads on the device."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, did_you_mean
+from octavo.kernels.coefficients import HYPER, ParamSettings
+from octavo.kernels.uploads import Uploads
+from octavo.optim.states import DEFAULT, States, keep_small
+
+Keep = Callable[[str, Tensor], str | States | None]
+"""(name, parameter) -> the tier of a parameter that overrides its group's, or None."""
 
 
-def limit(name: str, value: float | None) -> float | None:
-    """Return a limit as it is.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerOptions:
+    """Keyword arguments shared by all optimizers.
+
+    Raises:
+        ConfigError: an unknown rounding, a limit out of range, or `release` with a global `clip`.
+    """
+
+    states: str | States = DEFAULT
+    """Storage tier, see `octavo.optim.TIERS`. A parameter group may have its own, with the key `states`."""
+    keep: Keep = keep_small
+    """Chooses another tier for single parameters, in groups without their own `states`. It receives names where
+    `model.named_parameters()` is passed, and numbers otherwise."""
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    """Rounding of stored states. With `nearest`, a second moment of few bits no longer follows small changes."""
+    seed: int = 0
+    """Seed of stochastic rounding."""
+    clip: float | None = None
+    """Largest global norm of the gradient; a group may have its own limit, with the key `clip`."""
+    skip_nonfinite: bool = True
+    """Skip a step whose gradients are not all finite, at the cost of reading all gradients once."""
+    max_update: float = 10.0
+    """Bound of |update|, in learning rates, where a moment is not FP32. Exact moments stay below 10 with beta2 up to
+    0.999; a stored one that was rounded badly could exceed it."""
+    release: bool = False
+    """Step each parameter as soon as backward has its gradient, and free the gradient. `step` then steps the rest, and
+    counts."""
+    gradients: Literal["wide", "fp8"] = "wide"
+    """`wide`: the dtype in which backward computes them. `fp8`: each gradient is stored as E4M3 codes with the scales
+    of the tier as soon as it is complete, and `grad` is None again. Clipping and overflow detection read the codes.
+    Parameters for which `keep` names a tier stay wide. A group may have its own, with the key `gradients`. Code that
+    reads `grad` sees no such gradient: clip by `clip`, not by `clip_grad_norm_`; a `GradScaler` is refused; and
+    `DistributedDataParallel`, which reduces after the gradient is there, needs `accumulating`."""
+
+    def __post_init__(self) -> None:
+        if self.rounding not in ("stochastic", "nearest"):
+            near = did_you_mean(self.rounding, ("stochastic", "nearest"))
+            raise ConfigError(f"optimizer rounding: '{self.rounding}' is neither stochastic nor nearest.{near}")
+        if self.release and self.clip is not None:
+            raise ConfigError(
+                "optimizer: release=True steps a parameter before the others have gradients, so the global norm that"
+                " clip needs is not known. Give groups limits of one parameter each, or take release=False."
+            )
+        check_limit("clip", self.clip)
+
+
+def check_limit(name: str, value: float | None) -> float | None:
+    """Return a limit unchanged.
 
     Raises:
         ConfigError: it is not positive.
@@ -23,7 +77,7 @@ def limit(name: str, value: float | None) -> float | None:
 
 
 def check_group(group: Mapping[str, Any]) -> None:
-    """See to it that the settings of a group can be stepped with.
+    """Check the settings of a group.
 
     Raises:
         ConfigError: one is out of range.
@@ -39,4 +93,38 @@ def check_group(group: Mapping[str, Any]) -> None:
     for name in ("eps", "weight_decay"):
         if not 0 <= group.get(name, 0) < math.inf:
             raise ConfigError(f"optimizer {name}: {group[name]} is not at least 0.")
-    limit("clip", group["clip"])
+    check_limit("clip", group["clip"])
+
+
+def group_table(groups: Sequence[dict[str, Any]], clip: float | None, uploads: Uploads, device: torch.device) -> Tensor:
+    """Return the settings of each group, FP64 (G, len(HYPER)). A learning rate that is a tensor is read on the device.
+
+    Args:
+        clip: largest norm of the gradients of all groups.
+    """
+    rows = tuple(
+        (
+            0.0 if isinstance(group["lr"], Tensor) else float(group["lr"]),
+            *(group["betas"] if "betas" in group else (group["momentum"], 0.0)),
+            group.get("eps", 0.0),
+            group["weight_decay"],
+            -1.0 if group["maximize"] else 1.0,
+            math.inf if group["clip"] is None else group["clip"],
+            math.inf if clip is None else clip,
+        )
+        for group in groups
+    )
+    table = uploads("hyperparameters", rows, lambda: torch.tensor(rows, dtype=torch.float64), device)
+    for index, group in enumerate(groups):
+        if isinstance(group["lr"], Tensor):
+            table[index, HYPER.index("lr")] = group["lr"].detach().to(device)
+    return table
+
+
+def parameter_table(settings: tuple[ParamSettings, ...], uploads: Uploads, name: int, device: torch.device) -> Tensor:
+    """Return the settings of each parameter, FP64 (P, len(ParamSettings._fields))."""
+
+    def table() -> Tensor:
+        return torch.tensor(settings, dtype=torch.float64).reshape(-1, len(ParamSettings._fields))
+
+    return uploads(("own", name), settings, table, device)

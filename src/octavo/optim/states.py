@@ -1,10 +1,10 @@
-"""The tiers: what an optimizer keeps beside a weight, by name, and what that takes."""
+"""Storage tiers of optimizer states by name, and their memory."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -12,9 +12,14 @@ from torch import Tensor
 from octavo.errors import ConfigError, did_you_mean
 from octavo.kernels.optimizer import Layout, Rule
 from octavo.kernels.storage import E4M3, FP32, Storage
+from octavo.tensor import FP8Tensor, local
+
+if TYPE_CHECKING:
+    from octavo.optim.gradients import GradientStore
+    from octavo.optim.optimizer import Optimizer
 
 RuleName = Literal["adamw", "adam", "lion", "muon"]
-"""What an optimizer does with a parameter. To the kernels, an update of Muon is `given`."""
+"""Update rule of a parameter. The kernels know Muon's rule as `given`."""
 
 _FP32, _BF16 = Storage("fp32"), Storage("bf16")
 _SCALED_8, _SCALED_FP16 = Storage(E4M3.name, "tensor"), Storage("fp16", "tensor")
@@ -23,7 +28,7 @@ _FIRST_8, _SECOND_8 = Storage(E4M3.name, "group"), Storage("ue4m4", "group", roo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class States:
-    """How the moments are kept, and the master of a weight that is not FP32. An FP32 weight is its own master."""
+    """Storage of the moments, and of the master of a weight that is not FP32. An FP32 weight is its own master."""
 
     name: str
     about: str
@@ -31,19 +36,19 @@ class States:
     first: Storage
     second: Storage
     remainder_bits: int = 0
-    """Of the master, beside a BF16 weight: 16 (nothing is lost), 8, or 0."""
+    """Bits of the master stored beside a BF16 weight: 16 (lossless), 8, or 0."""
     fp8_remainder_bits: int = 0
-    """The same beside an FP8 weight."""
+    """Bits of the master stored beside an FP8 weight."""
     master: Storage | None = None
-    """Where the master is kept apart from the weight."""
+    """Storage of a separate master."""
     gradient: Storage = _FIRST_8
-    """How a gradient is kept that is not to have its own dtype."""
+    """Storage of a gradient with `gradients="fp8"`."""
 
     def layout(self, rule: RuleName, weight: torch.dtype, gradient: torch.dtype, stochastic: bool) -> Layout:
-        """Return how a weight of that dtype, its gradient and its state are laid out.
+        """Return the layout of a weight of that dtype, its gradient and its state.
 
-        FP16 has no room for a remainder's exponents: such a weight has an FP32 master apart. So has an FP8 weight
-        without a remainder or a master of its own.
+        FP16 lacks the exponent range for a remainder: such a weight has a separate FP32 master. So has an FP8 weight
+        where the tier has neither a remainder nor a master for it.
         """
         second = None if rule in ("lion", "muon") else self.second
         kernel: Rule = "given" if rule == "muon" else rule
@@ -74,7 +79,7 @@ TIERS = {
         ),
         States(
             name="fp8-lm",
-            about="FP8-LM's: FP16 master, FP8 and FP16 moments, one scale a tensor (arXiv 2310.18313, section 2.2)",
+            about="FP8-LM's: FP16 master, FP8 and FP16 moments, one scale per tensor (arXiv 2310.18313, section 2.2)",
             first=_SCALED_8,
             gradient=_SCALED_8,
             second=_SCALED_FP16,
@@ -82,7 +87,7 @@ TIERS = {
         ),
         States(
             name="fp8",
-            about="moments of one byte, a scale for 128 of them; a BF16 weight and 8 bits, or an FP8 weight and 16",
+            about="moments of one byte, one scale per 128; a BF16 weight and 8 bits, or an FP8 weight and 16",
             first=_FIRST_8,
             second=_SECOND_8,
             remainder_bits=8,
@@ -97,13 +102,13 @@ TIERS = {
         ),
     )
 }
-"""Tiers by name. A new one is an entry here."""
+"""Tiers by name. To add one, add an entry."""
 
 DEFAULT = "fp8"
 
 
 def states_named(states: str | States) -> States:
-    """Return the tier of that name; a `States` of one's own is returned as it is.
+    """Return the tier of that name; a `States` is returned unchanged.
 
     Raises:
         ConfigError: there is no such tier.
@@ -118,15 +123,15 @@ def states_named(states: str | States) -> States:
 
 
 SMALL = 4096
-"""Elements below which a byte saved is none."""
+"""Number of elements below which compression is not worthwhile."""
 _SENSITIVE = re.compile(r"(^|[._])(embed\w*|\w*embeddings?|wte|wpe|lm_head|head|router|gate_router)([._]|$)")
 
 
 def keep_small(name: str, parameter: Tensor) -> str | None:
-    """Return the tier of a parameter that had better not have one byte, or None: the default rule.
+    """Return the tier of a parameter that should not have one-byte states, or None: the default of `keep`.
 
-    Norms, biases and all that is small have FP32 moments: they cost nothing. Embeddings, heads and routers, known by
-    their names, are `exact`: most rows of an embedding see a gradient only now and then.
+    Norms, biases and other small parameters have FP32 moments, at negligible cost. Embeddings, heads and routers,
+    recognised by name, are `exact`: most rows of an embedding receive gradients only rarely.
     """
     if parameter.dim() < 2 or parameter.numel() < SMALL:
         return "fp32"
@@ -134,17 +139,17 @@ def keep_small(name: str, parameter: Tensor) -> str | None:
 
 
 def hidden_matrix(name: str, parameter: Tensor) -> bool:
-    """Return whether Muon steps a parameter: a matrix that is no embedding, head or router. The default rule."""
+    """Return whether Muon steps a parameter: a matrix other than an embedding, head or router. The default."""
     return parameter.dim() == 2 and not _SENSITIVE.search(name)
 
 
 def keep_none(name: str, parameter: Tensor) -> str | None:
-    """Return None: every parameter has the tier of its group."""
+    """Return None, so that every parameter has the tier of its group."""
     return None
 
 
 def state_tensors(layout: Layout, rows: int, cols: int) -> dict[str, tuple[tuple[int, int], torch.dtype]]:
-    """Return name, shape and dtype of each tensor that the state of a matrix (rows, cols) consists of, but `step`."""
+    """Return name, shape and dtype of each state tensor of a matrix (rows, cols), except `step`."""
     shapes: dict[str, tuple[tuple[int, int], torch.dtype]] = {}
     if layout.remainder_bits:
         shapes["remainder"] = (rows, cols), {8: torch.int8, 16: torch.int16}[layout.remainder_bits]
@@ -156,6 +161,10 @@ def state_tensors(layout: Layout, rows: int, cols: int) -> dict[str, tuple[tuple
     return shapes
 
 
+_KINDS = {"remainder": "master", "master": "master", "exp_avg": "first", "exp_avg_sq": "second"}
+"""Kind of each tensor of a parameter's state."""
+
+
 def bytes_per_parameter(
     states: str | States,
     *,
@@ -164,11 +173,11 @@ def bytes_per_parameter(
     gradient: torch.dtype | None = torch.bfloat16,
     shape: tuple[int, int] = (4096, 4096),
 ) -> dict[str, float]:
-    """Return the bytes a parameter of a matrix, by kind, and in `total`; scales are counted where they belong.
+    """Return the bytes per parameter of a matrix, by kind, and in `total`; scales count with their tensors.
 
     Args:
-        gradient: None where each is released to the optimizer as soon as it is there; float8_e4m3fn where it is kept
-            in FP8, as the tier keeps it.
+        gradient: None where gradients are released as soon as they are computed; float8_e4m3fn where they are stored
+            in FP8.
     """
     layout = states_named(states).layout(rule, weight, gradient or torch.bfloat16, stochastic=True)
     count = shape[0] * shape[1]
@@ -179,7 +188,31 @@ def bytes_per_parameter(
     if weight == E4M3.dtype:
         taken["weight"] += shape[0] * FP32.dtype.itemsize / count
     for name, (extent, dtype) in state_tensors(layout, *shape).items():
-        kind = {"remainder": "master", "master": "master", "exp_avg": "first", "exp_avg_sq": "second"}
-        key = kind[name.removesuffix("_scale")]
-        taken[key] = taken.get(key, 0.0) + extent[0] * extent[1] * dtype.itemsize / count
+        kind = _KINDS[name.removesuffix("_scale")]
+        taken[kind] = taken.get(kind, 0.0) + extent[0] * extent[1] * dtype.itemsize / count
     return {**taken, "total": sum(taken.values())}
+
+
+def bytes_by_kind(optimizer: Optimizer, gradients: GradientStore) -> dict[str, float]:
+    """See `Optimizer.report`.
+
+    Args:
+        gradients: those stored in FP8.
+    """
+    taken = dict.fromkeys(("weight", "gradient", "master", "first", "second"), 0)
+    count = 0
+    for entry in optimizer.entries():
+        parameter, weight = entry.parameter, local(entry.parameter)
+        count += weight.numel()
+        parts = (weight.codes, weight.scale) if isinstance(weight, FP8Tensor) else (weight,)
+        taken["weight"] += sum(map(_bytes, parts))
+        taken["gradient"] += sum(map(_bytes, gradients.get(entry.number) or ()))
+        taken["gradient"] += 0 if parameter.grad is None else _bytes(local(parameter.grad))
+        for name, tensor in optimizer.state.get(parameter, {}).items():
+            if name != "step":
+                taken[_KINDS[name.removesuffix("_scale")]] += _bytes(tensor)
+    return {kind: size / count for kind, size in taken.items()} | {"total": sum(taken.values()) / count}
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,6 +1,6 @@
-"""A parameter as the kernels take it: matrices of contiguous memory, whatever the order of its dimensions.
+"""Parameters as the kernels read them: matrices of contiguous memory, in any order of dimensions.
 
-Of a sharded parameter it is the part on this rank.
+For a sharded parameter, this rank's shard.
 """
 
 from __future__ import annotations
@@ -14,46 +14,45 @@ from torch import Tensor
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.optimizer import Layout, Slot
 from octavo.kernels.storage import GROUP
-from octavo.optim.ranks import stream_of
+from octavo.optim.sharded import stream_of
 from octavo.tensor import FP8Tensor, local
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check(parameter: Tensor, where: str) -> None:
-    """See to it that the kernels can step this parameter.
+    """Check that the kernels can step this parameter.
 
     Raises:
-        ConfigError: its dtype is none of FP32, BF16, FP16 and an E4M3 `FP8Tensor` with one scale a row, or its elements
-            do not fill their memory.
+        ConfigError: it is not FP32, BF16, FP16 or an E4M3 `FP8Tensor` with row-wise scales, or has gaps in memory.
     """
     parameter = local(parameter)
     if isinstance(parameter, FP8Tensor):
         if parameter.codes.dtype != torch.float8_e4m3fn or parameter.granularity.name != "row":
-            raise ConfigError(f"{where}: an FP8 weight must be E4M3 with one scale a row, this is {parameter!r}.")
+            raise ConfigError(f"{where}: an FP8 weight must be E4M3 with row-wise scales, this is {parameter!r}.")
     elif parameter.dtype not in WEIGHT_DTYPES:
         known = ", ".join(map(str, WEIGHT_DTYPES))
         raise ConfigError(f"{where}: the dtype {parameter.dtype} is none of {known}.")
     elif not _memory_order(parameter)[1]:
-        raise ConfigError(f"{where}: its elements do not fill their memory: pass a contiguous parameter.")
+        raise ConfigError(f"{where}: it has gaps in memory: pass a contiguous parameter.")
 
 
 def weight_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype in memory: that of the codes of an FP8 weight."""
+    """Return the dtype in memory; for an FP8 weight, that of its codes."""
     parameter = local(parameter)
     return parameter.codes.dtype if isinstance(parameter, FP8Tensor) else parameter.dtype
 
 
 def value_of(parameter: Tensor) -> Tensor:
-    """Return the FP32 value of a weight, of its shape."""
+    """Return the FP32 value of a weight, in its shape."""
     parameter = local(parameter)
     return parameter.dequantize(torch.float32) if isinstance(parameter, FP8Tensor) else parameter.detach().float()
 
 
 def matrix_shape(parameter: Tensor) -> tuple[int, int]:
-    """Return the rows and columns that scales belong to: rows are the last dimension, if a group fits into it.
+    """Return rows and columns of a parameter as a matrix: columns are the last dimension, if a scale group fits in it.
 
-    Where it does not, as in the kernels of a convolution, rows are all dimensions but the first.
+    Otherwise, as for convolution kernels, they are all dimensions but the first.
     """
     parameter = local(parameter)
     order, _ = _memory_order(parameter)
@@ -65,7 +64,7 @@ def matrix_shape(parameter: Tensor) -> tuple[int, int]:
 
 
 def as_matrix(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Return a tensor with the shape and strides of a parameter as its matrix, a view."""
+    """Return a tensor with the shape and strides of a parameter as a matrix, a view."""
     parameter = local(parameter)
     order, _ = _memory_order(parameter)
     return tensor.permute(order).reshape(matrix_shape(parameter))
@@ -80,10 +79,10 @@ def like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def gradient_of(parameter: Tensor, name: str) -> Tensor:
-    """Return a parameter's gradient as its matrix, copied only where it lies otherwise than the parameter.
+    """Return a parameter's gradient as a matrix, copied only where its strides differ from the parameter's.
 
     Raises:
-        UnsupportedError: it is sparse, or of another dtype than FP32, BF16 and FP16.
+        UnsupportedError: it is sparse, or not FP32, BF16 or FP16.
     """
     assert parameter.grad is not None
     gradient, parameter = local(parameter.grad), local(parameter)
@@ -102,7 +101,7 @@ def gradient_of(parameter: Tensor, name: str) -> Tensor:
 def slot_of(
     row: int, number: int, parameter: Tensor, gradient: Tensor, state: Mapping[str, Tensor], layout: Layout
 ) -> Slot:
-    """Return a parameter, its gradient without scales, and its state as the kernels take them."""
+    """Return the kernel arguments of a parameter, its gradient (without scales) and its state."""
 
     def found(name: str) -> Tensor | None:
         return as_matrix(state[name], parameter) if name in state else None
@@ -125,7 +124,7 @@ def slot_of(
 
 
 def _memory_order(tensor: Tensor) -> tuple[list[int], bool]:
-    """Return the dimensions from the outermost in memory to the innermost, and whether they fill it."""
+    """Return the dimensions from the outermost in memory to the innermost, and whether they fill it without gaps."""
     if tensor.is_contiguous():
         return list(range(tensor.dim())), True
     strides = tensor.stride()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from octavo import strict
+from octavo._util import config_reader
 from octavo.errors import ConfigError, did_you_mean
 from octavo.recipes.presets import PRESETS
 from octavo.recipes.spec import GEMMS, OPERANDS, STATEFUL, Operand, Recipe
@@ -42,7 +42,7 @@ def load(recipe: RecipeLike, where: str = "recipe") -> Recipe:
         raise ConfigError(f"{where}: a recipe is a name, a file, a mapping or a Recipe, not {recipe!r}.")
     path = Path(recipe)
     if path.suffix in (".toml", ".json"):
-        return _from_mapping({"name": path.stem, **strict.read_file(path)}, str(path))
+        return _from_mapping({"name": path.stem, **config_reader.read_file(path)}, str(path))
     if str(recipe) not in PRESETS:
         raise ConfigError(
             f"unknown {where} '{recipe}'.{did_you_mean(str(recipe), PRESETS)} "
@@ -54,7 +54,7 @@ def load(recipe: RecipeLike, where: str = "recipe") -> Recipe:
 def _from_mapping(mapping: Mapping[str, Any], where: str) -> Recipe:
     base = load(mapping.get("base", "folded"), f"{where}: base")
     changes = {key: value for key, value in mapping.items() if key not in ("base", "modules")}
-    merged = _merge(strict.to_dict(base), {"name": f"{base.name}, changed", **changes})
+    merged = _merge(config_reader.to_dict(base), {"name": f"{base.name}, changed", **changes})
     modules = mapping.get("modules", {})
     if not isinstance(modules, Mapping):
         raise ConfigError(f"{where}: modules: expected a table of patterns, got {modules!r}.")
@@ -63,7 +63,7 @@ def _from_mapping(mapping: Mapping[str, Any], where: str) -> Recipe:
         other = load(value, f"{where}: modules.{pattern}")  # equal ones are one: layers of one recipe compute together
         overrides[pattern] = next((known for known in overrides.values() if known == other), other)
     merged["modules"] = {**base.modules, **overrides}
-    return strict.read(Recipe, merged, where)
+    return config_reader.read(Recipe, merged, where)
 
 
 def _merge(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,8 +79,8 @@ def brief(recipe: Recipe) -> str | dict[str, Any]:
 
     `modules` and their evidence are left out.
     """
-    wanted = strict.to_dict(replace(recipe, modules={}, evidence={}))
-    changes = {name: _difference(strict.to_dict(make()), wanted) for name, make in PRESETS.items()}
+    wanted = config_reader.to_dict(replace(recipe, modules={}, evidence={}))
+    changes = {name: _difference(config_reader.to_dict(make()), wanted) for name, make in PRESETS.items()}
     base = min(changes, key=lambda name: _leaves(changes[name]))
     return {"base": base, "name": recipe.name, **changes[base]} if changes[base] else base
 

@@ -1,4 +1,4 @@
-"""Localisation: what FP8 costs in every layer and product, what it saves there, and the map that fits a loss budget."""
+"""Localisation: the cost and gain of FP8 per layer and GEMM, and the precision map that fits a loss budget."""
 
 from octavo.sensitivity.localisation import localize
 from octavo.sensitivity.result import Localisation, Sensitivity

@@ -18,20 +18,19 @@ from octavo.errors import ConfigError, NonFiniteError
 from octavo.nn.scales import scales as kept_scales
 from octavo.recipes import RecipeLike, load
 from octavo.sensitivity import times
-from octavo.sensitivity.choices import Choice
 from octavo.sensitivity.gradient import cosines
 from octavo.sensitivity.loss import Change, Loss, loss_changes
+from octavo.sensitivity.precision_switch import Choice, PrecisionSwitch, switchable
 from octavo.sensitivity.result import Localisation, Sensitivity
 from octavo.sensitivity.solve import Option, solve
-from octavo.sensitivity.switchboard import Switchboard, switchboard
 
 EXPONENT = 0.095
-"""The loss falls with the tokens to the power of minus this (Kaplan et al. 2020, arXiv 2001.08361, equation 1.2)."""
+"""Exponent of the loss in the number of tokens (Kaplan et al. 2020, arXiv 2001.08361, equation 1.2)."""
 Report = Callable[[str], None]
 
 
 def call_model(model: nn.Module, batch: Any) -> Tensor:
-    """Return the loss of a model that is called with inputs and targets."""
+    """Call the model with inputs and targets and return its loss."""
     loss: Tensor = model(*batch)
     return loss
 
@@ -52,31 +51,30 @@ def localize(
     scales: str | Path | None = None,
     report: Report = lambda doing: None,
 ) -> Localisation:
-    """Find what FP8 costs in every layer and GEMM and what it saves, and choose what fits a budget of loss.
+    """Measure the cost and gain of FP8 in every layer and GEMM, and choose a precision map within a budget of loss.
 
-    Each GEMM is switched to FP8 alone, in place, against a model all in high precision; the model is afterwards what it
-    was, without gradients. fprop costs the loss that it changes (`octavo.sensitivity.loss`). Each GEMM costs `progress`
-    (1 - cosine) on top, for it turns the gradient: steps that make a share of their progress less are as good as that
-    share of tokens less. Costs are added up, and the map is solved for (`octavo.sensitivity.solve`).
+    Each GEMM is switched to FP8 alone, in place, against the model in high precision; afterwards the model is unchanged
+    and has no gradients. fprop costs the change of the loss (`octavo.sensitivity.loss`). Each GEMM also costs
+    `progress` (1 - cosine), as it turns the gradient: losing a share of progress per step equals training on that share
+    of tokens less. Costs add up, and the map is the optimum (`octavo.sensitivity.solve`).
 
     Args:
-        model: not converted. Its weights should be FP32: where BF16 rounds, ten times the tokens are needed.
-        batches: representative data, on the model's device: whatever `loss` takes. Text never trained on is best.
-        recipe: what a layer in FP8 computes by.
-        budget: loss that the map may cost, as a share of the loss, '0.1%', or in nats a token, 0.002.
-        loss: (model, batch) -> nats a token, of the batch or of each sequence (B,). Without autocast: see `autocast`.
-        few: batches that layers are switched on one at a time; by default a quarter of them.
-        autocast: what autocast computes in while the model trains: times are of that, and what does not need FP32 is
-            computed in it. None: no autocast.
-        tokens: of a forward pass in training, for the times; by default those of a batch.
-        measure: whether times are measured or predicted for an H200; by default measured on a GPU.
-        progress: nats that the loss falls while tokens grow e-fold; by default 0.095 of the loss.
-        policy: layers that it keeps in BF16 are left out; layers that it finds too small to gain are measured.
-        scales: a calibration file, which `static` needs. Other scales that are kept start from `few` batches.
-        report: called with what is measured next.
+        model: not converted. FP32 weights are best: BF16 rounding requires ten times the tokens.
+        batches: representative data, preferably not trained on, on the model's device, in the form that `loss` takes.
+        recipe: recipe of layers in FP8.
+        budget: loss that the map may cost, as a share of the loss, '0.1%', or in nats per token, 0.002.
+        loss: (model, batch) -> nats per token, of the batch or per sequence (B,). Without autocast: see `autocast`.
+        few: number of batches on which layers are switched one by one; by default a quarter.
+        autocast: autocast dtype of training, used for times and where FP32 is not needed. None: no autocast.
+        tokens: tokens per forward pass in training, for the times; by default those of a batch.
+        measure: measure times or predict them for an H200; by default measured on a GPU.
+        progress: decrease of the loss in nats while tokens grow e-fold; by default 0.095 of the loss.
+        policy: layers that it keeps in BF16 are left out; layers too small to gain are measured.
+        scales: a calibration file, required by `static`. Other stored scales are initialised on `few` batches.
+        report: called with a description of each measurement before it starts.
 
     Raises:
-        ConfigError: no batches, a budget that is none, a model that is converted, or one without a layer for FP8.
+        ConfigError: no batches, an invalid budget, a converted model, or a model without a layer for FP8.
         NonFiniteError: the loss of the model is not finite.
     """
     if not batches:
@@ -84,17 +82,17 @@ def localize(
     allowed = parse_budget(budget)
     recipe, few = load(recipe), few or max(1, len(batches) // 4)
     given = None if scales is None else str(scales)
-    with switchboard(model, recipe, policy, tokens or 8192, given) as board, products("highest"):
-        _start_scales(board, batches[:few], loss, given)
+    with switchable(model, recipe, policy, tokens or 8192, given) as switch, products("highest"):
+        _start_scales(switch, batches[:few], loss, given)
         device = next(model.parameters()).device
-        before, changes = loss_changes(board, batches, few, loss, report, times.autocast(device, autocast))
+        before, changes = loss_changes(switch, batches, few, loss, report, times.autocast(device, autocast))
         _check_finite(before, changes)
-        turned = cosines(board, batches[:few], loss, report)
-        calls = times.calls_of(board, batches[0], loss, autocast, tokens)
+        turned = cosines(switch, batches[:few], loss, report)
+        calls = times.calls_of(switch, batches[0], loss, autocast, tokens)
         measure = device.type == "cuda" if measure is None else measure
-        ms = times.measured(board, calls, autocast, report) if measure else times.predicted(board, calls)
+        ms = times.measured(switch, calls, autocast, report) if measure else times.predicted(switch, calls)
         progress = EXPONENT * before if progress is None else progress
-        layers = _choose(board, changes, turned, ms, allowed(before), progress)
+        layers = _choose(switch, changes, turned, ms, allowed(before), progress)
     return Localisation(
         recipe=recipe,
         loss=before,
@@ -108,33 +106,33 @@ def localize(
 
 
 def parse_budget(budget: str | float) -> Callable[[float], float]:
-    """Return the function from the loss to the nats that a budget allows.
+    """Return a function from the loss to the budget in nats.
 
     Raises:
-        ConfigError: it is neither a share, '0.1%', nor a number that is not negative.
+        ConfigError: it is neither a share, '0.1%', nor a non-negative number.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)\s*(%?)\s*", str(budget))
     if match is None:
-        raise ConfigError(f"budget {budget!r}: it is a share of the loss, as 0.1%, or nats a token, as 0.002.")
+        raise ConfigError(f"budget {budget!r}: it must be a share of the loss, as 0.1%, or nats per token, as 0.002.")
     number, is_share = float(match[1]), bool(match[2])
     return lambda loss: number / 100 * loss if is_share else number
 
 
 def _choose(
-    board: Switchboard,
+    switch: PrecisionSwitch,
     changes: Mapping[str, Change],
     turned: Mapping[str, Mapping[str, float]],
     ms: Mapping[str, Mapping[Choice, float]],
     budget: float,
     progress: float,
 ) -> tuple[Sensitivity, ...]:
-    """Return every layer that is called, with what was chosen for it."""
+    """Return every layer that is called, with its choice."""
     quiet = Change(0.0, 0.0, 0.0)
     found = {
         name: Sensitivity(
             name=name,
-            shape=board.rows[name].shape,
-            recipes=board.offered[name],
+            shape=switch.rows[name].shape,
+            recipes=switch.offered[name],
             change=changes.get(name, quiet),
             cosines=turned[name],
             ms=ms[name],
@@ -151,24 +149,24 @@ def _choose(
 
 
 def _cost(gemm: str, change: Change, cosine: float, progress: float) -> float:
-    """Return what a GEMM counts against the budget.
+    """Return the cost of a GEMM against the budget.
 
-    A loss that falls is luck of these weights, and pays for nothing: what is of second order is counted at the least.
+    A decrease of the loss is luck of these weights and not credited: the second-order part is the least cost.
     """
     turned = progress * max(0.0, 1 - cosine)
     return turned + (max(change.mean, change.second_order, 0.0) if gemm == "fprop" else 0.0)
 
 
-def _start_scales(board: Switchboard, batches: Sequence[Any], loss: Loss, given: str | None) -> None:
-    """Let scales that are kept from step to step see data, unless they came from a file."""
-    book = kept_scales(board.model)
-    if book is None or given is not None:
+def _start_scales(switch: PrecisionSwitch, batches: Sequence[Any], loss: Loss, given: str | None) -> None:
+    """Initialise stored scales on data, unless they came from a file."""
+    scaling_state = kept_scales(switch.model)
+    if scaling_state is None or given is not None:
         return
-    with board.using({name: max(offered, key=len) for name, offered in board.offered.items()}), torch.enable_grad():
+    with switch.using({name: max(offered, key=len) for name, offered in switch.offered.items()}), torch.enable_grad():
         for batch in batches:
-            loss(board.model, batch).sum().backward()
-            board.model.zero_grad(set_to_none=True)
-            book.roll()
+            loss(switch.model, batch).sum().backward()
+            switch.model.zero_grad(set_to_none=True)
+            scaling_state.roll()
 
 
 def _check_finite(before: float, changes: Mapping[str, Change]) -> None:
@@ -177,14 +175,14 @@ def _check_finite(before: float, changes: Mapping[str, Change]) -> None:
     for name, change in changes.items():
         if not math.isfinite(change.mean):
             raise NonFiniteError(
-                f"localize: with {name} in FP8 the loss is not finite. octavo.observed says which operand it is; keep "
-                "the layer in BF16 by a policy to localise the others."
+                f"localize: with {name} in FP8 the loss is not finite. octavo.observed names the operand; keep the"
+                " layer in BF16 by a policy to localise the others."
             )
 
 
 @contextmanager
 def products(precision: str) -> Iterator[None]:
-    """Multiply FP32 by FP32 as it is, `highest`, or on a GPU rounded to TF32, `high`."""
+    """Set the precision of FP32 matmuls: `highest`, or `high` for TF32 on a GPU."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:

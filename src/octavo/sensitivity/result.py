@@ -1,54 +1,144 @@
-"""What localisation found, layer by layer, and what it chose."""
+"""Results of localisation: sensitivities, the precision map (a recipe file) and its evidence, a table."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from octavo.recipes import GEMMS, Evidence, Recipe
-from octavo.sensitivity.choices import Choice
+from octavo._util import config_reader
+from octavo.errors import ConfigError
+from octavo.recipes import GEMMS, Evidence, Recipe, brief
 from octavo.sensitivity.loss import Change
-from octavo.sensitivity.precision_map import precision_map, to_toml
+from octavo.sensitivity.precision_switch import Choice
+
+
+def precision_map(recipe: Recipe, chosen: Mapping[str, Recipe], evidence: Mapping[str, Evidence]) -> Recipe:
+    """Return `recipe` with a recipe and evidence for each localised layer.
+
+    Other layers are left to the recipe and the policy.
+    """
+    return replace(recipe, name=f"{recipe.name}, localised", modules=dict(chosen), evidence=dict(evidence))
+
+
+def to_toml(recipe: Recipe, path: Path) -> Path:
+    """Write a recipe as a TOML file and return its path. Reading it returns an equal recipe.
+
+    Raises:
+        ConfigError: the file cannot be written, or its name does not end in .toml.
+    """
+    if path.suffix != ".toml":
+        raise ConfigError(f"{path}: a precision map is a .toml file.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(_lines(recipe)) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}).") from error
+    return path
+
+
+def _lines(recipe: Recipe) -> Iterator[str]:
+    top = brief(replace(recipe, modules={}, evidence={}))
+    for key, value in top.items() if isinstance(top, Mapping) else [("base", top)]:
+        yield f"{key} = {_value(value)}"
+    yield "\n[modules]"
+    for pattern, other in recipe.modules.items():
+        yield f"{_value(pattern)} = {_value(brief(other))}"
+    yield "\n[evidence]"
+    for pattern, found in recipe.evidence.items():
+        yield f"{_value(pattern)} = {_value(config_reader.to_dict(found))}"
+
+
+def _value(value: Any) -> str:
+    """Return a value as one line of TOML."""
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(f'{key} = {_value(each)}' for key, each in value.items())} }}"
+    return json.dumps(value, ensure_ascii=False)
+
+
+_HEADER = ("layer", "N x K", "GEMM", "loss change", "", "1 - cosine", "costs", "ms saved", "chosen")
+_RIGHT = (3, 5, 6, 7)
+
+
+def table(found: Localisation) -> Iterator[str]:
+    """Yield the lines of a table; each layer is named in its first row."""
+    rows = [_HEADER, *(_cells(row, row["gemm"] == found.layers[0].all[0]) for row in found.rows())]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
+    for row in rows:
+        cells = zip(row, widths, range(len(row)), strict=True)
+        yield "  ".join(cell.rjust(w) if i in _RIGHT else cell.ljust(w) for cell, w, i in cells).rstrip()
+    yield ""
+    yield from _totals(found)
+
+
+def _cells(row: Mapping[str, Any], is_first: bool) -> tuple[str, ...]:
+    forward = row["gemm"] == "fprop"
+    return (
+        row["layer"] if is_first else "",
+        "{} x {}".format(*row["shape"]) if is_first else "",
+        row["gemm"],
+        f"{row['loss_change']:+.1e}" if forward else "",
+        f"± {row['loss_error']:.0e}" if forward else "",
+        f"{1 - row['cosine']:.1e}",
+        f"{row['cost']:.1e}",
+        f"{row['ms_saved']:.2g}",
+        "fp8" if row["chosen"] else "bf16",
+    )
+
+
+def _totals(found: Localisation) -> Iterator[str]:
+    gemms = [gemm for layer in found.layers for gemm in layer.all]
+    chosen = sum(len(layer.chosen) for layer in found.layers)
+    yield f"{chosen} of {len(gemms)} GEMMs in FP8 by recipe {found.recipe.name}"
+    yield (
+        f"costs {found.cost:.2e} of {found.budget:.2e} nats per token ({_share(found.cost, found)} of"
+        f" {found.loss:.4f}); loss change of these weights {found.loss_change:+.2e}"
+    )
+    where = f"measured on {found.device}" if found.timing == "measured" else "predicted for an H200, not measured"
+    yield f"saves {found.saved:.3g} of {found.offered:.3g} ms of linear layers per forward and backward, {where}"
+
+
+def _share(cost: float, found: Localisation) -> str:
+    return f"{100 * cost / found.loss:.3g} %" if found.loss else "0 %"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sensitivity:
-    """One layer: what each of its products costs in FP8 alone, and what each choice saves."""
+    """One layer: the cost of each of its GEMMs in FP8, and the gain of each choice."""
 
     name: str
     shape: tuple[int, int]
     """(N, K) of its GEMM."""
     recipes: Mapping[Choice, Recipe]
-    """What may be chosen, () first: the GEMMs in FP8, and how."""
+    """The recipe per choice, () first."""
     change: Change
-    """Of the loss, with fprop in FP8. dgrad and wgrad leave the loss of these weights as it is."""
+    """Change of the loss with fprop in FP8; dgrad and wgrad do not affect the loss of these weights."""
     cosines: Mapping[str, float]
-    """GEMM -> the cosine of the model's gradient with it in FP8 and without."""
+    """GEMM -> cosine between the model's gradients with it in FP8 and without."""
     ms: Mapping[Choice, float]
     """Choice -> milliseconds of forward and backward."""
     costs: Mapping[str, float]
-    """GEMM -> what it counts against the budget, nats a token."""
+    """GEMM -> cost against the budget, nats per token."""
     chosen: Choice
 
     def cost(self, choice: Choice) -> float:
-        """Return what a choice counts against the budget, nats a token."""
+        """Return the cost of a choice against the budget, nats per token."""
         return sum(self.costs[gemm] for gemm in choice)
 
     def saved(self, choice: Choice) -> float:
-        """Return the milliseconds a step that a choice saves against high precision."""
+        """Return the milliseconds per step that a choice saves over high precision."""
         return self.ms[()] - self.ms[choice]
 
     @property
     def all(self) -> Choice:
-        """The choice of every GEMM that the recipe has in FP8."""
+        """The choice of all GEMMs that the recipe has in FP8."""
         return max(self.recipes, key=len)
 
     @property
     def reason(self) -> str:
-        """Why this was chosen, in few words that many layers share."""
+        """The reason for the choice, in few distinct texts."""
         if self.chosen == self.all:
             return "within the loss budget"
         if max(self.saved(choice) for choice in self.recipes) <= self.saved(self.chosen):
@@ -57,7 +147,7 @@ class Sensitivity:
 
     @property
     def evidence(self) -> Evidence:
-        """What a precision map says of this layer."""
+        """The evidence of this layer in a precision map."""
         return Evidence(
             reason=self.reason,
             loss_change=_rounded(self.change.mean),
@@ -69,51 +159,51 @@ class Sensitivity:
 
 
 def _rounded(value: float) -> float:
-    """Return three significant digits: what is beyond them would differ each time."""
+    """Return three significant digits; further ones vary between runs."""
     return float(f"{value:.3g}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Localisation:
-    """The sensitivities of a model, and the precision map that fits the budget. `print` shows it as a table."""
+    """The sensitivities of a model, and the precision map that fits the budget. `print` shows a table."""
 
     recipe: Recipe
     loss: float
-    """In high precision, nats a token."""
+    """Loss in high precision, nats per token."""
     budget: float
-    """Nats a token that the map may cost."""
+    """Budget of the map, nats per token."""
     progress: float
-    """Nats that the loss is taken to fall while tokens grow e-fold."""
+    """Assumed decrease of the loss while tokens grow e-fold, nats."""
     layers: tuple[Sensitivity, ...]
     timing: str
     """`measured` or `predicted`."""
     device: str
     batches: int
-    """What was looked at."""
+    """Number of batches."""
 
     @property
     def cost(self) -> float:
-        """What the map counts against the budget, nats a token."""
+        """Cost of the map against the budget, nats per token."""
         return sum(layer.cost(layer.chosen) for layer in self.layers)
 
     @property
     def loss_change(self) -> float:
-        """The change of the loss that is predicted for the map at these weights, nats a token."""
+        """Predicted change of the loss by the map, at these weights, nats per token."""
         return sum(layer.change.mean for layer in self.layers if "fprop" in layer.chosen)
 
     @property
     def saved(self) -> float:
-        """Milliseconds a step that the map saves."""
+        """Milliseconds per step that the map saves."""
         return sum(layer.saved(layer.chosen) for layer in self.layers)
 
     @property
     def offered(self) -> float:
-        """Milliseconds a step that the recipe saves where every layer runs by it."""
+        """Milliseconds per step that the recipe saves in all layers."""
         return sum(layer.saved(layer.all) for layer in self.layers)
 
     @property
     def map(self) -> Recipe:
-        """The precision map: a recipe with one for each layer, and the evidence."""
+        """The precision map: a recipe with an entry and evidence per layer."""
         return precision_map(
             self.recipe,
             {layer.name: layer.recipes[layer.chosen] for layer in self.layers},
@@ -129,7 +219,7 @@ class Localisation:
         return to_toml(self.map, Path(path))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one row a layer and GEMM."""
+        """Return one row per layer and GEMM."""
         return [row for layer in self.layers for row in _rows(layer)]
 
     def to_json(self) -> str:
@@ -139,8 +229,6 @@ class Localisation:
         return json.dumps({"recipe": self.recipe.name, **body, "rows": self.rows()}, indent=1)
 
     def __str__(self) -> str:
-        from octavo.sensitivity.text import table
-
         return "\n".join(table(self))
 
 
@@ -166,6 +254,6 @@ def _rows(layer: Sensitivity) -> list[dict[str, Any]]:
 
 
 def saved_by(layer: Sensitivity, gemm: str) -> float:
-    """Return the milliseconds that a GEMM saves last: all in FP8 against all but this one, and what needs this one."""
+    """Return the marginal milliseconds of a GEMM: all in FP8 against all without it and those that need it."""
     others = [choice for choice in layer.recipes if gemm not in choice]
     return layer.saved(layer.all) - layer.saved(max(others, key=len))

@@ -1,4 +1,4 @@
-"""Localisation of a run of `octavo train`: its newest weights, and text that it was never trained on."""
+"""Localise a run of `octavo train` (`octavo localize`): its newest weights, on held-out text."""
 
 from __future__ import annotations
 
@@ -12,50 +12,49 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from octavo.bench.accuracy.study import model_name
 from octavo.conversion import revert
 from octavo.errors import DataError
-from octavo.models import count_parameters
+from octavo.models.factory import count_parameters, model_name
 from octavo.recipes import load
 from octavo.sensitivity.localisation import Report, localize, parse_budget
 from octavo.sensitivity.result import Localisation
 from octavo.sensitivity.verify import verify
 from octavo.train.files import read_metrics
-from octavo.train.reopen import find, restore, settings_of
+from octavo.train.load_run import find, restore, settings_of
 from octavo.train.setup import Batch, Setup
 
 TOKENS = 131_072
 FEW_TOKENS = 16_384
-"""That layers are switched on one at a time."""
+"""Tokens on which layers are switched one by one."""
 BATCH_TOKENS = 8192
-"""Of one backward pass in FP32."""
+"""Tokens per backward pass in FP32."""
 MANY_LOGGED = 8
-"""Lines of a run's log that tell how its loss falls."""
+"""Smallest number of log lines from which the slope of the loss is estimated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What `octavo localize` was asked for."""
+    """The options of `octavo localize`."""
 
     recipe: str = ""
-    """That of the run where it is empty."""
+    """Recipe; empty: that of the run."""
     budget: str = "0.1%"
     tokens: int = TOKENS
-    """Held-out tokens to look at."""
+    """Number of held-out tokens to localise on."""
     device: str = "auto"
     measure: bool | None = None
     maps: int = 0
-    """Random maps to verify the predictions by; 0: they are not verified."""
+    """Number of random maps to verify predictions with; 0: no verification."""
     verify_tokens: int = 4 * TOKENS
-    """Further held-out tokens to verify them on."""
+    """Number of further held-out tokens to verify on."""
 
 
 def localize_run(run: Path, settings: Settings, report: Report) -> tuple[Localisation, list[dict[str, Any]]]:
-    """Return what localisation of the run's newest weights found, and the rows of a result where it was verified.
+    """Return the localisation of the run's newest weights, and the rows of a result if it was verified.
 
     Raises:
         CheckpointError: there is no checkpoint, or it cannot be read.
-        DataError: the run's text is not there any more, or too short to verify on.
+        DataError: the run's text no longer exists, or is too short to verify on.
     """
     parse_budget(settings.budget)
     recipe = load(settings.recipe) if settings.recipe else None
@@ -63,7 +62,7 @@ def localize_run(run: Path, settings: Settings, report: Report) -> tuple[Localis
     wanted = settings.tokens + (settings.verify_tokens if settings.maps else 0)
     config = settings_of(found, "octavo localize", {"device": settings.device, "eval_tokens": wanted})
     setup = restore(found, config)
-    model = setup.lanes[0].model
+    model = setup.states[0].model
     revert(model)
     model.float()
     seen, others = _split(list(_pieces(setup, min(BATCH_TOKENS, settings.tokens))), settings, setup)
@@ -91,22 +90,20 @@ def localize_run(run: Path, settings: Settings, report: Report) -> tuple[Localis
         "probe_tokens": sum(targets.numel() for _, targets in seen),
         "heldout_tokens": sum(targets.numel() for _, targets in others),
     }
-    rows = verify(
-        model, localisation, others, by_sequence, maps=settings.maps, recipe=recipe, scales=scales, report=report
-    )
+    rows = verify(model, localisation, others, by_sequence, maps=settings.maps, scales=scales, report=report)
     return localisation, [about | row for row in rows]
 
 
 def by_sequence(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the loss of each sequence in nats a token, (B,), in the model's own precision."""
+    """Return the loss per sequence in nats per token, (B,), in the model's own precision."""
     loss: Tensor = model(*batch, by_sequence=True)
     return loss
 
 
 def progress_of(metrics: Sequence[dict[str, Any]]) -> float | None:
-    """Return the nats that the loss falls while tokens grow e-fold, in the second half of a run; None where unknown.
+    """Return the decrease of the loss in nats while tokens grow e-fold, in the second half of a run; None if unknown.
 
-    The slope of the logged loss against the logarithm of the step, by least squares.
+    It is the least-squares slope of the logged loss against the logarithm of the step.
     """
     losses = {line["step"]: line.get("loss_fp8", line.get("loss_bf16")) for line in metrics if "lr" in line}
     known = [(math.log(step), loss) for step, loss in losses.items() if loss is not None and step >= max(losses) / 2]
@@ -117,7 +114,7 @@ def progress_of(metrics: Sequence[dict[str, Any]]) -> float | None:
 
 
 def _pieces(setup: Setup, tokens: int) -> Iterator[Batch]:
-    """Yield the held-out sequences, in an order of chance that is always the same, in batches of so many tokens."""
+    """Yield the held-out sequences in a fixed random order, in batches of about `tokens` tokens."""
     inputs_ST, targets_ST = (torch.cat(part) for part in zip(*setup.heldout, strict=True))
     order = torch.randperm(len(inputs_ST), generator=torch.Generator().manual_seed(0))
     for rows in order.split(max(1, tokens // targets_ST.shape[1])):
@@ -125,14 +122,14 @@ def _pieces(setup: Setup, tokens: int) -> Iterator[Batch]:
 
 
 def _split(batches: list[Batch], settings: Settings, setup: Setup) -> tuple[list[Batch], list[Batch]]:
-    """Return what is looked at and what it is verified on; never the same text."""
+    """Return the batches to localise on and those to verify on, which are disjoint."""
     count, tokens = 0, 0
     while count < len(batches) and tokens < settings.tokens:
         tokens += batches[count][1].numel()
         count += 1
     if settings.maps and count == len(batches):
         raise DataError(
-            f"{setup.config.data.source}: has {tokens:,} held-out tokens, and all would be looked at. Leave some to "
+            f"{setup.config.data.source}: has {tokens:,} held-out tokens, and all would be localised on. Leave some to "
             f"verify on: --tokens {max(1, tokens // 4)}"
         )
     return batches[:count], batches[count:]

@@ -1,9 +1,9 @@
-"""The map of most milliseconds saved whose costs stay within a budget: a multiple-choice knapsack.
+"""The precision map with the largest gain within a loss budget: a multiple-choice knapsack.
 
-One choice is made for each layer. Costs are rounded up to a grid of `GRID` steps a layer, `LEAST` in all, so that the
-budget is kept for certain; what rounding gives away is a hundredth of it at most. On that grid the solution is exact,
-by dynamic programming (Kellerer, Pferschy and Pisinger, Knapsack Problems, section 11.5), and always the same one: of
-equal savings, the smallest cost, and of those the fewest products in FP8.
+One option is chosen per layer. Costs are rounded up to a grid of `GRID` steps per layer, `LEAST` in all, so that the
+budget always holds; rounding gives away at most a hundredth of it. On that grid the solution is exact, by dynamic
+programming (Kellerer, Pferschy and Pisinger, Knapsack Problems, section 11.5), and deterministic: of equal gains the
+smallest cost, then the fewest GEMMs in FP8.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ GRID, LEAST = 100, 10_000
 
 
 class Option(NamedTuple):
-    """A choice for a layer."""
+    """An option of a layer."""
 
     cost: float
-    """Nats a token; not negative."""
+    """Nats per token; not negative."""
     saved: float
-    """Milliseconds a step; negative where it takes longer."""
+    """Milliseconds per step; negative if it is slower."""
 
 
 def solve(options: Mapping[str, Sequence[Option]], budget: float) -> dict[str, int]:
-    """Return for each layer the place of the option chosen. The first option of each must cost nothing.
+    """Return the index of the chosen option per layer. The first option of each must cost nothing.
 
     Args:
-        budget: nats a token, not negative.
+        options: by layer.
+        budget: nats per token, not negative.
     """
     steps = max(LEAST, GRID * len(options))
-    best = np.zeros(steps + 1)  # the most that is saved with a cost of at most so many steps
+    best = np.zeros(steps + 1)  # largest gain by cost limit, in steps
     taken = np.zeros((len(options), steps + 1), np.uint8)
     for number, of_layer in enumerate(options.values()):
         best, taken[number] = _with_layer(best, [(_rounded(o.cost, budget, steps), o.saved) for o in of_layer])
@@ -45,7 +46,7 @@ def solve(options: Mapping[str, Sequence[Option]], budget: float) -> dict[str, i
 
 
 def _with_layer(best: np.ndarray, options: Sequence[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return what is saved at most with one layer more, and which of its options that takes."""
+    """Return the largest gains with one more layer, and the option of that layer that each uses."""
     found, taken = np.full_like(best, -np.inf), np.zeros(len(best), np.uint8)
     for place, (cost, saved) in enumerate(options):
         if cost >= len(best):
@@ -58,7 +59,7 @@ def _with_layer(best: np.ndarray, options: Sequence[tuple[int, float]]) -> tuple
 
 
 def _rounded(cost: float, budget: float, steps: int) -> int:
-    """Return a cost in steps of the grid, rounded up; one step more than there are where it exceeds the budget."""
+    """Return a cost in grid steps, rounded up; `steps + 1` if it exceeds the budget."""
     if cost <= 0:
         return 0
     return math.ceil(cost / budget * steps) if cost <= budget else steps + 1

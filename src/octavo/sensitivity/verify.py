@@ -1,4 +1,4 @@
-"""Whether the predictions hold: maps put into effect on other data, their loss change beside the one predicted."""
+"""Verify predictions: apply maps on other data and compare the measured change of the loss with the predicted one."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ import torch
 from torch import nn
 
 from octavo.conversion.policy import Policy
-from octavo.recipes import RecipeLike, load
-from octavo.sensitivity.choices import Choice
 from octavo.sensitivity.localisation import Report, products
 from octavo.sensitivity.loss import Loss, losses
+from octavo.sensitivity.precision_switch import Choice, switchable
 from octavo.sensitivity.result import Localisation
-from octavo.sensitivity.switchboard import switchboard
 from octavo.train.evaluate import standard_error
 
 SINGLE, RANDOM = "single layers", "random maps"
@@ -28,36 +26,39 @@ def verify(
     loss: Loss,
     *,
     maps: int,
-    recipe: RecipeLike,
     policy: Policy | None = None,
     scales: str | None = None,
     report: Report = lambda doing: None,
 ) -> list[dict[str, Any]]:
-    """Return a row for layers one at a time and a row for random maps of several, as the result kind `localize` has it.
+    """Return a row for single layers and a row for random maps, as in the result kind `localize`.
 
-    Predicted is what `found` says, summed over the layers with fprop in FP8; measured is the loss of the same model on
-    `batches` less that in high precision. Random maps have any number of layers, each as likely.
+    Predicted changes are summed over the layers with fprop in FP8; measured is the loss of the model on `batches` minus
+    that in high precision. Random maps have any number of layers with equal probability.
 
-    Everything else is computed in the model's own precision, on a GPU with products in TF32: BF16 rounds anew behind
-    each layer that changes, and four times the tokens would be needed.
+    Everything else is in the model's own precision, with TF32 on a GPU: in BF16, rounding after each changed layer
+    would require four times the tokens.
 
     Args:
-        batches: data that `found` has not seen.
-        maps: how many layers, taken by chance, and how many random maps.
+        model, policy, scales: as for `octavo.localize`.
+        found: the localisation.
+        batches: data not used for `found`.
+        loss: see `Loss`.
+        maps: number of single layers, drawn at random, and of random maps.
+        report: called before each measurement.
     """
     names = [layer.name for layer in found.layers if ("fprop",) in layer.recipes]
     predicted = {layer.name: layer.change.mean for layer in found.layers}
     groups = {SINGLE: _some(names, maps), RANDOM: list(random_maps(names, maps))}
     rows = []
     on_gpu = next(model.parameters()).is_cuda
-    with switchboard(model, load(recipe), policy, 8192, scales) as board, products("high" if on_gpu else "highest"):
+    with switchable(model, found.recipe, policy, 8192, scales) as switch, products("high" if on_gpu else "highest"):
         before = losses(model, batches, loss)
         for title, group in groups.items():
             measured, errors = [], []
             for number, inside in enumerate(group):
                 report(f"verify, {title} {number + 1} of {len(group)}")
                 chosen: dict[str, Choice] = dict.fromkeys(inside, ("fprop",))
-                with board.using(chosen):
+                with switch.using(chosen):
                     change = losses(model, batches, loss) - before
                 measured.append(float(change.mean()))
                 errors.append(standard_error(change))
@@ -67,13 +68,13 @@ def verify(
 
 
 def _some(names: Sequence[str], count: int) -> list[list[str]]:
-    """Return so many single layers, in the order of the model."""
+    """Return `count` random single layers, in the order of the model."""
     picked = torch.randperm(len(names), generator=torch.Generator().manual_seed(0))[:count].tolist()
     return [[names[place]] for place in sorted(picked)]
 
 
 def random_maps(names: Sequence[str], count: int) -> Iterator[list[str]]:
-    """Yield maps of any number of layers, each number as likely; always the same ones."""
+    """Yield random maps with a uniformly distributed number of layers, from a fixed seed."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(count):
         size = int(torch.randint(1, len(names) + 1, (), generator=generator))
@@ -95,7 +96,7 @@ def _row(
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return Spearman's rank correlation, ties at their mean rank; 0 where one of the two does not vary."""
+    """Return Spearman's rank correlation, ties at their mean rank; 0 if either does not vary."""
     ranks = np.array([_ranks(a), _ranks(b)])
     centred = ranks - ranks.mean(1, keepdims=True)
     spread = np.sqrt((centred**2).sum(1)).prod()

@@ -1,11 +1,14 @@
-"""A trained model as inference engines load it: the codes and scales that its last forward read, byte for byte.
+"""Export of trained models for inference engines: the codes and scales of the last forward, byte for byte.
 
-layers              the FP8 layers of a model: codes, scales, how inputs are quantised
-compressed_tensors  how the format of that name writes them; `fine_grained` the blocks of DeepSeek-V3
-engine_models       what a model is called outside: names of its tensors, its config.json
-files               safetensors and JSON, written whole or not at all
+exporting      `octavo.export`; `run` exports a run of `octavo train`
+layers         the FP8 layers of a model: codes, scales, input quantisation
+formats        how FP8 layers are stored: compressed-tensors, and the blocks of DeepSeek-V3
+engine_models  exported names of modules, and config.json
+files          safetensors and JSON, written atomically
+notes          differences between engines and Octavo
 """
 
-from octavo.serving.exporting import FORMATS, Exported, export
+from octavo.serving.exporting import Exported, export
+from octavo.serving.formats import FORMATS
 
 __all__ = ["FORMATS", "Exported", "export"]

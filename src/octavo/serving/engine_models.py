@@ -1,7 +1,7 @@
-"""What a model is called outside: the names of its tensors, and the config.json that says how to build it.
+"""Models as engines know them: the names of their tensors, and config.json.
 
-A Llama of `octavo.models` becomes a `LlamaForCausalLM`: both turn channel i with i + E/2, so that no row moves. A model
-of Hugging Face is what it is.
+A Llama of `octavo.models` becomes a `LlamaForCausalLM`: both rotate channel i with i + E/2, so that no row moves.
+Models of Hugging Face keep their names.
 """
 
 from __future__ import annotations
@@ -29,29 +29,28 @@ _LLAMA = {
     r"layers\.(\d+)\.feed_forward\.w3": r"model.layers.\1.mlp.up_proj",
     r"layers\.(\d+)\.feed_forward\.w2": r"model.layers.\1.mlp.down_proj",
 }
-"""Modules of a Llama, and what they are called in Hugging Face's."""
+"""Module names of a Llama, and those in Hugging Face's."""
 
 
 class EngineModel(NamedTuple):
-    """A model as others know it."""
+    """A model under its exported names."""
 
     rename: Callable[[str], str]
-    """From the full name of a module to its name there."""
+    """Maps the full name of a module to its exported name."""
     config: dict[str, Any]
-    """config.json, without what says how it is quantised."""
+    """config.json, without its quantisation."""
     head: str
-    """The full name, in the model itself, of what makes logits; empty where it has none. Engines compute it in high
-    precision, whatever a file says."""
+    """Full name of the head in the model; empty without one. Engines always compute it in high precision."""
 
 
 def engine_model(model: nn.Module, dtype: torch.dtype) -> EngineModel:
-    """Return what a model is called outside.
+    """Return the exported form of a model.
 
     Args:
-        dtype: of its values in high precision.
+        dtype: dtype of its values in high precision.
 
     Raises:
-        UnsupportedError: nobody outside knows such a model.
+        UnsupportedError: no engine supports such a model.
     """
     name = str(dtype).removeprefix("torch.")
     if isinstance(model, Llama):
@@ -59,21 +58,21 @@ def engine_model(model: nn.Module, dtype: torch.dtype) -> EngineModel:
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         raise UnsupportedError(
-            f"export: no engine knows what a {type(model).__name__} is. Exported are a Llama of octavo.models and "
-            "models of Hugging Face's transformers."
+            f"export: no engine supports a {type(model).__name__}. A Llama of octavo.models and models of Hugging "
+            "Face's transformers can be exported."
         )
     known = json.loads(config.to_json_string())
-    known.pop("quantization_config", None)  # of what it was loaded from
+    known.pop("quantization_config", None)  # from the checkpoint it was loaded from
     last = getattr(model, "get_output_embeddings", lambda: None)()
     head = next((name for name, module in model.named_modules() if module is last), "")
     return EngineModel(str, {**known, "architectures": [type(model).__name__], "dtype": name}, head)
 
 
 def _llama_name(module: str) -> str:
-    for pattern, outside in _LLAMA.items():
+    for pattern, exported in _LLAMA.items():
         if re.fullmatch(pattern, module):
-            return re.sub(pattern, outside, module)
-    raise UnsupportedError(f"export: a Llama has no module '{module}' outside of Octavo.")
+            return re.sub(pattern, exported, module)
+    raise UnsupportedError(f"export: Hugging Face's Llama has no module '{module}'.")
 
 
 def _llama_config(config: ModelConfig) -> dict[str, Any]:
@@ -90,7 +89,7 @@ def _llama_config(config: ModelConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "max_position_embeddings": config.sequence,
         "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,  # read by versions of transformers before 5, the next one by those after
+        "rope_theta": config.rope_theta,  # for transformers before 5; later versions read the next one
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "tie_word_embeddings": config.tie_embeddings,
         "attention_bias": False,

@@ -1,4 +1,4 @@
-"""The files of an exported model: safetensors, in parts where it is large, and JSON. Written whole or not at all."""
+"""The files of an exported model: safetensors, in parts if large, and JSON, written atomically."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo.errors import ConfigError, OctavoError
 
 PART_BYTES = 5 * 10**9
-"""A file of weights is closed before it would be larger: what hubs and engines are used to."""
+"""Maximum size of a file of weights, as usual for hubs and engines."""
 _WRITING = ".writing"
 
 
@@ -22,18 +22,18 @@ def check_free(directory: Path, overwrite: bool) -> None:
     """Check that a directory can be written.
 
     Args:
-        overwrite: whether an exported model that is there already may be replaced; nothing else ever is.
+        overwrite: allow to replace an existing exported model, but nothing else.
 
     Raises:
-        ConfigError: something is there.
+        ConfigError: the directory is not empty.
     """
     there = list(directory.iterdir()) if directory.is_dir() else []
     if not there and (directory.is_dir() or not directory.exists()):
         return
     if not overwrite:
-        raise ConfigError(f"{directory}: is there already. Name another directory, or say --overwrite.")
+        raise ConfigError(f"{directory}: exists already. Name another directory, or use --overwrite.")
     if not any(path.suffix == ".safetensors" for path in there) or any(path.is_dir() for path in there):
-        raise ConfigError(f"{directory}: is there, and no exported model, so that it stays. Name another directory.")
+        raise ConfigError(f"{directory}: exists and is not an exported model. Name another directory.")
 
 
 def write(
@@ -47,13 +47,13 @@ def write(
     """Write tensors and JSON files into a new directory; return the bytes of each file by its name.
 
     Args:
-        tensors: by name; they are written in that order.
+        tensors: tensors by name, written in this order.
         texts: JSON files by name.
-        overwrite: replace an exported model that is there.
+        overwrite: replace an existing exported model.
 
     Raises:
         ConfigError: see `check_free`.
-        OctavoError: it could not be written; nothing half-written remains.
+        OctavoError: a write failed; nothing incomplete remains.
     """
     check_free(directory, overwrite)
     temporary = directory.with_name(f"{_WRITING}-{directory.name}")
@@ -81,7 +81,7 @@ def _write_tensors(directory: Path, tensors: Mapping[str, Tensor], part_bytes: i
         path.touch()
         mode = path.stat().st_mode
         save_file({key: tensor.contiguous() for key, tensor in part.items()}, path, {"format": "pt"})
-        path.chmod(mode)  # whoever serves it is another user, and safetensors lets its own alone read
+        path.chmod(mode)  # safetensors creates files readable only by their owner, but another user may serve them
     if len(parts) > 1:
         weights = {key: name for name, part in zip(names, parts, strict=True) for key in part}
         size = sum(tensor.nbytes for tensor in tensors.values())

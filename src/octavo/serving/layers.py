@@ -1,4 +1,4 @@
-"""The FP8 layers of a model as they are served: the very codes that fprop reads, and how inputs become codes."""
+"""The FP8 layers of a model for serving: the codes that fprop reads, and the quantisation of inputs."""
 
 from __future__ import annotations
 
@@ -21,32 +21,31 @@ from octavo.tensor import is_distributed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedLayer:
-    """A linear layer that an engine computes in FP8."""
+    """A linear layer to be served in FP8."""
 
     name: str
-    """Its full name in the model that was trained."""
+    """Full name in the model."""
     weight: Quantized
-    """(N, K), as fprop reads it."""
+    """Codes and scales, (N, K), as fprop reads them."""
     target: Target
-    """What the weight was quantised to."""
+    """Quantisation of the weight."""
     input: Operand
-    """How its input is quantised."""
+    """Quantisation of the input."""
     input_scale: Tensor | None
-    """FP32 (1,), where a calibration file says what it is; None: an engine finds it in the input."""
+    """FP32 (1,) for a static scale; None if the engine computes it from the input."""
 
     @property
     def kind(self) -> str:
-        """How weight and input are quantised, in words."""
+        """Description of the quantisation."""
         weight, inputs = self.target.granularity, self.input.granularity.replace("row", "token")
         return f"weights by {weight}, inputs by {inputs}" + ("" if self.input_scale is None else ", static")
 
 
 def served_layers(model: nn.Module) -> list[ServedLayer]:
-    """Return the linear layers whose fprop is in FP8, those that are computed together with the codes that they share.
+    """Return the linear layers with fprop in FP8; fused layers with their shared codes.
 
     Raises:
-        UnsupportedError: weights are cut over ranks, their codes are drawn anew in each forward, or a tile of scales
-            reaches from one layer into the next.
+        UnsupportedError: weights are sharded or rounded stochastically, or a block of scales spans two layers.
     """
     layers = {
         name: layer for name, layer in model.named_modules() if type(layer) is Linear and layer.recipe.fprop.is_fp8
@@ -58,8 +57,8 @@ def served_layers(model: nn.Module) -> list[ServedLayer]:
     return [found[name] for name in layers]
 
 
-def left_out(model: nn.Module, served: Sequence[ServedLayer]) -> dict[str, str]:
-    """Return the other layers with a GEMM, whose weights are written as values, each with the reason."""
+def unserved_layers(model: nn.Module, served: Sequence[ServedLayer]) -> dict[str, str]:
+    """Return the other layers with a GEMM, which are stored as values, with the reason."""
     known = {layer.name for layer in served}
     others = {
         name: layer
@@ -71,14 +70,14 @@ def left_out(model: nn.Module, served: Sequence[ServedLayer]) -> dict[str, str]:
 
 def _reason(layer: nn.Module) -> str:
     if isinstance(layer, Convolution | GroupedLinear):
-        return "no engine's format has it in FP8"
+        return "no format stores it in FP8"
     if isinstance(layer, Linear):
         return f"recipe '{layer.recipe.name}' computes its fprop in BF16"
-    return "it was trained in high precision"
+    return "trained in high precision"
 
 
 def _served(group: Sequence[Linear], names: dict[int, str]) -> Iterator[ServedLayer]:
-    """Yield the layers of a group, quantised as one stack where they are computed as one."""
+    """Yield the layers of a group, quantised together if they are fused."""
     recipe = group[0].recipe
     if len(group) > 1 and any(layer.recipe is not recipe for layer in group):
         for layer in group:
@@ -87,18 +86,18 @@ def _served(group: Sequence[Linear], names: dict[int, str]) -> Iterator[ServedLa
     weights, target, name = [layer.weight for layer in group], target_of(recipe.fprop.weight), names[id(group[0])]
     if any(is_distributed(weight) for weight in weights):
         raise UnsupportedError(
-            f"export: '{name}.weight' is cut over ranks. Export a checkpoint, in one process: octavo export RUN."
+            f"export: '{name}.weight' is sharded over ranks. Export a checkpoint, in one process: octavo export RUN."
         )
     if target.rounding != "nearest":
         raise UnsupportedError(
-            f"export: recipe '{recipe.name}' draws the codes of '{name}' anew in each forward: there are none that "
-            "were trained. Take the format 'plain', or convert by a recipe that rounds weights to nearest."
+            f"export: recipe '{recipe.name}' rounds the weight of '{name}' stochastically in each forward, so that "
+            "there are no trained codes. Use the format 'plain', or a recipe that rounds weights to nearest."
         )
     parts = quantize_weights(weights, target).parts()
     if parts is None:
         raise UnsupportedError(
-            f"export: '{name}' is computed together with others, and blocks of {target.granularity} reach from one "
-            "into the next. Convert with Policy(fuse=False), or take the format 'plain'."
+            f"export: '{name}' is fused with others, and blocks of {target.granularity} span two layers. "
+            "Convert with Policy(fuse=False), or use the format 'plain'."
         )
     for layer, part in zip(group, parts, strict=True):
         scale = None

@@ -1,4 +1,4 @@
-"""What to know before a model is served: where engines make something else of it than Octavo did."""
+"""Notes for serving: differences between engines and Octavo."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ from torch import Tensor
 
 from octavo.serving.layers import ServedLayer
 
-_AS_ONE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers that vLLM computes as one."""
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers that vLLM fuses."""
 
 
 def notes(layers: Sequence[ServedLayer], others: Collection[str], tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Return each note once, about the first that it is true of. All names are those outside.
+    """Return each note once, for the first layer concerned. All names are exported names.
 
     Args:
-        layers: in FP8.
-        others: layers that are not.
-        tensors: all that is written.
+        layers: layers in FP8.
+        others: other layers.
+        tensors: all stored tensors.
     """
-    kinds = _mixed(layers, others), _rounded_again(layers), _stacked(tensors)
+    kinds = _mixed(layers, others), _requantised(layers), _stacked(tensors)
     return tuple(note for kind in kinds if (note := next(kind, None)) is not None)
 
 
 def _mixed(layers: Sequence[ServedLayer], others: Collection[str]) -> Iterator[str]:
     in_fp8 = [layer.name for layer in layers]
-    for members in _computed_as_one([*in_fp8, *others]):
+    for members in _fused_groups([*in_fp8, *others]):
         kept = [name for name in members if name not in in_fp8]
         if 0 < len(kept) < len(members):
             yield (
-                f"vLLM computes {kept[0]} as one with its neighbours, which are in FP8: it wants all of them in FP8 or "
-                "none (octavo.Policy(min_gain=0))."
+                f"vLLM fuses {kept[0]} with its neighbours, which are in FP8: it requires all or none of them in FP8 "
+                "(octavo.Policy(min_gain=0))."
             )
 
 
-def _rounded_again(layers: Sequence[ServedLayer]) -> Iterator[str]:
+def _requantised(layers: Sequence[ServedLayer]) -> Iterator[str]:
     scales = {layer.name: float(layer.weight.scale) for layer in layers if layer.target.granularity == "tensor"}
-    for members in _computed_as_one(scales):
+    for members in _fused_groups(scales):
         if len({scales[name] for name in members}) > 1:
             yield (
-                f"layers of {members[0].rpartition('.')[0]} have a scale each, and vLLM computes them as one: it "
-                "rounds them again, to the largest. Let octavo.convert compute them as one (octavo.Policy(fuse=True))."
+                f"layers of {members[0].rpartition('.')[0]} have separate scales, and vLLM fuses them: it requantises "
+                "them to the largest scale. Let octavo.convert fuse them (octavo.Policy(fuse=True))."
             )
 
 
@@ -49,18 +49,18 @@ def _stacked(tensors: Mapping[str, Tensor]) -> Iterator[str]:
     for name, tensor in tensors.items():
         if tensor.dim() == 3 and ".experts." in name:
             yield (
-                f"{name} holds all experts in one tensor, as transformers does in memory. It loads that; other engines "
-                "look for a tensor an expert."
+                f"{name} contains all experts in one tensor, as in transformers, which loads it; other engines expect "
+                "one tensor per expert."
             )
 
 
-def _computed_as_one(names: Iterable[str]) -> Iterator[list[str]]:
-    """Yield of these layers those that vLLM computes as one."""
+def _fused_groups(names: Iterable[str]) -> Iterator[list[str]]:
+    """Yield the groups of layers that vLLM fuses."""
     parents: dict[str, list[str]] = {}
     for name in names:
         parents.setdefault(name.rpartition(".")[0], []).append(name)
     for parent, inside in parents.items():
-        for members in _AS_ONE:
+        for members in _FUSED:
             together = [f"{parent}.{member}" for member in members if f"{parent}.{member}" in inside]
             if together:
                 yield together

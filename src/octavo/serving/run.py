@@ -1,18 +1,21 @@
-"""A run of `octavo train` into a directory that inference engines load: its newest weights, and its tokenizer."""
+"""Export of a run of `octavo train`: its newest weights, and its tokenizer as transformers and engines read it."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from octavo.data import load_tokenizer
+from octavo.data.bpe import END_OF_DOCUMENT, BPETokenizer
+from octavo.data.tokenizer import ByteTokenizer, Tokenizer
 from octavo.recipes import load
-from octavo.serving import compressed_tensors, fine_grained
 from octavo.serving.exporting import Exported, export
-from octavo.serving.tokenizer_files import tokenizer_files
+from octavo.serving.formats import BLOCKS, COMPRESSED_TENSORS
 from octavo.train.config import RunConfig
-from octavo.train.reopen import find, model_of, settings_of
+from octavo.train.load_run import find, model_of, settings_of
 
 
 def export_run(
@@ -23,16 +26,16 @@ def export_run(
     dtype: torch.dtype = torch.bfloat16,
     overwrite: bool = False,
 ) -> Exported:
-    """Write what a run has trained; see `octavo.export`.
+    """Export the model of a run; see `octavo.export`.
 
     Args:
-        run: directory of a run, or of one of its checkpoints; of any number of ranks.
-        format: by default that of the run's recipe.
+        run: directory of a run or of one of its checkpoints, with any number of ranks.
+        format: format name; by default that of the run's recipe.
 
     Raises:
         CheckpointError: there is no checkpoint, or it cannot be read.
         ConfigError: see `octavo.export`.
-        DataError: the run's tokenizer is not there any more.
+        DataError: the run's tokenizer no longer exists.
         UnsupportedError: see `octavo.export`.
     """
     found = find(run)
@@ -48,9 +51,62 @@ def export_run(
 
 
 def format_of(config: RunConfig) -> str:
-    """Return the format of a run's recipe: `fp8` for blocks, which more engines know by that name."""
+    """Return the format for a run's recipe: `fp8` for blocks, which more engines support in that format."""
     recipe = load(config.run.recipe)
     if not recipe.is_fp8:
         return "plain"
     blocks = recipe.fprop.is_fp8 and recipe.fprop.weight.granularity == "128x128"
-    return fine_grained.NAME if blocks else compressed_tensors.NAME
+    return BLOCKS if blocks else COMPRESSED_TENSORS
+
+
+_PRINTED = [*range(ord("!"), ord("~") + 1), *range(ord("\u00a1"), ord("\u00ac") + 1), *range(ord("\u00ae"), 256)]
+"""Bytes that byte-level tokenizers represent by the character of the same number; the others follow from 256 on."""
+
+
+def tokenizer_files(tokenizer: Tokenizer, sequence: int) -> dict[str, Any]:
+    """Return the JSON files of a tokenizer by name, with the ids of training and the end of a document as end of text.
+
+    Args:
+        sequence: maximum sequence length of the model.
+    """
+    known, end = _bytes(), END_OF_DOCUMENT
+    if isinstance(tokenizer, BPETokenizer):
+        known, end = json.loads(tokenizer.to_json()), tokenizer.end_token
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": end,
+        "model_max_length": sequence,
+        "clean_up_tokenization_spaces": False,
+    }
+    return {"tokenizer.json": known, "tokenizer_config.json": config}
+
+
+def _bytes() -> dict[str, Any]:
+    """Return the byte tokenizer as JSON for the package `tokenizers`: BPE without merges."""
+    others = [byte for byte in range(256) if byte not in _PRINTED]
+    characters = {byte: chr(byte) for byte in _PRINTED} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    end = {"id": ByteTokenizer.end_of_document, "content": END_OF_DOCUMENT, "special": True}
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{**end, **plain}],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {characters[byte]: byte for byte in range(256)},
+            "merges": [],
+        },
+    }

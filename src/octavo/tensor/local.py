@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 
-class Holder(Tensor):
-    """A tensor that holds another one of its shape and dtype, and adds something to how it is handled."""
+class WrapperTensor(Tensor):
+    """Base of tensor subclasses that wrap one tensor of the same shape and dtype, to change how it is handled."""
 
-    held: Tensor
+    wrapped: Tensor
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -21,7 +21,7 @@ def local(tensor: Tensor) -> Tensor:
         return tensor
     if is_distributed(tensor):
         tensor = tensor._local_tensor  # type: ignore[attr-defined]  # `to_local` is a step of autograd
-    return tensor.held if isinstance(tensor, Holder) else tensor
+    return tensor.wrapped if isinstance(tensor, WrapperTensor) else tensor
 
 
 def is_distributed(tensor: Tensor) -> bool:

@@ -1,6 +1,6 @@
-"""Training: a model in FP8 and its BF16 twin in lockstep, with checkpoints that continue bit for bit.
+"""Training: an FP8 model and its BF16 baseline on the same batches, with checkpoints that resume bit for bit.
 
-`RunConfig` needs no torch; the others load it on first use, so that the command line stays quick.
+`RunConfig` needs no torch; the other names are loaded on first use, so that the command line starts quickly.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 __all__ = ["LossScale", "RunConfig", "train"]
 
-_HOME = {"LossScale": "octavo.train.loss_scale", "train": "octavo.train.run"}
+_MODULES = {"LossScale": "loss_scale", "train": "run"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'octavo.train' has no attribute '{name}'")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(importlib.import_module(f"octavo.train.{_MODULES[name]}"), name)

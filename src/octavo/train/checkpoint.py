@@ -1,19 +1,19 @@
-"""Checkpoints: safetensors and JSON, written whole or not at all.
+"""Checkpoints: safetensors and JSON, written atomically.
 
     checkpoints/step-000100/
         state.json              step, configuration, loader, totals, versions, size of every file
         fp8.safetensors         model.<parameter>, optimizer.<parameter>.exp_avg | exp_avg_sq | step
-        bf16.safetensors        the same of the twin
+        bf16.safetensors        the same for the BF16 baseline
         random.safetensors      the states of torch's generators
 
-A run on several ranks has of each such file one for each rank, `fp8.rank-0.safetensors`, and what is sharded apart:
+A run on several ranks writes one such file per rank, `fp8.rank-0.safetensors`, and sharded tensors separately:
 
-        sharded/                fp8.model.<parameter>, ... as torch.distributed.checkpoint writes them
+        sharded/                fp8.model.<parameter>, ... in the format of torch.distributed.checkpoint
 
-Any number of ranks reads it, and so does one process; its `.metadata` is a pickle, as PyTorch has it.
+Any number of ranks can read it; its `.metadata` is a pickle, as PyTorch writes it.
 
-A checkpoint is written under a name that starts with a dot, flushed to disk, then renamed: what has the name `step-*`
-is complete.
+A checkpoint is written under a name that starts with a dot, flushed to disk, then renamed: every `step-*` directory is
+complete.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError, NonFiniteError
 from octavo.tensor import is_distributed, local
-from octavo.train.parallel import ALONE, Ranks
+from octavo.train.parallel import SINGLE_PROCESS, Ranks
 
 FORMAT = 1
 _PREFIX = "step-"
@@ -42,12 +42,12 @@ _TEMPORARY = ".writing-"
 _SHARDED = "sharded"
 
 Place = Callable[[str, torch.Size, torch.dtype], Tensor | None]
-"""Memory to read a tensor of `<file>.<name>` into, of that shape and dtype; None leaves it out."""
+"""(name, shape, dtype) -> memory to read the tensor `<file>.<name>` into; None leaves it out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a checkpoint holds, on the CPU; parts of what is sharded are where this rank keeps them."""
+    """The content of a checkpoint on the CPU; sharded tensors are on the device of the rank."""
 
     path: Path
     """Its directory."""
@@ -58,7 +58,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Number of steps done when it was written."""
+        """Number of steps made when it was written."""
         return int(self.state["step"])
 
 
@@ -69,28 +69,28 @@ def save(
     state: Mapping[str, Any],
     *,
     keep: int,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_PROCESS,
 ) -> Path:
     """Write `directory/step-XXXXXX`, then remove all but the newest `keep` checkpoints. Return its path.
 
-    All ranks call it, with a directory that all of them see.
+    All ranks call it, with a shared directory.
 
     Raises:
-        CheckpointError: it could not be written (no space left, say). Nothing half-written remains, and the
-            checkpoints before it stay.
+        CheckpointError: it could not be written (disk full, for example). No partial checkpoint remains, and earlier
+                ones are kept.
     """
     final = directory / name_of(step)
     temporary = directory / f"{_TEMPORARY}{final.name}"
     try:
-        ranks.by_first(lambda: _begin(temporary))
+        ranks.on_first(lambda: _begin(temporary))
         _write_tensors(temporary, tensors, ranks)
-        ranks.by_first(
+        ranks.on_first(
             lambda: _finish(temporary, final, {"format": FORMAT, "step": step, **_written_by(ranks), **state})
         )
     except (OSError, SafetensorError, _sharded_error()) as error:
         raise CheckpointError(_not_written(final, error, latest(directory))) from error
     finally:
-        # Also on Ctrl-C: after the rename there is nothing left to remove.
+        # Also on Ctrl-C; after the rename there is nothing to remove.
         if ranks.is_first:
             shutil.rmtree(temporary, ignore_errors=True)
     for old in find(directory)[:-keep] if ranks.is_first else ():
@@ -99,7 +99,7 @@ def save(
 
 
 def name_of(step: int) -> str:
-    """Return the name of the checkpoint that is written after so many steps."""
+    """Return the name of the checkpoint after `step` steps."""
     return f"{_PREFIX}{step:06d}"
 
 
@@ -119,12 +119,13 @@ def load(path: Path, *, rank: int = 0, place: Place | None = None) -> Checkpoint
     """Read a checkpoint.
 
     Args:
-        rank: this one; what each rank has for itself it reads again, of another one where there were fewer. What ranks
-            of a pipeline have of other stages it reads too.
-        place: where what is sharded goes; by default it is read whole.
+        path: directory of the checkpoint.
+        rank: this rank. Per-rank files of missing ranks are read from another one; in a pipeline those of other
+                stages are read too.
+        place: memory for sharded tensors; by default they are read whole.
 
     Raises:
-        CheckpointError: a file is missing, truncated or malformed, or the format is of another version.
+        CheckpointError: a file is missing, truncated or malformed, or the format version differs.
         NonFiniteError: a weight is NaN or infinite; the message names the parameter.
     """
     state = _read_state(path)
@@ -139,13 +140,13 @@ def load(path: Path, *, rank: int = 0, place: Place | None = None) -> Checkpoint
         for name, tensor in _read_sharded(path / _SHARDED, place).items():
             file, _, own = name.partition(".")
             tensors.setdefault(file, {})[own] = tensor
-    for lane, named in tensors.items():
-        _check_finite(path, lane, named)
+    for model, named in tensors.items():
+        _check_finite(path, model, named)
     return Checkpoint(path, tensors, state)
 
 
 def discard(directory: Path) -> None:
-    """Remove every checkpoint in `directory`, half-written ones of a killed process included."""
+    """Remove every checkpoint in `directory`, and partial ones of killed processes."""
     for path in [*find(directory), *directory.glob(f"{_TEMPORARY}*")]:
         shutil.rmtree(path, ignore_errors=True)
 
@@ -167,11 +168,11 @@ def _write_tensors(directory: Path, tensors: Mapping[str, Mapping[str, Tensor]],
         from torch.distributed.checkpoint import state_dict_saver
 
         state_dict_saver.save(sharded, checkpoint_id=str(directory / _SHARDED))  # flushes its files itself
-    ranks.wait()
+    ranks.barrier()
 
 
 def _finish(temporary: Path, final: Path, state: Mapping[str, Any]) -> None:
-    """Write the file that makes a checkpoint of the others, and give it its name."""
+    """Write `state.json`, with the size of each file, and rename the directory."""
     files = {str(path.relative_to(temporary)): path.stat().st_size for path in _files(temporary)}
     path = temporary / "state.json"
     path.write_text(json.dumps({**state, "files": files}, indent=2) + "\n", encoding="utf-8")
@@ -192,7 +193,7 @@ def _suffix(rank: int, ranks: int) -> str:
 
 
 def _suffixes(rank: int, ranks: int, stages: int) -> list[str]:
-    """Return what files end in that a rank reads: those of one rank of each stage, and last those that are its own."""
+    """Return the suffixes of the files a rank reads: those of one rank of each other stage, then its own."""
     of_stage, own = ranks // stages, rank % ranks
     others = [stage * of_stage + own % of_stage for stage in range(stages)]
     return [_suffix(one, ranks) for one in (*(other for other in others if other != own), own)]
@@ -203,14 +204,14 @@ def _written_by(ranks: Ranks) -> dict[str, int]:
 
 
 def _sharded_error() -> type[BaseException]:
-    """Return what torch.distributed.checkpoint raises."""
+    """Return the exception type of torch.distributed.checkpoint."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     return CheckpointException
 
 
 def _flush(path: Path) -> None:
-    """Wait until a file, or the entries of a directory, are on the disk."""
+    """Flush a file, or the entries of a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -258,7 +259,7 @@ def _read_sharded(directory: Path, place: Place | None) -> dict[str, Tensor]:
         known = FileSystemReader(directory).read_metadata().state_dict_metadata
         memory = {name: _memory(name, entry, place) for name, entry in known.items()}
         tensors = {name: tensor for name, tensor in memory.items() if tensor is not None}
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # that it is read by one process
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # about reading in one process
             state_dict_loader.load(tensors, checkpoint_id=str(directory), no_dist=place is None)
     except (_sharded_error(), OSError, ValueError, EOFError) as error:
         raise CheckpointError(f"{directory}: cannot be read ({error}).{_remedy(directory.parent)}") from error
@@ -278,29 +279,29 @@ def _checkpoint_of(file: Path) -> Path:
     return file.parent.parent if file.parent.name == _SHARDED else file.parent
 
 
-def _check_finite(path: Path, lane: str, named: Mapping[str, Tensor]) -> None:
+def _check_finite(path: Path, model: str, named: Mapping[str, Tensor]) -> None:
     for name, tensor in named.items():
         if not (name.startswith("model.") and tensor.is_floating_point()):
             continue
         tensor = local(tensor)
-        finite = torch.isfinite(tensor.float() if tensor.element_size() == 1 else tensor)  # codes cannot be asked
+        finite = torch.isfinite(tensor.float() if tensor.element_size() == 1 else tensor)  # no isfinite for FP8
         if not finite.all():
             count = int((~finite).sum())
             parameter = name.removeprefix("model.")
             raise NonFiniteError(
-                f"{path / lane}.safetensors: {count} of {tensor.numel()} values of the parameter"
+                f"{path / model}.safetensors: {count} of {tensor.numel()} values of the parameter"
                 f" '{parameter}' are NaN or infinite.{_remedy(path)}"
             )
 
 
 def _remedy(path: Path) -> str:
-    """Say how to go on without the checkpoint `path`: from the one before, where there is one."""
+    """Return advice to resume from the checkpoint before `path`, if there is one."""
     before = [p for p in find(path.parent) if p.name < path.name]
     return f" Remove {path} to resume from {before[-1].name}." if before else ""
 
 
 def _not_written(final: Path, error: BaseException, last: Path | None) -> str:
-    # Safetensors reports a full disk as its own error, with the reason in the text.
+    # Safetensors reports a full disk as an error of its own, with the reason in the text.
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     stays = f"The last good checkpoint is {last}." if last else "There is no earlier checkpoint."
     return f"{final}: cannot be written ({reason}). {stays}"

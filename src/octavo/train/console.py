@@ -1,4 +1,4 @@
-"""The run in a terminal: a live table, then a closing block; in a pipe, plain lines."""
+"""Progress of a run in a terminal: a live table and a final report; plain lines in a pipe."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from rich.progress import (
 from rich.table import Table
 
 from octavo import __version__
-from octavo.train.closing import closing_block
+from octavo.guard.guarded import GuardEvent
 from octavo.train.events import (
     Evaluated,
     Event,
     Finished,
     Logged,
-    Noted,
     Preparing,
     Saved,
     Started,
     Switched,
     gap_percent,
 )
+from octavo.train.final_report import final_report
 
 _ROWS = 12
 _TITLES = {"fp8": "loss FP8", "bf16": "loss BF16"}
@@ -39,10 +39,10 @@ _WIDTH = 10
 
 
 class ConsoleReporter:
-    """Writes a run to a terminal, or to whatever stands in for one."""
+    """Writes a run to a terminal or to a file."""
 
     def __init__(self, console: Console | None = None) -> None:
-        # No markup and no highlighting: what is printed is what was measured.
+        # No markup and no highlighting of measured values.
         self._console = console or Console(highlight=False)
         self._rows: deque[list[str]] = deque(maxlen=_ROWS)
         self._columns: list[str] = []
@@ -63,30 +63,29 @@ class ConsoleReporter:
             case Switched():
                 self._say(f"step {event.step}: the FP8 model computes in {event.precision.upper()} from here on")
             case Evaluated():
-                losses = "  ".join(f"{lane.upper()} {loss:.4f}" for lane, loss in event.loss.items())
+                losses = "  ".join(f"{model.upper()} {loss:.4f}" for model, loss in event.loss.items())
                 self._say(f"step {event.step}: held-out loss  {losses}")
-            case Noted() if event.note.level != "info" or event.note.action:
-                note = event.note
-                action = f" -> {note.action}" if note.action else ""
-                self._say(f"step {note.step}: {f'[{note.cause}] ' if note.cause else ''}{note.text}{action}")
+            case GuardEvent() if event.level != "info" or event.action:
+                action = f" -> {event.action}" if event.action else ""
+                self._say(f"step {event.step}: {f'[{event.cause}] ' if event.cause else ''}{event.text}{action}")
             case Saved():
                 self._say(f"step {event.step}: checkpoint {event.path}")
             case Finished():
                 self.close()
-                closing_block(self._console, event)
+                final_report(self._console, event)
 
     def close(self) -> None:
-        """Leave the last state of the table on the screen and give the cursor back."""
+        """Leave the table on the screen and restore the cursor."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def _start(self, event: Started) -> None:
         run, data = event.config.run, event.config.data
-        twin = " and its BF16 twin" if len(event.lanes) == 2 else ""
+        baseline = " and its BF16 baseline" if len(event.models) == 2 else ""
         self._say(
             f"{event.config.model.architecture.capitalize()} of {_count(event.parameters)} parameters, recipe"
-            f" {run.recipe}{twin}, on {event.device}"
+            f" {run.recipe}{baseline}, on {event.device}"
         )
         self._say(
             f"{run.steps} steps of {run.batch} x {data.sequence} tokens from '{data.source}'"
@@ -94,7 +93,7 @@ class ConsoleReporter:
         )
         if event.first_step:
             self._say(f"resumed after step {event.first_step}")
-        losses = [_TITLES[lane] for lane in event.lanes]
+        losses = [_TITLES[model] for model in event.models]
         gap = ["gap %"] if len(losses) == 2 else []
         self._columns = ["step", *losses, *gap, "tokens/s", "lr", "grad norm"]
         if self._console.is_terminal:
@@ -117,11 +116,11 @@ class ConsoleReporter:
         self._live.start()
 
     def _log(self, event: Logged) -> None:
-        for lane, overflows in event.overflows.items():
-            if overflows > self._overflows.get(lane, 0):
+        for model, overflows in event.overflows.items():
+            if overflows > self._overflows.get(model, 0):
                 self._say(
-                    f"step {event.step}: {lane.upper()} gradients overflowed, {overflows} steps skipped so far,"
-                    f" loss scale now {event.loss_scale[lane]:g}"
+                    f"step {event.step}: {model.upper()} gradients overflowed, {overflows} steps skipped so far,"
+                    f" loss scale now {event.loss_scale[model]:g}"
                 )
         self._overflows = event.overflows
         self._rows.append(_cells(event))

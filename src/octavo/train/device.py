@@ -1,24 +1,31 @@
-"""Which device a run uses, and what it is called."""
+"""The device of a run: its choice, its name, step times, and the garbage collector while steps run on it."""
 
 from __future__ import annotations
 
+import gc
 import platform
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from octavo.errors import ConfigError
-from octavo.monitor.environment import versions
+from octavo.monitor.system import versions
 
-__all__ = ["describe", "resolve", "versions"]
+__all__ = ["WARM_UP_STEPS", "DeviceTimer", "describe", "gc_frozen", "resolve", "versions"]
+
+WARM_UP_STEPS = 3
+"""Steps after which compilation has usually finished."""
 
 
 def resolve(name: str) -> torch.device:
-    """Return the device called `name`; `auto` is the first CUDA device where there is one, else the CPU.
+    """Return the device called `name`; `auto` is the first CUDA device if there is one, else the CPU.
 
     Raises:
-        ConfigError: an unknown name, or a device that is not there.
+        ConfigError: unknown name, or the device does not exist.
     """
     if name == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -30,7 +37,7 @@ def resolve(name: str) -> torch.device:
     if not torch.cuda.is_available():
         raise ConfigError(f"run.device: no CUDA device is available to torch {torch.__version__}; use --device cpu.")
     if int(index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"run.device: '{name}' is not there; CUDA devices: {torch.cuda.device_count()}.")
+        raise ConfigError(f"run.device: '{name}' does not exist; CUDA devices: {torch.cuda.device_count()}.")
     return torch.device("cuda", int(index or 0))
 
 
@@ -42,9 +49,66 @@ def describe(device: torch.device) -> str:
 
 
 def _processor() -> str:
-    """Linux has the model in /proc/cpuinfo; elsewhere Python's guess will do."""
     if sys.platform == "linux":
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+class DeviceTimer:
+    """Context manager that times device work without synchronising: on CUDA only `milliseconds` waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._events: list[torch.cuda.Event] = []
+        self._times: list[float] = []
+
+    def __enter__(self) -> DeviceTimer:
+        self._events, self._times = [], []
+        self._record()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._record()
+
+    def milliseconds(self) -> float:
+        """Return the time between enter and exit. On CUDA this waits for the work to finish."""
+        if self._cuda:
+            start, end = self._events
+            end.synchronize()
+            return float(start.elapsed_time(end))
+        return 1e3 * (self._times[1] - self._times[0])
+
+    def _record(self) -> None:
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append(event)
+        else:
+            self._times.append(time.perf_counter())
+
+
+@contextmanager
+def gc_frozen(device: torch.device) -> Iterator[Callable[[], None]]:
+    """Yield a function to call after each step; once steps are warm it hides existing objects from the collector.
+
+    A full collection visits every object. Compilers leave several hundred thousand, so that it takes as long as a GPU
+    step, at a different step on each rank, and all other ranks wait. On a CPU nothing is frozen. Objects frozen here
+    are unfrozen when the block ends; a collector that was already frozen is left as it is.
+    """
+    steps, froze = 0, False
+
+    def after_step() -> None:
+        nonlocal steps, froze
+        steps += 1
+        if steps == WARM_UP_STEPS and device.type == "cuda" and not gc.get_freeze_count():
+            gc.collect()
+            gc.freeze()
+            froze = True
+
+    try:
+        yield after_step
+    finally:
+        if froze:
+            gc.unfreeze()

@@ -1,4 +1,4 @@
-"""What a run tells those who watch it: plain values, no tensors."""
+"""Events of a run, passed to reporters: plain values, no tensors."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.guard.guarded import Note
+from octavo.guard.guarded import GuardEvent
 from octavo.train.config import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preparing:
-    """The text is about to be read and the models built. The first time, a large corpus takes a while."""
+    """The text is about to be read and the models built; a large corpus takes a while the first time."""
 
     config: RunConfig
-    """As resolved: presets, file and flags applied."""
+    """Resolved: presets, file and flags applied."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,21 +28,21 @@ class Started:
     """A run is about to make its first step."""
 
     config: RunConfig
-    """As resolved: presets, file and flags applied."""
-    lanes: tuple[str, ...]
+    """Resolved: presets, file and flags applied."""
+    models: tuple[str, ...]
     """Names of the models in training: `fp8`, `bf16` or both, in this order."""
     device: str
-    """For people: the name of the processor or GPU."""
+    """Name of the processor or GPU."""
     parameters: int
-    """Parameters of one model."""
+    """Number of parameters of one model."""
     plan: Any
-    """The conversion carried out on the FP8 model; None without one."""
+    """Conversion plan of the FP8 model; None without one."""
     corpus: Mapping[str, Any]
-    """Facts of the text: `unigram_entropy` in nats a token, token counts."""
+    """Facts of the text: `unigram_entropy` in nats per token, token counts."""
     first_step: int
-    """0, or the number of steps that the checkpoint resumed from had made."""
+    """0, or the step of the checkpoint that the run resumed from."""
     tensors: Sequence[tuple[Any, ...]] = ()
-    """What the rows of `TensorsMeasured.values` are about: layer, role, operand; empty where none are measured."""
+    """The tensor of each row of `TensorsMeasured.values`: layer, role, operand; empty without telemetry."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,26 +50,26 @@ class Logged:
     """A line of the log."""
 
     step: int
-    """Steps made, this one included."""
+    """Number of steps made, this one included."""
     loss: Mapping[str, float]
-    """By lane: mean loss of this step's batch, in nats a token."""
+    """By model: mean loss of this step's batch, in nats per token."""
     gradient_norm: Mapping[str, float]
-    """By lane: global norm before clipping."""
+    """By model: global norm before clipping."""
     milliseconds: Mapping[str, float]
-    """By lane: time of this step."""
+    """By model: time of this step."""
     lr: float
     """Learning rate of this step."""
     tokens: int
-    """Tokens trained on so far, by each lane."""
+    """Tokens trained on so far, per model."""
     tokens_per_second: float
-    """Tokens a second since the last line, all lanes running one after another."""
+    """Tokens per second since the last line; models run one after another."""
     loss_scale: Mapping[str, float] = field(default_factory=dict)
-    """By lane, with dynamic loss scaling: the scale of the next step."""
+    """By model, with dynamic loss scaling: the scale of the next step."""
     overflows: Mapping[str, int] = field(default_factory=dict)
-    """By lane, with dynamic loss scaling: steps skipped so far."""
+    """By model, with dynamic loss scaling: steps skipped so far."""
 
     def record(self) -> dict[str, Any]:
-        """Return the line as `metrics.jsonl` holds it. A loss or norm of a skipped step that is not finite is None."""
+        """Return the line of `metrics.jsonl`. A non-finite loss or norm of a skipped step is None."""
         named: dict[str, Mapping[str, float]] = {
             "loss": self.loss,
             "gradient_norm": self.gradient_norm,
@@ -77,33 +77,35 @@ class Logged:
             "loss_scale": self.loss_scale,
             "overflows": self.overflows,
         }
-        by_lane = {f"{name}_{lane}": _finite(value) for name, values in named.items() for lane, value in values.items()}
+        by_model = {
+            f"{name}_{model}": _finite(value) for name, values in named.items() for model, value in values.items()
+        }
         rest = {"gap_percent": _finite(gap_percent(self.loss)), "lr": self.lr, "tokens": self.tokens}
-        return {"step": self.step, **by_lane, **rest, "tokens_per_second": self.tokens_per_second}
+        return {"step": self.step, **by_model, **rest, "tokens_per_second": self.tokens_per_second}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorsMeasured:
-    """Statistics of the tensors of the FP8 model have arrived, of this step or of an earlier one."""
+    """Tensor statistics of the FP8 model have arrived, for this step or an earlier one."""
 
     step: int
-    """The step that they were measured in."""
+    """The step that was measured."""
     values: NDArray[np.float32]
-    """(tensors, statistics), the columns those of `octavo.monitor.store.STATS`."""
+    """(tensors, statistics), columns as in `octavo.monitor.store.STATS`."""
     histograms: NDArray[np.float32] | None = None
-    """(tensors, bins), as `octavo.nn.telemetry.Telemetry` has them, of a step that has any."""
+    """(tensors, bins), as in `octavo.nn.telemetry.Telemetry`, if the step was sampled for them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorsChanged:
-    """The tensors that are measured are others from here on: layers changed their recipe."""
+    """The measured tensors change from here on: layers changed their recipe."""
 
     step: int
     """Steps made."""
     rows: Sequence[tuple[Any, ...]]
     """As `Started.tensors`."""
     plan: Any
-    """The conversion carried out."""
+    """The new conversion plan."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,26 +118,18 @@ class Switched:
     """`bf16` or `fp8`."""
 
     def record(self) -> dict[str, Any]:
-        """Return the change as `metrics.jsonl` holds it."""
+        """Return the line of `metrics.jsonl`."""
         return {"step": self.step, "precision_fp8": self.precision}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Noted:
-    """Guardrails saw, decided or did something."""
-
-    note: Note
-    """What, and why."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RolledBack:
-    """The run went back: steps that were made do not count, and are made again."""
+    """The run was rolled back: steps that were made do not count, and are repeated."""
 
     step: int
-    """Steps that had been made."""
+    """Number of steps that had been made."""
     to: int
-    """Steps that still count."""
+    """Number of steps that still count."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,12 +139,12 @@ class Evaluated:
     step: int
     """Steps made."""
     loss: Mapping[str, float]
-    """By lane: mean held-out loss in nats a token."""
+    """By model: mean held-out loss in nats per token."""
 
     def record(self) -> dict[str, Any]:
-        """Return the evaluation as `metrics.jsonl` holds it."""
-        by_lane = {f"heldout_loss_{lane}": value for lane, value in self.loss.items()}
-        return {"step": self.step, **by_lane, "heldout_gap_percent": gap_percent(self.loss)}
+        """Return the line of `metrics.jsonl`."""
+        by_model = {f"heldout_loss_{model}": value for model, value in self.loss.items()}
+        return {"step": self.step, **by_model, "heldout_gap_percent": gap_percent(self.loss)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,16 +159,16 @@ class Saved:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finished:
-    """A run has ended as planned."""
+    """A run has finished."""
 
     summary: Mapping[str, Any]
     """The content of `summary.json`."""
     history: Sequence[Mapping[str, Any]]
     """The lines of `metrics.jsonl`."""
     directory: Path
-    """Where the run is stored."""
+    """Directory of the run."""
     architecture: str = "llama"
-    """Of the model."""
+    """Architecture of the model."""
 
 
 Event = (
@@ -184,7 +178,7 @@ Event = (
     | TensorsMeasured
     | TensorsChanged
     | Switched
-    | Noted
+    | GuardEvent
     | RolledBack
     | Evaluated
     | Saved
@@ -193,14 +187,14 @@ Event = (
 
 
 class Reporter(Protocol):
-    """Someone who watches a run."""
+    """A consumer of events: terminal, metrics file, run store."""
 
     def report(self, event: Event) -> None:
-        """Take in one event; called in the order in which things happen."""
+        """Handle one event; called in the order in which they happen."""
         ...
 
     def close(self) -> None:
-        """Let go of terminals and files; called once, also when the run failed."""
+        """Release terminals and files; called once, also after a failure."""
         ...
 
 
@@ -209,7 +203,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def gap_percent(loss: Mapping[str, float]) -> float | None:
-    """Return by how many percent the FP8 loss lies above the BF16 loss; None unless both are there."""
+    """Return by how many percent the FP8 loss exceeds the BF16 loss; None unless both are known."""
     if "fp8" not in loss or "bf16" not in loss:
         return None
     return 100 * (loss["fp8"] - loss["bf16"]) / loss["bf16"]

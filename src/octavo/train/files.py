@@ -1,4 +1,4 @@
-"""The small files of a run: JSON written whole, and one line of metrics after another."""
+"""The small files of a run: JSON documents and the metrics log."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from octavo.train.events import Evaluated, Event, Logged, RolledBack, Switched
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file under a temporary name, then rename it.
+    """Write a JSON file atomically.
 
     Raises:
-        RunError: it could not be written; what was there before stays.
+        RunError: it could not be written; an existing file stays unchanged.
     """
     temporary = path.with_name(f".writing-{path.name}")
 
@@ -24,16 +24,16 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         temporary.replace(path)
 
     try:
-        guarded(path, write)
+        wrap_os_errors(path, write)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def guarded(path: Path, action: Callable[[], object]) -> None:
-    """Do something to the file or directory `path`.
+def wrap_os_errors(path: Path, action: Callable[[], object]) -> None:
+    """Run an action on the file or directory `path`.
 
     Raises:
-        RunError: the system refused; the message names the path and the reason.
+        RunError: the system reported an error; the message names the path and the reason.
     """
     try:
         action()
@@ -42,24 +42,24 @@ def guarded(path: Path, action: Callable[[], object]) -> None:
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one line a logged step, change of precision or evaluation, on the disk as soon as it happens."""
+    """`metrics.jsonl`: one line per logged step, change of precision or evaluation, written as it happens."""
 
     def __init__(self, path: Path, *, keep_until: int) -> None:
-        """Open `path`, keeping the lines up to step `keep_until`: a resumed run writes the others again."""
+        """Open `path` and keep the lines up to step `keep_until`: a resumed run writes the others again."""
         self._path = path
-        self._cut(keep_until)
+        self._truncate(keep_until)
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def report(self, event: Event) -> None:
-        """Write the event, if it is one that measures."""
+        """Write the event if it has measurements."""
         if isinstance(event, Logged | Switched | Evaluated):
-            guarded(self._path, lambda: self._file.write(_line(event.record())))
+            wrap_os_errors(self._path, lambda: self._file.write(_line(event.record())))
         elif isinstance(event, RolledBack):
-            self._cut(event.to)
+            self._truncate(event.to)
 
-    def _cut(self, keep_until: int) -> None:
+    def _truncate(self, keep_until: int) -> None:
         kept = [line for line in read_metrics(self._path) if line["step"] <= keep_until]
-        guarded(self._path, lambda: self._path.write_text("".join(map(_line, kept)), encoding="utf-8"))
+        wrap_os_errors(self._path, lambda: self._path.write_text("".join(map(_line, kept)), encoding="utf-8"))
 
     def close(self) -> None:
         """Close the file."""
@@ -67,7 +67,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics file; none where there is no file. A last line cut short is left out."""
+    """Return the lines of a metrics file, none if there is no file. An incomplete last line is left out."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)

@@ -1,11 +1,11 @@
-"""Loss scaling: the loss is multiplied before backward, the gradients are divided after it.
+"""Loss scaling: multiply the loss before backward, divide the gradients after it.
 
-The scale keeps small gradients away from the end of a 16-bit format's range. BF16 has the range of FP32 and FP8 has
-scales of its own, so `none` is the default; FP16, or FP8 scales that many values share, is what the others are for.
+The scale keeps small gradients within the range of a 16-bit format. BF16 has the range of FP32 and FP8 codes have
+scales of their own, so the default is `none`; FP16, or FP8 scales shared by many values, may need one.
 
-`dynamic` (Micikevicius et al., arXiv 1710.03740, section 4.1): where a gradient overflows, the step is skipped and the
-scale is halved; after a window of steps without an overflow it is doubled. All of this happens on the device, so that
-no step waits for the host. Scales are powers of two, so that multiplying and dividing change no bit of a gradient.
+`dynamic` (Micikevicius et al., arXiv 1710.03740, section 4.1): if a gradient overflows, the step is skipped and the
+scale halved; after a window of steps without overflow it is doubled. This happens on the device: no step waits for the
+host. Scales are powers of two, so that scaling and unscaling are exact.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from octavo.tensor import is_distributed
 
 Mode = Literal["none", "constant", "dynamic"]
 GIVE_UP = 16
-"""Overflows in a row after which a run is broken: halving the scale as often has not helped."""
+"""Consecutive overflows after which a run has failed: halving the scale did not help."""
 
 
 class LossScale:
-    """The scale of a loss, for one model and its optimizer.
+    """The loss scale of one model and its optimizer.
 
-    In a loop of one's own, the last three in this order, once a step:
+    In a training loop, call the last three in this order, once per step:
 
         scale.scaled(loss).backward()
-        scale.unscale(model.parameters())
+            scale.unscale(model.parameters())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)     # sees the gradients themselves
         scale.step(optimizer)
     """
@@ -52,36 +52,36 @@ class LossScale:
             mode: `dynamic`; `constant`, which keeps `start`; or `none`, a scale of 1. Only `dynamic` skips steps.
             start: a power of two.
             window: steps without an overflow after which `dynamic` doubles the scale.
-            device: where the gradients are.
-            group: ranks that have other gradients of the same model, such as the stages of a pipeline: what overflows
-                on one overflows on all. Ranks that a gradient is spread over, as a DTensor, need not be named.
+            device: device of the gradients.
+            group: ranks with other gradients of the same model, such as pipeline stages, which skip steps together. Not
+                needed for ranks that a DTensor gradient is sharded over.
 
         Raises:
-            ConfigError: an unknown mode, a start that is no power of two, or a window below 1.
+            ConfigError: unknown mode, a start that is not a power of two, or a window below 1.
         """
         if mode not in ("none", "constant", "dynamic"):
             raise ConfigError(f"loss scale: '{mode}' is none of none, constant, dynamic.")
         if not 0 < start < math.inf or math.frexp(start)[0] != 0.5:
-            raise ConfigError(f"loss scale: {start} is no power of two, so it would round every gradient. Take 256.")
+            raise ConfigError(f"loss scale: {start} is not a power of two and would round every gradient. Take 256.")
         if window < 1:
             raise ConfigError(f"loss scale: a window of {window} steps is not positive.")
         self.mode, self.window, self.group = mode, window, group
         self.scale = torch.full((), 1.0 if mode == "none" else start, device=device)
-        """What the loss is multiplied by; FP32, shape ()."""
+        """Factor on the loss; FP32, shape ()."""
         self.streak = torch.zeros((), dtype=torch.int64, device=device)
-        """Steps since the last overflow or doubling; below zero, overflows in a row."""
+        """Steps since the last overflow or doubling; if negative, consecutive overflows."""
         self.overflows = torch.zeros((), dtype=torch.int64, device=device)
         """Steps skipped so far."""
         self._overflow = torch.zeros((), device=device)
 
     @property
     def skips(self) -> bool:
-        """Whether steps that overflow are skipped."""
+        """True if steps that overflow are skipped."""
         return self.mode == "dynamic"
 
     @property
     def has_given_up(self) -> Tensor:
-        """Whether the last `GIVE_UP` steps all overflowed: not the scale's fault. Boolean, shape (), on the device."""
+        """True if the last `GIVE_UP` steps all overflowed. Boolean, shape (), on the device."""
         return self.streak <= -GIVE_UP
 
     def scaled(self, loss: Tensor) -> Tensor:
@@ -89,10 +89,11 @@ class LossScale:
         return loss if self.mode == "none" else loss * self.scale
 
     def unscale(self, parameters: Iterable[Tensor], loss: Tensor | None = None) -> None:
-        """Divide the gradients of `parameters` by the scale, in place, and see whether any of them overflowed.
+        """Divide the gradients of `parameters` by the scale, in place, and record whether any overflowed.
 
         Args:
-            loss: a NaN or infinity here counts as an overflow too.
+            parameters: parameters with gradients.
+            loss: a NaN or infinity in it counts as an overflow too.
         """
         if self.mode == "none":
             return
@@ -110,15 +111,15 @@ class LossScale:
             dist.all_reduce(self._overflow, dist.ReduceOp.MAX, group=self.group)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the optimizer's step unless a gradient overflowed, then choose the next scale.
+        """Step the optimizer unless a gradient overflowed, then update the scale.
 
-        A fused optimizer of PyTorch skips on the device; any other one has to wait for the host to look.
+        A fused optimizer of PyTorch skips on the device; for any other one the host waits for the result.
         """
         if not self.skips:
             optimizer.step()
             return
         if getattr(optimizer, "_step_supports_amp_scaling", False):
-            # What `torch.amp.GradScaler` tells a fused optimizer, in the same two attributes.
+            # The two attributes by which `torch.amp.GradScaler` makes a fused optimizer skip.
             optimizer.grad_scale, optimizer.found_inf = None, self._overflow  # type: ignore[attr-defined]
             try:
                 optimizer.step()
@@ -129,11 +130,11 @@ class LossScale:
         self._update(self._overflow > 0)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what a resumed run needs; nothing where the scale never changes."""
+        """Return the state of a dynamic scale; empty for other modes."""
         return {"scale": self.scale, "streak": self.streak, "overflows": self.overflows} if self.skips else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from what `state_dict` returned."""
+        """Load the result of `state_dict`."""
         for name, tensor in self.state_dict().items():
             tensor.copy_(state[name])
 
@@ -147,6 +148,6 @@ class LossScale:
 
 
 def _kind(gradient: Any) -> object:
-    """Return what gradients that are looked at together have in common: PyTorch asks the ranks that the first has."""
+    """Return the key that groups gradients for one check: PyTorch reduces over the mesh of the first of a group."""
     spread = (gradient.device_mesh, gradient.placements) if is_distributed(gradient) else None
     return gradient.dtype, spread

@@ -1,4 +1,4 @@
-"""The memory of a run: what it will take at its peak, what it took, and the largest model that would fit."""
+"""Memory of a run: predicted and measured peak, and the largest model that fits."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 import torch
 
 from octavo import memory, recipes
-from octavo.memory.fit import largest
+from octavo.memory.forecast import largest
 from octavo.models.config import ModelConfig
 from octavo.train.config import RunConfig
-from octavo.train.setup import make_lanes
+from octavo.train.setup import make_states
 
 
 def forecast_run(config: RunConfig, *, gpus: int = 1) -> memory.Forecast:
-    """Return the predicted peak of a run on a GPU, on each of several where FSDP2 shards it.
+    """Return the predicted peak memory of a run on a GPU, per GPU with FSDP2 over several.
 
-    The batch is that of one GPU. Blocks are compiled unless the configuration switches that off.
+    The batch is that of one GPU. Blocks are compiled unless the configuration disables it.
 
     Raises:
-        ConfigError: an unknown recipe, or fewer than one GPU.
+        ConfigError: unknown recipe, or fewer than one GPU.
     """
     run = replace(config.run, compile="off" if config.run.compile == "off" else "on", graph="off")
     planned = replace(config, run=run)
@@ -29,7 +29,7 @@ def forecast_run(config: RunConfig, *, gpus: int = 1) -> memory.Forecast:
 
 
 def largest_model(config: RunConfig, gib: float, *, gpus: int = 1) -> tuple[ModelConfig, memory.Forecast] | None:
-    """Return the largest model of these proportions whose run takes at most `gib` GiB, or None where none does.
+    """Return the largest model of these proportions whose run needs at most `gib` GiB, or None.
 
     Raises:
         ConfigError: as `forecast_run`.
@@ -52,10 +52,9 @@ def largest_of(
 
 
 def scaled(model: ModelConfig, groups: int) -> ModelConfig:
-    """Return a model of so many key and value heads and the proportions of another, as a Llama of 1 B is to one of 8 B.
+    """Return `model` scaled to `groups` key and value heads, as Llama 1B relates to 8B.
 
-    The size of a head and the query heads that share a key stay what they are; width, feed-forward and depth grow
-    along.
+    The head size and the query heads per key stay the same; width, feed-forward size and depth scale along.
     """
     ratio = groups / model.key_value_heads
     heads = model.heads // model.key_value_heads * groups
@@ -64,11 +63,10 @@ def scaled(model: ModelConfig, groups: int) -> ModelConfig:
 
 
 def peaks(config: RunConfig, device: torch.device, *, ranks: int = 1) -> dict[str, Any]:
-    """Return for the summary of a run on a GPU the measured and the predicted peak in GiB; None for both elsewhere.
+    """Return the measured and the predicted peak in GiB for the summary; None for both without a GPU.
 
-    The predicted one by kind too, which the dashboard shows. A forecast that fails is told in
-    `memory_forecast_error`: it must not cost a run its summary. On several ranks the peak is that of the first, and
-    none is predicted.
+    The prediction is also split by kind, for the dashboard. If the forecast fails, `memory_forecast_error` says why, so
+    that the summary is still written. On several ranks the peak is that of rank 0, and there is no prediction.
     """
     if device.type != "cuda":
         return {"peak_gib": None, "predicted_peak_gib": None}
@@ -77,7 +75,7 @@ def peaks(config: RunConfig, device: torch.device, *, ranks: int = 1) -> dict[st
         return {"peak_gib": peak, "predicted_peak_gib": None}
     try:
         forecast = forecast_run(config)
-    except Exception as error:  # a forecast runs the program by other means: whatever these may raise
+    except Exception as error:  # a forecast traces the program and may raise anything
         failure = f"{type(error).__name__}: {error}"
         return {"peak_gib": peak, "predicted_peak_gib": None, "memory_forecast_error": failure}
     by_kind = {kind: round(size / 2**30, 3) for kind, size in forecast.by_kind.items()}
@@ -86,12 +84,12 @@ def peaks(config: RunConfig, device: torch.device, *, ranks: int = 1) -> dict[st
 
 
 def _program(config: RunConfig) -> memory.Program:
-    lanes, _ = make_lanes(config, recipes.load(config.run.recipe), torch.device("cpu"))
+    states, _ = make_states(config, recipes.load(config.run.recipe), torch.device("cpu"))
     shape = config.run.batch, config.data.sequence
     tokens, targets = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
 
     def step() -> None:
-        for lane in lanes:
-            lane.step(tokens, targets, step=1, lr=config.optimizer.lr, accumulate=config.run.accumulate)
+        for state in states:
+            state.step(tokens, targets, step=1, lr=config.optimizer.lr, accumulate=config.run.accumulate)
 
-    return memory.Program(models=[lane.model for lane in lanes], forward_backward=step)
+    return memory.Program(models=[state.model for state in states], forward_backward=step)

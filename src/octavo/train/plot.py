@@ -1,4 +1,4 @@
-"""Curves in a terminal, drawn with braille dots: two across and four down in each character."""
+"""Terminal plots with braille dots: two across and four down per character."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.text import Text
 Points = Sequence[tuple[float, float]]
 COLOURS = ("cyan", "yellow", "magenta", "green", "red", "blue", "white")
 _MARK = -1
-"""In place of a character's dots: an upright line."""
+"""Marks a vertical line in place of a character's dots."""
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
@@ -22,13 +22,16 @@ def plot(
     unit: str = "step",
     marks: Mapping[str, Sequence[float]] | None = None,
 ) -> Text:
-    """Return curves of `(x, y)` points in one frame, with their range at the axes and a legend below.
+    """Return curves of `(x, y)` points in one frame, with their range at the axes and a legend.
 
-    A character that curves share takes the colour of the last. Points that are not finite are left out.
+    A character shared by several curves takes the colour of the last one. Non-finite points are left out.
 
     Args:
-        unit: of the xs.
-        marks: what happened -> the xs at which it did: upright lines behind the curves.
+        curves: name -> points.
+        width: characters.
+        height: lines.
+        unit: unit of x.
+        marks: label -> x values of vertical lines behind the curves.
     """
     drawn = {name: [p for p in points if abs(p[1]) < float("inf")] for name, points in curves.items()}
     xs = [x for points in drawn.values() for x, _ in points]

@@ -1,4 +1,4 @@
-"""`run.sqlite`: what a run told those who watch it, in the run store."""
+"""`StoreReporter`: writes the events of a run to `run.sqlite`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from typing import Any
 
 import torch
 
-from octavo import strict
-from octavo.guard.guarded import Note
-from octavo.monitor.environment import environment
+from octavo._util import config_reader
+from octavo.guard.guarded import GuardEvent
 from octavo.monitor.recorder import Recorder
 from octavo.monitor.store.writer import outcome_of
+from octavo.monitor.system import environment
 from octavo.train.config import RunConfig
 from octavo.train.events import (
     Evaluated,
     Event,
     Finished,
     Logged,
-    Noted,
     RolledBack,
     Saved,
     Started,
@@ -33,14 +32,14 @@ from octavo.train.parallel import Launch
 
 
 class StoreReporter:
-    """Writes a run to its store, in a thread of its own: training never waits for it.
+    """Writes a run to its store in a background thread.
 
     Raises:
         StoreError: the store cannot be opened. Later failures are warnings.
     """
 
     def __init__(self, config: RunConfig, device: torch.device, *, done: int) -> None:
-        """Open the store of a run that has made `done` steps: what it holds past them is cut."""
+        """Open the store of a run that has made `done` steps; later steps in it are dropped."""
         run = config.run
         self._device = device
         self._has_finished = False
@@ -51,7 +50,7 @@ class StoreReporter:
             overwrite=not done,
             gpu=(device.index or 0) if device.type == "cuda" else None,
             trackers=() if run.tracker == "none" else (run.tracker,),
-            config=strict.to_dict(config),
+            config=config_reader.to_dict(config),
         )
 
     def report(self, event: Event) -> None:
@@ -72,8 +71,8 @@ class StoreReporter:
             case Switched():
                 text = f"the FP8 model computes in {event.precision.upper()} from here on"
                 self._recorder.event(event.step, "precision", text, action=event.precision)
-            case Noted():
-                self._note(event.note)
+            case GuardEvent():
+                self._guard_event(event)
             case RolledBack():
                 self._recorder.go_back(event.to)
             case Saved():
@@ -83,13 +82,13 @@ class StoreReporter:
                 self._recorder.document("summary", event.summary, step=event.summary["steps"])
 
     def close(self) -> None:
-        """Write how the run ended, and close the store."""
-        # Reporters are closed while the exception that ended a run is on its way: it is the reason.
+        """Write the outcome and close the store."""
+        # Reporters are closed while the exception that ended a run propagates.
         error = None if self._has_finished else sys.exc_info()[1]
         self._recorder.close(*(outcome_of(error) if error or self._has_finished else ("interrupted", "")))
 
     def _start(self, event: Started) -> None:
-        about = {"device": event.device, "lanes": event.lanes, "parameters": event.parameters, **_mesh(event.config)}
+        about = {"device": event.device, "lanes": event.models, "parameters": event.parameters, **_mesh(event.config)}
         self._recorder.document("env", {**environment(self._device), **about}, step=event.first_step)
         self._recorder.document("corpus", event.corpus, step=event.first_step)
         if event.plan is not None:
@@ -97,26 +96,26 @@ class StoreReporter:
         if event.tensors:
             self._recorder.tensors(event.tensors)
 
-    def _note(self, note: Note) -> None:
-        details = {"layer": note.layer or None, "role": note.role or None, "action": note.action or None}
-        text = f"{note.cause}: {note.text}" if note.cause else note.text
+    def _guard_event(self, event: GuardEvent) -> None:
+        details = {"layer": event.layer or None, "role": event.role or None, "action": event.action or None}
+        text = f"{event.cause}: {event.text}" if event.cause else event.text
         self._recorder.event(
-            note.step, note.rule, text, level=note.level, value=note.value, limit=note.limit, **details
+            event.step, event.rule, text, level=event.level, value=event.value, limit=event.limit, **details
         )
-        if note.rule == "shadow" and note.value is not None:
-            self._recorder.step(note.step, {"shadow_gap_percent": note.value})
+        if event.rule == "shadow" and event.value is not None:
+            self._recorder.step(event.step, {"shadow_gap_percent": event.value})
 
     def _note_overflows(self, event: Logged) -> None:
-        for lane, overflows in event.overflows.items():
-            if overflows > self._overflows.get(lane, 0):
-                text = f"{lane.upper()} gradients overflowed, {overflows} steps skipped so far"
-                action = f"loss scale {event.loss_scale[lane]:g}"
+        for model, overflows in event.overflows.items():
+            if overflows > self._overflows.get(model, 0):
+                text = f"{model.upper()} gradients overflowed, {overflows} steps skipped so far"
+                action = f"loss scale {event.loss_scale[model]:g}"
                 self._recorder.event(event.step, "overflow", text, level="warning", value=overflows, action=action)
         self._overflows = event.overflows
 
 
 def _mesh(config: RunConfig) -> dict[str, Any]:
-    """Return the shape of the mesh: copies of the model, ranks of a copy, of a layer, and of stages of blocks."""
+    """Return the shape of the mesh: data, shard, and tensor and pipeline if they are split."""
     ranks, parallel = Launch.read().ranks, config.parallel
     among = {"tensor": parallel.tensor, "pipeline": parallel.pipeline}
     shard = ranks // (parallel.data * parallel.tensor * parallel.pipeline)

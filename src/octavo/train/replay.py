@@ -1,13 +1,12 @@
-"""Forward and backward as a CUDA graph: a step launches one graph in place of thousands of kernels.
+"""Forward and backward as a CUDA graph: a step launches one graph instead of thousands of kernels.
 
-A GPU finishes many kernels of a model of a few hundred million parameters sooner than Python can launch the next. So
-after a few steps the passes over a batch are captured, and from then on replayed: the same kernels on the same memory.
-What a graph keeps for itself are addresses and shapes, and what layers compute in: where one of those changes (the
-schedule goes to BF16, a guardrail refines a recipe), steps are launched one by one again until the next capture.
-The optimizer's step is not part of it: the host makes it while the GPU is still busy with the passes.
+On models of a few hundred million parameters a GPU runs many kernels faster than Python launches them. After a few
+steps forward and backward are captured, then replayed: the same kernels on the same memory. A graph fixes addresses,
+shapes and recipes: if one of them changes (the schedule switches to BF16, a guardrail refines a recipe), steps are
+launched kernel by kernel until the next capture. The optimizer step is not captured: the host queues it while the GPU
+is still busy.
 
-A graph keeps the memory of its activations between replays. Work of another kind that may need as much, an evaluation
-or a probe, makes room first.
+A graph keeps the memory of its activations between replays. Evaluations and probes call `make_room` first.
 """
 
 from __future__ import annotations
@@ -25,30 +24,30 @@ from octavo.optim import Optimizer
 from octavo.tensor import FP8Tensor
 
 WARM = 3
-"""Steps that are launched one by one before a capture: they compile, and let kernels choose what they choose once."""
+"""Uncaptured steps before a capture, which compile and autotune."""
 _DECIDING = ("recipe", "mlp_recipes", "target", "enabled", "shared", "watch", "page")
-"""Attributes of modules by which what they compute is another, or elsewhere."""
+"""Module attributes that decide what is computed, or where."""
 
 Run = Callable[[Tensor, Tensor, int], Tensor]
-"""Goes through a batch in so many parts, leaves gradients in the parameters and returns the loss."""
+"""(inputs, targets, parts) -> loss; leaves gradients in the parameters."""
 Work = Callable[[], Tensor]
 
 
 class Captured(NamedTuple):
-    """Work that was captured."""
+    """A captured graph."""
 
     replay: Callable[[], None]
     result: Tensor
-    """Where each replay leaves it."""
+    """Output tensor, overwritten by each replay."""
     held: int
-    """Bytes that it keeps between replays."""
+    """Bytes kept between replays."""
 
 
 class Graphs:
-    """The graphs of a run. They share memory, as no two of them are replayed at the same time."""
+    """The CUDA graphs of a run, in one memory pool: no two are replayed at the same time."""
 
     refusal: str
-    """Why steps are launched one by one although they were to be captured; empty for no reason."""
+    """Why capturing failed; empty if it did not."""
 
     def __init__(self) -> None:
         self.refusal = ""
@@ -58,12 +57,12 @@ class Graphs:
     def replay(
         self, run: Run, model: nn.Module, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer
     ) -> Replay:
-        """Return what captures these passes and replays them; see `Replay`."""
+        """Return a `Replay` of these passes."""
         self._replays.append(Replay(self, run, model, parameters, optimizer))
         return self._replays[-1]
 
     def capture(self, work: Work) -> Captured:
-        """Capture some work. Other threads, which copy what telemetry measured, go on meanwhile."""
+        """Capture work. Other threads, which copy telemetry, continue meanwhile."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         gc.collect()
@@ -74,7 +73,7 @@ class Graphs:
         return Captured(graph.replay, result, torch.cuda.memory_reserved() - before)
 
     def make_room(self) -> None:
-        """Drop all graphs, unless there is as much memory elsewhere as they hold; they are captured anew."""
+        """Drop all graphs unless as much memory is free as they hold; they are captured again later."""
         held = sum(replay.held for replay in self._replays)
         if held and self.free(held) < held:
             for replay in self._replays:
@@ -82,41 +81,41 @@ class Graphs:
             self._pool = None
 
     def give_up(self, reason: str) -> None:
-        """Capture nothing any more: graphs of some lanes would only take memory from the others."""
+        """Drop all graphs and capture no more: those of one model would only take memory from the other."""
         self.refusal = reason
         for replay in self._replays:
             replay.forget()
 
     def free(self, held: int) -> int:
-        """Return the bytes that other work can have, where graphs hold so many."""
+        """Return the bytes available to other work while graphs hold `held` bytes."""
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - held
         return torch.cuda.mem_get_info()[0] + max(cached, 0)
 
 
 class _Passes(NamedTuple):
-    """Passes that were captured, and what goes in and out."""
+    """A captured forward and backward pass with its buffers."""
 
     graph: Captured
     inputs_BT: Tensor
     targets_BT: Tensor
     gradients: Sequence[tuple[Tensor, Tensor]]
-    """Parameters, and where replays leave their gradients."""
+    """Parameters and their gradients, overwritten by each replay."""
     stored: Mapping[int, Any]
-    """Where they leave those that the optimizer stores in FP8."""
+    """Gradients that the optimizer stores in FP8."""
     counted: ledger.Ledger
 
 
 class Replay:
-    """The passes of a lane, captured after some calls and replayed from then on.
+    """Forward and backward of a model: captured after some calls, then replayed.
 
-    The gradients of a replay lie where those of the last one did: drop them, or be done with them, before the next.
+    A replay overwrites the gradients of the one before: use or drop them first.
 
     Args:
-        graphs: of the run.
-        run: what is captured. It must not wait for the device, nor draw random numbers on the host.
-        model: whose layers say what they compute in.
-        parameters: those that get gradients; they have none when this is called.
-        optimizer: of theirs; one of `octavo.optim` may store gradients in FP8.
+        graphs: graphs of the run.
+        run: the captured function. It must not synchronise with the device or draw random numbers on the host.
+        model: model whose recipes are tracked.
+        parameters: parameters that get gradients; their `grad` must be None at each call.
+        optimizer: their optimizer; one of `octavo.optim` may store gradients in FP8.
     """
 
     def __init__(
@@ -133,7 +132,7 @@ class Replay:
 
     @property
     def refusal(self) -> str:
-        """That of all graphs of the run."""
+        """Why capturing failed."""
         return self._graphs.refusal
 
     @property
@@ -142,13 +141,13 @@ class Replay:
         return 0 if self._passes is None else self._passes.graph.held
 
     def forget(self) -> None:
-        """Drop the graph and its memory; it is captured anew."""
+        """Drop the graph and its memory; it is captured again later."""
         self._passes: _Passes | None = None
         self._known: list[Any] = []
         self._calls = 0
 
     def __call__(self, inputs_BT: Tensor, targets_BT: Tensor, parts: int) -> Tensor:
-        """Go through a batch as `run` does; return its loss, FP32, shape ()."""
+        """Run forward and backward on a batch; return its loss, FP32, shape ()."""
         found = [inputs_BT.shape, parts, *map(_address, self._parameters), *_computed_as(self._model)]
         if found != self._known:
             self.forget()
@@ -165,7 +164,7 @@ class Replay:
         try:
             with ledger.apart() as counted:
                 graph = self._graphs.capture(lambda: self._run(inputs, targets, parts))
-        except (OctavoError, RuntimeError) as error:  # out of memory is one, too
+        except (OctavoError, RuntimeError) as error:  # RuntimeError includes out of memory
             self._graphs.give_up(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
         else:
             gradients = [(p, p.grad) for p in self._parameters if p.grad is not None]
@@ -193,7 +192,7 @@ def _address(parameter: Tensor) -> int:
 
 
 def _computed_as(model: nn.Module) -> list[Any]:
-    """Return what is another, by ==, once a module computes otherwise, or reads or writes elsewhere."""
+    """Return a key that changes whenever a module computes differently, or reads or writes other memory."""
     found: list[Any] = []
     for module in model.modules():
         own = vars(module)

@@ -1,4 +1,4 @@
-"""Whether a checkpoint belongs to the run that wants to continue from it."""
+"""Check that a checkpoint belongs to the run that resumes from it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo import strict
+from octavo._util import config_reader
 from octavo.errors import CheckpointError
 from octavo.train.config import DataConfig, LoopConfig, OptimizerConfig, ParallelConfig, RunConfig
 
-# What may change between a checkpoint and its continuation, as it does not decide the numbers, or their last bits only:
-# other ranks, and the parts of a batch. `steps` does, through the schedule, but whoever changes it means to.
+# Keys that may differ between a checkpoint and the resumed run: they do not affect the numbers, or only their last
+# bits (ranks, parts of a batch). `steps` does through the schedule, but changing it is deliberate.
 FREE = {
     "data.cache",
     "parallel.data",
@@ -37,13 +37,13 @@ FREE = {
 
 
 def check_same_run(saved: Mapping[str, Any], config: RunConfig, where: Path) -> None:
-    """Compare the configuration in a checkpoint with that of the run to continue.
+    """Compare the configuration in a checkpoint with that of the run to resume.
 
     Raises:
-        CheckpointError: they differ in what decides the numbers; the message names the first such key.
+        CheckpointError: they differ in a key that affects the numbers; the message names the first one.
     """
-    # A key that came after the checkpoint was written had its default then.
-    there, here = {**_defaults(), **dict(_flat(saved))}, dict(_flat(strict.to_dict(config)))
+    # A key that is newer than the checkpoint had its default value.
+    there, here = {**_defaults(), **dict(_flat(saved))}, dict(_flat(config_reader.to_dict(config)))
     for key in [*here, *(there.keys() - here.keys())]:
         if key not in FREE and there.get(key) != here.get(key):
             raise CheckpointError(
@@ -59,7 +59,7 @@ def _defaults() -> dict[str, Any]:
         "run": LoopConfig(),
         "parallel": ParallelConfig(),
     }
-    return dict(_flat({name: strict.to_dict(section) for name, section in sections.items()}))
+    return dict(_flat({name: config_reader.to_dict(section) for name, section in sections.items()}))
 
 
 def _what(key: str) -> str:

@@ -1,4 +1,4 @@
-"""From a configuration to what a run works with: the device, the text, the lanes."""
+"""Set up a run from its configuration: device, text, models."""
 
 from __future__ import annotations
 
@@ -23,57 +23,57 @@ from octavo.errors import ConfigError
 from octavo.models import build
 from octavo.train import device as devices
 from octavo.train.config import RunConfig
-from octavo.train.lane import Lane
-from octavo.train.parallel import ALONE, Ranks
+from octavo.train.parallel import SINGLE_PROCESS, Ranks
 from octavo.train.replay import Graphs
+from octavo.train.train_state import TrainState
 
 Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(slots=True)
 class Setup:
-    """The parts of a run, before its first step."""
+    """The parts of a run before its first step."""
 
     config: RunConfig
-    """As it was asked for."""
+    """The configuration of the run."""
     device: torch.device
-    """Where the lanes live."""
-    lanes: tuple[Lane, ...]
-    """The FP8 model, its BF16 twin, or both in this order."""
+    """Device of the models."""
+    states: tuple[TrainState, ...]
+    """The FP8 model, its BF16 baseline, or both in this order."""
     plan: Plan | None
-    """The conversion of the FP8 model, the newest; None for a run in BF16 alone."""
+    """The current conversion plan of the FP8 model; None for a run in BF16 only."""
     loader: Loader
     """Training batches."""
     heldout: list[Batch]
-    """The fixed evaluation batches, `(inputs_BT, targets_BT)` on the CPU."""
+    """The evaluation batches, `(inputs_BT, targets_BT)` on the CPU."""
     corpus: TokenFiles
-    """The text, tokenized and split."""
+    """The tokenized text."""
     statistics: CorpusStatistics
-    """What that text is like."""
-    ranks: Ranks = ALONE
-    """The processes that share the work."""
+    """Statistics of the text."""
+    ranks: Ranks = SINGLE_PROCESS
+    """The ranks of the run."""
 
 
-def set_up(config: RunConfig, ranks: Ranks = ALONE) -> Setup:
-    """Prepare the text, build and convert the models, shard them over the ranks.
+def set_up(config: RunConfig, ranks: Ranks = SINGLE_PROCESS) -> Setup:
+    """Prepare the text; build, convert and shard the models.
 
     Raises:
-        ConfigError: an unknown recipe or device, weights that the recipe cannot compute with, or a CUDA graph of steps
-            that cannot be captured.
-        DataError: a source without text, or with less text than a batch.
+        ConfigError: unknown recipe or device, weights that the recipe cannot compute with, or steps that cannot be
+            captured as a CUDA graph.
+        DataError: a source without text, or with less than a batch.
     """
     recipe = recipes.load(config.run.recipe)
     device = ranks.device or devices.resolve(config.run.device)
-    policy_of(config, recipe)  # what is refused, before the text, which takes longer
+    policy_of(config, recipe)  # checks first: preparing the text takes longer
     replays(config, device, ranks)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-    loader, heldout, corpus, statistics = ranks.in_turn("text", lambda: _text(config, ranks))
+    loader, heldout, corpus, statistics = ranks.first_per_host("text", lambda: _text(config, ranks))
     torch.manual_seed(config.run.seed)
-    lanes, plan = make_lanes(config, recipe, device, ranks)
+    states, plan = make_states(config, recipe, device, ranks)
     if ranks.count > 1:
-        torch.manual_seed(config.run.seed + ranks.rank)  # ranks draw for parts of their own
-    return Setup(config, device, lanes, plan, loader, heldout, corpus, statistics, ranks)
+        torch.manual_seed(config.run.seed + ranks.rank)  # each rank draws for its own part
+    return Setup(config, device, states, plan, loader, heldout, corpus, statistics, ranks)
 
 
 def _text(config: RunConfig, ranks: Ranks) -> tuple[Loader, list[Batch], TokenFiles, CorpusStatistics]:
@@ -93,33 +93,40 @@ def _text(config: RunConfig, ranks: Ranks) -> tuple[Loader, list[Batch], TokenFi
     return loader, heldout, files, corpus_statistics(files, tokenizer)
 
 
-def make_lanes(
-    config: RunConfig, recipe: recipes.Recipe, device: torch.device, ranks: Ranks = ALONE
-) -> tuple[tuple[Lane, ...], Plan | None]:
-    """Return what is trained, and the plan of the FP8 model.
+def make_states(
+    config: RunConfig, recipe: recipes.Recipe, device: torch.device, ranks: Ranks = SINGLE_PROCESS
+) -> tuple[tuple[TrainState, ...], Plan | None]:
+    """Return the models in training, and the plan of the FP8 model.
 
-    Both lanes start from the same bits: the twin is a copy, made before weights are rounded or converted.
+    Both start from the same bits: the baseline is a copy made before weights are rounded or converted.
     """
     model = build(config.model, config.run.seed).to(device)
-    twin = copy.deepcopy(model) if config.run.twin and recipe.is_fp8 else None
+    baseline = copy.deepcopy(model) if config.run.twin and recipe.is_fp8 else None
     hold_as(config.run.weights, model)
     graphs = Graphs() if replays(config, device, ranks) else None
     if not recipe.is_fp8:
-        return (_lane("bf16", model, config, device, ranks, graphs),), None
+        return (_state("bf16", model, config, device, ranks, graphs),), None
     plan = convert_as(config, model, recipe, ranks)
-    lanes = [_lane("fp8", model, config, device, ranks, graphs)]
-    if twin is not None:
-        lanes.append(_lane("bf16", twin, config, device, ranks, graphs))
-    return tuple(lanes), plan
+    states = [_state("fp8", model, config, device, ranks, graphs)]
+    if baseline is not None:
+        states.append(_state("bf16", baseline, config, device, ranks, graphs))
+    return tuple(states), plan
 
 
 def convert_as(
-    config: RunConfig, model: nn.Module, recipe: recipes.Recipe, ranks: Ranks = ALONE, policy: Policy | None = None
+    config: RunConfig,
+    model: nn.Module,
+    recipe: recipes.Recipe,
+    ranks: Ranks = SINGLE_PROCESS,
+    policy: Policy | None = None,
 ) -> Plan:
-    """Convert a model of a run in place, also once more: with its tokens and its calibration file; return the plan.
+    """Convert a model of a run in place, with its tokens and calibration file; return the plan.
 
     Args:
-        recipe: that of the run, or what some of its layers have in place of it.
+        config: the run.
+        model: converted already, or not.
+        recipe: recipe of the run, or one that refines some layers.
+        ranks: ranks of the run.
         policy: by default `policy_of`.
     """
     policy, scales = policy or policy_of(config, recipe), config.run.scales or None
@@ -127,15 +134,15 @@ def convert_as(
 
 
 def tokens_of(config: RunConfig, ranks: Ranks) -> int:
-    """Return the tokens of one forward on a rank."""
+    """Return the number of tokens of one forward pass on a rank."""
     return config.run.batch // (config.run.accumulate * ranks.parts) * config.data.sequence
 
 
 def policy_of(config: RunConfig, recipe: recipes.Recipe) -> Policy:
-    """Return the policy that the FP8 model of a run is converted by.
+    """Return the conversion policy of the FP8 model of a run.
 
     Raises:
-        ConfigError: weights in FP8 for a recipe without layers in FP8.
+        ConfigError: FP8 weights for a recipe without FP8 layers.
     """
     fp8 = config.run.weights == "fp8"
     if fp8 and not recipe.is_fp8:
@@ -144,33 +151,33 @@ def policy_of(config: RunConfig, recipe: recipes.Recipe) -> Policy:
 
 
 def hold_as(weights: str, model: nn.Module) -> None:
-    """Round parameters to BF16 unless `run.weights` is fp32; the tables among a model's buffers stay as they are."""
+    """Round parameters to BF16 unless `run.weights` is fp32; buffers keep their dtype."""
     for parameter in model.parameters() if weights != "fp32" else ():
         parameter.data = parameter.data.bfloat16()
 
 
-def _lane(
+def _state(
     name: str, model: nn.Module, config: RunConfig, device: torch.device, ranks: Ranks, graphs: Graphs | None
-) -> Lane:
+) -> TrainState:
     parallel = ranks.parallel
     auto = device.type == "cuda" and not parallel.goes_backward_by_parts
     compiled = {"on": True, "off": False, "auto": auto}[config.run.compile]
     if compiled:
         for block in model.get_submodule("layers").children():
             block.compile(fullgraph=True)
-    seed = config.run.seed + ranks.place  # of roundings: stages are not to draw the same bits
+    seed = config.run.seed + ranks.pipeline_rank  # stages must not draw the same rounding bits
     if parallel.pipeline == 1:
-        return Lane(name, model, config.optimizer, seed=seed, ranks=ranks, graphs=graphs)
-    from octavo.train.pipelined import PipelinedLane
+        return TrainState(name, model, config.optimizer, seed=seed, ranks=ranks, graphs=graphs)
+    from octavo.train.pipelined import PipelinedTrainState
 
-    return PipelinedLane(name, model, config.optimizer, seed=seed, ranks=ranks)
+    return PipelinedTrainState(name, model, config.optimizer, seed=seed, ranks=ranks)
 
 
-def replays(config: RunConfig, device: torch.device, ranks: Ranks = ALONE) -> bool:
-    """Return whether the passes of a run are to be replayed as a CUDA graph.
+def replays(config: RunConfig, device: torch.device, ranks: Ranks = SINGLE_PROCESS) -> bool:
+    """Return True if forward and backward of a run are to be replayed as a CUDA graph.
 
     Raises:
-        ConfigError: they cannot be, and `run.graph` is `on`.
+        ConfigError: `run.graph` is `on`, but they cannot be.
     """
     against = f"{ranks.count} ranks share the run" if ranks.count > 1 else ""
     against = against if device.type == "cuda" else f"the run is on a {device.type.upper()}"

@@ -1,4 +1,4 @@
-"""The summary of a run: what `summary.json` holds."""
+"""The content of `summary.json`."""
 
 from __future__ import annotations
 
@@ -11,55 +11,52 @@ from octavo.train.config import RunConfig
 from octavo.train.evaluate import perplexity
 from octavo.train.events import gap_percent
 
+MODELS = ("fp8", "bf16")
+
 
 def summarise(
     config: RunConfig,
-    *,
-    device: str,
-    parameters: int,
-    weight_bytes: float,
-    state_bytes: float,
+    facts: Mapping[str, Any],
     heldout: Mapping[str, float],
     corpus: Mapping[str, Any],
-    gemms: Mapping[str, int],
-    fallbacks: Sequence[str],
-    skipped: Mapping[str, int],
     history: Sequence[Mapping[str, Any]],
-    seconds: float,
     memory: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the summary. Losses are in nats a token; a lane that was not trained has None.
+    """Return the summary of a run. Losses are in nats per token; None for a model that was not trained.
 
-    `weight_bytes` and `state_bytes` are those of the weights and of the optimizer's moments and masters, a parameter.
-    `skipped_steps` counts by lane those that dynamic loss scaling left out. `tokens_per_second` and the milliseconds a
-    step are medians over the log: compiling does not count. `memory` has the measured and the predicted peak.
+    Speeds are medians over the log, which excludes compilation.
+
+    Args:
+        config: the run.
+        facts: `device`, `parameters`, bytes per parameter of weights and of optimizer states, FP8 GEMMs, fallbacks,
+            steps skipped by dynamic loss scaling, and `seconds`.
+        heldout: by model: held-out loss.
+        corpus: facts of the text.
+        history: lines of `metrics.jsonl`.
+        memory: measured and predicted peak.
     """
-    losses = {f"heldout_loss_{lane}": heldout.get(lane) for lane in ("fp8", "bf16")}
-    surprises = {
-        f"perplexity_{lane}": perplexity(heldout[lane]) if lane in heldout else None for lane in ("fp8", "bf16")
-    }
-    times = {f"step_milliseconds_{lane}": _median(history, f"milliseconds_{lane}") for lane in ("fp8", "bf16")}
+    perplexities = {f"perplexity_{m}": perplexity(heldout[m]) if m in heldout else None for m in MODELS}
     return {
         "recipe": config.run.recipe,
-        "device": device,
-        "parameters": parameters,
+        "device": facts["device"],
+        "parameters": facts["parameters"],
         "weights": config.run.weights,
-        "weight_bytes_per_parameter": weight_bytes,
+        "weight_bytes_per_parameter": facts["weight_bytes_per_parameter"],
         "optimizer_states": config.optimizer.states,
-        "optimizer_bytes_per_parameter": state_bytes,
+        "optimizer_bytes_per_parameter": facts["optimizer_bytes_per_parameter"],
         "steps": config.run.steps,
         "tokens": config.tokens,
-        **losses,
-        **surprises,
+        **{f"heldout_loss_{model}": heldout.get(model) for model in MODELS},
+        **perplexities,
         "gap_percent": gap_percent(heldout),
         "unigram_entropy": corpus.get("unigram_entropy"),
-        "fp8_gemms": dict(gemms),
-        "fp8_gemms_total": sum(gemms.values()),
-        "fallbacks": list(fallbacks),
-        "skipped_steps": dict(skipped),
+        "fp8_gemms": dict(facts["fp8_gemms"]),
+        "fp8_gemms_total": sum(facts["fp8_gemms"].values()),
+        "fallbacks": list(facts["fallbacks"]),
+        "skipped_steps": dict(facts["skipped_steps"]),
         "tokens_per_second": _median(history, "tokens_per_second"),
-        **times,
-        "seconds": seconds,
+        **{f"step_milliseconds_{model}": _median(history, f"milliseconds_{model}") for model in MODELS},
+        "seconds": facts["seconds"],
         **memory,
         "corpus": dict(corpus),
         "versions": devices.versions(),

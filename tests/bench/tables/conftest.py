@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from octavo.bench.results import Result
+from octavo_bench.results import Result
 
 
 @pytest.fixture

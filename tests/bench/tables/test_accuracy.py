@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from octavo.bench.results import Result
-from octavo.bench.tables.accuracy import demo, parity, parity_summary
 from octavo.errors import ConfigError
+from octavo_bench.measured import demo, parity, parity_summary
+from octavo_bench.results import Result
 
 MakeResult = Callable[..., Result]
 

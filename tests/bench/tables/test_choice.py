@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from octavo.bench import results
-from octavo.bench.tables.choice import DEFAULT, choice
+from octavo_bench import results
+from octavo_bench.measured import DEFAULT, choice
 
 
 def write(directory: Path, kind: str, *rows: dict[str, Any]) -> None:

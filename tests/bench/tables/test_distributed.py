@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from octavo.bench.results import Result
-from octavo.bench.tables.distributed import distributed, distributed_summary, rank
-from octavo.bench.tables.rows import Row
+from octavo_bench.measured import distributed, distributed_summary, rank
+from octavo_bench.render import Row
+from octavo_bench.results import Result
 
 MakeResult = Callable[..., Result]
 OF_ALL = {

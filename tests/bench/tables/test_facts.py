@@ -3,8 +3,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from octavo import errors, recipes
-from octavo.bench.tables import facts
 from octavo.conversion import Operators
+from octavo_bench import facts
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from octavo.bench.tables.named import NOT_MEASURED
-from octavo.bench.tables.pages import fill, main, outdated
 from octavo.errors import ConfigError
+from octavo_bench.tables import NOT_MEASURED, bring_up_to_date, fill, outdated
 
 ROOT = Path(__file__).parents[3]
 
@@ -36,21 +35,19 @@ def test_a_broken_page_is_named(page: str, message: str, tmp_path: Path) -> None
         fill(page, tmp_path, "page.md")
 
 
-def test_check_reports_a_stale_page_and_writing_mends_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_reports_a_stale_page_and_writing_mends_it(tmp_path: Path) -> None:
     page = tmp_path / "README.md"
     page.write_text("<!-- table: step -->\nstale\n<!-- end -->\n")
-    at_root = ["--root", str(tmp_path)]
-    assert main(["--check", *at_root]) == 1
-    assert "stale" in page.read_text() and "not current" in capsys.readouterr().out
-    assert main(at_root) == 0
-    assert main(["--check", *at_root]) == 0
+    (line,) = bring_up_to_date(tmp_path, check=True)
+    assert "stale" in page.read_text() and "not current" in line
+    assert bring_up_to_date(tmp_path, check=False) == [f"{page}: written"]
+    assert bring_up_to_date(tmp_path, check=True) == []
 
 
-def test_an_invalid_result_is_one_line_and_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_result_is_named(tmp_path: Path) -> None:
     latest = tmp_path / "benchmarks" / "results" / "latest"
     latest.mkdir(parents=True)
     (latest / "step.json").write_text("{}")
     (tmp_path / "README.md").write_text("<!-- table: step -->\n<!-- end -->\n")
-    assert main(["--root", str(tmp_path)]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and "step.json" in error and error.count("\n") == 1
+    with pytest.raises(ConfigError, match=r"step\.json"):
+        bring_up_to_date(tmp_path, check=True)

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from octavo.bench.tables import ranges
 from octavo.numerics import E4M3, E5M2
+from octavo_bench import facts as ranges
 
 
 def test_every_figure_is_that_of_the_format() -> None:
@@ -22,6 +22,6 @@ def test_every_figure_is_that_of_the_format() -> None:
 
 
 def test_the_default_margin_is_within_the_recommended_one() -> None:
-    from octavo.calibration import Choice
+    from octavo.calibration import ScalePolicy
 
-    assert Choice().margin == ranges.most_margin(E4M3) == 1
+    assert ScalePolicy().margin == ranges.most_margin(E4M3) == 1

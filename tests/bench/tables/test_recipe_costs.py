@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from octavo import recipes
-from octavo.bench.tables import recipe_costs
 from octavo.recipes.presets import PRESETS
+from octavo_bench import facts as recipe_costs
 
 
 def test_every_recipe_is_in_both_tables() -> None:

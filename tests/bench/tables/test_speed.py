@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from octavo.bench import results
-from octavo.bench.results import Result
-from octavo.bench.tables.speed import gemm, kernels, step, step_summary, telemetry
+from octavo_bench import results
+from octavo_bench.measured import gemm, kernels, step, step_summary, telemetry
+from octavo_bench.results import Result
 
 MakeResult = Callable[..., Result]
 

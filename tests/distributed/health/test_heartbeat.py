@@ -1,4 +1,4 @@
-"""A rank of two beside another one, which is a few lines in the store that they share."""
+"""A rank of two, beside a second one that the test writes into the shared store."""
 
 import json
 import os
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExc
 
 
 class Counting:
-    """What a heartbeat asks of a process group."""
+    """The part of a process group that a heartbeat uses."""
 
     _device_types = ("cpu",)
 
@@ -154,7 +154,7 @@ def test_sigterm_while_all_live_is_told_as_that(store, other, ends):
     with beating(store) as beats:
         beats.at(watch.UNHURRIED)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert wait_for(ends) == [("told to end, by SIGTERM.", 143)]
+        assert wait_for(ends) == [("terminated by SIGTERM.", 143)]
     assert signal.getsignal(signal.SIGTERM) is before
 
 

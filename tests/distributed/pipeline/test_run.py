@@ -1,20 +1,22 @@
-"""The stages of two ranks, sharded, forward alone: losses of the whole model, by its weights as they are now."""
+"""Stages of two ranks, sharded, forward alone: losses of the whole model; and the stages that schedules give a rank."""
+
+import typing
 
 import pytest
 import ranks
 import torch
 from sharded import FP32, SHAPE, batch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
 import octavo
-from octavo.distributed import shard
-from octavo.distributed.pipeline.run import Pipeline
-from octavo.distributed.pipeline.schedules import SCHEDULES
+from octavo.distributed import shard, weights_changed
+from octavo.distributed.pipeline.run import SCHEDULES, Pipeline
 from octavo.models.config import ModelConfig
 from octavo.models.llama import Llama
 from octavo.models.stages import stages
-from octavo.nn.weights import weights_changed
 from octavo.tensor import local
+from octavo.train.config import ParallelConfig
 
 
 def llama():
@@ -67,3 +69,17 @@ def test_losses_are_those_of_the_whole_model_also_after_its_weights_changed(foun
     assert all(row[1:] == (None, None) for row in found[1 - knowing][schedule])
     before, after = (row[0] for row in found[knowing][schedule])
     assert before != after
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_stages_are_where_pytorch_looks_for_them(name, ranks):
+    schedule = SCHEDULES[name]
+    places = schedule.places(ranks)
+    style = "v" if schedule.is_v else "loop"
+    assert dict(enumerate(places)) == generate_stage_to_rank_mapping(ranks, schedule.stages * ranks, style)
+    assert places[-1] == ParallelConfig(pipeline=ranks, schedule=name).last
+
+
+def test_every_schedule_can_be_named():
+    assert typing.get_args(typing.get_type_hints(ParallelConfig)["schedule"]) == tuple(SCHEDULES)

@@ -9,8 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.torch_version import TorchVersion
 
 import octavo
-from octavo.distributed.pipeline.run import Pipeline
-from octavo.distributed.pipeline.schedules import SCHEDULES
+from octavo.distributed.pipeline.run import SCHEDULES, Pipeline
 from octavo.kernels.sample import BINS, SAMPLED, STATS, WIDTH
 from octavo.models.stages import Stage, stages
 from octavo.nn import Linear
@@ -35,7 +34,7 @@ def text(which):
 
 
 def taken(telemetry):
-    """Return what the rows are about, and FP32 (rows, WIDTH + BINS) of a step."""
+    """Return the keys of the rows, and the values of a step, FP32 (rows, WIDTH + BINS)."""
     telemetry.step()
     telemetry.wait()
     _, values = telemetry.snapshot()

@@ -114,7 +114,7 @@ def loss_of(model: nn.Module, rank: int) -> torch.Tensor:
 def by_ddp(scheme: Scheme, rank: int) -> dict[str, object]:
     model = DistributedDataParallel(small_model())
     assert set_reduction(model, scheme) is scheme
-    for _ in range(2):  # its buckets are made anew after the first step
+    for _ in range(2):  # DDP rebuilds its buckets after the first step
         model.zero_grad()
         loss_of(model, rank).backward()
     gradients = {name: parameter.grad for name, parameter in model.module.named_parameters()}
@@ -327,7 +327,7 @@ def test_states_have_the_names_of_tensors(results):
 
 
 def test_errors_say_what_to_do(results):
-    words = ("pad the gradient", "is flat", "parts of 3 values", "call fully_shard", "over all ranks of its mesh")
+    words = ("pad the gradient", "must be flat", "parts of 3 values", "call fully_shard", "over all ranks of its mesh")
     said = results[0]["errors"]
     assert len(said) == 5 and all(word in text for word, text in zip(words, said, strict=True))
 
@@ -339,5 +339,5 @@ def test_names_and_states_are_checked():
         reduction("two-level")
     with pytest.raises(ConfigError, match="is neither"):
         reduction("fp8-lm").load_state_dict({"w.nu": torch.tensor(1.0)})
-    with pytest.raises(ConfigError, match="keeps no state"):
+    with pytest.raises(ConfigError, match="has no state"):
         reduction("bf16").load_state_dict({"w.mu": torch.tensor(1.0)})

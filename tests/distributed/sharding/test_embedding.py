@@ -1,4 +1,4 @@
-"""How rows' gradients are summed, and who waits for what; whole steps with such an embedding are in test_shard.py."""
+"""Sums of row gradients, and synchronisation; whole steps with such an embedding are in test_shard.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from octavo.distributed import send_tokens, shard
 from octavo.distributed.sharding import embedding
-from octavo.distributed.sharding.embedding import _sums
+from octavo.distributed.sharding.embedding import _sum_by_row
 from octavo.errors import ConfigError
 
 ROWS, DIM = 37, 8
@@ -27,13 +27,13 @@ def test_rows_are_summed_in_fp32_in_the_order_of_ranks(counts: list[int], dtype:
     total = torch.zeros(ROWS, DIM)
     for rows, part in zip(asked, values, strict=True):
         total.index_add_(0, rows, part.float())
-    found = _sums(torch.cat(asked).to(device), torch.cat(values).to(device), ROWS)
+    found = _sum_by_row(torch.cat(asked).to(device), torch.cat(values).to(device), ROWS)
     assert torch.equal(found.cpu(), total)
 
 
 def test_another_order_would_show() -> None:
     rows, values = torch.zeros(50, dtype=torch.long), torch.randn(50, DIM)
-    assert not torch.equal(_sums(rows, values, 1), _sums(rows, values.flip(0), 1))
+    assert not torch.equal(_sum_by_row(rows, values, 1), _sum_by_row(rows, values.flip(0), 1))
 
 
 @pytest.fixture
@@ -69,6 +69,6 @@ def test_a_group_that_cannot_talk_on_the_host_is_named(monkeypatch: pytest.Monke
     def ask(*_: object) -> None:
         raise RuntimeError("No backend type associated with device type cpu")
 
-    monkeypatch.setattr(embedding, "_ask", ask)
+    monkeypatch.setattr(embedding, "_exchange_requests", ask)
     with pytest.raises(ConfigError, match=r'init_process_group\("cpu:gloo,cuda:nccl"\)'):
         embedding._look_up(torch.zeros(1, dtype=torch.long), None)  # type: ignore[arg-type]

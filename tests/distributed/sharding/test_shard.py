@@ -162,7 +162,7 @@ def rows_only(rank, count):
 
 
 def told(rank):
-    """Return how often an embedding asks for rows in forward passes whose tokens it was told, and what is unlike."""
+    """Return how often an embedding requests rows in forward passes with announced tokens; and if results agree."""
     net = nn.Sequential(nn.Embedding(1000, 64))
     shard(net, blocks=[], by_rows=[net[0]])
     tokens = torch.randint(0, 1000, (4, 9), generator=torch.Generator().manual_seed(rank))
@@ -214,7 +214,7 @@ def quantised_once(rank, count):
 
 
 def reduced(rank, count):
-    """Return what is sent where gradients are reduced by another scheme, and how far they are from plain sums."""
+    """Return the collectives used with another reduction, and the error of its gradients."""
     gradients = []
     for scheme in (None, "bf16"):
         model = llama()
@@ -253,7 +253,7 @@ def written(rank, count):
 
 
 def load_again(rank, count):
-    """Return whether a state dict that is loaded, by copying and by assignment, is what is gathered after it."""
+    """Return whether weights loaded by copying and by assignment are gathered afterwards."""
     found = {}
     for assign in (False, True):
         model, other = llama(), llama()
@@ -272,7 +272,7 @@ def load_again(rank, count):
 
 
 def refusals():
-    """Return what is said where a model cannot be sharded."""
+    """Return the messages for models that cannot be sharded."""
     model, tied, padded = llama(), llama(tie_embeddings=True, policy=Policy(keep={})), nn.Embedding(4, 4, 0)
     attempts = [
         lambda: shard(model, reshard_after_forward=2),
@@ -365,7 +365,7 @@ def test_what_is_sent(two):
     weight = "layers.0.feed_forward.w1.weight"
     sent = {case: two[0][case]["sent"][weight] for case in ("folded", "tensorwise", "block", "rowwise")}
     assert sent == {"folded": "e4m3 row", "tensorwise": "e4m3 tensor", "block": "e4m3 128x128", "rowwise": "float32"}
-    assert "dgrad reads other codes" in two[0]["rowwise"]["reasons"][weight]
+    assert "fprop and dgrad read different codes" in two[0]["rowwise"]["reasons"][weight]
     assert "lm_head" not in two[0]["tied"]["reasons"]
     assert "reads its values" in two[0]["tied"]["reasons"]["tok_embeddings.weight"]
 
@@ -414,10 +414,10 @@ def test_gradients_are_reduced_by_a_scheme(two):
 
 
 def test_what_cannot_be_sharded_is_refused(two):
-    words = ["reshard_after_forward = 2", "not a module inside", "computed together", "computed together"]
+    words = ["reshard_after_forward = 2", "not a submodule", "is fused with layers", "is fused with layers"]
     words += [
-        "no embedding of the model",
-        "lm_head.weight are one parameter",
+        "not an embedding of the model",
+        "lm_head.weight share one parameter",
         "padding_idx",
         "on the device",
         "already",

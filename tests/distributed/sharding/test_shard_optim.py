@@ -12,7 +12,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from octavo.distributed import shard
 from octavo.errors import ConfigError
 from octavo.optim import TIERS, AdamW, Muon
-from octavo.optim.owners import Cut, cuts_of, from_owners, to_owners, to_parts, to_whole
+from octavo.optim.matrix_all_to_all import (
+    ShardLayout,
+    gather_full,
+    gather_over,
+    scatter_full,
+    scatter_over,
+    shard_layouts,
+)
 from octavo.tensor import FP8Tensor, local
 
 STEPS = 2
@@ -50,7 +57,7 @@ def train(rank, count, states, dtype=torch.float32, fp8_weights=False, rule=Adam
 
 
 def not_finite(rank, count):
-    """Return what is left of a step in which one rank alone meets an infinity."""
+    """Return the state after a step in which only one rank has an infinity."""
     model = llama(layers=1)
     shard(model, mp_policy=FP32)
     optimizer = AdamW(model.parameters(), lr=1e-2)
@@ -92,18 +99,18 @@ def owners(rank, count, heights=(5, 64, 3, 5, 0)):
     """Return whether matrices, some with rows on the first rank alone, are made whole, and come back as they were."""
     found = []
     for height in heights:
-        how = Cut(dist.group.WORLD, height)
+        how = ShardLayout(dist.group.WORLD, height)
         whole = torch.arange(5 * height * 7, dtype=torch.float32).view(
             5, height, 7
         )  # 5 matrices: some ranks have 2, one has none
         parts = torch.zeros(5, how.each, 7)
         own = whole[:, rank * how.each : (rank + 1) * how.each]
         parts[:, : own.shape[1]] = own
-        mine = to_owners(parts, how)
+        mine = gather_over(parts, how)
         first = rank * mine.shape[0]
         expected = torch.zeros_like(mine)
         expected[: len(whole[first : first + mine.shape[0]])] = whole[first : first + mine.shape[0]]
-        back = from_owners(mine, how, 5)  # on all ranks, whatever came of the first
+        back = scatter_over(mine, how, 5)  # on all ranks, whatever came of the first
         found.append(torch.equal(mine, expected) and torch.equal(back, parts))
     return found
 
@@ -115,19 +122,19 @@ def two_cuts(rank, count):
     for placements in ([Shard(0), Shard(0)], [Shard(0), Shard(1)], [Shard(1), Shard(0)], [Shard(1), Shard(1)]):
         whole = torch.arange(1, 5 * 8 * 12 + 1, dtype=torch.float32).view(5, 8, 12)
         spread = [distribute_tensor(one, mesh, placements, src_data_rank=None) for one in whole]
-        cuts = cuts_of(spread[0])
+        cuts = shard_layouts(spread[0])
         parts = torch.stack([local(one) for one in spread])
-        mine = to_whole(parts, cuts)
+        mine = gather_full(parts, cuts)
         owned = torch.zeros(len(whole))
         for one in mine[mine.flatten(1).any(1)]:
             owned += (whole == one).flatten(1).all(1)
         dist.all_reduce(owned)
-        found.append(owned.tolist() == [1] * 5 and torch.equal(to_parts(mine, cuts, 5), parts))
+        found.append(owned.tolist() == [1] * 5 and torch.equal(scatter_full(mine, cuts, 5), parts))
     return found
 
 
 def uneven_muon(rank, count):
-    """Return the difference to one process of matrices whose rows do not divide; and what is said of columns."""
+    """Return the error of unevenly sharded rows against one process, and the message for uneven columns."""
 
     def build():
         torch.manual_seed(0)
@@ -182,7 +189,7 @@ EXACT = [
     "muon fp8-min fp8",
     *(f"{states} {weight}" for states in TIERS if states != "fp8-lm" for weight in ("bfloat16", "fp8")),
 ]
-"""Their scales belong to rows; `fp8-lm` has one scale a tensor, and a shard one of its own."""
+"""Tiers with row scales; `fp8-lm` has one scale per tensor, and hence one per shard."""
 
 
 @pytest.fixture(scope="module")
@@ -250,4 +257,4 @@ def test_matrices_that_are_cut_twice_are_made_whole_and_sent_back(four):
 
 def test_rows_of_matrices_need_not_divide(four):
     errors, refusals = zip(*(found["uneven"] for found in four), strict=True)
-    assert max(errors) < 1e-6 and "not cut evenly" in refusals[0]
+    assert max(errors) < 1e-6 and "not sharded evenly" in refusals[0]

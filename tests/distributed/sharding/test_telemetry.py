@@ -16,7 +16,7 @@ STEPS = 2
 
 
 def watch(rank, count):
-    """Return what is measured of each step by all ranks together, and by this one alone."""
+    """Return the statistics of each step over all ranks, and of this rank."""
     found = {}
     for name, group in (("together", dist.new_group()), ("alone", None)):
         model = llama("folded")

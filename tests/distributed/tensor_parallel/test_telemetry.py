@@ -1,4 +1,4 @@
-"""Telemetry of layers that are cut: a rank measures its part as a layer of its own, and parts are one on all ranks."""
+"""Telemetry of tensor-parallel layers: a rank measures its shard as a separate layer, and ranks agree on all."""
 
 import pytest
 import ranks

@@ -21,7 +21,7 @@ from octavo.models.config import ModelConfig
 from octavo.models.llama import Llama
 from octavo.nn import Linear
 from octavo.nn.handoff import taken
-from octavo.nn.weights import quantize_matrix
+from octavo.nn.weight_codes import quantize_matrix
 from octavo.tensor import FP8Tensor
 
 ROW = Target("e4m3", "row", "power_of_two")
@@ -96,7 +96,7 @@ def gathered(rank, mesh):
     """Return whether codes that are gathered are those of all tokens, and what layers read of a column-parallel one."""
     x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(1))
     own = x[:, 4 * rank : 4 * rank + 4].contiguous()
-    y = tokens_of.gather_codes(own, ROW, mesh.get_group())
+    y = tokens_of.all_gather_codes(own, ROW, mesh.get_group())
     found, expected = taken(y, ROW), quantize_matrix(x.reshape(16, 32), ROW)
     same = torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
     return same and torch.equal(found.scale, expected.scale) and bool(y.isnan().all())
@@ -215,7 +215,7 @@ def refusals(mesh):
 
 
 def four_ranks(rank, count):
-    """Return a run of TP 2 x DP 2, with weights gathered in FP8, and what is gathered."""
+    """Return the results of a run of TP 2 x DP 2 with weights gathered in FP8."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     models = llama(), llama()
     tensor_parallel(models[0], mesh["tensor"])
@@ -246,7 +246,7 @@ def four_ranks(rank, count):
 
 
 def first_moments(model):
-    """Return how far one-byte first moments, from the state dict of a step, are from what they round, at most."""
+    """Return the largest error of one-byte first moments in the state dict after a step."""
     expected = {name: 0.1 * gradient for name, gradient in gradients(model).items()}
     optimizer = octavo.optim.AdamW(model.named_parameters(), states="fp8", keep=lambda name, p: None, betas=(0.9, 0.99))
     optimizer.step()
@@ -300,7 +300,7 @@ def test_the_plan_says_what_is_sent_and_why(on_two):
     assert on_two[0]["folded"]["sent"]["layers.0.attention.wq"] == "e4m3 row"
     assert on_two[0]["folded"]["sent"]["layers.0.attention.wo"] == "bfloat16"
     assert on_two[0]["folded"]["reasons"] == {""}
-    assert on_two[0]["tensorwise"]["reasons"] == {"", "a scale a tensor needs the maximum of all ranks' tokens"}
+    assert on_two[0]["tensorwise"]["reasons"] == {"", "a per-tensor scale needs the amax of all ranks' tokens"}
 
 
 def test_gathered_codes_are_those_of_one_process_to_the_bit(on_two):
@@ -331,7 +331,7 @@ def test_compiled_blocks_compute_the_same_and_are_compiled_once(on_two):
 
 
 def test_what_cannot_be_cut_is_refused(on_two):
-    words = ["has no layers", "2 ranks cannot share", "keeps a scale", "7 outputs", "only linear", "2"]
+    words = ["has no layers", "2 ranks cannot share", "has stored per-tensor scales", "7 outputs", "only linear", "2"]
     for said, word in zip(on_two[0]["refused"], words, strict=True):
         assert word in said
 

@@ -1,4 +1,4 @@
-"""Weights and states of cut layers, in every tier: parts of whole ones to the bit, also through checkpoints."""
+"""Weights and states of sharded layers, in every tier: bitwise parts of whole ones, also through checkpoints."""
 
 import tempfile
 from pathlib import Path
@@ -90,7 +90,7 @@ def as_cut(rank, mesh):
     state = full_state(model)
     values = {n: p.dequantize() if isinstance(p, FP8Tensor) else p for n, p in alone.state_dict().items()}
     before = bits(model.get_parameter(ROWS))[0].clone()
-    model.load_state_dict(model.state_dict())  # quantised anew, to the values that they were
+    model.load_state_dict(model.state_dict())  # quantised again, to the same values
     again = full_state(model)
     plain = all(type(v) is torch.Tensor for v in state.values())
     return {
@@ -263,7 +263,7 @@ def read_on_more(case, mesh, folder):
 
 
 def otherwise(folder):
-    """Return what is said of a checkpoint of parts by ranks that share rows alone."""
+    """Return the message for a tensor-parallel checkpoint loaded by ranks that shard rows only."""
     said = []
     for case in SAVED:
         model = llama(CASES[case][1])

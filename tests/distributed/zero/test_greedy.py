@@ -1,4 +1,4 @@
-"""Algorithm 1 against the best assignment there is, by brute force, and against cutting the list in order."""
+"""Algorithm 1 against the optimal assignment, by brute force, and against splitting the list in order."""
 
 import itertools
 
@@ -82,5 +82,5 @@ def test_it_is_printed():
 def test_what_cannot_be_assigned_is_an_error():
     with pytest.raises(ConfigError, match="over 0 ranks"):
         greedy_assignment([1], 0)
-    with pytest.raises(ConfigError, match="fewer than 0"):
+    with pytest.raises(ConfigError, match="cannot be negative"):
         contiguous_assignment([-1], 2)

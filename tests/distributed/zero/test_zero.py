@@ -394,7 +394,7 @@ def test_states_come_back_in_parts_and_as_a_whole(results):
 def test_parts_that_do_not_make_a_whole_are_an_error(results):
     parts = [results[rank]["saved"]["part"] for rank in range(4)]
     for wrong in (parts[:3], [*parts[:3], parts[2]], [], [parts[0] | {"ranks": 1}, parts[1]]):
-        with pytest.raises(CheckpointError, match="a part of each rank is needed once"):
+        with pytest.raises(CheckpointError, match="one part per rank is needed"):
             merge_state_dicts(wrong)
 
 
@@ -420,7 +420,7 @@ def test_a_group_that_is_added_is_assigned(results):
 
 
 def test_weights_travel_as_they_are_stored(results):
-    """FP8: a byte a value and 4 a row, beside what stays BF16; to each of 3 ranks, and the mask of gradients."""
+    """FP8: one byte per value and 4 per row, besides BF16 parameters; to each of 3 ranks, and the mask of gradients."""
     sent = sum(results[rank]["fp8 weights 4"]["sent"] for rank in range(4))
     values = {name: torch.Size(shape).numel() for name, shape in SHAPES.items()}
     weights = sum(size + 4 * SHAPES[n][0] if n in ("w", "v") else 2 * size for n, size in values.items())

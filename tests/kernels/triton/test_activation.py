@@ -66,6 +66,7 @@ def check(got, expected, allowed=1):
     assert got.codes.is_contiguous()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_codes_of_h(target, gated, device):
@@ -73,6 +74,7 @@ def test_codes_of_h(target, gated, device):
     check(fused.activation("silu", gate, up, target), reference.activation("silu", gate, up, target))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_kinds_and_dtypes(dtype, kind, device):
@@ -89,6 +91,7 @@ def test_kinds_and_dtypes(dtype, kind, device):
         torch.testing.assert_close(got, expected, rtol=max(4e-6, torch.finfo(dtype).eps), atol=1e-6)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("folded", [True, False])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("target", TARGETS, ids=str)
@@ -106,6 +109,7 @@ def test_codes_of_the_gradients(target, gated, folded, device):
         check(got, expected, allowed=3)  # of up to 67,584
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("rows", [None, ROW, Target("e4m3", "tensor", "power_of_two")], ids=str)
 @pytest.mark.parametrize("columns", [None, ROW, Target("e4m3", "1x128", "power_of_two")], ids=str)
 @pytest.mark.parametrize("hidden", [None, ROW], ids=str)
@@ -118,6 +122,7 @@ def test_targets_of_one_matrix_may_differ_or_be_missing(rows, columns, hidden, d
         check(got, expected)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.filterwarnings("ignore:(invalid|overflow)")
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
@@ -141,6 +146,7 @@ def test_the_scale_of_h_is_taken_as_it_is_given(device):
     check(got, expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.filterwarnings("ignore:(invalid|overflow)")  # of the interpreter, which is NumPy
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("target", [ROW, COLUMN, Target("e4m3", "128x128", "power_of_two")], ids=str)

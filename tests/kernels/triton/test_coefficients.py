@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from octavo.kernels.coefficients import Own, Told
+from octavo.kernels.coefficients import ParamSettings, StepInputs
 from octavo.kernels.reference import coefficients as reference
 from octavo.kernels.uploads import Uploads
 
@@ -19,7 +19,7 @@ def settings(groups, parameters, device):
     high = torch.tensor([1e-2, 0.99, 0.9999, 1e-6, 0.3, 1.0, 4.0, 2.0], dtype=torch.float64)
     hyper = low + (high - low) * torch.rand(groups, 8, dtype=torch.float64)
     own = torch.tensor([
-        Own(i * 7 % groups, math.inf if i % 3 else 10.0, 0.2 + i % 5, i % 2 == 1) for i in range(parameters)
+        ParamSettings(i * 7 % groups, math.inf if i % 3 else 10.0, 0.2 + i % 5, i % 2 == 1) for i in range(parameters)
     ], dtype=torch.float64).reshape(-1, 4)  # fmt: skip
     counts = [torch.tensor(float(i * i)) for i in range(parameters)]
     squares = torch.rand(parameters, dtype=torch.float64)
@@ -27,12 +27,13 @@ def settings(groups, parameters, device):
 
 
 def both(groups, parameters, device, squares_are=1.0, normed=True, decays_weights=True, **amp):
-    """Return what both twins make: all of `Made`, the counts, what was skipped."""
+    """Return what both twins make: all of `StepCoefficients`, the counts, what was skipped."""
     found = []
     for twin, where in ((reference, "cpu"), (fast, device)):
         (hyper, own, squares), counts = settings(groups, parameters, where)
         sums = twin.group_squares(squares * squares_are, own, groups) if normed else None
-        told = Told(hyper, own, sums, decays_weights, **{name: torch.tensor(x).to(where) for name, x in amp.items()})
+        factors = {name: torch.tensor(x).to(where) for name, x in amp.items()}
+        told = StepInputs(hyper, own, sums, decays_weights, **factors)
         skipped = torch.full((1,), 3, dtype=torch.int32, device=where)
         more = () if twin is reference else (Uploads(), 0)
         for _ in range(2):

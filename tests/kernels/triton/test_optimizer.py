@@ -47,6 +47,7 @@ def _on(tensor, device):
     return None if tensor is None else tensor.to(device)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shapes", [cases.EVEN, cases.RAGGED], ids=["even", "ragged"])
 @pytest.mark.parametrize("kind", cases.KINDS)
 def test_adamw(kind, shapes, device):
@@ -55,6 +56,7 @@ def test_adamw(kind, shapes, device):
     assert all(a == b for a, b in counted) and counted[1][0] > 0
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rule", ["adam", "lion"])
 @pytest.mark.parametrize("kind", ["exact", "fp8", "fp8-min"])
@@ -91,6 +93,7 @@ def test_shapes_of_programs():
     assert fast.Shape.flat()._replace(groups=8, steps=2).programs(5, 256) == 1
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("shapes", [[(3, 256)], [(3, 200)]], ids=["even", "ragged"])
 @pytest.mark.parametrize("scaling", ["group", "tensor"])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -99,6 +102,7 @@ def test_gradients_that_are_codes(dtype, scaling, shapes, device):
     assert cases.different(here[0], there[0]) == []
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("shapes", [[(3, 256)], [(3, 200), (2, 128)]], ids=["even", "ragged"])
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("kind", ["fp32", "exact", "fp8-lm", "fp8"])
@@ -120,6 +124,7 @@ def test_momentum(kind, nesterov, shapes, device):
     assert all(torch.equal(a, b.cpu()) and a.any() for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("kind", ["exact", "fp8", "fp8-min, bf16 weight", "fp8, fp8 weight", "fp8-lm, fp8 weight"])
 def test_a_gradient_that_is_not_finite_makes_a_weight_that_is_none(kind, value, device):

@@ -21,6 +21,7 @@ CASES = [
 cases = pytest.mark.parametrize(("shape", "window"), CASES, ids=str)
 
 
+@pytest.mark.covering(1)
 @cases
 @pytest.mark.parametrize(
     ("granularity", "scaling", "format"),
@@ -53,6 +54,7 @@ def test_known_scales_spare_the_search(shape, window, device, monkeypatch):
         assert torch.equal(ours.scale, theirs.scale)
 
 
+@pytest.mark.covering(1)
 @cases
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fold_bit_for_bit(shape, window, dtype, device):

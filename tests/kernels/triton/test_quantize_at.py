@@ -42,6 +42,7 @@ def same(one: Quantized | None, other: Quantized | None) -> bool:
     return torch.equal(*codes) and torch.equal(one.scale, other.scale) and other.codes.is_contiguous()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("target", TARGETS, ids=str)
@@ -53,6 +54,7 @@ def test_codes_scales_and_cells_are_the_references(target, at_once, scale, devic
     assert float(got[2][1]) == float(x[x.isfinite()].abs().max()) > SEEN
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("ways", [(True, False), (False, True), (True, True)], ids=["rows", "columns", "both"])
 @pytest.mark.parametrize(("rows", "cols"), [(64, 128), (1, 1), (5, 67), (129, 16)])
 @pytest.mark.parametrize("scale", [0.0, 0.0123])

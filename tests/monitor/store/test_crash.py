@@ -48,7 +48,7 @@ def check(path, committed):
     try:
         reader = RunReader(path)
     except Exception as error:
-        assert not committed and "holds no run yet" in str(error), error
+        assert not committed and "contains no run yet" in str(error), error
         return 0
     last = reader.last_step
     assert last >= committed, (last, committed)

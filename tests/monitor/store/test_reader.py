@@ -1,3 +1,5 @@
+"""Reading a run; comparing configurations."""
+
 from __future__ import annotations
 
 import os
@@ -7,10 +9,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from synthetic import synthetic_run
 
 from octavo.errors import StoreError
-from octavo.monitor.store import ROLES, STATS, RunReader, RunWriter, TensorRow, find_runs, synthetic_run
-from octavo.monitor.store.reader import _gaps
+from octavo.monitor.store import (
+    ROLES,
+    STATS,
+    RunReader,
+    RunWriter,
+    TensorRow,
+    config_difference,
+    find_runs,
+)
+from octavo.monitor.store.series import gaps
 
 
 def written(path: Path, values: np.ndarray, steps: list[int] | None = None) -> RunReader:
@@ -95,8 +106,8 @@ def test_snapshots_at_odd_steps(tmp_path: Path) -> None:
     [
         (lambda r: r.series("layr", "input", "amax"), "Did you mean 'layer / input'"),
         (lambda r: r.series("layer", "input", "amaks"), "Did you mean 'amax'"),
-        (lambda r: r.heatmap("amax", "output"), "not of 'output'"),
-        (lambda r: r.heatmap("amax", "input", pool="mean"), "by 'mean'"),
+        (lambda r: r.heatmap("amax", "output"), "not 'output'"),
+        (lambda r: r.heatmap("amax", "input", pool="mean"), "'input', 'mean'"),
         (lambda r: r.document("konfig"), "Did you mean 'config'"),
     ],
 )
@@ -185,7 +196,7 @@ def test_runs_are_found_below_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("covered", "gaps"),
+    ("covered", "missing"),
     [
         ([], [(1, 10)]),
         ([(1, 10)], []),
@@ -193,5 +204,17 @@ def test_runs_are_found_below_a_folder(tmp_path: Path) -> None:
         ([(1, 2), (3, 10)], []),
     ],
 )
-def test_gaps_are_what_is_not_covered(covered, gaps) -> None:
-    assert _gaps(covered, 1, 10) == gaps
+def test_gaps_are_what_is_not_covered(covered, missing) -> None:
+    assert gaps(covered, 1, 10) == missing
+
+
+def test_configurations_are_compared(tmp_path: Path) -> None:
+    for name, options in {"a": {}, "b": {"recipe": "block", "twin": False, "steps": 10}}.items():
+        synthetic_run(tmp_path / name, layers=1, **{"steps": 20, **options})
+    runs = [RunReader(tmp_path / name) for name in ("a", "b")]
+    assert {d.key: d.values for d in config_difference(runs)} == {
+        "run.steps": (20, 10),
+        "run.recipe": ("folded", "block"),
+        "run.twin": (True, False),
+    }
+    assert config_difference(runs[:1]) == []

@@ -62,7 +62,7 @@ def test_histograms_of_all_tensors_lie_at_their_places_without_empty_ends(tmp_pa
 
 def test_a_run_is_not_written_over_by_accident(tmp_path: Path) -> None:
     RunWriter(tmp_path).close()
-    with pytest.raises(StoreError, match="holds a run already"):
+    with pytest.raises(StoreError, match="contains a run already"):
         RunWriter(tmp_path)
     with RunWriter(tmp_path, overwrite=True) as run:
         run.write_step(1, {"loss": 1.0})
@@ -111,11 +111,11 @@ def test_a_tensor_keeps_its_place_when_others_come_and_go(tmp_path: Path) -> Non
     ("write", "says"),
     [
         (lambda run: run.write_step(1, None, snapshot(1.0, rows=3)), r"Got \(3, 10\)"),
-        (lambda run: run.write_step(5, None, snapshot(1.0)), "after one of step 5"),
-        (lambda run: run.set_tensors([ROWS[0], ROWS[0]]), "a / input is named twice"),
-        (lambda run: run.write_document("konfig", {}), "there is no document 'konfig'"),
+        (lambda run: run.write_step(5, None, snapshot(1.0)), "after step 5"),
+        (lambda run: run.set_tensors([ROWS[0], ROWS[0]]), "a / input appears twice"),
+        (lambda run: run.write_document("konfig", {}), "unknown document 'konfig'"),
         (lambda run: run.write_event(1, "r", "t", level="fatal"), "info, warning or error"),
-        (lambda run: run.write_histogram(1, "b", "input", 0, [1]), "b / input is none of the tensors"),
+        (lambda run: run.write_histogram(1, "b", "input", 0, [1]), "b / input is not among the tensors"),
     ],
 )
 def test_what_cannot_be_written_is_refused_and_leaves_no_trace(tmp_path: Path, write, says: str) -> None:
@@ -160,13 +160,13 @@ def test_other_files_are_refused_clearly(tmp_path: Path) -> None:
     RunWriter(newer).close()
     with sqlite3.connect(newer) as connection:
         connection.execute(f"PRAGMA user_version = {schema.VERSION + 1}")
-    for path, says in ((text, "nor any SQLite file"), (foreign, "of another program"), (newer, "Update octavo")):
+    for path, says in ((text, "nor a SQLite file"), (foreign, "of another program"), (newer, "Update octavo")):
         before = path.read_bytes()
         for open_it in (RunReader, RunWriter, lambda path: RunWriter(path, overwrite=True)):
             with pytest.raises(StoreError, match=says):
                 open_it(path)
         assert path.read_bytes() == before
-    with pytest.raises(StoreError, match="there is no run here"):
+    with pytest.raises(StoreError, match="no run found"):
         RunReader(tmp_path / "nowhere")
 
 

@@ -1,1 +1,1 @@
-"""Which rank is gone, or hangs: found, named, and the others stopped."""
+"""Detection of dead or hung ranks."""

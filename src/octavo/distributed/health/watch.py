@@ -1,7 +1,7 @@
-"""Which rank is gone, or hangs, judged by what all ranks say of themselves.
+"""Diagnosis of dead or hung ranks, from the reports of all ranks.
 
-A rank that is silent is gone. Where no rank gets any further, the one that has begun the fewest collectives is the one
-that the others wait for.
+A silent rank is dead. If no rank makes progress, the others are waiting for the one that has begun the fewest
+collectives.
 """
 
 from __future__ import annotations
@@ -13,89 +13,87 @@ from typing import NamedTuple
 BEAT = 0.5
 """Seconds between two reports of a rank."""
 PATIENCE = 3.0
-"""Seconds without a report after which a rank is gone, once something has failed."""
-
-
+"""Seconds without a report after which a rank counts as dead, once something has failed."""
 UNHURRIED = -1
-"""In place of a step: no rank is expected to get any further."""
+"""Step number during which no progress is expected."""
 
 
 class Report(NamedTuple):
-    """What a rank says of itself."""
+    """Progress report of a rank."""
 
     beat: int
-    """How many reports it has made."""
+    """Number of reports so far."""
     step: int
-    """In progress, counted from 1; 0 before the first; `UNHURRIED` while this rank may take any time."""
+    """Step in progress, counted from 1; 0 before the first; `UNHURRIED` while this rank may take any time."""
     collectives: int
-    """Begun so far."""
+    """Number of collectives begun so far."""
     left: bool
-    """Whether it has no more to do."""
+    """Whether the rank has finished."""
 
 
 NOTHING = Report(0, 0, 0, False)
-"""Of a rank that has not begun."""
+"""Report of a rank that has not begun."""
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """The last report of a rank, and since when it is what it is, in seconds."""
+class RankState:
+    """Last report of a rank, with times in seconds."""
 
     report: Report
     heard: float
-    """Since when it has made no other."""
+    """Time of the last report."""
     moved: float
-    """Since when it is at the same step and collective."""
+    """Time of the last progress in steps or collectives."""
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """Why the ranks stop."""
+class RankFailure:
+    """Reason why the ranks stop."""
 
     text: str
     blamed: tuple[int, ...] = ()
-    """Those that the others cannot go on without."""
+    """Ranks that the others wait for."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Watch:
-    """The reports of all ranks over time. All times are seconds by one clock of this rank."""
+class RankMonitor:
+    """Reports of all ranks over time. All times are seconds on the clock of this rank."""
 
     ranks: int
     timeout: float
     """Seconds without a report of a rank, or without progress of any."""
     beat: float = BEAT
-    seen: dict[int, Seen] = field(default_factory=dict)
+    seen: dict[int, RankState] = field(default_factory=dict)
     alarm: float | None = None
-    """When something failed here: a collective, or this process was told to end."""
+    """Time of a failure on this rank: of a collective, or SIGTERM."""
     updated: float | None = None
 
     @property
     def patience(self) -> float:
-        """Seconds in which a rank that lives is heard."""
+        """Seconds within which a live rank reports."""
         return max(PATIENCE, 6 * self.beat)
 
     @property
     def is_sure(self) -> bool:
-        """Whether it is known of all ranks that they have lived after the alarm."""
+        """Whether all ranks are known to have been alive after the alarm."""
         assert self.updated is not None
         return self.alarm is not None and self.updated - self.alarm > self.patience + 2 * self.beat
 
     def update(self, reports: Mapping[int, Report], now: float) -> None:
-        """Take in the last reports of those ranks that have made one."""
-        # A process that was stopped itself has heard nobody meanwhile.
+        """Update the state of all ranks from their last reports."""
+        # After a pause of this process itself, times without reports mean nothing.
         slept = self.updated is not None and now - self.updated > self.patience / 2
         self.updated = now
         for rank in range(self.ranks):
             report, known = reports.get(rank, NOTHING), self.seen.get(rank)
             if known is None or slept:
-                self.seen[rank] = Seen(report, now, now)
+                self.seen[rank] = RankState(report, now, now)
                 continue
             heard = now if report.beat != known.report.beat else known.heard
             moved = now if report[1:] != known.report[1:] else known.moved
-            self.seen[rank] = Seen(report, heard, moved)
+            self.seen[rank] = RankState(report, heard, moved)
 
-    def verdict(self) -> Verdict | None:
+    def diagnose(self) -> RankFailure | None:
         """Return why the ranks must stop, or None."""
         now = self.updated
         here = {rank: seen for rank, seen in self.seen.items() if not seen.report.left}
@@ -105,28 +103,28 @@ class Watch:
         limit = min(self.patience, self.timeout) if stands or self.alarm is not None else self.timeout
         silent = {rank: seen for rank, seen in here.items() if now - seen.heard > limit}
         if silent:
-            return self._blame(silent, "is gone: nothing was heard of it", lambda seen: now - seen.heard)
+            return self._blame(silent, "is gone: no report", lambda seen: now - seen.heard)
         return self._hang(here, now) if stands else None
 
-    def _hang(self, here: Mapping[int, Seen], now: float) -> Verdict:
+    def _hang(self, here: Mapping[int, RankState], now: float) -> RankFailure:
         least = min(seen.report.collectives for seen in here.values())
         behind = {rank: seen for rank, seen in here.items() if seen.report.collectives == least}
         if len(behind) < len(here):
-            what = "is missing: it has not come to a collective in which the others wait"
+            what = "is missing: it has not entered a collective in which the others wait"
             return self._blame(behind, what, lambda seen: now - seen.moved)
-        return Verdict(
-            f"all ranks stand still {at(min(seen.report.step for seen in here.values()))}, for {self.timeout:g} s, and"
-            " none is behind the others: the network or the storage is stuck, or a step takes longer than the timeout."
+        return RankFailure(
+            f"no rank has made progress {at(min(seen.report.step for seen in here.values()))}, for {self.timeout:g} s,"
+            " and none is behind the others: network or storage is stuck, or a step takes longer than the timeout."
         )
 
-    def _blame(self, ranks: Mapping[int, Seen], what: str, since: Callable[[Seen], float]) -> Verdict:
+    def _blame(self, ranks: Mapping[int, RankState], what: str, since: Callable[[RankState], float]) -> RankFailure:
         parts = [
             f"rank {rank} of {self.ranks} {what}, for {since(seen):.0f} s, {at(seen.report.step)}"
             for rank, seen in ranks.items()
         ]
-        return Verdict("; ".join(parts) + ".", tuple(ranks))
+        return RankFailure("; ".join(parts) + ".", tuple(ranks))
 
 
 def at(step: int) -> str:
-    """Return where a rank is, in words."""
+    """Return a step as text."""
     return f"at step {step}" if step > 0 else "before the first step"

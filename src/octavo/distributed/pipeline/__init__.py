@@ -1,1 +1,1 @@
-"""Pipeline parallel: a stage and what it sends, the schedules of PyTorch, and stages that are run by one."""
+"""Pipeline parallel: stages with compressed communication, PyTorch's schedules, and their execution."""

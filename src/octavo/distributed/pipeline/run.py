@@ -1,33 +1,71 @@
-"""The stages of a model that a rank has, run: by a schedule forward and backward, or forward alone.
+"""Execution of a rank's pipeline stages: forward and backward by a schedule of PyTorch, or forward only.
 
 Shapes: B sequences in a batch, T tokens in a sequence, D width of the residual stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
-from octavo.distributed.pipeline.schedules import Schedule
 from octavo.distributed.pipeline.stage import PipelineStage, Sent, pack, unpack
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """A schedule of `torch.distributed.pipelining`."""
+
+    kind: Any
+    """Class of PyTorch."""
+    stages: int
+    """Stages per rank."""
+    is_v: bool = False
+    """V-shaped placement: a rank's second stage is as far from the end as its first from the beginning."""
+
+    def places(self, ranks: int) -> list[int]:
+        """Return the rank of each stage, in order."""
+        down = list(range(ranks))
+        return down + down[::-1] if self.is_v else down * self.stages
+
+    def make(self, stages: Sequence[PipelineStage], microbatches: int, loss: Callable[..., Tensor]) -> Any:
+        """Return PyTorch's schedule for the stages of this rank. Gradients of `loss` are not scaled."""
+        own = stages[0] if self.stages == 1 else list(stages)
+        return self.kind(own, microbatches, loss_fn=loss, scale_grads=False)
+
+
+SCHEDULES = {
+    "1f1b": Schedule(kind=Schedule1F1B, stages=1),
+    "interleaved": Schedule(kind=ScheduleInterleaved1F1B, stages=2),
+    "zero-bubble": Schedule(kind=ScheduleInterleavedZeroBubble, stages=2),
+    "zero-bubble-v": Schedule(kind=ScheduleZBVZeroBubble, stages=2, is_v=True),
+}
+"""Schedules by the names of `parallel.schedule`. Zero-bubble schedules (arXiv 2401.10241) compute gradients of inputs
+and of weights separately."""
+
+
 class Pipeline:
-    """The stages of a model on the ranks of a process group. All its ranks call the same methods, on the same batch.
+    """Pipeline over the ranks of a process group. All ranks call the same methods, with the same batch.
 
     Args:
-        stages: those of this rank, as `octavo.models.stages` makes them, by their number in the model; sharded or not.
-        schedule: in which order batches go through them, and where each stage is.
+        stages: this rank's stages, as `octavo.models.stages` makes them, by their number in the model; sharded or not.
+        schedule: the schedule, which also determines the rank of each stage.
         group: the ranks of the pipeline.
-        device: of this rank.
-        width: of the residual stream.
-        stream: its dtype.
-        sent: what it is sent as, see `PipelineStage`.
+        device: device of this rank.
+        width: width of the residual stream.
+        stream: dtype of the residual stream.
+        sent: format in which it is sent, see `PipelineStage`.
     """
 
     def __init__(
@@ -50,7 +88,7 @@ class Pipeline:
 
     @property
     def has_last(self) -> bool:
-        """Whether the last stage is this rank's: it alone knows losses."""
+        """Whether this rank has the last stage, which alone computes losses."""
         return len(self.places) - 1 in self.stages
 
     def step(
@@ -60,25 +98,25 @@ class Pipeline:
         parts: int,
         scaled: Callable[[Tensor], Tensor] = lambda loss: loss,
     ) -> Tensor | None:
-        """Go forward and backward through a batch in so many equal parts, whose gradients are averaged.
+        """Run forward and backward on a batch, split into `parts` equal microbatches whose gradients are averaged.
 
         Args:
-            scaled: makes of a part's loss what is gone backward from.
+            scaled: maps the loss of a microbatch to the value on which backward is called.
 
         Returns:
-            The mean loss in nats a token, not scaled, FP32, shape (); None where the last stage is another rank's.
+            The mean loss in nats per token, not scaled, FP32, shape (); None on ranks without the last stage.
         """
         self._losses, self._scaled = [], scaled
-        first = (tokens_BT.contiguous(),) if 0 in self.stages else ()  # its strides are checked against those of a part
+        first = (tokens_BT.contiguous(),) if 0 in self.stages else ()  # PyTorch compares strides with a microbatch's
         last = {"targets_BT": targets_BT, "target": targets_BT} if self.has_last else {}
         self._schedule_for(parts, tokens_BT.shape).step(*first, **last, return_outputs=False)
         return torch.stack(self._losses).sum() if self.has_last else None
 
     @torch.no_grad()
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor, *, by_sequence: bool = False) -> Tensor | None:
-        """Return the mean loss of a batch, (1,), or of each sequence, (B,); None where `step` gives None.
+        """Return the mean loss of a batch, (1,), or of each sequence, (B,); None on ranks without the last stage.
 
-        Ranks that are done do not wait for the others, which may still have earlier batches.
+        Ranks do not wait for later stages, which may still be processing earlier batches.
         """
         x = tokens_BT
         for index, stage in self.stages.items():
@@ -92,21 +130,21 @@ class Pipeline:
         return x if self.has_last else None
 
     def _received(self, shape: torch.Size, place: int) -> Tensor:
-        """Return the residual stream that another rank sends."""
+        """Receive the residual stream from another rank."""
         x_BTD = torch.zeros((*shape, self._width), dtype=self._stream, device=self._device)
         coming = pack(x_BTD, self.sent)
         dist.recv(coming, group=self._group, group_src=place)
         return x_BTD.copy_(unpack(coming, x_BTD))
 
     def _reshard(self) -> None:
-        """Keep no gathered weights: those of the shards may change before the next pass."""
+        """Free gathered weights: the shards may change before the next pass."""
         for stage in self.stages.values():
             for module in stage.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
     def _schedule_for(self, parts: int, shape: torch.Size) -> Any:
-        """Return PyTorch's schedule for batches of a shape."""
+        """Return PyTorch's schedule for batches of this shape."""
         if (parts, shape) not in self._made:
             part = (shape[0] // parts, shape[1])
             own = [self._prepared(index, stage, part) for index, stage in self.stages.items()]
@@ -114,12 +152,12 @@ class Pipeline:
         return self._made[parts, shape]
 
     def _noted(self, loss: Tensor) -> Tensor:
-        """Remember the loss of a part, and return what is gone backward from."""
+        """Store the loss of a microbatch, and return the value on which backward is called."""
         self._losses.append(loss.detach().float())
         return self._scaled(loss)
 
     def _prepared(self, index: int, stage: nn.Module, shape: tuple[int, int]) -> PipelineStage:
-        """Return a stage as schedules want it. Told the shapes, PyTorch need not run it to find them."""
+        """Return a stage for schedules, with its shapes, so that PyTorch need not run it to infer them."""
         stream_BTD = torch.empty((*shape, self._width), dtype=self._stream, device="meta", requires_grad=True)
         tokens_BT, loss = torch.empty(shape, dtype=torch.int64, device="meta"), torch.empty(1, device="meta")
         return PipelineStage(

@@ -1,12 +1,11 @@
-"""Pipeline parallel, by `torch.distributed.pipelining`: its stages and schedules, with fewer bytes between stages.
+"""Stages for `torch.distributed.pipelining` that send activations and gradients in fewer bytes.
 
     parts = octavo.models.stages.stages(model, 2)                 # after octavo.convert
     stage = PipelineStage(parts[rank], rank, 2, device, group=mesh["pipeline"].get_group(), sent="fp8")
     schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=given_loss, scale_grads=True)
 
-Every schedule of PyTorch runs converted layers, those that go backward for inputs and for weights at separate times
-included (zero bubble, arXiv 2401.10241): see `octavo.nn.wanted`. The latter want
-PyTorch 2.13.
+All of PyTorch's schedules support converted layers, including those that compute gradients of inputs and of weights
+separately (zero bubble, arXiv 2401.10241), which need PyTorch 2.13; see `octavo.nn.wanted`.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ _SCALE_BYTES = 4
 
 
 class PipelineStage(TorchPipelineStage):
-    """A stage whose activations are sent as BF16, or as FP8 codes with a scale a token; gradients are sent as BF16.
+    """Pipeline stage that sends activations in BF16, or as FP8 codes with one scale per token; gradients in BF16.
 
-    A token's scale is a power of two. What is sent in FP8 is rounded to E4M3, 3 bits of mantissa, before the next stage
-    reads it: into the residual stream itself, which nothing else in a block rounds as coarsely. Gradients go
-    straight through. All stages of a pipeline must send alike. Between two stages of one rank nothing is sent.
+    Scales are powers of two. With FP8 the residual stream itself is rounded to E4M3 (3 bits of mantissa) between
+    stages, more coarsely than by any other operation of a block; backward treats the rounding as the identity. All
+    stages of a pipeline must use the same format. Between two stages of one rank nothing is sent.
 
     Args:
-        submodule, stage_index, num_stages, device, kwargs: as of PyTorch's `PipelineStage`.
-        sent: `as is` (also the gradients), `bf16`, `fp8`.
+        submodule, stage_index, num_stages, device, kwargs: as for PyTorch's `PipelineStage`.
+        sent: `as is` (also gradients), `bf16` or `fp8`.
 
     Attributes:
-        sent_bytes: what this stage has sent to others, activations and gradients.
+        sent_bytes: bytes that this stage has sent to other ranks, activations and gradients.
 
     Raises:
-        ConfigError: `sent` is none of these.
+        ConfigError: an unknown `sent`.
     """
 
     def __init__(
@@ -63,37 +62,37 @@ class PipelineStage(TorchPipelineStage):
             raise ConfigError(f"PipelineStage: sent = {sent!r} is none of {', '.join(map(repr, _SENT))}.")
         super().__init__(submodule, stage_index, num_stages, device, **kwargs)
         self.sent, self.sent_bytes = sent, 0
-        self._coming: dict[tuple[str, int], list[tuple[Tensor, Tensor]]] = {}
+        self._pending: dict[tuple[str, int], list[tuple[Tensor, Tensor]]] = {}
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return what sends a microbatch's activations."""
+        """Return the operations that send a microbatch's activations."""
         return self._packed(super().get_fwd_send_ops(fwd_chunk_id), self.sent)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return what sends the gradients of a microbatch's inputs."""
+        """Return the operations that send the gradients of a microbatch's inputs."""
         return self._packed(super().get_bwd_send_ops(bwd_chunk_id), self._gradients)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return what receives a microbatch's activations."""
+        """Return the operations that receive a microbatch's activations."""
         return self._awaited(super().get_fwd_recv_ops(fwd_chunk_id), ("forward", fwd_chunk_id), self.sent)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return what receives the gradients of a microbatch's outputs."""
+        """Return the operations that receive the gradients of a microbatch's outputs."""
         return self._awaited(super().get_bwd_recv_ops(bwd_chunk_id), ("backward", bwd_chunk_id), self._gradients)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> Any:
-        """Go backward through a microbatch, as PyTorch's stage does.
+        """Run backward on a microbatch, like PyTorch's stage.
 
         Raises:
-            UnsupportedError: for the inputs only, with FP8 layers on a PyTorch before 2.13.
+            UnsupportedError: gradients of inputs only, with FP8 layers, before PyTorch 2.13.
         """
         converted = any(isinstance(module, Linear) for module in self.submod.modules())
         if not full_backward and converted and TorchVersion(torch.__version__) < "2.13":
             raise UnsupportedError(
-                f"PipelineStage: PyTorch {torch.__version__} goes backward for inputs and weights apart in its own "
-                "layers only. Take PyTorch 2.13, or Schedule1F1B or ScheduleInterleaved1F1B."
+                f"PipelineStage: PyTorch {torch.__version__} computes gradients of inputs and weights separately only "
+                "in its own layers. Take PyTorch 2.13, or Schedule1F1B or ScheduleInterleaved1F1B."
             )
         return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
@@ -116,26 +115,26 @@ class PipelineStage(TorchPipelineStage):
         return operations
 
     def _awaited(self, operations: list[dist.P2POp], key: tuple[str, int], sent: Sent) -> list[dist.P2POp]:
-        """Let bytes be received in the place of tensors, and remember which tensor they are for."""
+        """Redirect receive operations into packed buffers, and record the tensor that each is for."""
         for operation in operations:
-            goal = operation.tensor.detach()
-            if _is_packed(goal, sent):
-                operation.tensor = pack(torch.zeros_like(goal), sent)
-                self._coming.setdefault(key, []).append((goal, operation.tensor))
+            target = operation.tensor.detach()
+            if _is_packed(target, sent):
+                operation.tensor = pack(torch.zeros_like(target), sent)
+                self._pending.setdefault(key, []).append((target, operation.tensor))
         return operations
 
-    def _unpack(self, way: str, chunk: int) -> None:
-        for goal, received in self._coming.pop((way, chunk), ()):
-            goal.copy_(unpack(received, goal))
+    def _unpack(self, direction: str, chunk: int) -> None:
+        for target, received in self._pending.pop((direction, chunk), ()):
+            target.copy_(unpack(received, target))
 
 
 def given_loss(output: Tensor, _: Any = None) -> Tensor:
-    """Return the loss that the last stage has computed, as the `loss_fn` of a schedule."""
+    """`loss_fn` of a schedule, for a last stage that computes the loss itself."""
     return output.mean()
 
 
 def pack(x: Tensor, sent: Sent) -> Tensor:
-    """Return a tensor as it is sent: itself, BF16, or bytes (rows, K + 4), each row's codes and its scale."""
+    """Return a tensor as it is sent: unchanged, BF16, or bytes (rows, K + 4), codes and scale of each row."""
     if not _is_packed(x, sent):
         return x.contiguous()
     if sent == "bf16":
@@ -145,7 +144,7 @@ def pack(x: Tensor, sent: Sent) -> Tensor:
 
 
 def unpack(received: Tensor, like: Tensor) -> Tensor:
-    """Return what `pack` made of a tensor as it was, in the shape of `like`."""
+    """Return the values of a tensor packed by `pack`, in the shape of `like`."""
     if received.dtype != torch.uint8:
         return received
     codes = received[:, :-_SCALE_BYTES].contiguous().view(_CODES.fmt.dtype)

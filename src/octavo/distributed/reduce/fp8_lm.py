@@ -1,15 +1,15 @@
-"""FP8-LM's reduction (arXiv 2310.18313, section 2.1): one scale a tensor for all ranks, and sums in FP8.
+"""FP8-LM's reduction (arXiv 2310.18313, section 2.1): one scale per tensor for all ranks, and sums in FP8.
 
     s = mu * 448 / max over ranks and elements |g|       equations 3 and 4: every rank quantises with the same scale
     sum of FP8(s g)                                      equations 5 and 6: an all-reduce of FP8 numbers
     mean = sum / (s * ranks)
 
-mu leaves room for the sum. It is halved after a step in which more than 0.001 % of the elements were at the largest
-code, and else grows by a factor of 2 over 1,000 steps. The paper counts before the sum; here the sum is counted too,
-since that is where it overflows, and the larger share of all ranks decides. It travels with the next step's maxima.
+mu leaves headroom for the sum. It is halved after a step in which more than 0.001 % of the elements saturated, and
+otherwise doubles over 1,000 steps. The paper counts before the sum; here the sum is counted too, since that is where
+overflow occurs, and the largest share of all ranks decides. It is sent with the next step's amax.
 
-Every partial sum is rounded to E4M3, so the error grows with the ranks, whatever mu is: this is the paper's way, for
-comparison. `fp8-block` sends as many bytes and rounds each contribution once.
+Every partial sum is rounded to E4M3, so the error grows with the number of ranks, whatever mu is. This scheme is here
+for comparison with the paper: `fp8-block` sends as many bytes and rounds each contribution once.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from octavo.kernels.ledger import fall_back
 from octavo.numerics import E4M3, PER_TENSOR, scale_from_amax, tile_amax, to_codes
 
 THRESHOLD = 1e-5
-"""Share of elements at the largest code above which mu is halved."""
+"""Share of saturated elements above which mu is halved."""
 GROWTH = 2.0 ** (1 / 1000)
-"""Of mu, in a step without."""
+"""Growth of mu in a step without saturation."""
 LIMIT = 2.0**16
-"""Of mu and of 1 / mu: a gradient of zeros would let it grow for ever."""
+"""Upper bound of mu and of 1 / mu: otherwise gradients of zero would let it grow without bound."""
 LARGEST_SCALE = 2.0**126
-"""Of a tensor of zeros, whatever mu is."""
+"""Upper bound of the scale, reached by tensors of zeros."""
 LARGEST_CODE = 0x7E
-"""Of E4M3, without its sign: 448."""
+"""Largest E4M3 code without its sign: 448."""
 
 
 class FP8LM(Scheme):
-    """One scale a tensor, shared by the ranks; E4M3 sums, by NCCL itself where it can."""
+    """One scale per tensor, shared by the ranks; E4M3 sums, by NCCL where supported."""
 
     name = "fp8-lm"
 
     def __init__(self) -> None:
         super().__init__()
         self.mu: dict[str, Tensor] = {}
-        """By tensor, FP32 (): the same on all ranks."""
+        """mu by tensor, FP32 (): the same on all ranks."""
         self.saturated: dict[str, Tensor] = {}
-        """By tensor, FP32 (): the share of elements at the largest code in the last step, of this rank."""
+        """Share of saturated elements by tensor, FP32 (), in the last step of this rank."""
 
     def _reduce_scatter(
         self, output: Tensor, input: Tensor, group: dist.ProcessGroup, factor: float, name: str
@@ -71,7 +71,7 @@ class FP8LM(Scheme):
             tensor.copy_(total.float() * (factor / scale))
 
     def _scales(self, tensors: Sequence[Tensor], names: Sequence[str], group: dist.ProcessGroup) -> Tensor:
-        """Agree on what each tensor is multiplied by, FP32 (tensors,); move each mu by what the last step has shown."""
+        """Return the agreed factors that tensors are multiplied by, FP32 (tensors,), and update mu."""
         device = tensors[0].device
         for name in names:
             self.mu[name] = self.mu.get(name, torch.tensor(group.size() ** -0.5)).to(device)
@@ -106,12 +106,12 @@ class FP8LM(Scheme):
         return self.wire.all_gather(summed.view(torch.uint8), group).view(-1)[: codes.numel()].view(E4M3.dtype)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return `<tensor>.mu`, and `<tensor>.saturated`, FP32 (). The latter is this rank's; any rank's will do."""
+        """Return `<tensor>.mu` and `<tensor>.saturated`, FP32 (). The latter is this rank's; any may be loaded."""
         kept = {"mu": self.mu, "saturated": self.saturated}
         return {f"{name}.{key}": value.clone() for key, table in kept.items() for name, value in table.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a state; tensors that it does not name begin anew."""
+        """Load a state; tensors that it does not name start from the default."""
         kept: dict[str, dict[str, Tensor]] = {"mu": {}, "saturated": {}}
         for key, value in state.items():
             name, _, which = key.rpartition(".")
@@ -122,11 +122,11 @@ class FP8LM(Scheme):
 
 
 def ring_sum(codes: Tensor, rank: int) -> Tensor:
-    """Return the sum (n,) of the ranks' E4M3 codes (ranks, n), as NCCL's ring makes it for the part of this rank.
+    """Return the sum (n,) of the ranks' E4M3 codes (ranks, n), as NCCL's ring computes it for this rank's part.
 
-    It begins at the next rank and ends here. At each hop two numbers are added and rounded to E4M3, what is too large
-    to its largest value: `FuncSum` of FP8 in NCCL's src/device/reduce_kernel.h. There they are added in FP16, which has
-    so many more bits (11, not below 2 * 4 + 2) that rounding twice is rounding once.
+    It begins at the next rank and ends here. Each hop adds two numbers and rounds the sum to E4M3, saturating:
+    `FuncSum` of FP8 in NCCL's src/device/reduce_kernel.h. NCCL adds in FP16, which has enough bits (11 >= 2 * 4 + 2)
+    for double rounding to be innocuous.
     """
     ranks = codes.shape[0]
     total = codes[(rank + 1) % ranks]
@@ -136,7 +136,7 @@ def ring_sum(codes: Tensor, rank: int) -> Tensor:
 
 
 def _share_saturated(codes: Tensor) -> Tensor:
-    """Return the share of codes that are the largest of either sign, FP32 ()."""
+    """Return the share of codes with the largest magnitude, FP32 ()."""
     return ((codes.view(torch.uint8) & 0x7F) == LARGEST_CODE).sum() / max(codes.numel(), 1)
 
 
@@ -145,7 +145,7 @@ def _codes(tensor: Tensor, scale: Tensor) -> Tensor:
 
 
 def _nccl_sums(codes: Tensor, group: dist.ProcessGroup) -> bool:
-    """Return whether the backend sums FP8. On a GPU, that it does not is a fallback."""
+    """Return whether the backend sums FP8. On a GPU, if it does not, a fallback is recorded."""
     if not codes.is_cuda:
         return False
     reason = None
@@ -156,5 +156,5 @@ def _nccl_sums(codes: Tensor, group: dist.ProcessGroup) -> bool:
     elif torch.cuda.nccl.version() < (2, 24):
         reason = "NCCL sums FP8 from 2.24"
     if reason is not None:
-        fall_back(f"reduction 'fp8-lm' imitates NCCL's sums of FP8: {reason}")
+        fall_back(f"reduction 'fp8-lm' emulates NCCL's FP8 sums: {reason}")
     return reason is None

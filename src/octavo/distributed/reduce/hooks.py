@@ -1,6 +1,6 @@
-"""A scheme of reduction in PyTorch's own engines: a communication hook of DDP, the reduce-scatter of FSDP2.
+"""Reductions inside of PyTorch's DDP (as a communication hook) and FSDP2 (as its reduce-scatter).
 
-Annotations are not postponed here: DDP reads those of a hook.
+Annotations are not postponed here: DDP inspects those of a hook.
 """
 
 from collections.abc import Sequence
@@ -20,16 +20,16 @@ from octavo.errors import ConfigError, UnsupportedError
 
 
 def set_reduction(model: nn.Module, scheme: str | Scheme, mesh: DeviceMesh | None = None) -> Scheme:
-    """Reduce the gradients of a model by a scheme, from the next backward on.
+    """Reduce the gradients of a model with a scheme, from the next backward on.
 
     Args:
-        model: a `DistributedDataParallel`, or a model to which `fully_shard` was applied. With a mesh of two dimensions
-            FSDP2 itself sums over the replicas; the scheme is for the ranks that share the shards.
+        model: a `DistributedDataParallel`, or a model to which `fully_shard` was applied. With a 2-D mesh FSDP2 itself
+            sums over the replicas; the scheme applies to the ranks that share the shards.
         scheme: a name in `REDUCTIONS`, or a scheme.
         mesh: see `reduction`.
 
     Returns:
-        The scheme, whose `state_dict` belongs in a checkpoint.
+        The scheme. Its `state_dict` belongs in a checkpoint.
 
     Raises:
         ConfigError: the model is neither, or the scheme is unknown.
@@ -51,7 +51,7 @@ def set_reduction(model: nn.Module, scheme: str | Scheme, mesh: DeviceMesh | Non
 
 
 def _units(model: nn.Module) -> dict[FSDPModule, str]:
-    """Return what FSDP2 gathers at a time, each by its first parameter: no other stage of a model has that name."""
+    """Return FSDP2's gather units, each named by its first parameter, which is unique among the stages of a model."""
     sharded = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     units: dict[FSDPModule, str] = {}
     for parameter, _ in model.named_parameters(remove_duplicate=False):
@@ -64,7 +64,7 @@ def _units(model: nn.Module) -> dict[FSDPModule, str]:
 
 
 class Buckets(NamedTuple):
-    """What the hook of a DDP model knows."""
+    """State of the communication hook of a DDP model."""
 
     scheme: Scheme
     group: dist.ProcessGroup
@@ -72,7 +72,7 @@ class Buckets(NamedTuple):
 
 
 def reduce_bucket(state: Buckets, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-    """Reduce a bucket of gradients, on a GPU beside the backward that goes on: a communication hook of DDP."""
+    """Reduce a bucket of gradients, on a GPU concurrently with backward: a communication hook of DDP."""
     gradient = bucket.buffer()
     parts = {state.names[p]: g.numel() for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)}
     if not gradient.is_cuda:
@@ -82,7 +82,7 @@ def reduce_bucket(state: Buckets, bucket: dist.GradBucket) -> Future[Tensor]:  #
     stream.wait_stream(torch.cuda.current_stream(gradient.device))
     with torch.cuda.stream(stream):
         state.scheme.all_reduce(gradient, state.group, parts=parts)
-        return _done(gradient)  # whoever waits for it waits for this stream
+        return _done(gradient)  # waiting for the future waits for this stream
 
 
 def _done(gradient: Tensor) -> Future[Tensor]:
@@ -101,7 +101,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class ShardReduction:
-    """FSDP2's protocol `ReduceScatter`: all gradients of a unit lie in one flat tensor, which has one name."""
+    """FSDP2's protocol `ReduceScatter`: all gradients of a unit form one flat tensor, with one name."""
 
     def __init__(self, scheme: Scheme, name: str) -> None:
         self.scheme = scheme
@@ -109,13 +109,13 @@ class ShardReduction:
         self._has_input = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory of that size: FSDP2 asks for that of the gradients first, then for that of their sum.
+        """Return memory of that size. FSDP2 asks for the gradients first, then for their sum.
 
-        Gradients come in the policy's `reduce_dtype`; their sum is in FP32 whatever that is.
+        Gradients are in the policy's `reduce_dtype`; their sum is always in FP32.
         """
         self._has_input = not self._has_input
-        kept_as = dtype if self._has_input else torch.promote_types(dtype, torch.float32)
-        return torch.empty(*size, dtype=kept_as, device=device)
+        dtype = dtype if self._has_input else torch.promote_types(dtype, torch.float32)
+        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -123,11 +123,11 @@ class ShardReduction:
         """Reduce, on the current stream.
 
         Raises:
-            UnsupportedError: the operation is neither a mean nor a sum, or it shall not be waited for.
+            UnsupportedError: the operation is neither a mean nor a sum, or it is asynchronous.
         """
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM) or async_op:
             raise UnsupportedError(
-                f"reduction '{self.scheme.name}' in FSDP2 makes means and sums, on FSDP2's own stream, got {op}: after "
+                f"reduction '{self.scheme.name}' in FSDP2 supports means and sums on FSDP2's stream, got {op}: after "
                 "set_gradient_divide_factor(...) also call set_force_sum_reduction_for_comms(True)."
             )
         self._has_input = False

@@ -1,4 +1,4 @@
-"""What every way of reducing gradients has in common: two collectives on flat gradients, and a state."""
+"""Base of gradient reductions: two collectives on flat gradients, and a state. `Wire` counts the bytes sent."""
 
 from __future__ import annotations
 
@@ -10,29 +10,74 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.distributed.reduce.wire import Wire
 from octavo.errors import ConfigError
 
 ALIGNMENT = 16
-"""Values of which a rank's part of an all-reduce has a multiple: so every part begins where a wide load may."""
+"""A rank's part of an all-reduce is a multiple of this many values, so that parts are aligned for vector loads."""
+
+# Renamed in PyTorch 2.13, whose old names warn.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Wire:
+    """Collectives on contiguous tensors, on the current stream, which count the bytes that this rank sends.
+
+    Bytes are those that the algorithm must send: in an all-to-all or reduce-scatter everything but a rank's own part,
+    in an all-gather its own part to each other rank, in an all-reduce both (Patarasuk and Yuan, 2009, doi
+    10.1016/j.jpdc.2008.09.002, section 3). FP8 is sent as bytes where only copies are made: gloo does not support it.
+    """
+
+    def __init__(self) -> None:
+        self.sent = 0
+        """Bytes that this rank has sent to others."""
+
+    def all_to_all(self, messages: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Send row r of `messages` (ranks, width) to rank r; return what each rank sent here, (ranks, width)."""
+        received = torch.empty_like(messages)
+        dist.all_to_all_single(_bytes(received), _bytes(messages), group=group)
+        self.sent += messages.nbytes * (group.size() - 1) // group.size()
+        return received
+
+    def all_gather(self, message: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Return the messages (width,) of all ranks, (ranks, width)."""
+        gathered = message.new_empty(group.size(), message.numel())
+        _all_gather(_bytes(gathered), _bytes(message), group=group)
+        self.sent += message.nbytes * (group.size() - 1)
+        return gathered
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
+        """Sum by the backend, in the dtype of the tensors; output (n,), input (ranks * n,)."""
+        _reduce_scatter(output, input, group=group)
+        self.sent += input.nbytes * (group.size() - 1) // group.size()
+
+    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        """Sum in place by the backend, in the dtype of the tensor."""
+        dist.all_reduce(tensor, group=group)
+        self.sent += 2 * tensor.nbytes * (group.size() - 1) // group.size()
+
+    def maximum(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        """Replace each element by its maximum over the ranks."""
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+        self.sent += 2 * tensor.nbytes * (group.size() - 1) // group.size()
 
 
 class Scheme(ABC):
-    """One way to sum gradients over ranks.
+    """A gradient reduction.
 
-    All ranks of a group make the same calls in the same order, with tensors of the same sizes. A gradient of one rank
-    is left as it is: nothing travels, so nothing is rounded. What is not finite on one rank is not finite in the sum.
+    All ranks of a group make the same calls in the same order, with tensors of the same sizes. With a single rank
+    nothing is sent, and nothing is rounded. A value that is not finite on one rank is not finite in the sum.
     """
 
     name: ClassVar[str]
-    """As `reduction` reads it."""
+    """Name for `reduction`."""
 
     def __init__(self) -> None:
         self.wire = Wire()
 
     @property
     def sent(self) -> int:
-        """Bytes that this rank has sent to others since the scheme was made."""
+        """Bytes that this rank has sent to others so far."""
         return self.wire.sent
 
     def reduce_scatter(
@@ -42,20 +87,20 @@ class Scheme(ABC):
 
         Args:
             output: (n,), FP32, BF16 or FP16: values rank * n to (rank + 1) * n - 1 of the result.
-            input: (ranks * n,), FP32, BF16 or FP16; a scheme may change it.
+            input: (ranks * n,), FP32, BF16 or FP16; may be overwritten.
             group: the ranks.
-            mean: divide by their number.
-            name: of this gradient, for schemes that keep something for each.
+            mean: divide by the number of ranks.
+            name: name of this gradient, for schemes with state.
 
         Raises:
-            ConfigError: a tensor is not flat and contiguous, or their sizes do not go together.
-            UnsupportedError: the backend of the group cannot do it.
+            ConfigError: a tensor is not flat and contiguous, or the sizes do not match.
+            UnsupportedError: the backend of the group does not support it.
         """
         _check(output, input)
         if input.numel() != output.numel() * group.size():
             raise ConfigError(
-                f"reduce_scatter: {input.numel()} values over {group.size()} ranks do not make {output.numel()} each: "
-                "pad the gradient to a multiple of the ranks."
+                f"reduce_scatter: {input.numel()} values over {group.size()} ranks do not give {output.numel()} each: "
+                "pad the gradient to a multiple of the number of ranks."
             )
         if group.size() == 1:
             output.copy_(input)
@@ -75,13 +120,13 @@ class Scheme(ABC):
         Args:
             gradient: (n,), FP32, BF16 or FP16, contiguous; any n.
             group: the ranks.
-            mean: divide by their number.
-            parts: names and sizes of the tensors that lie in it one after another, for schemes that keep something for
-                each. By default it is one, called `gradient`.
+            mean: divide by the number of ranks.
+            parts: names and sizes of the consecutive tensors that it consists of, for schemes with state. By default a
+                single one, `gradient`.
 
         Raises:
-            ConfigError: the gradient is not flat and contiguous, or its parts are not all of it.
-            UnsupportedError: the backend of the group cannot do it.
+            ConfigError: the gradient is not flat and contiguous, or its parts do not add up to it.
+            UnsupportedError: the backend of the group does not support it.
         """
         _check(gradient)
         parts = {"gradient": gradient.numel()} if parts is None else parts
@@ -91,7 +136,7 @@ class Scheme(ABC):
             self._all_reduce(gradient, group, 1 / group.size() if mean else 1.0, parts)
 
     def all_reduce_tensors(self, tensors: Mapping[str, Tensor], group: dist.ProcessGroup, *, mean: bool = True) -> None:
-        """Reduce tensors of any shapes in place, all of one dtype in one go. The names are those of `parts`."""
+        """Reduce tensors of any shapes in place, with one all-reduce per dtype. The names are those of `parts`."""
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors.values()):
             named = {name: tensor for name, tensor in tensors.items() if tensor.dtype == dtype}
             flat = torch.cat([tensor.reshape(-1) for tensor in named.values()])
@@ -101,23 +146,23 @@ class Scheme(ABC):
                 tensor.copy_(part.view(tensor.shape))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what the next step depends on, tensors by name; empty where there is nothing."""
+        """Return the state that the next step depends on, tensors by name; empty for most schemes."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a state.
+        """Load a state.
 
         Raises:
-            ConfigError: it is not one of this scheme.
+            ConfigError: it belongs to another scheme.
         """
         if state:
-            raise ConfigError(f"reduction '{self.name}' keeps no state, got {', '.join(state)}.")
+            raise ConfigError(f"reduction '{self.name}' has no state, got {', '.join(state)}.")
 
     @abstractmethod
     def _reduce_scatter(
         self, output: Tensor, input: Tensor, group: dist.ProcessGroup, factor: float, name: str
     ) -> None:
-        """Two ranks at least, and something to reduce; the sum is multiplied by `factor`."""
+        """Reduce over at least two ranks at least one value; the sum is multiplied by `factor`."""
 
     @abstractmethod
     def _all_reduce(
@@ -126,13 +171,13 @@ class Scheme(ABC):
 
 
 def part_length(count: int, ranks: int) -> int:
-    """Return how many of `count` values are one rank's part of an all-reduce; the last may have fewer, or none."""
+    """Return the size of one rank's part of an all-reduce of `count` values; the last ranks may have less, or none."""
     each = (count + ranks - 1) // ranks
     return (each + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
 def padded(x: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """Return x (n,) in that dtype, followed by zeros up to `count` values; x itself where that is what it is."""
+    """Return x (n,) in that dtype, zero-padded to `count` values; x itself where nothing changes."""
     if x.numel() == count:
         return x.to(dtype)
     longer = x.new_zeros(count, dtype=dtype)
@@ -144,6 +189,10 @@ def _check(*tensors: Tensor) -> None:
     for tensor in tensors:
         if tensor.dim() != 1 or not tensor.is_contiguous() or not tensor.is_floating_point():
             raise ConfigError(
-                f"a gradient to reduce is flat, contiguous and of floating point; this one is {tuple(tensor.shape)} "
+                f"a gradient to reduce must be flat, contiguous and floating-point; this one is {tuple(tensor.shape)} "
                 f"of {tensor.dtype}."
             )
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Reductions in two levels: within a host at higher precision, over its fast links; across hosts in FP8."""
+"""Two-level reduction: within a host at higher precision, over its fast links; across hosts in FP8."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from octavo.distributed.reduce.local import BF16, FP8Block
+from octavo.distributed.reduce.flat import BF16, FP8Block
 from octavo.distributed.reduce.scheme import Scheme, padded, part_length
 from octavo.errors import ConfigError
 
@@ -17,7 +17,7 @@ from octavo.errors import ConfigError
 class TwoLevel(Scheme):
     """Reduce-scatter within each host, reduce across hosts, gather within the host.
 
-    Across hosts a rank sends what is left when its host has summed: 1 / (ranks of a host) of the gradient.
+    Across hosts a rank sends only its part of the host's sum: 1 / (ranks per host) of the gradient.
     """
 
     name = "two-level"
@@ -26,7 +26,7 @@ class TwoLevel(Scheme):
         """Reduce over all ranks of a mesh (hosts, ranks of a host), `bf16` within a host and `fp8-block` across.
 
         Raises:
-            ConfigError: the mesh has not two dimensions.
+            ConfigError: the mesh is not 2-D.
         """
         super().__init__()
         if mesh.ndim != 2:
@@ -49,7 +49,7 @@ class TwoLevel(Scheme):
     ) -> None:
         self._check(group)
         hosts, ranks = self._across.size(), self._within.size()
-        # What belongs to one rank of every host together, so that the host's reduce-scatter brings it there.
+        # Group the values of one local rank on all hosts, so that the host's reduce-scatter delivers them to it.
         turned = input.view(hosts, ranks, -1).transpose(0, 1).reshape(-1)
         part = input.new_empty(hosts * output.numel(), dtype=torch.float32)
         mean = factor != 1  # of two ranks at least
@@ -74,7 +74,7 @@ class TwoLevel(Scheme):
         return kept
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a state."""
+        """Load the states of both levels."""
         for level, scheme in (("inner.", self.inner), ("outer.", self.outer)):
             scheme.load_state_dict({key.removeprefix(level): v for key, v in state.items() if key.startswith(level)})
 
@@ -82,6 +82,6 @@ class TwoLevel(Scheme):
         ranks = dist.get_process_group_ranks(group)
         if ranks != self._ranks:
             raise ConfigError(
-                f"reduction 'two-level' was made for the ranks {self._ranks}, and is asked to reduce over {ranks}: "
-                "shard over all ranks of its mesh, in that order."
+                f"reduction 'two-level' was made for the ranks {self._ranks}, but is used for {ranks}: shard over all "
+                "ranks of its mesh, in that order."
             )

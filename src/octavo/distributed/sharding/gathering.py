@@ -1,4 +1,4 @@
-"""How each weight of a sharded model is gathered, and why: decided before anything is changed."""
+"""Gather plan of a sharded model: per parameter what is sent, and why, decided before anything is changed."""
 
 from __future__ import annotations
 
@@ -19,48 +19,48 @@ from octavo.tensor import FP8Tensor, local
 
 
 @dataclass(frozen=True)
-class Use:
-    """A place where a parameter is a module's."""
+class ParameterUse:
+    """One occurrence of a parameter in a model."""
 
     module: nn.Module
     name: str
-    """The module's full name."""
+    """Full name of the module."""
     attribute: str
 
     @property
     def full_name(self) -> str:
-        """The parameter's name there."""
+        """Full name of the parameter at this place."""
         return full_name(self.name, self.attribute)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatherPlan:
-    """How one parameter is gathered."""
+    """Gathering of one parameter."""
 
     name: str
-    """Its first name in the model."""
+    """First name in the model."""
     shape: tuple[int, ...]
     sent: str
-    """What is sent: codes by their format and granularity, or the values by their dtype, or rows that are looked up."""
+    """Codes by format and granularity, values by dtype, or looked-up rows."""
     bytes: int
-    """Of all ranks' parts together, padding included: what each rank has once it is gathered. 0: it never is."""
+    """Bytes of the gathered parameter, padding included; 0 if it is never gathered."""
     reason: str
-    """Why the weight of an FP8 layer is not sent as codes; empty where it is, and for all other parameters."""
+    """Reason why an FP8 layer's weight is not sent as codes; empty otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardPlan:
-    """How a sharded model is gathered. `print(plan)` shows the weights of FP8 layers as a table."""
+    """Gathering of all parameters of a sharded model. `print(plan)` shows it as a table."""
 
     ranks: int
-    """That a parameter is cut for."""
+    """Number of ranks that a parameter is sharded over."""
     parameters: tuple[GatherPlan, ...]
     in_high_precision: int = field(repr=False)
-    """The bytes of a gather of all parameters, were none sent as codes."""
+    """Bytes of gathering all parameters without FP8."""
 
     @property
     def bytes(self) -> int:
-        """The bytes of a gather of all parameters: a rank receives (ranks - 1) / ranks of them."""
+        """Bytes of gathering all parameters; a rank receives (ranks - 1) / ranks of them."""
         return sum(parameter.bytes for parameter in self.parameters)
 
     def to_json(self) -> str:
@@ -75,33 +75,32 @@ class ShardPlan:
             rows.append((p.name, shape, p.sent, f"{p.bytes / 1e6:.2f}", p.reason))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = ["  ".join(text.ljust(width) for text, width in zip(row, (*widths, 0), strict=True)) for row in rows]
-        share = (
-            f"{self.bytes / 1e6:.2f} MB a gather on {self.ranks} ranks, {self.in_high_precision / 1e6:.2f} without FP8"
-        )
-        return "\n".join([*(line.rstrip() for line in lines), share])
+        total = f"{self.bytes / 1e6:.2f} MB per gather on {self.ranks} ranks"
+        total += f", {self.in_high_precision / 1e6:.2f} without FP8"
+        return "\n".join([*(line.rstrip() for line in lines), total])
 
 
-def uses_of(model: nn.Module) -> list[tuple[nn.Parameter, list[Use]]]:
-    """Return every parameter of a model with the modules that it is a parameter of, in the model's order."""
-    found: dict[nn.Parameter, list[Use]] = {}
+def uses_of(model: nn.Module) -> list[tuple[nn.Parameter, list[ParameterUse]]]:
+    """Return every parameter of a model with the modules that use it, in the model's order."""
+    found: dict[nn.Parameter, list[ParameterUse]] = {}
     for name, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
-                found.setdefault(parameter, []).append(Use(module, name, attribute))
+                found.setdefault(parameter, []).append(ParameterUse(module, name, attribute))
     return list(found.items())
 
 
-def is_fp8_weight(uses: Sequence[Use]) -> bool:
+def is_fp8_weight(uses: Sequence[ParameterUse]) -> bool:
     """Return whether a converted layer reads this parameter as its weight."""
     return any(isinstance(use.module, Linear) and use.attribute == "weight" for use in uses)
 
 
-def target_or_reason(parameter: Tensor, uses: Sequence[Use], ranks: int) -> Target | str:
-    """Return what the weight of an FP8 layer is sent as, or why its values are sent."""
+def codes_or_reason(parameter: Tensor, uses: Sequence[ParameterUse], ranks: int) -> Target | str:
+    """Return the codes that the weight of an FP8 layer is sent as, or the reason why its values are sent."""
     others = [use.full_name for use in uses if not (type(use.module) is Linear and use.attribute == "weight")]
     if others:
-        return f"it is {others[0]} too, which reads its values"
-    parameter = local(parameter)  # what tensor parallel has left of it on this rank
+        return f"shared with {others[0]}, which reads its values"
+    parameter = local(parameter)  # under tensor parallel, this rank's part
     if isinstance(parameter, FP8Tensor):
         return Target(parameter.format, parameter.granularity.name, parameter.scaling)
     recipes = [use.module.recipe for use in uses if isinstance(use.module, Linear)]
@@ -110,11 +109,11 @@ def target_or_reason(parameter: Tensor, uses: Sequence[Use], ranks: int) -> Targ
         return reason
     targets = {target_of(recipe.fprop.weight) for recipe in recipes}
     if len(targets) > 1:
-        return "layers that share it quantise it in different ways"
+        return "layers that share it quantise it differently"
     target = targets.pop()
     height, rows = target.tile.rows, -(-parameter.shape[0] // ranks)
     if height is not None and (rows % height or parameter.shape[0] % height):
-        return f"a rank has {rows} of {parameter.shape[0]} rows, and {height} share a scale"
+        return f"{height} rows share a scale, and a rank has {rows} of {parameter.shape[0]}"
     return target
 
 
@@ -123,16 +122,16 @@ def _unfit(recipe: Recipe) -> str | None:
         if not recipe.gemm(name).is_fp8:
             return f"{name} runs in BF16"
     if recipe.fprop.weight.rounding != "nearest":
-        return "its codes are drawn anew in each forward"
+        return "its rounding is stochastic: each forward has new codes"
     if reused_from(recipe, "dgrad", "weight") is None:
-        return "dgrad reads other codes than fprop: two copies of one byte are as much as BF16"
+        return "fprop and dgrad read different codes: two one-byte copies are as large as BF16"
     return None
 
 
 def gather_plan(
     parameter: Tensor, name: str, sent: Target | str | None, dtype: torch.dtype | None, ranks: int
 ) -> GatherPlan:
-    """Return the line of one parameter. `dtype`: of values that are sent; `sent`: None where it is no FP8 layer's."""
+    """Return the plan of one parameter. `dtype`: that of values when sent; `sent`: None outside of FP8 layers."""
     parameter = local(parameter)
     rows = -(-parameter.shape[0] // ranks) if parameter.dim() else 1
     shape = (rows, *parameter.shape[1:])
@@ -149,6 +148,6 @@ def gather_plan(
 
 
 def rows_plan(parameter: Tensor, name: str, dtype: torch.dtype | None) -> GatherPlan:
-    """Return the line of an embedding that is not gathered: its rows are sent where they are looked up."""
+    """Return the plan of an embedding that is not gathered: only looked-up rows are sent."""
     text = str(dtype or parameter.dtype).removeprefix("torch.")
     return GatherPlan(name=name, shape=tuple(parameter.shape), sent=f"{text}, rows looked up", bytes=0, reason="")

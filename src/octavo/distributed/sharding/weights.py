@@ -1,11 +1,11 @@
-"""`WeightShard`: the rows of a weight that a rank keeps, as a parameter of FSDP2 that is gathered in FP8.
+"""`WeightShard`: a rank's rows of a weight, an FSDP2 parameter that is all-gathered in FP8.
 
-    on each rank   (r, K) values, FP32 or BF16           the master: what the optimizer steps
-    on the wire    (r, K) codes, (r, 1) scales           one byte a weight and 4 bytes a row
-    in the layer   (N, K) `FP8Tensor`                    what fprop reads, and dgrad transposed
+    on each rank   (r, K) values, FP32 or BF16           the master that the optimizer steps
+    on the wire    (r, K) codes, (r, 1) scales           one byte per weight and 4 bytes per row
+    in the layer   (N, K) `FP8Tensor`                    read by fprop, and transposed by dgrad
 
-A row's scale needs that row only, so that codes are those of the whole weight, bit for bit, and no rank waits for
-another's maximum. 128x128 scales need 128 rows on one rank; a scale a tensor needs all ranks (`together`).
+Row-wise scales depend on one row only, so the codes equal those of the whole weight bit for bit, and no rank waits for
+another rank's amax. 128x128 scales need 128 rows on one rank; per-tensor scales need all ranks (`batched_scales`).
 PyTorch calls `fsdp_pre_all_gather` and `fsdp_post_all_gather` (see torch.distributed.fsdp.fully_shard).
 """
 
@@ -25,18 +25,18 @@ from torch.utils._pytree import tree_map_only
 from octavo import kernels
 from octavo.kernels import Target
 from octavo.numerics import Quantized
-from octavo.tensor import FP8Tensor, Holder, local
+from octavo.tensor import FP8Tensor, WrapperTensor, local
 
 if TYPE_CHECKING:
-    from octavo.distributed.sharding.together import RowStacks, TensorScales
+    from octavo.distributed.sharding.batched_scales import RowwiseBatch, TensorwiseScales
 
 aten = torch.ops.aten
 _changes = 0
-"""Steps of optimizers, of which fused ones move no version, and writes through a shard, below where versions move."""
+"""Number of optimizer steps (fused ones do not bump version counters) and of in-place writes through a shard."""
 
 
 def weights_changed(*_: Any) -> None:
-    """Mark the codes that ranks have sent as out of date: the next forward quantises every shard."""
+    """Mark the codes of all sharded weights as out of date: the next forward quantises every shard again."""
     global _changes
     _changes += 1
 
@@ -45,30 +45,30 @@ register_optimizer_step_post_hook(weights_changed)
 
 
 @dataclass(frozen=True)
-class Gather:
-    """How a weight (N, K) is gathered."""
+class GatherSpec:
+    """Gathering of one weight (N, K)."""
 
     rows: int
-    """N, of all ranks."""
+    """N, over all ranks."""
     target: Target
-    """What its values become."""
-    scales: TensorScales | None = None
-    """What finds the scale of a weight that has one for all its rows."""
-    stacks: RowStacks | None = None
-    """What quantises a weight that has a scale a row along with others of its block."""
+    """Format and scaling of the codes."""
+    scales: TensorwiseScales | None = None
+    """Finds the scale of a per-tensor scaled weight."""
+    batch: RowwiseBatch | None = None
+    """Quantises a row-wise scaled weight in one launch with others of its block."""
 
 
-class WeightShard(Holder):
-    """Rows of a weight. It has the shape and dtype of `held`, and is used as a parameter's local tensor only."""
+class WeightShard(WrapperTensor):
+    """Rows of a weight, with the shape and dtype of `wrapped`. Used only as the local tensor of a DTensor parameter."""
 
-    how: Gather
-    kept: tuple[Any, Quantized] | None
-    """What was sent last, and the state of the values that it was made of."""
-    largest: tuple[Any, Tensor] | None
-    """The largest magnitude on all ranks, FP32 of shape (), and the state that the values had."""
+    spec: GatherSpec
+    cached: tuple[Any, Quantized] | None
+    """Version key, and the codes last made of the values with that key."""
+    global_amax: tuple[Any, Tensor] | None
+    """Version key, and the amax over all ranks of the values with that key: FP32, shape ()."""
 
     @staticmethod
-    def __new__(cls, values: Tensor, how: Gather) -> WeightShard:  # noqa: D102
+    def __new__(cls, values: Tensor, spec: GatherSpec) -> WeightShard:  # noqa: D102
         shard: WeightShard = Tensor._make_wrapper_subclass(
             cls,
             values.shape,
@@ -77,35 +77,37 @@ class WeightShard(Holder):
             dtype=values.dtype,
             device=values.device,
         )
-        shard.held, shard.how = values, how
-        shard.kept = shard.largest = None
+        shard.wrapped, shard.spec = values, spec
+        shard.cached = shard.global_amax = None
         return shard
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"WeightShard({self.held!r}, sent as {self.how.target})"
+        return f"WeightShard({self.wrapped!r}, sent as {self.spec.target})"
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return what this rank sends, and its scale, which is not sent where it is known to all."""
-        # The signature with more arguments cannot send scales of an uneven shard: it wants all of one shape.
-        rows = -(-self.how.rows // mesh.size())
-        if self.how.scales is not None:
-            self.how.scales.refresh(self, mesh)
+        """Return the tensors that this rank sends, and its scale; a per-tensor scale is known to all and not sent."""
+        # FSDP2's longer signature requires equal shapes, and cannot send the scales of an uneven shard.
+        rows = -(-self.spec.rows // mesh.size())
+        if self.spec.scales is not None:
+            self.spec.scales.refresh(self, mesh)
         made = self.quantized(rows)
-        return (made.codes,) if self.how.scales is not None else (made.codes, made.scale), made.scale
+        return (made.codes,) if self.spec.scales is not None else (made.codes, made.scale), made.scale
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], scale: Tensor, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[FP8Tensor, tuple[Tensor, ...]] | None:
-        """Return the whole weight, in the memory that FSDP2 gathered into; `out` is in it already.
+        """Return the whole weight in the memory that FSDP2 gathered into, or None where `out` already views it.
 
-        PyTorch gathers over one rank by copying the first tensor only: the scale is then that of `scale`.
+        Over a single rank PyTorch copies the first tensor only; the scale is then taken from `scale`.
         """
-        target, rows = self.how.target, self.how.rows
+        target, rows = self.spec.target, self.spec.rows
         sent = len(outputs) > 1
         if out is not None:
-            out = local(out)  # a DTensor where tensor parallel has cut the weight
+            out = local(out)  # a DTensor under tensor parallel
             assert isinstance(out, FP8Tensor)
-            if not sent:  # what backward has kept of it is the same weight's scale, as all that FSDP2 gathers again
+            if (
+                not sent
+            ):  # autograd may have saved this scale: the values are the same, as for all of FSDP2's re-gathers
                 with torch.autograd._unsafe_preserve_version_counter(out.scale):  # type: ignore[attr-defined]
                     out.scale.copy_(scale)
             return None
@@ -114,38 +116,38 @@ class WeightShard(Holder):
         return FP8Tensor(codes, scale, target.tile, dtype, target.scaling), ()
 
     def quantized(self, rows: int) -> Quantized:
-        """Return the codes and scales of this shard, filled up with zeros to `rows`; made once for each of its values.
+        """Return the codes and scales of this shard, zero-padded to `rows` and cached until the values change.
 
-        What an FP8 weight is made of is sent as it is.
+        The codes of an FP8 weight are sent unchanged.
         """
-        state = state_of_values(self)
-        if self.kept is not None and self.kept[0] == (state, rows):
-            return self.kept[1]
-        target, values = self.how.target, self.held
+        key = version_key(self), rows
+        if self.cached is not None and self.cached[0] == key:
+            return self.cached[1]
+        target, values = self.spec.target, self.wrapped
         with torch.no_grad():
             if isinstance(values, FP8Tensor):
                 made = values.quantized
-            elif self.how.scales is not None:
-                made = self.how.scales.quantize(self)
-            elif self.how.stacks is not None:
-                made = self.how.stacks.quantize(self)
+            elif self.spec.scales is not None:
+                made = self.spec.scales.quantize(self)
+            elif self.spec.batch is not None:
+                made = self.spec.batch.quantize(self)
             else:
                 made = kernels.quantize(values, *target)
-            made = _filled_up(made, rows)
+            made = _padded(made, rows)
         if not isinstance(values, FP8Tensor) or made.codes is not values.codes:
-            self.kept = (state, rows), made
+            self.cached = key, made
         return made
 
     def like(self, values: Tensor) -> WeightShard:
-        """Return other values, gathered as these are."""
-        return WeightShard(values, self.how)
+        """Return other values with the same gather specification."""
+        return WeightShard(values, self.spec)
 
-    def __tensor_flatten__(self) -> tuple[list[str], Gather]:
-        return ["held"], self.how
+    def __tensor_flatten__(self) -> tuple[list[str], GatherSpec]:
+        return ["wrapped"], self.spec
 
     @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], how: Gather, size: Any, stride: Any) -> WeightShard:
-        return cls(inner["held"], how)
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], spec: GatherSpec, size: Any, stride: Any) -> WeightShard:
+        return cls(inner["wrapped"], spec)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -156,21 +158,21 @@ class WeightShard(Holder):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         shard: WeightShard = args[0]
-        if func is aten.view.default and isinstance(shard.held, FP8Tensor) and tuple(args[1]) != tuple(shard.shape):
-            return shard.like(shard.held.codes.view(args[1]))  # what FSDP2 keeps, to know the memory again
-        inner, named = tree_map_only(WeightShard, lambda one: one.held, (args, kwargs or {}))
+        if func is aten.view.default and isinstance(shard.wrapped, FP8Tensor) and tuple(args[1]) != tuple(shard.shape):
+            return shard.like(shard.wrapped.codes.view(args[1]))  # FSDP2 keeps this view to identify the memory
+        inner, named = tree_map_only(WeightShard, lambda one: one.wrapped, (args, kwargs or {}))
         result = func(*inner, **named)
         if func._schema.is_mutable:
             weights_changed()
-        if func not in _STAY_SHARDS or not isinstance(shard, WeightShard):
+        if func not in _SHARD_PRESERVING or not isinstance(shard, WeightShard):
             return result
-        return shard if result is shard.held else tree_map_only(Tensor, shard.like, result)
+        return shard if result is shard.wrapped else tree_map_only(Tensor, shard.like, result)
 
 
-# FSDP2 asks for the signature each time it gathers, and to find it takes as long as all that the method does.
+# FSDP2 inspects the signature at each gather, which would take as long as the method itself.
 WeightShard.fsdp_pre_all_gather.__signature__ = inspect.signature(WeightShard.fsdp_pre_all_gather)  # type: ignore[attr-defined]
 
-_STAY_SHARDS = {
+_SHARD_PRESERVING = {
     aten.detach.default,
     aten.alias.default,
     aten.clone.default,
@@ -185,30 +187,29 @@ _STAY_SHARDS = {
     aten._to_copy.default,
     aten._pin_memory.default,
 }
-"""Operations of FSDP2, checkpoints and `Module.to`, whose results are shards too. Results of others are plain."""
+"""Operations of FSDP2, checkpoints and `Module.to` whose results are shards again. Others return plain tensors."""
 
 
-def state_of_values(shard: WeightShard) -> tuple[Any, ...]:
-    """Return what is another, by ==, once the values of a shard may have changed."""
-    held = shard.held
-    memory = held.codes if isinstance(held, FP8Tensor) else held
-    # The storage too: FSDP2 frees a weight's memory and keeps its storage, and another weight may get that address.
-    place = memory.data_ptr(), memory.untyped_storage()._cdata, memory.shape, memory.stride(), memory.dtype
-    return _changes, None if memory.is_inference() else memory._version, (*place, memory.device)
+def version_key(shard: WeightShard) -> tuple[Any, ...]:
+    """Return a key that changes whenever the values of a shard may have changed."""
+    memory = shard.wrapped.codes if isinstance(shard.wrapped, FP8Tensor) else shard.wrapped
+    # The storage too: FSDP2 frees a weight's memory and keeps its storage, so that another weight may get its address.
+    storage = memory.data_ptr(), memory.untyped_storage()._cdata, memory.shape, memory.stride(), memory.dtype
+    return _changes, None if memory.is_inference() else memory._version, (*storage, memory.device)
 
 
-def place_of(state: tuple[Any, ...]) -> Any:
-    """Return where the values lie that have this state."""
-    return state[2]
+def storage_key(key: tuple[Any, ...]) -> Any:
+    """Return the storage part of a version key: the memory that the values are in."""
+    return key[2]
 
 
-def _filled_up(made: Quantized, rows: int) -> Quantized:
+def _padded(made: Quantized, rows: int) -> Quantized:
     height = made.granularity.rows
-    scale = made.scale if height is None else _with_rows(made.scale, -(-rows // height))
-    return Quantized(_with_rows(made.codes, rows), scale, made.granularity)
+    scale = made.scale if height is None else _padded_rows(made.scale, -(-rows // height))
+    return Quantized(_padded_rows(made.codes, rows), scale, made.granularity)
 
 
-def _with_rows(x: Tensor, rows: int) -> Tensor:
+def _padded_rows(x: Tensor, rows: int) -> Tensor:
     if x.shape[0] == rows:
         return x.contiguous()
     full = torch.zeros(rows, x.shape[1], dtype=x.dtype, device=x.device)

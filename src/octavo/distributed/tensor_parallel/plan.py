@@ -1,4 +1,4 @@
-"""What tensor parallel cuts, what it sends for each layer, and why."""
+"""Tensor-parallel plan of a model: how each layer is sharded, what is sent for it, and why."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from octavo.recipes import reused_from
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CutPlan:
-    """How one layer is cut."""
+class LayerPlan:
+    """Sharding of one layer."""
 
     name: str
     shape: tuple[int, int]
-    """Of its weight, (N, K), on all ranks together."""
+    """Shape of the whole weight, (N, K)."""
     cut: str
-    """`columns`: each rank has some of the N outputs; `rows`: some of the K inputs."""
+    """`columns`: column-parallel, each rank has some of the N outputs; `rows`: row-parallel, some of the K inputs."""
     sent: str
-    """What tokens are sent as before the layer, if it is column-parallel, or sums after it, if it is row-parallel."""
+    """Format of the tokens gathered before a column-parallel layer, or of the sums after a row-parallel one."""
     reason: str
-    """Why the input of a column-parallel layer is not sent as codes; else empty."""
+    """Reason why the input of a column-parallel layer is not sent as codes; else empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorPlan:
-    """How a model is cut. `print(plan)` shows it as a table."""
+class TensorParallelPlan:
+    """Sharding of a model's layers. `print(plan)` shows it as a table."""
 
     ranks: int
     sequence: bool
-    """Whether tokens are cut where features are not."""
-    layers: tuple[CutPlan, ...]
+    """Sequence parallel: tokens are sharded where features are not."""
+    layers: tuple[LayerPlan, ...]
 
     def to_json(self) -> str:
         """Return the plan as JSON."""
@@ -50,8 +50,8 @@ class TensorPlan:
         return "\n".join([*(line.rstrip() for line in lines), f"on {self.ranks} ranks"])
 
 
-def target_or_reason(layer: nn.Module) -> Target | str:
-    """Return the codes that the input of a column-parallel layer is gathered as, or why its values are gathered."""
+def codes_or_reason(layer: nn.Module) -> Target | str:
+    """Return the codes in which the input of a column-parallel layer is gathered, or why its values are gathered."""
     if not isinstance(layer, Linear):
         return "the layer runs in BF16"
     recipe, forward = layer.recipe, layer.recipe.fprop.input
@@ -60,11 +60,11 @@ def target_or_reason(layer: nn.Module) -> Target | str:
     if not recipe.wgrad.is_fp8:
         return "wgrad runs in BF16: it reads the values"
     if forward.tile.rows is None:
-        return "a scale a tensor needs the maximum of all ranks' tokens"
+        return "a per-tensor scale needs the amax of all ranks' tokens"
     if reused_from(recipe, "wgrad", "input") is None:
-        return "wgrad reads other codes than fprop: two copies of one byte are as much as BF16"
+        return "fprop and wgrad read different codes: two one-byte copies are as large as BF16"
     if forward.rounding != "nearest":
-        return "its codes are drawn at random"
+        return "its rounding is stochastic"
     if layer.keeps_input:
-        return "it keeps its input as it is (requantise)"
+        return "it saves its input unquantised (requantise)"
     return target_of(forward)

@@ -1,11 +1,11 @@
-"""Weights of tensor parallel layers: DTensors to optimizers and checkpoints, this rank's part to the layers.
+"""Weights of tensor-parallel layers: DTensors for optimizers and checkpoints, local shards for the layers.
 
-A weight (N, K) is cut by its rows (column-parallel: each rank has some outputs) or by its columns (row-parallel: each
-has some inputs, and outputs are summed). An FP8 weight is cut as it is, codes and scales: of a row whose columns are
-cut each rank has the scale of all of it, until its optimizer steps and writes one of its own.
+A weight (N, K) is sharded by rows (column-parallel: each rank has some outputs) or by columns (row-parallel: each has
+some inputs, and outputs are summed). The codes and scales of an FP8 weight are sharded unchanged: where columns are
+sharded, each rank starts with the scale of the whole row, until its optimizer writes its own.
 
-Inside a forward of the module that holds the layers their parameters are this rank's parts, no DTensors: so layers, and
-what is fused of them, compute on them as in one process.
+Inside the forward of the parallel module, the layers' parameters are local shards instead of DTensors, so that layers
+and fused operations compute as in one process.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from octavo.distributed.tensor_parallel.tokens import summed
-from octavo.distributed.values import leave_values
+from octavo.distributed.checkpoint import plain_values_hook
+from octavo.distributed.tensor_parallel.tokens import all_reduce_sum
 from octavo.errors import UnsupportedError
 from octavo.tensor import FP8Tensor, columns_of, is_distributed, local, rows_of
 
 REPLICATED = Replicate()
 
 
-def cut(layer: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
-    """Cut the weight of a linear layer over the ranks of a mesh, in place, and its bias where it is one of outputs.
+def shard_tp(layer: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
+    """Shard the weight of a linear layer over a mesh, in place, and with `dim` 0 its bias.
 
     Args:
         dim: 0: by rows, column-parallel; 1: by columns, row-parallel.
 
     Raises:
-        UnsupportedError: no linear layer, or sizes that the ranks do not divide.
+        UnsupportedError: not a linear layer, or a size that the number of ranks does not divide.
     """
     weight = getattr(layer, "weight", None)
     if not isinstance(layer, nn.Linear) or not isinstance(weight, Tensor):
-        raise UnsupportedError(f"tensor parallel: {name} is {type(layer).__name__}: only linear layers are cut.")
+        raise UnsupportedError(f"tensor parallel: {name} is {type(layer).__name__}: only linear layers are sharded.")
     if weight.shape[dim] % mesh.size():
         raise UnsupportedError(
             f"tensor parallel: {name}.weight {tuple(weight.shape)}: {weight.shape[dim]} "
-            f"{('outputs', 'inputs')[dim]} cannot be cut for {mesh.size()} ranks. Take a number of ranks that divides "
-            "them, or leave the layer out."
+            f"{('outputs', 'inputs')[dim]} cannot be divided by {mesh.size()} ranks. Take a number of ranks that "
+            "divides them, or leave the layer out."
         )
-    place(layer, "weight", mesh, Shard(dim))
+    distribute_parameter(layer, "weight", mesh, Shard(dim))
     if layer.bias is not None:
-        place(layer, "bias", mesh, Shard(0) if dim == 0 else REPLICATED)
+        distribute_parameter(layer, "bias", mesh, Shard(0) if dim == 0 else REPLICATED)
 
 
-def place(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
-    """Make a parameter a DTensor; every rank has the same values before. Nothing is sent."""
+def distribute_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+    """Replace a parameter by a DTensor. All ranks have the same values before; nothing is sent."""
     parameter = module._parameters[name]
     if parameter is None or is_distributed(parameter):
         return
@@ -61,11 +61,11 @@ def place(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) 
     placed = DTensor.from_local(part, mesh, [placement], run_check=False, shape=values.shape, stride=values.stride())
     module._parameters[name] = nn.Parameter(placed, requires_grad=parameter.requires_grad)
     if isinstance(values, FP8Tensor):
-        module.register_state_dict_post_hook(leave_values)
+        module.register_state_dict_post_hook(plain_values_hook)
 
 
 def _part(values: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
-    """Return this rank's part in memory of its own: the same bits, and of an FP8 weight the scales of whole rows."""
+    """Return a copy of this rank's shard; for an FP8 weight with the scales of whole rows."""
     if not isinstance(values, FP8Tensor):
         return values.chunk(mesh.size(), dim)[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
     size, rank = values.shape[dim] // mesh.size(), mesh.get_local_rank()
@@ -76,11 +76,11 @@ def _part(values: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
 
 
 class LocalParameters:
-    """Lets some modules see this rank's parts of their own parameters, while a forward of `around` runs.
+    """Replaces DTensor parameters of some modules by local shards, during each forward of `around`.
 
     Args:
-        around: the module whose forward it is; where FSDP2 gathers the weights, it gathers them before.
-        modules: those with the parameters, each with how the gradient of what is on all ranks comes about.
+        around: the module whose forward it is. FSDP2 gathers its weights before.
+        modules: modules with the parameters, each with the kind of gradient of its replicated parameters.
     """
 
     def __init__(self, around: nn.Module, modules: Sequence[tuple[nn.Module, str]], mesh: DeviceMesh) -> None:
@@ -90,12 +90,12 @@ class LocalParameters:
         _call_always(around, lambda *_: self._leave())
 
     def _enter(self) -> None:
-        self._leave()  # a forward before may have ended where hooks are not called
+        self._leave()  # an earlier forward may have ended without calling hooks
         for module, gradient in self._modules:
             for name, parameter in module._parameters.items():
                 if isinstance(parameter, DTensor):
                     self._held.append((module, name, parameter))
-                    module._parameters[name] = _Local.apply(parameter, gradient, self._mesh)  # type: ignore[no-untyped-call]
+                    module._parameters[name] = _Local.apply(parameter, gradient, self._mesh)
 
     def _leave(self) -> None:
         for module, name, parameter in self._held:
@@ -104,9 +104,9 @@ class LocalParameters:
 
 
 def _call_always(module: nn.Module, hook: Callable[..., None]) -> None:
-    """Register a forward hook that errors do not stop, under the same key in every module.
+    """Register a forward hook that runs also after errors, under the same key in every module.
 
-    PyTorch numbers hooks, and compiled code of one block does for another only if this number is the same.
+    PyTorch numbers hooks, and blocks share compiled code only if these numbers are equal.
     """
     number = module.register_forward_hook(hook, always_call=True).id
     for hooks in (module._forward_hooks, module._forward_hooks_always_called):
@@ -114,12 +114,12 @@ def _call_always(module: nn.Module, hook: Callable[..., None]) -> None:
 
 
 SUMMED, SAME, ADDED_BY_ALL = "summed", "same", "added by all"
-"""Of a parameter that all ranks have, each rank's gradient is of its own tokens; or is the whole one; or it is added on
-each rank to a sum that is then taken over the ranks, which it must enter once."""
+"""Gradient of a replicated parameter on each rank: of its own tokens only; complete; or complete, for a parameter (the
+bias of a row-parallel layer) that each rank adds to a sum over the ranks, which it must enter once."""
 
 
 class _Local(torch.autograd.Function):
-    """This rank's part of a parameter."""
+    """Local shard of a parameter."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Any, gradient: str, mesh: DeviceMesh) -> Tensor:
@@ -133,7 +133,7 @@ class _Local(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        grad = grads[0] if ctx.group is None else summed(grads[0], ctx.group)
+        grad = grads[0] if ctx.group is None else all_reduce_sum(grads[0], ctx.group)
         return (
             DTensor.from_local(grad, ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride),
             None,

@@ -1,1 +1,1 @@
-"""Optimizer states spread over ranks by whole tensors, as in FP8-LM."""
+"""Optimizer states distributed over ranks by whole tensors, as in FP8-LM."""

@@ -1,9 +1,9 @@
-"""Whole tensors for ranks: FP8-LM's Algorithm 1 (arXiv 2310.18313, section 2.3).
+"""Assignment of whole tensors to ranks: FP8-LM's Algorithm 1 (arXiv 2310.18313, section 2.3).
 
-A tensor with one scale cannot be cut without a scale that all its parts agree on. So each goes to one rank, with its
-scale: the largest first, to the rank that has least. No rank has more than 4/3 - 1/(3 ranks) times the most of the best
-assignment (R. L. Graham, "Bounds on multiprocessing timing anomalies", 1969, doi 10.1137/0117039, theorem 2). What no
-assignment can mend is a tensor larger than a rank's share: `Assignment.imbalance` says how much is lost.
+A tensor with one scale cannot be sharded unless all shards agree on the scale. So each is assigned to one rank, with
+its scale: the largest first, to the rank with the smallest load. The largest load is at most 4/3 - 1/(3 ranks) times
+the optimum (R. L. Graham, "Bounds on multiprocessing timing anomalies", 1969, doi 10.1137/0117039, theorem 2). A tensor
+larger than a rank's share stays a bottleneck: see `Assignment.imbalance`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from octavo.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Which rank has which tensor. `print(assignment)` shows what each rank has."""
+    """Assignment of tensors to ranks. `print(assignment)` shows the load of each rank."""
 
     owners: tuple[int, ...]
-    """The rank of each tensor, in their order."""
+    """Rank of each tensor."""
     sizes: tuple[int, ...]
-    """Of each tensor, in bytes."""
+    """Bytes of each tensor."""
     ranks: int
 
     @property
     def loads(self) -> tuple[int, ...]:
-        """The bytes of each rank."""
+        """Bytes per rank."""
         loads = [0] * self.ranks
         for owner, size in zip(self.owners, self.sizes, strict=True):
             loads[owner] += size
@@ -34,7 +34,7 @@ class Assignment:
 
     @property
     def imbalance(self) -> float:
-        """The most that a rank has, in units of the mean: 1 is even. It is 1 where there is nothing."""
+        """Largest load divided by the mean: 1 is even. 1 also where there are no bytes."""
         return max(self.loads) * self.ranks / sum(self.loads) if sum(self.loads) else 1.0
 
     def of(self, rank: int) -> list[int]:
@@ -42,7 +42,7 @@ class Assignment:
         return [tensor for tensor, owner in enumerate(self.owners) if owner == rank]
 
     def with_more(self, sizes: Sequence[int]) -> Assignment:
-        """Return this assignment with further tensors, which go the same way to the ranks that have least now.
+        """Return this assignment extended by further tensors, assigned in the same way to the least loaded ranks.
 
         Raises:
             ConfigError: a size is negative.
@@ -62,9 +62,9 @@ class Assignment:
 
 
 def greedy_assignment(sizes: Sequence[int], ranks: int) -> Assignment:
-    """Assign tensors of these sizes, the largest first, each to the rank that has least: Algorithm 1.
+    """Assign tensors of these sizes, the largest first, each to the least loaded rank: Algorithm 1.
 
-    Of equal sizes the first comes first, of equal ranks the first is taken: all ranks come to the same assignment.
+    Ties are broken by order, so that all ranks compute the same assignment.
 
     Raises:
         ConfigError: there are no ranks, or a size is negative.
@@ -74,7 +74,7 @@ def greedy_assignment(sizes: Sequence[int], ranks: int) -> Assignment:
 
 
 def contiguous_assignment(sizes: Sequence[int], ranks: int) -> Assignment:
-    """Assign tensors in their order, each to the rank in whose share of all bytes it begins: what is compared with.
+    """Assign tensors in order, each to the rank in whose share of all bytes it begins: a baseline for comparison.
 
     Raises:
         ConfigError: there are no ranks, or a size is negative.
@@ -89,6 +89,6 @@ def contiguous_assignment(sizes: Sequence[int], ranks: int) -> Assignment:
 
 def _check(sizes: Sequence[int], ranks: int) -> None:
     if ranks < 1:
-        raise ConfigError(f"an assignment over {ranks} ranks: there must be one at least.")
+        raise ConfigError(f"an assignment over {ranks} ranks: at least one is needed.")
     if any(size < 0 for size in sizes):
-        raise ConfigError("an assignment: a tensor cannot have fewer than 0 bytes.")
+        raise ConfigError("an assignment: the size of a tensor cannot be negative.")

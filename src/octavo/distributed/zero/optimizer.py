@@ -1,12 +1,12 @@
-"""`GreedyZeRO`: an optimizer whose states are spread over ranks that all have the whole model, a tensor on one rank.
+"""`GreedyZeRO`: an optimizer whose states are distributed over data-parallel ranks, each tensor on one rank.
 
     backward            on every rank    all gradients, of this rank's batch
-    reduce to owners    wire             the mean of a gradient goes to the rank that owns the tensor; others drop it
-    step                on the owner     master, moments and weight of its tensors: nobody else has that state
-    gather              wire             weights as they are stored: an `FP8Tensor` as codes and scales, one byte
+    reduce to owners    wire             the mean of each gradient, to the rank that owns the tensor; others drop it
+    step                on the owner     master, moments and weight of its tensors: no other rank has that state
+    gather              wire             weights as stored: an `FP8Tensor` as codes and scales, one byte
 
-Stage 2 of ZeRO (arXiv 1910.02054, section 5), cut between tensors as FP8-LM cuts it. All that a tensor needs is on one
-rank, so a step is that of one process bit for bit, also with one scale a tensor, and with Muon's whole matrices.
+ZeRO stage 2 (arXiv 1910.02054, section 5), partitioned by tensors as in FP8-LM. All state of a tensor is on one rank,
+so a step is bitwise that of one process, also with per-tensor scales, and with Muon's whole matrices.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from octavo.distributed.reduce import reduction as reduction_named
-from octavo.distributed.reduce.scheme import Scheme
-from octavo.distributed.reduce.wire import Wire
+from octavo.distributed.reduce.scheme import Scheme, Wire
 from octavo.distributed.zero.greedy import Assignment
 from octavo.distributed.zero.streams import gather_from_owners, reduce_to_owners
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
@@ -34,34 +33,34 @@ from octavo.tensor import FP8Tensor, is_distributed
 
 
 class GreedyZeRO(torch.optim.Optimizer):
-    """Let each rank keep the states of some tensors only, and step those.
+    """Optimizer wrapper in which each rank stores the states of some tensors only, and steps those.
 
-    Every rank makes one over the same parameters, with the same weights, and makes the same calls:
+    Every rank creates one over the same parameters, with the same weights, and makes the same calls:
 
         optimizer = GreedyZeRO(octavo.optim.AdamW(model.named_parameters(), lr=3e-4, states="fp8"))
         loss(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    Groups, schedulers and clipping are those of the optimizer inside; the norm is that of all ranks' gradients. After
-    `step` a rank has the gradients of its own tensors only. A parameter that is frozen stays out of everything; one
-    that no rank has a gradient of is not stepped, and where some ranks have none, theirs counts as zeros.
+    Groups, schedulers and clipping are those of the wrapped optimizer; the norm is that of all ranks' gradients. After
+    `step` a rank has the gradients of its own tensors only. Frozen parameters are ignored; a parameter without a
+    gradient on any rank is not stepped, and a gradient missing on some ranks counts as zeros.
 
     Args:
-        optimizer: of `octavo.optim`, over all parameters, without states yet.
-        group: the ranks; by default all of them.
-        reduction: how gradients are reduced, a name in `octavo.distributed.REDUCTIONS` or a scheme. None where they are
+        optimizer: an optimizer of `octavo.optim` over all parameters, without states yet.
+        group: the ranks; by default all.
+        reduction: gradient reduction, a name in `octavo.distributed.REDUCTIONS` or a scheme. None where gradients are
             the same on all ranks already: after `DistributedDataParallel`.
-        bucket_mb: MB of memory, at the most, that gradients or weights on their way take, of all ranks together.
+        bucket_mb: limit in MB of the buffers for gradients and weights in transit, over all ranks.
 
     Attributes:
-        optimizer: the one inside, with what it counts: `grad_norm`, `skipped`, `clamped`.
-        assignment: which rank has which parameter, by the bytes of their states.
-        scheme: the reduction, whose `state_dict` belongs in a checkpoint; None without one.
+        optimizer: the wrapped optimizer, with its counters `grad_norm`, `skipped`, `clamped`.
+        assignment: assignment of parameters to ranks, by the bytes of their states.
+        scheme: the reduction; its `state_dict` belongs in a checkpoint. None without one.
 
     Raises:
-        ConfigError: the optimizer is another one, has stepped already, releases gradients or keeps them in FP8; a
-            parameter is sharded; or `torch.distributed` has not been initialised.
+        ConfigError: the optimizer is not of `octavo.optim`, has states already, releases gradients or stores them in
+            FP8; a parameter is sharded; or `torch.distributed` is not initialised.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class GreedyZeRO(torch.optim.Optimizer):
     ) -> None:
         _check(optimizer)
         if not dist.is_initialized():
-            raise ConfigError("GreedyZeRO: there are no ranks. Call torch.distributed.init_process_group() first.")
+            raise ConfigError("GreedyZeRO: no process group. Call torch.distributed.init_process_group() first.")
         if bucket_mb <= 0:
             raise ConfigError(f"GreedyZeRO bucket_mb: {bucket_mb} is not a positive number.")
         self.optimizer = optimizer
@@ -95,8 +94,8 @@ class GreedyZeRO(torch.optim.Optimizer):
         return self._wire.sent + (self.scheme.sent if self.scheme is not None else 0)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group. Its parameters go to the ranks that have least; those before stay where they are."""
-        if any(param_group is known for known in self.optimizer.param_groups):  # PyTorch's constructor adds them all
+        """Add a group. Its parameters are assigned to the least loaded ranks; earlier assignments stay."""
+        if any(param_group is known for known in self.optimizer.param_groups):  # called by PyTorch's constructor
             super().add_param_group(param_group)
         else:
             self.optimizer.add_param_group(param_group)
@@ -105,9 +104,9 @@ class GreedyZeRO(torch.optim.Optimizer):
         self.assignment = self.assignment.with_more([_state_bytes(self.optimizer, entry) for entry in fresh])
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Reduce the gradients, update the tensors of this rank, and bring all weights to all ranks.
+        """Reduce the gradients, update the tensors of this rank, and gather all weights on all ranks.
 
-        Every rank must call it. Nothing waits for the GPU, unless this rank owns a tensor of which it has no gradient.
+        Every rank must call it. It synchronises with the GPU only where this rank owns a tensor without a gradient.
 
         Args:
             closure: computes the loss and its gradients; called first.
@@ -131,22 +130,22 @@ class GreedyZeRO(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
         self.optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of this rank's tensors, as the optimizer inside stores them, and all settings.
+        """Return the states of this rank's tensors, as the wrapped optimizer stores them, and all settings.
 
-        Save one on each rank; `merge_state_dicts` makes of them that of a single process.
+        Save one on each rank; `merge_state_dicts` combines them to that of a single process.
         """
-        held = self.optimizer.state_dict()
-        state = {number: state for number, state in held["state"].items() if state}
-        return {**held, "state": state, "rank": self.rank, "ranks": self.ranks}
+        own = self.optimizer.state_dict()
+        state = {number: state for number, state in own["state"].items() if state}
+        return {**own, "state": state, "rank": self.rank, "ranks": self.ranks}
 
     def full_state_dict(self, to: int = 0) -> dict[str, Any] | None:
-        """Return on rank `to`, of the group, the state dict of a single process, on the CPU; and None on the others.
+        """Return the state dict of a single process, on the CPU, on rank `to` of the group; None on the others.
 
-        Every rank must call it. It is sent tensor by tensor: no GPU holds more than one that is not its own.
+        Every rank must call it. It is sent tensor by tensor: no GPU holds more than one foreign tensor.
         """
         own = self.state_dict()
         has: list[Any] = [None] * self.ranks
@@ -160,25 +159,25 @@ class GreedyZeRO(torch.optim.Optimizer):
         return _whole({**own, "state": state}) if self.rank == to else None
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned on this rank of as many, or from a whole one: each takes its own.
+        """Load this rank's `state_dict`, or that of a single process, of which each rank takes its part.
 
         Raises:
-            CheckpointError: it is of another rank or number of ranks, or does not fit the optimizer.
+            CheckpointError: rank or number of ranks differs, or the state does not fit the optimizer.
         """
         numbers = set(self.assignment.of(self.rank))
         if "ranks" in state_dict and (
             (state_dict["rank"], state_dict["ranks"]) != (self.rank, self.ranks) or set(state_dict["state"]) - numbers
         ):
             raise CheckpointError(
-                f"GreedyZeRO state: it is of rank {state_dict['rank']} of {state_dict['ranks']}, this is rank "
-                f"{self.rank} of {self.ranks}, or other tensors were its own. Load merge_state_dicts() of all parts: "
-                "each rank takes what is its own."
+                f"GreedyZeRO state: it belongs to rank {state_dict['rank']} of {state_dict['ranks']}, this is rank "
+                f"{self.rank} of {self.ranks}, or the assignment differs. Load merge_state_dicts() of all parts: each "
+                "rank takes its own."
             )
         own = {number: state for number, state in state_dict["state"].items() if number in numbers}
         self.optimizer.load_state_dict(_whole({**state_dict, "state": own}))
 
     def _reduce(self, scheme: Scheme) -> None:
-        """Give the parameters of this rank the mean of the ranks' gradients."""
+        """Set the gradients of this rank's parameters to the mean over the ranks."""
         trained = [entry for entry in self.optimizer.entries() if entry.parameter.requires_grad]
         if not trained:
             return
@@ -196,7 +195,7 @@ class GreedyZeRO(torch.optim.Optimizer):
                     entry.parameter.grad = None
 
     def _gather(self) -> None:
-        """Take over the weights that other ranks have stepped."""
+        """Receive the weights that other ranks have stepped."""
         trained = [entry for entry in self.optimizer.entries() if entry.parameter.requires_grad]
         if trained:
             piece = max(int(self.bucket_mb * 1e6) // self.ranks, 1)
@@ -209,7 +208,7 @@ class GreedyZeRO(torch.optim.Optimizer):
         return streams
 
     def _gradient(self, entry: Entry) -> list[Tensor]:
-        """Return the gradient of a parameter, flat, in the order of the parameter's memory; zeros where it has none."""
+        """Return the gradient of a parameter, flat, in memory order; zeros where it has none."""
         parameter, gradient = entry.parameter, entry.parameter.grad
         if gradient is None and not self._is_own(entry):
             return [torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.numel())]
@@ -217,7 +216,7 @@ class GreedyZeRO(torch.optim.Optimizer):
             parameter.grad = gradient = like(parameter, parameter.dtype)
         if gradient.layout != torch.strided:
             raise UnsupportedError(
-                f"GreedyZeRO: parameter '{entry.name}': its gradient is {gradient.layout}. Take dense gradients: "
+                f"GreedyZeRO: parameter '{entry.name}': its gradient is {gradient.layout}. Use dense gradients: "
                 "nn.Embedding(sparse=False)."
             )
         if gradient.stride() != parameter.stride():
@@ -229,13 +228,13 @@ class GreedyZeRO(torch.optim.Optimizer):
         return self.assignment.owners[entry.number] == self.rank
 
     def _sum(self, squares: Tensor) -> Tensor:
-        """Return what belongs to all ranks: the squares of each group, summed."""
+        """Return the sums of squares of each group over all ranks."""
         total = squares.clone()
         dist.all_reduce(total, group=self.group)
         return total
 
     def _send(self, entry: Entry, state: Mapping[str, Tensor], owner: int, to: int) -> Mapping[str, Tensor]:
-        """Return the state of a parameter on rank `to`; on its owner, send it there."""
+        """Send the state of a parameter from its owner to rank `to`, and return it there."""
         if owner != to and self.rank in (owner, to):
             state = state if self.rank == owner else self.optimizer.fresh(entry)
             for name in sorted(state):
@@ -250,15 +249,15 @@ class GreedyZeRO(torch.optim.Optimizer):
 
 
 def merge_state_dicts(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state dict of a single process from those of all ranks of a `GreedyZeRO`, in any order.
+    """Combine the state dicts of all ranks of a `GreedyZeRO`, in any order, to that of a single process.
 
     Raises:
-        CheckpointError: a rank is missing, stands twice, or is of another number of ranks.
+        CheckpointError: a rank is missing or duplicated, or the numbers of ranks differ.
     """
     parts = list(parts)
     found = sorted((part.get("rank"), part.get("ranks")) for part in parts)
     if not parts or found != [(rank, len(parts)) for rank in range(len(parts))]:
-        raise CheckpointError(f"GreedyZeRO state: a part of each rank is needed once; found (rank, ranks) {found}.")
+        raise CheckpointError(f"GreedyZeRO state: one part per rank is needed; found (rank, ranks) {found}.")
     state = {number: state for part in parts for number, state in part["state"].items()}
     return _whole({**parts[0], "state": dict(sorted(state.items()))})
 
@@ -268,12 +267,12 @@ def _whole(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return a tensor that fills its memory as (n,), in the order of memory: a view."""
+    """Return a dense tensor as (n,), in memory order: a view."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def _stored(entry: Entry) -> list[Tensor]:
-    """Return the bytes of a weight."""
+    """Return the stored tensors of a weight, as bytes."""
     weight = entry.parameter
     parts = (weight.codes, weight.scale) if isinstance(weight, FP8Tensor) else (weight,)
     return [_flat(part).view(torch.uint8) for part in parts]
@@ -288,14 +287,16 @@ def _state_bytes(optimizer: Optimizer, entry: Entry) -> int:
 
 def _check(optimizer: Optimizer) -> None:
     if not isinstance(optimizer, Optimizer):
-        raise ConfigError(f"GreedyZeRO: {type(optimizer).__name__} is not of octavo.optim: AdamW, Adam, Lion or Muon.")
+        raise ConfigError(f"GreedyZeRO: {type(optimizer).__name__} is not AdamW, Adam, Lion or Muon of octavo.optim.")
     if any(optimizer.state.values()) and optimizer.over_ranks is None:
         raise ConfigError("GreedyZeRO: the optimizer has states already. Wrap it first, then load_state_dict().")
     if optimizer.release or any(group["gradients"] != "wide" for group in optimizer.param_groups):
         raise ConfigError(
-            "GreedyZeRO: release=True and gradients='fp8' take a gradient before other ranks have added theirs. Leave "
-            "them out: a rank keeps the gradients of its own tensors only."
+            "GreedyZeRO: release=True and gradients='fp8' take a gradient before it is reduced over the ranks. Leave "
+            "them out: a rank stores the gradients of its own tensors only."
         )
     for entry in optimizer.entries():
         if is_distributed(entry.parameter):
-            raise ConfigError(f"GreedyZeRO: parameter '{entry.name}' is sharded: each rank has its own part as it is.")
+            raise ConfigError(
+                f"GreedyZeRO: parameter '{entry.name}' is sharded, and its states are distributed already."
+            )

@@ -1,7 +1,7 @@
-"""Tensors of several ranks laid end to end, a stream for each rank, and cut into pieces of one size for collectives.
+"""Collectives on streams: the tensors of each rank concatenated, and cut into pieces of equal size.
 
-Where streams are about as long as each other, as a greedy assignment makes them, next to nothing is sent as padding,
-whatever the sizes of the tensors; and a piece bounds the memory that it takes.
+With a greedy assignment the streams are of about equal length, so that almost no padding is sent, whatever the sizes of
+the tensors; the size of a piece bounds the memory.
 """
 
 from __future__ import annotations
@@ -12,22 +12,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.distributed.reduce.scheme import Scheme
-from octavo.distributed.reduce.wire import Wire
+from octavo.distributed.reduce.scheme import Scheme, Wire
 
 Streams = Sequence[Sequence[Tensor]]
-"""Of each rank, tensors (n,), the same sizes on all ranks."""
+"""Tensors (n,) of each rank, with the same sizes on all ranks."""
 
 
 def reduce_to_owners(streams: Streams, scheme: Scheme, group: dist.ProcessGroup, piece: int, name: str) -> None:
-    """Replace the values of this rank's stream by their mean over the ranks; other streams stay as they are.
+    """Replace this rank's stream by its mean over the ranks; other streams stay unchanged.
 
     Args:
         streams: all of one dtype: FP32, BF16 or FP16.
-        scheme: how gradients are reduced.
+        scheme: gradient reduction.
         group: the ranks.
-        piece: values that a collective carries for each rank.
-        name: of this gradient for the scheme; the number of the piece follows it.
+        piece: values per rank in one collective.
+        name: name of this gradient for the scheme; the number of the piece is appended.
     """
     like = next(tensor for tensors in streams for tensor in tensors)
     for number, (start, length) in enumerate(_pieces(streams, piece)):
@@ -41,13 +40,13 @@ def reduce_to_owners(streams: Streams, scheme: Scheme, group: dist.ProcessGroup,
 
 
 def gather_from_owners(streams: Streams, wire: Wire, group: dist.ProcessGroup, piece: int) -> None:
-    """Replace the bytes of every stream by those that its rank has.
+    """Replace every stream by that of its owner.
 
     Args:
         streams: uint8.
-        wire: what counts the bytes sent.
+        wire: counts the bytes sent.
         group: the ranks.
-        piece: bytes that each rank sends at a time.
+        piece: bytes per rank in one collective.
     """
     rank = dist.get_rank(group)
     like = next(tensor for tensors in streams for tensor in tensors)
@@ -61,13 +60,13 @@ def gather_from_owners(streams: Streams, wire: Wire, group: dist.ProcessGroup, p
 
 
 def _pieces(streams: Streams, piece: int) -> Iterator[tuple[int, int]]:
-    """Yield where each piece starts, and its length: that of the longest stream."""
+    """Yield start and length of each piece, up to the length of the longest stream."""
     longest = max(sum(tensor.numel() for tensor in tensors) for tensors in streams)
     return ((start, min(piece, longest - start)) for start in range(0, longest, piece))
 
 
 def _inside(row: Tensor, tensors: Sequence[Tensor], start: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Return a piece in parts, and views of what of the tensors, laid end to end, lies in each."""
+    """Return a piece split into parts, and the views of the concatenated tensors that correspond to them."""
     views, offset = [], -start
     for tensor in tensors:
         first, last = max(-offset, 0), min(row.numel() - offset, tensor.numel())

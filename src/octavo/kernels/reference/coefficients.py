@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from octavo.kernels.coefficients import Made, Told
+    from octavo.kernels.coefficients import StepCoefficients, StepInputs
 
 
 def group_squares(squares: Tensor, own: Tensor, groups: int) -> Tensor:
@@ -18,9 +18,9 @@ def group_squares(squares: Tensor, own: Tensor, groups: int) -> Tensor:
     return torch.where(is_member, squares, 0.0).sum(dim=1)
 
 
-def coefficients(told: Told, counts: Sequence[Tensor], skipped: Tensor) -> Made:
+def coefficients(told: StepInputs, counts: Sequence[Tensor], skipped: Tensor) -> StepCoefficients:
     """Return the coefficients of a step, and count it. See `octavo.kernels.coefficients.coefficients`."""
-    from octavo.kernels.coefficients import Made
+    from octavo.kernels.coefficients import StepCoefficients
     from octavo.kernels.optimizer import COEFFICIENTS
 
     hyper, own = told.hyper, told.own
@@ -47,7 +47,7 @@ def coefficients(told: Told, counts: Sequence[Tensor], skipped: Tensor) -> Made:
         "largest_update": bound,
         "first_decay": beta1,
     }
-    return Made(torch.stack([columns[name] for name in COEFFICIENTS], dim=1).float(), steps, skip, norm)
+    return StepCoefficients(torch.stack([columns[name] for name in COEFFICIENTS], dim=1).float(), steps, skip, norm)
 
 
 def power(base: Tensor, exponent: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def power(base: Tensor, exponent: Tensor) -> Tensor:
     return result
 
 
-def _clip(told: Told) -> tuple[Tensor, Tensor, Tensor | None]:
+def _clip(told: StepInputs) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return what the gradients of each group are multiplied by, FP64 (G,); whether to skip; and the norm."""
     *_, sign, clip, clip_all = told.hyper.unbind(dim=1)
     scale = torch.ones_like(sign[:1]) if told.grad_scale is None else told.grad_scale.double().reshape(1)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import coefficients as contract
-from octavo.kernels.coefficients import Made, Told
+from octavo.kernels.coefficients import StepCoefficients, StepInputs
 from octavo.kernels.optimizer import COEFFICIENTS
 from octavo.kernels.triton.shape import cdiv, next_power_of_2
 from octavo.kernels.uploads import Uploads
@@ -21,7 +21,7 @@ SUMMED = 1024
 """Least number of them that are summed at a time."""
 
 HYPER: tl.constexpr = tl.constexpr(len(contract.HYPER))
-OWN: tl.constexpr = tl.constexpr(len(contract.Own._fields))
+OWN: tl.constexpr = tl.constexpr(len(contract.ParamSettings._fields))
 COLUMNS: tl.constexpr = tl.constexpr(len(COEFFICIENTS))
 """Of the tables, and of the coefficients."""
 
@@ -34,12 +34,14 @@ def group_squares(squares: Tensor, own: Tensor, groups: int) -> Tensor:
     return sums
 
 
-def coefficients(told: Told, counts: Sequence[Tensor], skipped: Tensor, uploads: Uploads, name: Hashable) -> Made:
+def coefficients(
+    told: StepInputs, counts: Sequence[Tensor], skipped: Tensor, uploads: Uploads, name: Hashable
+) -> StepCoefficients:
     """See `octavo.kernels.coefficients.coefficients`."""
     device, own = told.hyper.device, told.own
     addresses = tuple(count.data_ptr() for count in counts)
     places = uploads(("counts", name), addresses, lambda: torch.tensor(addresses, dtype=torch.int64), device)
-    made = Made(
+    made = StepCoefficients(
         torch.empty(len(own), COLUMNS.value, dtype=torch.float32, device=device),
         torch.empty(len(own), dtype=torch.int32, device=device),
         torch.empty(1, dtype=torch.int32, device=device),

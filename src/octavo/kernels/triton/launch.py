@@ -21,6 +21,12 @@ _UNTRACED = ("enable_fp_fusion", "maxnreg")
 """Options of Triton that a tracer does not know. Kernels that are traced do not need them: none adds a product."""
 
 
+def _has_hooks() -> bool:
+    """Return whether somebody, such as a profiler, wants to see every launch."""
+    hook = knobs.runtime.launch_enter_hook
+    return bool(getattr(hook, "calls", hook is not None))
+
+
 class Kernel:
     """A `triton.jit` function to launch from the host, as Triton has it: `kernel[grid](*arguments, **meta)`."""
 
@@ -47,7 +53,7 @@ class Kernel:
             return
         key = self._key(like, arguments, meta)
         known = None if key is None else self._compiled.get(key)
-        if known is None or knobs.runtime.launch_enter_hook is not None:
+        if known is None or _has_hooks():
             self._launch_slowly(grid, arguments, meta, key)
             return
         kernel, rest = known

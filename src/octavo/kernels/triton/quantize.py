@@ -79,10 +79,11 @@ def quantize_pair(
 ) -> tuple[Quantized | None, Quantized | None]:
     """See `octavo.kernels.quantize.quantize_pair`. stats: of each target, where `kernels.telemetry` counts."""
     sources = [contiguous_rows(source) for source in sources]
-    total_r, total_c = sources[0].shape[0], sum(source.shape[1] for source in sources)
-    if columns is None and rows is not None and rows.granularity == "row" and len(sources) == 1:
-        if total_c <= LONGEST_ROW:
-            return _quantize_rows(sources[0], rows, row_fold, stats[0]), None
+    total_r, total_c = sources[0].shape
+    if len(sources) > 1:
+        total_c = sum(source.shape[1] for source in sources)
+    elif columns is None and rows is not None and rows.granularity == "row" and total_c <= LONGEST_ROW:
+        return _quantize_rows(sources[0], rows, row_fold, stats[0]), None
     row_fold, column_fold = (fold if fold is None else fold.contiguous() for fold in (row_fold, column_fold))
     device = sources[0].device
     row_output = Output(rows, total_r, total_c, device, in_sight=True, from_amax=True)

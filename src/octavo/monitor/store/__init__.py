@@ -1,4 +1,4 @@
-"""The run store: one SQLite file a run, written a commit a step, readable all the while. No torch here.
+"""The run store: one SQLite file per run, one commit per step, readable at any time. Needs no torch.
 
 with RunWriter("runs/first/run.sqlite") as run:
     run.set_tensors([TensorRow("layers.0.wq", "input")])
@@ -6,11 +6,16 @@ with RunWriter("runs/first/run.sqlite") as run:
 RunReader("runs/first").heatmap("flushed", "input")
 """
 
-from octavo.monitor.store.reader import HeatMap, RunReader, Session, find_runs
-from octavo.monitor.store.sampling import Series
+from octavo.monitor.store.reader import (
+    ConfigDifference,
+    HeatMap,
+    RunReader,
+    Session,
+    config_difference,
+    find_runs,
+)
 from octavo.monitor.store.schema import FILE, OF_CODES, ROLES, STATS, VERSION, TensorRow
-from octavo.monitor.store.several import Difference, config_difference, side_by_side
-from octavo.monitor.store.synthetic import synthetic_run
+from octavo.monitor.store.series import Series
 from octavo.monitor.store.writer import RunWriter
 
 __all__ = [
@@ -19,7 +24,7 @@ __all__ = [
     "ROLES",
     "STATS",
     "VERSION",
-    "Difference",
+    "ConfigDifference",
     "HeatMap",
     "RunReader",
     "RunWriter",
@@ -28,6 +33,4 @@ __all__ = [
     "TensorRow",
     "config_difference",
     "find_runs",
-    "side_by_side",
-    "synthetic_run",
 ]

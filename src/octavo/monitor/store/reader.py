@@ -1,4 +1,4 @@
-"""Reading a run, also while it is written. No value is changed here, and no call holds the writer up."""
+"""Reading a run, also while it is being written. Readers change nothing and never block the writer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import StoreError, did_you_mean
-from octavo.monitor.store import sampling, schema
-from octavo.monitor.store.sampling import Series, Steps, Values
+from octavo.monitor.store import schema
 from octavo.monitor.store.schema import TensorRow
+from octavo.monitor.store.series import Ranges, Series, Steps, gaps, pooled, sampled, starts
 from octavo.monitor.store.writer import file_of, unusable
 
 Floats = NDArray[np.float32]
@@ -32,19 +32,19 @@ class Session(NamedTuple):
     started: float
     """Seconds since 1970."""
     ended: float | None
-    """The same; None while it runs, and for good if it was killed."""
+    """Seconds since 1970; None while it runs or if it was killed."""
     outcome: str | None
-    """`finished`, `failed`, `interrupted`; None as `ended`."""
+    """`finished`, `failed` or `interrupted`; None if `ended` is None."""
     text: str
-    """Why it failed."""
+    """Reason of a failure."""
     first_step: int
-    """Steps that had been made before."""
+    """Steps completed before the session."""
     pid: int
-    """Process on the machine that wrote it."""
+    """Process id."""
 
 
 class RunEvent(NamedTuple):
-    """Something that happened."""
+    """A recorded event."""
 
     id: int
     step: int
@@ -61,28 +61,28 @@ class RunEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HeatMap:
-    """One statistic of one role: a row a layer, a column a stretch of time."""
+    """One statistic of one role: one row per layer, one column per bucket of steps."""
 
     layers: tuple[str, ...]
-    """(L,) full names, in the order of the model."""
+    """(L,) full names in model order."""
     first: Steps
-    """(B,) step of the first snapshot in a column."""
+    """(B,) step of the first snapshot per column."""
     last: Steps
-    """(B,) step of the last one."""
+    """(B,) step of the last snapshot."""
     values: Floats
-    """(L, B) the largest, or the least, of each stretch; NaN where nothing was measured."""
+    """(L, B) maximum or minimum per bucket; NaN without measurements."""
 
 
 class RunReader:
-    """The store of a run, open for reading; of any thread.
+    """Reader of a run store; thread-safe.
 
-    What a property or a method returns is what was committed when it was called: a live run shows more each time.
+    Properties and methods return what is committed at the time of the call, so that a live run shows more each time.
 
     Args:
         path: the file, or the directory of the run.
 
     Raises:
-        StoreError: there is no run, or it is another program's or a newer octavo's.
+        StoreError: there is no run, or the file is from another program or a newer Octavo.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -90,9 +90,9 @@ class RunReader:
         self._lock = threading.Lock()
         self._connection = self._open()
         self.stats: tuple[str, ...] = tuple(json.loads(self._one("SELECT value FROM meta WHERE key = 'stats'")[0]))
-        """Names of the columns of a snapshot."""
+        """Column names of a snapshot."""
 
-    # What the run says of itself
+    # Documents and state
 
     @property
     def name(self) -> str:
@@ -101,7 +101,7 @@ class RunReader:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration; empty where none was written."""
+        """The configuration; empty if none was written."""
         return self.document("config")
 
     @property
@@ -111,7 +111,7 @@ class RunReader:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """The conversion plan, as `Plan.to_json` has it."""
+        """The conversion plan, as in `Plan.to_json`."""
         return self.document("plan")
 
     @property
@@ -121,25 +121,25 @@ class RunReader:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What came out; empty until the run has finished."""
+        """The results; empty until the run has finished."""
         return self.document("summary")
 
     def document(self, name: str) -> dict[str, Any]:
-        """Return the newest of one of `schema.DOCUMENTS`; empty where there is none."""
+        """Return the newest version of one of `schema.DOCUMENTS`; empty if there is none."""
         if name not in schema.DOCUMENTS:
-            raise StoreError(f"{self.path}: there is no document '{name}'.{did_you_mean(name, schema.DOCUMENTS)}")
+            raise StoreError(f"{self.path}: unknown document '{name}'.{did_you_mean(name, schema.DOCUMENTS)}")
         found = self._all(f"SELECT json FROM {name} ORDER BY rowid DESC LIMIT 1")
         return dict(json.loads(found[0][0])) if found else {}
 
     @property
     def sessions(self) -> list[Session]:
-        """The processes that wrote the run, one after another."""
+        """The processes that wrote the run, in order."""
         rows = self._all("SELECT started, ended, outcome, text, first_step, pid FROM sessions ORDER BY id")
         return [Session(*row) for row in rows]
 
     @property
     def heartbeat(self) -> float:
-        """When something was last written, in seconds since 1970."""
+        """Time of the last write, in seconds since 1970."""
         newest = "SELECT value FROM scalars WHERE key = 'time' ORDER BY step DESC LIMIT 1"
         times = [
             *self._all(newest),
@@ -151,9 +151,12 @@ class RunReader:
         return max((t for (t,) in times if t is not None), default=0.0)
 
     def state(self, *, silent_after: float = 120.0) -> str:
-        """Return `running`, `finished`, `failed` or `interrupted`; `silent` where nothing came for so many seconds.
+        """Return `running`, `finished`, `failed` or `interrupted`; `silent` if not written to for a while.
 
-        A run that was killed is silent: it had no time to say so.
+        A killed run is silent: it could not record its end.
+
+        Args:
+            silent_after: seconds without a write.
         """
         last = self.sessions[-1]
         if last.outcome is not None:
@@ -161,25 +164,25 @@ class RunReader:
         return "running" if time.time() - self.heartbeat < silent_after else "silent"
 
     def version(self) -> int:
-        """Return a number that changes whenever something was written: poll it to follow a run."""
+        """Return a number that changes with every write: poll it to follow a run."""
         return int(self._one("PRAGMA data_version")[0])
 
     @property
     def last_step(self) -> int:
-        """Steps made; 0 before the first was written."""
+        """Steps completed; 0 before the first is written."""
         newest = [self._one(f"SELECT MAX(step) FROM {table}")[0] for table in ("scalars", "telemetry")]
         return max((step for step in newest if step is not None), default=0)
 
-    # Numbers over time
+    # Scalars, system readings, events
 
     def keys(self) -> list[str]:
         """Return the names of the scalars."""
         return [key for (key,) in self._all("SELECT DISTINCT key FROM scalars ORDER BY key")]
 
     def scalar(self, key: str, *, first: int = 0, last: int | None = None, points: int | None = None) -> Series:
-        """Return one scalar from step `first` to `last`, both included; empty where there is none of this name.
+        """Return one scalar from step `first` to `last`, inclusive; empty if the name is unknown.
 
-        At most `points` points to draw, all by default.
+        At most `points` points to draw; by default all.
         """
         return self.scalars([key], first=first, last=last, points=points)[key]
 
@@ -191,7 +194,7 @@ class RunReader:
         last: int | None = None,
         points: int | None = None,
     ) -> dict[str, Series]:
-        """Return several scalars, all by default, each as `scalar` does."""
+        """Return several scalars, by default all, each as `scalar` does."""
         wanted = None if keys is None else list(keys)
         chosen = "" if wanted is None else f" AND key IN ({', '.join('?' * len(wanted))})"
         rows = self._all(
@@ -204,12 +207,12 @@ class RunReader:
             steps.append(step)
             values.append(value)
         return {
-            key: sampling.sampled(np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64), points)
+            key: sampled(np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64), points)
             for key, (steps, values) in sorted(found.items())
         }
 
     def system(self, *, first: float = 0.0, last: float | None = None) -> list[dict[str, float]]:
-        """Return what the machine measured between two times (seconds since 1970), each with its time `t`."""
+        """Return the system readings between two times (seconds since 1970), each with its time `t`."""
         rows = self._all(
             "SELECT t, json FROM system WHERE t BETWEEN ? AND ? ORDER BY t", (first, _FOREVER if last is None else last)
         )
@@ -223,7 +226,7 @@ class RunReader:
         rule: str | None = None,
         layer: str | None = None,
     ) -> list[RunEvent]:
-        """Return events in order, those with an `id` past `after`; of one level, rule or layer if given."""
+        """Return the events with an `id` above `after`, in order; optionally of one level, rule or layer."""
         chosen = {"level": level, "rule": rule, "layer": layer}
         given = {key: value for key, value in chosen.items() if value is not None}
         where = "".join(f" AND {key} = ?" for key in given)
@@ -236,15 +239,15 @@ class RunReader:
 
     @property
     def tensors(self) -> list[TensorRow]:
-        """What the rows of a snapshot are about, in order."""
+        """Row labels of a snapshot, in order."""
         rows = self._all("SELECT layer, role, operand, shape FROM tensors ORDER BY idx")
         return [TensorRow(layer, role, operand, tuple(json.loads(shape))) for layer, role, operand, shape in rows]
 
     def snapshot(self, step: int | None = None, *, rank: int = 0) -> tuple[int, Floats]:
-        """Return the newest snapshot at or before `step`, and its step: float32 (tensors, statistics).
+        """Return the step and values, float32 (tensors, statistics), of the newest snapshot at or before `step`.
 
         Raises:
-            StoreError: there is none.
+            StoreError: there is no snapshot.
         """
         limit = _FOREVER if step is None else step
         query = "SELECT step, blob FROM telemetry WHERE rank = ? AND step <= ? ORDER BY step DESC LIMIT 1"
@@ -258,7 +261,7 @@ class RunReader:
     def snapshots(
         self, *, first: int = 0, last: int | None = None, rank: int = 0, at_once: int = 64
     ) -> Iterator[tuple[Steps, Floats]]:
-        """Yield all snapshots between two steps, some at a time: steps (n,), values (n, tensors, statistics)."""
+        """Yield the snapshots between two steps in batches: steps (n,), values (n, tensors, statistics)."""
         rows = len(self.tensors)
         query = "SELECT step, blob FROM telemetry WHERE rank = ? AND step BETWEEN ? AND ? ORDER BY step LIMIT ?"
         while found := self._all(query, (rank, first, _FOREVER if last is None else last, at_once)):
@@ -267,7 +270,7 @@ class RunReader:
             first = int(steps[-1]) + 1
 
     def snapshot_steps(self, *, rank: int = 0) -> Steps:
-        """Return the steps of which there is a snapshot, (n,)."""
+        """Return the steps with a snapshot, (n,)."""
         rows = self._all("SELECT step FROM telemetry WHERE rank = ? ORDER BY step", (rank,))
         return np.array(rows, dtype=np.int64).reshape(-1)
 
@@ -287,7 +290,7 @@ class RunReader:
         At most about `points` points to draw; None reads every snapshot, which takes seconds for a long run.
 
         Raises:
-            StoreError: there is no such tensor or statistic.
+            StoreError: unknown tensor or statistic.
         """
         index, column = self._index(layer, role), self._column(stat)
         buckets = None if points is None else max(points // 2, 1)
@@ -303,10 +306,10 @@ class RunReader:
         points: int | None = 1500,
         rank: int = 0,
     ) -> dict[str, Series]:
-        """Return the `series` of each role that a layer has, read in one go.
+        """Return the `series` of each role of a layer, in one read.
 
         Raises:
-            StoreError: there is no such layer or statistic.
+            StoreError: unknown layer or statistic.
         """
         rows = {row.role: index for index, row in enumerate(self.tensors) if row.layer == layer}
         if not rows:
@@ -327,30 +330,32 @@ class RunReader:
         buckets: int = 300,
         rank: int = 0,
     ) -> HeatMap:
-        """Return one statistic of one role for every layer that has it, in at most `buckets` stretches of time.
+        """Return one statistic of one role for every layer with that role, in at most `buckets` buckets of steps.
 
         Args:
-            pool: `max`, or `min`: what stands for the snapshots of a stretch.
+            pool: `max` or `min` over the snapshots of a bucket.
 
         Raises:
-            StoreError: there is no such statistic or role.
+            StoreError: unknown statistic, role or pool.
         """
         if pool not in ("max", "min") or role not in schema.ROLES:
-            raise StoreError(f"a heat map is of {', '.join(schema.ROLES)} by max or min; not of '{role}' by '{pool}'.")
+            raise StoreError(
+                f"a heat map has a role of {', '.join(schema.ROLES)} and a pool of max or min, not '{role}', '{pool}'."
+            )
         rows = [(index, row.layer) for index, row in enumerate(self.tensors) if row.role == role]
         layers, indices = tuple(layer for _, layer in rows), np.array([index for index, _ in rows], dtype=np.int64)
         taken = self._ranges(first, last, rank, buckets, indices, self._column(stat))
         if not len(taken.first) or not layers:
             empty = np.zeros(0, dtype=np.int64)
             return HeatMap(layers, empty, empty, np.zeros((len(layers), 0), dtype=np.float32))
-        merged = sampling.pooled(taken.first, taken.last, taken.low, taken.high, sampling.starts(taken.weight, buckets))
+        merged = pooled(taken.first, taken.last, taken.low, taken.high, starts(taken.weight, buckets))
         values = merged.high if pool == "max" else merged.low
         return HeatMap(layers, merged.first, merged.last, values.T.astype(np.float32))
 
     def histogram(self, layer: str, role: str, step: int | None = None) -> tuple[int, int, NDArray[np.uint32]] | None:
         """Return the newest histogram of a tensor at or before `step`: (step, exponent of the first bin, counts (n,)).
 
-        Bin i counts the elements with 2^(first + i) <= |x| / scale < 2^(first + i + 1). None where none was taken.
+        Bin i counts the elements with 2^(first + i) <= |x| / scale < 2^(first + i + 1). None if there is none.
         """
         found = self._all(
             "SELECT step, low, blob FROM histograms WHERE idx = ? AND step <= ? ORDER BY step DESC LIMIT 1",
@@ -359,7 +364,7 @@ class RunReader:
         return (found[0][0], found[0][1], np.frombuffer(found[0][2], dtype="<u4")) if found else None
 
     def histograms(self) -> Iterator[tuple[int, int, int, NDArray[np.uint32]]]:
-        """Yield all histograms, step by step: (step, number of the tensor, exponent of the first bin, counts (n,))."""
+        """Yield all histograms in order of step: (step, row of the tensor, exponent of the first bin, counts (n,))."""
         for (step,) in self._all("SELECT DISTINCT step FROM histograms ORDER BY step"):
             for index, low, blob in self._all("SELECT idx, low, blob FROM histograms WHERE step = ?", (step,)):
                 yield step, index, low, np.frombuffer(blob, dtype="<u4")
@@ -375,24 +380,24 @@ class RunReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # How
+    # Internals
 
     def _open(self) -> sqlite3.Connection:
         if not self.path.is_file():
-            raise StoreError(f"{self.path}: there is no run here.")
+            raise StoreError(f"{self.path}: no run found.")
         try:
             connection = self._connect()
             if schema.is_empty(connection):
-                raise StoreError(f"{self.path}: holds no run yet.")
+                raise StoreError(f"{self.path}: contains no run yet.")
             schema.check(connection, self.path)
         except sqlite3.Error as error:
             raise unusable(self.path, error, "read") from error
         return connection
 
     def _connect(self) -> sqlite3.Connection:
-        """Connect such that nothing can be changed; what a killed writer left half-done is put right by SQLite itself.
+        """Connect read-only. SQLite itself recovers what a killed writer left incomplete.
 
-        That takes the right to write. Without it a run is read as it is, and one without a log as a file at rest.
+        Recovery needs write permission. Without it the run is read as is, and without a log as an immutable file.
         """
         log = self.path.with_name(f"{self.path.name}-wal")
         may_write = os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK)
@@ -410,7 +415,7 @@ class RunReader:
             raise unusable(self.path, error, "read") from error
 
     def _each(self, query: str, values: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-        """Yield the rows one by one, for those that are large. The file is taken until the last was asked for."""
+        """Yield large rows one by one. The reader stays locked until the last one."""
         try:
             with self._lock:
                 yield from self._connection.execute(query, values)
@@ -424,17 +429,17 @@ class RunReader:
         keys = [(row.layer, row.role) for row in self.tensors]
         if (layer, role) not in keys:
             near = did_you_mean(f"{layer} / {role}", [" / ".join(key) for key in keys])
-            raise StoreError(f"{self.path}: there is no telemetry of {layer} / {role}.{near}")
+            raise StoreError(f"{self.path}: no telemetry of {layer} / {role}.{near}")
         return keys.index((layer, role))
 
     def _column(self, stat: str) -> int:
         if stat not in self.stats:
             near = did_you_mean(stat, self.stats)
-            raise StoreError(f"{self.path}: there is no statistic '{stat}'.{near} There are {', '.join(self.stats)}.")
+            raise StoreError(f"{self.path}: unknown statistic '{stat}'.{near} Known: {', '.join(self.stats)}.")
         return self.stats.index(stat)
 
     def _matrix(self, blob: bytes, rows: int) -> Floats:
-        """Return a blob as (rows, statistics); tensors that came later than it are NaN."""
+        """Decode a blob to (rows, statistics); tensors added after it are NaN."""
         found = np.frombuffer(blob, dtype="<f4").reshape(-1, len(self.stats))
         if len(found) == rows:
             return found
@@ -442,8 +447,8 @@ class RunReader:
 
     def _ranges(
         self, first: int, last: int | None, rank: int, buckets: int | None, rows: NDArray[np.int64], column: int
-    ) -> _Ranges:
-        """Return one statistic of some tensors between two steps, in spans where that is enough for `buckets`."""
+    ) -> Ranges:
+        """Return one statistic of some tensors between two steps, in spans if they suffice for `buckets`."""
         last = _FOREVER if last is None else last
         where = "rank = ? AND step BETWEEN ? AND ?"
         (count,) = self._all(f"SELECT COUNT(*) FROM telemetry WHERE {where}", (rank, first, last))[0]
@@ -455,10 +460,10 @@ class RunReader:
             for *numbers, low, high in self._each(query, (rank, first, last)):
                 values = self._pick(low, rows, column), self._pick(high, rows, column)
                 taken.append((tuple(numbers), values))
-        for start, end in _gaps([(span[0], span[1]) for span, _ in taken], first, last):
+        for start, end in gaps([(span[0], span[1]) for span, _ in taken], first, last):
             for step, blob in self._each(f"SELECT step, blob FROM telemetry WHERE {where}", (rank, start, end)):
                 taken.append(((step, step, 1), (self._pick(blob, rows, column),) * 2))
-        return _Ranges.of(sorted(taken, key=lambda each: each[0]), len(rows))
+        return Ranges.of(sorted(taken, key=lambda each: each[0]), len(rows))
 
     def _pick(self, blob: bytes, rows: NDArray[np.int64], column: int) -> Floats:
         count = len(blob) // (4 * len(self.stats))
@@ -467,44 +472,32 @@ class RunReader:
         return picked
 
 
-class _Ranges(NamedTuple):
-    """Snapshots, or spans of them, in order: (n,) steps and numbers of snapshots, (n, rows) values."""
-
-    first: Steps
-    last: Steps
-    weight: Values
-    low: Values
-    high: Values
-
-    @classmethod
-    def of(cls, taken: Sequence[tuple[tuple[int, int, int], tuple[Floats, Floats]]], rows: int) -> _Ranges:
-        """Return what was taken, each as ((first, last, count), (low, high)), as arrays."""
-        numbers = np.array([numbers for numbers, _ in taken], dtype=np.int64).reshape(-1, 3)
-        low, high = (
-            np.array([values[end] for _, values in taken], dtype=np.float64).reshape(len(taken), rows) for end in (0, 1)
-        )
-        return cls(numbers[:, 0], numbers[:, 1], numbers[:, 2].astype(np.float64), low, high)
-
-    def series(self, place: int, points: int | None) -> Series:
-        """Return the row at `place`, in buckets where there are more snapshots than `points`."""
-        low, high = self.low[:, place], self.high[:, place]
-        if points is None or self.weight.sum() <= points:
-            return Series(self.first, self.last, low, high)
-        start = sampling.starts(self.weight, max(points // 2, 1))
-        return sampling.pooled(self.first, self.last, low, high, start)
-
-
-def _gaps(covered: Sequence[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
-    """Return the ranges of steps, ends included, that the ranges `covered` leave out."""
-    gaps, start = [], first
-    for low, high in sorted(covered):
-        if low > start:
-            gaps.append((start, low - 1))
-        start = max(start, high + 1)
-    return [*gaps, (start, last)] if start <= last else gaps
-
-
 def find_runs(root: str | Path) -> list[Path]:
-    """Return the directories at or below `root` that hold a run, by name. Links out of it are not followed."""
+    """Return the directories at or below `root` that contain a run, sorted. Links are not followed."""
     found = [Path(folder) for folder, _, files in os.walk(root) if schema.FILE in files]
     return sorted(found)
+
+
+class ConfigDifference(NamedTuple):
+    """A configuration key whose values differ between runs."""
+
+    key: str
+    """Dotted key, such as `run.recipe`."""
+    values: tuple[Any, ...]
+    """One value per run; None without the key."""
+
+
+def config_difference(runs: Sequence[RunReader]) -> list[ConfigDifference]:
+    """Return the keys whose values differ, in the order of the first configuration."""
+    flat = [dict(_flat(run.config)) for run in runs]
+    keys = dict.fromkeys(key for config in flat for key in config)
+    found = [ConfigDifference(key, tuple(config.get(key) for config in flat)) for key in keys]
+    return [difference for difference in found if any(value != difference.values[0] for value in difference.values)]
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

@@ -1,4 +1,4 @@
-"""The tables of a run file, as data: the file is created from them, and the reference page is written from them."""
+"""The tables of a run file as data, from which the file and the reference page are generated."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from typing import NamedTuple
 from octavo.errors import StoreError
 
 FILE = "run.sqlite"
-"""Name of the store in the directory of a run."""
+"""File name of the store in a run's directory."""
 APPLICATION_ID = 0x4F43_5456
-"""`OCTV`: in the header of the file (`PRAGMA application_id`), so that no other program's file is taken for a run."""
+"""`OCTV`: in the header of the file (`PRAGMA application_id`), identifies the file as a run."""
 VERSION = 1
-"""Of the tables (`PRAGMA user_version`); raised when an older octavo could no longer read a file."""
+"""Version of the tables (`PRAGMA user_version`), raised when older versions of Octavo cannot read a file."""
 
 ROLES = ("input", "weight", "grad_output", "grad_weight")
 STATS = ("amax", "scale", "flushed", "subnormal", "saturated", "nonfinite", "mean", "variance", "kurtosis", "sqnr")
-"""What a snapshot has of each tensor, FP32. `flushed`, `subnormal`, `saturated` and `nonfinite` are shares, 0 to 1;
-`sqnr` is in dB and measured only where histograms are. Nothing that is about quantising is known of `grad_weight`."""
+"""Statistics per tensor of a snapshot, FP32. `flushed`, `subnormal`, `saturated` and `nonfinite` are shares, 0 to 1;
+`sqnr` is in dB and measured in steps with histograms. `grad_weight` is not quantised and has no such statistics."""
 OF_CODES = ("scale", "flushed", "subnormal", "saturated", "sqnr")
-"""Statistics of what is quantised only: `grad_weight` has none of them."""
+"""Statistics of quantised tensors only, not of `grad_weight`."""
 DOCUMENTS = ("config", "env", "plan", "corpus", "summary")
-"""Tables of JSON objects, of which the newest row holds."""
+"""Tables of JSON objects; the newest row is current."""
 SPAN = 16
-"""Snapshots that a row of `telemetry_span` sums up."""
+"""Snapshots per row of `telemetry_span`."""
 
 
 class TensorRow(NamedTuple):
-    """What a row of a snapshot is about."""
+    """Label of a row of a snapshot."""
 
     layer: str
     """Full name of the layer."""
     role: str
     """One of `ROLES`."""
     operand: str = ""
-    """How it is quantised, as in `e4m3 per-row`."""
+    """Quantisation, such as `e4m3 per-row`."""
     shape: tuple[int, ...] = ()
-    """Of the tensor, where it is fixed; empty where it follows the batch."""
+    """Shape of the tensor; empty if it depends on the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,88 +50,88 @@ class Table:
     columns: tuple[tuple[str, str, str], ...]
     """Name, SQLite type, meaning."""
     key: str = ""
-    """Columns of the primary key; empty where the row number is it."""
+    """Columns of the primary key; empty for the row id."""
     keyed_storage: bool = False
-    """Whether rows lie in the order of the key (`WITHOUT ROWID`): for small rows that are read in ranges."""
+    """True to store rows in key order (`WITHOUT ROWID`), for small rows read in ranges."""
 
     def statement(self) -> str:
-        """Return the statement that creates it."""
+        """Return the statement that creates the table."""
         columns = [f'"{name}" {kind}' for name, kind, _ in self.columns]
         key = [f"PRIMARY KEY ({self.key})"] if self.key else []
         return f"CREATE TABLE {self.name} ({', '.join([*columns, *key])}){' WITHOUT ROWID' * self.keyed_storage}"
 
 
-_TIME = ("t", "REAL", "when it was written, in seconds since 1970 (UTC)")
-_STEP = ("step", "INTEGER", "steps made, this one included")
+_TIME = ("t", "REAL", "time of writing, in seconds since 1970 (UTC)")
+_STEP = ("step", "INTEGER", "steps completed, including this one")
 
 TABLES = (
-    Table("meta", "facts of the file itself", (
-        ("key", "TEXT", "`stats`: names of the columns of a snapshot, a JSON list; `created`: seconds since 1970"),
+    Table("meta", "metadata of the file", (
+        ("key", "TEXT", "`stats`: column names of a snapshot, a JSON list; `created`: seconds since 1970"),
         ("value", "TEXT", ""),
     ), "key"),
-    Table("sessions", "a row for each process that wrote the run", (
+    Table("sessions", "one row per process that wrote the run", (
         ("id", "INTEGER PRIMARY KEY", "in order"),
         ("started", "REAL", "seconds since 1970"),
-        ("ended", "REAL", "the same; NULL while it runs, and for good if it was killed"),
-        ("outcome", "TEXT", "`finished`, `failed` or `interrupted`; NULL as `ended`"),
-        ("text", "TEXT", "why it failed"),
-        ("first_step", "INTEGER", "steps that had been made before"),
-        ("pid", "INTEGER", "process on the machine that wrote it"),
+        ("ended", "REAL", "seconds since 1970; NULL while it runs or if it was killed"),
+        ("outcome", "TEXT", "`finished`, `failed` or `interrupted`; NULL if `ended` is NULL"),
+        ("text", "TEXT", "reason of a failure"),
+        ("first_step", "INTEGER", "steps completed before the session"),
+        ("pid", "INTEGER", "process id"),
     )),
-    Table("telemetry", "a snapshot of all tensors at a step", (
+    Table("telemetry", "one snapshot of all tensors per step", (
         _STEP, _TIME,
-        ("rank", "INTEGER", "process that measured it, 0 where there is one"),
-        ("blob", "BLOB", "little-endian FP32, a row a tensor in the order of `tensors.idx`, a column a statistic; NaN"
-         " where nothing was measured"),
+        ("rank", "INTEGER", "rank that measured it; 0 for a single process"),
+        ("blob", "BLOB", "little-endian FP32, one row per tensor in the order of `tensors.idx`, one column per"
+         " statistic; NaN without a measurement"),
     ), "step, rank"),
-    Table("telemetry_span", f"the least and the largest of {SPAN} snapshots on end: for drawing long runs quickly", (
+    Table("telemetry_span", f"minimum and maximum of {SPAN} consecutive snapshots, for drawing long runs quickly", (
         ("rank", "INTEGER", "as in `telemetry`"),
         ("first", "INTEGER", "step of its first snapshot"),
         ("last", "INTEGER", "step of its last snapshot"),
         ("count", "INTEGER", "number of snapshots"),
-        ("low", "BLOB", "the least of each value, laid out as `telemetry.blob`; NaN is left out"),
-        ("high", "BLOB", "the largest of each value"),
+        ("low", "BLOB", "minimum of each value, laid out as `telemetry.blob`; ignores NaN"),
+        ("high", "BLOB", "maximum of each value"),
     ), "rank, first"),
-    Table("tensors", "what the rows of a snapshot are", (
-        ("idx", "INTEGER PRIMARY KEY", "number of the row, from 0"),
+    Table("tensors", "row labels of a snapshot", (
+        ("idx", "INTEGER PRIMARY KEY", "index of the row, from 0"),
         ("layer", "TEXT", "full name of the layer"),
-        ("role", "TEXT", "`input`, `weight`, `grad_output`, or `grad_weight`, the gradient that the optimizer reads"),
-        ("operand", "TEXT", "how it is quantised; empty where it is not"),
-        ("shape", "TEXT", "JSON list; empty where it follows the batch"),
+        ("role", "TEXT", "`input`, `weight`, `grad_output`, or `grad_weight`, the gradient read by the optimizer"),
+        ("operand", "TEXT", "quantisation; empty if not quantised"),
+        ("shape", "TEXT", "JSON list; empty if it depends on the batch"),
     )),
-    Table("scalars", "one number at a step", (
+    Table("scalars", "one number per step", (
         _STEP,
-        ("key", "TEXT", "its name, as in `metrics.jsonl`; `time` is the wall clock in seconds since 1970"),
+        ("key", "TEXT", "name, as in `metrics.jsonl`; `time` is the wall clock in seconds since 1970"),
         ("value", "REAL", "NULL for NaN"),
     ), "step, key", keyed_storage=True),
-    Table("events", "what happened", (
+    Table("events", "recorded events", (
         ("id", "INTEGER PRIMARY KEY", "in order"),
         _STEP, _TIME,
         ("level", "TEXT", "`info`, `warning` or `error`"),
-        ("rule", "TEXT", "what raised it: a name in lower case"),
-        ("layer", "TEXT", "layer it is about; NULL for the whole run"),
-        ("role", "TEXT", "role of the tensor it is about; NULL for all"),
-        ("value", "REAL", "what was measured"),
-        ("limit", "REAL", "what it was held against"),
-        ("action", "TEXT", "what was done about it; NULL for nothing"),
-        ("text", "TEXT", "for people"),
+        ("rule", "TEXT", "rule that raised it, in lower case"),
+        ("layer", "TEXT", "layer concerned; NULL for the whole run"),
+        ("role", "TEXT", "role of the tensor concerned; NULL for all"),
+        ("value", "REAL", "measured value"),
+        ("limit", "REAL", "limit of the value"),
+        ("action", "TEXT", "action taken; NULL for none"),
+        ("text", "TEXT", "message"),
     )),
-    Table("histograms", "how many elements of a sample of a tensor lie in each binade of the format", (
+    Table("histograms", "number of sampled elements of a tensor per binade", (
         _STEP,
-        ("idx", "INTEGER", "the tensor, as in `tensors`"),
-        ("low", "INTEGER", "exponent of the first bin: bin i counts 2^(low+i) <= magnitude / scale < 2^(low+i+1), each"
-         " element over the scale of its own tile; neither zeros nor what is not finite"),
-        ("blob", "BLOB", "little-endian uint32, one a bin"),
+        ("idx", "INTEGER", "tensor, as in `tensors`"),
+        ("low", "INTEGER", "exponent of the first bin: bin i counts 2^(low+i) <= magnitude / scale < 2^(low+i+1), with"
+         " the scale of the element's tile; zeros and non-finite values are not counted"),
+        ("blob", "BLOB", "little-endian uint32, one per bin"),
     ), "step, idx"),
-    Table("system", "the machine, every few seconds", (
+    Table("system", "readings of the machine, every few seconds", (
         _TIME,
-        ("json", "TEXT", "an object of numbers; what cannot be measured is left out"),
+        ("json", "TEXT", "an object of numbers; unavailable readings are left out"),
     )),
     *(Table(name, about, (
-        ("step", "INTEGER", "steps that had been made"), _TIME, ("json", "TEXT", "an object; the newest row holds"),
+        ("step", "INTEGER", "steps completed"), _TIME, ("json", "TEXT", "an object; the newest row is current"),
     )) for name, about in zip(DOCUMENTS, (
-        "the configuration", "versions, device and what else decides the numbers", "the conversion plan",
-        "statistics of the text", "what came out, at the end",
+        "the configuration", "versions, device and settings that affect the results", "the conversion plan",
+        "statistics of the text", "the results, at the end",
     ), strict=True)),
 )  # fmt: skip
 INDICES = ("CREATE INDEX system_by_time ON system (t)",)
@@ -143,11 +143,11 @@ CUT = {
     "histograms": "step",
     "summary": "step",
 }
-"""Tables that lose what lies past the checkpoint that a run is resumed from, and the column that says so."""
+"""Tables that lose their rows past the checkpoint that a run resumes from, with the column to compare."""
 
 
 def create(connection: sqlite3.Connection, stats: tuple[str, ...], now: float) -> None:
-    """Make the tables in an empty file, all at once or not at all."""
+    """Create the tables in an empty file, atomically."""
     import json
 
     connection.execute("BEGIN IMMEDIATE")
@@ -162,22 +162,22 @@ def create(connection: sqlite3.Connection, stats: tuple[str, ...], now: float) -
 
 
 def is_empty(connection: sqlite3.Connection) -> bool:
-    """Return whether the file holds nothing yet: new, or of a process killed before it made the tables."""
+    """Return True if the file has no tables: new, or of a process killed before creating them."""
     return not connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone()
 
 
 def check(connection: sqlite3.Connection, path: Path) -> None:
-    """See to it that a file is a run of a version that can be read.
+    """Check that a file is a run of a readable version.
 
     Raises:
-        StoreError: another program's file, or a newer octavo's.
+        StoreError: the file is from another program or a newer Octavo.
     """
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if application != APPLICATION_ID:
-        raise StoreError(f"{path}: is a SQLite file of another program, not a run of octavo. Name another file.")
+        raise StoreError(f"{path}: a SQLite file of another program, not a run of Octavo. Name another file.")
     if version > VERSION:
         raise StoreError(
-            f"{path}: was written by a newer octavo (run store version {version}; this one reads up to {VERSION})."
+            f"{path}: written by a newer Octavo (run store version {version}; this one reads up to {VERSION})."
             " Update octavo to open it."
         )

@@ -1,7 +1,7 @@
-"""Writing a run: one commit a step, so that whatever was committed outlives the process.
+"""Writing a run: one commit per step, so that committed data survives the process.
 
-A `kill -9` loses nothing that was committed. A power failure may lose the last seconds (the file is flushed to disk
-now and then, not at each commit), and never damages what was there before.
+A `kill -9` loses no committed data. A power failure may lose the last seconds, since the file is not flushed to disk at
+each commit, but never damages earlier data.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -28,18 +28,33 @@ Outcome = Literal["finished", "failed", "interrupted"]
 Floats = NDArray[np.float32]
 
 
+class EventDetails(TypedDict, total=False):
+    """Optional details of an event."""
+
+    level: Literal["info", "warning", "error"]
+    """By default `info`."""
+    layer: str | None
+    role: str | None
+    value: float | None
+    """Measured value."""
+    limit: float | None
+    """Limit of `value`."""
+    action: str | None
+    """Action taken."""
+
+
 class RunWriter:
-    """The store of a run, open for writing. One thread at a time.
+    """Writer of a run store. One thread at a time.
 
     Args:
-        path: the file, or the directory it lies in (as `run.sqlite`); made if it is not there.
-        keep_until: append to a run that is there already, and first cut what it wrote past this step.
-        overwrite: start over where there is a run already. A reader that is open meanwhile follows.
-        stats: names of the columns of a snapshot.
+        path: the file, or its directory (for `run.sqlite`); created if missing.
+        keep_until: append to an existing run, after deleting its records past this step.
+        overwrite: replace an existing run. Open readers see the new one.
+        stats: column names of a snapshot.
 
     Raises:
-        StoreError: the file holds a run, and neither `keep_until` nor `overwrite` says what becomes of it. From any
-            method: the file cannot be written, is another program's or a newer octavo's.
+        StoreError: the file contains a run and neither `keep_until` nor `overwrite` is given. From any method: the file
+            cannot be written, or is from another program or a newer Octavo.
     """
 
     def __init__(
@@ -61,25 +76,25 @@ class RunWriter:
         self._connection = self._open()
         self._begin(keep_until, overwrite)
 
-    # What a run says of itself
+    # Documents and labels
 
     def write_document(self, name: str, content: Mapping[str, Any], *, step: int = 0) -> None:
-        """Write one of `schema.DOCUMENTS`: from now on it holds. NaN and infinities in it become null."""
+        """Write a new version of one of `schema.DOCUMENTS`. NaN and infinities become null."""
         if name not in schema.DOCUMENTS:
-            raise StoreError(f"{self.path}: there is no document '{name}'; there are {', '.join(schema.DOCUMENTS)}.")
+            raise StoreError(f"{self.path}: unknown document '{name}'. Known: {', '.join(schema.DOCUMENTS)}.")
         with self.batch():
             self._execute(f"INSERT INTO {name} VALUES (?, ?, ?)", (step, time.time(), to_json(content)))
 
     def set_tensors(self, rows: Sequence[TensorRow | tuple[Any, ...]]) -> None:
-        """Say what the rows of the snapshots from now on are about, each (layer, role) once.
+        """Set the row labels of the following snapshots, each (layer, role) once.
 
-        A tensor keeps its place in the file: rows that were there before and are missing now read as NaN.
+        A tensor keeps its index in the file; tensors missing from now on read as NaN.
         """
         named = [row if isinstance(row, TensorRow) else TensorRow(*row) for row in rows]
         keys = [(row.layer, row.role) for row in named]
         if len(set(keys)) != len(keys):
             twice = next(key for key in keys if keys.count(key) > 1)
-            raise StoreError(f"{self.path}: the tensor {twice[0]} / {twice[1]} is named twice.")
+            raise StoreError(f"{self.path}: the tensor {twice[0]} / {twice[1]} appears twice.")
         with self.batch():
             for row, key in zip(named, keys, strict=True):
                 index = self._rows.setdefault(key, len(self._rows))
@@ -89,7 +104,7 @@ class RunWriter:
         in_place = np.array_equal(order, np.arange(len(self._rows)))
         self._order = None if in_place else order
 
-    # What happens
+    # Measurements and events
 
     def write_step(
         self,
@@ -100,14 +115,14 @@ class RunWriter:
         t: float | None = None,
         rank: int = 0,
     ) -> None:
-        """Write what a step measured, in one commit.
+        """Write the measurements of a step, in one commit.
 
         Args:
-            step: steps made. A scalar written again at its step is replaced; snapshots come in growing order.
-            scalars: numbers by name. `time`, the wall clock, is added unless it is among them.
-            snapshot: float32 (tensors, statistics), the rows those of `set_tensors`.
-            t: when it was measured, seconds since 1970; now by default.
-            rank: process that measured the snapshot.
+            step: steps completed. A scalar written again at the same step is replaced; snapshots must come in order.
+            scalars: numbers by name. `time`, the wall clock, is added if missing.
+            snapshot: float32 (tensors, statistics), rows as in `set_tensors`.
+            t: time of measurement, seconds since 1970; by default now.
+            rank: rank that measured the snapshot.
         """
         now = time.time() if t is None else t
         with self.batch():
@@ -124,34 +139,33 @@ class RunWriter:
         rule: str,
         text: str,
         *,
-        level: Literal["info", "warning", "error"] = "info",
-        layer: str | None = None,
-        role: str | None = None,
-        value: float | None = None,
-        limit: float | None = None,
-        action: str | None = None,
         t: float | None = None,
+        **details: Unpack[EventDetails],
     ) -> None:
-        """Write an event. `rule` names what raised it, `limit` is what `value` was held against."""
+        """Write an event, raised by `rule`. `t`: time in seconds since 1970; by default now."""
+        if unknown := details.keys() - EventDetails.__annotations__.keys():
+            raise TypeError(f"write_event: unknown details {', '.join(sorted(unknown))}.")
+        level = details.get("level", "info")
         if level not in ("info", "warning", "error"):
             raise StoreError(f"{self.path}: an event's level is info, warning or error, not '{level}'.")
-        now = time.time() if t is None else t
-        row = (None, step, now, level, rule, layer, role, _null_for_nan(value), _null_for_nan(limit), action, text)
+        subject = (level, rule, details.get("layer"), details.get("role"))
+        numbers = (_null_for_nan(details.get("value")), _null_for_nan(details.get("limit")))
+        row = (None, step, time.time() if t is None else t, *subject, *numbers, details.get("action"), text)
         with self.batch():
             self._execute(f"INSERT INTO events VALUES ({', '.join('?' * len(row))})", row)
 
     def write_histogram(self, step: int, layer: str, role: str, low: int, counts: ArrayLike) -> None:
-        """Write how many elements of a tensor have each exponent: bin i is 2^(low+i) <= |x| / scale < 2^(low+i+1)."""
+        """Write element counts of a tensor by exponent: bin i is 2^(low+i) <= |x| / scale < 2^(low+i+1)."""
         if (layer, role) not in self._rows:
-            raise StoreError(f"{self.path}: {layer} / {role} is none of the tensors that set_tensors named.")
+            raise StoreError(f"{self.path}: {layer} / {role} is not among the tensors of set_tensors.")
         row = (step, self._rows[layer, role], low, np.asarray(counts, dtype="<u4").tobytes())
         with self.batch():
             self._execute("INSERT OR REPLACE INTO histograms VALUES (?, ?, ?, ?)", row)
 
     def write_histograms(self, step: int, low: int, counts: ArrayLike) -> None:
-        """Write the histograms of all tensors, (tensors, bins), the rows those of `set_tensors`.
+        """Write the histograms of all tensors, (tensors, bins), rows as in `set_tensors`.
 
-        Bins are as for `write_histogram`; empty ones at either end are left out, and rows of NaN or zeros altogether.
+        Bins as in `write_histogram`. Empty bins at either end and rows of NaN or zeros are left out.
         """
         order = range(len(self._rows)) if self._order is None else self._order.tolist()
         rows = []
@@ -164,15 +178,15 @@ class RunWriter:
             self._guarded(lambda c: c.executemany("INSERT OR REPLACE INTO histograms VALUES (?, ?, ?, ?)", rows))
 
     def write_system(self, values: Mapping[str, float], *, t: float | None = None) -> None:
-        """Write what the machine measured."""
+        """Write a reading of the machine."""
         with self.batch():
             self._execute("INSERT INTO system VALUES (?, ?)", (time.time() if t is None else t, to_json(values)))
 
     def cut(self, keep_until: int, *, keep_events: bool = False) -> None:
-        """Forget what was written past a step: the run goes back to it.
+        """Delete the records past a step, to which the run goes back.
 
         Args:
-            keep_events: those past the step stay, where they say why it goes back.
+            keep_events: keep events, which may give the reason for going back.
         """
         with self.batch():
             for table, column in schema.CUT.items():
@@ -184,7 +198,7 @@ class RunWriter:
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """Commit what is written inside at once, at the end; an exception inside undoes it all."""
+        """Commit all writes within the block together; an exception rolls them back."""
         self._depth += 1
         try:
             if self._depth == 1:
@@ -200,7 +214,7 @@ class RunWriter:
             self._depth -= 1
 
     def close(self, outcome: Outcome = "finished", text: str = "") -> None:
-        """Write how the run ended, and close the file. A second call does nothing."""
+        """Write the outcome of the run and close the file. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -219,12 +233,12 @@ class RunWriter:
     ) -> None:
         self.close(*outcome_of(error))
 
-    # How
+    # Internals
 
     def _open(self) -> sqlite3.Connection:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # A thread of its own may write; it alone then uses the connection.
+            # Another thread may write, as long as only one uses the connection.
             connection = sqlite3.connect(self.path, timeout=30, isolation_level=None, check_same_thread=False)
             if schema.is_empty(connection):
                 connection.execute("PRAGMA journal_mode = WAL")
@@ -245,8 +259,8 @@ class RunWriter:
                 self._empty()
             elif self._execute("SELECT 1 FROM sessions LIMIT 1").fetchone():
                 raise StoreError(
-                    f"{self.path}: holds a run already. Append to it (keep_until=), start over (overwrite=True), or"
-                    " name another."
+                    f"{self.path}: contains a run already. Append to it (keep_until=), replace it (overwrite=True), or"
+                    " name another directory."
                 )
             row = (time.time(), keep_until or 0, os.getpid())
             new = "INSERT INTO sessions (started, first_step, pid) VALUES (?, ?, ?)"
@@ -263,7 +277,7 @@ class RunWriter:
         (stored,) = self._execute("SELECT value FROM meta WHERE key = 'stats'").fetchone()
         if tuple(json.loads(stored)) != self.stats:
             raise StoreError(
-                f"{self.path}: holds the statistics {', '.join(json.loads(stored))}, and those to be appended are"
+                f"{self.path}: has the statistics {', '.join(json.loads(stored))}, but those to append are"
                 f" {', '.join(self.stats)}. Start a new file."
             )
         tensors = self._execute("SELECT layer, role, idx FROM tensors ORDER BY idx").fetchall()
@@ -273,11 +287,11 @@ class RunWriter:
     def _write_snapshot(self, step: int, values: Floats, now: float, rank: int) -> None:
         rows = len(self._rows) if self._order is None else len(self._order)
         if values.shape != (rows, len(self.stats)):
-            expected = f"({rows}, {len(self.stats)}): the tensors of set_tensors, and {', '.join(self.stats)}"
-            raise StoreError(f"{self.path}: a snapshot is {expected}. Got {values.shape}.")
+            expected = f"({rows}, {len(self.stats)}): the tensors of set_tensors by {', '.join(self.stats)}"
+            raise StoreError(f"{self.path}: a snapshot has the shape {expected}. Got {values.shape}.")
         if step <= self._last.get(rank, -1):
             raise StoreError(
-                f"{self.path}: a snapshot of step {step} after one of step {self._last[rank]}; cut({step - 1}) first."
+                f"{self.path}: a snapshot of step {step} after step {self._last[rank]}; call cut({step - 1}) first."
             )
         placed = self._placed(values)
         self._execute("INSERT INTO telemetry VALUES (?, ?, ?, ?)", (step, now, rank, placed.tobytes()))
@@ -290,7 +304,7 @@ class RunWriter:
             del self._spans[rank]
 
     def _placed(self, values: Floats) -> Floats:
-        """Return the rows at their places in the file."""
+        """Reorder rows as in the file."""
         if self._order is None:
             return values
         placed = np.full((len(self._rows), len(self.stats)), np.nan, dtype="<f4")
@@ -309,7 +323,7 @@ class RunWriter:
 
 
 class _Span:
-    """The least and the largest of the snapshots since the last row of `telemetry_span`."""
+    """Minimum and maximum of the snapshots since the last row of `telemetry_span`."""
 
     def __init__(self, step: int, values: Floats) -> None:
         self.first = self.last = step
@@ -317,7 +331,7 @@ class _Span:
         self.low, self.high = values.copy(), values.copy()
 
     def add(self, step: int, values: Floats) -> None:
-        if values.shape != self.low.shape:  # tensors came in between
+        if values.shape != self.low.shape:  # tensors were added
             missing = ((0, len(values) - len(self.low)), (0, 0))
             self.low = np.pad(self.low, missing, constant_values=np.nan)
             self.high = np.pad(self.high, missing, constant_values=np.nan)
@@ -328,13 +342,13 @@ class _Span:
 
 
 def file_of(path: str | Path) -> Path:
-    """Return the file of a run that is named by its file or by its directory."""
+    """Return the file of a run given by its file or its directory."""
     path = Path(path)
     return path if path.suffix == ".sqlite" else path / schema.FILE
 
 
 def outcome_of(error: BaseException | None) -> tuple[Outcome, str]:
-    """Return how a run ended that `error` left, and why."""
+    """Return the outcome of a run that ended with `error`, and the reason."""
     if error is None:
         return "finished", ""
     if isinstance(error, KeyboardInterrupt):
@@ -343,15 +357,15 @@ def outcome_of(error: BaseException | None) -> tuple[Outcome, str]:
 
 
 def unusable(path: Path, error: Exception, what: str) -> StoreError:
-    """Return the error of a file that the system or SQLite refused."""
+    """Return the error for a file rejected by the system or SQLite."""
     if isinstance(error, sqlite3.DatabaseError) and "not a database" in str(error):
-        return StoreError(f"{path}: is not a run of octavo, nor any SQLite file. Name another file, or remove it.")
+        return StoreError(f"{path}: not a run of Octavo, nor a SQLite file. Name another file, or remove it.")
     reason = error.strerror if isinstance(error, OSError) else str(error)
     return StoreError(f"{path}: cannot be {what} ({reason}).")
 
 
 def to_json(content: Mapping[str, Any]) -> str:
-    """Return JSON that every reader takes: what it has no value for (NaN, infinities) is null, paths are text."""
+    """Return strict JSON: NaN and infinities become null, paths become text."""
     return json.dumps(_plain(content), default=str, allow_nan=False)
 
 

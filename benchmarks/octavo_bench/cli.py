@@ -1,0 +1,144 @@
+"""`octavo bench KIND`: the commands by name, and the flags and progress lines that they share.
+
+Each kind of measurement is a file with its command. A file is imported when its command is called.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+
+from octavo.errors import ConfigError, did_you_mean
+from octavo_bench.results import Row
+
+Names = Annotated[tuple[str, ...], Parameter(negative=())]
+
+COMMANDS = {
+    "step": "step:command",
+    "host": "step:host",
+    "gemm": "gemm:command",
+    "kernels": "kernels:command",
+    "telemetry": "telemetry:command",
+    "parity": "study:parity",
+    "tiers": "study:tiers",
+    "stress": "stress:command",
+    "portability": "portability:command",
+    "faults": "faults:command",
+    "optimizer": "optimizer:command",
+    "memory": "memory:command",
+    "reduce": "reduce:command",
+    "distributed": "distributed:command",
+    "rank": "distributed:rank",
+    "scaling": "scaling:command",
+    "tables": "tables:command",
+}
+"""File and function by name."""
+
+bench = App(name="bench", help="Measure speed and accuracy, and write the result files that the tables are made from.")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Output:
+    """Flags for the rows of a measurement."""
+
+    write: Annotated[Path | None, Parameter(negative=())] = None
+    """Directory of result files to write to, benchmarks/results in this repository. Rows of other workloads in the file
+    of the day stay."""
+    json_output: Annotated[bool, Parameter(name="--json", negative=())] = False
+    """Print the rows as JSON on stdout, the progress on stderr."""
+
+    def say(self, line: str) -> None:
+        """Print a line of progress, to stderr if stdout is for JSON."""
+        print(line, file=sys.stderr if self.json_output else sys.stdout, flush=True)
+
+    def lines(self, name: Callable[[Row], str], figures: Callable[[Row], str]) -> Callable[[Row], None]:
+        """Return a function that prints a line for a row: its name, then its figures or the error."""
+
+        def line(row: Row) -> None:
+            self.say(f"{name(row)} " + (f"failed: {row['error']}" if "error" in row else figures(row)))
+
+        return line
+
+    def save(
+        self, kind: str, rows: Sequence[Row], command: str, *, device: str = "auto", machine: str = ""
+    ) -> Path | None:
+        """Write the rows measured so far if `--write` was given, and return the file.
+
+        Args:
+            machine: a name in place of the device's.
+        """
+        from octavo_bench import results
+
+        if self.write is None:
+            return None
+        return results.save(kind, rows, self.write, command, device=device, machine=machine or None)
+
+    def finish(self, kind: str, rows: Sequence[Row], command: str, *, device: str = "auto", machine: str = "") -> int:
+        """Print and write the rows. Returns the exit code: 1 if a row failed."""
+        if self.json_output:
+            print(json.dumps(rows, indent=1))
+        if path := self.save(kind, rows, command, device=device, machine=machine):
+            print(f"written: {path}", file=sys.stderr)
+        return int(any("error" in row for row in rows))
+
+
+TO_STDOUT = Output()
+
+
+def device_named(name: str) -> str:
+    """Return the device type that `--device` selects."""
+    from octavo.train.device import resolve
+
+    return resolve(name).type
+
+
+def known(flag: str, name: str, names: Sequence[str], noun: str) -> str:
+    """Return `name` if it is one of `names`.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if name not in names:
+        near = did_you_mean(name, names)
+        raise ConfigError(f"{flag}: there is no {noun} '{name}'.{near} Known are: {', '.join(names)}.")
+    return name
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Return the integers of a text such as `0,1`."""
+    return tuple(map(int, text.split(",")))
+
+
+def command_line(*words: str, **flags: Any) -> str:
+    """Return the command that measures again: flags by name, left out if None, False or empty, repeated if a tuple."""
+    for name, value in flags.items():
+        for one in value if isinstance(value, tuple) else (value,):
+            if one is None or one is False:
+                continue
+            shown = "" if one is True else f' "{one}"' if " " in str(one) else f" {one}"
+            words = (*words, f"--{name.replace('_', '-')}{shown}")
+    return " ".join(words)
+
+
+def _register(name: str, module: str, function: str) -> None:
+    """Add a command with its docstring up to the parameters as help, from the source: importing it may load PyTorch."""
+    source = ast.parse(Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8"))
+    found = next(node for node in source.body if isinstance(node, ast.FunctionDef) and node.name == function)
+    text = inspect.cleandoc(ast.get_docstring(found) or "").split("\nParameters\n")[0]
+    about, _, examples = re.split(r"(Examples:|For example:)", text) if "xample" in text else (text, "", "")
+    epilogue = f"Examples:\n{examples.rstrip()}" if examples else None
+    bench.command(f"octavo_bench.{module}:{function}", name=name, help=about.strip(), help_epilogue=epilogue)
+
+
+for _name, _place in COMMANDS.items():
+    _register(_name, *_place.split(":"))

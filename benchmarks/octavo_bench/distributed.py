@@ -1,0 +1,377 @@
+"""Whole training steps on all ranks: speed, memory, bytes on the wire and losses, by implementation and layout."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+from cyclopts import Parameter
+from torch import Tensor, nn
+
+from octavo._util.dist import is_first_rank
+from octavo.cli.flags import positive
+from octavo.distributed.traffic import Traffic
+from octavo.errors import ConfigError, did_you_mean
+from octavo.models.config import ModelConfig
+from octavo.train.device import WARM_UP_STEPS, gc_frozen
+from octavo.train.profile import profile
+from octavo.train.timing import milliseconds, synchronize
+from octavo_bench.cli import TO_STDOUT, Names, Output, command_line
+from octavo_bench.implementations import BF16
+from octavo_bench.ranks import any_rank, process_group, under_torchrun
+from octavo_bench.results import Row, failure
+from octavo_bench.sharded import Implementation, Layout, implementations, lay_out, part_of_batch
+
+WARM_UP = WARM_UP_STEPS
+"""Steps that are not timed: they compile."""
+PROFILED = 2
+"""Steps under the profiler, on a GPU."""
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """A model and its step."""
+
+    name: str
+    """Name in results."""
+    model: ModelConfig
+    """The whole model."""
+    sequences: int
+    """Sequences per step and rank; each is a micro-batch."""
+    compile: bool
+    """Compile each block."""
+
+
+_LLAMA_8B = ModelConfig(
+    vocab=128256, dim=4096, layers=32, heads=32, kv_heads=8, ffn=14336, sequence=8192, rope_theta=5e5
+)
+_BLOCKS = ModelConfig(vocab=32768, dim=4096, layers=8, heads=32, kv_heads=8, ffn=14336, sequence=4096, rope_theta=5e5)
+_TINY = ModelConfig(vocab=256, dim=128, layers=2, heads=4, kv_heads=2, ffn=256, sequence=64)
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload(name="llama-3-8b", model=_LLAMA_8B, sequences=1, compile=True),
+        Workload(name="llama-8b-blocks", model=_BLOCKS, sequences=2, compile=True),
+        Workload(name="tiny-model", model=_TINY, sequences=2, compile=False),
+    )
+}
+"""By name: all of Llama-3-8B; eight of its blocks with a small vocabulary, to be cut; one for tests."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """A measurement."""
+
+    workload: str
+    """A name in `WORKLOADS`."""
+    layouts: tuple[Layout, ...] = (Layout(),)
+    """Each is compared with BF16 of the same layout."""
+    only: tuple[str, ...] = ()
+    """Implementations, besides BF16; all if empty."""
+    steps: int = 8
+    """Steps that are timed; the median counts."""
+    seconds: float | None = None
+    """After which no other implementation begins; None: all do."""
+    alone_of: int | None = None
+    """Measure one rank of that many without the others (`octavo_bench.ranks`); None: `torchrun`'s ranks."""
+
+
+def bench_distributed(work: Work, report: Callable[[Row], None] = lambda row: None) -> list[Row]:
+    """Return a row per layout and implementation. Every rank of `torchrun` must call this; rank 0 alone gets rows.
+
+    `ms` is of steps one after another, as in a run: the host is ahead of the GPU, if it can be. `waited_ms` is of steps
+    that each begin when all ranks have ended the one before, as in a run that reads its loss after each. On a GPU a row
+    says, too, where the time of rank 0 goes: `gemm_ms`, `attention_ms`, `elementwise_ms`, `optimizer_ms`,
+    `communication_ms`, `idle_ms`. Kernels that run beside each other count in each part.
+
+    Raises:
+        ConfigError: an unknown workload or implementation, or a layout that the ranks cannot have.
+    """
+    workload, chosen = _check(work)
+    rows = []
+    with process_group(work.alone_of) as device:
+        began = time.perf_counter()
+        for layout in work.layouts:
+            bf16_rate = None
+            for implementation in chosen:
+                row = _about(workload, implementation, layout)
+                if work.seconds is not None and any_rank(device, time.perf_counter() - began > work.seconds):
+                    row["error"] = f"not begun: --seconds {work.seconds:g} had gone by"
+                else:
+                    row |= _tried(workload, implementation, layout, work, device)
+                if implementation.name == BF16:
+                    bf16_rate = row.get("tokens_per_s_per_gpu")
+                row |= _beside(row, bf16_rate)
+                if is_first_rank():
+                    rows.append(row)
+                    report(row)
+    return rows
+
+
+def _check(work: Work) -> tuple[Workload, list[Implementation]]:
+    known = implementations()
+    asked: list[tuple[str, Collection[str]]] = [(work.workload, WORKLOADS), *((name, known) for name in work.only)]
+    for name, names in asked:
+        if name not in names:
+            raise ConfigError(f"there is no '{name}'.{did_you_mean(name, names)} Known are: {', '.join(names)}.")
+    chosen = [known[name] for name in known if name == BF16 or not work.only or name in work.only]
+    return WORKLOADS[work.workload], chosen
+
+
+def _about(workload: Workload, implementation: Implementation, layout: Layout) -> Row:
+    row: Row = {"workload": workload.name, "implementation": implementation.name, "layout": str(layout)}
+    return row | {"ranks": dist.get_world_size(), "shape": asdict(workload.model), "compiled": workload.compile}
+
+
+def _beside(row: Row, bf16_rate: float | None) -> Row:
+    """Return a row's speed in units of BF16's, or that there is none."""
+    if "error" in row:
+        return {}
+    if bf16_rate is None:
+        return {"error": f"BF16 of this layout failed; {row['tokens_per_s_per_gpu']:.0f} tokens/s/GPU beside nothing"}
+    return {"ratio_to_bf16": row["tokens_per_s_per_gpu"] / bf16_rate}
+
+
+def _tried(workload: Workload, implementation: Implementation, layout: Layout, work: Work, device: torch.device) -> Row:
+    try:
+        return _measure(workload, implementation, layout, work, device)
+    except Exception as error:  # the others are still worth knowing
+        return {"error": failure(error)}
+    finally:
+        gc.collect()
+        torch._dynamo.reset()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _measure(
+    workload: Workload, implementation: Implementation, layout: Layout, work: Work, device: torch.device
+) -> Row:
+    ranks = dist.get_world_size()
+    if layout.stages > 1 and work.alone_of is not None:
+        raise ConfigError("a rank alone has no other stages to talk to: measure a pipeline by torchrun.")
+    if ranks % (layout.tensor * layout.stages):
+        raise ConfigError(f"{ranks} ranks cannot be shared by {layout}.")
+    training = _Training(workload, implementation, layout, device, WARM_UP + 2 * work.steps + PROFILED + 1)
+    with _compiled(training.blocks) if workload.compile else contextlib.nullcontext():
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        timed = _time(training, work.steps, device)
+        peak = _largest(torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0, device)
+        profiled = profile(training.step, PROFILED) if device.type == "cuda" else None
+    return {
+        "tokens": workload.model.sequence * workload.sequences * ranks,
+        **timed,
+        "tokens_per_s_per_gpu": workload.model.sequence * workload.sequences / timed["ms"] * 1e3,
+        **({} if profiled is None else profiled.spent(timed["ms"])),
+        "peak_gib": peak,
+        **({} if work.alone_of else _traffic(training.step, device)),
+        "losses": [_mean_of_ranks(loss, device) for loss in training.losses[: WARM_UP + work.steps]],
+    }
+
+
+class _Training:
+    """An implementation that trains a workload in a layout."""
+
+    def __init__(
+        self, workload: Workload, implementation: Implementation, layout: Layout, device: torch.device, steps: int
+    ) -> None:
+        """Make the batches of so many steps, outside their time."""
+        self._trainer, data = lay_out(workload.model, implementation, layout, device)
+        named = [pair for module in self._trainer.modules for pair in module.named_parameters()]
+        self._optimizer, self._after_step = implementation.optimizer(named), implementation.after_step
+        sequences = workload.sequences * dist.get_world_size()
+        self._batches = iter([part_of_batch(workload.model, sequences, number, data) for number in range(steps)])
+        self.blocks = self._trainer.blocks
+        self.losses: list[Tensor | None] = []
+        """Loss of each step, on the device; None on ranks without one."""
+
+    def step(self) -> None:
+        """Train on the next batch."""
+        self.losses.append(self._trainer.step(*next(self._batches)))
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        for module in self._trainer.modules:
+            self._after_step(module)
+
+
+def _time(training: _Training, steps: int, device: torch.device) -> Row:
+    """Time steps one after another, and steps that are waited for."""
+    with gc_frozen(device) as after_step:
+        for _ in range(WARM_UP):
+            training.step()
+            after_step()
+        _wait_for_all(device)
+        times = milliseconds(training.step, device.type, steps)
+        waited = [_waited(training.step, device) for _ in range(steps)]
+    return {
+        "ms": statistics.median(times),
+        "ms_all": [round(time, 2) for time in times],
+        "waited_ms": statistics.median(waited),
+    }
+
+
+def _traffic(step: Callable[[], None], device: torch.device) -> Row:
+    """Return the bytes on the wire of a step whose blocks are not compiled."""
+    with Traffic() as traffic:
+        step()
+    sent = int(_largest(sum(traffic.bytes.values()), device))
+    return {"wire_bytes": sent, "wire_bytes_by_kind": traffic.bytes}
+
+
+@contextlib.contextmanager
+def _compiled(blocks: Sequence[nn.Module]) -> Iterator[None]:
+    """Compile the forward of blocks; FSDP2's hooks stay outside."""
+    plain = [block.forward for block in blocks]
+    for block, forward in zip(blocks, plain, strict=True):
+        block.forward = torch.compile(forward, dynamic=False)
+    yield
+    for block, forward in zip(blocks, plain, strict=True):
+        block.forward = forward
+
+
+def _waited(step: Callable[[], None], device: torch.device) -> float:
+    """Return the milliseconds of a step that begins when all ranks have ended the one before."""
+    _wait_for_all(device)
+    began = time.perf_counter()
+    step()
+    _wait_for_all(device)
+    return 1e3 * (time.perf_counter() - began)
+
+
+def _wait_for_all(device: torch.device) -> None:
+    synchronize(device.type)
+    dist.barrier()
+
+
+def _mean_of_ranks(loss: Tensor | None, device: torch.device) -> float:
+    known = torch.zeros(2, device=device)
+    if loss is not None:
+        known[0], known[1] = loss.float(), 1.0
+    dist.all_reduce(known)
+    return round(float(known[0] / known[1]), 5)
+
+
+def _largest(value: float, device: torch.device) -> float:
+    known = torch.tensor(value, device=device, dtype=torch.float64)
+    dist.all_reduce(known, dist.ReduceOp.MAX)
+    return known.item()
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flags:
+    """Flags of both commands."""
+
+    workload: str = "llama-3-8b"
+    """llama-3-8b, llama-8b-blocks (eight blocks of it) or tiny-model."""
+    layout: Names = ("data",)
+    """data, tensor=N, pipeline=N or pipeline=N,fp8 (FP8 between stages), or several. A rank alone has no pipeline."""
+    only: Names = ()
+    """Implementations beside BF16; all by default."""
+    steps: int = 8
+    """Steps timed, after a warm-up; the median counts."""
+    seconds: float | None = None
+    """Seconds after which no other implementation is started."""
+
+    def work(self, alone_of: int | None = None) -> Work:
+        """Return the measurement that the flags describe.
+
+        Raises:
+            ConfigError: an impossible layout or number.
+        """
+        return Work(
+            workload=self.workload,
+            layouts=tuple(map(parse_layout, self.layout)),
+            only=self.only,
+            steps=positive("--steps", self.steps),
+            seconds=self.seconds,
+            alone_of=alone_of,
+        )
+
+    def __str__(self) -> str:
+        return command_line(workload=self.workload, layout=self.layout, only=self.only, steps=self.steps)
+
+
+BY_DEFAULT = Flags()
+
+
+def command(*, flags: Flags = BY_DEFAULT, output: Output = TO_STDOUT) -> int:
+    """Train a Llama on the ranks of torchrun, by FSDP2 in BF16, by torchao if it is there, and by Octavo.
+
+    For example:
+
+        torchrun --nproc-per-node 4 -m octavo bench distributed --write benchmarks/results
+        torchrun --nproc-per-node 4 -m octavo bench distributed --workload llama-8b-blocks --layout tensor=2
+    """
+    if not under_torchrun():
+        raise ConfigError(
+            "octavo bench distributed measures the ranks of torchrun: "
+            "torchrun --nproc-per-node 4 -m octavo bench distributed"
+        )
+    rows = bench_distributed(flags.work(), output.lines(_name, _line))
+    if not rows:  # rank 0 reports
+        return 0
+    line = f"torchrun --nproc-per-node {rows[0]['ranks']} -m octavo bench distributed {flags}"
+    return output.finish("distributed", rows, line, device="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def rank(
+    *,
+    ranks: Annotated[tuple[int, ...], Parameter(negative=())] = (4,),
+    flags: Flags = BY_DEFAULT,
+    output: Output = TO_STDOUT,
+) -> int:
+    """Train one rank's part of a Llama without the others: its computation and its memory.
+
+    Collectives copy this rank's data in place of the others', on a network that takes no time.
+    So a GPU measures its part of a step on any number of them, and the rest of a real step is the network's.
+
+    For example:
+
+        octavo bench rank --ranks 4 --write benchmarks/results
+        octavo bench rank --ranks 512 --only "octavo folded"
+
+    Parameters
+    ----------
+    ranks
+        Ranks that share the model; may be given again for another measurement.
+    """
+    show = output.lines(lambda row: f"rank of {row['ranks']:>4}  {_name(row)}", _line)
+    rows = [row for count in ranks for row in bench_distributed(flags.work(positive("--ranks", count)), show)]
+    line = f"{command_line('octavo bench rank', ranks=ranks)} {flags}"
+    return output.finish("rank", rows, line, device="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def parse_layout(text: str) -> Layout:
+    """Return the layout that a text such as `pipeline=4,fp8` describes."""
+    match text.replace("=", ",").split(","):
+        case ["data"]:
+            return Layout()
+        case ["tensor", ranks] if ranks.isdecimal() and int(ranks) > 1:
+            return Layout(tensor=int(ranks))
+        case ["pipeline", stages] if stages.isdecimal() and int(stages) > 1:
+            return Layout(stages=int(stages))
+        case ["pipeline", stages, "fp8"] if stages.isdecimal() and int(stages) > 1:
+            return Layout(stages=int(stages), sent="fp8")
+    raise ConfigError(f"--layout: '{text}' is none of data, tensor=N, pipeline=N and pipeline=N,fp8, with N from 2.")
+
+
+def _name(row: Row) -> str:
+    return f"{row['workload']}  {row['layout']:<32} {row['implementation']:<32}"
+
+
+def _line(row: Row) -> str:
+    speed = (
+        f"{row['ms']:>8.1f} ms  {row['tokens_per_s_per_gpu']:>9,.0f} tokens/s/GPU  {row['ratio_to_bf16']:.2f} of BF16"
+    )
+    sent = f"  {row['wire_bytes'] / 1e9:.2f} GB sent" if "wire_bytes" in row else ""
+    return f"{speed}  {row['peak_gib']:.1f} GiB{sent}  loss {row['losses'][0]:.4f} to {row['losses'][-1]:.4f}"

@@ -1,0 +1,191 @@
+"""Evidence for a difference between two recipes: 95 % confidence intervals, equal loss, gradient cosines.
+
+Two pairings answer two questions. Over seeds: would another seed show this difference? Over held-out sequences: are
+these very weights worse, or is it the choice of text? The second has thousands of pairs, and says nothing of seeds.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo._util import config_reader
+from octavo.conversion import Policy, convert
+from octavo.numerics import cosine_of, inner_products
+from octavo.train import checkpoint
+from octavo.train.config import assemble
+from octavo.train.setup import Batch, set_up
+from octavo.train.train_state import TrainState
+
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+_NORMAL = 1.959964
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean, and how far from it the true value may lie."""
+
+    mean: float
+    half_width: float | None
+    """Half of the 95 % confidence interval; None for a single pair, which shows no spread."""
+
+
+def student(freedom: int) -> float:
+    """Return the 97.5 % quantile of Student's t with `freedom` degrees of freedom, to 3 decimals.
+
+    From a table up to 10, from there by the expansion in 1 / freedom (Abramowitz and Stegun, 26.7.5).
+    """
+    if freedom <= len(_STUDENT):
+        return _STUDENT[freedom - 1]
+    z = _NORMAL
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / freedom + second / freedom**2 + third / freedom**3
+
+
+def over_seeds(differences: Sequence[float]) -> Interval:
+    """Return the mean of the differences, one per seed, with its interval.
+
+    With two seeds Student's factor is 12.7: such an interval is wide, and honest.
+    """
+    if len(differences) < 2:
+        return Interval(fmean(differences), None)
+    error = stdev(differences) / math.sqrt(len(differences))
+    return Interval(fmean(differences), student(len(differences) - 1) * error)
+
+
+def over_sequences(losses: Sequence[float], reference: Sequence[float], block: int = 16) -> Interval:
+    """Return the mean of `losses - reference`, paired by sequence, with its interval.
+
+    Neighbours come from one document and are alike, so that runs of `block` sequences are taken as one observation
+    each; with fewer than 8 such runs, shorter ones.
+    """
+    differences = [a - b for a, b in zip(losses, reference, strict=True)]
+    block = max(1, min(block, len(differences) // 8))
+    blocks = [fmean(differences[start : start + block]) for start in range(0, len(differences) - block + 1, block)]
+    return Interval(fmean(differences), over_seeds(blocks).half_width)
+
+
+SMOOTHED = 0.05
+"""Share of a run that one point of a smoothed curve averages over: single batches differ far more than recipes do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """The smoothed training loss of one run."""
+
+    tokens: tuple[float, ...]
+    """Tokens trained on at each point: the middle of its window."""
+    loss: tuple[float, ...]
+    """In nats per token."""
+
+
+@dataclass(frozen=True, slots=True)
+class EqualLoss:
+    """Two runs where their losses are equal: at the final loss of the one that ended higher."""
+
+    loss: float
+    tokens_ratio: float
+    """Tokens that the recipe needs for it, in units of the reference's; below 1, it learns from fewer."""
+
+
+def read_curve(metrics: Sequence[Mapping[str, Any]], lane: str) -> Curve:
+    """Return the curve of `lane` from the lines of `metrics.jsonl`, each point the mean of its neighbourhood."""
+    logged = [(line["tokens"], line[f"loss_{lane}"]) for line in metrics if line.get(f"loss_{lane}") is not None]
+    width = max(1, round(SMOOTHED * len(logged)))
+    windows = [logged[start : start + width] for start in range(len(logged) - width + 1)]
+    return Curve(
+        tuple(fmean(tokens for tokens, _ in window) for window in windows),
+        tuple(fmean(loss for _, loss in window) for window in windows),
+    )
+
+
+def tokens_to(curve: Curve, loss: float) -> float:
+    """Return the tokens after which `curve` is at `loss` or below for good, between points in a straight line."""
+    above = [i for i, value in enumerate(curve.loss) if value > loss]
+    if not above:
+        return curve.tokens[0]
+    i = above[-1]
+    if i + 1 == len(curve.loss):
+        return curve.tokens[i]
+    share = (curve.loss[i] - loss) / (curve.loss[i] - curve.loss[i + 1])
+    return curve.tokens[i] + share * (curve.tokens[i + 1] - curve.tokens[i])
+
+
+def equal_loss(curve: Curve, reference: Curve) -> EqualLoss:
+    """Compare two runs at the final loss of the one that ended higher, which both have reached."""
+    loss = max(curve.loss[-1], reference.loss[-1])
+    return EqualLoss(loss, tokens_to(curve, loss) / tokens_to(reference, loss))
+
+
+BEFORE = 2
+"""Batches that a recipe sees before the one that counts: scales that have a history need one."""
+
+
+def gradient_cosines(run: Path, recipes: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each recipe with the keys that its rows in a result of kind `parity` take.
+
+    `cosine_start` and `cosine_end`: of all weights' gradients as one vector, at the weights that the BF16 run started
+    from and at those it ended with; `cosine_layer_start`, `cosine_layer_end`: the lowest of a single matrix.
+
+    Args:
+        run: directory of a finished run in BF16.
+    """
+    config = assemble((str(run / "config.json"), config_reader.read_file(run / "config.json")))
+    eager = dataclasses.replace(config.run, compile="off", twin=False)
+    setup = set_up(dataclasses.replace(config, run=eager))
+    [lane] = setup.states
+    part = config.run.batch // config.run.accumulate
+    batches = [(x[:part], y[:part]) for x, y in itertools.islice(setup.loader, BEFORE + 1)]
+    policy = Policy(min_gain=config.run.min_gain)
+    found: dict[str, dict[str, Any]] = {recipe: {} for recipe in recipes}
+    for moment in ("start", "end"):
+        if moment == "end":
+            _load_last(lane, run)
+        reference = _gradients(lane, batches[-1:])
+        for recipe in recipes:
+            model = copy.deepcopy(lane.model)
+            convert(model, recipe, policy=policy)
+            gradients = _gradients(TrainState("fp8", model, config.optimizer), batches)
+            whole, worst = compare(gradients, reference)
+            found[recipe] |= {f"cosine_{moment}": whole, f"cosine_layer_{moment}": worst}
+    yield from found.items()
+
+
+def compare(gradients: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> tuple[float, float]:
+    """Return the cosine of two gradients, each as one vector, and the lowest cosine of a matrix of them."""
+    products = {name: inner_products(gradients[name], reference[name]) for name in reference}
+    whole = cosine_of(torch.stack([*products.values()]).sum(0))
+    return whole, min(cosine_of(products[name]) for name in reference if reference[name].dim() >= 2)
+
+
+def _load_last(lane: TrainState, run: Path) -> None:
+    path = checkpoint.find(run / "checkpoints")[-1]
+    saved = checkpoint.load(path).tensors["bf16"]
+    weights: dict[str, Any] = {n.removeprefix("model."): t for n, t in saved.items() if n.startswith("model.")}
+    lane.model.load_state_dict(weights, strict=False)  # a tied weight is saved once
+
+
+def _gradients(lane: TrainState, batches: Sequence[Batch]) -> dict[str, Tensor]:
+    """Return the gradient of the last batch; those before it only update stored scales."""
+    model: nn.Module = lane.model.train()
+    remember = torch.optim.SGD(model.parameters(), lr=0.0)  # kept scales roll on with an optimizer's step
+    for inputs_BT, targets_BT in batches:
+        model.zero_grad(set_to_none=True)
+        lane.loss(inputs_BT.to(lane.device), targets_BT.to(lane.device)).backward()
+        remember.step()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    torch.cuda.empty_cache() if lane.device.type == "cuda" else None
+    return gradients

@@ -1,0 +1,144 @@
+"""Time every GEMM kernel that this machine has, beside BF16, on the same random normal matrices."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from octavo.cli.flags import positive
+from octavo.errors import ConfigError, RunError
+from octavo.kernels.gemm import KERNELS
+from octavo.train.timing import milliseconds, warm_up
+from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named
+from octavo_bench.implementations import BF16
+from octavo_bench.rates import Shape, normal, quantized
+from octavo_bench.results import Row, failure
+
+SHAPES: tuple[Shape, ...] = (
+    (8192, 8192, 8192),
+    (8192, 4096, 4096),
+    (8192, 14336, 4096),
+    (8192, 4096, 14336),
+    (16384, 14336, 4096),
+    (16384, 28672, 4096),
+    (8192, 128256, 4096),
+    (4096, 2048, 2048),
+    (16384, 8192, 2048),
+)
+"""Square; Llama-8B's projections, feed-forward and head; smaller ones."""
+
+OPERANDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "tensor": ("tensor", "tensor", ("slow", "fast")),
+    "row": ("row", "row", ("slow", "fast")),
+    "1x128 x 128x128": ("1x128", "128x128", ("slow",)),
+    "1x128 x 1x128": ("1x128", "1x128", ("slow",)),
+}
+"""Granularity of the operands' scales, and the accumulations that a kernel may use."""
+
+
+def bench_gemm(
+    shapes: tuple[Shape, ...] = SHAPES,
+    *,
+    device: str = "cuda",
+    repeats: int = 20,
+    report: Callable[[Row], None] = lambda row: None,
+) -> list[Row]:
+    """Return one row for each shape and kernel that takes such operands, as the result kind `gemm` has them.
+
+    A kernel that fails has a row with `error` and no figures, and the others go on.
+
+    Args:
+        repeats: calls to time; the median counts.
+        report: called with each row as it comes.
+    """
+    rows: list[Row] = []
+    for shape in shapes:
+        baseline: Row = {}
+        for row, call in _candidates(shape, device):
+            baseline = baseline or row
+            try:
+                row |= _figures(shape, _time(call, device, repeats), baseline)
+            except Exception as error:  # one that fails must not lose the others
+                row["error"] = failure(error)
+            rows.append(row)
+            report(row)
+    return rows
+
+
+def _figures(shape: Shape, ms: float, baseline: Row) -> Row:
+    m, n, k = shape
+    if "error" in baseline:
+        raise RunError(f"{BF16} failed on this shape, and there is nothing to compare with")
+    bf16_ms = baseline.get("ms", ms)
+    return {"tflops": round(2 * m * n * k / ms / 1e9, 3), "ratio_to_bf16": round(bf16_ms / ms, 3), "ms": round(ms, 4)}
+
+
+def _candidates(shape: Shape, device: str) -> Iterator[tuple[Row, Callable[[], Tensor]]]:
+    """Yield the calls to time on one shape, BF16 first."""
+    name = "x".join(map(str, shape))
+    a_MK, b_NK = normal(shape, device)
+    yield {"shape": name, "kernel": BF16, "operands": BF16, "accumulate": "slow"}, lambda: a_MK @ b_NK.t()
+    for scales, (left, right, accumulations) in OPERANDS.items():
+        a, b = quantized(shape, (left, right), device)
+        for kernel in KERNELS:
+            if kernel.refuses(a, b) is not None or (kernel.name == "reference" and device == "cuda"):
+                continue
+            if scales == "tensor" and kernel.name == "scaled_mm.row":
+                continue  # it spreads the one scale over the rows: the very call of "row"
+            for accumulate in accumulations:
+                row = {"shape": name, "kernel": kernel.name, "operands": scales, "accumulate": accumulate}
+                yield row, partial(kernel.run, a, b, torch.bfloat16, accumulate == "fast")
+
+
+def _time(call: Callable[[], Tensor], device: str, repeats: int) -> float:
+    warm_up(call, device, seconds=0.1)
+    return statistics.median(milliseconds(call, device, repeats, queued=True))
+
+
+def parse_shape(text: str) -> Shape:
+    """Return M, N, K of a text such as `8192x4096x4096`.
+
+    Raises:
+        ConfigError: it is not three positive numbers with an `x` between them.
+    """
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", text)
+    if match is None:
+        raise ConfigError(f"--shape: '{text}' is not MxNxK, as 8192x4096x4096 is.")
+    m, n, k = map(int, match.groups())
+    return m, n, k
+
+
+def command(*, shape: Names = (), device: str = "auto", repeats: int = 20, output: Output = TO_STDOUT) -> int:
+    """Time every FP8 GEMM kernel of this machine beside BF16, on random normal matrices.
+
+    Examples:
+
+        octavo bench gemm
+        octavo bench gemm --shape 8192x4096x4096 --shape 16384x28672x4096
+        octavo bench gemm --shape 64x64x64 --device cpu
+
+    Parameters
+    ----------
+    shape
+        MxNxK of A (M, K) times B (N, K) transposed; may be given again. By default the shapes of a Llama-8B.
+    device
+        cuda or cpu; auto takes the GPU if there is one.
+    repeats
+        Calls timed, after a warm-up; the median counts.
+    """
+    shapes, repeats = tuple(map(parse_shape, shape)) or SHAPES, positive("--repeats", repeats)
+    rows = bench_gemm(shapes, device=device_named(device), repeats=repeats, report=output.lines(_name, _line))
+    return output.finish("gemm", rows, command_line("octavo bench gemm", shape=shape, repeats=repeats), device=device)
+
+
+def _name(row: Row) -> str:
+    return f"{row['shape']:<18} {row['kernel']:<18} {row['operands']:<16} {row['accumulate']:<5}"
+
+
+def _line(row: Row) -> str:
+    return f"{row['tflops']:>8.1f} TFLOP/s  {row['ratio_to_bf16']:.2f} x BF16"

@@ -1,0 +1,295 @@
+"""Time each fused kernel beside a plain copy of as many bytes.
+
+A kernel must move every input once per pass and every result once. Most take one pass. Where the scales of whole
+columns or of a matrix must be known before the first code is written, there is a second; the bytes are then those of
+both passes. A second read of a program's own row comes from the cache and is not counted.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.cli.flags import positive
+from octavo.errors import ConfigError, UnsupportedError, did_you_mean
+from octavo.kernels import record
+from octavo.kernels.activation import (
+    activation,
+    activation_and_inputs,
+    activation_backward,
+    activation_backward_plain,
+)
+from octavo.kernels.cross_entropy import cross_entropy_
+from octavo.kernels.norm import layer_norm, rms_norm, rms_norm_backward
+from octavo.kernels.quantize import quantize_pair
+from octavo.kernels.rotary import rotate
+from octavo.kernels.target import Target
+from octavo.kernels.transpose import transpose
+from octavo.nn.weight_codes import quantize_weights
+from octavo.train.timing import milliseconds, warm_up
+from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named
+from octavo_bench.rates import copy_rate
+from octavo_bench.results import Row, attempt
+
+BY_ROW = Target("e4m3", "row", "power_of_two")
+BY_COLUMN = Target("e4m3", "column", "power_of_two")
+BY_TILE = Target("e4m3", "1x128", "power_of_two")
+BY_TENSOR = Target("e5m2", "tensor", "float32")
+
+TOKENS, DIM, FFN, VOCAB = 16384, 4096, 14336, 128256
+"""Llama-8B's widths, and two sequences of 8,192 tokens."""
+HEAD_DIM = 128
+CHUNK = 4096
+"""Tokens whose logits are computed at a time."""
+SMALL = (128, 256)
+"""The largest shape on a CPU, where only the result counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A kernel at a shape."""
+
+    kernel: str
+    """Name in results."""
+    shape: tuple[int, int]
+    """Rows and columns of its main operand."""
+    operands: Callable[[Draw, int, int], Sequence[Any]]
+    """(random matrices, rows, columns) -> the tensors that a pass reads, perhaps nested."""
+    call: Callable[..., Any]
+    """Called with the operands."""
+    passes: int = 1
+    """Reads of its operands from memory."""
+    writes: Callable[..., Sequence[Tensor]] | None = None
+    """(operands) -> the tensors that are written; None for those that the call returns."""
+
+
+class Draw:
+    """Random normal BF16 matrices, the same ones every time."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def __call__(self, *shape: int) -> Tensor:
+        """Return the next matrix."""
+        return torch.randn(shape, generator=self._generator, dtype=torch.bfloat16, device=self.device)
+
+    def scales(self, *shape: int) -> Tensor:
+        """Return powers of two, FP32, as the scales of a row target are."""
+        exponents = torch.randint(-12, -6, shape, generator=self._generator, device=self.device)
+        return torch.exp2(exponents.float())
+
+
+def bench_kernels(
+    names: tuple[str, ...] = (),
+    *,
+    device: str = "cuda",
+    repeats: int = 20,
+    report: Callable[[Row], None] = lambda row: None,
+) -> list[Row]:
+    """Return one row per kernel and shape, as the result kind `kernels` has them.
+
+    A kernel that fails, or that only its slow reference can stand in for, has a row with `error` and no figures, and
+    the others go on. On a CPU it is the references that run, on small shapes.
+
+    Args:
+        names: run the kernels whose name begins with one of these; all if empty.
+        repeats: calls to time; the median counts.
+        report: called with each row as it comes.
+    """
+    rows: list[Row] = []
+    for case in CASES:
+        if names and not case.kernel.startswith(names):
+            continue
+        height, width = case.shape if device == "cuda" else map(min, case.shape, SMALL)
+        row: Row = {"kernel": case.kernel, "shape": f"{height} x {width}"}
+        rows.append(attempt(row, partial(_measure, case, height, width, device, repeats)))
+        report(rows[-1])
+    return rows
+
+
+def _measure(case: Case, height: int, width: int, device: str, repeats: int) -> Row:
+    operands = case.operands(Draw(device), height, width)
+    call = partial(case.call, *operands)
+    with record() as ledger:
+        results = call()
+    if ledger.fallbacks:
+        raise UnsupportedError(ledger.fallbacks[0])
+    written = results if case.writes is None else case.writes(*operands)
+    moved = case.passes * _bytes(operands) + _bytes(written)
+    del results, written
+    warm_up(call, device, seconds=0.05)
+    ms = statistics.median(milliseconds(call, device, repeats, queued=True, cold=True))
+    rate = moved / ms / 1e6
+    return {
+        "ms": round(ms, 4),
+        "bytes": moved,
+        "passes": case.passes,
+        "gb_per_s": round(rate, 1),
+        "ratio_to_copy": round(rate / copy_rate(device, max(moved // 2, 1), repeats), 3),
+    }
+
+
+def _bytes(tensors: object) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(tensors))
+
+
+def _tensors(result: object) -> Iterator[Tensor]:
+    """Yield the tensors of a nested result."""
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, tuple | list):
+        for part in result:
+            yield from _tensors(part)
+
+
+Operands = Callable[[Draw, int, int], Sequence[Any]]
+
+
+def _one(draw: Draw, m: int, n: int) -> Sequence[Tensor]:
+    return (draw(m, n),)
+
+
+def _two(draw: Draw, m: int, n: int) -> Sequence[Tensor]:
+    return draw(m, n), draw(m, n)
+
+
+def _with_folds(draw: Draw, m: int, n: int) -> Sequence[Tensor]:
+    return draw(m, n), draw.scales(1, n), draw.scales(m, 1)
+
+
+def _with_vectors(count: int) -> Operands:
+    return lambda draw, m, n: (draw(m, n), *(draw(n) for _ in range(count)))
+
+
+def _hidden(draw: Draw, m: int, f: int) -> Sequence[Tensor]:
+    """The gradient of h, gate and up."""
+    return draw(m, f), draw(m, f), draw(m, f)
+
+
+def _hidden_codes(draw: Draw, m: int, f: int) -> Sequence[Any]:
+    """The gradient of h, gate and up, these two as the forward keeps them in codes."""
+    dh, gate, up = _hidden(draw, m, f)
+    return dh, *activation_and_inputs("silu", gate, up, BY_ROW)[1]
+
+
+def _folded(hidden: Operands) -> Operands:
+    return lambda draw, m, f: (*hidden(draw, m, f), draw.scales(m, 1), draw.scales(1, 2 * f), draw.scales(m, 1))
+
+
+def _rotated(draw: Draw, m: int, n: int) -> Sequence[Tensor]:
+    x = draw(1, m, n // HEAD_DIM, HEAD_DIM)
+    return x, draw(m, HEAD_DIM // 2).float(), draw(m, HEAD_DIM // 2).float()
+
+
+def _norm_backward(draw: Draw, m: int, n: int) -> Sequence[Tensor]:
+    dy, x, weight, residual = draw(m, n), draw(m, n), draw(n), draw(m, n)
+    return dy, x, weight, draw.scales(m), residual
+
+
+def _quantize(rows: Target | None, columns: Target | None) -> Callable[..., Any]:
+    return lambda x, *folds: quantize_pair([x], rows, columns, *folds)
+
+
+def _quantize_weight(weight: Tensor) -> Any:
+    return quantize_weights([weight], BY_ROW).stack
+
+
+def _backward_folded(
+    dh: Tensor, gate: Any, up: Any, hidden_scale: Tensor, row_fold: Tensor, column_fold: Tensor
+) -> Any:
+    how: dict[str, Any] = {"rows": BY_ROW, "columns": BY_ROW, "hidden": BY_COLUMN, "hidden_scale": hidden_scale}
+    return activation_backward("silu", dh, gate, up, **how, row_fold=row_fold, column_fold=column_fold)
+
+
+_STREAM, _HIDDEN = (TOKENS, DIM), (TOKENS, FFN)
+_norm_codes: dict[str, Any] = {"target": BY_ROW, "keep_y": False}
+_swiglu, _swiglu_and_inputs = partial(activation, "silu"), partial(activation_and_inputs, "silu")
+_backward_tiles = partial(activation_backward, "silu", rows=BY_TILE, columns=BY_TILE, hidden=BY_TILE)
+
+CASES = (
+    *(
+        case
+        for shape in (_STREAM, _HIDDEN)
+        for case in (
+            Case("quantize rows", shape, _one, _quantize(BY_ROW, None)),
+            Case("quantize columns", shape, _one, _quantize(None, BY_ROW), passes=2),
+            Case("quantize folded pair", shape, _with_folds, _quantize(BY_ROW, BY_ROW), passes=2),
+            Case("quantize block pair", shape, _one, _quantize(BY_TILE, BY_TILE)),
+            Case("quantize tensor pair", shape, _one, _quantize(BY_TENSOR, BY_TENSOR), passes=2),
+            Case("transpose", shape, lambda draw, m, n: (draw(m, n).to(torch.float8_e4m3fn),), transpose),
+        )
+    ),
+    Case("quantize weights", (2 * FFN, DIM), lambda draw, n, k: (draw(n, k).requires_grad_(),), _quantize_weight),
+    Case("SwiGLU, row codes", _HIDDEN, _two, lambda gate, up: _swiglu(gate, up, BY_ROW)),
+    Case("SwiGLU, 1x128 codes", _HIDDEN, _two, lambda gate, up: _swiglu(gate, up, BY_TILE)),
+    Case("SwiGLU, row codes, and its inputs", _HIDDEN, _two, lambda gate, up: _swiglu_and_inputs(gate, up, BY_ROW)),
+    Case("SwiGLU, 1x128 codes, and its inputs", _HIDDEN, _two, lambda gate, up: _swiglu_and_inputs(gate, up, BY_TILE)),
+    Case("SwiGLU backward, folded codes", _HIDDEN, _folded(_hidden), _backward_folded, passes=2),
+    Case("SwiGLU backward, 1x128 codes", _HIDDEN, _hidden, _backward_tiles, passes=2),
+    Case("SwiGLU backward of codes, folded", _HIDDEN, _folded(_hidden_codes), _backward_folded, passes=2),
+    Case("SwiGLU backward of codes, 1x128", _HIDDEN, _hidden_codes, _backward_tiles, passes=2),
+    Case("SwiGLU backward, plain", _HIDDEN, _hidden, partial(activation_backward_plain, "silu")),
+    Case("RMS norm", _STREAM, _with_vectors(1), lambda x, weight: rms_norm(x, weight, 1e-5)),
+    Case(
+        "RMS norm of a sum, row codes", _STREAM, lambda draw, m, n: (draw(m, n), draw(n), draw(m, n)),
+        lambda x, weight, residual: rms_norm(x, weight, 1e-5, residual=residual, **_norm_codes),
+    ),
+    Case("RMS norm backward", _STREAM, _norm_backward, rms_norm_backward),
+    Case(
+        "layer norm, row codes", _STREAM, _with_vectors(2),
+        lambda x, weight, bias: layer_norm(x, weight, bias, 1e-5, **_norm_codes),
+    ),
+    Case("rotary", _STREAM, _rotated, rotate),
+    Case("rotary", (TOKENS, DIM // 4), _rotated, rotate),
+    Case(
+        "cross entropy in place", (CHUNK, VOCAB),
+        lambda draw, m, v: (draw(m, v), torch.arange(m, device=draw.device) % v), cross_entropy_,
+        writes=lambda logits, targets: (logits, torch.empty(len(targets), device=targets.device)),
+    ),
+)  # fmt: skip
+"""All cases: a new kernel is a line here."""
+
+
+def command(*, only: Names = (), device: str = "auto", repeats: int = 20, output: Output = TO_STDOUT) -> int:
+    """Time each fused kernel beside a copy of as many bytes, at the shapes of a Llama-8B; small ones on a CPU.
+
+    Examples:
+
+        octavo bench kernels
+        octavo bench kernels --only quantize --only transpose
+        octavo bench kernels --device cpu
+
+    Parameters
+    ----------
+    only
+        Beginnings of the names of the kernels to run; all by default.
+    device
+        cuda or cpu; auto takes the GPU if there is one.
+    repeats
+        Calls timed, after a warm-up; the median counts.
+    """
+    names = list(dict.fromkeys(case.kernel for case in CASES))
+    for start in only:
+        if not any(name.startswith(start) for name in names):
+            near = did_you_mean(start, names)
+            raise ConfigError(f"--only: no kernel begins with '{start}'.{near} Kernels: {', '.join(names)}.")
+    repeats = positive("--repeats", repeats)
+    rows = bench_kernels(only, device=device_named(device), repeats=repeats, report=output.lines(_name, _line))
+    return output.finish(
+        "kernels", rows, command_line("octavo bench kernels", only=only, repeats=repeats), device=device
+    )
+
+
+def _name(row: Row) -> str:
+    return f"{row['kernel']:<30} {row['shape']:<15}"
+
+
+def _line(row: Row) -> str:
+    return f"{row['ms']:>8.3f} ms  {row['gb_per_s']:>7.1f} GB/s  {row['ratio_to_copy']:.2f} of a copy's"

@@ -1,0 +1,265 @@
+"""Peak memory of training a Llama beside its forecast, and the largest that fits; bytes a block keeps, by option."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any
+
+import torch
+from cyclopts import Parameter
+
+import octavo
+from octavo import memory
+from octavo.conversion import Policy
+from octavo.errors import NonFiniteError, RunError, UnsupportedError, did_you_mean
+from octavo.kernels.storage import Storage
+from octavo.models.config import ModelConfig
+from octavo.models.llama import Llama
+from octavo.optim import AdamW, keep_none, keep_small
+from octavo.optim.states import States
+from octavo.train.memory import largest_of
+from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, known
+from octavo_bench.results import Row, failure
+from octavo_bench.workloads import WORKLOADS, Workload
+
+GIB = 2**30
+USABLE = 0.95
+"""Share of a GPU's memory that the largest model may take: the rest is the driver's, and the allocator's fragments."""
+
+
+_FP32 = Storage("fp32")
+COMMON = States(name="fp32", about="FP32 moments, and a master apart", first=_FP32, second=_FP32, master=_FP32)
+"""As mixed precision commonly has states: the tier `fp32` has no master beside a BF16 weight, but 16 bits of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A way to train, as far as memory goes."""
+
+    recipe: str = "bf16"
+    policy: octavo.Policy = field(default_factory=octavo.Policy)
+    states: str | States = COMMON
+    release: bool = False
+    """Each gradient is stepped and freed as soon as backward has it."""
+
+
+_LEAN = octavo.Policy(min_gain=0.0, weights="fp8", activation_inputs="fp8", norm_inputs="fp8", attention_output="fp8")
+CASES = {
+    "bf16, fp32 adam": Case(),
+    "folded, fp8 states": Case(recipe="folded", policy=octavo.Policy(min_gain=0.0), states="fp8"),
+    "folded, fp8 weights and activations, fp8-min states, released gradients": Case(
+        recipe="folded", policy=_LEAN, states="fp8-min", release=True
+    ),
+}
+"""By name, the baseline first: BF16 weights and gradients, FP32 master and moments, 16 bytes per parameter."""
+BASELINE, *_, LEANEST = CASES
+
+
+def bench_memory(
+    workload: Workload,
+    names: tuple[str, ...] = (),
+    *,
+    largest: bool = False,
+    report: Callable[[Row], None] = lambda row: None,
+) -> list[Row]:
+    """Return one row a case, as the result kind `memory` has them. A case that fails has a row with `error`.
+
+    Args:
+        workload: a whole model.
+        names: of `CASES`; all if empty.
+        largest: measure, of the baseline and the leanest case, the largest model of its proportions that is predicted
+            to fit, on one sequence a step, instead of the workload.
+        report: called with each row as it comes.
+
+    Raises:
+        RunError: there is no CUDA device.
+        UnsupportedError: a name that is not there, or a workload that is no whole model.
+    """
+    if not torch.cuda.is_available():
+        raise RunError("bench memory measures on a CUDA device, and there is none. `octavo plan --memory` needs none.")
+    if not workload.vocab:
+        raise UnsupportedError(f"workload '{workload.name}' is a stack of blocks: memory is measured of whole models.")
+    if missing := next((name for name in names if name not in CASES), None):
+        near = did_you_mean(missing, CASES)
+        raise UnsupportedError(f"no case '{missing}' here.{near} There are: {'; '.join(CASES)}.")
+    rows = []
+    for name in names or ((BASELINE, LEANEST) if largest else CASES):
+        chosen = _largest(workload, CASES[name]) if largest else workload
+        rows.append(_row(chosen, name))
+        report(rows[-1])
+    return rows
+
+
+def predict(workload: Workload, case: Case, *, gpus: int = 1) -> memory.Forecast:
+    """Return the forecast of a case."""
+    return memory.forecast(lambda: build(workload, case, "cpu"), gpus=gpus)
+
+
+def build(workload: Workload, case: Case, device: str) -> memory.Program:
+    """Return a case as a program: BF16 weights, compiled blocks, one batch of random tokens."""
+    model = _model(workload, device)
+    octavo.convert(model, case.recipe, policy=case.policy, tokens=workload.tokens)
+    for block in model.layers:
+        block.compile(fullgraph=True)
+    shape = (workload.batch, workload.sequence)
+    tokens, targets = (torch.randint(workload.vocab, shape, device=device) for _ in range(2))
+    keep = keep_none if case.states is COMMON else keep_small
+    optimizer = AdamW(model.named_parameters(), lr=1e-4, states=case.states, keep=keep, release=case.release)
+
+    def forward_backward() -> torch.Tensor:
+        loss: torch.Tensor = model(tokens, targets)
+        loss.backward()
+        return loss.detach()
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return memory.Program(models=[model], forward_backward=forward_backward, update=update)
+
+
+def _model(workload: Workload, device: str) -> Llama:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # in FP32, a model that just fits would not be made
+    try:
+        with torch.device(device):
+            model = Llama(workload.config)
+    finally:
+        torch.set_default_dtype(before)
+    model.reset_parameters(torch.Generator(device).manual_seed(0))
+    return model
+
+
+def _largest(workload: Workload, case: Case) -> Workload:
+    """Return the largest workload of these proportions that is predicted to fit this GPU, one sequence per step."""
+    gib = torch.cuda.get_device_properties(0).total_memory * USABLE / GIB
+    config = workload.config
+
+    def forecast(model: Any) -> memory.Forecast:
+        return predict(_of_shape(workload, model), case)
+
+    found = largest_of(config, forecast, gib)
+    if found is None:
+        raise RunError(f"no model of the proportions of '{workload.name}' fits {gib:.0f} GiB.")
+    return _of_shape(workload, found[0])
+
+
+def _of_shape(workload: Workload, model: Any) -> Workload:
+    shape = {"dim": model.dim, "ffn": model.ffn_dim, "heads": model.heads, "kv_heads": model.key_value_heads}
+    return replace(workload, name=f"largest {workload.name}", batch=1, layers=model.layers, **shape)
+
+
+def _row(workload: Workload, name: str) -> Row:
+    row: Row = {"workload": workload.name, "implementation": name}
+    try:
+        predicted = predict(workload, CASES[name]).to_dict()
+        row |= {"shape": asdict(workload), **predicted}
+        peak = _measure(workload, CASES[name])
+        return row | {"peak_gib": round(peak / GIB, 3), "error_percent": _percent(predicted["predicted_gib"], peak)}
+    except Exception as error:  # one that fails, of memory above all, must not lose the others
+        return row | {"error": failure(error)}
+    finally:
+        gc.collect()
+        torch._dynamo.reset()
+        torch.cuda.empty_cache()
+
+
+def _measure(workload: Workload, case: Case) -> int:
+    """Return the most bytes allocated while the program is made and makes two steps."""
+    torch.cuda.reset_peak_memory_stats()
+    program = build(workload, case, "cuda")
+    for _ in range(2):
+        loss = program.forward_backward()
+        program.update()
+    if not math.isfinite(float(loss)):
+        raise NonFiniteError(f"the loss of {workload.name} is {float(loss)} at the second step.")
+    return torch.cuda.max_memory_allocated()
+
+
+def _percent(predicted_gib: float, peak: int) -> float:
+    return round((predicted_gib * GIB / peak - 1) * 100, 2)
+
+
+BF16, CODE, SCALE, TILE = 2, 1, 4, 128
+
+
+def kept(config: ModelConfig, policy: Policy | None = None) -> dict[str, int]:
+    """Return the bytes per token that a block of a converted Llama keeps from forward to backward, by content.
+
+    A test compares them with the storages that a block saves. The recipe has a scale per token, as `folded` does;
+    layers share inputs and MLPs are fused.
+    """
+    policy = policy or Policy()
+    dim, ffn, keys = config.dim, config.ffn_dim, config.head_dim * config.key_value_heads
+    by_row, by_tile = CODE * dim + SCALE, {width: CODE * width + SCALE * -(-width // TILE) for width in (dim, ffn)}
+    return {
+        "inputs of the norms": 2 * ((by_tile[dim] if policy.norm_inputs == "fp8" else BF16 * dim) + SCALE),
+        "codes that layers read": 3 * by_row,
+        "queries, keys, values": BF16 * (dim + 2 * keys),
+        "attention's output": 0 if policy.attention_output == "fp8" else BF16 * dim,
+        "logsumexp": SCALE * config.heads,
+        "gate and up": 2 * (by_tile[ffn] if policy.activation_inputs == "fp8" else BF16 * ffn),
+        "scale of the hidden activation": SCALE,
+    }
+
+
+def recomputed(config: ModelConfig, keep: float) -> tuple[int, float]:
+    """Return the bytes per token of a block that is recomputed, and the share of its forward's FLOPs that run again.
+
+    Args:
+        keep: FLOPs a byte from which on a result is kept, infinite for none.
+    """
+    dim, ffn, keys = config.dim, config.ffn_dim, config.head_dim * config.key_value_heads
+    results = [  # length of the sum, elements per token, other bytes kept with it
+        (dim, dim + 2 * keys, 0),
+        (config.sequence, dim, SCALE * config.heads),
+        (dim, dim, 0),
+        (dim, 2 * ffn, 0),
+        (ffn, dim, 0),
+    ]
+    size = BF16 * dim + sum(BF16 * elements + more for length, elements, more in results if length >= keep)
+    flops = sum(length * elements for length, elements, _ in results)
+    return size, sum(length * elements for length, elements, _ in results if length < keep) / flops
+
+
+def command(
+    *,
+    workload: str = "llama-1b",
+    only: Names = (),
+    largest: Annotated[bool, Parameter(negative=())] = False,
+    output: Output = TO_STDOUT,
+) -> int:
+    """Train two steps of a Llama in BF16 and by Octavo's options, and compare the peak of memory with the forecast.
+
+    It needs a CUDA device. `octavo plan --memory` predicts without one.
+
+    Examples:
+
+        octavo bench memory
+        octavo bench memory --largest
+
+    Parameters
+    ----------
+    workload
+        A whole model among the workloads of `octavo bench step`.
+    only
+        Cases to measure; all by default.
+    largest
+        Find the largest model of the workload's proportions that is predicted to fit this GPU, and train that instead.
+    """
+    chosen = WORKLOADS[known("--workload", workload, list(WORKLOADS), "workload")]
+    rows = bench_memory(chosen, only, largest=largest, report=lambda row: output.say(_line(row)))
+    line = command_line("octavo bench memory", workload=workload, only=only, largest=largest)
+    return output.finish("memory", rows, line, device="cuda")
+
+
+def _line(row: Row) -> str:
+    name = f"{row['workload']}: {row['implementation']}"
+    predicted = f"predicted {row['predicted_gib']:.2f} GiB" if "predicted_gib" in row else ""
+    if "error" in row:
+        return f"{name}\n    {predicted} failed: {row['error']}"
+    size = f"{row['parameters'] / 1e9:.2f} B parameters"
+    return f"{name}\n    {size}  {row['peak_gib']:.2f} GiB  {predicted} ({row['error_percent']:+.1f} %)"

@@ -1,0 +1,379 @@
+"""Time the optimizers: each tier beside `torch.optim.AdamW(fused=True)`, on weights of a Llama's shapes."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, NamedTuple
+
+import torch
+from cyclopts import Parameter
+from torch import Tensor, nn
+
+from octavo.cli.flags import positive
+from octavo.optim import TIERS, AdamW, Muon, Optimizer, states_named
+from octavo.optim.states import RuleName
+from octavo.tensor import FP8Tensor
+from octavo.train.timing import milliseconds, synchronize, warm_up
+from octavo_bench.ablation import run_ablation
+from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, numbers
+from octavo_bench.rates import copy_rate
+from octavo_bench.results import Row, failure
+
+BASELINE, MUON_BASELINE = "torch fused AdamW", "torch Muon"
+CLIP = 1.0
+
+
+class Width(NamedTuple):
+    """The widths of a Llama's layer."""
+
+    dim: int
+    ffn: int
+    kv: int
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The parameters of a layer: queries, keys, values, output, gate, up, down, two norms."""
+        dim, ffn, kv = self
+        return [(dim, dim), (kv, dim), (kv, dim), (dim, dim), (ffn, dim), (ffn, dim), (dim, ffn), (dim,), (dim,)]
+
+
+LARGE, SMALL = Width(2048, 8192, 512), Width(256, 512, 64)
+
+
+class Case(NamedTuple):
+    """A line of the table."""
+
+    states: str
+    weight: torch.dtype
+    gradient: torch.dtype
+    rule: RuleName = "adamw"
+
+    @property
+    def label(self) -> str:
+        """The cell of the column `states`."""
+        return self.states if self.rule == "adamw" or self.is_pytorchs else f"{self.states}, Muon"
+
+    @property
+    def is_pytorchs(self) -> bool:
+        """True for a baseline."""
+        return self.states in (BASELINE, MUON_BASELINE)
+
+    @property
+    def has_master_apart(self) -> bool:
+        """True if a step reads a master and no weight."""
+        if self.is_pytorchs:
+            return False
+        return TIERS[self.states].layout(self.rule, self.weight, self.gradient, stochastic=True).master is not None
+
+    @property
+    def backward(self) -> torch.dtype:
+        """Dtype in which backward makes gradients."""
+        return _HALF if self.gradient == _FP8 else self.gradient
+
+
+_HALF, _FP8 = torch.bfloat16, torch.float8_e4m3fn
+CASES = (
+    Case(BASELINE, torch.float32, torch.float32),
+    Case(BASELINE, _HALF, _HALF),
+    Case("fp32", torch.float32, torch.float32),
+    Case("fp8", torch.float32, torch.float32),
+    *(Case(name, _HALF, _HALF) for name in TIERS),
+    *(Case(name, _FP8, gradient) for gradient in (_HALF, _FP8) for name in ("fp8-lm", "fp8", "fp8-min")),
+    Case(MUON_BASELINE, _HALF, _HALF, "muon"),
+    *(Case(name, _HALF, _HALF, "muon") for name in ("fp32", "fp8")),
+)
+"""The first is the baseline: FP32 weights, gradients and moments."""
+
+
+def bench_optimizer(
+    *,
+    parameters: int = 10**9,
+    device: str = "cuda",
+    repeats: int = 20,
+    states: Sequence[str] = (),
+    report: Callable[[Row], None] = lambda row: None,
+) -> list[Row]:
+    """Return one row per tier and dtype of the weight, as the result kind `optimizer` has them.
+
+    `ms` is a step without clipping or a search for overflows, as PyTorch's has neither; `ms_clipped` is one with
+    clipping to a global norm, PyTorch's by `clip_grad_norm_`. `seconds` is the time of the row;
+    `seconds_to_first_step` ends with its first step, kernels compiled. `update_error_db` is for AdamW.
+
+    Args:
+        parameters: about how many.
+        states: tiers to time beside the baseline; all if empty.
+        report: called with each row as it comes.
+    """
+    rows: list[Row] = []
+    width = LARGE if device == "cuda" else SMALL
+    copy = copy_rate(device)
+    for case in CASES:
+        if states and case.states not in (BASELINE, *states):
+            continue
+        start = time.perf_counter()
+        row: Row = {"states": case.label, "weight": _dtype_name(case.weight), "gradient": _dtype_name(case.gradient)}
+        try:
+            row |= _measure(case, width, parameters, device, repeats, copy)
+            row["ratio_to_fused_adamw"] = round(row["ms"] / (rows[0]["ms"] if rows else row["ms"]), 3)
+        except Exception as error:  # one that fails must not lose the others
+            row["error"] = failure(error)
+        row["seconds"] = round(time.perf_counter() - start, 1)
+        rows.append(row)
+        report(row)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    return rows
+
+
+def _measure(case: Case, width: Width, count: int, device: str, repeats: int, copy: float) -> Row:
+    start = time.perf_counter()
+    weights = _weights(case, width, count, device)
+    count = sum(weight.numel() for weight in weights)
+    if case.is_pytorchs:
+        plain, clipped, taken = _torch(weights, case)
+    else:
+        plain, clipped, taken = _ours(weights, case)
+    synchronize(device)
+    first = round(time.perf_counter() - start, 1)
+    ms = _time(plain, device, repeats)
+    # All is read and written; but gradients are only read, and a weight with a master apart is only written.
+    once = taken["gradient"] + (taken["weight"] if case.has_master_apart else 0.0)
+    moved = (2 * taken["total"] - once) * count
+    error = {"update_error_db": _update_error(case, device)} if case.rule == "adamw" else {}
+    return {
+        **error,
+        "parameters": count,
+        "bytes_per_parameter": round(taken["total"], 4),
+        "ms": ms,
+        "ms_clipped": _time(clipped, device, repeats),
+        "gb_per_s": round(moved / ms / 1e6, 1),
+        "ratio_to_copy": round(moved / ms / 1e6 / copy, 3),
+        "seconds_to_first_step": first,
+    }
+
+
+Prepared = tuple[Callable[[], Any], Callable[[], Any], dict[str, float]]
+"""A step, a step that clips, and the bytes per parameter by kind."""
+
+
+def _torch(weights: Sequence[Tensor], case: Case) -> Prepared:
+    others = weights if case.rule == "adamw" else [weight for weight in weights if weight.dim() != 2]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, lr=1e-4, fused=True)]
+    if case.rule == "muon":
+        optimizers.append(torch.optim.Muon([weight for weight in weights if weight.dim() == 2], lr=1e-4))
+
+    def step() -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def clipped() -> None:
+        nn.utils.clip_grad_norm_(weights, CLIP)
+        step()
+
+    step()
+    held = [weight.nbytes for weight in weights] + [weight.grad.nbytes for weight in weights if weight.grad is not None]
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    held += [tensor.nbytes for state in states for tensor in state.values() if tensor.dim()]
+    total = sum(held) / sum(weight.numel() for weight in weights)
+    return step, clipped, {"total": total, "gradient": case.gradient.itemsize}
+
+
+def _ours(weights: Sequence[Tensor], case: Case) -> Prepared:
+    settings: dict[str, Any] = {"states": case.states, "gradients": "fp8" if case.gradient == _FP8 else "wide"}
+    named = [(f"weight{number}", weight) for number, weight in enumerate(weights)]
+    kind: Callable[..., Optimizer] = AdamW if case.rule == "adamw" else Muon
+    optimizer = kind(named, lr=1e-4, skip_nonfinite=False, **settings)
+
+    def clipped() -> None:
+        optimizer.clip = CLIP
+        optimizer.step()
+        optimizer.clip = None
+
+    optimizer.step()
+    return optimizer.step, clipped, optimizer.report()
+
+
+def _update_error(case: Case, device: str) -> float:
+    settings: dict[str, Any] = {
+        "lr": LR,
+        "betas": BETAS,
+        "eps": EPS,
+        "weight_decay": WEIGHT_DECAY,
+    }
+
+    def make(weight: nn.Parameter) -> torch.optim.Optimizer:
+        if case.is_pytorchs:
+            return torch.optim.AdamW([weight], fused=True, **settings)
+        gradients: Any = "fp8" if case.gradient == _FP8 else "wide"
+        return AdamW([weight], states=case.states, gradients=gradients, **settings)
+
+    return update_error_db(_weight(_start_weight(device), case), make, case.backward)
+
+
+def _time(call: Callable[[], Any], device: str, repeats: int) -> float:
+    warm_up(call, device, calls=1, seconds=0.05)
+    return round(statistics.median(milliseconds(call, device, repeats, queued=True)), 4)
+
+
+def _weights(case: Case, width: Width, count: int, device: str) -> list[nn.Parameter]:
+    """Return weights with gradients: layers until there are as many parameters as that."""
+    generator = torch.Generator(device).manual_seed(0)
+    found: list[nn.Parameter] = []
+    while sum(weight.numel() for weight in found) < count - sum(map(_size, width.shapes)) // 2 or not found:
+        for shape in width.shapes:
+            value = 0.02 * torch.randn(shape, generator=generator, device=device)
+            gradient = 1e-3 * torch.randn(shape, generator=generator, device=device)
+            found.append(_weight(value, case))
+            found[-1].grad = gradient.to(case.backward)
+    return found
+
+
+def _weight(value: Tensor, case: Case) -> nn.Parameter:
+    if case.weight != torch.float8_e4m3fn:
+        return nn.Parameter(value.to(case.weight))
+    half = value.to(case.backward)
+    return nn.Parameter(FP8Tensor.from_tensor(half) if value.dim() == 2 else half)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+SHAPE, STEPS = (64, 256), 50
+LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
+_NOISE, _SPREAD = 4.0, 1.0
+"""Noise to signal, and the standard deviation of the logarithms of rows' and columns' sizes."""
+
+
+def _start_weight(device: str) -> Tensor:
+    """Return the weights that are stepped, FP32."""
+    return 0.02 * torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).to(device)
+
+
+def update_error_db(
+    weight: nn.Parameter, make: Callable[[nn.Parameter], torch.optim.Optimizer], gradient: torch.dtype
+) -> float:
+    """Return |w - w64| / |w64 - w0| in dB: the error of all updates together, relative to them.
+
+    A small problem with known gradients, the same for every storage: a constant signal and four times as much noise,
+    with log-normal sizes of rows and columns. FP64 sees them exactly, an optimizer in its gradient dtype.
+
+    w is the master if the optimizer has one, w64 the weight after as many steps of AdamW in FP64.
+
+    Args:
+        weight: made of `_start_weight`, in whatever dtype.
+        make: the optimizer of that parameter, with `LR`, `BETAS`, `EPS` and `WEIGHT_DECAY`.
+        gradient: the dtype in which backward makes gradients.
+    """
+    before = _value(weight)
+    exact = before.clone()
+    first, second = torch.zeros_like(exact), torch.zeros_like(exact)
+    optimizer = make(weight)
+    for step, g in enumerate(_gradients(weight.device), start=1):
+        weight.grad = g.to(gradient)
+        optimizer.step()
+        optimizer.zero_grad()
+        g = g.double()
+        first += (g - first) * (1 - BETAS[0])
+        second += (g.square() - second) * (1 - BETAS[1])
+        root = (second / (1 - BETAS[1] ** step)).sqrt()
+        exact = exact * (1 - LR * WEIGHT_DECAY) - LR * first / (1 - BETAS[0] ** step) / (root + EPS)
+    after = optimizer.master_weights()[0].double() if isinstance(optimizer, Optimizer) else _value(weight)
+    error = float((after - exact).norm() / (exact - before).norm())
+    return round(20 * math.log10(error), 2)
+
+
+def _gradients(device: torch.device) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    rows, cols = (torch.randn(n, generator=generator).mul(_SPREAD).exp() for n in SHAPE)
+    size = 1e-4 * rows[:, None] * cols
+    signal = torch.randn(SHAPE, generator=generator)
+    for _ in range(STEPS):
+        yield (size * (signal + _NOISE * torch.randn(SHAPE, generator=generator))).to(device)
+
+
+def _value(weight: nn.Parameter) -> Tensor:
+    value = weight.dequantize(torch.float32) if isinstance(weight, FP8Tensor) else weight
+    return value.detach().double()
+
+
+def command(
+    *,
+    states: Names = (),
+    parameters: float | None = None,
+    ablation: Annotated[bool, Parameter(negative=())] = False,
+    device: str = "auto",
+    repeats: int = 20,
+    steps: int = 1000,
+    seeds: str = "0,1",
+    output: Output = TO_STDOUT,
+) -> int:
+    """Time the optimizer of every tier of states beside PyTorch's fused AdamW; or train with each of FP8-LM's choices.
+
+    Examples:
+
+        octavo bench optimizer
+        octavo bench optimizer --states fp8 --states exact --parameters 3e8
+        octavo bench optimizer --device cpu --repeats 3
+        octavo bench optimizer --ablation --steps 1000
+
+    Parameters
+    ----------
+    states
+        Tiers to time; all by default.
+    parameters
+        About how many; by default 1e9 on a GPU and 1e6 on a CPU.
+    ablation
+        Train a small model of bytes on the CPU with each storage of FP8-LM's ablation instead, and compare losses.
+    device
+        cuda or cpu; auto takes the GPU if there is one.
+    repeats
+        Steps timed, after a warm-up; the median counts.
+    steps
+        Steps of each run of the ablation.
+    seeds
+        Seeds of the ablation, separated by commas.
+    """
+    for name in states:
+        states_named(name)
+    if ablation:
+        rows = run_ablation(
+            steps=positive("--steps", steps), seeds=numbers(seeds), report=lambda row: output.say(_ablation_line(row))
+        )
+        line = command_line("octavo bench optimizer", ablation=True, steps=steps, seeds=seeds)
+        output.finish("ablation", rows, line, device="cpu")
+        return 0  # divergence is a result
+    device, repeats = device_named(device), positive("--repeats", repeats)
+    count = positive("--parameters", int(parameters or (1e9 if device == "cuda" else 1e6)))
+    line, done = command_line("octavo bench optimizer", states=states, parameters=count, repeats=repeats), list[Row]()
+    show = output.lines(_name, _line)
+
+    def report(row: Row) -> None:
+        show(row)
+        done.append(row)
+        output.save("optimizer", done, line, device=device)  # in case a later row ends the process
+
+    rows = bench_optimizer(parameters=count, device=device, repeats=repeats, states=states, report=report)
+    spent, before = (sum(row.get(key, 0.0) for row in rows) for key in ("seconds", "seconds_to_first_step"))
+    output.say(f"{spent:.0f} s, {before:.0f} s of them until the first steps were done: weights, states, compilation")
+    return output.finish("optimizer", rows, line, device=device)
+
+
+def _ablation_line(row: Row) -> str:
+    return f"{row['states']:<12} seed {row['seed']}  {row.get('heldout_loss', 'diverged')}  {row['about']}"
+
+
+def _name(row: Row) -> str:
+    return f"{row['states']:<18} weight {row['weight']:<14} gradient {row['gradient']:<9}"
+
+
+def _line(row: Row) -> str:
+    figures = f"{row['bytes_per_parameter']:>6.2f} B  {row['ms']:>9.3f} ms  {row['ratio_to_fused_adamw']:.2f} of fused"
+    return f"{figures}  clipped {row['ms_clipped']:.3f} ms  {row['ratio_to_copy']:.2f} of a copy's rate"

@@ -1,0 +1,177 @@
+"""Portability: whether the weights of a run mean the same on other hardware, or have grown used to one accumulator.
+
+The loss on held-out text of one set of weights, computed in four ways: as it was trained, with slow accumulation, from
+the same codes with exact sums, and in BF16. Nothing else differs, so that a gap between them is due to rounding in
+training. There are released models whose loss more than doubles on hardware with another accumulator.
+
+On Hopper its own accumulator computes; elsewhere it is emulated, which suits small models and few tokens.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo import kernels, recipes
+from octavo.conversion import disabled
+from octavo.errors import ConfigError
+from octavo.kernels.explain import probe_operand
+from octavo.kernels.reference.accumulator import refuses
+from octavo.models.factory import count_parameters, model_name
+from octavo.train import RunConfig, checkpoint
+from octavo.train.evaluate import heldout_losses
+from octavo.train.load_run import find, restore, settings_of
+from octavo.train.setup import Setup
+from octavo.train.train_state import TrainState
+from octavo_bench.cli import TO_STDOUT, Output, command_line, device_named
+from octavo_bench.results import Row
+
+TOLERANCE = 0.02
+"""Nats per token. Rounding to FP8 alone makes less of a difference between the ways."""
+AS_TRAINED = "as trained"
+
+
+def probe(
+    run: Path,
+    *,
+    device: str = "auto",
+    tokens: int | None = None,
+    report: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> list[dict[str, Any]]:
+    """Return the held-out loss of a run's newest weights in each way, one row each, `as trained` first.
+
+    Args:
+        run: directory of a run of `octavo train`, or of one of its checkpoints.
+        device: where to compute, as `run.device`.
+        tokens: held-out tokens, in place of the run's `eval_tokens`.
+        report: called with each row.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it cannot be read.
+        ConfigError: the run was in BF16.
+        DataError: the run's text is not there any more.
+    """
+    found = find(run)
+    setup = restore(found, _settings(found, device, tokens))
+    lane, about = setup.states[0], _about(found, setup)
+    rows: list[dict[str, Any]] = []
+    trained = None
+    for name, how in _ways(lane, setup):
+        with kernels.record() as ledger, how:
+            losses = heldout_losses(lane, setup.heldout)
+        trained = losses if trained is None else trained
+        figures = {"heldout_loss": float(losses.mean()), "difference": float((losses - trained).mean())}
+        ran = {"kernels": dict(ledger.gemms), "fallbacks": ledger.fallbacks}
+        rows.append({**about, "computation": name, **figures, **ran})
+        report(rows[-1])
+    return rows
+
+
+def alarm(rows: Sequence[Mapping[str, Any]], tolerance: float = TOLERANCE) -> str | None:
+    """Return a message if a way differs from `as trained` by more than `tolerance` nats, or None."""
+    apart = [row for row in rows if not abs(row["difference"]) <= tolerance]
+    if not apart:
+        return None
+    worst = max(apart, key=lambda row: abs(row["difference"]))
+    return (
+        f"the weights are not portable: {worst['computation']}, the held-out loss is {worst['heldout_loss']:.4f}, "
+        f"{worst['difference']:+.4f} against {rows[0]['heldout_loss']:.4f} as trained. More than {tolerance:g} says "
+        "that they have grown used to how their sums are rounded. Train on with slow accumulation or in BF16 before "
+        "you serve them elsewhere."
+    )
+
+
+def _settings(found: checkpoint.Checkpoint, device: str, tokens: int | None) -> RunConfig:
+    """Return the configuration of the run, for its FP8 model alone, on `device`."""
+    if "fp8" not in found.tensors:
+        raise ConfigError(f"{found.path}: was trained in BF16 alone. There is no FP8 whose rounding could matter.")
+    changes = {"device": device, **({} if tokens is None else {"eval_tokens": tokens})}
+    return settings_of(found, "octavo bench portability", changes)
+
+
+def _about(found: checkpoint.Checkpoint, setup: Setup) -> dict[str, Any]:
+    """Return the keys of every row on the model, the text, and the accumulator behind `as trained` and `slow`."""
+    config = setup.config
+    about = {
+        "model": model_name(config.model.architecture, count_parameters(setup.states[0].model)),
+        "recipe": recipes.load(config.run.recipe).name,
+        "step": found.step,
+        "heldout_tokens": sum(targets_BT.numel() for _, targets_BT in setup.heldout),
+        "accumulator": "Hopper's" if _is_hopper(setup.device) else "Hopper's, emulated",
+    }
+    reason = _not_hoppers(setup)
+    return about | ({"accumulator": f"this device's: {reason}"} if reason else {})
+
+
+def _ways(lane: TrainState, setup: Setup) -> Iterator[tuple[str, AbstractContextManager[None]]]:
+    own = _is_hopper(setup.device) or _not_hoppers(setup) is not None
+    yield AS_TRAINED, nullcontext() if own else kernels.gemm_by("hopper")
+    yield "with slow accumulation", kernels.gemm_by("slow" if own else "hopper-slow")
+    yield "with exact sums", kernels.gemm_by("exact")
+    yield "in BF16", disabled(lane.model)
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _not_hoppers(setup: Setup) -> str | None:
+    """Return the reason why Hopper's tensor cores do not compute fprop, or None."""
+    used = setup.plan.recipes.values() if setup.plan is not None else ()
+    for recipe in (recipe for recipe in used if recipe.fprop.is_fp8):
+        operands = (recipe.fprop.input, recipe.fprop.weight)
+        if reason := refuses(*(probe_operand(o.granularity, o.format, "cpu") for o in operands)):
+            return reason
+    return None
+
+
+def command(
+    run: Path,
+    /,
+    *,
+    tolerance: float | None = None,
+    tokens: int | None = None,
+    device: str = "auto",
+    output: Output = TO_STDOUT,
+) -> int:
+    """Compute one model's held-out loss as it was trained, with slow accumulation, with exact sums and in BF16.
+
+    Exits with 1 if they differ by more than the tolerance: the weights have adapted to one accumulator. Off Hopper its
+    accumulator is emulated, which is slow: for small models.
+
+    Examples:
+
+        octavo bench portability runs/demo
+        octavo bench portability runs/demo/checkpoints/step-000300 --tokens 4096 --tolerance 0.01
+
+    Parameters
+    ----------
+    run
+        Directory of a run, or of one of its checkpoints.
+    tolerance
+        Largest difference to the loss as trained that is no alarm, in nats per token; 0.02.
+    tokens
+        Held-out tokens, in place of those that the run was evaluated on.
+    device
+        cuda or cpu; auto takes the GPU if there is one.
+    """
+    output.say("held-out loss, nats per token; beside it the difference to that as trained")
+    rows = probe(run, device=device, tokens=tokens, report=lambda row: output.say(_line(row)))
+    about = "{model}, {recipe}, step {step}, {heldout_tokens:,} tokens; accumulator: {accumulator}"
+    output.say(about.format(**rows[0]))
+    line = command_line("octavo bench portability", run.name, tolerance=tolerance, tokens=tokens)
+    code = output.finish("portability", rows, line, device=device_named(device))
+    message = alarm(rows, TOLERANCE if tolerance is None else tolerance)
+    if message is not None:
+        print(f"octavo: alarm: {message}", file=sys.stderr)
+    return code if message is None else 1
+
+
+def _line(row: Row) -> str:
+    ran = ", ".join(f"{count} x {name}" for name, count in row["kernels"].items()) or "no FP8"
+    return f"{row['computation']:<24} {row['heldout_loss']:.4f}  {row['difference']:+.4f}  {ran}"

@@ -1,0 +1,291 @@
+"""Error and cost of every reduction of gradients: its error against an FP64 mean, its time, the bytes it sends.
+
+Without `torchrun` the ranks are processes on the CPU that are started here and talk by gloo: errors and bytes are those
+of any machine, times are gloo's. Under `torchrun` the ranks are its own, on GPUs if there are any.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import torch
+import torch.distributed as dist
+from cyclopts import Parameter
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import ProcessException, spawn
+
+from octavo._util.dist import is_first_rank
+from octavo.cli.flags import positive
+from octavo.distributed.reduce import REDUCTIONS, reduction
+from octavo.distributed.reduce.scheme import Scheme
+from octavo.distributed.reduce.two_level import TwoLevel
+from octavo.errors import ConfigError, RunError, did_you_mean
+from octavo.train.timing import milliseconds
+from octavo_bench.cli import TO_STDOUT, Names, Output, command_line
+from octavo_bench.ranks import TIMEOUT, process_group, under_torchrun
+from octavo_bench.results import Row, failure
+
+COLUMNS = 1024
+"""Columns of a heavy-tailed gradient, each of a size of its own."""
+WARM_UP = 3
+"""Calls; a fixed number, for all ranks must make the same calls."""
+EXACT_DB = 300.0
+"""Reported if FP64 sees no error."""
+
+
+class Work(NamedTuple):
+    """A measurement."""
+
+    schemes: tuple[str, ...]
+    """Names in `REDUCTIONS`."""
+    elements: int
+    """Values of a rank's gradient; rounded down to a multiple of the ranks."""
+    dtype: str
+    """Gradient dtype: float32 or bfloat16."""
+    repeats: int
+    """Calls that are timed; the median counts."""
+
+
+def bench_reduce(work: Work, ranks: Sequence[int] = (), report: Callable[[Row], None] = lambda row: None) -> list[Row]:
+    """Return a row per scheme, gradient and collective.
+
+    Under `torchrun` every rank must call this, and rank 0 alone gets rows.
+
+    Args:
+        ranks: how many, one measurement each; 2 and 4 by default. None under `torchrun`.
+
+    Raises:
+        ConfigError: an unknown scheme or dtype, fewer than two ranks, or ranks given under `torchrun`.
+        RunError: a process failed.
+    """
+    _check(work, ranks)
+    if under_torchrun():
+        return _by_torchrun(work, report)
+    found = []
+    for number in ranks or (2, 4):
+        rows = _in_processes(work, number)
+        for row in rows:
+            report(row)
+        found += rows
+    return found
+
+
+def _check(work: Work, ranks: Sequence[int]) -> None:
+    for name in work.schemes:
+        if name not in REDUCTIONS:
+            near = did_you_mean(name, REDUCTIONS)
+            raise ConfigError(f"unknown reduction '{name}'.{near} Reductions: {', '.join(REDUCTIONS)}.")
+    if work.dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"gradients are float32 or bfloat16, not '{work.dtype}'.")
+    if ranks and under_torchrun():
+        raise ConfigError("under torchrun the ranks are its own: leave out --ranks.")
+    if any(number < 2 for number in ranks):
+        raise ConfigError(f"one rank has nothing to reduce: {', '.join(map(str, ranks))} ranks.")
+
+
+def _by_torchrun(work: Work, report: Callable[[Row], None]) -> list[Row]:
+    rows = []
+    with process_group() as device:
+        for row in _measure(work, device):
+            if is_first_rank():
+                rows.append(row)
+                report(row)
+    return rows
+
+
+def _in_processes(work: Work, ranks: int) -> list[Row]:
+    with tempfile.TemporaryDirectory() as place:
+        try:
+            spawn(_process, (ranks, work, place), nprocs=ranks)
+        except ProcessException as error:
+            raise RunError(f"rank {error.error_index} of {ranks}: {str(error).strip().splitlines()[-1]}") from error
+        rows: list[Row] = json.loads((Path(place) / "rows.json").read_text())
+    return rows
+
+
+def _process(rank: int, ranks: int, work: Work, place: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{place}/store", TIMEOUT, ranks, rank)
+    rows = list(_measure(work, torch.device("cpu")))
+    if rank == 0:
+        (Path(place) / "rows.json").write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _measure(work: Work, device: torch.device) -> Iterator[Row]:
+    """Yield the rows, on every rank."""
+    ranks = dist.get_world_size()
+    work = work._replace(elements=max(work.elements // ranks, 1) * ranks)
+    for kind, draw in GRADIENTS.items():
+        exact = sum(_gradient(draw, rank, work, device).double() for rank in range(ranks)) / ranks
+        assert isinstance(exact, Tensor)
+        own = _gradient(draw, dist.get_rank(), work, device)
+        for name in work.schemes:
+            for collective, call in COLLECTIVES.items():
+                row = {"scheme": name, "ranks": ranks, "gradient": kind, "collective": collective}
+                row |= {"elements": work.elements, "dtype": work.dtype}
+                try:
+                    yield row | _figures(_scheme(name, device), call, own, exact, work.repeats)
+                except Exception as error:  # unsupported on this machine: the same on every rank
+                    yield row | {"error": failure(error)}
+
+
+def _figures(scheme: Scheme, call: Collective, own: Tensor, exact: Tensor, repeats: int) -> Row:
+    found = call(scheme, own.clone())
+    sent = {"wire_bytes": scheme.sent}
+    if isinstance(scheme, TwoLevel):
+        sent["across_bytes"] = scheme.outer.sent
+    if found.numel() < exact.numel():
+        exact = exact.chunk(dist.get_world_size())[dist.get_rank()]
+    used = own.clone()
+    for _ in range(WARM_UP):
+        call(scheme, used)
+    dist.barrier()
+    ms = statistics.median(milliseconds(partial(call, scheme, used), own.device.type, repeats))
+    return {**_error(found, exact), "ms": round(ms, 4), **sent}
+
+
+def _error(found: Tensor, exact: Tensor) -> Row:
+    """Compare with the exact mean: signal to noise, and how much longer or shorter than it the result is along it."""
+    found = found.double()
+    sums = torch.stack([exact.square().sum(), (found - exact).square().sum(), (found * exact).sum()])
+    dist.all_reduce(sums)
+    signal, noise, along = sums.tolist()
+    decibels = 10 * math.log10(signal / noise) if noise else EXACT_DB
+    return {"snr_db": round(min(decibels, EXACT_DB), 2), "bias_percent": round(100 * (along / signal - 1), 5)}
+
+
+# --- collectives -----------------------------------------------------------------------------------------------------
+
+Collective = Callable[[Scheme, Tensor], Tensor]
+"""(scheme, gradient) -> the mean, or this rank's part of it."""
+
+
+def _reduce_scatter(scheme: Scheme, gradient: Tensor) -> Tensor:
+    part = gradient.new_empty(gradient.numel() // dist.get_world_size(), dtype=torch.float32)
+    scheme.reduce_scatter(part, gradient, _world())
+    return part
+
+
+def _all_reduce(scheme: Scheme, gradient: Tensor) -> Tensor:
+    scheme.all_reduce(gradient, _world())
+    return gradient
+
+
+COLLECTIVES: dict[str, Collective] = {"reduce-scatter": _reduce_scatter, "all-reduce": _all_reduce}
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _scheme(name: str, device: torch.device) -> Scheme:
+    return reduction(name, init_device_mesh(device.type, _hosts()) if name == TwoLevel.name else None)
+
+
+def _hosts() -> tuple[int, int]:
+    """Return (hosts, ranks of a host) as `torchrun` has them; on one host, as if it were two."""
+    ranks = dist.get_world_size()
+    within = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    if within == ranks:
+        within = ranks // 2 if ranks % 2 == 0 else 1
+    return ranks // within, within
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+Draw = Callable[[torch.Generator, torch.Generator, int, torch.device], Tensor]
+"""(generator that all ranks share, generator of this rank, values, device) -> FP32 gradient."""
+
+
+def _gradient(draw: Draw, rank: int, work: Work, device: torch.device) -> Tensor:
+    """Return the gradient of a rank: every rank can draw that of every other."""
+    shared, own = (torch.Generator(device).manual_seed(seed) for seed in (0, rank + 1))
+    return draw(shared, own, work.elements, device).mul_(1e-4).to(getattr(torch, work.dtype))
+
+
+def _correlated(shared: torch.Generator, own: torch.Generator, count: int, device: torch.device) -> Tensor:
+    """Normal, and most of it the same on all ranks: partial sums grow as the ranks do."""
+    signal = torch.randn(count, generator=shared, device=device)
+    return signal.add_(torch.randn(count, generator=own, device=device), alpha=0.5)
+
+
+def _heavy_tailed(shared: torch.Generator, own: torch.Generator, count: int, device: torch.device) -> Tensor:
+    """Student's t with 4 degrees of freedom, mostly noise of the rank, in columns of log-normal size."""
+    sizes = torch.randn(COLUMNS, generator=shared, device=device).exp_()
+    signal = _student(shared, count, device).add_(_student(own, count, device), alpha=4.0)
+    return signal.mul_(sizes.repeat(count // COLUMNS + 1)[:count])
+
+
+def _student(generator: torch.Generator, count: int, device: torch.device) -> Tensor:
+    square = sum(torch.randn(count, generator=generator, device=device).square_() for _ in range(4))
+    assert isinstance(square, Tensor)
+    return torch.randn(count, generator=generator, device=device).mul_(square.div_(4).rsqrt_())
+
+
+GRADIENTS: dict[str, Draw] = {"correlated": _correlated, "heavy-tailed": _heavy_tailed}
+
+
+def command(
+    *,
+    scheme: Names = (),
+    ranks: Annotated[tuple[int, ...], Parameter(negative=())] = (),
+    elements: float | None = None,
+    dtype: str = "float32",
+    repeats: int = 10,
+    output: Output = TO_STDOUT,
+) -> int:
+    """Compare reductions of gradients with an FP64 mean: error, bias, time, bytes on the wire.
+
+    By itself it starts processes on the CPU, whose times say nothing of GPUs. Under torchrun it measures its ranks.
+
+    Examples:
+
+        octavo bench reduce
+        octavo bench reduce --scheme fp8-block --scheme fp8-lm --ranks 8
+        torchrun --nproc-per-node 4 -m octavo bench reduce --dtype bfloat16 --write benchmarks/results
+
+    Parameters
+    ----------
+    scheme
+        Reductions to measure; all by default.
+    ranks
+        Processes to start; may be given again for another measurement. By default 2, then 4.
+    elements
+        Values of the gradient: by default 1e8 on GPUs and 2e5 on a CPU.
+    dtype
+        Of the gradient, float32 or bfloat16.
+    repeats
+        Calls timed, after a warm-up; the median counts.
+    """
+    on_gpu = under_torchrun() and torch.cuda.is_available()
+    count = positive("--elements", int(elements or (1e8 if on_gpu else 2e5)))
+    work = Work(scheme or tuple(REDUCTIONS), count, dtype, positive("--repeats", repeats))
+    rows = bench_reduce(work, ranks, output.lines(_name, _line))
+    if not rows:  # rank 0 reports
+        return 0
+    launch = f"torchrun --nproc-per-node {rows[0]['ranks']} -m octavo" if under_torchrun() else "octavo"
+    given = {"scheme": scheme, "ranks": ranks, "elements": count, "dtype": dtype, "repeats": repeats}
+    line = command_line(launch, "bench reduce", **given)
+    return output.finish("reduce", rows, line, device="cuda" if on_gpu else "cpu")
+
+
+def _name(row: Row) -> str:
+    return f"{row['scheme']:<11} {row['ranks']:>3} ranks  {row['gradient']:<13} {row['collective']:<15}"
+
+
+def _line(row: Row) -> str:
+    figures = f"{row['snr_db']:>7.2f} dB  bias {row['bias_percent']:>+9.4f} %  {row['ms']:>9.3f} ms"
+    return f"{figures}  {row['wire_bytes'] / row['elements']:.3f} B per value sent"

@@ -1,0 +1,51 @@
+"""Tables in Markdown: rows of results by column specifications."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from octavo_bench.results import Result, Row
+
+Column = tuple[str, str]
+"""Title, and the cell as a format of the row's keys: `("gap", "{gap_percent:+.2f} %")`."""
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table. A `|` in a cell is escaped, so that it stays in its cell."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def grouped(rows: Iterable[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:
+    """Return the rows by their values of `keys`, both in order of appearance."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return groups
+
+
+def cell(form: str, row: Row) -> str:
+    """Return the cell of a row, empty if a key is missing or None."""
+    try:
+        return form.format_map(row)
+    except (KeyError, TypeError):
+        return ""
+
+
+def figures(columns: Sequence[Column], rows: Sequence[Row], names: int = 1) -> str:
+    """Return a table of rows. The first `names` columns name a row; the first figure of a failed row is its error.
+
+    Columns for which no row has a figure are left out.
+    """
+    shown = [c for i, c in enumerate(columns) if i < names or any(cell(c[1], row) for row in rows)]
+    body = [[cell(form, row) for _, form in shown] for row in rows]
+    for row, cells in zip(rows, body, strict=True):
+        if "error" in row:
+            cells[names] = f"failed: {row['error']}"
+    return table([title for title, _ in shown], body)
+
+
+def by_columns(columns: Sequence[Column], names: int = 1) -> Callable[[Result], str]:
+    """Return a function that shows all rows of a result as one table."""
+    return lambda result: figures(columns, result.rows, names)

@@ -1,0 +1,316 @@
+"""Result files: measurements with machine, software and command. All figures in README and docs come from one.
+
+A result is `benchmarks/results/<date>-<hardware>-<kind>.json`, the newest of a kind `latest/<kind>.json` too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octavo._util import config_reader
+from octavo.errors import ConfigError, did_you_mean
+
+Row = dict[str, Any]
+"""One row of a result."""
+
+KINDS: dict[str, dict[str, type]] = {
+    "demo": {
+        "recipe": str,
+        "device": str,
+        "steps": int,
+        "tokens": int,
+        "heldout_loss_fp8": float,
+        "heldout_loss_bf16": float,
+        "gap_percent": float,
+    },
+    "parity": {"model": str, "tokens": int, "recipe": str, "seed": int, "heldout_loss": float},
+    "portability": {
+        "model": str,
+        "recipe": str,
+        "step": int,
+        "computation": str,
+        "heldout_loss": float,
+        "difference": float,
+    },
+    "stress": {"case": str, "recipe": str, "nonfinite": int},
+    "step": {"workload": str, "implementation": str, "ms": float, "ratio_to_bf16": float, "peak_gib": float},
+    "host": {"implementation": str, "mode": str, "ms_per_block": float, "launches_per_block": float},
+    "gemm": {"shape": str, "kernel": str, "operands": str, "accumulate": str, "tflops": float, "ratio_to_bf16": float},
+    "kernels": {
+        "kernel": str,
+        "shape": str,
+        "ms": float,
+        "bytes": int,
+        "passes": int,
+        "gb_per_s": float,
+        "ratio_to_copy": float,
+    },
+    "optimizer": {"states": str, "bytes_per_parameter": float, "ms": float, "ratio_to_fused_adamw": float},
+    "ablation": {"states": str, "seed": int, "heldout_loss": float},
+    "tiers": {"model": str, "tokens": int, "states": str, "seed": int, "heldout_loss": float},
+    "memory": {"workload": str, "implementation": str, "peak_gib": float, "predicted_gib": float},
+    "reduce": {"scheme": str, "ranks": int, "snr_db": float, "ms": float, "wire_bytes": int},
+    "distributed": {
+        "workload": str,
+        "implementation": str,
+        "tokens_per_s_per_gpu": float,
+        "ratio_to_bf16": float,
+        "peak_gib": float,
+        "wire_bytes": int,
+    },
+    "rank": {
+        "workload": str,
+        "implementation": str,
+        "ranks": int,
+        "ms": float,
+        "ratio_to_bf16": float,
+        "peak_gib": float,
+    },
+    "scaling": {"model": str, "gpus": int, "scheme": str, "ms": float, "peak_gib": float, "wire_gb": float},
+    "telemetry": {"workload": str, "overhead_percent": float},
+    "faults": {
+        "fault": str,
+        "struck_step": int,
+        "detected_step": int,
+        "layer": str,
+        "cause": str,
+        "recovered": bool,
+        "final_loss_change": float,
+    },
+    "localize": {"workload": str, "layers": int, "predicted": list, "measured": list, "rank_correlation": float},
+}
+"""Keys that every row of a kind must have. Other keys are welcome: they are kept, and read where a table shows them."""
+
+MAY_FAIL = (
+    *("step", "host", "gemm", "kernels", "stress", "optimizer", "ablation"),
+    *("reduce", "distributed", "rank", "memory", "scaling", "faults"),
+)
+"""Kinds whose rows may have `error`, a text, in place of their figures: a failure is a result."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """One measurement session. Invalid content raises `ConfigError` on construction."""
+
+    kind: str
+    """One of `KINDS`."""
+    date: str
+    """The day it was measured, as YYYY-MM-DD."""
+    hardware: str
+    """A slug, as `hardware()` gives it: `nvidia-h200`."""
+    versions: dict[str, str]
+    """Software by name, as `versions()` gives it."""
+    command: str
+    """The command that measures it again."""
+    rows: tuple[dict[str, Any], ...]
+    """One row a figure, with the keys of `KINDS[kind]` and any others."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            near = did_you_mean(self.kind, KINDS)
+            raise ConfigError(f"result: unknown kind '{self.kind}'.{near} Known kinds: {', '.join(KINDS)}.")
+        if not re.fullmatch(r"\d{4}-\d{2}-\d{2}", self.date):
+            raise ConfigError(f"result: the date '{self.date}' is not written YYYY-MM-DD.")
+        if self.hardware != slug(self.hardware):
+            raise ConfigError(f"result: hardware '{self.hardware}' is no slug; '{slug(self.hardware)}' is.")
+        if not self.rows:
+            raise ConfigError("result: there are no rows. A result without a measurement is not written.")
+        for index, row in enumerate(self.rows):
+            required: Mapping[str, type] = KINDS[self.kind]
+            if self.kind in MAY_FAIL and "error" in row:
+                required = {"error": str, **{key: kind for key, kind in required.items() if kind is str}}
+            _check_row(row, required, f"result of kind '{self.kind}': rows[{index}]")
+
+    @property
+    def file_name(self) -> str:
+        """The name of its file: `<date>-<hardware>-<kind>.json`."""
+        return f"{self.date}-{self.hardware}-{self.kind}.json"
+
+    @property
+    def origin(self) -> str:
+        """Origin of its figures: machine, software, command and file."""
+        software = ", ".join(f"{key} {value}" for key, value in self.versions.items())
+        return f"Measured on {self.hardware} ({software}) with `{self.command}`: `{self.file_name}`."
+
+
+def _check_row(row: Mapping[str, Any], required: Mapping[str, type], where: str) -> None:
+    for key, kind in required.items():
+        if key not in row:
+            raise ConfigError(f"{where}: the key '{key}' is missing.{did_you_mean(key, row)}")
+        value = row[key]
+        accepted = int | float if kind is float else kind
+        if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+            raise ConfigError(f"{where}: '{key}' must be {kind.__name__}, got {value!r}.")
+    for key, value in row.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{where}: '{key}' is {value}. A figure must be finite.")
+
+
+def attempt(row: Row, measure: Callable[[], Row]) -> Row:
+    """Return the row with its figures, or with `error`: a case that fails must not lose the others."""
+    try:
+        return row | measure()
+    except Exception as error:
+        return row | {"error": failure(error)}
+
+
+def failure(error: Exception) -> str:
+    """Return the text of an exception for `error`: its class and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0] or 'no message'}"
+
+
+def write(result: Result, directory: Path) -> Path:
+    """Write `result` under `directory` and return its path.
+
+    One of the same name is replaced, but for its rows of other workloads or models: those stay, if the software is the
+    same. `latest/<kind>.json` follows unless it holds a later day. Each file appears whole or not at all.
+
+    Raises:
+        ConfigError: the file of that name, or `latest/<kind>.json`, exists and is not a result.
+    """
+    before = load(directory / result.file_name) if (directory / result.file_name).exists() else None
+    if before is not None and before.versions == result.versions:
+        result = merge(before, result)
+    text = json.dumps(config_reader.to_dict(result), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    path = directory / result.file_name
+    latest = directory / "latest" / f"{result.kind}.json"
+    superseded = latest.exists() and load(latest).date > result.date
+    for target in [path] if superseded else [path, latest]:
+        _replace(target, text)
+    return path
+
+
+def save(
+    kind: str,
+    rows: Sequence[dict[str, Any]],
+    directory: Path,
+    command: str,
+    *,
+    device: str = "auto",
+    machine: str | None = None,
+) -> Path:
+    """Write today's rows with this machine and software, and return the file.
+
+    Args:
+        device: measured device, as `octavo.train.device` resolves it.
+        machine: a name in place of the device's.
+    """
+    result = Result(
+        kind=kind,
+        date=today(),
+        hardware=machine or hardware(device),
+        versions=versions(),
+        command=command,
+        rows=tuple(rows),
+    )
+    return write(result, directory)
+
+
+def merge(older: Result, newer: Result) -> Result:
+    """Return `newer` with the rows of `older` that `newer` does not measure: one file per day.
+
+    Rows of one workload, or of one model and length of training, are never mixed: they compare only within a session.
+
+    Raises:
+        ConfigError: they are of another kind, day, machine or software, so that one file cannot stand for both.
+    """
+    for field in ("kind", "date", "hardware", "versions"):
+        before, now = getattr(older, field), getattr(newer, field)
+        if before != now:
+            raise ConfigError(f"result: {field} was {before!r} and is {now!r}: these cannot be one file.")
+    measured = {_subject(row) for row in newer.rows}
+    kept = tuple(row for row in older.rows if _subject(row) not in measured)
+    if not kept:
+        return newer
+    return dataclasses.replace(newer, rows=(*kept, *newer.rows), command=f"{older.command}; {newer.command}")
+
+
+def _subject(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row.get("workload"), row.get("model"), row.get("tokens")
+
+
+def _replace(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def load(path: Path) -> Result:
+    """Read a result file.
+
+    Raises:
+        ConfigError: the file is missing, malformed, has an unknown key or a row that lacks one.
+    """
+    try:
+        return config_reader.read(Result, config_reader.read_file(path), str(path))
+    except ConfigError as error:
+        raise error if str(path) in str(error) else ConfigError(f"{path}: {error}") from error
+
+
+def latest(kind: str, directory: Path) -> Result | None:
+    """Return the newest result of `kind` under `directory`, or None where it was never measured."""
+    path = directory / "latest" / f"{kind}.json"
+    return load(path) if path.exists() else None
+
+
+def latest_by_hardware(kind: str, directory: Path) -> list[Result]:
+    """Return the newest result of `kind` of each machine under `directory`, the newest first."""
+    found = sorted((load(path) for path in directory.glob(f"*-{kind}.json")), key=lambda result: result.date)
+    newest = {result.hardware: result for result in found if result.kind == kind}
+    return sorted(newest.values(), key=lambda result: (result.date, result.hardware), reverse=True)
+
+
+def today() -> str:
+    """Return today's date, UTC, as results write it."""
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
+def versions() -> dict[str, str]:
+    """Return the versions a figure depends on: python, torch, octavo; cuda and triton where they exist."""
+    from octavo.train import device
+
+    return {name: version for name, version in device.versions().items() if version is not None}
+
+
+def hardware(device_name: str = "auto") -> str:
+    """Return a slug of the hardware: the name of the GPU, or of the processor; by default the first GPU if any."""
+    import torch
+
+    from octavo.train import device
+
+    name = device.describe(device.resolve(device_name))
+    return slug(name.removesuffix(f", {torch.get_num_threads()} threads")) or "unknown"
+
+
+def slug(name: str) -> str:
+    """Return `name` in lower case, words joined by dashes: `NVIDIA H200` is `nvidia-h200`."""
+    bare = re.sub(r"\((r|tm)\)", "", name.lower())
+    return re.sub(r"[^a-z0-9.]+", "-", bare).strip("-.")
+
+
+def from_summary(path: Path, command: str = "make demo") -> Result:
+    """Return the `summary.json` of a run on this machine as a result of kind `demo`.
+
+    Raises:
+        ConfigError: the file is missing or malformed, or the run had no BF16 twin.
+    """
+    row = config_reader.read_file(path)
+    return Result(kind="demo", date=today(), hardware=hardware(), versions=versions(), command=command, rows=(row,))

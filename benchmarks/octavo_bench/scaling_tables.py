@@ -1,0 +1,183 @@
+"""Tables of a result of kind `scaling`: steps as bars, figures, bytes on the wire, assumptions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from octavo.cli.flags import field_docs
+from octavo_bench import results
+from octavo_bench.assumptions import PEER, Assumptions, Scheme
+from octavo_bench.render import table
+from octavo_bench.results import Result, Row
+from octavo_bench.scaling import CHECK, CHECKED_BY
+
+WIDTH = 50
+"""Characters of the longest bar."""
+
+
+def bars(directory: Path) -> str:
+    """Return, for each model, a bar per scheme and number of GPUs: the GPU time of a step by part."""
+    result = results.latest("scaling", directory)
+    if result is None:
+        return ""
+    models = dict.fromkeys(row["model"] for row in result.rows)
+    drawn = "\n\n".join(_bars(model, [row for row in _points(result) if row["model"] == model]) for model in models)
+    legend = "█ products, attention and all else that computes   ░ pipeline bubble   ▒ communication that is not hidden"
+    return f"```text\n{drawn}\n\n{legend}\n```\n\n{_origin(result)}"
+
+
+def _bars(model: str, rows: Sequence[Row]) -> str:
+    longest = max((row["ms"] * row["gpus"] for row in rows if "ms" in row), default=1.0)
+    lines = [f"{model}: GPU time of a step, all GPUs together"]
+    for row in rows:
+        name = f"{row['gpus']:>5}  {row['scheme']:<15}"
+        if "error" in row:
+            lines.append(f"{name} {row['error']}")
+            continue
+        scale = WIDTH * row["gpus"] / longest
+        ends = [0.0]
+        for part in ("compute_ms", "bubble_ms", "exposed_ms"):
+            ends.append(ends[-1] + row[part] * scale)
+        parts = zip("█░▒", ends, ends[1:], strict=False)
+        lines.append(f"{name} {''.join(mark * (round(end) - round(start)) for mark, start, end in parts)}")
+    return "\n".join(lines)
+
+
+COLUMNS = (
+    ("ms", "ms", "{:,.0f}"),
+    ("computing", "compute_ms", "{:,.0f}"),
+    ("bubble", "bubble_ms", "{:,.0f}"),
+    ("communicating", "communication_ms", "{:,.0f}"),
+    ("of it not hidden", "exposed_ms", "{:,.0f}"),
+    ("tokens/s/GPU", "tokens_per_s_per_gpu", "{:,.0f}"),
+    ("times BF16's speed", "ratio_to_bf16", "{:.2f}"),
+    ("in BF16's layout", "ratio_in_its_layout", "{:.2f}"),
+    ("peak GiB", "peak_gib", "{:.0f}"),
+)
+"""Title, key of the row, format."""
+
+
+def figures(directory: Path) -> str:
+    """Return, for each model, a line per scheme and number of GPUs: the fastest layout that fits, and its figures."""
+    result = results.latest("scaling", directory)
+    if result is None:
+        return ""
+    blocks = []
+    for model in dict.fromkeys(row["model"] for row in result.rows):
+        rows = [row for row in _points(result) if row["model"] == model]
+        titles = ("GPUs", "scheme", "layout", *(title for title, *_ in COLUMNS))
+        body = [
+            (str(row["gpus"]), row["scheme"], row.get("layout", row.get("error", "")), *_cells(row)) for row in rows
+        ]
+        blocks.append(f"**{model}**, {rows[0]['batch_tokens']:,} tokens a step\n\n{table(titles, body)}")
+    return "\n\n".join([*blocks, _origin(result)])
+
+
+def _cells(row: Row) -> list[str]:
+    return [form.format(row[key]) if key in row else "" for _, key, form in COLUMNS]
+
+
+def wire(directory: Path) -> str:
+    """Return the GB that a GPU sends in a step of the point of 4 GPUs, by scheme, and how much less than BF16's."""
+    result = results.latest("scaling", directory)
+    rows = [] if result is None else _checked(result)
+    if result is None or not rows:
+        return ""
+    peer = next(row for row in rows if row["scheme"] == PEER)
+    body = []
+    for row in rows:
+        sent = row["sent_gb"]
+        less = f"{100 * (row['wire_gb'] / peer['wire_gb'] - 1):+.0f} %" if row is not peer else ""
+        scheme = _assumed(result)["schemes"][row["scheme"]]
+        numbers = (f"{sent['weights']:.1f}", f"{sent['gradients']:.1f}", f"{row['wire_gb']:.1f}")
+        body.append((row["scheme"], scheme["about"], *numbers, less))
+    header = ("scheme", "what it is", "weights, GB", "gradients, GB", "both", f"against `{PEER}`")
+    return f"{table(header, body)}\n\n{_origin(result)}"
+
+
+def check(directory: Path) -> str:
+    """Return the point of 4 GPUs as computed, beside results of kind `distributed`."""
+    result = results.latest("scaling", directory)
+    rows = [] if result is None else _checked(result)
+    if result is None or not rows:
+        return ""
+    found = results.latest("distributed", directory) if "distributed" in results.KINDS else None
+    points = [row for row in ([] if found is None else found.rows) if (row["workload"], row["layout"]) == CHECKED_BY]
+    measured = {row["implementation"]: row for row in points if "error" not in row}
+    body = []
+    for row in rows:
+        real = measured.get(_assumed(result)["schemes"][row["scheme"]]["measured_as"], {})
+        pairs = [("tokens_per_s_per_gpu", "{:,.0f}"), ("ratio_to_bf16", "{:.2f}"), ("peak_gib", "{:.1f}")]
+        cells = [(form.format(row[key]), form.format(real[key]) if key in real else "") for key, form in pairs]
+        body.append((row["scheme"], *(cell for pair in cells for cell in pair)))
+    titles = ("tokens/s/GPU", "times BF16's speed", "peak GiB")
+    header = ("scheme", *(name for title in titles for name in (f"{title}, computed", "measured")))
+    said = [] if measured else ["Not measured yet."]
+    return "\n\n".join([table(header, body), *said, _origin(result)])
+
+
+def assumptions(directory: Path) -> str:
+    """Return every assumption with its value: those of all, then those of each scheme."""
+    result = results.latest("scaling", directory)
+    if result is None:
+        return ""
+    known = _assumed(result)
+    docs = field_docs(Assumptions)
+    body = [(f"`{key}`", _value(known[key]), _one_line(docs[key])) for key in docs if key not in ("models", "schemes")]
+    models = [(name, *(_value(shape[key]) for key in _SHAPE)) for name, shape in known["models"].items()]
+    schemes, told = known["schemes"], field_docs(Scheme)
+    rows = [
+        (f"`{key}`", *(_value(scheme[key]) for scheme in schemes.values()), _one_line(told.get(key, "In words.")))
+        for key in Scheme.__dataclass_fields__
+    ]
+    parts = (
+        table(("assumption", "value", "meaning"), body),
+        table(("model", *_SHAPE), models),
+        table(("of a scheme", *(f"`{name}`" for name in schemes), "meaning"), rows),
+        _origin(result),
+    )
+    return "\n\n".join(parts)
+
+
+_SHAPE = ("architecture", "layers", "dim", "ffn", "heads", "kv_heads", "vocab", "sequence")
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_value, value))
+    return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _assumed(result: Result) -> dict[str, Any]:
+    found: dict[str, Any] = next(row["assumptions"] for row in result.rows if "assumptions" in row)
+    return found
+
+
+def _checked(result: Result) -> list[Row]:
+    return [row for row in result.rows if (row["model"], row["gpus"]) == CHECK[:2]]
+
+
+def _points(result: Result) -> list[Row]:
+    return [row for row in result.rows if row not in _checked(result)]
+
+
+def _origin(result: Result) -> str:
+    return (
+        f"Computed, not measured, with `{result.command}` from measured rates and stated links: `{result.file_name}`."
+    )
+
+
+TABLES: dict[str, Callable[[Path], str]] = {
+    "scaling-bars": bars,
+    "scaling": figures,
+    "scaling-wire": wire,
+    "scaling-check": check,
+    "scaling-assumptions": assumptions,
+}
+"""By name, from the directory of results."""

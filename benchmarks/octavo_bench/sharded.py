@@ -1,0 +1,244 @@
+"""Training on many GPUs by BF16 with FSDP2, torchao with FP8 all-gather, and Octavo: layouts, and a step in each."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import octavo
+from octavo.distributed import BF16_GRADIENTS_POLICY, BF16_POLICY, send_tokens, shard, tensor_parallel
+from octavo.distributed.pipeline.run import SCHEDULES, Pipeline
+from octavo.distributed.pipeline.stage import Sent
+from octavo.distributed.sharding.shard import gather_ahead
+from octavo.kernels.uploads import upload
+from octavo.models.config import ModelConfig
+from octavo.models.llama import Llama
+from octavo.models.stages import Stage, stages
+from octavo.tensor import is_distributed
+from octavo_bench.implementations import BF16, HEAD
+
+Sharded = Llama | Stage
+"""A whole model, or a stage of one."""
+LEARNING_RATE = 1e-4
+
+
+def _leave(model: nn.Module) -> None:
+    """Change nothing."""
+
+
+def _fsdp(model: Sharded, mesh: DeviceMesh, **options: Any) -> None:
+    for block in model.layers:
+        fully_shard(block, mesh=mesh, mp_policy=BF16_POLICY, **options)
+    fully_shard(model, mesh=mesh, mp_policy=BF16_POLICY, **options)
+    gather_ahead(model, list(model.layers))  # as Octavo does it
+
+
+def _fused_adamw(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([parameter for _, parameter in parameters], lr=LEARNING_RATE, fused=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Implementation:
+    """One way to train a sharded Llama. Its weights are FP32 where they rest, and gathered in BF16 or FP8."""
+
+    name: str
+    """Name in results."""
+    convert: Callable[[nn.Module], object] = _leave
+    """Makes the whole model into this implementation, in place, before it is cut."""
+    shard: Callable[..., object] = _fsdp
+    """(model or stage, mesh, **options of `fully_shard`): shards it, in place."""
+    optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer] = _fused_adamw
+    """Makes the optimizer of named parameters."""
+    after_step: Callable[[nn.Module], object] = _leave
+    """Called with the model once the weights have changed."""
+
+
+def implementations() -> dict[str, Implementation]:
+    """Return every implementation by name, the baseline first. torchao's is there when it is installed."""
+    found = [Implementation(name=BF16)]
+    if importlib.util.find_spec("torchao") is not None:
+        found.append(
+            Implementation(
+                name="torchao tensorwise, FP8 gather", convert=_convert_torchao, after_step=_precompute_scales
+            )
+        )
+    found += [_octavo("folded"), _octavo("folded_fast")]
+    by_default: dict[str, Any] = {"shard": _shard_bf16_gradients}
+    found.append(_octavo("folded", ", bf16 gradients", **by_default))
+    found.append(_octavo("folded", ", bf16 gradients, fp8 states", **by_default, optimizer=_fp8_states))
+    with_head = partial(_convert, recipe="folded_fast", fp8_head=True)
+    found.append(_octavo("folded_fast", ", fp8 head, bf16 gradients", **by_default, convert=with_head))
+    lean: dict[str, Any] = {"convert": partial(_convert, recipe="folded", activation_inputs="fp8", norm_inputs="fp8")}
+    found.append(_octavo("folded", ", bf16 gradients (lean)", **by_default, **lean, optimizer=_fp8_states))
+    sends_least: dict[str, Any] = {"shard": _shard_fewest_bytes, "optimizer": _fp8_states}
+    found.append(_octavo("folded", ", fp8-block", **sends_least))
+    found.append(_octavo("folded", ", fp8-block (lean)", **sends_least, **lean))
+    return {implementation.name: implementation for implementation in found}
+
+
+def _octavo(recipe: str, suffix: str = "", **how: Any) -> Implementation:
+    settings: dict[str, Any] = {"convert": partial(_convert, recipe=recipe), "shard": shard} | how
+    return Implementation(name=f"octavo {recipe}{suffix}", **settings)
+
+
+def _convert(model: nn.Module, recipe: str, *, fp8_head: bool = False, **policy_options: Any) -> None:
+    assert isinstance(model, Llama)
+    keep = {} if fp8_head else {HEAD: "in BF16, as the head of its peers"}
+    policy = octavo.Policy(min_gain=0.0, keep=keep, **policy_options)
+    octavo.convert(model, recipe, policy=policy, tokens=model.config.sequence)
+
+
+def _shard_bf16_gradients(model: Sharded, mesh: DeviceMesh, **options: Any) -> None:
+    """Shard as a run does by default: gradients on the wire as they are computed, in BF16; sums in FP32."""
+    shard(model, mesh, reduce="bf16", mp_policy=_policy(model), **options)
+
+
+def _shard_fewest_bytes(model: Sharded, mesh: DeviceMesh, **options: Any) -> None:
+    """FP8 gradients, and of the embedding only the rows that are looked up."""
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]  # a later stage has none
+    by_rows = [module for module in embeddings if not is_distributed(module.weight)]  # tensor parallel has its own
+    shard(model, mesh, reduce="fp8-block", mp_policy=_policy(model), by_rows=by_rows, **options)
+
+
+def _policy(model: Sharded) -> MixedPrecisionPolicy:
+    """A pipeline adds up the gradients of its micro-batches before they are reduced."""
+    return BF16_POLICY if isinstance(model, Stage) else BF16_GRADIENTS_POLICY
+
+
+def _fp8_states(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return octavo.optim.AdamW(parameters, lr=LEARNING_RATE, states="fp8")
+
+
+def _convert_torchao(model: nn.Module) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda layer, name: name != HEAD)
+
+
+def _precompute_scales(model: nn.Module) -> None:
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+VOCABULARY_USED = 64
+"""Token ids differ from their neighbour by less than that: there is something to learn within a few steps."""
+
+
+class Layout(NamedTuple):
+    """Division of the ranks; those left over are data parallel, sharded by FSDP2."""
+
+    tensor: int = 1
+    """Ranks that share each layer."""
+    stages: int = 1
+    """Stages of a pipeline (1F1B)."""
+    sent: Sent = "bf16"
+    """Format of activations between stages."""
+
+    def __str__(self) -> str:
+        cut = [f"tensor {self.tensor}"] if self.tensor > 1 else []
+        cut += [f"pipeline {self.stages}"] if self.stages > 1 else []
+        cut += ["FP8 between stages"] if self.sent == "fp8" else []
+        return ", ".join(cut) or "data"
+
+
+class Trainer(Protocol):
+    """A model laid out over the ranks."""
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """This rank's modules of it."""
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        """The blocks among them."""
+
+    def step(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor | None:
+        """Go forward and backward over the data-parallel rank's sequences, which the host has.
+
+        Return the mean loss, where this rank has it.
+        """
+
+
+def part_of_batch(config: ModelConfig, sequences: int, step: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+    """Return the host's tokens and targets (B, T) of this data-parallel rank, of a step of so many sequences in all."""
+    generator = torch.Generator().manual_seed(step)
+    moves = torch.randint(0, min(VOCABULARY_USED, config.vocab), (sequences, config.sequence + 1), generator=generator)
+    tokens = moves.cumsum(1).remainder(config.vocab).chunk(mesh.size())[mesh.get_local_rank()]
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def lay_out(
+    config: ModelConfig,
+    implementation: Implementation,
+    layout: Layout,
+    device: torch.device,
+) -> tuple[Trainer, DeviceMesh]:
+    """Make a model, equal in every layout, and return it laid out over all ranks, with the mesh of data parallel."""
+    shape = (layout.stages, dist.get_world_size() // layout.stages // layout.tensor, layout.tensor)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pipeline", "data", "tensor"))
+    with device:
+        model = Llama(config)
+        model.reset_parameters(torch.Generator(device).manual_seed(0))
+    implementation.convert(model)
+    if layout.stages > 1:
+        return Staged(model, implementation, layout, mesh), mesh["data"]
+    if layout.tensor > 1:
+        tensor_parallel(model, mesh["tensor"])
+    return Whole(model, implementation, mesh["data"]), mesh["data"]
+
+
+class Whole:
+    """Every rank has all layers, or its cut of each."""
+
+    def __init__(self, model: Llama, implementation: Implementation, data: DeviceMesh) -> None:
+        implementation.shard(model, data)
+        self._device = next(model.parameters()).device
+        self.model, self.modules, self.blocks = model, [model], list(model.layers)
+
+    def step(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """One sequence after the other; each one's gradients are reduced, as FSDP2 does it by itself."""
+        losses = []
+        tokens_BT = send_tokens(tokens_BT, self._device, self.model, parts=len(tokens_BT))
+        targets_BT = upload(targets_BT, self._device)
+        for tokens_1T, targets_1T in zip(tokens_BT.split(1), targets_BT.split(1), strict=True):
+            loss = self.model(tokens_1T, targets_1T) / len(tokens_BT)
+            loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+
+class Staged:
+    """Every rank has one stage."""
+
+    def __init__(self, model: Llama, implementation: Implementation, layout: Layout, mesh: DeviceMesh) -> None:
+        place = mesh["pipeline"].get_local_rank()
+        part = stages(model, layout.stages)[place]
+        self._device = model.tok_embeddings.weight.device
+        implementation.shard(part, mesh["data"], reshard_after_forward=False)
+        self.modules, self.blocks = [part], list(part.layers)
+        self._pipeline = Pipeline(
+            {place: part},
+            SCHEDULES["1f1b"],
+            mesh.get_group("pipeline"),
+            device=self._device,
+            width=model.config.dim,
+            stream=torch.bfloat16,
+            sent=layout.sent,
+        )
+
+    def step(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor | None:
+        """One micro-batch a sequence."""
+        parts = len(tokens_BT)
+        tokens_BT = send_tokens(tokens_BT, self._device, *self.modules, parts=parts)
+        return self._pipeline.step(tokens_BT, upload(targets_BT, self._device), parts)

@@ -1,0 +1,323 @@
+"""Time a training step of a workload in BF16, in torchao and by every recipe.
+
+All implementations run one after another in one process, on the same weights and the same random normal data. Each is
+the median of several steps after a warm-up. Profiled steps show where the time goes, the machine's
+own rates the floor, and BF16 timed again at the end the drift of the machine.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from cyclopts import Parameter
+from torch._functorch import config as functorch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import octavo
+from octavo import kernels
+from octavo.cli.flags import positive
+from octavo.errors import NonFiniteError, RunError, UnsupportedError, did_you_mean
+from octavo.models.flops import datasheet_tflops
+from octavo.train.profile import Profile, profile
+from octavo.train.timing import milliseconds, warm_up
+from octavo_bench import host as host_bench
+from octavo_bench import rates
+from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, known
+from octavo_bench.implementations import BF16, Implementation, implementations
+from octavo_bench.rates import floor_ms
+from octavo_bench.results import Row, failure, slug
+from octavo_bench.workloads import IMAGE_WORKLOADS, WORKLOADS, ImageWorkload, Training, Workload, build
+
+TRACED = 25
+"""Kernels of an implementation that a trace names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Session:
+    """Settings that all implementations of one run share."""
+
+    workload: Workload | ImageWorkload
+    device: str
+    compile: bool
+    steps: int
+    warm_up_s: float
+    trace: Path | None
+
+
+def bench_step(
+    workload: Workload | ImageWorkload,
+    names: tuple[str, ...] = (),
+    *,
+    device: str = "cuda",
+    compile: bool = True,
+    steps: int = 20,
+    warm_up_s: float = 1.0,
+    trace: Path | None = None,
+    report: Callable[[Row], None] = lambda row: None,
+) -> list[Row]:
+    """Return one row per implementation, as the result kind `step` has them; the baseline first.
+
+    An implementation that fails has a row with `error` and no figures, and the others go on.
+
+    Args:
+        names: implementations to run, BF16 always first; all if empty.
+        steps: steps to time; the median counts.
+        warm_up_s: seconds of steps before that, three steps at the least.
+        trace: directory for the longest kernels of each implementation, one JSON file each; on a GPU only.
+        report: called with each row as it comes, and with the baseline's once more, when its drift is known.
+
+    Raises:
+        UnsupportedError: a name that is not there.
+        RunError: the baseline failed, so that there is nothing to compare with.
+    """
+    if isinstance(workload, ImageWorkload):
+        known, rates_of = workload.implementations(), None
+    else:
+        known, rates_of = implementations(head=workload.vocab > 0), workload
+    if missing := next((name for name in names if name not in known), None):
+        near = did_you_mean(missing, known)
+        raise UnsupportedError(f"no implementation '{missing}' here.{near} There are: {', '.join(known)}.")
+    session = Session(workload=workload, device=device, compile=compile, steps=steps, warm_up_s=warm_up_s, trace=trace)
+    limits = rates.measure(rates_of, device) if rates_of is not None and device == "cuda" else None
+    rows: list[Row] = []
+    for name in dict.fromkeys((BF16, *(names or known))):
+        row = _attempt(session, known[name])
+        if not rows and "error" in row:
+            raise RunError(f"the baseline {BF16} failed, and the rest has nothing to be compared with: {row['error']}")
+        rows.append(row)
+        if "error" not in row:
+            _compare(session, row, rows[0], known[name], limits)
+        report(row)
+    if len(rows) > 1:
+        again = _attempt(session, known[BF16])
+        rows[0] |= {"drift": round(again["ms"] / rows[0]["ms"] - 1, 4)} if "ms" in again else {}
+        report(rows[0])
+    return rows
+
+
+def _attempt(session: Session, implementation: Implementation) -> Row:
+    """Return the row of an implementation; if it fails, one that says how."""
+    row = {"workload": session.workload.name, "implementation": implementation.name}
+    try:
+        return row | _measure(session, implementation)
+    except Exception as error:  # one that fails must not lose the others
+        return row | {"error": failure(error)}
+    finally:
+        _free(session.device)
+
+
+def _measure(session: Session, implementation: Implementation) -> Row:
+    workload, device = session.workload, session.device
+    training = build(workload, implementation, device, compile=session.compile)
+    with _attention(device), _recomputation(implementation):
+        first_norm = _gradient_norm(training)
+        warm_up(training.step, device, seconds=session.warm_up_s)
+        with kernels.record() as ledger:
+            training.step()
+        times, peak = _time(training, session)
+        profiled = profile(training.step) if device == "cuda" else None
+        last_norm = _gradient_norm(training)
+    if not math.isfinite(first_norm + last_norm):  # NaN draws less power than numbers: its time would be too good
+        raise NonFiniteError(f"{implementation.name}: its gradients are not finite, so its time means nothing.")
+    if profiled is not None and session.trace is not None:
+        _write_trace(session.trace, workload.name, implementation.name, profiled)
+    ms = statistics.median(times)
+    return {
+        "ms": round(ms, 3),
+        "peak_gib": round(peak, 2),
+        "tokens_per_s": round(workload.tokens / ms * 1e3),
+        "spread_ms": round(max(times) - min(times), 3),
+        **({} if profiled is None else profiled.spent(ms)),
+        "fp8_gemms": dict(ledger.gemms),
+        "weights_quantised": ledger.weights,
+        "fallbacks": ledger.fallbacks,
+        "gradient_norm": float(f"{first_norm:.4g}"),
+        "shape": asdict(workload),
+    }
+
+
+def _time(training: Training, session: Session) -> tuple[list[float], float]:
+    """Return the milliseconds of each step, and the peak of allocated memory in GiB."""
+    if session.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    times = milliseconds(training.step, session.device, session.steps)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if session.device == "cuda" else 0.0
+    return times, peak
+
+
+def _gradient_norm(training: Training) -> float:
+    """Run a step and return the norm of all its gradients: in the first one, every implementation has the same work."""
+    training.forward_backward()
+    gradients = [parameter.grad for parameter in training.model.parameters() if parameter.grad is not None]
+    norm = math.hypot(*(float(torch.linalg.vector_norm(gradient, dtype=torch.float32)) for gradient in gradients))
+    training.update()
+    return norm
+
+
+def _compare(
+    session: Session, row: Row, baseline: Row, implementation: Implementation, limits: rates.Rates | None
+) -> None:
+    """Add the figures relative to the baseline, the floor and the datasheet."""
+    row["ratio_to_bf16"] = round(baseline["ms"] / row["ms"], 3)
+    peak = datasheet_tflops(torch.cuda.get_device_name()) if session.device == "cuda" else None
+    if peak is not None:
+        row["mfu_bf16"] = round(session.workload.flops / row["ms"] / peak / 1e9, 4)
+    if limits is None:
+        return
+    if row is baseline:
+        row["rates"] = asdict(limits)
+    assert isinstance(session.workload, Workload), "an image workload has no floor"
+    floor = floor_ms(session.workload, implementation, limits, baseline["attention_ms"])
+    row |= {"floor_ms": round(floor, 2), "fraction_of_floor": round(floor / row["ms"], 4)}
+
+
+def _write_trace(directory: Path, workload: str, implementation: str, profiled: Profile) -> None:
+    trace = {"workload": workload, "implementation": implementation, "kernels": profiled.kernels[:TRACED]}
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{slug(f'{workload} {implementation}')}.json"
+    path.write_text(json.dumps(trace, indent=1) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _attention(device: str) -> Iterator[None]:
+    """cuDNN's attention where it runs: the fastest on Hopper, and the same for every implementation."""
+    if device != "cuda":
+        yield
+        return
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        yield
+
+
+def _recomputation(implementation: Implementation) -> AbstractContextManager[object]:
+    """Let the compiler recompute a norm's output and its codes, which it would otherwise keep as GEMM operands."""
+    banned = not implementation.remakes
+    patched: AbstractContextManager[object] = functorch.patch(ban_recompute_materialized_backward=banned)
+    return patched
+
+
+def _free(device: str) -> None:
+    gc.collect()
+    torch._dynamo.reset()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """Fields in place of the workload's."""
+
+    dim: int | None = None
+    """In place of the workload's: width of the residual stream."""
+    ffn: int | None = None
+    """Hidden width of the feed-forward."""
+    heads: int | None = None
+    """Query heads."""
+    kv_heads: int | None = None
+    """Key and value heads."""
+    layers: int | None = None
+    """Blocks."""
+    batch: int | None = None
+    """Sequences per step, or images."""
+    sequence: int | None = None
+    """Tokens per sequence."""
+    vocab: int | None = None
+    """Token ids of a whole model; 0 for a stack of blocks without head and optimizer."""
+
+
+AS_NAMED = Shape()
+
+
+def command(
+    *,
+    workload: Names = ("llama-8b-stack",),
+    only: Names = (),
+    shape: Shape = AS_NAMED,
+    device: str = "auto",
+    steps: int = 20,
+    trace: Annotated[Path | None, Parameter(negative=())] = None,
+    output: Output = TO_STDOUT,
+) -> int:
+    """Time a training step of Llama blocks, a whole Llama or a ResNet: BF16, torchao if it is there, every recipe.
+
+    Exits with 1 if an implementation failed; the others are measured all the same.
+
+    Examples:
+
+        octavo bench step
+        octavo bench step --workload llama-1b --only "octavo folded" --trace traces
+        octavo bench step --dim 5120 --ffn 17408 --heads 40 --layers 4 --batch 1
+        octavo bench step --workload tiny --device cpu
+
+    Parameters
+    ----------
+    workload
+        llama-8b-stack (8 layers, 16,384 tokens), llama-1b-stack, llama-1b (with head, loss and optimizer), resnet50
+        (256 images, channels last), tiny, tiny-model or tiny-resnet; may be given again.
+    only
+        Implementations to run beside BF16; all by default.
+    device
+        cuda or cpu; auto takes the GPU if there is one.
+    steps
+        Steps timed, after a warm-up; the median counts.
+    trace
+        Directory for the longest kernels of each implementation, as JSON; on a GPU.
+    """
+    all_known: dict[str, Workload | ImageWorkload] = {**WORKLOADS, **IMAGE_WORKLOADS}
+    fields = asdict(shape)
+    chosen = [all_known[known("--workload", name, list(all_known), "workload")].but(**fields) for name in workload]
+    device, steps = device_named(device), positive("--steps", steps)
+    settings: dict[str, Any] = {"device": device, "compile": device == "cuda", "steps": steps, "trace": trace}
+    rows = [row for one in chosen for row in bench_step(one, only, **settings, report=output.lines(_name, _figures))]
+    line = command_line("octavo bench step", workload=workload, only=only, **fields, steps=steps)
+    return output.finish("step", rows, line, device=device)
+
+
+def _name(row: Row) -> str:
+    return f"{row['workload']:<15} {row['implementation']:<24}"
+
+
+def _figures(row: Row) -> str:
+    if "drift" in row:
+        return f"{100 * row['drift']:+.1f} % when timed again at the end"
+    parts = ("gemm", "attention", "elementwise", "optimizer", "communication", "idle")
+    spent = " ".join(f"{part} {row[f'{part}_ms']:.1f}" for part in parts if f"{part}_ms" in row)
+    floor = f"  {row['fraction_of_floor']:.2f} of floor" if "fraction_of_floor" in row else ""
+    figures = f"{row['ms']:>9.2f} ms  {row['ratio_to_bf16']:.2f} x BF16  {row['peak_gib']:.1f} GiB{floor}"
+    return f"{figures}  {spent}".rstrip()
+
+
+def host(*, recipes: str = "folded", steps: int = host_bench.STEPS, output: Output = TO_STDOUT) -> int:
+    """Time the host per block and count kernel launches, on Llama blocks too small to keep a GPU busy.
+
+    Forward and backward of 8 blocks (dim 1024, 128 tokens) in BF16, torchao if it is there, and Octavo, in eager mode
+    and compiled block by block. It needs a CUDA device.
+
+    Examples:
+
+        octavo bench host
+        octavo bench host --recipes folded,block --write benchmarks/results
+
+    Parameters
+    ----------
+    recipes
+        Octavo's recipes, separated by commas.
+    steps
+        Steps timed, after a warm-up, 30 or more; the median counts.
+    """
+    names = [known("--recipes", name, octavo.recipes.names(), "recipe") for name in recipes.split(",")]
+    steps = positive("--steps", steps)
+    rows = host_bench.bench_host(
+        names, steps=steps, report=lambda row: output.say(host_bench.line(row)), note=output.say
+    )
+    line = command_line("octavo bench host", "--recipes", recipes, steps=steps)
+    return output.finish("host", rows, line, device="cuda")

@@ -1,0 +1,232 @@
+"""Stress: errors of the three products of a linear layer on hard inputs, by recipe, row by row, against float64.
+
+Each case is a few steps of one layer; the last one is measured. Where the trouble is sudden, the steps before it are
+plain: scales that have a history have not seen it coming. M tokens, K input features, N output features.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import octavo
+from octavo import recipes
+from octavo.errors import ConfigError, did_you_mean
+from octavo.numerics import sqnr_per_row_db
+from octavo.recipes import Recipe
+from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named
+from octavo_bench.results import Row, attempt
+
+M, K, N = 256, 384, 256
+STEPS_BEFORE = 4
+GRADIENT = 2.0**-10
+"""Size of a plain gradient."""
+LONGEST_DB = 150.0
+"""Figure of a row without any error: figures must be finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Operands of one step of the layer, FP32."""
+
+    x_MK: Tensor
+    weight_NK: Tensor
+    dy_MN: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One kind of trouble."""
+
+    name: str
+    make: Callable[[Inputs, torch.Generator], Inputs]
+    """Makes hard inputs of plain ones."""
+    is_sudden: bool
+    """The steps before the measured one are plain."""
+    tokens: int = M
+
+
+def outlier_tokens(plain: Inputs, draw: torch.Generator) -> Inputs:
+    """A token in 32 is 1000 times as large in all features, and a feature in 64 is 20 times as large in all tokens."""
+    x_MK = plain.x_MK * _some(plain.x_MK.shape[0], 32, 1000.0, draw)[:, None] * _some(K, 64, 20.0, draw)
+    return Inputs(x_MK, plain.weight_NK, plain.dy_MN)
+
+
+def swiglu_spikes(plain: Inputs, draw: torch.Generator) -> Inputs:
+    """The input of a down projection where gate and up have aligned: single values 2000 times as large (2409.12517)."""
+    rows, columns = (torch.randint(size, (4,), generator=draw) for size in plain.x_MK.shape)
+    x_MK = plain.x_MK.clone()
+    x_MK[rows, columns] = 2000 * x_MK[rows, columns].sign()
+    return Inputs(x_MK, plain.weight_NK, plain.dy_MN)
+
+
+def tiny_gradients(plain: Inputs, draw: torch.Generator) -> Inputs:
+    """Gradients at 1e-9, which no floor under a maximum may swallow."""
+    return Inputs(plain.x_MK, plain.weight_NK, plain.dy_MN * (1e-9 / GRADIENT))
+
+
+def grown_weight_row(plain: Inputs, draw: torch.Generator) -> Inputs:
+    """One row of the weight is 1000 times as large from one step to the next."""
+    weight_NK = plain.weight_NK.clone()
+    weight_NK[int(torch.randint(N, (), generator=draw))] *= 1000
+    return Inputs(plain.x_MK, weight_NK, plain.dy_MN)
+
+
+def odd_packing(plain: Inputs, draw: torch.Generator) -> Inputs:
+    """Documents of odd lengths in one packed sequence, each with a level of its own: from 2^-12 to 2^3."""
+    documents = {1: 2.0**3, 3: 2.0**-12, 7: 1.0, 33: 2.0**-3, 65: 2.0**-9, 97: 2.0**-6, 127: 2.0}
+    levels = torch.cat([torch.full((length,), level) for length, level in documents.items()])
+    return Inputs(plain.x_MK * levels[:, None], plain.weight_NK, plain.dy_MN * levels[:, None])
+
+
+CASES = (
+    Case("outlier tokens", outlier_tokens, is_sudden=False),
+    Case("SwiGLU spikes of 2000", swiglu_spikes, is_sudden=True),
+    Case("gradients at 1e-9", tiny_gradients, is_sudden=False),
+    Case("a weight row times 1000", grown_weight_row, is_sudden=True),
+    Case("packing with odd lengths", odd_packing, is_sudden=False, tokens=333),
+)
+
+
+def bench_stress(
+    names: Sequence[str] = (), *, device: str = "cpu", report: Callable[[dict[str, Any]], None] = lambda row: None
+) -> list[dict[str, Any]]:
+    """Return one row for each case and recipe, as the result kind `stress` has them; `names`: recipes, all if empty.
+
+    Raises:
+        ConfigError: there is no recipe of this name.
+    """
+    for name in names:
+        if name not in recipes.names():
+            near = did_you_mean(name, recipes.names())
+            raise ConfigError(f"--recipe: there is no '{name}'.{near} Recipes: {', '.join(recipes.names())}.")
+    rows = []
+    for case in CASES:
+        for name in names or recipes.names():
+            rows.append(attempt({"case": case.name, "recipe": name}, partial(measure, case, name, device)))
+            report(rows[-1])
+    return rows
+
+
+def measure(case: Case, recipe: str, device: str = "cpu") -> dict[str, Any]:
+    """Return the signal to noise of Y, dX and dW, in dB, of the median and of the worst row, and a count.
+
+    `nonfinite` counts the NaN and infinities in all three; a product that has any has no figures.
+    """
+    draw = torch.Generator().manual_seed(0)
+    steps = [_plain(case.tokens, draw) for _ in range(STEPS_BEFORE + 1)]
+    weight = steps[0].weight_NK
+    steps = [Inputs(step.x_MK, weight, step.dy_MN) for step in steps]
+    steps = [step if case.is_sudden else case.make(step, draw) for step in steps[:-1]] + [case.make(steps[-1], draw)]
+    steps = [Inputs(s.x_MK.to(device), s.weight_NK.to(device), s.dy_MN.bfloat16().float().to(device)) for s in steps]
+    model = _converted(recipe, steps, device)
+    last = steps[-1]
+    x, w, dy = last.x_MK.double(), last.weight_NK.double(), last.dy_MN.double()
+    computed = _step(model, last)
+    exact = {"y": x @ w.t(), "dx": dy @ w, "dw": dy.t() @ x}
+    row: dict[str, Any] = {"nonfinite": sum(int((~made.isfinite()).sum()) for made in computed.values())}
+    for name, reference in exact.items():
+        if computed[name].isfinite().all():
+            row |= _figures(name, reference, computed[name])
+    return row
+
+
+def _figures(name: str, reference: Tensor, computed: Tensor) -> dict[str, float]:
+    signal = reference.square().sum(dim=1) > 0
+    db = sqnr_per_row_db(reference[signal], computed[signal]).clamp(max=LONGEST_DB)
+    return {f"{name}_median_db": float(db.median()), f"{name}_worst_db": float(db.min())}
+
+
+def _plain(tokens: int, draw: torch.Generator) -> Inputs:
+    return Inputs(
+        torch.randn(tokens, K, generator=draw),
+        torch.randn(N, K, generator=draw) / K**0.5,
+        torch.randn(tokens, N, generator=draw) * GRADIENT,
+    )
+
+
+def _some(size: int, one_in: int, factor: float, draw: torch.Generator) -> Tensor:
+    """Return a vector of ones where one value in `one_in` is `factor`."""
+    factors = torch.ones(size)
+    factors[torch.randperm(size, generator=draw)[: max(1, size // one_in)]] = factor
+    return factors
+
+
+def _converted(recipe: str, steps: Sequence[Inputs], device: str) -> nn.Sequential:
+    """Return the layer in FP8 with the steps before the last behind it."""
+    spec = recipes.load(recipe)
+    if not spec.needs_calibration:
+        model = _linear(spec, device)
+        for step in steps[:-1]:
+            _step(model, step)
+        return model
+    with tempfile.TemporaryDirectory() as folder:  # `static` takes the scales of `delayed`
+        path = Path(folder) / "scales.json"
+        book = octavo.scales(_converted("delayed", steps, device))
+        assert book is not None  # `delayed` keeps scales
+        book.save(path)
+        return _linear(spec, device, scales=path)
+
+
+def _linear(spec: Recipe, device: str, **options: Any) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(K, N, bias=False, device=device))
+    octavo.convert(model, spec, policy=octavo.Policy(min_gain=0), tokens=M, **options)
+    return model
+
+
+def _step(model: nn.Sequential, inputs: Inputs) -> dict[str, Tensor]:
+    """Make one step whose learning rate is 0, and return its products."""
+    weight = model.get_parameter("0.weight")
+    with torch.no_grad():
+        weight.copy_(inputs.weight_NK)
+    x_MK = inputs.x_MK.detach().requires_grad_()
+    weight.grad = None
+    with torch.autocast(x_MK.device.type, torch.bfloat16):
+        y_MN = model(x_MK)
+    y_MN.backward(inputs.dy_MN.to(y_MN.dtype))
+    assert x_MK.grad is not None and weight.grad is not None
+    computed = {"y": y_MN.detach(), "dx": x_MK.grad, "dw": weight.grad.clone()}
+    torch.optim.SGD([weight], lr=0.0).step()  # kept scales roll on with an optimizer's step
+    return computed
+
+
+def command(*, recipe: Names = (), device: str = "auto", output: Output = TO_STDOUT) -> int:
+    """Give one linear layer hard inputs and print the signal to noise of its three products, by recipe, in seconds.
+
+    Outlier tokens, SwiGLU spikes, gradients at 1e-9, a weight row that grows a thousandfold, odd sequence lengths;
+    median row / worst row in dB, against float64.
+
+    Examples:
+
+        octavo bench stress
+        octavo bench stress --recipe folded --recipe delayed --device cpu
+
+    Parameters
+    ----------
+    recipe
+        Recipes; all by default.
+    device
+        cuda or cpu; auto takes the GPU if there is one.
+    """
+    device = device_named(device)
+    rows = bench_stress(recipe, device=device, report=output.lines(_name, _line))
+    return output.finish("stress", rows, command_line("octavo bench stress", recipe=recipe), device=device)
+
+
+def _name(row: Row) -> str:
+    return f"{row['case']:<26} {row['recipe']:<20}"
+
+
+def _line(row: Row) -> str:
+    figures = [
+        f"{title} {row[f'{key}_median_db']:5.1f} /{row[f'{key}_worst_db']:6.1f} dB" if f"{key}_worst_db" in row else ""
+        for title, key in (("Y", "y"), ("dX", "dx"), ("dW", "dw"))
+    ]
+    return "   ".join(figures) + (f"  {row['nonfinite']} values are not finite" if row["nonfinite"] else "")

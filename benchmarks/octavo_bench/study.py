@@ -1,0 +1,425 @@
+"""Studies: runs of `octavo train` that are compared, each in a process of its own, one per GPU at a time.
+
+`parity` trains one model by several recipes and seeds. Runs of one seed start from the same weights and see the same
+batches, so that only the recipe differs; the spread between BF16's seeds says how much a difference means. `tiers`
+trains one with every tier of optimizer states. Weights are kept in BF16 beside the optimizer's master; the last two
+tiers keep everything in FP8: weights and gradients too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from cyclopts import Parameter
+
+from octavo.errors import ConfigError, RunError, did_you_mean
+from octavo.models.factory import model_name
+from octavo.train.files import read_metrics
+from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, numbers
+from octavo_bench.evidence import equal_loss, over_sequences, read_curve
+from octavo_bench.measured import parity_of, tiers_of
+from octavo_bench.results import Row
+
+
+class Job(NamedTuple):
+    """One run of a study."""
+
+    name: str
+    """Name of its directory, below the study's, and in messages."""
+    flags: tuple[str, ...]
+    """Flags of `octavo train`, beside those that all runs share."""
+
+
+@dataclass
+class _Worker:
+    job: Job
+    slot: int
+    process: subprocess.Popen[bytes]
+    run: Path
+    started: float = field(default_factory=time.monotonic)
+
+
+def run_all(
+    jobs: Sequence[Job],
+    arguments: Sequence[str],
+    *,
+    out: Path,
+    slots: int = 1,
+    report: Callable[[str], None] = print,
+) -> None:
+    """Make every run, in the order of the list.
+
+    Runs that `out` already holds, finished, are not made again: a study goes on where it stopped, or takes in more.
+
+    Args:
+        arguments: flags of `octavo train` that all runs share (`--preset`, `--steps`, ...).
+        out: directory for the runs, one below it for each.
+        slots: runs at a time; slot i sees GPU i alone, where there are GPUs.
+        report: called with a line of progress.
+
+    Raises:
+        RunError: a run failed; the message quotes the last line it printed. The others are stopped.
+        ConfigError: `out` holds runs made with other arguments.
+    """
+    _claim(out, arguments)
+    waiting = [job for job in jobs if not (out / job.name / "summary.json").exists()]
+    running: list[_Worker] = []
+    free = list(range(slots))
+    try:
+        while waiting or running:
+            while waiting and free:
+                running.append(_start(waiting.pop(0), free.pop(0), arguments, out))
+                report(f"{running[-1].job.name}: started")
+            time.sleep(0.5)
+            for worker in [w for w in running if w.process.poll() is not None]:
+                running.remove(worker)
+                free.append(worker.slot)
+                report(_finish(worker))
+    finally:
+        for worker in running:
+            worker.process.terminate()
+
+
+def _claim(out: Path, arguments: Sequence[str]) -> None:
+    """Record the shared flags of a directory's runs, or check that they are the same."""
+    study = out / "study.json"
+    if not study.exists():
+        out.mkdir(parents=True, exist_ok=True)
+        study.write_text(json.dumps(list(arguments)), encoding="utf-8")
+    elif json.loads(study.read_text(encoding="utf-8")) != list(arguments):
+        raise ConfigError(f"{out}: holds a study with other settings ({study}). Name another directory with --out.")
+
+
+def _start(job: Job, slot: int, arguments: Sequence[str], out: Path) -> _Worker:
+    run = out / job.name
+    run.mkdir(parents=True, exist_ok=True)
+    flags = [*job.flags, "--out", str(run), "--no-twin", "--overwrite"]
+    with (run / "output.log").open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "octavo", "train", *arguments, *flags],
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": str(slot)},
+        )
+    return _Worker(job=job, slot=slot, process=process, run=run)
+
+
+def _finish(worker: _Worker) -> str:
+    seconds = time.monotonic() - worker.started
+    if worker.process.returncode:
+        log = (worker.run / "output.log").read_text(encoding="utf-8", errors="replace")
+        last = (log.strip().splitlines() or ["(no output)"])[-1]
+        raise RunError(f"{worker.job.name}: exit code {worker.process.returncode}. Its last line: {last}")
+    summary, _ = read_run(worker.run)
+    loss = summary.get("heldout_loss_fp8") or summary["heldout_loss_bf16"]
+    return f"{worker.job.name}: held-out loss {loss:.4f} after {seconds:.0f} s"
+
+
+def read_run(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the summary and the configuration of a finished run."""
+    summary, config = (json.loads((run / name).read_text(encoding="utf-8")) for name in ("summary.json", "config.json"))
+    return summary, config
+
+
+def heldout_losses(run: Path, lane: str) -> list[float]:
+    """Return a finished run's loss on each held-out sequence, nats per token."""
+    losses: list[float] = json.loads((run / "heldout.json").read_text(encoding="utf-8"))[lane]
+    return losses
+
+
+def run_parity(
+    arguments: Sequence[str],
+    recipes: Sequence[str],
+    seeds: Sequence[int],
+    *,
+    out: Path,
+    slots: int = 1,
+    report: Callable[[str], None] = print,
+) -> list[dict[str, Any]]:
+    """Run `octavo train` for every recipe and seed and return one row each, as the result kind `parity` has them.
+
+    Args:
+        arguments: flags of `octavo train` that all runs share (`--preset`, `--steps`, ...).
+        out, slots, report: as for `run_all`.
+
+    Raises:
+        RunError, ConfigError: as `run_all`.
+    """
+    pairs = [(recipe, seed) for seed in seeds for recipe in recipes]
+    jobs = [Job(f"{recipe}-{seed}", ("--recipe", recipe, "--seed", str(seed))) for recipe, seed in pairs]
+    run_all(jobs, arguments, out=out, slots=slots, report=report)
+    return [_parity_row(recipe, seed, out / job.name) for (recipe, seed), job in zip(pairs, jobs, strict=True)]
+
+
+def _parity_row(recipe: str, seed: int, run: Path) -> Row:
+    summary, config = read_run(run)
+    lane = "bf16" if recipe == "bf16" else "fp8"
+    return {
+        "model": model_name(config["model"]["architecture"], summary["parameters"]),
+        "tokens": summary["tokens"],
+        "recipe": recipe,
+        "seed": seed,
+        "heldout_loss": summary[f"heldout_loss_{lane}"],
+        "perplexity": summary[f"perplexity_{lane}"],
+        "step_ms": summary[f"step_milliseconds_{lane}"],
+        "tokens_per_second": summary["tokens_per_second"],
+        "fp8_gemms": summary["fp8_gemms"],
+        "fallbacks": summary["fallbacks"],
+        "unigram_entropy": summary["unigram_entropy"],
+        "heldout_tokens": config["run"]["eval_tokens"],
+        "corpus_tokens": summary["corpus"].get("train_tokens"),
+    }
+
+
+def add_evidence(
+    rows: Sequence[dict[str, Any]], out: Path, *, report: Callable[[str], None] = print
+) -> list[dict[str, Any]]:
+    """Return the rows of `run_parity` with the evidence on each recipe against BF16 of the same seed.
+
+    Rows of BF16, and of seeds that BF16 was not trained with, stay as they are. The others take
+
+        gap, gap_95                 held-out loss less BF16's, in nats; half of its 95 % interval over sequences
+        tokens_ratio                tokens it needs for BF16's loss, in units of BF16's (`equal_loss`)
+        loss_matched_speedup        time that BF16 needs for that loss, in units of its own
+        cosine_...                  of gradients (`gradient_cosines`), measured once, with the first such seed
+
+    Args:
+        out: the directory of the runs.
+    """
+    bf16 = {row["seed"]: row for row in rows if row["recipe"] == "bf16"}
+    compared = [row for row in rows if row["recipe"] != "bf16" and row["seed"] in bf16]
+    cosines: dict[str, dict[str, Any]] = {}
+    if compared:
+        from octavo_bench.evidence import gradient_cosines
+
+        seed = compared[0]["seed"]
+        report(f"gradients at the weights of bf16 seed {seed}")
+        cosines = dict(gradient_cosines(out / f"bf16-{seed}", list(dict.fromkeys(row["recipe"] for row in compared))))
+    beside = {id(row): _beside(row, bf16[row["seed"]], out) | cosines[row["recipe"]] for row in compared}
+    return [row | beside.get(id(row), {}) for row in rows]
+
+
+def _beside(row: Row, bf16: Row, out: Path) -> Row:
+    mine, reference = out / f"{row['recipe']}-{row['seed']}", out / f"bf16-{row['seed']}"
+    gap = over_sequences(heldout_losses(mine, "fp8"), heldout_losses(reference, "bf16"))
+    equal = equal_loss(
+        read_curve(read_metrics(mine / "metrics.jsonl"), "fp8"),
+        read_curve(read_metrics(reference / "metrics.jsonl"), "bf16"),
+    )
+    return {
+        "gap": gap.mean,
+        **({} if gap.half_width is None else {"gap_95": gap.half_width}),
+        "equal_loss": equal.loss,
+        "tokens_ratio": equal.tokens_ratio,
+        "loss_matched_speedup": bf16["step_ms"] / row["step_ms"] / equal.tokens_ratio,
+    }
+
+
+def gap_curves(out: Path, rows: Sequence[Row]) -> dict[str, list[tuple[float, float]]]:
+    """Return for each recipe how its smoothed training loss less that of BF16 goes, by tokens, with the first seed."""
+    seeds = {row["recipe"]: row["seed"] for row in reversed(rows) if "gap" in row}
+    gaps = {}
+    for recipe, seed in reversed(seeds.items()):
+        mine = read_curve(read_metrics(out / f"{recipe}-{seed}" / "metrics.jsonl"), "fp8")
+        reference = read_curve(read_metrics(out / f"bf16-{seed}" / "metrics.jsonl"), "bf16")
+        pairs = zip(mine.tokens, mine.loss, reference.loss, strict=False)
+        gaps[recipe] = [(tokens, a - b) for tokens, a, b in pairs]
+    return gaps
+
+
+def curves(out: Path, recipes: Sequence[str], seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the logged training loss of every run, one row each: recipe, seed, steps and losses."""
+    rows = []
+    for recipe in recipes:
+        for seed in seeds:
+            lines = (out / f"{recipe}-{seed}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+            logged = [line for line in map(json.loads, lines) if "step" in line]
+            key = "loss_bf16" if recipe == "bf16" else "loss_fp8"
+            points = [(line["step"], round(line[key], 4)) for line in logged if line.get(key) is not None]
+            rows.append(
+                {
+                    "recipe": recipe,
+                    "seed": seed,
+                    "steps": [p[0] for p in points],
+                    "loss": [p[1] for p in points],
+                }
+            )
+    return rows
+
+
+PEER = "fp32"
+"""The baseline."""
+_ALL_FP8 = ("--weights", "fp8", "--gradients", "fp8")
+TIERS: dict[str, tuple[str, ...]] = {
+    PEER: ("--weights", "bf16", "--states", "fp32"),
+    "exact": ("--weights", "bf16", "--states", "exact"),
+    "fp8-lm": ("--weights", "bf16", "--states", "fp8-lm"),
+    "fp8": ("--weights", "bf16", "--states", "fp8"),
+    "fp8-min": ("--weights", "bf16", "--states", "fp8-min"),
+    "fp8, all": (*_ALL_FP8, "--states", "fp8"),
+    "fp8-min, all": (*_ALL_FP8, "--states", "fp8-min"),
+}
+"""Flags of `octavo train` by name. `all`: weights and gradients in FP8, too."""
+
+
+def run_tiers(
+    arguments: Sequence[str],
+    tiers: Sequence[str],
+    seeds: Sequence[int],
+    *,
+    out: Path,
+    slots: int = 1,
+    report: Callable[[str], None] = print,
+) -> list[Row]:
+    """Run `octavo train` for every tier and seed and return one row each, as the result kind `tiers` has them.
+
+    Rows of seeds that `fp32` was trained with, too, have `gap` and `gap_95`: held-out loss less its, in nats, and half
+    of the 95 % interval over sequences.
+
+    Args:
+        arguments: flags of `octavo train` that all runs share (`--preset`, `--steps`, ...).
+        tiers: names in `TIERS`.
+        out, slots, report: as for `run_all`.
+
+    Raises:
+        ConfigError: an unknown tier, or as `run_all`.
+        RunError: as `run_all`.
+    """
+    for name in tiers:
+        if name not in TIERS:
+            raise ConfigError(f"there is no tier '{name}'.{did_you_mean(name, TIERS)} Tiers: {'; '.join(TIERS)}.")
+    pairs = [(tier, seed) for seed in seeds for tier in tiers]
+    jobs = [Job(_folder(tier, seed), (*TIERS[tier], "--seed", str(seed))) for tier, seed in pairs]
+    run_all(jobs, arguments, out=out, slots=slots, report=report)
+    return [_tier_row(tier, seed, out) for tier, seed in pairs]
+
+
+def _folder(tier: str, seed: int) -> str:
+    return f"{tier.replace(', ', '-')}-{seed}"
+
+
+def _tier_row(tier: str, seed: int, out: Path) -> Row:
+    run, peer = out / _folder(tier, seed), out / _folder(PEER, seed)
+    summary, config = read_run(run)
+    row = {
+        "model": model_name(config["model"]["architecture"], summary["parameters"]),
+        "tokens": summary["tokens"],
+        "recipe": config["run"]["recipe"],
+        "states": tier,
+        "seed": seed,
+        "heldout_loss": summary["heldout_loss_fp8"],
+        "step_ms": summary["step_milliseconds_fp8"],
+        "heldout_tokens": config["run"]["eval_tokens"],
+        "fallbacks": summary["fallbacks"],
+    }
+    if tier != PEER and (peer / "heldout.json").exists():
+        gap = over_sequences(heldout_losses(run, "fp8"), heldout_losses(peer, "fp8"))
+        row |= {"gap": gap.mean} | ({} if gap.half_width is None else {"gap_95": gap.half_width})
+    return row
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Runs:
+    """Flags of a study's runs."""
+
+    seeds: str = "0,1"
+    """Seeds, separated by commas. Runs of one seed share weights and batches."""
+    preset: str = "parity-cuda"
+    """The run that all share."""
+    steps: int | None = None
+    """Steps of each run, in place of the preset's."""
+    slots: int | None = None
+    """Runs at a time; by default one per GPU."""
+
+    @property
+    def shared(self) -> list[str]:
+        """Flags of `octavo train` that all runs share."""
+        return command_line(preset=self.preset, steps=self.steps or None).split()
+
+    @property
+    def at_a_time(self) -> int:
+        """Runs at a time."""
+        return self.slots or max(torch.cuda.device_count(), 1)
+
+
+RUNS = Runs()
+
+
+def parity(
+    *,
+    recipes: str = "bf16,folded,block,tensorwise",
+    runs: Runs = RUNS,
+    out: Path = Path("runs/parity"),
+    output: Output = TO_STDOUT,
+) -> int:
+    """Train one model by several recipes and seeds, on the same batches, and compare held-out losses.
+
+    Beside the losses: the gap to BF16 of the same seeds with its intervals, tokens and time to equal loss, and the
+    cosine of FP8 gradients with BF16 gradients. OUT keeps runs, curves.json and report.txt.
+
+    Examples:
+
+        octavo bench parity
+        octavo bench parity --recipes bf16,folded --seeds 0,1,2 --steps 1000
+        octavo bench parity --preset parity-350m-cuda --recipes bf16,folded,block
+        octavo bench parity --preset tiny
+
+    Parameters
+    ----------
+    recipes
+        Recipes, separated by commas.
+    out
+        Directory for the runs.
+    """
+    names, seeds = tuple(recipes.split(",")), numbers(runs.seeds)
+    rows = run_parity(runs.shared, names, seeds, out=out, slots=runs.at_a_time, report=output.say)
+    rows = add_evidence(rows, out, report=output.say)
+    (out / "curves.json").write_text(json.dumps(curves(out, names, seeds)), encoding="utf-8")
+    output.say(_parity_report(rows, out))
+    line = command_line("octavo bench parity", "--recipes", recipes, "--seeds", runs.seeds, *runs.shared)
+    return output.finish("parity", rows, line)
+
+
+def _parity_report(rows: Sequence[Row], out: Path) -> str:
+    """Return the tables of the study and its loss gaps over time; the same text is left in `report.txt`."""
+    from octavo.train.plot import plot
+
+    gaps, parts = gap_curves(out, rows), [parity_of(rows)]
+    if gaps:
+        parts += ["Training loss less BF16's, nats per token, by tokens:", plot(gaps, unit="tokens").plain]
+    report = "\n\n".join(parts) + "\n"
+    (out / "report.txt").write_text(report, encoding="utf-8")
+    return report
+
+
+def tiers(*, states: Names = (), runs: Runs = RUNS, out: Path = Path("runs/tiers"), output: Output = TO_STDOUT) -> int:
+    """Train one model with every tier of optimizer states, on the same batches, and compare held-out losses.
+
+    Examples:
+
+        octavo bench tiers
+        octavo bench tiers --states fp32 --states fp8 --seeds 0,1,2
+        octavo bench tiers --preset tiny
+
+    Parameters
+    ----------
+    states
+        Tiers, and `fp8, all` and `fp8-min, all` for those with FP8 weights and gradients; all by default.
+    out
+        Directory for the runs.
+    """
+    names, seeds = states or tuple(TIERS), numbers(runs.seeds)
+    rows = run_tiers(runs.shared, names, seeds, out=out, slots=runs.at_a_time, report=output.say)
+    output.say(tiers_of(rows))
+    line = command_line(command_line("octavo bench tiers", states=states, seeds=runs.seeds), *runs.shared)
+    return output.finish("tiers", rows, line)

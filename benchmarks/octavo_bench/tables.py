@@ -1,0 +1,110 @@
+"""The generated tables of README and docs: no figure is typed.
+
+A page holds a table between two lines, and only the text between them is written:
+
+    <!-- table: parity -->
+    <!-- end -->
+
+`octavo bench tables` writes every page; with `--check` it names the pages that are not current and exits with 1. Tables
+of measurements come from `benchmarks/results/latest` (`measured`, `scaling_tables`), facts from the code (`facts`).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from octavo.errors import ConfigError, did_you_mean
+from octavo_bench import facts, measured, results, scaling_tables
+
+MARK = re.compile(r"^<!-- (?:table: (?P<name>\S+)|(?P<end>end)) -->$")
+
+
+def fill(text: str, directory: Path, where: str) -> str:
+    """Return the page `text` with every table between markers written again; `where` names it in errors.
+
+    Raises:
+        ConfigError: a table that does not end, an end without a table, or an unknown table.
+    """
+    lines: list[str] = []
+    open_table: str | None = None
+    for number, line in enumerate(text.splitlines(), start=1):
+        mark = MARK.match(line)
+        if mark is None:
+            lines += [] if open_table else [line]
+            continue
+        if bool(mark["end"]) != bool(open_table):
+            problem = f"'{open_table}' has no end before this line" if open_table else "ends a table that never began"
+            raise ConfigError(f"{where}:{number}: {line}: {problem}.")
+        lines.append(f"{render(open_table, directory)}\n{line}" if open_table else line)
+        open_table = mark["name"]
+    if open_table:
+        raise ConfigError(f"{where}: the table '{open_table}' has no `<!-- end -->`.")
+    return "\n".join(lines) + "\n"
+
+
+def pages(root: Path) -> list[Path]:
+    """Return the Markdown pages of the repository at `root` that may hold tables."""
+    named = [root / "README.md", root / "benchmarks" / "README.md"]
+    return [page for page in (*named, *sorted((root / "docs").rglob("*.md"))) if page.is_file()]
+
+
+def outdated(root: Path) -> dict[Path, str]:
+    """Return the pages whose tables are not current, each with the text it should have."""
+    directory = root / "benchmarks" / "results"
+    texts = {page: page.read_text(encoding="utf-8") for page in pages(root)}
+    current = {page: fill(text, directory, str(page.relative_to(root))) for page, text in texts.items()}
+    return {page: text for page, text in current.items() if text != texts[page]}
+
+
+def bring_up_to_date(root: Path, *, check: bool) -> list[str]:
+    """Write the pages whose tables are not current, or only check them; return a line on each."""
+    stale = outdated(root)
+    for page, text in stale.items():
+        if not check:
+            page.write_text(text, encoding="utf-8")
+    return [f"{page}: {'not current; run octavo bench tables' if check else 'written'}" for page in stale]
+
+
+NOT_MEASURED = "*Not measured yet.*"
+
+COMBINED = {**measured.COMBINED, **scaling_tables.TABLES}
+ROOT = Path(__file__).parents[2]
+
+
+def render(name: str, directory: Path) -> str:
+    """Return the table called `name`; measured ones come from the results under `directory`.
+
+    Raises:
+        ConfigError: there is no such table, or a result file is invalid.
+    """
+    if name in facts.TABLES:
+        return facts.TABLES[name]()
+    if name in COMBINED:
+        return COMBINED[name](directory) or NOT_MEASURED
+    if name not in measured.TABLES:
+        known = (*measured.TABLES, *COMBINED, *facts.TABLES)
+        raise ConfigError(f"unknown table '{name}'.{did_you_mean(name, known)} Tables: {', '.join(known)}.")
+    kind, show = measured.TABLES[name]
+    result = results.latest(kind, directory)
+    if result is None:
+        return NOT_MEASURED
+    return f"{show(result)}\n\n{result.origin}"
+
+
+def command(*, check: Annotated[bool, Parameter(negative=())] = False, root: Path = ROOT) -> int:
+    """Write the tables of README and docs from the result files and the code.
+
+    Parameters
+    ----------
+    check
+        Write nothing; exit with 1 if a page is not current.
+    root
+        The repository.
+    """
+    lines = bring_up_to_date(root, check=check)
+    print(*lines, sep="\n", end="\n" if lines else "")
+    return int(check and bool(lines))

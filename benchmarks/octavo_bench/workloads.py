@@ -1,0 +1,305 @@
+"""Workloads: a stack of Llama blocks, a whole Llama with its head, loss and optimizer, or a ResNet in channels last.
+
+A stack has no embedding, head or optimizer, so that the blocks are compared. All parameters of a Llama are BF16. Of a
+ResNet weights of convolutions and of the head are, batch norms FP32; convolutions are converted whether they gain or
+not, so that the table shows their cost, and `as planned` is `octavo.convert` by default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import octavo
+from octavo.errors import ConfigError
+from octavo.models.config import ModelConfig
+from octavo.models.flops import matmul_parameters
+from octavo.models.llama import Block, Llama, rotary_tables
+from octavo.models.resnet import ResNet
+from octavo.recipes import load
+from octavo_bench.implementations import BF16, Implementation, implementations, precisions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """The shape of a model and of the batch that goes through it."""
+
+    name: str
+    """Name in results; `custom` if a field was given by hand."""
+    dim: int
+    """Width of the residual stream."""
+    ffn: int
+    """Hidden width of the feed-forward."""
+    heads: int
+    """Query heads."""
+    kv_heads: int
+    """Key and value heads."""
+    layers: int
+    """Blocks."""
+    batch: int
+    """Sequences per step."""
+    sequence: int
+    """Tokens of a sequence."""
+    vocab: int = 0
+    """Token ids of a whole model; 0 for a stack of blocks."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per step."""
+        return self.batch * self.sequence
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's shape. A stack uses all of it but the vocabulary."""
+        return ModelConfig(
+            vocab=self.vocab or 1,
+            dim=self.dim,
+            ffn=self.ffn,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            layers=self.layers,
+            sequence=self.sequence,
+        )
+
+    @property
+    def block_gemms(self) -> tuple[tuple[int, int], ...]:
+        """(N, K) of the four products of a block that cannot be merged further: qkv, wo, w1 with w3, w2."""
+        kv_dim = self.dim // self.heads * self.kv_heads
+        qkv, gate_up = self.dim + 2 * kv_dim, 2 * self.ffn
+        return (qkv, self.dim), (self.dim, self.dim), (gate_up, self.dim), (self.dim, self.ffn)
+
+    @property
+    def weights(self) -> int:
+        """Weights that are multiplied: of the blocks, and of the head where there is one."""
+        return matmul_parameters(self.config) - (0 if self.vocab else self.dim)
+
+    @property
+    def flops(self) -> int:
+        """Model FLOPs of a step: `tokens (6 weights + 6 L D T)`, causal attention at half.
+
+        The formula of `octavo.models.flops_per_token`, for a stack without the head. What is computed beside it
+        (norms, activations, quantising) is left out, and nothing is computed twice.
+        """
+        return self.tokens * 6 * (self.weights + self.layers * self.dim * self.sequence)
+
+    def but(self, **fields: int | None) -> Workload:
+        """Return this workload with some fields replaced, named `custom`; itself where all are None.
+
+        Raises:
+            ConfigError: a shape that no model can have.
+        """
+        given = {key: value for key, value in fields.items() if value is not None}
+        if not given:
+            return self
+        changed = replace(self, **given, name="custom")
+        if changed.batch < 1 or changed.vocab < 0:
+            raise ConfigError("--batch must be positive, and --vocab positive, or 0 for a stack of blocks.")
+        _ = changed.config  # checks itself
+        return changed
+
+
+_LLAMA_1B = Workload(name="llama-1b-stack", dim=2048, ffn=8192, heads=32, kv_heads=8, layers=16, batch=4, sequence=4096)
+_TINY = Workload(name="tiny", dim=128, ffn=256, heads=4, kv_heads=2, layers=2, batch=2, sequence=64)
+_ALL = (
+    Workload(name="llama-8b-stack", dim=4096, ffn=14336, heads=32, kv_heads=8, layers=8, batch=2, sequence=8192),
+    _LLAMA_1B,
+    replace(_LLAMA_1B, name="llama-1b", vocab=128256),
+    _TINY,
+    replace(_TINY, name="tiny-model", vocab=256),
+)
+WORKLOADS = {workload.name: workload for workload in _ALL}
+"""By name: Llama-3-8B's blocks, eight of them; Llama-3.2-1B's blocks; that model as a whole; two for tests."""
+
+
+class Stack(nn.Module):
+    """Llama blocks in a row, with their rotary tables."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        cos_TE, sin_TE = rotary_tables(config.head_dim, config.sequence, config.rope_theta)
+        self.register_buffer("cos", cos_TE, persistent=False)
+        self.register_buffer("sin", sin_TE, persistent=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Return the stream after the last block."""
+        for block in self.layers:
+            x_BTD = block(x_BTD, self.cos, self.sin)
+        return x_BTD
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """A model in training: a step is the two calls, one after the other."""
+
+    model: nn.Module
+    forward_backward: Callable[[], object]
+    """Leaves the gradients."""
+    update: Callable[[], object]
+    """Takes them up, and drops them."""
+
+    def step(self) -> None:
+        """Run one step."""
+        self.forward_backward()
+        self.update()
+
+
+def build(
+    workload: Workload | ImageWorkload, implementation: Implementation, device: str, *, compile: bool
+) -> Training:
+    """Return the workload as an implementation computes it: same weights, same random data for each of them."""
+    torch.manual_seed(0)
+    if isinstance(workload, ImageWorkload):
+        return _images(workload, implementation, device, compile)
+    with torch.device(device):
+        model: nn.Module = Llama(workload.config) if workload.vocab else Stack(workload.config)
+    if isinstance(model, Llama):
+        model.reset_parameters(torch.Generator(device).manual_seed(0))
+    for parameter in model.parameters():  # the rotary tables stay FP32
+        parameter.data = parameter.data.bfloat16()
+    implementation.convert(model, workload.tokens)
+    if compile and implementation.compile:
+        for block in model.get_submodule("layers").children():
+            block.compile(fullgraph=True)
+    return (_whole if workload.vocab else _stack)(workload, model, device)
+
+
+def _images(workload: ImageWorkload, implementation: Implementation, device: str, compile: bool) -> Training:
+    with torch.device(device):
+        model = workload.make().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):  # batch norms stay FP32
+            module.to(torch.bfloat16)
+    implementation.convert(model, workload.pixels)
+    if compile and implementation.compile:
+        for block in model.layers:
+            block.compile(fullgraph=True, dynamic=False)
+    shape = (workload.batch, 3, workload.size, workload.size)
+    images = torch.randn(shape, device=device, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+    classes = torch.randint(workload.classes, (workload.batch,), device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def forward_backward() -> None:
+        nn.functional.cross_entropy(model(images).float(), classes).backward()
+
+    return Training(model=model, forward_backward=forward_backward, update=update)
+
+
+def _stack(workload: Workload, model: nn.Module, device: str) -> Training:
+    shape = (workload.batch, workload.sequence, workload.dim)
+    x = torch.randn(shape, dtype=torch.bfloat16, device=device, requires_grad=True)
+    gradient = torch.randn_like(x)
+
+    def update() -> None:
+        model.zero_grad(set_to_none=True)
+        x.grad = None
+
+    return Training(model=model, forward_backward=lambda: model(x).backward(gradient), update=update)
+
+
+def _whole(workload: Workload, model: nn.Module, device: str) -> Training:
+    shape = (workload.batch, workload.sequence)
+    tokens, targets = (torch.randint(workload.vocab, shape, device=device) for _ in range(2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def update() -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return Training(model=model, forward_backward=lambda: model(tokens, targets).backward(), update=update)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageWorkload:
+    """The shape of a ResNet and of the batch that goes through it."""
+
+    name: str
+    """Name in results; `custom` if a field was given by hand."""
+    depths: tuple[int, ...] = (3, 4, 6, 3)
+    """Bottlenecks of each stage."""
+    width: int = 64
+    """Channels inside those of the first stage."""
+    classes: int = 1000
+    """Outputs of the head."""
+    size: int = 224
+    """Pixels of an image's side."""
+    batch: int = 256
+    """Images per step."""
+
+    @property
+    def tokens(self) -> int:
+        """Images per step: results count them per second."""
+        return self.batch
+
+    @property
+    def pixels(self) -> int:
+        """Output pixels of a convolution in the last stage but one, for predicted gains."""
+        side = self.size >> len(self.depths)
+        return self.batch * side * side
+
+    @property
+    def flops(self) -> int:
+        """Model FLOPs of a step: three times those of the forward, convolutions and the head."""
+        one: int = _forward_flops(replace(self, batch=1))
+        return 3 * self.batch * one
+
+    def make(self) -> ResNet:
+        """Return a new model."""
+        return ResNet(self.depths, self.width, self.classes)
+
+    def implementations(self) -> dict[str, Implementation]:
+        """Return its implementations: BF16, every recipe, and the default as planned."""
+        found = {name: one for name, one in implementations().items() if name == BF16 or name.startswith("octavo")}
+        name = "octavo folded (as planned)"
+        return found | {name: Implementation(name=name, convert=_as_planned, gemms=precisions(load("folded")))}
+
+    def but(self, **fields: int | None) -> ImageWorkload:
+        """Return this workload with another batch, named `custom`; itself where all fields are None.
+
+        Raises:
+            ConfigError: a field that only language models have.
+        """
+        given = {key: value for key, value in fields.items() if value is not None}
+        if not given:
+            return self
+        if unknown := next((key for key in given if key != "batch"), None):
+            raise ConfigError(f"--{unknown.replace('_', '-')}: {self.name} has no such field, only --batch.")
+        if given["batch"] < 1:
+            raise ConfigError("--batch must be positive.")
+        return replace(self, batch=given["batch"], name="custom")
+
+
+IMAGE_WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        ImageWorkload(name="resnet50"),
+        ImageWorkload(name="tiny-resnet", depths=(1, 1), width=32, classes=16, size=32, batch=2),
+    )
+}
+"""By name: ResNet-50 on 256 images of ImageNet's size, and one for tests."""
+
+
+def _as_planned(model: nn.Module, pixels: int) -> None:
+    octavo.convert(model, "folded", tokens=pixels, strict=True)
+
+
+@cache
+def _forward_flops(workload: ImageWorkload) -> int:
+    with torch.device("meta"):
+        model, image = workload.make(), torch.empty(workload.batch, 3, workload.size, workload.size)
+    with FlopCounterMode(display=False) as counter:
+        model(image)
+    return int(counter.get_total_flops())

@@ -1,0 +1,1 @@
+"""Helpers of every layer: configuration files, random generators, ranks, the compiler."""

@@ -1,1 +1,0 @@
-"""How accurate: losses, gradients and products, beside BF16 or FP64."""

@@ -1,1 +1,0 @@
-"""Many GPUs: reductions of gradients, measured, and a whole step, on paper."""

@@ -1,1 +1,0 @@
-"""How much memory: optimizers, activations, and the peak of training."""

@@ -1,0 +1,55 @@
+"""`octavo bench`: the commands of `benchmarks/octavo_bench`, which is in the repository and not in the package."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from octavo.errors import UnsupportedError
+
+PACKAGE = "octavo_bench"
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+"""Its folder, when this file is in a clone."""
+ELSEWHERE = (
+    "The benchmarks are in Octavo's repository and not in the installed package: clone the repository, run "
+    "`pip install -e .` in it, and octavo bench works."
+)
+
+
+def is_here() -> bool:
+    """Return whether the benchmarks can be imported; those of the clone that this file is in are put on the path."""
+    if importlib.util.find_spec(PACKAGE) is None and (BENCHMARKS / PACKAGE).is_dir():
+        sys.path.append(str(BENCHMARKS))
+        importlib.invalidate_caches()
+    return importlib.util.find_spec(PACKAGE) is not None
+
+
+def benchmarks(module: str) -> ModuleType:
+    """Import a module of the benchmarks by its name inside their package.
+
+    Raises:
+        UnsupportedError: Octavo runs from an installed package, without its repository.
+    """
+    if not is_here():
+        raise UnsupportedError(ELSEWHERE)
+    return importlib.import_module(f"{PACKAGE}.{module}")
+
+
+def bench() -> App:
+    """Return the command with its subcommands; outside the repository, one that says where they are."""
+    if is_here():
+        commands: App = benchmarks("cli").bench
+        return commands
+    stub = App(name="bench", help=f"Measure speed and accuracy. {ELSEWHERE}")
+
+    @stub.default
+    def elsewhere(*words: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
+        raise UnsupportedError(ELSEWHERE)
+
+    return stub

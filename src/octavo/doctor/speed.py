@@ -1,0 +1,273 @@
+"""Checks of a model's speed: layers in FP8, silent fallbacks, shapes, launch-bound steps, host syncs."""
+
+from __future__ import annotations
+
+import math
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from octavo import kernels
+from octavo.conversion.gain import predicted_gain
+from octavo.doctor.check import Finding, check, failure, ok, skipped, warning
+from octavo.doctor.subjects import Trial, a_gpu, fp8_layers
+from octavo.nn import Conv1d, Conv2d, Linear
+from octavo.nn.hooks import hooked
+from octavo.recipes import Recipe
+from octavo.train.profile import profile
+
+
+@check(
+    "layers",
+    symptom="FP8 takes the same time and memory as BF16",
+    remedy="octavo plan gives the reason for each layer in BF16; --min-gain 0 also converts layers without gain.",
+)
+def layers(trial: Trial) -> Finding:
+    """Count the layers with GEMMs, and those in FP8 by recipe."""
+    kinds = nn.Linear | nn.Conv1d | nn.Conv2d
+    total = sum(isinstance(module, kinds) for module in trial.model.modules())
+    recipes = Counter(layer.recipe.name for layer in trial.layers.values())
+    weights = {str(layer.weight.dtype)[6:] for layer in trial.layers.values()}
+    seen = f"{recipes.total()} of {total} layers are in FP8"
+    if not recipes:
+        return warning(seen, layers=total)
+    listed = ", ".join(f"{count} by {name}" if len(recipes) > 1 else name for name, count in recipes.items())
+    parameters = sum(p.numel() for p in trial.model.parameters())
+    seen = f"{seen} ({listed}), weights of {' and '.join(sorted(weights))}, {parameters / 1e6:,.2f} M parameters"
+    return ok(seen, layers=total, fp8=recipes.total(), parameters=parameters, recipes=dict(recipes))
+
+
+@check(
+    "fallback",
+    symptom="FP8 is no faster than BF16, or much slower",
+    remedy="Choose a recipe that this GPU has kernels for (octavo doctor --only kernels), or keep the layer in BF16.",
+    needs=fp8_layers,
+)
+def fallback(trial: Trial) -> Finding:
+    """Count the FP8 GEMMs of one step by kernel, and collect the reasons of fallbacks."""
+    with kernels.record() as ledger:
+        trial.step()
+    ran = dict(ledger.gemms)
+    rows = [{"kernel": kernel, "products": count} for kernel, count in ran.items()]
+    if ledger.fallbacks:
+        more = f" (and {len(ledger.fallbacks) - 1} more)" if len(ledger.fallbacks) > 1 else ""
+        return failure(f"{ledger.fallbacks[0]}{more}", rows=rows, fallbacks=list(ledger.fallbacks), products=ran)
+    if not ran:
+        remedy = "Call octavo.convert, outside octavo.disabled. Layers whose class was changed since are not FP8."
+        return failure(f"{len(trial.layers)} layers are converted, but no GEMM ran in FP8", remedy=remedy)
+    return ok(
+        f"GEMMs per step: {', '.join(f'{count} {kernel}' for kernel, count in ran.items())}", rows=rows, products=ran
+    )
+
+
+Layer = Linear | Conv1d | Conv2d
+
+
+@check(
+    "shapes",
+    symptom="a small model, or a small batch, is slower in FP8",
+    remedy="Keep such layers in BF16 (--min-gain 1, Policy(min_gain=1.0)), or use more tokens per step.",
+    needs=fp8_layers,
+)
+def shapes(trial: Trial) -> Finding:
+    """Predict the gain of every FP8 layer on an H200, for its tokens per step."""
+    return judge_shapes(_shape_rows(trial), on_gpu=trial.device.type == "cuda")
+
+
+def judge_shapes(rows: list[dict[str, Any]], *, on_gpu: bool) -> Finding:
+    """Return the finding for rows of `layer`, `shape`, `tokens`, `gain`, `pads`; on a CPU, FP8 never pays."""
+    lost, padded = [r for r in rows if r["gain"] < 1], [r for r in rows if r["pads"]]
+    least = min(rows, key=lambda row: row["gain"])
+    seen = f"{len(lost)} of {len(rows)} layers lose, most {least['layer']}: predicted gain {least['gain']:.2f}"
+    if not on_gpu:
+        return skipped(f"FP8 never pays on a CPU; on an H200, {seen}" if lost else "FP8 never pays on a CPU")
+    if lost:
+        return warning(seen, rows=rows, lost=len(lost), gain=least["gain"])
+    if padded:
+        remedy = f"Make features and tokens multiples of {padded[0]['pads']}."
+        return warning(f"{len(padded)} of {len(rows)} layers are padded in every GEMM", remedy=remedy, rows=rows)
+    return ok(f"{len(rows)} layers gain, least {least['layer']}: predicted {least['gain']:.2f}", gain=least["gain"])
+
+
+def _shape_rows(trial: Trial) -> list[dict[str, Any]]:
+    """Return one row per layer that ran."""
+    tokens: dict[str, int] = {}
+
+    def count(name: str, layer: Layer) -> Callable[..., None]:
+        def hook(module: object, inputs: object, y: Tensor) -> None:
+            tokens[name] = y.numel() // layer.weight.shape[0]
+
+        return hook
+
+    hooks = (layer.register_forward_hook(count(name, layer)) for name, layer in trial.layers.items())
+    with hooked(hooks), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        trial.loss()
+    return [_shape_row(name, trial.layers[name], seen) for name, seen in tokens.items()]
+
+
+def _shape_row(name: str, layer: Layer, tokens: int) -> dict[str, Any]:
+    out, features = layer.weight.shape[0], math.prod(layer.weight.shape[1:])
+    taps = 0 if isinstance(layer, Linear) else math.prod(layer.kernel_size)
+    gain = predicted_gain(layer.recipe, out, features, tokens, taps)
+    multiple = _multiple(layer.recipe)
+    pads = multiple if any(size % multiple for size in (out, features, tokens)) else 0
+    return {"layer": name, "shape": f"{out} x {features}", "tokens": tokens, "gain": round(gain, 3), "pads": pads}
+
+
+def _multiple(recipe: Recipe) -> int:
+    """Return the multiple that GEMM dimensions are padded to."""
+    tiled = any(not {a.granularity, b.granularity} <= {"tensor", "row", "column"} for _, a, b in recipe.gemms())
+    return 128 if tiled else 16
+
+
+STEPS = 5
+WARM_UP = 3
+BUSY = 0.9
+"""Share of a step with the device busy, below which it is waiting for something."""
+HOST = 0.9
+"""Share of a step that the host spends launching, above which the step is launch-bound."""
+TRACE = "step.json"
+
+
+class Timing(NamedTuple):
+    """Mean seconds per step."""
+
+    host: float
+    """Until the host has launched everything."""
+    step: float
+    """Until the device is done as well."""
+    busy: float
+    """With at least one kernel running."""
+
+
+class Clock:
+    """Clock of host and device; tests replace it."""
+
+    def now(self) -> float:
+        """Return the host's time in seconds."""
+        return time.perf_counter()
+
+    def wait(self) -> None:
+        """Wait until the device is idle."""
+        torch.cuda.synchronize()
+
+    def busy(self, step: Callable[[], Any], trace: Path | None) -> float:
+        """Return the mean seconds per step with at least one kernel running, and write a trace."""
+        return profile(step, STEPS, None if trace is None else trace / TRACE).busy / 1e3
+
+
+@check(
+    "launches",
+    symptom="the GPU is underused; a larger batch takes no more time",
+    remedy="Compile (--compile on), use more tokens per step, or capture the step in a CUDA graph.",
+    needs=a_gpu,
+)
+def launches(trial: Trial) -> Finding:
+    """Time a few steps on host and device; with `--trace DIR`, write a Chrome trace."""
+    return judge_timing(measure(trial.step, Clock(), trial.trace))
+
+
+def measure(step: Callable[[], Any], clock: Clock, trace: Path | None = None) -> Timing:
+    """Time steps that each start on an idle device, so that the host cannot run ahead."""
+    for _ in range(WARM_UP):
+        step()
+    host = whole = 0.0
+    for _ in range(STEPS):
+        clock.wait()
+        start = clock.now()
+        step()
+        host += clock.now() - start
+        clock.wait()
+        whole += clock.now() - start
+    return Timing(host / STEPS, whole / STEPS, clock.busy(step, trace))
+
+
+def judge_timing(timing: Timing) -> Finding:
+    """Return the finding for a timing."""
+    busy, host = timing.busy / timing.step, timing.host / timing.step
+    numbers: dict[str, Any] = {"host_ms": 1e3 * timing.host, "step_ms": 1e3 * timing.step, "busy_ms": 1e3 * timing.busy}
+    seen = f"a step takes {numbers['step_ms']:.2f} ms, with the device busy for {numbers['busy_ms']:.2f} ms"
+    if busy >= BUSY:
+        return ok(seen, **numbers)
+    if host >= HOST:
+        return warning(f"launch-bound: {seen}, the host launching for {numbers['host_ms']:.2f} ms", **numbers)
+    remedy = "The device waits for something other than launches: see a trace (--trace DIR)."
+    return warning(f"{seen}, but not waiting for the host", remedy=remedy, **numbers)
+
+
+_WARNING = "called a synchronizing"
+_TORCH, _PYTHON = (str(Path(module.__file__ or "").parent) for module in (torch, traceback))
+
+
+class CodeLine(NamedTuple):
+    """A line of code."""
+
+    file: str
+    """Full path."""
+    line: int
+    code: str
+
+
+@check(
+    "host syncs",
+    symptom="the GPU is idle between steps, or within one",
+    remedy="Keep values on the device, and read them (.item(), .cpu(), print, if) only when a step is logged.",
+    needs=a_gpu,
+)
+def syncs(trial: Trial) -> Finding:
+    """Run a step in PyTorch's sync debug mode, which does not report torch.cuda.synchronize()."""
+    trial.step()  # one-time setup in the first step may wait
+    with recorded_syncs() as places:
+        trial.step()
+    return judge_syncs(places)
+
+
+def judge_syncs(places: Counter[CodeLine]) -> Finding:
+    """Return the finding for the lines that waited in one step, with counts."""
+    if not places:
+        return ok("no host sync in a step", waits=0)
+    rows = [{"place": f"{p.file}:{p.line}", "code": p.code, "waits": count} for p, count in places.most_common()]
+    place, _ = places.most_common(1)[0]
+    where = f"{'/'.join(Path(place.file).parts[-2:])}:{place.line}: {place.code}"
+    seen = f"{places.total()} host syncs per step, most in {where}"
+    return warning(seen, rows=rows, waits=places.total())
+
+
+@contextmanager
+def recorded_syncs() -> Iterator[Counter[CodeLine]]:
+    """Collect the lines within the block that make the host wait for a CUDA device."""
+    places: Counter[CodeLine] = Counter()
+    before = torch.cuda.get_sync_debug_mode()
+
+    def record(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
+        if _WARNING in str(message):
+            places[_caller()] += 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = record
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield places
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+
+def _caller() -> CodeLine:
+    """Return the innermost line that is neither in PyTorch, nor in Python, nor in this file."""
+    stack = traceback.extract_stack()
+    frame = ([frame for frame in stack if _is_user_code(frame.filename)] or stack)[-1]
+    return CodeLine(frame.filename, frame.lineno or 0, frame.line or "")
+
+
+def _is_user_code(file: str) -> bool:
+    is_pythons = file.startswith(_PYTHON) and "site-packages" not in file
+    return file != __file__ and not file.startswith(_TORCH) and not is_pythons

@@ -1,0 +1,287 @@
+"""Answers to the page's requests, as JSON or packed arrays. The server sends them one by one; a report holds all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.errors import ConfigError, StoreError, did_you_mean
+from octavo.monitor.dashboard.packing import pack, to_json
+from octavo.monitor.dashboard.runs import RunCollection
+from octavo.monitor.dashboard.speed import speed
+from octavo.monitor.dashboard.verdict import gap_of, loss_key, newest, verdict
+from octavo.monitor.store import ROLES, RunReader, config_difference
+
+POINTS, BUCKETS = 1500, 300
+EVENTS = 2000
+"""Number of newest events sent."""
+MAX_POINTS = 5000
+"""Maximum number of points or buckets per request."""
+RECENT = 200
+"""Steps searched for the newest value of a scalar."""
+MAX_COMPARED = 8
+"""Maximum number of runs to compare."""
+
+
+class Answer(NamedTuple):
+    """Body of an answer: JSON or packed arrays."""
+
+    body: bytes
+    is_json: bool
+
+
+class Query:
+    """Parameters of a request, each with one or several values.
+
+    Raises:
+        ConfigError: from any method, if a value is missing or invalid.
+    """
+
+    def __init__(self, values: Mapping[str, Sequence[str]]) -> None:
+        self._values = values
+
+    def text(self, name: str, among: Sequence[str] = ()) -> str:
+        """Return a required value; one of `among` if given."""
+        found = self._values.get(name, ())
+        if len(found) != 1:
+            raise ConfigError(f"'{name}' is required once, as in ?{name}=...")
+        if among and found[0] not in among:
+            raise ConfigError(f"{name}={found[0]}: expected one of {', '.join(among)}.{did_you_mean(found[0], among)}")
+        return found[0]
+
+    def number(self, name: str, default: int) -> int:
+        """Return a whole number between 1 and `MAX_POINTS`."""
+        found = self._values.get(name, ())
+        if not found:
+            return default
+        if not found[0].isdecimal() or not 1 <= int(found[0]) <= MAX_POINTS:
+            raise ConfigError(f"{name}={found[0]}: expected a whole number from 1 to {MAX_POINTS}.")
+        return int(found[0])
+
+    def several(self, name: str) -> list[str]:
+        """Return all values of a name."""
+        return list(self._values.get(name, ()))
+
+
+def runs(known: RunCollection, query: Query) -> Answer:
+    """All runs, newest first, with their main properties."""
+    return Answer(to_json({"folder": known.title, "runs": [_entry(known, name) for name in known.names()]}), True)
+
+
+def live(known: RunCollection, query: Query) -> Answer:
+    """Progress of one run: a few numbers that change with each write."""
+    run = known.open(query.text("run"))
+    return Answer(to_json({"version": run.version(), "step": run.last_step, "state": run.state()}), True)
+
+
+def run(known: RunCollection, query: Query) -> Answer:
+    """Documents, layers and verdict of a run."""
+    name = query.text("run")
+    opened = known.open(name)
+    found = verdict(opened)
+    last = opened.last_step
+    recent = opened.scalars(first=last - RECENT)
+    body = {
+        "id": name,
+        "name": opened.name,
+        "state": opened.state(),
+        "step": last,
+        "newest": {key: newest(series) for key, series in recent.items()},
+        "heartbeat": opened.heartbeat,
+        "verdict": {**found._asdict(), "findings": [finding._asdict() for finding in found.findings]},
+        "sessions": [session._asdict() for session in opened.sessions],
+        "stats": list(opened.stats),
+        "roles": [role for role in ROLES if any(row.role == role for row in opened.tensors)],
+        "layers": _layers(opened),
+        "keys": opened.keys(),
+        **{document: opened.document(document) for document in ("config", "env", "plan", "corpus", "summary")},
+    }
+    return Answer(to_json(body), True)
+
+
+def scalars(known: RunCollection, query: Query) -> Answer:
+    """Scalars over steps: `key/x`, `key/y` for each requested `key`; by default all."""
+    opened = known.open(query.text("run"))
+    series = opened.scalars(query.several("key") or None, points=query.number("points", POINTS))
+    arrays: dict[str, Any] = {}
+    for key, found in series.items():
+        arrays[f"{key}/x"], arrays[f"{key}/y"] = found.points()
+    return Answer(pack(arrays), False)
+
+
+def heatmap(known: RunCollection, query: Query) -> Answer:
+    """One statistic of one role: `values` (layers, buckets), `first` and `last` step of each bucket."""
+    opened = known.open(query.text("run"))
+    stat, role = query.text("stat", opened.stats), query.text("role", ROLES)
+    pool = query.text("pool", ("max", "min")) if query.several("pool") else "max"
+    found = opened.heatmap(stat, role, pool=pool, buckets=query.number("buckets", BUCKETS))
+    arrays: dict[str, Any] = {"values": found.values, "first": found.first, "last": found.last}
+    return Answer(pack(arrays, {"layers": found.layers}), False)
+
+
+def series(known: RunCollection, query: Query) -> Answer:
+    """One statistic of one layer, by role: `ROLE/x`, `ROLE/y`."""
+    opened = known.open(query.text("run"))
+    stat, points = query.text("stat", opened.stats), query.number("points", POINTS)
+    arrays: dict[str, Any] = {}
+    for role, found in opened.series_by_role(query.text("layer"), stat, points=points).items():
+        arrays[f"{role}/x"], arrays[f"{role}/y"] = found.points()
+    return Answer(pack(arrays), False)
+
+
+def histograms(known: RunCollection, query: Query) -> Answer:
+    """The newest histogram of each role of a layer, with the range of its format and the SQNR of that step."""
+    opened = known.open(query.text("run"))
+    layer = _layer(opened, query)
+    return Answer(to_json({role: _histogram(opened, layer, role) for role in _roles(opened, layer)}), True)
+
+
+def events(known: RunCollection, query: Query) -> Answer:
+    """The newest events, oldest first."""
+    found = known.open(query.text("run")).events()
+    newest = [event._asdict() for event in found[-EVENTS:]]
+    return Answer(to_json({"count": len(found), "events": newest}), True)
+
+
+def performance(known: RunCollection, query: Query) -> Answer:
+    """Series of `speed`, with facts in the header."""
+    arrays, facts = speed(known.open(query.text("run")), points=query.number("points", POINTS))
+    return Answer(pack(arrays, {"facts": facts}), False)
+
+
+def compare(known: RunCollection, query: Query) -> Answer:
+    """Configuration differences of some runs, and the state of each."""
+    names = query.several("run")[:MAX_COMPARED]
+    opened = [known.open(name) for name in names]
+    differences = [difference._asdict() for difference in config_difference(opened)] if len(opened) > 1 else []
+    keys = sorted({key for each in opened for key in each.keys()} - {"time"})  # noqa: SIM118 (a method of the reader)
+    body = {"runs": [_entry(known, name) for name in names], "differences": differences, "keys": keys}
+    return Answer(to_json(body), True)
+
+
+ANSWERS: dict[str, Callable[[RunCollection, Query], Answer]] = {
+    answer.__name__: answer
+    for answer in (runs, live, run, scalars, heatmap, series, histograms, events, performance, compare)
+}
+"""Answers by the last part of their URL."""
+
+
+def _entry(known: RunCollection, name: str) -> dict[str, Any]:
+    """Return an entry of the list of runs; for an unreadable run, with the error."""
+    try:
+        opened = known.open(name)
+        found = verdict(opened)
+        last = opened.last_step
+        recent = opened.scalars(first=last - RECENT)
+    except StoreError as error:
+        return {"id": name, "name": name, "error": str(error)}
+    loop = opened.config.get("run")
+    key = loss_key(recent)
+    return {
+        "id": name,
+        "name": name if name != "." else opened.name,
+        "state": opened.state(),
+        "level": found.level,
+        "verdict": found.text,
+        "step": last,
+        "steps": loop.get("steps") if isinstance(loop, dict) else None,
+        "recipe": opened.plan.get("recipe"),
+        "device": opened.env.get("device"),
+        "parameters": opened.env.get("parameters"),
+        "loss": newest(recent.get(key)) if key else None,
+        "gap_percent": gap_of(opened, recent),
+        "tokens_per_second": newest(recent.get("tokens_per_second")),
+        "heldout_loss": opened.summary.get("heldout_loss_fp8"),
+        "started": opened.sessions[0].started,
+        "heartbeat": opened.heartbeat,
+    }
+
+
+def _layers(opened: RunReader) -> list[dict[str, Any]]:
+    """Return the measured layers in model order, with the quantisation of each role."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in opened.tensors:
+        layer = found.setdefault(row.layer, {"name": row.layer, "roles": {}})
+        layer["roles"][row.role] = {"operand": row.operand, "shape": list(row.shape)}
+    return list(found.values())
+
+
+def _layer(opened: RunReader, query: Query) -> str:
+    layer = query.text("layer")
+    names = {row.layer for row in opened.tensors}
+    if layer not in names:
+        raise StoreError(f"this run has no telemetry of layer '{layer}'.{did_you_mean(layer, names)}")
+    return layer
+
+
+def _roles(opened: RunReader, layer: str) -> list[str]:
+    measured = {row.role for row in opened.tensors if row.layer == layer}
+    return [role for role in ROLES if role in measured]
+
+
+def _histogram(opened: RunReader, layer: str, role: str) -> dict[str, Any] | None:
+    found = opened.histogram(layer, role)
+    if found is None:
+        return None
+    step, low, counts = found
+    index = next(i for i, row in enumerate(opened.tensors) if (row.layer, row.role) == (layer, role))
+    held = format_range(opened.tensors[index].operand)
+    body: dict[str, Any] = {"step": step, "low": low, "counts": counts.tolist(), "window": held}
+    body["sqnr"] = _sqnr(opened, step, index)
+    if held is not None:
+        body["below"], body["above"] = outside(counts, low, held)
+    return body
+
+
+def _sqnr(opened: RunReader, step: int, index: int) -> float:
+    """Return the signal-to-quantisation-noise ratio of a tensor at a step in dB; NaN if not measured."""
+    try:
+        _, values = opened.snapshot(step)
+    except StoreError:
+        return float("nan")
+    return float(values[index, opened.stats.index("sqnr")]) if "sqnr" in opened.stats else float("nan")
+
+
+class FormatRange(NamedTuple):
+    """Range of a format, from OFP8 1.0, table 1."""
+
+    largest: float
+    smallest_normal: float
+    smallest_subnormal: float
+
+
+RANGES = {"e4m3": FormatRange(448.0, 2.0**-6, 2.0**-9), "e5m2": FormatRange(57344.0, 2.0**-14, 2.0**-16)}
+"""The same values as in `octavo.numerics.formats`, which needs torch; a test compares the two."""
+
+
+def format_range(operand: str) -> dict[str, Any] | None:
+    """Return the representable range of a quantised tensor, as exponents of 2 of |x| / scale.
+
+    Magnitudes from `lowest` to `highest` have a code, from `normal` with the full mantissa. Histograms count |x| /
+    scale too, so that a tensor of many scales has one range. None for an unknown format, or no quantisation.
+    """
+    name = next((name for name in RANGES if name in operand.lower()), None)
+    if name is None:
+        return None
+    limits = RANGES[name]
+    return {
+        "format": name,
+        "lowest": math.log2(limits.smallest_subnormal) - 1,  # larger values round up to the smallest code
+        "normal": math.log2(limits.smallest_normal),
+        "highest": math.log2(limits.largest),
+    }
+
+
+def outside(counts: NDArray[np.uint32], low: int, held: dict[str, Any]) -> tuple[float, float]:
+    """Return the shares of elements below and above a range, by whole bins: bin i is [2^(low+i), 2^(low+i+1))."""
+    total = float(counts.sum())
+    if not total:
+        return 0.0, 0.0
+    starts = low + np.arange(len(counts))
+    below = counts[starts + 1 <= held["lowest"]].sum()
+    above = counts[starts >= held["highest"]].sum()
+    return float(below) / total, float(above) / total

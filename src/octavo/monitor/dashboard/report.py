@@ -1,0 +1,108 @@
+"""The page as one file with its style, scripts, Plotly and all data, compressed. It needs no network."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from urllib.parse import urlencode
+
+from octavo.errors import StoreError
+from octavo.monitor.dashboard import page
+from octavo.monitor.dashboard.answers import ANSWERS, Query
+from octavo.monitor.dashboard.runs import RunCollection, RunSelection
+from octavo.monitor.store import OF_CODES
+
+BUCKETS = 150
+"""Buckets of a report's heat maps, from which its layer pages are drawn too."""
+POINTS = 800
+"""Points per series of a report."""
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data: blob:; base-uri"
+    " 'none'; form-action 'none'"
+)
+
+Request = tuple[str, list[tuple[str, str]]]
+
+
+def report(runs: Sequence[str | Path], output: str | Path) -> Path:
+    """Write a report of one run, or of several side by side, and return its path.
+
+    Raises:
+        StoreError: a run does not exist, or the file cannot be written.
+        UnsupportedError: plotly is not installed.
+    """
+    script = page.plotly().read_text("utf-8")
+    known = RunSelection(runs)
+    try:
+        held = {_request_key(*request): _answer(known, *request) for request in _requests(known)}
+    finally:
+        known.close()
+    data = base64.b64encode(zlib.compress(json.dumps(held).encode(), 6)).decode()
+    head = page.joined([
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+        f"<style>{page.text_of(page.STYLE)}</style>",
+        f'<link rel="icon" href="{page.as_data(page.text_of(page.ICON), "image/svg+xml")}">',
+        f"<script>{page.safe_in_script(script)}</script>",
+    ])  # fmt: skip
+    start = page.joined([
+        f'<script type="application/octet-stream" id="held">{data}</script>',
+        '<script type="module">import "octavo/app.js";</script>',
+    ])  # fmt: skip
+    html = page.page(head, {name: page.as_data(text) for name, text in page.scripts().items()}, start)
+    return _write(Path(output), html)
+
+
+def _requests(known: RunCollection) -> Iterator[Request]:
+    """Yield the requests that the page of a report can make."""
+    names = known.names()
+    yield "runs", []
+    yield "compare", [("run", name) for name in names]
+    for name in names:
+        of = ("run", name)
+        opened = known.open(name)
+        for answer in ("live", "run", "events"):
+            yield answer, [of]
+        yield "scalars", [of, ("points", str(POINTS))]
+        yield "performance", [of, ("points", str(POINTS))]
+        for stat in opened.stats:
+            for role in dict.fromkeys(row.role for row in opened.tensors):
+                if role == "grad_weight" and stat in OF_CODES:
+                    continue
+                for pool in ("max", "min"):
+                    yield "heatmap", [of, ("stat", stat), ("role", role), ("pool", pool), ("buckets", str(BUCKETS))]
+        for layer in dict.fromkeys(row.layer for row in opened.tensors):
+            yield "histograms", [of, ("layer", layer)]
+
+
+def _answer(known: RunCollection, name: str, parameters: list[tuple[str, str]]) -> dict[str, object]:
+    values: dict[str, list[str]] = {}
+    for key, value in parameters:
+        values.setdefault(key, []).append(value)
+    found = ANSWERS[name](known, Query(values))
+    if found.is_json:
+        return {"json": json.loads(found.body)}
+    return {"arrays": base64.b64encode(found.body).decode()}
+
+
+def _request_key(name: str, parameters: list[tuple[str, str]]) -> str:
+    """Return the page's key of an answer, independent of the number of points."""
+    kept = [(key, value) for key, value in parameters if key not in ("points", "buckets")]
+    return f"{name}?{urlencode(kept)}"
+
+
+def _write(path: Path, text: str) -> Path:
+    """Write a file atomically."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(text, "utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be written: {error.strerror}.") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return path

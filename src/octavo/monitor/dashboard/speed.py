@@ -1,0 +1,176 @@
+"""Throughput, utilisation, energy and memory of a run, from its store."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.errors import ConfigError
+from octavo.models import ModelConfig, flops_per_token
+from octavo.models.flops import datasheet_tflops
+from octavo.monitor.store import RunReader, Series
+from octavo.monitor.store.series import sampled
+
+Floats = NDArray[np.float64]
+LANES = ("fp8", "bf16")
+JOULES_PER_KWH = 3.6e6
+
+
+def speed(run: RunReader, *, points: int = 1500) -> tuple[dict[str, Floats], dict[str, Any]]:
+    """Return series to draw, each `name/x` and `name/y`, and facts.
+
+    Series over steps, with LANE `fp8` or `bf16`: `tokens_per_second_LANE`, `tflops_LANE`, and
+    `utilisation_LANE_of_PEAK` in percent of NVIDIA's dense peak for the GPU. System readings by step: the keys of the
+    table `system`. FLOPs count the model's operations once, without recomputation, in any precision.
+    """
+    per_token, counted = _operations(run)
+    per_step = _tokens_per_step(run)
+    bf16_peak = datasheet_tflops(str(run.env.get("device", "")))
+    gpus = int(run.env.get("world_size") or 1)
+    peaks = {} if bf16_peak is None else {"bf16": bf16_peak * gpus, "fp8": 2 * bf16_peak * gpus}
+    facts: dict[str, Any] = {
+        "flops_per_token": per_token,
+        "operations": counted,
+        "tokens_per_step": per_step,
+        "peak_tflops": peaks,
+        "gpus": gpus,
+    }
+    found: dict[str, Floats] = {}
+    for lane in LANES:
+        series = run.scalar(f"milliseconds_{lane}", points=points)
+        if len(series):
+            _lane(found, facts, lane, series, per_token, per_step, peaks)
+    if "milliseconds_fp8" in facts and "milliseconds_bf16" in facts:
+        facts["speedup"] = facts["milliseconds_bf16"] / facts["milliseconds_fp8"]
+    overall = run.scalar("tokens_per_second", points=points)
+    if len(overall):
+        _put(found, "tokens_per_second", *overall.points())
+        facts["tokens_per_second"] = _typical(overall)
+    machine = _machine(run, points)
+    found |= machine
+    facts |= _energy(run, per_step)
+    facts |= _memory(run, machine)
+    return found, facts
+
+
+def _lane(
+    found: dict[str, Floats],
+    facts: dict[str, Any],
+    lane: str,
+    series: Series,
+    per_token: float | None,
+    per_step: float | None,
+    peaks: Mapping[str, float],
+) -> None:
+    """Add the series and facts derived from one model's step time."""
+    steps, milliseconds = series.points()
+    _put(found, f"milliseconds_{lane}", steps, milliseconds)
+    typical = facts[f"milliseconds_{lane}"] = _typical(series)
+    if not per_step:
+        return
+    _put(found, f"tokens_per_second_{lane}", steps, 1e3 * per_step / milliseconds)
+    facts[f"tokens_per_second_{lane}"] = 1e3 * per_step / typical
+    if not per_token:
+        return
+    tera = per_token * per_step * 1e-9  # FLOPs per step; divided by milliseconds, TFLOP/s
+    _put(found, f"tflops_{lane}", steps, tera / milliseconds)
+    facts[f"tflops_{lane}"] = tera / typical
+    for name, peak in peaks.items():
+        _put(found, f"utilisation_{lane}_of_{name}", steps, 100 * tera / milliseconds / peak)
+        facts[f"utilisation_{lane}_of_{name}"] = 100 * tera / typical / peak
+
+
+def _operations(run: RunReader) -> tuple[float | None, str]:
+    """Return the FLOPs of training per token, and how they are counted."""
+    model, data = run.config.get("model"), run.config.get("data")
+    if isinstance(model, dict) and isinstance(data, dict) and data.get("sequence"):
+        known = {field.name for field in dataclasses.fields(ModelConfig)}
+        try:
+            given = {"sequence": data["sequence"], **{key: value for key, value in model.items() if key in known}}
+            config = ModelConfig(**given)
+            return float(flops_per_token(config, int(data["sequence"]))), "6 N + 6 L D T (PaLM, appendix B)"
+        except (ConfigError, TypeError, ValueError):
+            pass  # another program's configuration, with the same keys
+    parameters = run.env.get("parameters")
+    if parameters:
+        return 6.0 * float(parameters), "6 times the parameters, without attention"
+    return None, "neither the model nor its parameters are recorded"
+
+
+def _tokens_per_step(run: RunReader) -> float | None:
+    loop, data = run.config.get("run"), run.config.get("data")
+    if isinstance(loop, dict) and isinstance(data, dict) and loop.get("batch") and data.get("sequence"):
+        return float(loop["batch"]) * float(data["sequence"])
+    series = run.scalar("tokens", first=run.last_step - 200)
+    if len(series) < 2:
+        return None
+    return float((series.high[-1] - series.high[0]) / (series.last[-1] - series.last[0]))
+
+
+def _typical(series: Series) -> float:
+    """Return the median without the first tenth, which includes compilation and warm-up."""
+    middle = (series.low + series.high)[len(series) // 10 :] / 2
+    return float(np.nanmedian(middle)) if np.isfinite(middle).any() else math.nan
+
+
+def _machine(run: RunReader, points: int) -> dict[str, Floats]:
+    rows = run.system()
+    clock = run.scalar("time", points=points)
+    times = np.array([row["t"] for row in rows])
+    if len(clock) > 1:
+        steps = np.interp(times, clock.low, clock.first.astype(np.float64))
+    else:
+        steps = times - times[:1].sum() if len(times) else times
+    found: dict[str, Floats] = {}
+    for key in sorted({key for row in rows for key in row} - {"t"}):
+        values = np.array([row.get(key, math.nan) for row in rows], dtype=np.float64)
+        series = sampled(np.arange(len(values)), values, points)
+        index, kept = series.points()
+        _put(found, key, steps[index], kept)
+    return found
+
+
+def _energy(run: RunReader, per_step: float | None) -> dict[str, float]:
+    """Return joules per step and token, and tokens per kWh, since the last session, when the counter restarted."""
+    rows = [row for row in run.system() if "gpu_energy_joules" in row]
+    clock = run.scalar("time", points=2000)
+    if len(rows) < 2 or len(clock) < 2:
+        return {}
+    energies = np.array([row["gpu_energy_joules"] for row in rows])
+    start = int(np.flatnonzero(np.diff(energies) < 0)[-1]) + 1 if (np.diff(energies) < 0).any() else 0
+    steps = np.interp([row["t"] for row in rows], clock.low, clock.first.astype(np.float64))
+    joules, made = float(energies[-1] - energies[start]), float(steps[-1] - steps[start])
+    if made <= 0 or joules <= 0:
+        return {}
+    facts = {"joules": float(energies[-1]), "joules_per_step": joules / made}
+    if per_step:
+        facts |= {
+            "joules_per_token": joules / made / per_step,
+            "tokens_per_kwh": JOULES_PER_KWH * made * per_step / joules,
+        }
+    return facts
+
+
+def _memory(run: RunReader, machine: Mapping[str, Floats]) -> dict[str, Any]:
+    """Return the newest memory in bytes by kind, and the forecast of the peak if the summary has one."""
+    newest = {key: float(values[-1]) for key in machine if (values := machine[key]).size and key.endswith("bytes/y")}
+    known = {key.removesuffix("/y"): value for key, value in newest.items()}
+    kinds: dict[str, float] = {}
+    if "torch_allocated_bytes" in known:
+        kinds["tensors"] = known["torch_allocated_bytes"]
+    if "torch_reserved_bytes" in known:
+        kinds["reserved by PyTorch, free"] = max(known["torch_reserved_bytes"] - kinds.get("tensors", 0), 0)
+    if "gpu_memory_bytes" in known:
+        kinds["other on the GPU"] = max(known["gpu_memory_bytes"] - sum(kinds.values()), 0)
+    if "process_memory_bytes" in known:
+        kinds["host memory of the process"] = known["process_memory_bytes"]
+    return {"memory_bytes": kinds, "predicted_gib": run.summary.get("predicted_gib_by_kind") or {}}
+
+
+def _put(found: dict[str, Floats], name: str, x: NDArray[Any], y: NDArray[Any]) -> None:
+    found[f"{name}/x"], found[f"{name}/y"] = x.astype(np.float64), y.astype(np.float64)

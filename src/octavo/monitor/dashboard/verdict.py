@@ -1,0 +1,225 @@
+"""The verdict on a run, in words: its main measurements against the limits defined here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.errors import StoreError
+from octavo.monitor.store import RunReader, Series
+
+LEVELS = ("healthy", "watch", "unhealthy", "unknown")
+LIMITS = {"nonfinite": 0.0, "saturated": 1e-3, "flushed": 5e-2}
+"""Limits of the shares of a tensor's elements, mean over the newest snapshots."""
+GAP_LIMIT = 1.0
+"""Limit of the loss above the BF16 twin's, in percent."""
+GAP_STEPS = 50
+"""Number of newest recorded steps whose mean gap is judged."""
+RISE_LIMIT = 5.0
+"""Limit of the loss above its minimum, in percent."""
+SNAPSHOTS = 16
+"""Number of newest snapshots whose mean is judged."""
+SHARE = 0.1
+"""Share of a run that counts as recent."""
+_PREDICATES = {"nonfinite": "is not finite", "saturated": "saturates", "flushed": "is flushed to zero"}
+
+
+class RunFinding(NamedTuple):
+    """One finding about a run."""
+
+    level: str
+    """`healthy` (for information), `watch` or `unhealthy`."""
+    text: str
+    layer: str = ""
+    """Layer concerned; empty for the whole run."""
+    view: str = ""
+    """View of the page with details."""
+
+
+class RunVerdict(NamedTuple):
+    """Verdict on a run."""
+
+    level: str
+    """One of `LEVELS`."""
+    text: str
+    """One or two sentences."""
+    findings: list[RunFinding]
+    """Findings, worst first."""
+
+
+def verdict(run: RunReader) -> RunVerdict:
+    """Return the present verdict. Reads only the newest rows, however long the run."""
+    last = run.last_step
+    losses = _recent(run, last)
+    found = worst_first([*of_state(run), *of_tensors(run), *of_loss(run), *of_events(run)])
+    if not last:
+        return RunVerdict("unknown", "No measurements yet: no step was completed.", found)
+    level = found[0].level if found else "healthy"
+    opening = {"healthy": "Healthy", "watch": "Check", "unhealthy": "Unhealthy"}[level]
+    reasons = [finding.text for finding in found if finding.level == level != "healthy"]
+    reason = f"{reasons[0]}{f' (and {len(reasons) - 1} more)' * (len(reasons) > 1)}." if reasons else ""
+    facts = _facts(run, losses, last)
+    facts = f"{facts[0].upper()}{facts[1:]}" if reason else facts
+    return RunVerdict(level, " ".join(part for part in (f"{opening}:", reason, f"{facts}.") if part), found)
+
+
+def worst_first(findings: Iterable[RunFinding]) -> list[RunFinding]:
+    """Sort findings, worst first."""
+    return sorted(findings, key=lambda finding: LEVELS.index(finding.level), reverse=True)
+
+
+def loss_key(keys: Any) -> str | None:
+    """Return the name of the main loss: of the FP8 model, or of the only one."""
+    return next((key for key in ("loss_fp8", "loss", "loss_bf16") if key in keys), None)
+
+
+def newest(series: Series | None) -> float:
+    """Return the last value of a series; NaN if empty."""
+    return float(series.high[-1]) if series is not None and len(series) else math.nan
+
+
+def _recent(run: RunReader, last: int) -> dict[str, Series]:
+    """Return the scalars of the last tenth of the run, but at least 200 steps."""
+    return run.scalars(first=last - max(int(SHARE * last), 200) + 1)
+
+
+def _facts(run: RunReader, losses: dict[str, Series], last: int) -> str:
+    planned = _steps_of(run)
+    parts = [f"step {last:,}" + (f" of {planned:,}" if planned else "")]
+    key = loss_key(losses)
+    if key is not None:
+        parts.append(f"loss {newest(losses[key]):.3f}")
+    gap = gap_of(run, losses)
+    if gap is not None:
+        where = " on held-out text" if "gap_percent" in run.summary else ""
+        parts.append(f"{abs(gap):.2f} % {'above' if gap >= 0 else 'below'} the BF16 twin{where}")
+    layers = run.plan.get("layers", [])
+    if layers:
+        parts.append(f"{sum('fp8' in layer['precision'] for layer in layers)} of {len(layers)} layers in FP8")
+    return ", ".join(parts)
+
+
+def _steps_of(run: RunReader) -> int:
+    loop = run.config.get("run")
+    return int(loop.get("steps") or 0) if isinstance(loop, dict) else 0
+
+
+def gap_of(run: RunReader, losses: Mapping[str, Series]) -> float | None:
+    """Return the loss above the twin's in percent: on held-out text at the end, before that over the newest steps.
+
+    `losses` are recent scalars; the mean of the newest `GAP_STEPS` counts.
+    """
+    final = run.summary.get("gap_percent")
+    if final is not None:
+        return float(final)
+    series = losses.get("gap_percent")
+    values = series.high[np.isfinite(series.high)] if series is not None else np.zeros(0)
+    return float(values[-GAP_STEPS:].mean()) if len(values) else None
+
+
+def of_state(run: RunReader) -> Iterator[RunFinding]:
+    """Yield a finding if the run failed, was interrupted, or is silent."""
+    state = run.state()
+    if state == "failed":
+        text = run.sessions[-1].text
+        yield RunFinding("unhealthy", f"the run failed{f': {text}' if text else ''}", view="events")
+    elif state == "silent":
+        yield RunFinding("watch", "nothing is being written: the run was killed, or hangs")
+    elif state == "interrupted":
+        yield RunFinding("watch", "the run was interrupted")
+
+
+def of_loss(run: RunReader) -> Iterator[RunFinding]:
+    """Yield findings about the loss: not a number, above the twin's, above its minimum."""
+    last = run.last_step
+    losses = _recent(run, last)
+    key = loss_key(losses)
+    if key is None:
+        return
+    if not math.isfinite(newest(losses[key])):
+        yield RunFinding("unhealthy", "the loss is not a number", view="overview")
+    gap = gap_of(run, losses)
+    if gap is not None and gap > GAP_LIMIT:
+        text = f"the loss is {gap:.1f} % above the BF16 twin's (limit {GAP_LIMIT:g} %)"
+        yield RunFinding("unhealthy" if gap > 5 * GAP_LIMIT else "watch", text, view="overview")
+    rise = _rise(run, key, losses[key], last)
+    if rise > RISE_LIMIT:
+        text = f"the loss is {rise:.0f} % above its minimum"
+        yield RunFinding("unhealthy" if rise > 10 * RISE_LIMIT else "watch", text, view="overview")
+
+
+def _rise(run: RunReader, key: str, recent: Series, last: int) -> float:
+    """Return the newest loss above the minimum in percent, both medians of several steps; 0 if the run is too short."""
+    values = recent.high[np.isfinite(recent.high)][-100:]
+    if len(values) < 20:
+        return 0.0
+    earlier = run.scalar(key, last=last - len(values) + 1, points=200)
+    lows = earlier.low[np.isfinite(earlier.low)]
+    if len(lows) < 20:
+        return 0.0
+    lowest = min(float(np.median(lows[start : start + 10])) for start in range(0, len(lows) - 9, 5))
+    # The minimum of a bucket lies below its mean, by about the spread of the newest steps.
+    spread = float(np.median(values) - values.min()) if not earlier.is_exact else 0.0
+    return 100 * (float(np.median(values)) - spread - lowest) / abs(lowest) if lowest else 0.0
+
+
+def of_tensors(run: RunReader) -> Iterator[RunFinding]:
+    """Yield, for each of `LIMITS`, the tensor that exceeds it most."""
+    try:
+        step, _ = run.snapshot()
+    except StoreError:
+        return
+    values = _newest_snapshots(run, step)
+    tensors = run.tensors
+    for stat, limit in LIMITS.items():
+        if stat not in run.stats:
+            continue
+        shares = values[:, run.stats.index(stat)]
+        over = np.flatnonzero(np.nan_to_num(shares) > limit)
+        if not len(over):
+            continue
+        worst = tensors[int(over[np.argmax(shares[over])])]
+        others = f", and {len(over) - 1} more tensors" if len(over) > 1 else ""
+        bound = f" (limit {percent(limit)})" if limit else ""
+        text = f"{percent(float(np.nanmax(shares)))} of {worst.layer} {worst.role} {_PREDICATES[stat]}{bound}{others}"
+        yield RunFinding("unhealthy" if stat == "nonfinite" else "watch", text, worst.layer, "layers")
+
+
+def _newest_snapshots(run: RunReader, step: int) -> NDArray[np.float32]:
+    """Return the mean of the newest snapshots, (tensors, statistics); NaN without measurements."""
+    taken = [run.snapshot(step)]
+    while len(taken) < SNAPSHOTS and taken[-1][0] > 0:
+        try:
+            taken.append(run.snapshot(taken[-1][0] - 1))
+        except StoreError:
+            break
+    stack = np.stack([values for _, values in taken])
+    counts = (~np.isnan(stack)).sum(axis=0)
+    mean: NDArray[np.float32] = np.where(counts > 0, np.nansum(stack, axis=0) / np.maximum(counts, 1), np.nan)
+    return mean
+
+
+def of_events(run: RunReader) -> Iterator[RunFinding]:
+    """Yield the number of errors and of warnings, with the last of each."""
+    last = run.last_step
+    for level, plural in (("error", "errors"), ("warning", "warnings")):
+        events = run.events(level=level)
+        if not events:
+            continue
+        newest = events[-1]
+        is_recent = newest.step >= (1 - SHARE) * last
+        severity = ("unhealthy" if level == "error" else "watch") if is_recent else "healthy"
+        count = f"{len(events)} {level if len(events) == 1 else plural}"
+        action = f", {newest.action}" if newest.action else ""
+        yield RunFinding(
+            severity, f"{count}, the last at step {newest.step:,}: {newest.text}{action}", newest.layer or "", "events"
+        )
+
+
+def percent(share: float) -> str:
+    """Format a share (0 to 1) as percent."""
+    return f"{100 * share:.3g} %"

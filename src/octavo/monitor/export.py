@@ -1,0 +1,184 @@
+"""Export of a run to files that other programs read: Parquet, CSV, TensorBoard."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from octavo.errors import ConfigError, StoreError, UnsupportedError, did_you_mean
+from octavo.monitor.store import RunReader
+from octavo.monitor.tensorboard import write_tensorboard
+
+Batch = Mapping[str, Sequence[Any]]
+"""Equally long columns by name."""
+_AT_ONCE = 64
+"""Snapshots per batch."""
+
+
+class ExportTable(NamedTuple):
+    """A table to export."""
+
+    columns: tuple[str, ...]
+    batches: Callable[[], Iterator[Batch]]
+
+
+def tables(run: RunReader) -> dict[str, ExportTable]:
+    """Return the tables of a run, by name.
+
+    - `scalars`: one row per step, one column per scalar; empty (NaN) without a value.
+    - `telemetry`: one row per step, layer and role; one column per statistic.
+    - `histograms`: one row per step, layer, role and exponent: `count` elements with 2^exponent <= |x| / scale <
+      2^(exponent + 1).
+    - `tensors`, `events`, `system`: as in the run store.
+    """
+    keys = run.keys()
+    readings = run.system()
+    measured = sorted({key for reading in readings for key in reading} - {"t"})
+    events = run.events()
+    fields = ("id", "step", "t", "level", "rule", "layer", "role", "value", "limit", "action", "text")
+    return {
+        "scalars": ExportTable(("step", *keys), lambda: iter([_scalars(run, keys)])),
+        "telemetry": ExportTable(("step", "layer", "role", *run.stats), lambda: _telemetry(run)),
+        "histograms": ExportTable(("step", "layer", "role", "exponent", "count"), lambda: _histograms(run)),
+        "tensors": ExportTable(("layer", "role", "operand", "shape"), lambda: iter([_tensors(run)])),
+        "events": ExportTable(fields, lambda: iter([{key: [getattr(e, key) for e in events] for key in fields}])),
+        "system": ExportTable(
+            ("t", *measured), lambda: iter([{key: [r.get(key) for r in readings] for key in ("t", *measured)}])
+        ),
+    }
+
+
+def _scalars(run: RunReader, keys: Sequence[str]) -> Batch:
+    series = run.scalars()
+    steps = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *(found.first for found in series.values())]))
+    columns: dict[str, Sequence[Any]] = {"step": steps.tolist()}
+    for key in keys:
+        column = np.full(len(steps), np.nan)
+        if key in series:
+            column[np.searchsorted(steps, series[key].first)] = series[key].low
+        columns[key] = column.tolist()
+    return columns
+
+
+def _telemetry(run: RunReader) -> Iterator[Batch]:
+    tensors = run.tensors
+    layers, roles = [row.layer for row in tensors], [row.role for row in tensors]
+    for steps, values in run.snapshots(at_once=_AT_ONCE):
+        flat = values.reshape(-1, len(run.stats))
+        names = {"layer": layers * len(steps), "role": roles * len(steps)}
+        columns = {stat: flat[:, column].tolist() for column, stat in enumerate(run.stats)}
+        yield {"step": np.repeat(steps, len(tensors)).tolist(), **names, **columns}
+
+
+def _histograms(run: RunReader) -> Iterator[Batch]:
+    tensors = run.tensors
+    for step, index, low, counts in run.histograms():
+        row, bins = tensors[index], len(counts)
+        yield {
+            "step": [step] * bins,
+            "layer": [row.layer] * bins,
+            "role": [row.role] * bins,
+            "exponent": range(low, low + bins),
+            "count": counts.tolist(),
+        }
+
+
+def _tensors(run: RunReader) -> Batch:
+    rows = run.tensors
+    return {
+        "layer": [row.layer for row in rows],
+        "role": [row.role for row in rows],
+        "operand": [row.operand for row in rows],
+        "shape": ["x".join(map(str, row.shape)) for row in rows],
+    }
+
+
+_TEXT = {"layer", "role", "operand", "shape", "level", "rule", "action", "text"}
+_WHOLE = {"id", "step", "exponent", "count"}
+
+
+def write_csv(run: RunReader, folder: Path) -> list[Path]:
+    """Write one `<table>.csv` per table; NaN and missing values are empty cells."""
+    written = []
+    for name, table in tables(run).items():
+        path = folder / f"{name}.csv"
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(table.columns)
+            for row in _rows(table):
+                writer.writerow("" if isinstance(cell, float) and math.isnan(cell) else cell for cell in row)
+        written.append(path)
+    return written
+
+
+def write_parquet(run: RunReader, folder: Path) -> list[Path]:
+    """Write one `<table>.parquet` per table, compressed with zstd.
+
+    Raises:
+        UnsupportedError: pyarrow is not installed.
+    """
+    try:
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise UnsupportedError("Parquet needs the package pyarrow: pip install octavo[parquet]") from error
+    written = []
+    for name, table in tables(run).items():
+        kinds = {key: _kind(arrow, key, name) for key in table.columns}
+        schema = arrow.schema(list(kinds.items()))
+        path = folder / f"{name}.parquet"
+        with parquet.ParquetWriter(path, schema, compression="zstd") as file:
+            for batch in table.batches():
+                arrays = [arrow.array(batch[key], type=kind) for key, kind in kinds.items()]
+                file.write_table(arrow.Table.from_arrays(arrays, schema=schema))
+        written.append(path)
+    return written
+
+
+def _kind(arrow: Any, key: str, table: str) -> Any:
+    """Return the type of a column; layer and role, which repeat at every step, are dictionary-encoded."""
+    if key in _TEXT:
+        return arrow.dictionary(arrow.int32(), arrow.string()) if table == "telemetry" else arrow.string()
+    if key in _WHOLE:
+        return arrow.int64()
+    return arrow.float32() if table == "telemetry" else arrow.float64()
+
+
+def _rows(table: ExportTable) -> Iterator[tuple[Any, ...]]:
+    for batch in table.batches():
+        yield from zip(*(batch[key] for key in table.columns), strict=True)
+
+
+FORMATS: dict[str, Callable[[RunReader, Path], list[Path]]] = {
+    "parquet": write_parquet,
+    "csv": write_csv,
+    "tensorboard": write_tensorboard,
+}
+"""Functions that write a run into a folder and return the files. To add a format, add a line."""
+
+
+def export(run: str | Path | RunReader, to: str, folder: str | Path) -> list[Path]:
+    """Write a run as files of another format and return their paths. The run may still be training.
+
+    Raises:
+        ConfigError: an unknown format.
+        StoreError: there is no run, or `folder` cannot be written.
+        UnsupportedError: the format needs a package that is not installed.
+    """
+    if to not in FORMATS:
+        raise ConfigError(f"unknown format '{to}'.{did_you_mean(to, FORMATS)} Known: {', '.join(FORMATS)}.")
+    folder = Path(folder)
+    reader = run if isinstance(run, RunReader) else RunReader(run)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return FORMATS[to](reader, folder)
+    except OSError as error:
+        raise StoreError(f"{folder}: cannot be written ({error.strerror}).") from error
+    finally:
+        if reader is not run:
+            reader.close()

@@ -1,0 +1,115 @@
+"""Measurements of a step on their way from the device: scalars, and telemetry of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from octavo.errors import ConfigError
+from octavo.kernels.download import Download
+
+
+class AsyncScalars:
+    """Scalars of one step, gathered on the GPU and copied to the host asynchronously in one piece.
+
+    Args:
+        step: step that measured them.
+        scalars: numbers, or tensors of one element on any device; CUDA tensors on the same device.
+
+    Raises:
+        ConfigError: a tensor has more than one element.
+    """
+
+    def __init__(self, step: int, scalars: Mapping[str, float | Tensor]) -> None:
+        self.step = step
+        for key, value in scalars.items():
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise ConfigError(
+                    f"monitor.step: '{key}' has {value.numel()} elements, not 1; pass its mean, for example."
+                )
+        plain = {key: value.detach() if isinstance(value, Tensor) else value for key, value in scalars.items()}
+        on_gpu = {key: value for key, value in plain.items() if isinstance(value, Tensor) and value.is_cuda}
+        self._known = {key: float(value) for key, value in plain.items() if key not in on_gpu}
+        self._keys = list(on_gpu)
+        scalar = [value.reshape(()).float() for value in on_gpu.values()]
+        self._copy = Download(torch.stack(scalar) if scalar else torch.empty(0))
+
+    def has_arrived(self) -> bool:
+        """Return True if `read` would not wait."""
+        return self._copy.has_arrived()
+
+    def read(self) -> dict[str, float]:
+        """Return the numbers. Waits for pending copies, but not for later work of the GPU."""
+        return {**self._known, **dict(zip(self._keys, self._copy.result().tolist(), strict=True))}
+
+
+Snapshot = tuple[int, NDArray[np.float32]]
+"""A step and its statistics, float32 (tensors, statistics)."""
+
+
+class TelemetrySource(Protocol):
+    """Interface of `octavo.nn.telemetry.Telemetry`."""
+
+    done: int
+    """Steps completed."""
+
+    @property
+    def rows(self) -> Sequence[tuple[Any, ...]]:
+        """Row labels of a snapshot: layer, role, operand, and the shape if it is fixed."""
+        ...
+
+    def step(self) -> None:
+        """End a step that no optimizer step has ended."""
+        ...
+
+    def snapshot(self) -> Snapshot | None:
+        """Return the next snapshot that has arrived, or None. Never waits.
+
+        Histograms of that step, if any, are then in `histograms`, as in `Telemetry`.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Wait until all measurements have arrived."""
+        ...
+
+    def restart(self, done: int) -> None:
+        """Continue after step `done` and drop pending measurements: the run was rolled back."""
+        ...
+
+    def detach(self) -> None:
+        """Stop measuring."""
+        ...
+
+
+def telemetry_of(
+    model: nn.Module, every: int = 1, histograms_every: int = 0, *, together: bool = False, order: Sequence[str] = ()
+) -> TelemetrySource | None:
+    """Return the telemetry of a model's FP8 layers, or None without any; arguments as of `Telemetry`.
+
+    Args:
+        together: merge values over all ranks, all of which must call this.
+        order: names of all layers of the model, if ranks have different ones.
+    """
+    from octavo.nn.telemetry import Telemetry
+
+    group = dist.new_group() if together else None
+    source = Telemetry(model, every, histograms_every=histograms_every, group=group, order=order)
+    return source if source.rows else None
+
+
+def arrived(source: TelemetrySource | None) -> Iterator[Snapshot]:
+    """Yield the snapshots that have arrived since the last call."""
+    while source is not None and (taken := source.snapshot()) is not None:
+        yield taken
+
+
+def histograms_of(source: TelemetrySource | None) -> NDArray[np.float32] | None:
+    """Return the histograms of the last snapshot, or None."""
+    return getattr(source, "histograms", None)

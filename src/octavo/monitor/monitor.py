@@ -1,0 +1,241 @@
+"""`octavo.Monitor`: a run store for a custom training loop.
+
+with octavo.Monitor(model, "runs/mine") as monitor:
+    for batch in batches:
+        loss = train_on(batch)
+        monitor.step(loss=loss, lr=lr)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from octavo._util.dist import is_first_rank
+from octavo.errors import ConfigError
+from octavo.guard import Alarm, GuardConfig, Observation
+from octavo.guard.alarms import AlarmRules
+from octavo.monitor.measurements import AsyncScalars, TelemetrySource, arrived, histograms_of, telemetry_of
+from octavo.monitor.recorder import Recorder
+from octavo.monitor.store.writer import outcome_of
+from octavo.monitor.system import environment
+
+LOSS, GRADIENT_NORM, LEARNING_RATE = ("loss", "loss_fp8"), ("gradient_norm", "grad_norm"), ("lr", "learning_rate")
+"""Names of the scalars that alarms check; others are only stored."""
+
+
+class MonitorAlarms:
+    """Checks the guardrails for each step once its scalars and tensors have arrived, in order.
+
+    Args:
+        config: limits. The mode `act` is not supported here.
+        rows: row labels of the tensors; empty without telemetry.
+        on_alarm: called with each alarm.
+
+    Raises:
+        ConfigError: the mode is `act`.
+    """
+
+    def __init__(self, config: GuardConfig, rows: Sequence[tuple[Any, ...]], on_alarm: Callable[[Alarm], None]) -> None:
+        if config.mode == "act":
+            raise ConfigError(
+                "octavo.Monitor: guardrails can only watch here. To act, use octavo.guard.Loop or `octavo train`."
+            )
+        self._config, self._on_alarm = config, on_alarm
+        self._watch = AlarmRules(config, rows)
+        self._scalars: dict[int, Mapping[str, float]] = {}
+        self._tensors: dict[int, NDArray[np.float32]] = {}
+        self._newest = 0 if rows else math.inf
+        self._reported: dict[str, int] = {}
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Add the scalars of a step."""
+        self._scalars[step] = values
+        self._check(self._newest)
+
+    def tensors(self, step: int, values: NDArray[np.float32]) -> None:
+        """Add the tensors of a step; none of earlier steps may follow."""
+        self._newest = step
+        self._tensors[step] = values
+        self._check(step)
+
+    def close(self) -> None:
+        """Check the remaining steps."""
+        self._check(math.inf)
+
+    def _check(self, complete: float) -> None:
+        """Check the steps up to `complete`, the last one whose tensors have arrived."""
+        for step in sorted(step for step in self._scalars if step <= complete):
+            scalars, values = self._scalars.pop(step), self._tensors.pop(step, None)
+            if self._config.mode == "watch":
+                loss, norm, lr = (_first(scalars, names) for names in (LOSS, GRADIENT_NORM, LEARNING_RATE))
+                self._check_one(Observation(step, loss, norm, lr, values))
+        if self._scalars:
+            self._tensors = {step: values for step, values in self._tensors.items() if step >= min(self._scalars)}
+
+    def _check_one(self, seen: Observation) -> None:
+        alarm = self._watch.check(seen)
+        if alarm is not None:
+            self._on_alarm(alarm)
+        for over in self._watch.over_budget(seen):
+            key = f"{over.layer} {over.role} {over.rule}"
+            if over.step - self._reported.get(key, -self._config.quiet) >= self._config.quiet:
+                self._reported[key] = over.step
+                self._on_alarm(over)
+
+
+def _first(values: Mapping[str, float], names: Sequence[str]) -> float:
+    """Return the first scalar present; 0, which breaks no rule, if none is."""
+    return next((values[name] for name in names if name in values), 0.0)
+
+
+class Monitor:
+    """Writes `run.sqlite` in `directory` while a model trains. Does nothing on ranks other than 0.
+
+    Ranks are those of the process group, or before its creation those that `torchrun` has started.
+
+    No call waits for the GPU or the disk: tensors are copied asynchronously and written when they have arrived.
+
+    Args:
+        model: converted or not; without FP8 layers, everything but tensor telemetry is recorded.
+        directory: directory of the run, created if missing.
+        config: settings of the run as a nested mapping, stored for reference and for comparing runs.
+        plan: return value of `octavo.convert`.
+        trackers: `wandb`, `trackio`, `mlflow`; each receives a few aggregates per step.
+        resume_from: number of steps completed: continues the run in `directory`, deleting its records past them.
+        overwrite: replace an existing run.
+        telemetry: source of tensor statistics; by default `octavo.nn.telemetry.Telemetry(model, histograms_every=100)`
+            on rank 0, None for none. For statistics over all ranks, create one with a `group` on all ranks.
+        guard: limits beyond which an event is recorded: NaN, spikes of `loss` and `gradient_norm`, jumps of weights,
+            saturated or flushed tensors. To let guardrails act, see `octavo.guard.Loop`.
+
+    Raises:
+        StoreError: `directory` cannot be written, or contains a run and neither `resume_from` nor `overwrite` is given.
+        ConfigError: an unknown tracker, or a `guard` in mode `act`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        directory: str | Path,
+        *,
+        config: Mapping[str, Any] | None = None,
+        plan: Any = None,
+        trackers: Sequence[str] = (),
+        resume_from: int | None = None,
+        overwrite: bool = False,
+        telemetry: TelemetrySource | str | None = "auto",
+        guard: GuardConfig | None = None,
+    ) -> None:
+        self.done = resume_from or 0
+        """Steps completed."""
+        self._pending: deque[AsyncScalars] = deque()
+        self._recorder: Recorder | None = None
+        self._source: TelemetrySource | None = (
+            None if isinstance(telemetry, str) else telemetry
+        )  # a group needs it on every rank
+        if not is_first_rank():
+            return
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._recorder = Recorder(
+            directory,
+            keep_until=resume_from,
+            overwrite=overwrite,
+            gpu=(device.index or 0) if device.type == "cuda" else None,
+            trackers=trackers,
+            config=config or {},
+        )
+        self._describe(model, device, plan)
+        if isinstance(telemetry, str):
+            self._source = telemetry_of(model, histograms_every=100)
+        if self._source is not None:
+            self._source.done = self.done
+            self._recorder.tensors(self._source.rows)
+        rows = () if self._source is None else self._source.rows
+        self._rules = MonitorAlarms(guard or GuardConfig(), rows, self._record_alarm)
+
+    def step(self, step: int | None = None, /, **scalars: float | Tensor) -> None:
+        """Record a step with its scalars: numbers, or tensors of one element on any device.
+
+        Call it after the optimizer's step. `step` is the number of steps completed, by default one more than before.
+
+        Raises:
+            ConfigError: a tensor has more than one element, or `step` does not exceed the previous one.
+        """
+        number = self.done + 1 if step is None else step
+        if number <= self.done:
+            raise ConfigError(f"monitor.step({number}): step {self.done} is already recorded; steps must increase.")
+        self.done = number
+        if self._recorder is None:
+            return
+        self._pending.append(AsyncScalars(number, scalars))
+        self._write_arrived()
+        self._write_tensors(self._recorder)
+
+    def event(self, text: str, *, rule: str = "user", **details: Any) -> None:
+        """Record an event. `details`: level (`info`, `warning`, `error`), layer, role, value, limit, action."""
+        if self._recorder is not None:
+            self._recorder.event(self.done, rule, text, **details)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Write pending data and the outcome of the run. Idempotent."""
+        recorder = self._recorder
+        if recorder is None:
+            return
+        while self._pending:
+            scalars = self._pending.popleft()
+            self._write(recorder, scalars)
+        if self._source is not None:
+            self._source.wait()
+            self._write_tensors(recorder)
+            self._source.detach()
+        self._rules.close()
+        self._recorder = None
+        recorder.close(*outcome_of(error))
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(error)
+
+    def _write_arrived(self) -> None:
+        while self._recorder is not None and self._pending and self._pending[0].has_arrived():
+            self._write(self._recorder, self._pending.popleft())
+
+    def _write(self, recorder: Recorder, scalars: AsyncScalars) -> None:
+        values = scalars.read()
+        recorder.step(scalars.step, values)
+        self._rules.scalars(scalars.step, values)
+
+    def _write_tensors(self, recorder: Recorder) -> None:
+        for measured, values in arrived(self._source):
+            recorder.step(measured, None, values, histograms_of(self._source))
+            self._rules.tensors(measured, values)
+
+    def _record_alarm(self, alarm: Alarm) -> None:
+        where = {"layer": alarm.layer or None, "role": alarm.role or None}
+        level = "error" if alarm.rule == "nonfinite" else "warning"
+        if self._recorder is not None:
+            details = {"value": alarm.value, "limit": alarm.limit, "level": level, **where}
+            self._recorder.event(alarm.step, alarm.rule, str(alarm), **details)
+
+    def _describe(self, model: nn.Module, device: torch.device, plan: Any) -> None:
+        if self._recorder is None:
+            return
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        self._recorder.document("env", {**environment(device), "parameters": parameters}, step=self.done)
+        if plan is not None:
+            self._recorder.document("plan", json.loads(plan.to_json()), step=self.done)

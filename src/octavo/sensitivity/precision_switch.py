@@ -1,0 +1,141 @@
+"""Switch single layers and GEMMs between FP8 and high precision, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import combinations
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from octavo.conversion.apply import convert, revert
+from octavo.conversion.plan import LayerPlan
+from octavo.conversion.policy import Policy
+from octavo.errors import ConfigError
+from octavo.nn import Linear
+from octavo.nn.conv import Convolution
+from octavo.recipes import GEMMS, Recipe, RecipeLike, load
+
+Choice = tuple[str, ...]
+"""The GEMMs that run in FP8, in the order of `GEMMS`; () is all in high precision."""
+
+
+def choices(recipe: Recipe) -> dict[Choice, Recipe]:
+    """Return every choice that the recipe allows, as a recipe; fewest GEMMs first, starting with ().
+
+    Some depend on each other: a `folded` dgrad or wgrad reads the codes of fprop and needs it in FP8.
+    """
+    own = tuple(gemm for gemm in GEMMS if recipe.gemm(gemm).is_fp8)
+    found: dict[Choice, Recipe] = {(): load("bf16"), own: replace(recipe, modules={})}
+    for choice in (choice for count in range(1, len(own)) for choice in combinations(own, count)):
+        wide = {gemm: replace(recipe.gemm(gemm), precision="bf16") for gemm in own if gemm not in choice}
+        try:
+            found[choice] = replace(found[own], name=f"{recipe.name} {'+'.join(choice)}", **wide)  # type: ignore[arg-type]
+        except ConfigError:
+            continue
+    return {choice: found[choice] for choice in sorted(found, key=lambda choice: (len(choice), _order(choice)))}
+
+
+def without(choice: Choice, gemm: str) -> Choice:
+    """Return the choice without one GEMM."""
+    return tuple(each for each in choice if each != gemm)
+
+
+def alone(gemm: str, offered: dict[Choice, Recipe]) -> tuple[Choice, Choice]:
+    """Return the smallest choice that a GEMM can be added to, and that choice with it: the pair to measure it by.
+
+    Raises:
+        ConfigError: no choice has this GEMM in FP8 and is valid without it.
+    """
+    for choice in offered:
+        if gemm in choice and without(choice, gemm) in offered:
+            return without(choice, gemm), choice
+    raise ConfigError(f"{gemm} cannot be measured: no recipe has it in FP8 and is valid without it.")
+
+
+def _order(choice: Choice) -> list[int]:
+    return [GEMMS.index(gemm) for gemm in choice]
+
+
+Layer = Linear | Convolution
+
+
+def weight_of(layer: Layer) -> Tensor:
+    """Return the weight, (N, K), or (N, C, *kernel)."""
+    return cast(Tensor, layer.weight)
+
+
+class PrecisionSwitch:
+    """The layers of a converted model that can run in FP8; initially all in high precision."""
+
+    layers: dict[str, Layer]
+    """By full name, in the order of the model."""
+    rows: dict[str, LayerPlan]
+    offered: dict[str, dict[Choice, Recipe]]
+    """The choices of each layer."""
+
+    def __init__(self, model: nn.Module, rows: Mapping[str, LayerPlan], recipes: Mapping[str, Recipe]) -> None:
+        self.model = model
+        self.rows = dict(rows)
+        self.layers = {name: cast(Layer, model.get_submodule(name)) for name in rows}
+        self.offered = {name: choices(recipes[name]) for name in rows}
+        self.set({})
+
+    def set(self, chosen: Mapping[str, Choice]) -> None:
+        """Apply choices; layers that are not named compute in high precision."""
+        for name, layer in self.layers.items():
+            choice = chosen.get(name, ())
+            layer.enabled = bool(choice)
+            if choice:
+                layer.recipe = self.offered[name][choice]
+
+    @contextmanager
+    def using(self, chosen: Mapping[str, Choice]) -> Iterator[None]:
+        """Apply choices inside the block; all layers are in high precision after it."""
+        self.set(chosen)
+        try:
+            yield
+        finally:
+            self.set({})
+
+    def all(self, gemm: str) -> dict[str, Choice]:
+        """Return the choice of one GEMM alone for every layer whose recipe allows it."""
+        return {name: (gemm,) for name, offered in self.offered.items() if (gemm,) in offered}
+
+
+@contextmanager
+def switchable(
+    model: nn.Module, recipe: RecipeLike, policy: Policy | None, tokens: int, scales: str | None
+) -> Iterator[PrecisionSwitch]:
+    """Make every layer switchable inside the block: layer by layer, without fusion, in evaluation mode.
+
+    Layers with no predicted gain are included. The model is restored afterwards.
+
+    Raises:
+        ConfigError: the model is converted already, or no layer of it would be in FP8.
+    """
+    if any(isinstance(module, Layer) for module in model.modules()):
+        raise ConfigError("the model is converted already. Localise before octavo.convert, or after octavo.revert.")
+    policy = _one_by_one(policy or Policy())
+    modes = {module: module.training for module in model.modules()}
+    plan = convert(model, recipe, policy=policy, tokens=tokens, scales=scales)
+    try:
+        rows = {row.name: row for row in plan.layers if row.is_fp8}
+        if not rows:
+            raise ConfigError(
+                f"recipe '{plan.recipe.name}' puts no layer in FP8: there is nothing to localise. Choose another"
+                " recipe, or a policy that keeps fewer layers in BF16."
+            )
+        model.eval()
+        yield PrecisionSwitch(model, rows, plan.recipes)
+    finally:
+        revert(model)
+        for module, training in modes.items():
+            module.training = training
+
+
+def _one_by_one(policy: Policy) -> Policy:
+    kept: dict[str, Any] = {"activation_inputs": "bf16", "norm_inputs": "bf16", "attention_output": "bf16"}
+    return replace(policy, fuse=False, min_gain=0.0, weights="as_they_are", requantise=(), **kept)

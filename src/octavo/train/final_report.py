@@ -1,0 +1,97 @@
+"""The final report of a run in a terminal: results, location, next commands."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from octavo.train.events import Finished
+from octavo.train.plot import plot
+
+_MODELS = {"fp8": "FP8", "bf16": "BF16"}
+
+
+def final_report(console: Console, event: Finished) -> None:
+    """Print the results, the loss curves and the next commands."""
+    curves = {
+        f"loss {title}": [
+            (line["step"], line[f"loss_{model}"]) for line in event.history if line.get(f"loss_{model}") is not None
+        ]
+        for model, title in _MODELS.items()
+    }
+    console.print()
+    switches = [line["step"] for line in event.history if "precision_fp8" in line]
+    drawn = plot({name: points for name, points in curves.items() if points}, marks={"FP8 to BF16 or back": switches})
+    console.print(drawn, soft_wrap=True)
+    console.print()
+    for label, value in _facts(event):
+        console.print(f"{label:<22}{value}", markup=False, soft_wrap=True)
+    console.print("\nNext", markup=False)
+    commands = _next(event)
+    width = max(len(command) for command, _ in commands) + 3
+    for command, purpose in commands:
+        console.print(f"  {command:<{width}}{purpose}", markup=False, soft_wrap=True)
+
+
+def _facts(event: Finished) -> Iterator[tuple[str, str]]:
+    summary = event.summary
+    for model, title in _MODELS.items():
+        loss = summary[f"heldout_loss_{model}"]
+        if loss is not None:
+            surprise = summary[f"perplexity_{model}"]
+            yield f"held-out loss {title}", f"{loss:.4f} nats per token, perplexity {surprise:.3f}"
+    if summary["gap_percent"] is not None:
+        yield "gap", f"{summary['gap_percent']:+.3f} % (FP8 against BF16, held-out)"
+    if summary["unigram_entropy"] is not None:
+        yield (
+            "unigram entropy",
+            f"{summary['unigram_entropy']:.4f} nats per token (token frequencies alone)",
+        )
+    for model, title in _MODELS.items():
+        if summary["skipped_steps"].get(model):
+            yield f"skipped steps {title}", f"{summary['skipped_steps'][model]} (their gradients overflowed)"
+    yield "trained on", f"{summary['tokens']:,} tokens in {_duration(summary['seconds'])}, {_speed(summary)}"
+    if summary["weights"] != "fp32":
+        yield "weights", f"{summary['weights']}, {summary['weight_bytes_per_parameter']:.2f} bytes per parameter"
+    if summary["optimizer_states"] != "fp32" or summary["weights"] != "fp32":
+        taken = f"{summary['optimizer_bytes_per_parameter']:.2f} bytes per parameter"
+        yield "optimizer states", f"{summary['optimizer_states']}, {taken}"
+    if summary["heldout_loss_fp8"] is not None:
+        yield "FP8 GEMMs run", _gemms(summary["fp8_gemms"])
+        yield "fallbacks", "; ".join(summary["fallbacks"]) or "none"
+    files = "summary.json, metrics.jsonl, run.sqlite, plan.json, config.json, checkpoints"
+    yield "stored in", f"{event.directory} ({files})"
+
+
+def _speed(summary: Mapping[str, Any]) -> str:
+    times = [
+        f"{title} {summary[f'step_milliseconds_{model}']:.0f} ms per step"
+        for model, title in _MODELS.items()
+        if summary[f"step_milliseconds_{model}"] is not None
+    ]
+    return ", ".join([f"{summary['tokens_per_second'] or math.nan:,.0f} tokens/s", *times])
+
+
+def _gemms(gemms: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {kernel}" for kernel, count in sorted(gemms.items())) or "none"
+
+
+def _next(event: Finished) -> Sequence[tuple[str, str]]:
+    stored, more = event.directory / "config.json", 2 * event.summary["steps"]
+    other = "block" if event.summary["recipe"] == "folded" else "folded"
+    served = [(f"octavo export {event.directory}", "weights and tokenizer for vLLM, SGLang, transformers")]
+    return [
+        (f"octavo plan {stored}", "which precision each layer ran in, and why"),
+        (f"octavo train {stored} --resume --steps {more}", "train on"),
+        (f"octavo train {stored} --recipe {other} --out {event.directory}-{other}", "another recipe"),
+        (f"octavo eval {event.directory}", "all of the held-out text, in FP8 and in high precision"),
+        *(served if event.architecture == "llama" else []),
+    ]
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"

@@ -1,0 +1,118 @@
+"""Load a run for inspection: set up as it was trained, with the weights of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo import recipes
+from octavo._util.config_reader import read_file
+from octavo.conversion import Plan, Policy
+from octavo.errors import CheckpointError
+from octavo.numerics import Granularity, Quantized, dequantize
+from octavo.tensor import FP8Tensor
+from octavo.train import checkpoint
+from octavo.train import device as devices
+from octavo.train.config import RunConfig, assemble
+from octavo.train.setup import Setup, convert_as, make_states, policy_of, set_up
+from octavo.train.state_tensors import restore_tensors
+from octavo.train.train_state import TrainState
+
+
+def find(run: Path, step: int | None = None) -> checkpoint.Checkpoint:
+    """Return the checkpoint at `run`; for the directory of a run the newest one, or that of `step`.
+
+    Raises:
+        CheckpointError: there is none, or none of that step.
+    """
+    kept = [run] if (run / "state.json").exists() else checkpoint.find(run / "checkpoints")
+    if not kept:
+        raise CheckpointError(
+            f"{run}: contains no checkpoint. Name the directory of a run of `octavo train`, which writes one at its"
+            " end and every --checkpoint-every steps."
+        )
+    wanted = kept[-1].name if step is None else checkpoint.name_of(step)
+    path = next((path for path in kept if path.name == wanted), None)
+    if path is None:
+        names = ", ".join(path.name for path in kept)
+        raise CheckpointError(f"{run}: contains no checkpoint of step {step}. Checkpoints: {names}.")
+    return checkpoint.load(path)
+
+
+def settings_of(found: checkpoint.Checkpoint, where: str, changes: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration of the run for one model, not compiled, with changes to its section `run`.
+
+    Args:
+        found: checkpoint of the run.
+        where: the caller, for error messages.
+        changes: keys of `run`.
+    """
+    run = {"twin": False, "compile": "off", **changes}
+    return assemble((str(found.path), found.state["config"]), (where, {"run": run}))
+
+
+def restore(found: checkpoint.Checkpoint, config: RunConfig) -> Setup:
+    """Return the setup of the run with the weights of the checkpoint, and the same layers in FP8 as in training.
+
+    Raises:
+        CheckpointError: it is of another model.
+        DataError: the run's text no longer exists.
+    """
+    setup = set_up(config)
+    return replace(setup, plan=_restore(found, config, setup.states[0], setup.plan))
+
+
+def model_of(found: checkpoint.Checkpoint, config: RunConfig) -> nn.Module:
+    """Return the trained model with the weights of the checkpoint; as `restore`, without the text.
+
+    Raises:
+        CheckpointError: it is of another model.
+    """
+    return states_of(found, config)[0].model
+
+
+def states_of(found: checkpoint.Checkpoint, config: RunConfig) -> tuple[TrainState, ...]:
+    """Return the trained models with the weights of the checkpoint, the BF16 baseline last if `run.twin` is set.
+
+    Raises:
+        CheckpointError: it is of another model.
+    """
+    recipe, device = recipes.load(config.run.recipe), devices.resolve(config.run.device)
+    states, plan = make_states(config, recipe, device)
+    _restore(found, config, states[0], plan)
+    for baseline in states[1:]:
+        restore_tensors(baseline, _without_optimizer(found, baseline), found.path)
+    return states
+
+
+def _restore(found: checkpoint.Checkpoint, config: RunConfig, state: TrainState, plan: Plan | None) -> Plan | None:
+    """Load the weights of the checkpoint and convert the layers that were in FP8; return their plan."""
+    known = found.path.parent.parent / "plan.json"
+    if known.exists() and plan is not None:
+        trained = {layer["name"] for layer in read_file(known)["layers"] if "fp8" in layer["precision"]}
+        stored = policy_of(config, plan.recipe).weights
+        policy = Policy(min_gain=0.0, filter=lambda name, layer: name in trained, weights=stored)
+        plan = convert_as(config, state.model, plan.recipe, policy=policy)
+    named = _without_optimizer(found, state)
+    restore_tensors(state, {**named, **dict(_whole_rows(named))}, found.path)
+    return plan
+
+
+def _without_optimizer(found: checkpoint.Checkpoint, state: TrainState) -> dict[str, Tensor]:
+    return {name: t for name, t in found.tensors[state.name].items() if not name.startswith("optimizer.")}
+
+
+def _whole_rows(named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield FP8 weights that were split within rows, with a scale per part, requantised with one scale per row."""
+    for name, scale in named.items():
+        weight = name.removesuffix(".scale")
+        codes = named.get(f"{weight}.codes")
+        if weight != name and codes is not None and scale.shape[1] > 1:
+            parts = Quantized(codes, scale, Granularity(1, codes.shape[1] // scale.shape[1]))
+            whole = FP8Tensor.from_tensor(dequantize(parts, torch.float32))
+            yield from ((f"{weight}.{part}", tensor) for part, tensor in whole.to_tensors().items())

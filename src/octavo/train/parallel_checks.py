@@ -1,0 +1,194 @@
+"""Checks of `[parallel]` against the rest of a run file and the ranks that were started, before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch.torch_version import TorchVersion
+
+from octavo import recipes
+from octavo.errors import ConfigError
+from octavo.train.config import ParallelConfig, RunConfig
+
+_STATELESS_RECIPES = "'folded', 'rowwise', 'block' or 'tensorwise'"
+
+
+def check_parallel(config: RunConfig, ranks: int, ranks_per_host: int) -> None:
+    """Check that a run can be split over the ranks that were started.
+
+    Raises:
+        ConfigError: `[parallel]` asks for another number of ranks, or for something that the run cannot be split by.
+    """
+    parallel, run = config.parallel, config.run
+    others = parallel.data * parallel.tensor * parallel.pipeline
+    shards = parallel.shard or max(ranks // others, 1)
+    if others * shards != ranks:
+        raise ConfigError(_wrong_rank_count(parallel, others * shards, ranks))
+    if ranks == 1:
+        return
+    group = parallel.tensor * parallel.pipeline
+    parts = ranks // group
+    if run.batch % (run.accumulate * parts):
+        over = f"{parts} ranks" if group == 1 else f"{parts} groups of {group} ranks"
+        raise ConfigError(
+            f"run.batch: {run.batch} sequences cannot be split evenly over {over} with {run.accumulate} parts"
+            f" each. Take a multiple of {run.accumulate * parts}."
+        )
+    check_tensor(config, shards)
+    check_pipeline(config)
+    if run.bf16_first_steps or run.bf16_last_share:
+        raise ConfigError(
+            "run.bf16_first_steps, run.bf16_last_share: on several ranks the weights of FP8 layers are gathered as FP8"
+            " codes, in BF16 steps too. Leave both at 0, or train in one process."
+        )
+    if parallel.reduce not in (None, "fp32") and shards == 1 and parallel.data > 1:
+        raise ConfigError(
+            f"parallel.reduce: '{parallel.reduce}' applies to ranks that share the shards of a model. With data ="
+            f" {parallel.data} on {ranks} ranks nothing is sharded: copies are summed in FP32. Take a smaller data, or"
+            " 'fp32'."
+        )
+    if parallel.reduce == "two-level":
+        two_level_sizes(parallel, ranks, ranks_per_host)
+
+
+def two_level_sizes(parallel: ParallelConfig, ranks: int, ranks_per_host: int) -> tuple[int, int, int, int]:
+    """Return the mesh of a two-level reduction: copies, hosts per copy, ranks per host, tensor-parallel ranks.
+
+    Args:
+        parallel: the section of the run file.
+        ranks: number of ranks of the run.
+        ranks_per_host: number of consecutive ranks on each host.
+
+    Raises:
+        ConfigError: a host boundary splits a tensor-parallel group, or hosts would have different numbers of ranks.
+    """
+    tensor, copies = parallel.tensor, parallel.data * parallel.pipeline
+    per_copy = ranks // copies
+    fewer, more = sorted((ranks_per_host, per_copy))
+    if more % fewer or ranks_per_host % tensor:
+        raise ConfigError(
+            f"parallel.reduce: 'two-level' sums within each host first, but {per_copy} ranks per model or stage cannot"
+            f" be divided evenly over hosts of {ranks_per_host} ranks (parallel.tensor = {tensor}). Take 'fp8-block'."
+        )
+    return copies, per_copy // fewer, fewer // tensor, tensor
+
+
+def check_tensor(config: RunConfig, shards: int) -> None:
+    """Check that the layers of a run can be split over `parallel.tensor` ranks.
+
+    Args:
+        config: the run.
+        shards: ranks that FSDP2 shards each part over.
+
+    Raises:
+        ConfigError: they cannot; the message names the key to change.
+    """
+    ranks = config.parallel.tensor
+    if ranks == 1:
+        return
+    if config.model.architecture != "llama":
+        raise ConfigError(
+            f"parallel.tensor: {ranks}: tensor parallelism supports only architecture 'llama', not"
+            f" '{config.model.architecture}'. Leave it at 1; parallel.shard takes all ranks."
+        )
+    for key, size, parts in _tensor_sizes(config, ranks, shards):
+        if size % parts:
+            raise ConfigError(
+                f"{key}: {size} cannot be split evenly over {parts} ranks (parallel.tensor = {ranks}, each part sharded"
+                f" over {shards}). Take a multiple of {parts}, or fewer ranks."
+            )
+    _raise_first(_tensor_conflicts(config), f"parallel.tensor = {ranks}")
+
+
+def check_pipeline(config: RunConfig) -> None:
+    """Check that the blocks of a run can be split into stages over `parallel.pipeline` ranks.
+
+    Raises:
+        ConfigError: they cannot; the message names the key to change.
+    """
+    ranks, parallel = config.parallel.pipeline, config.parallel
+    if ranks == 1:
+        return
+    stages = ranks if parallel.schedule == "1f1b" else 2 * ranks
+    if config.model.layers < stages:
+        raise ConfigError(
+            f"model.layers: {config.model.layers} blocks are too few for {stages} stages (parallel.pipeline = {ranks},"
+            f" parallel.schedule = '{parallel.schedule}'). Take {stages} or more, or fewer ranks."
+        )
+    if config.run.accumulate % ranks:
+        raise ConfigError(
+            f"run.accumulate: {config.run.accumulate} micro-batches do not fill a pipeline of {ranks} ranks. Take a"
+            f" multiple of {ranks}; {4 * ranks} leave few ranks idle."
+        )
+    _raise_first(_pipeline_conflicts(config), f"parallel.pipeline = {ranks}")
+
+
+def _wrong_rank_count(parallel: ParallelConfig, required: int, started: int) -> str:
+    asked = f"data = {parallel.data}, shard = {parallel.shard or 'all others'}"
+    asked += f", tensor = {parallel.tensor}" if parallel.tensor > 1 else ""
+    asked += f", pipeline = {parallel.pipeline}" if parallel.pipeline > 1 else ""
+    return (
+        f"parallel: {asked} want {required} ranks, and {started} {'was' if started == 1 else 'were'} started. Start the"
+        f" run with torchrun --nproc-per-node {required} -m octavo train ..., or change them."
+    )
+
+
+def _tensor_sizes(config: RunConfig, ranks: int, shards: int) -> Iterator[tuple[str, int, int]]:
+    """Yield the key of each size that is split, the size, and the number of ranks."""
+    model = config.model
+    yield "model.heads", model.heads, ranks
+    yield "model.kv_heads", model.key_value_heads, ranks
+    yield "data.sequence", config.data.sequence, ranks
+    # FSDP2 shards each rank's output features once more, and only evenly.
+    yield "model.dim", model.dim, ranks * shards
+    yield "model.kv_heads x size of a head", model.key_value_heads * model.head_dim, ranks * shards
+    yield "model.ffn", model.ffn_dim, ranks * shards
+
+
+class _Conflict(NamedTuple):
+    """A key of a run file that cannot be combined with another one."""
+
+    key: str
+    value: object
+    reason: str
+    instead: str
+    """The value to take, as the user writes it."""
+
+
+def _tensor_conflicts(config: RunConfig) -> Iterator[_Conflict]:
+    run, parallel = config.run, config.parallel
+    if recipes.load(run.recipe).keeps_scales:
+        reason = "it keeps a scale per tensor from step to step, and each rank has part of a tensor"
+        yield _Conflict("run.recipe", run.recipe, reason, _STATELESS_RECIPES)
+    if parallel.embedding != "whole":
+        reason = "each tensor-parallel rank has the embedding, and looks up its own tokens"
+        yield _Conflict("parallel.embedding", parallel.embedding, reason, "'whole'")
+
+
+def _pipeline_conflicts(config: RunConfig) -> Iterator[_Conflict]:
+    model, run, optimizer, parallel = config.model, config.run, config.optimizer, config.parallel
+    if model.architecture != "llama":
+        yield _Conflict("model.architecture", model.architecture, "only a Llama is split into stages", "'llama'")
+    if model.tie_embeddings:
+        reason = "the embedding is also the head, which is in another stage"
+        yield _Conflict("model.tie_embeddings", "true", reason, "false")
+    if recipes.load(run.recipe).keeps_scales:
+        reason = "it keeps scales of all layers together from step to step"
+        yield _Conflict("run.recipe", run.recipe, reason, _STATELESS_RECIPES)
+    if parallel.goes_backward_by_parts:
+        if run.compile == "on":
+            reason = f"'{parallel.schedule}' splits the backward pass of a block"
+            yield _Conflict("run.compile", "on", reason, "'auto'")
+        if TorchVersion(torch.__version__) < "2.13":
+            reason = f"PyTorch {torch.__version__} splits the backward pass of its own layers only"
+            yield _Conflict("parallel.schedule", parallel.schedule, reason, "'1f1b' or 'interleaved', or PyTorch 2.13")
+    if optimizer.gradients != "wide":
+        reason = "their norm would cover one stage only"
+        yield _Conflict("optimizer.gradients", optimizer.gradients, reason, "'wide'")
+
+
+def _raise_first(conflicts: Iterable[_Conflict], setting: str) -> None:
+    for key, value, reason, instead in conflicts:
+        raise ConfigError(f"{key}: '{value}' does not go with {setting}: {reason}. Take {instead}.")

@@ -1,0 +1,186 @@
+"""A `TrainState` as named tensors, and back: everything needed to resume bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.errors import CheckpointError
+from octavo.nn.scales import scales
+from octavo.optim import Optimizer
+from octavo.optim.sharded import along_rows, spread
+from octavo.tensor import FP8Tensor, is_distributed, local
+from octavo.train.train_state import TrainState
+
+_MODEL, _OPTIMIZER, _LOSS_SCALE, _REDUCTION = "model.", "optimizer.", "loss_scale.", "reduction."
+SCALES = "scales."
+"""Prefix of the names of stored scales."""
+
+
+def state_tensors(train_state: TrainState) -> dict[str, Tensor]:
+    """Return parameters, persistent buffers, optimizer states, loss scale and stored scales by name; tied weights once.
+
+    Sharded tensors are DTensors of plain tensors that share memory with those in training.
+    """
+    tensors = {_MODEL + name: tensor for name, tensor in _weights(train_state).items()}
+    for name, parameter in train_state.parameters.items():
+        for key, value in train_state.optimizer.state.get(parameter, {}).items():
+            tensors[f"{_OPTIMIZER}{name}.{key}"] = value if is_distributed(value) else spread(key, value, parameter)
+    tensors |= {_LOSS_SCALE + key: tensor for key, tensor in train_state.loss_scale.state_dict().items()}
+    if train_state.reduction is not None:
+        tensors |= {_REDUCTION + key: tensor for key, tensor in train_state.reduction.state_dict().items()}
+    scaling_state = scales(train_state.model)
+    return tensors | (
+        {} if scaling_state is None else {SCALES + name: tensor for name, tensor in scaling_state.state_dict().items()}
+    )
+
+
+def restore_tensors(train_state: TrainState, tensors: Mapping[str, Tensor], where: Path) -> None:
+    """Copy the result of `state_tensors` into `train_state`. Nothing is copied unless everything fits.
+
+    The tensors may be unsharded although those of `train_state` are sharded: each rank then takes its part.
+
+    Raises:
+        CheckpointError: a parameter or stored scale is missing, unknown or of another shape: the model is another one.
+            Or the optimizer's states are of another tier.
+    """
+    weights, saved = _weights(train_state), _below(_MODEL, tensors)
+    _check_same_model(weights, saved, where)
+    states = dict(_states_here(train_state, tensors, where))
+    if (scaling_state := scales(train_state.model)) is not None:
+        scaling_state.load_state_dict(_below(SCALES, tensors))
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            local(tensor).copy_(local(_part(saved[name], tensor)))
+    for name, state in states.items():
+        train_state.optimizer.state.pop(train_state.parameters[name], None)  # before the first step there was none
+        if state:
+            copied = {key: tensor.to(train_state.device, copy=True) for key, tensor in state.items()}
+            train_state.optimizer.state[train_state.parameters[name]] = copied
+    train_state.loss_scale.load_state_dict(_below(_LOSS_SCALE, tensors))
+    if train_state.reduction is not None:
+        train_state.reduction.load_state_dict(_below(_REDUCTION, tensors))
+
+
+def place(train_state: TrainState, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return memory to read a tensor of `state_tensors` into, sharded as its parameter is."""
+    own = name.partition(".")[2]
+    parameter = train_state.parameters.get(own, train_state.parameters.get(own.rpartition(".")[0]))
+    if parameter is None or not is_distributed(parameter):
+        return torch.empty(shape, dtype=dtype)
+    from torch.distributed.tensor import empty
+
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    return empty(shape, dtype=dtype, device_mesh=mesh, placements=placements)
+
+
+def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _weights(train_state: TrainState) -> dict[str, Tensor]:
+    persistent = train_state.model.state_dict(keep_vars=True)
+    buffers = {name: buffer for name, buffer in train_state.model.named_buffers() if name in persistent}
+    named = {**train_state.parameters, **buffers}
+    return dict(part for name in sorted(named) for part in _stored(name, named[name]))
+
+
+def _stored(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that a weight consists of: itself, or codes and scales."""
+    own = local(tensor)
+    parts = {f"{name}.{part}": plain for part, plain in own.to_tensors().items()} if isinstance(own, FP8Tensor) else {}
+    for full_name, part in (parts or {name: own}).items():
+        yield full_name, _of_all_ranks(part.detach(), tensor) if is_distributed(tensor) else part
+
+
+def _of_all_ranks(part: Tensor, parameter: Any) -> Tensor:
+    """Return this rank's part of a parameter, or of the codes or scales of its rows, as a DTensor."""
+    if part.shape != local(parameter).shape:
+        return along_rows(part, parameter)
+    from torch.distributed.tensor import DTensor
+
+    shape, mesh, placements = parameter.shape, parameter.device_mesh, parameter.placements
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _part(saved: Tensor, like: Any) -> Tensor:
+    """Return a saved tensor sharded as `like`; unchanged if it is sharded already, or `like` is not."""
+    if is_distributed(saved) or not is_distributed(like):
+        return saved
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(saved.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _states_here(
+    train_state: TrainState, tensors: Mapping[str, Tensor], where: Path
+) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+    """Yield each trained parameter's name and its saved optimizer state as this rank keeps it."""
+    for name, kept in _kept(train_state):
+        parameter, saved = train_state.parameters[name], _below(f"{_OPTIMIZER}{name}.", tensors)
+        state = {key: _kept_part(key, saved[key], kept[key], parameter) if key in kept else saved[key] for key in saved}
+        here, there = _tensor_types(kept), _tensor_types(state)
+        if there and here != there:
+            why = "of another tier than this run's (--states)"
+            if _dtypes(here) == _dtypes(there):
+                why = "split over another number of ranks (parallel.shard), and have scales per part"
+            raise CheckpointError(
+                f"{where}: the optimizer's states of '{name}' are {why}: saved are {_told(there)}; kept are"
+                f" {_told(here)}."
+            )
+        yield name, state
+
+
+def _kept_part(key: str, saved: Tensor, kept: Tensor, parameter: Tensor) -> Tensor:
+    """Return this rank's part of a saved optimizer state, shaped like `kept` if possible."""
+    if is_distributed(kept):  # an optimizer of PyTorch keeps DTensors
+        return _part(saved, kept)
+    spread_out = spread(key, kept, parameter)  # as `state_tensors` has it
+    return _shaped(local(_part(_shaped(saved, spread_out), spread_out)), kept)
+
+
+def _shaped(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return the same bytes in the dtype and shape of `like`; unchanged if their number differs."""
+    if is_distributed(tensor) or (tensor.shape, tensor.dtype) == (like.shape, like.dtype):
+        return tensor
+    if torch.uint8 in (tensor.dtype, like.dtype) and tensor.dtype != like.dtype and tensor.dim():
+        tensor = tensor.contiguous().view(like.dtype)
+    return tensor.reshape(like.shape) if tensor.numel() == like.numel() else tensor
+
+
+def _check_same_model(weights: Mapping[str, Tensor], saved: Mapping[str, Tensor], where: Path) -> None:
+    of_another = f"{where}: this is the checkpoint of another model:"
+    for name in weights.keys() ^ saved.keys():
+        place = "the model" if name in weights else "the checkpoint"
+        raise CheckpointError(f"{of_another} only {place} has the parameter '{name}'.")
+    for name, tensor in weights.items():
+        here, there = list(tensor.shape), list(saved[name].shape)
+        if here != there:
+            raise CheckpointError(f"{of_another} '{name}' has the shape {there} there and {here} here.")
+
+
+def _kept(train_state: TrainState) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+    """Yield each trained parameter's name and tensors of the shapes and dtypes of its optimizer state."""
+    if isinstance(train_state.optimizer, Optimizer):
+        for entry in train_state.optimizer.entries():
+            yield entry.name, train_state.optimizer.fresh(entry)
+        return
+    for name, parameter in train_state.parameters.items():
+        yield name, {"step": torch.zeros(()), "exp_avg": parameter, "exp_avg_sq": parameter}
+
+
+def _tensor_types(state: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, list[int]]]:
+    return {name: (state[name].dtype, list(state[name].shape)) for name in sorted(state)}
+
+
+def _dtypes(types: Mapping[str, tuple[torch.dtype, list[int]]]) -> dict[str, torch.dtype]:
+    return {name: dtype for name, (dtype, _) in types.items()}
+
+
+def _told(types: Mapping[str, tuple[torch.dtype, list[int]]]) -> str:
+    return ", ".join(f"{name} {str(dtype).removeprefix('torch.')} {shape}" for name, (dtype, shape) in types.items())

@@ -1,0 +1,48 @@
+"""Every kernel that takes the operands is timed, BF16 first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from octavo.errors import ConfigError
+from octavo.kernels.gemm import KERNELS
+from octavo_bench import gemm, results
+
+
+def test_each_kernel_is_timed_with_the_operands_it_takes() -> None:
+    reported: list[gemm.Row] = []
+    rows = gemm.bench_gemm(((32, 48, 256), (16, 16, 128)), device="cpu", repeats=1, report=reported.append)
+    assert rows == reported
+    for shape in ("32x48x256", "16x16x128"):
+        of_shape = [row for row in rows if row["shape"] == shape]
+        assert (of_shape[0]["kernel"], of_shape[0]["ratio_to_bf16"]) == ("bf16", 1.0)
+        found = {(row["kernel"], row["operands"]) for row in of_shape}
+        assert {("reference", operands) for operands in gemm.OPERANDS} <= found
+        assert ("scaled_mm.row", "tensor") not in found
+    first = rows[1]
+    m, n, k = 32, 48, 256
+    assert first["tflops"] == pytest.approx(2 * m * n * k / first["ms"] / 1e9, rel=0.2, abs=1e-3)
+    results.Result(kind="gemm", date="2026-11-21", hardware="cpu", versions={}, command="x", rows=tuple(rows))
+
+
+def test_a_kernel_that_fails_does_not_lose_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("illegal instruction\nmore")
+
+    broken = replace(KERNELS[-1], name="broken", refuses=lambda a, b: None, run=fails)  # type: ignore[arg-type]
+    monkeypatch.setattr(gemm, "KERNELS", (broken, KERNELS[-1]))
+    rows = gemm.bench_gemm(((16, 16, 128),), device="cpu", repeats=1)
+    errors = {row["kernel"]: row.get("error") for row in rows}
+    assert errors == {"bf16": None, "broken": "RuntimeError: illegal instruction", "reference": None}
+
+
+@pytest.mark.parametrize("text", ["", "8192", "8192x4096", "8x8x0", "8x8xk", "8x8x8x8"])
+def test_a_shape_is_three_numbers(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not MxNxK"):
+        gemm.parse_shape(text)
+
+
+def test_a_shape_is_read() -> None:
+    assert gemm.parse_shape("8192x128256x4096") == (8192, 128256, 4096)

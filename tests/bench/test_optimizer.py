@@ -1,0 +1,80 @@
+"""The bench runs on a CPU, its rows are results, and the ablation tells what holds from what does not."""
+
+import json
+
+import pytest
+
+from octavo.cli.main import main
+from octavo.optim import TIERS
+from octavo_bench.ablation import CHOICES, run_ablation
+from octavo_bench.facts import optimizer_state_table
+from octavo_bench.measured import DECADE, ablation, ablation_figure, optimizer
+from octavo_bench.optimizer import BASELINE, CASES, bench_optimizer
+from octavo_bench.results import Result
+
+
+def run(*arguments):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "optimizer", *arguments])
+    return ended.value.code
+
+
+def result(kind, rows):
+    return Result(kind=kind, date="2026-01-01", hardware="cpu", versions={}, command="", rows=tuple(rows))
+
+
+def test_every_tier_is_timed():
+    rows = bench_optimizer(parameters=10**5, device="cpu", repeats=1)
+    assert [row["states"] for row in rows] == [case.label for case in CASES]
+    assert not [row for row in rows if "error" in row]
+    assert rows[0]["ratio_to_fused_adamw"] == 1 and rows[0]["bytes_per_parameter"] == 16
+    table = optimizer(result("optimizer", rows))
+    assert "fp8-min" in table and "fp8, Muon" in table and "update error, dB" in table
+    error = {(row["states"], row["weight"], row["gradient"]): row.get("update_error_db") for row in rows}
+    wide, half, eight = "float32", "bfloat16", "float8_e4m3fn"
+    assert error[BASELINE, wide, wide] < -100 and error["fp32", wide, wide] < -100
+    assert error["fp32", half, half] < error["exact", half, half] < error["fp8", half, half] < -20
+    assert error["fp8", eight, eight] < -20 and error["fp8, Muon", half, half] is None
+    bytes_of = {(row["states"], row["gradient"]): row["bytes_per_parameter"] for row in rows if row["weight"] == eight}
+    assert bytes_of["fp8-lm", eight] == pytest.approx(7, abs=0.05)
+    assert bytes_of["fp8-min", eight] == pytest.approx(5, abs=0.05)
+
+
+def test_one_tier(capsys):
+    assert run("--states", "exact", "--parameters", "1e5", "--device", "cpu", "--json") == 0
+    assert {row["states"] for row in json.loads(capsys.readouterr().out)} == {BASELINE, "exact"}
+
+
+def test_an_unknown_tier(capsys):
+    assert run("--states", "fp9", "--device", "cpu") == 2
+    assert "Did you mean 'fp8'" in capsys.readouterr().err
+
+
+def test_the_ablation_in_small():
+    chosen = [
+        states for states in CHOICES if states.name not in ("FP8-LM #2b", "exact", "fp8-min", "fp8-min, FP8 weights")
+    ]
+    rows = run_ablation(chosen, steps=40, seeds=(0,))
+    loss = {row["states"]: row.get("heldout_loss", float("inf")) for row in rows}
+    assert loss["FP8-LM #2a"] == pytest.approx(loss["FP32"], abs=0.02)
+    assert loss["fp8"] == pytest.approx(loss["FP32"], abs=0.02)
+    assert loss["FP8-LM #3"] > loss["FP32"] + 0.2
+    assert loss["FP8-LM #4"] > loss["FP32"] + 0.2
+    assert "FP8-LM #4" in ablation(result("ablation", rows))
+
+
+def test_the_table_of_bytes_has_every_tier():
+    table = optimizer_state_table()
+    assert all(f"`{name}`" in table for name in TIERS)
+
+
+def test_the_figure_of_the_ablation_has_bars_by_decade():
+    def row(states, seed, loss):
+        return {"states": states, "seed": seed, **({"heldout_loss": loss} if loss else {"error": "diverged"})}
+
+    rows = [row("FP32", 0, 2.0), row("FP32", 1, 2.1), row("same", 0, 1.999), row("same", 1, 2.1), row("worse", 0, 2.1)]
+    rows += [row("worse", 1, 2.2), row("broken", 0, 2.0), row("broken", 1, None)]
+    same, worse, broken = ablation_figure(result("ablation", rows)).splitlines()[2:-1]
+    assert "█" not in same and "-0.0005  (-0.0010 to +0.0000)" in same
+    assert worse.count("█") == 2 * DECADE and "+0.1000" in worse
+    assert "diverged: 1 of 2 seeds" in broken

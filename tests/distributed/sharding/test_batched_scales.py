@@ -1,0 +1,142 @@
+"""Codes that a rank sends for the weights of a block: quantised together, once per change, right after each step.
+
+One process is enough: the process group of `octavo_bench.ranks` gathers copies of this rank's data.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+
+import octavo
+from octavo import kernels
+from octavo.distributed import shard
+from octavo.models.config import ModelConfig
+from octavo.models.llama import Llama
+from octavo_bench.ranks import join_alone
+
+RANKS = 4
+SHAPE = ModelConfig(vocab=96, dim=64, layers=3, heads=2, kv_heads=1, ffn=160, sequence=16)
+on_both = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    join_alone(RANKS)
+    yield
+    dist.destroy_process_group()
+
+
+def sharded(device: str, recipe: str = "folded", **options: object) -> Llama:
+    with torch.device(device):
+        model = Llama(SHAPE)
+        model.reset_parameters(torch.Generator(device).manual_seed(0))
+    octavo.convert(model, recipe, policy=octavo.Policy(min_gain=0.0))
+    shard(model, init_device_mesh(device, (RANKS,)), **options)  # type: ignore[arg-type]
+    return model
+
+
+def step(model: Llama, optimizer: torch.optim.Optimizer, number: int) -> None:
+    device = next(model.parameters()).device
+    tokens = torch.randint(0, SHAPE.vocab, (2, 17), generator=torch.Generator().manual_seed(number)).to(device)
+    with torch.autocast(device.type, torch.bfloat16):
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def values(model: Llama) -> dict[str, Tensor]:
+    """Return the values of the shards of FP8 weights."""
+    shards = {name: parameter.to_local() for name, parameter in model.layers.named_parameters()}  # type: ignore[attr-defined]
+    return {name: one.wrapped.detach().clone() for name, one in shards.items() if hasattr(one, "wrapped")}
+
+
+def units(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+@on_both
+@pytest.mark.parametrize("reduce", [None, "bf16", "fp8-block"])
+def test_what_is_gathered_is_the_whole_weight_quantised(device: str, reduce: str | None) -> None:
+    model = sharded(device, reduce=reduce)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for number in range(3):
+        step(model, optimizer, number)
+        held = values(model)
+        assert len(held) == 7 * SHAPE.layers
+        for unit in units(model):
+            unit.unshard()
+        for name, parameter in model.layers.named_parameters():
+            if name in held:
+                whole = kernels.quantize(held[name].repeat(RANKS, 1), "e4m3", "row")
+                assert torch.equal(parameter.codes.view(torch.uint8), whole.codes.view(torch.uint8))  # type: ignore[attr-defined]
+                assert torch.equal(parameter.scale, whole.scale)  # type: ignore[attr-defined]
+        for unit in units(model):
+            unit.reshard()
+
+
+@pytest.mark.gpu
+def test_an_optimizer_step_quantises_a_block_in_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    from octavo.distributed.sharding import batched_scales
+
+    gc.collect()  # models of other tests
+    model = sharded("cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step(model, optimizer, 0)
+    made: list[int] = []
+    plain = batched_scales.quantize_stack
+    counted = lambda w, *others: (made.append(len(w)), plain(w, *others))[1]  # noqa: E731
+    monkeypatch.setattr(batched_scales, "quantize_stack", counted)
+    monkeypatch.setattr(kernels, "quantize", None)  # none is quantised by itself
+    optimizer.step()
+    assert sorted(made) == sorted([6, 1] * SHAPE.layers)
+    for unit in units(model):
+        unit.unshard()
+    assert len(made) == 2 * SHAPE.layers
+
+
+@on_both
+def test_a_write_between_steps_is_gathered(device: str) -> None:
+    model = sharded(device)
+    step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
+    name, other = (f"layers.1.attention.{own}.weight" for own in ("wq", "wk"))
+    held = values(model)[other.removeprefix("layers.")]
+    with torch.no_grad():
+        model.get_parameter(name).to_local().fill_(0.5)  # type: ignore[attr-defined]
+    units(model.layers[1])[0].unshard()
+    assert model.get_parameter(name).dequantize().eq(0.5).all()
+    whole = kernels.quantize(held.repeat(RANKS, 1), "e4m3", "row")
+    assert torch.equal(model.get_parameter(other).codes.view(torch.uint8), whole.codes.view(torch.uint8))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("recipe", ["folded", "tensorwise"])
+def test_a_model_that_is_dropped_is_freed(recipe: str) -> None:
+    model = sharded("cpu", recipe)
+    step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
+    held = weakref.ref(model.get_parameter("layers.0.attention.wq.weight").to_local().wrapped)  # type: ignore[attr-defined]
+    del model
+    gc.collect()
+    assert held() is None
+
+
+def test_weights_are_gathered_while_the_block_before_them_computes() -> None:
+    model = sharded("cpu")
+    gathered: list[int] = []
+    for number, block in enumerate(model.layers):
+        assert isinstance(block, FSDPModule)
+        parameters = block._get_fsdp_state()._fsdp_param_group
+        plain = parameters.unshard
+        parameters.unshard = lambda *a, number=number, plain=plain, **k: (gathered.append(number), plain(*a, **k))[1]
+        block.register_forward_hook(lambda *_, number=number: gathered.append(-number))
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        model(torch.zeros(1, 16, dtype=torch.int64))
+    computed = gathered.index(-1)
+    assert gathered.index(2) < computed

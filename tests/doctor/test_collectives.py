@@ -1,0 +1,81 @@
+"""Collectives: wrong results and hangs."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from octavo.doctor import collectives
+from octavo.doctor.check import run_check
+from octavo.doctor.rank import SENT, cases, wrong
+from octavo.doctor.subjects import Machine
+
+HANG = "import time; time.sleep(60)"
+
+
+def test_processes_on_a_cpu_exchange_everything_correctly() -> None:
+    assert collectives.connect(2, "gloo") == []
+
+
+def test_bytes_that_arrive_wrongly_are_found_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank alone, whose collectives copy what they must give, and spoil bytes."""
+    made = list(cases(0, 3, torch.device("cpu")))
+    assert {case.result.dtype for case in made} == set(SENT)
+
+    def carried_out(case: Any) -> Any:
+        def call(result: torch.Tensor, own: torch.Tensor) -> None:
+            result.copy_(case.want)
+            if result.dtype == torch.uint8:
+                result[5] += 1
+
+        return case._replace(call=call)
+
+    told = wrong(0, map(carried_out, made))
+    assert [line.partition(":")[0] for line in told] == [
+        f"{n} of uint8" for n in ("all_gather", "all_to_all", "broadcast")
+    ]
+    found = collectives.judge(told, 3)
+    assert found.verdict == "failure" and "all_gather of uint8" in found.seen, found
+
+
+@pytest.mark.parametrize(
+    ("program", "timeout", "seen"),
+    [
+        (HANG, 2.0, "no answer from rank 0, 1"),
+        (f"import sys; sys.argv[1] == '1' and sys.exit('no NCCL'); {HANG}", 60.0, "rank 1: no NCCL"),
+    ],
+)
+def test_ranks_that_hang_or_die_are_named_and_ended(program: str, timeout: float, seen: str) -> None:
+    start = time.monotonic()
+    (told,) = collectives.connect(2, "gloo", timeout, ("-c", program))
+    assert told.startswith(seen)
+    assert time.monotonic() - start < 20
+
+
+def test_what_is_expected_is_what_the_collective_means() -> None:
+    """Against a definition: the sum of what all put in, and what each sends to each."""
+    ranks = [{case.name: case for case in cases(rank, 3, torch.device("cpu"))} for rank in range(3)]
+    own = torch.stack([each["all_reduce of float32"].own for each in ranks])
+    parts = own.view(3, 3, -1)  # by sender and receiver
+    for rank, each in enumerate(ranks):
+        assert torch.equal(each["all_reduce of float32"].want, own.sum(0))
+        assert torch.equal(each["reduce_scatter of float32"].want, parts[:, rank].sum(0))
+        assert torch.equal(each["all_to_all of float32"].want, parts[:, rank].flatten())
+        assert torch.equal(each["all_gather of float32"].want, own.flatten())
+        assert torch.equal(each["broadcast of float32"].want, own[0])
+
+
+def test_one_device_has_nobody_to_send_to() -> None:
+    finding = run_check(collectives.collectives, Machine(torch.device("cpu"))).finding
+    assert finding.verdict == "skipped", finding
+
+
+@pytest.mark.gpu
+def test_the_gpus_of_this_machine() -> None:
+    found = run_check(collectives.collectives, Machine(torch.device("cuda", 0))).finding
+    assert found.verdict == ("ok" if torch.cuda.device_count() > 1 else "skipped"), found
+    assert not dist.is_initialized()

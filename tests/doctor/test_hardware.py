@@ -1,0 +1,89 @@
+"""Clocks, memory errors, shared memory, disk and open files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.doctor import hardware
+from octavo.doctor.check import Finding, run_check
+from octavo.doctor.subjects import Machine
+
+FINE = {"gpu_clock_mhz": 1980.0, "gpu_power_watts": 690.0, "gpu_temperature": 61.0, "gpu_throttle_reasons": 4.0}
+CLEAN = {"ecc": True, "uncorrected": 0, "waits_for_reset": False, "out_of_spare_rows": False}
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict", "seen"),
+    [
+        ({}, "ok", "1980 MHz, 690 W, 61 C under load"),
+        ({"gpu_throttle_reasons": 0x40 | 0x04}, "warning", "thermal limit (hardware)"),
+        ({"gpu_throttle_reasons": 0x80}, "warning", "power brake"),
+        ({"power_limit_watts": 500.0, "default_power_limit_watts": 700.0}, "warning", "limited to 500 W of 700 W"),
+        ({"power_limit_watts": 700.0, "default_power_limit_watts": 700.0}, "ok", "limited by its power cap only"),
+    ],
+)
+def test_clocks_under_load(change: dict[str, float], verdict: str, seen: str) -> None:
+    found = hardware.judge_clocks({**FINE, **change})
+    assert found.verdict == verdict and seen in found.seen, found
+
+
+def test_a_gpu_that_tells_nothing() -> None:
+    assert hardware.judge_clocks({}).seen.startswith("no readings")
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict"),
+    [
+        ({}, "ok"),
+        ({"uncorrected": 2}, "failure"),
+        ({"out_of_spare_rows": True}, "failure"),
+        ({"waits_for_reset": True}, "warning"),
+        ({"ecc": False}, "warning"),
+        (dict.fromkeys(CLEAN), "ok"),
+    ],
+)
+def test_memory_errors(change: dict[str, Any], verdict: str) -> None:
+    finding = hardware.judge_memory({**CLEAN, **change})
+    assert finding.verdict == verdict, finding
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", [hardware.clocks, hardware.memory_errors])
+def test_a_gpu_is_asked(check: Any) -> None:
+    finding = run_check(check, Machine(torch.device("cuda", 0))).finding
+    assert finding.verdict != "failure", finding
+
+
+@pytest.mark.parametrize(
+    ("judge", "value", "verdict"),
+    [
+        (hardware.judge_shared, 0.0625, "warning"),
+        (hardware.judge_shared, 8.0, "ok"),
+        (hardware.judge_shared, None, "skipped"),
+        (hardware.judge_disk, 0.4, "failure"),
+        (hardware.judge_disk, 5.0, "warning"),
+        (hardware.judge_disk, 500.0, "ok"),
+        (hardware.judge_files, 256, "warning"),
+        (hardware.judge_files, 65536, "ok"),
+        (hardware.judge_files, -1, "ok"),
+    ],
+)
+def test_limits(judge: Callable[[float | None], Finding], value: float | None, verdict: str) -> None:
+    finding = judge(value)
+    assert finding.verdict == verdict, finding
+
+
+def test_a_folder_that_is_not_there_yet_lies_on_a_disk(tmp_path: Path) -> None:
+    found = run_check(hardware.disk, Machine(torch.device("cpu"), tmp_path / "runs" / "mine")).finding
+    assert found.numbers["free_gib"] > 0
+
+
+def test_the_remedy_of_a_small_shared_memory_is_a_flag_of_docker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "_size", lambda place: 0.0625)
+    result = run_check(hardware.shared_memory, Machine(torch.device("cpu")))
+    assert result.finding.seen == "/dev/shm has 0.06 GiB" and "--shm-size" in result.remedy

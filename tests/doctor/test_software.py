@@ -1,0 +1,95 @@
+"""Versions, packages, variables and the driver."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo.doctor import software
+from octavo.doctor.software import SLOW, judge_variables
+from octavo.doctor.subjects import Machine
+
+GOOD = {"octavo": "0.1.0", "python": "3.12.3", "torch": "2.11.0+cu130", "cuda": "13.0", "triton": "3.6.0"}
+
+
+@pytest.mark.parametrize(
+    ("versions", "verdict", "seen"),
+    [
+        ({}, "ok", "torch 2.11.0+cu130"),
+        ({"triton": None}, "ok", "tested"),
+        ({"torch": "2.10.2"}, "failure", "torch 2.10.2 is too old"),
+        ({"torch": "2.14.0.dev20261101"}, "warning", "torch 2.14.0.dev20261101 was not tested"),
+        ({"triton": "3.3.1"}, "failure", "triton 3.3.1 is too old"),
+        ({"triton": "3.8.0"}, "warning", "triton 3.8.0 was not tested"),
+        ({"python": "3.10.14"}, "failure", "too old"),
+        ({"torch": "2.14.0", "triton": "3.3.1"}, "failure", "triton 3.3.1"),
+    ],
+)
+def test_versions_are_held_against_what_is_known(versions: dict[str, str | None], verdict: str, seen: str) -> None:
+    found = software.judge_versions({**GOOD, **versions})
+    assert found.verdict == verdict and seen in found.seen, found
+    assert bool(found.remedy) == (verdict != "ok")
+
+
+def test_the_fault_of_triton_that_octavo_avoids_is_known() -> None:
+    assert any("11111" in row["known"] for row in software.judge_versions(GOOD).rows)
+
+
+def test_only_a_gpu_misses_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "_version", lambda name: None)
+    here, there = (software.packages.look(Machine(torch.device(kind))) for kind in ("cpu", "cuda"))
+    assert here.verdict == "ok" and "tokenizers (BPE tokenizers)" in here.seen, here
+    assert there.verdict == "warning" and there.remedy == "pip install triton; pip install 'octavo[energy]'.", there
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_a_variable_that_makes_a_run_slow_is_named_with_the_reason(name: str) -> None:
+    found = judge_variables({name: SLOW[name][0][0], "HOME": "/home/me"})
+    assert found.verdict == "warning" and found.seen.startswith(f"{name}=") and SLOW[name][1] in found.seen, found
+    assert f"unset {name}" in found.remedy
+
+
+def test_other_values_and_other_variables_are_well() -> None:
+    finding = judge_variables({"OCTAVO_TRITON": "1", "CUDA_LAUNCH_BLOCKING": "0", "HOME": "/home/me"})
+    assert finding.verdict == "ok", finding
+    assert judge_variables({}).seen == "none relevant"
+
+
+OLD = "The NVIDIA driver on your system is too old (found version 11040)."
+
+
+@pytest.mark.parametrize(
+    ("state", "seen", "remedy"),
+    [
+        (("570.86.15", "13.0", False, None, OLD), "cannot use the GPU with driver 570.86.15: The NVIDIA driver", ""),
+        (("570.86.15", None, False, None, ""), "for CPUs only", "built for CUDA"),
+        (("570.86.15", "13.0", False, "", ""), "hides every GPU", "Unset CUDA_VISIBLE_DEVICES"),
+        (("570.86.15", "13.0", False, "-1", ""), "hides every GPU", "Unset CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_a_gpu_that_cannot_be_used_is_a_failure(
+    state: tuple[str | None, str | None, bool, str | None, str], seen: str, remedy: str
+) -> None:
+    found = software.judge_driver(*state)
+    assert found is not None and found.verdict == "failure"
+    assert seen in found.seen and remedy in found.remedy
+
+
+@pytest.mark.parametrize("state", [(None, "13.0", False, None, ""), ("570.86.15", "13.0", True, "0", "")])
+def test_no_gpu_or_one_that_works_is_none(state: tuple[str | None, str | None, bool, str | None, str]) -> None:
+    assert software.judge_driver(*state) is None
+
+
+def test_the_version_is_read_where_the_kernel_writes_it(tmp_path: Path) -> None:
+    file = tmp_path / "version"
+    assert software._driver_version(file) is None
+    file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\nGCC 12.3\n")
+    assert software._driver_version(file) == "580.95.05"
+
+
+@pytest.mark.gpu
+def test_a_gpu_adds_up() -> None:
+    finding = software.driver.look(Machine(torch.device("cuda", 0)))
+    assert finding.verdict == "ok", finding

@@ -1,0 +1,159 @@
+"""Rules, each against measurements that break it by a little, and by a little not."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from octavo.guard.alarms import (
+    LEAST,
+    AlarmRules,
+    Observation,
+    first_difference,
+    forward_first,
+    worst_layers,
+)
+from octavo.guard.config import GuardConfig
+from octavo.kernels.sample import STATS
+
+ROWS = [(layer, role) for layer in ("a", "b") for role in ("input", "weight", "grad_output")]
+QUIET = [2.0, 2.1, 2.0, 1.9, 2.0, 2.1, 2.0, 1.9, 2.0, 2.1, 2.0, 1.9]
+
+
+def values(**changed: float) -> np.ndarray:
+    """Return telemetry where nothing is wrong, but for `b_weight_amax=3.0` and the like."""
+    table = np.zeros((len(ROWS), len(STATS)), dtype=np.float32)
+    table[:, STATS.index("amax")] = 1.0
+    for name, value in changed.items():
+        layer, role, stat = name.split("_", 1)[0], name.split("_", 1)[1].rsplit("_", 1)[0], name.rsplit("_", 1)[1]
+        table[ROWS.index((layer, role)), STATS.index(stat)] = value
+    return table
+
+
+def watch(steps: int = len(QUIET), **config: object) -> AlarmRules:
+    """Return rules with a quiet past."""
+    made = AlarmRules(GuardConfig(**config), ROWS)  # type: ignore[arg-type]
+    for step in range(1, steps + 1):
+        assert made.check(seen(step, QUIET[(step - 1) % len(QUIET)])) is None
+    return made
+
+
+def seen(step: int, loss: float = 2.0, norm: float = 1.0, table: np.ndarray | None = None) -> Observation:
+    return Observation(step, loss, norm, 1e-3, values() if table is None else table)
+
+
+def test_a_quiet_run_raises_nothing() -> None:
+    assert watch().check(seen(13, 2.2)) is None
+
+
+@pytest.mark.parametrize(
+    ("observation", "rule", "layer", "role"),
+    [
+        (seen(13, 5.0), "loss spike", "", ""),
+        (seen(13, norm=31.0), "gradient spike", "", ""),
+        (seen(13, math.nan), "nonfinite", "", ""),
+        (seen(13, norm=math.inf), "nonfinite", "", ""),
+        (seen(13, table=values(b_weight_amax=4.2)), "weight jump", "b", "weight"),
+        (seen(13, math.nan, table=values(b_input_nonfinite=0.01)), "nonfinite", "b", "input"),
+        (seen(13, table=values(a_grad_output_nonfinite=0.01, b_input_nonfinite=0.5)), "nonfinite", "b", "input"),
+        (seen(13, table=values(a_grad_output_nonfinite=1, b_grad_output_nonfinite=1)), "nonfinite", "b", "grad_output"),
+    ],
+)
+def test_each_sudden_fault(observation: Observation, rule: str, layer: str, role: str) -> None:
+    alarm = watch().check(observation)
+    assert alarm is not None
+    assert (alarm.rule, alarm.layer, alarm.role, alarm.step) == (rule, layer, role, 13)
+
+
+@pytest.mark.parametrize(
+    "observation",
+    [
+        seen(13, 2.2),
+        seen(13, norm=29.0),
+        seen(13, table=values(b_weight_amax=3.9)),
+        seen(13, table=values(b_input_amax=1000.0)),
+        seen(13, table=values(a_input_flushed=1.0)),
+    ],
+)
+def test_what_is_below_a_limit_is_none(observation: Observation) -> None:
+    assert watch().check(observation) is None
+
+
+def test_a_weight_may_grow_as_far_as_its_learning_rate_carries_it() -> None:
+    fresh = AlarmRules(GuardConfig(), ROWS)
+    assert fresh.check(seen(1, table=values(a_weight_amax=1e-4))) is None
+    assert fresh.check(seen(2, table=values(a_weight_amax=1e-4 + 0.09))) is None
+    assert fresh.check(seen(3, table=values(a_weight_amax=0.5))) is not None
+
+
+def test_a_beginning_has_no_spikes() -> None:
+    fresh = AlarmRules(GuardConfig(), ROWS)
+    assert all(fresh.check(seen(step, 2.0 * step, 10.0**step)) is None for step in range(1, LEAST + 1))
+
+
+def test_a_loss_that_falls_fast_hides_no_spike() -> None:
+    falling = AlarmRules(GuardConfig())
+    losses = [5.5 * 0.97**step for step in range(24)]
+    for step, loss in enumerate(losses, 1):
+        assert falling.check(Observation(step, loss, 1.0, 1e-3)) is None
+    assert falling.check(Observation(25, 5.5, 1.0, 1e-3)) is not None
+
+
+def test_what_raised_an_alarm_is_not_the_past_of_others() -> None:
+    made = watch()
+    limit = made.loss_limit
+    made.check(seen(13, 50.0))
+    assert made.loss_limit == limit
+
+
+def test_a_budget_wants_steps_on_end() -> None:
+    made = watch(patience=3, flushed=0.05)
+    over, under = values(a_input_flushed=0.06, a_weight_saturated=0.01), values(a_input_flushed=0.049)
+    assert [len(made.over_budget(seen(13 + i, table=over))) for i in range(2)] == [0, 0]
+    assert made.over_budget(seen(15, table=under)) == []
+    found = [made.over_budget(seen(16 + i, table=over)) for i in range(3)]
+    assert found[:2] == [[], []]
+    assert [(alarm.rule, alarm.role) for alarm in found[2]] == [("saturated", "weight")]  # ten limits, not 1.2
+    made.forgive("a")
+    assert made.over_budget(seen(19, table=over)) == []
+
+
+def test_gradients_have_a_budget_of_their_own() -> None:
+    made = watch(patience=1, flushed=0.05, flushed_gradient=0.25)
+    assert made.over_budget(seen(13, table=values(b_grad_output_flushed=0.2))) == []
+    assert [a.role for a in made.over_budget(seen(14, table=values(b_grad_output_flushed=0.3)))] == ["grad_output"]
+
+
+def test_the_past_goes_into_a_checkpoint() -> None:
+    import json
+
+    made = watch(patience=2)
+    over = values(a_input_flushed=0.06)
+    made.over_budget(seen(13, table=over))
+    again = AlarmRules(GuardConfig(patience=2), ROWS)
+    again.load_state_dict(json.loads(json.dumps(made.state_dict())))
+    assert again.loss_limit == made.loss_limit and again.gradient_limit == made.gradient_limit
+    assert again.over_budget(seen(14, table=over)) == made.over_budget(seen(14, table=over)) != []
+    assert again.check(seen(14, table=values(a_weight_amax=5.0))) is not None
+
+
+def test_rows_are_read_as_a_step_makes_them() -> None:
+    assert [ROWS[i] for i in forward_first(ROWS)] == [
+        ("a", "input"), ("a", "weight"), ("b", "input"), ("b", "weight"), ("b", "grad_output"), ("a", "grad_output"),
+    ]  # fmt: skip
+
+
+def test_the_first_difference_is_where_a_fault_struck() -> None:
+    before = values()
+    assert first_difference(ROWS, before, values(b_input_amax=1.9)) is None
+    assert first_difference(ROWS, before, values(b_input_amax=2.1, a_grad_output_amax=9.0)) == ("b", "input")
+    assert first_difference(ROWS, values(a_weight_nonfinite=0.1), before) == ("a", "weight")
+
+
+def test_the_worst_layer_is_first() -> None:
+    assert worst_layers(ROWS, None) == []
+    assert worst_layers(ROWS, values()) == []
+    assert worst_layers(ROWS, values(a_input_flushed=0.5, b_input_saturated=0.1)) == ["b", "a"]
+    assert worst_layers(ROWS, values(a_input_nonfinite=0.001, b_input_saturated=1.0)) == ["a", "b"]

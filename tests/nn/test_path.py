@@ -1,0 +1,154 @@
+"""The path of a tensor is short in eager mode, and visible to a compiler."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import octavo
+from octavo.nn import Linear
+
+FRAMES, FILES = 14, 6
+"""The most Python frames, and files of Octavo, between `Linear.forward` and the vendor's GEMM."""
+LAUNCHES = 95
+"""The most kernels of a compiled block, forward and backward. BF16 has 38 to 50, torchao's tensorwise 96."""
+
+
+def stack_at_the_gemm(layer: Linear, x: Tensor) -> list[FrameType]:
+    """Return the frames that are open when `torch._scaled_mm` is called, `Linear.forward` first."""
+    found: list[FrameType] = []
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "c_call" and getattr(argument, "__name__", "") == "_scaled_mm" and not found:
+            at: FrameType | None = frame
+            while at is not None and at.f_code is not Linear.forward.__code__:
+                found.insert(0, at)
+                at = at.f_back
+            assert at is not None
+            found.insert(0, at)
+
+    sys.setprofile(note)
+    try:
+        layer(x)
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["folded", "tensorwise", "rowwise"])
+def test_few_frames_lie_between_a_layer_and_the_vendors_gemm(recipe):
+    layer, x = Linear(64, 32, recipe=recipe), torch.randn(8, 64, requires_grad=True)
+    layer(x)
+    frames = stack_at_the_gemm(layer, x)
+    files = {frame.f_code.co_filename for frame in frames if "octavo" in frame.f_code.co_filename}
+    assert 0 < len(frames) <= FRAMES, [frame.f_code.co_qualname for frame in frames]
+    assert len(files) <= FILES, files
+
+
+class Block(nn.Module):
+    """A pre-norm Llama block."""
+
+    def __init__(self, dim: int = 256, ffn: int = 512, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm, self.ffn_norm = nn.RMSNorm(dim), nn.RMSNorm(dim)
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+        self.mlp = MLP(dim, ffn)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.norm(x)
+        q, k, v = self.wq(n), self.wk(n), self.wv(n)
+        heads = [y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q, k, v)]
+        y = F.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.wo(y.transpose(1, 2).flatten(-2))
+        return x + self.mlp(self.ffn_norm(x))
+
+
+class MLP(nn.Module):
+    def __init__(self, dim: int, ffn: int) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (
+            nn.Linear(dim, ffn, False),
+            nn.Linear(dim, ffn, False),
+            nn.Linear(ffn, dim, False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["folded", "tensorwise", "rowwise", "block"])
+def test_a_compiled_block_is_one_piece(recipe):
+    torch.compiler.reset()
+    block = Block().to("cuda", torch.bfloat16)
+    octavo.convert(block, recipe, policy=octavo.Policy(min_gain=0.0), tokens=64)
+    x = torch.randn(2, 32, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    explained = torch._dynamo.explain(block)(x)
+    assert (explained.graph_count, explained.graph_break_count) == (1, 0), explained.break_reasons
+
+
+@pytest.mark.gpu
+def test_a_compiled_block_has_few_launches():
+    torch.compiler.reset()
+    block = Block(1024, 4096, 8).to("cuda", torch.bfloat16)
+    octavo.convert(block, "folded", policy=octavo.Policy(min_gain=0.0), tokens=128)
+    block.compile()
+    x = torch.randn(1, 128, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(3):
+        block(x).sum().backward()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        block(x).sum().backward()
+        torch.cuda.synchronize()
+    kernels = [e.name for e in profile.events() or () if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert 0 < len(kernels) <= LAUNCHES, sorted(kernels)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("features", [512, 300])
+@pytest.mark.parametrize("recipe", ["folded", "folded_fast", "tensorwise", "rowwise", "block"])
+def test_compiled_code_computes_what_eager_code_does(recipe, features, dtype):
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    layer = Linear(256, features, bias=False, device="cuda", dtype=dtype, recipe=recipe)
+    results = []
+    for run in (layer, torch.compile(layer, fullgraph=True)):
+        x = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)).to("cuda", torch.bfloat16).requires_grad_()
+        layer.weight.grad = None
+        with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.float32):
+            y = run(x)
+        y.backward(torch.linspace(-1, 1, y.numel(), device="cuda").view_as(y).to(y.dtype))
+        results.append((y.detach(), x.grad, layer.weight.grad.clone()))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_write_that_no_counter_sees_is_seen_by_compiled_code():
+    torch.compiler.reset()
+    layer = Linear(256, 128, bias=False, device="cuda", dtype=torch.bfloat16)
+    run, x = torch.compile(layer, fullgraph=True), torch.randn(32, 256, device="cuda", dtype=torch.bfloat16)
+    before = run(x)
+    layer.weight.data.mul_(3.0)
+    assert torch.equal(run(x), layer(x)) and not torch.equal(run(x), before)
+
+
+@pytest.mark.gpu
+def test_an_open_ledger_counts_what_compiled_code_runs():
+    torch.compiler.reset()
+    layer = Linear(256, 128, bias=False, device="cuda", dtype=torch.bfloat16)
+    run = torch.compile(layer, fullgraph=True)
+    x = torch.randn(32, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    run(x).sum().backward()
+    for steps in (1, 2):
+        with octavo.kernels.record() as ledger:
+            for _ in range(steps):
+                run(x).sum().backward()
+        assert ledger.gemms.total() == 3 * steps and ledger.weights == steps and not ledger.fallbacks, ledger

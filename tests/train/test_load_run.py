@@ -1,0 +1,87 @@
+"""A run opened again has the weights, and the layers in FP8, that it was trained with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import octavo
+from octavo import recipes
+from octavo.errors import CheckpointError
+from octavo.nn import Linear
+from octavo.train import RunConfig, train
+from octavo.train.load_run import find, model_of, restore, settings_of, states_of
+from octavo.train.setup import make_states
+
+Configure = Callable[..., RunConfig]
+
+
+def trained(configure: Configure, out: Path, **sections: dict[str, Any]) -> RunConfig:
+    run = {"out": str(out), "steps": 2, "twin": False, **sections.pop("run", {})}
+    config = configure(run=run, **sections)
+    train(config)
+    return config
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16", "fp8"])
+def test_weights_are_those_of_the_newest_checkpoint(configure: Configure, tmp_path: Path, weights: str) -> None:
+    trained(configure, tmp_path / "run", run={"weights": weights})
+    found = find(tmp_path / "run")
+    model = model_of(found, settings_of(found, "test", {"device": "cpu"}))
+    layer = model.get_submodule("layers.0.attention.wo")
+    assert isinstance(layer, Linear) and found.step == 2
+    saved = found.tensors["fp8"]
+    name = "model.layers.0.attention.wo.weight"
+    own = layer.weight.codes if weights == "fp8" else layer.weight
+    there = saved[f"{name}.codes"] if weights == "fp8" else saved[name]
+    assert torch.equal(own.view(torch.uint8), there.view(own.dtype).view(torch.uint8))
+
+
+def test_static_scales_are_those_of_the_run(configure: Configure, tmp_path: Path) -> None:
+    config = configure(run={"twin": False})
+    (lane,), _ = make_states(config, recipes.load("bf16"), torch.device("cpu"))
+    tokens = torch.randint(256, (2, 16))
+    calibration = octavo.calibrate(lane.model, [tokens], loss=lambda model, batch: model(batch, batch))
+    calibration.save(tmp_path / "scales.json")
+    trained(configure, tmp_path / "run", run={"recipe": "static", "scales": str(tmp_path / "scales.json")})
+    found = find(tmp_path / "run")
+    book = octavo.scales(restore(found, settings_of(found, "test", {"device": "cpu"})).states[0].model)
+    assert book is not None and book.is_known
+    saved = found.tensors["fp8"]["scales.layers.0.attention.wo.input"]
+    assert torch.equal(book.state_dict()["layers.0.attention.wo.input"], saved)
+
+
+def test_the_text_may_be_gone(configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(configure, tmp_path / "run")
+    found = find(tmp_path / "run")
+    monkeypatch.setattr("octavo.train.setup.prepare", lambda *_: pytest.fail("the text was read"))
+    model_of(found, settings_of(found, "test", {"device": "cpu"}))
+
+
+def test_a_checkpoint_by_its_step(configure: Configure, tmp_path: Path) -> None:
+    trained(configure, tmp_path / "run", run={"steps": 3, "checkpoint_every": 1})
+    assert [find(tmp_path / "run", step).step for step in (None, 2, 3)] == [3, 2, 3]
+    assert find(tmp_path / "run" / "checkpoints" / "step-000002", 2).step == 2
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 1\. Checkpoints: step-000002, step-000003\."):
+        find(tmp_path / "run", 1)
+
+
+def test_the_twin_has_its_own_weights(configure: Configure, tmp_path: Path) -> None:
+    trained(configure, tmp_path / "run", run={"twin": True})
+    found = find(tmp_path / "run")
+    lanes = states_of(found, settings_of(found, "test", {"device": "cpu", "twin": True}))
+    assert [lane.name for lane in lanes] == ["fp8", "bf16"]
+    for lane in lanes:
+        saved = found.tensors[lane.name]["model.layers.0.attention.wo.weight"]
+        assert torch.equal(lane.model.get_parameter("layers.0.attention.wo.weight"), saved)
+    assert not any(isinstance(module, Linear) for module in lanes[1].model.modules())
+    assert len(states_of(found, settings_of(found, "test", {"device": "cpu"}))) == 1
+
+
+def test_a_directory_without_checkpoints_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="contains no checkpoint"):
+        find(tmp_path)
