@@ -88,8 +88,8 @@ def test_scales_are_those_of_the_delayed_rule(scaling, length, choose, margin):
     inputs, gradients = (Oracle(format, scaling, length, choose, margin) for format in ("e4m3", "e5m2"))
     for i, amax in enumerate(AMAXES):
         step(layer, x_of(amax), gradient=float(i))
-        inputs.update_scales(amax)
-        gradients.update_scales(i)
+        inputs.roll(amax)
+        gradients.roll(i)
         assert layer.scaling_slot.cells[:, 0].tolist() == [inputs.scale, gradients.scale], i
         assert layer.scaling_slot.cells[:, 1].tolist() == [0, 0]
 

@@ -1,6 +1,6 @@
 """What FP8 does to a tensor, estimated from some of its rows: the contract of `octavo.nn.telemetry`.
 
-    sample(SampleInput(x, scale, target), row)  writes `STATS` of one tensor into FP32 (WIDTH,), and adds nothing to codes
+    sample(SampleInput(x, scale, spec), row)  writes `STATS` of one tensor into FP32 (WIDTH,), leaves codes alone
                                               with a row of (WIDTH + BINS,), a histogram of exponents too
 
 A tensor that has just been quantised lies in the cache. `count(R)` of its R rows are read again, spread evenly, from a

@@ -39,9 +39,9 @@ Move = Callable[[Tensor, dist.ProcessGroup], Tensor]
 def all_gather_codes(x: Tensor, target: QuantSpec, group: dist.ProcessGroup) -> Tensor:
     """Return a placeholder of the tokens of all ranks (B, T, K), for layers that read their codes as `target`.
 
-    Only codes and scales are sent and saved. They are attached to the result (`octavo.nn.attached_codes`), whose own values
-        are NaN without memory. In compiled code nothing can be attached: there the result holds the dequantised codes,
-        which layers quantise again, to the same values.
+    Only codes and scales are sent and saved. They are attached to the result (`octavo.nn.attached_codes`), whose own
+    values are NaN without memory. In compiled code nothing can be attached: there the result holds the dequantised
+    codes, which layers quantise again, to the same values.
 
     Args:
             x: (B, t, K); codes that a norm has attached to it are used.
