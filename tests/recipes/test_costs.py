@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.kernels import Target
+from octavo.kernels import QuantSpec
 from octavo.nn import weights as stacked
-from octavo.nn.functional import linear, target_of
+from octavo.nn.functional import linear, spec_of
 from octavo.recipes import Fprop, Operand, Recipe, Wgrad, load, names
 from octavo.recipes.costs import Pass, Shape, held_bytes, kept_bytes, operand_of, passes
 
@@ -37,7 +37,7 @@ def run(recipe: Recipe) -> Tensor:
 
 def forward(recipe: Recipe, weight: Tensor) -> Tensor:
     x = torch.randn(M, K, dtype=torch.bfloat16, requires_grad=True)
-    return linear(x, weight, None, recipe, cells=torch.ones(2, 2) if recipe.keeps_scales else None)
+    return linear(x, weight, None, recipe, cells=torch.ones(2, 2) if recipe.has_stored_scales else None)
 
 
 @every_recipe
@@ -66,35 +66,35 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
     seen: list[Seen] = []
     matrix = {(M, K): "input", (K, M): "input", (N, K): "weight", (K, N): "weight", (M, N): "grad_output"}
     of: dict[str, Any] = {
-        name: getattr(kernels, name) for name in ("quantize", "quantize_pair", "quantize_at", "contiguous")
+        name: getattr(kernels, name) for name in ("quantize", "quantize_pair", "quantize_with_scale", "contiguous")
     }
 
-    def made(*targets: Target | None) -> tuple[str, ...]:
+    def made(*targets: QuantSpec | None) -> tuple[str, ...]:
         return tuple(str(target) for target in targets if target is not None)
 
     def quantize(x, *target):
-        seen.append(("quantise", matrix.get(tuple(x.shape), "grad_output"), made(Target(*target[:4]))))
+        seen.append(("quantise", matrix.get(tuple(x.shape), "grad_output"), made(QuantSpec(*target[:4]))))
         return of["quantize"](x, *target)
 
     def quantize_pair(sources, rows, columns, *folds):
         seen.append(("quantise", matrix[tuple(sources[0].shape)], made(rows, columns)))
         return of["quantize_pair"](sources, rows, columns, *folds)
 
-    def quantize_at(sources, cell, rows, columns):
+    def quantize_with_scale(sources, cell, rows, columns):
         seen.append(("quantise", matrix[tuple(sources[0].shape)], made(rows, columns)))
-        return of["quantize_at"](sources, cell, rows, columns)
+        return of["quantize_with_scale"](sources, cell, rows, columns)
 
     def contiguous(quantized):
         seen.append(("transpose", matrix[tuple(quantized.codes.shape)], ()))
         return of["contiguous"](quantized)
 
-    for spy in (quantize, quantize_pair, quantize_at, contiguous):
+    for spy in (quantize, quantize_pair, quantize_with_scale, contiguous):
         monkeypatch.setattr(kernels, spy.__name__, spy)
     return seen
 
 
 def foreseen(recipe: Recipe, one: Pass) -> Seen:
-    made = tuple(str(target_of(operand_of(recipe, name))) for name in one.made)
+    made = tuple(str(spec_of(operand_of(recipe, name))) for name in one.made)
     return one.how, one.matrix, made if one.how == "quantise" else ()
 
 

@@ -225,11 +225,11 @@ def test_mxfp8_has_scales_of_a_power_of_two():
 
 def test_the_kept_scale_of_each_role():
     recipe = load("delayed")
-    assert recipe.kept_scale("input") == recipe.fprop.input and recipe.kept_scale("input").keeps_scale
-    assert recipe.kept_scale("grad_output") == recipe.wgrad.grad_output
-    assert load("tensorwise").kept_scale("input") is None
+    assert recipe.stored_scale("input") == recipe.fprop.input and recipe.stored_scale("input").has_stored_scale
+    assert recipe.stored_scale("grad_output") == recipe.wgrad.grad_output
+    assert load("tensorwise").stored_scale("input") is None
     assert (
-        load({"base": "delayed", "wgrad": {"precision": "bf16"}, "dgrad": {"precision": "bf16"}}).kept_scale(
+        load({"base": "delayed", "wgrad": {"precision": "bf16"}, "dgrad": {"precision": "bf16"}}).stored_scale(
             "grad_output"
         )
         is None
