@@ -152,19 +152,19 @@ def test_precision_follows_torch_autocast():
     assert a.grad.dtype == weight.grad.dtype == torch.float32
 
 
-def test_codes_are_kept_for_parameters_and_for_nothing_else():
+def test_each_product_quantises_the_weight_of_now():
     x, weight = torch.randn(32, 64), nn.Parameter(torch.randn(48, 64))
     with octavo.autocast(), kernels.record() as ledger:
         for _ in range(2):
             F.linear(x, weight)
             x @ weight.t()
             torch.einsum("mk,nk->mn", x, weight)
-        assert ledger.weights == 1
+        assert ledger.weights == 6
         activation = weight.detach() * 1
         before = F.linear(x, activation), x @ activation.t()
         activation.data.neg_()  # moves no version counter
         after = F.linear(x, activation), x @ activation.t()
-    assert ledger.weights == 1
+    assert ledger.weights == 10
     assert all(torch.equal(y, -z) for y, z in zip(after, before, strict=True))
 
 

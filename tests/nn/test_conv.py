@@ -100,25 +100,27 @@ def test_channels_last_in_is_channels_last_out():
 
 
 @pytest.mark.parametrize("kernel", [1, 3])
-def test_what_is_kept_for_backward_is_the_input_the_weight_and_a_scale_a_patch(kernel):
+def test_backward_keeps_the_input_a_scale_per_patch_the_weight_and_its_codes(kernel):
     kept: list[torch.Tensor] = []
     layer, x = Conv2d(32, 40, kernel, bias=False), images(2, 32, 6, 5)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         layer(x)
-    *tensors, scale = kept
+    *tensors, scale, codes, weight_scale = kept
     assert [t.data_ptr() for t in tensors] == [x.data_ptr(), layer.weight.data_ptr()]
     assert scale.shape == (2 * (7 - kernel) * (6 - kernel), 1)
+    assert (codes.element_size(), codes.shape, weight_scale.shape) == (1, (40, 32 * kernel**2), (40, 1))
+    kept.clear()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        layer(x.detach())
+    assert [t.data_ptr() for t in kept[:2]] == [x.data_ptr(), layer.weight.data_ptr()] and len(kept) == 3
 
 
-def test_the_weight_is_quantised_once_a_step():
+def test_the_weight_is_quantised_once_per_forward():
     layer = Conv2d(32, 40, 3)
     with record() as ledger:
         for _ in range(3):
             layer(images(1, 32, 5, 5)).sum().backward()
-        assert ledger.weights == 1
-        torch.optim.SGD(layer.parameters(), lr=0.1).step()
-        layer(images(1, 32, 5, 5))
-    assert ledger.weights == 2
+    assert ledger.weights == 3
 
 
 def test_compiled_code_computes_the_same():

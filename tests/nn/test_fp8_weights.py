@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from octavo.nn.own_codes import reads_own_codes, refuses_own_codes, values
-from octavo.nn.weights import dgrad, fprop, quantized_weights, weight_scale
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,13 +17,15 @@ import octavo
 from octavo import Policy, kernels
 from octavo.errors import UnsupportedError
 from octavo.kernels.quant_spec import QuantSpec
-from octavo.nn import Linear, weights
+from octavo.nn import Linear
+from octavo.nn.fp8_weights import recipes_for_fp8_weights, unsupported_reason, values
+from octavo.nn.functional import Kept, dgrad, fprop, weight_fold
+from octavo.nn.weight_codes import quantize_transposed, quantize_weights
 from octavo.numerics import quantize
 from octavo.recipes import Recipe, load, names
 from octavo.tensor import FP8Tensor
 
 ROW = QuantSpec("e4m3", "row", "power_of_two")
-FOLDED = QuantSpec("e4m3", "column", "power_of_two")
 TOKENS = 33
 BF16_BACKWARD = {"name": "bf16 backward", "dgrad": {"precision": "bf16"}, "wgrad": {"precision": "bf16"}}
 
@@ -92,12 +92,11 @@ def test_a_step_equals_that_of_plain_weights_of_the_same_values(recipe, fuse):
     assert_same(trained(Net("fp8", recipe, fuse)), trained(Net("as_they_are", recipe, fuse)))
 
 
-def test_nothing_is_quantised_and_nothing_is_kept():
-    net, before = Net("fp8"), dict(weights._kept)
+def test_no_weight_is_quantised():
+    net = Net("fp8")
     with kernels.record() as ledger:
         trained(net)
     assert ledger.weights == 0
-    assert weights._kept == before
 
 
 def test_a_layer_of_codes_is_what_the_specification_says():
@@ -170,15 +169,24 @@ def test_a_frozen_weight_has_no_gradient():
 def test_plain_and_fp8_weights_share_a_stack(places):
     plain = [nn.Parameter(settled(torch.randn(n, 64))) for n in (48, 32)]
     mixed = [fp8(w) if i in places else w for i, w in enumerate(plain)]
-    x, g = quantize(torch.randn(9, 64)), quantize(torch.randn(9, 80))
+    x_MK, g, recipe = torch.randn(9, 64), quantize(torch.randn(9, 80)), load("folded")
+
+    def kept(stack: list[Tensor]) -> Kept:
+        return Kept(stack, (48, 32))
+
     for way in (
-        lambda stack: fprop(x, stack, ROW, torch.float32, "slow"),
-        lambda stack: [dgrad(g, stack, FOLDED, ROW, torch.float32, "slow")],
-        lambda stack: [weight_scale(stack, ROW)],
-        lambda stack: [quantized_weights(stack, ROW).codes.float(), quantized_weights(stack, ROW).scale],
+        lambda stack: fprop(x_MK, quantize(x_MK), quantize_weights(stack, ROW), stack, recipe, torch.float32),
+        lambda stack: [dgrad([], g, kept(stack), recipe, torch.float32)],
+        lambda stack: [weight_fold(kept(stack), recipe)],
+        lambda stack: [quantize_weights(stack, ROW).stack.codes.float(), quantize_weights(stack, ROW).stack.scale],
     ):
         for a, b in zip(way(mixed), way(plain), strict=True):
             assert torch.equal(a, b)
+
+
+def test_a_stack_with_an_fp8_weight_is_not_quantised_transposed():
+    with pytest.raises(UnsupportedError, match="rounded a second time"):
+        quantize_transposed([torch.randn(48, 64), fp8(torch.randn(32, 64))], ROW)
 
 
 def test_layers_of_plain_and_of_fp8_weights_share_an_input():
@@ -204,20 +212,20 @@ def test_a_stack_without_copies_in_fprop(monkeypatch):
 def test_a_recipe_that_refuses_says_so_when_a_layer_runs_by_it(name):
     recipe: Recipe = load(name)
     layer = Linear(64, 64, bias=False, recipe=recipe) if not recipe.needs_calibration else None
-    if layer is None or name in (*reads_own_codes(), "bf16"):
+    if layer is None or name in (*recipes_for_fp8_weights(), "bf16"):
         return
-    assert refuses_own_codes(recipe) is not None
+    assert unsupported_reason(recipe) is not None
     layer.weight = fp8(layer.weight)
     with pytest.raises(UnsupportedError, match=r"rounded a second time.*folded"):
         layer(torch.randn(5, 64, requires_grad=True)).sum().backward()
 
 
-def test_which_recipes_read_own_codes():
-    assert reads_own_codes() == ["folded", "folded_fast"]
-    assert refuses_own_codes(load(BF16_BACKWARD)) is None
-    assert "fprop is in BF16" in refuses_own_codes(load("bf16"))
-    assert "dgrad quantises the transposed weight" in refuses_own_codes(load("rowwise"))
-    assert "E4M3 128x128" in refuses_own_codes(load("block"))
+def test_which_recipes_compute_with_fp8_weights():
+    assert recipes_for_fp8_weights() == ["folded", "folded_fast"]
+    assert unsupported_reason(load(BF16_BACKWARD)) is None
+    assert "fprop is in BF16" in unsupported_reason(load("bf16"))
+    assert "dgrad quantises the transposed weight" in unsupported_reason(load("rowwise"))
+    assert "E4M3 128x128" in unsupported_reason(load("block"))
 
 
 def test_codes_of_another_kind_are_refused():
@@ -231,7 +239,7 @@ def test_codes_of_another_rounding_are_refused():
     recipe = load(
         {"name": "stochastic", "fprop": {"weight": {"rounding": "stochastic"}}, "dgrad": {"precision": "bf16"}}
     )
-    assert "stochastic" in refuses_own_codes(recipe)
+    assert "stochastic" in unsupported_reason(recipe)
 
 
 @pytest.mark.parametrize("rows", [0, 5])

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.nn.functional import linear, linears
+from octavo.nn.functional import Quantizer, linear, linears
 from octavo.numerics import dequantize, sqnr_db, sqnr_per_row_db
 from octavo.recipes import Recipe, load
 
@@ -309,13 +309,14 @@ def test_a_gradient_of_a_gradient_is_refused(name):
 
 M, N, K = 48, 64, 160
 FP8_X, FP32, MASTER = ("float8_e4m3fn", M * K), "float32", ("float32", N * K)
-KEPT = {  # and the weight itself, of which there is no copy
-    "folded": [FP8_X, (FP32, M), MASTER],
+FP8_W = ("float8_e4m3fn", N * K)
+KEPT = {  # the codes of the weight where dgrad reads them, else the weight itself, of which there is no copy
+    "folded": [FP8_X, (FP32, M), FP8_W, (FP32, N)],
     "rowwise": [FP8_X, (FP32, K), MASTER],
-    "tensorwise": [FP8_X, (FP32, 1), MASTER],
-    "block": [FP8_X, (FP32, K * 1), MASTER],  # tiles of x^T (160, 48)
+    "tensorwise": [FP8_X, (FP32, 1), FP8_W, (FP32, 1)],
+    "block": [FP8_X, (FP32, K * 1), FP8_W, (FP32, 1 * 2)],  # tiles of x^T (160, 48) and of w (64, 160)
     "bf16": [("bfloat16", M * K), MASTER],
-    "folded, wgrad bf16": [("bfloat16", M * K), MASTER],
+    "folded, wgrad bf16": [("bfloat16", M * K), FP8_W, (FP32, N)],
     "folded, dgrad bf16": [FP8_X, (FP32, M), MASTER],
 }
 
@@ -345,7 +346,8 @@ def test_one_byte_an_element_and_a_few_scales(name):
 
 @every_fp8_preset
 def test_nothing_is_kept_for_a_gemm_that_will_not_run(name):
-    assert [t.numel() for t in kept_by(load(name), w_grad=False)] == [N * K]
+    weight = KEPT[name][2:]
+    assert [t.numel() for t in kept_by(load(name), w_grad=False)] == [count for _, count in weight]
     assert N * K not in [t.numel() for t in kept_by(load(name), x_grad=False)]
     assert kept_by(load(name), x_grad=False, w_grad=False) == []
 
@@ -367,10 +369,10 @@ def test_compiled_is_bit_for_bit_eager(recipe):
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_an_evaluation_compiles_whatever_the_number_of_layers(count):
     x, weights = normal(24, 16, 40)[0], [normal(24, 16, 40)[1] for _ in range(count)]
-    run = torch.compile(linears, backend="aot_eager", fullgraph=True)
+    run, quantizer = torch.compile(linears, backend="aot_eager", fullgraph=True), Quantizer(load("delayed"), x.dtype)
     with torch.no_grad():
-        expected = linears(x, weights, [None] * count, load("delayed"))
-        outputs = run(x, weights, [None] * count, load("delayed"))
+        expected = linears(x, weights, [None] * count, quantizer)
+        outputs = run(x, weights, [None] * count, quantizer)
     assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
     torch._dynamo.reset()
 

@@ -91,15 +91,12 @@ def test_a_nan_poisons_its_token_and_the_weight_of_its_expert(recipe):
     assert torch.isnan(layer.weight.grad).flatten(1).any(1).tolist() == [False, True, False]
 
 
-def test_weights_are_quantised_once_a_step():
+def test_weights_are_quantised_once_per_forward():
     layer, ends = GroupedLinear(2, 32, 32), ends_of([5, 6])
     with record() as ledger:
         for _ in range(3):
             layer(tokens([5, 6], 32), ends).sum().backward()
-        assert ledger.weights == 1
-        torch.optim.SGD(layer.parameters(), lr=0.1).step()
-        layer(tokens([5, 6], 32), ends)
-    assert ledger.weights == 2
+    assert ledger.weights == 3
 
 
 def test_compiled_code_computes_the_same():

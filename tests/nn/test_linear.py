@@ -1,4 +1,4 @@
-"""`Linear` is an `nn.Linear` to everybody else, and quantises its weight once for every value that the weight has."""
+"""`Linear` is an `nn.Linear` to everybody else, and quantises its weight in every forward."""
 
 import copy
 import io
@@ -20,22 +20,8 @@ PRESETS = ["folded", "rowwise", "tensorwise", "delayed", "just_in_time", "block"
 every_preset = pytest.mark.parametrize("recipe", PRESETS)
 
 
-@pytest.fixture
-def quantised(monkeypatch) -> list[tuple[int, ...]]:
-    """The shape of every weight that has been quantised."""
-    shapes: list[tuple[int, ...]] = []
-    original = weights._quantize
-
-    def counted(stack, *args):
-        shapes.extend(tuple(weight.shape) for weight in stack)
-        return original(stack, *args)
-
-    monkeypatch.setattr(weights, "_quantize", counted)
-    return shapes
-
-
 def fresh(layer: Linear, x: torch.Tensor) -> torch.Tensor:
-    """What the layer must give for its weight as it is now: computed with no cache."""
+    """Return what the layer must give for its weight as it is now."""
     return functional.linear(x, layer.weight.detach().clone(), layer.bias, layer.recipe)
 
 
@@ -94,40 +80,7 @@ def test_disabled_is_nn_linear_bit_for_bit(recipe):
     assert not ledger.gemms
 
 
-# --- the cache ------------------------------------------------------------------------------------------------------
-
-
-def test_codes_are_made_once_until_the_weight_changes(quantised):
-    layer = Linear(40, 24)
-    for _ in range(2):
-        layer(torch.randn(5, 40, requires_grad=True)).sum().backward()
-    assert quantised == [(24, 40)]
-    layer.forget_codes()
-    layer(torch.randn(5, 40))
-    assert quantised == [(24, 40)] * 2
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda p: torch.optim.AdamW(p, foreach=True),
-        lambda p: torch.optim.AdamW(p, fused=True),
-        lambda p: torch.optim.AdamW(p, foreach=False),
-        lambda p: torch.optim.SGD(p, lr=0.1),
-        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
-    ],
-    ids=["adamw-foreach", "adamw-fused", "adamw", "sgd", "sgd-fused"],
-)
-def test_an_optimizer_step_makes_new_codes(make, quantised):
-    layer = Linear(40, 24)
-    optimizer = make(layer.parameters())
-    x = torch.randn(5, 40, requires_grad=True)
-    layer(x).square().sum().backward()
-    assert len(quantised) == 1
-    optimizer.step()
-    y = layer(x)
-    assert len(quantised) == 2
-    assert torch.equal(y, fresh(layer, x))
+# --- the weight of now -----------------------------------------------------------------------------------------------
 
 
 def load_other(layer: Linear) -> None:
@@ -172,9 +125,8 @@ def another_recipe(layer: Linear) -> None:
     layer.recipe = load("block")
 
 
-def told_to_forget(layer: Linear) -> None:
-    layer.weight.data.mul_(2.0)  # moves no counter
-    layer.forget_codes()
+def behind_autograd(layer: Linear) -> None:
+    layer.weight.data.mul_(3.0)  # moves no counter
 
 
 @pytest.mark.parametrize(
@@ -190,7 +142,7 @@ def told_to_forget(layer: Linear) -> None:
         another_dtype,
         other_data,
         another_recipe,
-        told_to_forget,
+        behind_autograd,
     ],
 )
 def test_every_change_of_the_weight_makes_new_codes(change):
@@ -227,40 +179,15 @@ def test_functional_call_uses_the_weight_it_is_given():
         assert torch.equal(torch.func.functional_call(layer, {"weight": torch.from_numpy(memory)}, (x,)), expected)
 
 
-def test_one_quantisation_a_step_with_gradient_accumulation(quantised):
-    model = nn.Sequential(Linear(40, 24), nn.ReLU(), Linear(24, 8))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        for _ in range(4):
-            model(torch.randn(5, 40)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert quantised == [(24, 40), (8, 24)] * (step + 1)
-
-
-def test_a_frozen_weight_is_quantised_once(quantised):
-    layer = Linear(40, 24).requires_grad_(False)
-    for _ in range(3):
-        layer(torch.randn(5, 40, requires_grad=True)).sum().backward()
-    assert quantised == [(24, 40)]
-
-
-def test_a_frozen_weight_is_quantised_once_while_others_train(quantised):
-    model = nn.Sequential(Linear(40, 24), nn.Linear(24, 8))
-    model[0].requires_grad_(False)
-    optimizer = torch.optim.AdamW(model[1].parameters(), fused=True)
-    for _ in range(3):
-        model(torch.randn(5, 40)).sum().backward()
-        optimizer.step()
-    assert quantised == [(24, 40)]
-
-
-def test_an_evaluation_between_steps_costs_nothing(quantised):
-    layer = Linear(40, 24)
-    layer(torch.randn(5, 40, requires_grad=True)).sum().backward()
-    with torch.no_grad():
-        layer(torch.randn(5, 40))
-    assert len(quantised) == 1
+def test_every_forward_quantises_each_weight_once_and_backward_none():
+    model = nn.Sequential(Linear(40, 24), nn.ReLU(), Linear(24, 8).requires_grad_(False))
+    for grad in (True, True, False):
+        with kernels.record() as ledger, torch.set_grad_enabled(grad):
+            y = model(torch.randn(5, 40))
+            assert ledger.weights == 2
+            if grad:
+                y.sum().backward()
+        assert ledger.weights == 2
 
 
 def test_inference_mode():
@@ -423,7 +350,7 @@ def test_a_copy_has_its_own_weight_and_no_codes_of_the_original():
     assert not (layer(x) - layer.bias).any()
 
 
-def test_copying_moves_no_cached_codes():
+def test_a_file_holds_no_codes():
     layer = Linear(256, 256)
     cold = len(pickle.dumps(layer))
     layer(torch.randn(5, 256, requires_grad=True))

@@ -2,6 +2,7 @@
 
 import gc
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -12,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from octavo import kernels
 from octavo.kernels.activation import KINDS, activation_backward_plain
 from octavo.kernels.reference.activation import value
-from octavo.nn.functional import linear, linears, spec_of
+from octavo.nn.functional import Quantizer, linear, linears, spec_of
 from octavo.nn.mlp import mlp, refuses
-from octavo.numerics import E4M3, TILE_1x128, dequantize, quantize, sqnr_db
+from octavo.numerics import E4M3, Quantized, TILE_1x128, dequantize, quantize, sqnr_db
 from octavo.recipes import Recipe, load, names
 
 PRESETS = [name for name in names() if refuses(load(name), load(name)) is None]
@@ -65,9 +66,13 @@ class Data:
 
 
 def fused(kind: str, inner: Recipe, outer: Recipe, dtype: torch.dtype = torch.float32, inputs: str = "bf16"):
-    return lambda x, weights, down, bias: mlp(
-        x, weights, down, bias, kind, inner, outer, dtype, activation_inputs=inputs
-    )
+    quantizers = Quantizer(inner, dtype), Quantizer(outer, dtype)
+
+    def run(x: Tensor, weights: list[Tensor], down: Tensor, bias: Tensor | None, ready: Quantized | None = None):
+        y = mlp(x, [*weights, down], kind, quantizers, ready, activation_inputs=inputs)
+        return y if bias is None else y + bias.to(y.dtype)
+
+    return run
 
 
 class Activation(torch.autograd.Function):
@@ -92,7 +97,7 @@ def unfused(kind: str, inner: Recipe, outer: Recipe, inputs: str = "bf16"):
     """The same MLP out of layers: gate and up share their input, the activation is computed in FP32."""
 
     def run(x: Tensor, weights: list[Tensor], down: Tensor, bias: Tensor) -> Tensor:
-        before = linears(x, weights, [None] * len(weights), inner)
+        before = linears(x, weights, [None] * len(weights), Quantizer(inner, x.dtype))
         hidden = Activation.apply(kind, before[0], before[1] if len(before) > 1 else None, inputs)
         return linear(hidden, down, bias, outer)
 
@@ -301,9 +306,11 @@ def test_the_hidden_activation_is_never_stored(gated, inner, outer):
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        y = mlp(data.x, data.inner, data.down, None, "silu", inner, outer, torch.bfloat16)
+        y = fused("silu", inner, outer, torch.bfloat16)(data.x, data.inner, data.down, None)
     own = {w.data_ptr() for w in (*data.inner, data.down)}
-    activations = [x for x in kept if x.data_ptr() not in own]
+    codes = [(len(data.inner) * 264, 136), (136, 264)]
+    of_weights = [*codes, *((rows, 1) for rows, _ in codes)]  # with their scales, where dgrad reads them
+    activations = [x for x in kept if x.data_ptr() not in own and tuple(x.shape) not in of_weights]
     wide = [x for x in activations if x.numel() == 40 * 264]
     assert len(wide) == (2 if gated else 1) and {x.dtype for x in wide} == {torch.bfloat16}  # gate and up
     rest = [x for x in activations if x.numel() != 40 * 264]
@@ -315,7 +322,7 @@ def test_the_hidden_activation_is_never_stored(gated, inner, outer):
 
 def test_nobody_holds_it_otherwise():
     data = Data(m=43)
-    y = mlp(data.x, data.inner, data.down, None, "silu", load("folded"), load("folded"), torch.float32)
+    y = fused("silu", load("folded"), load("folded"), torch.float32)(data.x, data.inner, data.down, None)
     gc.collect()
     alive = [x for x in gc.get_objects() if type(x) is Tensor and x.shape == (43, 264)]
     assert y.requires_grad and {x.dtype for x in alive} <= {torch.float32}
@@ -355,7 +362,7 @@ def test_nothing_is_kept_where_no_gradient_is_needed():
 def test_any_leading_shape(recipe, shape):
     data = Data()
     x = torch.randn(shape, requires_grad=True)
-    y = mlp(x, data.inner, data.down, data.bias, "silu", load(recipe), load(recipe), torch.float32)
+    y = fused("silu", load(recipe), load(recipe), torch.float32)(x, data.inner, data.down, data.bias)
     assert y.shape == shape
     y.sum().backward()
     assert x.grad.shape == shape
@@ -381,10 +388,8 @@ def test_codes_that_are_there_are_used():
     ready = kernels.quantize(data.x.detach(), *spec_of(recipe.fprop.input)[:3])
     zero = ready._replace(codes=ready.codes.float().mul(0).to(ready.codes.dtype))
     expected = data.results(fused("silu", recipe, recipe))
-    run = lambda x, weights, down, bias, ready=ready: mlp(  # noqa: E731
-        x, weights, down, bias, "silu", recipe, recipe, torch.float32, ready
-    )
-    assert same(data.results(run), expected)
+    run = fused("silu", recipe, recipe)
+    assert same(data.results(partial(run, ready=ready)), expected)
     assert torch.equal(run(data.x, data.inner, data.down, data.bias, zero), data.bias.expand(40, 136))
 
 
@@ -394,26 +399,39 @@ def test_weights_and_input_of_different_dtypes():
         for leaf in data.leaves:
             leaf.copy_(leaf.bfloat16())
     x = data.x.detach().bfloat16().requires_grad_()
-    y = mlp(x, data.inner, data.down, data.bias, "silu", load("folded"), load("folded"), torch.bfloat16)
+    y = fused("silu", load("folded"), load("folded"), torch.bfloat16)(x, data.inner, data.down, data.bias)
     assert y.dtype == torch.bfloat16
     y.sum().backward()
     assert x.grad.dtype == torch.bfloat16
     assert {w.grad.dtype for w in (*data.inner, data.down, data.bias)} == {torch.float32}
 
 
-def test_a_weight_changed_between_forward_and_backward_is_an_error():
+def test_a_weight_changed_between_forward_and_backward_is_an_error_where_backward_reads_it():
     data = Data()
-    y = mlp(data.x, data.inner, data.down, None, "silu", load("folded"), load("folded"), torch.float32)
+    y = fused("silu", load("rowwise"), load("rowwise"), torch.float32)(data.x, data.inner, data.down, None)
     with torch.no_grad():
         data.inner[1].mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
 
+def test_where_backward_reads_codes_it_reads_those_of_its_forward():
+    data, run = Data(), fused("silu", load("folded"), load("folded"))
+    expected = data.results(run)
+    y = run(data.x, data.inner, data.down, data.bias)
+    with torch.no_grad():
+        for weight in (*data.inner, data.down):
+            weight.mul_(3.0)
+    for leaf in data.leaves:
+        leaf.grad = None
+    y.backward(data.dy)
+    assert same([y.detach(), *(leaf.grad for leaf in data.leaves)], expected)
+
+
 @every_preset
 def test_backward_may_come_by_again(recipe):
     data = Data()
-    y = mlp(data.x, data.inner, data.down, None, "silu", load(recipe), load(recipe), torch.float32)
+    y = fused("silu", load(recipe), load(recipe), torch.float32)(data.x, data.inner, data.down, None)
     y.backward(data.dy, retain_graph=True)
     first = [leaf.grad.clone() for leaf in data.leaves[:-1]]
     y.backward(data.dy)

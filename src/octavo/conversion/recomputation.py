@@ -181,7 +181,7 @@ _LENGTHS: dict[str | None, Callable[[tuple[Any, ...]], int]] = {
     "aten::addmm": _summed(1),
     "aten::baddbmm": _summed(1),
     "aten::convolution": _taps,
-    **{f"octavo::{name}": _summed(0) for name in ("fprop", "gemm", "bmm", "grouped_fprop", "grouped_gemm")},
+    **{f"octavo::{name}": _summed(0) for name in ("gemm", "bmm", "grouped_gemm")},
     **{f"aten::_scaled_dot_product_{name}": lambda args: args[1].shape[-2] for name in _ATTENTION},
     "octavo::attention": lambda args: args[1].shape[1],
 }
@@ -280,8 +280,7 @@ class _Tally(TorchDispatchMode):
         cost = price(operation, args)
         if cost:
             made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-            principal = made if operation._schema.name == "octavo::fprop" else made[:1]
-            flops = int(2 * cost * sum(x.numel() for x in principal))
+            flops = int(2 * cost * made[0].numel())
             self.flops += flops
             if cost >= self.lowest:
                 self.kept |= {_address(x): x for x in made}

@@ -364,7 +364,13 @@ def transposed_weight(weight: Kept, recipe: Recipe, after: Tensor) -> Quantized:
     """Return the stack of weights as dgrad reads it, (K, N). after: the gradient that it is multiplied with."""
     if not recipe.reuses("dgrad.weight"):
         return quantize_transposed(weight.tensors, spec_of(recipe.dgrad.weight))
-    return transpose_codes(weight.codes(recipe).stack, recipe.dgrad.weight.is_folded, after)
+    matrices = weight.codes(recipe).matrices
+    parts = [transpose_codes(matrix, recipe.dgrad.weight.is_folded, after) for matrix in matrices]
+    if len(parts) == 1:
+        return parts[0]
+    # FP8 weights, whose scales are folded. Joined after the transposes: else a compiler keeps a joined copy for them.
+    codes = torch.cat([part.codes.view(torch.uint8) for part in parts], dim=1).view(parts[0].codes.dtype)
+    return Quantized(codes, parts[0].scale, parts[0].granularity)
 
 
 def transposed_input(kept: tuple[Tensor, ...], recipe: Recipe, after: Tensor) -> Quantized:

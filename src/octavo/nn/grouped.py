@@ -25,7 +25,7 @@ from octavo.kernels.grouped import Padded, grouped_gemm, grouped_mm, grouped_wgr
 from octavo.nn import telemetry_experts
 from octavo.nn.functional import compute_dtype, spec_of
 from octavo.nn.telemetry_ops import StatsSlot, stats_buffer_of
-from octavo.nn.weight_codes import quantize_matrix
+from octavo.nn.weight_codes import quantize_matrix, quantize_weights
 from octavo.numerics import Quantized
 from octavo.recipes import Operand, Recipe, RecipeLike, load, reused_from
 
@@ -123,7 +123,7 @@ class _GroupedLinear(torch.autograd.Function):
             ctx.save_for_backward(ends, *kept, weight)
             return grouped_mm(x.to(dtype).contiguous(), weight.to(dtype).mT, ends)
         target, accumulate = spec_of(recipe.fprop.weight), recipe.fprop.accumulate
-        stack = quantize_matrix(weight.detach().flatten(0, 1), target)
+        stack = quantize_weights([weight.flatten(0, 1)], target).stack
         ctx.saves_codes = recipe.reuses("dgrad.weight")
         ctx.save_for_backward(ends, *kept, *(stack[:2] if ctx.saves_codes else (weight,)))
         experts, rows, cols = weight.shape

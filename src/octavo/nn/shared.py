@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo.nn.attached_codes import attached_codes
 from octavo.nn.functional import Quantizer, compute_dtype, linears, spec_of
@@ -84,6 +85,18 @@ class SharedInput:
         self._clear()
 
 
+_steps = 0
+"""Optimizer steps so far: fused optimizers write weights without counting a version."""
+
+
+def _count_step(*_: Any) -> None:
+    global _steps
+    _steps += 1
+
+
+register_optimizer_step_post_hook(_count_step)
+
+
 def _state(layer: Linear, x: Tensor) -> tuple[Any, ...]:
     """Return what the output of a layer depends on beside the identity of x; another, by ==, once that has changed."""
     modes = (compute_dtype(x), torch.is_grad_enabled(), x.requires_grad)
@@ -91,4 +104,4 @@ def _state(layer: Linear, x: Tensor) -> tuple[Any, ...]:
         return modes
     parameters = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
     versions = (None if tensor.is_inference() else tensor._version for tensor in (x, *parameters))
-    return *modes, id(layer.recipe), *((p.data_ptr(), p.shape) for p in parameters), *versions
+    return *modes, _steps, id(layer.recipe), *((p.data_ptr(), p.shape) for p in parameters), *versions
