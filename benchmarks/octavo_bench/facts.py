@@ -312,7 +312,10 @@ def _operand_rows(recipe: Recipe) -> Iterator[tuple[str, ...]]:
         one = made_in.get(name)
         if recipe.gemm(gemm).is_fp8:
             operand = operand_of(recipe, name)
-            scale = [_SCALES[operand.scaling], *([operand.scale_from.replace("_", " ")] if operand.keeps_scale else [])]
+            scale = [
+                _SCALES[operand.scaling],
+                *([operand.scale_from.replace("_", " ")] if operand.has_stored_scale else []),
+            ]
             stochastic = ", stochastic" if operand.rounding == "stochastic" else ""
             what = (operand.format.upper() + stochastic, operand.granularity, ", ".join(scale))
         else:

@@ -27,9 +27,9 @@ from octavo.kernels.activation import (
 )
 from octavo.kernels.cross_entropy import cross_entropy_
 from octavo.kernels.norm import layer_norm, rms_norm, rms_norm_backward
+from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.quantize import quantize_pair
 from octavo.kernels.rotary import rotate
-from octavo.kernels.target import Target
 from octavo.kernels.transpose import transpose
 from octavo.nn.weight_codes import quantize_weights
 from octavo.train.timing import milliseconds, warm_up
@@ -37,10 +37,10 @@ from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_name
 from octavo_bench.rates import copy_rate
 from octavo_bench.results import Row, attempt
 
-BY_ROW = Target("e4m3", "row", "power_of_two")
-BY_COLUMN = Target("e4m3", "column", "power_of_two")
-BY_TILE = Target("e4m3", "1x128", "power_of_two")
-BY_TENSOR = Target("e5m2", "tensor", "float32")
+BY_ROW = QuantSpec("e4m3", "row", "power_of_two")
+BY_COLUMN = QuantSpec("e4m3", "column", "power_of_two")
+BY_TILE = QuantSpec("e4m3", "1x128", "power_of_two")
+BY_TENSOR = QuantSpec("e5m2", "tensor", "float32")
 
 TOKENS, DIM, FFN, VOCAB = 16384, 4096, 14336, 128256
 """Llama-8B's widths, and two sequences of 8,192 tokens."""
@@ -193,7 +193,7 @@ def _norm_backward(draw: Draw, m: int, n: int) -> Sequence[Tensor]:
     return dy, x, weight, draw.scales(m), residual
 
 
-def _quantize(rows: Target | None, columns: Target | None) -> Callable[..., Any]:
+def _quantize(rows: QuantSpec | None, columns: QuantSpec | None) -> Callable[..., Any]:
     return lambda x, *folds: quantize_pair([x], rows, columns, *folds)
 
 

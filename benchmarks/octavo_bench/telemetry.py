@@ -15,7 +15,7 @@ import torch
 
 from octavo.cli.flags import positive
 from octavo.kernels.sample import STATS
-from octavo.nn import watched as watched_gemms
+from octavo.nn import telemetry_ops
 from octavo.nn.telemetry import Telemetry
 from octavo.train.timing import milliseconds, warm_up
 from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, known
@@ -27,7 +27,7 @@ IMPLEMENTATION = "octavo folded"
 DEMO = Workload(name="demo", dim=128, ffn=352, heads=4, kv_heads=4, layers=4, batch=8, sequence=256, vocab=272)
 """For a CPU: the model of `octavo train --preset demo`, with its head and its optimizer."""
 OWN: tuple[tuple[Any, str], ...] = (
-    *((watched_gemms, name) for name in ("rests", "look_at_input", "look_at_weights", "look_at_gradients")),
+    *((telemetry_ops, name) for name in ("rests", "sample_input", "sample_weights", "sample_gradients")),
     *((Telemetry, name) for name in ("step", "snapshot")),
 )
 """Functions in which telemetry spends its time beside the products."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from octavo.conversion import make_plan as plan
     from octavo.monitor.monitor import Monitor
     from octavo.nn.observe import observed
-    from octavo.nn.scales import scales
+    from octavo.nn.scaling_state import scales
     from octavo.numerics import dequantize, quantize
     from octavo.recipes import Recipe
     from octavo.sensitivity import localize
@@ -47,7 +47,7 @@ _HOME = {
     "optim": "octavo.optim",
     "quantize": "octavo.numerics:quantize",
     "Recipe": "octavo.recipes:Recipe",
-    "scales": "octavo.nn.scales:scales",
+    "scales": "octavo.nn.scaling_state:scales",
     "FP8Tensor": "octavo.tensor:FP8Tensor",
 }
 

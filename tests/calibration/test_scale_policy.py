@@ -8,8 +8,8 @@ import torch
 from octavo.calibration import MagnitudeHistogram, ScalePolicy
 from octavo.calibration.scale_policy import FINER, FLUSHED
 from octavo.errors import ConfigError
-from octavo.kernels import Target, quantize_at, telemetry
-from octavo.kernels.quantize_at import Cell
+from octavo.kernels import QuantSpec, quantize_with_scale, telemetry
+from octavo.kernels.quantize_with_scale import ScaleRef
 from octavo.numerics import format_of
 from octavo.recipes import Operand
 
@@ -67,7 +67,7 @@ def test_what_is_said_of_a_scale_happens_to_the_codes(format, octaves, scaling, 
     x[5, :60] = torch.exp2(-torch.arange(60.0)).bfloat16()  # ties, where scales are powers of two
     found = choice.scale(seen(x), Operand(format=format, scaling=scaling))
     cells = torch.tensor([[found.scale, 0.0]])
-    made, _ = quantize_at([x], Cell(cells, 0), Target(format, "tensor", scaling, "nearest"), None)
+    made, _ = quantize_with_scale([x], ScaleRef(cells, 0), QuantSpec(format, "tensor", scaling, "nearest"), None)
     _, flushed, saturated, _ = telemetry.read(telemetry.count(x, made))
     codes, fmt = made.codes.float().abs(), format_of(made.codes)
     subnormal = ((codes > 0) & (codes < fmt.smallest_normal)).sum()

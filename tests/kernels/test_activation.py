@@ -14,19 +14,19 @@ from octavo.kernels.activation import (
     activation_backward_plain,
 )
 from octavo.kernels.activation import _as_given as as_given
-from octavo.kernels.target import Target
+from octavo.kernels.quant_spec import QuantSpec
 from octavo.numerics import dequantize, quantize
 from octavo.numerics.quantize import to_codes
 
-ROW = Target("e4m3", "row", "power_of_two")
-COLUMN = Target("e4m3", "column", "power_of_two")
+ROW = QuantSpec("e4m3", "row", "power_of_two")
+COLUMN = QuantSpec("e4m3", "column", "power_of_two")
 TARGETS = [
     ROW,
-    Target("e5m2", "tensor", "float32"),
-    Target("e4m3", "1x128", "power_of_two"),
-    Target("e4m3", "128x128", "float32"),
-    Target("e4m3", "column", "float32"),
-    Target("e4m3", "1x32", "power_of_two"),
+    QuantSpec("e5m2", "tensor", "float32"),
+    QuantSpec("e4m3", "1x128", "power_of_two"),
+    QuantSpec("e4m3", "128x128", "float32"),
+    QuantSpec("e4m3", "column", "float32"),
+    QuantSpec("e4m3", "1x32", "power_of_two"),
 ]
 FORMULAS = {
     "silu": F.silu,

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from octavo.kernels.batch import quantize_batch, transpose_batch
+from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.quantize import quantize_pair
-from octavo.kernels.target import Target
 
 
 def folded_batch(shape):
@@ -18,7 +18,7 @@ def folded_batch(shape):
 @pytest.mark.parametrize("turned", [False, True])
 def test_each_is_quantised_by_itself(granularity, turned):
     x, row_fold, column_fold = folded_batch((3, 40, 24))
-    target = Target("e4m3", granularity, "power_of_two")
+    target = QuantSpec("e4m3", granularity, "power_of_two")
     source = x.mT.contiguous().mT if turned else x
     made = quantize_batch(source, target, target, row_fold, column_fold)
     for i, matrix in enumerate(x):
@@ -29,7 +29,7 @@ def test_each_is_quantised_by_itself(granularity, turned):
 
 
 def test_only_what_is_asked_for():
-    target = Target("e4m3", "row", "power_of_two")
+    target = QuantSpec("e4m3", "row", "power_of_two")
     x = torch.randn(2, 8, 16)
     assert quantize_batch(x, None, target)[0] is None and quantize_batch(x, target, None)[1] is None
 

@@ -7,14 +7,14 @@ from octavo import kernels
 from octavo.errors import ConfigError
 from octavo.kernels.batch import Batch
 from octavo.kernels.bmm import bmm, why_looped
-from octavo.kernels.target import Target
+from octavo.kernels.quant_spec import QuantSpec
 from octavo.numerics import PER_ROW, PER_TENSOR, Quantized, dequantize
 
 
 def batch_of(shape, granularity, fmt="e4m3"):
     """Return a batch whose matrices differ in size by powers of ten, and the matrices."""
     x = torch.randn(shape) * 10.0 ** torch.arange(shape[0])[:, None, None]
-    parts = [kernels.quantize(matrix, *Target(fmt, granularity, "power_of_two")) for matrix in x]
+    parts = [kernels.quantize(matrix, *QuantSpec(fmt, granularity, "power_of_two")) for matrix in x]
     codes = torch.stack([part.codes.view(torch.uint8) for part in parts]).view(parts[0].codes.dtype)
     return Batch(codes, torch.stack([part.scale for part in parts]), parts[0].granularity), parts
 

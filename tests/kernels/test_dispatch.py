@@ -84,7 +84,7 @@ def test_every_contract_works_on_a_gpu_that_is_not_the_current_one():
     from octavo import kernels
     from octavo.kernels import activation, cross_entropy, norm, rotary
 
-    row = kernels.Target("e4m3", "row", "power_of_two")
+    row = kernels.QuantSpec("e4m3", "row", "power_of_two")
 
     def results(device: str) -> list[torch.Tensor]:
         torch.manual_seed(0)

@@ -6,14 +6,14 @@ import torch
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import ledger
 from octavo.kernels.norm import KEPT, layer_norm, layer_norm_backward, refuses, rms_norm, rms_norm_backward
+from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.quantize import quantize
 from octavo.kernels.reference import norm as reference
-from octavo.kernels.target import Target
 from octavo.numerics import dequantize
 
 EPS = 1e-5
-ROW = Target("e4m3", "row", "power_of_two")
-BLOCK = Target("e5m2", "1x128", "float32")
+ROW = QuantSpec("e4m3", "row", "power_of_two")
+BLOCK = QuantSpec("e5m2", "1x128", "float32")
 
 
 def equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
@@ -66,9 +66,9 @@ def test_gradients_come_in_the_dtypes_of_what_they_are_of(rows):
 @pytest.mark.parametrize(
     ("target", "why"),
     [
-        (Target("e4m3", "tensor", "float32"), "'tensor' are not known when a row is"),
-        (Target("e4m3", "128x128", "float32"), "'128x128' are not known"),
-        (Target("e4m3", "row", "float32", "stochastic"), "rounds to nearest only"),
+        (QuantSpec("e4m3", "tensor", "float32"), "'tensor' are not known when a row is"),
+        (QuantSpec("e4m3", "128x128", "float32"), "'128x128' are not known"),
+        (QuantSpec("e4m3", "row", "float32", "stochastic"), "rounds to nearest only"),
     ],
     ids=str,
 )

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from octavo.kernels.patches import Window, fold, quantize_patches, unfold, unfold_rows
+from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.quantize import quantize_pair
-from octavo.kernels.target import Target
 
 WINDOWS = [
     Window((1, 1)),
@@ -39,8 +39,8 @@ def test_unfold_and_fold_are_those_of_pytorch(window):
 @pytest.mark.parametrize("rows", ["row", "tensor", "1x128", None])
 def test_codes_are_those_of_the_unfolded_matrix(window, rows):
     x = torch.randn(2, 7, 8, 5).bfloat16()
-    row = rows and Target("e4m3", rows, "power_of_two")
-    column = Target("e4m3", "column", "power_of_two")
+    row = rows and QuantSpec("e4m3", rows, "power_of_two")
+    column = QuantSpec("e4m3", "column", "power_of_two")
     for ours, theirs in zip(
         quantize_patches(x, window, row, column), quantize_pair([unfold(x, window)], row, column), strict=True
     ):
@@ -51,7 +51,7 @@ def test_codes_are_those_of_the_unfolded_matrix(window, rows):
 
 def test_no_image_and_a_kernel_that_does_not_fit():
     window = Window((3, 3), padding=(1, 1))
-    codes, _ = quantize_patches(torch.randn(0, 4, 4, 3), window, Target("e4m3", "row", "power_of_two"), None)
+    codes, _ = quantize_patches(torch.randn(0, 4, 4, 3), window, QuantSpec("e4m3", "row", "power_of_two"), None)
     assert codes.codes.shape == (0, 27)
     assert fold(torch.randn(0, 27), window, (0, 4, 4, 3)).shape == (0, 4, 4, 3)
     assert Window((5, 5)).output(3, 9) == (0, 5)

@@ -5,12 +5,12 @@ import torch
 
 from octavo import kernels
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.kernels import Target
+from octavo.kernels import QuantSpec
 from octavo.kernels.telemetry import Counts, count, new_stats, quantize_counted, read
 from octavo.numerics import PER_ROW, PER_TENSOR, Quantized
 from octavo.numerics.quantize import to_codes
 
-TENSOR = Target("e4m3", "tensor", "power_of_two")
+TENSOR = QuantSpec("e4m3", "tensor", "power_of_two")
 
 
 def with_scale(x: torch.Tensor, scale: float, fmt: str) -> Quantized:
@@ -64,7 +64,7 @@ def test_counts_add_up_and_the_codes_are_those_of_quantize():
 
 def test_a_matrix_without_elements_counts_nothing():
     stats = new_stats("cpu")
-    assert quantize_counted(torch.zeros(0, 5), Target("e4m3", "row", "float32"), stats).granularity == PER_ROW
+    assert quantize_counted(torch.zeros(0, 5), QuantSpec("e4m3", "row", "float32"), stats).granularity == PER_ROW
     assert read(stats) == Counts(0.0, 0, 0, 0)
 
 
@@ -92,7 +92,7 @@ def test_compiled_code_is_refused(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("granularity", ["row", "tensor", "1x128"])
 def test_a_gpu_counts_the_same_without_a_fallback(granularity):
-    target, stats = Target("e4m3", granularity, "power_of_two"), new_stats("cuda")
+    target, stats = QuantSpec("e4m3", granularity, "power_of_two"), new_stats("cuda")
     x = (
         torch.randn(3000, 4096, device="cuda") * torch.exp2(torch.randint(-30, 3, (3000, 1), device="cuda"))
     ).bfloat16()

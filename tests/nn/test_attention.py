@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import octavo
 from octavo import kernels
 from octavo.errors import UnsupportedError
-from octavo.kernels import Target, ledger
+from octavo.kernels import QuantSpec, ledger
 from octavo.models.config import ModelConfig
 from octavo.models.gpt import GPT
 from octavo.models.gpt import Attention as GPTAttention
@@ -128,7 +128,7 @@ def as_on_a_gpu(monkeypatch):
     """Quantise by the operator, as on a GPU: in compiled code it is one call, and not the reference's many."""
 
     def quantize(x, format, granularity, scaling="power_of_two", rounding="nearest", seed=0):
-        return kernels.quantize_pair([x], Target(format, granularity, scaling), None)[0]
+        return kernels.quantize_pair([x], QuantSpec(format, granularity, scaling), None)[0]
 
     monkeypatch.setattr(kernels, "quantize", quantize)
 

@@ -270,7 +270,7 @@ def test_a_recipe_that_keeps_scales_is_refused() -> None:
             linear_cross_entropy(x, weight, targets, recipe=recipe)
 
 
-@pytest.mark.parametrize("recipe", [*(name for name in names() if not load(name).keeps_scales), MIXED, STOCHASTIC])
+@pytest.mark.parametrize("recipe", [*(name for name in names() if not load(name).has_stored_scales), MIXED, STOCHASTIC])
 def test_a_recipe_survives_as_text(recipe: object) -> None:
     loaded = load(recipe)
     again = module._from_text(module._to_text(loaded))

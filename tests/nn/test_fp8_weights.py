@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo import Policy, kernels
 from octavo.errors import UnsupportedError
-from octavo.kernels.target import Target
+from octavo.kernels.quant_spec import QuantSpec
 from octavo.nn import Linear
 from octavo.nn.fp8_weights import recipes_for_fp8_weights, unsupported_reason, values
 from octavo.nn.functional import Kept, dgrad, fprop, weight_fold
@@ -25,7 +25,7 @@ from octavo.numerics import quantize
 from octavo.recipes import Recipe, load, names
 from octavo.tensor import FP8Tensor
 
-ROW = Target("e4m3", "row", "power_of_two")
+ROW = QuantSpec("e4m3", "row", "power_of_two")
 TOKENS = 33
 BF16_BACKWARD = {"name": "bf16 backward", "dgrad": {"precision": "bf16"}, "wgrad": {"precision": "bf16"}}
 

@@ -10,7 +10,7 @@ from octavo.nn.functional import Quantizer, linears, quantize_operand
 from octavo.nn.mlp import mlp, refuses
 from octavo.recipes import load, names
 
-RECIPES = [name for name in names() if load(name).is_fp8 and not load(name).keeps_scales]
+RECIPES = [name for name in names() if load(name).is_fp8 and not load(name).has_stored_scales]
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
 
 

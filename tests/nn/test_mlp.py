@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from octavo import kernels
 from octavo.kernels.activation import KINDS, activation_backward_plain
 from octavo.kernels.reference.activation import value
-from octavo.nn.functional import Quantizer, linear, linears, target_of
+from octavo.nn.functional import Quantizer, linear, linears, spec_of
 from octavo.nn.mlp import mlp, refuses
-from octavo.numerics import E4M3, TILE_1x128, Quantized, dequantize, quantize, sqnr_db
+from octavo.numerics import E4M3, Quantized, TILE_1x128, dequantize, quantize, sqnr_db
 from octavo.recipes import Recipe, load, names
 
 PRESETS = [name for name in names() if refuses(load(name), load(name)) is None]
@@ -385,7 +385,7 @@ def test_rows_that_lie_apart_and_a_gradient_that_is_expanded():
 
 def test_codes_that_are_there_are_used():
     data, recipe = Data(), load("folded")
-    ready = kernels.quantize(data.x.detach(), *target_of(recipe.fprop.input)[:3])
+    ready = kernels.quantize(data.x.detach(), *spec_of(recipe.fprop.input)[:3])
     zero = ready._replace(codes=ready.codes.float().mul(0).to(ready.codes.dtype))
     expected = data.results(fused("silu", recipe, recipe))
     run = fused("silu", recipe, recipe)

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from octavo import kernels
 from octavo.kernels import ledger
 from octavo.kernels.norm import layer_norm, rms_norm
-from octavo.kernels.target import Target
+from octavo.kernels.quant_spec import QuantSpec
 from octavo.nn import norm
-from octavo.nn.handoff import taken
+from octavo.nn.attached_codes import attached_codes
 from octavo.nn.norm import LayerNorm, Norm, RMSNorm, adopt, adopts
 from octavo.numerics import sqnr_db
 
-ROW = Target("e4m3", "row", "power_of_two")
-BLOCK = Target("e4m3", "1x128", "power_of_two")
+ROW = QuantSpec("e4m3", "row", "power_of_two")
+BLOCK = QuantSpec("e4m3", "1x128", "power_of_two")
 WIDTH = 48
 ON_CPU = not torch.cuda.is_available()
 
@@ -133,7 +133,7 @@ def test_a_result_can_be_changed_in_place(gains):
     adopt(module, ROW)
     y = module(x)
     y.mul_(2)
-    assert taken(y, ROW) is None
+    assert attached_codes(y, ROW) is None
     y.sum().backward()
     other = torch.empty_like(x).copy_(x.detach()).requires_grad_()
     module.release()
@@ -154,12 +154,12 @@ def test_the_codes_are_the_kernels_own(kind, target, gains):
         want = layer_norm(flat, module.weight, module.bias, module.eps, target=target)
     else:
         want = rms_norm(flat, module.weight, norm._eps_of(module), target=target)
-    got = taken(y, target)
+    got = attached_codes(y, target)
     assert got.granularity == target.tile
     assert torch.equal(got.codes.view(torch.uint8), want.quantized.codes.view(torch.uint8))
     assert torch.equal(got.scale, want.quantized.scale)
     assert torch.equal(y, want.y.view_as(x))
-    assert taken(y, ROW if target == BLOCK else BLOCK) is None
+    assert attached_codes(y, ROW if target == BLOCK else BLOCK) is None
 
 
 def test_the_codes_pass_through_a_sequence_and_hooks(gains):
@@ -168,7 +168,7 @@ def test_the_codes_pass_through_a_sequence_and_hooks(gains):
     seen = []
     model[0].register_forward_hook(lambda module, args, y: seen.append(y))
     y = model(torch.randn(4, WIDTH))
-    assert seen[0] is y and taken(y, ROW) is not None
+    assert seen[0] is y and attached_codes(y, ROW) is not None
 
 
 def test_no_gradients_are_needed_to_hand_codes_on(gains):
@@ -176,16 +176,16 @@ def test_no_gradients_are_needed_to_hand_codes_on(gains):
     adopt(module, ROW)
     with torch.no_grad():
         y = module(torch.randn(4, WIDTH))
-    assert taken(y, ROW) is not None and not y.requires_grad
+    assert attached_codes(y, ROW) is not None and not y.requires_grad
     with torch.inference_mode():
-        assert taken(module(torch.randn(4, WIDTH)), ROW) is None  # see handoff
+        assert attached_codes(module(torch.randn(4, WIDTH)), ROW) is None  # see handoff
 
 
 def test_a_target_that_needs_all_of_y_is_left_to_the_reader(gains):
-    module, target = drawn("rms"), Target("e4m3", "tensor", "float32")
+    module, target = drawn("rms"), QuantSpec("e4m3", "tensor", "float32")
     adopt(module, target)
     assert module.target is None
-    assert taken(module(torch.randn(4, WIDTH)), target) is None
+    assert attached_codes(module(torch.randn(4, WIDTH)), target) is None
 
 
 # --- what it leaves to its parent -----------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def assert_parents(module: nn.Module, x: Tensor) -> None:
     parent.release()
     y, want = module(x), parent(x)
     assert y.dtype == want.dtype and torch.equal(y, want)
-    assert taken(y, ROW) is None
+    assert attached_codes(y, ROW) is None
 
 
 @pytest.mark.skipif(not ON_CPU, reason="is about a CPU")
@@ -215,7 +215,7 @@ def test_what_is_switched_off(kind, gains):
     module.enabled = False
     assert_parents(module, torch.randn(4, WIDTH))
     module.enabled = True
-    assert taken(module(torch.randn(4, WIDTH)), ROW) is not None
+    assert attached_codes(module(torch.randn(4, WIDTH)), ROW) is not None
 
 
 def test_more_than_one_dimension(gains):
@@ -270,7 +270,7 @@ def test_tensors_of_another_class(gains):
         pass
 
     y = drawn_and_adopted("rms")(torch.randn(4, WIDTH).as_subclass(Other))
-    assert type(y) is Other and taken(y, ROW) is None
+    assert type(y) is Other and attached_codes(y, ROW) is None
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer", "llama"])
@@ -278,7 +278,7 @@ def test_autocast_gives_the_dtype_that_the_parent_gives(kind, gains):
     module = drawn_and_adopted(kind)
     with torch.autocast("cpu", torch.bfloat16):
         y = module(torch.randn(4, WIDTH))
-        assert y.dtype == torch.float32 and taken(y, ROW) is not None
+        assert y.dtype == torch.float32 and attached_codes(y, ROW) is not None
         module.to(torch.bfloat16)
         assert_parents(module, torch.randn(4, WIDTH).bfloat16())
 
@@ -293,7 +293,7 @@ def test_arguments_by_name_and_more_of_them(gains):
     assert adopts(module)
     adopt(module, ROW)
     assert torch.equal(module(x, 2 * x), 2 * x * module(hidden_states=x))
-    assert taken(module(x), ROW) is not None
+    assert attached_codes(module(x), ROW) is not None
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer", "llama"])
@@ -306,7 +306,7 @@ def test_compiled_code(kind, monkeypatch):
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     y = compiled(x)
     torch.testing.assert_close(y, parent(x))
-    assert taken(y, ROW) is None
+    assert attached_codes(y, ROW) is None
 
 
 # --- what it adopts -------------------------------------------------------------------------------------------------
@@ -495,7 +495,7 @@ def test_on_a_gpu(kind, dtype):
         y.backward(dy)
     want = parent(other)
     want.backward(dy)
-    assert not ledger.fallbacks and taken(y, ROW) is not None
+    assert not ledger.fallbacks and attached_codes(y, ROW) is not None
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
     torch.testing.assert_close(y, want, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(leaf.grad, other.grad, rtol=tolerance, atol=tolerance * float(other.grad.abs().max()))
@@ -551,7 +551,7 @@ def test_an_input_in_fp8(kind, dtype, gains):
     assert torch.equal(got[0], want[0])
     assert sqnr_db(want[1], got[1]) > 35  # of dx one term of three sees it
     assert all(sqnr_db(a, b) > 25 for a, b in zip(want[2:], got[2:], strict=True))
-    assert taken(module(x), ROW) is not None
+    assert attached_codes(module(x), ROW) is not None
     module.release()
     assert not hasattr(module, "input_format")
 

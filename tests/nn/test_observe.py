@@ -16,7 +16,7 @@ from octavo.errors import ConfigError
 from octavo.models import ModelConfig, build
 from octavo.nn import Conv1d, Conv2d, GroupedLinear, Linear
 from octavo.nn.observe import Fault, Observed
-from octavo.recipes import STATEFUL, load
+from octavo.recipes import STORED_SCALE_ROLES, load
 
 TOKENS = torch.arange(16).view(2, 8)
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
@@ -174,10 +174,10 @@ def test_without_a_gradient_of_the_input_wgrads_operand_is_counted() -> None:
 def test_a_kept_scale_that_is_too_small_is_seen() -> None:
     layer = Linear(48, 32, bias=False, recipe="delayed")
     scales = {"input": 2.0**-8, "grad_output": 2.0**-15}
-    for number, role in enumerate(STATEFUL):
-        layer.page.cells[number, 0] = scales[role]
+    for number, role in enumerate(STORED_SCALE_ROLES):
+        layer.scaling_slot.cells[number, 0] = scales[role]
     x, dy = torch.randn(16, 48), torch.randn(16, 32)
-    before = layer.page.cells.clone()
+    before = layer.scaling_slot.cells.clone()
     with octavo.observed(layer) as report:
         y = layer(x.requires_grad_())
         y.backward(dy)
@@ -185,7 +185,7 @@ def test_a_kept_scale_that_is_too_small_is_seen() -> None:
     expected = counted(x.detach().numpy(), "e4m3", None, scales["input"])
     assert row(report, "", "input")[4:] == expected and expected[1] > 0
     assert row(report, "", "grad_output")[4:] == counted(dy.numpy(), gradient, None, scales["grad_output"])
-    assert torch.equal(layer.page.cells[:, 0], before[:, 0])
+    assert torch.equal(layer.scaling_slot.cells[:, 0], before[:, 0])
     shares = [r.saturated / r.elements for r in report.rows()]
     assert shares == sorted(shares, reverse=True) and shares[0] > shares[-1] == 0
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from octavo.kernels import quantize
+from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.reference.sample import sample
-from octavo.kernels.sample import BINS, DETAILED, PHASE, SAMPLED, STATS, WIDTH, Looked
-from octavo.kernels.target import Target
+from octavo.kernels.sample import BINS, DETAILED, PHASE, SAMPLED, STATS, WIDTH, SampleInput
 from octavo.nn.telemetry_ranks import combined
 from octavo.numerics import dequantize
 
-TARGET = Target("e4m3", "row", "power_of_two")
+TARGET = QuantSpec("e4m3", "row", "power_of_two")
 
 
 def row_of(x):
@@ -18,7 +18,7 @@ def row_of(x):
     row = torch.full((WIDTH + BINS,), torch.nan)
     row[PHASE], row[DETAILED] = 0, 1
     if x is not None:
-        sample(Looked(x, quantize(x, *TARGET).scale, TARGET, tied=True), row)
+        sample(SampleInput(x, quantize(x, *TARGET).scale, TARGET, tied=True), row)
     return row
 
 

@@ -15,7 +15,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import octavo
 from octavo import Policy, kernels
-from octavo.kernels import Target
+from octavo.kernels import QuantSpec
 from octavo.nn import Conv2d, GroupedLinear, Linear, reuse_weight_codes
 from octavo.nn.cross_entropy import linear_cross_entropy
 from octavo.nn.weight_codes import (
@@ -29,11 +29,11 @@ from octavo.nn.weight_codes import (
 from octavo.numerics import PER_ROW, Quantized, dequantize, quantize
 from octavo.recipes import load
 
-ROW = Target("e4m3", "row", "power_of_two")
-TENSOR = Target("e4m3", "tensor", "float32")
-TILE = Target("e4m3", "1x128", "power_of_two")
-BLOCK = Target("e4m3", "128x128", "power_of_two")
-TARGETS = [ROW, TENSOR, TILE, BLOCK, Target("e5m2", "row", "float32"), Target("e4m3", "1x32", "power_of_two")]
+ROW = QuantSpec("e4m3", "row", "power_of_two")
+TENSOR = QuantSpec("e4m3", "tensor", "float32")
+TILE = QuantSpec("e4m3", "1x128", "power_of_two")
+BLOCK = QuantSpec("e4m3", "128x128", "power_of_two")
+TARGETS = [ROW, TENSOR, TILE, BLOCK, QuantSpec("e5m2", "row", "float32"), QuantSpec("e4m3", "1x32", "power_of_two")]
 every_target = pytest.mark.parametrize("target", TARGETS, ids=str)
 
 
@@ -41,7 +41,7 @@ def parameter(rows: int, cols: int, dtype: torch.dtype = torch.float32) -> nn.Pa
     return nn.Parameter((torch.randn(rows, cols) * torch.logspace(-3, 1, rows)[:, None]).to(dtype))
 
 
-def specified(x: Tensor, target: Target) -> Quantized:
+def specified(x: Tensor, target: QuantSpec) -> Quantized:
     return quantize(x.detach(), target.fmt, target.tile, target.scaling)
 
 
@@ -470,17 +470,17 @@ def test_reused_codes_give_the_same_results_and_are_made_once(recipe, mode):
                 assert torch.equal(call(torch.ones(5, 32)), net(recipe)(torch.ones(5, 32)))
     made = ledger.weights
     assert made == 3 + 2 * 3  # and those of `net`
-    assert all(layer.attached_codes is None for layer in model.children())
+    assert all(layer.weight_codes is None for layer in model.children())
     assert all(torch.equal(a, b) for a, b in zip(results(model, call), expected, strict=True))
 
 
 def test_codes_of_layers_that_are_computed_together_are_on_the_first():
     model = net("folded")
     with reuse_weight_codes(model):
-        codes = model.q.attached_codes
+        codes = model.q.weight_codes
         assert codes.rows == (48, 16)
         assert same(codes.stack, specified(torch.cat([model.q.weight, model.k.weight]), ROW))
-        assert model.k.attached_codes is None and model.out.attached_codes.rows == (32,)
+        assert model.k.weight_codes is None and model.out.weight_codes.rows == (32,)
 
 
 def test_a_layer_of_a_group_computes_alone_without_them():
@@ -518,7 +518,7 @@ def test_a_copy_of_a_model_has_codes_of_its_own():
     model, x = net("folded"), torch.randn(5, 32)
     with reuse_weight_codes(model):
         other = copy.deepcopy(model)
-        assert all(layer.attached_codes is None for layer in other.children())
+        assert all(layer.weight_codes is None for layer in other.children())
         assert "attached_codes" in model.q.__dict__
     for p in other.parameters():
         p.data.mul_(3.0)
@@ -529,7 +529,7 @@ def test_the_block_ends_with_an_error_too():
     model = net("folded")
     with pytest.raises(RuntimeError, match="mine"), reuse_weight_codes(model):
         raise RuntimeError("mine")
-    assert all(layer.attached_codes is None for layer in model.children())
+    assert all(layer.weight_codes is None for layer in model.children())
 
 
 def test_blocks_may_be_nested():
@@ -540,7 +540,7 @@ def test_blocks_may_be_nested():
         with kernels.record() as ledger:
             model(torch.randn(5, 32))
         assert ledger.weights == 0
-    assert all(layer.attached_codes is None for layer in model.children())
+    assert all(layer.weight_codes is None for layer in model.children())
 
 
 def test_layers_that_have_no_codes_to_reuse_are_left_as_they_are():

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.kernels import Target
-from octavo.nn.functional import Quantizer, linear, target_of
+from octavo.kernels import QuantSpec
+from octavo.nn.functional import Quantizer, linear, spec_of
 from octavo.recipes import Fprop, Operand, Recipe, Wgrad, load, names
 from octavo.recipes.costs import Pass, Shape, kept_bytes, kept_weight_bytes, operand_of, passes
 
@@ -34,7 +34,7 @@ def run(recipe: Recipe) -> None:
 
 def forward(recipe: Recipe, weight: Tensor, needs_x: bool = True) -> Tensor:
     x = torch.randn(M, K, dtype=torch.bfloat16, requires_grad=needs_x)
-    amax_and_scale = torch.ones(2, 2) if recipe.keeps_scales else None
+    amax_and_scale = torch.ones(2, 2) if recipe.has_stored_scales else None
     return linear(x, weight, None, Quantizer(recipe, torch.bfloat16, amax_and_scale))
 
 
@@ -64,24 +64,24 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
     of: dict[str, Any] = {
         name: getattr(kernels, name)
         for name in (
-            "quantize", "quantize_pair", "quantize_at", "quantize_stack", "transpose_quantized", "transpose_folded"
+            "quantize", "quantize_pair", "quantize_with_scale", "quantize_stack", "transpose_quantized", "transpose_folded"
         )
     }  # fmt: skip
 
-    def made(*targets: Target | None) -> tuple[str, ...]:
+    def made(*targets: QuantSpec | None) -> tuple[str, ...]:
         return tuple(str(target) for target in targets if target is not None)
 
     def quantize(x, *target):
-        seen.append(("quantise", matrix.get(tuple(x.shape), "grad_output"), made(Target(*target[:4]))))
+        seen.append(("quantise", matrix.get(tuple(x.shape), "grad_output"), made(QuantSpec(*target[:4]))))
         return of["quantize"](x, *target)
 
     def quantize_pair(sources, rows, columns, *folds):
         seen.append(("quantise", matrix[tuple(sources[0].shape)], made(rows, columns)))
         return of["quantize_pair"](sources, rows, columns, *folds)
 
-    def quantize_at(sources, cell, rows, columns):
+    def quantize_with_scale(sources, cell, rows, columns):
         seen.append(("quantise", matrix[tuple(sources[0].shape)], made(rows, columns)))
-        return of["quantize_at"](sources, cell, rows, columns)
+        return of["quantize_with_scale"](sources, cell, rows, columns)
 
     def quantize_stack(weights, target):
         assert [tuple(weight.shape) for weight in weights] == [(N, K)]
@@ -96,13 +96,13 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
         seen.append(("transpose", matrix[tuple(codes.shape)], ()))
         return of["transpose_folded"](codes, after)
 
-    for spy in (quantize, quantize_pair, quantize_at, quantize_stack, transpose_quantized, transpose_folded):
+    for spy in (quantize, quantize_pair, quantize_with_scale, quantize_stack, transpose_quantized, transpose_folded):
         monkeypatch.setattr(kernels, spy.__name__, spy)
     return seen
 
 
 def foreseen(recipe: Recipe, one: Pass) -> Seen:
-    made = tuple(str(target_of(operand_of(recipe, name))) for name in one.made)
+    made = tuple(str(spec_of(operand_of(recipe, name))) for name in one.made)
     return one.how, one.matrix, made if one.how == "quantise" else ()
 
 

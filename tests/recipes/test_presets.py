@@ -88,7 +88,7 @@ def test_rounding_is_to_nearest(name):
 
 
 def test_which_keep_scales_need_a_file_and_are_emulated():
-    assert [name for name in names() if load(name).keeps_scales] == ["delayed", "just_in_time", "static"]
+    assert [name for name in names() if load(name).has_stored_scales] == ["delayed", "just_in_time", "static"]
     assert [name for name in names() if load(name).needs_calibration] == ["static"]
     assert [name for name in names() if load(name).is_emulated] == ["mxfp8"]
 

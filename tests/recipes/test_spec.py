@@ -164,7 +164,7 @@ def test_only_a_whole_tensor_has_a_scale_from_elsewhere(source):
 
 def test_weights_are_scaled_by_their_own_maximum():
     for gemms in ({"fprop": Fprop(weight=DELAYED)}, {"dgrad": Dgrad(weight=DELAYED)}):
-        refused("weight.scale_from = 'delayed' is refused: a weight is its own maximum, in every forward", **gemms)
+        refused("weight.scale_from = 'delayed' is refused: a weight is scaled by its own maximum", **gemms)
 
 
 def test_kept_scales_round_to_nearest():
@@ -225,11 +225,11 @@ def test_mxfp8_has_scales_of_a_power_of_two():
 
 def test_the_kept_scale_of_each_role():
     recipe = load("delayed")
-    assert recipe.kept_scale("input") == recipe.fprop.input and recipe.kept_scale("input").keeps_scale
-    assert recipe.kept_scale("grad_output") == recipe.wgrad.grad_output
-    assert load("tensorwise").kept_scale("input") is None
+    assert recipe.stored_scale("input") == recipe.fprop.input and recipe.stored_scale("input").has_stored_scale
+    assert recipe.stored_scale("grad_output") == recipe.wgrad.grad_output
+    assert load("tensorwise").stored_scale("input") is None
     assert (
-        load({"base": "delayed", "wgrad": {"precision": "bf16"}, "dgrad": {"precision": "bf16"}}).kept_scale(
+        load({"base": "delayed", "wgrad": {"precision": "bf16"}, "dgrad": {"precision": "bf16"}}).stored_scale(
             "grad_output"
         )
         is None

@@ -16,7 +16,7 @@ from octavo.errors import ConfigError
 from octavo.nn import Linear, calibration
 from octavo.nn.calibration import full_name
 from octavo.nn.hooks import hooked
-from octavo.recipes import STATEFUL, Operand, Recipe, RecipeLike, load
+from octavo.recipes import STORED_SCALE_ROLES, Operand, Recipe, RecipeLike, load
 
 
 @contextmanager
@@ -78,8 +78,8 @@ def find_targets(
         ConfigError: no layer would store scales, or a pattern matches nothing.
     """
     recipes, groups = (_own(model) if recipe is None else None) or _planned(model, recipe or "static", policy)
-    roles = STATEFUL if backward else STATEFUL[:1]
-    names = [full_name(layer, role) for layer in recipes for role in roles if recipes[layer].kept_scale(role)]
+    roles = STORED_SCALE_ROLES if backward else STORED_SCALE_ROLES[:1]
+    names = [full_name(layer, role) for layer in recipes for role in roles if recipes[layer].stored_scale(role)]
     chosen = calibration.matching(dict.fromkeys(names), patterns, "octavo.calibrate")
     return {name: _target(name, recipes, groups, chosen) for name in chosen}
 
@@ -88,7 +88,7 @@ def _target(
     name: str, recipes: Mapping[str, Recipe], groups: Sequence[Collection[str]], chosen: Collection[str]
 ) -> CalibrationTarget:
     layer, _, role = name.rpartition(".")
-    operand = recipes[layer].kept_scale(role)
+    operand = recipes[layer].stored_scale(role)
     assert operand is not None  # only such roles have a name
     group = next((group for group in groups if layer in group), (layer,))
     members = tuple(full for member in group if (full := full_name(member, role)) in chosen)
@@ -101,7 +101,7 @@ Layers = tuple[dict[str, Recipe], list[tuple[str, ...]]]
 
 def _own(model: nn.Module) -> Layers | None:
     """Return the layers that store scales already, None if there are none."""
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, Linear) and m.recipe.keeps_scales}
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, Linear) and m.recipe.has_stored_scales}
     groups: dict[int, list[str]] = {}
     for name, layer in layers.items():
         groups.setdefault(id(layer.shared or layer), []).append(name)
@@ -117,7 +117,7 @@ def _planned(model: nn.Module, recipe: RecipeLike, policy: Policy | None) -> Lay
         ConfigError: there are none.
     """
     plan = make_plan(model, recipe, policy=replace(policy or Policy(), min_gain=0.0))
-    kept = {name: own for name, own in plan.recipes.items() if own.keeps_scales}
+    kept = {name: own for name, own in plan.recipes.items() if own.has_stored_scales}
     if not kept:
         raise ConfigError(
             f"octavo.calibrate: no layer of the model would store scales by the recipe '{load(recipe).name}'."

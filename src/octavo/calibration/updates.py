@@ -26,9 +26,9 @@ from octavo._util.dist import in_process_group, is_first_rank
 from octavo.errors import ConfigError
 from octavo.nn import calibration
 from octavo.nn.calibration import Calibrated, full_name
-from octavo.nn.scales import scales
+from octavo.nn.scaling_state import scales
 from octavo.nn.telemetry import STATS, Telemetry
-from octavo.recipes import STATEFUL
+from octavo.recipes import STORED_SCALE_ROLES
 from octavo.recipes.spec import MOST_MARGIN
 
 
@@ -70,7 +70,7 @@ class Updates:
         if self.saturated_above is None:
             return {}
         shares = zip(rows, values[:, STATS.index("saturated")].tolist(), strict=True)
-        kept = ((full_name(row.layer, row.role), share) for row, share in shares if row.role in STATEFUL)
+        kept = ((full_name(row.layer, row.role), share) for row, share in shares if row.role in STORED_SCALE_ROLES)
         return {name: share for name, share in kept if share > self.saturated_above}
 
 
@@ -136,7 +136,7 @@ class Recalibration:
             return {}
         if is_first_rank() and not self._path.exists():
             scaling_state.save(self._path)
-        made = scaling_state.renew(names, self.updates.margin, how)
+        made = scaling_state.recalibrate(names, self.updates.margin, how)
         if made and is_first_rank():
             calibration.update(self._path, made)
         return made

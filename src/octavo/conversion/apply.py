@@ -20,10 +20,10 @@ from octavo.nn import GroupedLinear, Linear, calibration
 from octavo.nn.attention import ScaledDotProduct
 from octavo.nn.conv import AnyConvolution, Conv1d, Conv2d, Convolution
 from octavo.nn.fp8_weights import values
-from octavo.nn.functional import target_of
+from octavo.nn.functional import spec_of
 from octavo.nn.fused import FusedMLP, MLPRoles, fuse, unfuse
 from octavo.nn.norm import Norm, adopt
-from octavo.nn.scales import keep_scales
+from octavo.nn.scaling_state import attach_scaling_state
 from octavo.nn.shared import SharedInput
 from octavo.recipes import Recipe, RecipeLike
 
@@ -73,7 +73,7 @@ def convert(
             layer.keeps_input = row.keeps_input
     for structure in plan.structures:
         _join(model.get_submodule(structure.name), structure, plan)
-    book = keep_scales({name: module for name, module in layers.items() if type(module) is Linear}, model)
+    book = attach_scaling_state({name: module for name, module in layers.items() if type(module) is Linear}, model)
     if book is not None and calibrated is not None:
         book.start_from(calibrated)
     return plan
@@ -90,7 +90,7 @@ def _join(module: nn.Module, structure: Structure, plan: Plan) -> None:
     """Make the layers of a structure compute together. Norms quantise for the plan's own recipe."""
     if structure.kind == "norm":
         operand = plan.recipe.fprop.input if plan.recipe.fprop.is_fp8 else None
-        adopt(module, None if operand is None else target_of(operand), structure.norm_inputs)
+        adopt(module, None if operand is None else spec_of(operand), structure.norm_inputs)
         return
     if structure.kind == "attention":
         reader = full_name(structure.name.rpartition(".")[0], structure.layers[0])

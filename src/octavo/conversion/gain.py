@@ -111,7 +111,7 @@ def _bytes(recipe: Recipe, gemm: str, role: str, taps: int) -> float:
     if reused_from(recipe, gemm, role):
         return 2.0
     operand = getattr(recipe.gemm(gemm), role)
-    return 5.0 if operand.granularity == "tensor" and not operand.keeps_scale else 3.0
+    return 5.0 if operand.granularity == "tensor" and not operand.has_stored_scale else 3.0
 
 
 def _patch_bytes(operand: Operand, taps: int, *, transposed: bool) -> float:

@@ -50,7 +50,7 @@ class autocast(TorchFunctionMode):
                 "octavo.autocast cannot begin in compiled code: call the compiled code inside of it."
             )
         self.recipe, self.operators, self.enabled = load(recipe), operators or Operators(), enabled
-        if self.recipe.keeps_scales:
+        if self.recipe.has_stored_scales:
             raise ConfigError(
                 f"recipe '{self.recipe.name}' keeps scales from step to step, and operators have no layer to keep them "
                 "in. Use a recipe with current scales, or octavo.convert."

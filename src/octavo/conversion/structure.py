@@ -26,7 +26,7 @@ from octavo.kernels.norm import refuses as norm_refuses
 from octavo.kernels.reference.activation import value_and_slope
 from octavo.nn.attention import AttentionOutput, ScaledDotProduct, shares_codes
 from octavo.nn.attention import refuses as attention_refuses
-from octavo.nn.functional import target_of
+from octavo.nn.functional import spec_of
 from octavo.nn.fused import FusedMLP, MLPRoles, unfuse
 from octavo.nn.mlp import ActivationInputs, refuses
 from octavo.nn.norm import NormInputs, adopts
@@ -98,7 +98,7 @@ def find_structures(
         keep_input: full names of the layers that keep their input as it is.
     """
     widths = {cast(nn.Linear, model.get_submodule(name)).in_features for name in recipes}
-    targets = [target_of(recipe.fprop.input) for recipe in recipes.values() if recipe.fprop.is_fp8]
+    targets = [spec_of(recipe.fprop.input) for recipe in recipes.values() if recipe.fprop.is_fp8]
     makes_codes = any(norm_refuses(target) is None for target in targets)
     for name, module in model.named_modules():
         if adopts(module):

@@ -15,12 +15,12 @@ from octavo._util.rng import untouched_generators
 from octavo.conversion import disabled
 from octavo.doctor.check import Finding, Verdict, check, failure, ok, skipped, warning
 from octavo.doctor.subjects import Trial, fp8_layers
-from octavo.kernels import Target
+from octavo.kernels import QuantSpec
 from octavo.monitor.dashboard.verdict import GAP_LIMIT
 from octavo.nn import Linear
 from octavo.nn.fp8_weights import has_fp8_weight, values
-from octavo.nn.functional import target_of
-from octavo.nn.together import groups_of
+from octavo.nn.functional import spec_of
+from octavo.nn.fusion_groups import fusion_groups
 from octavo.nn.weight_codes import as_matrix, join_rows, quantize_weights
 from octavo.numerics import Quantized, cosine_of, inner_products
 from octavo.numerics import quantize as specified
@@ -172,7 +172,7 @@ def serving(trial: Trial) -> Finding:
     names = {id(module): name for name, module in trial.model.named_modules()}
     layers = [module for module in trial.model.modules() if isinstance(module, Linear) and module.recipe.fprop.is_fp8]
     with torch.no_grad():
-        rows = [_code_row(names[id(group[0])], group) for group in groups_of(trial.model, layers)]
+        rows = [_code_row(names[id(group[0])], group) for group in fusion_groups(trial.model, layers)]
     return judge_codes([row for row in rows if row is not None])
 
 
@@ -192,11 +192,11 @@ def judge_codes(rows: list[dict[str, Any]]) -> Finding:
 
 
 def _code_row(name: str, group: list[Linear]) -> dict[str, Any] | None:
-    weights, target = [local(layer.weight) for layer in group], target_of(group[0].recipe.fprop.weight)
+    weights, target = [local(layer.weight) for layer in group], spec_of(group[0].recipe.fprop.weight)
     is_mixed = has_fp8_weight(weights) and not all(isinstance(weight, FP8Tensor) for weight in weights)
     if target.rounding != "nearest" or is_mixed:
         return None
-    read = (group[0].attached_codes or quantize_weights(weights, target)).stack
+    read = (group[0].weight_codes or quantize_weights(weights, target)).stack
     served, from_bf16 = (_served(weights, target, dtype) for dtype in (None, torch.bfloat16))
     return {
         "weights": name + (f" (+{len(group) - 1})" if len(group) > 1 else ""),
@@ -207,7 +207,7 @@ def _code_row(name: str, group: list[Linear]) -> dict[str, Any] | None:
     }
 
 
-def _served(weights: list[Tensor], target: Target, dtype: torch.dtype | None) -> Quantized:
+def _served(weights: list[Tensor], target: QuantSpec, dtype: torch.dtype | None) -> Quantized:
     """Return the codes to be served: of FP8 weights their own, else those of the group, first rounded to `dtype`."""
     own = [weight.quantized for weight in weights if isinstance(weight, FP8Tensor)]
     if own:

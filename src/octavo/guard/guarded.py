@@ -20,7 +20,7 @@ from octavo.errors import OctavoError
 from octavo.guard.alarms import Row
 from octavo.guard.diagnosis import Probe
 from octavo.guard.locate import locate_nonfinite, weight_diff
-from octavo.nn.scales import scales
+from octavo.nn.scaling_state import scales
 from octavo.recipes import Recipe
 
 

@@ -99,7 +99,7 @@ class Ladder:
 
 def _wider(recipe: Recipe) -> list[Recipe]:
     """Return the recipe with more headroom over past maxima, if its scales come from a history."""
-    if not recipe.keeps_scales or recipe.needs_calibration:
+    if not recipe.has_stored_scales or recipe.needs_calibration:
         return []
     history = replace(recipe.history, margin=recipe.history.margin + WIDER)
     return [replace(recipe, name=f"{recipe.name}+{WIDER}bits", history=history)]

@@ -3,6 +3,7 @@
 from octavo.kernels.explain import explain
 from octavo.kernels.gemm import ACCUMULATORS, gemm, gemm_by
 from octavo.kernels.ledger import Ledger, record
+from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.quantize import (
     contiguous,
     quantize,
@@ -11,23 +12,22 @@ from octavo.kernels.quantize import (
     transpose_quantized,
     without_scale,
 )
-from octavo.kernels.quantize_at import Cell, quantize_at
-from octavo.kernels.target import Target
+from octavo.kernels.quantize_with_scale import ScaleRef, quantize_with_scale
 from octavo.kernels.transpose import transpose, transpose_folded
 
 __all__ = [
     "ACCUMULATORS",
-    "Cell",
     "Ledger",
-    "Target",
+    "QuantSpec",
+    "ScaleRef",
     "contiguous",
     "explain",
     "gemm",
     "gemm_by",
     "quantize",
-    "quantize_at",
     "quantize_pair",
     "quantize_stack",
+    "quantize_with_scale",
     "record",
     "transpose",
     "transpose_folded",

@@ -21,13 +21,13 @@ from torch import Tensor
 from octavo.errors import ConfigError, did_you_mean
 from octavo.kernels.dispatch import launches_on, uses_triton, why_not
 from octavo.kernels.operator import define, flat, is_direct
+from octavo.kernels.quant_spec import QuantSpec, empty, laid_out, parse_spec
 from octavo.kernels.reference import activation as reference
-from octavo.kernels.target import Target, empty, laid_out, target_of
 from octavo.numerics import Quantized
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
 
-INPUTS = Target("e4m3", "1x128", "power_of_two")
+INPUTS = QuantSpec("e4m3", "1x128", "power_of_two")
 """What gate and up are kept in, where they are kept as codes: whoever reads a tile needs nothing of another one."""
 
 
@@ -42,7 +42,7 @@ class ActivationGradients(NamedTuple):
     """h^T, codes (F, M)."""
 
 
-def activation(kind: str, gate: Tensor, up: Tensor | None, target: Target) -> Quantized:
+def activation(kind: str, gate: Tensor, up: Tensor | None, target: QuantSpec) -> Quantized:
     """Return the codes of h (M, F), contiguous.
 
     Args:
@@ -61,7 +61,7 @@ def activation(kind: str, gate: Tensor, up: Tensor | None, target: Target) -> Qu
 
 
 def activation_and_inputs(
-    kind: str, gate: Tensor, up: Tensor | None, target: Target
+    kind: str, gate: Tensor, up: Tensor | None, target: QuantSpec
 ) -> tuple[Quantized, tuple[Quantized, ...]]:
     """Return the codes of h, as `activation` does, and (gate,) or (gate, up) quantised to `INPUTS`, from one read.
 
@@ -81,9 +81,9 @@ def activation_backward(
     gate: Tensor | Quantized,
     up: Tensor | Quantized | None,
     *,
-    rows: Target | None,
-    columns: Target | None,
-    hidden: Target | None,
+    rows: QuantSpec | None,
+    columns: QuantSpec | None,
+    hidden: QuantSpec | None,
     hidden_scale: Tensor | None = None,
     row_fold: Tensor | None = None,
     column_fold: Tensor | None = None,
@@ -184,7 +184,7 @@ def _check_scales(gate: Tensor, gate_scale: Tensor | None, up: Tensor | None, up
         _check_factors(f"the scale of {name}", scale, INPUTS.tile.scale_shape(*gate.shape))
 
 
-def _check_rounding(*targets: Target | None) -> None:
+def _check_rounding(*targets: QuantSpec | None) -> None:
     if any(target.rounding != "nearest" for target in filter(None, targets)):
         raise ConfigError("a fused activation rounds to nearest: quantise what `activation_backward_plain` returns.")
 
@@ -194,7 +194,7 @@ def _check_factors(name: str, factors: Tensor | None, shape: tuple[int, int]) ->
         raise ConfigError(f"{name} must be FP32 {shape}, it is {factors.dtype} {tuple(factors.shape)}.")
 
 
-def _runs_triton(gate: Tensor, up: Tensor | None, operation: str, **targets: Target | None) -> bool:
+def _runs_triton(gate: Tensor, up: Tensor | None, operation: str, **targets: QuantSpec | None) -> bool:
     if gate.numel() == 0 or not gate.is_cuda:
         return False
     refused = None
@@ -206,7 +206,7 @@ def _runs_triton(gate: Tensor, up: Tensor | None, operation: str, **targets: Tar
 
 
 def _activation(gate: Tensor, up: Tensor | None, kind: str, target: str) -> tuple[Tensor, Tensor]:
-    goal = target_of(target)
+    goal = parse_spec(target)
     assert goal is not None
     if _runs_triton(gate, up, f"activation {kind}", hidden=goal):
         from octavo.kernels.triton import activation as fused
@@ -221,19 +221,19 @@ def _in_graph(gate: Tensor, up: Tensor | None, kind: str, target: str) -> bool:
         return False
     from octavo.kernels.triton import activation as fused
 
-    hidden = target_of(target)
+    hidden = parse_spec(target)
     return fused.refuses(gate.shape[1], up is not None, hidden=hidden) is None and not fused.limits_registers(hidden)
 
 
 def _activation_shape(gate: Tensor, up: Tensor | None, kind: str, target: str) -> tuple[Tensor, Tensor]:
-    goal = target_of(target)
+    goal = parse_spec(target)
     assert goal is not None
     rows, cols = gate.shape
     return empty(goal, rows, cols, gate.device)[:2]
 
 
 def _activation_and_inputs(gate: Tensor, up: Tensor | None, kind: str, target: str) -> list[Tensor]:
-    goal = target_of(target)
+    goal = parse_spec(target)
     assert goal is not None
     if _runs_triton(gate, up, f"activation_and_inputs {kind}", hidden=goal):
         from octavo.kernels.triton import activation as fused
@@ -246,7 +246,7 @@ def _activation_and_inputs(gate: Tensor, up: Tensor | None, kind: str, target: s
 
 
 def _activation_and_inputs_shape(gate: Tensor, up: Tensor | None, kind: str, target: str) -> list[Tensor]:
-    goal = target_of(target)
+    goal = parse_spec(target)
     assert goal is not None
     goals = goal, *(INPUTS for x in (gate, up) if x is not None)
     rows, cols = gate.shape
@@ -264,7 +264,7 @@ def _activation_backward(
     hidden_scale: Tensor | None, row_fold: Tensor | None, column_fold: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     inputs = _as_given(gate, gate_scale), None if up is None else _as_given(up, up_scale)
-    targets = target_of(rows), target_of(columns), target_of(hidden)
+    targets = parse_spec(rows), parse_spec(columns), parse_spec(hidden)
     named = dict(zip(("rows", "columns", "hidden"), targets, strict=True))
     if _runs_triton(gate, up, f"activation_backward {kind}", **named):
         from octavo.kernels.triton import activation as fused
@@ -284,7 +284,7 @@ def _backward_in_graph(
         return False
     from octavo.kernels.triton import activation as fused
 
-    targets = target_of(rows), target_of(columns), target_of(hidden)
+    targets = parse_spec(rows), parse_spec(columns), parse_spec(hidden)
     named = dict(zip(("rows", "columns", "hidden"), targets, strict=True))
     return fused.refuses(gate.shape[1], up is not None, **named) is None and not fused.limits_registers(*targets)
 
@@ -296,7 +296,7 @@ def _activation_backward_shape(
 ) -> list[Tensor]:  # fmt: skip
     (m, f), device = gate.shape, gate.device
     n = f if up is None else 2 * f
-    row, column, h_t = target_of(rows), target_of(columns), target_of(hidden)
+    row, column, h_t = parse_spec(rows), parse_spec(columns), parse_spec(hidden)
     made = row and empty(row, m, n, device), column and empty(column, n, m, device), h_t and empty(h_t, f, m, device)
     return list(flat(*made, like=dh))
 

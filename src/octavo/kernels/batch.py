@@ -16,8 +16,8 @@ from torch import Tensor
 
 from octavo.kernels.dispatch import launches_on, uses_triton
 from octavo.kernels.operator import define, flat, is_direct
+from octavo.kernels.quant_spec import QuantSpec, parse_spec
 from octavo.kernels.quantize import quantize_pair
-from octavo.kernels.target import Target, target_of
 from octavo.numerics import PER_TENSOR, Granularity, Quantized, TILE_1x128
 
 
@@ -60,8 +60,8 @@ def batch_of(matrices: Sequence[Quantized | None]) -> Batch | None:
 
 def quantize_batch(
     x: Tensor,
-    rows: Target | None,
-    columns: Target | None,
+    rows: QuantSpec | None,
+    columns: QuantSpec | None,
     row_fold: Tensor | None = None,
     column_fold: Tensor | None = None,
 ) -> tuple[Batch | None, Batch | None]:
@@ -95,7 +95,7 @@ def transpose_batch(codes: Tensor) -> Tensor:
 def _quantize_batch(
     x: Tensor, rows: str, columns: str, row_fold: Tensor | None, column_fold: Tensor | None
 ) -> tuple[Tensor, ...]:
-    targets = target_of(rows), target_of(columns)
+    targets = parse_spec(rows), parse_spec(columns)
     if x.numel() and x.is_cuda:
         from octavo.kernels.triton import batch as fast
 
@@ -111,9 +111,9 @@ def _quantize_batch_shape(
     x: Tensor, rows: str, columns: str, row_fold: Tensor | None, column_fold: Tensor | None
 ) -> tuple[Tensor, ...]:
     batch, height, width = x.shape
-    row, column = target_of(rows), target_of(columns)
+    row, column = parse_spec(rows), parse_spec(columns)
 
-    def empty(target: Target | None, height: int, width: int) -> Batch | None:
+    def empty(target: QuantSpec | None, height: int, width: int) -> Batch | None:
         if target is None:
             return None
         down, across = target.tile.scale_shape(height, width)

@@ -13,29 +13,29 @@ from torch import Tensor
 
 from octavo.kernels import ledger
 
-_on_paper = False
+_fake_mode = False
 
 
 def on_gpu(where: Tensor | torch.device) -> bool:
     """Return whether something is computed as on a GPU: it is on one, or stands for a tensor that will be."""
     is_cuda = where.type == "cuda" if isinstance(where, torch.device) else where.is_cuda
-    return is_cuda or _on_paper
+    return is_cuda or _fake_mode
 
 
 def is_plain(x: Tensor) -> bool:
     """Return whether x is a tensor and nothing more, not a subclass that lies in memory as only it knows."""
-    return type(x) in (Tensor, torch.nn.Parameter) or (_on_paper and isinstance(x, torch._subclasses.FakeTensor))
+    return type(x) in (Tensor, torch.nn.Parameter) or (_fake_mode and isinstance(x, torch._subclasses.FakeTensor))
 
 
 @contextmanager
-def as_on_gpu() -> Iterator[None]:
+def fake_mode() -> Iterator[None]:
     """Let `on_gpu` be true of every tensor inside the block, and fake ones be plain: they have shapes and no data."""
-    global _on_paper
-    before, _on_paper = _on_paper, True
+    global _fake_mode
+    before, _fake_mode = _fake_mode, True
     try:
         yield
     finally:
-        _on_paper = before
+        _fake_mode = before
 
 
 def uses_triton(x: Tensor, operation: str, refused: str | None = None) -> bool:

@@ -13,7 +13,8 @@ from octavo.kernels.gemm import KERNELS, choose
 from octavo.numerics import Quantized, format_named, granularity_named, quantize
 
 TWINS = (
-    "quantize", "quantize_at", "weights", "transpose", "activation", "norm", "rotary", "cross_entropy", "patches",
+    "quantize", "quantize_with_scale", "weights", "transpose", "activation", "norm", "rotary", "cross_entropy",
+    "patches",
     "grouped",
 )  # fmt: skip
 """Operations that have two kernels: Triton's and the reference."""

@@ -28,8 +28,8 @@ from octavo.kernels import ledger
 from octavo.kernels.dispatch import launches_on, uses_triton
 from octavo.kernels.operator import define, is_direct
 from octavo.kernels.padding import padded_ends, padded_length
+from octavo.kernels.quant_spec import QuantSpec, parse_spec
 from octavo.kernels.reference import grouped as reference
-from octavo.kernels.target import Target, target_of
 from octavo.kernels.vendor import grouped_mm as vendor
 from octavo.numerics import PER_ROW, Quantized
 
@@ -76,8 +76,8 @@ def grouped_wgrad(a: Padded, b: Padded, ends: Tensor, out_dtype: torch.dtype) ->
 def quantize_groups(
     x: Tensor,
     ends: Tensor,
-    rows: Target | None,
-    columns: Target | None,
+    rows: QuantSpec | None,
+    columns: QuantSpec | None,
     row_fold: Tensor | None = None,
     column_fold: Tensor | None = None,
 ) -> tuple[Quantized | None, Padded | None]:
@@ -167,7 +167,7 @@ def _counts(refused: str | None, is_cuda: bool) -> bool:
 def _quantize_groups(
     x: Tensor, ends: Tensor, rows: str, columns: str, row_fold: Tensor | None, column_fold: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    targets = target_of(rows), target_of(columns)
+    targets = parse_spec(rows), parse_spec(columns)
     _check_ends(ends, x.shape[0])
     if x.numel() and ends.shape[0] and uses_triton(x, "quantize_groups"):
         from octavo.kernels.triton import grouped as fast
@@ -202,7 +202,7 @@ def _transpose_groups(codes: Tensor, ends: Tensor) -> Tensor:
 def _quantize_groups_shape(
     x: Tensor, ends: Tensor, rows: str, columns: str, row_fold: Tensor | None, column_fold: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    row, column, (t, c), e = target_of(rows), target_of(columns), x.shape, ends.shape[0]
+    row, column, (t, c), e = parse_spec(rows), parse_spec(columns), x.shape, ends.shape[0]
     nothing = [x.new_empty(0) for _ in range(4)]
     codes = nothing[:2] if row is None else [x.new_empty(t, c, dtype=row.fmt.dtype), x.new_empty(t, 1).float()]
     if column is None:

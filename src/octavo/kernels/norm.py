@@ -21,13 +21,13 @@ from torch import Tensor
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.dispatch import launches_on, uses_triton
 from octavo.kernels.operator import define, is_direct
+from octavo.kernels.quant_spec import QuantSpec, empty, laid_out, parse_spec
 from octavo.kernels.reference import norm as reference
-from octavo.kernels.target import Target, empty, laid_out, target_of
 from octavo.numerics import Quantized
 
 GRANULARITIES = ("row", "1x128")
 """What a program that holds a row can quantise by."""
-KEPT = Target("e4m3", "1x128", "power_of_two")
+KEPT = QuantSpec("e4m3", "1x128", "power_of_two")
 """What s is kept in for the backward, where it is kept as codes: `kernels.quantize(s, *KEPT)`."""
 LONGEST_ROW = 16384
 """Elements of a row that one program of the Triton kernels still holds."""
@@ -48,7 +48,7 @@ class Normed(NamedTuple):
     """(M,), FP32, of a layer norm."""
 
 
-def refuses(target: Target) -> str | None:
+def refuses(target: QuantSpec) -> str | None:
     """Return why a norm cannot quantise so in its one pass, or None."""
     if target.rounding != "nearest":
         return f"it rounds to nearest only, not '{target.rounding}'"
@@ -63,7 +63,7 @@ def rms_norm(
     eps: float,
     *,
     residual: Tensor | None = None,
-    target: Target | None = None,
+    target: QuantSpec | None = None,
     keep_y: bool = True,
 ) -> Normed:
     """Return the RMS norm of each row of x + residual.
@@ -97,7 +97,7 @@ def layer_norm(
     eps: float,
     *,
     residual: Tensor | None = None,
-    target: Target | None = None,
+    target: QuantSpec | None = None,
     keep_y: bool = True,
 ) -> Normed:
     """Return the layer norm of each row of x + residual. Arguments and errors are those of `rms_norm`; bias: (D,)."""
@@ -164,7 +164,7 @@ def _kept(x: Tensor | Quantized) -> tuple[Tensor, Tensor | None]:
     return x.codes, x.scale
 
 
-def _check(x: Tensor, target: Target | None, **others: Tensor | None) -> None:
+def _check(x: Tensor, target: QuantSpec | None, **others: Tensor | None) -> None:
     if x.dim() != 2:
         raise ConfigError(f"a norm takes a matrix (M, D), got shape {tuple(x.shape)}: flatten the leading dimensions.")
     for name, other in others.items():
@@ -209,7 +209,7 @@ def _forward(
     keep_y: bool,
     centred: bool,
 ) -> tuple[Tensor, ...]:
-    goal = target_of(target)
+    goal = parse_spec(target)
     if _runs_triton(x, "layer_norm" if centred else "rms_norm"):
         from octavo.kernels.triton import norm as fused
 
@@ -249,7 +249,7 @@ def _layer_norm_shape(
     target: str,
     keep_y: bool,
 ) -> tuple[Tensor, ...]:
-    goal = target_of(target)
+    goal = parse_spec(target)
     statistics = [x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(2)]
     return _flat(
         x.new_empty(x.shape) if keep_y else None,

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from octavo.kernels.dispatch import launches_on, uses_triton
 from octavo.kernels.operator import define, flat, is_direct
+from octavo.kernels.quant_spec import QuantSpec, empty, parse_spec
 from octavo.kernels.quantize import quantize_pair
 from octavo.kernels.reference import patches as reference
-from octavo.kernels.target import Target, empty, target_of
 from octavo.numerics import Quantized
 
 Pair = tuple[int, int]
@@ -83,7 +83,7 @@ def unfold_rows(x: Tensor, window: Window, rows: Tensor) -> Tensor:
 
 
 def quantize_patches(
-    x: Tensor, window: Window, rows: Target | None, columns: Target | None, scale: Tensor | None = None
+    x: Tensor, window: Window, rows: QuantSpec | None, columns: QuantSpec | None, scale: Tensor | None = None
 ) -> tuple[Quantized | None, Quantized | None]:
     """Return `quantize_pair([unfold(x, window)], rows, columns)`.
 
@@ -121,7 +121,7 @@ def fold(patches: Tensor, window: Window, size: tuple[int, int, int, int]) -> Te
 def _quantize_patches(
     x: Tensor, numbers: list[int], rows: str, columns: str, scale: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    window, targets = window_of(numbers), (target_of(rows), target_of(columns))
+    window, targets = window_of(numbers), (parse_spec(rows), parse_spec(columns))
     direct = all(
         target is None or makes_directly(target.granularity, transposed=transposed)
         for target, transposed in zip(targets, (False, True), strict=True)
@@ -137,7 +137,7 @@ def _quantize_patches(
 def _quantize_patches_shape(
     x: Tensor, numbers: list[int], rows: str, columns: str, scale: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    window, row, column = window_of(numbers), target_of(rows), target_of(columns)
+    window, row, column = window_of(numbers), parse_spec(rows), parse_spec(columns)
     high, wide = window.output(x.shape[1], x.shape[2])
     m, k = x.shape[0] * high * wide, window.taps * x.shape[3]
     return flat(row and empty(row, m, k, x.device), column and empty(column, k, m, x.device), like=x)

@@ -20,8 +20,8 @@ from octavo.errors import ConfigError
 from octavo.kernels import ledger
 from octavo.kernels.dispatch import launches_on, on_gpu, uses_triton, why_not
 from octavo.kernels.operator import define, flat, is_direct
+from octavo.kernels.quant_spec import QuantSpec, empty, laid_out, parse_spec
 from octavo.kernels.reference import quantize as reference
-from octavo.kernels.target import Target, empty, laid_out, target_of
 from octavo.kernels.transpose import transpose
 from octavo.numerics import PER_TENSOR, GROUP_1x32, Quantized, Rounding, Scaling, format_named, granularity_named
 from octavo.numerics import quantize as specified
@@ -42,7 +42,7 @@ def quantize(
     """
     fmt, tile = format_named(format), granularity_named(granularity)
     if rounding == "nearest" and on_gpu(x) and x.dim() == 2:
-        target = Target(format, granularity, scaling)
+        target = QuantSpec(format, granularity, scaling)
         if x.stride(0) == 1 and x.stride(1) != 1:
             transposed = quantize_pair([x.t()], None, target)[1]
             assert transposed is not None
@@ -55,8 +55,8 @@ def quantize(
 
 def quantize_pair(
     sources: Sequence[Tensor],
-    rows: Target | None,
-    columns: Target | None,
+    rows: QuantSpec | None,
+    columns: QuantSpec | None,
     row_fold: Tensor | None = None,
     column_fold: Tensor | None = None,
 ) -> tuple[Quantized | None, Quantized | None]:
@@ -97,7 +97,7 @@ STACKED = 3
 """Matrices that one launch quantises as a stack."""
 
 
-def quantize_stack(weights: Sequence[Tensor], target: Target) -> Quantized:
+def quantize_stack(weights: Sequence[Tensor], target: QuantSpec) -> Quantized:
     """Quantise the matrix (sum of N_i, K) whose rows are those of matrices (N_i, K), one below the other.
 
     With a scale per row on a GPU, up to `STACKED` matrices of one dtype take one launch and no copy.
@@ -138,8 +138,8 @@ def without_scale(folded: Quantized) -> Quantized:
 
 def _make_pair(
     sources: list[Tensor],
-    rows: Target | None,
-    columns: Target | None,
+    rows: QuantSpec | None,
+    columns: QuantSpec | None,
     row_fold: Tensor | None,
     column_fold: Tensor | None,
 ) -> tuple[Quantized | None, Quantized | None]:
@@ -157,12 +157,12 @@ def _make_pair(
 def _quantize_pair(
     sources: list[Tensor], rows: str, columns: str, row_fold: Tensor | None, column_fold: Tensor | None
 ) -> tuple[Tensor, ...]:
-    made = _make_pair(sources, target_of(rows), target_of(columns), row_fold, column_fold)
+    made = _make_pair(sources, parse_spec(rows), parse_spec(columns), row_fold, column_fold)
     return flat(*made, like=sources[0])
 
 
 def _pair_in_graph(sources: list[Tensor], rows: str, columns: str, *_: Tensor | None) -> bool:
-    targets = target_of(rows), target_of(columns)
+    targets = parse_spec(rows), parse_spec(columns)
     if not sources[0].is_cuda or why_not(sources[0].device) is not None:
         return False
     from octavo.kernels.triton import quantize as fast
@@ -170,7 +170,7 @@ def _pair_in_graph(sources: list[Tensor], rows: str, columns: str, *_: Tensor | 
     return _triton_twin(*targets) == (fast, None) and not fast.limits_registers(*targets)
 
 
-def _make_stack(weights: list[Tensor], target: Target) -> Quantized:
+def _make_stack(weights: list[Tensor], target: QuantSpec) -> Quantized:
     ledger.count_weights(len(weights))
     if len(weights) == 1:
         return quantize(weights[0], *target)
@@ -182,7 +182,7 @@ def _make_stack(weights: list[Tensor], target: Target) -> Quantized:
     return quantize(torch.cat(weights), *target)
 
 
-def _stacks_rows(weights: list[Tensor], target: Target) -> bool:
+def _stacks_rows(weights: list[Tensor], target: QuantSpec) -> bool:
     """Return whether one launch quantises the rows of several matrices."""
     if not weights[0].is_cuda or target.granularity != "row" or len(weights) > STACKED:
         return False
@@ -192,13 +192,13 @@ def _stacks_rows(weights: list[Tensor], target: Target) -> bool:
 
 
 def _quantize_stack(weights: list[Tensor], target: str) -> tuple[Tensor, Tensor]:
-    goal = target_of(target)
+    goal = parse_spec(target)
     assert goal is not None
     return _make_stack(weights, goal)[:2]
 
 
 def _stack_in_graph(weights: list[Tensor], target: str) -> bool:
-    goal = target_of(target)
+    goal = parse_spec(target)
     assert goal is not None
     if len(weights) == 1:
         return weights[0].stride(-1) == 1 and _pair_in_graph(weights, target, "")
@@ -206,14 +206,14 @@ def _stack_in_graph(weights: list[Tensor], target: str) -> bool:
 
 
 def _quantize_stack_shape(weights: list[Tensor], target: str) -> tuple[Tensor, Tensor]:
-    goal = target_of(target)
+    goal = parse_spec(target)
     assert goal is not None
     rows = sum(weight.shape[0] for weight in weights)
     return empty(goal, rows, weights[0].shape[1], weights[0].device)[:2]
 
 
 @cache
-def _triton_twin(*targets: Target | None) -> tuple[Any, str | None]:
+def _triton_twin(*targets: QuantSpec | None) -> tuple[Any, str | None]:
     """Return the module that makes these targets, and why it cannot; that for groups makes all others beside them."""
     module: Any
     if any(target is not None and target.tile == GROUP_1x32 for target in targets):
@@ -227,7 +227,7 @@ def _quantize_pair_shape(
     sources: list[Tensor], rows: str, columns: str, row_fold: Tensor | None, column_fold: Tensor | None
 ) -> tuple[Tensor, ...]:
     total_r, total_c = sources[0].shape[0], sum(source.shape[1] for source in sources)
-    row, column, device = target_of(rows), target_of(columns), sources[0].device
+    row, column, device = parse_spec(rows), parse_spec(columns), sources[0].device
     made = row and empty(row, total_r, total_c, device), column and empty(column, total_c, total_r, device)
     return flat(*made, like=sources[0])
 

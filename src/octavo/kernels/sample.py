@@ -1,6 +1,6 @@
 """What FP8 does to a tensor, estimated from some of its rows: the contract of `octavo.nn.telemetry`.
 
-    sample(Looked(x, scale, target), row)     writes `STATS` of one tensor into FP32 (WIDTH,), and adds nothing to codes
+    sample(SampleInput(x, scale, spec), row)  writes `STATS` of one tensor into FP32 (WIDTH,), leaves codes alone
                                               with a row of (WIDTH + BINS,), a histogram of exponents too
 
 A tensor that has just been quantised lies in the cache. `count(R)` of its R rows are read again, spread evenly, from a
@@ -11,7 +11,7 @@ first and last column of a product with the tensor, where a NaN or an infinity i
     flushed, subnormal, saturated   shares of the sampled elements, of x * fold * (1 / scale)
     nonfinite                       the share of the sample; at least one element a row of the tensor that holds any
     mean, variance, kurtosis        of the sampled elements that are finite; a normal distribution has kurtosis 3
-    amax                            the largest finite magnitude that was met; see `Looked.bound`
+    amax                            the largest finite magnitude that was met; see `SampleInput.bound`
     scale                           the largest of all scales
     sqnr                            of r = x * fold, signal to quantisation noise in dB: 10 log10(|r|^2 / |r - q(r)|^2)
     bins                            how many elements of the sample have each exponent as the format sees them: bin i
@@ -37,7 +37,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels.dispatch import launches_on, uses_triton
-from octavo.kernels.target import Target
+from octavo.kernels.quant_spec import QuantSpec
 from octavo.numerics import Format
 
 STATS = ("amax", "scale", "flushed", "subnormal", "saturated", "nonfinite", "mean", "variance", "kurtosis", "sqnr")
@@ -59,14 +59,14 @@ LARGEST_TILE = 2**16
 """Elements of a tile that one program may read."""
 
 
-class Looked(NamedTuple):
+class SampleInput(NamedTuple):
     """A tensor and what it was quantised with."""
 
     x: Tensor
     """(R, C), FP32, BF16, FP16, or codes; any strides. With `rows`, only those that are sampled, (count(rows), C)."""
     scale: Tensor
     """FP32, the scales of all tiles of (R, C)."""
-    target: Target
+    target: QuantSpec
     """What it was quantised to."""
     fold: Tensor | None = None
     """FP32 (1, C), what its columns were multiplied by before. With `rows`, also (count(rows), C): each by its own."""
@@ -143,7 +143,7 @@ def rests(row: Tensor) -> bool:
     return row.is_cpu and bool(row.numpy()[PHASE] < 0)
 
 
-def sample(looked: Looked, row: Tensor) -> None:
+def sample(looked: SampleInput, row: Tensor) -> None:
     """Write `STATS` and the size of the sample into a row. Of a row that is written twice, amax and nonfinite grow.
 
     Args:
@@ -169,10 +169,10 @@ def sample(looked: Looked, row: Tensor) -> None:
     reference.sample(looked, row)
 
 
-def sample_soon(looked: Looked, row: Tensor) -> None:
+def sample_soon(looked: SampleInput, row: Tensor) -> None:
     """`sample`, but on a CPU the row may be written as late as in `settle`: what it is made of is copied now.
 
-    Where only the sample is given (`Looked.rows`), it is kept as it is: do not write to it.
+    Where only the sample is given (`SampleInput.rows`), it is kept as it is: do not write to it.
     """
     if not row.is_cpu:
         sample(looked, row)
@@ -207,7 +207,7 @@ def _host() -> ModuleType:
     return host
 
 
-def _check(looked: Looked, row: Tensor) -> None:
+def _check(looked: SampleInput, row: Tensor) -> None:
     fits = row.dim() == 1 and row.shape[0] in (WIDTH, WIDTH + BINS) and row.is_contiguous()
     if not fits or (row.dtype, row.device) != (torch.float32, looked.x.device):
         raise ConfigError(

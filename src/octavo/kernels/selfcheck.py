@@ -18,13 +18,13 @@ from torch import Tensor
 from octavo.errors import UnsupportedError
 from octavo.kernels.activation import INPUTS
 from octavo.kernels.dispatch import launches_on, why_not
+from octavo.kernels.quant_spec import QuantSpec, empty
 from octavo.kernels.reference import activation as reference_activation
 from octavo.kernels.reference import cross_entropy as reference_cross_entropy
 from octavo.kernels.reference import norm as reference_norm
 from octavo.kernels.reference import quantize as reference_quantize
 from octavo.kernels.reference import rotary as reference_rotary
 from octavo.kernels.reference import wire as reference_wire
-from octavo.kernels.target import Target, empty
 from octavo.numerics import Quantized
 from octavo.numerics import quantize as specified
 
@@ -35,15 +35,15 @@ STEP = {torch.float32: 4e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 OF_LARGEST = 1e-5
 """The same, relative to the largest element."""
 
-_ROW, _COLUMN = Target("e4m3", "row", "power_of_two"), Target("e4m3", "column", "power_of_two")
-_TILE = Target("e4m3", "1x128", "power_of_two")
-_FORWARD, _GRADIENT = Target("e4m3", "tensor", "float32"), Target("e5m2", "tensor", "float32")  # of `tensorwise`
+_ROW, _COLUMN = QuantSpec("e4m3", "row", "power_of_two"), QuantSpec("e4m3", "column", "power_of_two")
+_TILE = QuantSpec("e4m3", "1x128", "power_of_two")
+_FORWARD, _GRADIENT = QuantSpec("e4m3", "tensor", "float32"), QuantSpec("e5m2", "tensor", "float32")  # of `tensorwise`
 _GRANULARITIES = ("tensor", "row", "column", "1x128", "128x1", "128x128")
 _TARGETS = (
-    *(Target("e4m3", granularity, "power_of_two") for granularity in _GRANULARITIES),
+    *(QuantSpec("e4m3", granularity, "power_of_two") for granularity in _GRANULARITIES),
     _FORWARD,
     _GRADIENT,
-    Target("e5m2", "128x128", "float32"),
+    QuantSpec("e5m2", "128x128", "float32"),
 )
 
 
@@ -229,13 +229,13 @@ def _transpose() -> Iterator[Case]:
 def _weights() -> Iterator[Case]:
     from octavo.kernels.triton import weights as fused
 
-    def run(weights: list[Tensor], target: Target) -> Quantized:
+    def run(weights: list[Tensor], target: QuantSpec) -> Quantized:
         rows, cols = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
         out = empty(target, rows, cols, weights[0].device)
         fused.quantize_rows(fused.find_rows(weights), weights[0].dtype, out, target.scaling == "power_of_two")
         return out
 
-    def reference(weights: list[Tensor], target: Target) -> Quantized:
+    def reference(weights: list[Tensor], target: QuantSpec) -> Quantized:
         return specified(torch.cat(weights), target.fmt, target.tile, target.scaling)
 
     for dtype, cols in itertools.product((torch.bfloat16, torch.float32), (300, 384)):

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.dispatch import launches_on, uses_triton
+from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.quantize import quantize
 from octavo.kernels.sample import limits
-from octavo.kernels.target import Target
 from octavo.numerics import Quantized, format_of
 
 
@@ -46,7 +46,7 @@ def read(stats: Tensor) -> Counts:
     return Counts(float(torch.tensor(bits, dtype=torch.int32).view(torch.float32)), *counts)
 
 
-def quantize_counted(x: Tensor, target: Target, stats: Tensor) -> Quantized:
+def quantize_counted(x: Tensor, target: QuantSpec, stats: Tensor) -> Quantized:
     """Return `kernels.quantize` of x (R, C), and add its counts to `stats`. Eager mode only.
 
     Args:
@@ -97,7 +97,7 @@ def count(x: Tensor, quantized: Quantized) -> Tensor:
     return torch.stack([amax.long(), *(found.sum() for found in (flushed, saturated, ~finite))])
 
 
-def _check(x: Tensor, target: Target, stats: Tensor) -> None:
+def _check(x: Tensor, target: QuantSpec, stats: Tensor) -> None:
     if x.dim() != 2:
         raise ConfigError(f"quantize_counted takes a matrix, got shape {tuple(x.shape)}: flatten it first.")
     if target.rounding != "nearest":

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from octavo.kernels.dispatch import launches_on, why_not
-from octavo.kernels.target import Target, empty
+from octavo.kernels.quant_spec import QuantSpec, empty
 from octavo.numerics import Quantized
 
 
@@ -21,7 +21,7 @@ class Stack(NamedTuple):
     """Where each row of the weights lies, as the kernel reads it: good for as long as they stay there."""
 
 
-def has_one_launch(weights: Sequence[Tensor], target: Target) -> bool:
+def has_one_launch(weights: Sequence[Tensor], target: QuantSpec) -> bool:
     """Return whether one launch quantises these matrices (N_i, K)."""
     if not weights[0].is_cuda or (target.granularity, target.rounding) != ("row", "nearest"):
         return False
@@ -30,7 +30,9 @@ def has_one_launch(weights: Sequence[Tensor], target: Target) -> bool:
     return refuses(weights) is None and why_not(weights[0].device) is None
 
 
-def quantize_stack(weights: Sequence[Tensor], target: Target, into: Quantized | None = None, rows: Any = None) -> Stack:
+def quantize_stack(
+    weights: Sequence[Tensor], target: QuantSpec, into: Quantized | None = None, rows: Any = None
+) -> Stack:
     """Quantise matrices that have one launch.
 
     Args:

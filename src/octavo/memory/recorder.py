@@ -144,7 +144,7 @@ def fake_mode() -> Iterator[Recorder]:
         for module, name, fake in replacements():
             stack.enter_context(mock.patch.object(module, name, fake))
         stack.enter_context(torch.compiler.set_stance("default", force_backend=compiler(recorder)))
-        stack.enter_context(dispatch.as_on_gpu())
+        stack.enter_context(dispatch.fake_mode())
         stack.enter_context(AsOnGpu())
         stack.enter_context(fakes)
         stack.enter_context(recorder)

@@ -92,7 +92,7 @@ def _recipe_of(head: nn.Linear) -> RecipeLike | None:
     if has_hooks(head) or "forward" in vars(head):
         return None
     if type(head) is Linear:
-        if head.page is not None and head.enabled:
+        if head.scaling_slot is not None and head.enabled:
             return None
         return head.recipe if head.enabled else "bf16"
     return "bf16" if type(head) is nn.Linear else None

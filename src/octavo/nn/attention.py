@@ -2,8 +2,8 @@
 
 PyTorch's attention keeps its output y for backward, and an FP8 linear layer that reads y keeps codes of it. Backward of
 attention needs y only for one sum a token and head, `rowsum(dy y)`. So the codes serve both: y is quantised here as its
-reader would, and the codes go along with it (`octavo.nn.handoff`). In compiled code nothing can go along; there reader
-and attention quantise one tensor in one way, which compilers recognise as one computation.
+reader would, and the codes go along with it (`octavo.nn.attached_codes`). In compiled code nothing can go along; there
+reader and attention quantise one tensor in one way, which compilers recognise as one computation.
 
 The forward stays what it is, to the bit, and so do the gradients of the reader. Those of q, k and v see y rounded.
 """
@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from octavo.kernels import Target, ledger
+from octavo.kernels import QuantSpec, ledger
 from octavo.kernels.attention import attention, attention_backward
 from octavo.kernels.dispatch import is_plain
-from octavo.nn.functional import target_of
-from octavo.nn.handoff import offer
+from octavo.nn.attached_codes import attach_codes
+from octavo.nn.functional import spec_of
 from octavo.nn.weight_codes import quantize_matrix
 from octavo.numerics import Quantized
 from octavo.recipes import Recipe
@@ -30,7 +30,7 @@ from octavo.recipes import Recipe
 AttentionOutput = Literal["bf16", "fp8"]
 """What attention keeps its output in for backward: `bf16` as it is, `fp8` as codes."""
 
-OWN = Target("e4m3", "row", "power_of_two")
+OWN = QuantSpec("e4m3", "row", "power_of_two")
 """What the output is kept in where its reader's codes cannot be had in advance."""
 
 
@@ -42,7 +42,7 @@ class ScaledDotProduct(nn.Module):
 
     enabled: bool
     """False: keep the output as PyTorch does."""
-    target: Target | None
+    target: QuantSpec | None
     """What the output is quantised to; None: it is kept as it is."""
     shares: bool
     """Whether the reader takes those codes."""
@@ -69,7 +69,7 @@ class ScaledDotProduct(nn.Module):
             recipe: that of the reader.
         """
         self.enabled, self.shares = True, shares_codes(recipe)
-        self.target = target_of(recipe.fprop.input) if self.shares else OWN
+        self.target = spec_of(recipe.fprop.input) if self.shares else OWN
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return (B, T, H E), in q's dtype or autocast's, for q (B, T, H, E), k and v (B, T, G, E), G dividing H.
@@ -85,7 +85,7 @@ class ScaledDotProduct(nn.Module):
             q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
         y_BTD, codes, scale = _Function.apply(q, k, v, self.causal, self.target)  # type: ignore[no-untyped-call]
         if self.shares:
-            offer(y_BTD, Quantized(codes, scale, self.target.tile), self.target)
+            attach_codes(y_BTD, Quantized(codes, scale, self.target.tile), self.target)
         result: Tensor = y_BTD
         return result
 
@@ -98,7 +98,7 @@ class ScaledDotProduct(nn.Module):
 def shares_codes(recipe: Recipe) -> bool:
     """Return whether a layer of this recipe reads codes that are made of its input alone, the same each time."""
     operand = recipe.fprop.input
-    return recipe.fprop.is_fp8 and operand.rounding == "nearest" and not operand.keeps_scale
+    return recipe.fprop.is_fp8 and operand.rounding == "nearest" and not operand.has_stored_scale
 
 
 def refuses(recipe: Recipe | None, keeps_input: bool) -> str | None:
@@ -127,7 +127,7 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, target: Target
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, target: QuantSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
         y, lse = attention(q, k, v, causal=causal)
         y_BTD = y.flatten(2)

@@ -30,7 +30,7 @@ from typing import Any, Literal
 from octavo._util import config_reader
 from octavo.errors import ConfigError, did_you_mean
 from octavo.numerics import Scaling
-from octavo.recipes import STATEFUL, Operand, Recipe
+from octavo.recipes import STORED_SCALE_ROLES, Operand, Recipe
 
 VERSION = 2
 KEPT = 16
@@ -256,13 +256,13 @@ def check(recipes: Mapping[str, Recipe], scales: Mapping[str, Calibrated] | None
     Raises:
         ConfigError: a scale is missing or was made for something else, or no recipe keeps scales.
     """
-    if scales is not None and not any(recipe.keeps_scales for recipe in recipes.values()):
+    if scales is not None and not any(recipe.has_stored_scales for recipe in recipes.values()):
         raise ConfigError("a calibration file was given, and no layer has a recipe that keeps scales.")
     static = {
         full_name(name, role): operand
         for name, recipe in recipes.items()
-        for role in STATEFUL
-        if (operand := recipe.kept_scale(role)) is not None and operand.scale_from == "static"
+        for role in STORED_SCALE_ROLES
+        if (operand := recipe.stored_scale(role)) is not None and operand.scale_from == "static"
     }
     missing = [name for name in static if name not in (scales or {})]
     if missing:

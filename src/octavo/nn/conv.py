@@ -24,8 +24,8 @@ from octavo import kernels
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.patches import Pair, Window, fold, quantize_patches, unfold
 from octavo.nn import functional
-from octavo.nn.functional import compute_dtype, quantize_operand, target_of
-from octavo.nn.watched import Watch, page_of, patches_of
+from octavo.nn.functional import compute_dtype, quantize_operand, spec_of
+from octavo.nn.telemetry_ops import StatsSlot, patches_of, stats_buffer_of
 from octavo.numerics import Quantized
 from octavo.recipes import Operand, Recipe, RecipeLike, load
 
@@ -49,7 +49,7 @@ def convolution(
         weight: (N, C, kh, kw), or (N, C, kw) where the window is one high; channels last, it is read as it lies.
         bias_N: (N,) or None; added in `dtype`.
         dtype: of the result and of GEMMs in high precision.
-        page: FP32 (3, WIDTH), where telemetry goes (`octavo.nn.watched`).
+        page: FP32 (3, WIDTH), where telemetry goes (`octavo.nn.telemetry_ops`).
 
     Returns:
         (B, N, H_out, W_out): contiguous if x is, channels last otherwise.
@@ -119,7 +119,7 @@ def _quantize(
     if operand.rounding == "stochastic":
         patches = unfold(x, window)
         return quantize_operand(patches.t() if transposed else patches, operand)
-    target = target_of(operand)
+    target = spec_of(operand)
     rows, columns = quantize_patches(x, window, None if transposed else target, target if transposed else None, scale)
     result = columns if transposed else rows
     assert result is not None
@@ -162,7 +162,7 @@ class Convolution(nn.Module):
     recipe: Recipe
     enabled: bool
     """False: compute as the parent does, for an evaluation in high precision."""
-    watch: Watch | None = None
+    watch: StatsSlot | None = None
     """Where telemetry of this layer goes, while there is any (`octavo.nn.telemetry`)."""
 
     @classmethod
@@ -207,7 +207,7 @@ class Conv2d(Convolution, nn.Conv2d):
             return super().forward(input)
         x = input if input.dim() == 4 else input[None]
         window, dtype = window_of(self), compute_dtype(input)
-        y = convolution(x, self.weight, self.bias, window, self.recipe, dtype, page_of([self]))
+        y = convolution(x, self.weight, self.bias, window, self.recipe, dtype, stats_buffer_of([self]))
         return y if input.dim() == 4 else y[0]
 
 
@@ -229,7 +229,7 @@ class Conv1d(Convolution, nn.Conv1d):
             return super().forward(input)
         x = input if input.dim() == 3 else input[None]
         window, dtype = window_of(self), compute_dtype(input)
-        page = page_of([self])
+        page = stats_buffer_of([self])
         y = convolution(x.unsqueeze(2), self.weight, self.bias, window, self.recipe, dtype, page).squeeze(2)
         return y if input.dim() == 3 else y[0]
 
@@ -249,7 +249,7 @@ def refuses(module: nn.Module) -> str | None:
 
 def refuses_recipe(recipe: Recipe) -> str | None:
     """Return why no convolution computes by a recipe, or None."""
-    if recipe.keeps_scales:
+    if recipe.has_stored_scales:
         return f"recipe '{recipe.name}' keeps scales from step to step, which only linear layers can"
     return None
 

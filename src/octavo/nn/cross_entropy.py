@@ -274,7 +274,7 @@ def _to_text(recipe: Recipe) -> str:
     Raises:
         ConfigError: it keeps scales from step to step.
     """
-    if recipe.keeps_scales:
+    if recipe.has_stored_scales:
         raise ConfigError(
             f"recipe '{recipe.name}' keeps scales from step to step, and a loss has no layer to keep them in. Use a "
             "recipe with current scales, or call the head as a layer."
@@ -287,7 +287,7 @@ def _to_text(recipe: Recipe) -> str:
     return " ".join(words)
 
 
-_PRESETS = frozenset(name for name in names() if not load(name).keeps_scales)
+_PRESETS = frozenset(name for name in names() if not load(name).has_stored_scales)
 """Recipes that their names stand for."""
 
 

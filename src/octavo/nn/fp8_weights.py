@@ -9,9 +9,9 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.errors import UnsupportedError
-from octavo.kernels import Target
+from octavo.kernels import QuantSpec
 from octavo.kernels.operator import define
-from octavo.kernels.target import target_of
+from octavo.kernels.quant_spec import parse_spec
 from octavo.numerics import Quantized
 from octavo.recipes import Operand, Recipe, load, names, reused_from
 from octavo.tensor import FP8Tensor, implements
@@ -27,7 +27,7 @@ def values(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return weight.dequantize(dtype) if isinstance(weight, FP8Tensor) else weight.to(dtype)
 
 
-def codes_of(weight: Tensor, target: Target, transposed: bool = False) -> Quantized:
+def codes_of(weight: Tensor, target: QuantSpec, transposed: bool = False) -> Quantized:
     """Return the codes of an FP8 weight; those of a plain one, which shares an input with FP8 ones, are made now.
 
     Raises:
@@ -41,8 +41,8 @@ def codes_of(weight: Tensor, target: Target, transposed: bool = False) -> Quanti
     return _checked(weight, target, transposed)
 
 
-def _checked(weight: FP8Tensor, target: Target, transposed: bool) -> Quantized:
-    has = Target(weight.format, weight.granularity.name, weight.scaling)
+def _checked(weight: FP8Tensor, target: QuantSpec, transposed: bool) -> Quantized:
+    has = QuantSpec(weight.format, weight.granularity.name, weight.scaling)
     if transposed or has != target:
         wanted = f"{target}, transposed" if transposed else str(target)
         raise UnsupportedError(
@@ -78,6 +78,6 @@ define("codes_of(Tensor weight, str target, bool transposed) -> (Tensor, Tensor)
 
 @implements(torch.ops.octavo.codes_of.default)
 def _codes_of_fp8(weight: FP8Tensor, target: str, transposed: bool) -> tuple[Tensor, Tensor]:
-    wanted = target_of(target)
+    wanted = parse_spec(target)
     assert wanted is not None
     return _checked(weight, wanted, transposed)[:2]

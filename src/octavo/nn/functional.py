@@ -33,14 +33,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from octavo import kernels
-from octavo.kernels import Cell, Target
-from octavo.nn import watched
+from octavo.kernels import QuantSpec, ScaleRef
+from octavo.nn import telemetry_ops
 from octavo.nn.fp8_weights import has_fp8_weight, values
 from octavo.nn.inputs import wgrad_of_input
-from octavo.nn.wanted import wanted
+from octavo.nn.needed_grads import needed_grads
 from octavo.nn.weight_codes import WeightCodes, multiply, quantize_matrix, quantize_transposed, quantize_weights
 from octavo.numerics import Quantized
-from octavo.recipes import STATEFUL, Operand, Recipe
+from octavo.recipes import STORED_SCALE_ROLES, Operand, Recipe
 
 
 class Quantizer(NamedTuple):
@@ -50,10 +50,10 @@ class Quantizer(NamedTuple):
     dtype: torch.dtype
     """What every GEMM rounds its result to, and what a GEMM in high precision computes in."""
     amax_and_scale: Tensor | None = None
-    """FP32 (2, 2), where scales that the recipe keeps from step to step lie (`octavo.nn.scales`). Without them every
-    tensor is scaled by its own maximum, as in the first step of such a recipe."""
+    """FP32 (2, 2), where scales that the recipe keeps from step to step lie (`octavo.nn.scaling_state`). Without them
+    every tensor is scaled by its own maximum, as in the first step of such a recipe."""
     stats_buffer: Tensor | None = None
-    """FP32 (1 + 2 n, WIDTH), where telemetry of n layers goes (`octavo.nn.watched`)."""
+    """FP32 (1 + 2 n, WIDTH), where telemetry of n layers goes (`octavo.nn.telemetry_ops`)."""
     keeps_input: bool = False
     """Keep X itself for backward and quantise it again there, instead of keeping its codes. X must not have a stored
     scale or be rounded stochastically."""
@@ -120,7 +120,13 @@ class _Linears(torch.autograd.Function):
         needs_x, needs_weight = ctx.needs_input_grad[0], any(ctx.needs_input_grad[_WEIGHTS:])
         given = None if x_codes is None else Quantized(x_codes, x_scale, recipe.fprop.input.tile)
         x = read_input(
-            x_MK, recipe, dtype, needs_weight, given, cell_of(amax_and_scale, recipe, "input", observe), keeps_input
+            x_MK,
+            recipe,
+            dtype,
+            needs_weight,
+            given,
+            scale_ref_of(amax_and_scale, recipe, "input", observe),
+            keeps_input,
         )
         attached = None if w_codes is None else (w_codes, w_scale)
         w = read_weights(weights, recipe, attached)
@@ -136,9 +142,9 @@ class _Linears(torch.autograd.Function):
         (recipe, dtype, x_dtype), (amax_and_scale, stats) = ctx.options, ctx.buffers
         saved = ctx.saved_tensors  # read once: a checkpoint hands them out once
         kept, w = saved[: ctx.kept], saved[ctx.kept :]
-        needs_x, needs_weight = wanted(ctx, _WEIGHTS)
+        needs_x, needs_weight = needed_grads(ctx, _WEIGHTS)
         sources = [dy.to(dtype) for dy in dys]
-        cell = cell_of(amax_and_scale, recipe, "grad_output")
+        cell = scale_ref_of(amax_and_scale, recipe, "grad_output")
         weight = Kept(w, tuple(rows for rows, _ in ctx.parts)) if needs_x else None
         g, h = read_gradient(sources, scale_of(kept), weight, recipe, any(needs_weight), cell)
         dx = None if weight is None else dgrad(sources, g, weight, recipe, dtype, stats).to(x_dtype)
@@ -176,7 +182,7 @@ class Kept(NamedTuple):
         if self.tensors[0].element_size() == 1:
             codes, scale = self.tensors
             return WeightCodes((Quantized(codes, scale, recipe.fprop.weight.tile),), self.rows)
-        return quantize_weights(self.tensors, target_of(recipe.fprop.weight))
+        return quantize_weights(self.tensors, spec_of(recipe.fprop.weight))
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -191,22 +197,22 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def target_of(operand: Operand) -> Target:
+def spec_of(operand: Operand) -> QuantSpec:
     """Return what a kernel is asked to make for an operand of a recipe."""
-    return Target(operand.format, operand.granularity, operand.scaling, operand.rounding)
+    return QuantSpec(operand.format, operand.granularity, operand.scaling, operand.rounding)
 
 
-def cell_of(amax_and_scale: Tensor | None, recipe: Recipe, role: str, observe: bool = True) -> Cell | None:
+def scale_ref_of(amax_and_scale: Tensor | None, recipe: Recipe, role: str, observe: bool = True) -> ScaleRef | None:
     """Return where a layer's `input` or `grad_output` has its scale, None if it is made of its own maximum.
 
     Args:
         amax_and_scale: see `Quantizer`.
         observe: whether the maximum of this tensor counts for the scale of later steps.
     """
-    operand = None if amax_and_scale is None else recipe.kept_scale(role)
+    operand = None if amax_and_scale is None else recipe.stored_scale(role)
     if amax_and_scale is None or operand is None:
         return None
-    return Cell(amax_and_scale, STATEFUL.index(role), operand.scale_from == "just_in_time", observe)
+    return ScaleRef(amax_and_scale, STORED_SCALE_ROLES.index(role), operand.scale_from == "just_in_time", observe)
 
 
 # ---------------------------------------------------------------- operands
@@ -219,7 +225,7 @@ def quantize_operand(x: Tensor, operand: Operand, fold: Tensor | None = None) ->
         x: (R, C).
         fold: FP32 (1, C), the scales of a folded partner, or None.
     """
-    return quantize_matrix(x if fold is None else x.float() * fold, target_of(operand))
+    return quantize_matrix(x if fold is None else x.float() * fold, spec_of(operand))
 
 
 def quantize_both(
@@ -228,7 +234,7 @@ def quantize_both(
     columns: Operand | None,
     row_fold: Tensor | None = None,
     column_fold: Tensor | None = None,
-    cell: Cell | None = None,
+    cell: ScaleRef | None = None,
 ) -> tuple[Quantized | None, Quantized | None]:
     """Quantise the matrix (R, C) that lies in `sources` side by side: as it is for `rows`, transposed for `columns`.
 
@@ -237,9 +243,9 @@ def quantize_both(
         column_fold: FP32 (R, 1), multiplied in before `columns`.
         cell: where its scale is, if it is kept from step to step: then there are no folds.
     """
-    row, column = (None if operand is None else target_of(operand) for operand in (rows, columns))
+    row, column = (None if operand is None else spec_of(operand) for operand in (rows, columns))
     if cell is not None:
-        return kernels.quantize_at(sources, cell, row, column)
+        return kernels.quantize_with_scale(sources, cell, row, column)
     if all(target is None or target.rounding == "nearest" for target in (row, column)):
         return kernels.quantize_pair(sources, row, column, row_fold, column_fold)
     x = sources[0] if len(sources) == 1 else torch.cat(list(sources), dim=1)
@@ -256,7 +262,7 @@ def read_input(
     dtype: torch.dtype,
     needs_weight: bool,
     prequantized: Quantized | None = None,
-    cell: Cell | None = None,
+    cell: ScaleRef | None = None,
     keeps_input: bool = False,
 ) -> Input:
     """Quantise an input for fprop, and keep what wgrad will need of it.
@@ -299,7 +305,7 @@ def read_weights(
     if not recipe.fprop.is_fp8:
         return None
     if attached is None:
-        return quantize_weights(weights, target_of(recipe.fprop.weight))
+        return quantize_weights(weights, spec_of(recipe.fprop.weight))
     rows = tuple(weight.shape[0] for weight in weights)
     return WeightCodes((Quantized(*attached, recipe.fprop.weight.tile),), rows)
 
@@ -324,7 +330,7 @@ def read_gradient(
     weight: Kept | None,
     recipe: Recipe,
     needs_weight: bool,
-    cell: Cell | None = None,
+    cell: ScaleRef | None = None,
 ) -> tuple[Quantized | None, Quantized | None]:
     """Return dY as dgrad reads it, (M, N), and as wgrad reads it, (N, M), quantised from one read; None for BF16.
 
@@ -357,7 +363,7 @@ def input_fold(input_scale: Tensor | None, recipe: Recipe) -> Tensor | None:
 def transposed_weight(weight: Kept, recipe: Recipe, after: Tensor) -> Quantized:
     """Return the stack of weights as dgrad reads it, (K, N). after: the gradient that it is multiplied with."""
     if not recipe.reuses("dgrad.weight"):
-        return quantize_transposed(weight.tensors, target_of(recipe.dgrad.weight))
+        return quantize_transposed(weight.tensors, spec_of(recipe.dgrad.weight))
     matrices = weight.codes(recipe).matrices
     parts = [transpose_codes(matrix, recipe.dgrad.weight.is_folded, after) for matrix in matrices]
     if len(parts) == 1:
@@ -409,11 +415,12 @@ def fprop_of(
     stats: Tensor | None,
     kind: str = "",
 ) -> list[Tensor]:
-    """Return X W_i^T for each weight. tensors, kind: how X came about, as `octavo.nn.watched.Source` has it."""
+    """Return X W_i^T for each weight. tensors, kind: how X came about, as `octavo.nn.telemetry_ops.Source` has it."""
     if stats is None:
         return multiply(x, w, dtype, recipe.fprop.accumulate)
-    origin = watched.Source.of(tensors, recipe.fprop.input, kind)
-    return watched.fprop(x, w, weights, target_of(recipe.fprop.weight), dtype, recipe.fprop.accumulate, origin, stats)
+    origin = telemetry_ops.Source.of(tensors, recipe.fprop.input, kind)
+    spec, accumulate = spec_of(recipe.fprop.weight), recipe.fprop.accumulate
+    return telemetry_ops.fprop(x, w, weights, spec, dtype, accumulate, origin, stats)
 
 
 def dgrad(
@@ -428,7 +435,7 @@ def dgrad(
     """Return dX (M, K), the sum over the weights of dY_i W_i, and sample dY for telemetry where there is a buffer.
 
     Args:
-        dys: the gradients (M, N_i), or with `kind` what they are made of (`octavo.nn.watched.Source`).
+        dys: the gradients (M, N_i), or with `kind` what they are made of (`octavo.nn.telemetry_ops.Source`).
         g: the gradients as dgrad reads them, side by side; None where it is in BF16.
     """
     if g is None:
@@ -438,8 +445,8 @@ def dgrad(
     w_KN, accumulate = transposed_weight(weight, recipe, g.codes), recipe.dgrad.accumulate
     if stats is None:
         return kernels.gemm(g, w_KN, dtype, accumulate)
-    origin = watched.Source.of(dys, recipe.dgrad.grad_output, kind, weight_fold(weight, recipe))
-    return watched.dgrad(g, w_KN, len(weight.rows), dtype, accumulate, origin, stats)
+    origin = telemetry_ops.Source.of(dys, recipe.dgrad.grad_output, kind, weight_fold(weight, recipe))
+    return telemetry_ops.dgrad(g, w_KN, len(weight.rows), dtype, accumulate, origin, stats)
 
 
 def wgrad(
@@ -449,7 +456,7 @@ def wgrad(
     if h is None:
         return torch.cat([product(dy_MN.t(), kept[0]) for dy_MN in dys])
     if kept[0].element_size() > 1:
-        return wgrad_of_input(h, kept[0], target_of(recipe.wgrad.input), dtype, recipe.wgrad.accumulate)
+        return wgrad_of_input(h, kept[0], spec_of(recipe.wgrad.input), dtype, recipe.wgrad.accumulate)
     return kernels.gemm(h, transposed_input(kept, recipe, h.codes), dtype, recipe.wgrad.accumulate)
 
 

@@ -8,12 +8,12 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from octavo.nn.functional import Quantizer, compute_dtype, target_of
-from octavo.nn.handoff import taken
+from octavo.nn.attached_codes import attached_codes
+from octavo.nn.functional import Quantizer, compute_dtype, spec_of
 from octavo.nn.hooks import has_hooks
 from octavo.nn.linear import Linear
 from octavo.nn.mlp import ActivationInputs, mlp
-from octavo.nn.watched import page_of
+from octavo.nn.telemetry_ops import stats_buffer_of
 from octavo.recipes import Recipe
 
 
@@ -48,14 +48,14 @@ class FusedMLP(nn.Module):
         if layers is None:
             return super().forward(*args, **kwargs)
         (*inner, down), x, (recipe, outer) = layers, args[0], self.mlp_recipes
-        given = taken(x, target_of(recipe.fprop.input))
+        given = attached_codes(x, spec_of(recipe.fprop.input))
         keeps = all(layer.keeps_input for layer in inner)
         dtype = compute_dtype(x)
         quantizers = (
-            Quantizer(recipe, dtype, stats_buffer=page_of(inner), keeps_input=keeps),
-            Quantizer(outer, dtype, stats_buffer=page_of([down])),
+            Quantizer(recipe, dtype, stats_buffer=stats_buffer_of(inner), keeps_input=keeps),
+            Quantizer(outer, dtype, stats_buffer=stats_buffer_of([down])),
         )
-        codes = inner[0].attached_codes, down.attached_codes
+        codes = inner[0].weight_codes, down.weight_codes
         weights = [*(layer.weight for layer in inner), down.weight]
         y = mlp(x, weights, self.mlp_roles.kind, quantizers, given, codes, self.mlp_activation_inputs)
         return y if down.bias is None else y + down.bias.to(y.dtype)

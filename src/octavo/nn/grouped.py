@@ -20,11 +20,11 @@ from torch.autograd.function import once_differentiable
 
 from octavo import kernels
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.kernels import Target
+from octavo.kernels import QuantSpec
 from octavo.kernels.grouped import Padded, grouped_gemm, grouped_mm, grouped_wgrad, quantize_groups, transpose_groups
-from octavo.nn import watched_experts
-from octavo.nn.functional import compute_dtype, target_of
-from octavo.nn.watched import Watch, page_of
+from octavo.nn import telemetry_experts
+from octavo.nn.functional import compute_dtype, spec_of
+from octavo.nn.telemetry_ops import StatsSlot, stats_buffer_of
 from octavo.nn.weight_codes import quantize_matrix, quantize_weights
 from octavo.numerics import Quantized
 from octavo.recipes import Operand, Recipe, RecipeLike, load, reused_from
@@ -38,7 +38,7 @@ class GroupedLinear(nn.Module):
     recipe: Recipe
     enabled: bool
     """False: compute in high precision, for an evaluation."""
-    watch: Watch | None = None
+    watch: StatsSlot | None = None
     """Where telemetry of the experts goes, while there is any (`octavo.nn.telemetry`)."""
 
     def __init__(
@@ -86,7 +86,7 @@ class GroupedLinear(nn.Module):
                 f"{ends.dtype} {tuple(ends.shape)}."
             )
         recipe = self.recipe if self.enabled else load("bf16")
-        page = page_of([self])
+        page = stats_buffer_of([self])
         result: Tensor = _GroupedLinear.apply(x, self.weight, ends, recipe, compute_dtype(x), page)  # type: ignore[no-untyped-call]
         return result
 
@@ -104,7 +104,7 @@ def refuses(recipe: Recipe) -> str | None:
         for operand in operands:
             if not (operand.granularity in ("row", "column") and operand.format == "e4m3"):
                 return f"its {gemm} has an operand {operand}. {can}"
-            if operand.rounding != "nearest" or operand.keeps_scale:
+            if operand.rounding != "nearest" or operand.has_stored_scale:
                 return f"its {gemm} has an operand {operand}, only linear layers round and scale like that. {can}"
     return None
 
@@ -122,15 +122,15 @@ class _GroupedLinear(torch.autograd.Function):
             ctx.saves_codes = False
             ctx.save_for_backward(ends, *kept, weight)
             return grouped_mm(x.to(dtype).contiguous(), weight.to(dtype).mT, ends)
-        target, accumulate = target_of(recipe.fprop.weight), recipe.fprop.accumulate
+        target, accumulate = spec_of(recipe.fprop.weight), recipe.fprop.accumulate
         stack = quantize_weights([weight.flatten(0, 1)], target).stack
         ctx.saves_codes = recipe.reuses("dgrad.weight")
         ctx.save_for_backward(ends, *kept, *(stack[:2] if ctx.saves_codes else (weight,)))
         experts, rows, cols = weight.shape
         w = stack.codes.view(experts, rows, cols), stack.scale.view(experts, rows)
         if page is not None:
-            looked = target_of(recipe.fprop.input)
-            return watched_experts.fprop(x8, weight, w, ends, target, dtype, accumulate, x, looked, page)
+            looked = spec_of(recipe.fprop.input)
+            return telemetry_experts.fprop(x8, weight, w, ends, target, dtype, accumulate, x, looked, page)
         return grouped_gemm(x8, *w, ends, dtype, accumulate)
 
     @staticmethod
@@ -152,9 +152,9 @@ def _read_input(
     x: Tensor, ends: Tensor, recipe: Recipe, dtype: torch.dtype, needs_weight: bool
 ) -> tuple[Quantized | None, tuple[Tensor, ...]]:
     """Return x as fprop reads it, and what wgrad needs: (x,), codes and scales of fprop, or its own, padded; or ()."""
-    rows = target_of(recipe.fprop.input) if recipe.fprop.is_fp8 else None
+    rows = spec_of(recipe.fprop.input) if recipe.fprop.is_fp8 else None
     reused = recipe.wgrad.is_fp8 and reused_from(recipe, "wgrad", "input") is not None
-    columns = target_of(recipe.wgrad.input) if needs_weight and recipe.wgrad.is_fp8 and not reused else None
+    columns = spec_of(recipe.wgrad.input) if needs_weight and recipe.wgrad.is_fp8 and not reused else None
     x8 = padded = None
     if columns is not None:
         x8, padded = quantize_groups(x, ends, rows, columns)
@@ -176,8 +176,8 @@ def _read_gradient(
         fold: the scales (E, N) of fprop's weights, where they move into the gradient.
     """
 
-    def target(needed: bool, operand: Operand) -> Target | None:
-        return target_of(operand) if needed else None
+    def target(needed: bool, operand: Operand) -> QuantSpec | None:
+        return spec_of(operand) if needed else None
 
     rows = target(needs_x and recipe.dgrad.is_fp8, recipe.dgrad.grad_output)
     columns = target(needs_weight and recipe.wgrad.is_fp8, recipe.wgrad.grad_output)
@@ -200,12 +200,12 @@ def _dgrad(
         codes = kernels.transpose(saved[0], g.codes).view(cols, experts, rows).transpose(0, 1)
         scale = g.scale.new_ones(experts, cols)
     else:
-        stack = quantize_matrix(saved[0].detach().mT.flatten(0, 1), target_of(recipe.dgrad.weight))
+        stack = quantize_matrix(saved[0].detach().mT.flatten(0, 1), spec_of(recipe.dgrad.weight))
         codes, scale = stack.codes.view(experts, cols, rows), stack.scale.view(experts, cols)
     if ctx.page is None:
         return grouped_gemm(g, codes, scale, ends, dtype, recipe.dgrad.accumulate)
-    looked, accumulate = target_of(recipe.dgrad.grad_output), recipe.dgrad.accumulate
-    return watched_experts.dgrad(g, (codes, scale), ends, dtype, accumulate, dy, looked, fold, ctx.page)
+    looked, accumulate = spec_of(recipe.dgrad.grad_output), recipe.dgrad.accumulate
+    return telemetry_experts.dgrad(g, (codes, scale), ends, dtype, accumulate, dy, looked, fold, ctx.page)
 
 
 def _wgrad(

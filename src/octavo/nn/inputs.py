@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.kernels import Target
+from octavo.kernels import QuantSpec
 from octavo.kernels.operator import define
-from octavo.kernels.target import target_of
+from octavo.kernels.quant_spec import parse_spec
 from octavo.numerics import PER_COLUMN, Quantized, granularity_named
 
 
-def wgrad_of_input(h: Quantized, x_MK: Tensor, target: Target, dtype: torch.dtype, accumulate: str) -> Tensor:
+def wgrad_of_input(h: Quantized, x_MK: Tensor, target: QuantSpec, dtype: torch.dtype, accumulate: str) -> Tensor:
     """Return dW = H X (N, K) in `dtype`.
 
     Args:
@@ -34,7 +34,7 @@ def wgrad_of_input(h: Quantized, x_MK: Tensor, target: Target, dtype: torch.dtyp
 def _wgrad_of_input(
     h: Tensor, h_scale: Tensor, h_granularity: str, x_MK: Tensor, target: str, dtype: torch.dtype, accumulate: str
 ) -> Tensor:
-    goal = target_of(target)
+    goal = parse_spec(target)
     _, x_KM = kernels.quantize_pair([x_MK], None, goal)
     assert goal is not None and x_KM is not None
     right = kernels.without_scale(x_KM) if goal.tile == PER_COLUMN else x_KM

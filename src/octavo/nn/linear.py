@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo.nn.attached_codes import attached_codes
 from octavo.nn.calibration import check
 from octavo.nn.fp8_weights import values
-from octavo.nn.functional import Quantizer, compute_dtype, linears, target_of
-from octavo.nn.handoff import taken
-from octavo.nn.scales import Page, ScaleBook, keep_scales
+from octavo.nn.functional import Quantizer, compute_dtype, linears, spec_of
+from octavo.nn.scaling_state import ScalingSlot, ScalingState, attach_scaling_state
 from octavo.nn.shared import SharedInput
-from octavo.nn.watched import Watch, page_of
+from octavo.nn.telemetry_ops import StatsSlot, stats_buffer_of
 from octavo.nn.weight_codes import WeightCodes
 from octavo.recipes import Recipe, RecipeLike, load
 
@@ -36,15 +36,15 @@ class Linear(nn.Linear):
     """The layers that are computed together with this one, because they read the same input."""
     keeps_input: bool
     """Whether backward quantises the input again, instead of keeping its codes (`Policy.requantise`)."""
-    book: ScaleBook | None
+    scaling_state: ScalingState | None
     """The scales that the model keeps from step to step; None if this layer's recipe keeps none."""
-    page: Page | None
+    scaling_slot: ScalingSlot | None
     """Where this layer's are in it."""
     reads_codes: bool = False
     """Whether its input comes from other ranks as codes: what was lost in making them is not known here."""
-    attached_codes: WeightCodes | None = None
+    weight_codes: WeightCodes | None = None
     """The weight as fprop reads it, or that of all layers of `shared`, while it is known not to change."""
-    watch: Watch | None = None
+    watch: StatsSlot | None = None
     """Where telemetry of this layer goes, while there is any (`octavo.nn.telemetry`)."""
 
     def __init__(
@@ -60,7 +60,7 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype)
         self._start(load(recipe))
         check({"": self.recipe}, None)
-        keep_scales({"": self})
+        attach_scaling_state({"": self})
 
     @classmethod
     def adopt(cls, module: nn.Linear, recipe: Recipe) -> None:
@@ -71,17 +71,7 @@ class Linear(nn.Linear):
 
     def release(self) -> None:
         """Turn this layer back into an `nn.Linear` in place."""
-        for name in (
-            "recipe",
-            "enabled",
-            "shared",
-            "keeps_input",
-            "book",
-            "page",
-            "reads_codes",
-            "attached_codes",
-            "watch",
-        ):
+        for name in _FIELDS:
             self.__dict__.pop(name, None)
         self.__class__ = nn.Linear  # type: ignore[assignment]
 
@@ -92,19 +82,19 @@ class Linear(nn.Linear):
         if self.shared is not None:
             return self.shared.output(self, input)
         recipe = self.recipe
-        given = taken(input, target_of(recipe.fprop.input))
-        scales = None if self.page is None else self.page.cells
-        quantizer = Quantizer(recipe, compute_dtype(input), scales, page_of([self]), self.keeps_input)
-        return linears(input, [self.weight], [self.bias], quantizer, given, self.attached_codes)[0]
+        given = attached_codes(input, spec_of(recipe.fprop.input))
+        scales = None if self.scaling_slot is None else self.scaling_slot.cells
+        quantizer = Quantizer(recipe, compute_dtype(input), scales, stats_buffer_of([self]), self.keeps_input)
+        return linears(input, [self.weight], [self.bias], quantizer, given, self.weight_codes)[0]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.book is not None:
-            self.book.move(self.weight.device)
+        if self.scaling_state is not None:
+            self.scaling_state.move(self.weight.device)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "attached_codes"}  # a copy is written
+        return {name: value for name, value in self.__dict__.items() if name != "weight_codes"}  # a copy is written
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows of this layer."""
@@ -112,8 +102,18 @@ class Linear(nn.Linear):
 
     def _start(self, recipe: Recipe) -> None:
         self.recipe, self.enabled, self.shared, self.keeps_input = recipe, True, None, False
-        self.book, self.page = None, None
+        self.scaling_state, self.scaling_slot = None, None
 
 
-_FIELDS = ("recipe", "enabled", "shared", "keeps_input", "book", "page", "reads_codes", "attached_codes", "watch")
+_FIELDS = (
+    "recipe",
+    "enabled",
+    "shared",
+    "keeps_input",
+    "scaling_state",
+    "scaling_slot",
+    "reads_codes",
+    "weight_codes",
+    "watch",
+)
 """Attributes that `release` takes away."""

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from octavo.kernels.batch import Batch, batch_of, quantize_batch
 from octavo.kernels.bmm import bmm
 from octavo.nn import functional
-from octavo.nn.functional import target_of
+from octavo.nn.functional import spec_of
 from octavo.recipes import Operand, Recipe, reused_from
 
 
@@ -63,7 +63,7 @@ def quantize_both(
         column_fold: FP32 (B, R, 1), multiplied in before `columns`.
     """
     if all(operand is None or operand.rounding == "nearest" for operand in (rows, columns)):
-        targets = [None if operand is None else target_of(operand) for operand in (rows, columns)]
+        targets = [None if operand is None else spec_of(operand) for operand in (rows, columns)]
         return quantize_batch(x_BRC, targets[0], targets[1], row_fold, column_fold)
     folds = [[None] * len(x_BRC) if fold is None else fold.unbind() for fold in (row_fold, column_fold)]
     matrices = zip(x_BRC.unbind(), *folds, strict=True)

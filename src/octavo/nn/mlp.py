@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from octavo import kernels
-from octavo.kernels import Target
+from octavo.kernels import QuantSpec
 from octavo.kernels.activation import INPUTS, activation, activation_and_inputs, activation_backward
 from octavo.nn.functional import (
     Kept,
@@ -36,12 +36,12 @@ from octavo.nn.functional import (
     read_input,
     read_weights,
     scale_of,
-    target_of,
+    spec_of,
     unstack,
     weight_fold,
     wgrad,
 )
-from octavo.nn.wanted import wanted
+from octavo.nn.needed_grads import needed_grads
 from octavo.nn.weight_codes import WeightCodes
 from octavo.numerics import Quantized
 from octavo.recipes import Recipe, reused_from
@@ -60,7 +60,7 @@ def refuses(inner: Recipe, outer: Recipe) -> str | None:
             return f"recipe '{recipe.name}' rounds stochastically"
         if recipe.is_emulated:
             return f"recipe '{recipe.name}' is emulated: no kernel makes 1x32 scales while it computes"
-        if recipe.keeps_scales:
+        if recipe.has_stored_scales:
             return f"recipe '{recipe.name}' keeps scales from step to step, which belong to single layers"
     return None
 
@@ -106,7 +106,7 @@ class _MLP(torch.autograd.Function):
         down = read_weights(weights[-1:], outer, None if down_codes is None else (down_codes, down_scale))
         assert w is not None and down is not None
         before = fprop(x_MD, x.fprop, w, weights[:-1], inner, dtype, stats)
-        hidden, inputs = _activate(kind, before, target_of(outer.fprop.input), keeps_codes)
+        hidden, inputs = _activate(kind, before, spec_of(outer.fprop.input), keeps_codes)
         saved = (
             x.kept,
             (hidden.scale,),
@@ -125,7 +125,7 @@ class _MLP(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (kind, inner, outer, dtype, keeps_codes), (stats, down_stats) = ctx.options, ctx.stats
         kept, (hidden_scale,), inputs, w, down = _split(ctx.saved_tensors, ctx.sizes)
-        needs_x, (*needs_inner, needs_down) = wanted(ctx, _WEIGHTS)
+        needs_x, (*needs_inner, needs_down) = needed_grads(ctx, _WEIGHTS)
         weight, down_weight = (
             Kept(tensors, tuple(rows for rows, _ in parts))
             for tensors, parts in ((w, ctx.parts[:-1]), (down, ctx.parts[-1:]))
@@ -137,8 +137,8 @@ class _MLP(torch.autograd.Function):
             kind,
             d_hidden,
             *_gate_and_up(inputs, keeps_codes),
-            rows=target_of(inner.dgrad.grad_output) if needs_x else None,
-            columns=target_of(inner.wgrad.grad_output) if any(needs_inner) else None,
+            rows=spec_of(inner.dgrad.grad_output) if needs_x else None,
+            columns=spec_of(inner.wgrad.grad_output) if any(needs_inner) else None,
             hidden=_hidden_target(outer) if needs_down else None,
             hidden_scale=hidden_scale if needs_down and _scale_tells_codes(outer) else None,
             row_fold=weight_fold(weight, inner) if needs_x else None,
@@ -170,7 +170,7 @@ def _split(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[tuple[Tensor
 
 
 def _activate(
-    kind: str, before: Sequence[Tensor], target: Target, keeps_codes: bool
+    kind: str, before: Sequence[Tensor], target: QuantSpec, keeps_codes: bool
 ) -> tuple[Quantized, Sequence[Tensor]]:
     """Return h, and what backward reads of gate and up: themselves, or their codes and scales."""
     gate, up = before[0], before[1] if len(before) > 1 else None
@@ -188,12 +188,12 @@ def _gate_and_up(inputs: Sequence[Tensor], as_codes: bool) -> tuple[Tensor | Qua
     return found[0], found[1] if len(found) > 1 else None
 
 
-def _hidden_target(outer: Recipe) -> Target:
+def _hidden_target(outer: Recipe) -> QuantSpec:
     """Return what the hidden activation, transposed, is quantised to for wgrad."""
     if reused_from(outer, "wgrad", "input"):
-        forward = target_of(outer.fprop.input)
+        forward = spec_of(outer.fprop.input)
         return forward._replace(granularity=forward.tile.transposed.name)
-    return target_of(outer.wgrad.input)
+    return spec_of(outer.wgrad.input)
 
 
 def _scale_tells_codes(outer: Recipe) -> bool:

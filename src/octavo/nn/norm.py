@@ -26,8 +26,8 @@ from octavo import kernels
 from octavo._util.compiler import assume_constant_result
 from octavo.kernels import ledger, norm
 from octavo.kernels.dispatch import is_plain, on_gpu, why_not
-from octavo.kernels.target import Target
-from octavo.nn.handoff import offer
+from octavo.kernels.quant_spec import QuantSpec
+from octavo.nn.attached_codes import attach_codes
 from octavo.numerics import Quantized
 
 NormInputs = Literal["bf16", "fp8"]
@@ -40,7 +40,7 @@ class Norm(nn.Module):
     """What all norms here have in common. It stands before the user's class in the order of inheritance."""
 
     weight: Tensor | None
-    target: Target | None
+    target: QuantSpec | None
     """What the reader of y quantises it to; None: y alone is written."""
     enabled: bool
     """False: compute as the parent does."""
@@ -53,7 +53,7 @@ class Norm(nn.Module):
     normalized_shape: tuple[int, ...]
 
     @classmethod
-    def adopt(cls, module: nn.Module, target: Target | None, input_format: NormInputs = "bf16") -> None:
+    def adopt(cls, module: nn.Module, target: QuantSpec | None, input_format: NormInputs = "bf16") -> None:
         """Turn a module of the parent class into this class in place; everything attached to it stays.
 
         A target that needs the maximum of all of y (`tensor`) is left to the reader: then y alone is written.
@@ -83,7 +83,7 @@ class Norm(nn.Module):
         y_MD, codes, scale = _Function.apply(x_MD, *self._affine(), eps, target, self.centred, keeps_codes)  # type: ignore[no-untyped-call]
         y = y_MD.view(x.shape)
         if target is not None:
-            offer(y, Quantized(codes, scale, target.tile), target)
+            attach_codes(y, Quantized(codes, scale, target.tile), target)
         return y
 
     def extra_repr(self) -> str:
@@ -151,7 +151,7 @@ def adopts(module: nn.Module) -> bool:
     return _is_rms_norm(module)
 
 
-def adopt(module: nn.Module, target: Target | None, input_format: NormInputs = "bf16") -> None:
+def adopt(module: nn.Module, target: QuantSpec | None, input_format: NormInputs = "bf16") -> None:
     """Turn a module that `adopts` takes into its counterpart here, in place. It remains an instance of its class."""
     _class_for(type(module)).adopt(module, target, input_format)
 
@@ -242,7 +242,7 @@ class _Function(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         eps: float,
-        target: Target | None,
+        target: QuantSpec | None,
         centred: bool,
         keeps_codes: bool,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -17,16 +17,16 @@ from torch import Tensor, nn
 
 from octavo import kernels
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.kernels import Cell, telemetry
+from octavo.kernels import ScaleRef, telemetry
 from octavo.kernels.patches import unfold
 from octavo.nn.conv import Conv1d, Conv2d, window_of
 from octavo.nn.fp8_weights import values
-from octavo.nn.functional import cell_of, target_of
+from octavo.nn.functional import scale_ref_of, spec_of
 from octavo.nn.grouped import GroupedLinear
 from octavo.nn.hooks import hooked
 from octavo.nn.linear import Linear
 from octavo.numerics import PER_TENSOR, Quantized, tile_amax
-from octavo.recipes import STATEFUL, Operand, Recipe
+from octavo.recipes import STORED_SCALE_ROLES, Operand, Recipe
 
 ROLES = ("input", "weight", "grad_output")
 _READERS = {
@@ -137,8 +137,8 @@ class Observation:
             return None
         self._counted += 1
         gemm, transposed = reader
-        cells = layer.page.cells if isinstance(layer, Linear) and layer.page is not None else None
-        cell = cell_of(cells, recipe, role, observe=False) if role in STATEFUL else None
+        cells = layer.scaling_slot.cells if isinstance(layer, Linear) and layer.scaling_slot is not None else None
+        cell = scale_ref_of(cells, recipe, role, observe=False) if role in STORED_SCALE_ROLES else None
         return tally.add(role, getattr(recipe.gemm(gemm), role), x, transposed, cell, fold, self._counted)
 
 
@@ -158,7 +158,7 @@ class _Tally:
         operand: Operand,
         x: Tensor,
         transposed: bool,
-        cell: Cell | None,
+        cell: ScaleRef | None,
         fold: Tensor | None,
         number: int,
     ) -> Quantized:
@@ -170,7 +170,7 @@ class _Tally:
         """
         read = x if fold is None else x.float() * fold
         read = read.t() if transposed else read
-        target = target_of(operand)._replace(rounding="nearest")
+        target = spec_of(operand)._replace(rounding="nearest")
         made = kernels.quantize(read, *target) if cell is None else _quantize_at(read, target, cell)
         counts, row = telemetry.count(read, made), ROLES.index(role)
         amax = tile_amax(x, PER_TENSOR).view(torch.int32).long().view(())
@@ -258,8 +258,8 @@ def _fold(recipe: Recipe, runs: set[str], input8: Quantized | None, weight8: Qua
     return None
 
 
-def _quantize_at(x: Tensor, target: kernels.Target, cell: Cell) -> Quantized:
-    made, _ = kernels.quantize_at([x.contiguous()], cell, target, None)
+def _quantize_at(x: Tensor, target: kernels.QuantSpec, cell: ScaleRef) -> Quantized:
+    made, _ = kernels.quantize_with_scale([x.contiguous()], cell, target, None)
     assert made is not None
     return made
 

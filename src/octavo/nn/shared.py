@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from octavo.nn.functional import Quantizer, compute_dtype, linears, target_of
-from octavo.nn.handoff import taken
-from octavo.nn.watched import page_of
+from octavo.nn.attached_codes import attached_codes
+from octavo.nn.functional import Quantizer, compute_dtype, linears, spec_of
+from octavo.nn.telemetry_ops import stats_buffer_of
 from octavo.recipes import Recipe
 
 if TYPE_CHECKING:
@@ -60,13 +60,18 @@ class SharedInput:
 
     def _compute(self, layers: Sequence[Linear], x: Tensor) -> list[Tensor]:
         recipe = layers[0].recipe
-        given = taken(x, target_of(recipe.fprop.input))
+        given = attached_codes(x, spec_of(recipe.fprop.input))
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-        codes = layers[0].attached_codes if len(layers) == len(self.layers) else None
+        codes = layers[0].weight_codes if len(layers) == len(self.layers) else None
         keeps = all(layer.keeps_input for layer in layers)
-        scales = None if layers[0].page is None else layers[0].page.cells
+        scales = None if layers[0].scaling_slot is None else layers[0].scaling_slot.cells
         return linears(
-            x, weights, biases, Quantizer(recipe, compute_dtype(x), scales, page_of(layers), keeps), given, codes
+            x,
+            weights,
+            biases,
+            Quantizer(recipe, compute_dtype(x), scales, stats_buffer_of(layers), keeps),
+            given,
+            codes,
         )
 
     def _clear(self) -> None:

@@ -30,10 +30,10 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from octavo.errors import ConfigError
 from octavo.kernels.download import Download
 from octavo.kernels.sample import BINS, DETAILED, PHASE, SAMPLED, STATS, WIDTH, settle
+from octavo.nn.fusion_groups import fusion_groups
+from octavo.nn.telemetry_ops import StatsSlot
 from octavo.nn.telemetry_ranks import Gathering, Own, Together
 from octavo.nn.telemetry_rows import Layer, Row, find, look_at_gradient, rows_of
-from octavo.nn.together import groups_of
-from octavo.nn.watched import Watch
 
 __all__ = ["STATS", "Row", "Telemetry"]
 
@@ -186,7 +186,7 @@ class Telemetry:
         """Make the buffer, give each group of layers its page, and return where in it each row is."""
         names = {id(layer): name for name, layer in layers.items()}
         last = {id(layer): number for number, layer in enumerate(layers.values())}
-        groups = groups_of(model, layers.values())
+        groups = fusion_groups(model, layers.values())
         pages = sum(1 + 2 * len(group) for group in groups)
         width = WIDTH + BINS if self.histograms_every else WIDTH
         with torch.inference_mode(False):  # it is written to outside of it too
@@ -196,11 +196,11 @@ class Telemetry:
         places: list[tuple[Row, int]] = []
         top = 0
         for group in groups:
-            watch = Watch(self._buffer[top : top + 1 + 2 * len(group)], len(group))
+            watch = StatsSlot(self._buffer[top : top + 1 + 2 * len(group)], len(group))
             for number, layer in enumerate(group):
                 layer.watch = watch
                 places += rows_of(names[id(layer)], layer, top, number, len(group), pages + last[id(layer)])
-            top += len(watch.page)
+            top += len(watch.buffer)
         order = {name: number for number, name in enumerate(layers)}
         places.sort(key=lambda place: order[place[0].layer])  # stable: roles stay in their order
         return dict(places)

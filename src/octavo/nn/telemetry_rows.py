@@ -1,6 +1,6 @@
 """Which layers of a model telemetry looks at, and what the rows of its buffer are about.
 
-Layers that are computed together have one page (`octavo.nn.watched`): rows for the input, the n weights and the n
+Layers that are computed together have one page (`octavo.nn.telemetry_ops`): rows for the input, the n weights and the n
 grad_outputs. Behind all pages lie the rows of the weights' gradients, one a layer.
 """
 
@@ -11,8 +11,8 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from octavo.errors import ConfigError
-from octavo.kernels import Target
-from octavo.kernels.sample import Looked, sample, sampled_rows
+from octavo.kernels import QuantSpec
+from octavo.kernels.sample import SampleInput, sample, sampled_rows
 from octavo.nn.conv import Convolution
 from octavo.nn.grouped import GroupedLinear
 from octavo.nn.linear import Linear
@@ -21,7 +21,7 @@ from octavo.tensor import FP8Tensor, local
 Layer = Linear | Convolution | GroupedLinear
 """What can be looked at."""
 
-AS_IT_IS = Target("e5m2", "tensor", "float32")
+AS_IT_IS = QuantSpec("e5m2", "tensor", "float32")
 """What the gradient of a weight, which nobody quantises, is looked at as: with a scale of 1."""
 
 
@@ -100,7 +100,7 @@ def look_at_gradient(layer: Layer, one: Tensor, row: Tensor) -> None:
     if isinstance(layer, GroupedLinear):
         gradient = gradient.flatten(0, 1)
     if gradient.dim() == 2:
-        sample(Looked(gradient, one, AS_IT_IS), row)
+        sample(SampleInput(gradient, one, AS_IT_IS), row)
         return
     rows = sampled_rows(len(gradient), row)
-    sample(Looked(gradient[rows].flatten(1), one, AS_IT_IS, rows=len(gradient)), row)
+    sample(SampleInput(gradient[rows].flatten(1), one, AS_IT_IS, rows=len(gradient)), row)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import kernels
-from octavo.kernels import Target
+from octavo.kernels import QuantSpec
 from octavo.nn.fp8_weights import codes_of, has_fp8_weight
 from octavo.numerics import Quantized
 
@@ -47,7 +47,7 @@ def as_matrix(weight: Tensor) -> Tensor:
     return weight if weight.dim() == 2 else weight.movedim(1, -1).flatten(1)
 
 
-def quantize_weights(weights: Sequence[Tensor], target: Target) -> WeightCodes:
+def quantize_weights(weights: Sequence[Tensor], target: QuantSpec) -> WeightCodes:
     """Quantise weights (N_i, K) as one stack.
 
     Raises:
@@ -62,7 +62,7 @@ def quantize_weights(weights: Sequence[Tensor], target: Target) -> WeightCodes:
     return WeightCodes((quantize_matrix(torch.cat(matrices), target),), rows)
 
 
-def quantize_transposed(weights: Sequence[Tensor], target: Target) -> Quantized:
+def quantize_transposed(weights: Sequence[Tensor], target: QuantSpec) -> Quantized:
     """Quantise the transpose (K, sum of N_i) of a stack by itself, for recipes whose dgrad does not reuse codes.
 
     Raises:
@@ -74,7 +74,7 @@ def quantize_transposed(weights: Sequence[Tensor], target: Target) -> Quantized:
     return quantize_matrix((matrices[0] if len(matrices) == 1 else torch.cat(matrices)).t(), target)
 
 
-def quantize_matrix(x: Tensor, target: Target) -> Quantized:
+def quantize_matrix(x: Tensor, target: QuantSpec) -> Quantized:
     """Quantise a matrix (R, C).
 
     Stochastic rounding draws a seed per call from PyTorch's generator: a resumed run draws the same ones.
@@ -128,28 +128,28 @@ def reuse_weight_codes(model: nn.Module) -> Iterator[None]:
     write inside the block is not seen before its end. Layers whose weights other ranks hold, or are FP8 already, are
     left as they are, and so are layers that quantise with random rounding.
     """
+    from octavo.nn.fusion_groups import fusion_groups
     from octavo.nn.linear import Linear
-    from octavo.nn.together import groups_of
 
     layers = [m for m in model.modules() if isinstance(m, Linear) and m.recipe.fprop.is_fp8]
     before: list[tuple[Linear, WeightCodes | None]] = []
     try:
         with torch.no_grad():
-            for group in groups_of(model, layers):
+            for group in fusion_groups(model, layers):
                 if (codes := _codes_to_reuse(group)) is not None:
-                    before.append((group[0], group[0].attached_codes))
-                    group[0].attached_codes = codes
+                    before.append((group[0], group[0].weight_codes))
+                    group[0].weight_codes = codes
         yield
     finally:
         for layer, codes in reversed(before):
-            layer.attached_codes = codes
+            layer.weight_codes = codes
 
 
 def _codes_to_reuse(group: Sequence[nn.Module]) -> WeightCodes | None:
-    from octavo.nn.functional import target_of
+    from octavo.nn.functional import spec_of
 
     weights: list[Tensor] = [layer.get_parameter("weight") for layer in group]
-    target = target_of(group[0].recipe.fprop.weight)  # type: ignore[union-attr,arg-type]
+    target = spec_of(group[0].recipe.fprop.weight)  # type: ignore[union-attr,arg-type]
     plain = all(type(weight) in (Tensor, nn.Parameter) for weight in weights)
     same = all(layer.recipe is group[0].recipe for layer in group)
     return quantize_weights(weights, target) if plain and same and target.rounding == "nearest" else None

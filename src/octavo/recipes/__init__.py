@@ -3,7 +3,7 @@
 from octavo.recipes.spec import (
     GEMMS,
     OPERANDS,
-    STATEFUL,
+    STORED_SCALE_ROLES,
     Dgrad,
     Evidence,
     Fprop,
@@ -19,7 +19,7 @@ from octavo.recipes.text import RecipeLike, brief, explain, kept_for_backward, l
 __all__ = [
     "GEMMS",
     "OPERANDS",
-    "STATEFUL",
+    "STORED_SCALE_ROLES",
     "Dgrad",
     "Evidence",
     "Fprop",

@@ -23,7 +23,7 @@ GEMMS = ("fprop", "dgrad", "wgrad")
 OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
 """What a GEMM's left and right operand are called."""
 
-STATEFUL = ("input", "grad_output")
+STORED_SCALE_ROLES = ("input", "grad_output")
 """The roles whose scales may be kept from step to step, in the order in which a layer keeps them."""
 ScaleFrom = Literal["current", "delayed", "just_in_time", "static"]
 """Where a scale comes from."""
@@ -48,7 +48,7 @@ class Operand:
     where that would saturate (`just_in_time`), or a calibration file (`static`)."""
 
     @property
-    def keeps_scale(self) -> bool:
+    def has_stored_scale(self) -> bool:
         """Whether its scale is known before it is: a layer keeps it from step to step."""
         return self.scale_from != "current"
 
@@ -184,7 +184,7 @@ class Recipe:
         object.__setattr__(self, "_reused", frozenset(self._find_reused()))  # layers ask in every call
         self._check_folded("dgrad.weight", self.dgrad, self.dgrad.weight, self.fprop.weight)
         self._check_folded("wgrad.input", self.wgrad, self.wgrad.input, self.fprop.input)
-        for role in STATEFUL:
+        for role in STORED_SCALE_ROLES:
             self._check_one_quantisation(role)
         if nested := next((pattern for pattern, recipe in self.modules.items() if recipe.modules), None):
             raise ConfigError(
@@ -230,21 +230,21 @@ class Recipe:
         """Whether any GEMM runs in FP8."""
         return any(self.gemm(name).is_fp8 for name in GEMMS)
 
-    def kept_scale(self, role: str) -> Operand | None:
+    def stored_scale(self, role: str) -> Operand | None:
         """Return the operand of that role, `input` or `grad_output`, if its scale is kept from step to step."""
         gemms = (self.fprop, self.wgrad) if role == "input" else (self.dgrad, self.wgrad)
         operands: Iterator[Operand] = (getattr(gemm, role) for gemm in gemms if gemm.is_fp8)
-        return next((operand for operand in operands if operand.keeps_scale), None)
+        return next((operand for operand in operands if operand.has_stored_scale), None)
 
     @property
-    def keeps_scales(self) -> bool:
+    def has_stored_scales(self) -> bool:
         """Whether layers keep scales from step to step."""
-        return any(self.kept_scale(role) for role in STATEFUL)
+        return any(self.stored_scale(role) for role in STORED_SCALE_ROLES)
 
     @property
     def needs_calibration(self) -> bool:
         """Whether layers need the scales of a calibration file."""
-        kept = [self.kept_scale(role) for role in STATEFUL]
+        kept = [self.stored_scale(role) for role in STORED_SCALE_ROLES]
         return any(operand is not None and operand.scale_from == "static" for operand in kept)
 
     @property
@@ -280,14 +280,14 @@ class Recipe:
         if any((operand.granularity, operand.scaling) == ("1x32", "float32") for operand in (a, b)):
             raise ConfigError(f"{where}: 1x32 scales are E8M0, powers of two. Leave scaling = 'float32' out.")
         for role, operand, partner in zip(OPERANDS[gemm], (a, b), (b, a), strict=True):
-            if operand.keeps_scale:
+            if operand.has_stored_scale:
                 _check_kept_scale(f"{where}.{role}.scale_from = '{operand.scale_from}'", role, operand, partner)
 
     def _check_one_quantisation(self, role: str) -> None:
         """Refuse one scale for two quantisations of a matrix: its codes are made once, and transposed for the other."""
         operands = self._operands(role)
         if len({replace(operand, granularity="tensor") for operand in operands.values()}) > 1 and any(
-            operand.keeps_scale for operand in operands.values()
+            operand.has_stored_scale for operand in operands.values()
         ):
             described = " and ".join(f"{gemm}.{role} ({operand})" for gemm, operand in operands.items())
             raise ConfigError(
@@ -308,7 +308,7 @@ class Recipe:
 
 
 def _check_kept_scale(where: str, role: str, operand: Operand, partner: Operand) -> None:
-    if role not in STATEFUL:
+    if role not in STORED_SCALE_ROLES:
         raise ConfigError(
             f"{where} is refused: a weight is scaled by its own maximum, in every forward. "
             "Maxima of earlier steps could only be worse. Leave it out."

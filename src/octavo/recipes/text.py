@@ -10,7 +10,7 @@ from typing import Any
 from octavo._util import config_reader
 from octavo.errors import ConfigError, did_you_mean
 from octavo.recipes.presets import PRESETS
-from octavo.recipes.spec import GEMMS, OPERANDS, STATEFUL, Operand, Recipe
+from octavo.recipes.spec import GEMMS, OPERANDS, STORED_SCALE_ROLES, Operand, Recipe
 
 RecipeLike = str | Path | Mapping[str, Any] | Recipe
 
@@ -98,7 +98,9 @@ def explain(recipe: Recipe) -> str:
     """Return what the recipe does, GEMM by GEMM: each operand, where its codes come from, and what backward keeps."""
     lines = [f"recipe {recipe.name}"]
     operands = {name: (a, b) for name, a, b in recipe.gemms()}
-    width = max([24, *(len(str(operand)) + 2 for pair in operands.values() for operand in pair if operand.keeps_scale)])
+    width = max(
+        [24, *(len(str(operand)) + 2 for pair in operands.values() for operand in pair if operand.has_stored_scale)]
+    )
     for name in GEMMS:
         if name not in operands:
             lines.append(f"  {name}  BF16")
@@ -109,7 +111,7 @@ def explain(recipe: Recipe) -> str:
         lines.append(f"    {left:<12}{a!s:<{width}}{_source(recipe, name, left, a, b)}")
         lines.append(f"    {right:<12}{b!s:<{width}}{_source(recipe, name, right, b, a)}")
     lines.append(f"  kept for backward: {', '.join(kept_for_backward(recipe))}")
-    if recipe.keeps_scales:
+    if recipe.has_stored_scales:
         lines.append(f"  kept from step to step: {_kept_from_step_to_step(recipe)}")
     lines += [f"  {pattern}: {other.name}" for pattern, other in recipe.modules.items()]
     return "\n".join(lines)
@@ -134,7 +136,7 @@ _SCALES = {
 
 
 def _kept_from_step_to_step(recipe: Recipe) -> str:
-    operands = [operand for role in STATEFUL if (operand := recipe.kept_scale(role)) is not None]
+    operands = [operand for role in STORED_SCALE_ROLES if (operand := recipe.stored_scale(role)) is not None]
     if all(operand.scale_from == "static" for operand in operands):
         return "nothing; maxima are noted beside the scales of the calibration file"
     history = recipe.history

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from octavo.conversion.policy import Policy
 from octavo.errors import ConfigError, NonFiniteError
-from octavo.nn.scales import scales as kept_scales
+from octavo.nn.scaling_state import scales as kept_scales
 from octavo.recipes import RecipeLike, load
 from octavo.sensitivity import times
 from octavo.sensitivity.gradient import cosines
@@ -166,7 +166,7 @@ def _start_scales(switch: PrecisionSwitch, batches: Sequence[Any], loss: Loss, g
         for batch in batches:
             loss(switch.model, batch).sum().backward()
             switch.model.zero_grad(set_to_none=True)
-            scaling_state.roll()
+            scaling_state.update_scales()
 
 
 def _check_finite(before: float, changes: Mapping[str, Change]) -> None:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from octavo.errors import UnsupportedError
-from octavo.kernels import Target
+from octavo.kernels import QuantSpec
 from octavo.nn import GroupedLinear, Linear
 from octavo.nn.conv import AnyConvolution, Convolution
-from octavo.nn.functional import target_of
-from octavo.nn.together import groups_of
+from octavo.nn.functional import spec_of
+from octavo.nn.fusion_groups import fusion_groups
 from octavo.nn.weight_codes import quantize_weights
 from octavo.numerics import Quantized
 from octavo.recipes import Operand
@@ -27,7 +27,7 @@ class ServedLayer:
     """Full name in the model."""
     weight: Quantized
     """Codes and scales, (N, K), as fprop reads them."""
-    target: Target
+    target: QuantSpec
     """Quantisation of the weight."""
     input: Operand
     """Quantisation of the input."""
@@ -52,7 +52,7 @@ def served_layers(model: nn.Module) -> list[ServedLayer]:
     }
     names = {id(layer): name for name, layer in layers.items()}
     found: dict[str, ServedLayer] = {}
-    for group in groups_of(model, layers.values()):
+    for group in fusion_groups(model, layers.values()):
         found |= {layer.name: layer for layer in _served(group, names)}
     return [found[name] for name in layers]
 
@@ -83,7 +83,7 @@ def _served(group: Sequence[Linear], names: dict[int, str]) -> Iterator[ServedLa
         for layer in group:
             yield from _served([layer], names)
         return
-    weights, target, name = [layer.weight for layer in group], target_of(recipe.fprop.weight), names[id(group[0])]
+    weights, target, name = [layer.weight for layer in group], spec_of(recipe.fprop.weight), names[id(group[0])]
     if any(is_distributed(weight) for weight in weights):
         raise UnsupportedError(
             f"export: '{name}.weight' is sharded over ranks. Export a checkpoint, in one process: octavo export RUN."
@@ -101,8 +101,8 @@ def _served(group: Sequence[Linear], names: dict[int, str]) -> Iterator[ServedLa
         )
     for layer, part in zip(group, parts, strict=True):
         scale = None
-        if recipe.fprop.input.scale_from == "static" and layer.page is not None:
-            scale = layer.page.cells[0, :1].detach().clone()
+        if recipe.fprop.input.scale_from == "static" and layer.scaling_slot is not None:
+            scale = layer.scaling_slot.cells[0, :1].detach().clone()
         yield ServedLayer(
             name=names[id(layer)], weight=part, target=target, input=recipe.fprop.input, input_scale=scale
         )

@@ -159,7 +159,7 @@ class _Conflict(NamedTuple):
 
 def _tensor_conflicts(config: RunConfig) -> Iterator[_Conflict]:
     run, parallel = config.run, config.parallel
-    if recipes.load(run.recipe).keeps_scales:
+    if recipes.load(run.recipe).has_stored_scales:
         reason = "it keeps a scale per tensor from step to step, and each rank has part of a tensor"
         yield _Conflict("run.recipe", run.recipe, reason, _STATELESS_RECIPES)
     if parallel.embedding != "whole":
@@ -174,7 +174,7 @@ def _pipeline_conflicts(config: RunConfig) -> Iterator[_Conflict]:
     if model.tie_embeddings:
         reason = "the embedding is also the head, which is in another stage"
         yield _Conflict("model.tie_embeddings", "true", reason, "false")
-    if recipes.load(run.recipe).keeps_scales:
+    if recipes.load(run.recipe).has_stored_scales:
         reason = "it keeps scales of all layers together from step to step"
         yield _Conflict("run.recipe", run.recipe, reason, _STATELESS_RECIPES)
     if parallel.goes_backward_by_parts:

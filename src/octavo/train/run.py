@@ -23,7 +23,7 @@ from octavo.errors import CheckpointError, ConfigError
 from octavo.guard import GuardEvent
 from octavo.kernels.uploads import upload
 from octavo.monitor.measurements import TelemetrySource, arrived, histograms_of, telemetry_of
-from octavo.nn.scales import scales
+from octavo.nn.scaling_state import scales
 from octavo.train import checkpoint
 from octavo.train import device as devices
 from octavo.train.calibrate import recalibration_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import CheckpointError
-from octavo.nn.scales import scales
+from octavo.nn.scaling_state import scales
 from octavo.optim import Optimizer
 from octavo.optim.sharded import along_rows, spread
 from octavo.tensor import FP8Tensor, is_distributed, local

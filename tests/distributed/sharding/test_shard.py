@@ -17,8 +17,8 @@ from octavo.distributed import BF16_GRADIENTS_POLICY, BF16_POLICY, send_tokens, 
 from octavo.distributed.sharding import embedding
 from octavo.distributed.traffic import Traffic
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.nn.functional import target_of
-from octavo.nn.scales import scales
+from octavo.nn.functional import spec_of
+from octavo.nn.scaling_state import scales
 from octavo.tensor import FP8Tensor, local
 
 STEPS = 2
@@ -60,7 +60,7 @@ def unlike_codes(model, alone):
     for name, layer in model.named_modules():
         weight = getattr(layer, "weight", None)
         if isinstance(weight, FP8Tensor):
-            target = target_of(layer.recipe.fprop.weight)
+            target = spec_of(layer.recipe.fprop.weight)
             expected = kernels.quantize(alone.get_parameter(f"{name}.weight").detach(), *target)
             same = torch.equal(weight.codes.view(torch.uint8), expected.codes.view(torch.uint8))
             if target.granularity != "tensor":  # there layers that are computed together have one scale

@@ -16,15 +16,15 @@ from octavo.distributed import ColumnParallel, Parallel, RowParallel, shard, ten
 from octavo.distributed.tensor_parallel import tokens as tokens_of
 from octavo.distributed.traffic import Traffic
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.kernels import Target
+from octavo.kernels import QuantSpec
 from octavo.models.config import ModelConfig
 from octavo.models.llama import Llama
 from octavo.nn import Linear
-from octavo.nn.handoff import taken
+from octavo.nn.attached_codes import attached_codes
 from octavo.nn.weight_codes import quantize_matrix
 from octavo.tensor import FP8Tensor
 
-ROW = Target("e4m3", "row", "power_of_two")
+ROW = QuantSpec("e4m3", "row", "power_of_two")
 
 
 def llama(recipe="folded", policy=None, **shape):
@@ -97,7 +97,7 @@ def gathered(rank, mesh):
     x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(1))
     own = x[:, 4 * rank : 4 * rank + 4].contiguous()
     y = tokens_of.all_gather_codes(own, ROW, mesh.get_group())
-    found, expected = taken(y, ROW), quantize_matrix(x.reshape(16, 32), ROW)
+    found, expected = attached_codes(y, ROW), quantize_matrix(x.reshape(16, 32), ROW)
     same = torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
     return same and torch.equal(found.scale, expected.scale) and bool(y.isnan().all())
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.reference.norm import backward, forward
-from octavo.kernels.target import Target
 from octavo.numerics import quantize
 
 EPS = 1e-5
-ROW = Target("e4m3", "row", "power_of_two")
+ROW = QuantSpec("e4m3", "row", "power_of_two")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HALF_STEP = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Half a unit in the last place of the dtype, relative; of FP32 what a dozen roundings leave."""
@@ -58,7 +58,7 @@ def test_the_residual_is_added_and_rounded_before_the_norm(centred):
 @pytest.mark.parametrize("scaling", ["power_of_two", "float32"])
 def test_the_codes_are_those_of_y_before_it_is_rounded(centred, granularity, scaling):
     x, weight = matrix(9, 300).bfloat16(), torch.randn(300)
-    target = Target("e4m3", granularity, scaling)
+    target = QuantSpec("e4m3", granularity, scaling)
     y32 = forward(x.float(), weight, None, EPS, None, None, True, centred)[0]
     y, quantized, *_ = forward(x, weight, None, EPS, None, target, False, centred)
     want = quantize(y32, target.fmt, target.tile, target.scaling)

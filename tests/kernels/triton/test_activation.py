@@ -4,23 +4,23 @@ import pytest
 import torch
 
 from octavo.kernels.activation import INPUTS, KINDS
+from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.reference import activation as reference
-from octavo.kernels.target import Target
 from octavo.numerics import dequantize
 
 fused = pytest.importorskip("octavo.kernels.triton.activation")
 Shape = pytest.importorskip("octavo.kernels.triton.shape").Shape
 
-ROW = Target("e4m3", "row", "power_of_two")
-COLUMN = Target("e4m3", "column", "power_of_two")
+ROW = QuantSpec("e4m3", "row", "power_of_two")
+COLUMN = QuantSpec("e4m3", "column", "power_of_two")
 TARGETS = [
     ROW,
     COLUMN,
-    Target("e5m2", "tensor", "float32"),
-    Target("e4m3", "tensor", "power_of_two"),
-    Target("e4m3", "1x128", "power_of_two"),
-    Target("e4m3", "128x1", "float32"),
-    Target("e4m3", "128x128", "float32"),
+    QuantSpec("e5m2", "tensor", "float32"),
+    QuantSpec("e4m3", "tensor", "power_of_two"),
+    QuantSpec("e4m3", "1x128", "power_of_two"),
+    QuantSpec("e4m3", "128x1", "float32"),
+    QuantSpec("e4m3", "128x128", "float32"),
 ]
 
 
@@ -110,8 +110,8 @@ def test_codes_of_the_gradients(target, gated, folded, device):
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize("rows", [None, ROW, Target("e4m3", "tensor", "power_of_two")], ids=str)
-@pytest.mark.parametrize("columns", [None, ROW, Target("e4m3", "1x128", "power_of_two")], ids=str)
+@pytest.mark.parametrize("rows", [None, ROW, QuantSpec("e4m3", "tensor", "power_of_two")], ids=str)
+@pytest.mark.parametrize("columns", [None, ROW, QuantSpec("e4m3", "1x128", "power_of_two")], ids=str)
 @pytest.mark.parametrize("hidden", [None, ROW], ids=str)
 def test_targets_of_one_matrix_may_differ_or_be_missing(rows, columns, hidden, device):
     dh, gate, up = inputs(device, 40, 70)
@@ -149,7 +149,7 @@ def test_the_scale_of_h_is_taken_as_it_is_given(device):
 @pytest.mark.covering(1)
 @pytest.mark.filterwarnings("ignore:(invalid|overflow)")  # of the interpreter, which is NumPy
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("target", [ROW, COLUMN, Target("e4m3", "128x128", "power_of_two")], ids=str)
+@pytest.mark.parametrize("target", [ROW, COLUMN, QuantSpec("e4m3", "128x128", "power_of_two")], ids=str)
 def test_nan_and_infinities_stay_where_they_are(target, kind, device):
     dh, gate, up = inputs(device, 20, 128)
     gate[0, 0], up[1, 1], dh[2, 2], gate[3, 3], up[4, 4] = torch.nan, torch.nan, torch.nan, torch.inf, -torch.inf
@@ -173,7 +173,7 @@ def test_long_rows_are_searched_first(device, monkeypatch):
 def test_maxima_are_those_of_what_is_written(device):
     """So nothing but the largest element has the largest code, and nothing saturates."""
     dh, gate, up = inputs(device)
-    target = Target("e4m3", "row", "float32")
+    target = QuantSpec("e4m3", "row", "float32")
     rows, columns, hidden = fused.activation_backward("silu", dh, gate, up, target, target, target, None, None, None)
     for made in (rows, columns, hidden):
         largest = made.codes.float().abs().amax(1)
@@ -181,8 +181,8 @@ def test_maxima_are_those_of_what_is_written(device):
 
 
 def test_what_the_kernels_refuse():
-    block, thin = Target("e4m3", "128x128", "power_of_two"), Target("e4m3", "1x128", "power_of_two")
-    assert "1x32" in fused.refuses(128, True, rows=Target("e4m3", "1x32", "power_of_two"))
+    block, thin = QuantSpec("e4m3", "128x128", "power_of_two"), QuantSpec("e4m3", "1x128", "power_of_two")
+    assert "1x32" in fused.refuses(128, True, rows=QuantSpec("e4m3", "1x32", "power_of_two"))
     assert "straddle" in fused.refuses(130, True, rows=block)
     assert "straddle" in fused.refuses(130, True, rows=thin)
     assert "straddle" in fused.refuses(130, True, columns=block)
@@ -203,8 +203,8 @@ def bytes_of(x):
         (ROW, True, 300),
         (ROW, False, 256),
         (COLUMN, True, 130),
-        (Target("e4m3", "1x128", "power_of_two"), True, 256),
-        (Target("e5m2", "tensor", "float32"), False, 130),
+        (QuantSpec("e4m3", "1x128", "power_of_two"), True, 256),
+        (QuantSpec("e5m2", "tensor", "float32"), False, 130),
     ],
     ids=str,
 )
@@ -228,8 +228,8 @@ def test_codes_of_gate_and_up(target, gated, cols, device):
         (ROW, True, 40, 130),
         (ROW, False, 33, 300),
         (ROW, True, 64, 256),
-        (Target("e5m2", "tensor", "float32"), True, 20, 70),
-        (Target("e4m3", "1x128", "power_of_two"), True, 40, 256),
+        (QuantSpec("e5m2", "tensor", "float32"), True, 20, 70),
+        (QuantSpec("e4m3", "1x128", "power_of_two"), True, 40, 256),
     ],
     ids=str,
 )

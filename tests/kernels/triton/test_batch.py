@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from octavo.kernels.quant_spec import QuantSpec, empty_scale
 from octavo.kernels.reference.quantize import quantize_pair
-from octavo.kernels.target import Target, empty_scale
 from octavo.kernels.triton import batch as fast
 
 pytestmark = pytest.mark.usefixtures("loops_with_bounds")
@@ -30,7 +30,7 @@ def check(made, x, rows, columns, row_fold, column_fold):
 def test_codes_bit_for_bit(shape, granularity, turned, device):
     x = (torch.randn(shape, device=device) * 10.0 ** torch.arange(shape[0], device=device)[:, None, None]).bfloat16()
     x[0, 0, :3] = torch.tensor([torch.nan, torch.inf, 0.0])
-    target = Target("e4m3", granularity, "power_of_two")
+    target = QuantSpec("e4m3", granularity, "power_of_two")
     source = x.mT.contiguous().mT if turned and shape[2] % 4 == 0 else x
     folds = torch.rand(shape[0], 1, shape[2], device=device), torch.rand(shape[0], shape[1], 1, device=device)
     for rows, columns, given in ((target, target, folds), (target, None, (None, None)), (None, target, (None, None))):
@@ -40,12 +40,12 @@ def test_codes_bit_for_bit(shape, granularity, turned, device):
 
 def test_parts_of_rows(device):
     x = torch.randn(3, 8, 64, device=device)[:, :, 10:40]
-    target = Target("e5m2", "row", "float32")
+    target = QuantSpec("e5m2", "row", "float32")
     check(fast.quantize_batch(x, target, target, None, None), x, target, target, None, None)
 
 
 def test_refuses_what_words_of_four_codes_cannot_hold(device):
-    target, x = Target("e4m3", "row", "power_of_two"), torch.randn(2, 6, 16, device=device)
+    target, x = QuantSpec("e4m3", "row", "power_of_two"), torch.randn(2, 6, 16, device=device)
     assert "multiple of 4" in fast.refuses(x, None, target) and fast.refuses(x, target, None) is None
 
 

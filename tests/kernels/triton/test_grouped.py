@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.reference import grouped as reference
-from octavo.kernels.target import Target
 from octavo.kernels.triton import grouped as fast
 
 pytestmark = pytest.mark.usefixtures("loops_with_bounds")
@@ -30,7 +30,7 @@ def test_codes_bit_for_bit(counts, cols, scaling, device):
     ends, tokens = ends_of(counts, device), sum(counts)
     x = (torch.randn(tokens, cols, device=device) * torch.logspace(-3, 3, tokens, device=device)[:, None]).bfloat16()
     x[0, 0], x[-1, 1], x[-1, 2] = torch.nan, torch.inf, 0.0
-    target = Target("e4m3", "row", scaling)
+    target = QuantSpec("e4m3", "row", scaling)
     folds = torch.rand(len(counts), cols, device=device).exp2(), torch.rand(tokens, 1, device=device)
     for rows, columns, fold in ((target, target, folds), (target, None, (None, None)), (None, target, (None, None))):
         made = fast.quantize_groups(x, ends, rows, columns, *fold)

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels import Target
+from octavo.kernels import QuantSpec
 from octavo.kernels.reference import quantize as reference
 from octavo.numerics import Quantized
 
 groups = pytest.importorskip("octavo.kernels.triton.groups")
 
-TARGETS = [Target(format, "1x32", "power_of_two") for format in ("e4m3", "e5m2")]
-ROW = Target("e4m3", "row", "power_of_two")
+TARGETS = [QuantSpec(format, "1x32", "power_of_two") for format in ("e4m3", "e5m2")]
+ROW = QuantSpec("e4m3", "row", "power_of_two")
 
 
 def hard(rows: int, cols: int, device: str) -> Tensor:
@@ -48,4 +48,4 @@ def test_sources_folds_and_other_targets_beside_it(device):
 
 def test_what_it_refuses_is_what_others_refuse():
     assert groups.refuses(*TARGETS, None, ROW) is None
-    assert "granularity" in groups.refuses(TARGETS[0], Target("e4m3", "3x5", "power_of_two"))
+    assert "granularity" in groups.refuses(TARGETS[0], QuantSpec("e4m3", "3x5", "power_of_two"))

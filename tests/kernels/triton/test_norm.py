@@ -4,20 +4,20 @@ import pytest
 import torch
 
 from octavo.kernels.norm import KEPT
+from octavo.kernels.quant_spec import QuantSpec, laid_out
 from octavo.kernels.reference import norm as reference
-from octavo.kernels.target import Target, laid_out
 from octavo.kernels.triton import norm as fused
 from octavo.numerics import E4M3, Quantized, quantize
 
 pytestmark = pytest.mark.usefixtures("loops_with_bounds")
 
 EPS = 1e-5
-ROW = Target("e4m3", "row", "power_of_two")
+ROW = QuantSpec("e4m3", "row", "power_of_two")
 TARGETS = [
     ROW,
-    Target("e5m2", "row", "float32"),
-    Target("e4m3", "1x128", "power_of_two"),
-    Target("e4m3", "1x128", "float32"),
+    QuantSpec("e5m2", "row", "float32"),
+    QuantSpec("e4m3", "1x128", "power_of_two"),
+    QuantSpec("e4m3", "1x128", "float32"),
 ]
 SHAPES = [(1, 128), (5, 1), (33, 96), (40, 300), (3, 3000)]
 STEP = {torch.float32: 4e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from octavo.kernels.patches import Window
+from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.reference import patches as reference
 from octavo.kernels.reference.quantize import quantize_pair
-from octavo.kernels.target import Target
 from octavo.kernels.triton import patches as fast
 
 pytestmark = pytest.mark.usefixtures("loops_with_bounds")
@@ -31,8 +31,8 @@ def test_codes_bit_for_bit(shape, window, granularity, scaling, format, device):
     x = torch.randn(shape, device=device) * torch.logspace(-3, 3, shape[1], device=device)[:, None, None]
     x[0, 0, 0, :3] = torch.tensor([torch.nan, torch.inf, 0.0])
     x = x.bfloat16()
-    row = Target(format, granularity, scaling)
-    column = Target(format, "column" if granularity == "row" else "tensor", scaling)
+    row = QuantSpec(format, granularity, scaling)
+    column = QuantSpec(format, "column" if granularity == "row" else "tensor", scaling)
     want = quantize_pair([reference.unfold(x, *window)], row, column)
     for rows, columns in ((row, column), (row, None), (None, column)):
         made = fast.quantize_patches(x, window, rows, columns)
@@ -46,7 +46,7 @@ def test_codes_bit_for_bit(shape, window, granularity, scaling, format, device):
 @pytest.mark.parametrize(("shape", "window"), [*CASES, ((2, 3, 4, 68), Window((1, 1)))], ids=str)
 def test_known_scales_spare_the_search(shape, window, device, monkeypatch):
     x = torch.randn(shape, device=device) * torch.logspace(-3, 3, shape[1], device=device)[:, None, None]
-    row, column = (Target("e4m3", granularity, "power_of_two") for granularity in ("row", "column"))
+    row, column = (QuantSpec("e4m3", granularity, "power_of_two") for granularity in ("row", "column"))
     want = quantize_pair([reference.unfold(x, *window)], row, column)
     monkeypatch.setattr(fast, "_patch_maxima", None)
     for ours, theirs in zip(fast.quantize_patches(x, window, row, column, want[0].scale), want, strict=True):

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels import Target
+from octavo.kernels import QuantSpec
+from octavo.kernels.quant_spec import empty_scale
 from octavo.kernels.reference import quantize as reference
-from octavo.kernels.target import empty_scale
 from octavo.numerics import Quantized
 
 triton_quantize = pytest.importorskip("octavo.kernels.triton.quantize")
@@ -14,7 +14,7 @@ output = pytest.importorskip("octavo.kernels.triton.output")
 shape = pytest.importorskip("octavo.kernels.triton.shape")
 
 GRANULARITIES = ["tensor", "row", "column", "1x128", "128x1", "128x128"]
-ROW = Target("e4m3", "row", "power_of_two")
+ROW = QuantSpec("e4m3", "row", "power_of_two")
 
 
 def same(one: Quantized, other: Quantized) -> bool:
@@ -39,7 +39,7 @@ def hard(rows: int, cols: int, device: str, dtype: torch.dtype = torch.bfloat16)
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("scaling", ["power_of_two", "float32"])
 def test_codes_and_scales_are_the_specifications(format, granularity, scaling, device):
-    x, target = hard(130, 300, device), Target(format, granularity, scaling)
+    x, target = hard(130, 300, device), QuantSpec(format, granularity, scaling)
     (expected, expected_t) = reference.quantize_pair([x], target, target)
     rows, _ = triton_quantize.quantize_pair([x], target, None)
     _, columns = triton_quantize.quantize_pair([x], None, target)
@@ -59,7 +59,7 @@ def test_other_input_types(dtype, device):
 @pytest.mark.parametrize("granularity", ["row", "tensor", "1x128"])
 def test_folds_and_several_sources(granularity, device):
     sources = [torch.randn(130, width, device=device).bfloat16() for width in (128, 44, 60)]
-    target = Target("e4m3", granularity, "power_of_two")
+    target = QuantSpec("e4m3", granularity, "power_of_two")
     folds = power_of_two(1, 232, device=device), power_of_two(130, 1, device=device)
     expected = reference.quantize_pair(sources, target, target, *folds)
     for got, want in zip(triton_quantize.quantize_pair(sources, target, target, *folds), expected, strict=True):
@@ -72,14 +72,14 @@ def test_folds_and_several_sources(granularity, device):
 def test_the_two_sides_may_differ_in_format_and_in_how_scales_are_found(rows, further, device):
     x = hard(130, 260, device)
     names = ("row", "tensor", "1x128", "128x128")
-    targets = Target("e4m3", names[rows], "power_of_two"), Target("e5m2", names[(rows + further) % 4], "float32")
+    targets = QuantSpec("e4m3", names[rows], "power_of_two"), QuantSpec("e5m2", names[(rows + further) % 4], "float32")
     expected = reference.quantize_pair([x], *targets)
     for got, want in zip(triton_quantize.quantize_pair([x], *targets), expected, strict=True):
         assert same(got, want)
 
 
 def test_one_side_may_have_many_more_scales_than_the_other(device):
-    x, targets = hard(1030, 12, device), (ROW, Target("e4m3", "tensor", "power_of_two"))
+    x, targets = hard(1030, 12, device), (ROW, QuantSpec("e4m3", "tensor", "power_of_two"))
     for pair in (targets, targets[::-1]):
         for got, want in zip(
             triton_quantize.quantize_pair([x], *pair), reference.quantize_pair([x], *pair), strict=True
@@ -98,7 +98,7 @@ def test_a_tile_past_the_last_row_writes_no_scales(granularity, device, monkeypa
         return rooms[-1].as_strided(scale.size(), scale.stride())
 
     monkeypatch.setattr(output, "empty_scale", with_room)
-    x, target = torch.randn(130, 200, device=device).bfloat16(), Target("e4m3", granularity, "power_of_two")
+    x, target = torch.randn(130, 200, device=device).bfloat16(), QuantSpec("e4m3", granularity, "power_of_two")
     expected = reference.quantize_pair([x], target, target)
     for got, want in zip(triton_quantize.quantize_pair([x], target, target), expected, strict=True):
         assert same(got, want)
@@ -118,10 +118,10 @@ def test_every_bf16_value_of_a_binade_rounds_as_it_should(device):
     bits = torch.arange(0x3C00, 0x4080, dtype=torch.int32)
     x = (bits << 16).view(torch.float32).reshape(-1, 128)
     x = torch.cat([x, -x]).to(device)
-    target = Target("e4m3", "tensor", "power_of_two")
+    target = QuantSpec("e4m3", "tensor", "power_of_two")
     assert same(triton_quantize.quantize_pair([x], target, None)[0], reference.quantize_pair([x], target, None)[0])
 
 
 def test_what_no_kernel_has_is_refused():
     assert triton_quantize.refuses(ROW, None) is None
-    assert "1x32" in triton_quantize.refuses(Target("e4m3", "1x32", "power_of_two"))
+    assert "1x32" in triton_quantize.refuses(QuantSpec("e4m3", "1x32", "power_of_two"))

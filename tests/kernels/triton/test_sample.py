@@ -6,9 +6,9 @@ import torch
 pytest.importorskip("triton")
 
 from octavo.kernels import quantize
+from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.reference import sample as reference
-from octavo.kernels.sample import BINS, DETAILED, PHASE, SAMPLED, STATS, WIDTH, Looked
-from octavo.kernels.target import Target
+from octavo.kernels.sample import BINS, DETAILED, PHASE, SAMPLED, STATS, WIDTH, SampleInput
 from octavo.kernels.triton import sample as fast
 from octavo.numerics import dequantize
 
@@ -44,8 +44,8 @@ def assert_same(expected, made):
 def test_it_is_the_definition(granularity, format, scaling, device):
     x = torch.randn(72, 300, device=device) * torch.logspace(-6, 0, 300, device=device)
     x[5, 7], x[40] = 1e4, 0.0
-    target = Target(format, granularity, scaling)
-    looked = Looked(x.bfloat16(), quantize(x.bfloat16(), *target).scale, target, tied=True)
+    target = QuantSpec(format, granularity, scaling)
+    looked = SampleInput(x.bfloat16(), quantize(x.bfloat16(), *target).scale, target, tied=True)
     expected, made = both(looked, 11, device)
     assert_same(expected, made)
     assert made[SQNR] > 10
@@ -54,9 +54,9 @@ def test_it_is_the_definition(granularity, format, scaling, device):
 
 @pytest.mark.usefixtures("loops_with_bounds")
 def test_bins_are_written_where_they_are_wanted(device):
-    target = Target("e4m3", "row", "power_of_two")
+    target = QuantSpec("e4m3", "row", "power_of_two")
     x = torch.randn(40, 64, device=device)
-    looked = Looked(x, quantize(x, *target).scale, target)
+    looked = SampleInput(x, quantize(x, *target).scale, target)
     for twin in (reference, fast):
         rows = new_row(3, device), new_row(3, device, WIDTH), new_row(3, device)
         rows[2][DETAILED] = 0
@@ -72,11 +72,11 @@ def test_bins_are_written_where_they_are_wanted(device):
 
 @pytest.mark.usefixtures("loops_with_bounds")
 def test_of_codes_nothing_is_said_about_what_was_lost_before(device):
-    target = Target("e4m3", "row", "power_of_two")
+    target = QuantSpec("e4m3", "row", "power_of_two")
     quantized = quantize(torch.randn(40, 64, device=device), *target)
-    expected, made = both(Looked(quantized.codes, quantized.scale, target, is_coded=True), 3, device)
+    expected, made = both(SampleInput(quantized.codes, quantized.scale, target, is_coded=True), 3, device)
     assert_same(expected, made)
-    values, _ = both(Looked(dequantize(quantized), quantized.scale, target), 3, device)
+    values, _ = both(SampleInput(dequantize(quantized), quantized.scale, target), 3, device)
     known = [0, 1, 3, *range(5, SQNR), *range(WIDTH, WIDTH + BINS)]
     assert torch.equal(made[known], values[known])
     assert made[[2, 4, SQNR]].isnan().all()
@@ -87,10 +87,10 @@ def test_of_codes_nothing_is_said_about_what_was_lost_before(device):
 def test_a_fold_of_each_sampled_row(device):
     from octavo.kernels.sample import sampled_rows
 
-    target, x = Target("e4m3", "row", "power_of_two"), torch.randn(50, 33, device=device)
+    target, x = QuantSpec("e4m3", "row", "power_of_two"), torch.randn(50, 33, device=device)
     fold = torch.logspace(-3, 3, 50, device=device)[:, None] * torch.logspace(0, 2, 33, device=device)
     rows, scale = sampled_rows(50, new_row(5, device)), quantize(x * fold, *target).scale
-    expected, made = both(Looked(x[rows], scale, target, fold[rows], rows=50), 5, device)
+    expected, made = both(SampleInput(x[rows], scale, target, fold[rows], rows=50), 5, device)
     assert_same(expected, made)
     assert made[WIDTH:].sum() == 16 * 33
     assert made[SQNR] > 25
@@ -104,9 +104,9 @@ def test_a_fold_edges_and_what_is_not_finite(device):
     edges = torch.randn(40, 6, device=device)[:, ::5]
     edges[[3, 11, 12, 20]] = torch.nan
     edges[20, 0] = 1.0
-    target = Target("e4m3", "row", "power_of_two")
+    target = QuantSpec("e4m3", "row", "power_of_two")
     # A scale that was known before: some elements saturate.
-    looked = Looked(x, quantize((x * fold).nan_to_num(), *target).scale / 4, target, fold, edges)
+    looked = SampleInput(x, quantize((x * fold).nan_to_num(), *target).scale / 4, target, fold, edges)
     expected, made = both(looked, 4321, device)
     assert_same(expected, made)
     assert made[STATS.index("saturated")] > 0
@@ -115,14 +115,14 @@ def test_a_fold_edges_and_what_is_not_finite(device):
 
 @pytest.mark.usefixtures("loops_with_bounds")
 def test_a_sample_alone_of_a_transposed_view(device):
-    target = Target("e4m3", "row", "power_of_two")
+    target = QuantSpec("e4m3", "row", "power_of_two")
     x = torch.randn(64, 33, device=device).t()
     from octavo.kernels.sample import sampled_rows
 
     rows = sampled_rows(33, new_row(5, device))
     scale = quantize(x.contiguous(), *target).scale
-    whole, _ = both(Looked(x, scale, target), 5, device)
-    expected, made = both(Looked(x[rows], scale, target, rows=33), 5, device)
+    whole, _ = both(SampleInput(x, scale, target), 5, device)
+    expected, made = both(SampleInput(x[rows], scale, target, rows=33), 5, device)
     assert_same(expected, made)
     assert made[2:9].tolist() == pytest.approx(whole[2:9].tolist(), rel=1e-5)
 
@@ -131,28 +131,28 @@ def test_a_sample_alone_of_a_transposed_view(device):
 @pytest.mark.parametrize("magnitude", [1e-30, 1e30])
 def test_moments_of_any_magnitude(magnitude, device):
     x = torch.randn(16, 64, device=device) * magnitude
-    target = Target("e4m3", "row", "float32")
-    expected, made = both(Looked(x, quantize(x, *target).scale, target), 0, device)
+    target = QuantSpec("e4m3", "row", "float32")
+    expected, made = both(SampleInput(x, quantize(x, *target).scale, target), 0, device)
     torch.testing.assert_close(made[8], expected[8], rtol=2e-5, atol=0)
     assert made[6] / magnitude == pytest.approx(float(expected[6] / magnitude), rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.usefixtures("loops_with_bounds")
 def test_one_element_and_a_rest(device):
-    target = Target("e4m3", "row", "power_of_two")
+    target = QuantSpec("e4m3", "row", "power_of_two")
     x = torch.full((1, 1), -3.0, device=device)
-    assert_same(*both(Looked(x, quantize(x, *target).scale, target), 0, device))
-    expected, made = both(Looked(x, quantize(x, *target).scale, target), -1, device)
+    assert_same(*both(SampleInput(x, quantize(x, *target).scale, target), 0, device))
+    expected, made = both(SampleInput(x, quantize(x, *target).scale, target), -1, device)
     assert made[:PHASE].isnan().all()
     assert expected[:PHASE].isnan().all()
 
 
 @pytest.mark.usefixtures("loops_with_bounds")
 def test_of_two_micro_batches_the_larger_amax_and_nonfinite_stay(device):
-    target = Target("e4m3", "row", "power_of_two")
+    target = QuantSpec("e4m3", "row", "power_of_two")
     for twin in (reference, fast):
         row = new_row(0, device)
         for x in (torch.tensor([[9.0, torch.nan]], device=device), torch.tensor([[1.0, 3.0]], device=device)):
-            twin.sample(Looked(x, quantize(x, *target).scale, target), row)
+            twin.sample(SampleInput(x, quantize(x, *target).scale, target), row)
         assert (row[0], row[5], row[6]) == (9.0, 0.5, 2.0)
         assert row[WIDTH:].sum() == 2

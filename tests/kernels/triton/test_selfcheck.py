@@ -5,12 +5,12 @@ import torch
 
 from octavo.errors import UnsupportedError
 from octavo.kernels import selfcheck
+from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.selfcheck import KERNELS, check_kernels, compare, failures
-from octavo.kernels.target import Target
 from octavo.numerics import E4M3, PER_ROW, quantize
 
 pytest.importorskip("triton")
-ROW = Target("e4m3", "row", "power_of_two")
+ROW = QuantSpec("e4m3", "row", "power_of_two")
 pytestmark = [
     pytest.mark.usefixtures("loops_with_bounds"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy of NaN and infinities, in the interpreter

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels import Target
+from octavo.kernels import QuantSpec
 from octavo.kernels.telemetry import count, new_stats, read
 
 fused = pytest.importorskip("octavo.kernels.triton.quantize")
 
-ROW = Target("e4m3", "row", "power_of_two")
+ROW = QuantSpec("e4m3", "row", "power_of_two")
 
 
 def uneven(rows: int, cols: int, device: str) -> Tensor:
@@ -26,7 +26,7 @@ def uneven(rows: int, cols: int, device: str) -> Tensor:
 @pytest.mark.parametrize("granularity", ["tensor", "row", "column", "1x128", "128x1", "128x128"])
 @pytest.mark.parametrize("scaling", ["power_of_two", "float32"])
 def test_counts_are_those_of_the_definition(format, granularity, scaling, shape, device):
-    target = Target(format, granularity, scaling)
+    target = QuantSpec(format, granularity, scaling)
     x, rows, columns = uneven(*shape, device), new_stats(device), new_stats(device)
     lying, turned = fused.quantize_pair([x], target, target, stats=(rows, columns))
     assert read(rows) == read(count(x, lying)) and read(columns) == read(count(x.t(), turned))
@@ -40,7 +40,7 @@ def test_counts_are_those_of_the_definition(format, granularity, scaling, shape,
 def test_folds_and_several_sources_count_what_is_quantised(device):
     sources = [uneven(40, width, device) for width in (64, 50)]
     fold = torch.exp2(torch.randint(-12, 12, (1, 114)).float()).to(device)
-    x, target = torch.cat(sources, dim=1).float() * fold, Target("e4m3", "row", "power_of_two")
+    x, target = torch.cat(sources, dim=1).float() * fold, QuantSpec("e4m3", "row", "power_of_two")
     for parts in (sources, [torch.cat(sources, dim=1)]):
         stats = new_stats(device)
         made = fused.quantize_pair(parts, target, None, fold, stats=(stats, None))[0]
@@ -49,7 +49,7 @@ def test_folds_and_several_sources_count_what_is_quantised(device):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_counts_add_up_and_change_no_code(device):
-    x, target, stats = uneven(40, 60, device), Target("e4m3", "tensor", "float32"), new_stats(device)
+    x, target, stats = uneven(40, 60, device), QuantSpec("e4m3", "tensor", "float32"), new_stats(device)
     plain = fused.quantize_pair([x], target, None)[0]
     for _ in range(2):
         counted = fused.quantize_pair([x], target, None, stats=(stats, None))[0]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from octavo.kernels import Target
-from octavo.kernels.target import empty
+from octavo.kernels import QuantSpec
+from octavo.kernels.quant_spec import empty
 from octavo.numerics import quantize
 
 triton_weights = pytest.importorskip("octavo.kernels.triton.weights")
@@ -16,7 +16,7 @@ triton_weights = pytest.importorskip("octavo.kernels.triton.weights")
 def test_a_stack_of_weights(cols, dtype, scaling, device):
     weights = [torch.randn(rows, cols, dtype=dtype, device=device) for rows in (24, 7, 40)]
     weights[1] = torch.randn(7, cols + 3, dtype=dtype, device=device)[:, :cols]  # rows that lie apart
-    target = Target("e4m3", "row", scaling)
+    target = QuantSpec("e4m3", "row", scaling)
     out = empty(target, 71, cols, torch.device(device))
     assert triton_weights.refuses(weights) is None
     triton_weights.quantize_rows(triton_weights.find_rows(weights), dtype, out, scaling == "power_of_two")

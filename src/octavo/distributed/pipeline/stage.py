@@ -5,7 +5,7 @@
     schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=given_loss, scale_grads=True)
 
 All of PyTorch's schedules support converted layers, including those that compute gradients of inputs and of weights
-separately (zero bubble, arXiv 2401.10241), which need PyTorch 2.13; see `octavo.nn.wanted`.
+separately (zero bubble, arXiv 2401.10241), which need PyTorch 2.13; see `octavo.nn.needed_grads`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch.distributed.pipelining import PipelineStage as TorchPipelineStage
 from torch.torch_version import TorchVersion
 
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.kernels import Target
+from octavo.kernels import QuantSpec
 from octavo.nn import Linear
 from octavo.nn.weight_codes import quantize_matrix
 from octavo.numerics import Quantized, dequantize
 
 Sent = Literal["as is", "bf16", "fp8"]
 _SENT = ("as is", "bf16", "fp8")
-_CODES = Target("e4m3", "row", "power_of_two")
+_CODES = QuantSpec("e4m3", "row", "power_of_two")
 _SCALE_BYTES = 4
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from octavo.conversion.structure import full_name
-from octavo.kernels import Target
+from octavo.kernels import QuantSpec
 from octavo.nn import Linear
-from octavo.nn.functional import target_of
+from octavo.nn.functional import spec_of
 from octavo.recipes import Recipe, reused_from
 from octavo.tensor import FP8Tensor, local
 
@@ -95,19 +95,19 @@ def is_fp8_weight(uses: Sequence[ParameterUse]) -> bool:
     return any(isinstance(use.module, Linear) and use.attribute == "weight" for use in uses)
 
 
-def codes_or_reason(parameter: Tensor, uses: Sequence[ParameterUse], ranks: int) -> Target | str:
+def codes_or_reason(parameter: Tensor, uses: Sequence[ParameterUse], ranks: int) -> QuantSpec | str:
     """Return the codes that the weight of an FP8 layer is sent as, or the reason why its values are sent."""
     others = [use.full_name for use in uses if not (type(use.module) is Linear and use.attribute == "weight")]
     if others:
         return f"shared with {others[0]}, which reads its values"
     parameter = local(parameter)  # under tensor parallel, this rank's part
     if isinstance(parameter, FP8Tensor):
-        return Target(parameter.format, parameter.granularity.name, parameter.scaling)
+        return QuantSpec(parameter.format, parameter.granularity.name, parameter.scaling)
     recipes = [use.module.recipe for use in uses if isinstance(use.module, Linear)]
     reason = next(filter(None, map(_unfit, recipes)), None)
     if reason is not None:
         return reason
-    targets = {target_of(recipe.fprop.weight) for recipe in recipes}
+    targets = {spec_of(recipe.fprop.weight) for recipe in recipes}
     if len(targets) > 1:
         return "layers that share it quantise it differently"
     target = targets.pop()
@@ -129,13 +129,13 @@ def _unfit(recipe: Recipe) -> str | None:
 
 
 def gather_plan(
-    parameter: Tensor, name: str, sent: Target | str | None, dtype: torch.dtype | None, ranks: int
+    parameter: Tensor, name: str, sent: QuantSpec | str | None, dtype: torch.dtype | None, ranks: int
 ) -> GatherPlan:
     """Return the plan of one parameter. `dtype`: that of values when sent; `sent`: None outside of FP8 layers."""
     parameter = local(parameter)
     rows = -(-parameter.shape[0] // ranks) if parameter.dim() else 1
     shape = (rows, *parameter.shape[1:])
-    if isinstance(sent, Target):
+    if isinstance(sent, QuantSpec):
         assert len(shape) == 2
         scales = prod(sent.tile.scale_shape(*shape)) if sent.tile.rows is not None else 0
         size = ranks * (prod(shape) * sent.fmt.dtype.itemsize + scales * torch.float32.itemsize)

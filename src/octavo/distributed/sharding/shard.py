@@ -35,7 +35,7 @@ from octavo.distributed.sharding.gathering import (
 )
 from octavo.distributed.sharding.weights import GatherSpec, WeightShard, weights_changed
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.kernels import Target
+from octavo.kernels import QuantSpec
 from octavo.nn import Linear
 from octavo.nn.fused import FusedMLP
 from octavo.tensor import FP8Tensor, local
@@ -213,7 +213,7 @@ def _prepare(
             send_rows(embeddings[parameter], mesh, dtype)
             continue
         sent = codes_or_reason(parameter, uses, ranks) if is_fp8_weight(uses) else None
-        if isinstance(parameter, FP8Tensor) and not (isinstance(sent, Target) and sent.tile.rows == 1):
+        if isinstance(parameter, FP8Tensor) and not (isinstance(sent, QuantSpec) and sent.tile.rows == 1):
             raise UnsupportedError(
                 f"shard: {uses[0].full_name} is {parameter!r}: an FP8 weight needs row-wise scales, and may be read by "
                 "FP8 layers only."
@@ -221,7 +221,7 @@ def _prepare(
         name = uses[0].full_name
         rows.append(gather_plan(parameter, name, sent, dtype, ranks))
         plain += gather_plan(parameter, name, None, dtype, ranks).bytes
-        if isinstance(sent, Target):
+        if isinstance(sent, QuantSpec):
             module, attribute, count = uses[0].module, uses[0].attribute, local(parameter).shape[0]
             if sent.tile.rows is None:
                 _wrap(parameter, uses, GatherSpec(count, sent, scales=scales))

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 
 from octavo import kernels
-from octavo.kernels import Target
+from octavo.kernels import QuantSpec
 from octavo.numerics import Quantized
 from octavo.tensor import FP8Tensor, WrapperTensor, local
 
@@ -50,7 +50,7 @@ class GatherSpec:
 
     rows: int
     """N, over all ranks."""
-    target: Target
+    target: QuantSpec
     """Format and scaling of the codes."""
     scales: TensorwiseScales | None = None
     """Finds the scale of a per-tensor scaled weight."""

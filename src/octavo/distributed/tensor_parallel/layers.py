@@ -43,12 +43,12 @@ from octavo.distributed.tensor_parallel.weights import (
     shard_tp,
 )
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.kernels import Target
+from octavo.kernels import QuantSpec
 from octavo.nn import Linear
 from octavo.recipes import Recipe
 
 IGNORED = -100
-"""Target of a token that the loss ignores."""
+"""QuantSpec of a token that the loss ignores."""
 
 
 class Parallel(ParallelStyle):
@@ -275,23 +275,23 @@ def _row(layer: nn.Module, name: str, style: Parallel, attribute: str) -> LayerP
         name=name,
         shape=(layer.out_features, layer.in_features),
         cut="columns" if by_columns else "rows",
-        sent=f"{sent.format} {sent.granularity}" if isinstance(sent, Target) else "bfloat16",
+        sent=f"{sent.format} {sent.granularity}" if isinstance(sent, QuantSpec) else "bfloat16",
         reason=sent if isinstance(sent, str) else "",
     )
 
 
-def _target_now(columns: Sequence[nn.Module]) -> Target | None:
+def _target_now(columns: Sequence[nn.Module]) -> QuantSpec | None:
     """Return the codes in which layers currently read their input, or None where they read its values."""
     if any(isinstance(layer, Linear) and not layer.enabled for layer in columns):
         return None
     found = {codes_or_reason(layer) for layer in columns}
     one = found.pop() if len(found) == 1 else None
-    return one if isinstance(one, Target) else None
+    return one if isinstance(one, QuantSpec) else None
 
 
 def _check_recipe(layer: nn.Module, name: str) -> None:
     recipe: Recipe | None = layer.recipe if isinstance(layer, Linear) else None
-    if recipe is not None and recipe.keeps_scales:
+    if recipe is not None and recipe.has_stored_scales:
         raise UnsupportedError(
             f"tensor parallel: {name}: recipe '{recipe.name}' has stored per-tensor scales, and a rank has parts of "
             "tensors. Take 'folded', 'rowwise', 'block' or 'tensorwise'."

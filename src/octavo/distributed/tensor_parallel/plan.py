@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 
 from torch import nn
 
-from octavo.kernels import Target
+from octavo.kernels import QuantSpec
 from octavo.nn import Linear
-from octavo.nn.functional import target_of
+from octavo.nn.functional import spec_of
 from octavo.recipes import reused_from
 
 
@@ -50,7 +50,7 @@ class TensorParallelPlan:
         return "\n".join([*(line.rstrip() for line in lines), f"on {self.ranks} ranks"])
 
 
-def codes_or_reason(layer: nn.Module) -> Target | str:
+def codes_or_reason(layer: nn.Module) -> QuantSpec | str:
     """Return the codes in which the input of a column-parallel layer is gathered, or why its values are gathered."""
     if not isinstance(layer, Linear):
         return "the layer runs in BF16"
@@ -67,4 +67,4 @@ def codes_or_reason(layer: nn.Module) -> Target | str:
         return "its rounding is stochastic"
     if layer.keeps_input:
         return "it saves its input unquantised (requantise)"
-    return target_of(forward)
+    return spec_of(forward)

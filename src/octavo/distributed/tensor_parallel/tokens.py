@@ -25,10 +25,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import _functional_collectives as functional
 
 from octavo.errors import UnsupportedError
-from octavo.kernels import Target
-from octavo.kernels.target import laid_out
+from octavo.kernels import QuantSpec
+from octavo.kernels.quant_spec import laid_out
+from octavo.nn.attached_codes import attach_codes, attached_codes, placeholder
 from octavo.nn.functional import compute_dtype
-from octavo.nn.handoff import offer, stand_in, taken
 from octavo.nn.weight_codes import quantize_matrix
 from octavo.numerics import Quantized, dequantize
 
@@ -36,22 +36,22 @@ Move = Callable[[Tensor, dist.ProcessGroup], Tensor]
 """(tensor of this rank, ranks) -> this rank's result."""
 
 
-def all_gather_codes(x: Tensor, target: Target, group: dist.ProcessGroup) -> Tensor:
+def all_gather_codes(x: Tensor, target: QuantSpec, group: dist.ProcessGroup) -> Tensor:
     """Return a placeholder of the tokens of all ranks (B, T, K), for layers that read their codes as `target`.
 
-    Only codes and scales are sent and saved. They are attached to the result (`octavo.nn.handoff`), whose own values
-    are NaN without memory. In compiled code nothing can be attached: there the result holds the dequantised codes,
-    which layers quantise again, to the same values.
+    Only codes and scales are sent and saved. They are attached to the result (`octavo.nn.attached_codes`), whose own
+    values are NaN without memory. In compiled code nothing can be attached: there the result holds the dequantised
+    codes, which layers quantise again, to the same values.
 
     Args:
-        x: (B, t, K); codes that a norm has attached to it are used.
+            x: (B, t, K); codes that a norm has attached to it are used.
     """
-    ready = taken(x, target)
+    ready = attached_codes(x, target)
     dtype = compute_dtype(x)
     codes, scale = (None, None) if ready is None else (ready.codes, ready.scale)
     y, all_codes, all_scales = _GatherCodes.apply(x, codes, scale, target, group, dtype)  # type: ignore[no-untyped-call]
     if not torch.compiler.is_compiling():
-        offer(y, laid_out(Quantized(all_codes, all_scales, target.tile)), target)
+        attach_codes(y, laid_out(Quantized(all_codes, all_scales, target.tile)), target)
     result: Tensor = y
     return result
 
@@ -72,15 +72,15 @@ def reduce_scatter_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return result
 
 
-def copy_to_region(x: Tensor, target: Target | None, group: dist.ProcessGroup) -> Tensor:
+def copy_to_region(x: Tensor, target: QuantSpec | None, group: dist.ProcessGroup) -> Tensor:
     """Return x in the layers' compute dtype; its gradient is summed over the ranks.
 
     Codes of `target` attached to x are attached to the result too.
     """
-    ready = None if target is None else taken(x, target)
+    ready = None if target is None else attached_codes(x, target)
     y: Tensor = _CopyToRegion.apply(x, group, compute_dtype(x))  # type: ignore[no-untyped-call]
     if ready is not None and target is not None:
-        offer(y, ready, target)
+        attach_codes(y, ready, target)
     return y
 
 
@@ -136,7 +136,7 @@ class _GatherCodes(torch.autograd.Function):
         if torch.compiler.is_compiling():
             y = dequantize(Quantized(all_codes, all_scales, target.tile)).to(dtype).view(wide)
         else:
-            y = stand_in(wide, dtype, x.device)
+            y = placeholder(wide, dtype, x.device)
         ctx.mark_non_differentiable(all_codes, all_scales)
         ctx.set_materialize_grads(False)
         return y, all_codes, all_scales

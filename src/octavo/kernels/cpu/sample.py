@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.kernels.reference.sample import detail
-from octavo.kernels.sample import DETAILED, PHASE, SAMPLED, STATS, WIDTH, Looked, held, limits, rows_at
+from octavo.kernels.sample import DETAILED, PHASE, SAMPLED, STATS, WIDTH, SampleInput, held, limits, rows_at
 from octavo.numerics import Format
 
 MOST_HELD = 2**26
@@ -37,7 +37,7 @@ class Read(NamedTuple):
     NumPy sees nothing but copies: a storage that it has seen can never be resized, as FSDP does with weights.
     """
 
-    looked: Looked
+    looked: SampleInput
     """Its x holds the sampled rows, (n, C)."""
     rows: NDArray[np.int64]
     """Which these are, (n,)."""
@@ -49,7 +49,7 @@ class Read(NamedTuple):
     """The values that it is of."""
 
 
-def sample(looked: Looked, row: Tensor) -> None:
+def sample(looked: SampleInput, row: Tensor) -> None:
     """See `octavo.kernels.sample.sample`."""
     written: Floats = row.numpy()
     _write(_read(looked, int(written[PHASE])), written)
@@ -57,7 +57,7 @@ def sample(looked: Looked, row: Tensor) -> None:
         row[_SQNR : _SQNR + 1], row[WIDTH:] = detail(looked, row)
 
 
-def sample_soon(looked: Looked, row: Tensor) -> None:
+def sample_soon(looked: SampleInput, row: Tensor) -> None:
     """See `octavo.kernels.sample.sample_soon`."""
     written: Floats = row.numpy()
     if written[DETAILED] > 0:
@@ -89,7 +89,7 @@ def settle() -> None:
 _waiting: list[Callable[[], None]] = []
 
 
-def _read(looked: Looked, phase: int) -> Read:
+def _read(looked: SampleInput, phase: int) -> Read:
     total, cols = looked.shape
     height, width = looked.target.tile.tile(total, cols)
     scale, (fold, edges) = held(looked.scale), (None if x is None else held(x) for x in looked[3:5])

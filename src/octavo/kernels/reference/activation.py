@@ -7,13 +7,13 @@ import math
 import torch
 from torch import Tensor
 
+from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.reference.quantize import quantize_pair
-from octavo.kernels.target import Target
 from octavo.numerics import PER_COLUMN, Quantized, dequantize
 from octavo.numerics.quantize import to_codes
 
 
-def activation(kind: str, gate: Tensor, up: Tensor | None, target: Target) -> Quantized:
+def activation(kind: str, gate: Tensor, up: Tensor | None, target: QuantSpec) -> Quantized:
     """See `octavo.kernels.activation.activation`."""
     codes, _ = quantize_pair([_hidden(kind, gate, up)], target, None)
     assert codes is not None
@@ -21,7 +21,7 @@ def activation(kind: str, gate: Tensor, up: Tensor | None, target: Target) -> Qu
 
 
 def activation_and_inputs(
-    kind: str, gate: Tensor, up: Tensor | None, target: Target, inputs: Target
+    kind: str, gate: Tensor, up: Tensor | None, target: QuantSpec, inputs: QuantSpec
 ) -> list[Quantized]:
     """See `octavo.kernels.activation.activation_and_inputs`: h, gate, and up if there is one."""
     kept = [quantize_pair([x], inputs, None)[0] for x in (gate, up) if x is not None]
@@ -33,9 +33,9 @@ def activation_backward(
     dh: Tensor,
     gate: Tensor | Quantized,
     up: Tensor | Quantized | None,
-    rows: Target | None,
-    columns: Target | None,
-    hidden: Target | None,
+    rows: QuantSpec | None,
+    columns: QuantSpec | None,
+    hidden: QuantSpec | None,
     hidden_scale: Tensor | None,
     row_fold: Tensor | None,
     column_fold: Tensor | None,

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.padding import padded_ends, padded_length
+from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.reference.gemm import gemm
-from octavo.kernels.target import Target
 from octavo.numerics import PER_ROW, Quantized, quantize
 
 
@@ -42,8 +42,8 @@ def grouped_wgrad(
 def quantize_groups(
     x: Tensor,
     ends: Tensor,
-    rows: Target | None,
-    columns: Target | None,
+    rows: QuantSpec | None,
+    columns: QuantSpec | None,
     row_fold: Tensor | None,
     column_fold: Tensor | None,
 ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.kernels.target import Target
+from octavo.kernels.quant_spec import QuantSpec
 from octavo.numerics import Quantized, dequantize, quantize
 
 
@@ -21,7 +21,7 @@ def forward(
     bias: Tensor | None,
     eps: float,
     residual: Tensor | None,
-    target: Target | None,
+    target: QuantSpec | None,
     keep_y: bool,
     centred: bool,
 ) -> tuple[Tensor | None, Quantized | None, Tensor, Tensor | None, Tensor | None]:

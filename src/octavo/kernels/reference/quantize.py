@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo.kernels.target import Target, laid_out
+from octavo.kernels.quant_spec import QuantSpec, laid_out
 from octavo.numerics import Quantized, quantize
 
 
 def quantize_pair(
     sources: Sequence[Tensor],
-    rows: Target | None,
-    columns: Target | None,
+    rows: QuantSpec | None,
+    columns: QuantSpec | None,
     row_fold: Tensor | None = None,
     column_fold: Tensor | None = None,
 ) -> tuple[Quantized | None, Quantized | None]:
@@ -23,7 +23,7 @@ def quantize_pair(
     return _quantize(x, rows, row_fold), _quantize(x.t(), columns, None if column_fold is None else column_fold.t())
 
 
-def _quantize(x: Tensor, target: Target | None, fold: Tensor | None) -> Quantized | None:
+def _quantize(x: Tensor, target: QuantSpec | None, fold: Tensor | None) -> Quantized | None:
     if target is None:
         return None
     if fold is not None:

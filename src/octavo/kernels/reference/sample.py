@@ -15,7 +15,7 @@ from octavo.kernels.sample import (
     SAMPLED,
     STATS,
     WIDTH,
-    Looked,
+    SampleInput,
     count,
     limits,
     sampled_rows,
@@ -25,7 +25,7 @@ _ALWAYS = STATS[:-1]
 """What is written without bins, too: all but sqnr."""
 
 
-def sample(looked: Looked, row: Tensor) -> None:
+def sample(looked: SampleInput, row: Tensor) -> None:
     """See `octavo.kernels.sample.sample`."""
     found = torch.stack([*_stats(looked, row)])
     before = row[: len(_ALWAYS)]
@@ -45,7 +45,7 @@ def _grows(device: torch.device) -> Tensor:
     return torch.tensor([name in ("amax", "nonfinite") for name in _ALWAYS], device=device)
 
 
-def _read(looked: Looked, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _read(looked: SampleInput, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sample, FP32 (count(R), C), what is quantised of it, with its fold, and the scales, broadcastable."""
     rows = sampled_rows(looked.shape[0], row)
     scale = scales_of(looked, rows)
@@ -54,7 +54,7 @@ def _read(looked: Looked, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return x, x if looked.fold is None else x * looked.fold, scale
 
 
-def _stats(looked: Looked, row: Tensor) -> list[Tensor]:
+def _stats(looked: SampleInput, row: Tensor) -> list[Tensor]:
     """Return the statistics in the order of `_ALWAYS`, FP32 and of no dimension."""
     total_rows, cols = looked.shape
     x, read, scale_of_each = _read(looked, row)
@@ -75,7 +75,7 @@ def _stats(looked: Looked, row: Tensor) -> list[Tensor]:
     return [_amax(looked, magnitude, finite, scale), scale, *shares, broken, *_moments(x, finite)]
 
 
-def detail(looked: Looked, row: Tensor) -> tuple[Tensor, Tensor]:
+def detail(looked: SampleInput, row: Tensor) -> tuple[Tensor, Tensor]:
     """Return sqnr in dB (1,), NaN where nothing was lost or nothing is known, and the bins (BINS,), FP32."""
     x, read, scale = _read(looked, row)
     y, fmt = read * (1 / scale), looked.target.fmt
@@ -90,7 +90,7 @@ def detail(looked: Looked, row: Tensor) -> tuple[Tensor, Tensor]:
     return (sqnr * torch.nan if looked.is_coded else sqnr)[None], bins
 
 
-def scales_of(looked: Looked, rows: Tensor) -> Tensor:
+def scales_of(looked: SampleInput, rows: Tensor) -> Tensor:
     """Return the scale of each sampled element, broadcastable to (len(rows), C)."""
     total_rows, cols = looked.shape
     height, width = looked.target.tile.tile(total_rows, cols)
@@ -98,7 +98,7 @@ def scales_of(looked: Looked, rows: Tensor) -> Tensor:
     return scale if scale.shape[1] == 1 else scale.repeat_interleave(width, dim=1)[:, :cols]
 
 
-def _amax(looked: Looked, magnitude: Tensor, finite: Tensor, scale: Tensor) -> Tensor:
+def _amax(looked: SampleInput, magnitude: Tensor, finite: Tensor, scale: Tensor) -> Tensor:
     largest = torch.where(finite, magnitude, 0.0).max()
     if looked.bound:
         largest = torch.where(scale > 2.0**-126, torch.maximum(largest, scale * looked.bound), largest)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.target import Target, contiguous_rows
+from octavo.kernels.quant_spec import QuantSpec, contiguous_rows
 from octavo.kernels.triton import quantize
 from octavo.kernels.triton.codes import (
     INTERPRETED,
@@ -56,9 +56,9 @@ def refuses(
     width: int,
     is_gated: bool,
     *,
-    rows: Target | None = None,
-    columns: Target | None = None,
-    hidden: Target | None = None,
+    rows: QuantSpec | None = None,
+    columns: QuantSpec | None = None,
+    hidden: QuantSpec | None = None,
 ) -> str | None:
     """Return why the kernels here cannot make these targets of a hidden width, or None."""
     if reason := quantize.refuses(rows, columns, hidden):
@@ -69,18 +69,18 @@ def refuses(
     return None
 
 
-def limits_registers(*targets: Target | None) -> bool:
+def limits_registers(*targets: QuantSpec | None) -> bool:
     """Return whether a kernel for these targets is compiled with a limit of registers, which no compiler passes on."""
     return any(target is not None and SIDE.value in (target.tile.rows, target.tile.cols) for target in targets)
 
 
-def activation(kind: str, gate: Tensor, up: Tensor | None, target: Target) -> Quantized:
+def activation(kind: str, gate: Tensor, up: Tensor | None, target: QuantSpec) -> Quantized:
     """See `octavo.kernels.activation.activation`."""
     return activation_and_inputs(kind, gate, up, target, None)[0]
 
 
 def activation_and_inputs(
-    kind: str, gate: Tensor, up: Tensor | None, target: Target, inputs: Target | None
+    kind: str, gate: Tensor, up: Tensor | None, target: QuantSpec, inputs: QuantSpec | None
 ) -> list[Quantized]:
     """See `octavo.kernels.activation.activation_and_inputs`: h, and by `inputs` gate, and up if there is one."""
     gate, up = contiguous_rows(gate), up if up is None else contiguous_rows(up)
@@ -117,9 +117,9 @@ def activation_backward(
     dh: Tensor,
     gate: Tensor | Quantized,
     up: Tensor | Quantized | None,
-    rows: Target | None,
-    columns: Target | None,
-    hidden: Target | None,
+    rows: QuantSpec | None,
+    columns: QuantSpec | None,
+    hidden: QuantSpec | None,
     hidden_scale: Tensor | None,
     row_fold: Tensor | None,
     column_fold: Tensor | None,

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.batch import Batch
-from octavo.kernels.target import Target
+from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.triton import quantize as single
 from octavo.kernels.triton import transpose as single_transpose
 from octavo.kernels.triton.codes import NONE, scales_kernel
@@ -22,7 +22,7 @@ MOST = 65535
 """Matrices that a grid has room for in its third dimension."""
 
 
-def refuses(x: Tensor, rows: Target | None, columns: Target | None) -> str | None:
+def refuses(x: Tensor, rows: QuantSpec | None, columns: QuantSpec | None) -> str | None:
     """Return why the kernels here cannot make these targets of x (B, R, C), or None."""
     if x.shape[0] > MOST:
         return f"more than {MOST} matrices"
@@ -33,7 +33,7 @@ def refuses(x: Tensor, rows: Target | None, columns: Target | None) -> str | Non
 
 
 def quantize_batch(
-    x: Tensor, rows: Target | None, columns: Target | None, row_fold: Tensor | None, column_fold: Tensor | None
+    x: Tensor, rows: QuantSpec | None, columns: QuantSpec | None, row_fold: Tensor | None, column_fold: Tensor | None
 ) -> tuple[Batch | None, Batch | None]:
     """See `octavo.kernels.batch.quantize_batch`."""
     if _is_transposed(x):
@@ -99,7 +99,7 @@ class _Side(NamedTuple):
     """FP32: maxima, then what values are multiplied by; None where programs that write see tiles of scales whole."""
 
     @classmethod
-    def of(cls, target: Target | None, x: Tensor, *, transposed: bool = False) -> _Side:
+    def of(cls, target: QuantSpec | None, x: Tensor, *, transposed: bool = False) -> _Side:
         output = Output(target, x.shape[1], x.shape[2], torch.device("meta"), transposed=transposed, in_sight=True)
         if target is None or output.quantized is None:
             return cls(output, None, None)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.padding import ALIGNMENT, padded_length
-from octavo.kernels.target import Target, contiguous_rows
+from octavo.kernels.quant_spec import QuantSpec, contiguous_rows
 from octavo.kernels.triton.codes import finite_magnitude, pack, quads, store_quarter, store_words
 from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.shape import Shape, cdiv
@@ -26,8 +26,8 @@ TRANSPOSE = Shape(128, 64, warps=4)
 def quantize_groups(
     x: Tensor,
     ends: Tensor,
-    rows: Target | None,
-    columns: Target | None,
+    rows: QuantSpec | None,
+    columns: QuantSpec | None,
     row_fold: Tensor | None,
     column_fold: Tensor | None,
 ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.target import Target, empty
+from octavo.kernels.quant_spec import QuantSpec, empty
 from octavo.kernels.triton import quantize
 from octavo.kernels.triton.codes import amax, scale_of, to_codes
 from octavo.kernels.triton.launch import Kernel
@@ -23,15 +23,15 @@ GROUP: tl.constexpr = tl.constexpr(32)
 TILE = Shape(32, 4 * GROUP.value, warps=4)
 
 
-def refuses(*targets: Target | None) -> str | None:
+def refuses(*targets: QuantSpec | None) -> str | None:
     """Return why the kernels here cannot make these targets, or None."""
     return quantize.refuses(*(target for target in targets if target is not None and target.tile != GROUP_1x32))
 
 
 def quantize_pair(
     sources: Sequence[Tensor],
-    rows: Target | None,
-    columns: Target | None,
+    rows: QuantSpec | None,
+    columns: QuantSpec | None,
     row_fold: Tensor | None = None,
     column_fold: Tensor | None = None,
 ) -> tuple[Quantized | None, Quantized | None]:
@@ -47,7 +47,7 @@ def quantize_pair(
     return made[0], made[1]
 
 
-def _quantize(x: Tensor, target: Target, fold: Tensor | None) -> Quantized:
+def _quantize(x: Tensor, target: QuantSpec, fold: Tensor | None) -> Quantized:
     x = x if fold is None else x.float() * fold
     if target.tile != GROUP_1x32:
         result = quantize.quantize_pair([x.contiguous()], target, None)[0]

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.target import Target, contiguous_rows, empty
+from octavo.kernels.quant_spec import QuantSpec, contiguous_rows, empty
 from octavo.kernels.triton.cast import to_dtype
 from octavo.kernels.triton.codes import INTERPRETED, inside, largest, nearest_codes, scale_of, without_infinities
 from octavo.kernels.triton.launch import Kernel
@@ -36,7 +36,7 @@ def forward(
     bias: Tensor | None,
     eps: float,
     residual: Tensor | None,
-    target: Target | None,
+    target: QuantSpec | None,
     keep_y: bool,
     centred: bool,
 ) -> tuple[Tensor | None, Quantized | None, Tensor, Tensor | None, Tensor | None]:

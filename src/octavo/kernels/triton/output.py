@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.kernels.target import Target, empty_scale
+from octavo.kernels.quant_spec import QuantSpec, empty_scale
 from octavo.kernels.triton.codes import BLOCK, COLUMN_TILE, NONE, ROW_TILE, mode_of, scales_kernel
 from octavo.kernels.triton.shape import cdiv
 from octavo.numerics import Granularity, Quantized
@@ -29,7 +29,7 @@ class Output:
 
     def __init__(
         self,
-        target: Target | None,
+        target: QuantSpec | None,
         rows: int,
         cols: int,
         device: torch.device,
@@ -91,7 +91,7 @@ class Output:
 
 
 @cache
-def _facts(target: Target, transposed: bool) -> tuple[int, Granularity, torch.dtype]:
+def _facts(target: QuantSpec, transposed: bool) -> tuple[int, Granularity, torch.dtype]:
     mode = mode_of(target.tile.transposed.name if transposed else target.granularity)
     assert mode is not None, "the dispatcher asks `refuses` first"
     return mode, target.tile, target.fmt.dtype

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.target import Target
+from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.triton.cast import to_dtype
 from octavo.kernels.triton.codes import NONE, amax, emit, quads
 from octavo.kernels.triton.launch import Kernel
@@ -30,7 +30,7 @@ PIXELS = Shape(16, 256, warps=4)
 
 
 def quantize_patches(
-    x: Tensor, window: Window, rows: Target | None, columns: Target | None, scale: Tensor | None = None
+    x: Tensor, window: Window, rows: QuantSpec | None, columns: QuantSpec | None, scale: Tensor | None = None
 ) -> tuple[Quantized | None, Quantized | None]:
     """See `octavo.kernels.patches.quantize_patches`."""
     exact = all(target is None or target.scaling == "power_of_two" for target in (rows, columns))

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.target import Target, contiguous_rows, empty
+from octavo.kernels.quant_spec import QuantSpec, contiguous_rows, empty
 from octavo.kernels.triton.codes import (
     NONE,
     SIDE,
@@ -54,7 +54,7 @@ HIGH = Shape(SIDE.value, SIDE.value, warps=4, registers=168)
 """Where scales belong to tiles of 128 rows."""
 
 
-def refuses(*targets: Target | None) -> str | None:
+def refuses(*targets: QuantSpec | None) -> str | None:
     """Return why the kernels here cannot make these targets, or None."""
     for target in filter(None, targets):
         if mode_of(target.granularity) is None:
@@ -62,7 +62,7 @@ def refuses(*targets: Target | None) -> str | None:
     return None
 
 
-def limits_registers(*targets: Target | None) -> bool:
+def limits_registers(*targets: QuantSpec | None) -> bool:
     """Return whether a kernel for these targets is compiled with a limit of registers, which no compiler passes on."""
     return any(target is not None and target.tile.rows == SIDE.value for target in targets) or any(
         target is not None and target.tile.cols == SIDE.value and target.tile.rows is None for target in targets
@@ -71,8 +71,8 @@ def limits_registers(*targets: Target | None) -> bool:
 
 def quantize_pair(
     sources: Sequence[Tensor],
-    rows: Target | None,
-    columns: Target | None,
+    rows: QuantSpec | None,
+    columns: QuantSpec | None,
     row_fold: Tensor | None = None,
     column_fold: Tensor | None = None,
     stats: tuple[Tensor | None, Tensor | None] = (None, None),
@@ -103,7 +103,7 @@ def quantize_pair(
     return row_output.quantized, column_output.quantized
 
 
-def _quantize_rows(x: Tensor, target: Target, fold: Tensor | None, stats: Tensor | None) -> Quantized:
+def _quantize_rows(x: Tensor, target: QuantSpec, fold: Tensor | None, stats: Tensor | None) -> Quantized:
     rows, cols = x.shape
     out = empty(target, rows, cols, x.device)
     size = next_power_of_2(cols)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.sample import BINS, DETAILED, LOWEST, PHASE, SAMPLED, STATS, WIDTH, Looked, count, limits
+from octavo.kernels.sample import BINS, DETAILED, LOWEST, PHASE, SAMPLED, STATS, WIDTH, SampleInput, count, limits
 from octavo.kernels.triton.codes import nearest_codes
 from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.shape import cdiv
@@ -36,7 +36,7 @@ _NONE: tl.constexpr = tl.constexpr(2**31 - 1)
 _FORMATS = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
 
 
-def sample(looked: Looked, row: Tensor) -> None:
+def sample(looked: SampleInput, row: Tensor) -> None:
     """See `octavo.kernels.sample.sample`."""
     x, scale, target, fold, edges = looked[:5]
     rows, cols = looked.shape

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.target import Target, empty
+from octavo.kernels.quant_spec import QuantSpec, empty
 from octavo.kernels.triton.codes import amax, scale_of, to_codes
 from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.shape import next_power_of_2, row_warps
@@ -34,7 +34,7 @@ def refuses(weights: Sequence[Tensor]) -> str | None:
     return None
 
 
-def quantize_rows_of(weights: Sequence[Tensor], target: Target) -> Quantized:
+def quantize_rows_of(weights: Sequence[Tensor], target: QuantSpec) -> Quantized:
     """Quantise up to three matrices (N_i, K) as one, (sum of N_i, K), with a scale per row."""
     cols = weights[0].shape[1]
     ends = list(itertools.accumulate(weight.shape[0] for weight in weights))

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo.errors import CheckpointError, ConfigError
 from octavo.nn import Linear
-from octavo.nn.scales import ScaleBook
+from octavo.nn.scaling_state import ScalingState
 from octavo.nn.shared import SharedInput
 from octavo.numerics import sqnr_db
 from octavo.recipes import Recipe, load
@@ -90,8 +90,8 @@ def test_scales_are_those_of_the_delayed_rule(scaling, length, choose, margin):
         step(layer, x_of(amax), gradient=float(i))
         inputs.roll(amax)
         gradients.roll(i)
-        assert layer.page.cells[:, 0].tolist() == [inputs.scale, gradients.scale], i
-        assert layer.page.cells[:, 1].tolist() == [0, 0]
+        assert layer.scaling_slot.cells[:, 0].tolist() == [inputs.scale, gradients.scale], i
+        assert layer.scaling_slot.cells[:, 1].tolist() == [0, 0]
 
 
 def test_the_first_step_is_current_scaling_and_the_second_is_not():
@@ -112,17 +112,17 @@ def test_the_same_tensor_again_is_current_scaling():
 def test_what_is_no_maximum_changes_nothing(amax):
     layer = layer_of("delayed")
     step(layer, x_of(3.0))
-    before = layer.book.state_dict()
-    layer.page.cells[:, 1] = amax
-    layer.book.roll()
-    assert equal(list(before.values()), list(layer.book.state_dict().values()))
+    before = layer.scaling_state.state_dict()
+    layer.scaling_slot.cells[:, 1] = amax
+    layer.scaling_state.update_scales()
+    assert equal(list(before.values()), list(layer.scaling_state.state_dict().values()))
 
 
 def test_values_that_are_not_finite_do_not_decide_a_scale():
     layer, x = layer_of("delayed"), x_of(3.0)
     x[0, 0], x[1, 0] = float("nan"), float("inf")
     y, *_ = step(layer, x)
-    assert layer.page.cells[0, 0] == np.float32(3.0 / 448)
+    assert layer.scaling_slot.cells[0, 0] == np.float32(3.0 / 448)
     assert y[:2].isnan().all() and y[2:].isfinite().all()
 
 
@@ -135,7 +135,7 @@ def test_a_spike_saturates_under_delayed_and_is_seen():
     twin = copy.deepcopy(layer)
     y = layer(x.requires_grad_())
     assert torch.equal(y, twin(saturated.requires_grad_()))
-    assert float(layer.page.cells[0, 1]) == 1000.0 and float(twin.page.cells[0, 1]) == 1.0
+    assert float(layer.scaling_slot.cells[0, 1]) == 1000.0 and float(twin.scaling_slot.cells[0, 1]) == 1.0
 
 
 def test_just_in_time_takes_its_own_scale_for_a_spike_at_once():
@@ -177,10 +177,10 @@ def test_in_a_steady_state_it_is_as_near_to_float64_as_current_scaling(name):
 def test_an_evaluation_leaves_no_trace(guard):
     layer = layer_of("delayed")
     step(layer, x_of(1.0))
-    before = layer.page.cells.clone()
+    before = layer.scaling_slot.cells.clone()
     with guard():
         layer(x_of(50.0))
-    assert torch.equal(layer.page.cells, before)
+    assert torch.equal(layer.scaling_slot.cells, before)
 
 
 def test_a_disabled_layer_leaves_no_trace():
@@ -188,14 +188,14 @@ def test_a_disabled_layer_leaves_no_trace():
     octavo.convert(model, "delayed")
     with octavo.disabled(model):
         step(model, x_of(1.0))
-    assert not model[0].page.cells.any() and not octavo.scales(model).is_known
+    assert not model[0].scaling_slot.cells.any() and not octavo.scales(model).is_known
 
 
 def test_an_accumulated_gradient_has_one_scale_made_of_all_its_parts():
     layer = layer_of("delayed")
     step(layer, x_of(1.0), x_of(8.0), x_of(2.0))
-    assert layer.page.cells[0, 0] == np.float32(8.0 / 448)
-    assert torch.count_nonzero(layer.book.history[:, 0]) == 1
+    assert layer.scaling_slot.cells[0, 0] == np.float32(8.0 / 448)
+    assert torch.count_nonzero(layer.scaling_state.history[:, 0]) == 1
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -207,20 +207,20 @@ def test_checkpointed(reentrant):
         wrapped.inner = again
         wrapped.forward = lambda x: checkpoint(again, x, use_reentrant=reentrant)
         assert equal(step(plain, x), step(wrapped, x))
-    assert torch.equal(plain.page.cells, again.page.cells)
+    assert torch.equal(plain.scaling_slot.cells, again.scaling_slot.cells)
 
 
 def test_saved_tensors_may_be_copies():
     layer = layer_of("delayed")
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
         step(layer, x_of(1.0))
-    assert (layer.page.cells[:, 0] > 0).all()
+    assert (layer.scaling_slot.cells[:, 0] > 0).all()
 
 
 def test_steps_and_calls_between_forward_and_backward_are_no_mistake():
     layer, x = layer_of("delayed"), x_of(1.0).requires_grad_()
     y = layer(x)
-    layer.book.roll()
+    layer.scaling_state.update_scales()
     (y + layer(x)).sum().backward()
     assert x.grad.isfinite().all()
 
@@ -231,10 +231,10 @@ def test_compiled_it_is_what_it_is_in_eager_mode():
     for amax in (1.0, 0.5, 300.0):
         x = x_of(amax)
         assert equal(step(eager, x), step(compiled, x))
-        assert torch.equal(eager.page.cells, twin.page.cells)
+        assert torch.equal(eager.scaling_slot.cells, twin.scaling_slot.cells)
     with torch.no_grad():
         compiled(x_of(9.0))
-    assert torch.equal(eager.page.cells, twin.page.cells)
+    assert torch.equal(eager.scaling_slot.cells, twin.scaling_slot.cells)
     torch._dynamo.reset()
 
 
@@ -248,9 +248,9 @@ def test_the_optimizer_of_another_model_does_not_roll_the_book():
     layer, other = layer_of("delayed"), layer_of("delayed")
     layer(x_of(1.0))
     stepped(other.weight)
-    assert layer.page.cells[0].tolist() == [0, 1]
+    assert layer.scaling_slot.cells[0].tolist() == [0, 1]
     stepped(layer.weight)
-    assert layer.page.cells[0].tolist() == [np.float32(1 / 448), 0]
+    assert layer.scaling_slot.cells[0].tolist() == [np.float32(1 / 448), 0]
 
 
 ROLLED, WAITS = [np.float32(1 / 448), 0], [0, 1]
@@ -260,7 +260,7 @@ def test_an_optimizer_that_holds_no_parameter_of_a_model_rolls_books_that_nobody
     frozen, adapter = layer_of("delayed"), nn.Parameter(torch.ones(WIDTH))
     frozen(adapter * x_of(1.0))
     stepped(adapter)
-    assert frozen.page.cells[0].tolist() == ROLLED
+    assert frozen.scaling_slot.cells[0].tolist() == ROLLED
 
 
 def test_an_optimizer_that_has_nothing_to_do_with_a_model_does_not_roll_its_book():
@@ -269,12 +269,14 @@ def test_an_optimizer_that_has_nothing_to_do_with_a_model_does_not_roll_its_book
     optimizer = octavo.optim.AdamW(model.parameters(), lr=0.0)
     model(x_of(2.0)).sum().backward()
     optimizer.step()
-    before = float(model[0].page.cells[0, 0])
+    before = float(model[0].scaling_slot.cells[0, 0])
     model(x_of(1.0)).sum().backward()
     stepped(nn.Parameter(torch.ones(3)))
-    assert model[0].page.cells[0].tolist() == [before, 1.0]
+    assert model[0].scaling_slot.cells[0].tolist() == [before, 1.0]
     optimizer.step()
-    assert model[0].page.cells[0].tolist() == [before, 0.0] and model[0].book.history[:2, 0].tolist() == [1.0, 2.0]
+    assert model[0].scaling_slot.cells[0].tolist() == [before, 0.0] and model[0].scaling_state.history[
+        :2, 0
+    ].tolist() == [1.0, 2.0]
 
 
 def test_an_optimizer_of_any_parameter_of_a_model_rolls_its_book():
@@ -284,20 +286,20 @@ def test_an_optimizer_of_any_parameter_of_a_model_rolls_its_book():
     model.frozen.requires_grad_(False)
     other = model_of()
     for held in (False, True):
-        other[0].out.page.cells[0, 1] = 1.0
+        other[0].out.scaling_slot.cells[0, 1] = 1.0
         (model.frozen(x_of(1.0)) + model.adapter(x_of(1.0))).sum().backward()
         stepped(*model.adapter.parameters())
-        assert model.frozen.page.cells[0].tolist() == ROLLED and model.frozen.book.is_held
-        assert other[0].out.page.cells[0].tolist() == WAITS and not other[0].out.book.is_held, held
+        assert model.frozen.scaling_slot.cells[0].tolist() == ROLLED and model.frozen.scaling_state.is_held
+        assert other[0].out.scaling_slot.cells[0].tolist() == WAITS and not other[0].out.scaling_state.is_held, held
 
 
 def test_a_copy_of_a_held_model_is_held_by_nobody_yet():
     model = model_of()
     step(model, x_of(1.0))
     twin = copy.deepcopy(model)
-    assert model[0].q.book.is_held and not twin[0].q.book.is_held
+    assert model[0].q.scaling_state.is_held and not twin[0].q.scaling_state.is_held
     step(twin, x_of(9.0))
-    assert twin[0].q.book.is_held
+    assert twin[0].q.scaling_state.is_held
 
 
 # --- models ---------------------------------------------------------------------------------------------------------
@@ -323,7 +325,9 @@ def model_of(recipe: Recipe | str | dict = "delayed", **arguments) -> nn.Sequent
 def test_layers_that_share_an_input_share_its_scale():
     model = model_of()
     assert isinstance(model[0].q.shared, SharedInput)
-    assert model[0].q.page is model[0].k.page is model[0].v.page is not model[0].out.page
+    assert (
+        model[0].q.scaling_slot is model[0].k.scaling_slot is model[0].v.scaling_slot is not model[0].out.scaling_slot
+    )
     assert len(octavo.scales(model)) == 2 * (1 + 1) * 2
     state = octavo.scales(model).state_dict()
     assert list(state)[:3] == ["0.q.input", "0.k.input", "0.v.input"] and len(state) == 16
@@ -344,8 +348,8 @@ def test_each_recipe_keeps_its_own_history():
     for amax in (5.0, 2.0, 1.0):
         step(model[0], x_of(amax))
         step(model[1], x_of(amax))
-    assert model[0].q.page.cells[0, 0] == np.float32(5 / 448)
-    assert model[1].q.page.cells[0, 0] == np.float32(1 / 448)
+    assert model[0].q.scaling_slot.cells[0, 0] == np.float32(5 / 448)
+    assert model[1].q.scaling_slot.cells[0, 0] == np.float32(1 / 448)
 
 
 def test_layers_built_one_by_one_are_joined():
@@ -353,10 +357,10 @@ def test_layers_built_one_by_one_are_joined():
         layer_of("delayed"), nn.Tanh(), Linear(32, 16, recipe={"base": "delayed", "history": {"length": 4}})
     )
     step(model, x_of(1.0))
-    cells = [model[i].page.cells.clone() for i in (0, 2)]
+    cells = [model[i].scaling_slot.cells.clone() for i in (0, 2)]
     book = octavo.scales(model)
-    assert book is octavo.scales(model) is model[0].book is model[2].book
-    assert equal(cells, [model[i].page.cells for i in (0, 2)])
+    assert book is octavo.scales(model) is model[0].scaling_state is model[2].scaling_state
+    assert equal(cells, [model[i].scaling_slot.cells for i in (0, 2)])
     assert list(book.state_dict()) == ["0.input", "0.grad_output", "2.input", "2.grad_output"]
     assert torch.equal(book.state_dict()["0.input"][2:3], torch.tensor([1.0]))
 
@@ -374,7 +378,7 @@ def test_copies_have_scales_of_their_own():
     before = octavo.scales(model).state_dict()
     step(twin, x_of(9.0))
     assert equal(list(before.values()), list(octavo.scales(model).state_dict().values()))
-    assert twin[0].q.page.cells[0, 0] == np.float32(9 / 448)
+    assert twin[0].q.scaling_slot.cells[0, 0] == np.float32(9 / 448)
 
 
 def test_a_pickled_model_goes_on_with_its_scales():
@@ -390,18 +394,18 @@ def test_moving_takes_the_book_along():
     layer = layer_of("delayed")
     step(layer, x_of(1.0))
     layer.to("meta")
-    assert layer.book.cells.is_meta and layer.page.cells.is_meta
+    assert layer.scaling_state.cells.is_meta and layer.scaling_slot.cells.is_meta
     layer.to_empty(device="cpu")
-    assert layer.page.cells.tolist() == [[0, 0], [0, 0]]
+    assert layer.scaling_slot.cells.tolist() == [[0, 0], [0, 0]]
     layer.double()
-    assert layer.page.cells.dtype == torch.float32
-    layer.page.cells[0, 0] = 3.0
-    assert layer.book.cells[0, 0] == 3.0
+    assert layer.scaling_slot.cells.dtype == torch.float32
+    layer.scaling_slot.cells[0, 0] = 3.0
+    assert layer.scaling_state.cells[0, 0] == 3.0
 
 
 def test_a_layer_and_its_scales_on_two_devices_are_refused():
     layer = layer_of("delayed")
-    layer.page.cells = layer.page.cells.to("meta")
+    layer.scaling_slot.cells = layer.scaling_slot.cells.to("meta")
     with pytest.raises(ConfigError, match="a tensor on cpu has its scale on meta"):
         layer(x_of(1.0))
 
@@ -421,7 +425,7 @@ def test_one_all_reduce_a_step_takes_the_larger_maxima(monkeypatch):
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     step(model, x_of(1.0))
     assert calls == [torch.distributed.ReduceOp.MAX]
-    assert model[0].q.page.cells[0, 0] == np.float32(7 / 448)
+    assert model[0].q.scaling_slot.cells[0, 0] == np.float32(7 / 448)
 
 
 # --- states and files -----------------------------------------------------------------------------------------------
@@ -461,7 +465,7 @@ def test_static_scales_come_from_a_file_and_stay(tmp_path):
     assert torch.equal(octavo.scales(static).cells[:, 0], cells)
     step(static, x_of(100.0))
     assert torch.equal(octavo.scales(static).cells[:, 0], cells), "never rolled"
-    assert static[0].q.page.cells[0, 1] == 100.0, "and what it missed is seen"
+    assert static[0].q.scaling_slot.cells[0, 1] == 100.0, "and what it missed is seen"
     x = x_of(1.0)
     with torch.no_grad():
         assert torch.equal(static(x), model(x))
@@ -472,8 +476,8 @@ def test_layers_that_are_joined_take_the_largest_of_their_scales(tmp_path):
     step(apart, x_of(1.0), gradient=2.0)
     octavo.scales(apart).save(tmp_path / "scales.json")
     joined = model_of("static", scales=tmp_path / "scales.json")
-    found = [getattr(apart[0], name).page.cells[1, 0] for name in "qkv"]
-    assert len(set(map(float, found))) > 1 and joined[0].q.page.cells[1, 0] == max(found)
+    found = [getattr(apart[0], name).scaling_slot.cells[1, 0] for name in "qkv"]
+    assert len(set(map(float, found))) > 1 and joined[0].q.scaling_slot.cells[1, 0] == max(found)
 
 
 def test_delayed_may_start_from_a_file(tmp_path):
@@ -492,7 +496,7 @@ def test_books_that_nobody_holds_are_forgotten():
     from octavo.nn import scales
 
     before = len(scales._live)
-    book = ScaleBook([(["a"], load("delayed"))], "cpu")
+    book = ScalingState([(["a"], load("delayed"))], "cpu")
     assert len(scales._live) == before + 1
     del book
     assert len(scales._live) == before
@@ -558,8 +562,10 @@ def test_a_captured_step_rolls_as_an_eager_one_does():
     for x in steps:
         train(eager, optimizers[0], x)
     for one, other in zip(eager, captured, strict=True):
-        assert torch.allclose(one.book.cells, other.book.cells, rtol=1e-2) and one.book.is_known
-        assert torch.allclose(one.book.history, other.book.history, rtol=1e-2)
+        assert (
+            torch.allclose(one.scaling_state.cells, other.scaling_state.cells, rtol=1e-2) and one.scaling_state.is_known
+        )
+        assert torch.allclose(one.scaling_state.history, other.scaling_state.history, rtol=1e-2)
 
 
 @pytest.mark.gpu
@@ -572,18 +578,21 @@ def test_compiled_on_a_gpu_it_keeps_the_scales_of_eager_mode(mode):
         train(eager, optimizers[0], x)
         train(compiled, optimizers[1], x, keeps_grad=False)  # CUDA graphs write each step's to the same place
     for one, other in zip(eager, twin, strict=True):
-        assert torch.allclose(one.book.history, other.book.history, rtol=1e-2) and one.book.is_known
+        assert (
+            torch.allclose(one.scaling_state.history, other.scaling_state.history, rtol=1e-2)
+            and one.scaling_state.is_known
+        )
     torch._dynamo.reset()
 
 
 @pytest.mark.gpu
 def test_a_book_comes_along_to_the_gpu_and_back():
     model = on_gpu()
-    assert model[0].page.cells.is_cuda
+    assert model[0].scaling_slot.cells.is_cuda
     train(model, torch.optim.SGD(model.parameters(), lr=0.0), inputs_of_steps(1)[0])
     state = octavo.scales(model).state_dict()
     model.cpu()
-    assert not model[0].page.cells.is_cuda
+    assert not model[0].scaling_slot.cells.is_cuda
     assert equal(list(state.values()), list(octavo.scales(model).state_dict().values()))
 
 
@@ -604,29 +613,29 @@ def static(tmp_path, *amaxes: float) -> nn.Sequential:
 
 def test_static_scales_are_made_anew_of_the_largest_values_since(tmp_path):
     book = octavo.scales(static(tmp_path, 7.0, 0.0, float("inf"), 3.0))
-    made = book.renew(margin=2, how="a test")
+    made = book.recalibrate(margin=2, how="a test")
     expected = {"0.input": float(np.float32(7 / 448)) * 4, "1.grad_output": float(np.float32(3 / 57344)) * 4}
     assert {name: one.scale for name, one in made.items()} == expected
     assert {name: one.amax for name, one in made.items()} == {"0.input": 7.0, "1.grad_output": 3.0}
     assert {one.origin.how for one in made.values()} == {"a test"}
     assert book.cells[:, 0].tolist() == [expected["0.input"], 1.0, 1.0, expected["1.grad_output"]]
     assert book.cells[:, 1].tolist() == [0.0, 0.0, float("inf"), 0.0]
-    assert book.renew() == {}
+    assert book.recalibrate() == {}
 
 
 def test_some_static_scales_are_made_anew_alone(tmp_path):
     book = octavo.scales(static(tmp_path, 7.0, 5.0, 9.0, 3.0))
-    assert book.renew({"1.input", "1.weight"}).keys() == {"1.input"}
+    assert book.recalibrate({"1.input", "1.weight"}).keys() == {"1.input"}
     assert book.cells[:, 1].tolist() == [7.0, 5.0, 0.0, 3.0]
 
 
 def test_other_scales_are_not_made_anew(tmp_path):
     layer = layer_of("delayed")
     step(layer, x_of(3.0))
-    before = layer.book.cells.clone()
-    layer.page.cells[:, 1] = 9.0
-    assert not layer.book.has_static and layer.book.renew() == {}
-    assert torch.equal(layer.book.cells[:, 0], before[:, 0])
+    before = layer.scaling_state.cells.clone()
+    layer.scaling_slot.cells[:, 1] = 9.0
+    assert not layer.scaling_state.has_static and layer.scaling_state.recalibrate() == {}
+    assert torch.equal(layer.scaling_state.cells[:, 0], before[:, 0])
 
 
 def test_all_ranks_make_the_same_static_scales(tmp_path, monkeypatch):
@@ -638,5 +647,5 @@ def test_all_ranks_make_the_same_static_scales(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-    made = octavo.scales(model).renew()
+    made = octavo.scales(model).recalibrate()
     assert {name: one.amax for name, one in made.items()} == {"0.input": 7.0, "0.grad_output": 2.0}

@@ -7,27 +7,27 @@ import pytest
 import torch
 
 from octavo import kernels
-from octavo.kernels.target import Target
-from octavo.nn.handoff import offer, taken
+from octavo.kernels.quant_spec import QuantSpec
+from octavo.nn.attached_codes import attach_codes, attached_codes
 
-ROW = Target("e4m3", "row", "power_of_two")
+ROW = QuantSpec("e4m3", "row", "power_of_two")
 
 
 @pytest.fixture
 def y() -> torch.Tensor:
     y = torch.randn(4, 6)
-    offer(y, kernels.quantize(y, *ROW[:3]), ROW)
+    attach_codes(y, kernels.quantize(y, *ROW[:3]), ROW)
     return y
 
 
 def test_taken_by_every_reader(y):
-    first, second = taken(y, ROW), taken(y, ROW)
+    first, second = attached_codes(y, ROW), attached_codes(y, ROW)
     assert first is second and torch.equal(first.codes.float(), kernels.quantize(y, *ROW[:3]).codes.float())
 
 
 @pytest.mark.parametrize("field", [{"format": "e5m2"}, {"granularity": "1x128"}, {"scaling": "float32"}], ids=str)
 def test_another_target(y, field):
-    assert taken(y, ROW._replace(**field)) is None
+    assert attached_codes(y, ROW._replace(**field)) is None
 
 
 @pytest.mark.parametrize(
@@ -36,8 +36,8 @@ def test_another_target(y, field):
     ids=["clone", "detach", "view", "data", "copy", "deepcopy"],
 )
 def test_another_tensor_carries_nothing(y, other):
-    assert taken(other(y), ROW) is None
-    assert taken(y, ROW) is not None
+    assert attached_codes(other(y), ROW) is None
+    assert attached_codes(y, ROW) is not None
 
 
 def test_a_shallow_copy_carries_nothing_though_it_has_the_same_memory_and_version():
@@ -45,10 +45,10 @@ def test_a_shallow_copy_carries_nothing_though_it_has_the_same_memory_and_versio
     versions = copy.copy(y)._version
     for _ in range(versions):
         y.add_(0)
-    offer(y, kernels.quantize(y, *ROW[:3]), ROW)
+    attach_codes(y, kernels.quantize(y, *ROW[:3]), ROW)
     other = copy.copy(y)
     assert (other._version, other.data_ptr()) == (y._version, y.data_ptr())
-    assert taken(other, ROW) is None and taken(y, ROW) is not None
+    assert attached_codes(other, ROW) is None and attached_codes(y, ROW) is not None
 
 
 def write_through_a_view(y):
@@ -62,18 +62,18 @@ def move(y):
 @pytest.mark.parametrize("change", [lambda y: y.add_(1), write_through_a_view, move], ids=["in place", "view", "data"])
 def test_a_tensor_that_was_written_to_carries_nothing(y, change):
     change(y)
-    assert taken(y, ROW) is None
+    assert attached_codes(y, ROW) is None
 
 
 def test_plain_tensors_carry_nothing():
-    assert taken(torch.randn(3), ROW) is None
+    assert attached_codes(torch.randn(3), ROW) is None
 
 
 def test_inference_tensors_count_no_versions_and_carry_nothing():
     with torch.inference_mode():
         y = torch.randn(4, 6)
-        offer(y, kernels.quantize(y, *ROW[:3]), ROW)
-        assert taken(y, ROW) is None
+        attach_codes(y, kernels.quantize(y, *ROW[:3]), ROW)
+        assert attached_codes(y, ROW) is None
 
 
 def test_files_carry_the_tensor_alone(y):
@@ -81,18 +81,18 @@ def test_files_carry_the_tensor_alone(y):
     torch.save(y, file)
     file.seek(0)
     loaded = torch.load(file)
-    assert torch.equal(loaded, y) and taken(loaded, ROW) is None
+    assert torch.equal(loaded, y) and attached_codes(loaded, ROW) is None
 
 
 def test_compiled_code_has_none():
     def both(x):
         y = x * 2
-        offer(y, kernels.quantize(y, *ROW[:3]), ROW)
-        return y, taken(y, ROW) is None
+        attach_codes(y, kernels.quantize(y, *ROW[:3]), ROW)
+        return y, attached_codes(y, ROW) is None
 
     y, nothing = torch.compile(both, backend="eager", fullgraph=True)(torch.randn(4, 6))
-    assert nothing and taken(y, ROW) is None
+    assert nothing and attached_codes(y, ROW) is None
 
 
 def test_compiled_code_does_not_look(y):
-    assert torch.compile(lambda y: taken(y, ROW) is None, backend="eager", fullgraph=True)(y)
+    assert torch.compile(lambda y: attached_codes(y, ROW) is None, backend="eager", fullgraph=True)(y)

@@ -1,4 +1,4 @@
-"""`quantize_at` as it is defined: find the maximum, decide on a scale, quantise with it."""
+"""`quantize_with_scale` as it is defined: find the maximum, decide on a scale, quantise with it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo.kernels.target import Target
+from octavo.kernels.quant_spec import QuantSpec
 from octavo.numerics import PER_TENSOR, Quantized, scale_from_amax, tile_amax
 from octavo.numerics.quantize import to_codes
 
 
-def quantize_at(
-    sources: Sequence[Tensor], cell: Tensor, rows: Target | None, columns: Target | None, at_once: bool, observe: bool
+def quantize_with_scale(
+    sources: Sequence[Tensor],
+    cell: Tensor,
+    rows: QuantSpec | None,
+    columns: QuantSpec | None,
+    at_once: bool,
+    observe: bool,
 ) -> tuple[Quantized | None, Quantized | None]:
-    """See `octavo.kernels.quantize_at.quantize_at`. cell: (2,), [scale, amax]."""
+    """See `octavo.kernels.quantize_with_scale.quantize_with_scale`. cell: (2,), [scale, amax]."""
     target = rows or columns
     assert target is not None
     x = torch.cat(list(sources), dim=1).float()
@@ -30,7 +35,7 @@ def quantize_at(
     )
 
 
-def _settle(known: Tensor, amax: Tensor, target: Target, at_once: bool) -> tuple[Tensor, Tensor]:
+def _settle(known: Tensor, amax: Tensor, target: QuantSpec, at_once: bool) -> tuple[Tensor, Tensor]:
     """Return (scale, inverse), (1, 1) each: the known ones where they are of use, else those of the maximum."""
     own, own_inverse = scale_from_amax(amax, target.fmt, target.scaling)
     of_use = known > 0

@@ -12,7 +12,7 @@ from octavo.nn.fused import FusedMLP
 L = TypeVar("L", bound=nn.Module)
 
 
-def groups_of(model: nn.Module, layers: Iterable[L]) -> list[list[L]]:
+def fusion_groups(model: nn.Module, layers: Iterable[L]) -> list[list[L]]:
     """Return layers of a model by what is computed as one: gate and up of MLPs, those of one input, the rest alone.
 
     A group that has a member which is not among `layers` is none.

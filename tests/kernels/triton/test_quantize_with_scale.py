@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels import Target
-from octavo.kernels.reference import quantize_at as reference
+from octavo.kernels import QuantSpec
+from octavo.kernels.reference import quantize_with_scale as reference
 from octavo.numerics import Quantized
 
-triton_quantize_at = pytest.importorskip("octavo.kernels.triton.quantize_at")
+triton_quantize_at = pytest.importorskip("octavo.kernels.triton.quantize_with_scale")
 
 TARGETS = [
-    Target(format, "tensor", scaling)
+    QuantSpec(format, "tensor", scaling)
     for format, scaling in itertools.product(["e4m3", "e5m2"], ["power_of_two", "float32"])
 ]
 SCALES = {"unknown": 0.0, "too small": 2.0**-12, "too large": 0.37, "odd": 0.0123}
@@ -31,7 +31,7 @@ def both(sources: list[Tensor], scale: float, *arguments) -> list[tuple[Quantize
     results = []
     for twin in (reference, triton_quantize_at):
         cell = torch.tensor([scale, SEEN], device=sources[0].device)
-        results.append((*twin.quantize_at(sources, cell, *arguments), cell))
+        results.append((*twin.quantize_with_scale(sources, cell, *arguments), cell))
     return results
 
 

@@ -17,19 +17,19 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
-from octavo.kernels.target import Target
+from octavo.kernels.quant_spec import QuantSpec
 from octavo.numerics import Quantized
 
 _NAME = "_octavo_offer"
 
 
 @dataclass(frozen=True)
-class Offer:
+class AttachedCodes:
     """The codes of one tensor, as they were when it had this version and this memory."""
 
     owner: ReferenceType[Tensor]
     quantized: Quantized
-    target: Target
+    target: QuantSpec
     version: int
     address: int
 
@@ -37,23 +37,23 @@ class Offer:
         return OrderedDict, ()  # deep copies and files carry nothing; `torch.load` knows this type
 
 
-def offer(y: Tensor, quantized: Quantized, target: Target) -> None:
+def attach_codes(y: Tensor, quantized: Quantized, target: QuantSpec) -> None:
     """Pin to y (..., D) the codes (M, D) of the same values, M its leading dimensions, made for `target`."""
     if not (torch.compiler.is_compiling() or y.is_inference()):  # inference tensors count no versions
-        setattr(y, _NAME, Offer(ref(y), quantized, target, y._version, y.data_ptr()))
+        setattr(y, _NAME, AttachedCodes(ref(y), quantized, target, y._version, y.data_ptr()))
 
 
-def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return what codes can be pinned to whose values nobody has: NaN of that shape, in the memory of one element."""
     return torch.full((), math.nan, dtype=dtype, device=device).expand(shape)
 
 
-def stands_in(x: Tensor) -> bool:
-    """Return whether x is what `stand_in` gave, or a view of it."""
+def is_placeholder(x: Tensor) -> bool:
+    """Return whether x is what `placeholder` gave, or a view of it."""
     return x.numel() > 1 and not any(x.stride())
 
 
-def taken(x: Tensor, target: Target) -> Quantized | None:
+def attached_codes(x: Tensor, target: QuantSpec) -> Quantized | None:
     """Return the codes (M, D) pinned to x for this target, or None. They may be taken any number of times.
 
     As everywhere in PyTorch, writing through `x.data` goes unseen.
@@ -61,7 +61,7 @@ def taken(x: Tensor, target: Target) -> Quantized | None:
     if torch.compiler.is_compiling():
         return None
     pinned = getattr(x, _NAME, None)
-    if not isinstance(pinned, Offer) or pinned.owner() is not x or pinned.target != target:
+    if not isinstance(pinned, AttachedCodes) or pinned.owner() is not x or pinned.target != target:
         return None
     unchanged = (pinned.version, pinned.address) == (x._version, x.data_ptr())
     return pinned.quantized if unchanged else None

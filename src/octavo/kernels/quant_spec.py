@@ -20,7 +20,7 @@ from octavo.numerics import (
 )
 
 
-class Target(NamedTuple):
+class QuantSpec(NamedTuple):
     """Codes of a format, one scale a tile."""
 
     format: str
@@ -44,21 +44,21 @@ class Target(NamedTuple):
 
 
 @cache
-def target_of(text: str) -> Target | None:
+def parse_spec(text: str) -> QuantSpec | None:
     """Return the target that `str` gave, None for an empty text: operators take plain types."""
     if not text:
         return None
     format, granularity, scaling, rounding = text.split()
-    return Target(format, granularity, cast(Scaling, scaling), cast(Rounding, rounding))
+    return QuantSpec(format, granularity, cast(Scaling, scaling), cast(Rounding, rounding))
 
 
-def empty(target: Target, rows: int, cols: int, device: torch.device) -> Quantized:
+def empty(target: QuantSpec, rows: int, cols: int, device: torch.device) -> Quantized:
     """Return an (rows, cols) matrix of that kind, its memory not written yet."""
     codes = torch.empty(rows, cols, dtype=target.fmt.dtype, device=device)
     return Quantized(codes, empty_scale(target, rows, cols, device), target.tile)
 
 
-def empty_scale(target: Target, rows: int, cols: int, device: torch.device) -> Tensor:
+def empty_scale(target: QuantSpec, rows: int, cols: int, device: torch.device) -> Tensor:
     """Return the memory for the scales of an (rows, cols) matrix.
 
     Scales of 1x128 tiles lie column after column, as GEMMs read them: those of one step of the sum together.

@@ -5,14 +5,14 @@ import torch
 
 from octavo import kernels
 from octavo.errors import ConfigError
-from octavo.kernels import Cell, Target
+from octavo.kernels import QuantSpec, ScaleRef
 from octavo.numerics import E4M3, PER_TENSOR, dequantize, quantize
 
-TARGET = Target("e4m3", "tensor", "float32")
+TARGET = QuantSpec("e4m3", "tensor", "float32")
 
 
-def cell(scale: float, **how: bool) -> Cell:
-    return Cell(torch.tensor([[7.0, 7.0], [scale, 0.0]]), 1, **how)
+def cell(scale: float, **how: bool) -> ScaleRef:
+    return ScaleRef(torch.tensor([[7.0, 7.0], [scale, 0.0]]), 1, **how)
 
 
 def codes(quantized) -> torch.Tensor:
@@ -22,7 +22,7 @@ def codes(quantized) -> torch.Tensor:
 def test_an_unknown_scale_is_the_tensors_own():
     x = torch.randn(40, 24)
     here = cell(0.0)
-    rows, columns = kernels.quantize_at([x], here, TARGET, TARGET)
+    rows, columns = kernels.quantize_with_scale([x], here, TARGET, TARGET)
     expected = quantize(x, E4M3, PER_TENSOR, "float32")
     assert torch.equal(codes(rows), codes(expected)) and torch.equal(rows.scale, expected.scale)
     assert torch.equal(codes(columns), codes(expected).t()) and columns.codes.is_contiguous()
@@ -32,7 +32,7 @@ def test_an_unknown_scale_is_the_tensors_own():
 def test_a_known_scale_is_used_and_what_is_larger_saturates():
     x = torch.tensor([[1.0, -500.0, 3.0, 448.0]])
     here = cell(0.5)
-    rows, columns = kernels.quantize_at([x], here, TARGET, None)
+    rows, columns = kernels.quantize_with_scale([x], here, TARGET, None)
     assert columns is None and rows.scale.tolist() == [[0.5]]
     assert dequantize(rows).tolist() == [[1.0, -224.0, 3.0, 224.0]]
     assert here.memory[1].tolist() == [0.5, 500.0]
@@ -40,34 +40,34 @@ def test_a_known_scale_is_used_and_what_is_larger_saturates():
 
 @pytest.mark.parametrize(("amax", "scale"), [(224.0, 0.5), (224.1, 224.1 / 448), (1.0, 0.5)])
 def test_at_once_its_own_scale_only_where_it_would_saturate(amax, scale):
-    rows, _ = kernels.quantize_at([torch.full((2, 2), amax)], cell(0.5, at_once=True), TARGET, None)
+    rows, _ = kernels.quantize_with_scale([torch.full((2, 2), amax)], cell(0.5, at_once=True), TARGET, None)
     assert rows.scale == torch.tensor(scale, dtype=torch.float64).float()
 
 
 def test_the_scale_that_comes_back_is_nobody_elses():
     here = cell(0.5)
-    rows, _ = kernels.quantize_at([torch.ones(2, 2)], here, TARGET, None)
+    rows, _ = kernels.quantize_with_scale([torch.ones(2, 2)], here, TARGET, None)
     here.memory[1, 0] = 9.0
     assert rows.scale.item() == 0.5
 
 
 def test_not_to_observe_leaves_the_cell_alone():
     here = cell(0.5, observe=False)
-    kernels.quantize_at([torch.full((2, 2), 9.0)], here, TARGET, None)
+    kernels.quantize_with_scale([torch.full((2, 2), 9.0)], here, TARGET, None)
     assert here.memory[1].tolist() == [0.5, 0.0]
 
 
 def test_an_amax_never_falls():
     here = cell(0.5)
     for value in (3.0, 1.0):
-        kernels.quantize_at([torch.full((2, 2), value)], here, TARGET, None)
+        kernels.quantize_with_scale([torch.full((2, 2), value)], here, TARGET, None)
     assert here.memory[1, 1] == 3.0
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0)])
 def test_empty_matrices(shape):
     here = cell(0.5)
-    rows, columns = kernels.quantize_at([torch.empty(shape)], here, TARGET, TARGET)
+    rows, columns = kernels.quantize_with_scale([torch.empty(shape)], here, TARGET, TARGET)
     assert rows.codes.shape == shape and columns.codes.shape == shape[::-1] and rows.scale.item() == 0.5
     assert here.memory[1].tolist() == [0.5, 0.0]
 
@@ -75,7 +75,7 @@ def test_empty_matrices(shape):
 def test_a_write_is_no_change_that_autograd_counts():
     here = cell(0.5)
     version = here.memory._version
-    kernels.quantize_at([torch.ones(2, 2)], here, TARGET, None)
+    kernels.quantize_with_scale([torch.ones(2, 2)], here, TARGET, None)
     assert here.memory._version == version
 
 
@@ -83,16 +83,16 @@ def test_a_write_is_no_change_that_autograd_counts():
     ("targets", "message"),
     [
         ((None, None), "one scale a tensor"),
-        ((Target("e4m3", "row", "float32"), None), "one scale a tensor"),
-        ((TARGET, Target("e5m2", "tensor", "float32")), "alike for both"),
-        ((Target("e4m3", "tensor", "float32", "stochastic"), None), "rounded to nearest"),
+        ((QuantSpec("e4m3", "row", "float32"), None), "one scale a tensor"),
+        ((TARGET, QuantSpec("e5m2", "tensor", "float32")), "alike for both"),
+        ((QuantSpec("e4m3", "tensor", "float32", "stochastic"), None), "rounded to nearest"),
     ],
 )
 def test_what_has_no_such_scale_is_refused(targets, message):
     with pytest.raises(ConfigError, match=message):
-        kernels.quantize_at([torch.ones(2, 2)], cell(0.5), *targets)
+        kernels.quantize_with_scale([torch.ones(2, 2)], cell(0.5), *targets)
 
 
 def test_matrices_of_other_rows_are_refused():
     with pytest.raises(ConfigError, match=r"of as many rows, got shapes \[\(2, 2\), \(3, 2\)\]"):
-        kernels.quantize_at([torch.ones(2, 2), torch.ones(3, 2)], cell(0.5), TARGET, None)
+        kernels.quantize_with_scale([torch.ones(2, 2), torch.ones(3, 2)], cell(0.5), TARGET, None)

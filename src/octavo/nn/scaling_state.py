@@ -3,8 +3,8 @@
     cells    FP32 (n, 2)       [scale, amax] of a layer's input, then of its grad_output; and so on for each layer
     history  FP32 (length, n)  the maxima of earlier steps, the newest first, 0 where there is none yet
 
-A layer quantises with the scale of its cell and raises the amax (`octavo.kernels.quantize_at`). After an optimizer step
-`roll` moves every amax into the history and makes the next scale out of it:
+A layer quantises with the scale of its cell and raises the amax (`octavo.kernels.quantize_with_scale`). After an
+optimizer step `roll` moves every amax into the history and makes the next scale out of it:
 
     scale = choose(history) / largest value of the format * 2^margin        (Transformer Engine, DelayedScaling)
 
@@ -38,15 +38,15 @@ from octavo.errors import CheckpointError
 from octavo.nn import calibration
 from octavo.nn.calibration import Calibrated, Origin, full_name
 from octavo.numerics import format_named, scale_from_amax
-from octavo.recipes import STATEFUL, History, Operand, Recipe
+from octavo.recipes import STORED_SCALE_ROLES, History, Operand, Recipe
 
 
 @dataclass(eq=False)
-class Page:
+class ScalingSlot:
     """Where a layer, or all layers that share an input, have their cells in a book."""
 
     number: int
-    """Its first cell is that of this number times `len(STATEFUL)`."""
+    """Its first cell is that of this number times `len(STORED_SCALE_ROLES)`."""
     cells: Tensor
     """FP32 (2, 2), a view: [scale, amax] of the input and of grad_output. 16 bytes, so that none lies unaligned: such
     an input compiled code would copy."""
@@ -58,8 +58,8 @@ class Keeper(Protocol):
     recipe: Recipe
     weight: Tensor
     shared: Any
-    book: ScaleBook | None
-    page: Page | None
+    scaling_state: ScalingState | None
+    scaling_slot: ScalingSlot | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class _Entry:
     recipe: Recipe
 
 
-class ScaleBook:
+class ScalingState:
     """The scales of a model's layers. `octavo.scales(model)` finds it, `save` and `load` keep it as a calibration."""
 
     cells: Tensor
@@ -98,22 +98,22 @@ class ScaleBook:
         """
         self._entries: dict[int, _Entry] = {}
         for number, (names, recipe) in enumerate(groups):
-            for row, role in enumerate(STATEFUL, start=number * len(STATEFUL)):
-                if (operand := recipe.kept_scale(role)) is not None:
+            for row, role in enumerate(STORED_SCALE_ROLES, start=number * len(STORED_SCALE_ROLES)):
+                if (operand := recipe.stored_scale(role)) is not None:
                     full = tuple(full_name(name, role) for name in names)
                     self._entries[row] = _Entry(full, operand, recipe)
-        cells = len(groups) * len(STATEFUL)
+        cells = len(groups) * len(STORED_SCALE_ROLES)
         length = max((entry.recipe.history.length for entry in self._entries.values()), default=1)
         self.cells = torch.zeros(cells, 2, device=device)
         self.history = torch.zeros(length, cells, device=device)
-        self._pages = [Page(number, self._cells_of(number)) for number in range(len(groups))]
+        self._pages = [ScalingSlot(number, self._cells_of(number)) for number in range(len(groups))]
         self._rows = self._find_rows()
         self._layers = [ref(layer) for layer in layers]
         self._model = None if model is None else ref(model)
         self.is_held = False
         _live[next(_numbers)] = self
 
-    def page(self, number: int) -> Page:
+    def page(self, number: int) -> ScalingSlot:
         """Return the page of a group, by its place in the order that the book was made in."""
         return self._pages[number]
 
@@ -136,7 +136,9 @@ class ScaleBook:
         return any(id(parameter) in parameters for parameter in itertools.chain(weights, others))
 
     @torch.no_grad()
-    def renew(self, names: Collection[str] | None = None, margin: int = 0, how: str = "") -> dict[str, Calibrated]:
+    def recalibrate(
+        self, names: Collection[str] | None = None, margin: int = 0, how: str = ""
+    ) -> dict[str, Calibrated]:
         """Make static scales anew, of the largest values since they were made, and return them. Waits for the device.
 
         A cell whose amax is 0 or not finite keeps what it has. On several ranks all call it, with the same names.
@@ -163,12 +165,12 @@ class ScaleBook:
         return dict(self._calibrated(how, made))
 
     @torch.no_grad()
-    def roll(self) -> None:
+    def update_scales(self) -> None:
         """Make the next scales. A cell whose amax is 0 or not finite keeps what it has: nothing was seen of it.
 
         The optimizer's step calls it. Across ranks one all-reduce takes the larger of all maxima first.
         """
-        cells, history = self.cells.data, self.history.data  # no version counts: see `kernels.quantize_at`
+        cells, history = self.cells.data, self.history.data  # no version counts: see `kernels.quantize_with_scale`
         amax = self._amax_of_all_ranks()
         for (operand, rule), rows in self._rows.items():
             seen, past = amax[rows], history[: rule.length, rows]
@@ -278,8 +280,8 @@ class ScaleBook:
             page.cells = self._cells_of(page.number)
 
     def _cells_of(self, number: int) -> Tensor:
-        first = number * len(STATEFUL)
-        return self.cells[first : first + len(STATEFUL)]
+        first = number * len(STORED_SCALE_ROLES)
+        return self.cells[first : first + len(STORED_SCALE_ROLES)]
 
     def _find_rows(self) -> dict[tuple[Operand, History], Tensor]:
         """Return which cells are rolled by the same rule. Those of static scales are not rolled."""
@@ -290,7 +292,7 @@ class ScaleBook:
         return {rule: torch.tensor(found, device=self.cells.device) for rule, found in rows.items()}
 
 
-_live: WeakValueDictionary[int, ScaleBook] = WeakValueDictionary()
+_live: WeakValueDictionary[int, ScalingState] = WeakValueDictionary()
 """All books, in the order in which they were made: ranks must meet in their all-reduces in one order."""
 _numbers = itertools.count()
 
@@ -310,13 +312,13 @@ def _stepped(optimizer: Optimizer, *_: Any) -> None:
     for book in held:
         book.is_held = True
     for book in held or [book for book in books if not book.is_held]:
-        book.roll()
+        book.update_scales()
 
 
 register_optimizer_step_post_hook(_stepped)
 
 
-def keep_scales(layers: Mapping[str, Keeper], model: nn.Module | None = None) -> ScaleBook | None:
+def attach_scaling_state(layers: Mapping[str, Keeper], model: nn.Module | None = None) -> ScalingState | None:
     """Open a book for those of the layers whose recipe keeps scales, and give each its page. None: none does.
 
     Args:
@@ -325,21 +327,21 @@ def keep_scales(layers: Mapping[str, Keeper], model: nn.Module | None = None) ->
     """
     groups: dict[int, list[str]] = {}
     for name, layer in layers.items():
-        if layer.recipe.keeps_scales:
+        if layer.recipe.has_stored_scales:
             groups.setdefault(id(layer.shared or layer), []).append(name)
     if not groups:
         return None
     first = [layers[names[0]] for names in groups.values()]
     recipes = [layer.recipe for layer in first]
     keepers = [layers[name] for names in groups.values() for name in names]
-    book = ScaleBook(list(zip(groups.values(), recipes, strict=True)), keepers[0].weight.device, keepers, model)
+    book = ScalingState(list(zip(groups.values(), recipes, strict=True)), keepers[0].weight.device, keepers, model)
     for number, names in enumerate(groups.values()):
         for name in names:
-            layers[name].book, layers[name].page = book, book.page(number)
+            layers[name].scaling_state, layers[name].scaling_slot = book, book.page(number)
     return book
 
 
-def scales(model: nn.Module) -> ScaleBook | None:
+def scales(model: nn.Module) -> ScalingState | None:
     """Return the scales that a model keeps from step to step, None if its recipes keep none.
 
     Layers that were built one by one (`octavo.nn.Linear(..., recipe="delayed")`) have a book each. They are joined here
@@ -348,21 +350,24 @@ def scales(model: nn.Module) -> ScaleBook | None:
     layers = {
         name: cast(Keeper, module)
         for name, module in model.named_modules()
-        if isinstance(getattr(module, "page", None), Page)
+        if isinstance(getattr(module, "page", None), ScalingSlot)
     }
-    books = {id(layer.book): layer.book for layer in layers.values()}
+    books = {id(layer.scaling_state): layer.scaling_state for layer in layers.values()}
     if len(books) < 2:
         return next(iter(books.values()), None)
-    before = {name: (cast(ScaleBook, layer.book), cast(Page, layer.page)) for name, layer in layers.items()}
-    joined = keep_scales(layers, model)
+    before = {
+        name: (cast(ScalingState, layer.scaling_state), cast(ScalingSlot, layer.scaling_slot))
+        for name, layer in layers.items()
+    }
+    joined = attach_scaling_state(layers, model)
     assert joined is not None
     for name, (book, page) in before.items():
-        _copy(book, page.number, joined, cast(Page, layers[name].page).number)
+        _copy(book, page.number, joined, cast(ScalingSlot, layers[name].scaling_slot).number)
     return joined
 
 
-def _copy(source: ScaleBook, number: int, target: ScaleBook, to: int) -> None:
-    there = slice(number * len(STATEFUL), (number + 1) * len(STATEFUL))
-    here = slice(to * len(STATEFUL), (to + 1) * len(STATEFUL))
+def _copy(source: ScalingState, number: int, target: ScalingState, to: int) -> None:
+    there = slice(number * len(STORED_SCALE_ROLES), (number + 1) * len(STORED_SCALE_ROLES))
+    here = slice(to * len(STORED_SCALE_ROLES), (to + 1) * len(STORED_SCALE_ROLES))
     target.cells.data[here] = source.cells[there]
     target.history.data[: source.history.shape[0], here] = source.history[:, there]

@@ -8,12 +8,12 @@ import octavo
 from octavo.models.config import ModelConfig
 from octavo.models.llama import Llama
 from octavo.nn import Linear
-from octavo.nn.together import groups_of
+from octavo.nn.fusion_groups import fusion_groups
 
 
 def named(model, layers):
     names = {id(module): name for name, module in model.named_modules()}
-    return [[names[id(layer)] for layer in group] for group in groups_of(model, layers)]
+    return [[names[id(layer)] for layer in group] for group in fusion_groups(model, layers)]
 
 
 def llama(**policy):

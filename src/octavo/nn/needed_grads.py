@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 
-def wanted(ctx: Any, first_weight: int) -> tuple[bool, list[bool]]:
+def needed_grads(ctx: Any, first_weight: int) -> tuple[bool, list[bool]]:
     """Return whether the gradient of the first argument is wanted, and for each weight whether its own is.
 
     Args:

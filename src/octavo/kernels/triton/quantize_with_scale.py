@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.target import Target, contiguous_rows
+from octavo.kernels.quant_spec import QuantSpec, contiguous_rows
 from octavo.kernels.triton.codes import TENSOR, emit, finite_magnitude, format_max, inside, load_tile, quads, scale_of
 from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.shape import Shape
@@ -31,10 +31,15 @@ _SIZE = 4
 """FP32 values that a call works with: those three, and one for alignment."""
 
 
-def quantize_at(
-    sources: Sequence[Tensor], cell: Tensor, rows: Target | None, columns: Target | None, at_once: bool, observe: bool
+def quantize_with_scale(
+    sources: Sequence[Tensor],
+    cell: Tensor,
+    rows: QuantSpec | None,
+    columns: QuantSpec | None,
+    at_once: bool,
+    observe: bool,
 ) -> tuple[Quantized | None, Quantized | None]:
-    """See `octavo.kernels.quantize_at.quantize_at`. cell: (2,), [scale, amax]."""
+    """See `octavo.kernels.quantize_with_scale.quantize_with_scale`. cell: (2,), [scale, amax]."""
     target = rows or columns
     assert target is not None
     sources = [contiguous_rows(source) for source in sources]

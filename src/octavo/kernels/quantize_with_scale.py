@@ -4,8 +4,9 @@ A *cell* is two FP32 values that a model keeps for a matrix it sees in every ste
 
     [scale, amax]    what the codes are made with, 0 while it is not known; the largest magnitude seen since it was set
 
-`quantize_at` reads the scale and raises the amax, in memory that outlives the call. `octavo.nn.scales` makes the one
-out of the other once an optimizer step. Which scale is used is decided on the device: nothing waits for it.
+`quantize_with_scale` reads the scale and raises the amax, in memory that outlives the call. `octavo.nn.scaling_state`
+makes the one out of the other once an optimizer step. Which scale is used is decided on the device: nothing waits for
+it.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from torch import Tensor
 from octavo.errors import ConfigError
 from octavo.kernels.dispatch import launches_on, uses_triton
 from octavo.kernels.operator import define, is_direct
-from octavo.kernels.reference import quantize_at as reference
-from octavo.kernels.target import Target, empty, target_of
+from octavo.kernels.quant_spec import QuantSpec, empty, parse_spec
+from octavo.kernels.reference import quantize_with_scale as reference
 from octavo.numerics import Quantized
 
 
-class Cell(NamedTuple):
+class ScaleRef(NamedTuple):
     """Where one matrix of a layer has its scale, and how to use it."""
 
     memory: Tensor
@@ -37,8 +38,8 @@ class Cell(NamedTuple):
     """Whether to raise the amax of the cell."""
 
 
-def quantize_at(
-    sources: Sequence[Tensor], cell: Cell, rows: Target | None, columns: Target | None
+def quantize_with_scale(
+    sources: Sequence[Tensor], cell: ScaleRef, rows: QuantSpec | None, columns: QuantSpec | None
 ) -> tuple[Quantized | None, Quantized | None]:
     """Quantise the matrix X (R, C) that lies in `sources` side by side, with the scale of a cell.
 
@@ -60,7 +61,7 @@ def quantize_at(
     """
     _check(sources, cell, rows, columns)
     memory, row, at_once, observe = cell
-    run = _quantize_at if is_direct(sources[0]) else torch.ops.octavo.quantize_at
+    run = _quantize_at if is_direct(sources[0]) else torch.ops.octavo.quantize_with_scale
     codes, codes_t, scale = run(list(sources), memory, row, str(rows or ""), str(columns or ""), at_once, observe)
     return (
         None if rows is None else Quantized(codes, scale, rows.tile),
@@ -68,14 +69,14 @@ def quantize_at(
     )
 
 
-def _check(sources: Sequence[Tensor], cell: Cell, rows: Target | None, columns: Target | None) -> None:
+def _check(sources: Sequence[Tensor], cell: ScaleRef, rows: QuantSpec | None, columns: QuantSpec | None) -> None:
     if any(source.dim() != 2 or source.shape[0] != sources[0].shape[0] for source in sources):
         shapes = [tuple(source.shape) for source in sources]
-        raise ConfigError(f"quantize_at takes matrices of as many rows, got shapes {shapes}.")
+        raise ConfigError(f"quantize_with_scale takes matrices of as many rows, got shapes {shapes}.")
     asked = {target for target in (rows, columns) if target is not None}
     if len(asked) != 1 or any((t.granularity, t.rounding) != ("tensor", "nearest") for t in asked):
         raise ConfigError(
-            f"quantize_at makes codes with one scale a tensor, rounded to nearest, alike for both results, got "
+            f"quantize_with_scale makes codes with one scale a tensor, rounded to nearest, alike for both results, got "
             f"'{rows or ''}' and '{columns or ''}'."
         )
     if cell.memory.device != sources[0].device:
@@ -88,17 +89,17 @@ def _check(sources: Sequence[Tensor], cell: Cell, rows: Target | None, columns: 
 def _quantize_at(
     sources: list[Tensor], cells: Tensor, row: int, rows: str, columns: str, at_once: bool, observe: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    targets = target_of(rows), target_of(columns)
+    targets = parse_spec(rows), parse_spec(columns)
     # Without a version that autograd would count: a layer that runs twice before backward is no mistake.
     cell = cells.data[row]
     is_empty = 0 in (sources[0].shape[0], sum(source.shape[1] for source in sources))
-    if not is_empty and uses_triton(sources[0], "quantize_at"):
-        from octavo.kernels.triton.quantize_at import quantize_at as fast
+    if not is_empty and uses_triton(sources[0], "quantize_with_scale"):
+        from octavo.kernels.triton.quantize_with_scale import quantize_with_scale as fast
 
         with launches_on(sources[0].device):
             made, made_t = fast(sources, cell, *targets, at_once, observe)
     else:
-        made, made_t = reference.quantize_at(sources, cell, *targets, at_once, observe)
+        made, made_t = reference.quantize_with_scale(sources, cell, *targets, at_once, observe)
     return _flat(made, made_t, sources[0])
 
 
@@ -113,7 +114,7 @@ def _quantize_at_shape(
     sources: list[Tensor], cells: Tensor, row: int, rows: str, columns: str, at_once: bool, observe: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     total_r, total_c, device = sources[0].shape[0], sum(source.shape[1] for source in sources), sources[0].device
-    made, made_t = target_of(rows), target_of(columns)
+    made, made_t = parse_spec(rows), parse_spec(columns)
     return _flat(
         made and empty(made, total_r, total_c, device), made_t and empty(made_t, total_c, total_r, device), sources[0]
     )
@@ -123,7 +124,7 @@ def _quantize_at_shape(
 # its graphs as values that change. Unsaid, it must not copy what it gives: hence outside of the graphs it captures,
 # whose inputs are copies.
 define(
-    "quantize_at(Tensor[] sources, Tensor cells, int row, str rows, str columns, bool at_once, bool observe) "
+    "quantize_with_scale(Tensor[] sources, Tensor cells, int row, str rows, str columns, bool at_once, bool observe) "
     "-> (Tensor, Tensor, Tensor)",
     _quantize_at,
     _quantize_at_shape,
