@@ -519,7 +519,7 @@ def test_a_copy_of_a_model_has_codes_of_its_own():
     with reuse_weight_codes(model):
         other = copy.deepcopy(model)
         assert all(layer.weight_codes is None for layer in other.children())
-        assert "attached_codes" in model.q.__dict__
+        assert "weight_codes" in model.q.__dict__
     for p in other.parameters():
         p.data.mul_(3.0)
     assert torch.equal(other(x.clone()), net("folded", values=other)(x.clone()))
