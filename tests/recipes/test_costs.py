@@ -64,9 +64,14 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
     of: dict[str, Any] = {
         name: getattr(kernels, name)
         for name in (
-            "quantize", "quantize_pair", "quantize_with_scale", "quantize_stack", "transpose_quantized", "transpose_folded"
+            "quantize",
+            "quantize_pair",
+            "quantize_with_scale",
+            "quantize_stack",
+            "transpose_quantized",
+            "transpose_folded",
         )
-    }  # fmt: skip
+    }
 
     def made(*targets: QuantSpec | None) -> tuple[str, ...]:
         return tuple(str(target) for target in targets if target is not None)
