@@ -24,7 +24,7 @@ from octavo.monitor.trackers import AGGREGATES
 from octavo.nn.calibration import Calibrated, Origin, Statistics
 from octavo.numerics import E4M3, E5M2, Format
 from octavo.recipes import Recipe
-from octavo.recipes.costs import Pass, Shape, held_bytes, kept_bytes, operand_names, operand_of, passes
+from octavo.recipes.costs import Pass, Shape, kept_bytes, kept_weight_bytes, operand_names, operand_of, passes
 from octavo.recipes.spec import MOST_MARGIN
 from octavo.train.config import RunConfig
 from octavo_bench.render import table
@@ -271,11 +271,11 @@ SHAPE = Shape(8192, 4096, 4096)
 """The layer that scales are counted for."""
 _SCALES = {"power_of_two": "a power of two", "float32": "FP32"}
 _HEADER = ("operand", "format", "granularity", "scale", "made", "read", "written")
-_SUMMARY = ("recipe", "input", "gradient", "weight, each use", "weight, each value", "kept", "held")
+_SUMMARY = ("recipe", "input", "gradient", "weight", "kept of the input", "kept of the weight")
 
 
 def summary_table() -> str:
-    """Return a line a recipe: bytes read and written per element of each matrix, kept and held."""
+    """Return a line per recipe: bytes per element of each matrix that are read and written, and kept for backward."""
     return table(_SUMMARY, [_summary(name, recipes.load(name)) for name in recipes.names()])
 
 
@@ -289,20 +289,15 @@ def operand_tables() -> str:
 
 def _summary(name: str, recipe: Recipe) -> tuple[str, ...]:
     made = passes(recipe, SHAPE)
-    uses = {
-        "input": [one for one in made if one.matrix == "input"],
-        "grad_output": [one for one in made if one.matrix == "grad_output"],
-        "weight": [one for one in made if one.matrix == "weight" and one.when != "optimizer step"],
-    }
-    moved = (_bytes(sum(one.read + sum(one.written) for one in ones), matrix) for matrix, ones in uses.items())
-    once = [one for one in made if one.when == "optimizer step"]
-    step = _bytes(sum(one.read + sum(one.written) for one in once), "weight")
+    moved = (
+        _bytes(sum(one.read + sum(one.written) for one in made if one.matrix == matrix), matrix)
+        for matrix in ("input", "grad_output", "weight")
+    )
     return (
         f"`{name}`",
         *moved,
-        step,
         _bytes(kept_bytes(recipe, SHAPE), "input"),
-        _bytes(held_bytes(recipe, SHAPE), "weight"),
+        _bytes(kept_weight_bytes(recipe, SHAPE), "weight"),
     )
 
 
@@ -344,7 +339,7 @@ def _made(recipe: Recipe, name: str, one: Pass) -> str:
     times = "" if partner is None else _folded_in(recipe, partner)
     if one.made[0] != name:
         return f"quantised in the same read{times}"
-    return f"quantised {'once a value' if one.when == 'optimizer step' else f'in {one.when}'}{times}"
+    return f"quantised in {one.when}{times}"
 
 
 def _folded_in(recipe: Recipe, partner: str) -> str:

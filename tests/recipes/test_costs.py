@@ -12,10 +12,9 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.kernels import QuantSpec
-from octavo.nn import weights as stacked
-from octavo.nn.functional import linear, spec_of
+from octavo.nn.functional import Quantizer, linear, spec_of
 from octavo.recipes import Fprop, Operand, Recipe, Wgrad, load, names
-from octavo.recipes.costs import Pass, Shape, held_bytes, kept_bytes, operand_of, passes
+from octavo.recipes.costs import Pass, Shape, kept_bytes, kept_weight_bytes, operand_of, passes
 
 SHAPE = Shape(m=40, n=272, k=144)
 M, N, K = SHAPE
@@ -28,34 +27,31 @@ MIXED = [
 every_recipe = pytest.mark.parametrize("recipe", [*map(load, names()), *MIXED], ids=lambda recipe: recipe.name)
 
 
-def run(recipe: Recipe) -> Tensor:
-    """Make a forward and a backward of a linear layer and return its weight."""
-    weight = torch.randn(N, K, requires_grad=True)
-    forward(recipe, weight).backward(torch.randn(M, N, dtype=torch.bfloat16))
-    return weight
+def run(recipe: Recipe) -> None:
+    """Make a forward and a backward of a linear layer."""
+    forward(recipe, torch.randn(N, K, requires_grad=True)).backward(torch.randn(M, N, dtype=torch.bfloat16))
 
 
-def forward(recipe: Recipe, weight: Tensor) -> Tensor:
-    x = torch.randn(M, K, dtype=torch.bfloat16, requires_grad=True)
-    return linear(x, weight, None, recipe, cells=torch.ones(2, 2) if recipe.has_stored_scales else None)
+def forward(recipe: Recipe, weight: Tensor, needs_x: bool = True) -> Tensor:
+    x = torch.randn(M, K, dtype=torch.bfloat16, requires_grad=needs_x)
+    amax_and_scale = torch.ones(2, 2) if recipe.has_stored_scales else None
+    return linear(x, weight, None, Quantizer(recipe, torch.bfloat16, amax_and_scale))
 
 
 @every_recipe
 def test_what_is_kept_for_backward(recipe):
-    kept: list[Tensor] = []
-    weight = torch.randn(N, K, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda nothing: nothing):
-        forward(recipe, weight)
-    of_input = [tensor for tensor in kept if tensor.data_ptr() != weight.data_ptr()]
-    assert sum(tensor.nbytes for tensor in of_input) == kept_bytes(recipe, SHAPE)
-    assert len(kept) == len(of_input) + 1
+    def kept(needs_x: bool) -> tuple[int, bool]:
+        """Return the bytes kept, and whether the weight itself is kept, of which there is no copy."""
+        saved: list[Tensor] = []
+        weight = torch.randn(N, K, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda nothing: nothing):
+            forward(recipe, weight, needs_x)
+        copies = [tensor for tensor in saved if tensor.data_ptr() != weight.data_ptr()]
+        return sum(tensor.nbytes for tensor in copies), len(copies) < len(saved)
 
-
-@every_recipe
-def test_what_is_held_of_a_weight(recipe):
-    weight = run(recipe)
-    held = [entry.stack for key, entry in stacked._kept.items() if id(weight) in key[2:]]
-    assert sum(one.codes.nbytes + one.scale.nbytes for one in held) == held_bytes(recipe, SHAPE)
+    of_weight = kept_weight_bytes(recipe, SHAPE)
+    assert kept(needs_x=False) == (kept_bytes(recipe, SHAPE), False)
+    assert kept(needs_x=True) == (kept_bytes(recipe, SHAPE) + of_weight, of_weight == 0)
 
 
 Seen = tuple[str, str, tuple[str, ...]]
@@ -66,8 +62,11 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
     seen: list[Seen] = []
     matrix = {(M, K): "input", (K, M): "input", (N, K): "weight", (K, N): "weight", (M, N): "grad_output"}
     of: dict[str, Any] = {
-        name: getattr(kernels, name) for name in ("quantize", "quantize_pair", "quantize_with_scale", "contiguous")
-    }
+        name: getattr(kernels, name)
+        for name in (
+            "quantize", "quantize_pair", "quantize_with_scale", "quantize_stack", "transpose_quantized", "transpose_folded"
+        )
+    }  # fmt: skip
 
     def made(*targets: QuantSpec | None) -> tuple[str, ...]:
         return tuple(str(target) for target in targets if target is not None)
@@ -84,11 +83,20 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
         seen.append(("quantise", matrix[tuple(sources[0].shape)], made(rows, columns)))
         return of["quantize_with_scale"](sources, cell, rows, columns)
 
-    def contiguous(quantized):
-        seen.append(("transpose", matrix[tuple(quantized.codes.shape)], ()))
-        return of["contiguous"](quantized)
+    def quantize_stack(weights, target):
+        assert [tuple(weight.shape) for weight in weights] == [(N, K)]
+        seen.append(("quantise", "weight", made(target)))
+        return of["quantize_stack"](weights, target)
 
-    for spy in (quantize, quantize_pair, quantize_with_scale, contiguous):
+    def transpose_quantized(source, after):
+        seen.append(("transpose", matrix[tuple(source.codes.shape)], ()))
+        return of["transpose_quantized"](source, after)
+
+    def transpose_folded(codes, after):
+        seen.append(("transpose", matrix[tuple(codes.shape)], ()))
+        return of["transpose_folded"](codes, after)
+
+    for spy in (quantize, quantize_pair, quantize_with_scale, quantize_stack, transpose_quantized, transpose_folded):
         monkeypatch.setattr(kernels, spy.__name__, spy)
     return seen
 

@@ -164,7 +164,7 @@ def test_only_a_whole_tensor_has_a_scale_from_elsewhere(source):
 
 def test_weights_are_scaled_by_their_own_maximum():
     for gemms in ({"fprop": Fprop(weight=DELAYED)}, {"dgrad": Dgrad(weight=DELAYED)}):
-        refused("weight.scale_from = 'delayed' is refused: a weight is quantised once an optimizer step", **gemms)
+        refused("weight.scale_from = 'delayed' is refused: a weight is scaled by its own maximum", **gemms)
 
 
 def test_kept_scales_round_to_nearest():

@@ -39,14 +39,14 @@ class Product:
     taps: int = 0
     """Pixels of a convolution's patch; 0 for all else."""
     weight: Tensor | None = None
-    """The parameter among the operands whose codes are kept until it changes."""
+    """The parameter among the operands."""
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Product | str:
     """Read `F.linear`."""
     if weight.dim() != 2 or input.dim() == 0:
         return _SHAPES
-    if not is_parameter(weight):  # its codes must not outlive this call
+    if not is_parameter(weight):
         return _product(input, weight.t(), lambda y: y if bias is None else y + bias.to(y.dtype), _given(bias))
     return Product(
         compute=lambda recipe, dtype: fp8_linear(input, weight, bias, recipe, dtype),

@@ -18,7 +18,7 @@ class Ledger:
     gemms: Counter[str] = field(default_factory=Counter)
     """FP8 GEMMs run, by kernel."""
     weights: int = 0
-    """Weights quantised: those that were there already do not count."""
+    """Weights quantised for fprop: once per forward, and not those whose codes are reused."""
     fallbacks: list[str] = field(default_factory=list)
     """One line for each reason a slower kernel ran on a device that has a faster one."""
 

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 Kind = Literal["weights", "gradients", "states", "activations", "workspace"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-"""`weights`: parameters, buffers and cached codes. `states`: the optimizer's. `activations`: tensors saved for
+"""`weights`: parameters, buffers and codes of shards. `states`: the optimizer's. `activations`: tensors saved for
 backward, and the batch. `workspace`: temporaries, including gradients of activations."""
 
 GRAIN = 512
@@ -48,7 +48,7 @@ class Step:
     def kind_of(self, allocation: Allocation) -> Kind:
         """Return the kind of an allocation of this step, by its lifetime."""
         if allocation.died is None:
-            return "weights"  # cached codes and stored scales persist across steps
+            return "weights"  # codes of shards and stored scales persist across steps
         if allocation.is_alive_at(self.update - 1):
             return "gradients"
         is_read = allocation.phase == "forward" and allocation.is_alive_at(self.backward)

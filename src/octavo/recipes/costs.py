@@ -1,4 +1,4 @@
-"""What a recipe costs in memory: each pass over a matrix that a linear layer makes, and what it keeps.
+"""Memory costs of a recipe: each pass over a matrix that a linear layer makes, and what it keeps for backward.
 
 Counted as `octavo.nn.functional` works, in bytes: inputs and gradients are BF16, weights FP32, codes one byte, scales
 FP32. Reads are the fewest that the scales allow. A maximum over a row, or over a tile of up to 128 x 128, is known to
@@ -19,7 +19,7 @@ from octavo.numerics import PER_ROW, Granularity
 from octavo.recipes.spec import OPERANDS, Operand, Recipe
 from octavo.recipes.text import reused_from
 
-When = Literal["forward", "backward", "optimizer step"]
+When = Literal["forward", "backward"]
 HIGH_PRECISION = {"input": 2, "weight": 4, "grad_output": 2}
 """Bytes of an element before it is quantised, by the matrix it belongs to."""
 BF16, CODE, SCALE = 2, 1, 4
@@ -49,7 +49,6 @@ class Pass:
     """The operands, `fprop.input` and so on."""
     how: Literal["quantise", "transpose", "cast"]
     when: When
-    """`optimizer step`: once for each value of the weight, however many forwards and backwards there are."""
     read: int
     """Bytes."""
     written: tuple[int, ...]
@@ -62,7 +61,7 @@ def passes(recipe: Recipe, shape: Shape) -> list[Pass]:
 
 
 def kept_bytes(recipe: Recipe, shape: Shape) -> int:
-    """Return the bytes that a layer keeps of its input from forward to backward. Of its weight it keeps none."""
+    """Return the bytes that a layer keeps of its input from forward to backward."""
     if not recipe.wgrad.is_fp8:
         return BF16 * shape.m * shape.k
     if reused_from(recipe, "wgrad", "input"):
@@ -70,9 +69,13 @@ def kept_bytes(recipe: Recipe, shape: Shape) -> int:
     return quantised_bytes(recipe.wgrad.input, shape.k, shape.m)
 
 
-def held_bytes(recipe: Recipe, shape: Shape) -> int:
-    """Return the bytes of the quantised weight, which stay until it changes."""
-    return sum(sum(one.written) for one in _weight_passes(recipe, shape) if one.when == "optimizer step")
+def kept_weight_bytes(recipe: Recipe, shape: Shape) -> int:
+    """Return the bytes that a layer keeps of its weight from forward to backward, beside the weight itself.
+
+    The codes of fprop where dgrad reads them; otherwise backward reads the weight again.
+    """
+    reuses = recipe.fprop.is_fp8 and recipe.dgrad.is_fp8 and reused_from(recipe, "dgrad", "weight") is not None
+    return quantised_bytes(recipe.fprop.weight, *shape.of("weight")) if reuses else 0
 
 
 def quantised_bytes(operand: Operand, rows: int, cols: int) -> int:
@@ -99,7 +102,7 @@ def _weight_passes(recipe: Recipe, shape: Shape) -> Iterator[Pass]:
         elif reused_from(recipe, gemm, "weight"):
             yield _transpose(recipe, name, "fprop.weight", shape)
         else:
-            yield from _quantise(recipe, "weight", [name], "optimizer step", shape)
+            yield from _quantise(recipe, "weight", [name], when, shape)
 
 
 def _gradient_passes(recipe: Recipe, shape: Shape) -> Iterator[Pass]:

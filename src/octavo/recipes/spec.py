@@ -310,7 +310,7 @@ class Recipe:
 def _check_kept_scale(where: str, role: str, operand: Operand, partner: Operand) -> None:
     if role not in STORED_SCALE_ROLES:
         raise ConfigError(
-            f"{where} is refused: a weight is quantised once an optimizer step, from its own maximum, and kept. "
+            f"{where} is refused: a weight is scaled by its own maximum, in every forward. "
             "Maxima of earlier steps could only be worse. Leave it out."
         )
     if operand.granularity != "tensor":
