@@ -368,7 +368,7 @@ def test_layers_built_one_by_one_are_joined():
 def test_revert_closes_the_book():
     model = model_of()
     octavo.revert(model)
-    assert octavo.scales(model) is None and "page" not in vars(model[0].q)
+    assert octavo.scales(model) is None and "scaling_slot" not in vars(model[0].q)
 
 
 def test_copies_have_scales_of_their_own():
