@@ -493,13 +493,13 @@ def test_nothing_to_save_yet(tmp_path):
 
 
 def test_books_that_nobody_holds_are_forgotten():
-    from octavo.nn import scales
+    from octavo.nn import scaling_state
 
-    before = len(scales._live)
+    before = len(scaling_state._live)
     book = ScalingState([(["a"], load("delayed"))], "cpu")
-    assert len(scales._live) == before + 1
+    assert len(scaling_state._live) == before + 1
     del book
-    assert len(scales._live) == before
+    assert len(scaling_state._live) == before
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------

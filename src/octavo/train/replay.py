@@ -25,7 +25,7 @@ from octavo.tensor import FP8Tensor
 
 WARM = 3
 """Uncaptured steps before a capture, which compile and autotune."""
-_DECIDING = ("recipe", "mlp_recipes", "target", "enabled", "shared", "watch", "scaling_slot", "weight_codes")
+_DECIDING = ("recipe", "mlp_recipes", "target", "enabled", "shared", "watch", "scaling_slot")
 """Module attributes that decide what is computed, or where."""
 
 Run = Callable[[Tensor, Tensor, int], Tensor]
@@ -198,5 +198,6 @@ def _computed_as(model: nn.Module) -> list[Any]:
         own = vars(module)
         if slot := own.get("scaling_slot"):
             found.append(slot.cells.data_ptr())
+        found.append(id(own.get("weight_codes")))
         found += (type(module), *(own[name] for name in _DECIDING if name in own))
     return found
