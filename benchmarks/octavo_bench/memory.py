@@ -190,7 +190,7 @@ def kept(config: ModelConfig, policy: Policy | None = None) -> dict[str, int]:
     """Return the bytes per token that a block of a converted Llama keeps from forward to backward, by content.
 
     A test compares them with the storages that a block saves. The recipe has a scale per token, as `folded` does;
-    layers share inputs and MLPs are fused.
+    layers share inputs and MLPs are fused. Beside these lie the codes of the block's weights, a byte per parameter.
     """
     policy = policy or Policy()
     dim, ffn, keys = config.dim, config.ffn_dim, config.head_dim * config.key_value_heads

@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 from octavo.cli.main import main
-from octavo.nn import watched
+from octavo.nn import telemetry_ops
 from octavo_bench import results
 from octavo_bench.measured import telemetry
 from octavo_bench.results import Result
 from octavo_bench.telemetry import DEMO, _own_time, bench_telemetry, interval
 
-sample_input = watched.sample_input
+sample_input = telemetry_ops.sample_input
 
 
 def run(*arguments):
@@ -33,7 +33,7 @@ def test_a_row_is_a_result(capsys, tmp_path):
     assert rows[0]["tensors"] >= 2 * 5 * 3
     assert rows[0]["ms_watched"] > 0
     assert 0 < rows[0]["own_percent"] < 500
-    assert watched.sample_input is sample_input  # what counts is taken away again
+    assert telemetry_ops.sample_input is sample_input  # what counts is taken away again
 
 
 def test_an_optimizer_closes_the_steps_of_a_whole_model():
@@ -53,15 +53,15 @@ def test_the_interval_holds_the_median_in_95_of_100(count, first):
 def test_own_time_counts_calls_within_calls_once(monkeypatch):
     clock = itertools.count()
     monkeypatch.setattr("octavo_bench.telemetry.time.thread_time", lambda: float(next(clock)))
-    monkeypatch.setattr(watched, "sample_input", lambda: None)
-    monkeypatch.setattr(watched, "sample_weights", lambda: watched.sample_input())
-    plain = watched.sample_weights
+    monkeypatch.setattr(telemetry_ops, "sample_input", lambda: None)
+    monkeypatch.setattr(telemetry_ops, "sample_weights", lambda: telemetry_ops.sample_input())
+    plain = telemetry_ops.sample_weights
     with _own_time() as spent:
-        watched.sample_input()
-        watched.sample_weights()
+        telemetry_ops.sample_input()
+        telemetry_ops.sample_weights()
     # In ms: 1 between two looks at the clock, and 2 where a call within looked once more.
     assert spent == [3000.0]
-    assert watched.sample_weights is plain
+    assert telemetry_ops.sample_weights is plain
 
 
 @pytest.mark.parametrize("arguments", [("--workload", "tinny"), ("--every", "0"), ("--workload", "tiny-model")])

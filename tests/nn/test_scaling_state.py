@@ -368,7 +368,7 @@ def test_layers_built_one_by_one_are_joined():
 def test_revert_closes_the_book():
     model = model_of()
     octavo.revert(model)
-    assert octavo.scales(model) is None and "page" not in vars(model[0].q)
+    assert octavo.scales(model) is None and "scaling_slot" not in vars(model[0].q)
 
 
 def test_copies_have_scales_of_their_own():
@@ -493,13 +493,13 @@ def test_nothing_to_save_yet(tmp_path):
 
 
 def test_books_that_nobody_holds_are_forgotten():
-    from octavo.nn import scales
+    from octavo.nn import scaling_state
 
-    before = len(scales._live)
+    before = len(scaling_state._live)
     book = ScalingState([(["a"], load("delayed"))], "cpu")
-    assert len(scales._live) == before + 1
+    assert len(scaling_state._live) == before + 1
     del book
-    assert len(scales._live) == before
+    assert len(scaling_state._live) == before
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------

@@ -221,7 +221,8 @@ def by_fused_function(model: nn.Module) -> Iterator[Any]:
     ps = [p.detach() for p in with_gradients(model)]
     grads, (ms, vs) = [p.grad for p in model.parameters()], ([torch.zeros_like(p) for p in ps] for _ in range(2))
     steps = [torch.ones(()) for _ in ps]
-    options = dict(lr=0.1, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False)
+    moments = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+    options = {"lr": 0.1, "weight_decay": 0.1, "amsgrad": False, "maximize": False} | moments
     yield torch._fused_adamw_(ps, grads, ms, vs, [], steps, **options)
 
 
@@ -550,7 +551,7 @@ def test_layers_that_have_no_codes_to_reuse_are_left_as_they_are():
     octavo.convert(codes, "folded", policy=Policy(min_gain=0.0, weights="fp8"))
     layers["codes"] = codes
     with reuse_weight_codes(layers):
-        assert all(getattr(layer, "attached_codes", None) is None for layer in layers.values())
+        assert all(getattr(layer, "weight_codes", None) is None for layer in layers.values())
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------

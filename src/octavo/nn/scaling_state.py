@@ -350,7 +350,7 @@ def scales(model: nn.Module) -> ScalingState | None:
     layers = {
         name: cast(Keeper, module)
         for name, module in model.named_modules()
-        if isinstance(getattr(module, "page", None), ScalingSlot)
+        if isinstance(getattr(module, "scaling_slot", None), ScalingSlot)
     }
     books = {id(layer.scaling_state): layer.scaling_state for layer in layers.values()}
     if len(books) < 2:

@@ -25,7 +25,7 @@ from octavo.tensor import FP8Tensor
 
 WARM = 3
 """Uncaptured steps before a capture, which compile and autotune."""
-_DECIDING = ("recipe", "mlp_recipes", "target", "enabled", "shared", "watch", "page")
+_DECIDING = ("recipe", "mlp_recipes", "target", "enabled", "shared", "watch", "scaling_slot")
 """Module attributes that decide what is computed, or where."""
 
 Run = Callable[[Tensor, Tensor, int], Tensor]
@@ -196,7 +196,8 @@ def _computed_as(model: nn.Module) -> list[Any]:
     found: list[Any] = []
     for module in model.modules():
         own = vars(module)
-        if page := own.get("page"):
-            found.append(page.cells.data_ptr())
+        if slot := own.get("scaling_slot"):
+            found.append(slot.cells.data_ptr())
+        found.append(id(own.get("weight_codes")))
         found += (type(module), *(own[name] for name in _DECIDING if name in own))
     return found

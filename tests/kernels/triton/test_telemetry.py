@@ -63,7 +63,7 @@ def test_what_is_past_the_largest_code_is_counted(device):
     from octavo.kernels.triton.output import Output
 
     x, target, stats = torch.tensor([[464.0, 465.0, -500.0, 3.0]] * 5).to(device), ROW, new_stats(device)
-    row = Output(target, 5, 4, torch.device(device), scale=torch.ones(5, 1, device=device))
+    row = Output(target, 5, 4, torch.device(device), scale=torch.ones(5, 1, device=device), from_amax=True)
     nothing = Output(None, 5, 4, torch.device(device))
     fused._write(x, 0, (5, 4), row, nothing, None, None, (stats, None))
     assert read(stats) == read(count(x, row.quantized)) and read(stats).saturated == 10

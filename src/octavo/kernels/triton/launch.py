@@ -36,6 +36,12 @@ class Kernel:
         params = getattr(function, "params", None)  # none in the interpreter
         self._is_constexpr = None if params is None else [param.is_constexpr for param in params]
 
+    def __getattr__(self, name: str) -> Any:
+        """Return what Triton's own object has: `arg_names`, `params`, `src`."""
+        if name == "function":  # a copy is being made, and has none yet
+            raise AttributeError(name)
+        return getattr(self.function, name)
+
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         """Return what launches as many programs."""
         return partial(self._launch, grid)
