@@ -395,18 +395,21 @@ def test_a_write_to_a_weight_is_seen_by_the_next_forward(mode, recipe, way):
     assert changed, "nothing was written"
 
 
+class MLP(nn.Module):
+    """Computed as one function where nobody looks in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
 @pytest.mark.parametrize("write", [lambda p: p.data.mul_(3.0), lambda p: p.detach().numpy().__imul__(3)])
 @pytest.mark.parametrize("recipe", ["folded", "rowwise"])
 @pytest.mark.parametrize("kind", ["grouped", "convolution", "mlp", "head"])
 def test_a_write_is_seen_by_layers_of_every_kind(kind, recipe, write):
-    class MLP(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.gate, self.down = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-
     def made() -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
         torch.manual_seed(3)
         if kind == "grouped":
@@ -513,6 +516,19 @@ def test_codes_of_a_group_are_not_read_by_one_layer_nor_those_of_one_by_a_group(
         alone = Linear.forward(model.q, x.clone())
         model.q.shared = None
         assert torch.equal(model.q(x.clone()), alone)
+
+
+def test_an_mlp_reuses_codes_also_where_somebody_looks_in():
+    model, x = MLP(), torch.randn(5, 32)
+    octavo.convert(model, "folded", policy=Policy(min_gain=0.0))
+    expected = results(model, model)
+    with reuse_weight_codes(model):
+        with kernels.record() as ledger:
+            assert all(torch.equal(a, b) for a, b in zip(results(model, model), expected, strict=True))
+        assert ledger.weights == 0
+        model.gate.register_forward_hook(lambda *_: None)  # now each layer computes by itself
+        alone = model(x)
+    assert torch.equal(alone, model(x))
 
 
 def test_a_copy_of_a_model_has_codes_of_its_own():
