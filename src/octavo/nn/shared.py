@@ -5,6 +5,9 @@ Whether they do read the same input is seen in each call, by identity: a layer c
 alone. The joint call has one node in the autograd graph, so that backward has the gradients of all outputs at once:
 they are quantised side by side, and dgrad, whose sum over the layers the GEMM makes, and wgrad are one GEMM each.
 
+Outputs wait for their layer until its next call. Those of an earlier x, weight or recipe are dropped, which versions
+and optimizer steps tell: not a write through `weight.data` between two calls of one group with the same tensor.
+
 One node means one backward: `q.sum().backward()` and then `k.sum().backward()` needs `retain_graph=True` in the first.
 """
 

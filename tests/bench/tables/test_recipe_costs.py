@@ -25,13 +25,13 @@ def test_recipes_that_make_the_same_operands_share_a_table() -> None:
 
 
 def test_folded() -> None:
-    assert "| `folded` | 5.00 | 6.00 | 2.00 | 5.00 | 1.00 | 1.00 |" in recipe_costs.summary_table()
+    assert "| `folded` | 5.00 | 6.00 | 7.00 | 1.00 | 1.00 |" in recipe_costs.summary_table()
     lines = (
         recipe_costs.operand_tables().partition("**`folded`, `folded_fast`**\n\n")[2].partition("\n\n")[0].splitlines()
     )
     assert lines[2:] == [
         "| `fprop.input` | E4M3 | row | a power of two | quantised in forward | 2.00 | 1.00 |",
-        "| `fprop.weight` | E4M3 | row | a power of two | quantised once a value | 4.00 | 1.00 |",
+        "| `fprop.weight` | E4M3 | row | a power of two | quantised in forward | 4.00 | 1.00 |",
         "| `dgrad.grad_output` | E4M3 | row | a power of two "
         "| quantised in backward, times the scales of weight | 4.00 | 1.00 |",
         "| `dgrad.weight` | E4M3 | column | a power of two "
