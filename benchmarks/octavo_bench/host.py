@@ -65,8 +65,9 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
         """Return the attention output, (B,T,D)."""
+        q_BTD, k_BTD, v_BTD = self.wq(x_BTD), self.wk(x_BTD), self.wv(x_BTD)
         q_BHTE, k_BHTE, v_BHTE = (
-            layer(x_BTD).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for layer in (self.wq, self.wk, self.wv)
+            y_BTD.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for y_BTD in (q_BTD, k_BTD, v_BTD)
         )
         q_BHTE, k_BHTE = rotate(q_BHTE, cos_TE, sin_TE), rotate(k_BHTE, cos_TE, sin_TE)
         y_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE, is_causal=True)
