@@ -165,7 +165,7 @@ def test_converting_to_bf16_turns_layers_back(model):
 
 
 def test_a_policy_that_keeps_a_converted_layer_turns_it_back(model, converted):
-    convert(model, policy=Policy(keep={}))
+    convert(model, policy=Policy(keep_defaults=False))
     assert "lm_head" in fp8(model)
     convert(model)
     assert fp8(model) == converted

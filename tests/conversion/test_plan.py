@@ -102,7 +102,8 @@ def test_unknown_recipe(model):
 
 
 def test_a_policy_of_ones_own(model):
-    plan = make_plan(model, policy=Policy(keep={}, min_features=0, filter=lambda name, _: not name.endswith("up")))
+    policy = Policy(keep_defaults=False, min_features=0, filter=lambda name, _: not name.endswith("up"))
+    plan = make_plan(model, policy=policy)
     assert {layer.name for layer in plan.layers if not layer.is_fp8} == {"layers.0.up", "layers.1.up"}
     assert of(plan, "layers.0.up").reason == "left out by the policy's filter"
 
@@ -144,7 +145,7 @@ def test_a_converted_model_is_planned_as_it_was_before(model):
 
 
 def test_the_policy_holds_for_a_converted_model_too(model):
-    convert(model, policy=Policy(keep={}, min_features=0))
+    convert(model, policy=Policy(keep_defaults=False, min_features=0))
     assert str(make_plan(model)) == TABLE
 
 

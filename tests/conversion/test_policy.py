@@ -1,10 +1,12 @@
 """What stays in BF16 whatever the recipe, each with its reason."""
 
 import dataclasses
+from collections import OrderedDict
 
 import pytest
 from torch import nn
 
+import octavo
 from octavo.conversion import Policy, make_plan
 from octavo.errors import ConfigError
 from octavo.nn import Linear
@@ -128,8 +130,31 @@ def test_what_mlps_keep_is_checked(wrong, message):
 def test_a_policy_of_ones_own():
     policy = dataclasses.replace(Policy(), keep={"first*": "because"})
     assert policy.reason_to_keep("first.layer", nn.Linear(64, 64)) == "because"
-    assert policy.reason_to_keep("lm_head", nn.Linear(64, 64)) is None
-    assert Policy().keep != policy.keep
+    assert policy.reason_to_keep("lm_head", nn.Linear(64, 64)) == HEAD, "it adds to the defaults"
+    alone = dataclasses.replace(policy, keep_defaults=False)
+    assert alone.reason_to_keep("first.layer", nn.Linear(64, 64)) == "because"
+    assert alone.reason_to_keep("lm_head", nn.Linear(64, 64)) is None
+
+
+def test_patterns_need_no_reasons():
+    policy = Policy(keep=["first*", "*.last"])
+    assert policy.reason_to_keep("a.last", nn.Linear(64, 64)) == "kept by the policy"
+    with pytest.raises(ConfigError, match=r"keep = 'first\*': it is a list of patterns, \['first\*'\]"):
+        Policy(keep="first*")
+
+
+@pytest.mark.parametrize("wrapper", ["_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"])
+def test_names_of_wrappers_hide_nothing(wrapper):
+    assert Policy().reason_to_keep(f"{wrapper}.output", nn.Linear(64, 64)) == HEAD
+    policy = Policy(keep={"layers.0.up": "mine"})
+    assert policy.reason_to_keep(f"layers.0.{wrapper}.up", nn.Linear(64, 64)) == "mine"
+
+
+def test_a_pattern_that_matches_nothing_is_refused_with_a_suggestion():
+    model = nn.Sequential(OrderedDict(first=nn.Linear(64, 64), last=nn.Linear(64, 64)))
+    octavo.plan(model, policy=Policy(keep=["last"]))
+    with pytest.raises(ConfigError, match=r"the pattern 'lats' matches no module of the model\. Did you mean 'last'"):
+        octavo.plan(model, policy=Policy(keep=["lats"]))
 
 
 # --- first and last blocks ------------------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ def test_weights_that_are_stored_in_fp8_are_written_as_they_are(make_llama, tmp_
 
 
 def test_a_head_in_fp8_is_written_as_the_values_of_its_codes(make_llama, tmp_path):
-    model = make_llama("folded", octavo.Policy(keep={}))
+    model = make_llama("folded", octavo.Policy(keep_defaults=False))
     exported = export(model, tmp_path / "out")
     tensors, config = read(tmp_path / "out")
     values = octavo.dequantize(octavo.quantize(model.lm_head.weight.detach()), torch.bfloat16)

@@ -115,11 +115,13 @@ def make_plan(
         device: where it will run; by default where the model is.
 
     Raises:
-        ConfigError: an unknown recipe, a pattern that matches no linear layer and no convolution, or weights in FP8
+        ConfigError: an unknown recipe, a pattern of a recipe that matches no linear layer and no convolution, one of
+            the policy that matches no module, or weights in FP8
             with a recipe that cannot compute with their codes.
         UnsupportedError: `device` is not there to be asked what it can run.
     """
     recipe, policy = load(recipe), policy or Policy()
+    policy.check_patterns(model)
     layers = list(_layers(model))
     device = torch.device(device) if device is not None else _device_of(model)
     _check_patterns(recipe, policy, [name for name, _ in layers])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import get_args
 
 from torch import nn
@@ -22,8 +23,8 @@ _HEAD = "output head: its error goes straight into the loss"
 _ROUTER = "router: a small error sends a token to another expert"
 
 
-def _keep() -> dict[str, str]:
-    return {
+DEFAULTS = MappingProxyType(
+    {
         "*lm_head": _HEAD,
         "output": _HEAD,
         "head": _HEAD,  # of image models, as are the next two
@@ -37,6 +38,11 @@ def _keep() -> dict[str, str]:
         "*.gate.wg": _ROUTER,
         "*.shared_expert_gate": _ROUTER,
     }
+)
+"""Name patterns of layers that stay in BF16 unless a policy says otherwise, and why."""
+
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+"""Names that `torch.compile`, activation checkpointing and FSDP put between a module and its parent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +52,11 @@ class Policy:
     Norms, softmax, embeddings and losses have none: they are never computed in FP8, whatever the policy.
     """
 
-    keep: dict[str, str] = field(default_factory=_keep)
-    """Name pattern -> reason. `*` matches anything, dots included."""
+    keep: Mapping[str, str] | Sequence[str] = field(default_factory=dict)
+    """Layers that stay in BF16 in addition to the defaults: name pattern -> reason, or patterns alone. `*` matches
+    anything, dots included. Each must match a module of the model."""
+    keep_defaults: bool = True
+    """Whether heads, embeddings and routers stay in BF16 (`octavo.conversion.policy.DEFAULTS`)."""
     min_features: int = 32
     """A layer with fewer input or output features stays in BF16."""
     min_gain: float = 1.0
@@ -85,6 +94,8 @@ class Policy:
     """A further test, (name, layer) -> whether to convert it."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.keep, str):
+            raise ConfigError(f"policy: keep = {self.keep!r}: it is a list of patterns, [{self.keep!r}], or a mapping.")
         if self.activation_inputs not in get_args(ActivationInputs):
             raise ConfigError(f"activation_inputs = {self.activation_inputs!r}: it is 'bf16' or 'fp8'.")
         if self.norm_inputs not in get_args(NormInputs):
@@ -129,10 +140,31 @@ class Policy:
         kept = dict.fromkeys(blocks[:first], _among("first", first))
         return kept | dict.fromkeys(blocks[len(blocks) - last :], _among("last", last))
 
+    @property
+    def patterns(self) -> dict[str, str]:
+        """The patterns of layers that stay in BF16, the user's first, and why each does."""
+        given = self.keep if isinstance(self.keep, Mapping) else dict.fromkeys(self.keep, "kept by the policy")
+        return {**given, **{p: reason for p, reason in DEFAULTS.items() if self.keep_defaults and p not in given}}
+
+    def check_patterns(self, model: nn.Module) -> None:
+        """Check that each pattern of `keep` matches a module.
+
+        Raises:
+            ConfigError: one does not.
+        """
+        names = [name for name, _ in model.named_modules()]
+        for pattern in self.keep:
+            if not any(_matches(name, pattern) for name in names):
+                near = did_you_mean(pattern, names)
+                raise ConfigError(
+                    f"policy: keep: the pattern '{pattern}' matches no module of the model.{near} "
+                    "`*` matches anything, dots included: '*.up' is the layer 'up' of every block."
+                )
+
     def reason_to_keep(self, name: str, layer: nn.Module, in_mlp: bool = False) -> str | None:
         """Return why this layer stays in BF16, or None. `in_mlp`: it belongs to an MLP, whose gate routes nothing."""
-        for pattern, reason in self.keep.items():
-            if fnmatchcase(name, pattern) and not (in_mlp and reason == _ROUTER):
+        for pattern, reason in self.patterns.items():
+            if _matches(name, pattern) and not (in_mlp and reason == _ROUTER):
                 return reason
         unfit = self._linear(layer) if isinstance(layer, nn.Linear) else self._convolution(layer)
         if unfit is not None:
@@ -187,3 +219,9 @@ def blocks_of(model: nn.Module) -> list[str]:
     # Before experts in each of them, which may be more: together the blocks have more parameters than any one's.
     name = max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()), default=None)
     return [] if name is None else [f"{name}.{child}" if name else child for child, _ in lists[name].named_children()]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Return whether a pattern matches a module's name, or that name without those of wrappers."""
+    own = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return fnmatchcase(name, pattern) or fnmatchcase(own, pattern)

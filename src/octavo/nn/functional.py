@@ -119,31 +119,28 @@ class _Linears(torch.autograd.Function):
         recipe, dtype, keeps_input, observe = options
         needs_x, needs_weight = ctx.needs_input_grad[0], any(ctx.needs_input_grad[_WEIGHTS:])
         given = None if x_codes is None else Quantized(x_codes, x_scale, recipe.fprop.input.tile)
-        x = read_input(
-            x_MK,
-            recipe,
-            dtype,
-            needs_weight,
-            given,
-            scale_ref_of(amax_and_scale, recipe, "input", observe),
-            keeps_input,
-        )
+        cell = scale_ref_of(amax_and_scale, recipe, "input", observe)
+        x = read_input(x_MK, recipe, dtype, needs_weight, given, cell, keeps_input)
         attached = None if w_codes is None else (w_codes, w_scale)
         w = read_weights(weights, recipe, attached)
         ctx.save_for_backward(*x.kept, *(kept_weights(w, weights, recipe) if needs_x else ()))
         ctx.kept, ctx.options = len(x.kept), (recipe, dtype, x_MK.dtype)
         ctx.buffers = amax_and_scale, stats  # no saved tensors: backward writes to them, and hooks may give it copies
         ctx.parts = [(weight.shape[0], weight.dtype) for weight in weights]
+        ctx.set_materialize_grads(False)  # a layer whose output nobody used has no gradient, as in PyTorch
         return tuple(fprop(x_MK, x.fprop, w, weights, recipe, dtype, stats))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
+        if all(dy is None for dy in dys):
+            return (None,) * len(ctx.needs_input_grad)
         (recipe, dtype, x_dtype), (amax_and_scale, stats) = ctx.options, ctx.buffers
         saved = ctx.saved_tensors  # read once: a checkpoint hands them out once
         kept, w = saved[: ctx.kept], saved[ctx.kept :]
         needs_x, needs_weight = needed_grads(ctx, _WEIGHTS)
-        sources = [dy.to(dtype) for dy in dys]
+        needs_weight = [needed and dy is not None for needed, dy in zip(needs_weight, dys, strict=True)]
+        sources = with_zeros([None if dy is None else dy.to(dtype) for dy in dys], [rows for rows, _ in ctx.parts])
         cell = scale_ref_of(amax_and_scale, recipe, "grad_output")
         weight = Kept(w, tuple(rows for rows, _ in ctx.parts)) if needs_x else None
         g, h = read_gradient(sources, scale_of(kept), weight, recipe, any(needs_weight), cell)
@@ -368,9 +365,11 @@ def transposed_weight(weight: Kept, recipe: Recipe, after: Tensor) -> Quantized:
     parts = [transpose_codes(matrix, recipe.dgrad.weight.is_folded, after) for matrix in matrices]
     if len(parts) == 1:
         return parts[0]
-    # FP8 weights, whose scales are folded. Joined after the transposes: else a compiler keeps a joined copy for them.
+    # Several FP8 weights. Joined after the transposes: else a compiler keeps a joined copy for them.
     codes = torch.cat([part.codes.view(torch.uint8) for part in parts], dim=1).view(parts[0].codes.dtype)
-    return Quantized(codes, parts[0].scale, parts[0].granularity)
+    tile = parts[0].granularity
+    scale = parts[0].scale if tile.cols is None else torch.cat([part.scale for part in parts], dim=1)
+    return Quantized(codes, scale, tile)
 
 
 def transposed_input(kept: tuple[Tensor, ...], recipe: Recipe, after: Tensor) -> Quantized:
@@ -458,6 +457,12 @@ def wgrad(
     if kept[0].element_size() > 1:
         return wgrad_of_input(h, kept[0], spec_of(recipe.wgrad.input), dtype, recipe.wgrad.accumulate)
     return kernels.gemm(h, transposed_input(kept, recipe, h.codes), dtype, recipe.wgrad.accumulate)
+
+
+def with_zeros(dys: Sequence[Tensor | None], widths: Sequence[int]) -> list[Tensor]:
+    """Return gradients (M, N_i) of all outputs: zeros for those that nobody used, while others of the stack were."""
+    like = next(dy for dy in dys if dy is not None)
+    return [like.new_zeros(like.shape[0], n) if dy is None else dy for dy, n in zip(dys, widths, strict=True)]
 
 
 def unstack(dw: Tensor, parts: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:

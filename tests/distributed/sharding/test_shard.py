@@ -73,7 +73,7 @@ def unlike_codes(model, alone):
 
 
 def two_ranks(rank, count):
-    tied = {"tie_embeddings": True, "policy": Policy(keep={})}
+    tied = {"tie_embeddings": True, "policy": Policy(keep_defaults=False)}
     return {
         "folded": train(rank, count),
         "bf16 weights": train(rank, count, dtype=torch.bfloat16),
@@ -273,7 +273,7 @@ def load_again(rank, count):
 
 def refusals():
     """Return the messages for models that cannot be sharded."""
-    model, tied, padded = llama(), llama(tie_embeddings=True, policy=Policy(keep={})), nn.Embedding(4, 4, 0)
+    model, tied, padded = llama(), llama(tie_embeddings=True, policy=Policy(keep_defaults=False)), nn.Embedding(4, 4, 0)
     attempts = [
         lambda: shard(model, reshard_after_forward=2),
         lambda: shard(model, blocks=[nn.Linear(2, 2)]),
@@ -294,7 +294,7 @@ def uneven(rank, count):
     def build():
         torch.manual_seed(1)
         net = nn.Sequential(nn.Linear(64, 70), nn.GELU(), nn.Linear(70, 5), nn.Linear(5, 3, bias=False))
-        octavo.convert(net, "folded", policy=Policy(min_features=1, fuse=False, keep={}))
+        octavo.convert(net, "folded", policy=Policy(min_features=1, fuse=False, keep_defaults=False))
         return net
 
     net, alone = build(), build()

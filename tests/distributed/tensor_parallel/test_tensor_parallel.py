@@ -86,7 +86,7 @@ def two_ranks(rank, count):
         "bf16": compare(mesh, "bf16"),
         "tensorwise": compare(mesh, "tensorwise"),
         "apart": compare(mesh, policy=octavo.Policy(fuse=False)),
-        "tied": compare(mesh, policy=octavo.Policy(keep={}), tie_embeddings=True),
+        "tied": compare(mesh, policy=octavo.Policy(keep_defaults=False), tie_embeddings=True),
     }
     return {**found, "gathered": gathered(rank, mesh), "lone": lone(rank, mesh), "once": quantised_once(rank, mesh),
             "trained": trained(mesh), "compiled": compiled(count), "refused": refusals(mesh)}  # fmt: skip
