@@ -19,6 +19,11 @@ BF16 = "bf16"
 HEAD = "lm_head"
 
 
+def is_no_head(name: str, layer: nn.Module) -> bool:
+    """Return whether to convert a layer: heads stay in BF16, as those of the peers."""
+    return name != HEAD
+
+
 def _leave(model: nn.Module, tokens: int) -> None:
     """Change nothing."""
 
@@ -117,6 +122,5 @@ def _convert_torchao(model: nn.Module, tokens: int, recipe: str) -> None:
 
 
 def _convert_octavo(model: nn.Module, tokens: int, recipe: str, fp8_head: bool, **policy: Any) -> None:
-    keep = {} if fp8_head else {HEAD: "in BF16, as the head of its peers"}
-    chosen = octavo.Policy(min_gain=0.0, keep=keep, **policy)
+    chosen = octavo.Policy(min_gain=0.0, keep_defaults=False, filter=None if fp8_head else is_no_head, **policy)
     octavo.convert(model, recipe, policy=chosen, tokens=tokens, strict=True)

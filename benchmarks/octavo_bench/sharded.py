@@ -24,7 +24,7 @@ from octavo.models.config import ModelConfig
 from octavo.models.llama import Llama
 from octavo.models.stages import Stage, stages
 from octavo.tensor import is_distributed
-from octavo_bench.implementations import BF16, HEAD
+from octavo_bench.implementations import BF16, HEAD, is_no_head
 
 Sharded = Llama | Stage
 """A whole model, or a stage of one."""
@@ -92,8 +92,8 @@ def _octavo(recipe: str, suffix: str = "", **how: Any) -> Implementation:
 
 def _convert(model: nn.Module, recipe: str, *, fp8_head: bool = False, **policy_options: Any) -> None:
     assert isinstance(model, Llama)
-    keep = {} if fp8_head else {HEAD: "in BF16, as the head of its peers"}
-    policy = octavo.Policy(min_gain=0.0, keep=keep, **policy_options)
+    selected = None if fp8_head else is_no_head
+    policy = octavo.Policy(min_gain=0.0, keep_defaults=False, filter=selected, **policy_options)
     octavo.convert(model, recipe, policy=policy, tokens=model.config.sequence)
 
 

@@ -24,7 +24,7 @@ from transformers import (
 
 from octavo import kernels
 from octavo.conversion import Policy, convert, disabled, revert
-from octavo.conversion.structure import Structure
+from octavo.conversion.fusion_patterns import FusionPattern
 from octavo.nn import Linear
 from octavo.nn.fused import FusedMLP
 from octavo.nn.norm import Norm
@@ -88,10 +88,10 @@ def test_each_layer_is_recognised(model, family):
     for i in range(LAYERS):
         mine = [s for s in plan.structures if s.name.startswith(f"model.layers.{i}.")]
         attention, mlp, *norms = mine
-        assert attention == Structure(
+        assert attention == FusionPattern(
             name=f"model.layers.{i}.self_attn", kind="shared", layers=("q_proj", "k_proj", "v_proj")
         )
-        assert mlp == Structure(
+        assert mlp == FusionPattern(
             name=f"model.layers.{i}.mlp", kind="mlp", layers=("gate_proj", "up_proj", "down_proj"), activation="silu"
         )
         assert [(s.name.rpartition(".")[2], s.kind) for s in norms] == [

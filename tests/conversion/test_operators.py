@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 
 from octavo.conversion import Operators
+from octavo.conversion.matmul_ops import PARSERS
 from octavo.conversion.operators import functions_named
-from octavo.conversion.products import READERS
 from octavo.errors import ConfigError
 
 
 def test_what_is_where():
     lists = Operators()
-    assert set(lists.white) == set(READERS)
+    assert set(lists.white) == set(PARSERS)
     assert {"linear", "matmul", "bmm", "conv1d", "conv2d"} <= set(lists.white)
     assert {"layer_norm", "rms_norm", "softmax", "embedding", "cross_entropy", "topk"} <= set(lists.black)
     assert all((*lists.white.values(), *lists.black.values()))

@@ -1,15 +1,16 @@
 """Turn a user's model into one that computes in FP8, and back."""
 
 from octavo.conversion.apply import convert, disabled, enable, revert
+from octavo.conversion.autocast_report import AutocastReport
 from octavo.conversion.mode import autocast
 from octavo.conversion.offloading import Offload, offload
 from octavo.conversion.operators import Operators
 from octavo.conversion.plan import LayerPlan, Plan, make_plan
 from octavo.conversion.policy import Policy
 from octavo.conversion.recomputation import Cost, Recompute, recompute
-from octavo.conversion.seen import Seen
 
 __all__ = [
+    "AutocastReport",
     "Cost",
     "LayerPlan",
     "Offload",
@@ -17,7 +18,6 @@ __all__ = [
     "Plan",
     "Policy",
     "Recompute",
-    "Seen",
     "autocast",
     "convert",
     "disabled",

@@ -10,10 +10,10 @@ from typing import cast
 import torch
 from torch import nn
 
+from octavo.conversion.fusion_patterns import FusionPattern, full_name
 from octavo.conversion.mode import keep, suspended
 from octavo.conversion.plan import Plan, make_plan, refuse_fallbacks
 from octavo.conversion.policy import Policy
-from octavo.conversion.structure import Structure, full_name
 from octavo.conversion.weights import check_free, make_plain, store
 from octavo.errors import NonFiniteError
 from octavo.nn import GroupedLinear, Linear, calibration
@@ -86,7 +86,7 @@ def _adopt(layer: nn.Linear | AnyConvolution, recipe: Recipe) -> None:
         (Conv1d if isinstance(layer, nn.Conv1d) else Conv2d).adopt(layer, recipe)
 
 
-def _join(module: nn.Module, structure: Structure, plan: Plan) -> None:
+def _join(module: nn.Module, structure: FusionPattern, plan: Plan) -> None:
     """Make the layers of a structure compute together. Norms quantise for the plan's own recipe."""
     if structure.kind == "norm":
         operand = plan.recipe.fprop.input if plan.recipe.fprop.is_fp8 else None

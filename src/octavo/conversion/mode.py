@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from octavo._util.compiler import assume_constant_result
+from octavo.conversion.autocast_report import AutocastReport
 from octavo.conversion.gain import predicted_gain
+from octavo.conversion.matmul_ops import PARSERS, MatmulCall
 from octavo.conversion.operators import Operators
-from octavo.conversion.products import READERS, Product
-from octavo.conversion.seen import Seen
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.bmm import why_looped
 from octavo.nn.functional import compute_dtype
@@ -55,16 +55,16 @@ class autocast(TorchFunctionMode):
                 f"recipe '{self.recipe.name}' keeps scales from step to step, and operators have no layer to keep them "
                 "in. Use a recipe with current scales, or octavo.convert."
             )
-        self.seen = Seen()
+        self.seen = AutocastReport()
         self._watched = self.operators.watched()
-        self._listens = enabled
+        self._active = enabled
         self._silenced: list[list[autocast]] = []
         self._gains: dict[tuple[int, int, int, int, int], float] = {}
 
-    def __enter__(self) -> Seen:
+    def __enter__(self) -> AutocastReport:
         """Begin the block and return its report, which goes on where an earlier block of the same object ended."""
-        self._silenced.append(_silence())
-        self._listens = self.enabled
+        self._silenced.append(_deactivate())
+        self._active = self.enabled
         _blocks().append(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self.seen
@@ -73,16 +73,16 @@ class autocast(TorchFunctionMode):
         """End the block."""
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         _blocks().pop()
-        self._listens = False
+        self._active = False
         for mode in self._silenced.pop():
-            mode._listens = True
+            mode._active = True
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run a function of PyTorch: in FP8 where it is white and can be, else as it is."""
         kwargs = kwargs or {}
-        name = self._watched.get(func) if self._listens else None
+        name = self._watched.get(func) if self._active else None
         if name is None:
             return func(*args, **kwargs)
         found = self._judge(name, args, kwargs)
@@ -92,19 +92,19 @@ class autocast(TorchFunctionMode):
         _note(name, "")
         return found.compute(self.recipe, compute_dtype(found.tensors[0]))
 
-    def _judge(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Product | str:
+    def _judge(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MatmulCall | str:
         """Return the product that a call is to be in FP8, or why it stays as it is."""
         black = self.operators.black.get(name)
         product = _read(name, args, kwargs) if black is None else black
         return product if isinstance(product, str) else self._why_not(product) or product
 
-    def _why_not(self, product: Product) -> str | None:
+    def _why_not(self, product: MatmulCall) -> str | None:
         """Return why a product stays as it is, or None. Without numbers: compilers may have made variables of them."""
         if not self.recipe.is_fp8:
             return "the recipe says bf16"
         return _kept_by_plan(product) or _no_operands(product) or self._too_small(product)
 
-    def _too_small(self, product: Product) -> str | None:
+    def _too_small(self, product: MatmulCall) -> str | None:
         rules, device = self.operators, product.tensors[0].device
         if product.features < rules.min_features:
             return "fewer than `min_features`"
@@ -131,9 +131,9 @@ class autocast(TorchFunctionMode):
         return next(filter(None, (why_looped(device, a, b) for a, b in kinds)), None)
 
 
-def _read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Product | str:
+def _read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MatmulCall | str:
     try:
-        return READERS[name](*args, **kwargs)
+        return PARSERS[name](*args, **kwargs)
     except (TypeError, AttributeError):  # arguments of another form, or wrong ones: PyTorch knows what to do
         return "called with arguments of another form"
 
@@ -146,11 +146,11 @@ def keep(weight: Tensor, reason: str | None) -> None:
         delattr(weight, _KEPT)
 
 
-def _kept_by_plan(product: Product) -> str | None:
+def _kept_by_plan(product: MatmulCall) -> str | None:
     return getattr(product.weight, _KEPT, None)
 
 
-def _no_operands(product: Product) -> str | None:
+def _no_operands(product: MatmulCall) -> str | None:
     """Return what an FP8 product has against these operands, or None."""
     first = product.tensors[0]
     for x in product.tensors:
@@ -178,23 +178,23 @@ def _blocks() -> list[autocast]:
     return _all.open
 
 
-def _silence() -> list[autocast]:
+def _deactivate() -> list[autocast]:
     """Make every block that is open stop listening; return those that did."""
-    listening = [mode for mode in _blocks() if mode._listens]
+    listening = [mode for mode in _blocks() if mode._active]
     for mode in listening:
-        mode._listens = False
+        mode._active = False
     return listening
 
 
 @contextmanager
 def suspended() -> Iterator[None]:
     """Run everything as it is inside, whatever `autocast` blocks are around it."""
-    silenced = _silence()
+    silenced = _deactivate()
     try:
         yield
     finally:
         for mode in silenced:
-            mode._listens = True
+            mode._active = True
 
 
 def _note(operator: str, why: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from octavo.conversion.products import READERS
+from octavo.conversion.matmul_ops import PARSERS
 from octavo.errors import ConfigError, did_you_mean
 
 _NORM = "norm: it divides by a mean of squares, which FP8 cannot hold"
@@ -84,10 +84,10 @@ class Operators:
         for name in self.white:
             if name in self.black:
                 raise ConfigError(f"operator '{name}' is on the white list and on the black list. Take it off one.")
-            if name not in READERS:
+            if name not in PARSERS:
                 raise ConfigError(
                     f"operator '{name}' cannot be white: there is no FP8 form of it. These have one: "
-                    f"{', '.join(READERS)}."
+                    f"{', '.join(PARSERS)}."
                 )
 
     def to_white(self, name: str, reason: str = "set by the user") -> Operators:

@@ -12,11 +12,11 @@ from typing import Literal
 import torch
 from torch import nn
 
+from octavo.conversion.fusion_patterns import FusionPattern, find_gates, find_mlps, find_structures, full_name
 from octavo.conversion.gain import predicted_gain
-from octavo.conversion.kept import find_unapplied
 from octavo.conversion.mode import suspended
 from octavo.conversion.policy import Policy
-from octavo.conversion.structure import Structure, find_gates, find_mlps, find_structures, full_name
+from octavo.conversion.unapplied import find_unapplied
 from octavo.conversion.weights import plan_weights
 from octavo.errors import ConfigError, UnsupportedError, did_you_mean
 from octavo.kernels.dispatch import on_gpu
@@ -70,7 +70,7 @@ class Plan:
     layers: tuple[LayerPlan, ...]
     recipes: dict[str, Recipe]
     """Layer name -> the recipe it runs by."""
-    structures: tuple[Structure, ...] = ()
+    structures: tuple[FusionPattern, ...] = ()
     """What is computed together."""
     unapplied: tuple[str, ...] = ()
     """Where the policy asks for activations in FP8 and they are not: a line each, with the reason."""
@@ -298,7 +298,7 @@ def _stored(plan: Plan) -> list[str]:
     return [f"weights of {count} layers stored in FP8, {saves}"] if count else []
 
 
-def _together(structures: tuple[Structure, ...]) -> list[str]:
+def _together(structures: tuple[FusionPattern, ...]) -> list[str]:
     """Return a line for each kind of structure, those that differ only by the numbers in their names as one."""
     groups: dict[tuple[str, str], list[str]] = {}
     for structure in structures:

@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from octavo.conversion.structure import full_name
+from octavo.conversion.fusion_patterns import full_name
 from octavo.kernels import QuantSpec
 from octavo.nn import Linear
 from octavo.nn.functional import spec_of

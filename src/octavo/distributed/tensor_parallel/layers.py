@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from octavo.conversion.structure import full_name
+from octavo.conversion.fusion_patterns import full_name
 from octavo.distributed.tensor_parallel.plan import LayerPlan, TensorParallelPlan, codes_or_reason
 from octavo.distributed.tensor_parallel.tokens import (
     all_gather_codes,

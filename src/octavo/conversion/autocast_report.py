@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(eq=False)
-class Seen:
+class AutocastReport:
     """Calls of the listed operators. `print` shows them as a table.
 
     Backward is not counted here: every product that ran in FP8 has its gradients by the recipe. `octavo.kernels.record`

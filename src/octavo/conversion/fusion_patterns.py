@@ -36,7 +36,7 @@ _WIDTH, _HIDDEN = 8, 24  # of the layers in a copy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Structure:
+class FusionPattern:
     """Layers of a module that are computed together."""
 
     name: str
@@ -86,7 +86,7 @@ def find_structures(
     norm_inputs: NormInputs = "bf16",
     attention_output: AttentionOutput = "bf16",
     keep_input: Collection[str] = (),
-) -> Iterator[Structure]:
+) -> Iterator[FusionPattern]:
     """Yield what can be computed together among the layers that run in FP8, and the norms that such layers may read.
 
     Args:
@@ -103,12 +103,12 @@ def find_structures(
     for name, module in model.named_modules():
         if adopts(module):
             if _width(module) in widths:
-                yield Structure(name=name, kind="norm", makes_codes=makes_codes, norm_inputs=norm_inputs)
+                yield FusionPattern(name=name, kind="norm", makes_codes=makes_codes, norm_inputs=norm_inputs)
             continue
         if isinstance(module, ScaledDotProduct):
             reader = full_name(name.rpartition(".")[0], module.reader)
             if attention_output == "fp8" and not attention_refuses(recipes.get(reader), reader in keep_input):
-                yield Structure(
+                yield FusionPattern(
                     name=name,
                     kind="attention",
                     layers=(module.reader,),
@@ -120,7 +120,7 @@ def find_structures(
         own = {child: recipes.get(full_name(name, child)) for child, _ in module.named_children()}
         roles = mlps.get(name)
         if roles is not None and _can_fuse(roles, own):
-            yield Structure(
+            yield FusionPattern(
                 name=name,
                 kind="mlp",
                 layers=(*roles.inner, roles.down),
@@ -130,7 +130,7 @@ def find_structures(
             continue
         for names in find_shared(module):
             for same in _of_one_recipe(names, own):
-                yield Structure(name=name, kind="shared", layers=same)
+                yield FusionPattern(name=name, kind="shared", layers=same)
 
 
 def find_gates(model: nn.Module) -> set[str]:

@@ -3,11 +3,11 @@
 import json
 from collections import Counter
 
-from octavo.conversion import Seen
+from octavo.conversion import AutocastReport
 
 
-def example() -> Seen:
-    seen = Seen()
+def example() -> AutocastReport:
+    seen = AutocastReport()
     seen.calls = Counter({("linear", ""): 3, ("softmax", "softmax: why"): 2, ("bmm", "too small"): 4, ("bmm", ""): 1})
     seen.compiled = Counter({("bmm", ""): 2, ("mm", ""): 1})
     return seen
@@ -40,5 +40,5 @@ def test_json():
 
 
 def test_nothing_seen():
-    assert str(Seen()).splitlines()[-1] == "0 of 0 calls in FP8"
-    assert json.loads(Seen().to_json()) == []
+    assert str(AutocastReport()).splitlines()[-1] == "0 of 0 calls in FP8"
+    assert json.loads(AutocastReport().to_json()) == []

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.conversion import Policy, convert, disabled, make_plan, revert
-from octavo.conversion.structure import Structure, find_mlp, find_shared
+from octavo.conversion.fusion_patterns import FusionPattern, find_mlp, find_shared
 from octavo.nn import Linear
 from octavo.nn.fused import FusedMLP, MLPRoles
 from octavo.nn.norm import Norm
@@ -630,7 +630,7 @@ class Block(nn.Module):
         return x + self.mlp(x)
 
 
-def of(plan, name: str) -> Structure | None:
+def of(plan, name: str) -> FusionPattern | None:
     return next((structure for structure in plan.structures if structure.name == name), None)
 
 
@@ -641,10 +641,10 @@ def model() -> nn.Module:
 def test_a_plan_says_what_is_computed_together():
     plan = make_plan(model())
     assert plan.structures[:4] == (
-        Structure(name="0.attention", kind="shared", layers=("q", "k", "v")),
-        Structure(name="0.attention.norm", kind="norm"),
-        Structure(name="0.mlp", kind="mlp", layers=("gate", "up", "down"), activation="silu"),
-        Structure(name="0.norm", kind="norm"),
+        FusionPattern(name="0.attention", kind="shared", layers=("q", "k", "v")),
+        FusionPattern(name="0.attention.norm", kind="norm"),
+        FusionPattern(name="0.mlp", kind="mlp", layers=("gate", "up", "down"), activation="silu"),
+        FusionPattern(name="0.norm", kind="norm"),
     )
     assert str(plan).splitlines()[-4:] == [
         "*.attention (2): q, k, v share an input, quantised once; one dgrad, one wgrad",
@@ -749,7 +749,7 @@ def test_gate_and_up_share_where_the_mlp_cannot_be_one():
             return self.down(F.silu(self.gate(x)) * self.up(x))
 
     plan = make_plan(Written(), load({"wgrad": {"precision": "bf16"}}))
-    assert plan.structures == (Structure(name="", kind="shared", layers=("gate", "up")),)
+    assert plan.structures == (FusionPattern(name="", kind="shared", layers=("gate", "up")),)
 
 
 def test_a_module_in_two_places_is_one():

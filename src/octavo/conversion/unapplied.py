@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator
 
 from torch import nn
 
+from octavo.conversion.fusion_patterns import FusionPattern, full_name
 from octavo.conversion.policy import Policy
-from octavo.conversion.structure import Structure, full_name
 from octavo.nn.attention import ScaledDotProduct, refuses
 from octavo.nn.fused import MLPRoles
 from octavo.nn.mlp import refuses as mlp_refuses
@@ -19,7 +19,7 @@ def find_unapplied(
     policy: Policy,
     recipes: dict[str, Recipe],
     mlps: dict[str, MLPRoles],
-    structures: tuple[Structure, ...],
+    structures: tuple[FusionPattern, ...],
     keep_input: Collection[str],
 ) -> Iterator[str]:
     """Yield a line for each place where an option of the policy does nothing, and one for each that does so everywhere.

@@ -1,6 +1,6 @@
 """What product a call of an operator asks for: one reader an operator, with the arguments that PyTorch gives it.
 
-M rows, N columns, K terms of a sum. A reader returns a `Product`, or in words why it cannot be one.
+M rows, N columns, K terms of a sum. A parser returns a `MatmulCall`, or the reason why there is none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Compute = Callable[[Recipe, torch.dtype], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Product:
+class MatmulCall:
     """A matrix product, or a batch of them."""
 
     compute: Compute
@@ -42,13 +42,13 @@ class Product:
     """The parameter among the operands."""
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Product | str:
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> MatmulCall | str:
     """Read `F.linear`."""
     if weight.dim() != 2 or input.dim() == 0:
         return _SHAPES
     if not is_parameter(weight):
         return _product(input, weight.t(), lambda y: y if bias is None else y + bias.to(y.dtype), _given(bias))
-    return Product(
+    return MatmulCall(
         compute=lambda recipe, dtype: fp8_linear(input, weight, bias, recipe, dtype),
         tensors=(input, weight, *_given(bias)),
         sizes=(math.prod(input.shape[:-1]), *weight.shape),
@@ -57,19 +57,19 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Product
     )
 
 
-def matmul(input: Tensor, other: Tensor, **options: Any) -> Product | str:
+def matmul(input: Tensor, other: Tensor, **options: Any) -> MatmulCall | str:
     """Read `torch.matmul` and `@`."""
     if input.dim() < 2 or other.dim() < 2:
         return "a vector is no matrix"
     return _called_with(options) or _product(input, other)
 
 
-def mm(input: Tensor, mat2: Tensor, **options: Any) -> Product | str:
+def mm(input: Tensor, mat2: Tensor, **options: Any) -> MatmulCall | str:
     """Read `torch.mm`."""
     return matmul(input, mat2, **options) if input.dim() == mat2.dim() == 2 else _SHAPES
 
 
-def bmm(input: Tensor, mat2: Tensor, **options: Any) -> Product | str:
+def bmm(input: Tensor, mat2: Tensor, **options: Any) -> MatmulCall | str:
     """Read `torch.bmm`."""
     fits = input.dim() == mat2.dim() == 3 and input.shape[0] == mat2.shape[0]
     return matmul(input, mat2, **options) if fits else _SHAPES
@@ -77,7 +77,7 @@ def bmm(input: Tensor, mat2: Tensor, **options: Any) -> Product | str:
 
 def addmm(
     input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1, **options: Any
-) -> Product | str:
+) -> MatmulCall | str:
     """Read `torch.addmm`."""
     fits = mat1.dim() == mat2.dim() == 2
     return (_called_with(options) or _product(mat1, mat2, *_plus(input, beta, alpha))) if fits else _SHAPES
@@ -85,13 +85,13 @@ def addmm(
 
 def baddbmm(
     input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1, **options: Any
-) -> Product | str:
+) -> MatmulCall | str:
     """Read `torch.baddbmm`."""
     fits = batch1.dim() == batch2.dim() == 3 and batch1.shape[0] == batch2.shape[0]
     return (_called_with(options) or _product(batch1, batch2, *_plus(input, beta, alpha))) if fits else _SHAPES
 
 
-def einsum(equation: str, *operands: Any) -> Product | str:
+def einsum(equation: str, *operands: Any) -> MatmulCall | str:
     """Read `torch.einsum` of two operands, where each letter that is summed over stands in both."""
     if len(operands) == 1 and isinstance(operands[0], Sequence):
         operands = tuple(operands[0])
@@ -130,7 +130,7 @@ def einsum(equation: str, *operands: Any) -> Product | str:
 def conv2d(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
     groups: int = 1,
-) -> Product | str:  # fmt: skip
+) -> MatmulCall | str:  # fmt: skip
     """Read `F.conv2d`."""
     return _convolution(input, weight, bias, stride, padding, dilation, groups, 2)
 
@@ -138,12 +138,12 @@ def conv2d(
 def conv1d(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
     groups: int = 1,
-) -> Product | str:  # fmt: skip
+) -> MatmulCall | str:  # fmt: skip
     """Read `F.conv1d`: a convolution of images that are one pixel high."""
     return _convolution(input, weight, bias, stride, padding, dilation, groups, 1)
 
 
-READERS: dict[str, Callable[..., Product | str]] = {
+PARSERS: dict[str, Callable[..., MatmulCall | str]] = {
     "linear": linear,
     "matmul": matmul,
     "mm": mm,
@@ -165,7 +165,7 @@ def is_parameter(x: Tensor) -> bool:
 
 def _product(
     left: Tensor, right: Tensor, finish: Callable[[Tensor], Tensor] = lambda y: y, others: tuple[Tensor, ...] = ()
-) -> Product | str:
+) -> MatmulCall | str:
     """Return finish(left right) for left (..., M, K) and right (..., K, N). `others`: what else `finish` reads."""
     *leading, terms = left.shape
     if terms != right.shape[-2]:
@@ -178,7 +178,7 @@ def _product(
             return finish(fp8_linear(left, weight, None, recipe, dtype))
         return finish(fp8_matmul(left, right, recipe, dtype))
 
-    return Product(
+    return MatmulCall(
         compute=compute,
         tensors=(left, right, *others),
         sizes=(math.prod(leading) if one else leading[-1], right.shape[-1], terms),
@@ -208,7 +208,7 @@ def _plus(input: Tensor, beta: float, alpha: float) -> tuple[Callable[[Tensor], 
 
 def _convolution(
     input: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int, dims: int
-) -> Product | str:
+) -> MatmulCall | str:
     """Read a convolution over the last `dims` dimensions."""
     if weight.dim() != dims + 2 or input.dim() not in (dims + 1, dims + 2) or 0 in (*input.shape, *weight.shape):
         return _SHAPES
@@ -237,7 +237,7 @@ def _convolution(
         y = y.squeeze(2) if dims == 1 else y
         return y if batched else y[0]
 
-    return Product(
+    return MatmulCall(
         compute=compute,
         tensors=(input, weight, *_given(bias)),
         sizes=(x.shape[0] * math.prod(output), weight.shape[0], math.prod(weight.shape[1:])),
