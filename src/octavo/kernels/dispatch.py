@@ -22,9 +22,13 @@ def on_gpu(where: Tensor | torch.device) -> bool:
     return is_cuda or _fake_mode
 
 
+PLAIN = (Tensor, torch.nn.Parameter)
+"""Tensors that are not subclasses: kernels may read their memory."""
+
+
 def is_plain(x: Tensor) -> bool:
     """Return whether x is a tensor and nothing more, not a subclass that lies in memory as only it knows."""
-    return type(x) in (Tensor, torch.nn.Parameter) or (_fake_mode and isinstance(x, torch._subclasses.FakeTensor))
+    return type(x) in PLAIN or (_fake_mode and isinstance(x, torch._subclasses.FakeTensor))
 
 
 @contextmanager

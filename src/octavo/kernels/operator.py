@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import ledger
+from octavo.kernels.dispatch import PLAIN
 
 _library = torch.library.Library("octavo", "FRAGMENT")
 _made_of_kernels: dict[str, Callable[..., Any]] = {}
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Made(Protocol):
@@ -76,7 +76,7 @@ def is_direct(x: Tensor) -> bool:
     if torch.compiler.is_compiling():
         ledger.is_open()  # read here, so that compiled code is specialised on it
         return False
-    return type(x) in _PLAIN
+    return type(x) in PLAIN
 
 
 def composite(operator: Any) -> Callable[..., Any] | None:

@@ -44,11 +44,11 @@ from octavo.recipes import STORED_SCALE_ROLES, Operand, Recipe
 
 
 class Quantizer(NamedTuple):
-    """How the tensors of a layer, or of layers that share an input, become codes."""
+    """Quantisation of the tensors of a layer, or of layers that share an input."""
 
     recipe: Recipe
     dtype: torch.dtype
-    """What every GEMM rounds its result to, and what a GEMM in high precision computes in."""
+    """Output dtype of every GEMM, and the dtype that a GEMM in high precision computes in."""
     amax_and_scale: Tensor | None = None
     """FP32 (2, 2), where scales that the recipe keeps from step to step lie (`octavo.nn.scaling_state`). Without them
     every tensor is scaled by its own maximum, as in the first step of such a recipe."""
@@ -167,7 +167,7 @@ class Input(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What backward has of the weights."""
+    """The weights as backward has them."""
 
     tensors: Sequence[Tensor]
     """(codes, scale) of the stack as fprop read it, or the weights themselves."""
@@ -315,7 +315,7 @@ def known_codes(codes: WeightCodes | None, weights: Sequence[Tensor]) -> tuple[T
 
 
 def kept_weights(w: WeightCodes | None, weights: Sequence[Tensor], recipe: Recipe) -> Sequence[Tensor]:
-    """Return what backward needs of the weights for dgrad: their codes where it reuses them, else themselves."""
+    """Return the tensors to save for dgrad: the codes of the weights where it reuses them, else the weights."""
     if w is None or not (recipe.dgrad.is_fp8 and recipe.reuses("dgrad.weight")) or has_fp8_weight(weights):
         return weights
     return w.matrices[0][:2]

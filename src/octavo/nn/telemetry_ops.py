@@ -41,12 +41,12 @@ PATCHES = "patches"
 
 @dataclass(frozen=True, eq=False)
 class StatsSlot:
-    """What a layer holds while it is watched, as `layer.watch`."""
+    """Telemetry buffer of a sampled layer, held as `layer.watch`."""
 
     buffer: Tensor
-    """Of all layers that are computed together."""
+    """Statistics of all layers that are computed together, FP32."""
     layers: int
-    """How many these are."""
+    """Count of these layers."""
 
 
 class Watched(Protocol):

@@ -274,7 +274,7 @@ def _row_inverse(
     x, scale_ptr, stride_r, stride_c, inverse_ptr, rows, in_rows, tile_c,
     MODE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, FROM_AMAX: tl.constexpr,
 ):  # fmt: skip
-    """What to multiply the rows of one quarter by, (R, 1); scales that are made here are written."""
+    """Inverse scales of the rows of one quarter, (R, 1). Writes the scales that it makes."""
     if MODE == ROW:
         inverse = tl.load(inverse_ptr + rows[:, None], mask=in_rows[:, None], other=0.0)
         if FROM_AMAX:
@@ -291,7 +291,7 @@ def _common_inverse(
     scale_ptr, inverse_ptr, stride_r, stride_c, cols, in_cols, tile_r, tile_of_scales,
     MODE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, FROM_AMAX: tl.constexpr,
 ):  # fmt: skip
-    """What to multiply all four quarters by, (1, C) or (1, 1); scales that are made here are written."""
+    """Inverse scales of all four quarters, (1, C) or (1, 1). Writes the scales that it makes."""
     if MODE == TENSOR:
         offset = tl.zeros((1, 1), tl.int32)
         there = offset == 0

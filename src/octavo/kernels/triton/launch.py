@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from triton import knobs
 
-_PLAIN = (Tensor, Parameter)
+from octavo.kernels.dispatch import PLAIN
+
 _UNTRACED = ("enable_fp_fusion", "maxnreg")
 """Options of Triton that a tracer does not know. Kernels that are traced do not need them: none adds a product."""
 
 
 def _has_hooks() -> bool:
-    """Return whether somebody, such as a profiler, wants to see every launch."""
+    """Return whether Triton has launch hooks, such as those of a profiler."""
     hook = knobs.runtime.launch_enter_hook
     return bool(getattr(hook, "calls", hook is not None))
 
@@ -37,13 +37,13 @@ class Kernel:
         self._is_constexpr = None if params is None else [param.is_constexpr for param in params]
 
     def __getattr__(self, name: str) -> Any:
-        """Return what Triton's own object has: `arg_names`, `params`, `src`."""
+        """Return an attribute of the Triton function: `arg_names`, `params`, `src`."""
         if name == "function":  # a copy is being made, and has none yet
             raise AttributeError(name)
         return getattr(self.function, name)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        """Return what launches as many programs."""
+        """Return a callable that launches the kernel on this grid."""
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **meta: Any) -> None:
@@ -53,7 +53,7 @@ class Kernel:
         if like is None:
             self.function[grid](*arguments, **meta)
             return
-        if type(like) not in _PLAIN:
+        if type(like) not in PLAIN:
             options = {name: value for name, value in meta.items() if name not in _UNTRACED}
             torch.library.wrap_triton(self.function)[grid](*arguments, **options)
             return
@@ -79,13 +79,13 @@ class Kernel:
             self._compiled[key] = kernel, tuple(meta.get(param.name, param.default) for param in rest)
 
     def _key(self, like: Tensor, arguments: tuple[Any, ...], meta: dict[str, Any]) -> tuple[Any, ...] | None:
-        """Return the device and what Triton specialises on; None where that is more than is looked at here."""
+        """Return the device and the properties that Triton specialises on, or None for arguments of other types."""
         if self._is_constexpr is None:
             return None
         key: list[Any] = [like.get_device()]
         for x, is_constexpr in zip(arguments, self._is_constexpr, strict=False):
             kind = type(x)
-            if kind is Tensor or kind is Parameter:
+            if kind in PLAIN:
                 key += (x.dtype, x.data_ptr() % 16)
             elif is_constexpr or x is None or kind is bool:
                 key.append(x)

@@ -78,10 +78,6 @@ class Output:
             begin_searches(self)
         return self._codes, None if self._written is None else self._written.scale, *self._strides, self.inverse
 
-    def end_search(self) -> None:
-        """Do what `end_searches` does."""
-        end_searches(self)
-
     @property
     def quantized(self) -> Quantized | None:
         """What was asked for; None without a target."""

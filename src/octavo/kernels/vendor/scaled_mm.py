@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
+from octavo.kernels.dispatch import PLAIN
 from octavo.numerics import PER_ROW, PER_TENSOR, BLOCK_128x128, Quantized, TILE_1x128
 
 _BY_ROW = (PER_ROW, PER_TENSOR)
@@ -127,7 +128,7 @@ def _aligned(scale: Tensor) -> Tensor:
     """Return the scale at an address that cuBLAS takes: part of a batch may lie at any multiple of four bytes."""
     if not scale.is_cuda:
         return scale
-    offset = scale.data_ptr() if type(scale) in (Tensor, torch.nn.Parameter) else 4 * scale.storage_offset()
+    offset = scale.data_ptr() if type(scale) in PLAIN else 4 * scale.storage_offset()
     return scale if offset % 16 == 0 else scale.clone()
 
 
