@@ -8,20 +8,44 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
-from octavo_bench.evidence import at_any_time, over_seeds
-from octavo_bench.lanes import BF16, NULL
+from octavo.models.config import ModelConfig
+from octavo_bench.evidence import LEVEL, at_any_time, errors_at_any_time, over_seeds, student
+from octavo_bench.installed_text import HELDOUT_BYTES, HELDOUT_SHARE
+from octavo_bench.lanes import BF16, NULL, Training
 from octavo_bench.render import grouped, table
-from octavo_bench.results import Row
+from octavo_bench.results import SUBJECTS, Result, Row, load
 
 PROTOCOL = 1
 """Number of the protocol. Runs of another are not pooled with these."""
+KIND = "ladder"
+"""Kind of the result files that hold the runs."""
 GATE = 0.10
 """Percent: a recipe passes when the interval of its gap lies within plus and minus this."""
+AIM = 0.05
+"""Percent: the half width that a study aims at."""
 ALL = "mean of the recipes"
 BLOCK = ("model", "tokens", "seed", "text", "machine")
 """Keys that the runs of a block share."""
+
+
+def _llama(dim: int, layers: int, ffn: int, sequence: int) -> ModelConfig:
+    return ModelConfig(vocab=272, dim=dim, layers=layers, heads=max(1, dim // 64), ffn=ffn, sequence=sequence)
+
+
+SIZES = {
+    "tiny": Training(model=_llama(32, 1, 64, 32), batch=8, lr=3e-3, tokens_per_parameter=1.0),
+    "1m": Training(model=_llama(128, 4, 384, 512), batch=32, lr=3e-3),
+    "3m": Training(model=_llama(256, 4, 768, 512), batch=64, lr=2e-3),
+    "10m": Training(model=_llama(384, 6, 1024, 512), batch=128, lr=1.5e-3),
+    "30m": Training(model=_llama(512, 9, 1408, 1024), batch=128, lr=1e-3, together=False),
+    "130m": Training(model=_llama(1024, 10, 2816, 1024), batch=128, lr=8e-4, tokens_per_parameter=8.0, together=False),
+    "350m": Training(model=_llama(1024, 24, 3328, 1024), batch=64, lr=6e-4, tokens_per_parameter=4.0, together=False),
+}
+"""The sizes of the ladder by name; `tiny`, which tries the command on a CPU, is none of the evidence."""
 _POWER = 0.8416
 """The 80 % quantile of the normal distribution."""
 
@@ -64,6 +88,11 @@ class Gap:
         return self.half_width + _POWER * self.spread / math.sqrt(len(self.differences))
 
     @property
+    def wanted(self) -> int | None:
+        """Number of pairs with which half of the interval at any time is `AIM`, if pairs go on to spread like this."""
+        return None if not self.spread else pairs_for(AIM / self.spread)
+
+    @property
     def verdict(self) -> str:
         """Verdict by the gate."""
         if self.failures:
@@ -76,6 +105,14 @@ class Gap:
         if low > GATE or high < -GATE:
             return "fails"
         return "a gap, of open size" if low > 0 or high < 0 else "open"
+
+
+def pairs_for(half_width: float) -> int:
+    """Return the least number of pairs whose interval at any time has this half width, in spreads of the pairs."""
+    pairs = 5
+    while (errors_at_any_time(pairs) or math.inf) > half_width * math.sqrt(pairs):
+        pairs += max(1, pairs // 50)
+    return pairs
 
 
 def gaps(rows: Sequence[Row], loss: str = "heldout_loss") -> list[Gap]:
@@ -129,6 +166,7 @@ HEADER = (
     "95 % for one look",
     "spread of pairs",
     "smallest gap that would show",
+    f"pairs for ± {AIM:.2f} %",
     f"within ± {GATE:.2f} %",
     "gap of its weights in BF16",
 )
@@ -152,7 +190,7 @@ def _with_bf16(rows: Sequence[Row]) -> list[Row]:
 def _line(gap: Gap, in_bf16: Gap | None) -> tuple[str, ...]:
     verdict = "" if gap.arm == NULL else gap.verdict
     if not gap.differences:
-        return gap.arm, "0", "", "", "", "", "", verdict, ""
+        return gap.arm, "0", "", "", "", "", "", "", verdict, ""
     return (
         gap.arm,
         str(len(gap.differences)),
@@ -161,6 +199,7 @@ def _line(gap: Gap, in_bf16: Gap | None) -> tuple[str, ...]:
         _percent(gap.half_width_once, "± "),
         _percent(gap.spread),
         _percent(gap.visible),
+        f"{gap.wanted:,}" if gap.wanted else "",
         verdict,
         f"{in_bf16.mean:+.3f} % ± {in_bf16.half_width:.3f} %" if in_bf16 and in_bf16.half_width else "",
     )
@@ -168,3 +207,61 @@ def _line(gap: Gap, in_bf16: Gap | None) -> tuple[str, ...]:
 
 def _percent(value: float | None, sign: str = "") -> str:
     return "" if value is None else f"{sign}{value:.3f} %"
+
+
+def size_table() -> str:
+    """Return the sizes of the ladder and how they are trained."""
+    header = ("size", "parameters", "dim", "layers", "ffn", "sequence", "tokens per parameter", "tokens", "steps")
+    body = []
+    for name, own in SIZES.items():
+        if name == "tiny":
+            continue
+        model, ratio = own.model, f"{own.tokens_per_parameter:g}"
+        shape = (f"{model.dim:,}", str(model.layers), f"{model.ffn_dim:,}", f"{model.sequence:,}")
+        rest = (f"{own.batch * model.sequence:,}", f"{own.lr:g}")
+        body.append((f"`{name}`", f"{own.parameters:,}", *shape, ratio, f"{own.tokens:,}", f"{own.steps:,}", *rest))
+    return table((*header, "tokens per step", "peak learning rate"), body)
+
+
+def constant_table() -> str:
+    """Return what the protocol fixes in numbers."""
+    own = next(iter(SIZES.values()))
+    body = (
+        ("protocol", str(PROTOCOL)),
+        ("gate for the mean gap", f"± {GATE:.2f} %"),
+        ("confidence of an interval", f"{1 - LEVEL:.0%}".replace("%", " %")),
+        ("half width to aim at", f"± {AIM:.2f} %"),
+        ("warm-up of the learning rate", f"{100 * own.warmup:g} % of the steps"),
+        ("documents held out", f"{100 * HELDOUT_SHARE:g} %, up to {HELDOUT_BYTES:,} bytes per language"),
+    )
+    return table(("fixed", "value"), body)
+
+
+def interval_table() -> str:
+    """Return half widths of the 95 % intervals, and gaps that would show, in spreads of the pairs."""
+    header = ("pairs", "half of the interval at any time", "for one look", "gap that shows in four studies of five")
+    body = []
+    for pairs in (8, 16, 32, 64, 128, 256, 512):
+        errors = errors_at_any_time(pairs) or math.inf
+        widths = [factor / math.sqrt(pairs) for factor in (errors, student(pairs - 1), errors + _POWER)]
+        body.append((str(pairs), *(f"{width:.2f}" for width in widths)))
+    return table(header, body)
+
+
+def evidence(directory: Path) -> str:
+    """Return what all pairs in the result files of a directory show, and where they come from; empty without pairs."""
+    rows = read_rows(directory)
+    return f"{report(rows)}\n\n" + "\n".join(result.origin for result in _files(directory)) if rows else ""
+
+
+def read_rows(*directories: Path) -> list[Row]:
+    """Return the runs in all result files of this kind and protocol, each once."""
+    runs: dict[tuple[Any, ...], Row] = {}
+    for row in (row for directory in directories for result in _files(directory) for row in result.rows):
+        if row["protocol"] == PROTOCOL:
+            runs.setdefault(tuple(row[key] for key in SUBJECTS[KIND]), row)
+    return [*runs.values()]
+
+
+def _files(directory: Path) -> list[Result]:
+    return [load(path) for path in sorted(directory.glob(f"*-{KIND}.json"))]

@@ -53,6 +53,8 @@ class Training:
     """On matrices, decoupled."""
     clip: float = 1.0
     """Largest norm of the gradient."""
+    together: bool = True
+    """Whether the arms run at the same time; those of a large model fill a GPU, and its memory, one by one."""
 
     @property
     def parameters(self) -> int:
@@ -123,6 +125,8 @@ class Lane:
         ]
         self._lr = torch.zeros((), device=self.device)
         self.optimizer = torch.optim.AdamW(groups, lr=self._lr, betas=own.betas, fused=True, capturable=True)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._lr  # a step writes it
 
     def _make_buffers(self, text: InstalledText) -> None:
         own, device = self.training, self.device

@@ -23,37 +23,17 @@ from torch import Tensor
 
 from octavo import recipes as recipe_names
 from octavo.errors import ConfigError
-from octavo.models.config import ModelConfig
 from octavo.models.factory import model_name
 from octavo_bench import results
 from octavo_bench.cli import TO_STDOUT, Output, command_line, known
 from octavo_bench.installed_text import InstalledText, installed_text
-from octavo_bench.ladder import PROTOCOL, report
+from octavo_bench.ladder import KIND, PROTOCOL, SIZES, read_rows, report
 from octavo_bench.lanes import BF16, NULL, Lane, Training, allow_many_compilations, run_together
 from octavo_bench.results import Row
 
-KIND = "ladder"
 POINTS = 40
 """Points of a stored curve of training loss, each the mean of its part of the run."""
 COMMITTED = Path(__file__).parents[1] / "results"
-
-
-def _llama(dim: int, layers: int, ffn: int, sequence: int = 512) -> ModelConfig:
-    return ModelConfig(vocab=272, dim=dim, layers=layers, heads=max(1, dim // 64), ffn=ffn, sequence=sequence)
-
-
-SIZES = {
-    "tiny": Training(model=_llama(32, 1, 64, sequence=32), batch=8, lr=3e-3, tokens_per_parameter=1.0),
-    "1m": Training(model=_llama(128, 4, 384), batch=32, lr=3e-3),
-    "3m": Training(model=_llama(256, 4, 768), batch=64, lr=2e-3),
-    "10m": Training(model=_llama(384, 6, 1024), batch=128, lr=1.5e-3),
-    "30m": Training(model=_llama(512, 9, 1408, sequence=1024), batch=128, lr=1e-3),
-    "130m": Training(model=_llama(1024, 10, 2816, sequence=1024), batch=128, lr=8e-4, tokens_per_parameter=8.0),
-    "350m": Training(model=_llama(1024, 24, 3328, sequence=1024), batch=64, lr=6e-4, tokens_per_parameter=4.0),
-}
-"""The ladder; `tiny` tries it on a CPU."""
-TOGETHER = ("tiny", "1m", "3m", "10m")
-"""Sizes whose arms run at the same time; the arms of larger ones fill a GPU, and its memory, one by one."""
 
 
 @Parameter(name="*")
@@ -214,9 +194,8 @@ class Study:
 
     def _block(self, size: _Size, seed: int, arms: Sequence[str], text: InstalledText) -> list[Row]:
         lanes = self._lanes(size, arms, text)
-        together = size.name in TOGETHER
         began, rows = time.monotonic(), []
-        for group in [lanes] if together else [[lane] for lane in lanes]:
+        for group in [lanes] if size.training.together else [[lane] for lane in lanes]:
             start = time.monotonic()
             if not run_together(group, seed, deadline=self._end):
                 self.say(f"{size.name} seed {seed}: stopped at the end of the session")
@@ -235,7 +214,7 @@ class Study:
         for arm in [arm for arm in arms if arm not in size.lanes]:
             began = time.monotonic()
             on_gpu = self.device.type == "cuda"
-            if on_gpu and size.name not in TOGETHER and size.pool is None:
+            if on_gpu and not size.training.together and size.pool is None:
                 size.pool = torch.cuda.graph_pool_handle()
             compiled = self.session.compiled and on_gpu
             try:
@@ -281,17 +260,6 @@ def machine(device: torch.device) -> str:
     return ", ".join([results.hardware(str(device)), *(f"{name} {version}" for name, version in versions.items())])
 
 
-def read_rows(*directories: Path) -> list[Row]:
-    """Return the rows of all result files of this kind and protocol, each run once."""
-    runs: dict[tuple[Any, ...], Row] = {}
-    for directory in directories:
-        for path in sorted(directory.glob(f"*-{KIND}.json")):
-            for row in results.load(path).rows:
-                if row["protocol"] == PROTOCOL:
-                    runs.setdefault(tuple(row[key] for key in results.SUBJECTS[KIND]), row)
-    return [*runs.values()]
-
-
 def save(rows: Sequence[Row], directory: Path, command: str, device: str) -> Path:
     """Write the rows to the file of the day, with those that it holds, here or among the committed results."""
     new = results.made_today(KIND, rows, command, device=device)
@@ -310,7 +278,8 @@ def warm(trainings: Sequence[Training], arms: Sequence[str], device: torch.devic
     began = time.monotonic()
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
     jobs = [(arm, training, device, compiled) for training in trainings for arm in arms if arm != NULL]
-    pool = ProcessPoolExecutor(min(len(jobs), 12), mp_context=multiprocessing.get_context("spawn"))
+    at_once = 12 if all(training.together for training in trainings) else 2  # of large models memory holds few
+    pool = ProcessPoolExecutor(min(len(jobs), at_once), mp_context=multiprocessing.get_context("spawn"))
     futures = [pool.submit(_warm, *job) for job in jobs]
 
     def wait() -> str:
@@ -328,6 +297,8 @@ def _warm(arm: str, training: Training, device: torch.device, compiled: bool) ->
     short = replace(training, tokens_per_parameter=8 * training.batch * training.model.sequence / training.parameters)
     with allow_many_compilations():
         Lane(arm, short, text.on(device), device, compiled=compiled)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def check_recipes(names: Sequence[str]) -> None:
