@@ -8,7 +8,8 @@ others, and every operator while a ledger is open, are one opaque call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from octavo.kernels import ledger
 from octavo.kernels.dispatch import PLAIN
+from octavo.kernels.quant_spec import QuantSpec, parse_spec
+from octavo.numerics import Quantized, granularity_named
 
 _library = torch.library.Library("octavo", "FRAGMENT")
 _made_of_kernels: dict[str, Callable[..., Any]] = {}
@@ -90,3 +93,120 @@ def flat(*made: Made | None, like: Tensor) -> tuple[Tensor, ...]:
     return tuple(
         x for one in made for x in ((like.new_empty(0), like.new_empty(0)) if one is None else (one.codes, one.scale))
     )
+
+
+# --- operators of structures: one list of tensors, and one text that says what they belong to -------------------------
+
+
+def define_packed(
+    name: str,
+    run: Callable[..., Any],
+    shape: Callable[..., Any],
+    *tags: torch.Tag,
+    in_graph: Callable[..., bool] | None = None,
+) -> None:
+    """Define an operator whose arguments and results are structures, for `call`. Arguments are those of `define`.
+
+    Arguments may be tensors, `Quantized`, `QuantSpec`, dtypes, text without `|`, numbers, None, and sequences of these;
+    named tuples arrive as plain ones. Results are a sequence of tensors, matrices with codes and scale, and None.
+    """
+
+    def flat(function: Callable[..., Any]) -> Callable[[Sequence[Tensor], str], Any]:
+        @functools.wraps(function)
+        def unpacked(tensors: Sequence[Tensor], arguments: str) -> Any:
+            return function(*_unpack(tensors, arguments))
+
+        return unpacked
+
+    def made(function: Callable[..., Any]) -> Callable[[Sequence[Tensor], str], Any]:
+        @functools.wraps(function)
+        def listed(tensors: Sequence[Tensor], arguments: str) -> list[Tensor]:
+            found: list[Tensor] = []
+            for one in function(*_unpack(tensors, arguments)):
+                found += [] if one is None else [one] if isinstance(one, Tensor) else [one.codes, one.scale]
+            return found
+
+        return listed
+
+    signature = f"{name}(Tensor[] tensors, str arguments) -> Tensor[]"
+    define(signature, made(run), made(shape), *tags, in_graph=None if in_graph is None else flat(in_graph))
+
+
+def call(
+    name: str, run: Callable[..., Any], arguments: Sequence[Any], results: Sequence[QuantSpec | bool | None]
+) -> Any:
+    """Return the results of an operator of `define_packed`; eager code on plain tensors calls `run` itself.
+
+    Args:
+        arguments: of `run`. The first one is a tensor, a `Quantized`, or a sequence of either.
+        results: of each whether it is made: a tensor (True), codes and scales as described, or nothing (False, None).
+    """
+    first = arguments[0]
+    while not isinstance(first, Tensor):
+        first = first[0]
+    if is_direct(first):
+        return run(*arguments)
+    tensors: list[Tensor] = []
+    text = [_pack(argument, tensors) for argument in arguments]
+    found = iter(getattr(torch.ops.octavo, name)(tensors, "|".join(text)))
+    return [
+        Quantized(next(found), next(found), result.tile) if isinstance(result, QuantSpec) else next(found)
+        if result
+        else None
+        for result in results
+    ]  # fmt: skip
+
+
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def _pack(x: Any, tensors: list[Tensor]) -> str:
+    """Return the text of an argument, and append its tensors."""
+    if x is None:
+        return "none"
+    if isinstance(x, Tensor):
+        tensors.append(x)
+        return "tensor"
+    if isinstance(x, Quantized):
+        tensors += x[:2]
+        return "quantized " + x.granularity.name
+    if isinstance(x, QuantSpec):
+        return f"spec {x}"
+    if isinstance(x, torch.dtype):
+        return "dtype " + _DTYPES[x]
+    if isinstance(x, tuple | list):
+        return "|".join([f"sequence {len(x)}", *(_pack(each, tensors) for each in x)])
+    return f"{'bool' if isinstance(x, bool) else type(x).__name__} {x}"
+
+
+def _unpack(tensors: Sequence[Tensor], arguments: str) -> list[Any]:
+    words, found, unpacked = iter(_words(arguments)), iter(tensors), []
+    for kind, value in words:
+        unpacked.append(_argument(kind, value, words, found))
+    return unpacked
+
+
+@functools.lru_cache(maxsize=4096)
+def _words(arguments: str) -> list[tuple[str, str]]:
+    return [(kind, value) for kind, _, value in (word.partition(" ") for word in arguments.split("|"))]
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "none": lambda _: None,
+    "spec": parse_spec,
+    "dtype": lambda name: getattr(torch, name),
+    "bool": lambda text: text == "True",
+    "int": int,
+    "float": float,
+    "str": str,
+}
+
+
+def _argument(kind: str, value: str, words: Iterator[tuple[str, str]], tensors: Iterator[Tensor]) -> Any:
+    if kind == "tensor":
+        return next(tensors)
+    if kind == "quantized":
+        return Quantized(next(tensors), next(tensors), granularity_named(value))
+    if kind == "sequence":
+        return [_argument(*next(words), words, tensors) for _ in range(int(value))]
+    return _PARSERS[kind](value)
