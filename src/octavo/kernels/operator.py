@@ -114,7 +114,7 @@ def define_packed(
     def flat(function: Callable[..., Any]) -> Callable[[Sequence[Tensor], str], Any]:
         @functools.wraps(function)
         def unpacked(tensors: Sequence[Tensor], arguments: str) -> Any:
-            return function(*_unpack(tensors, arguments))
+            return function(*unpack(tensors, arguments))
 
         return unpacked
 
@@ -122,7 +122,7 @@ def define_packed(
         @functools.wraps(function)
         def listed(tensors: Sequence[Tensor], arguments: str) -> list[Tensor]:
             found: list[Tensor] = []
-            for one in function(*_unpack(tensors, arguments)):
+            for one in function(*unpack(tensors, arguments)):
                 found += [] if one is None else [one] if isinstance(one, Tensor) else [one.codes, one.scale]
             return found
 
@@ -146,9 +146,7 @@ def call(
         first = first[0]
     if is_direct(first):
         return run(*arguments)
-    tensors: list[Tensor] = []
-    text = [_pack(argument, tensors) for argument in arguments]
-    found = iter(getattr(torch.ops.octavo, name)(tensors, "|".join(text)))
+    found = iter(getattr(torch.ops.octavo, name)(*pack(arguments)))
     return [
         Quantized(next(found), next(found), result.tile) if isinstance(result, QuantSpec) else next(found)
         if result
@@ -157,7 +155,13 @@ def call(
     ]  # fmt: skip
 
 
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_DTYPES = {getattr(torch, name): name for name in ("float32", "bfloat16", "float16", "float64")}
+
+
+def pack(arguments: Sequence[Any]) -> tuple[list[Tensor], str]:
+    """Return arguments as an operator of `define_packed` takes them."""
+    tensors: list[Tensor] = []
+    return tensors, "|".join([_pack(argument, tensors) for argument in arguments])
 
 
 def _pack(x: Any, tensors: list[Tensor]) -> str:
@@ -179,11 +183,10 @@ def _pack(x: Any, tensors: list[Tensor]) -> str:
     return f"{'bool' if isinstance(x, bool) else type(x).__name__} {x}"
 
 
-def _unpack(tensors: Sequence[Tensor], arguments: str) -> list[Any]:
-    words, found, unpacked = iter(_words(arguments)), iter(tensors), []
-    for kind, value in words:
-        unpacked.append(_argument(kind, value, words, found))
-    return unpacked
+def unpack(tensors: Sequence[Tensor], arguments: str) -> list[Any]:
+    """Return the arguments that `call` has packed."""
+    words, found = iter(_words(arguments)), iter(tensors)
+    return [_argument(kind, value, words, found) for kind, value in words]
 
 
 @functools.lru_cache(maxsize=4096)
