@@ -243,11 +243,8 @@ def _activation_and_inputs_shape(gate: Tensor, up: Tensor | None, _kind: str, ta
 def _activation_backward(
     dh: Tensor, gate: Tensor | Quantized, up: Tensor | Quantized | None, kind: str, targets: Targets, factors: Factors
 ) -> Sequence[Quantized | None]:
-    # Scales that were saved and brought back may lie otherwise than kernels read them.
-    gate, up = (
-        laid_out(gate) if isinstance(gate, Quantized) else gate,
-        laid_out(up) if isinstance(up, Quantized) else up,
-    )
+    if isinstance(gate, Quantized):  # scales that were saved and brought back may lie otherwise than kernels read them
+        gate, up = laid_out(gate), laid_out(up) if isinstance(up, Quantized) else None
     targets, factors = Targets(*targets), Factors(*factors)
     if _runs_triton(dh, up, f"activation_backward {kind}", **targets._asdict()):
         from octavo.kernels.triton import activation as fused

@@ -111,24 +111,24 @@ def define_packed(
     named tuples arrive as plain ones. Results are a sequence of tensors, matrices with codes and scale, and None.
     """
 
-    def flat(function: Callable[..., Any]) -> Callable[[Sequence[Tensor], str], Any]:
+    def flat(function: Callable[..., Any]) -> Callable[[Sequence[Tensor], Sequence[float], str], Any]:
         @functools.wraps(function)
-        def unpacked(tensors: Sequence[Tensor], arguments: str) -> Any:
-            return function(*unpack(tensors, arguments))
+        def unpacked(tensors: Sequence[Tensor], numbers: Sequence[float], arguments: str) -> Any:
+            return function(*unpack(tensors, numbers, arguments))
 
         return unpacked
 
-    def made(function: Callable[..., Any]) -> Callable[[Sequence[Tensor], str], Any]:
+    def made(function: Callable[..., Any]) -> Callable[[Sequence[Tensor], Sequence[float], str], Any]:
         @functools.wraps(function)
-        def listed(tensors: Sequence[Tensor], arguments: str) -> list[Tensor]:
+        def listed(tensors: Sequence[Tensor], numbers: Sequence[float], arguments: str) -> list[Tensor]:
             found: list[Tensor] = []
-            for one in function(*unpack(tensors, arguments)):
+            for one in function(*unpack(tensors, numbers, arguments)):
                 found += [] if one is None else [one] if isinstance(one, Tensor) else [one.codes, one.scale]
             return found
 
         return listed
 
-    signature = f"{name}(Tensor[] tensors, str arguments) -> Tensor[]"
+    signature = f"{name}(Tensor[] tensors, float[] numbers, str arguments) -> Tensor[]"
     define(signature, made(run), made(shape), *tags, in_graph=None if in_graph is None else flat(in_graph))
 
 
@@ -158,19 +158,23 @@ def call(
 _DTYPES = {getattr(torch, name): name for name in ("float32", "bfloat16", "float16", "float64")}
 
 
-def pack(arguments: Sequence[Any]) -> tuple[list[Tensor], str]:
+def pack(arguments: Sequence[Any]) -> tuple[list[Tensor], list[float], str]:
     """Return arguments as an operator of `define_packed` takes them."""
     tensors: list[Tensor] = []
-    return tensors, "|".join([_pack(argument, tensors) for argument in arguments])
+    numbers: list[float] = []
+    return tensors, numbers, "|".join([_pack(argument, tensors, numbers) for argument in arguments])
 
 
-def _pack(x: Any, tensors: list[Tensor]) -> str:
-    """Return the text of an argument, and append its tensors."""
+def _pack(x: Any, tensors: list[Tensor], numbers: list[float]) -> str:
+    """Return the text of an argument, and append its tensors and FP64 numbers: Dynamo may trace these as symbols."""
     if x is None:
         return "none"
     if isinstance(x, Tensor):
         tensors.append(x)
         return "tensor"
+    if isinstance(x, float):
+        numbers.append(x)
+        return "number"
     if isinstance(x, Quantized):
         tensors += x[:2]
         return "quantized " + x.granularity.name
@@ -179,14 +183,14 @@ def _pack(x: Any, tensors: list[Tensor]) -> str:
     if isinstance(x, torch.dtype):
         return "dtype " + _DTYPES[x]
     if isinstance(x, tuple | list):
-        return "|".join([f"sequence {len(x)}", *(_pack(each, tensors) for each in x)])
+        return "|".join([f"sequence {len(x)}", *(_pack(each, tensors, numbers) for each in x)])
     return f"{'bool' if isinstance(x, bool) else type(x).__name__} {x}"
 
 
-def unpack(tensors: Sequence[Tensor], arguments: str) -> list[Any]:
+def unpack(tensors: Sequence[Tensor], numbers: Sequence[float], arguments: str) -> list[Any]:
     """Return the arguments that `call` has packed."""
-    words, found = iter(_words(arguments)), iter(tensors)
-    return [_argument(kind, value, words, found) for kind, value in words]
+    words, found = iter(_words(arguments)), (iter(tensors), iter(numbers))
+    return [_argument(kind, value, words, *found) for kind, value in words]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -200,16 +204,19 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "dtype": lambda name: getattr(torch, name),
     "bool": lambda text: text == "True",
     "int": int,
-    "float": float,
     "str": str,
 }
 
 
-def _argument(kind: str, value: str, words: Iterator[tuple[str, str]], tensors: Iterator[Tensor]) -> Any:
+def _argument(
+    kind: str, value: str, words: Iterator[tuple[str, str]], tensors: Iterator[Tensor], numbers: Iterator[float]
+) -> Any:
     if kind == "tensor":
         return next(tensors)
+    if kind == "number":
+        return next(numbers)
     if kind == "quantized":
         return Quantized(next(tensors), next(tensors), granularity_named(value))
     if kind == "sequence":
-        return [_argument(*next(words), words, tensors) for _ in range(int(value))]
+        return [_argument(*next(words), words, tensors, numbers) for _ in range(int(value))]
     return _PARSERS[kind](value)

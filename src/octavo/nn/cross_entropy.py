@@ -308,9 +308,9 @@ define_packed("linear_cross_entropy", _linear_cross_entropy, _linear_cross_entro
 
 
 @implements(torch.ops.octavo.linear_cross_entropy.default)
-def _with_own_codes(tensors: list[Tensor], arguments: str) -> list[Tensor]:
+def _with_own_codes(tensors: list[Tensor], numbers: list[float], arguments: str) -> list[Tensor]:
     """Compute the operator for an FP8 weight, as compilers see it: codes and scales are inputs like any other."""
-    x_MK, weight, *others = unpack(tensors, arguments)
+    x_MK, weight, *others = unpack(tensors, numbers, arguments)
     parts = Quantized(weight.codes, weight.scale, weight.granularity), weight.dtype, weight.scaling
     made = call("linear_cross_entropy", _linear_cross_entropy, (x_MK, parts, *others), [True, *others[-1][-1]])
     return [tensor for tensor in made if tensor is not None]
