@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from octavo import kernels
 from octavo.kernels import QuantSpec
-from octavo.kernels.activation import INPUTS, activation, activation_and_inputs, activation_backward
+from octavo.kernels.activation import INPUTS, Factors, Targets, activation, activation_and_inputs, activation_backward
 from octavo.nn.functional import (
     Kept,
     Quantizer,
@@ -137,12 +137,16 @@ class _MLP(torch.autograd.Function):
             kind,
             d_hidden,
             *_gate_and_up(inputs, keeps_codes),
-            rows=spec_of(inner.dgrad.grad_output) if needs_x else None,
-            columns=spec_of(inner.wgrad.grad_output) if any(needs_inner) else None,
-            hidden=_hidden_target(outer) if needs_down else None,
-            hidden_scale=hidden_scale if needs_down and _scale_tells_codes(outer) else None,
-            row_fold=weight_fold(weight, inner) if needs_x else None,
-            column_fold=input_fold(scale_of(kept), inner) if any(needs_inner) else None,
+            Targets(
+                rows=spec_of(inner.dgrad.grad_output) if needs_x else None,
+                columns=spec_of(inner.wgrad.grad_output) if any(needs_inner) else None,
+                hidden=_hidden_target(outer) if needs_down else None,
+            ),
+            Factors(
+                rows=weight_fold(weight, inner) if needs_x else None,
+                columns=input_fold(scale_of(kept), inner) if any(needs_inner) else None,
+                hidden=hidden_scale if needs_down and _scale_tells_codes(outer) else None,
+            ),
         )
         dx = None
         if needs_x:
