@@ -130,12 +130,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss_M, *gradients = torch.ops.octavo.linear_cross_entropy(x_MK, weight_VK, bias_V, targets_M, *options)
         ctx.save_for_backward(*gradients)
         ctx.differentiated = options[-3:]
+        ctx.set_materialize_grads(False)
         total: Tensor = loss_M.sum()
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad_outputs[0] is None:
+            return (None,) * 5
         pairs = zip(ctx.saved_tensors, ctx.differentiated, strict=True)
         dx, dw, db = (_scaled(gradient, grad_outputs[0]) if wanted else None for gradient, wanted in pairs)
         return dx, dw, db, None, None
