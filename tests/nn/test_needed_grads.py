@@ -133,7 +133,8 @@ def test_every_function_says_so():
         node.name: ast.unparse(node)
         for path in SOURCE.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("autograd.Function") for base in node.bases)
+        if isinstance(node, ast.ClassDef)
+        and any(ast.unparse(base).endswith("autograd.Function") for base in node.bases)
     }
     assert set(functions) > EXCHANGES
     silent = {name for name, source in functions.items() if "set_materialize_grads(False)" not in source}
