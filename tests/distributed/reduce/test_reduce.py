@@ -323,7 +323,7 @@ def test_mu_is_halved_from_one_code_in_100_000(results):
 
 @pytest.mark.parametrize("scattered", [False, True])
 def test_mu_is_halved_where_the_sum_saturates(scattered, results):
-    """It starts at 1 / sqrt(ranks): sums of four equal gradients are twice what E4M3 can just say, and then exactly that."""
+    """It starts at 1 / sqrt(ranks). Sums of four equal gradients are twice what E4M3 can say, then exactly that."""
     expected = [0.5 * GROWTH, 0.25 * GROWTH, 0.125 * GROWTH]
     for rank in range(4):
         assert results[rank]["mu of equal gradients"][scattered] == pytest.approx(expected, rel=1e-6)
