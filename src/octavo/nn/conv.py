@@ -76,6 +76,7 @@ class _Convolution(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         x, weight, window, recipe, dtype, page = inputs
         x = x.contiguous()
+        ctx.set_materialize_grads(False)
         ctx.window, ctx.recipe, ctx.dtype, ctx.page, ctx.folds = window, recipe, dtype, page, False
         if not recipe.fprop.is_fp8:
             ctx.save_for_backward(x, weight)
@@ -92,7 +93,9 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return (None,) * len(ctx.needs_input_grad)
         (x, weight, *rest), window, recipe, dtype = ctx.saved_tensors, ctx.window, ctx.recipe, ctx.dtype
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         dys = [dy.to(dtype).reshape(-1, dy.shape[-1])]

@@ -85,6 +85,7 @@ class _Matmul(torch.autograd.Function):
         x, for_b = _read(a_BMK, recipe, "wgrad", "input", needs_b, dtype)
         w, for_a = _read(b_BKN.transpose(1, 2), recipe, "dgrad", "weight", needs_a, dtype)
         ctx.save_for_backward(*for_a, *for_b)
+        ctx.set_materialize_grads(False)
         ctx.recipe, ctx.dtype, ctx.split, ctx.dtypes = recipe, dtype, len(for_a), (a_BMK.dtype, b_BKN.dtype)
         if x is None or w is None:
             return _product(a_BMK.to(dtype), b_BKN.to(dtype))
@@ -92,7 +93,9 @@ class _Matmul(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dc_BMN: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dc_BMN: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dc_BMN is None:
+            return (None,) * len(ctx.needs_input_grad)
         recipe, dc_BMN = ctx.recipe, dc_BMN.to(ctx.dtype)
         for_a, for_b = ctx.saved_tensors[: ctx.split], ctx.saved_tensors[ctx.split :]
         g, h = _read_gradient(dc_BMN, for_a, for_b, recipe)

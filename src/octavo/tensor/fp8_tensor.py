@@ -162,12 +162,13 @@ def _undefined(operation: str) -> UnsupportedError:
 class _Values(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.set_materialize_grads(False)
         values: Tensor = torch.ops.octavo.values(x, dtype)
         return values
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         return grad_outputs[0], None  # autograd gives it the dtype that it is the gradient of
 
 
