@@ -99,7 +99,7 @@ def test_a_file_of_another_program_is_said_before_the_first_step(configure: Conf
     config = configure(run={"steps": 2})
     Path(config.run.out).mkdir(parents=True)
     (Path(config.run.out) / "run.sqlite").write_text("mine" * 1000)
-    with pytest.raises(StoreError, match="not a run of Octavo"):
+    with pytest.raises(ConfigError, match="run.sqlite: is not of a run of octavo train"):
         train(config)
 
 

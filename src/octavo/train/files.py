@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     temporary = path.with_name(f".writing-{path.name}")
 
     def write() -> None:
-        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         temporary.replace(path)
 
     try:
@@ -48,11 +49,15 @@ class MetricsFile:
         """Open `path` and keep the lines up to step `keep_until`: a resumed run writes the others again."""
         self._path = path
         self._truncate(keep_until)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._file = path.open("a+", encoding="utf-8", buffering=1)
 
     def report(self, event: Event) -> None:
         """Write the event if it has measurements."""
         if isinstance(event, Logged | Switched | Evaluated):
+            if self._path.parent.exists() and not self._path.exists():
+                warnings.warn(f"{self._path}: was removed during the run, and is written again.", stacklevel=2)
+                self.copy_to(self._path)
+                self._file = self._path.open("a+", encoding="utf-8", buffering=1)
             wrap_os_errors(self._path, lambda: self._file.write(_line(event.record())))
         elif isinstance(event, RolledBack):
             self._truncate(event.to)
@@ -60,6 +65,11 @@ class MetricsFile:
     def _truncate(self, keep_until: int) -> None:
         kept = [line for line in read_metrics(self._path) if line["step"] <= keep_until]
         wrap_os_errors(self._path, lambda: self._path.write_text("".join(map(_line, kept)), encoding="utf-8"))
+
+    def copy_to(self, path: Path) -> None:
+        """Write all lines to another file, also if this one has been removed."""
+        self._file.seek(0)
+        wrap_os_errors(path, lambda: path.write_text(self._file.read(), encoding="utf-8"))
 
     def close(self) -> None:
         """Close the file."""
@@ -75,4 +85,4 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _line(record: Mapping[str, Any]) -> str:
-    return json.dumps(record) + "\n"
+    return json.dumps(record, allow_nan=False) + "\n"

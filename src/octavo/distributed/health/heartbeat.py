@@ -55,6 +55,8 @@ class Heartbeat:
         """
         self.step = 0
         """Step in progress, counted from 1."""
+        self.saves_on_signal = False
+        """Whether the main thread stops all ranks after SIGTERM, once it has saved a checkpoint."""
         self.rank, self.ranks = rank, ranks
         self._store, self._groups = store, groups
         self._monitor = RankMonitor(
@@ -137,7 +139,7 @@ class Heartbeat:
         failure = self._monitor.diagnose()
         if failure is not None:
             self._stop(failure, prints=self._record(failure))
-        elif self._signal.came and self._monitor.is_sure:
+        elif self._signal.came and self._monitor.is_sure and not self.saves_on_signal:
             reason = "terminated by SIGTERM."
             end(reason if self._record(RankFailure(reason)) else "", code=128 + signal.SIGTERM)
 
