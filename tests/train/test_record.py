@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from octavo.errors import RunError, StoreError
+from octavo.errors import ConfigError, RunError
 from octavo.monitor.store import ROLES, RunReader
 from octavo.train import train
 from octavo.train.config import RunConfig
@@ -99,7 +99,7 @@ def test_a_file_of_another_program_is_said_before_the_first_step(configure: Conf
     config = configure(run={"steps": 2})
     Path(config.run.out).mkdir(parents=True)
     (Path(config.run.out) / "run.sqlite").write_text("mine" * 1000)
-    with pytest.raises(ConfigError, match="run.sqlite: is not of a run of octavo train"):
+    with pytest.raises(ConfigError, match=r"run\.sqlite: is not of a run of octavo train"):
         train(config)
 
 
