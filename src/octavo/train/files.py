@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from octavo._util import config_reader
 from octavo.errors import RunError
 from octavo.train.events import Evaluated, Event, Logged, RolledBack, Switched
 
@@ -67,11 +69,29 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics file, none if there is no file. An incomplete last line is left out."""
+    """Return the lines of a metrics file, none if there is no file. An incomplete last line is left out.
+
+    Raises:
+        RunError: the file cannot be read, or a line is not one of metrics; the message names it.
+    """
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    lines = config_reader.read_text(path, RunError).split("\n")[:-1]
+    return [_parsed(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
+
+
+def _parsed(line: str, where: str) -> dict[str, Any]:
+    remedy = "Remove the line, or move the file away: a resumed run writes a new one."
+    try:
+        record = config_reader.parse(line, where, RunError)
+    except RunError as error:
+        raise RunError(f"{error} {remedy}") from error
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        raise RunError(f"{where}: a line of metrics is an object with a whole number 'step'. {remedy}")
+    for key, value in record.items():
+        if key != "precision_fp8" and not (value is None or (isinstance(value, int | float) and math.isfinite(value))):
+            raise RunError(f"{where}: '{key}' is {config_reader.shown(value)}, not a number or null. {remedy}")
+    return record
 
 
 def _line(record: Mapping[str, Any]) -> str:
