@@ -19,10 +19,14 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     Raises:
         RunError: it could not be written; an existing file stays unchanged.
     """
+    _replace(path, json.dumps(content, indent=2) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(f".writing-{path.name}")
 
     def write() -> None:
-        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
 
     try:
@@ -46,22 +50,35 @@ def wrap_os_errors(path: Path, action: Callable[[], object]) -> None:
 class MetricsFile:
     """`metrics.jsonl`: one line per logged step, change of precision or evaluation, written as it happens."""
 
-    def __init__(self, path: Path, *, keep_until: int) -> None:
-        """Open `path` and keep the lines up to step `keep_until`: a resumed run writes the others again."""
+    def __init__(self, path: Path, *, keep_until: int, keep_lines: int | None = None) -> None:
+        """Open `path` and keep the lines up to step `keep_until`: a resumed run writes the others again.
+
+        Args:
+            keep_lines: `lines` when the checkpoint was written; later ones of its step are written again, too.
+        """
         self._path = path
-        self._truncate(keep_until)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self.lines = 0
+        """Number of lines in the file."""
+        self._truncate(keep_until, keep_lines)
 
     def report(self, event: Event) -> None:
         """Write the event if it has measurements."""
         if isinstance(event, Logged | Switched | Evaluated):
             wrap_os_errors(self._path, lambda: self._file.write(_line(event.record())))
+            self.lines += 1
         elif isinstance(event, RolledBack):
+            self._file.close()
             self._truncate(event.to)
 
-    def _truncate(self, keep_until: int) -> None:
-        kept = [line for line in read_metrics(self._path) if line["step"] <= keep_until]
-        wrap_os_errors(self._path, lambda: self._path.write_text("".join(map(_line, kept)), encoding="utf-8"))
+    def _truncate(self, keep_until: int, keep_lines: int | None = None) -> None:
+        """Keep some lines, or if this process is killed, all of them, and open the file."""
+        kept = [line for line in read_metrics(self._path)[:keep_lines] if line["step"] <= keep_until]
+        _replace(self._path, "".join(map(_line, kept)))
+        wrap_os_errors(self._path, self._open)
+        self.lines = len(kept)
+
+    def _open(self) -> None:
+        self._file = self._path.open("a", encoding="utf-8", buffering=1)
 
     def close(self) -> None:
         """Close the file."""

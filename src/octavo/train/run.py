@@ -16,6 +16,7 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo._util import config_reader
+from octavo._util.config_reader import blaming
 from octavo._util.rng import generator_states, restore_generators
 from octavo.conversion import enable
 from octavo.data import TokenFiles
@@ -101,6 +102,9 @@ class Trainer:
         self._measured: NDArray[np.float32] | None = None
         """The newest telemetry values that have arrived."""
         self._refused: set[str] = set()
+        self._records: tuple[MetricsFile, StoreReporter] | None = None
+        """The files that are cut to a checkpoint when a run resumes, on the first rank."""
+        self._resumed: checkpoint.Checkpoint | None = None
         self.start_telemetry()
         self._recalibration = recalibration_of(self.config, self.setup.states[0].model)
         self._guarded = GuardedRun(self)
@@ -134,16 +138,17 @@ class Trainer:
         if found.step > self.config.run.steps:
             raise CheckpointError(f"{found.path}: is past the end of this run of {self.config.run.steps} steps.")
         if "guard" in found.state:
-            self._guarded.guard.load_state_dict(
-                found.state["guard"]
-            )  # first: it converts layers to the recipes that they had
+            with blaming(found.path / "state.json", CheckpointError):  # first: it converts layers to their recipes
+                self._guarded.guard.load_state_dict(found.state["guard"])
         for state in self.setup.states:
             own = {name: tensor for name, tensor in found.tensors[state.name].items() if state.holds(name)}
             restore_tensors(state, own, found.path)
-        restore_generators(found.tensors["random"])
-        self.setup.loader.load_state_dict(found.state["loader"])
-        self._earlier = found.state["totals"]
-        self.done = self._since_step = found.step
+        with blaming(found.path, CheckpointError):
+            restore_generators(found.tensors["random"])
+        with blaming(found.path / "state.json", CheckpointError):
+            self.setup.loader.load_state_dict(found.state["loader"])
+            self._earlier = {**found.state["totals"]}
+        self._resumed, self.done, self._since_step = found, found.step, found.step
         if self.telemetry is not None:
             self.telemetry.restart(found.step)
 
@@ -160,6 +165,7 @@ class Trainer:
             self.emit(self._start_event())
             self._set_precision(self.done - 1)
             with kernels.record() as self._ledger, gc_frozen(self.setup.device) as after_step:
+                self._finish_resumed_step()
                 while self.done < self.config.run.steps or self._guarded.check_all():
                     self._step()
                     after_step()
@@ -177,6 +183,16 @@ class Trainer:
                 for reporter in self._reporters:
                     reporter.close()
         return summary
+
+    def _finish_resumed_step(self) -> None:
+        """Do what follows a checkpoint in its step: records that an interrupted run made of it were cut."""
+        if self._resumed is None or "recorded" not in self._resumed.state:
+            return
+        if self._records is not None:
+            self._records[1].report(Saved(step=self.done, path=self._resumed.path))
+        if self._due(self.config.run.eval_every) and self.done < self.config.run.steps:
+            self._evaluate()
+        self._restart_clock()
 
     def _step(self) -> None:
         run, device = self.config.run, self.setup.device
@@ -233,8 +249,7 @@ class Trainer:
             return
         self._recalibration.done = self.done - 1  # a rollback may have changed it
         if self._recalibration.updates.looks(self.done) and self.telemetry is not None:
-            self.telemetry.wait()
-            self.emit_tensors()
+            self._await_tensors()
             self._recalibration.rows = self.telemetry.rows
         self._recalibration.step(self._measured)
 
@@ -245,11 +260,16 @@ class Trainer:
             self._guarded.measured(step, values)
             self.emit(TensorsMeasured(step=step, values=values, histograms=histograms_of(self.telemetry)))
 
-    def _emit_last_tensors(self) -> None:
-        """Emit statistics still in flight, also after a failure, which they may explain."""
+    def _await_tensors(self) -> None:
+        """Emit the tensor statistics of all steps; waits for the device."""
         if self.telemetry is not None:
             self.telemetry.wait()
             self.emit_tensors()
+
+    def _emit_last_tensors(self) -> None:
+        """Emit statistics still in flight, also after a failure, which they may explain."""
+        self._await_tensors()
+        if self.telemetry is not None:
             self.telemetry.detach()
 
     def _learning_rate(self) -> float:
@@ -318,6 +338,7 @@ class Trainer:
         return loss
 
     def _save(self) -> None:
+        self._await_tensors()  # what was measured before a checkpoint is recorded before it
         tensors = {state.name: state_tensors(state) for state in self.setup.states}
         plain = {
             "config": config_reader.to_dict(self.config),
@@ -326,6 +347,9 @@ class Trainer:
             "versions": devices.versions(),
             "guard": self._guarded.guard.state_dict(),
         }
+        if self._records is not None:
+            metrics, store = self._records
+            plain["recorded"] = {"metrics": metrics.lines, "events": store.flush()}
         path = checkpoint.save(
             self.checkpoints,
             self.done,
@@ -367,8 +391,13 @@ class Trainer:
             write_json(self.directory / "pipeline.json", pipeline)
         if (shard_plan := self.setup.states[0].shard_plan) is not None:
             write_json(self.directory / "sharding.json", json.loads(shard_plan.to_json()))
-        self._reporters.insert(0, MetricsFile(self.directory / "metrics.jsonl", keep_until=self.done))
-        self._reporters.insert(1, StoreReporter(self.config, self.setup.device, done=self.done))
+        kept = {} if self._resumed is None else self._resumed.state.get("recorded", {})
+        file, lines, events = self.directory / "metrics.jsonl", kept.get("metrics"), kept.get("events")
+        metrics = MetricsFile(file, keep_until=self.done, keep_lines=lines)
+        self._reporters.insert(0, metrics)
+        store = StoreReporter(self.config, self.setup.device, done=self.done, events=events)
+        self._reporters.insert(1, store)
+        self._records = metrics, store
 
     def _start_event(self) -> Started:
         return Started(
