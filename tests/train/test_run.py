@@ -489,7 +489,7 @@ def test_a_flipped_bit_is_noticed_by_all_who_read(configure: Configure) -> None:
 def test_states_of_generators_that_are_none_are_refused(configure: Configure, state: dict[str, torch.Tensor]) -> None:
     config = configure(run=EVERY_STEP)
     rewrite(stopped_after(1, config) / "random.safetensors", state)
-    with pytest.raises(CheckpointError, match=r"step-000001: malformed \((KeyError|RuntimeError|TypeError)"):
+    with pytest.raises(CheckpointError, match=r"step-000001: the state of the random generator 'cpu' is"):
         train(config, resume=True)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import recipes
-from octavo._util.config_reader import read_file
+from octavo._util.config_reader import blaming, read_file
 from octavo.conversion import Plan, Policy
 from octavo.errors import CheckpointError
 from octavo.numerics import Granularity, Quantized, dequantize
@@ -94,7 +94,8 @@ def _restore(found: checkpoint.Checkpoint, config: RunConfig, state: TrainState,
     """Load the weights of the checkpoint and convert the layers that were in FP8; return their plan."""
     known = found.path.parent.parent / "plan.json"
     if known.exists() and plan is not None:
-        trained = {layer["name"] for layer in read_file(known)["layers"] if "fp8" in layer["precision"]}
+        with blaming(known):
+            trained = {layer["name"] for layer in read_file(known)["layers"] if "fp8" in layer["precision"]}
         stored = policy_of(config, plan.recipe).weights
         policy = Policy(min_gain=0.0, filter=lambda name, layer: name in trained, weights=stored)
         plan = convert_as(config, state.model, plan.recipe, policy=policy)

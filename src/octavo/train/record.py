@@ -39,8 +39,12 @@ class StoreReporter:
         StoreError: the store cannot be opened. Later failures are warnings.
     """
 
-    def __init__(self, config: RunConfig, device: torch.device, *, done: int) -> None:
-        """Open the store of a run that has made `done` steps; later steps in it are dropped."""
+    def __init__(self, config: RunConfig, device: torch.device, *, done: int, events: int | None = None) -> None:
+        """Open the store of a run that has made `done` steps; later steps in it are dropped.
+
+        Args:
+            events: what `flush` returned when the checkpoint was written: later events are dropped, too.
+        """
         run = config.run
         self._device = device
         self._has_finished = False
@@ -50,6 +54,7 @@ class StoreReporter:
         self._recorder = Recorder(
             Path(run.out),
             keep_until=done or None,
+            keep_events=events,
             overwrite=not done,
             gpu=(device.index or 0) if device.type == "cuda" else None,
             trackers=() if run.tracker == "none" else (run.tracker,),
@@ -86,6 +91,10 @@ class StoreReporter:
             case Finished():
                 self._has_finished = True
                 self._recorder.document("summary", event.summary, step=event.summary["steps"])
+
+    def flush(self) -> int | None:
+        """Wait until all that was reported is stored; return the number of the last event, None if that failed."""
+        return self._recorder.flush()
 
     def close(self) -> None:
         """Write the outcome and close the store."""

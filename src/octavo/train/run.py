@@ -19,10 +19,11 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo._util import config_reader
+from octavo._util.config_reader import blaming
 from octavo._util.rng import generator_states, restore_generators
 from octavo.conversion import enable
 from octavo.data import TokenFiles
-from octavo.errors import CheckpointError, DivergedError, Interrupted, OctavoError, RunError
+from octavo.errors import CheckpointError, DivergedError, Interrupted, RunError
 from octavo.guard import GuardEvent
 from octavo.kernels.uploads import upload
 from octavo.monitor.measurements import TelemetrySource, arrived, histograms_of, telemetry_of
@@ -111,6 +112,9 @@ class Trainer:
         self._measured: NDArray[np.float32] | None = None
         """The newest telemetry values that have arrived."""
         self._refused: set[str] = set()
+        self._records: tuple[MetricsFile, StoreReporter] | None = None
+        """The files that are cut to a checkpoint when a run resumes, on the first rank."""
+        self._resumed: checkpoint.Checkpoint | None = None
         self.start_telemetry()
         self._recalibration = recalibration_of(self.config, self.setup.states[0].model)
         self._guarded = GuardedRun(self)
@@ -143,16 +147,19 @@ class Trainer:
         check_same_run(found.state["config"], self.config, found.path)
         if found.step > self.config.run.steps:
             raise CheckpointError(f"{found.path}: is past the end of this run of {self.config.run.steps} steps.")
-        with _malformed(found.path):
-            if "guard" in found.state:  # first: it converts layers to the recipes that they had
+        if "guard" in found.state:
+            with blaming(found.path / "state.json", CheckpointError):  # first: it converts layers to their recipes
                 self._guarded.guard.load_state_dict(found.state["guard"])
-            for state in self.setup.states:
+        for state in self.setup.states:
+            with blaming(found.path, CheckpointError):
                 own = {name: tensor for name, tensor in found.tensors[state.name].items() if state.holds(name)}
                 restore_tensors(state, own, found.path)
+        with blaming(found.path, CheckpointError):
             restore_generators(found.tensors["random"])
+        with blaming(found.path / "state.json", CheckpointError):
             self.setup.loader.load_state_dict(found.state["loader"])
-            self._earlier = {key: found.state["totals"][key] for key in self._earlier}
-        self.done = self._since_step = found.step
+            self._earlier = {**found.state["totals"]}
+        self._resumed, self.done, self._since_step = found, found.step, found.step
         if self.telemetry is not None:
             self.telemetry.restart(found.step)
 
@@ -169,6 +176,7 @@ class Trainer:
             self.emit(self._start_event())
             self._set_precision(self.done - 1)
             with kernels.record() as self._ledger, self._stoppable(), gc_frozen(self.setup.device) as after_step:
+                self._finish_resumed_step()
                 while self.done < self.config.run.steps or self._guarded.check_all():
                     self._step()
                     after_step()
@@ -186,6 +194,16 @@ class Trainer:
                 for reporter in self._reporters:
                     reporter.close()
         return summary
+
+    def _finish_resumed_step(self) -> None:
+        """Do what follows a checkpoint in its step: records that an interrupted run made of it were cut."""
+        if self._resumed is None or "recorded" not in self._resumed.state:
+            return
+        if self._records is not None:
+            self._records[1].report(Saved(step=self.done, path=self._resumed.path))
+        if self._due(self.config.run.eval_every) and self.done < self.config.run.steps:
+            self._evaluate()
+        self._restart_clock()
 
     def _step(self) -> None:
         run, device = self.config.run, self.setup.device
@@ -246,8 +264,7 @@ class Trainer:
             return
         self._recalibration.done = self.done - 1  # a rollback may have changed it
         if self._recalibration.updates.looks(self.done) and self.telemetry is not None:
-            self.telemetry.wait()
-            self.emit_tensors()
+            self._await_tensors()
             self._recalibration.rows = self.telemetry.rows
         self._recalibration.step(self._measured)
 
@@ -258,11 +275,16 @@ class Trainer:
             self._guarded.measured(step, values)
             self.emit(TensorsMeasured(step=step, values=values, histograms=histograms_of(self.telemetry)))
 
-    def _emit_last_tensors(self) -> None:
-        """Emit statistics still in flight, also after a failure, which they may explain."""
+    def _await_tensors(self) -> None:
+        """Emit the tensor statistics of all steps; waits for the device."""
         if self.telemetry is not None:
             self.telemetry.wait()
             self.emit_tensors()
+
+    def _emit_last_tensors(self) -> None:
+        """Emit statistics still in flight, also after a failure, which they may explain."""
+        self._await_tensors()
+        if self.telemetry is not None:
             self.telemetry.detach()
 
     def _learning_rate(self) -> float:
@@ -327,9 +349,8 @@ class Trainer:
         self._save(out / "checkpoints")
         if self.ranks.is_first:
             write_json(out / "config.json", config_reader.to_dict(_with_out(self.config, out)))
-            for reporter in self._reporters:
-                if isinstance(reporter, MetricsFile):
-                    reporter.copy_to(out / "metrics.jsonl")
+            if self._records is not None:
+                self._records[0].copy_to(out / "metrics.jsonl")
         raise RunError(
             f"{self.directory}: was removed or renamed; noticed at step {self.done}, and the run stops. A checkpoint"
             f" and the log are saved: go on with octavo train {out / 'config.json'} --resume"
@@ -380,6 +401,7 @@ class Trainer:
         Raises:
             DivergedError: a weight or an optimizer state is not finite; nothing is written.
         """
+        self._await_tensors()  # what was measured before a checkpoint is recorded before it
         tensors = {state.name: state_tensors(state) for state in self.setup.states}
         faults = ((name, checkpoint.first_non_finite(named)) for name, named in tensors.items())
         fault = next((f"in the {name.upper()} model {text}" for name, text in faults if text), "")
@@ -395,6 +417,9 @@ class Trainer:
             "versions": devices.versions(),
             "guard": self._guarded.guard.state_dict(),
         }
+        if self._records is not None:
+            metrics, store = self._records
+            plain["recorded"] = {"metrics": metrics.lines, "events": store.flush()}
         path = checkpoint.save(
             checkpoints,
             self.done,
@@ -436,8 +461,13 @@ class Trainer:
             write_json(self.directory / "pipeline.json", pipeline)
         if (shard_plan := self.setup.states[0].shard_plan) is not None:
             write_json(self.directory / "sharding.json", json.loads(shard_plan.to_json()))
-        self._reporters.insert(0, MetricsFile(self.directory / "metrics.jsonl", keep_until=self.done))
-        self._reporters.insert(1, StoreReporter(self.config, self.setup.device, done=self.done))
+        kept = {} if self._resumed is None else self._resumed.state.get("recorded", {})
+        file, lines, events = self.directory / "metrics.jsonl", kept.get("metrics"), kept.get("events")
+        metrics = MetricsFile(file, keep_until=self.done, keep_lines=lines)
+        self._reporters.insert(0, metrics)
+        store = StoreReporter(self.config, self.setup.device, done=self.done, events=events)
+        self._reporters.insert(1, store)
+        self._records = metrics, store
 
     def _start_event(self) -> Started:
         return Started(
@@ -487,14 +517,3 @@ def _facts(corpus: TokenFiles) -> dict[str, Any]:
 
 def _with_out(config: RunConfig, out: Path) -> RunConfig:
     return replace(config, run=replace(config.run, out=out))
-
-
-@contextmanager
-def _malformed(path: Path) -> Iterator[None]:
-    """Raise CheckpointError for plain values, or states of generators, of another form than a run writes."""
-    try:
-        yield
-    except OctavoError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: malformed ({type(error).__name__}: {error}).") from error

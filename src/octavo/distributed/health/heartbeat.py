@@ -26,6 +26,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from octavo._util.terminal import printable
 from octavo.distributed.health.watch import BEAT, UNHURRIED, RankFailure, RankMonitor, Report, at
 from octavo.errors import ConfigError, DataError, OctavoError, RunError
 
@@ -227,7 +228,7 @@ def end(error: str, code: int = 1, *, note: str = "") -> None:
     words += [note.rstrip()] if note else []
     if words:
         cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # a live table hides it
-        print(cursor + "\n".join(words), file=sys.stderr, flush=True)
+        print(cursor + "\n".join(map(printable, words)), file=sys.stderr, flush=True)
     os._exit(code)
 
 
