@@ -318,7 +318,8 @@ def ranks_of(config: RunConfig) -> Iterator[Ranks]:
     mesh = _mesh(config.parallel, device, launch.ranks)
     groups = {*mesh.get_all_groups()} | ({dist.group.WORLD} if dist.group.WORLD is not None else set())
     beats, store = (PrefixStore(f"{run}/{part}", _connection(patient)) for part in ("beats", "work"))
-    with Heartbeat(beats, launch.rank, launch.ranks, timeout=timeout, groups=[*groups]) as heartbeat:
+    host = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
+    with Heartbeat(beats, launch.rank, launch.ranks, timeout=timeout, groups=[*groups], host=host) as heartbeat:
         yield Ranks(launch=launch, parallel=config.parallel, device=device, mesh=mesh, heartbeat=heartbeat, store=store)
         dist.barrier()
     dist.destroy_process_group()  # after an error it could wait for ranks that are gone
