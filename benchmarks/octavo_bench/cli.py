@@ -34,6 +34,7 @@ COMMANDS = {
     "stress": "stress:command",
     "portability": "portability:command",
     "faults": "faults:command",
+    "robustness": "robustness:command",
     "optimizer": "optimizer:command",
     "memory": "memory:command",
     "reduce": "reduce:command",
