@@ -17,10 +17,10 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from octavo import kernels
 from octavo._util import config_reader
+from octavo._util.autograd import first_order
 from octavo.errors import ConfigError
 from octavo.kernels.cross_entropy import cross_entropy_
 from octavo.kernels.dispatch import on_gpu
@@ -134,7 +134,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         pairs = zip(ctx.saved_tensors, ctx.differentiated, strict=True)
         dx, dw, db = (_scaled(gradient, grad_outputs[0]) if wanted else None for gradient, wanted in pairs)
