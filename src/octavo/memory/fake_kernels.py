@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from octavo._util.autograd import first_order
 from octavo.kernels import cross_entropy, norm, optimizer
 from octavo.kernels.explain import gemm_kernel
 from octavo.kernels.operator import unpack
@@ -110,7 +110,7 @@ class _RMSNorm(torch.autograd.Function):
         return made.y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_outputs[0] is None:
             return None, None, None

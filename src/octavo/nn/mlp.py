@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from octavo import kernels
+from octavo._util.autograd import first_order
 from octavo.kernels import QuantSpec
 from octavo.kernels.activation import INPUTS, Factors, Targets, activation, activation_and_inputs, activation_backward
 from octavo.nn.functional import (
@@ -122,7 +122,7 @@ class _MLP(torch.autograd.Function):
         return fprop_of(before, hidden, down, weights[-1:], outer, dtype, down_stats, kind)[0]
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_outputs[0] is None:
             return (None,) * len(ctx.needs_input_grad)
