@@ -5,9 +5,14 @@ with the weights of that step:
 
     the alarm does not come back                  transient: hardware, or something outside of training
     it comes back in FP8, and BF16 is fine        precision
+    a parameter is not finite, or the first tensor
+    that is not is a weight                       model: its weights are bad, or a layer computes something else
     BF16 is as bad, and a batch that was trained
-    on before is worse than it was then           optimizer: the weights are bad
+    on before is worse than it was then           optimizer: learning rate, moments, gradients
     BF16 is as bad, on this batch only            data: the batch, or how the model reacts to it
+
+An alarm of a slow rule, or of parameters, comes back although the batch itself is fine. Its rule and place then tell
+(`lasting_cause`).
 """
 
 from __future__ import annotations
@@ -15,7 +20,9 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
-Cause = Literal["transient", "precision", "data", "optimizer"]
+from octavo.guard.alarms import OF_UPDATES, Alarm
+
+Cause = Literal["transient", "precision", "data", "optimizer", "model"]
 
 
 class Probe(NamedTuple):
@@ -30,6 +37,8 @@ class Probe(NamedTuple):
         return not is_finite or self.loss > loss_limit or self.gradient_norm > gradient_limit
 
 
+FP8_GAP = 1.0
+"""Percent of the loss by which FP8 may exceed BF16 on a batch before it is blamed for a lasting alarm."""
 UNLEARNED = 1.02
 """Factor on the loss that a batch had in training; above it the model has got worse."""
 
@@ -62,3 +71,21 @@ def diagnose(evidence: Evidence) -> Cause | None:
     if not evidence.bf16.is_bad(*limits):
         return "precision"
     return "optimizer" if evidence.is_unlearned else "data"
+
+
+def lasting_cause(alarm: Alarm, first_layer: str, gap: float, is_unlearned: bool) -> Cause:
+    """Return the cause of an alarm that comes back when the steps before it are repeated, without a bad batch.
+
+    Args:
+        alarm: the alarm.
+        first_layer: the layer that reads the embedded tokens first, so that only data and embedding precede it.
+        gap: percent by which the loss of the batch in FP8 exceeds that in BF16.
+        is_unlearned: the model got worse on data that it was trained on.
+    """
+    if alarm.rule in OF_UPDATES or alarm.role.startswith("grad"):
+        return "optimizer"
+    if alarm.rule == "gap" or gap > FP8_GAP:
+        return "precision"
+    if alarm.rule == "layer shift":
+        return "data" if alarm.layer == first_layer and alarm.role == "input" else "model"
+    return "optimizer" if is_unlearned else "data"

@@ -204,7 +204,8 @@ class Trainer:
         log = last or self.done == 1 or self._due(run.log_every)
         save = last or self._due(run.checkpoint_every)
         evaluate = self._due(run.eval_every) and not last
-        if self._guarded.after(lr, metrics[self.setup.states[0].name]) or (
+        first, *twin = (metrics[state.name] for state in self.setup.states)
+        if self._guarded.after(lr, first.loss, first.gradient_norm, twin[0].loss if twin else None) or (
             (save or evaluate) and self._guarded.check_all()
         ):
             return  # rolled back
