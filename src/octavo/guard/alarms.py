@@ -33,7 +33,7 @@ LEAST_RISE = 0.05
 """Smallest rise of the loss that is a spike, as a share of the median, however quiet the run was."""
 NORMAL = 1.4826
 """Standard deviation of a normal distribution divided by its median absolute deviation."""
-TAIL, RARE = 256, 1e-6
+TAIL, RARE = 256, 1e-5
 """Excesses of the loss over its level that the tail is estimated from, and how seldom one may be a spike by chance."""
 RECENT, BEFORE = 16, 46
 """Steps that the drift of the loss compares."""
@@ -411,7 +411,7 @@ def _tail(excess: Sequence[float]) -> float:
     """Return the excess that is exceeded by chance in a share `RARE` of steps; 0 without enough history."""
     largest = sorted(excess, reverse=True)
     count = max(len(excess) // 16, 4)
-    if len(excess) < PAST or largest[count] <= 0:
+    if len(excess) < BEFORE or largest[count] <= 0:
         return 0.0
     inverse = fmean(math.log(value / largest[count]) for value in largest[:count])
     return float(largest[count] * (count / (len(excess) * RARE)) ** inverse)

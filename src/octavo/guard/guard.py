@@ -110,6 +110,7 @@ class Guard:
         self._lr_limit: float | None = None
         self._lr_limited_at = 0
         self._gaps = 0
+        self._has_begun = False
         self._fingerprints: Mapping[str, Sequence[float]] = {}
 
     @property
@@ -134,7 +135,8 @@ class Guard:
         """
         if self.config.mode == "off":
             return
-        self._compare_fingerprints()
+        if not self._has_begun:
+            self._begin()
         self._pass_over()
         if self._incident is not None:
             if self._run.done + 1 == self._incident.alarm.step and not self._incident.is_probed:
@@ -191,7 +193,7 @@ class Guard:
         self._skipped, self._unsolved = [*state.get("skipped", ())], [*state.get("unsolved", ())]
         self._tried, self._given_up = {**state.get("tried", {})}, {**state.get("given_up", {})}
         self._gaps, self._lr_limit, self._lr_limited_at = state["gaps"], state["lr_limit"], state["lr_held_at"]
-        self._fingerprints = state.get("fingerprints", {})
+        self._fingerprints, self._has_begun = state.get("fingerprints", {}), False
         if self._ladder is not None and state["ladder"]:
             self._ladder.load_state_dict(state["ladder"])
             self._apply_ladder()
@@ -221,11 +223,13 @@ class Guard:
         while self._run.position in self._skipped:
             self._run.skip()
 
-    def _compare_fingerprints(self) -> None:
-        """Compare the weights of a resumed run with those that its checkpoint was written with."""
-        saved, self._fingerprints = self._fingerprints, {}
-        checked = self._run.parameters
-        now = checked.fingerprints() if saved and checked is not None else {}
+    def _begin(self) -> None:
+        """Start from the present weights; compare those of a resumed run with what its checkpoint was written with."""
+        self._has_begun, checked = True, self._run.parameters
+        if checked is None:
+            return
+        checked.restart(self._run.done)
+        saved, now = self._fingerprints, checked.fingerprints() if self._fingerprints else {}
         for name in now:
             if name not in saved or now[name] == saved[name]:
                 continue

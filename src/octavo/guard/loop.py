@@ -104,7 +104,6 @@ class Loop(Guarded):
         self._start_telemetry()
         if config.mode != "off":
             self.parameters = ParameterCheck(model, self.update.optimizer, config.parameters_every)
-            self.parameters.restart(0)
         self.guard = Guard(self, None if plan is None else plan.recipe, config)
 
     def steps(self, count: int) -> Iterator[tuple[int, Tensor]]:

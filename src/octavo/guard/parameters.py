@@ -81,7 +81,7 @@ class ParameterCheck:
     @torch.no_grad()
     def measure(self, step: int, *, now: bool = False) -> None:
         """Queue the measurement of a step, if it is due or wanted `now`."""
-        if step % self._every and not now or step in self._pending or step == self._at:
+        if (step % self._every and not now) or step in self._pending or step == self._at:
             return
         before, names = self._known, self._read(step)
         if not names or self._known is None:

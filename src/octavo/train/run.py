@@ -19,7 +19,7 @@ from octavo._util import config_reader
 from octavo._util.rng import generator_states, restore_generators
 from octavo.conversion import enable
 from octavo.data import TokenFiles
-from octavo.errors import CheckpointError, ConfigError
+from octavo.errors import CheckpointError, ConfigError, RunError
 from octavo.guard import GuardEvent
 from octavo.kernels.uploads import upload
 from octavo.monitor.measurements import TelemetrySource, arrived, histograms_of, telemetry_of
@@ -137,6 +137,8 @@ class Trainer:
             self._guarded.guard.load_state_dict(
                 found.state["guard"]
             )  # first: it converts layers to the recipes that they had
+        # A twin that is not in the checkpoint had ended before.
+        self.setup.states = tuple(state for state in self.setup.states if state.name in found.tensors)
         for state in self.setup.states:
             own = {name: tensor for name, tensor in found.tensors[state.name].items() if state.holds(name)}
             restore_tensors(state, own, found.path)
@@ -237,7 +239,9 @@ class Trainer:
             self.telemetry.wait()
             self.emit_tensors()
             self._recalibration.rows = self.telemetry.rows
-        self._recalibration.step(self._measured)
+        if made := self._recalibration.step(self._measured):
+            text = f"static scales of {len(made)} tensors recalibrated: {next(iter(made.values())).origin.how}"
+            self.emit(GuardEvent(self.done, "info", "recalibration", text, action="scales recalibrated"))
 
     def emit_tensors(self) -> None:
         """Emit the tensor statistics of all steps that have arrived."""
@@ -282,8 +286,14 @@ class Trainer:
     def _check(self) -> None:
         last = checkpoint.latest(self.checkpoints)
         way_back = f"The last good checkpoint is {last}." if last else "There is no checkpoint yet."
-        for state in self.setup.states:
-            state.check(way_back)
+        self.setup.states[0].check(way_back)
+        for twin in self.setup.states[1:]:
+            try:
+                twin.check("")
+            except RunError as error:
+                self.setup.states = self.setup.states[:1]
+                text = f"{error} The run goes on without its BF16 twin."
+                self.emit(GuardEvent(self.done, "error", "twin", " ".join(text.split())))
 
     def _log(self, metrics: Mapping[str, StepMetrics], timers: Mapping[str, DeviceTimer], lr: float) -> None:
         milliseconds = {name: timer.milliseconds() for name, timer in timers.items()}

@@ -124,11 +124,12 @@ class RunReader:
         """The results; empty until the run has finished."""
         return self.document("summary")
 
-    def document(self, name: str) -> dict[str, Any]:
-        """Return the newest version of one of `schema.DOCUMENTS`; empty if there is none."""
+    def document(self, name: str, *, first: bool = False) -> dict[str, Any]:
+        """Return the newest version of one of `schema.DOCUMENTS`, or the first one; empty if there is none."""
         if name not in schema.DOCUMENTS:
             raise StoreError(f"{self.path}: unknown document '{name}'.{did_you_mean(name, schema.DOCUMENTS)}")
-        found = self._all(f"SELECT json FROM {name} ORDER BY rowid DESC LIMIT 1")
+        order = "ASC" if first else "DESC"
+        found = self._all(f"SELECT json FROM {name} ORDER BY rowid {order} LIMIT 1")
         return dict(json.loads(found[0][0])) if found else {}
 
     @property
