@@ -43,6 +43,8 @@ LEAST_DRIFT, LEAST_GAP, LEAST_SHIFT = 0.003, 0.2, 0.02
 """Smallest drift of the loss, as a share; of the gap, in percent; of the log variance of a layer's tensor."""
 NOISE = 0.001
 """Least standard deviation of a log variance, for tensors whose variance never changes."""
+FALLS, STEADY = 6, 0.35
+"""Consecutive falls of the loss, each below this share of its usual change, that betray a batch being repeated."""
 CHECKS = 16
 """Checks of parameters that are remembered; 3 are needed."""
 SECOND_DROP, SECOND_JUMP = 0.25, 100.0
@@ -59,6 +61,8 @@ _AMAX, _NONFINITE, _SATURATED, _FLUSHED = (STATS.index(s) for s in ("amax", "non
 _VARIANCE = STATS.index("variance")
 SLOW = ("loss drift", "gap", "layer shift")
 """Rules that see a fault some steps after it began."""
+REPORTED = {"ranks differ": "model", "repeat": "data"}
+"""Rules that a rollback cannot help, and the cause that they name."""
 OF_UPDATES = ("update", "no update", "moments")
 """Rules on parameters and moments, checked every `parameters_every` steps."""
 LASTING_RULES = ("loss spike", "gradient spike", "weight jump", *SLOW, *OF_UPDATES)
@@ -93,7 +97,7 @@ class Alarm(NamedTuple):
     step: int
     """The step that violated it."""
     rule: str
-    """`nonfinite`, `saturated`, `flushed`, `ranks differ` or one of `LASTING_RULES`."""
+    """`nonfinite`, `saturated`, `flushed`, `ranks differ`, `repeat` or one of `LASTING_RULES`."""
     layer: str
     """Full name of the layer; empty for the whole model."""
     role: str
@@ -135,12 +139,12 @@ class AlarmRules:
         The level of a rule that raised `LASTING` consecutive alarms is adopted.
         """
         alarm = next(self._faults(seen), None)
-        if alarm is None:
+        if alarm is None or alarm.rule in REPORTED:
             self._lasting.clear()
             self._remember(seen)
         elif alarm.rule in LASTING_RULES:
             self._lasting[alarm.rule] = self._lasting.get(alarm.rule, 0) + 1
-            if alarm.rule in SLOW or alarm.rule in OF_UPDATES or self._lasting[alarm.rule] >= LASTING:
+            if alarm.rule in (*SLOW, *OF_UPDATES) or self._lasting[alarm.rule] >= LASTING:
                 self.adopt(alarm, seen)
         return alarm
 
@@ -169,13 +173,18 @@ class AlarmRules:
             self._remember(seen)
 
     def is_news(self, alarm: Alarm) -> bool:
-        """Return True, and record it, if an alarm begins a new episode and its rule has not reported too many."""
+        """Return True, and record it, if an alarm begins a new episode and its rule has not reported too many.
+
+        A budget that stays exceeded is reported once per `quiet` steps.
+        """
         key, step = f"{alarm.rule} {alarm.layer} {alarm.role}", alarm.step
-        last = self._last_alarm.get(key, step - EPISODE)
-        recent = [at for at in self._reported.get(alarm.rule, ()) if step - at < self._config.quiet]
-        is_news = not 0 <= step - last < EPISODE and len(recent) < EVENTS
+        is_budget = alarm.rule not in ("nonfinite", *REPORTED, *LASTING_RULES)
+        group, most, pause = (key, 1, 0) if is_budget else (alarm.rule, EVENTS, EPISODE)
+        last = self._last_alarm.get(key, step - pause)
+        recent = [at for at in self._reported.get(group, ()) if step - at < self._config.quiet]
+        is_news = not 0 <= step - last < pause and len(recent) < most
         self._last_alarm[key] = step
-        self._reported[alarm.rule] = [*recent, step] if is_news else recent
+        self._reported[group] = [*recent, step] if is_news else recent
         return is_news
 
     def over_budget(self, seen: Observation) -> list[Alarm]:
@@ -346,6 +355,11 @@ class AlarmRules:
             limit, level = _limit_of_drift(losses, RECENT, BEFORE, self._config.drift)
             if (mean := fmean(losses[-RECENT:])) > max(limit, level + LEAST_DRIFT * abs(level)):
                 yield Alarm(seen.step, "loss drift", "", "", mean, max(limit, level + LEAST_DRIFT * abs(level)))
+        falls = [before - after for before, after in pairwise(losses)]
+        if len(falls) >= BEFORE + FALLS and min(falls[-FALLS:]) > 0:
+            usual = median(map(abs, falls[-FALLS - BEFORE : -FALLS]))
+            if (largest := max(falls[-FALLS:])) < STEADY * usual:
+                yield Alarm(seen.step, "repeat", "", "", largest, STEADY * usual)
         gaps = [*self._gaps, gap] if (gap := _gap(seen)) is not None else []
         if len(gaps) >= SHORT + BEFORE:
             limit, level = _limit_of_drift(gaps, SHORT, BEFORE, self._config.gap_drift)

@@ -39,6 +39,8 @@ class Probe(NamedTuple):
 
 FP8_GAP = 1.0
 """Percent of the loss by which FP8 may exceed BF16 on a batch before it is blamed for a lasting alarm."""
+FP8_GRADIENTS = 1.5
+"""Factor between the gradient norms in FP8 and BF16, likewise."""
 UNLEARNED = 1.02
 """Factor on the loss that a batch had in training; above it the model has got worse."""
 
@@ -73,19 +75,25 @@ def diagnose(evidence: Evidence) -> Cause | None:
     return "optimizer" if evidence.is_unlearned else "data"
 
 
-def lasting_cause(alarm: Alarm, first_layer: str, gap: float, is_unlearned: bool) -> Cause:
+def disagreement(fp8: Probe, bf16: Probe) -> float:
+    """Return the distance of FP8 from BF16 on a batch in units of what is suspicious: above 1, FP8 is to blame."""
+    gap = 100 * (fp8.loss - bf16.loss) / abs(bf16.loss) / FP8_GAP if bf16.loss else 0.0
+    low, high = sorted((fp8.gradient_norm, bf16.gradient_norm))
+    return max(gap, high / low / FP8_GRADIENTS if low > 0 else 0.0)
+
+
+def lasting_cause(alarm: Alarm, first_layer: str, evidence: Evidence) -> Cause:
     """Return the cause of an alarm that comes back when the steps before it are repeated, without a bad batch.
 
     Args:
         alarm: the alarm.
         first_layer: the layer that reads the embedded tokens first, so that only data and embedding precede it.
-        gap: percent by which the loss of the batch in FP8 exceeds that in BF16.
-        is_unlearned: the model got worse on data that it was trained on.
+        evidence: probes of the batch, and of an earlier one.
     """
-    if alarm.rule in OF_UPDATES or alarm.role.startswith("grad"):
+    if alarm.rule in OF_UPDATES:
         return "optimizer"
-    if alarm.rule == "gap" or gap > FP8_GAP:
+    if alarm.rule == "gap" or disagreement(evidence.fp8, evidence.bf16) > 1:
         return "precision"
-    if alarm.rule == "layer shift":
-        return "data" if alarm.layer == first_layer and alarm.role == "input" else "model"
-    return "optimizer" if is_unlearned else "data"
+    if alarm.role == "input" and alarm.layer != first_layer:
+        return "model"
+    return "optimizer" if evidence.is_unlearned or alarm.role == "grad_weight" else "data"

@@ -26,6 +26,7 @@ from octavo.guard.alarms import (
     LASTING,
     OF_UPDATES,
     RECENT,
+    REPORTED,
     SHORT,
     SLOW,
     UPDATE,
@@ -37,7 +38,7 @@ from octavo.guard.alarms import (
     worst_layers,
 )
 from octavo.guard.config import GuardConfig
-from octavo.guard.diagnosis import FP8_GAP, Cause, Evidence, diagnose, lasting_cause
+from octavo.guard.diagnosis import FP8_GRADIENTS, Cause, Evidence, diagnose, lasting_cause
 from octavo.guard.guarded import Guarded, GuardEvent, Snapshot
 from octavo.guard.ladder import EVERYTHING, Ladder
 from octavo.recipes import Recipe
@@ -244,7 +245,8 @@ class Guard:
     def _raise(self, alarm: Alarm, step: Observation) -> bool:
         if not self.acts or not self._saved or self._only_reports(alarm):
             if self._rules.is_news(alarm):
-                self._emit(alarm, str(alarm), level="error" if alarm.rule == "nonfinite" else "warning")
+                level = "error" if alarm.rule in ("nonfinite", "ranks differ") else "warning"
+                self._emit(alarm, str(alarm), level=level, cause=REPORTED.get(alarm.rule, ""))
             return False
         incident = self._incident
         if incident is not None and incident.is_probed and alarm.step == incident.alarm.step:
@@ -261,7 +263,7 @@ class Guard:
 
     def _only_reports(self, alarm: Alarm) -> bool:
         """Return True for a rule that was given up, or that a rollback cannot help."""
-        return alarm.rule == "ranks differ" or alarm.step < self._given_up.get(alarm.rule, 0)
+        return alarm.rule in REPORTED or alarm.step < self._given_up.get(alarm.rule, 0)
 
     def _newest_before(self, alarm: Alarm) -> _SavePoint:
         """Return the newest snapshot from before a fault may have begun, else the oldest."""
@@ -361,16 +363,16 @@ class Guard:
         """Act on an alarm that came back although its batch was fine; return True if the run was rolled back."""
         if alarm.rule not in (*OF_UPDATES, *SLOW):
             return self._blame_optimizer(incident, "it comes back with the update alone")
-        fp8, bf16 = (self._run.probe(fp8=is_fp8, backward=False) for is_fp8 in (True, False))
+        fp8, bf16 = (self._run.probe(fp8=is_fp8) for is_fp8 in (True, False))
         evidence = self._with_earlier(Evidence(fp8, bf16, math.inf, math.inf), alarm.step)
-        gap = 100 * (fp8.loss - bf16.loss) / abs(bf16.loss) if bf16.loss else 0.0
         first = self._rules.rows[0][0] if self._rules.rows else ""
-        cause = lasting_cause(alarm, first, gap, evidence.is_unlearned)
+        cause = lasting_cause(alarm, first, evidence)
         if cause == "precision":
             self._incident = None
             self._rules.adopt(alarm)
-            limit = bf16.loss + abs(bf16.loss) * min(FP8_GAP, max(gap, 0.0) / 2) / 100
-            self._refine_until_well(alarm, incident.harmed, (limit, math.inf))
+            # Well is a batch that is half as far from BF16.
+            limits = (max((fp8.loss + bf16.loss) / 2, bf16.loss), bf16.gradient_norm * FP8_GRADIENTS)
+            self._refine_until_well(alarm, incident.harmed, limits)
             return False
         if cause == "optimizer" and alarm.rule != "no update" and self._has_risen(incident):
             return self._blame_optimizer(incident, "it comes back")

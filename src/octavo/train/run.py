@@ -240,7 +240,8 @@ class Trainer:
             self.emit_tensors()
             self._recalibration.rows = self.telemetry.rows
         if made := self._recalibration.step(self._measured):
-            text = f"static scales of {len(made)} tensors recalibrated: {next(iter(made.values())).origin.how}"
+            origin = next(iter(made.values())).origin
+            text = f"static scales of {len(made)} tensors were recalibrated{f': {origin.how}' if origin else ''}"
             self.emit(GuardEvent(self.done, "info", "recalibration", text, action="scales recalibrated"))
 
     def emit_tensors(self) -> None:

@@ -84,8 +84,8 @@ def newest(series: Series | None) -> float:
 
 
 def _recent(run: RunReader, last: int) -> dict[str, Series]:
-    """Return the scalars of the last tenth of the run, but at least 200 steps."""
-    return run.scalars(first=last - max(int(SHARE * last), 200) + 1)
+    """Return the scalars of the last tenth of the run, but of at least 200 and at most 2,000 steps."""
+    return run.scalars(first=last - min(max(int(SHARE * last), 200), 2000) + 1)
 
 
 def _facts(run: RunReader, losses: dict[str, Series], last: int) -> str:
