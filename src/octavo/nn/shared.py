@@ -45,7 +45,9 @@ class SharedInput:
     def output(self, layer: Linear, x: Tensor) -> Tensor:
         """Return the output of one layer for x, and compute those of the others if x is new."""
         found = [i for i, member in enumerate(self.layers) if member is layer]
-        if not found:  # a copy of a member, such as a replica on another device
+        # Not found: a copy of a member, such as a replica on another device. A hook before a forward may bring the
+        # weight along, as DeepSpeed's ZeRO-3 does: it is there for that layer, and while it computes.
+        if not found or layer._forward_pre_hooks:
             return self._compute([layer], x)[0]
         position = found[0]
         if position not in self._waiting:
@@ -56,7 +58,8 @@ class SharedInput:
         return y if same and state == _state(layer, x) else self._compute([layer], x)[0]
 
     def _compute_all(self, recipe: Recipe, x: Tensor) -> None:
-        members = [i for i, layer in enumerate(self.layers) if layer.enabled and layer.recipe is recipe]
+        alike = [layer.enabled and layer.recipe is recipe and not layer._forward_pre_hooks for layer in self.layers]
+        members = [i for i, joins in enumerate(alike) if joins]
         outputs = self._compute([self.layers[i] for i in members], x)
         self._input, self._waiting = x, dict(zip(members, outputs, strict=True))
         self._states = {i: _state(self.layers[i], x) for i in members}
