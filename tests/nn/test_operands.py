@@ -9,11 +9,13 @@ from torch import Tensor, nn
 
 import octavo
 from octavo.errors import ConfigError
+from octavo.kernels import ledger
 from octavo.nn import Conv1d, Conv2d, GroupedLinear, Linear
 from octavo.nn.cross_entropy import linear_cross_entropy
 from octavo.nn.functional import linear
 from octavo.nn.fused import FusedMLP
 from octavo.nn.matmul import matmul
+from octavo.nn.operands import dtype_note
 from octavo.recipes import load
 
 POLICY = octavo.Policy(min_gain=0.0, min_features=16)
@@ -133,3 +135,47 @@ def test_compiled_code_refuses_them_too():
     with pytest.raises(Exception, match="its last dimension must be 64"):
         layer(torch.ones(0, 63))
     torch._dynamo.reset()
+
+
+# --- dtypes that cost accuracy or time --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def said(caplog, monkeypatch):
+    monkeypatch.setattr(ledger, "_warned", set())
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "octavo"]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LINEAR if kind not in ("function", "matmul")])
+def test_fp16_is_said_once(kind, said):
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            LINEAR[kind]()(torch.ones(4, 64))
+        LINEAR[kind]()(torch.ones(4, 64))
+    assert said() == []
+    for _ in range(2):
+        with torch.autocast("cpu", torch.float16):
+            LINEAR[kind]()(torch.ones(4, 64))
+        LINEAR[kind]()(torch.ones(4, 64, dtype=torch.float16))
+    assert len(said()) == 1 and "FP16: results above 65504" in said()[0]
+
+
+def test_compiled_code_says_it_too(said):
+    layer = torch.compile(Linear(64, 32), backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        layer(torch.ones(4, 64, dtype=torch.float16))
+    assert len(said()) == 1
+    torch._dynamo.reset()
+
+
+def test_fp32_is_said_on_a_gpu():
+    assert "twice the memory and time of BF16" in dtype_note(torch.float32, "cuda")
+    assert dtype_note(torch.float32, "cpu") is dtype_note(torch.bfloat16, "cuda") is None
+
+
+@pytest.mark.gpu
+def test_fp32_is_said_once_on_a_gpu(said):
+    layer = Linear(64, 32, device="cuda")
+    for _ in range(2):
+        layer(torch.ones(16, 64, device="cuda"))
+    assert len(said()) == 1 and "compute in FP32" in said()[0]

@@ -38,7 +38,7 @@ from octavo.nn import telemetry_ops
 from octavo.nn.fp8_weights import has_fp8_weight, values
 from octavo.nn.inputs import wgrad_of_input
 from octavo.nn.needed_grads import needed_grads
-from octavo.nn.operands import check_operands
+from octavo.nn.operands import check_operands, note_dtype
 from octavo.nn.weight_codes import WeightCodes, multiply, quantize_matrix, quantize_transposed, quantize_weights
 from octavo.numerics import Quantized
 from octavo.recipes import STORED_SCALE_ROLES, Operand, Recipe
@@ -196,7 +196,10 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype that a linear layer computes x in: autocast's where that is on, else its own."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    if dtype is not torch.bfloat16:
+        note_dtype(dtype, device)
+    return dtype
 
 
 def spec_of(operand: Operand) -> QuantSpec:
