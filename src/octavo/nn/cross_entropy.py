@@ -17,10 +17,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from octavo import kernels
 from octavo._util import config_reader
+from octavo._util.autograd import first_order
 from octavo.errors import ConfigError
 from octavo.kernels.cross_entropy import cross_entropy_
 from octavo.kernels.dispatch import on_gpu
@@ -143,12 +143,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         arguments = x_MK, weight_VK, bias_V, targets_M, options
         loss_M, *gradients = call("linear_cross_entropy", _linear_cross_entropy, arguments, [True, *options.needed])
         ctx.save_for_backward(*gradients)
+        ctx.set_materialize_grads(False)
         total: Tensor = loss_M.sum()
         return total
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    @first_order
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad_outputs[0] is None:
+            return (None,) * 5
         scaled = (None if made is None else _scaled(made, grad_outputs[0]) for made in ctx.saved_tensors)
         return *scaled, None, None
 

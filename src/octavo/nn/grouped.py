@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from octavo import kernels
+from octavo._util.autograd import first_order
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import QuantSpec
 from octavo.kernels.grouped import Padded, grouped_gemm, grouped_mm, grouped_wgrad, quantize_groups, transpose_groups
@@ -118,6 +118,7 @@ class _GroupedLinear(torch.autograd.Function):
         x8, kept = _read_input(x, ends, recipe, dtype, ctx.needs_input_grad[1])
         ctx.recipe, ctx.dtype, ctx.x_dtype, ctx.page = recipe, dtype, x.dtype, page
         ctx.shape, ctx.weight_dtype = weight.shape, weight.dtype
+        ctx.set_materialize_grads(False)
         if x8 is None:
             ctx.saves_codes = False
             ctx.save_for_backward(ends, *kept, weight)
@@ -134,8 +135,10 @@ class _GroupedLinear(torch.autograd.Function):
         return grouped_gemm(x8, *w, ends, dtype, accumulate)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    @first_order
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return (None,) * len(ctx.needs_input_grad)
         (ends, *rest), recipe, dtype = ctx.saved_tensors, ctx.recipe, ctx.dtype
         size = 2 if ctx.saves_codes else 1
         kept, saved = rest[:-size], rest[-size:]

@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from octavo import kernels
+from octavo._util.autograd import first_order
 from octavo.kernels import QuantSpec
 from octavo.kernels.activation import INPUTS, Factors, Targets, activation, activation_and_inputs, activation_backward
 from octavo.nn.functional import (
@@ -118,11 +118,14 @@ class _MLP(torch.autograd.Function):
         ctx.sizes = [len(part) for part in saved]
         ctx.options, ctx.x_dtype, ctx.stats = (kind, inner, outer, dtype, keeps_codes), x_MD.dtype, (stats, down_stats)
         ctx.parts = [(weight.shape[0], weight.dtype) for weight in weights]
+        ctx.set_materialize_grads(False)
         return fprop_of(before, hidden, down, weights[-1:], outer, dtype, down_stats, kind)[0]
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    @first_order
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad_outputs[0] is None:
+            return (None,) * len(ctx.needs_input_grad)
         (kind, inner, outer, dtype, keeps_codes), (stats, down_stats) = ctx.options, ctx.stats
         kept, (hidden_scale,), inputs, w, down = _split(ctx.saved_tensors, ctx.sizes)
         needs_x, (*needs_inner, needs_down) = needed_grads(ctx, _WEIGHTS)

@@ -190,7 +190,7 @@ def told(rank):
 
 
 def quantised_once(rank, count):
-    """Return how often a weight is quantised in each step, of two passes that gather twice."""
+    """Return how often weights are quantised in each step, of two passes that gather twice."""
     model = llama()
     shard(model, mp_policy=FP32)
     values = {id(local(parameter)) for parameter in model.parameters()}
@@ -357,8 +357,8 @@ def test_one_byte_a_weight_is_sent(two):
     assert wire["fp8"]["reduce_scatter"] == wire["bf16"]["reduce_scatter"]
 
 
-def test_a_weight_is_quantised_once_a_step(two):
-    assert two[0]["once"] == [14, 14, 0]
+def test_a_weight_is_quantised_once_a_gather(two):
+    assert two[0]["once"] == [14 * 4, 14 * 4, 0]
 
 
 def test_what_is_sent(two):

@@ -22,7 +22,7 @@ from octavo.conversion.policy import blocks_of
 from octavo.distributed.checkpoint import dtensor_like, plain_values_hook
 from octavo.distributed.reduce.hooks import set_reduction
 from octavo.distributed.reduce.scheme import Scheme
-from octavo.distributed.sharding.batched_scales import RowwiseBatch, TensorwiseScales
+from octavo.distributed.sharding.batched_scales import UnitCodes
 from octavo.distributed.sharding.embedding import send_rows
 from octavo.distributed.sharding.gathering import (
     ParameterUse,
@@ -33,7 +33,7 @@ from octavo.distributed.sharding.gathering import (
     rows_plan,
     uses_of,
 )
-from octavo.distributed.sharding.weights import GatherSpec, WeightShard, weights_changed
+from octavo.distributed.sharding.weights import GatherSpec, WeightShard
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import QuantSpec
 from octavo.nn import Linear
@@ -72,8 +72,8 @@ def shard(
     """Shard a model over the ranks of a mesh, in place: `fully_shard` on each block, then on the model.
 
     Call it after `octavo.convert` and before creating the optimizer, like `fully_shard`. Weights of FP8 layers are
-    gathered as codes and scales where their recipe allows it: quantised from the shard, once per optimizer step, and
-    bitwise equal to those of the whole weight. All other parameters are gathered as FSDP2 does.
+    gathered as codes and scales where their recipe allows it: quantised from the shard in each gather, and bitwise
+    equal to those of the whole weight. All other parameters are gathered as FSDP2 does.
 
     Args:
         mesh: 1-D; or 2-D with names, the first replicated and the second sharded (HSDP). By default all ranks.
@@ -207,9 +207,8 @@ def _prepare(
 ) -> ShardPlan:
     """Wrap the weights of FP8 layers so that they are gathered in FP8, and return the plan of all parameters."""
     rows, plain, ranks = [], 0, mesh.size(mesh.ndim - 1)
-    scales, groups = TensorwiseScales(), _groups(model)
-    owners = _gather_units(model, blocks)
-    batches = {owner: RowwiseBatch() for owner in owners.values()}
+    groups, owners = _groups(model), _gather_units(model, blocks)
+    units = {owner: UnitCodes() for owner in owners.values()}
     for parameter, uses in uses_of(model):
         if parameter in ignored:
             continue
@@ -229,13 +228,9 @@ def _prepare(
         plain += gather_plan(parameter, name, None, dtype, ranks).bytes
         if isinstance(sent, QuantSpec):
             module, attribute, count = uses[0].module, uses[0].attribute, local(parameter).shape[0]
-            if sent.tile.rows is None:
-                _wrap(parameter, uses, GatherSpec(count, sent, scales=scales))
-                scales.add(module, attribute, groups.get(module, name))
-            else:
-                _wrap(parameter, uses, GatherSpec(count, sent, batch=batches[owners[module]]))
-                batches[owners[module]].add(module, attribute)
-    model.register_load_state_dict_post_hook(lambda *_: weights_changed())
+            unit = units[owners[module]]
+            unit.add(module, attribute, groups.get(module, name))
+            _wrap(parameter, uses, GatherSpec(count, sent, unit))
     return ShardPlan(ranks=ranks, parameters=tuple(rows), in_high_precision=plain)
 
 
