@@ -40,7 +40,7 @@ def convolution(
     window: Window,
     recipe: Recipe,
     dtype: torch.dtype,
-    page: Tensor | None = None,
+    stats: Tensor | None = None,
 ) -> Tensor:
     """Return the convolution of images with a weight, with the three GEMMs of `recipe`.
 
@@ -49,7 +49,7 @@ def convolution(
         weight: (N, C, kh, kw), or (N, C, kw) where the window is one high; channels last, it is read as it lies.
         bias_N: (N,) or None; added in `dtype`.
         dtype: of the result and of GEMMs in high precision.
-        page: FP32 (3, WIDTH), where telemetry goes (`octavo.nn.telemetry_ops`).
+        stats: FP32 (3, WIDTH), where telemetry goes (`octavo.nn.telemetry_ops`).
 
     Returns:
         (B, N, H_out, W_out): contiguous if x is, channels last otherwise.
@@ -64,7 +64,7 @@ def convolution(
         )
     if 0 in window.output(*x.shape[2:]):
         raise ConfigError(f"images of {x.shape[2]} x {x.shape[3]} pixels are smaller than the kernel: {window}.")
-    y: Tensor = _Convolution.apply(x.movedim(1, -1), weight, window, recipe, dtype, page)  # type: ignore[no-untyped-call]
+    y: Tensor = _Convolution.apply(x.movedim(1, -1), weight, window, recipe, dtype, stats)  # type: ignore[no-untyped-call]
     y = (y if bias_N is None else y + bias_N.to(y.dtype)).movedim(-1, 1)
     return y.contiguous() if x.is_contiguous() else y
 
@@ -74,10 +74,10 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        x, weight, window, recipe, dtype, page = inputs
+        x, weight, window, recipe, dtype, stats = inputs
         x = x.contiguous()
         ctx.set_materialize_grads(False)
-        ctx.window, ctx.recipe, ctx.dtype, ctx.page, ctx.folds = window, recipe, dtype, page, False
+        ctx.window, ctx.recipe, ctx.dtype, ctx.stats, ctx.folds = window, recipe, dtype, stats, False
         if not recipe.fprop.is_fp8:
             ctx.save_for_backward(x, weight)
             return _high_precision(x, weight, window, dtype)
@@ -88,7 +88,7 @@ class _Convolution(torch.autograd.Function):
         ctx.folds = folds
         saved_weight = functional.kept_weights(w, [weight], recipe) if ctx.needs_input_grad[0] else ()
         ctx.save_for_backward(x, weight, *((patches.scale,) if folds else ()), *saved_weight)
-        y_MN = functional.fprop_of([x], patches, w, [weight], recipe, dtype, page, patches_of(window))[0]
+        y_MN = functional.fprop_of([x], patches, w, [weight], recipe, dtype, stats, patches_of(window))[0]
         return y_MN.view(x.shape[0], *window.output(x.shape[1], x.shape[2]), weight.shape[0])
 
     @staticmethod
@@ -107,7 +107,7 @@ class _Convolution(torch.autograd.Function):
         by_torch = needs_x and g is None, needs_weight and h is None
         dx, dw = _high_precision_gradients(dy, x, weight, window, dtype, by_torch)
         if g is not None and w is not None:
-            dx = fold(functional.dgrad(dys, g, w, recipe, dtype, ctx.page), window, tuple(x.shape))
+            dx = fold(functional.dgrad(dys, g, w, recipe, dtype, ctx.stats), window, tuple(x.shape))
         if patches is not None and h is not None:
             right = kernels.without_scale(patches) if recipe.wgrad.input.is_folded else patches
             dw = _like(kernels.gemm(h, right, dtype, recipe.wgrad.accumulate), weight)
@@ -232,8 +232,8 @@ class Conv1d(Convolution, nn.Conv1d):
             return super().forward(input)
         x = input if input.dim() == 3 else input[None]
         window, dtype = window_of(self), compute_dtype(input)
-        page = stats_buffer_of([self])
-        y = convolution(x.unsqueeze(2), self.weight, self.bias, window, self.recipe, dtype, page).squeeze(2)
+        stats = stats_buffer_of([self])
+        y = convolution(x.unsqueeze(2), self.weight, self.bias, window, self.recipe, dtype, stats).squeeze(2)
         return y if input.dim() == 3 else y[0]
 
 

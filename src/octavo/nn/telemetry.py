@@ -180,7 +180,7 @@ class Telemetry:
         self.detach()
 
     def _lay_out(self, model: nn.Module, layers: dict[str, Layer], device: torch.device) -> dict[Row, int]:
-        """Make the buffer, give each group of layers its page, and return where in it each row is."""
+        """Make the buffer, give each group of layers its buffer, and return the place of each row."""
         names = {id(layer): name for name, layer in layers.items()}
         last = {id(layer): number for number, layer in enumerate(layers.values())}
         groups = fusion_groups(model, layers.values())
