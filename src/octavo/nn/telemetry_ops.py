@@ -54,9 +54,7 @@ class Watched(Protocol):
 
 
 def stats_buffer_of(layers: Sequence[Watched]) -> Tensor | None:
-    """Return the buffer of layers that are computed together; None without telemetry, in part of a group, or in an
-    evaluation.
-    """
+    """Return the buffer of layers that are computed together; None without telemetry, or without gradients."""
     watch = layers[0].watch
     if watch is None or not torch.is_grad_enabled():
         return None

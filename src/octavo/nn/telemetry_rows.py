@@ -1,7 +1,7 @@
-"""Which layers of a model telemetry looks at, and what the rows of its buffer are about.
+"""Layers that telemetry samples, and the meaning of the rows of its buffer.
 
-Layers that are computed together have one buffer (`octavo.nn.telemetry_ops`): rows for the input, the n weights and the n
-grad_outputs. Behind all buffers lie the rows of the weights' gradients, one a layer.
+Layers that are computed together have one buffer (`octavo.nn.telemetry_ops`): rows for the input, the n weights and the
+n grad_outputs. Behind all of them are the rows of the weights' gradients, one per layer.
 """
 
 from __future__ import annotations
