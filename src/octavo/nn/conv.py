@@ -173,9 +173,9 @@ class Convolution(nn.Module):
         """Turn a convolution of PyTorch into this class in place; everything attached to it stays.
 
         Raises:
-            UnsupportedError: it cannot be computed in FP8 (`refuses`).
+            UnsupportedError: it cannot be computed in FP8 (`unsupported_reason`).
         """
-        if (reason := refuses(module) or refuses_recipe(recipe)) is not None:
+        if (reason := unsupported_reason(module) or unsupported_reason_recipe(recipe)) is not None:
             raise UnsupportedError(f"{type(module).__name__} cannot compute in FP8: {reason}.")
         module.__class__ = cls
         assert isinstance(module, cls)
@@ -237,7 +237,7 @@ class Conv1d(Convolution, nn.Conv1d):
         return y if input.dim() == 3 else y[0]
 
 
-def refuses(module: nn.Module) -> str | None:
+def unsupported_reason(module: nn.Module) -> str | None:
     """Return why a convolution cannot compute in FP8, or None."""
     if not isinstance(module, nn.Conv1d | nn.Conv2d):
         return f"{type(module).__name__} has no FP8 layer, nn.Conv1d and nn.Conv2d have"
@@ -250,7 +250,7 @@ def refuses(module: nn.Module) -> str | None:
     return None
 
 
-def refuses_recipe(recipe: Recipe) -> str | None:
+def unsupported_reason_recipe(recipe: Recipe) -> str | None:
     """Return why no convolution computes by a recipe, or None."""
     if recipe.has_stored_scales:
         return f"recipe '{recipe.name}' keeps scales from step to step, which only linear layers can"

@@ -58,7 +58,7 @@ class GroupedLinear(nn.Module):
         """
         super().__init__()
         self.recipe, self.enabled = load(recipe), True
-        if (reason := refuses(self.recipe)) is not None:
+        if (reason := unsupported_reason(self.recipe)) is not None:
             raise UnsupportedError(f"GroupedLinear cannot compute by recipe '{self.recipe.name}': {reason}.")
         self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, device=device, dtype=dtype))
         self.reset_parameters()
@@ -97,7 +97,7 @@ class GroupedLinear(nn.Module):
         return f"{described}, recipe={self.recipe.name}" + ("" if self.enabled else ", disabled")
 
 
-def refuses(recipe: Recipe) -> str | None:
+def unsupported_reason(recipe: Recipe) -> str | None:
     """Return why the GEMMs of a recipe cannot be grouped, or None."""
     can = "Grouped GEMMs have a scale a row and E4M3 operands: folded, folded_fast, rowwise and bf16 are such recipes"
     for gemm, *operands in recipe.gemms():

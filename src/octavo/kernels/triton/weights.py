@@ -23,7 +23,7 @@ LONGEST_ROW = 32768
 _TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def refuses(weights: Sequence[Tensor]) -> str | None:
+def unsupported_reason(weights: Sequence[Tensor]) -> str | None:
     """Return why one launch cannot take these weights, or None."""
     if len({weight.dtype for weight in weights}) > 1 or weights[0].dtype not in _TRITON:
         return "the weights differ in dtype, or are neither FP32, BF16 nor FP16"
