@@ -86,7 +86,7 @@ def _candidates(shape: Shape, device: str) -> Iterator[tuple[Row, Callable[[], T
     for scales, (left, right, accumulations) in OPERANDS.items():
         a, b = quantized(shape, (left, right), device)
         for kernel in KERNELS:
-            if kernel.refuses(a, b) is not None or (kernel.name == "reference" and device == "cuda"):
+            if kernel.unsupported_reason(a, b) is not None or (kernel.name == "reference" and device == "cuda"):
                 continue
             if scales == "tensor" and kernel.name == "scaled_mm.row":
                 continue  # it spreads the one scale over the rows: the very call of "row"

@@ -21,7 +21,7 @@ from octavo import kernels, recipes
 from octavo.conversion import disabled
 from octavo.errors import ConfigError
 from octavo.kernels.explain import probe_operand
-from octavo.kernels.reference.accumulator import refuses
+from octavo.kernels.reference.accumulator import unsupported_reason
 from octavo.models.factory import count_parameters, model_name
 from octavo.train import RunConfig, checkpoint
 from octavo.train.evaluate import heldout_losses
@@ -125,7 +125,7 @@ def _not_hoppers(setup: Setup) -> str | None:
     used = setup.plan.recipes.values() if setup.plan is not None else ()
     for recipe in (recipe for recipe in used if recipe.fprop.is_fp8):
         operands = (recipe.fprop.input, recipe.fprop.weight)
-        if reason := refuses(*(probe_operand(o.granularity, o.format, "cpu") for o in operands)):
+        if reason := unsupported_reason(*(probe_operand(o.granularity, o.format, "cpu") for o in operands)):
             return reason
     return None
 

@@ -19,7 +19,7 @@ from octavo.distributed import BF16_GRADIENTS_POLICY, BF16_POLICY, send_tokens, 
 from octavo.distributed.pipeline.run import SCHEDULES, Pipeline
 from octavo.distributed.pipeline.stage import Sent
 from octavo.distributed.sharding.shard import gather_ahead
-from octavo.kernels.uploads import upload
+from octavo.kernels.transfers import upload
 from octavo.models.config import ModelConfig
 from octavo.models.llama import Llama
 from octavo.models.stages import Stage, stages

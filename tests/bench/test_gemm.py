@@ -31,7 +31,7 @@ def test_a_kernel_that_fails_does_not_lose_the_others(monkeypatch: pytest.Monkey
     def fails(*_: object) -> None:
         raise RuntimeError("illegal instruction\nmore")
 
-    broken = replace(KERNELS[-1], name="broken", refuses=lambda a, b: None, run=fails)  # type: ignore[arg-type]
+    broken = replace(KERNELS[-1], name="broken", unsupported_reason=lambda a, b: None, run=fails)  # type: ignore[arg-type]
     monkeypatch.setattr(gemm, "KERNELS", (broken, KERNELS[-1]))
     rows = gemm.bench_gemm(((16, 16, 128),), device="cpu", repeats=1)
     errors = {row["kernel"]: row.get("error") for row in rows}

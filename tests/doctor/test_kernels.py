@@ -35,7 +35,7 @@ def test_arithmetic_that_is_too_far_from_fp64(monkeypatch: pytest.MonkeyPatch, p
 def test_a_kernel_that_is_compiled_wrongly(monkeypatch: pytest.MonkeyPatch, passed: bool, verdict: str) -> None:
     row = {"kernel": "transpose", "case": "257x16", "passed": passed, "detail": "" if passed else "7 bytes differ"}
     good = {"kernel": "rotary", "case": "2x3", "passed": True, "detail": "equal"}
-    monkeypatch.setattr(kernels, "why_not", lambda device: None)
+    monkeypatch.setattr(kernels, "triton_unsupported_reason", lambda device: None)
     monkeypatch.setattr(kernels, "check_kernels", lambda device: [good, {**good, "case": "4x5"}, row])
     result = run_check(kernels.triton, HERE)
     assert result.finding.verdict == verdict, result.finding

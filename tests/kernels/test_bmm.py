@@ -6,7 +6,7 @@ import torch
 from octavo import kernels
 from octavo.errors import ConfigError
 from octavo.kernels.batch import Batch
-from octavo.kernels.bmm import bmm, why_looped
+from octavo.kernels.bmm import batched_unsupported_reason, bmm
 from octavo.kernels.operator import pack
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.numerics import PER_ROW, PER_TENSOR, Quantized, dequantize
@@ -78,7 +78,10 @@ def test_compiles_with_its_shape_function():
 
 
 def test_a_cpu_has_no_batched_kernel():
-    assert why_looped(torch.device("cpu"), ("e4m3", "row"), ("e4m3", "row")) == "no grouped FP8 GEMM for cpu"
+    assert (
+        batched_unsupported_reason(torch.device("cpu"), ("e4m3", "row"), ("e4m3", "row"))
+        == "no grouped FP8 GEMM for cpu"
+    )
 
 
 @pytest.mark.gpu
@@ -91,7 +94,7 @@ def test_one_launch_gives_what_the_loop_gives(kinds, shape):
     a, b = (Batch(x.codes.cuda(), x.scale.cuda(), x.granularity) for x in (a, b))
     with kernels.record() as ledger:
         y = bmm(a, b, torch.bfloat16)
-    if why_looped(torch.device("cuda"), *(("e4m3", kind) for kind in kinds)) is None:
+    if batched_unsupported_reason(torch.device("cuda"), *(("e4m3", kind) for kind in kinds)) is None:
         assert ledger.gemms == {"grouped_bmm": batch}
     for result, p, q in zip(y.cpu(), a_parts, b_parts, strict=True):
         exact = dequantize(Quantized(*p)).double() @ dequantize(Quantized(*q)).double().t()

@@ -8,7 +8,7 @@ import torch
 from octavo.kernels.coefficients import HYPER, ParamSettings, StepInputs, coefficients, group_squares
 from octavo.kernels.optimizer import COEFFICIENTS
 from octavo.kernels.reference.coefficients import power
-from octavo.kernels.uploads import Uploads
+from octavo.kernels.transfers import PinnedStaging
 
 GROUP = {
     "lr": 3e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "sign": 1.0, "clip": math.inf,
@@ -24,7 +24,7 @@ def made(groups=({},), own=((0, 10.0, 1.0, False),), squares=None, counts=(4.0,)
     if squares is not None:
         sums = group_squares(torch.tensor(squares, dtype=torch.float64), rows, len(groups))
     counted, skipped = [torch.tensor(count) for count in counts], torch.zeros(1, dtype=torch.int32)
-    result = coefficients(StepInputs(hyper, rows, sums, decays_weights, **amp), counted, skipped, Uploads())
+    result = coefficients(StepInputs(hyper, rows, sums, decays_weights, **amp), counted, skipped, PinnedStaging())
     return result, [float(count) for count in counted], int(skipped)
 
 

@@ -11,16 +11,16 @@ from octavo.kernels import dispatch, record
 
 @pytest.fixture(autouse=True)
 def asked_anew() -> Iterator[None]:
-    dispatch.why_not.cache_clear()
+    dispatch.triton_unsupported_reason.cache_clear()
     yield
-    dispatch.why_not.cache_clear()
+    dispatch.triton_unsupported_reason.cache_clear()
 
 
 def test_a_cpu_runs_the_reference_and_that_is_no_fallback():
     with record() as ledger:
         assert not dispatch.uses_triton(torch.zeros(1), "quantize", "refused")
     assert not ledger.fallbacks
-    assert "cpu" in dispatch.why_not(torch.device("cpu"))
+    assert "cpu" in dispatch.triton_unsupported_reason(torch.device("cpu"))
 
 
 def on_gpu(**attributes: object) -> SimpleNamespace:
@@ -50,7 +50,7 @@ def test_why_a_gpu_runs_no_triton(monkeypatch, capability, switch, found, reason
 
 
 def test_what_a_kernel_refuses_is_a_fallback(monkeypatch):
-    monkeypatch.setattr(dispatch, "why_not", lambda device: None)
+    monkeypatch.setattr(dispatch, "triton_unsupported_reason", lambda device: None)
     with record() as ledger:
         assert not dispatch.uses_triton(on_gpu(), "quantize", "its tiles straddle")
     assert ledger.fallbacks == ["quantize ran as reference: its tiles straddle"]

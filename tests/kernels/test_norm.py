@@ -7,7 +7,7 @@ import torch
 
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import ledger
-from octavo.kernels.norm import KEPT, layer_norm, layer_norm_backward, refuses, rms_norm, rms_norm_backward
+from octavo.kernels.norm import KEPT, layer_norm, layer_norm_backward, rms_norm, rms_norm_backward, unsupported_reason
 from octavo.kernels.operator import pack
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.quantize import quantize
@@ -76,7 +76,7 @@ def test_gradients_come_in_the_dtypes_of_what_they_are_of(rows):
     ids=str,
 )
 def test_refused_targets(target, why):
-    assert refuses(ROW) is None and why in refuses(target)
+    assert unsupported_reason(ROW) is None and why in unsupported_reason(target)
     x = torch.randn(4, 8)
     for call in (lambda: rms_norm(x, None, EPS, target=target), lambda: layer_norm(x, None, None, EPS, target=target)):
         with pytest.raises(UnsupportedError, match="Quantise y after it"):

@@ -10,7 +10,7 @@ from octavo.errors import ConfigError
 from octavo.kernels.optimizer import load_gradient, momentum, squares, store_gradient, update
 from octavo.kernels.reference import optimizer as reference
 from octavo.kernels.reference.storage import from_groups
-from octavo.kernels.uploads import Uploads
+from octavo.kernels.transfers import PinnedStaging
 
 sys.path.insert(0, str(Path(__file__).parent))
 import optimizer_cases as cases
@@ -52,7 +52,7 @@ def test_twenty_steps_are_those_of_fp64(kind):
     spread = torch.exp(torch.randn(SHAPE))  # of each element's gradients, which keep their order of magnitude
     gradients = [1e-3 * spread * torch.randn(SHAPE) for _ in range(20)]
     for step, g in enumerate(gradients, start=1):
-        update([slot._replace(gradient=g)], layout, cases.control(step, 1, largest_update=10.0), Uploads())
+        update([slot._replace(gradient=g)], layout, cases.control(step, 1, largest_update=10.0), PinnedStaging())
     expected = adamw_fp64(before, gradients)
     moved = (expected - before).square().mean().sqrt()
     error = (master(slot, layout) - expected).square().mean().sqrt() / moved
@@ -68,7 +68,7 @@ def test_exact_is_an_fp32_master_with_bf16_moments():
     for step in range(1, 6):
         g = cases.gradient(exact, SHAPE)
         for slot, layout in ((one, exact), (other, apart)):
-            update([slot._replace(gradient=g)], layout, cases.control(step, 1), Uploads())
+            update([slot._replace(gradient=g)], layout, cases.control(step, 1), PinnedStaging())
         assert torch.equal(master(one, exact), other.weight)
         nearest = other.weight.bfloat16()
         tie = (other.weight.view(torch.int32) & 0xFFFF) == 0x8000  # to even there, away from zero here
@@ -81,12 +81,12 @@ def test_a_second_moment_is_never_lost(kind):
     layout = cases.layout_of(kind)
     slot = cases.slot(layout, (4, 256), 0)
     gradient = torch.exp2(-torch.linspace(0, 45, 256)).repeat(4, 1)
-    update([slot._replace(gradient=gradient)], layout, cases.control(1, 1), Uploads())
+    update([slot._replace(gradient=gradient)], layout, cases.control(1, 1), PinnedStaging())
     assert (slot.second > 0).all()
     untouched = torch.zeros(4, 256)
     for step in range(2, 40):
         control = cases.control(step, 1, largest_update=10.0)
-        update([slot._replace(gradient=untouched)], layout, control, Uploads())
+        update([slot._replace(gradient=untouched)], layout, control, PinnedStaging())
         assert int(control.clamped) == 0
 
 
@@ -100,7 +100,7 @@ def test_only_stochastic_rounding_follows_a_slow_decay():
         g = torch.ones(8, 1024) * torch.linspace(0.5, 1.0, 1024)
         for step in range(1, 301):
             slot = slot._replace(gradient=g if step == 1 else torch.zeros_like(g))
-            update([slot], layout, cases.control(step, 1, **values), Uploads())
+            update([slot], layout, cases.control(step, 1, **values), PinnedStaging())
         second = from_groups(reference.read(slot.second, slot.second_scale, layout.second), 8, 1024)
         expected = (0.001 * g.double().square()) * 0.999**299
         decayed[rounding] = float(second.double().sum() / expected.sum())
@@ -118,7 +118,7 @@ def test_a_second_moment_of_one_byte_has_no_bias():
     for step in range(1, 2001):
         g = size * torch.randn(16, 1024)
         expected = 0.999 * expected + 0.001 * g.double().square()
-        update([slot._replace(gradient=g)], layout, cases.control(step, 1, **values), Uploads())
+        update([slot._replace(gradient=g)], layout, cases.control(step, 1, **values), PinnedStaging())
         if step > 1500 and step % 100 == 0:
             second = from_groups(reference.read(slot.second, slot.second_scale, layout.second), 16, 1024)
             ratios.append((second / expected).mean())
@@ -134,7 +134,7 @@ def test_rounding_depends_on_seed_step_and_number_alone():
 
     def codes(number=0, step=1, seed=5):
         new = cases.copy(slot)._replace(number=number, gradient=g)
-        update([new], layout, cases.control(1, 1)._replace(seed=seed, steps=torch.tensor([step])), Uploads())
+        update([new], layout, cases.control(1, 1)._replace(seed=seed, steps=torch.tensor([step])), PinnedStaging())
         return new.first.view(torch.uint8)
 
     assert torch.equal(codes(), codes())
@@ -148,7 +148,7 @@ def test_a_given_update_is_subtracted(kind):
     layout = cases.layout_of(kind, "given")
     slot = cases.slot(layout, SHAPE, 0)
     before, given = master(slot, layout), torch.randn(SHAPE)
-    update([slot._replace(gradient=given)], layout, cases.control(1, 1, largest_update=torch.inf), Uploads())
+    update([slot._replace(gradient=given)], layout, cases.control(1, 1, largest_update=torch.inf), PinnedStaging())
     expected = before.double() * 0.9999 - 1e-3 * 0.7 * given.double()
     error = (master(slot, layout) - expected).abs().max()
     assert error < {"fp32": 1e-8, "exact": 1e-8, "fp8": 2e-6, "fp8, fp8 weight": 1e-6}[kind]
@@ -160,10 +160,12 @@ def test_momentum(nesterov, expected):
     layout = cases.layout_of("fp32")
     slot = cases.slot(layout, (2, 3), 0)._replace(gradient=torch.full((2, 3), 2.0))
     found = [torch.zeros(2, 3, dtype=torch.bfloat16)]
-    momentum([slot], layout, cases.control(1, 1), found, Uploads(), nesterov=nesterov)
+    momentum([slot], layout, cases.control(1, 1), found, PinnedStaging(), nesterov=nesterov)
     assert torch.equal(found[0], torch.full((2, 3), expected[0]).bfloat16())
     torch.testing.assert_close(slot.first, torch.full((2, 3), 1.4))
-    momentum([slot._replace(gradient=torch.zeros(2, 3))], layout, cases.control(2, 1), found, Uploads(), nesterov=False)
+    momentum(
+        [slot._replace(gradient=torch.zeros(2, 3))], layout, cases.control(2, 1), found, PinnedStaging(), nesterov=False
+    )
     assert torch.equal(found[0], torch.full((2, 3), expected[1]).bfloat16())
 
 
@@ -193,7 +195,7 @@ def test_a_stored_gradient_that_is_not_finite_is_seen(dtype, infinite):
     store_gradient(gradient, codes, scale, "group")
     expected = torch.tensor([[1.0, infinite, -infinite, torch.nan]])
     torch.testing.assert_close(load_gradient(codes, scale), expected, equal_nan=True)
-    assert not squares([codes], Uploads(), [scale]).isfinite()
+    assert not squares([codes], PinnedStaging(), [scale]).isfinite()
 
 
 @pytest.mark.parametrize(
@@ -217,6 +219,6 @@ def test_an_empty_tensor_has_scales_too():
 
 def test_squares():
     tensors = [torch.tensor([3.0, 4.0]), torch.ones(2, 2).bfloat16(), torch.zeros(0)]
-    assert squares(tensors, Uploads()).tolist() == [25.0, 4.0, 0.0]
+    assert squares(tensors, PinnedStaging()).tolist() == [25.0, 4.0, 0.0]
     with pytest.raises(ValueError, match="no tensors"):
-        squares([], Uploads())
+        squares([], PinnedStaging())

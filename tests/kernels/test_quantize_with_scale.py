@@ -40,7 +40,7 @@ def test_a_known_scale_is_used_and_what_is_larger_saturates():
 
 @pytest.mark.parametrize(("amax", "scale"), [(224.0, 0.5), (224.1, 224.1 / 448), (1.0, 0.5)])
 def test_at_once_its_own_scale_only_where_it_would_saturate(amax, scale):
-    rows, _ = kernels.quantize_with_scale([torch.full((2, 2), amax)], cell(0.5, at_once=True), TARGET, None)
+    rows, _ = kernels.quantize_with_scale([torch.full((2, 2), amax)], cell(0.5, just_in_time=True), TARGET, None)
     assert rows.scale == torch.tensor(scale, dtype=torch.float64).float()
 
 
@@ -52,7 +52,7 @@ def test_the_scale_that_comes_back_is_nobody_elses():
 
 
 def test_not_to_observe_leaves_the_cell_alone():
-    here = cell(0.5, observe=False)
+    here = cell(0.5, update_amax=False)
     kernels.quantize_with_scale([torch.full((2, 2), 9.0)], here, TARGET, None)
     assert here.memory[1].tolist() == [0.5, 0.0]
 

@@ -21,7 +21,7 @@ from octavo.recipes import load, names, reused_from
 CONFIG = ModelConfig(vocab=64, dim=128, heads=4, kv_heads=2, layers=1, sequence=32, ffn=256)
 TOKENS = 2 * CONFIG.sequence
 POLICY = octavo.Policy(attention_output="fp8")
-APPLIED = [n for n in names() if module.refuses(load(n), False) is None and not load(n).is_emulated]
+APPLIED = [n for n in names() if module.unsupported_reason(load(n), False) is None and not load(n).is_emulated]
 SHARED = [n for n in APPLIED if module.shares_codes(load(n))]
 
 

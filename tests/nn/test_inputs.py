@@ -7,7 +7,7 @@ from torch import nn
 import octavo
 from octavo.errors import ConfigError
 from octavo.nn.functional import Quantizer, linears, quantize_operand
-from octavo.nn.mlp import mlp, refuses
+from octavo.nn.mlp import mlp, unsupported_reason
 from octavo.recipes import load, names
 
 RECIPES = [name for name in names() if load(name).is_fp8 and not load(name).has_stored_scales]
@@ -54,7 +54,7 @@ def test_layers_that_share_an_input(recipe):
     assert not codes_of_tokens(kept)
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if refuses(load(name), load(name)) is None])
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if unsupported_reason(load(name), load(name)) is None])
 def test_an_mlp(recipe):
     x, gate, up, down = leaf(40, 136), leaf(72, 136), leaf(72, 136), leaf(136, 72)
 

@@ -14,11 +14,11 @@ from octavo import kernels
 from octavo.kernels.activation import KINDS, activation_backward_plain
 from octavo.kernels.reference.activation import value
 from octavo.nn.functional import Quantizer, linear, linears, spec_of
-from octavo.nn.mlp import mlp, refuses
+from octavo.nn.mlp import mlp, unsupported_reason
 from octavo.numerics import E4M3, Quantized, TILE_1x128, dequantize, quantize, sqnr_db
 from octavo.recipes import Recipe, load, names
 
-PRESETS = [name for name in names() if refuses(load(name), load(name)) is None]
+PRESETS = [name for name in names() if unsupported_reason(load(name), load(name)) is None]
 ROLES = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
 FP32_SCALES = {gemm: {role: {"scaling": "float32"} for role in roles} for gemm, roles in ROLES.items()}
 E5M2 = {gemm: {"grad_output": {"format": "e5m2"}} for gemm in ("dgrad", "wgrad")}
@@ -486,17 +486,17 @@ def test_a_nan_token_ruins_its_own_row_and_no_other():
 def test_a_gemm_in_bf16_is_refused(gemm):
     some = load({"name": "some", gemm: {"precision": "bf16"}, **({} if gemm != "fprop" else {"base": "rowwise"})})
     for pair in ((some, load("folded")), (load("folded"), some)):
-        assert refuses(*pair) == f"recipe '{some.name}' leaves a GEMM in BF16"
+        assert unsupported_reason(*pair) == f"recipe '{some.name}' leaves a GEMM in BF16"
 
 
 def test_stochastic_rounding_is_refused():
     some = load({"base": "rowwise", "name": "some", "wgrad": {"grad_output": {"rounding": "stochastic"}}})
-    assert refuses(load("folded"), some) == "recipe 'some' rounds stochastically"
+    assert unsupported_reason(load("folded"), some) == "recipe 'some' rounds stochastically"
 
 
 @every_recipe
 def test_all_else_is_taken(inner, outer):
-    assert refuses(inner, outer) is None
+    assert unsupported_reason(inner, outer) is None
 
 
 @pytest.mark.gpu

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from octavo.kernels.activation import KINDS
-from octavo.kernels.norm import refuses as norm_refuses
+from octavo.kernels.norm import unsupported_reason as norm_unsupported_reason
 from octavo.kernels.reference.activation import value_and_slope
 from octavo.nn.attention import AttentionOutput, ScaledDotProduct, shares_codes
-from octavo.nn.attention import refuses as attention_refuses
+from octavo.nn.attention import unsupported_reason as attention_unsupported_reason
 from octavo.nn.functional import spec_of
 from octavo.nn.fused import FusedMLP, MLPRoles, unfuse
-from octavo.nn.mlp import ActivationInputs, refuses
+from octavo.nn.mlp import ActivationInputs, unsupported_reason
 from octavo.nn.norm import NormInputs, adopts
 from octavo.nn.probe import computes, shallow_copy
 from octavo.recipes import Recipe, reused_from
@@ -98,7 +98,7 @@ def find_structures(
     """
     widths = {cast(nn.Linear, model.get_submodule(name)).in_features for name in recipes}
     targets = [spec_of(recipe.fprop.input) for recipe in recipes.values() if recipe.fprop.is_fp8]
-    makes_codes = any(norm_refuses(target) is None for target in targets)
+    makes_codes = any(norm_unsupported_reason(target) is None for target in targets)
     for name, module in model.named_modules():
         if adopts(module):
             if _width(module) in widths:
@@ -106,7 +106,9 @@ def find_structures(
             continue
         if isinstance(module, ScaledDotProduct):
             reader = full_name(name.rpartition(".")[0], module.reader)
-            if attention_output == "fp8" and not attention_refuses(recipes.get(reader), reader in keep_input):
+            if attention_output == "fp8" and not attention_unsupported_reason(
+                recipes.get(reader), reader in keep_input
+            ):
                 yield FusionPattern(
                     name=name,
                     kind="attention",
@@ -175,7 +177,7 @@ def _can_fuse(roles: MLPRoles, recipes: dict[str, Recipe | None]) -> bool:
     inner, outer = recipes[roles.inner[0]], recipes[roles.down]
     if inner is None or outer is None or any(recipes[name] != inner for name in roles.inner):
         return False
-    return refuses(inner, outer) is None
+    return unsupported_reason(inner, outer) is None
 
 
 def find_mlp(module: nn.Module) -> MLPRoles | None:

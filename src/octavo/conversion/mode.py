@@ -21,7 +21,7 @@ from octavo.conversion.gain import predicted_gain
 from octavo.conversion.matmul_ops import PARSERS, MatmulCall
 from octavo.conversion.operators import Operators
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.kernels.bmm import why_looped
+from octavo.kernels.bmm import batched_unsupported_reason
 from octavo.nn.functional import compute_dtype
 from octavo.recipes import RecipeLike, load
 
@@ -128,7 +128,7 @@ class autocast(TorchFunctionMode):
 
     def _why_looped(self, device: torch.device) -> str | None:
         kinds = [((a.format, a.granularity), (b.format, b.granularity)) for _, a, b in self.recipe.gemms()]
-        return next(filter(None, (why_looped(device, a, b) for a, b in kinds)), None)
+        return next(filter(None, (batched_unsupported_reason(device, a, b) for a, b in kinds)), None)
 
 
 def _read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MatmulCall | str:

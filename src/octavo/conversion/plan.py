@@ -23,7 +23,7 @@ from octavo.errors import ConfigError, UnsupportedError, did_you_mean
 from octavo.kernels.dispatch import on_gpu
 from octavo.kernels.explain import gemm_kernel
 from octavo.kernels.gemm import EMULATED
-from octavo.nn.conv import AnyConvolution, refuses_recipe
+from octavo.nn.conv import AnyConvolution, unsupported_reason_recipe
 from octavo.nn.operands import dtype_note
 from octavo.recipes import GEMMS, Evidence, Recipe, RecipeLike, load
 
@@ -246,7 +246,7 @@ def _plan_layer(
     kind, shape, taps = _gemm_of(layer)
     gain = predicted_gain(recipe, *shape, tokens, taps) if on_gpu(device) and recipe.is_fp8 else None
     if kept is None and taps:
-        kept = refuses_recipe(recipe)
+        kept = unsupported_reason_recipe(recipe)
     if kept is None and not recipe.is_fp8:
         kept = found.reason if found else "the recipe says bf16"
     if kept is None and gain is not None and gain < policy.min_gain and not found:

@@ -14,7 +14,7 @@ from octavo.conversion.weights import Weights
 from octavo.errors import ConfigError, did_you_mean
 from octavo.nn import Conv1d, Conv2d, Linear
 from octavo.nn.attention import AttentionOutput
-from octavo.nn.conv import refuses
+from octavo.nn.conv import unsupported_reason
 from octavo.nn.mlp import ActivationInputs
 from octavo.nn.norm import NormInputs
 from octavo.nn.operands import REAL
@@ -202,7 +202,7 @@ class Policy:
     def _convolution(self, layer: nn.Module) -> str | None:
         if not self.convolutions:
             return "the policy leaves convolutions alone"
-        if (reason := refuses(layer)) is not None:
+        if (reason := unsupported_reason(layer)) is not None:
             return reason
         assert isinstance(layer, nn.Conv1d | nn.Conv2d)
         if type(layer) not in (nn.Conv1d, nn.Conv2d, Conv1d, Conv2d):

@@ -8,9 +8,9 @@ from torch import nn
 
 from octavo.conversion.fusion_patterns import FusionPattern, full_name
 from octavo.conversion.policy import Policy
-from octavo.nn.attention import ScaledDotProduct, refuses
+from octavo.nn.attention import ScaledDotProduct, unsupported_reason
 from octavo.nn.fused import MLPRoles
-from octavo.nn.mlp import refuses as mlp_refuses
+from octavo.nn.mlp import unsupported_reason as mlp_unsupported_reason
 from octavo.recipes import Recipe
 
 
@@ -42,7 +42,7 @@ def find_unapplied(
         for name, module in found.items():
             if name not in applied["attention"]:
                 reader = full_name(name.rpartition(".")[0], module.reader)
-                why = refuses(recipes.get(reader), reader in keep_input)
+                why = unsupported_reason(recipes.get(reader), reader in keep_input)
                 yield f"attention_output = 'fp8' does nothing in {name}, which {reader} reads: {why}"
         if not found:
             yield (
@@ -60,5 +60,5 @@ def _mlps(recipes: dict[str, Recipe], left: dict[str, MLPRoles]) -> Iterator[str
             why = "its layers differ in their recipes"
         else:
             assert own[0] is not None and own[-1] is not None
-            why = mlp_refuses(own[0], own[-1])
+            why = mlp_unsupported_reason(own[0], own[-1])
         yield f"activation_inputs = 'fp8' does nothing in {name or 'the model itself'}, an MLP: {why}"

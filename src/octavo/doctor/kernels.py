@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from octavo import kernels
 from octavo.doctor.check import Finding, check, failure, ok
 from octavo.doctor.subjects import Machine, a_gpu
-from octavo.kernels.dispatch import why_not
+from octavo.kernels.dispatch import triton_unsupported_reason
 from octavo.kernels.gemm import choose
 from octavo.kernels.reference import accumulator
 from octavo.kernels.selfcheck import check_kernels
@@ -68,7 +68,7 @@ def arithmetic(machine: Machine) -> Finding:
 
 
 def _triton(machine: Machine) -> str:
-    return why_not(machine.device) or ""
+    return triton_unsupported_reason(machine.device) or ""
 
 
 @check(

@@ -26,7 +26,7 @@ from octavo.guard.alarms import Observation, Row
 from octavo.guard.diagnosis import Probe
 from octavo.guard.locate import locate_nonfinite, weight_diff
 from octavo.guard.parameters import ParameterCheck
-from octavo.kernels.download import Download
+from octavo.kernels.transfers import AsyncHostCopy
 from octavo.nn.scaling_state import scales
 from octavo.recipes import Recipe
 
@@ -76,7 +76,7 @@ class _Pending(NamedTuple):
 
     step: int
     lr: float
-    scalars: Download
+    scalars: AsyncHostCopy
     """Loss, gradient norm and the twin's loss, FP64 (3,)."""
 
 
@@ -107,7 +107,7 @@ class Guarded(ABC):
         scalars = torch.stack([each.detach().double().reshape(()) for each in (loss, gradient_norm, twin)])
         if self.parameters is not None:
             self.parameters.measure(self.done)
-        self._pending.append(_Pending(self.done, lr, Download(scalars)))
+        self._pending.append(_Pending(self.done, lr, AsyncHostCopy(scalars)))
         return self._check(self._lag)
 
     def check_all(self) -> bool:

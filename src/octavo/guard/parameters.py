@@ -15,7 +15,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from octavo.kernels.download import Download
+from octavo.kernels.transfers import AsyncHostCopy
 from octavo.tensor import FP8Tensor, is_distributed, local
 
 SAMPLE = 4096
@@ -76,7 +76,7 @@ class ParameterCheck:
         self._group, self._has_replicas = group, has_replicas
         self._known: _Values | None = None
         self._at = self._before = 0
-        self._pending: dict[int, tuple[Sequence[str], int, Download]] = {}
+        self._pending: dict[int, tuple[Sequence[str], int, AsyncHostCopy]] = {}
 
     @torch.no_grad()
     def measure(self, step: int, *, now: bool = False) -> None:
@@ -96,7 +96,7 @@ class ParameterCheck:
             steps = step - self._before
         moments = [_norms(_moments(self._model, self._optimizer, names, key)) for key in ("exp_avg", "exp_avg_sq")]
         table = torch.stack([norm, change, *moments, torch.zeros_like(norm)])
-        self._pending[step] = (names, steps, Download(self._merged(table)))
+        self._pending[step] = (names, steps, AsyncHostCopy(self._merged(table)))
 
     def arrived(self, step: int) -> ParameterStats | None:
         """Return the measurement of a step, once; None if it was not measured. Waits for it."""

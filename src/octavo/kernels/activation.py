@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError, did_you_mean
-from octavo.kernels.dispatch import launches_on, uses_triton, why_not
+from octavo.kernels.dispatch import launches_on, triton_unsupported_reason, uses_triton
 from octavo.kernels.operator import call, define_packed
 from octavo.kernels.quant_spec import QuantSpec, empty, laid_out
 from octavo.kernels.reference import activation as reference
@@ -193,10 +193,10 @@ def _runs_triton(gate: Tensor, up: object, operation: str, **targets: QuantSpec 
     if gate.numel() == 0 or not gate.is_cuda:
         return False
     refused = None
-    if why_not(gate.device) is None:
+    if triton_unsupported_reason(gate.device) is None:
         from octavo.kernels.triton import activation as fused
 
-        refused = fused.refuses(gate.shape[1], up is not None, **targets)
+        refused = fused.unsupported_reason(gate.shape[1], up is not None, **targets)
     return uses_triton(gate, operation, refused)
 
 
@@ -214,11 +214,11 @@ def _in_graph(gate: Tensor, up: Tensor | None, _kind: str, target: QuantSpec) ->
 
 
 def _is_in_graph(gate: Tensor, up: object, **targets: QuantSpec | None) -> bool:
-    if not gate.is_cuda or why_not(gate.device) is not None:
+    if not gate.is_cuda or triton_unsupported_reason(gate.device) is not None:
         return False
     from octavo.kernels.triton import activation as fused
 
-    refused = fused.refuses(gate.shape[1], up is not None, **targets)
+    refused = fused.unsupported_reason(gate.shape[1], up is not None, **targets)
     return refused is None and not fused.limits_registers(*targets.values())
 
 

@@ -94,7 +94,7 @@ def _quantize_batch(
     if x.numel() and x.is_cuda:
         from octavo.kernels.triton import batch as fast
 
-        if uses_triton(x, "quantize_batch", fast.refuses(x, rows, columns)):
+        if uses_triton(x, "quantize_batch", fast.unsupported_reason(x, rows, columns)):
             with launches_on(x.device):
                 return fast.quantize_batch(x, rows, columns, *folds)
     each = [[None] * x.shape[0] if fold is None else fold.unbind() for fold in folds]

@@ -41,17 +41,17 @@ def bmm(a: Batch, b: Batch, out_dtype: torch.dtype, accumulate: str = "slow") ->
     return result
 
 
-def why_looped(device: torch.device, a: tuple[str, str], b: tuple[str, str]) -> str | None:
+def batched_unsupported_reason(device: torch.device, a: tuple[str, str], b: tuple[str, str]) -> str | None:
     """Return why a device has no batched kernel for operands, each (format, granularity), or None."""
     names = ["tensor" if granularity == "column" else granularity for _, granularity in (a, b)]  # folded: one scale
-    return vendor.refuses_kind(device, (a[0], b[0]), tuple(granularity_named(name) for name in names))
+    return vendor.unsupported_reason_kind(device, (a[0], b[0]), tuple(granularity_named(name) for name in names))
 
 
 def _bmm(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> list[Tensor]:
     left, right = Batch(*a), Batch(*b)
     if 0 in (*a.codes.shape, *b.codes.shape):
         return [_bmm_shape(a, b, out_dtype)[0].zero_()]
-    if is_usual() and vendor.refuses(left, right) is None:
+    if is_usual() and vendor.unsupported_reason(left, right) is None:
         ledger.count("grouped_bmm", a.codes.shape[0])
         return [vendor.grouped_bmm(left, right, fast).to(out_dtype)]
     pairs = zip(left.matrices(), right.matrices(), strict=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo.kernels.dispatch import launches_on, uses_triton
 from octavo.kernels.reference import coefficients as reference
-from octavo.kernels.uploads import Uploads
+from octavo.kernels.transfers import PinnedStaging
 
 HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "sign", "clip", "clip_all")
 """Of a group: its settings, 1 or -1 to maximise, largest norm of its gradients; and of all, the same in each row."""
@@ -72,7 +72,7 @@ def group_squares(squares: Tensor, own: Tensor, groups: int) -> Tensor:
 
 
 def coefficients(
-    told: StepInputs, counts: Sequence[Tensor], skipped: Tensor, uploads: Uploads, name: Hashable = None
+    told: StepInputs, counts: Sequence[Tensor], skipped: Tensor, uploads: PinnedStaging, name: Hashable = None
 ) -> StepCoefficients:
     """Return the coefficients of a step, and count it.
 

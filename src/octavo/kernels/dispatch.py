@@ -50,14 +50,14 @@ def uses_triton(x: Tensor, operation: str, refused: str | None = None) -> bool:
     """
     if not x.is_cuda:
         return False
-    reason = why_not(x.device) or refused
+    reason = triton_unsupported_reason(x.device) or refused
     if reason is not None:
         ledger.fall_back(f"{operation} ran as reference: {reason}")
     return reason is None
 
 
 @cache
-def why_not(device: torch.device) -> str | None:
+def triton_unsupported_reason(device: torch.device) -> str | None:
     """Return why Triton kernels cannot run on this device, or None. `OCTAVO_TRITON=0` switches them off."""
     if device.type != "cuda":
         return f"Triton kernels run on NVIDIA GPUs, this is {device.type}"

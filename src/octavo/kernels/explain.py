@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from octavo.errors import UnsupportedError
-from octavo.kernels.dispatch import why_not
+from octavo.kernels.dispatch import triton_unsupported_reason
 from octavo.kernels.gemm import KERNELS, choose
 from octavo.numerics import Quantized, format_named, granularity_named, quantize
 
@@ -36,8 +36,8 @@ def explain(device: torch.device | str) -> list[dict[str, str | bool]]:
     for kernel in KERNELS:
         operands = _PROBES.get(kernel.name, ("1x128", "128x128"))
         a, b = (probe_operand(name, "e4m3", device) for name in operands)
-        rows.append(_row("gemm", kernel.name, kernel.refuses(a, b)))
-    refused = why_not(torch.device(device))
+        rows.append(_row("gemm", kernel.name, kernel.unsupported_reason(a, b)))
+    refused = triton_unsupported_reason(torch.device(device))
     for operation in TWINS:
         rows += [_row(operation, "triton", refused), _row(operation, "reference", None)]
     return rows

@@ -33,17 +33,17 @@ class GemmKernel:
     """One way to run the GEMM."""
 
     name: str
-    refuses: Callable[[Quantized, Quantized], str | None]
+    unsupported_reason: Callable[[Quantized, Quantized], str | None]
     """Returns why it cannot take these operands, or None."""
     run: Callable[[Quantized, Quantized, torch.dtype, bool], Tensor]
     """(a, b, out_dtype, fast accumulation) -> (M, N)."""
 
 
 KERNELS = (
-    GemmKernel("scaled_mm.tensor", vendor.refuses_tensor, vendor.scaled_mm_tensor),
-    GemmKernel("scaled_mm.row", vendor.refuses_row, vendor.scaled_mm_row),
-    GemmKernel("scaled_mm.block", vendor.refuses_block, vendor.scaled_mm_block),
-    GemmKernel("emulated.1x32", dequantized.refuses, dequantized.gemm),
+    GemmKernel("scaled_mm.tensor", vendor.unsupported_reason_tensor, vendor.scaled_mm_tensor),
+    GemmKernel("scaled_mm.row", vendor.unsupported_reason_row, vendor.scaled_mm_row),
+    GemmKernel("scaled_mm.block", vendor.unsupported_reason_block, vendor.scaled_mm_block),
+    GemmKernel("emulated.1x32", dequantized.unsupported_reason, dequantized.gemm),
     GemmKernel("reference", lambda a, b: None, lambda a, b, dtype, fast: reference_gemm(a, b, dtype)),
 )
 
@@ -60,7 +60,7 @@ class _Accumulator(NamedTuple):
     """None: as the recipe says."""
 
 
-_HOPPER = GemmKernel("hopper", accumulator.refuses, accumulator.gemm)
+_HOPPER = GemmKernel("hopper", accumulator.unsupported_reason, accumulator.gemm)
 _EXACT = GemmKernel("exact", lambda a, b: None, lambda a, b, dtype, fast: accumulator.exact(a, b, dtype))
 ACCUMULATORS = {
     "slow": _Accumulator(None, False),
@@ -107,11 +107,11 @@ def choose(a: Quantized, b: Quantized) -> tuple[GemmKernel, dict[str, str]]:
     """Return the kernel for these operands, and why each one before it was refused."""
     refused: dict[str, str] = {}
     if _now.kernel is not None:
-        if reason := _now.kernel.refuses(a, b):
+        if reason := _now.kernel.unsupported_reason(a, b):
             raise UnsupportedError(f"the accumulator '{_now.kernel.name}' cannot be emulated here: {reason}.")
         return _now.kernel, refused
     for kernel in KERNELS:
-        reason = kernel.refuses(a, b)
+        reason = kernel.unsupported_reason(a, b)
         if reason is None:
             return kernel, refused
         refused[kernel.name] = reason

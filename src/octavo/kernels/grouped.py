@@ -116,7 +116,7 @@ def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> list[Tensor]:
     _check_ends(ends, a.shape[1] if b.dim() == 2 else a.shape[0])
-    refused = vendor.refuses_high_precision(a, b)
+    refused = vendor.unsupported_reason_high_precision(a, b)
     if refused is None:
         return [vendor.grouped_mm(a, b, ends)]
     if a.is_cuda:
@@ -135,7 +135,7 @@ def _grouped_gemm(
     if 0 in (*a.codes.shape, *b.shape):
         return [a.scale.new_zeros(a.codes.shape[0], b.shape[1], dtype=out_dtype)]
     operands = a.codes, a.scale, b, b_scale, ends, out_dtype
-    if _counts(vendor.refuses(a.codes, b), b.is_cuda):
+    if _counts(vendor.unsupported_reason(a.codes, b), b.is_cuda):
         return [vendor.grouped_gemm(*operands, fast)]
     return [reference.grouped_gemm(*operands)]
 
@@ -149,7 +149,7 @@ def _grouped_wgrad(a: Padded, b: Padded, ends: Tensor, out_dtype: torch.dtype) -
     if 0 in (codes.shape[0], other.shape[0], ends.shape[0]):
         return [scale.new_zeros(ends.shape[0], codes.shape[0], other.shape[0], dtype=out_dtype)]
     operands = *a, *b, padded_ends(ends), out_dtype
-    if _counts(vendor.refuses(codes, other), codes.is_cuda):
+    if _counts(vendor.unsupported_reason(codes, other), codes.is_cuda):
         return [vendor.grouped_wgrad(*operands)]
     return [reference.grouped_wgrad(*operands)]
 

@@ -49,7 +49,7 @@ class Normed(NamedTuple):
     """(M,), FP32, of a layer norm."""
 
 
-def refuses(target: QuantSpec) -> str | None:
+def unsupported_reason(target: QuantSpec) -> str | None:
     """Return why a norm cannot quantise so in its one pass, or None."""
     if target.rounding != "nearest":
         return f"it rounds to nearest only, not '{target.rounding}'"
@@ -78,7 +78,7 @@ def rms_norm(
 
     Raises:
         ConfigError: shapes that do not fit.
-        UnsupportedError: `refuses(target)`: normalise without it, and hand y to `kernels.quantize`.
+        UnsupportedError: `unsupported_reason(target)`: normalise without it, and hand y to `kernels.quantize`.
     """
     _check(x, target, weight=weight, residual=residual)
     return _norm(x, weight, None, eps, residual, target, keep_y, centred=False)
@@ -163,7 +163,7 @@ def _check(x: Tensor, target: QuantSpec | None, **others: Tensor | None) -> None
         wanted = x.shape[1:] if name in ("weight", "bias") else x.shape
         if other is not None and other.shape != wanted:
             raise ConfigError(f"{name} has shape {tuple(other.shape)}, but x {tuple(x.shape)} wants {tuple(wanted)}.")
-    if target is not None and (reason := refuses(target)):
+    if target is not None and (reason := unsupported_reason(target)):
         raise UnsupportedError(f"a norm cannot quantise to '{target}': {reason}. Quantise y after it, or change one.")
 
 

@@ -16,7 +16,7 @@ from octavo.errors import ConfigError
 from octavo.kernels.dispatch import launches_on, uses_triton
 from octavo.kernels.reference import optimizer as reference
 from octavo.kernels.storage import BF16, E4M3, GRADIENT_CODES, Float, Scaling, Storage
-from octavo.kernels.uploads import Uploads
+from octavo.kernels.transfers import PinnedStaging
 
 Rule = Literal["adamw", "adam", "lion", "given"]
 
@@ -113,7 +113,7 @@ class Control(NamedTuple):
     seed: int
 
 
-def update(slots: Sequence[Slot], layout: Layout, control: Control, uploads: Uploads) -> None:
+def update(slots: Sequence[Slot], layout: Layout, control: Control, uploads: PinnedStaging) -> None:
     """Make one step, in place. `uploads` keeps from step to step where the tensors lie.
 
         adamw   m += (g - m) (1 - b1);  v = v b2 + g^2 (1 - b2);  u = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)
@@ -146,7 +146,7 @@ def momentum(
     layout: Layout,
     control: Control,
     updates: Sequence[Tensor],
-    uploads: Uploads,
+    uploads: PinnedStaging,
     *,
     nesterov: bool = True,
 ) -> None:
@@ -210,7 +210,7 @@ def load_gradient(codes: Tensor, scale: Tensor) -> Tensor:
     return reference.load_gradient(codes, scale)
 
 
-def squares(tensors: Sequence[Tensor], uploads: Uploads, scales: Sequence[Tensor | None] | None = None) -> Tensor:
+def squares(tensors: Sequence[Tensor], uploads: PinnedStaging, scales: Sequence[Tensor | None] | None = None) -> Tensor:
     """Return the sum of the squares of each tensor, FP64 (P,), from one read of them in their own dtype.
 
     Each must be contiguous in memory, in whatever order of its dimensions. FP8 codes must be matrices (R, C).

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels import ledger
-from octavo.kernels.dispatch import launches_on, on_gpu, uses_triton, why_not
+from octavo.kernels.dispatch import launches_on, on_gpu, triton_unsupported_reason, uses_triton
 from octavo.kernels.operator import call, define, define_packed, flat, is_direct
 from octavo.kernels.quant_spec import QuantSpec, empty, laid_out, parse_spec
 from octavo.kernels.reference import quantize as reference
@@ -183,7 +183,7 @@ def _requantize_transposed_shape(
 
 
 def _requantize_in_graph(weights: list[Tensor], scale: Tensor, target: QuantSpec, after: Tensor) -> bool:
-    return weights[0].is_cuda and why_not(weights[0].device) is None
+    return weights[0].is_cuda and triton_unsupported_reason(weights[0].device) is None
 
 
 def _make_pair(
@@ -213,7 +213,7 @@ def _quantize_pair(
 
 def _pair_in_graph(sources: list[Tensor], rows: str, columns: str, *_: Tensor | None) -> bool:
     targets = parse_spec(rows), parse_spec(columns)
-    if not sources[0].is_cuda or why_not(sources[0].device) is not None:
+    if not sources[0].is_cuda or triton_unsupported_reason(sources[0].device) is not None:
         return False
     from octavo.kernels.triton import quantize as fast
 
@@ -236,9 +236,9 @@ def _stacks_rows(weights: list[Tensor], target: QuantSpec) -> bool:
     """Return whether one launch quantises the rows of several matrices."""
     if not weights[0].is_cuda or target.granularity != "row":
         return False
-    from octavo.kernels.triton.weights import STACKED, refuses
+    from octavo.kernels.triton.weights import STACKED, unsupported_reason
 
-    return len(weights) <= STACKED and refuses(weights) is None
+    return len(weights) <= STACKED and unsupported_reason(weights) is None
 
 
 def _quantize_stack(weights: list[Tensor], target: str) -> tuple[Tensor, Tensor]:
@@ -252,7 +252,7 @@ def _stack_in_graph(weights: list[Tensor], target: str) -> bool:
     assert goal is not None
     if len(weights) == 1:
         return weights[0].stride(-1) == 1 and _pair_in_graph(weights, target, "")
-    return _stacks_rows(weights, goal) and why_not(weights[0].device) is None
+    return _stacks_rows(weights, goal) and triton_unsupported_reason(weights[0].device) is None
 
 
 def _quantize_stack_shape(weights: list[Tensor], target: str) -> tuple[Tensor, Tensor]:
@@ -270,7 +270,7 @@ def _triton_twin(*targets: QuantSpec | None) -> tuple[Any, str | None]:
         from octavo.kernels.triton import groups as module
     else:
         from octavo.kernels.triton import quantize as module
-    return module, module.refuses(*targets)
+    return module, module.unsupported_reason(*targets)
 
 
 def _quantize_pair_shape(

@@ -26,16 +26,16 @@ from octavo.numerics import Quantized
 
 
 class ScaleRef(NamedTuple):
-    """Where one matrix of a layer has its scale, and how to use it."""
+    """Location of the scale of one matrix of a layer, and how to use it."""
 
     memory: Tensor
     """FP32 (n, 2), contiguous: the cells of a layer, each [scale, amax]."""
     row: int
     """Which of them."""
-    at_once: bool = False
-    """Just in time: a matrix that its scale would saturate is scaled by its own maximum."""
-    observe: bool = True
-    """Whether to raise the amax of the cell."""
+    just_in_time: bool = False
+    """A matrix that its scale would saturate is scaled by its own maximum."""
+    update_amax: bool = True
+    """Raise the amax of the cell to that of the matrix."""
 
 
 def quantize_with_scale(
@@ -44,8 +44,8 @@ def quantize_with_scale(
     """Quantise the matrix X (R, C) that lies in `sources` side by side, with the scale of a cell.
 
     Its own maximum makes the scale, as in `quantize_pair`, where that of the cell is 0 (not known yet), or where the
-    cell is `at_once` and amax(X) > scale * largest value of the format. Otherwise what is larger saturates. NaN and
-    infinities become NaN, and do not count for any maximum.
+    cell is `just_in_time` and amax(X) > scale * largest value of the format. Otherwise what is larger saturates. NaN
+    and infinities become NaN, and do not count for any maximum.
 
     Args:
         sources: matrices (R, C_i), FP32, BF16 or FP16, on the device of the cell.
@@ -89,9 +89,9 @@ def _check(sources: Sequence[Tensor], cell: ScaleRef, rows: QuantSpec | None, co
 def _quantize(
     sources: list[Tensor], cell: ScaleRef, rows: QuantSpec | None, columns: QuantSpec | None
 ) -> list[Tensor | None]:
-    memory, row, at_once, observe = cell
+    memory, row, just_in_time, update_amax = cell
     # Without a version that autograd would count: a layer that runs twice before backward is no mistake.
-    arguments = sources, memory.data[row], rows, columns, at_once, observe
+    arguments = sources, memory.data[row], rows, columns, just_in_time, update_amax
     is_empty = 0 in (sources[0].shape[0], sum(source.shape[1] for source in sources))
     if not is_empty and uses_triton(sources[0], "quantize_with_scale"):
         from octavo.kernels.triton.quantize_with_scale import quantize_with_scale as fast

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from octavo.errors import UnsupportedError
 from octavo.kernels.activation import INPUTS
-from octavo.kernels.dispatch import launches_on, why_not
+from octavo.kernels.dispatch import launches_on, triton_unsupported_reason
 from octavo.kernels.quant_spec import QuantSpec, empty
 from octavo.kernels.reference import activation as reference_activation
 from octavo.kernels.reference import cross_entropy as reference_cross_entropy
@@ -69,7 +69,7 @@ def check_kernels(device: torch.device | str, kernels: Sequence[str] | None = No
         UnsupportedError: this device runs no Triton kernels.
     """
     device = torch.device(device)
-    if reason := why_not(device):
+    if reason := triton_unsupported_reason(device):
         raise UnsupportedError(f"there are no Triton kernels to check: {reason}.")
     with launches_on(device):
         return [_row(name, *found) for name in kernels or KERNELS for found in _check(KERNELS[name], device)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.kernels.dispatch import launches_on, uses_triton, why_not
+from octavo.kernels.dispatch import launches_on, triton_unsupported_reason, uses_triton
 from octavo.kernels.operator import define, is_direct
 from octavo.numerics import PER_ROW, Quantized
 
@@ -51,7 +51,7 @@ def _transpose_folded(codes: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _in_graph(codes: Tensor, after: Tensor | None) -> bool:
-    return codes.is_cuda and why_not(codes.device) is None
+    return codes.is_cuda and triton_unsupported_reason(codes.device) is None
 
 
 def _transpose_shape(codes: Tensor, after: Tensor | None) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from octavo.kernels.dispatch import launches_on, why_not
+from octavo.kernels.dispatch import launches_on, triton_unsupported_reason
 from octavo.kernels.quant_spec import QuantSpec, empty
 from octavo.numerics import Quantized
 
@@ -25,9 +25,9 @@ def has_one_launch(weights: Sequence[Tensor], target: QuantSpec) -> bool:
     """Return whether one launch quantises these matrices (N_i, K)."""
     if not weights[0].is_cuda or (target.granularity, target.rounding) != ("row", "nearest"):
         return False
-    from octavo.kernels.triton.weights import refuses
+    from octavo.kernels.triton.weights import unsupported_reason
 
-    return refuses(weights) is None and why_not(weights[0].device) is None
+    return unsupported_reason(weights) is None and triton_unsupported_reason(weights[0].device) is None
 
 
 def quantize_stack(

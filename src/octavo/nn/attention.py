@@ -102,7 +102,7 @@ def shares_codes(recipe: Recipe) -> bool:
     return recipe.fprop.is_fp8 and operand.rounding == "nearest" and not operand.has_stored_scale
 
 
-def refuses(recipe: Recipe | None, keeps_input: bool) -> str | None:
+def unsupported_reason(recipe: Recipe | None, keeps_input: bool) -> str | None:
     """Return why codes of the output would save nothing, or None.
 
     Args:

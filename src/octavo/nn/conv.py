@@ -41,7 +41,7 @@ def convolution(
     window: Window,
     recipe: Recipe,
     dtype: torch.dtype,
-    page: Tensor | None = None,
+    stats: Tensor | None = None,
 ) -> Tensor:
     """Return the convolution of images with a weight, with the three GEMMs of `recipe`.
 
@@ -50,7 +50,7 @@ def convolution(
         weight: (N, C, kh, kw), or (N, C, kw) where the window is one high; channels last, it is read as it lies.
         bias_N: (N,) or None; added in `dtype`.
         dtype: of the result and of GEMMs in high precision.
-        page: FP32 (3, WIDTH), where telemetry goes (`octavo.nn.telemetry_ops`).
+        stats: FP32 (3, WIDTH), where telemetry goes (`octavo.nn.telemetry_ops`).
 
     Returns:
         (B, N, H_out, W_out): contiguous if x is, channels last otherwise.
@@ -66,7 +66,7 @@ def convolution(
         )
     if 0 in window.output(*x.shape[2:]):
         raise ConfigError(f"images of {x.shape[2]} x {x.shape[3]} pixels are smaller than the kernel: {window}.")
-    y: Tensor = _Convolution.apply(x.movedim(1, -1), weight, window, recipe, dtype, page)  # type: ignore[no-untyped-call]
+    y: Tensor = _Convolution.apply(x.movedim(1, -1), weight, window, recipe, dtype, stats)  # type: ignore[no-untyped-call]
     y = (y if bias_N is None else y + bias_N.to(y.dtype)).movedim(-1, 1)
     return y.contiguous() if x.is_contiguous() else y
 
@@ -76,10 +76,10 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        x, weight, window, recipe, dtype, page = inputs
+        x, weight, window, recipe, dtype, stats = inputs
         x = x.contiguous()
         ctx.set_materialize_grads(False)
-        ctx.window, ctx.recipe, ctx.dtype, ctx.page, ctx.folds = window, recipe, dtype, page, False
+        ctx.window, ctx.recipe, ctx.dtype, ctx.stats, ctx.folds = window, recipe, dtype, stats, False
         if not recipe.fprop.is_fp8:
             ctx.save_for_backward(x, weight)
             return _high_precision(x, weight, window, dtype)
@@ -90,7 +90,7 @@ class _Convolution(torch.autograd.Function):
         ctx.folds = folds
         saved_weight = functional.kept_weights(w, [weight], recipe) if ctx.needs_input_grad[0] else ()
         ctx.save_for_backward(x, weight, *((patches.scale,) if folds else ()), *saved_weight)
-        y_MN = functional.fprop_of([x], patches, w, [weight], recipe, dtype, page, patches_of(window))[0]
+        y_MN = functional.fprop_of([x], patches, w, [weight], recipe, dtype, stats, patches_of(window))[0]
         return y_MN.view(x.shape[0], *window.output(x.shape[1], x.shape[2]), weight.shape[0])
 
     @staticmethod
@@ -109,7 +109,7 @@ class _Convolution(torch.autograd.Function):
         by_torch = needs_x and g is None, needs_weight and h is None
         dx, dw = _high_precision_gradients(dy, x, weight, window, dtype, by_torch)
         if g is not None and w is not None:
-            dx = fold(functional.dgrad(dys, g, w, recipe, dtype, ctx.page), window, tuple(x.shape))
+            dx = fold(functional.dgrad(dys, g, w, recipe, dtype, ctx.stats), window, tuple(x.shape))
         if patches is not None and h is not None:
             right = kernels.without_scale(patches) if recipe.wgrad.input.is_folded else patches
             dw = _like(kernels.gemm(h, right, dtype, recipe.wgrad.accumulate), weight)
@@ -175,9 +175,9 @@ class Convolution(nn.Module):
         """Turn a convolution of PyTorch into this class in place; everything attached to it stays.
 
         Raises:
-            UnsupportedError: it cannot be computed in FP8 (`refuses`).
+            UnsupportedError: it cannot be computed in FP8 (`unsupported_reason`).
         """
-        if (reason := refuses(module) or refuses_recipe(recipe)) is not None:
+        if (reason := unsupported_reason(module) or unsupported_reason_recipe(recipe)) is not None:
             raise UnsupportedError(f"{type(module).__name__} cannot compute in FP8: {reason}.")
         module.__class__ = cls
         assert isinstance(module, cls)
@@ -234,12 +234,12 @@ class Conv1d(Convolution, nn.Conv1d):
             return super().forward(input)
         x = input if input.dim() == 3 else input[None]
         window, dtype = window_of(self), compute_dtype(input)
-        page = stats_buffer_of([self])
-        y = convolution(x.unsqueeze(2), self.weight, self.bias, window, self.recipe, dtype, page).squeeze(2)
+        stats = stats_buffer_of([self])
+        y = convolution(x.unsqueeze(2), self.weight, self.bias, window, self.recipe, dtype, stats).squeeze(2)
         return y if input.dim() == 3 else y[0]
 
 
-def refuses(module: nn.Module) -> str | None:
+def unsupported_reason(module: nn.Module) -> str | None:
     """Return why a convolution cannot compute in FP8, or None."""
     if not isinstance(module, nn.Conv1d | nn.Conv2d):
         return f"{type(module).__name__} has no FP8 layer, nn.Conv1d and nn.Conv2d have"
@@ -252,7 +252,7 @@ def refuses(module: nn.Module) -> str | None:
     return None
 
 
-def refuses_recipe(recipe: Recipe) -> str | None:
+def unsupported_reason_recipe(recipe: Recipe) -> str | None:
     """Return why no convolution computes by a recipe, or None."""
     if recipe.has_stored_scales:
         return f"recipe '{recipe.name}' keeps scales from step to step, which only linear layers can"

@@ -48,6 +48,17 @@ CHUNK_BYTES = {"cuda": 2**30, "cpu": 2**26}
 """What the logits of one chunk may take."""
 
 
+class LossOptions(NamedTuple):
+    """What `torch.nn.functional.cross_entropy` does not have."""
+
+    softcap: float = 0.0
+    """Logits become softcap * tanh(logits / softcap); 0 for none."""
+    z_loss: float = 0.0
+    """Adds z_loss * log(sum(exp(logits)))^2 to each token's loss."""
+    chunk: int | None = None
+    """Tokens whose logits are there at a time; None chooses by `CHUNK_BYTES`."""
+
+
 def linear_cross_entropy(
     x: Tensor,
     weight_VK: Tensor,
@@ -57,9 +68,7 @@ def linear_cross_entropy(
     recipe: RecipeLike = "bf16",
     ignore_index: int = -100,
     reduction: Literal["mean", "sum"] = "mean",
-    chunk: int | None = None,
-    softcap: float = 0.0,
-    z_loss: float = 0.0,
+    **options: Any,
 ) -> Tensor:
     """Return `F.cross_entropy(x W^T + b, targets)` in FP32, shape (), with the three GEMMs of `recipe`.
 
@@ -73,23 +82,22 @@ def linear_cross_entropy(
         bias: (V,) or None.
         ignore_index: the target of a token that does not count.
         reduction: `mean` over the tokens that count (NaN if none does, as in PyTorch), or `sum`.
-        chunk: tokens whose logits are there at a time; None chooses by `CHUNK_BYTES`.
-        softcap: logits become softcap * tanh(logits / softcap); 0 for none.
-        z_loss: adds z_loss * log(sum(exp(logits)))^2 to each token's loss.
+        options: fields of `LossOptions`: `softcap`, `z_loss`, `chunk`.
 
     Raises:
         ConfigError: shapes or options that do not fit, a recipe that keeps scales from step to step; on a CPU, a target
             outside the vocabulary. On a GPU such a target makes the loss NaN, because looking would mean waiting.
     """
-    _check(x, weight_VK, targets, bias, reduction, chunk, softcap)
+    softcap, z_loss, chunk = how = LossOptions(**options)
+    _check(x, weight_VK, targets, bias, reduction, how)
     dtype = compute_dtype(x)
     x_MK, targets_M = x.reshape(targets.numel(), x.shape[-1]), targets.reshape(-1)
     differentiated = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight_VK, bias)]
     if chunk is None:
         chunk = chunk_of(weight_VK.shape[0], dtype, "cuda" if on_gpu(x) else x.device.type)
     text = recipe if isinstance(recipe, str) and recipe in _PRESETS else _to_text(load(recipe))
-    options = _Options(text, dtype, ignore_index, float(softcap), float(z_loss), chunk, differentiated)
-    total: Tensor = _LinearCrossEntropy.apply(x_MK, weight_VK, bias, targets_M, options)  # type: ignore[no-untyped-call]
+    packed = _Options(text, dtype, ignore_index, float(softcap), float(z_loss), chunk, differentiated)
+    total: Tensor = _LinearCrossEntropy.apply(x_MK, weight_VK, bias, targets_M, packed)  # type: ignore[no-untyped-call]
     if reduction == "sum":
         return total
     count = (targets_M != ignore_index).sum()
@@ -104,7 +112,7 @@ def chunk_of(vocab: int, dtype: torch.dtype, device: str) -> int:
 
 
 def _check(
-    x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, reduction: str, chunk: int | None, softcap: float
+    x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, reduction: str, options: LossOptions
 ) -> None:
     if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:] or x.shape[:-1] != targets.shape:
         raise ConfigError(
@@ -118,8 +126,8 @@ def _check(
         raise ConfigError(f"targets are {targets.dtype}: make them int64 with targets.long().")
     if reduction not in ("mean", "sum"):
         raise ConfigError(f"unknown reduction '{reduction}': it is 'mean' or 'sum'.")
-    if (chunk is not None and chunk < 1) or softcap < 0:
-        raise ConfigError(f"chunk {chunk} must be at least 1 and softcap {softcap} not negative.")
+    if (options.chunk is not None and options.chunk < 1) or options.softcap < 0:
+        raise ConfigError(f"chunk {options.chunk} must be at least 1 and softcap {options.softcap} not negative.")
 
 
 class _Options(NamedTuple):

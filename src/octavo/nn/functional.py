@@ -121,10 +121,10 @@ class _Linears(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         # All in one: torch.compile counts the parameters, and where there is one argument more, it leaves out ctx.
         x_MK, x_codes, x_scale, w_codes, w_scale, amax_and_scale, stats, options, *weights = inputs
-        recipe, dtype, keeps_input, observe = options
+        recipe, dtype, keeps_input, update_amax = options
         needs_x, needs_weight = ctx.needs_input_grad[0], any(ctx.needs_input_grad[_WEIGHTS:])
         given = None if x_codes is None else Quantized(x_codes, x_scale, recipe.fprop.input.tile)
-        cell = scale_ref_of(amax_and_scale, recipe, "input", observe)
+        cell = scale_ref_of(amax_and_scale, recipe, "input", update_amax)
         x = read_input(x_MK, recipe, dtype, needs_weight, given, cell, keeps_input)
         attached = None if w_codes is None else (w_codes, w_scale)
         w = read_weights(weights, recipe, attached)
@@ -218,17 +218,17 @@ def spec_of(operand: Operand) -> QuantSpec:
     return QuantSpec(operand.format, operand.granularity, operand.scaling, operand.rounding)
 
 
-def scale_ref_of(amax_and_scale: Tensor | None, recipe: Recipe, role: str, observe: bool = True) -> ScaleRef | None:
+def scale_ref_of(amax_and_scale: Tensor | None, recipe: Recipe, role: str, update_amax: bool = True) -> ScaleRef | None:
     """Return where a layer's `input` or `grad_output` has its scale, None if it is made of its own maximum.
 
     Args:
         amax_and_scale: see `Quantizer`.
-        observe: whether the maximum of this tensor counts for the scale of later steps.
+        update_amax: whether the maximum of this tensor counts for the scale of later steps.
     """
     operand = None if amax_and_scale is None else recipe.stored_scale(role)
     if amax_and_scale is None or operand is None:
         return None
-    return ScaleRef(amax_and_scale, STORED_SCALE_ROLES.index(role), operand.scale_from == "just_in_time", observe)
+    return ScaleRef(amax_and_scale, STORED_SCALE_ROLES.index(role), operand.scale_from == "just_in_time", update_amax)
 
 
 # ---------------------------------------------------------------- operands

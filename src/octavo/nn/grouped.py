@@ -59,7 +59,7 @@ class GroupedLinear(nn.Module):
         """
         super().__init__()
         self.recipe, self.enabled = load(recipe), True
-        if (reason := refuses(self.recipe)) is not None:
+        if (reason := unsupported_reason(self.recipe)) is not None:
             raise UnsupportedError(f"GroupedLinear cannot compute by recipe '{self.recipe.name}': {reason}.")
         self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, device=device, dtype=dtype))
         self.reset_parameters()
@@ -88,8 +88,8 @@ class GroupedLinear(nn.Module):
             )
         check_dtypes(x, self.weight)
         recipe = self.recipe if self.enabled else load("bf16")
-        page = stats_buffer_of([self])
-        result: Tensor = _GroupedLinear.apply(x, self.weight, ends, recipe, compute_dtype(x), page)  # type: ignore[no-untyped-call]
+        stats = stats_buffer_of([self])
+        result: Tensor = _GroupedLinear.apply(x, self.weight, ends, recipe, compute_dtype(x), stats)  # type: ignore[no-untyped-call]
         return result
 
     def extra_repr(self) -> str:
@@ -99,7 +99,7 @@ class GroupedLinear(nn.Module):
         return f"{described}, recipe={self.recipe.name}" + ("" if self.enabled else ", disabled")
 
 
-def refuses(recipe: Recipe) -> str | None:
+def unsupported_reason(recipe: Recipe) -> str | None:
     """Return why the GEMMs of a recipe cannot be grouped, or None."""
     can = "Grouped GEMMs have a scale a row and E4M3 operands: folded, folded_fast, rowwise and bf16 are such recipes"
     for gemm, *operands in recipe.gemms():
@@ -116,9 +116,9 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        x, weight, ends, recipe, dtype, page = inputs
+        x, weight, ends, recipe, dtype, stats = inputs
         x8, kept = _read_input(x, ends, recipe, dtype, ctx.needs_input_grad[1])
-        ctx.recipe, ctx.dtype, ctx.x_dtype, ctx.page = recipe, dtype, x.dtype, page
+        ctx.recipe, ctx.dtype, ctx.x_dtype, ctx.stats = recipe, dtype, x.dtype, stats
         ctx.shape, ctx.weight_dtype = weight.shape, weight.dtype
         ctx.set_materialize_grads(False)
         if x8 is None:
@@ -131,9 +131,9 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(ends, *kept, *(stack[:2] if ctx.saves_codes else (weight,)))
         experts, rows, cols = weight.shape
         w = stack.codes.view(experts, rows, cols), stack.scale.view(experts, rows)
-        if page is not None:
+        if stats is not None:
             tokens, stacked = Source.of([x], recipe.fprop.input), Source.of([weight], recipe.fprop.weight)
-            return telemetry_experts.fprop(x8, w, ends, (dtype, accumulate), tokens, stacked, page)
+            return telemetry_experts.fprop(x8, w, ends, (dtype, accumulate), tokens, stacked, stats)
         return grouped_gemm(x8, *w, ends, dtype, accumulate)
 
     @staticmethod
@@ -207,10 +207,10 @@ def _dgrad(
     else:
         stack = quantize_matrix(saved[0].detach().mT.flatten(0, 1), spec_of(recipe.dgrad.weight))
         codes, scale = stack.codes.view(experts, cols, rows), stack.scale.view(experts, cols)
-    if ctx.page is None:
+    if ctx.stats is None:
         return grouped_gemm(g, codes, scale, ends, dtype, recipe.dgrad.accumulate)
     source = Source.of([dy], recipe.dgrad.grad_output, fold=fold)
-    return telemetry_experts.dgrad(g, (codes, scale), ends, (dtype, recipe.dgrad.accumulate), source, ctx.page)
+    return telemetry_experts.dgrad(g, (codes, scale), ends, (dtype, recipe.dgrad.accumulate), source, ctx.stats)
 
 
 def _wgrad(

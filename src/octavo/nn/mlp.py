@@ -51,7 +51,7 @@ ActivationInputs = Literal["bf16", "fp8"]
 """What the inputs of an MLP's activation are kept in for backward: `bf16` as they are, `fp8` as codes."""
 
 
-def refuses(inner: Recipe, outer: Recipe) -> str | None:
+def unsupported_reason(inner: Recipe, outer: Recipe) -> str | None:
     """Return why an MLP cannot be computed as one, or None. `inner`: of gate and up, `outer`: of down."""
     for recipe in (inner, outer):
         operands = [operand for _, *pair in recipe.gemms() for operand in pair]

@@ -24,7 +24,7 @@ from octavo import kernels
 from octavo._util.autograd import first_order, refuse_transforms
 from octavo._util.compiler import assume_constant_result
 from octavo.kernels import ledger, norm
-from octavo.kernels.dispatch import is_plain, on_gpu, why_not
+from octavo.kernels.dispatch import is_plain, on_gpu, triton_unsupported_reason
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.nn.attached_codes import attach_codes
 from octavo.nn.probe import computes, shallow_copy
@@ -60,7 +60,7 @@ class Norm(nn.Module):
         """
         module.__class__ = cls
         assert isinstance(module, cls)
-        module.target = None if target is None or norm.refuses(target) else target
+        module.target = None if target is None or norm.unsupported_reason(target) else target
         module.enabled, module.input_format = True, input_format
 
     def release(self) -> None:
@@ -159,7 +159,7 @@ def adopt(module: nn.Module, target: QuantSpec | None, input_format: NormInputs 
 
 
 def _gains(device: torch.device) -> bool:
-    return on_gpu(device) and (device.type != "cuda" or why_not(device) is None)
+    return on_gpu(device) and (device.type != "cuda" or triton_unsupported_reason(device) is None)
 
 
 _CLASSES: dict[type[nn.Module], type[Norm]] = {nn.RMSNorm: RMSNorm, nn.LayerNorm: LayerNorm}

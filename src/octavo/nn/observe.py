@@ -140,7 +140,7 @@ class Observation:
         self._counted += 1
         gemm, transposed = reader
         cells = layer.scaling_slot.cells if isinstance(layer, Linear) and layer.scaling_slot is not None else None
-        cell = scale_ref_of(cells, recipe, role, observe=False) if role in STORED_SCALE_ROLES else None
+        cell = scale_ref_of(cells, recipe, role, update_amax=False) if role in STORED_SCALE_ROLES else None
         return tally.add(role, getattr(recipe.gemm(gemm), role), x, transposed, cell, fold, self._counted)
 
 

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from octavo.errors import ConfigError
-from octavo.kernels.download import Download
 from octavo.kernels.sample import BINS, DETAILED, PHASE, SAMPLED, STATS, WIDTH
+from octavo.kernels.transfers import AsyncHostCopy
 from octavo.nn.fusion_groups import fusion_groups
 from octavo.nn.telemetry_ops import StatsSlot
 from octavo.nn.telemetry_ranks import Gathering, Own, Together
@@ -106,7 +106,7 @@ class Telemetry:
             coded, self.not_watched = self._together.coded, self._together.not_watched
         self._coded = [number for number, row in enumerate(self.rows) if row in coded]
         self.sampled, self.histograms = np.zeros(0, dtype=np.float32), None
-        self._coming: deque[tuple[int, Download | Gathering]] = deque(maxlen=WAITING)
+        self._coming: deque[tuple[int, AsyncHostCopy | Gathering]] = deque(maxlen=WAITING)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" and self.rows else None
         self._begin()
         _live.add(self)
@@ -180,7 +180,7 @@ class Telemetry:
         self.detach()
 
     def _lay_out(self, model: nn.Module, layers: dict[str, Layer], device: torch.device) -> dict[Row, int]:
-        """Make the buffer, give each group of layers its page, and return where in it each row is."""
+        """Make the buffer, give each group of layers its buffer, and return the place of each row."""
         names = {id(layer): name for name, layer in layers.items()}
         last = {id(layer): number for number, layer in enumerate(layers.values())}
         groups = fusion_groups(model, layers.values())
@@ -215,16 +215,16 @@ class Telemetry:
         values[:, PHASE] = float(_phase(self.done + 1) if looks else -1)
         values[:, DETAILED] = float(detailed)
 
-    def _send(self, values: Tensor) -> Download | Gathering:
+    def _send(self, values: Tensor) -> AsyncHostCopy | Gathering:
         """Send a copy of FP32 (tensors, width) on its way, with those of all ranks; from a GPU beside the training."""
         sent = values.clone() if self._together is None else self._together.padded(values)
         gathering = None if self._together is None else self._together.gather(sent)
         if self._stream is None:
-            return gathering or Download(sent)
+            return gathering or AsyncHostCopy(sent)
         self._stream.wait_stream(torch.cuda.current_stream(sent.device))
         with torch.cuda.stream(self._stream):
             sent.record_stream(self._stream)
-            return Download(sent if gathering is None else gathering.result())
+            return AsyncHostCopy(sent if gathering is None else gathering.result())
 
 
 def _phase(step: int) -> int:

@@ -1,8 +1,8 @@
-"""The GEMMs of experts that telemetry samples: fprop and dgrad of `octavo.nn.grouped`.
+"""Sampled grouped GEMMs: fprop and dgrad of `octavo.nn.grouped` with telemetry.
 
-As `octavo.nn.telemetry_ops` has it, with a page of three rows: one for the tokens of all experts, one for the stack of
-their weights (E N, K), one for the gradients. A NaN in the weight of an expert shows in the rows of its own tokens
-only, so the first and the last of those are what is looked at.
+As in `octavo.nn.telemetry_ops`, with a buffer of three rows: the tokens of all experts, the stack of their weights
+(E N, K), the gradients. A NaN in the weight of an expert shows in the rows of its own tokens only, so the first and the
+last of those are read.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ Product = tuple[torch.dtype, str]
 
 
 def fprop(
-    x: Quantized, w: Weights, ends: Tensor, product: Product, tokens: Source, stack: Source, page: Tensor
+    x: Quantized, w: Weights, ends: Tensor, product: Product, tokens: Source, stack: Source, stats: Tensor
 ) -> Tensor:
     """Return y (T, N), and sample the tokens (T, K) and the weights (E, N, K).
 
     Args:
-        page: FP32 (3, WIDTH) or (3, WIDTH + BINS).
+        stats: the buffer, FP32 (3, WIDTH) or (3, WIDTH + BINS).
     """
-    y: Tensor = call("sampled_grouped_fprop", _fprop, (x, w, ends, product, tokens, stack, page), [True])[0]
+    y: Tensor = call("sampled_grouped_fprop", _fprop, (x, w, ends, product, tokens, stack, stats), [True])[0]
     return y
 
 
-def dgrad(g: Quantized, w: Weights, ends: Tensor, product: Product, source: Source, page: Tensor) -> Tensor:
+def dgrad(g: Quantized, w: Weights, ends: Tensor, product: Product, source: Source, stats: Tensor) -> Tensor:
     """Return dx (T, K), and sample the gradients dy (T, N).
 
     Args:
         w: transposed, (E, K, N).
         source: dy; its fold, FP32 (E, N), is what the gradients of each expert's tokens were multiplied by.
-        page: as for `fprop`.
+        stats: as for `fprop`.
     """
-    dx: Tensor = call("sampled_grouped_dgrad", _dgrad, (g, w, ends, product, source, page), [True])[0]
+    dx: Tensor = call("sampled_grouped_dgrad", _dgrad, (g, w, ends, product, source, stats), [True])[0]
     return dx
 
 
 def _fprop(
-    x: Quantized, w: Weights, ends: Tensor, product: Product, tokens: Source, stack: Source, page: Tensor
+    x: Quantized, w: Weights, ends: Tensor, product: Product, tokens: Source, stack: Source, stats: Tensor
 ) -> list[Tensor]:
-    y, rows = grouped_gemm(x, *w, ends, *product), page.data
+    y, rows = grouped_gemm(x, *w, ends, *product), stats.data
     if not sampling_off(rows[0]) and 0 not in x.codes.shape:
         tokens, stack = Source(*tokens), Source(*stack)
         sample(SampleInput(tokens.tensors[0], x.scale, tokens.target, None, ends_of(y), tied=True), rows[0])
@@ -58,8 +58,8 @@ def _fprop(
     return [y]
 
 
-def _dgrad(g: Quantized, w: Weights, ends: Tensor, product: Product, source: Source, page: Tensor) -> list[Tensor]:
-    dx, row = grouped_gemm(g, *w, ends, *product), page.data[2]
+def _dgrad(g: Quantized, w: Weights, ends: Tensor, product: Product, source: Source, stats: Tensor) -> list[Tensor]:
+    dx, row = grouped_gemm(g, *w, ends, *product), stats.data[2]
     if sampling_off(row) or 0 in g.codes.shape:
         return [dx]
     source = Source(*source)

@@ -1,15 +1,14 @@
-"""The GEMMs of a layer that telemetry looks at: fprop and dgrad, and what they read.
+"""Sampled GEMMs: fprop and dgrad of a layer that telemetry measures, and statistics of what they read.
 
-A watched layer has a page, FP32 (1 + 2 n, WIDTH), where there are histograms (1 + 2 n, WIDTH + BINS): a row
-(`octavo.kernels.sample`) for the input of n layers that are computed together, n for their weights, n for their
-grad_outputs. Its operators give what the plain ones give, bit for bit, and write the page: fprop the input and the
-weights, dgrad the rest. Both look after the product, whose first and last column tell of every NaN in an operand. They
-say nothing of the page in their signatures, as `quantize_with_scale` says nothing of its cells; written twice, it is
-the same.
+Layers that are computed together have a buffer, FP32 (1 + 2 n, WIDTH), or (1 + 2 n, WIDTH + BINS) with histograms: one
+row (`octavo.kernels.sample`) for the input of n layers, n for their weights, n for their grad_outputs. The operators
+return what the plain ones return, bit for bit, and write the buffer: fprop the rows of input and weights, dgrad the
+others. Both sample after the product, whose first and last column show every NaN in an operand. Their schemas do not
+declare this mutation, as that of `quantize_with_scale` does not: to write a row twice is to write it once.
 
-Where an MLP is computed as one, no tensor holds the hidden activation or the gradients of gate and up: those of the
-sampled rows are computed once more. So are the patches of a convolution. A weight that is an FP8 tensor is looked at as
-the codes that it is, and so is an input of which there are only codes (`octavo.nn.attached_codes.placeholder`).
+In a fused MLP no tensor holds the hidden activation or the gradients of gate and up: those of the sampled rows are
+recomputed. So are the patches of a convolution. A weight that is an FP8 tensor is sampled as its codes, and so is an
+input of which there are only codes (`octavo.nn.attached_codes.placeholder`).
 """
 
 from __future__ import annotations
@@ -49,16 +48,13 @@ class StatsSlot:
 
 
 class Watched(Protocol):
-    """A layer that may be watched."""
+    """A layer that telemetry may sample."""
 
     watch: StatsSlot | None
 
 
 def stats_buffer_of(layers: Sequence[Watched]) -> Tensor | None:
-    """Return the page of layers that are computed together now; None where nobody looks, or some are missing.
-
-    An evaluation is not looked at.
-    """
+    """Return the buffer of layers that are computed together; None without telemetry, or without gradients."""
     watch = layers[0].watch
     if watch is None or not torch.is_grad_enabled():
         return None
@@ -96,30 +92,30 @@ def patches_of(window: Window) -> str:
 
 def fprop(
     x: Quantized, w: WeightCodes, weights: Sequence[Tensor], target: QuantSpec, dtype: torch.dtype, accumulate: str,
-    source: Source, page: Tensor,
+    source: Source, stats: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     """Return X W_i^T for each weight, and sample the input and the weights. target: what W is quantised to."""
     plain = [] if has_fp8_weight(weights) else list(weights)
-    arguments = x, w, target, plain, (dtype, accumulate), source, page
+    arguments = x, w, target, plain, (dtype, accumulate), source, stats
     outputs: list[Tensor] = call("sampled_fprop", _fprop, arguments, [True] * len(w.rows))
     return outputs
 
 
 def dgrad(
-    g: Quantized, w_KN: Quantized, layers: int, dtype: torch.dtype, accumulate: str, source: Source, page: Tensor
+    g: Quantized, w_KN: Quantized, layers: int, dtype: torch.dtype, accumulate: str, source: Source, stats: Tensor
 ) -> Tensor:
     """Return G W (M, K), and sample the gradients of that many layers."""
-    result: Tensor = call("sampled_dgrad", _dgrad, (g, w_KN, layers, (dtype, accumulate), source, page), [True])[0]
+    result: Tensor = call("sampled_dgrad", _dgrad, (g, w_KN, layers, (dtype, accumulate), source, stats), [True])[0]
     return result
 
 
 def _fprop(
     x: Quantized, w: WeightCodes, target: QuantSpec, weights: Sequence[Tensor], product: tuple[torch.dtype, str],
-    source: Source, page: Tensor,
+    source: Source, stats: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     w = WeightCodes(*w)
     outputs = multiply(x, w, *product)
-    row, *rows = page.data.unbind()  # no versions count: a layer may run twice before backward
+    row, *rows = stats.data.unbind()  # no versions count: a layer may run twice before backward
     if not sampling_off(row) and 0 not in x.codes.shape:
         sample_input(x, Source(*source), outputs[0], row)
         sample_weights(w, weights, target, outputs, rows)
@@ -167,10 +163,10 @@ def sample_weights(
 
 
 def _dgrad(
-    g: Quantized, w: Quantized, layers: int, product: tuple[torch.dtype, str], source: Source, page: Tensor
+    g: Quantized, w: Quantized, layers: int, product: tuple[torch.dtype, str], source: Source, stats: Tensor
 ) -> list[Tensor]:
     result = kernels.gemm(g, w, *product)
-    rows = page.data.unbind()[1 + layers :]
+    rows = stats.data.unbind()[1 + layers :]
     if not sampling_off(rows[0]) and 0 not in g.codes.shape:
         sample_gradients(g, Source(*source), result, rows)
     return [result]

@@ -1,7 +1,7 @@
-"""Which layers of a model telemetry looks at, and what the rows of its buffer are about.
+"""Layers that telemetry samples, and the meaning of the rows of its buffer.
 
-Layers that are computed together have one page (`octavo.nn.telemetry_ops`): rows for the input, the n weights and the n
-grad_outputs. Behind all pages lie the rows of the weights' gradients, one a layer.
+Layers that are computed together have one buffer (`octavo.nn.telemetry_ops`): rows for the input, the n weights and the
+n grad_outputs. Behind all of them are the rows of the weights' gradients, one per layer.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def rows_of(name: str, layer: Layer, top: int, number: int, members: int, last: 
     In the order in which a step makes them, read forward for the first two and backward for gradients.
 
     Args:
-        top: the first row of its page.
+        top: the first row of its buffer.
         number: of the layer in it.
         members: how many layers it has.
         last: the row of its weight's gradient.

@@ -18,7 +18,7 @@ from torch import Tensor
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.coefficients import ParamSettings, StepInputs, coefficients, group_squares
 from octavo.kernels.optimizer import Control, Layout, Slot, squares, update
-from octavo.kernels.uploads import Uploads
+from octavo.kernels.transfers import PinnedStaging
 from octavo.optim import convert
 from octavo.optim.gradients import GradientStore, StoredGradient, check_format
 from octavo.optim.settings import OptimizerOptions, check_group, group_table, largest_update, parameter_table
@@ -73,7 +73,7 @@ class Optimizer(torch.optim.Optimizer):
         self.over_ranks: Callable[[Tensor], Tensor] | None = None
         """Sums squares of gradients, FP64 (G,), over ranks that step other parameters (`GreedyZeRO`)."""
         self._step_supports_amp_scaling = True
-        self._uploads = Uploads()
+        self._uploads = PinnedStaging()
         self._hooks: list[Any] = []
         self._gradients = GradientStore()
         self._accumulates = False

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError, did_you_mean
 from octavo.kernels.coefficients import HYPER, ParamSettings
-from octavo.kernels.uploads import Uploads
+from octavo.kernels.transfers import PinnedStaging
 from octavo.optim.states import DEFAULT, States, keep_small
 
 Keep = Callable[[str, Tensor], str | States | None]
@@ -96,7 +96,9 @@ def check_group(group: Mapping[str, Any]) -> None:
     check_limit("clip", group["clip"])
 
 
-def group_table(groups: Sequence[dict[str, Any]], clip: float | None, uploads: Uploads, device: torch.device) -> Tensor:
+def group_table(
+    groups: Sequence[dict[str, Any]], clip: float | None, uploads: PinnedStaging, device: torch.device
+) -> Tensor:
     """Return the settings of each group, FP64 (G, len(HYPER)). A learning rate that is a tensor is read on the device.
 
     Args:
@@ -134,7 +136,9 @@ def largest_update(betas: tuple[float, float] | None) -> float:
     return max(10.0, (1 - beta1) / math.sqrt((1 - beta2) * (1 - ratio))) if ratio < 1 and beta2 < 1 else math.inf
 
 
-def parameter_table(settings: tuple[ParamSettings, ...], uploads: Uploads, name: int, device: torch.device) -> Tensor:
+def parameter_table(
+    settings: tuple[ParamSettings, ...], uploads: PinnedStaging, name: int, device: torch.device
+) -> Tensor:
     """Return the settings of each parameter, FP64 (P, len(ParamSettings._fields))."""
 
     def table() -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from octavo.errors import UnsupportedError
 from octavo.kernels.storage import GROUP, groups_of
-from octavo.kernels.uploads import Uploads
+from octavo.kernels.transfers import PinnedStaging
 from octavo.tensor import is_distributed, local
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def stream_of(number: int, parameter: Tensor) -> int:
     return number * SHARDS + part if part else number
 
 
-def sum_over_ranks(sums: Tensor, parameters: Sequence[Tensor], uploads: Uploads, name: Any) -> Tensor:
+def sum_over_ranks(sums: Tensor, parameters: Sequence[Tensor], uploads: PinnedStaging, name: Any) -> Tensor:
     """Return the sums (P,) over whole parameters, from the sums over this rank's shards."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for index, parameter in enumerate(parameters):

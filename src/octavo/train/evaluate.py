@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from octavo.kernels.uploads import upload
+from octavo.kernels.transfers import upload
 from octavo.train.train_state import TrainState
 
 

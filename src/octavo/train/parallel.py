@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from octavo.errors import ConfigError
-from octavo.kernels.uploads import upload
+from octavo.kernels.transfers import upload
 from octavo.tensor import is_distributed
 from octavo.train import device as devices
 from octavo.train.config import ParallelConfig, RunConfig

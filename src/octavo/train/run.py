@@ -25,7 +25,7 @@ from octavo.conversion import enable
 from octavo.data import TokenFiles
 from octavo.errors import CheckpointError, DivergedError, Interrupted, RunError
 from octavo.guard import GuardEvent
-from octavo.kernels.uploads import upload
+from octavo.kernels.transfers import upload
 from octavo.monitor.measurements import TelemetrySource, arrived, histograms_of, telemetry_of
 from octavo.nn.scaling_state import scales
 from octavo.train import checkpoint

@@ -99,7 +99,7 @@ def test_codes_of_the_gradients(target, gated, folded, device):
     # Scales of tiles need more than one tile; 70 is no multiple of four, so codes are not packed into words.
     rows, cols = (132, 256) if "128" in target.granularity else (70, 130)
     dh, gate, up = inputs(device, rows, cols, gated)
-    assert fused.refuses(cols, gated, rows=target, columns=target, hidden=target) is None
+    assert fused.unsupported_reason(cols, gated, rows=target, columns=target, hidden=target) is None
     n = cols * (1 + gated)
     folds = (torch.rand(1, n, device=device), torch.rand(rows, 1, device=device)) if folded else (None, None)
     arguments = ("silu", dh, gate, up, (target, target, target), (*folds, None))
@@ -184,13 +184,13 @@ def test_maxima_are_those_of_what_is_written(device):
 
 def test_what_the_kernels_refuse():
     block, thin = QuantSpec("e4m3", "128x128", "power_of_two"), QuantSpec("e4m3", "1x128", "power_of_two")
-    assert "1x32" in fused.refuses(128, True, rows=QuantSpec("e4m3", "1x32", "power_of_two"))
-    assert "straddle" in fused.refuses(130, True, rows=block)
-    assert "straddle" in fused.refuses(130, True, rows=thin)
-    assert "straddle" in fused.refuses(130, True, columns=block)
-    assert fused.refuses(130, True, columns=thin, hidden=block) is None
-    assert fused.refuses(130, False, rows=block, columns=block) is None
-    assert fused.refuses(256, True, rows=block, columns=thin) is None
+    assert "1x32" in fused.unsupported_reason(128, True, rows=QuantSpec("e4m3", "1x32", "power_of_two"))
+    assert "straddle" in fused.unsupported_reason(130, True, rows=block)
+    assert "straddle" in fused.unsupported_reason(130, True, rows=thin)
+    assert "straddle" in fused.unsupported_reason(130, True, columns=block)
+    assert fused.unsupported_reason(130, True, columns=thin, hidden=block) is None
+    assert fused.unsupported_reason(130, False, rows=block, columns=block) is None
+    assert fused.unsupported_reason(256, True, rows=block, columns=thin) is None
 
 
 def bytes_of(x):

@@ -34,7 +34,7 @@ def test_codes_bit_for_bit(shape, granularity, turned, device):
     source = x.mT.contiguous().mT if turned and shape[2] % 4 == 0 else x
     folds = torch.rand(shape[0], 1, shape[2], device=device), torch.rand(shape[0], shape[1], 1, device=device)
     for rows, columns, given in ((target, target, folds), (target, None, (None, None)), (None, target, (None, None))):
-        assert fast.refuses(source, rows, columns) is None
+        assert fast.unsupported_reason(source, rows, columns) is None
         check(fast.quantize_batch(source, rows, columns, *given), x, rows, columns, *given)
 
 
@@ -46,7 +46,9 @@ def test_parts_of_rows(device):
 
 def test_refuses_what_words_of_four_codes_cannot_hold(device):
     target, x = QuantSpec("e4m3", "row", "power_of_two"), torch.randn(2, 6, 16, device=device)
-    assert "multiple of 4" in fast.refuses(x, None, target) and fast.refuses(x, target, None) is None
+    assert (
+        "multiple of 4" in fast.unsupported_reason(x, None, target) and fast.unsupported_reason(x, target, None) is None
+    )
 
 
 def test_every_byte_arrives(device):

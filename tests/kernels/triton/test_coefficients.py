@@ -7,7 +7,7 @@ import torch
 
 from octavo.kernels.coefficients import ParamSettings, StepInputs
 from octavo.kernels.reference import coefficients as reference
-from octavo.kernels.uploads import Uploads
+from octavo.kernels.transfers import PinnedStaging
 
 fast = pytest.importorskip("octavo.kernels.triton.coefficients")
 
@@ -35,7 +35,7 @@ def both(groups, parameters, device, squares_are=1.0, normed=True, decays_weight
         factors = {name: torch.tensor(x).to(where) for name, x in amp.items()}
         told = StepInputs(hyper, own, sums, decays_weights, **factors)
         skipped = torch.full((1,), 3, dtype=torch.int32, device=where)
-        more = () if twin is reference else (Uploads(), 0)
+        more = () if twin is reference else (PinnedStaging(), 0)
         for _ in range(2):
             made = twin.coefficients(told, counts, skipped, *more)
         found.append([None if t is None else t.cpu() for t in (*made, skipped, *counts)])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from octavo.kernels.reference import optimizer as reference
-from octavo.kernels.uploads import Uploads
+from octavo.kernels.transfers import PinnedStaging
 
 fast = pytest.importorskip("octavo.kernels.triton.gradient")
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -67,7 +67,7 @@ def test_squares_are_those_of_fp64(device):
     torch.manual_seed(0)
     tensors = [torch.randn(3, 5000), torch.randn(7).bfloat16(), torch.randn(9, 9).half(), torch.zeros(0), torch.ones(2)]
     tensors += [torch.randn(4, 4, 16).bfloat16(), torch.zeros(0, 3).half()]
-    found = fast.squares([t.to(device) for t in tensors], [None] * len(tensors), Uploads())
+    found = fast.squares([t.to(device) for t in tensors], [None] * len(tensors), PinnedStaging())
     expected = torch.stack([t.double().square().sum() for t in tensors])
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-14, atol=0)
 
@@ -82,6 +82,6 @@ def test_squares_of_codes(dtype, scaling, shape, device):
     tensors, scales = [codes for codes, _ in pairs], [scale for _, scale in pairs]
     expected = [reference.load_gradient(*pair).double().square().sum() for pair in pairs] + [torch.tensor(4.0).double()]
     place = [t.to(device) for t in (*tensors, torch.ones(4))], [*(s.to(device) for s in scales), None]
-    torch.testing.assert_close(fast.squares(*place, Uploads()).cpu(), torch.stack(expected), rtol=1e-14, atol=0)
+    torch.testing.assert_close(fast.squares(*place, PinnedStaging()).cpu(), torch.stack(expected), rtol=1e-14, atol=0)
     tensors[0].view(torch.uint8)[0, 0] = 0x7F  # NaN
-    assert fast.squares([tensors[0].to(device)], [scales[0].to(device)], Uploads()).isnan().all()
+    assert fast.squares([tensors[0].to(device)], [scales[0].to(device)], PinnedStaging()).isnan().all()

@@ -47,5 +47,5 @@ def test_sources_folds_and_other_targets_beside_it(device):
 
 
 def test_what_it_refuses_is_what_others_refuse():
-    assert groups.refuses(*TARGETS, None, ROW) is None
-    assert "granularity" in groups.refuses(TARGETS[0], QuantSpec("e4m3", "3x5", "power_of_two"))
+    assert groups.unsupported_reason(*TARGETS, None, ROW) is None
+    assert "granularity" in groups.unsupported_reason(TARGETS[0], QuantSpec("e4m3", "3x5", "power_of_two"))

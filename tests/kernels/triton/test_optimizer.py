@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from octavo.kernels.reference import optimizer as reference
-from octavo.kernels.uploads import Uploads
+from octavo.kernels.transfers import PinnedStaging
 
 fast = pytest.importorskip("octavo.kernels.triton.optimizer")
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -27,7 +27,7 @@ def both(layout, shapes, device, steps=2, **changed):
     torch.manual_seed(0)
     here = [cases.slot(layout, shape, row) for row, shape in enumerate(shapes)]
     there = [cases.copy(slot, device) for slot in here]
-    uploads, counted = Uploads(), []
+    uploads, counted = PinnedStaging(), []
     for step in range(1, steps + 1):
         here = [cases.with_gradient(slot, layout) for slot in here]
         there = [
@@ -113,7 +113,7 @@ def test_momentum(kind, nesterov, shapes, device):
     there = [cases.copy(slot, device) for slot in here]
     ours = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
     theirs = [update.clone().to(device) for update in ours]
-    uploads = Uploads()
+    uploads = PinnedStaging()
     for step in (1, 2):
         here = [cases.with_gradient(slot, layout) for slot in here]
         there = [slot._replace(gradient=own.gradient.to(device)) for slot, own in zip(there, here, strict=True)]
@@ -134,7 +134,7 @@ def test_a_gradient_that_is_not_finite_makes_a_weight_that_is_none(kind, value, 
     here.gradient[0, 3] = value
     there = cases.copy(here, device)
     reference.update(here, layout, cases.control(1, 1))
-    fast.update([there], layout, cases.control(1, 1, device), Uploads())
+    fast.update([there], layout, cases.control(1, 1, device), PinnedStaging())
     assert {"weight", "weight_scale", "master"}.isdisjoint(cases.different(here, there))
     lost = there.weight.float().isnan()
     assert lost[0, 3] and lost.sum() == 1
@@ -148,7 +148,7 @@ def test_a_moment_that_is_no_number_stays_none(kind, device):
     here.first.view(torch.uint8)[0, 3] = 0x7F
     there = cases.copy(here, device)
     reference.update(here, layout, cases.control(1, 1))
-    fast.update([there], layout, cases.control(1, 1, device), Uploads())
+    fast.update([there], layout, cases.control(1, 1, device), PinnedStaging())
     assert cases.different(here, there) == []
     lost = there.weight.float().isnan()
     assert lost[0, 3] and lost.sum() == 1 and there.first.float().isnan().equal(lost)
@@ -164,7 +164,7 @@ def test_one_scale_a_tensor_with_every_choice(kind, shape, device):
     here = cases.with_gradient(made, layout)
     there = cases.copy(here, device)
     reference.update(here, layout, cases.control(1, 1, weight_decay=30.0))
-    fast.update([there], layout, cases.control(1, 1, device, weight_decay=30.0), Uploads())
+    fast.update([there], layout, cases.control(1, 1, device, weight_decay=30.0), PinnedStaging())
     assert cases.different(here, there) == []
 
 
@@ -178,7 +178,7 @@ def test_a_weight_that_was_set_to_zero_is_zero(kind, device):
     slot = slot._replace(gradient=torch.zeros(2, 256, device=device))
     here = cases.copy(slot)
     reference.update(here, layout, cases.control(1, 1))
-    fast.update([slot], layout, cases.control(1, 1, device), Uploads())
+    fast.update([slot], layout, cases.control(1, 1, device), PinnedStaging())
     assert cases.different(here, slot) == [] and slot.weight.float().isfinite().all()
 
 
@@ -189,11 +189,11 @@ def test_a_step_that_is_skipped_changes_nothing(kind, device):
     control = cases.control(1, 1, device)
     control.skip.fill_(1)
     stepped = cases.copy(slot, device)
-    fast.update([stepped], layout, control, Uploads())
+    fast.update([stepped], layout, control, PinnedStaging())
     assert cases.different(slot._replace(gradient=None), stepped._replace(gradient=None)) == []
     assert int(control.clamped) == 0
 
 
 def test_nothing_to_step(device):
     layout = cases.layout_of("fp8")
-    fast.update([cases.slot(layout, (0, 8), 0, device)], layout, cases.control(1, 1, device), Uploads())
+    fast.update([cases.slot(layout, (0, 8), 0, device)], layout, cases.control(1, 1, device), PinnedStaging())

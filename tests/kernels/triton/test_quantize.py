@@ -123,5 +123,5 @@ def test_every_bf16_value_of_a_binade_rounds_as_it_should(device):
 
 
 def test_what_no_kernel_has_is_refused():
-    assert triton_quantize.refuses(ROW, None) is None
-    assert "1x32" in triton_quantize.refuses(QuantSpec("e4m3", "1x32", "power_of_two"))
+    assert triton_quantize.unsupported_reason(ROW, None) is None
+    assert "1x32" in triton_quantize.unsupported_reason(QuantSpec("e4m3", "1x32", "power_of_two"))

@@ -44,11 +44,11 @@ def same(one: Quantized | None, other: Quantized | None) -> bool:
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
-@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("just_in_time", [False, True])
 @pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_codes_scales_and_cells_are_the_references(target, at_once, scale, device):
+def test_codes_scales_and_cells_are_the_references(target, just_in_time, scale, device):
     x = data(70, 90, device)
-    expected, got = both([x], scale, target, target, at_once, True)
+    expected, got = both([x], scale, target, target, just_in_time, True)
     assert all(same(one, other) for one, other in zip(expected[:2], got[:2], strict=True))
     assert torch.equal(expected[2], got[2]) and got[2][0] == torch.tensor(scale)
     assert float(got[2][1]) == float(x[x.isfinite()].abs().max()) > SEEN

@@ -21,7 +21,7 @@ pytestmark = [
 def interpreted(device, monkeypatch):
     """Let the interpreter pass for a GPU, and give it small matrices."""
     if device == "cpu":
-        monkeypatch.setattr(selfcheck, "why_not", lambda device: None)
+        monkeypatch.setattr(selfcheck, "triton_unsupported_reason", lambda device: None)
         monkeypatch.setattr(selfcheck, "SHAPES", ((26, 150),))
 
 
@@ -117,7 +117,7 @@ def test_a_triton_that_lacks_what_we_import_is_a_finding(device, monkeypatch):
 
 
 def test_where_triton_does_not_run_there_is_nothing_to_check(monkeypatch):
-    monkeypatch.setattr(selfcheck, "why_not", lambda device: "this is a toaster")
+    monkeypatch.setattr(selfcheck, "triton_unsupported_reason", lambda device: "this is a toaster")
     with pytest.raises(UnsupportedError, match="toaster"):
         check_kernels("cpu")
 

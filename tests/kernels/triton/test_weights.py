@@ -18,7 +18,7 @@ def test_a_stack_of_weights(cols, dtype, scaling, device):
     weights[1] = torch.randn(7, cols + 3, dtype=dtype, device=device)[:, :cols]  # rows that lie apart
     target = QuantSpec("e4m3", "row", scaling)
     out = empty(target, 71, cols, torch.device(device))
-    assert triton_weights.refuses(weights) is None
+    assert triton_weights.unsupported_reason(weights) is None
     triton_weights.quantize_rows(triton_weights.find_rows(weights), dtype, out, scaling == "power_of_two")
     expected = quantize(torch.cat(weights), target.fmt, target.tile, target.scaling)
     assert torch.equal(out.codes.view(torch.uint8), expected.codes.view(torch.uint8))
@@ -26,9 +26,9 @@ def test_a_stack_of_weights(cols, dtype, scaling, device):
 
 
 def test_refusals():
-    assert "dtype" in triton_weights.refuses([torch.zeros(2, 2), torch.zeros(2, 2).bfloat16()])
-    assert "more than" in triton_weights.refuses([torch.zeros(1, triton_weights.LONGEST_ROW + 1)])
-    assert "not contiguous" in triton_weights.refuses([torch.zeros(4, 4).t()])
+    assert "dtype" in triton_weights.unsupported_reason([torch.zeros(2, 2), torch.zeros(2, 2).bfloat16()])
+    assert "more than" in triton_weights.unsupported_reason([torch.zeros(1, triton_weights.LONGEST_ROW + 1)])
+    assert "not contiguous" in triton_weights.unsupported_reason([torch.zeros(4, 4).t()])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -53,6 +53,6 @@ def test_every_output_and_ragged_shapes(dtype, device):
 
 def test_nothing_else_is_emulated():
     group, row = (quantize(torch.ones(32, 32), E4M3, tile) for tile in (GROUP_1x32, PER_ROW))
-    assert dequantized.refuses(group, group) is None
+    assert dequantized.unsupported_reason(group, group) is None
     for pair in ((group, row), (row, group), (row, row)):
-        assert dequantized.refuses(*pair) == "it emulates 1x32 by 1x32 scales only"
+        assert dequantized.unsupported_reason(*pair) == "it emulates 1x32 by 1x32 scales only"

@@ -15,19 +15,19 @@ def probe(granularity: str, fmt: str = "e4m3", shape: tuple[int, int] = (32, 256
 @pytest.mark.parametrize("granularity", ["row", "column", "1x128", "128x128", "1x32"])
 def test_tensor_refuses_more_than_one_scale(granularity):
     for pair in ((probe(granularity), probe("tensor")), (probe("tensor"), probe(granularity))):
-        assert scaled_mm.refuses_tensor(*pair) == "its operands have more than one scale"
+        assert scaled_mm.unsupported_reason_tensor(*pair) == "its operands have more than one scale"
 
 
 @pytest.mark.parametrize("granularity", ["column", "1x128", "128x128", "1x32"])
 def test_row_refuses_other_tiles(granularity):
     for pair in ((probe(granularity), probe("row")), (probe("row"), probe(granularity))):
-        assert scaled_mm.refuses_row(*pair) == "its operands are not scaled by row"
+        assert scaled_mm.unsupported_reason_row(*pair) == "its operands are not scaled by row"
 
 
 def test_both_formats_run_on_a_cpu():
     for fmt in ("e4m3", "e5m2"):
-        assert scaled_mm.refuses_tensor(probe("tensor", fmt), probe("tensor")) is None
-        assert scaled_mm.refuses_row(probe("row", fmt), probe("row")) is None
+        assert scaled_mm.unsupported_reason_tensor(probe("tensor", fmt), probe("tensor")) is None
+        assert scaled_mm.unsupported_reason_row(probe("row", fmt), probe("row")) is None
 
 
 def test_a_cpu_gets_a_scale_for_each_row(monkeypatch):
@@ -47,7 +47,9 @@ def test_a_cpu_gets_a_scale_for_each_row(monkeypatch):
     ("left", "right"), [("128x128", "128x128"), ("row", "128x128"), ("1x32", "128x128"), ("1x128", "128x1")]
 )
 def test_block_refuses_pairs_that_cublas_has_not(left, right):
-    assert scaled_mm.refuses_block(probe(left), probe(right)).startswith("its operands are not 1x128 by 128x128")
+    assert scaled_mm.unsupported_reason_block(probe(left), probe(right)).startswith(
+        "its operands are not 1x128 by 128x128"
+    )
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (130, 257), (1, 1), (256, 513), (640, 128)], ids=str)
@@ -100,7 +102,7 @@ def test_non_uniform_block_scales_reach_their_blocks(m, n, k, left, right, oracl
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("block scales are Hopper's")
     a, b = random_codes(m, k, left), random_codes(n, k, right)
-    assert scaled_mm.refuses_block(a, b) is None
+    assert scaled_mm.unsupported_reason_block(a, b) is None
     exact, magnitude = oracle(a, b)
     y = scaled_mm.scaled_mm_block(a, b, torch.float32, False).cpu().double()
     assert y.shape == (m, n)
@@ -124,7 +126,7 @@ def test_row_and_tensor_scales_in_every_size(m, n, k, left, right, oracle):
 @pytest.mark.gpu
 def test_e5m2_with_row_scales_is_refused_on_a_gpu():
     a = kernels.quantize(torch.randn(32, 32, device="cuda"), "e5m2", "row")
-    assert scaled_mm.refuses_row(a, a) == "row scales take E4M3 operands only"
+    assert scaled_mm.unsupported_reason_row(a, a) == "row scales take E4M3 operands only"
 
 
 @pytest.mark.gpu

@@ -24,7 +24,7 @@ from octavo.distributed.reduce.scheme import Scheme, Wire
 from octavo.distributed.zero.greedy import Assignment
 from octavo.distributed.zero.streams import gather_from_owners, reduce_to_owners
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
-from octavo.kernels.uploads import Uploads
+from octavo.kernels.transfers import PinnedStaging
 from octavo.optim import Optimizer
 from octavo.optim.optimizer import Entry
 from octavo.optim.states import state_tensors
@@ -83,7 +83,7 @@ class GreedyZeRO(torch.optim.Optimizer):
         self.bucket_mb = bucket_mb
         self.assignment = Assignment((), (), self.ranks)
         self._wire = Wire()
-        self._uploads = Uploads()
+        self._uploads = PinnedStaging()
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
         optimizer.over_ranks = self._sum

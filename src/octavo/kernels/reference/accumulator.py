@@ -115,7 +115,7 @@ def _tiles(result: Tensor) -> Iterator[tuple[slice, slice]]:
             yield slice(row, row + side), slice(col, col + side)
 
 
-def refuses(a: Quantized, b: Quantized) -> str | None:
+def unsupported_reason(a: Quantized, b: Quantized) -> str | None:
     """Return why Hopper's tensor cores cannot multiply these operands as they are, or None."""
     for operand in (a, b):
         if operand.granularity.cols not in (None, CHAIN) or operand.granularity.rows not in (None, 1, CHAIN):
@@ -124,7 +124,7 @@ def refuses(a: Quantized, b: Quantized) -> str | None:
 
 
 def gemm(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> Tensor:
-    """Return a . b^T of two operands that `refuses` does not refuse, as (M, N) of `out_dtype`.
+    """Return a . b^T of two operands with no `unsupported_reason`, as (M, N) of `out_dtype`.
 
     Scales of tiles along K are multiplied into each chain, in FP32, before it is added: such a GEMM is always slow.
     Others are multiplied into the result. Power-of-two scales change no bit of the sums wherever they stand.

@@ -17,16 +17,16 @@ def quantize_with_scale(
     cell: Tensor,
     rows: QuantSpec | None,
     columns: QuantSpec | None,
-    at_once: bool,
-    observe: bool,
+    just_in_time: bool,
+    update_amax: bool,
 ) -> tuple[Quantized | None, Quantized | None]:
     """See `octavo.kernels.quantize_with_scale.quantize_with_scale`. cell: (2,), [scale, amax]."""
     target = rows or columns
     assert target is not None
     x = torch.cat(list(sources), dim=1).float()
     amax = tile_amax(x, PER_TENSOR)
-    scale, inverse = _settle(cell[0], amax, target, at_once)
-    if observe:
+    scale, inverse = _settle(cell[0], amax, target, just_in_time)
+    if update_amax:
         cell[1].copy_(torch.maximum(cell[1], amax.view(())))
     codes = to_codes(x * inverse, target.fmt)
     return (
@@ -35,11 +35,11 @@ def quantize_with_scale(
     )
 
 
-def _settle(known: Tensor, amax: Tensor, target: QuantSpec, at_once: bool) -> tuple[Tensor, Tensor]:
+def _settle(known: Tensor, amax: Tensor, target: QuantSpec, just_in_time: bool) -> tuple[Tensor, Tensor]:
     """Return (scale, inverse), (1, 1) each: the known ones where they are of use, else those of the maximum."""
     own, own_inverse = scale_from_amax(amax, target.fmt, target.scaling)
     of_use = known > 0
-    if at_once:
+    if just_in_time:
         of_use = of_use & (amax <= known * target.fmt.max)
     known_inverse = (1 / known.double()).float()  # rounded once from FP64, as in `scale_from_amax`
     return torch.where(of_use, known, own), torch.where(of_use, known_inverse, own_inverse)

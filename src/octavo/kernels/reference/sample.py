@@ -40,7 +40,7 @@ def sample(looked: SampleInput, row: Tensor) -> None:
     written: Floats = row.cpu().numpy()
     if written[PHASE] < 0:
         return
-    scales = looked.scale.to("cpu", copy=True).numpy()
+    scales = _copied(looked.scale).numpy()
     with np.errstate(all="ignore"):
         read = _read(looked, scales, int(written[PHASE]))
         found = _stats(looked, read, scales)
@@ -59,9 +59,9 @@ def _read(looked: SampleInput, scales: Floats, phase: int) -> _Read:
     height, width = looked.target.tile.tile(total, cols)
     scale = scales[rows // height]
     scale = scale if scale.shape[1] == 1 else scale.repeat(width, axis=1)[:, :cols]
-    x = _values(looked.x if looked.rows is not None else _rows_of(looked.x, torch.from_numpy(rows)))
+    x = _values(_copied(looked.x) if looked.rows is not None else _rows_of(looked.x, torch.from_numpy(rows)))
     x = x * scale if looked.is_coded else x
-    quantised = x if looked.fold is None else x * _values(looked.fold)
+    quantised = x if looked.fold is None else x * _values(_copied(looked.fold))
     return _Read(x, quantised, scale, scales.max())
 
 
@@ -78,7 +78,7 @@ def _stats(looked: SampleInput, read: _Read, scales: Floats) -> list[Any]:
     broken = (size - x.size) / size
     if looked.edges is not None:
         rows, cols = looked.shape
-        broken = max(broken, _lost(_values(looked.edges)) / (rows * cols))
+        broken = max(broken, _lost(_values(_copied(looked.edges))) / (rows * cols))
     known = np.nan if looked.is_coded else 1.0
     shares = known * flushed / size, subnormal / size, known * saturated / size, broken
     return [max(amax, _amax(looked, scales, read.largest)), read.largest, *shares, *_moments(x)]
@@ -112,7 +112,7 @@ def _amax(looked: SampleInput, scales: Floats, largest: np.float32) -> np.float3
         return bound
     height, width = looked.target.tile.tile(*looked.shape)
     down, across = divmod(int(scales.argmax()), scales.shape[1])
-    tile = _values(looked.x[down * height : (down + 1) * height, across * width : (across + 1) * width])
+    tile = _values(_copied(looked.x[down * height : (down + 1) * height, across * width : (across + 1) * width]))
     tile = tile * largest if looked.is_coded else tile
     met = _magnitude(tile)
     return max(bound, met if met < np.inf else _magnitude(tile[np.abs(tile) < np.inf]))
@@ -143,17 +143,19 @@ def _magnitude(x: Floats) -> np.float32:
 
 
 def _rows_of(x: Tensor, rows: Tensor) -> Tensor:
-    """Return some rows of a matrix; PyTorch has no index of FP8 tensors."""
+    """Return a copy of some rows of a matrix on the host; PyTorch has no index of FP8 tensors."""
+    x = x.detach()
     bits = x.view(torch.uint8) if x.element_size() == 1 else x
-    return bits.index_select(0, rows.to(x.device)).view(x.dtype)
+    return bits.index_select(0, rows.to(x.device)).view(x.dtype).cpu()
+
+
+def _copied(x: Tensor) -> Tensor:
+    """Return a copy on the host: a storage that NumPy has seen can never be resized, as FSDP does with weights."""
+    return x.detach().to("cpu", copy=True)
 
 
 def _values(x: Tensor) -> Floats:
-    """Return a copy of a tensor as FP32 of NumPy, which knows neither BF16 nor FP8.
-
-    NumPy sees nothing but copies: a storage that it has seen can never be resized, as FSDP does with weights.
-    """
-    x = x.detach().to("cpu", copy=True)
+    """Return a tensor of the host as FP32 of NumPy, which knows neither BF16 nor FP8."""
     if x.dtype == torch.bfloat16:
         bits: NDArray[np.int32] = np.left_shift(x.view(torch.int16).numpy(), 16, dtype=np.int32)
         return bits.view(np.float32)

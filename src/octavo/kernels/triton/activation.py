@@ -53,7 +53,7 @@ BACKWARD_TILED = Shape(32, SIDE.value, warps=8, registers=64)
 PLAIN = Shape(8, 512, warps=4)
 
 
-def refuses(
+def unsupported_reason(
     width: int,
     is_gated: bool,
     *,
@@ -62,7 +62,7 @@ def refuses(
     hidden: QuantSpec | None = None,
 ) -> str | None:
     """Return why the kernels here cannot make these targets of a hidden width, or None."""
-    if reason := quantize.refuses(rows, columns, hidden):
+    if reason := quantize.unsupported_reason(rows, columns, hidden):
         return reason
     tiles = (rows.tile if rows else None, columns.tile.transposed if columns else None)
     if is_gated and width % SIDE.value and any(tile is not None and tile.cols == SIDE.value for tile in tiles):

@@ -22,14 +22,14 @@ MOST = 65535
 """Matrices that a grid has room for in its third dimension."""
 
 
-def refuses(x: Tensor, rows: QuantSpec | None, columns: QuantSpec | None) -> str | None:
+def unsupported_reason(x: Tensor, rows: QuantSpec | None, columns: QuantSpec | None) -> str | None:
     """Return why the kernels here cannot make these targets of x (B, R, C), or None."""
     if x.shape[0] > MOST:
         return f"more than {MOST} matrices"
     turned = columns is not None if not _is_transposed(x) else rows is not None
     if turned and x.shape[2 if _is_transposed(x) else 1] % 4:
         return "a transpose is written in words of four codes, and the rows are no multiple of 4"
-    return single.refuses(rows, columns)
+    return single.unsupported_reason(rows, columns)
 
 
 def quantize_batch(

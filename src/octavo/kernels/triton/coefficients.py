@@ -12,8 +12,8 @@ from torch import Tensor
 from octavo.kernels import coefficients as contract
 from octavo.kernels.coefficients import StepCoefficients, StepInputs
 from octavo.kernels.optimizer import COEFFICIENTS
+from octavo.kernels.transfers import PinnedStaging
 from octavo.kernels.triton.shape import cdiv, next_power_of_2
-from octavo.kernels.uploads import Uploads
 
 BLOCK = 128
 """Parameters of a program."""
@@ -35,7 +35,7 @@ def group_squares(squares: Tensor, own: Tensor, groups: int) -> Tensor:
 
 
 def coefficients(
-    told: StepInputs, counts: Sequence[Tensor], skipped: Tensor, uploads: Uploads, name: Hashable
+    told: StepInputs, counts: Sequence[Tensor], skipped: Tensor, uploads: PinnedStaging, name: Hashable
 ) -> StepCoefficients:
     """See `octavo.kernels.coefficients.coefficients`."""
     device, own = told.hyper.device, told.own

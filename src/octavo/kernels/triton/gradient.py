@@ -16,6 +16,7 @@ from torch import Tensor
 
 from octavo.kernels.storage import GRADIENT_CODES, Scaling, Storage, groups_of
 from octavo.kernels.storage import GROUP as SIZE
+from octavo.kernels.transfers import PinnedStaging
 from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.quads import (
     decoded,
@@ -43,7 +44,6 @@ from octavo.kernels.triton.storage import (
     scale_of,
     sign_of,
 )
-from octavo.kernels.uploads import Uploads
 
 WARPS = 4
 """Groups that a program takes at a time."""
@@ -89,7 +89,7 @@ def store(gradient: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling, add:
         )  # fmt: skip
 
 
-def squares(tensors: Sequence[Tensor], scales: Sequence[Tensor | None], uploads: Uploads) -> Tensor:
+def squares(tensors: Sequence[Tensor], scales: Sequence[Tensor | None], uploads: PinnedStaging) -> Tensor:
     """See `octavo.kernels.optimizer.squares`."""
     kinds: dict[_Kind, list[int]] = {}
     for i, (tensor, scale) in enumerate(zip(tensors, scales, strict=True)):
@@ -118,7 +118,7 @@ def _matrix(tensor: Tensor, scale: Tensor | None) -> tuple[int, int]:
     return (1, tensor.numel()) if scale is None else (tensor.shape[0], tensor.shape[1])
 
 
-def _squares(kind: _Kind, tensors: Sequence[Tensor], scales: Sequence[Tensor | None], uploads: Uploads) -> Tensor:
+def _squares(kind: _Kind, tensors: Sequence[Tensor], scales: Sequence[Tensor | None], uploads: PinnedStaging) -> Tensor:
     device = tensors[0].device
     sizes = [_matrix(*pair) for pair in zip(tensors, scales, strict=True)]
     counts = [cdiv(rows * groups_of(cols), WARPS * SQUARES_STEPS) for rows, cols in sizes]

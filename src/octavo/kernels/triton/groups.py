@@ -23,9 +23,11 @@ GROUP: tl.constexpr = tl.constexpr(32)
 TILE = Shape(32, 4 * GROUP.value, warps=4)
 
 
-def refuses(*targets: QuantSpec | None) -> str | None:
+def unsupported_reason(*targets: QuantSpec | None) -> str | None:
     """Return why the kernels here cannot make these targets, or None."""
-    return quantize.refuses(*(target for target in targets if target is not None and target.tile != GROUP_1x32))
+    return quantize.unsupported_reason(
+        *(target for target in targets if target is not None and target.tile != GROUP_1x32)
+    )
 
 
 def quantize_pair(

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from octavo.kernels.optimizer import Control, Layout, Slot
 from octavo.kernels.storage import E4M3, GROUP, Storage, groups_of
+from octavo.kernels.transfers import PinnedStaging
 from octavo.kernels.triton.gradient import groups_at, kind_of
 from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.quads import largest, quads_at, raise_to, store, words
@@ -65,7 +66,6 @@ from octavo.kernels.triton.tile import (
     write_stored,
     write_weight,
 )
-from octavo.kernels.uploads import Uploads
 
 WARPS = 4
 """Of a program that has no rows."""
@@ -137,7 +137,7 @@ class Shape(NamedTuple):
         return -(-own // (each * self.steps))
 
 
-def update(slots: Sequence[Slot], layout: Layout, control: Control, uploads: Uploads) -> None:
+def update(slots: Sequence[Slot], layout: Layout, control: Control, uploads: PinnedStaging) -> None:
     """See `octavo.kernels.optimizer.update`."""
     by_shape: dict[tuple[Shape, bool], list[_Place]] = {}
     places = [_Place.of(slot) for slot in slots if slot.weight.numel()]
@@ -154,7 +154,7 @@ def momentum(
     layout: Layout,
     control: Control,
     updates: Sequence[Tensor],
-    uploads: Uploads,
+    uploads: PinnedStaging,
     nesterov: bool,
 ) -> None:
     """See `octavo.kernels.optimizer.momentum`."""
@@ -197,7 +197,7 @@ def _launch(
     whole: bool,
     layout: Layout,
     control: Control,
-    uploads: Uploads,
+    uploads: PinnedStaging,
     rule: str,
     nesterov: bool = False,
 ) -> None:
@@ -227,7 +227,7 @@ def _launch(
 
 
 def _tables(
-    places: Sequence[_Place], shape: Shape, name: tuple[Hashable, ...], uploads: Uploads, device: torch.device
+    places: Sequence[_Place], shape: Shape, name: tuple[Hashable, ...], uploads: PinnedStaging, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return where each tensor lies, int64 (T, WIDTH), and for each program its tensor and its row of `Control`."""
 

@@ -86,7 +86,7 @@ class Output:
 @cache
 def _facts(target: QuantSpec, transposed: bool) -> tuple[int, Granularity, torch.dtype]:
     mode = mode_of(target.tile.transposed.name if transposed else target.granularity)
-    assert mode is not None, "the dispatcher asks `refuses` first"
+    assert mode is not None, "the dispatcher asks `unsupported_reason` first"
     return mode, target.tile, target.fmt.dtype
 
 

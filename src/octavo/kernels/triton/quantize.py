@@ -53,7 +53,7 @@ HIGH = Shape(SIDE.value, SIDE.value, warps=4, registers=168)
 """Where scales belong to tiles of 128 rows."""
 
 
-def refuses(*targets: QuantSpec | None) -> str | None:
+def unsupported_reason(*targets: QuantSpec | None) -> str | None:
     """Return why the kernels here cannot make these targets, or None."""
     for target in filter(None, targets):
         if mode_of(target.granularity) is None:

@@ -36,8 +36,8 @@ def quantize_with_scale(
     cell: Tensor,
     rows: QuantSpec | None,
     columns: QuantSpec | None,
-    at_once: bool,
-    observe: bool,
+    just_in_time: bool,
+    update_amax: bool,
 ) -> tuple[Quantized | None, Quantized | None]:
     """See `octavo.kernels.quantize_with_scale.quantize_with_scale`. cell: (2,), [scale, amax]."""
     target = rows or columns
@@ -58,7 +58,7 @@ def quantize_with_scale(
         _write(source, offset, total, codes, codes_t, cell, work, again=False)
     _settle_kernel[(1,)](
         cell, work, scale, FORMAT=tl.float8e4nv if target.format == "e4m3" else tl.float8e5,
-        POWER_OF_TWO=target.scaling == "power_of_two", AT_ONCE=at_once, OBSERVE=observe, num_warps=1,
+        POWER_OF_TWO=target.scaling == "power_of_two", JUST_IN_TIME=just_in_time, UPDATE_AMAX=update_amax, num_warps=1,
         enable_fp_fusion=False,
     )  # fmt: skip
     for source, offset in reversed(placed):
@@ -94,19 +94,19 @@ def _begin_kernel(cell_ptr, work_ptr):
 @triton.jit
 def _settle_kernel(
     cell_ptr, work_ptr, scale_ptr,
-    FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, AT_ONCE: tl.constexpr, OBSERVE: tl.constexpr,
+    FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, JUST_IN_TIME: tl.constexpr, UPDATE_AMAX: tl.constexpr,
 ):  # fmt: skip
     first = tl.zeros((1,), tl.int32)
     known, amax = tl.load(cell_ptr + first), tl.load(work_ptr + _AMAX + first)
     own, own_inverse = scale_of(amax, FORMAT, POWER_OF_TWO)
     of_use = known > 0.0
-    if AT_ONCE:
+    if JUST_IN_TIME:
         of_use = of_use & (amax <= known * format_max(FORMAT))
     inverse = tl.load(work_ptr + _INVERSE + first)
     tl.store(scale_ptr + first, tl.where(of_use, known, own))
     tl.store(work_ptr + _INVERSE + first, tl.where(of_use, inverse, own_inverse))
     tl.store(work_ptr + _AGAIN + first, tl.where(of_use, 0.0, 1.0))
-    if OBSERVE:  # non-negative FP32 values are ordered as their bits are
+    if UPDATE_AMAX:  # non-negative FP32 values are ordered as their bits are
         tl.atomic_max((cell_ptr + 1 + first).to(tl.pointer_type(tl.int32)), amax.to(tl.int32, bitcast=True))
 
 

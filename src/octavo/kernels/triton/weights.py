@@ -27,7 +27,7 @@ TILE = Shape(128, 64, warps=4)
 _TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def refuses(weights: Sequence[Tensor]) -> str | None:
+def unsupported_reason(weights: Sequence[Tensor]) -> str | None:
     """Return why one launch cannot take these weights, or None."""
     if len({weight.dtype for weight in weights}) > 1 or weights[0].dtype not in _TRITON:
         return "the weights differ in dtype, or are neither FP32, BF16 nor FP16"
@@ -56,7 +56,8 @@ def quantize_rows_of(weights: Sequence[Tensor], target: QuantSpec) -> Quantized:
 def requantize_transposed(weights: Sequence[Tensor], scale: Tensor, target: QuantSpec, after: Tensor) -> Quantized:
     """See `octavo.kernels.quantize.requantize_transposed`."""
     ends = list(itertools.accumulate(weight.shape[0] for weight in weights))
-    if len(weights) > 1 and (refuses(weights) or len(weights) > STACKED or any(end % TILE.height for end in ends[:-1])):
+    straddles = len(weights) > STACKED or any(end % TILE.height for end in ends[:-1])
+    if len(weights) > 1 and (straddles or unsupported_reason(weights)):
         weights, ends = [torch.cat(list(weights))], ends[-1:]
     weights = [contiguous_rows(weight) for weight in weights]
     rows, cols = ends[-1], weights[0].shape[1]

@@ -13,7 +13,7 @@ from torch import Tensor
 from octavo.numerics import GROUP_1x32, Quantized, dequantize
 
 
-def refuses(a: Quantized, b: Quantized) -> str | None:
+def unsupported_reason(a: Quantized, b: Quantized) -> str | None:
     """Return why these operands are not emulated, or None."""
     if (a.granularity, b.granularity) != (GROUP_1x32, GROUP_1x32):
         return "it emulates 1x32 by 1x32 scales only"

@@ -14,16 +14,18 @@ from octavo.numerics import PER_ROW, PER_TENSOR, Granularity
 _ALIGNED = 16  # elements: 16 bytes of codes
 
 
-def refuses(a: Batch, b: Batch) -> str | None:
+def unsupported_reason(a: Batch, b: Batch) -> str | None:
     """Return why the grouped GEMM cannot take these operands, (B, M, K) and (B, N, K), or None."""
     formats = ["e4m3" if x.codes.dtype == torch.float8_e4m3fn else "e5m2" for x in (a, b)]
-    reason = refuses_kind(a.codes.device, formats, (a.granularity, b.granularity))
+    reason = unsupported_reason_kind(a.codes.device, formats, (a.granularity, b.granularity))
     if reason is None and (a.codes.shape[2] % _ALIGNED or b.codes.shape[1] % _ALIGNED):
         reason = f"N = {b.codes.shape[1]} or K = {a.codes.shape[2]} is not a multiple of {_ALIGNED}"
     return reason
 
 
-def refuses_kind(device: torch.device, formats: Sequence[str], granularities: Sequence[Granularity]) -> str | None:
+def unsupported_reason_kind(
+    device: torch.device, formats: Sequence[str], granularities: Sequence[Granularity]
+) -> str | None:
     """Return why the grouped GEMM cannot take operands of these formats and granularities on a device, or None."""
     if device.type != "cuda":
         return f"no grouped FP8 GEMM for {device.type}"
@@ -31,11 +33,11 @@ def refuses_kind(device: torch.device, formats: Sequence[str], granularities: Se
         return "the grouped FP8 GEMM takes row scales only"
     if "e5m2" in formats:
         return "the grouped FP8 GEMM takes E4M3 only"
-    return _refuses_capability(device)
+    return _unsupported_reason_capability(device)
 
 
 @cache
-def _refuses_capability(device: torch.device) -> str | None:
+def _unsupported_reason_capability(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability == (9, 0):
         return None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def refuses(a: Tensor, b: Tensor) -> str | None:
+def unsupported_reason(a: Tensor, b: Tensor) -> str | None:
     """Return why the grouped GEMM cannot take codes a (.., C) and b (.., C), or None."""
     if not a.is_cuda:
         return "PyTorch has no scaled grouped GEMM for a CPU"
@@ -42,7 +42,7 @@ def grouped_wgrad(
     return dw.to(out_dtype)
 
 
-def refuses_high_precision(a: Tensor, b: Tensor) -> str | None:
+def unsupported_reason_high_precision(a: Tensor, b: Tensor) -> str | None:
     """Return why `torch._grouped_mm` cannot take a and b, or None."""
     if not a.is_cuda or 0 in (*a.shape, *b.shape):
         return "there is nothing to gain on a CPU or for empty operands"

@@ -20,23 +20,23 @@ _BY_ROW = (PER_ROW, PER_TENSOR)
 _BLOCKS = {TILE_1x128: ScalingType.BlockWise1x128, BLOCK_128x128: ScalingType.BlockWise128x128}
 
 
-def refuses_tensor(a: Quantized, b: Quantized) -> str | None:
+def unsupported_reason_tensor(a: Quantized, b: Quantized) -> str | None:
     """Return why the tensor-scaled GEMM cannot take these operands, or None."""
     if a.granularity != PER_TENSOR or b.granularity != PER_TENSOR:
         return "its operands have more than one scale"
-    return _refuses_device(a.codes.device)
+    return _unsupported_reason_device(a.codes.device)
 
 
-def refuses_row(a: Quantized, b: Quantized) -> str | None:
+def unsupported_reason_row(a: Quantized, b: Quantized) -> str | None:
     """Return why the row-scaled GEMM cannot take these operands, or None."""
     if a.granularity not in _BY_ROW or b.granularity not in _BY_ROW:
         return "its operands are not scaled by row"
     if a.codes.is_cuda and torch.float8_e5m2 in (a.codes.dtype, b.codes.dtype):
         return "row scales take E4M3 operands only"
-    return _refuses_device(a.codes.device)
+    return _unsupported_reason_device(a.codes.device)
 
 
-def refuses_block(a: Quantized, b: Quantized) -> str | None:
+def unsupported_reason_block(a: Quantized, b: Quantized) -> str | None:
     """Return why the block-scaled GEMM cannot take these operands, or None."""
     pair = (a.granularity, b.granularity)
     if not set(pair) <= set(_BLOCKS) or pair == (BLOCK_128x128, BLOCK_128x128):
@@ -47,7 +47,7 @@ def refuses_block(a: Quantized, b: Quantized) -> str | None:
         return "PyTorch has no block-scaled GEMM for a CPU"
     if torch.cuda.get_device_capability(a.codes.device)[0] != 9:
         return "cuBLAS has block scales on Hopper (compute capability 9.0) only"
-    return _refuses_device(a.codes.device)
+    return _unsupported_reason_device(a.codes.device)
 
 
 def scaled_mm_tensor(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> Tensor:
@@ -141,7 +141,7 @@ def _pad(codes: Tensor, row_multiple: int, col_multiple: int) -> Tensor:
 
 
 @cache
-def _refuses_device(device: torch.device) -> str | None:
+def _unsupported_reason_device(device: torch.device) -> str | None:
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         return (

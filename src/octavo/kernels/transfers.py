@@ -1,4 +1,4 @@
-"""From the host to the device, waiting for nothing: batches, and small tables that kernels read."""
+"""Copies between host and device that wait for nothing: batches and tables to the device, scalars to the host."""
 
 from __future__ import annotations
 
@@ -10,6 +10,29 @@ from torch import Tensor
 from octavo.errors import UnsupportedError
 
 
+class AsyncHostCopy:
+    """A copy into pinned memory, queued on the current stream; a CPU tensor is not copied."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._here = tensor
+        self._copied: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._here.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(tensor.device))
+
+    def has_arrived(self) -> bool:
+        """Return whether `result` need not wait."""
+        return self._copied is None or self._copied.query()
+
+    def result(self) -> Tensor:
+        """Return the tensor on the CPU; waits for it where it has not arrived, and for no later work of the GPU."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._here
+
+
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the host on the device.
 
@@ -19,7 +42,7 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
     return pinned.to(device, non_blocking=True)
 
 
-class Uploads:
+class PinnedStaging:
     """Tables by name, kept on the device for as long as they say the same.
 
     No upload waits for the device, and one that a CUDA graph captures is good for every replay.
