@@ -60,7 +60,7 @@ def test_truncated_file_is_named(tmp_path: Path, name: str, share: float) -> Non
     path = save(tmp_path, 1)
     content = (path / name).read_bytes()
     (path / name).write_bytes(content[: int(share * len(content))])
-    with pytest.raises(CheckpointError, match=f"{name}: truncated"):
+    with pytest.raises(CheckpointError, match=f"{name}: (truncated|malformed json)"):
         checkpoint.load(path)
 
 
@@ -68,7 +68,7 @@ def test_malformed_tensors_of_the_right_size(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     file = path / "fp8.safetensors"
     file.write_bytes(b"\xff" * file.stat().st_size)
-    with pytest.raises(CheckpointError, match="malformed"):
+    with pytest.raises(CheckpointError, match="damaged: its SHA-256"):
         checkpoint.load(path)
 
 
@@ -76,7 +76,27 @@ def test_malformed_tensors_of_the_right_size(tmp_path: Path) -> None:
 def test_state_that_is_none(tmp_path: Path, content: bytes) -> None:
     path = save(tmp_path, 1)
     (path / "state.json").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"state.json: truncated or malformed"):
+    with pytest.raises(CheckpointError, match=r"state\.json: (malformed json|damaged|must be UTF-8|expected a table)"):
+        checkpoint.load(path)
+
+
+def test_state_that_was_changed(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    text = (path / "state.json").read_text(encoding="utf-8")
+    (path / "state.json").write_text(text.replace('"step": 1', '"step": 3'), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="state.json: damaged: its content is not that of its SHA-256"):
+        checkpoint.load(path)
+
+
+def test_a_file_that_may_not_be_read_is_never_to_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+    path = save(tmp_path, 2)
+
+    def denied(*_: object) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    with pytest.raises(CheckpointError, match=r"state\.json: cannot be read \(Permission denied\)\.$"):
         checkpoint.load(path)
 
 
@@ -93,7 +113,7 @@ def test_weight_that_is_not_finite_is_named(tmp_path: Path, value: float) -> Non
     broken = tensors()
     broken["fp8"]["model.w"][1, 2] = value
     path = checkpoint.save(tmp_path, 1, broken, {"config": {}}, keep=1)
-    with pytest.raises(NonFiniteError, match="1 of 15 values of the parameter 'w'"):
+    with pytest.raises(NonFiniteError, match=r"1 of 15 values of 'model\.w'"):
         checkpoint.load(path)
 
 
@@ -106,7 +126,7 @@ FULL_INSIDE = SafetensorError("Error while serializing: I/O error: No space left
     ("function", "error"),
     [
         ("checkpoint.save_file", FULL_INSIDE),
-        ("checkpoint.os.fsync", FULL),
+        ("checkpoint.flush", FULL),
         ("checkpoint.Path.write_text", FULL),
     ],
 )
@@ -129,7 +149,7 @@ def test_interrupted_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("octavo.train.checkpoint.os.fsync", interrupt)
+    monkeypatch.setattr("octavo.train.checkpoint.flush", interrupt)
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path, 1)
     assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,7 @@
 """`octavo`: the commands and their error handling.
 
-Exit codes: 0 done, 1 an error or a failed check, 2 a wrong flag or configuration, 130 interrupted.
+Exit codes: 0 done, 1 an error or a failed check, 2 a wrong flag or configuration, 3 a run that diverged, 130
+interrupted, 143 terminated.
 OCTAVO_DEBUG=1 in the environment shows tracebacks.
 """
 
@@ -25,7 +26,7 @@ from octavo.cli.localize import localize
 from octavo.cli.plan import plan, recipes
 from octavo.cli.runs import dashboard, dump, report
 from octavo.cli.train import train
-from octavo.errors import ConfigError, OctavoError
+from octavo.errors import OctavoError
 
 HELP = """Train models in FP8.
 
@@ -60,12 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plain, warnings.formatwarning = warnings.formatwarning, _one_line
     try:
         code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
-    except (CycloptsError, ConfigError) as error:
+    except CycloptsError as error:
         _fail(error, str(error), 2)
     except OctavoError as error:
-        _fail(error, str(error), 1)
+        _fail(error, str(error), error.exit_code)
     except KeyboardInterrupt as error:
-        _fail(error, "interrupted.", 130)
+        _fail(error, "interrupted.", getattr(error, "exit_code", 130))
     except BrokenPipeError:
         # The reader of a pipe (`| head`) has exited.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -73,16 +73,16 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool, json_output: bool)
     reporter = ConsoleReporter(console(stderr=json_output))
     try:
         return run_training(config, reporters=[reporter], resume=resume, overwrite=overwrite)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         if is_first_rank():
             say(f"octavo: interrupted. {_resume_hint(config)}", to_stderr=True)
-        sys.exit(130)
+        sys.exit(getattr(error, "exit_code", 130))
 
 
 def _resume_hint(config: RunConfig) -> str:
     from octavo.train import checkpoint
 
     last = checkpoint.latest(config.run.out / "checkpoints")
-    if last is None:
+    if last is None or not (config.run.out / "config.json").exists():
         return "There is no checkpoint yet; --checkpoint-every N writes one every N steps."
     return f"Resume from {last.name} with: octavo train {config.run.out / 'config.json'} --resume"

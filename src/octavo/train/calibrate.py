@@ -116,7 +116,7 @@ def _restore(state: TrainState, directory: Path) -> str:
             f"{directory / 'checkpoints'}: there is no checkpoint. Name the run file to calibrate initial weights."
         )
     found = checkpoint.load(newest)
-    restore_tensors(state, found.tensors["fp8" if "fp8" in found.tensors else "bf16"], found.path)
+    restore_tensors(state, found.tensors["fp8" if "fp8" in found.tensors else "bf16"], found.path, optimizer=False)
     return str(newest)
 
 

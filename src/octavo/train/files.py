@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     Raises:
         RunError: it could not be written; an existing file stays unchanged.
     """
-    _replace(path, json.dumps(content, indent=2) + "\n")
+    _replace(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
 def _replace(path: Path, text: str) -> None:
@@ -64,6 +65,10 @@ class MetricsFile:
     def report(self, event: Event) -> None:
         """Write the event if it has measurements."""
         if isinstance(event, Logged | Switched | Evaluated):
+            if self._path.parent.exists() and not self._path.exists():
+                warnings.warn(f"{self._path}: was removed during the run, and is written again.", stacklevel=2)
+                self.copy_to(self._path)
+                self._open()
             wrap_os_errors(self._path, lambda: self._file.write(_line(event.record())))
             self.lines += 1
         elif isinstance(event, RolledBack):
@@ -78,7 +83,12 @@ class MetricsFile:
         self.lines = len(kept)
 
     def _open(self) -> None:
-        self._file = self._path.open("a", encoding="utf-8", buffering=1)
+        self._file = self._path.open("a+", encoding="utf-8", buffering=1)
+
+    def copy_to(self, path: Path) -> None:
+        """Write all lines to another file, also if this one has been removed."""
+        self._file.seek(0)
+        wrap_os_errors(path, lambda: path.write_text(self._file.read(), encoding="utf-8"))
 
     def close(self) -> None:
         """Close the file."""
@@ -112,4 +122,4 @@ def _parsed(line: str, where: str) -> dict[str, Any]:
 
 
 def _line(record: Mapping[str, Any]) -> str:
-    return json.dumps(record) + "\n"
+    return json.dumps(record, allow_nan=False) + "\n"

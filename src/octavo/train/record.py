@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ class StoreReporter:
         run = config.run
         self._device = device
         self._has_finished = False
+        self._path = Path(run.out) / "run.sqlite"
+        self._is_removed = False
         self._overflows: Mapping[str, int] = {}
         self._recorder = Recorder(
             Path(run.out),
@@ -60,6 +63,9 @@ class StoreReporter:
 
     def report(self, event: Event) -> None:
         """Write one event."""
+        if not self._is_removed and not self._path.exists() and self._path.parent.exists():
+            self._is_removed = True
+            warnings.warn(f"{self._path}: was removed during the run; metrics.jsonl has the rest of it.", stacklevel=2)
         match event:
             case Started():
                 self._start(event)
