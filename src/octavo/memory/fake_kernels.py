@@ -18,7 +18,7 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from octavo._util.autograd import first_order
+from octavo._util.autograd import once_differentiable
 from octavo.kernels import cross_entropy, norm, optimizer
 from octavo.kernels.explain import gemm_kernel
 
@@ -108,7 +108,7 @@ class _RMSNorm(torch.autograd.Function):
         return made.y
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x_MD, weight, rstd = ctx.saved_tensors
         return *norm.rms_norm_backward(grad_outputs[0], x_MD, weight, rstd), None

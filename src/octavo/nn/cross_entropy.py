@@ -20,7 +20,7 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo._util import config_reader
-from octavo._util.autograd import first_order
+from octavo._util.autograd import once_differentiable
 from octavo.errors import ConfigError
 from octavo.kernels.cross_entropy import cross_entropy_
 from octavo.kernels.dispatch import on_gpu
@@ -134,7 +134,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         pairs = zip(ctx.saved_tensors, ctx.differentiated, strict=True)
         dx, dw, db = (_scaled(gradient, grad_outputs[0]) if wanted else None for gradient, wanted in pairs)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import kernels
-from octavo._util.autograd import first_order
+from octavo._util.autograd import once_differentiable
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import QuantSpec
 from octavo.kernels.grouped import Padded, grouped_gemm, grouped_mm, grouped_wgrad, quantize_groups, transpose_groups
@@ -134,7 +134,7 @@ class _GroupedLinear(torch.autograd.Function):
         return grouped_gemm(x8, *w, ends, dtype, accumulate)
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (ends, *rest), recipe, dtype = ctx.saved_tensors, ctx.recipe, ctx.dtype
         size = 2 if ctx.saves_codes else 1

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo._util.autograd import first_order
+from octavo._util.autograd import once_differentiable
 from octavo.kernels.batch import Batch, batch_of, quantize_batch
 from octavo.kernels.bmm import bmm
 from octavo.nn import functional
@@ -91,7 +91,7 @@ class _Matmul(torch.autograd.Function):
         return bmm(x, w, dtype, recipe.fprop.accumulate)
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx: Any, dc_BMN: Tensor) -> tuple[Tensor | None, ...]:
         recipe, dc_BMN = ctx.recipe, dc_BMN.to(ctx.dtype)
         for_a, for_b = ctx.saved_tensors[: ctx.split], ctx.saved_tensors[ctx.split :]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo._util.autograd import first_order
+from octavo._util.autograd import once_differentiable
 from octavo.kernels import QuantSpec
 from octavo.kernels.activation import INPUTS, activation, activation_and_inputs, activation_backward
 from octavo.nn.functional import (
@@ -121,7 +121,7 @@ class _MLP(torch.autograd.Function):
         return fprop_of(before, hidden, down, weights[-1:], outer, dtype, down_stats, kind)[0]
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (kind, inner, outer, dtype, keeps_codes), (stats, down_stats) = ctx.options, ctx.stats
         kept, (hidden_scale,), inputs, w, down = _split(ctx.saved_tensors, ctx.sizes)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo import kernels
-from octavo._util.autograd import first_order, refuse_transforms
+from octavo._util.autograd import once_differentiable, refuse_transforms
 from octavo._util.compiler import assume_constant_result
 from octavo.kernels import ledger, norm
 from octavo.kernels.dispatch import is_plain, on_gpu, why_not
@@ -260,7 +260,7 @@ class _Function(torch.autograd.Function):
         return made.y, made.quantized.codes, made.quantized.scale
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         dy = grad_outputs[0]
         x_MD, scale, weight, bias, mean, rstd = ctx.saved_tensors

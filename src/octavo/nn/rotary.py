@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo._util.autograd import first_order
+from octavo._util.autograd import once_differentiable
 from octavo.kernels import rotary
 
 
@@ -29,7 +29,7 @@ class _Rotate(torch.autograd.Function):
         return rotary.rotate(x, cos, sin)
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return rotary.rotate(grad_outputs[0], cos, sin, conjugate=True), None, None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo._util.autograd import first_order
+from octavo._util.autograd import once_differentiable
 from octavo.errors import CheckpointError, UnsupportedError
 from octavo.kernels.operator import define
 from octavo.numerics import Granularity, Quantized, Scaling, dequantize, format_of, granularity_named
@@ -166,7 +166,7 @@ class _Values(torch.autograd.Function):
         return values
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         return grad_outputs[0], None  # autograd gives it the dtype that it is the gradient of
 
