@@ -84,7 +84,7 @@ def test_state_that_was_changed(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     text = (path / "state.json").read_text(encoding="utf-8")
     (path / "state.json").write_text(text.replace('"step": 1', '"step": 3'), encoding="utf-8")
-    with pytest.raises(CheckpointError, match="state.json: damaged: its content is not that of its SHA-256"):
+    with pytest.raises(CheckpointError, match=r"state\.json: damaged: its content is not that of its SHA-256"):
         checkpoint.load(path)
 
 
