@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import octavo
-from octavo.sensitivity.loss import loss_changes, losses, once_differentiable
+from octavo.sensitivity.loss import first_order, loss_changes, losses
 from octavo.sensitivity.precision_switch import switchable
 
 
@@ -40,7 +40,7 @@ def test_for_the_last_layer_both_terms_are_known(case):
             rest.append(change.double().square().mean((1, 2)))
     expected, steady = torch.cat(first), torch.cat(rest)
     with switchable(model, "tensorwise", None, 24, None) as switch:
-        _, found = once_differentiable(switch, batches, loss, nothing)
+        _, found = first_order(switch, batches, loss, nothing)
         _, changes = loss_changes(switch, batches, 2, loss, nothing, nullcontext())
     torch.testing.assert_close(found["last"], expected, rtol=1e-4, atol=1e-9)
     assert changes["last"].second_order == pytest.approx(float(steady[:6].mean()), rel=1e-2)
@@ -63,7 +63,7 @@ def test_the_first_term_takes_away_the_noise(case):
     """The remainder varies far less between sequences than the change."""
     model, batches, loss = case
     with switchable(model, "tensorwise", None, 24, None) as switch:
-        _, first = once_differentiable(switch, batches, loss, nothing)
+        _, first = first_order(switch, batches, loss, nothing)
         before = losses(model, batches, loss)
         for name in switch.layers:
             with switch.using({name: ("fprop",)}):
@@ -76,8 +76,8 @@ def test_rows_in_place_of_sequences_are_summed_to_theirs(case):
     model, batches, loss = case
     flat = lambda model, batch: loss(lambda x: model(x.flatten(0, 1)).unflatten(0, x.shape[:2]), batch)  # noqa: E731
     with switchable(model, "tensorwise", None, 24, None) as switch:
-        _, expected = once_differentiable(switch, batches, loss, nothing)
-        _, found = once_differentiable(switch, batches, flat, nothing)
+        _, expected = first_order(switch, batches, loss, nothing)
+        _, found = first_order(switch, batches, flat, nothing)
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-9)
 
@@ -87,7 +87,7 @@ def test_a_layer_without_a_gradient_has_no_first_term(case):
     for parameter in (model.scale, model.first.weight):
         parameter.requires_grad_(False)
     with switchable(model, "tensorwise", None, 24, None) as switch:
-        _, found = once_differentiable(switch, batches, loss, nothing)
+        _, found = first_order(switch, batches, loss, nothing)
         _, changes = loss_changes(switch, batches, 4, loss, nothing, nullcontext())
     assert torch.equal(found["first"], torch.zeros(12, dtype=torch.float64)) and found["second"].all()
     assert changes["first"].mean == changes["first"].second_order != 0

@@ -15,11 +15,11 @@ from octavo.errors import UnsupportedError
 _WAY_OUT = "Compute this part in high precision: within octavo.disabled(model), or without converting its layers."
 
 
-def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate the backward of a Function that cannot be differentiated again.
 
-    PyTorch's decorator of this name raises where the second derivative reaches the Function; where the input has
-    another path, it leaves this one out and returns a wrong number.
+    PyTorch's `once_differentiable` raises where the second derivative reaches the Function; where the input has another
+    path, it leaves this one out and returns a wrong number.
 
     Raises:
         UnsupportedError: from backward, with `create_graph=True` or batched gradients.

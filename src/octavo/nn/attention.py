@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo._util.autograd import once_differentiable, refuse_transforms
+from octavo._util.autograd import first_order, refuse_transforms
 from octavo.kernels import QuantSpec, ledger
 from octavo.kernels.attention import attention, attention_backward
 from octavo.kernels.dispatch import is_plain
@@ -141,7 +141,7 @@ class _Function(torch.autograd.Function):
         return y_BTD, codes, scale
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, codes, scale, lse = ctx.saved_tensors
         if grad_outputs[0] is None:

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo._util.autograd import once_differentiable, refuse_transforms
+from octavo._util.autograd import first_order, refuse_transforms
 from octavo.kernels import QuantSpec, ScaleRef
 from octavo.nn import telemetry_ops
 from octavo.nn.fp8_weights import has_fp8_weight, values
@@ -131,7 +131,7 @@ class _Linears(torch.autograd.Function):
         return tuple(fprop(x_MK, x.fprop, w, weights, recipe, dtype, stats))
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(dy is None for dy in dys):
             return (None,) * len(ctx.needs_input_grad)

@@ -66,8 +66,8 @@ def loss_changes(
         quick: context (autocast) of the pass over all batches.
     """
     with quick:
-        whole, many = once_differentiable(switch, batches, loss, report)
-    _, first = once_differentiable(switch, batches[:few], loss, report)
+        whole, many = first_order(switch, batches, loss, report)
+    _, first = first_order(switch, batches[:few], loss, report)
     before = losses(switch.model, batches[:few], loss)
     found = {}
     for name, choice in forward_choices(switch).items():
@@ -89,7 +89,7 @@ def _together(first: Tensor, rest: Tensor) -> Change:
     return Change(float(first.mean() + rest.mean()), error, float(rest.mean()))
 
 
-def once_differentiable(
+def first_order(
     switch: PrecisionSwitch, batches: Sequence[Any], loss: Loss, report: Callable[[str], None]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss per sequence, float64 (S,), and per layer g_s . d of each, with one backward pass per batch.
