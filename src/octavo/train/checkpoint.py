@@ -200,7 +200,7 @@ def _write_tensors(
 def _finish(temporary: Path, final: Path, state: Mapping[str, Any]) -> None:
     """Write `state.json` and rename the directory."""
     path = temporary / "state.json"
-    plain = json.loads(json.dumps(state, allow_nan=False))
+    plain = json.loads(json.dumps(state))  # histories of the guard may have NaN
     path.write_text(json.dumps({**plain, "sha256": _digest(plain)}, indent=2) + "\n", encoding="utf-8")
     flush(path)
     flush(temporary)
