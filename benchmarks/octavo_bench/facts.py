@@ -24,10 +24,10 @@ from octavo.monitor.trackers import AGGREGATES
 from octavo.nn.calibration import Calibrated, Origin, Statistics
 from octavo.numerics import E4M3, E5M2, Format
 from octavo.recipes import Recipe
-from octavo.recipes.costs import Pass, Shape, kept_bytes, kept_weight_bytes, operand_names, operand_of, passes
 from octavo.recipes.spec import MOST_MARGIN
 from octavo.train.config import RunConfig
 from octavo_bench import ladder
+from octavo_bench.passes import Pass, Shape, kept_bytes, kept_weight_bytes, operand_names, operand_of, passes
 from octavo_bench.render import table
 from octavo_bench.results import KINDS
 

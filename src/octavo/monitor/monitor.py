@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from octavo._util.dist import is_first_rank
 from octavo.errors import ConfigError
-from octavo.guard import Alarm, GuardConfig, Observation
+from octavo.guard import Alarm, GuardConfig, GuardEvent, Observation
 from octavo.guard.alarms import AlarmRules
 from octavo.monitor.measurements import AsyncScalars, TelemetrySource, arrived, histograms_of, telemetry_of
 from octavo.monitor.recorder import Recorder
@@ -56,7 +56,6 @@ class MonitorAlarms:
         self._scalars: dict[int, Mapping[str, float]] = {}
         self._tensors: dict[int, NDArray[np.float32]] = {}
         self._newest = 0 if rows else math.inf
-        self._reported: dict[str, int] = {}
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Add the scalars of a step."""
@@ -85,13 +84,9 @@ class MonitorAlarms:
 
     def _check_one(self, seen: Observation) -> None:
         alarm = self._watch.check(seen)
-        if alarm is not None:
-            self._on_alarm(alarm)
-        for over in self._watch.over_budget(seen):
-            key = f"{over.layer} {over.role} {over.rule}"
-            if over.step - self._reported.get(key, -self._config.quiet) >= self._config.quiet:
-                self._reported[key] = over.step
-                self._on_alarm(over)
+        for each in ([] if alarm is None else [alarm]) + self._watch.over_budget(seen):
+            if self._watch.is_news(each):
+                self._on_alarm(each)
 
 
 def _first(values: Mapping[str, float], names: Sequence[str]) -> float:
@@ -185,6 +180,22 @@ class Monitor:
         """Record an event. `details`: level (`info`, `warning`, `error`), layer, role, value, limit, action."""
         if self._recorder is not None:
             self._recorder.event(self.done, rule, text, **details)
+
+    def guard_event(self, event: GuardEvent) -> None:
+        """Record an event of guardrails, and forget the steps that they rolled back: pass it to `Loop` as `on_event`.
+
+        The model is then measured by the `Loop`: create this monitor with `telemetry=None`.
+        """
+        if event.back_to is not None and event.back_to < self.done:
+            self.done = event.back_to
+            self._pending.clear()
+            if self._recorder is not None:
+                self._recorder.go_back(event.back_to)
+        if self._recorder is not None:
+            text = f"{event.cause}: {event.text}" if event.cause else event.text
+            numbers = {"value": event.value, "limit": event.limit, "level": event.level}
+            where = {"layer": event.layer or None, "role": event.role or None, "action": event.action or None}
+            self._recorder.event(event.step, event.rule, text, **numbers, **where)
 
     def close(self, error: BaseException | None = None) -> None:
         """Write pending data and the outcome of the run. Idempotent."""

@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from octavo import kernels
+from octavo._util.autograd import first_order, refuse_transforms
 from octavo.kernels import QuantSpec, ScaleRef
 from octavo.nn import telemetry_ops
 from octavo.nn.fp8_weights import has_fp8_weight, values
@@ -131,7 +131,7 @@ class _Linears(torch.autograd.Function):
         return tuple(fprop(x_MK, x.fprop, w, weights, recipe, dtype, stats))
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(dy is None for dy in dys):
             return (None,) * len(ctx.needs_input_grad)
@@ -189,7 +189,12 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype that a linear layer computes x in: autocast's where that is on, else its own."""
+    """Return the dtype that a linear layer computes x in: autocast's where that is on, else its own.
+
+    Raises:
+        UnsupportedError: within a transform of `torch.func`, or forward-mode differentiation.
+    """
+    refuse_transforms()
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 

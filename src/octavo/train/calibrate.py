@@ -63,7 +63,7 @@ def calibrate_run(
     def loss(_: Any, batch: Batch) -> Tensor:
         return state.loss_scale.scaled(state.loss(*batch) / config.run.accumulate)
 
-    return calibrate(
+    made = calibrate(
         state.model,
         watch(islice(_parts(loader, config.run.accumulate, state.device), batches)),
         loss=loss,
@@ -72,8 +72,8 @@ def calibrate_run(
         layers=layers,
         backward=backward,
         scale_policy=scale_policy,
-        source=f"{found} on {config.data.source}",
     )
+    return made.described(f"{found} on {config.data.source}")
 
 
 def recipe_for(config: RunConfig, recipe: str | None) -> Recipe:

@@ -150,6 +150,8 @@ class Trainer:
         if "guard" in found.state:
             with blaming(found.path / "state.json", CheckpointError):  # first: it converts layers to their recipes
                 self._guarded.guard.load_state_dict(found.state["guard"])
+        # A twin that is not in the checkpoint had ended before.
+        self.setup.states = tuple(state for state in self.setup.states if state.name in found.tensors)
         for state in self.setup.states:
             with blaming(found.path, CheckpointError):
                 own = {name: tensor for name, tensor in found.tensors[state.name].items() if state.holds(name)}
@@ -232,7 +234,8 @@ class Trainer:
         stop = self._asked_to_stop() if log or self.ranks.count == 1 else 0  # ranks agree on the step
         save = last or self._due(run.checkpoint_every) or stop > 0
         evaluate = self._due(run.eval_every) and not last
-        if self._guarded.after(lr, metrics[self.setup.states[0].name]) or (
+        first, *twin = (metrics[state.name] for state in self.setup.states)
+        if self._guarded.after(lr, first.loss, first.gradient_norm, twin[0].loss if twin else None) or (
             (save or evaluate) and self._guarded.check_all()
         ):
             return  # rolled back
@@ -266,7 +269,10 @@ class Trainer:
         if self._recalibration.updates.looks(self.done) and self.telemetry is not None:
             self._await_tensors()
             self._recalibration.rows = self.telemetry.rows
-        self._recalibration.step(self._measured)
+        if made := self._recalibration.step(self._measured):
+            origin = next(iter(made.values())).origin
+            text = f"static scales of {len(made)} tensors were recalibrated{f': {origin.how}' if origin else ''}"
+            self.emit(GuardEvent(self.done, "info", "recalibration", text, action="scales recalibrated"))
 
     def emit_tensors(self) -> None:
         """Emit the tensor statistics of all steps that have arrived."""
@@ -314,8 +320,14 @@ class Trainer:
         return every > 0 and self.done % every == 0
 
     def _check(self) -> None:
-        for state in self.setup.states:
-            state.check(self._way_back())
+        self.setup.states[0].check(self._way_back())
+        for twin in self.setup.states[1:]:
+            try:
+                twin.check("")
+            except RunError as error:
+                self.setup.states = self.setup.states[:1]
+                text = f"{error} The run goes on without its BF16 twin."
+                self.emit(GuardEvent(self.done, "error", "twin", " ".join(text.split())))
 
     def _way_back(self) -> str:
         last = checkpoint.latest(self.checkpoints)

@@ -196,7 +196,8 @@ class TrainState:
         if broken_at >= 0:
             raise DivergedError(
                 f"the loss or the gradient norm of the {self.name.upper()} model is no longer finite at step"
-                f" {broken_at}. {last_checkpoint} Try a lower --lr, or --recipe bf16 to compare."
+                f" {broken_at}. {last_checkpoint} The events of the run say what was seen first; `--guard.mode act`"
+                " finds the cause."
             )
 
     def clear_failure(self) -> None:

@@ -22,7 +22,7 @@ from octavo._util.config_reader import blaming, shown
 from octavo.errors import StoreError, did_you_mean
 from octavo.monitor.store import schema
 from octavo.monitor.store.schema import TensorRow
-from octavo.monitor.store.series import Ranges, Series, Steps, gaps, pooled, sampled, starts
+from octavo.monitor.store.series import Ranges, Series, Steps, gaps, pooled, starts
 from octavo.monitor.store.writer import file_of, unusable
 
 Floats = NDArray[np.float32]
@@ -130,11 +130,12 @@ class RunReader:
         """The results; empty until the run has finished."""
         return self.document("summary")
 
-    def document(self, name: str) -> dict[str, Any]:
-        """Return the newest version of one of `schema.DOCUMENTS`; empty if there is none."""
+    def document(self, name: str, *, first: bool = False) -> dict[str, Any]:
+        """Return the newest version of one of `schema.DOCUMENTS`, or the first one; empty if there is none."""
         if name not in schema.DOCUMENTS:
             raise StoreError(f"{self.path}: unknown document '{name}'.{did_you_mean(name, schema.DOCUMENTS)}")
-        found = self._all(f"SELECT json FROM {name} ORDER BY rowid DESC LIMIT 1")
+        order = "ASC" if first else "DESC"
+        found = self._all(f"SELECT json FROM {name} ORDER BY rowid {order} LIMIT 1")
         return dict(json.loads(found[0][0])) if found else {}
 
     @property
@@ -203,19 +204,20 @@ class RunReader:
         """Return several scalars, by default all, each as `scalar` does."""
         wanted = None if keys is None else list(keys)
         chosen = "" if wanted is None else f" AND key IN ({', '.join('?' * len(wanted))})"
-        rows = self._all(
-            f"SELECT key, step, value FROM scalars WHERE step BETWEEN ? AND ?{chosen} ORDER BY step",
-            (first, _FOREVER if last is None else last, *(wanted or [])),
-        )
-        found: dict[str, tuple[list[int], list[float | None]]] = {key: ([], []) for key in wanted or []}
-        for key, step, value in rows:
-            steps, values = found.setdefault(key, ([], []))
-            steps.append(step)
-            values.append(value)
-        return {
-            key: sampled(np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64), points)
-            for key, (steps, values) in sorted(found.items())
-        }
+        where = f"FROM scalars WHERE step BETWEEN ? AND ?{chosen}"
+        given = (first, _FOREVER if last is None else last, *(wanted or []))
+        query = f"SELECT key, step, step, value, value {where} ORDER BY step"
+        if points is not None:
+            low, high = self._all(f"SELECT MIN(step), MAX(step) {where}", given)[0]
+            if low is not None and high - low >= points:
+                # Merged by SQLite, so that a long run takes no more memory here than a short one.
+                bucket = f"(step - {low}) * {max(points // 2, 1)} / {high - low + 1}"
+                columns = "MIN(step), MAX(step), MIN(value), MAX(value)"
+                query = f"SELECT key, {columns} {where} GROUP BY key, {bucket} ORDER BY MIN(step)"
+        found: dict[str, list[tuple[Any, ...]]] = {key: [] for key in wanted or []}
+        for key, *bucket_of in self._all(query, given):
+            found.setdefault(key, []).append(tuple(bucket_of))
+        return {key: Series.of(rows) for key, rows in sorted(found.items())}
 
     def system(self, *, first: float = 0.0, last: float | None = None) -> list[dict[str, float]]:
         """Return the system readings between two times (seconds since 1970), each with its time `t`."""
