@@ -7,6 +7,7 @@ or flag at fault. A class is a function in `CLASSES`; malformed files and comman
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import re
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from octavo.cli.flags import positive
 from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, known
@@ -188,24 +189,25 @@ base = "tensorwise"
 """
 
 
-@dataclass(frozen=True)
-class Trial:
-    """One malformed input and how Octavo ended on it."""
+class Trial(NamedTuple):
+    """One trial and how Octavo ended on it."""
 
     kind: str
     """The file's kind, or the command."""
     about: str
-    """What is malformed."""
-    command: str
-    ended: Ended
+    """What is malformed, and what Octavo said."""
     fault: str
     """Empty if it survived."""
     is_named: bool
+    """True unless an error does not name what is at fault."""
 
     def __str__(self) -> str:
-        last = self.ended.error.strip().splitlines()[-1:] or ["(no error)"]
-        verdict = self.fault or ("ok" if self.is_named else "not named")
-        return ascii(f"{verdict:<24} {self.kind}: {self.about} | {self.command} | {self.ended.code} {last[0][:300]}")
+        verdict = self.fault or ("survived" if self.is_named else "not named")
+        return ascii(f"{verdict}: {self.kind}: {self.about}")[1:-1]
+
+
+def _last(ended: Ended) -> str:
+    return f"{ended.code} {(ended.error.strip().splitlines() or ['(no error)'])[-1][:300]}"
 
 
 def malformed_files(tried: int, seed: int) -> Iterator[Trial]:
@@ -235,7 +237,7 @@ def _damaged(kind: FileKind, draw: Random) -> Trial:
         fault = fault or "accepted"
     names = (path.name, path.parent.name if path.parent.name != "." else path.name)
     is_named = not is_rejected or any(name in ended.error + ended.out for name in names)
-    return Trial(kind.name, done.name, command, ended, fault, is_named)
+    return Trial(kind.name, f"{done.name} | {command} | {_last(ended)}", fault, is_named)
 
 
 _HEALED = ("token files, metadata", "token files, ids")
@@ -281,7 +283,7 @@ def malformed_commands(tried: int, seed: int) -> Iterator[Trial]:
             words = [command, *_words(command, draw), *_ALWAYS.get(command, ())]
             ended = run(words)
             shown = " ".join(word if len(word) < 60 else f"{word[:20]}..." for word in words)
-            yield Trial(command, shown, shown, ended, ended.fault, _names(words, ended))
+            yield Trial(command, f"{shown} | {_last(ended)}", ended.fault, _names(words, ended))
 
 
 def _names(words: Sequence[str], ended: Ended) -> bool:
@@ -324,11 +326,20 @@ def _flags(command: str) -> list[str]:
 
 # --- the command ----------------------------------------------------------------------------------------------------
 
-CLASSES: dict[str, tuple[int, Callable[[int, int], Iterator[Trial]]]] = {
-    "malformed files": (300, malformed_files),
-    "malformed command lines": (600, malformed_commands),
+CLASSES: dict[str, tuple[int, str]] = {
+    "malformed files": (300, "robustness:malformed_files"),
+    "malformed command lines": (600, "robustness:malformed_commands"),
+    "kills of runs": (200, "crash:kills_of_runs"),
+    "kills of ranks": (40, "crash:kills_of_ranks"),
 }
-"""How many are tried, and the function that tries them: (tried, seed) -> trials."""
+"""How many are tried, and the function that tries them, (tried, seed) -> trials, as module and name."""
+
+
+def trials_of(name: str, tried: int, seed: int) -> Iterator[Trial]:
+    """Yield the trials of a class."""
+    module, _, function = CLASSES[name][1].partition(":")
+    for trial in getattr(importlib.import_module(f"octavo_bench.{module}"), function)(tried, seed):
+        yield Trial(*trial)
 
 
 def rows_of(
@@ -344,9 +355,8 @@ def rows_of(
     """
     rows = []
     for name in classes:
-        count, trials_of = CLASSES[name]
         trials = []
-        for trial in trials_of(max(1, round(count * share)), seed):
+        for trial in trials_of(name, max(1, round(CLASSES[name][0] * share)), seed):
             trials.append(trial)
             if trial.fault or not trial.is_named:
                 report(str(trial))
