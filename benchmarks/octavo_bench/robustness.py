@@ -291,12 +291,11 @@ def _names(words: Sequence[str], ended: Ended) -> bool:
     if not ended.code or "\noctavo: error" not in f"\n{ended.error}":
         return True
     text = ended.error.casefold()
-    flags = [word.lstrip("-").partition("=")[0] for word in words[1:]]
-    parts = [part for part in (*words[1:], *flags, *(flag.rpartition(".")[2] for flag in flags)) if part]
-    is_missing = "requires" in text or "no run given" in text
-    return is_missing or any(
-        ascii(part)[1:-1][:40].casefold() in text or part[:40].casefold() in text for part in parts
-    )
+    flags = [word.lstrip("-").partition("=") for word in words[1:]]
+    parts = {*words[1:], *(part for flag, _, value in flags for part in (flag, flag.rpartition(".")[2], value))} - {""}
+    shown = {start.casefold() for part in parts for start in (part[:40], ascii(part)[1:-1][:40])}
+    is_missing = any(said in text for said in ("requires", "no run given", "nothing to train", "unused tokens"))
+    return is_missing or any(start in text for start in shown)
 
 
 def _words(command: str, draw: Random) -> list[str]:
