@@ -66,11 +66,15 @@ class SharedInput:
 
     def output(self, layer: Linear, x: Tensor) -> Tensor:
         """Return the output of one layer for x; a call of the first computes those of all."""
+        # A hook before a forward may bring the weight along, as DeepSpeed's ZeRO-3 does: it is there for that layer
+        # alone, and while it computes.
         members = {
-            i: member for i, member in enumerate(self.layers) if member.enabled and member.recipe is layer.recipe
+            i: member
+            for i, member in enumerate(self.layers)
+            if member.enabled and member.recipe is layer.recipe and not member._forward_pre_hooks
         }
         position = next((i for i, member in members.items() if member is layer), None)
-        if position is None:  # a copy of a member, such as a replica on another device
+        if position is None:  # or a copy of a member, such as a replica on another device
             return self._compute([layer], x)[0]
         outputs = self._outputs_on(x)
         if position == next(iter(members)):
