@@ -328,6 +328,7 @@ def _flags(command: str) -> list[str]:
 CLASSES: dict[str, tuple[int, str]] = {
     "malformed files": (300, "robustness:malformed_files"),
     "malformed command lines": (600, "robustness:malformed_commands"),
+    "ways to write a weight": (113, "writes:trials"),
     "kills of runs": (200, "crash:kills_of_runs"),
     "kills of ranks": (40, "crash:kills_of_ranks"),
 }
