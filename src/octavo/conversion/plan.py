@@ -313,8 +313,15 @@ def _table(plan: Plan) -> list[str]:
     share = fp8_weights / weights if weights else 0.0
     layers = "linear layers" if all(layer.kind == "linear" for layer in plan.layers) else "layers"
     total = f"{plan.fp8_layers} of {len(plan.layers)} {layers} in FP8 ({share:.0%} of their weights)"
-    notes = (*_stored(plan), *_together(plan.structures), *plan.unapplied, *plan.notes)
-    return [*lines, "", f"{total} on {plan.device}", *notes]
+    return [
+        *lines,
+        "",
+        f"{total} on {plan.device}",
+        *_stored(plan),
+        *_together(plan.structures),
+        *plan.unapplied,
+        *plan.notes,
+    ]
 
 
 def _stored(plan: Plan) -> list[str]:
