@@ -211,7 +211,9 @@ def aggregate_table() -> str:
 def verdict_table() -> str:
     """Return the limits that the dashboard's verdict is held against."""
     share = f"share of a tensor's elements, mean of the newest {verdict.SNAPSHOTS} snapshots"
-    rows = [(f"`{stat}`", share, verdict.percent(limit) if limit else "none") for stat, limit in verdict.LIMITS.items()]
+    limits = {"`nonfinite`": 0.0, "`saturated`": verdict.LIMITS.saturated, "`flushed`": verdict.LIMITS.flushed}
+    limits["`flushed`, of `grad_output`"] = verdict.LIMITS.flushed_gradient
+    rows = [(stat, share, verdict.percent(limit) if limit else "none") for stat, limit in limits.items()]
     late = f"mean of the newest {verdict.GAP_STEPS} recorded, or on held-out text at the end"
     rows.append(("gap", f"loss above the BF16 twin's, {late}", f"{verdict.GAP_LIMIT:g} %"))
     rows.append(("rise", "loss above its minimum, medians of several steps", f"{verdict.RISE_LIMIT:g} %"))

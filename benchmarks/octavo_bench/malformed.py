@@ -74,7 +74,7 @@ def _utf16(_: Random, path: Path) -> Damage:
 
 def _latin1(_: Random, path: Path) -> Damage:
     text = path.read_text("utf-8")
-    comment = {".toml": "# caf\u00e9\n", ".json": "", ".jsonl": ""}.get(path.suffix, "caf\u00e9\n")
+    comment = {".toml": "# \u00e9\n", ".json": "", ".jsonl": ""}.get(path.suffix, "\u00e9\n")
     path.write_bytes((comment + (text if comment else text.replace("e", "\u00e9", 1))).encode("latin-1", "replace"))
     return Damage("Latin-1", True)
 

@@ -47,6 +47,11 @@ faults = by_columns(
     names=3,
 )
 
+robustness = by_columns(
+    (("class", "{class}"), ("tried", "{tried}"), ("survived", "{survived}"), ("named", "{named}")),
+    names=1,
+)
+
 
 def localize(result: Result) -> str:
     """Return the agreement of predicted and measured loss changes, for single layers and random maps."""
@@ -628,6 +633,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "tiers": ("tiers", tiers),
     "stress": ("stress", stress),
     "faults": ("faults", faults),
+    "robustness": ("robustness", robustness),
     "localize": ("localize", localize),
     "step": ("step", step),
     "step-summary": ("step", step_summary),

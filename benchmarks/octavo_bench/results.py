@@ -107,7 +107,7 @@ MAY_FAIL = (
     *("reduce", "distributed", "rank", "memory", "scaling", "faults", "ladder"),
 )
 """Kinds whose rows may have `error`, a text, in place of their figures: a failure is a result."""
-SUBJECTS = {"ladder": ("model", "tokens", "recipe", "seed", "text", "machine")}
+SUBJECTS = {"ladder": ("model", "tokens", "recipe", "seed", "text", "machine"), "robustness": ("class",)}
 """Kinds whose files grow row by row, and the keys that tell their rows apart."""
 
 

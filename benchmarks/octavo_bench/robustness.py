@@ -7,9 +7,9 @@ or flag at fault. A class is a function in `CLASSES`; malformed files and comman
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
-import os
 import re
 import shutil
 import signal
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from octavo.cli.flags import positive
 from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, known
@@ -189,51 +189,41 @@ base = "tensorwise"
 """
 
 
-@dataclass(frozen=True)
-class Trial:
-    """One malformed input and how Octavo ended on it."""
+class Trial(NamedTuple):
+    """One trial and how Octavo ended on it."""
 
     kind: str
     """The file's kind, or the command."""
     about: str
-    """What is malformed."""
-    command: str
-    ended: Ended
+    """What is malformed, and what Octavo said."""
     fault: str
     """Empty if it survived."""
     is_named: bool
+    """True unless an error does not name what is at fault."""
 
     def __str__(self) -> str:
-        last = self.ended.error.strip().splitlines()[-1:] or ["(no error)"]
-        verdict = self.fault or ("ok" if self.is_named else "not named")
-        return ascii(f"{verdict:<24} {self.kind}: {self.about} | {self.command} | {self.ended.code} {last[0][:300]}")
+        verdict = self.fault or ("survived" if self.is_named else "not named")
+        return ascii(f"{verdict}: {self.kind}: {self.about}")[1:-1]
+
+
+def _last(ended: Ended) -> str:
+    return f"{ended.code} {(ended.error.strip().splitlines() or ['(no error)'])[-1][:300]}"
 
 
 def malformed_files(tried: int, seed: int) -> Iterator[Trial]:
     """Damage one file after another, run a command that reads it, and judge how that ends."""
     with tempfile.TemporaryDirectory(prefix="octavo-") as folder:
-        good = Path(folder, "good")
-        good.mkdir()
-        workspace(good)
+        place, good = Path(folder, "work"), Path(folder, "good")
+        place.mkdir()
+        workspace(place)
+        shutil.copytree(place, good, symlinks=True)
         for number in range(tried):
             kind = FILES[number % len(FILES)]
             draw = Random(f"{seed} {number} {kind.name}")
-            place = Path(folder, "bad")
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(place)
             shutil.copytree(good, place, symlinks=True)
-            _move(good, place)
             with contextlib.chdir(place):
                 yield _damaged(kind, draw)
-
-
-def _move(good: Path, place: Path) -> None:
-    """Let the copied run read the copied text."""
-    for name in ("run.toml", "run/config.json", f"{_CHECKPOINT}/state.json"):
-        file = place / name
-        file.write_text(file.read_text("utf-8").replace(str(good), str(place)), "utf-8")
-    source = good / "text.txt"
-    status = source.stat()
-    os.utime(place / "text.txt", ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def _damaged(kind: FileKind, draw: Random) -> Trial:
@@ -247,7 +237,7 @@ def _damaged(kind: FileKind, draw: Random) -> Trial:
         fault = fault or "accepted"
     names = (path.name, path.parent.name if path.parent.name != "." else path.name)
     is_named = not is_rejected or any(name in ended.error + ended.out for name in names)
-    return Trial(kind.name, done.name, command, ended, fault, is_named)
+    return Trial(kind.name, f"{done.name} | {command} | {_last(ended)}", fault, is_named)
 
 
 _HEALED = ("token files, metadata", "token files, ids")
@@ -293,7 +283,7 @@ def malformed_commands(tried: int, seed: int) -> Iterator[Trial]:
             words = [command, *_words(command, draw), *_ALWAYS.get(command, ())]
             ended = run(words)
             shown = " ".join(word if len(word) < 60 else f"{word[:20]}..." for word in words)
-            yield Trial(command, shown, shown, ended, ended.fault, _names(words, ended))
+            yield Trial(command, f"{shown} | {_last(ended)}", ended.fault, _names(words, ended))
 
 
 def _names(words: Sequence[str], ended: Ended) -> bool:
@@ -301,10 +291,11 @@ def _names(words: Sequence[str], ended: Ended) -> bool:
     if not ended.code or "\noctavo: error" not in f"\n{ended.error}":
         return True
     text = ended.error.casefold()
-    parts = [part for word in words[1:] for part in (word, word.lstrip("-").partition("=")[0]) if part.strip()]
-    return any(ascii(part)[1:-1][:40].casefold() in text or part[:40].casefold() in text for part in parts) or (
-        "--" in text or "requires" in text
-    )
+    flags = [word.lstrip("-").partition("=") for word in words[1:]]
+    parts = {*words[1:], *(part for flag, _, value in flags for part in (flag, flag.rpartition(".")[2], value))} - {""}
+    shown = {start.casefold() for part in parts for start in (part[:40], ascii(part)[1:-1][:40])}
+    is_missing = any(said in text for said in ("requires", "no run given", "nothing to train", "unused tokens"))
+    return is_missing or any(start in text for start in shown)
 
 
 def _words(command: str, draw: Random) -> list[str]:
@@ -334,11 +325,21 @@ def _flags(command: str) -> list[str]:
 
 # --- the command ----------------------------------------------------------------------------------------------------
 
-CLASSES: dict[str, tuple[int, Callable[[int, int], Iterator[Trial]]]] = {
-    "malformed files": (300, malformed_files),
-    "malformed command lines": (600, malformed_commands),
+CLASSES: dict[str, tuple[int, str]] = {
+    "malformed files": (300, "robustness:malformed_files"),
+    "malformed command lines": (600, "robustness:malformed_commands"),
+    "ways to write a weight": (113, "writes:trials"),
+    "kills of runs": (200, "crash:kills_of_runs"),
+    "kills of ranks": (40, "crash:kills_of_ranks"),
 }
-"""How many are tried, and the function that tries them: (tried, seed) -> trials."""
+"""How many are tried, and the function that tries them, (tried, seed) -> trials, as module and name."""
+
+
+def trials_of(name: str, tried: int, seed: int) -> Iterator[Trial]:
+    """Yield the trials of a class."""
+    module, _, function = CLASSES[name][1].partition(":")
+    for trial in getattr(importlib.import_module(f"octavo_bench.{module}"), function)(tried, seed):
+        yield Trial(*trial)
 
 
 def rows_of(
@@ -354,9 +355,8 @@ def rows_of(
     """
     rows = []
     for name in classes:
-        count, trials_of = CLASSES[name]
         trials = []
-        for trial in trials_of(max(1, round(count * share)), seed):
+        for trial in trials_of(name, max(1, round(CLASSES[name][0] * share)), seed):
             trials.append(trial)
             if trial.fault or not trial.is_named:
                 report(str(trial))

@@ -169,3 +169,67 @@ def test_read_file_that_is_missing_or_a_directory(tmp_path):
     (tmp_path / "folder.toml").mkdir()
     with pytest.raises(ConfigError, match=r"folder\.toml: cannot be read \(Is a directory\)"):
         config_reader.read_file(tmp_path / "folder.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": 1, "b": 2, "a": 3}', r"the key 'a' appears twice"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"a": ' + "9" * 5000 + "}", "Exceeds the limit"),
+        ("{", "Expecting property name"),
+    ],
+)
+def test_json_that_no_reader_should_accept(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(ConfigError, match=rf"a\.json: malformed json \(.*{message}") as raised:
+        config_reader.read_file(tmp_path / "a.json")
+    assert len(str(raised.value)) < 500
+
+
+def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_bytes(b"\xef\xbb\xbfa = 1")
+    assert config_reader.read_file(tmp_path / "a.toml") == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rate": float("nan")}, "rate: expected a finite number, got nan"),
+        ({"rate": float("inf")}, "rate: expected a finite number, got inf"),
+        ({"rate": 10**400}, "rate: expected a finite number, got 1000"),
+        ({"inner": {"size": 10**30}}, "inner: size: .* does not fit in 64 bits"),
+        ({"path": "a\0b"}, r"path: 'a\\x00b' contains a NUL character"),
+        ({"on": "x" * 10_000}, r"on: expected bool, got 'xxx"),
+        ({"on": [[[[[[1]]]]]]}, r"on: expected bool, got \[\[\["),
+    ],
+)
+def test_values_that_no_setting_may_have(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^run\.toml: {message}") as raised:
+        read(**settings)
+    assert len(str(raised.value)) < 300
+
+
+def test_what_a_dataclass_refuses_is_said_of_the_file() -> None:
+    @dataclass(frozen=True)
+    class Picky:
+        size: int
+
+        def __post_init__(self) -> None:
+            raise ConfigError("size: too small.")
+
+    with pytest.raises(ConfigError, match=r"^a\.toml: size: too small\.$"):
+        config_reader.read(Picky, {"size": 1}, "a.toml")
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("a"), TypeError("b"), ValueError(), RecursionError("deep"), OverflowError()]
+)
+def test_what_a_value_causes_is_the_fault_of_its_file(error: Exception) -> None:
+    expected = rf"^a\.json: damaged or of another program \({type(error).__name__}"
+    with pytest.raises(ConfigError, match=expected), config_reader.blaming("a.json"):
+        raise error
+    with pytest.raises(ConfigError, match=r"^a\.json: no\.$"), config_reader.blaming("a.json"):
+        raise ConfigError("no.")
+    with pytest.raises(OSError), config_reader.blaming("a.json"):
+        raise OSError

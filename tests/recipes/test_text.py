@@ -1,6 +1,7 @@
 """Recipes are read strictly, from every source alike, and explained in words."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -305,3 +306,21 @@ def test_evidence():
 def test_evidence_is_read_strictly(evidence, message):
     with pytest.raises(ConfigError, match=message):
         load({"modules": {"layers.0": "bf16"}, "evidence": evidence})
+
+
+def test_a_recipe_made_from_itself_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text in {
+        "own.toml": 'base = "own.toml"',
+        "a.toml": 'base = "b.json"',
+        "b.json": '{"modules": {"x": "a.toml"}}',
+    }.items():
+        Path(name).write_text(text)
+    for name in ("own.toml", "a.toml", "b.json"):
+        with pytest.raises(ConfigError, match=rf"the recipe {name} is made from itself"):
+            load(name)
+    deep = "folded"
+    for _ in range(500):
+        deep = {"base": deep}
+    with pytest.raises(ConfigError, match="recipes are nested more than 16 deep"):
+        load(deep)

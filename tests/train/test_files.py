@@ -78,3 +78,34 @@ def test_json_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest
         write_json(path, {"steps": 2})
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
     assert json.loads(path.read_text(encoding="utf-8")) == {"steps": 1}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"}{", "malformed json"),
+        (b"7", "a line of metrics is an object with a whole number 'step'"),
+        (b'{"loss": 1}', "a line of metrics is an object with a whole number 'step'"),
+        (b'{"step": 2, "loss": "low"}', "'loss' is 'low', not a number or null"),
+        (b'{"step": 2, "loss": NaN}', "'loss' is nan, not a number or null"),
+        (b'{"step": 2, "step": 3}', "the key 'step' appears twice"),
+    ],
+)
+def test_a_line_that_is_no_metrics_is_named(tmp_path: Path, line: bytes, message: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + line + b"\n")
+    with pytest.raises(RunError, match=rf"metrics\.jsonl:2: .*{message}.* Remove the line"):
+        read_metrics(path)
+
+
+def test_a_run_killed_while_it_goes_back_keeps_all_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+
+    def killed(*_: Any) -> None:
+        raise OSError(errno.EINTR, "killed")
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(RunError, match="cannot be written"):
+        MetricsFile(path, keep_until=1)
+    assert [line["step"] for line in read_metrics(path)] == [1, 2]

@@ -82,12 +82,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _one_line(message: Warning | str, *_: object, **__: object) -> str:
     """Format a warning like an error, without a line of source code."""
-    return f"octavo: warning: {printable(' '.join(str(message).split()))}\n"
+    return f"octavo: warning: {' '.join(printable(message).split())}\n"
 
 
 def _fail(error: BaseException, message: str, code: int) -> None:
     """Print the message on one line and exit."""
     if os.environ.get("OCTAVO_DEBUG") == "1":
         raise error
-    say(f"octavo: error: {' '.join(message.split())}", to_stderr=True)
+    say(f"octavo: error: {' '.join(printable(message).split())}", to_stderr=True)
     sys.exit(code)

@@ -15,7 +15,7 @@ import pytest
 from synthetic import synthetic_run
 
 from octavo.errors import StoreError
-from octavo.monitor.dashboard import answers, runs
+from octavo.monitor.dashboard import answers, report, runs
 from octavo.monitor.dashboard.runs import RunFolder, RunSelection
 from octavo.monitor.store import FILE, STATS, RunReader, schema
 
@@ -142,6 +142,17 @@ def test_one_bad_store_is_one_row_that_says_so(tmp_path: Path, make: Callable[[P
         assert BAD[make] in rows["bad"]["error"] and "bad" in rows["bad"]["error"]
         compared = json.loads(answers.answer(known, "compare", {"run": ["good", "bad"]}).body)["runs"]
         assert [("error" in row) for row in compared] == [False, True]
+
+
+def test_a_run_whose_name_is_of_another_encoding_is_shown(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    path = tmp_path / os.fsdecode(b"caf\xe9\x1b[2J")
+    synthetic_run(path, layers=1, steps=5)
+    for known in (RunFolder(tmp_path), RunSelection([path])):
+        [name] = known.names()
+        assert name == r"caf\udce9\x1b[2J" and known.open(name).last_step == 5
+    html = report.report([path], tmp_path / "report.html")
+    assert html.stat().st_size > 2**20
 
 
 def test_a_query_has_a_time_limit(tmp_path: Path) -> None:

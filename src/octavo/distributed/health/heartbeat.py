@@ -161,11 +161,12 @@ class Heartbeat:
                 end(self._store_failure(f"has not answered for {checked - since:.0f} s"))
 
     def _store_failure(self, what: str) -> str:
-        """Return why this rank ends that cannot reach the store, with the last step known of its host."""
+        """Return why this rank ends that cannot reach the store, with the step that its host was in."""
         if self._host is None:
             return f"torchrun is gone: the ranks' store, which it hosts, {what}, {at(self.step)}."
         known = self._monitor.seen.get(self._host)
-        step = known.report.step if known is not None and known.report.step > 0 else self.step
+        # Its last report may be older than its step; this rank cannot have been ahead by more than a collective.
+        step = max(self.step, known.report.step if known is not None else 0)
         return f"rank {self._host} of {self.ranks} is gone: the ranks' store, which it hosts, {what}, {at(step)}."
 
     def _judge(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from octavo._util.terminal import printable
 from octavo.errors import StoreError, did_you_mean
 from octavo.monitor.store import FILE, RunReader, find_runs
 from octavo.monitor.store.writer import file_of
@@ -89,7 +90,7 @@ class RunFolder:
             files = [folder / FILE for folder in find_runs(self.root)]
             inside = [file for file in files if file.resolve().is_relative_to(self.root)]  # no link may lead outside
             newest = sorted(inside, key=_changed, reverse=True)
-            self._found = {file.parent.relative_to(self.root).as_posix(): file for file in newest}
+            self._found = {printable(file.parent.relative_to(self.root).as_posix()): file for file in newest}
             self._scanned = time.monotonic()
         return self._found
 
@@ -165,7 +166,7 @@ def _distinct(folders: Sequence[Path]) -> list[str]:
     depth = 1
     while len({path.parts[-depth:] for path in resolved}) < len(resolved):
         depth += 1
-    return ["/".join(path.parts[-depth:]) for path in resolved]
+    return [printable("/".join(path.parts[-depth:])) for path in resolved]
 
 
 def _changed(file: Path) -> float:

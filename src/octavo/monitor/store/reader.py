@@ -423,7 +423,7 @@ class RunReader:
         log = self.path.with_name(f"{self.path.name}-wal")
         may_write = os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK)
         how = "mode=rw" if may_write else "mode=ro" if log.exists() else "immutable=1"
-        uri = f"file:{quote(str(self.path.resolve()))}?{how}"
+        uri = f"file:{quote(os.fsencode(self.path.resolve()))}?{how}"
         connection = sqlite3.connect(uri, uri=True, timeout=30, isolation_level=None, check_same_thread=False)
         connection.execute("PRAGMA query_only = ON")
         connection.execute("PRAGMA trusted_schema = OFF")

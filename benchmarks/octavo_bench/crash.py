@@ -1,0 +1,287 @@
+"""Kills: of a run at a system call that changes one of its files, and of a rank in a step.
+
+A run is killed, then resumed, and must end in the bits of a run that nothing has struck, with its log and a store that
+can be read. A trial takes a second: runs are forks of one process that has imported PyTorch, started with kill_at.c
+preloaded.
+
+    python -m octavo_bench.crash     the process that forks: a JSON request per line of stdin, a JSON answer each
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+import octavo.distributed.storage  # noqa: F401  before any fork
+from octavo.cli.main import main
+from octavo.errors import ConfigError
+from octavo.monitor.store import RunReader
+from octavo.train import checkpoint
+from octavo.train.files import read_metrics
+from octavo.train.train_state import TrainState
+
+SOURCE = Path(__file__).with_name("kill_at.c")
+STEPS = 6
+TIMEOUT = 2.0
+"""Seconds (`parallel.timeout`) within which a rank that is gone must be named."""
+_FOLDERS = (Path(__file__).parents[1], Path(__file__).parents[2] / "src")
+
+Trial = tuple[str, str, str, bool]
+"""What was killed, where, what is wrong (empty if it survived), and whether the culprit was named."""
+
+
+def kills_of_runs(tried: int, seed: int) -> Iterator[Trial]:
+    """Kill a run at random system calls, a third of the time also the one that resumes it; yield each trial."""
+    with tempfile.TemporaryDirectory(prefix="octavo-") as folder, _forks(Path(folder)) as fork:
+        place = Path(folder)
+        good, calls = _undisturbed(place, fork)
+        for number in range(tried):
+            draw = Random(f"{seed} {number}")
+            out = place / "killed"
+            shutil.rmtree(out, ignore_errors=True)
+            at = [draw.randint(1, calls)] + [draw.randint(1, calls) for _ in range(draw.random() < 1 / 3)]
+            for nth in at:
+                fork([_train(out, place)], nth=nth, below=str(out))
+            code, said, _ = fork([_train(out, place)])[0]
+            yield "run", f"system call {', then '.join(map(str, at))}", _unlike(good, out, code, said), True
+
+
+def kills_of_ranks(tried: int, seed: int) -> Iterator[Trial]:
+    """Kill or stop one of two ranks, started without torchrun, in a random step; yield each trial."""
+    with tempfile.TemporaryDirectory(prefix="octavo-") as folder, _forks(Path(folder)) as fork:
+        place = Path(folder)
+        good = place / "good"
+        fork([_train(good, place)] * 2)
+        for number in range(tried):
+            draw = Random(f"{seed} {number}")
+            how, rank, step = draw.choice(("kill", "stop")), draw.randrange(2), draw.randint(1, STEPS)
+            out = place / "struck"
+            shutil.rmtree(out, ignore_errors=True)
+            since = time.monotonic()
+            ended = fork([_train(out, place)] * 2, fault=(how, rank, step), waits_for=1 - rank)
+            seconds, (code, said, _) = time.monotonic() - since, ended[1 - rank]
+            is_named = f"rank {rank} of 2 is " in said and f"at step {step}." in said
+            again = fork([_train(out, place)] * 2)
+            fault = "the other rank did not end" if code in (0, None) else _unlike(good, out, *again[0][:2])
+            is_named = is_named and seconds < 30
+            yield "rank", f"{how} of rank {rank} in step {step}", fault or ("" if is_named else said[-300:]), is_named
+
+
+def _unlike(good: Path, out: Path, code: int | None, said: str) -> str:
+    """Return what differs between a run and the one that nothing has struck; empty if nothing does."""
+    if code != 0:
+        return f"does not go on: {said.strip()[-300:]}"
+    here, there = (_digests(each) for each in (out, good))
+    if here != there:
+        return f"other bits: {sorted(name for name in there.keys() | here.keys() if here.get(name) != there.get(name))}"
+    lines = [[_untimed(line) for line in read_metrics(each / "metrics.jsonl")] for each in (out, good)]
+    if lines[0] != lines[1]:
+        return f"another log: {len(lines[0])} lines, {len(lines[1])} expected"
+    stored = [_stored(RunReader(each)) for each in (out, good)]
+    return "" if stored[0] == stored[1] else "another store"
+
+
+def _digests(run: Path) -> dict[str, str]:
+    """Return the hash of each file of the last checkpoint, and of each tensor of all ranks."""
+    found = checkpoint.load(run / "checkpoints" / checkpoint.name_of(STEPS))
+    files = {name: entry["sha256"] for name, entry in found.state["files"].items() if "/" not in name}
+    named = ((f"{model} {name}", x) for model, tensors in found.tensors.items() for name, x in tensors.items())
+    bits = {name: x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for name, x in named}
+    return {**files, **{name: hashlib.sha256(content).hexdigest() for name, content in bits.items()}}
+
+
+def _stored(run: RunReader) -> dict[str, list[list[float]]]:
+    """Return steps and values of the scalars that do not depend on the clock."""
+    known = {key: series for key, series in run.scalars().items() if key.startswith(("loss", "gradient", "heldout"))}
+    return {key: [series.first.tolist(), series.low.tolist()] for key, series in known.items()}
+
+
+def _untimed(line: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in line.items() if not key.startswith(("milliseconds", "tokens_per"))}
+
+
+def _undisturbed(place: Path, fork: Any) -> tuple[Path, int]:
+    """Make the run that the others are compared with; return its directory and the number of its system calls."""
+    for name in ("first", "good"):  # the first one prepares the text
+        ended = fork([_train(place / name, place)], nth=0, below=str(place / name))
+        if ended[0][0] != 0:
+            raise RuntimeError(f"the undisturbed run ended with {ended[0]}")
+    return place / "good", ended[0][2]
+
+
+def _train(out: Path, place: Path) -> list[str]:
+    return ["train", str(place / "run.toml"), "--out", str(out)]
+
+
+@contextmanager
+def _forks(place: Path) -> Iterator[Any]:
+    """Yield a function that runs command lines in forks of one process; see `_answer` for its arguments."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None or sys.platform != "linux":
+        raise ConfigError("kills: need Linux and a C compiler, which makes kill_at.c a library to preload.")
+    library = place / "kill_at.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(SOURCE), "-ldl"], check=True)
+    text = "\n\n".join(f"{i} apples and {i * i % 89} pears\nand {i % 7} plums" for i in range(1500))
+    (place / "text.txt").write_text(text, "utf-8")
+    (place / "run.toml").write_text(_RUN.format(place=place, steps=STEPS, timeout=TIMEOUT), "utf-8")
+    known = {**os.environ, "LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1"}
+    known["PYTHONPATH"] = os.pathsep.join(map(str, _FOLDERS))
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    server = subprocess.Popen([sys.executable, "-m", "octavo_bench.crash"], env=known, cwd=place, **pipes)
+
+    def fork(ranks: Sequence[Sequence[str]], **settings: Any) -> list[tuple[int | None, str, int]]:
+        assert server.stdin is not None and server.stdout is not None
+        server.stdin.write(json.dumps({"ranks": ranks, **settings}) + "\n")
+        server.stdin.flush()
+        return [tuple(one) for one in json.loads(server.stdout.readline())]
+
+    try:
+        yield fork
+    finally:
+        server.communicate()
+
+
+_RUN = """\
+[model]
+dim = 32
+layers = 1
+heads = 2
+ffn = 64
+[data]
+source = "{place}/text.txt"
+cache = "{place}/cache"
+heldout = 0.2
+sequence = 32
+[run]
+steps = {steps}
+batch = 2
+eval_tokens = 64
+eval_every = 2
+log_every = 1
+checkpoint_every = 1
+keep = 2
+twin = false
+device = "cpu"
+[parallel]
+timeout = {timeout}
+"""
+
+
+# --- the process that forks -----------------------------------------------------------------------------------------
+
+
+def _serve() -> None:
+    for line in sys.stdin:
+        print(json.dumps(_answer(**json.loads(line))), flush=True)
+
+
+def _answer(
+    ranks: Sequence[list[str]],
+    nth: int = 0,
+    below: str = "",
+    fault: tuple[str, int, int] | None = None,
+    waits_for: int | None = None,
+) -> list[tuple[int | None, str, int]]:
+    """Run a command line per rank; return exit code, what it said, and its system calls that change files.
+
+    Args:
+        ranks: arguments of `octavo`; `--resume` or `--overwrite` is added where the directory has a run.
+        nth: system call at which the process is killed; 0 for none.
+        below: only calls for files in this folder count.
+        fault: how, which rank and in which step; a process that is stopped does not end by itself.
+        waits_for: rank after whose end all are killed.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="octavo-") as folder:
+        logs = [Path(folder, str(rank)) for rank in range(len(ranks))]
+        children = []
+        for rank, (arguments, log) in enumerate(zip(ranks, logs, strict=True)):
+            child = os.fork()
+            if child == 0:
+                if len(ranks) > 1:
+                    known = {"RANK": rank, "WORLD_SIZE": len(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+                    os.environ.update({name: str(value) for name, value in known.items()})
+                own = fault if fault is not None and fault[1] == rank else None
+                os._exit(_octavo(arguments, log, nth, below, own))
+            children.append(child)
+        first = len(ranks) - 1 if waits_for is None else waits_for
+        codes: dict[int, int | None] = {}
+        for rank in (first, *(rank for rank in range(len(ranks)) if rank != first)):
+            if codes and waits_for is not None:
+                os.kill(children[rank], signal.SIGKILL)
+            codes[rank] = _ended(children[rank])
+        return [(codes[rank], *_said(log)) for rank, log in enumerate(logs)]
+
+
+def _ended(child: int, seconds: float = 60.0) -> int | None:
+    """Wait for a process; return its exit code, None if it had to be killed."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def _said(log: Path) -> tuple[str, int]:
+    text = log.read_text("utf-8", errors="replace")
+    said, _, calls = text.rpartition("calls made: ")
+    return (said, int(calls)) if calls.strip().isdigit() and said else (text, 0)
+
+
+def _octavo(arguments: list[str], log: Path, nth: int, below: str, fault: tuple[str, int, int] | None) -> int:
+    """Run a command line in this process, and note in the log how many system calls it made; return its exit code."""
+    opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number in (1, 2):
+        os.dup2(opened, number)
+    out = Path(arguments[-1])
+    if (out / "config.json").exists():
+        arguments = [*arguments, "--resume" if checkpoint.latest(out / "checkpoints") else "--overwrite"]
+    if fault is not None:
+        _strike(fault[0], fault[2])
+    library = ctypes.CDLL(None)
+    library.kill_at(ctypes.c_long(nth), os.fsencode(below))
+    code = 0
+    try:
+        main(arguments)
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
+    sys.stdout.flush()
+    os.write(opened, f"calls made: {library.calls_made()}".encode())
+    return code
+
+
+def _strike(how: str, at: int) -> None:
+    whole = TrainState.step
+
+    def step(self: TrainState, *arguments: Any, step: int, **settings: Any) -> Any:
+        if step == at:
+            os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        return whole(self, *arguments, step=step, **settings)
+
+    TrainState.step = step  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    _serve()
