@@ -1,7 +1,7 @@
 """Robustness: what a hostile or unlucky user does, counted by class.
 
-A row has a class, how often it was `tried`, how often Octavo `survived` it, and how often its message `named` the file
-or flag at fault. A class is a function in `CLASSES`; malformed files and command lines run in this process.
+A row has a class, how often it was `tried`, how often Octavo `survived` it, and how often its message `named` the file,
+flag or rank at fault. A class is a function in `CLASSES`; malformed files and command lines run in this process.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from random import Random
 from typing import Any
 
 from octavo.cli.flags import positive
+from octavo_bench import crash
 from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, known
 from octavo_bench.malformed import ESCAPE, damage
 
@@ -332,11 +333,31 @@ def _flags(command: str) -> list[str]:
     return sorted({name for argument in arguments for name in argument.names if name.startswith("--")})
 
 
+# --- kills ----------------------------------------------------------------------------------------------------------
+
+
+def kills_at_system_calls(tried: int, seed: int) -> Iterator[Trial]:
+    """Kill runs at writes, renames and flushes of their files; resumed, each must end in the same bits."""
+    return _killed(crash.kills_of_runs(tried, seed))
+
+
+def kills_of_ranks(tried: int, seed: int) -> Iterator[Trial]:
+    """Kill or stop a rank; the other must name it with its step, and the resumed run must end in the same bits."""
+    return _killed(crash.kills_of_ranks(tried, seed))
+
+
+def _killed(trials: Iterator[crash.Trial]) -> Iterator[Trial]:
+    for kind, where, fault, is_named in trials:
+        yield Trial(kind, where, "train", Ended(0, "", fault), fault, is_named)
+
+
 # --- the command ----------------------------------------------------------------------------------------------------
 
 CLASSES: dict[str, tuple[int, Callable[[int, int], Iterator[Trial]]]] = {
     "malformed files": (300, malformed_files),
     "malformed command lines": (600, malformed_commands),
+    "kills at system calls": (200, kills_at_system_calls),
+    "kills and stops of ranks": (40, kills_of_ranks),
 }
 """How many are tried, and the function that tries them: (tried, seed) -> trials."""
 
@@ -371,7 +392,10 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def command(*, only: Names = (), share: float = 1.0, seed: int = 0, output: Output = TO_STDOUT) -> int:
-    """Try malformed files and command lines: each must end in a result, or in one line that names what is wrong.
+    """Try malformed files and command lines, and kill runs and ranks.
+
+    Input must end in a result, or in one line that names what is wrong. Killed runs must go on to the same bits, and
+    ranks that are gone must be named. Kills need Linux and a C compiler.
 
     Exits with 1 if one did not survive or was not named.
 

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+
 from octavo_bench import crash
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="kill_at.c is compiled")
