@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import re
 import shutil
 import signal
@@ -213,28 +212,17 @@ class Trial:
 def malformed_files(tried: int, seed: int) -> Iterator[Trial]:
     """Damage one file after another, run a command that reads it, and judge how that ends."""
     with tempfile.TemporaryDirectory(prefix="octavo-") as folder:
-        good = Path(folder, "good")
-        good.mkdir()
-        workspace(good)
+        place, good = Path(folder, "work"), Path(folder, "good")
+        place.mkdir()
+        workspace(place)
+        shutil.copytree(place, good, symlinks=True)
         for number in range(tried):
             kind = FILES[number % len(FILES)]
             draw = Random(f"{seed} {number} {kind.name}")
-            place = Path(folder, "bad")
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(place)
             shutil.copytree(good, place, symlinks=True)
-            _move(good, place)
             with contextlib.chdir(place):
                 yield _damaged(kind, draw)
-
-
-def _move(good: Path, place: Path) -> None:
-    """Let the copied run read the copied text."""
-    for name in ("run.toml", "run/config.json", f"{_CHECKPOINT}/state.json"):
-        file = place / name
-        file.write_text(file.read_text("utf-8").replace(str(good), str(place)), "utf-8")
-    source = good / "text.txt"
-    status = source.stat()
-    os.utime(place / "text.txt", ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def _damaged(kind: FileKind, draw: Random) -> Trial:
@@ -302,9 +290,11 @@ def _names(words: Sequence[str], ended: Ended) -> bool:
     if not ended.code or "\noctavo: error" not in f"\n{ended.error}":
         return True
     text = ended.error.casefold()
-    parts = [part for word in words[1:] for part in (word, word.lstrip("-").partition("=")[0]) if part.strip()]
-    return any(ascii(part)[1:-1][:40].casefold() in text or part[:40].casefold() in text for part in parts) or (
-        "--" in text or "requires" in text
+    flags = [word.lstrip("-").partition("=")[0] for word in words[1:]]
+    parts = [part for part in (*words[1:], *flags, *(flag.rpartition(".")[2] for flag in flags)) if part]
+    is_missing = "requires" in text or "no run given" in text
+    return is_missing or any(
+        ascii(part)[1:-1][:40].casefold() in text or part[:40].casefold() in text for part in parts
     )
 
 

@@ -62,7 +62,7 @@ def test_truncated_file_is_named(tmp_path: Path, name: str, share: float) -> Non
     path = save(tmp_path, 1)
     content = (path / name).read_bytes()
     (path / name).write_bytes(content[: int(share * len(content))])
-    with pytest.raises(CheckpointError, match=f"{name}: truncated"):
+    with pytest.raises(CheckpointError, match=f"{name}: (truncated|malformed json)"):
         checkpoint.load(path)
 
 
@@ -78,7 +78,27 @@ def test_malformed_tensors_of_the_right_size(tmp_path: Path) -> None:
 def test_state_that_is_none(tmp_path: Path, content: bytes) -> None:
     path = save(tmp_path, 1)
     (path / "state.json").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"state.json: truncated or malformed"):
+    with pytest.raises(CheckpointError, match=r"state\.json: (malformed json|damaged|must be UTF-8|expected a table)"):
+        checkpoint.load(path)
+
+
+def test_state_that_was_changed(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    text = (path / "state.json").read_text(encoding="utf-8")
+    (path / "state.json").write_text(text.replace('"step": 1', '"step": 3'), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"state\.json: damaged: its content is not that of its SHA-256"):
+        checkpoint.load(path)
+
+
+def test_a_file_that_may_not_be_read_is_never_to_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+    path = save(tmp_path, 2)
+
+    def denied(*_: object) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    with pytest.raises(CheckpointError, match=r"state\.json: cannot be read \(Permission denied\)\.$"):
         checkpoint.load(path)
 
 

@@ -18,6 +18,7 @@ complete.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -31,6 +32,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from octavo._util.checksums import check_file, file_entry, flush
+from octavo._util.config_reader import blaming, read_file
 from octavo.errors import CheckpointError, NonFiniteError
 from octavo.tensor import is_distributed, local, non_finite
 from octavo.train.parallel import SINGLE_PROCESS, Ranks
@@ -198,13 +200,19 @@ def _write_tensors(
 def _finish(temporary: Path, final: Path, state: Mapping[str, Any]) -> None:
     """Write `state.json` and rename the directory."""
     path = temporary / "state.json"
-    path.write_text(json.dumps(state, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    plain = json.loads(json.dumps(state))  # histories of the guard may have NaN
+    path.write_text(json.dumps({**plain, "sha256": _digest(plain)}, indent=2) + "\n", encoding="utf-8")
     flush(path)
     flush(temporary)
     if final.exists():
         shutil.rmtree(final)
     temporary.rename(final)
     flush(final.parent)
+
+
+def _digest(state: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of JSON values, in whatever order and spacing."""
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 def _suffix(rank: int, ranks: int) -> str:
@@ -221,17 +229,18 @@ def _suffixes(rank: int, ranks: int, stages: int) -> list[str]:
 def _read_state(path: Path) -> dict[str, Any]:
     file = path / "state.json"
     try:
-        state = json.loads(file.read_text(encoding="utf-8"))
-        version, _ = state["format"], (state["step"], state["config"], state["files"].items())
-        if version == 1:
-            state["files"] = {name: {"bytes": size} for name, size in state["files"].items()}
-    except OSError as error:
-        remedy = _remedy(path) if isinstance(error, FileNotFoundError) else ""
-        raise CheckpointError(f"{file}: cannot be read ({error.strerror}).{remedy}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file}: truncated or malformed ({error}).{_remedy(path)}") from error
+        with blaming(file, CheckpointError):
+            state = read_file(file, CheckpointError)
+            version, _ = state["format"], (state["step"], state["config"], state["files"].items())
+            if version == 1:
+                state["files"] = {name: {"bytes": size} for name, size in state["files"].items()}
+    except CheckpointError as error:
+        is_denied = isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError)
+        raise CheckpointError(f"{error}{'' if is_denied else _remedy(path)}") from error
     if version not in (1, FORMAT):
         raise CheckpointError(f"{path}: checkpoint format {version}; this version of octavo reads format {FORMAT}.")
+    if "sha256" in state and state.pop("sha256") != _digest(state):
+        raise CheckpointError(f"{file}: damaged: its content is not that of its SHA-256.{_remedy(path)}")
     return dict(state)
 
 
