@@ -1,4 +1,4 @@
-"""`octavo` in a rank that fails: `faults.py FAULT RANK STEP train ...`, FAULT being kill, hang, raise, term, nan or none.
+"""`octavo` in a rank that fails: `faults.py FAULT RANK STEP train ...`; `FAULTS` names the faults.
 
 A `nan` strikes what the rank has of a weight, once: the step that is made again is well. After torchrun has started the
 ranks again, nothing fails.

@@ -186,6 +186,7 @@ def test_a_pickled_index_of_an_earlier_version_is_refused_unread(
     index = path / "sharded/.metadata"
     index.write_bytes(pickle.dumps(Bomb()))
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    del state["sha256"]
     sizes = {"fp8.safetensors": state["files"]["fp8.safetensors"]["bytes"], "sharded/.metadata": index.stat().st_size}
     (path / "state.json").write_text(json.dumps({**state, "format": 1, "files": sizes}), encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"with a pickle as index, which can run code.* convert it once"):
@@ -200,5 +201,5 @@ def test_files_outside_the_checkpoint_are_not_read(tmp_path: Path, format: int) 
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
     entry = file_entry(outside) if format == 2 else outside.stat().st_size
     (path / "state.json").write_text(json.dumps({**state, "format": format, "files": {str(outside): entry}}))
-    with pytest.raises(CheckpointError, match=r"state.json: truncated or malformed"):
+    with pytest.raises(CheckpointError, match=r"state.json: .*leads out of the checkpoint"):
         checkpoint.load(path)

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from octavo._util.checksums import check_file, file_entry, flush
+from octavo._util.checksums import check_file, check_names, file_entry, flush
 from octavo.errors import CheckpointError, NonFiniteError, OctavoError
 from octavo.tensor import local, non_finite
 
@@ -92,6 +92,7 @@ def read_index(folder: Path) -> dict[str, dict[str, Any]]:
         )
     try:
         files = json.loads(path.read_text(encoding="utf-8"))["files"]
+        check_names(files)
         return {name: {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])} for name, entry in files.items()}
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}): the checkpoint is not complete.") from error
