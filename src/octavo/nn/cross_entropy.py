@@ -173,7 +173,7 @@ class _Head:
         self.dw_VK: Tensor | None = None
         """The sum over the chunks so far, FP32."""
         self._w = read_weights([weight_VK], recipe)
-        self._kept = Kept(kept_weights(self._w, [weight_VK], recipe), (weight_VK.shape[0],))
+        self._kept = Kept(kept_weights(self._w, [weight_VK], recipe, are_codes_kept=True), (weight_VK.shape[0],))
         self._dgrad_KV: Quantized | None = None
 
     def forward(self, x_MK: Tensor, needs_weight: bool) -> tuple[Tensor, Input]:

@@ -111,8 +111,8 @@ class _MLP(torch.autograd.Function):
             x.kept,
             (hidden.scale,),
             inputs,
-            kept_weights(w, weights[:-1], inner),
-            kept_weights(down, weights[-1:], outer),
+            kept_weights(w, weights[:-1], inner, w_codes is not None),
+            kept_weights(down, weights[-1:], outer, down_codes is not None),
         )
         ctx.save_for_backward(*(tensor for part in saved for tensor in part))
         ctx.sizes = [len(part) for part in saved]
