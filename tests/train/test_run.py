@@ -366,7 +366,7 @@ def rewrite(file: Path, tensors: dict[str, torch.Tensor]) -> None:
     save_file(tensors, file)
     state = json.loads((file.parent / "state.json").read_text(encoding="utf-8"))
     state["files"][file.name] = file_entry(file)
-    del state["sha256"]
+    state.pop("sha256", None)
     (file.parent / "state.json").write_text(json.dumps(state), encoding="utf-8")
 
 
