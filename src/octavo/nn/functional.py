@@ -38,6 +38,7 @@ from octavo.nn import telemetry_ops
 from octavo.nn.fp8_weights import has_fp8_weight, values
 from octavo.nn.inputs import wgrad_of_input
 from octavo.nn.needed_grads import needed_grads
+from octavo.nn.operands import check_operands, note_dtype
 from octavo.nn.weight_codes import WeightCodes, multiply, quantize_matrix, quantize_transposed, quantize_weights
 from octavo.numerics import Quantized
 from octavo.recipes import STORED_SCALE_ROLES, Operand, Recipe
@@ -96,7 +97,11 @@ def linears(
 
     Args:
         weights: (N_i, K) each. Scales are those of the stack (sum of N_i, K).
+
+    Raises:
+        ConfigError: an input or a weight that PyTorch refuses too (`octavo.nn.operands`).
     """
+    check_operands(x, weights[0])
     x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     recipe, dtype, amax_and_scale, stats, keeps_input = quantizer
     x_codes, x_scale = (None, None) if prequantized is None else prequantized[:2]
@@ -202,7 +207,10 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     """
     refuse_transforms()
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    if dtype is not torch.bfloat16:
+        note_dtype(dtype, device)
+    return dtype
 
 
 def spec_of(operand: Operand) -> QuantSpec:
