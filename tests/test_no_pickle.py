@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(path for folder in ("src", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
 MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "jsonpickle"}
-NAMES = {"eval", "exec", "FileSystemReader", "FileSystemWriter", "DefaultSavePlanner"}
+NAMES = {"eval", "exec", "FileSystemReader", "FileSystemWriter"}
 """Builtins, and classes of torch.distributed.checkpoint whose index is a pickle."""
 
 

@@ -94,7 +94,8 @@ def _unlike(good: Path, out: Path, code: int | None, said: str) -> str:
     if lines[0] != lines[1]:
         return f"another log: {len(lines[0])} lines, {len(lines[1])} expected"
     stored = [_stored(RunReader(each)) for each in (out, good)]
-    return "" if stored[0] == stored[1] else "another store"
+    unlike = [key for key in stored[0].keys() | stored[1].keys() if stored[0].get(key) != stored[1].get(key)]
+    return f"another store: {sorted(unlike)}" if unlike else ""
 
 
 def _digests(run: Path) -> dict[str, str]:
@@ -106,10 +107,11 @@ def _digests(run: Path) -> dict[str, str]:
     return {**files, **{name: hashlib.sha256(content).hexdigest() for name, content in bits.items()}}
 
 
-def _stored(run: RunReader) -> dict[str, list[list[float]]]:
-    """Return steps and values of the scalars that do not depend on the clock."""
+def _stored(run: RunReader) -> dict[str, Any]:
+    """Return the events, and the steps and values of the scalars that do not depend on the clock."""
     known = {key: series for key, series in run.scalars().items() if key.startswith(("loss", "gradient", "heldout"))}
-    return {key: [series.first.tolist(), series.low.tolist()] for key, series in known.items()}
+    scalars = {key: [series.first.tolist(), series.low.tolist()] for key, series in known.items()}
+    return {**scalars, "events": [(event.step, event.rule, event.text) for event in run.events()]}
 
 
 def _untimed(line: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from octavo._util.checksums import file_entry
 from octavo.distributed import storage
 from octavo.errors import CheckpointError, NonFiniteError
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 FILE = "shard-00001-model-00001-of-00001.safetensors"
 
 
@@ -55,6 +54,14 @@ def test_what_is_written_is_read_in_every_dtype(tmp_path: Path) -> None:
     for name, tensor in tensors().items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+
+
+def test_tied_and_strided_tensors_are_written_whole(tmp_path: Path) -> None:
+    x = torch.arange(12.0).reshape(3, 4)
+    saved = {"tied": x, "other": x, "transposed": x.t(), "part": x[:, :2], "rows": x[1:]}
+    storage.write(tmp_path, saved)
+    found = read(tmp_path)
+    assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
 
 
 def test_large_checkpoints_are_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

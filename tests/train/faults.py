@@ -1,4 +1,4 @@
-"""`octavo` in a rank that fails: `faults.py FAULT RANK STEP train ...`, FAULT being kill, hang, raise, nan or none.
+"""`octavo` in a rank that fails: `faults.py FAULT RANK STEP train ...`; `FAULTS` names the faults.
 
 A `nan` strikes what the rank has of a weight, once: the step that is made again is well. After torchrun has started the
 ranks again, nothing fails.
@@ -24,6 +24,10 @@ def hang(_):
     time.sleep(100)
 
 
+def term(_):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def error(_):
     raise RuntimeError("a page of memory went missing")
 
@@ -34,7 +38,7 @@ def nan(lane, struck=[]):  # noqa: B006
         local(lane.parameters["norm.weight"].data).fill_(torch.nan)
 
 
-FAULTS = {"kill": kill, "hang": hang, "raise": error, "nan": nan, "none": None}
+FAULTS = {"kill": kill, "hang": hang, "raise": error, "term": term, "nan": nan, "none": None}
 
 
 def failing(fault, rank, at):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from octavo._util.checksums import file_entry
 from octavo.errors import CheckpointError, NonFiniteError
 from octavo.train import checkpoint
 
@@ -168,3 +170,36 @@ def test_discard_removes_all_of_it_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     checkpoint.discard(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["notes"]
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[Any, tuple[Path]]:
+        return Path.touch, (Path("exploded"),)
+
+
+def test_a_pickled_index_of_an_earlier_version_is_refused_unread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = save(tmp_path, 1)
+    (path / "sharded").mkdir()
+    index = path / "sharded/.metadata"
+    index.write_bytes(pickle.dumps(Bomb()))
+    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    del state["sha256"]
+    sizes = {"fp8.safetensors": state["files"]["fp8.safetensors"]["bytes"], "sharded/.metadata": index.stat().st_size}
+    (path / "state.json").write_text(json.dumps({**state, "format": 1, "files": sizes}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"with a pickle as index, which can run code.* convert it once"):
+        checkpoint.load(path)
+    assert not Path("exploded").exists()
+
+
+@pytest.mark.parametrize("format", [1, 2])
+def test_files_outside_the_checkpoint_are_not_read(tmp_path: Path, format: int) -> None:
+    path = save(tmp_path, 1)
+    outside = save(tmp_path / "other", 1) / "fp8.safetensors"
+    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    entry = file_entry(outside) if format == 2 else outside.stat().st_size
+    (path / "state.json").write_text(json.dumps({**state, "format": format, "files": {str(outside): entry}}))
+    with pytest.raises(CheckpointError, match=r"state.json: .*leads out of the checkpoint"):
+        checkpoint.load(path)

@@ -42,7 +42,14 @@ Configure = Callable[..., RunConfig]
 
 
 def two_ranks(
-    fault: str, rank: int, step: int, config: RunConfig, *, restarts: int = 0, by_torchrun: bool = False
+    fault: str,
+    rank: int,
+    step: int,
+    config: RunConfig,
+    *,
+    restarts: int = 0,
+    by_torchrun: bool = False,
+    resume: bool = False,
 ) -> Ended:
     """Run `octavo train` in two ranks, of which one fails at a step; see faults.py.
 
@@ -50,7 +57,7 @@ def two_ranks(
     """
     file = config.run.out.with_suffix(".json")
     file.write_text(json.dumps(config_reader.to_dict(config)))
-    arguments = [fault, str(rank), str(step), "train", str(file), "--json"]
+    arguments = [fault, str(rank), str(step), "train", str(file), "--json", *(["--resume"] if resume else [])]
     if not by_torchrun:
         return launch(faults.octavo, 2, *arguments, restarts=restarts)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -155,6 +162,16 @@ def test_a_rank_that_hangs_is_named_with_what_it_does(make: Configure) -> None:
     assert re.match(r"octavo: error: rank 1 of 2 is missing: .*, for \d+ s, at step 3\.", ended.lines()[0])
     assert "rank 1 of 2, at step 3, is here:" in ended.errors
     assert "in hang" in ended.errors
+
+
+def test_all_ranks_save_and_stop_if_one_is_asked_to(two: tuple[RunConfig, Ended], make: Configure) -> None:
+    config = make("asked")
+    ended = two_ranks("term", 1, 3, config)
+    assert ended.code != 0 and "Traceback" not in ended.errors
+    assert ended.errors.count("octavo: interrupted. Resume from step-000003") == 1
+    assert [path.name for path in checkpoint.find(config.run.out / "checkpoints")] == ["step-000002", "step-000003"]
+    assert two_ranks("none", 0, 0, config, resume=True).code == 0
+    assert losses(config) == losses(two[0])
 
 
 def test_ranks_split_batches_and_cover_those_they_cannot_split() -> None:

@@ -60,12 +60,22 @@ def test_a_signal_saves_a_checkpoint_and_the_run_goes_on_bit_for_bit(
 def test_the_second_signal_raises_unless_it_is_the_first_one_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.train.stopping.os.write", lambda *_: 0)
     with StopSignals() as signals:
+        signals.waits = True
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
         assert signals.asked == signal.SIGINT
         monkeypatch.setattr("octavo.train.stopping.ONE", -1.0)
         with pytest.raises(Interrupted):
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_outside_of_steps_leaves_an_outcome_too(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configure(run=RUN)
+    monkeypatch.setattr("octavo.train.run.heldout_losses", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Interrupted) as error:
+        train(config)
+    assert error.value.exit_code == 143
+    assert RunReader(config.run.out).state() == "interrupted"
 
 
 def test_two_signals_end_the_command_in_one_line_with_its_code(configure: Configure, tmp_path: Path) -> None:

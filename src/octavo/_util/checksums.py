@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,17 @@ def check_file(path: Path, entry: Mapping[str, Any], remedy: str = "") -> None:
     except OSError as error:
         hint = remedy if isinstance(error, FileNotFoundError) else ""  # the others may pass, or be for want of rights
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}).{hint}") from error
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Check that an index names files of its own folder.
+
+    Raises:
+        ValueError: a name leads out of it.
+    """
+    for name in names:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"'{name}' leads out of the checkpoint")
 
 
 def flush(path: Path) -> None:

@@ -21,14 +21,14 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from octavo._util.checksums import check_file, file_entry, flush
+from octavo._util.checksums import check_file, check_names, file_entry, flush
 from octavo.errors import CheckpointError, NonFiniteError, OctavoError
 from octavo.tensor import local, non_finite
 
@@ -45,12 +45,16 @@ def write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         CheckpointError: a rank could not write.
     """
-    _raised(folder, lambda: state_dict_saver.save(dict(tensors), storage_writer=_Writer(folder, tensors)))
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # about writing in one process
+        writer = _Writer(folder, tensors)
+        _raised(folder, lambda: state_dict_saver.save(dict(tensors), storage_writer=writer, planner=_SavePlanner()))
 
 
 def write_async(folder: Path, tensors: Mapping[str, Tensor], group: Any) -> Any:
     """Write in the background, after a copy to the host; return a future."""
-    return state_dict_saver.async_save(dict(tensors), storage_writer=_Writer(folder, tensors), process_group=group)
+    return state_dict_saver.async_save(
+        dict(tensors), storage_writer=_Writer(folder, tensors), planner=_SavePlanner(), process_group=group
+    )
 
 
 def read(folder: Path, tensors: Mapping[str, Tensor], finite: Callable[[str], bool], *, alone: bool = False) -> None:
@@ -92,6 +96,7 @@ def read_index(folder: Path) -> dict[str, dict[str, Any]]:
         )
     try:
         files = json.loads(path.read_text(encoding="utf-8"))["files"]
+        check_names(files)
         return {name: {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])} for name, entry in files.items()}
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}): the checkpoint is not complete.") from error
@@ -157,6 +162,16 @@ class _Writer(HuggingFaceStorageWriter):
         path.write_text(json.dumps({"files": dict(sorted(files.items()))}, indent=1) + "\n", encoding="utf-8")
         flush(path)
         flush(self._folder)
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Copies what a file of safetensors cannot hold: tensors that share memory, as tied weights, or are strided."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        found = super().transform_object(write_item, object)
+        if not isinstance(found, Tensor):
+            return found
+        return found.detach().clone(memory_format=torch.contiguous_format) if found.is_cpu else found.contiguous()
 
 
 class _Planner(DefaultLoadPlanner):

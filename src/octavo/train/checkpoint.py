@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from octavo._util.checksums import check_file, file_entry, flush
+from octavo._util.checksums import check_file, check_names, file_entry, flush
 from octavo._util.config_reader import blaming, read_file
 from octavo.errors import CheckpointError, NonFiniteError
 from octavo.tensor import is_distributed, local, non_finite
@@ -234,6 +234,7 @@ def _read_state(path: Path) -> dict[str, Any]:
             version, _ = state["format"], (state["step"], state["config"], state["files"].items())
             if version == 1:
                 state["files"] = {name: {"bytes": size} for name, size in state["files"].items()}
+            check_names(state["files"])
     except CheckpointError as error:
         is_denied = isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError)
         raise CheckpointError(f"{error}{'' if is_denied else _remedy(path)}") from error

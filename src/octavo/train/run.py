@@ -173,15 +173,20 @@ class Trainer:
 
     def run(self) -> dict[str, Any]:
         """Train to the last step, evaluate, and return the summary."""
+        with self._signals:
+            return self._run()
+
+    def _run(self) -> dict[str, Any]:
         try:
             self._open_directory()
             self.emit(self._start_event())
             self._set_precision(self.done - 1)
-            with kernels.record() as self._ledger, self._stoppable(), gc_frozen(self.setup.device) as after_step:
+            with kernels.record() as self._ledger, gc_frozen(self.setup.device) as after_step:
                 self._finish_resumed_step()
-                while self.done < self.config.run.steps or self._guarded.check_all():
-                    self._step()
-                    after_step()
+                with self._stoppable():
+                    while self.done < self.config.run.steps or self._guarded.check_all():
+                        self._step()
+                        after_step()
                 heldout = self._evaluate()
             summary = self._summarise(heldout)
             if self.ranks.is_first:
@@ -337,10 +342,11 @@ class Trainer:
     def _stoppable(self) -> Iterator[None]:
         """Let signals stop the run after a step."""
         heartbeat = self.ranks.heartbeat
-        with self._signals:
-            if heartbeat is not None:
-                heartbeat.saves_on_signal = True
-            yield
+        self._signals.waits = True
+        if heartbeat is not None:
+            heartbeat.saves_on_signal = True
+        yield
+        self._signals.waits = False
         if heartbeat is not None:
             heartbeat.saves_on_signal = False
 

@@ -16,15 +16,17 @@ ONE = 1.0
 
 
 class StopSignals:
-    """SIGINT and SIGTERM as a request, while the block runs in the main thread.
+    """SIGINT and SIGTERM as a request while `waits` is set and the block runs in the main thread.
 
     Raises:
-        Interrupted: in the main thread, at the second signal.
+        Interrupted: in the main thread, at the second signal, or at the first while `waits` is not set.
     """
 
     def __init__(self, *, says: bool = True) -> None:
         self.asked = 0
         """The signal that has arrived; 0 for none."""
+        self.waits = False
+        """Whether a signal waits for the end of the step in progress."""
         self._says, self._since = says, 0.0
         self._before: dict[int, Any] = {}
 
@@ -41,9 +43,13 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.asked and time.monotonic() - self._since > ONE:
-            raise Interrupted(number)
-        if not self.asked:
+        if not self.waits:
+            if not callable(before := self._before[number]):
+                raise Interrupted(number)
+            before(number, frame)  # as a heartbeat's, which asks all ranks
+        elif not self.asked:
             self.asked, self._since = number, time.monotonic()
             if self._says:  # not print, whose buffer may be in use
                 os.write(2, b"\noctavo: saving a checkpoint after this step, then stopping; once more aborts.\n")
+        elif time.monotonic() - self._since > ONE:
+            raise Interrupted(number)
