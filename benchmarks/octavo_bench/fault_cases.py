@@ -27,7 +27,12 @@ EXPONENT_BIT, MANTISSA_BIT = 30, 24
 SPIKE = 2000.0
 """Size of a SwiGLU spike, times the largest element."""
 TOKEN, ROW, COLUMN = 7, 3, 5
-WO, W1, W2, W3 = "layers.1.attention.wo", "layers.2.feed_forward.w1", "layers.1.feed_forward.w2", "layers.0.feed_forward.w3"
+WO, W1, W2, W3 = (
+    "layers.1.attention.wo",
+    "layers.2.feed_forward.w1",
+    "layers.1.feed_forward.w2",
+    "layers.0.feed_forward.w3",
+)
 WQ = "layers.1.attention.wq"
 ALWAYS = range(10**9)
 
@@ -262,7 +267,9 @@ def _swiglu_spike(run: Struck) -> None:
     layer.register_forward_hook(without)
 
 
-def _dequantised(layer: str, change: Callable[[int, Tensor], Tensor], backward: bool = False) -> Callable[[Struck], None]:
+def _dequantised(
+    layer: str, change: Callable[[int, Tensor], Tensor], backward: bool = False
+) -> Callable[[Struck], None]:
     """Change what a layer's FP8 GEMM returns from a step on, as a wrong scale or bad codes do; its BF16 is right."""
 
     def prepare(run: Struck) -> None:
@@ -354,7 +361,7 @@ def _faults() -> list[Fault]:
         Fault("layers swapped at resume", weights, "sudden", "model", WO, _swap_at_resume, once),
         Fault("norm drifts 1 % per step", weights, "slow", "optimizer", "layers.1.ffn_norm", _drift),
         Fault("second moments lost", moments, "sudden", "transient", "", _moments("", exp_avg_sq=0.0), once),
-        Fault("second moment of a layer lost", moments, "moderate", "transient", WO, _moments(WO, exp_avg_sq=0.0), once),
+        Fault("layer's second moment lost", moments, "moderate", "transient", WO, _moments(WO, exp_avg_sq=0.0), once),
         Fault("second moment / 1e4", moments, "moderate", "transient", WO, _moments(WO, exp_avg_sq=1e-4), once),
         Fault("moments lost", moments, "repeated", "transient", "", _moments("", exp_avg=0.0, exp_avg_sq=0.0), thrice),
         Fault("first moment x 100", moments, "sudden", "transient", WO, _moments(WO, exp_avg=100.0), once),
@@ -381,9 +388,15 @@ def _faults() -> list[Fault]:
             "layer's gradient zero", gradients, "slow", "optimizer", WO,
             prepare=_gradient(WO, torch.Tensor.zero_, ALWAYS),
         ),
-        Fault("all gradients negated", gradients, "slow", "optimizer", prepare=_gradient("", torch.Tensor.neg_, ALWAYS)),
+        Fault(
+            "all gradients negated", gradients, "slow", "optimizer",
+            prepare=_gradient("", torch.Tensor.neg_, ALWAYS),
+        ),
         Fault("SwiGLU spike", codes, "sudden", "precision", W2, prepare=_swiglu_spike, recipe="tensorwise"),
-        Fault("fprop's scale x 1.15", codes, "moderate", "precision", W2, prepare=_dequantised(W2, lambda n, y: 1.15 * y)),
+        Fault(
+            "fprop's scale x 1.15", codes, "moderate", "precision", W2,
+            prepare=_dequantised(W2, lambda n, y: 1.15 * y),
+        ),
         Fault(
             "fprop's scale x 1.02, with a twin", codes, "slow", "precision", W2,
             prepare=_dequantised(W2, lambda n, y: 1.02 * y), twin=True,
@@ -410,7 +423,10 @@ def _faults() -> list[Fault]:
         ),
         Fault("learning rate x 20", configuration, "sudden", "optimizer", strike=_lr(lambda n: 20.0)),
         Fault("learning rate x 4", configuration, "moderate", "optimizer", strike=_lr(lambda n: 4.0)),
-        Fault("learning rate grows 8 % per step", configuration, "slow", "optimizer", strike=_lr(lambda n: 1.08 ** (n + 1))),
+        Fault(
+            "learning rate grows 8 % per step", configuration, "slow", "optimizer",
+            strike=_lr(lambda n: 1.08 ** (n + 1)),
+        ),
         Fault(
             "weight decay x 1000", configuration, "moderate", "optimizer",
             strike=_group(weight_decay=lambda decay: 1000 * (decay or 0.1)),

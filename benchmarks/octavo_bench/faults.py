@@ -37,7 +37,7 @@ from octavo_bench.fault_cases import FAULTS, Fault
 
 TRAINED = 3000
 """Steps that the model is trained for before anything strikes."""
-STRIKE, STEPS = 30, 100
+STRIKE, STEPS = 33, 60
 """Step after those that is struck, and number of steps made."""
 CLEAN = 1000
 """Steps of each clean run."""
@@ -161,7 +161,7 @@ class Bench:
             "optimizer": {"lr": 1e-3, "min_lr": 0.2, "betas": [0.9, 0.99]},
             "run": {
                 "steps": self.trained + steps, "batch": 8, "recipe": "folded", "twin": False, "min_gain": 0.0,
-                "device": self.device, "eval_tokens": 16384, "log_every": 10, "out": str(self.out / name),
+                "device": self.device, "eval_tokens": 8192, "log_every": 10, "out": str(self.out / name),
             },
             "guard": {"mode": mode, "snapshot_every": 20},
         }  # fmt: skip

@@ -33,19 +33,60 @@ demo = by_columns(
     names=8,
 )
 
-faults = by_columns(
-    (
+
+def faults(result: Result) -> str:
+    """Return each fault: its cost if guardrails watch and act, when it was noted, and the cause that they found."""
+    columns = (
+        ("class", "{class}"),
         ("fault", "{fault}"),
-        ("recipe", "{recipe}"),
-        ("struck", "step {struck_step}"),
-        ("found", "step {detected_step}"),
-        ("cause", "{cause}"),
-        ("layer", "{layer}"),
-        ("what was done", "{action}"),
-        ("held-out loss", "{final_loss_change:+.2f} %"),
-    ),
-    names=3,
-)
+        ("pace", "{pace}"),
+        ("held-out loss, watched", "{watched_change:+.2f} %"),
+        ("acted on", "{final_loss_change:+.2f} %"),
+        ("noted after", "{after} steps"),
+        ("rule", "{rule}"),
+        ("cause found", "{cause}"),
+        ("layer found", "{layer}"),
+        ("right", "{right}"),
+    )
+    rows = [
+        {
+            **row,
+            **(
+                {"after": row["detected_step"] - row["struck_step"]}
+                if "detected_step" in row
+                else {"rule": "not noted"}
+            ),
+            "right": "yes" if row["is_attributed"] else f"no: {row['expected']}",
+        }
+        for row in _struck(result)
+    ]
+    return figures(columns, rows, 3)
+
+
+def faults_summary(result: Result) -> str:
+    """Return in words how many faults were noted and attributed, what acting cost, and what was not seen."""
+    rows = _struck(result)
+    costly = [row for row in rows if row["costs"]]
+    noted = [row for row in costly if row["is_noted"]]
+    in_layer = [row for row in noted if " " in row["expected"]]
+    cause = sum(row["cause"] == row["expected"].split(" ")[0] for row in noted)
+    layer = sum(row["layer"] == row["expected"].split(" ")[1] for row in in_layer)
+    both = [row for row in rows if None not in (row["watched_change"], row["final_loss_change"])]
+    worse = max(row["final_loss_change"] - row["watched_change"] for row in both)
+    ended = sum(bool(row["ended_acting"]) and not row["ended_watching"] for row in rows)
+    unseen = [row["fault"] for row in rows if "detected_step" not in row]
+    clean = [row for row in result.rows if "alarms" in row]
+    return (
+        f"Of {len(rows)} faults {len(costly)} cost more than 1 % of the held-out loss or ended the run; {len(noted)} of"
+        f" these were noted within 20 steps, the cause was right in {cause} and the layer in {layer} of the"
+        f" {len(in_layer)} that have one. Acting ended {ended} runs that watching did not, and was at most {worse:.2f}"
+        f" % worse than watching. Not seen: {', '.join(unseen) or 'none'}. In {sum(row['steps'] for row in clean):,}"
+        f" clean steps over {len(clean)} configurations there were {sum(row['alarms'] for row in clean)} alarms."
+    )
+
+
+def _struck(result: Result) -> list[Row]:
+    return [row for row in result.rows if row.get("class")]
 
 
 def localize(result: Result) -> str:
@@ -628,6 +669,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "tiers": ("tiers", tiers),
     "stress": ("stress", stress),
     "faults": ("faults", faults),
+    "faults-summary": ("faults", faults_summary),
     "localize": ("localize", localize),
     "step": ("step", step),
     "step-summary": ("step", step_summary),

@@ -81,11 +81,9 @@ KINDS: dict[str, dict[str, type]] = {
     "faults": {
         "fault": str,
         "struck_step": int,
-        "detected_step": int,
         "layer": str,
         "cause": str,
         "recovered": bool,
-        "final_loss_change": float,
     },
     "localize": {"workload": str, "layers": int, "predicted": list, "measured": list, "rank_correlation": float},
 }

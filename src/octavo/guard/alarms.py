@@ -249,11 +249,14 @@ class AlarmRules:
     def _nonfinite(self, seen: Observation) -> Iterator[Alarm]:
         """Yield non-finite values: in the first layer that telemetry saw them in, else in the loss."""
         if seen.values is not None:
-            for number in forward_first(self.rows):
-                share = float(seen.values[number, _NONFINITE])
-                if share > 0:
-                    layer, role = self.rows[number][:2]
-                    yield Alarm(seen.step, "nonfinite", layer, role, share, 0.0)
+            shares = seen.values[:, _NONFINITE]
+            # Clipping by a norm that is not finite spreads it to all gradients of weights.
+            bad = [number for number in forward_first(self.rows) if shares[number] > 0]
+            is_spread = sum(self.rows[number][1] == "grad_weight" for number in bad) > 1
+            for number in bad:
+                layer, role = self.rows[number][:2]
+                layer = "" if role == "grad_weight" and is_spread else layer
+                yield Alarm(seen.step, "nonfinite", layer, role, float(shares[number]), 0.0)
         if seen.parameters is not None:
             for role in ("norm", "first", "second"):
                 for name, norm in zip(seen.parameters.names, getattr(seen.parameters, role), strict=True):
@@ -422,10 +425,12 @@ def _limit_of_drift(series: Sequence[float], recent: int, before: int, errors: f
 
 
 def _tail(excess: Sequence[float]) -> float:
-    """Return the excess that is exceeded by chance in a share `RARE` of steps; 0 without enough history."""
+    """Return the excess that is exceeded by chance in a share `RARE` of steps; three times the largest of a few."""
     largest = sorted(excess, reverse=True)
+    if len(excess) < BEFORE:
+        return 3 * largest[0] if largest else 0.0
     count = max(len(excess) // 16, 4)
-    if len(excess) < BEFORE or largest[count] <= 0:
+    if largest[count] <= 0:
         return 0.0
     inverse = fmean(math.log(value / largest[count]) for value in largest[:count])
     return float(largest[count] * (count / (len(excess) * RARE)) ** inverse)
@@ -448,12 +453,22 @@ def first_difference(
     """
     for number in forward_first(rows):
         old, new = before[number], after[number]
-        if (old[_NONFINITE] > 0) != (new[_NONFINITE] > 0):
-            return rows[number][0], rows[number][1]
         low, high = sorted((float(old[_AMAX]), float(new[_AMAX])))
-        if low > 0 and high > 2 * low:
-            return rows[number][0], rows[number][1]
+        if (old[_NONFINITE] > 0) != (new[_NONFINITE] > 0) or (low > 0 and high > 2 * low):
+            layer, role = rows[number][:2]
+            return _first_gradient(rows, before, after) if role == "grad_weight" else (layer, role)
     return None
+
+
+def _first_gradient(
+    rows: Sequence[Row], before: NDArray[np.float32], after: NDArray[np.float32]
+) -> tuple[str, str] | None:
+    """Return the weight whose gradient differs most. Clipping has scaled those of all weights by one factor."""
+    numbers = [number for number, row in enumerate(rows) if row[1] == "grad_weight"]
+    if sum(before[number, _NONFINITE] > 0 for number in numbers) > 1:
+        return None
+    most = max(numbers, key=lambda number: before[number, _AMAX] / max(after[number, _AMAX], 1e-30))
+    return rows[most][0], "grad_weight"
 
 
 def worst_layers(rows: Sequence[Row], values: NDArray[np.float32] | None) -> list[str]:

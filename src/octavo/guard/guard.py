@@ -41,6 +41,7 @@ from octavo.guard.config import GuardConfig
 from octavo.guard.diagnosis import FP8_GRADIENTS, Cause, Evidence, diagnose, lasting_cause
 from octavo.guard.guarded import Guarded, GuardEvent, Snapshot
 from octavo.guard.ladder import EVERYTHING, Ladder
+from octavo.guard.parameters import is_same
 from octavo.recipes import Recipe
 
 SNAPSHOTS = 2
@@ -232,12 +233,12 @@ class Guard:
         checked.restart(self._run.done)
         saved, now = self._fingerprints, checked.fingerprints() if self._fingerprints else {}
         for name in now:
-            if name not in saved or now[name] == saved[name]:
+            if name not in saved or is_same(saved[name], now[name]):
                 continue
-            source = next((other for other in saved if saved[other] == now[name]), "")
+            source = next((other for other in saved if is_same(saved[other], now[name])), "")
             text = f"{name} is not what the checkpoint was written with" + (f": it is {source}" if source else "")
             advice = "Resume from another checkpoint, or compare how the two runs name their layers."
-            event = GuardEvent(self._run.done, "error", "fingerprint", f"{text}. {advice}", layer=layer_of(name))
+            event = GuardEvent(self._run.done + 1, "error", "fingerprint", f"{text}. {advice}", layer=layer_of(name))
             self._run.emit(event._replace(role="weight", cause="model"))
 
     # --- alarms and rollbacks ---------------------------------------------------------------------------------------
@@ -469,7 +470,7 @@ class Guard:
         layer, role = incident.where or (alarm.layer, alarm.role)
         if alarm.layer and (alarm.role in ("weight", "moments") or alarm.rule == "layer shift"):
             layer, role = alarm.layer, alarm.role
-        elif incident.suspect is not None:
+        elif incident.suspect is not None and role in ("", "input"):  # an input differs because of a layer before
             layer, role = incident.suspect.layer, incident.suspect.role
         where = f", first in {layer} {role}" if layer else ""
         diff = f": {incident.weight_diff}" if incident.weight_diff else ""
