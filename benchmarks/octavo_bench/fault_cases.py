@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 CLASSES = ("data", "weights", "moments", "gradients", "codes and scales", "configuration")
 Pace = Literal["sudden", "moderate", "slow", "repeated"]
-Strike = Callable[["Struck", int], None]
+Strike = Callable[["Struck", int], object]
 
 EXPONENT_BIT, MANTISSA_BIT = 30, 24
 """Highest exponent bit of an FP32 element, which multiplies a value below 2 by 2^128, and one that scales it by 4."""
@@ -143,7 +143,7 @@ def _inf_in_a_token(run: Struck) -> None:
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 
-def _weight(layer: str, change: Callable[[Tensor], None]) -> Strike:
+def _weight(layer: str, change: Callable[[Tensor], object]) -> Strike:
     return lambda run, n: change(run.weight(layer))
 
 
@@ -154,7 +154,7 @@ def _flip(bit: int, layer: str = W1) -> Strike:
     return strike
 
 
-def _row(factor: float) -> Callable[[Tensor], None]:
+def _row(factor: float) -> Callable[[Tensor], object]:
     return lambda weight: weight[ROW].mul_(factor)
 
 
@@ -297,7 +297,7 @@ def _stored_scale(layer: str, factor: float, role: int = 0, every: int = 1) -> S
     def strike(run: Struck, n: int) -> None:
         slot = run.model.get_submodule(layer).scaling_slot
         if n >= 0 and n % every == 0 and scales(run.model) is not None and slot is not None:
-            slot.cells.data[role, 0] *= factor  # type: ignore[union-attr,operator]
+            slot.cells.data[role, 0] *= factor  # type: ignore[union-attr,index,operator]
 
     return strike
 

@@ -240,7 +240,7 @@ def _row(bench: Bench, start: Path, case: tuple[str, float]) -> dict[str, Any]:
         loss, notes[mode], ended[mode] = _run(config, start, fault)
         change[mode] = 100 * (loss - plain) / plain if math.isfinite(loss) else math.inf
     struck = bench.trained + STRIKE
-    row = {
+    row: dict[str, Any] = {
         "fault": fault.name, "class": fault.kind, "pace": fault.pace, "recipe": fault.recipe, "struck_step": struck,
         "expected": f"{fault.cause} {fault.layer}".strip(), "cause": "", "layer": "",
         "watched_change": _finite(change["watch"]), "final_loss_change": _finite(change["act"]),
@@ -307,7 +307,7 @@ def _make_noisy(run: Struck, noise: Callable[[], float]) -> None:
     def noisy(lr: float, loss: Tensor, *rest: Any) -> bool:
         return after(lr, loss * noise(), *rest)
 
-    run._guarded.after = noisy  # type: ignore[method-assign]
+    run._guarded.after = noisy  # type: ignore[method-assign,assignment]
 
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {

@@ -48,45 +48,39 @@ def faults(result: Result) -> str:
         ("layer found", "{layer}"),
         ("right", "{right}"),
     )
-    rows = [
-        {
-            **row,
-            **(
-                {"after": row["detected_step"] - row["struck_step"]}
-                if "detected_step" in row
-                else {"rule": "not noted"}
-            ),
-            "right": "yes" if row["is_attributed"] else f"no: {row['expected']}",
-        }
-        for row in _struck(result)
-    ]
+    rows = []
+    for row in _struck(result):
+        found = (
+            {"after": row["detected_step"] - row["struck_step"]} if "detected_step" in row else {"rule": "not noted"}
+        )
+        rows.append({**row, **found, "right": "yes" if row["is_attributed"] else f"no: {row.get('expected', '')}"})
     return figures(columns, rows, 3)
 
 
 def faults_summary(result: Result) -> str:
     """Return in words how many faults were noted and attributed, what acting cost, and what was not seen."""
     rows = _struck(result)
-    costly = [row for row in rows if row["costs"]]
-    noted = [row for row in costly if row["is_noted"]]
-    in_layer = [row for row in noted if " " in row["expected"]]
-    cause = sum(row["cause"] == row["expected"].split(" ")[0] for row in noted)
-    layer = sum(row["layer"] == row["expected"].split(" ")[1] for row in in_layer)
-    both = [row for row in rows if None not in (row["watched_change"], row["final_loss_change"])]
-    worse = max(row["final_loss_change"] - row["watched_change"] for row in both)
-    ended = sum(bool(row["ended_acting"]) and not row["ended_watching"] for row in rows)
+    noted = [row for row in rows if row.get("costs") and row["is_noted"]]
+    expected = [(row, *row["expected"].partition(" ")[::2]) for row in noted]
+    in_layer = [(row, layer) for row, _, layer in expected if layer]
+    both = [row for row in rows if row.get("watched_change") is not None and row["final_loss_change"] is not None]
+    worse = max((row["final_loss_change"] - row["watched_change"] for row in both), default=0.0)
+    ended = sum(bool(row.get("ended_acting")) and not row["ended_watching"] for row in rows)
     unseen = [row["fault"] for row in rows if "detected_step" not in row]
     clean = [row for row in result.rows if "alarms" in row]
     return (
-        f"Of {len(rows)} faults {len(costly)} cost more than 1 % of the held-out loss or ended the run; {len(noted)} of"
-        f" these were noted within 20 steps, the cause was right in {cause} and the layer in {layer} of the"
-        f" {len(in_layer)} that have one. Acting ended {ended} runs that watching did not, and was at most {worse:.2f}"
-        f" % worse than watching. Not seen: {', '.join(unseen) or 'none'}. In {sum(row['steps'] for row in clean):,}"
-        f" clean steps over {len(clean)} configurations there were {sum(row['alarms'] for row in clean)} alarms."
+        f"Of {len(rows)} faults {sum(row.get('costs', False) for row in rows)} cost more than 1 % of the held-out loss,"
+        f" or ended the run. {len(noted)} of these were noted within 20 steps; the cause was right in"
+        f" {sum(row['cause'] == cause for row, cause, _ in expected)}, the layer in"
+        f" {sum(row['layer'] == layer for row, layer in in_layer)} of the {len(in_layer)} that have one. Acting ended"
+        f" {ended} runs that watching did not, and was at most {worse:.2f} % worse. Not seen:"
+        f" {', '.join(unseen) or 'none'}. Clean: {sum(row['alarms'] for row in clean)} alarms in"
+        f" {sum(row['steps'] for row in clean):,} steps over {len(clean)} configurations."
     )
 
 
 def _struck(result: Result) -> list[Row]:
-    return [row for row in result.rows if row.get("class")]
+    return [row for row in result.rows if row["fault"] and "error" not in row]
 
 
 def localize(result: Result) -> str:

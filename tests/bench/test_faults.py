@@ -64,5 +64,5 @@ def test_the_table_says_what_was_not_seen() -> None:
     assert table[2] == "| weights | bit | sudden | +2.00 % | +0.50 % | 2 steps | update | transient | a | yes |"
     assert "not noted" in table[3] and len(table) == 4
     text = faults_summary(result)
-    assert "Of 2 faults 2 cost" in text and "Not seen: row." in text
-    assert "1,000 clean steps over 1 configurations there were 1 alarms" in text
+    assert "Of 2 faults 2 cost" in text and "1 of these were noted" in text and "Not seen: row." in text
+    assert "the layer in 1 of the 1" in text and "1 alarms in 1,000 steps over 1 configurations" in text

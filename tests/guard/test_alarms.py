@@ -211,6 +211,15 @@ def test_a_layer_whose_variance_shifts_is_named(layer: str, role: str) -> None:
     assert found[0].step <= 85
 
 
+def test_layers_that_leave_fp8_start_a_new_history() -> None:
+    rules = AlarmRules(GuardConfig(), ROWS)
+    for step in range(1, 121):
+        table = values() if step <= 60 else values()[:-1]
+        table[:, STATS.index("variance")] = 1.0 if step <= 60 else 5.0
+        assert rules.check(Observation(step, 2.0, 1.0, 1e-3, table)) is None
+        rules.rows = ROWS if step <= 59 else ROWS[:-1]
+
+
 def parameters(**changed: Any) -> ParameterStats:
     """Return a check of four parameters where nothing is wrong but for the fields given."""
     names = ("a.weight", "b.weight", "c.weight", "d.weight")

@@ -338,11 +338,13 @@ class AlarmRules:
 
     def _shifts(self, seen: Observation) -> Iterator[Alarm]:
         """Yield the first tensor, in the order of a step, whose variance has shifted."""
-        if seen.values is None or len(self._variances) < BEFORE + SHORT - 1:
+        if seen.values is None:
             return
-        table = np.stack([*self._variances, _log_variances(seen.values)])
-        if len({row.shape for row in table}) > 1:
+        known = _log_variances(seen.values)
+        history = [row for row in self._variances if row.shape == known.shape]  # layers may have left FP8
+        if len(history) < BEFORE + SHORT - 1:
             return
+        table = np.stack([*history, known])
         now, past = table[-SHORT:], table[-SHORT - BEFORE : -SHORT]
         shift = np.abs(now.mean(0) - past.mean(0))
         error = np.maximum(past.std(0, ddof=1), NOISE) * math.sqrt(1 / SHORT + 1 / BEFORE)
@@ -355,7 +357,10 @@ class AlarmRules:
     def _drifts(self, seen: Observation) -> Iterator[Alarm]:
         losses = [*self._losses, seen.loss]
         if len(losses) >= RECENT + BEFORE:
-            limit, level = _limit_of_drift(losses, RECENT, BEFORE, self._config.drift)
+            now, past = losses[-RECENT:], losses[-RECENT - BEFORE : -RECENT]
+            # Each group has a variance of its own (Welch), so that one outlier never looks like a drift.
+            error, level = math.sqrt(variance(now) / RECENT + variance(past) / BEFORE), fmean(past)
+            limit = level + self._config.drift * error
             if (mean := fmean(losses[-RECENT:])) > max(limit, level + LEAST_DRIFT * abs(level)):
                 yield Alarm(seen.step, "loss drift", "", "", mean, max(limit, level + LEAST_DRIFT * abs(level)))
         falls = [before - after for before, after in pairwise(losses)]
@@ -365,7 +370,9 @@ class AlarmRules:
                 yield Alarm(seen.step, "repeat", "", "", largest, STEADY * usual)
         gaps = [*self._gaps, gap] if (gap := _gap(seen)) is not None else []
         if len(gaps) >= SHORT + BEFORE:
-            limit, level = _limit_of_drift(gaps, SHORT, BEFORE, self._config.gap_drift)
+            past = gaps[-SHORT - BEFORE : -SHORT]
+            error, level = math.sqrt(variance(past) * (1 / SHORT + 1 / BEFORE)), fmean(past)
+            limit = level + self._config.gap_drift * error
             if (mean := fmean(gaps[-SHORT:])) > max(limit, level + LEAST_GAP):
                 yield Alarm(seen.step, "gap", "", "", mean, max(limit, level + LEAST_GAP))
 
@@ -382,8 +389,7 @@ class AlarmRules:
             self._gaps = [*self._gaps, gap][-SHORT - BEFORE :]
         if seen.values is not None:
             known = _log_variances(seen.values)
-            kept = self._variances if not self._variances or self._variances[-1].shape == known.shape else []
-            self._variances = [*kept, known][-SHORT - BEFORE :]
+            self._variances = [*self._variances, known][-SHORT - BEFORE :]
         if seen.parameters is not None:
             for name, rate in self._rates_of(seen):
                 self._rates[name] = [*self._rates.get(name, ()), rate][-CHECKS:]
@@ -411,17 +417,6 @@ def _gap(seen: Observation) -> float | None:
 def _log_variances(values: NDArray[np.float32]) -> NDArray[np.float64]:
     logs: NDArray[np.float64] = np.log(np.maximum(values[:, _VARIANCE].astype(np.float64), 1e-300))
     return logs
-
-
-def _limit_of_drift(series: Sequence[float], recent: int, before: int, errors: float) -> tuple[float, float]:
-    """Return the limit of the mean of the newest values, and the mean of those before.
-
-    Each group has a variance of its own (Welch), so that one outlier never looks like a drift.
-    """
-    now, past = series[-recent:], series[-recent - before : -recent]
-    error = math.sqrt(variance(now) / recent + variance(past) / before)
-    level = fmean(past)
-    return level + errors * error, level
 
 
 def _tail(excess: Sequence[float]) -> float:
