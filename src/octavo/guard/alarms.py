@@ -36,7 +36,7 @@ NORMAL = 1.4826
 TAIL, RARE = 256, 1e-5
 """Excesses of the loss over its level that the tail is estimated from, and how seldom one may be a spike by chance."""
 RECENT, BEFORE = 16, 46
-"""Steps that the drift of the loss compares."""
+"""Steps that the drift of the loss compares; half as many recent ones, too, for quicker drifts."""
 SHORT = 4
 """Steps whose mean is compared by the other slow rules."""
 LEAST_DRIFT, LEAST_GAP, LEAST_SHIFT = 0.003, 0.2, 0.02
@@ -356,13 +356,15 @@ class AlarmRules:
 
     def _drifts(self, seen: Observation) -> Iterator[Alarm]:
         losses = [*self._losses, seen.loss]
-        if len(losses) >= RECENT + BEFORE:
-            now, past = losses[-RECENT:], losses[-RECENT - BEFORE : -RECENT]
-            # Each group has a variance of its own (Welch), so that one outlier never looks like a drift.
-            error, level = math.sqrt(variance(now) / RECENT + variance(past) / BEFORE), fmean(past)
-            limit = level + self._config.drift * error
-            if (mean := fmean(losses[-RECENT:])) > max(limit, level + LEAST_DRIFT * abs(level)):
-                yield Alarm(seen.step, "loss drift", "", "", mean, max(limit, level + LEAST_DRIFT * abs(level)))
+        for recent in (RECENT, RECENT // 2) if len(losses) >= RECENT + BEFORE else ():
+            now, past = losses[-recent:], losses[-recent - BEFORE : -recent]
+            # The variance within both groups, so that one outlier never looks like a drift.
+            within = (variance(now) * (recent - 1) + variance(past) * (BEFORE - 1)) / (recent + BEFORE - 2)
+            level = fmean(past)
+            rise = self._config.drift * math.sqrt(within * (1 / recent + 1 / BEFORE))
+            limit = level + max(rise, LEAST_DRIFT * abs(level))
+            if (mean := fmean(now)) > limit:
+                yield Alarm(seen.step, "loss drift", "", "", mean, limit)
         falls = [before - after for before, after in pairwise(losses)]
         if len(falls) >= BEFORE + FALLS and min(falls[-FALLS:]) > 0:
             usual = median(map(abs, falls[-FALLS - BEFORE : -FALLS]))

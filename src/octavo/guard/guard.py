@@ -389,7 +389,8 @@ class Guard:
             return
         self._tried["data"] = self._tried.get("data", 0) + 1
         if self._tried["data"] > LASTING and alarm.rule != "nonfinite":
-            self._give_up(alarm, f"the {LASTING} batches passed over were followed by others like them", "data")
+            cause: Cause = "optimizer" if alarm.rule == "gradient spike" else "data"
+            self._give_up(alarm, f"the {LASTING} batches passed over were followed by others like them", cause)
             return
         self._skipped.append(self._run.position)
         self._run.skip()
