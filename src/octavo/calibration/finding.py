@@ -88,6 +88,14 @@ class Calibration:
     not_found: tuple[str, ...] = ()
     """Scales whose tensors never occurred, or were all zero."""
 
+    def described(self, source: str) -> Calibration:
+        """Return the same with a description of model and data, for the file."""
+        scales = {
+            name: replace(found, origin=None if found.origin is None else replace(found.origin, source=source))
+            for name, found in self.scales.items()
+        }
+        return replace(self, scales=scales, origin=replace(self.origin, source=source))
+
     def rows(self) -> list[Row]:
         """Return a row per scale, in the order of the layers."""
         return [Row(*_parts(name), scale) for name, scale in self.scales.items()]
@@ -135,7 +143,6 @@ def calibrate(
     layers: str | Sequence[str] = (),
     backward: bool = True,
     scale_policy: ScalePolicy | None = None,
-    source: str = "",
 ) -> Calibration:
     """Find the scales of a model's linear layers from representative batches.
 
@@ -155,7 +162,6 @@ def calibrate(
         layers: one or several patterns of layers (`layers.0.*`) or scales (`*.grad_output`); by default all.
         backward: calibrate gradients too; otherwise only forward runs.
         scale_policy: how scales are derived from the observed magnitudes.
-        source: description of model and data for the file.
 
     Raises:
         ConfigError: nothing to calibrate, no batch, no loss, or a pattern without match.
@@ -178,7 +184,7 @@ def calibrate(
             " Choose by 'max', or leave gradients out (backward=False).",
             stacklevel=2,
         )
-    origin = Origin(recipe=first.recipe.name, how=str(scale_policy), source=source, data=str(data))
+    origin = Origin(recipe=first.recipe.name, how=str(scale_policy), data=str(data))
     return _result(targets, seen, scale_policy, origin)
 
 

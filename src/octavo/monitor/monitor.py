@@ -107,15 +107,15 @@ class Monitor:
         config: settings of the run as a nested mapping, stored for reference and for comparing runs.
         plan: return value of `octavo.convert`.
         trackers: `wandb`, `trackio`, `mlflow`; each receives a few aggregates per step.
-        resume_from: number of steps completed: continues the run in `directory`, deleting its records past them.
-        overwrite: replace an existing run.
+        resume_from: number of steps completed: continues the run in `directory`, deleting its records past them; 0
+            replaces the run.
         telemetry: source of tensor statistics; by default `octavo.nn.telemetry.Telemetry(model, histograms_every=100)`
             on rank 0, None for none. For statistics over all ranks, create one with a `group` on all ranks.
         guard: limits beyond which an event is recorded: NaN, spikes of `loss` and `gradient_norm`, jumps of weights,
             saturated or flushed tensors. To let guardrails act, see `octavo.guard.Loop`.
 
     Raises:
-        StoreError: `directory` cannot be written, or contains a run and neither `resume_from` nor `overwrite` is given.
+        StoreError: `directory` cannot be written, or contains a run and `resume_from` is not given.
         ConfigError: an unknown tracker, or a `guard` in mode `act`.
     """
 
@@ -128,7 +128,6 @@ class Monitor:
         plan: Any = None,
         trackers: Sequence[str] = (),
         resume_from: int | None = None,
-        overwrite: bool = False,
         telemetry: TelemetrySource | str | None = "auto",
         guard: GuardConfig | None = None,
     ) -> None:
@@ -144,8 +143,8 @@ class Monitor:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._recorder = Recorder(
             directory,
-            keep_until=resume_from,
-            overwrite=overwrite,
+            keep_until=resume_from or None,
+            overwrite=resume_from == 0,
             gpu=(device.index or 0) if device.type == "cuda" else None,
             trackers=trackers,
             config=config or {},

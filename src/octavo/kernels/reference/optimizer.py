@@ -157,7 +157,7 @@ def write(values: Tensor, codes: Tensor, scale: Tensor | None, storage: Storage,
     if storage.format == "fp32":
         codes.copy_(codec.from_groups(values, *codes.shape))
     else:
-        _store(codec.encode(values, storage.float, random, never_zero), codes)
+        _store(codec.encode(values, storage.float, random, never_zero, storage.root), codes)
 
 
 def read_weight(slot: Slot, layout: Layout) -> Tensor:

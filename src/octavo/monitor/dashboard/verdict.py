@@ -230,16 +230,19 @@ def of_events(run: RunReader) -> Iterator[RunFinding]:
     """Yield the number of errors and of warnings, with the last of each."""
     last = run.last_step
     for level, plural in (("error", "errors"), ("warning", "warnings")):
-        events = run.events(level=level)
-        if not events:
+        count = run.event_count(level)
+        if not count:
             continue
-        newest = events[-1]
+        (newest,) = run.events(level=level, newest=1)
         is_recent = newest.step >= (1 - SHARE) * last
         severity = ("unhealthy" if level == "error" else "watch") if is_recent else "healthy"
-        count = f"{len(events)} {level if len(events) == 1 else plural}"
+        counted = f"{count} {level if count == 1 else plural}"
         action = f", {newest.action}" if newest.action else ""
         yield RunFinding(
-            severity, f"{count}, the last at step {newest.step:,}: {newest.text}{action}", newest.layer or "", "events"
+            severity,
+            f"{counted}, the last at step {newest.step:,}: {newest.text}{action}",
+            newest.layer or "",
+            "events",
         )
 
 
