@@ -414,6 +414,18 @@ def test_layers_swapped_at_resume_are_named() -> None:
     assert "first.weight is not what the checkpoint was written with: it is second.weight" in events[0].text
 
 
+def test_a_step_whose_alarm_refines_a_layer_is_not_held_against_its_budgets() -> None:
+    loop, events = make_loop()
+    losses(loop, 12)
+    guard, alarm = loop.guard, Alarm(13, "layer shift", "second", "input", 1.0, 0.5)
+    check, guard._rules.check = guard._rules.check, lambda _: alarm  # type: ignore[method-assign]
+    guard._raise = lambda alarm, _: guard._refine("second", alarm) and guard._refine("second", alarm) and False  # type: ignore[method-assign]
+    loop.step()
+    guard._rules.check = check  # type: ignore[method-assign]
+    assert [event.action for event in events][-1] == "second computes by bf16"
+    assert loop.step() is not None
+
+
 def test_the_layer_that_fp8_harms_is_found_among_many() -> None:
     loop, _ = make_loop()
     probed: list[tuple[str, ...]] = []

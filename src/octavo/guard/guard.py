@@ -155,7 +155,7 @@ class Guard:
         """
         if self.config.mode == "off":
             return False
-        alarm = self._rules.check(step)
+        alarm, rows = self._rules.check(step), self._rules.rows
         if self._incident is not None:
             self._compare(self._incident, step)
         if alarm is not None and self._raise(alarm, step):
@@ -166,7 +166,8 @@ class Guard:
         if alarm is None and self._incident is None and step.step > max(self._unsolved, default=0) + MARGIN:
             self._unsolved.clear()
             self._tried.clear()
-        for over in self._rules.over_budget(step):
+        # Telemetry of layers that an alarm has just refined is of the rows before.
+        for over in self._rules.over_budget(step) if self._rules.rows is rows else ():
             self._over_budget(over)
         return False
 
