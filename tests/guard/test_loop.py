@@ -272,7 +272,7 @@ def test_its_own_state_goes_on() -> None:
     loop.model.__class__ = Spiking
     loop.model.spikes = True  # type: ignore[assignment]
     losses(loop, 12)
-    state = json.loads(json.dumps(loop.guard.state_dict()))
+    state = json.loads(json.dumps(loop.guard.state_dict(), allow_nan=False))
     again, _ = make_loop("tensorwise", patience=1)
     again.guard.load_state_dict(state)
     assert again.model.second.recipe.name == "folded"  # type: ignore[union-attr]

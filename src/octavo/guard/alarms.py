@@ -226,7 +226,8 @@ class AlarmRules:
     def state_dict(self) -> dict[str, Any]:
         """Return the history as JSON values."""
         plain = {name: copy.deepcopy(getattr(self, f"_{name}")) for name in _HISTORY}
-        return {**plain, "variances": [row.tolist() for row in self._variances]}
+        variances = [[value if math.isfinite(value) else None for value in row.tolist()] for row in self._variances]
+        return {**plain, "variances": variances}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of `state_dict`; what a checkpoint of an older version lacks starts empty."""
@@ -395,7 +396,8 @@ class AlarmRules:
         if seen.parameters is not None:
             for name, rate in self._rates_of(seen):
                 self._rates[name] = [*self._rates.get(name, ()), rate][-CHECKS:]
-            self._second = dict(zip(seen.parameters.names, map(float, seen.parameters.second), strict=True))
+            second = zip(seen.parameters.names, map(float, seen.parameters.second), strict=True)
+            self._second = {name: value for name, value in second if math.isfinite(value)}
             self._top_lr = max(self._top_lr, seen.lr)
 
 

@@ -134,7 +134,8 @@ class ParameterCheck:
             return {}
         norms = _norms(weights).tolist()
         elements = [_sample(weight)[-PRINT:].tolist() for weight in weights]
-        return {name: [norm, *own] for name, norm, own in zip(names, norms, elements, strict=True)}
+        prints = {name: [norm, *own] for name, norm, own in zip(names, norms, elements, strict=True)}
+        return {name: own for name, own in prints.items() if np.isfinite(own).all()}
 
     def _read(self, step: int) -> list[str]:
         names, weights = _weights(self._model)
