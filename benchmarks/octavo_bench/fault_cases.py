@@ -20,14 +20,19 @@ if TYPE_CHECKING:
 
 CLASSES = ("data", "weights", "moments", "gradients", "codes and scales", "configuration")
 Pace = Literal["sudden", "moderate", "slow", "repeated"]
-Strike = Callable[["Struck", int], None]
+Strike = Callable[["Struck", int], object]
 
 EXPONENT_BIT, MANTISSA_BIT = 30, 24
 """Highest exponent bit of an FP32 element, which multiplies a value below 2 by 2^128, and one that scales it by 4."""
 SPIKE = 2000.0
 """Size of a SwiGLU spike, times the largest element."""
 TOKEN, ROW, COLUMN = 7, 3, 5
-WO, W1, W2, W3 = "layers.1.attention.wo", "layers.2.feed_forward.w1", "layers.1.feed_forward.w2", "layers.0.feed_forward.w3"
+WO, W1, W2, W3 = (
+    "layers.1.attention.wo",
+    "layers.2.feed_forward.w1",
+    "layers.1.feed_forward.w2",
+    "layers.0.feed_forward.w3",
+)
 WQ = "layers.1.attention.wq"
 ALWAYS = range(10**9)
 
@@ -138,7 +143,7 @@ def _inf_in_a_token(run: Struck) -> None:
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 
-def _weight(layer: str, change: Callable[[Tensor], None]) -> Strike:
+def _weight(layer: str, change: Callable[[Tensor], object]) -> Strike:
     return lambda run, n: change(run.weight(layer))
 
 
@@ -149,7 +154,7 @@ def _flip(bit: int, layer: str = W1) -> Strike:
     return strike
 
 
-def _row(factor: float) -> Callable[[Tensor], None]:
+def _row(factor: float) -> Callable[[Tensor], object]:
     return lambda weight: weight[ROW].mul_(factor)
 
 
@@ -262,7 +267,9 @@ def _swiglu_spike(run: Struck) -> None:
     layer.register_forward_hook(without)
 
 
-def _dequantised(layer: str, change: Callable[[int, Tensor], Tensor], backward: bool = False) -> Callable[[Struck], None]:
+def _dequantised(
+    layer: str, change: Callable[[int, Tensor], Tensor], backward: bool = False
+) -> Callable[[Struck], None]:
     """Change what a layer's FP8 GEMM returns from a step on, as a wrong scale or bad codes do; its BF16 is right."""
 
     def prepare(run: Struck) -> None:
@@ -290,7 +297,7 @@ def _stored_scale(layer: str, factor: float, role: int = 0, every: int = 1) -> S
     def strike(run: Struck, n: int) -> None:
         slot = run.model.get_submodule(layer).scaling_slot
         if n >= 0 and n % every == 0 and scales(run.model) is not None and slot is not None:
-            slot.cells.data[role, 0] *= factor  # type: ignore[union-attr,operator]
+            slot.cells.data[role, 0] *= factor  # type: ignore[union-attr,index,operator]
 
     return strike
 
@@ -354,7 +361,7 @@ def _faults() -> list[Fault]:
         Fault("layers swapped at resume", weights, "sudden", "model", WO, _swap_at_resume, once),
         Fault("norm drifts 1 % per step", weights, "slow", "optimizer", "layers.1.ffn_norm", _drift),
         Fault("second moments lost", moments, "sudden", "transient", "", _moments("", exp_avg_sq=0.0), once),
-        Fault("second moment of a layer lost", moments, "moderate", "transient", WO, _moments(WO, exp_avg_sq=0.0), once),
+        Fault("layer's second moment lost", moments, "moderate", "transient", WO, _moments(WO, exp_avg_sq=0.0), once),
         Fault("second moment / 1e4", moments, "moderate", "transient", WO, _moments(WO, exp_avg_sq=1e-4), once),
         Fault("moments lost", moments, "repeated", "transient", "", _moments("", exp_avg=0.0, exp_avg_sq=0.0), thrice),
         Fault("first moment x 100", moments, "sudden", "transient", WO, _moments(WO, exp_avg=100.0), once),
@@ -381,9 +388,15 @@ def _faults() -> list[Fault]:
             "layer's gradient zero", gradients, "slow", "optimizer", WO,
             prepare=_gradient(WO, torch.Tensor.zero_, ALWAYS),
         ),
-        Fault("all gradients negated", gradients, "slow", "optimizer", prepare=_gradient("", torch.Tensor.neg_, ALWAYS)),
+        Fault(
+            "all gradients negated", gradients, "slow", "optimizer",
+            prepare=_gradient("", torch.Tensor.neg_, ALWAYS),
+        ),
         Fault("SwiGLU spike", codes, "sudden", "precision", W2, prepare=_swiglu_spike, recipe="tensorwise"),
-        Fault("fprop's scale x 1.15", codes, "moderate", "precision", W2, prepare=_dequantised(W2, lambda n, y: 1.15 * y)),
+        Fault(
+            "fprop's scale x 1.15", codes, "moderate", "precision", W2,
+            prepare=_dequantised(W2, lambda n, y: 1.15 * y),
+        ),
         Fault(
             "fprop's scale x 1.02, with a twin", codes, "slow", "precision", W2,
             prepare=_dequantised(W2, lambda n, y: 1.02 * y), twin=True,
@@ -410,7 +423,10 @@ def _faults() -> list[Fault]:
         ),
         Fault("learning rate x 20", configuration, "sudden", "optimizer", strike=_lr(lambda n: 20.0)),
         Fault("learning rate x 4", configuration, "moderate", "optimizer", strike=_lr(lambda n: 4.0)),
-        Fault("learning rate grows 8 % per step", configuration, "slow", "optimizer", strike=_lr(lambda n: 1.08 ** (n + 1))),
+        Fault(
+            "learning rate grows 8 % per step", configuration, "slow", "optimizer",
+            strike=_lr(lambda n: 1.08 ** (n + 1)),
+        ),
         Fault(
             "weight decay x 1000", configuration, "moderate", "optimizer",
             strike=_group(weight_decay=lambda decay: 1000 * (decay or 0.1)),

@@ -37,7 +37,7 @@ from octavo_bench.fault_cases import FAULTS, Fault
 
 TRAINED = 3000
 """Steps that the model is trained for before anything strikes."""
-STRIKE, STEPS = 30, 100
+STRIKE, STEPS = 33, 60
 """Step after those that is struck, and number of steps made."""
 CLEAN = 1000
 """Steps of each clean run."""
@@ -161,7 +161,7 @@ class Bench:
             "optimizer": {"lr": 1e-3, "min_lr": 0.2, "betas": [0.9, 0.99]},
             "run": {
                 "steps": self.trained + steps, "batch": 8, "recipe": "folded", "twin": False, "min_gain": 0.0,
-                "device": self.device, "eval_tokens": 16384, "log_every": 10, "out": str(self.out / name),
+                "device": self.device, "eval_tokens": 8192, "log_every": 10, "out": str(self.out / name),
             },
             "guard": {"mode": mode, "snapshot_every": 20},
         }  # fmt: skip
@@ -240,7 +240,7 @@ def _row(bench: Bench, start: Path, case: tuple[str, float]) -> dict[str, Any]:
         loss, notes[mode], ended[mode] = _run(config, start, fault)
         change[mode] = 100 * (loss - plain) / plain if math.isfinite(loss) else math.inf
     struck = bench.trained + STRIKE
-    row = {
+    row: dict[str, Any] = {
         "fault": fault.name, "class": fault.kind, "pace": fault.pace, "recipe": fault.recipe, "struck_step": struck,
         "expected": f"{fault.cause} {fault.layer}".strip(), "cause": "", "layer": "",
         "watched_change": _finite(change["watch"]), "final_loss_change": _finite(change["act"]),
@@ -307,7 +307,7 @@ def _make_noisy(run: Struck, noise: Callable[[], float]) -> None:
     def noisy(lr: float, loss: Tensor, *rest: Any) -> bool:
         return after(lr, loss * noise(), *rest)
 
-    run._guarded.after = noisy  # type: ignore[method-assign]
+    run._guarded.after = noisy  # type: ignore[method-assign,assignment]
 
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {

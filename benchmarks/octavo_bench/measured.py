@@ -33,19 +33,54 @@ demo = by_columns(
     names=8,
 )
 
-faults = by_columns(
-    (
+
+def faults(result: Result) -> str:
+    """Return each fault: its cost if guardrails watch and act, when it was noted, and the cause that they found."""
+    columns = (
+        ("class", "{class}"),
         ("fault", "{fault}"),
-        ("recipe", "{recipe}"),
-        ("struck", "step {struck_step}"),
-        ("found", "step {detected_step}"),
-        ("cause", "{cause}"),
-        ("layer", "{layer}"),
-        ("what was done", "{action}"),
-        ("held-out loss", "{final_loss_change:+.2f} %"),
-    ),
-    names=3,
-)
+        ("pace", "{pace}"),
+        ("held-out loss, watched", "{watched_change:+.2f} %"),
+        ("acted on", "{final_loss_change:+.2f} %"),
+        ("noted after", "{after} steps"),
+        ("rule", "{rule}"),
+        ("cause found", "{cause}"),
+        ("layer found", "{layer}"),
+        ("right", "{right}"),
+    )
+    rows = []
+    for row in _struck(result):
+        found = (
+            {"after": row["detected_step"] - row["struck_step"]} if "detected_step" in row else {"rule": "not noted"}
+        )
+        rows.append({**row, **found, "right": "yes" if row["is_attributed"] else f"no: {row.get('expected', '')}"})
+    return figures(columns, rows, 3)
+
+
+def faults_summary(result: Result) -> str:
+    """Return in words how many faults were noted and attributed, what acting cost, and what was not seen."""
+    rows = _struck(result)
+    noted = [row for row in rows if row.get("costs") and row["is_noted"]]
+    expected = [(row, *row["expected"].partition(" ")[::2]) for row in noted]
+    in_layer = [(row, layer) for row, _, layer in expected if layer]
+    both = [row for row in rows if row.get("watched_change") is not None and row["final_loss_change"] is not None]
+    worse = max((row["final_loss_change"] - row["watched_change"] for row in both), default=0.0)
+    ended = sum(bool(row.get("ended_acting")) and not row["ended_watching"] for row in rows)
+    unseen = [row["fault"] for row in rows if "detected_step" not in row]
+    clean = [row for row in result.rows if "alarms" in row]
+    return (
+        f"Of {len(rows)} faults {sum(row.get('costs', False) for row in rows)} cost more than 1 % of the held-out loss,"
+        f" or ended the run. {len(noted)} of these were noted within 20 steps; the cause was right in"
+        f" {sum(row['cause'] == cause for row, cause, _ in expected)}, the layer in"
+        f" {sum(row['layer'] == layer for row, layer in in_layer)} of the {len(in_layer)} that have one. Acting ended"
+        f" {ended} runs that watching did not, and was at most {worse:.2f} % worse. Not seen:"
+        f" {', '.join(unseen) or 'none'}. Clean: {sum(row['alarms'] for row in clean)} alarms in"
+        f" {sum(row['steps'] for row in clean):,} steps over {len(clean)} configurations."
+    )
+
+
+def _struck(result: Result) -> list[Row]:
+    return [row for row in result.rows if row["fault"] and "error" not in row]
 
 robustness = by_columns(
     (("class", "{class}"), ("tried", "{tried}"), ("survived", "{survived}"), ("named", "{named}")),
@@ -634,6 +669,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "stress": ("stress", stress),
     "faults": ("faults", faults),
     "robustness": ("robustness", robustness),
+    "faults-summary": ("faults", faults_summary),
     "localize": ("localize", localize),
     "step": ("step", step),
     "step-summary": ("step", step_summary),

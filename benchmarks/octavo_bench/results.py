@@ -91,11 +91,9 @@ KINDS: dict[str, dict[str, type]] = {
     "faults": {
         "fault": str,
         "struck_step": int,
-        "detected_step": int,
         "layer": str,
         "cause": str,
         "recovered": bool,
-        "final_loss_change": float,
     },
     "robustness": {"class": str, "tried": int, "survived": int, "named": int, "seed": int},
     "localize": {"workload": str, "layers": int, "predicted": list, "measured": list, "rank_correlation": float},

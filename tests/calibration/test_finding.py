@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+import warnings
 
 import numpy as np
 import pytest
@@ -268,3 +269,12 @@ def test_a_second_file_of_the_same_layers_keeps_the_first(tmp_path):
     entry = calibration.read(path)["0.input"]
     assert entry.previous[0].scale == first.scales["0.input"].scale != entry.scale
     assert entry.previous[0].statistics == first.scales["0.input"].statistics
+
+
+def test_a_percentile_of_gradients_warns():
+    by = ScalePolicy(by="percentile")
+    with pytest.warns(UserWarning, match="a percentile lets the largest gradients saturate"):
+        octavo.calibrate(model(), batches(1), loss=loss, scale_policy=by)
+    with warnings.catch_warnings(action="error"):
+        octavo.calibrate(model(), batches(1), scale_policy=by, backward=False)
+        octavo.calibrate(model(), batches(1), loss=loss)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 
 from octavo.guard.alarms import (
     LEAST,
+    Alarm,
     AlarmRules,
     Observation,
     first_difference,
@@ -16,6 +18,7 @@ from octavo.guard.alarms import (
     worst_layers,
 )
 from octavo.guard.config import GuardConfig
+from octavo.guard.parameters import ParameterStats
 from octavo.kernels.sample import STATS
 
 ROWS = [(layer, role) for layer in ("a", "b") for role in ("input", "weight", "grad_output")]
@@ -157,3 +160,126 @@ def test_the_worst_layer_is_first() -> None:
     assert worst_layers(ROWS, values()) == []
     assert worst_layers(ROWS, values(a_input_flushed=0.5, b_input_saturated=0.1)) == ["b", "a"]
     assert worst_layers(ROWS, values(a_input_nonfinite=0.001, b_input_saturated=1.0)) == ["a", "b"]
+
+
+def noise(steps: int, level: float = 2.0, spread: float = 0.05, seed: int = 0) -> np.ndarray:
+    return level + spread * np.random.default_rng(seed).standard_normal(steps)
+
+
+def alarms(rules: AlarmRules, losses: np.ndarray, first: int = 1, **fields: Any) -> list[Alarm]:
+    found = (
+        rules.check(Observation(step, float(loss), 1.0, 1e-3, **fields)) for step, loss in enumerate(losses, first)
+    )
+    return [alarm for alarm in found if alarm is not None]
+
+
+def test_a_slow_rise_of_the_loss_is_seen_before_it_is_a_spike() -> None:
+    rules = AlarmRules(GuardConfig())
+    assert alarms(rules, noise(200)) == []
+    found = alarms(rules, noise(40, 2.12, seed=1), 201)
+    assert [alarm.rule for alarm in found] == ["loss drift"]  # once: the level is adopted
+    assert found[0].step <= 220
+
+
+def test_a_gap_to_the_twin_is_seen_that_the_loss_hides() -> None:
+    rules, losses = AlarmRules(GuardConfig()), noise(120, spread=0.2)
+    gaps = 1 + noise(120, 0.0, 0.0005, seed=2)
+    gaps[80:] += 0.01
+    found = []
+    for step, (loss, gap) in enumerate(zip(losses, gaps, strict=True), 1):
+        found.append(rules.check(Observation(step, float(loss * gap), 1.0, 1e-3, twin_loss=float(loss))))
+    told = [alarm for alarm in found if alarm is not None]
+    assert [alarm.rule for alarm in told] == ["gap"] and 81 <= told[0].step <= 86
+
+
+def test_a_twin_that_is_not_finite_is_no_fault_of_the_run() -> None:
+    assert alarms(AlarmRules(GuardConfig()), noise(80), twin_loss=math.nan) == []
+
+
+@pytest.mark.parametrize(("layer", "role"), [("b", "input"), ("a", "grad_output")])
+def test_a_layer_whose_variance_shifts_is_named(layer: str, role: str) -> None:
+    rules, draw = AlarmRules(GuardConfig(), ROWS), np.random.default_rng(0)
+    told = []
+    for step in range(1, 121):
+        table = values()
+        table[:, STATS.index("variance")] = np.exp(0.05 * draw.standard_normal(len(ROWS)))
+        if step > 80:
+            table[ROWS.index((layer, role)), STATS.index("variance")] *= 1.5
+        told.append(rules.check(Observation(step, 2.0, 1.0, 1e-3, table)))
+    found = [alarm for alarm in told if alarm is not None]
+    assert [(alarm.rule, alarm.layer, alarm.role) for alarm in found] == [("layer shift", layer, role)]
+    assert found[0].step <= 85
+
+
+def test_layers_that_leave_fp8_start_a_new_history() -> None:
+    rules = AlarmRules(GuardConfig(), ROWS)
+    for step in range(1, 121):
+        table = values() if step <= 60 else values()[:-1]
+        table[:, STATS.index("variance")] = 1.0 if step <= 60 else 5.0
+        assert rules.check(Observation(step, 2.0, 1.0, 1e-3, table)) is None
+        rules.rows = ROWS if step <= 59 else ROWS[:-1]
+
+
+def parameters(**changed: Any) -> ParameterStats:
+    """Return a check of four parameters where nothing is wrong but for the fields given."""
+    names = ("a.weight", "b.weight", "c.weight", "d.weight")
+    plain = {"norm": 8.0, "change": 5e-4, "first": 1.0, "second": 1.0, "disagreement": 0.0}
+    columns = {key: np.full(4, value) for key, value in plain.items()}
+    for key, value in changed.items():
+        columns[key] = np.where(np.arange(4) == 1, value, columns[key]) if np.ndim(value) == 0 else np.array(value)
+    return ParameterStats(names, 5, *columns.values())
+
+
+@pytest.mark.parametrize(
+    ("changed", "rule", "layer"),
+    [
+        ({"change": 0.01}, "update", "b"),
+        ({"change": [0.01] * 4}, "update", ""),
+        ({"change": [0.0] * 4}, "no update", ""),
+        ({"second": 0.1}, "moments", "b"),
+        ({"second": 200.0}, "moments", "b"),
+        ({"norm": math.nan}, "nonfinite", "b"),
+        ({"second": math.inf}, "nonfinite", "b"),
+        ({"disagreement": 0.1}, "ranks differ", "b"),
+    ],
+)
+def test_what_no_update_explains(changed: dict[str, Any], rule: str, layer: str) -> None:
+    rules = AlarmRules(GuardConfig())
+    for step in range(5, 30, 5):
+        assert rules.check(Observation(step, 2.0, 1.0, 1e-3, parameters=parameters())) is None
+    alarm = rules.check(Observation(30, 2.0, 1.0, 1e-3, parameters=parameters(**changed)))
+    assert alarm is not None and (alarm.rule, alarm.layer) == (rule, layer)
+
+
+def test_an_update_grows_with_a_learning_rate_that_was_used_before_only() -> None:
+    rules = AlarmRules(GuardConfig())
+    for step, lr in ((5, 1e-3), (10, 1e-3), (15, 1e-3), (20, 1e-4), (25, 1e-3)):
+        check = parameters(change=[0.5 * lr] * 4)
+        assert rules.check(Observation(step, 2.0, 1.0, lr, parameters=check)) is None
+    alarm = rules.check(Observation(30, 2.0, 1.0, 2e-2, parameters=parameters(change=[1e-2] * 4)))
+    assert alarm is not None and alarm.rule == "update"
+
+
+@pytest.mark.parametrize("kind", ["normal", "lognormal", "student"])
+def test_noisy_losses_are_no_fault(kind: str) -> None:
+    draw = np.random.default_rng(3)
+    losses = {
+        "normal": 2 + 0.2 * draw.standard_normal(3000),
+        "lognormal": 2 * np.exp(0.5 * draw.standard_normal(3000)),
+        "student": 2 + 0.1 * draw.standard_t(2.5, 3000),
+    }[kind]
+    assert alarms(AlarmRules(GuardConfig()), losses) == []
+
+
+def test_a_lasting_level_is_adopted_and_told_once() -> None:
+    rules = AlarmRules(GuardConfig())
+    alarms(rules, noise(100))
+    told = [alarm for alarm in alarms(rules, noise(300, 6.0, seed=1), 101) if rules.is_news(alarm)]
+    assert [(alarm.rule, alarm.step) for alarm in told] == [("loss spike", 101)]
+
+
+def test_a_batch_that_is_repeated_is_seen() -> None:
+    rules = AlarmRules(GuardConfig())
+    alarms(rules, noise(100, spread=0.2))
+    found = alarms(rules, 2 - 0.02 * np.arange(10), 101)
+    assert found[0].rule == "repeat" and found[0].step <= 108

@@ -21,6 +21,7 @@ WELL, SPIKE, NAN = Probe(2.0, 1.0), Probe(9.0, 1.0), Probe(math.nan, math.nan)
         (Probe(2.0, 100.0), WELL, WELL, "precision"),
         (Probe(2.0, math.inf), WELL, WELL, "precision"),
         (SPIKE, SPIKE, WELL, "data"),
+        (Probe(2.0, 30.1), Probe(2.0, 29.9), WELL, "data"),
         (NAN, NAN, WELL, "data"),
         (NAN, NAN, None, "data"),
         (SPIKE, SPIKE, Probe(2.2, 1.0), "optimizer"),

@@ -32,6 +32,17 @@ def test_a_wider_window_has_more_headroom() -> None:
     assert Ladder(load("delayed"), 10).rungs("a")[1].history.margin == load("delayed").history.margin + 2
 
 
+@pytest.mark.parametrize(("is_flushed", "after"), [(False, "delayed+2bits"), (True, "folded")])
+def test_a_layer_whose_codes_are_flushed_gets_no_headroom(is_flushed: bool, after: str) -> None:
+    ladder = Ladder(load("delayed"), 10)
+    move = ladder.up("a", 5, is_flushed=is_flushed)
+    assert move is not None and move.after == after
+    again = Ladder(load("delayed"), 10)
+    again.load_state_dict(json.loads(json.dumps(ladder.state_dict())))
+    assert again.recipe().modules["a"].name == after
+    assert [move.after for move in again.down(15)] == ["delayed"]
+
+
 def test_a_layer_climbs_to_bf16_and_no_further() -> None:
     ladder = Ladder(load("folded"), 10)
     assert ladder.recipe() == load("folded")

@@ -66,6 +66,11 @@ def test_a_change_within_reach_is_none() -> None:
     assert weight_diff(before, before + 0.09, 0.1) is None
 
 
+def test_elements_of_a_vector_are_rows() -> None:
+    found = weight_diff(torch.ones(8), torch.ones(8) + torch.eye(8)[2], 0.1)
+    assert found is not None and (found.elements, found.row) == (1, 2)
+
+
 def test_a_flipped_bit_a_row_and_more() -> None:
     before = torch.randn(8, 8)
     now = before + 0.01

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +13,15 @@ import torch
 from loops import MLP, TOKENS, WIDTH, batches, loss_of, make_loop
 from torch import Tensor, nn
 
+import octavo
 from octavo import convert
 from octavo.errors import ConfigError, RunError
 from octavo.guard import Alarm, GuardConfig, GuardEvent, Loop, Update
 from octavo.guard.alarms import LASTING
+from octavo.guard.diagnosis import Probe
 from octavo.guard.guarded import stored_scales
+from octavo.monitor.monitor import Monitor
+from octavo.monitor.store import RunReader
 from octavo.optim import AdamW
 
 STEPS, AT = 40, 25
@@ -267,7 +272,7 @@ def test_its_own_state_goes_on() -> None:
     loop.model.__class__ = Spiking
     loop.model.spikes = True  # type: ignore[assignment]
     losses(loop, 12)
-    state = json.loads(json.dumps(loop.guard.state_dict()))
+    state = json.loads(json.dumps(loop.guard.state_dict(), allow_nan=False))
     again, _ = make_loop("tensorwise", patience=1)
     again.guard.load_state_dict(state)
     assert again.model.second.recipe.name == "folded"  # type: ignore[union-attr]
@@ -295,3 +300,183 @@ def test_a_scheduler_goes_back_too() -> None:
             model.first.weight.data[0] *= 1e4
     assert events[0].back_to == 0
     assert scheduler.last_epoch == STEPS
+
+
+def nonsense(at: set[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield batches, those of some steps with targets that nothing can learn."""
+    for number, (x, y) in enumerate(batches(), 1):
+        yield (x, 40 * torch.randn(TOKENS, WIDTH)) if number in at else (x, y)
+
+
+def test_batches_passed_over_stay_so_after_a_rollback() -> None:
+    loop, events = make_loop(data=nonsense({AT, AT + 3}), snapshot_every=20)
+    losses(loop)
+    assert [event.action for event in events if event.cause == "data"] == ["batch passed over"] * 2
+    assert loop.guard.state_dict()["skipped"] == [AT - 1, AT + 2]
+    again, _ = make_loop()
+    again.guard.load_state_dict(loop.guard.state_dict())
+    again._seek(AT - 1)
+    again.guard._pass_over()
+    assert again.position == AT
+
+
+def test_solved_incidents_do_not_count_toward_giving_up() -> None:
+    bad = set(range(AT, AT + 60, 6))
+    loop, events = make_loop(data=nonsense(bad), rollbacks=3)
+    losses(loop, 90)
+    assert sum(event.action == "batch passed over" for event in events) == len(bad)
+    assert not any(event.action == "the new level is adopted" for event in events)
+
+
+class Tokens(nn.Module):
+    """An embedding before an MLP; token 9 is rare."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.mlp = nn.Embedding(10, WIDTH), MLP()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.mlp(self.embedding(ids))
+
+
+def test_a_nan_that_no_batch_touches_is_repaired_and_named() -> None:
+    torch.manual_seed(0)
+    model, draw, events = Tokens(), torch.Generator().manual_seed(0), []  # type: ignore[var-annotated]
+    data = (torch.randint(9, (TOKENS,), generator=draw) for _ in range(200))
+    loop = Loop(
+        model,
+        AdamW(model.parameters(), lr=1e-3, states="fp32"),
+        lambda model, ids: (model(ids) - 1).square().mean(),
+        data,
+        config=GuardConfig(mode="act", snapshot_every=10),
+        on_event=events.append,
+    )
+    losses(loop, STEPS, lambda loop: loop.model.embedding.weight.data[9].fill_(torch.nan))
+    event = of_cause(events, "transient")
+    assert event.layer == "embedding" and event.step <= AT + 5
+    assert torch.isfinite(model.embedding.weight).all()
+
+
+def test_a_nan_in_all_snapshots_is_never_saved_and_ends_the_run() -> None:
+    loop, _ = make_loop(snapshot_every=10, rollbacks=2)
+
+    def strike(_: Any) -> None:
+        if loop.done >= AT:
+            loop.model.first.weight.data[0, 0] = torch.nan  # type: ignore[union-attr,operator]
+
+    bump = torch.optim.lr_scheduler.LambdaLR(loop.update.optimizer, lambda made: strike(made) or 1.0)
+    loop.update = replace(loop.update, scheduler=bump)
+    with pytest.raises(RunError, match=r"first\.weight is not finite"):
+        for _ in loop.steps(80):
+            for saved in loop.guard._saved:
+                assert all(torch.isfinite(tensor).all() for tensor in saved.snapshot.state.model.values())
+
+
+def test_a_level_shift_is_noted_a_few_times() -> None:
+    harder = ((x, y + 3 * torch.randn(TOKENS, WIDTH)) if n >= AT else (x, y) for n, (x, y) in enumerate(batches(), 1))
+    loop, events = make_loop(data=harder, mode="watch")
+    losses(loop, 300)
+    assert 1 <= len(events) <= 12
+    assert all(event.step < AT + 60 for event in events)
+
+
+@pytest.mark.parametrize("mode", ["watch", "act"])
+def test_an_optimizer_that_makes_no_steps_is_noted(mode: str) -> None:
+    loop, events = make_loop(mode=mode)
+    losses(loop, AT - 1)
+    loop.update.optimizer.step = lambda: loop.telemetry.step()  # type: ignore[method-assign,union-attr]
+    assert len([*loop.steps(60)]) >= 60 - AT
+    (event,) = [event for event in events if event.rule == "no update" and not event.back_to]
+    assert event.step <= AT + 10 and event.layer == ""
+    assert event.cause == ("optimizer" if mode == "act" else "")
+
+
+def test_moments_that_are_lost_are_repaired() -> None:
+    undisturbed = losses(make_loop()[0])
+    loop, events = make_loop()
+
+    def strike(loop: Loop) -> None:
+        loop.update.optimizer.state[loop.model.second.weight]["exp_avg_sq"].zero_()  # type: ignore[union-attr,index]
+
+    assert losses(loop, strike=strike) == undisturbed
+    assert of_cause(events, "transient").layer == "second"
+
+
+def test_layers_swapped_at_resume_are_named() -> None:
+    loop, events = make_loop()
+    losses(loop, 12)
+    state, first, second = loop.guard.state_dict(), loop.model.first.weight, loop.model.second.weight
+    first.data, second.data = second.data.clone(), first.data.clone()  # type: ignore[union-attr]
+    loop.guard.load_state_dict(state)
+    loop.step()
+    told = [(event.layer, event.cause) for event in events if event.rule == "fingerprint"]
+    assert told == [("first", "model"), ("second", "model")]
+    assert "first.weight is not what the checkpoint was written with: it is second.weight" in events[0].text
+
+
+def test_a_step_whose_alarm_refines_a_layer_is_not_held_against_its_budgets() -> None:
+    loop, events = make_loop()
+    losses(loop, 12)
+    guard, alarm = loop.guard, Alarm(13, "layer shift", "second", "input", 1.0, 0.5)
+    check, guard._rules.check = guard._rules.check, lambda _: alarm  # type: ignore[method-assign]
+    guard._raise = lambda alarm, _: guard._refine("second", alarm) and guard._refine("second", alarm) and False  # type: ignore[method-assign]
+    loop.step()
+    guard._rules.check = check  # type: ignore[method-assign]
+    assert [event.action for event in events][-1] == "second computes by bf16"
+    assert loop.step() is not None
+
+
+def test_the_layer_that_fp8_harms_is_found_among_many() -> None:
+    loop, _ = make_loop()
+    probed: list[tuple[str, ...]] = []
+
+    def probe(*, without: Any = (), **_: Any) -> Probe:
+        probed.append(tuple(without))
+        return Probe(1.0 if "l41" in without else 9.0, 1.0)
+
+    loop.probe = probe  # type: ignore[method-assign]
+    loop.guard._rules.rows = [(f"l{n}", "input") for n in range(64)]
+    found = loop.guard._culprits(Alarm(AT, "loss spike", "", "", 9.0, 2.0), ["l7", "l8"], (2.0, 2.0))
+    assert found == ["l41"] and len(probed) < 20
+    assert probed[:2] == [("l7",), ("l8",)]
+
+
+@pytest.mark.parametrize("mode", ["watch", "act"])
+def test_a_shadow_that_finds_harm_acts_or_says_that_it_does_not(mode: str) -> None:
+    loop, events = make_loop(mode=mode, shadow_every=10)
+
+    def probe(*, fp8: bool = True, without: Any = (), backward: bool = True) -> Probe:
+        is_harmed = fp8 and "second" not in without and isinstance(loop.model.second, octavo.nn.Linear)
+        return Probe(1.5 if is_harmed else 1.0, 0.0)
+
+    loop.probe = probe  # type: ignore[method-assign]
+    losses(loop)
+    told = [event for event in events if event.rule == "shadow"]
+    if mode == "watch":
+        assert "only watch" in told[1].text and loop.model.second.recipe.name == "folded"  # type: ignore[union-attr]
+    else:
+        assert next(event.layer for event in told if event.cause == "precision") == "second"
+        assert not isinstance(loop.model.second, octavo.nn.Linear)  # type: ignore[union-attr]
+
+
+def test_a_second_loop_needs_the_first_closed() -> None:
+    loop, _ = make_loop()
+    with pytest.raises(ConfigError, match="close the `Loop` or `Monitor`"):
+        Loop(loop.model, loop.update, loss_of, batches())
+    loop.close()
+    with Loop(loop.model, loop.update, loss_of, batches(), on_event=lambda _: None) as again:
+        assert again.step() is not None
+    assert again.telemetry is None
+
+
+def test_a_monitor_follows_a_loop_that_rolls_back(tmp_path: Path) -> None:
+    loop, _ = make_loop()
+    with Monitor(loop.model, tmp_path, telemetry=None) as monitor:
+        loop._on_event = monitor.guard_event
+        for step, loss in loop.steps(STEPS):
+            monitor.step(step, loss=loss)
+            if step == AT - 1 and not loop.guard._unsolved:
+                loop.model.first.weight.data[3] *= 1000  # type: ignore[union-attr,operator]
+    run = RunReader(tmp_path)
+    assert len(run.scalar("loss")) == STEPS
+    assert any(event.text.startswith("transient: ") for event in run.events())

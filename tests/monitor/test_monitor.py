@@ -218,6 +218,14 @@ def test_what_is_left_is_judged_at_the_end() -> None:
     assert len(said) == 1
 
 
+def test_a_level_that_lasts_is_told_once() -> None:
+    said: list[Alarm] = []
+    made = rules(said, rows=[])
+    for step in range(1, 400):
+        made.scalars(step, {"loss": (2.0 if step < 100 else 6.0) + 0.01 * (step % 7)})
+    assert [(alarm.step, alarm.rule) for alarm in said] == [(100, "loss spike")]
+
+
 def test_a_budget_is_told_once_in_a_quiet_time() -> None:
     said: list[Alarm] = []
     made = rules(said, patience=2, quiet=10)

@@ -20,7 +20,8 @@ from octavo.train.files import read_metrics
 from octavo.train.parallel import ranks_of
 from octavo.train.run import train
 from octavo.train.setup import set_up
-from octavo_bench.faults import FAULTS, Fault, Struck, _row, configuration
+from octavo_bench.fault_cases import Fault
+from octavo_bench.faults import Struck
 
 Configure = Callable[..., RunConfig]
 AT = 14
@@ -53,8 +54,8 @@ def carry_out(config: RunConfig, strike: Callable[[Struck], None] | None = None)
     keeper = Keeper()
     with ranks_of(config) as ranks:
         run = Struck(set_up(config, ranks), [keeper])
-        run.struck_at = AT
-        run.fault = lambda run: None if run.has_struck or strike is None else strike(run)
+        if strike is not None:
+            run.prepare(Fault("", "weights", "sudden", "", strike=lambda run, _: strike(run), at=(0,)), AT)
         return run.run(), keeper
 
 
@@ -175,22 +176,54 @@ def test_watching_notes_and_a_nan_still_stops_the_run(configure: Configure, tmp_
     keeper = Keeper()
     with ranks_of(config) as ranks, pytest.raises(RunError, match="no longer finite"):
         run = Struck(set_up(config, ranks), [keeper])
-        run.struck_at = AT
-        run.fault = nan_in_a_norm
+        run.prepare(Fault("", "weights", "sudden", "", strike=lambda run, _: nan_in_a_norm(run), at=(0,)), AT)
         run.run()
     assert keeper.of(GuardEvent)[0].rule == "nonfinite"
     assert keeper.of(RolledBack) == []
 
 
-@pytest.mark.parametrize("name", ["inf in a token", "SwiGLU spike"])
-def test_faults_of_layers_are_attributed(tmp_path: Any, corpus: Any, name: str) -> None:
-    fault: Fault = FAULTS[name]
-    config = configuration(
-        tmp_path / "run", fault.recipe, steps=30, device="cpu", source=corpus, cache=tmp_path / "cache"
-    )
-    row = _row(fault, config, 3.0)
-    assert (row["cause"], row["layer"]) == (fault.cause, fault.layer)
-    assert row["detected_step"] - row["struck_step"] <= 3
+def test_a_nan_in_the_twin_ends_the_twin_and_not_the_run(configure: Configure, tmp_path: Any) -> None:
+    def strike(run: Struck) -> None:
+        run.setup.states[1].model.get_parameter("norm.weight").data.fill_(torch.nan)
+
+    config = guarded(configure, str(tmp_path / "run"), run={"checkpoint_every": 18})
+    summary, keeper = carry_out(config, strike)
+    (event,) = [event for event in keeper.of(GuardEvent) if event.rule == "twin"]
+    assert event.step == AT and "goes on without its BF16 twin" in event.text
+    assert summary["heldout_loss_fp8"] > 0 and summary["heldout_loss_bf16"] is None
+    plain, _ = carry_out(guarded(configure, str(tmp_path / "plain")))
+    assert summary["heldout_loss_fp8"] == plain["heldout_loss_fp8"]
+    longer = guarded(configure, str(tmp_path / "run"), run={"checkpoint_every": 18, "steps": 22})
+    assert train(longer, resume=True)["heldout_loss_bf16"] is None
+
+
+def test_batches_passed_over_stay_so_after_a_resume(configure: Configure, tmp_path: Any) -> None:
+    config = guarded(configure, str(tmp_path / "run"), run={"checkpoint_every": 10})
+    batch = config.run.batch
+
+    def skip(run: Struck) -> None:
+        run._guarded.guard._skipped.append(run._guarded.position + 2 * batch)
+
+    carry_out(config, skip)
+    with ranks_of(config) as ranks:
+        run = Struck(set_up(config, ranks), [])
+        run.resume()
+        assert run._guarded.guard._skipped == [(AT + 1) * batch]
+        run._guarded._seek((AT + 1) * batch)
+        run._guarded.guard.before()
+        assert run._guarded.position == (AT + 2) * batch
+
+
+def test_weights_that_are_not_those_saved_are_named_at_resume(configure: Configure, tmp_path: Any) -> None:
+    config = guarded(configure, str(tmp_path / "run"), run={"checkpoint_every": 10})
+    carry_out(config)
+    keeper = Keeper()
+    with ranks_of(config) as ranks:
+        run = Struck(set_up(config, ranks), [keeper])
+        run.resume()
+        row_times_1000(run)
+        run._guarded.guard.before()
+    assert [event.layer for event in keeper.of(GuardEvent)] == ["layers.1.attention.wo"]
 
 
 def test_a_resumed_run_goes_on_with_the_recipes_that_layers_had(configure: Configure, tmp_path: Any) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import ConfigError
+from octavo.monitor.store import RunReader
 from octavo.nn import calibration
 from octavo.train import RunConfig, train
 from octavo.train.calibrate import calibrate_run
@@ -31,6 +32,8 @@ def test_every_few_steps(configure: Configure, scales: str, tmp_path: Path) -> N
     train(config)
     entry = calibration.read(config.run.out / "calibration.json")["layers.0.attention.wo.input"]
     assert [each.change for each in (entry, *entry.previous)] == [3, 2, 1]
+    told = [event for event in RunReader(config.run.out).events() if event.rule == "recalibration"]
+    assert [event.step for event in told] == [5, 10] and "every 5 steps" in told[0].text
 
 
 def test_where_a_tensor_saturates(configure: Configure, scales: str) -> None:

@@ -36,7 +36,7 @@ NORMAL = 1.4826
 TAIL, RARE = 256, 1e-5
 """Excesses of the loss over its level that the tail is estimated from, and how seldom one may be a spike by chance."""
 RECENT, BEFORE = 16, 46
-"""Steps that the drift of the loss compares."""
+"""Steps that the drift of the loss compares; half as many recent ones, too, for quicker drifts."""
 SHORT = 4
 """Steps whose mean is compared by the other slow rules."""
 LEAST_DRIFT, LEAST_GAP, LEAST_SHIFT = 0.003, 0.2, 0.02
@@ -226,7 +226,8 @@ class AlarmRules:
     def state_dict(self) -> dict[str, Any]:
         """Return the history as JSON values."""
         plain = {name: copy.deepcopy(getattr(self, f"_{name}")) for name in _HISTORY}
-        return {**plain, "variances": [row.tolist() for row in self._variances]}
+        variances = [[value if math.isfinite(value) else None for value in row.tolist()] for row in self._variances]
+        return {**plain, "variances": variances}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of `state_dict`; what a checkpoint of an older version lacks starts empty."""
@@ -249,11 +250,14 @@ class AlarmRules:
     def _nonfinite(self, seen: Observation) -> Iterator[Alarm]:
         """Yield non-finite values: in the first layer that telemetry saw them in, else in the loss."""
         if seen.values is not None:
-            for number in forward_first(self.rows):
-                share = float(seen.values[number, _NONFINITE])
-                if share > 0:
-                    layer, role = self.rows[number][:2]
-                    yield Alarm(seen.step, "nonfinite", layer, role, share, 0.0)
+            shares = seen.values[:, _NONFINITE]
+            # Clipping by a norm that is not finite spreads it to all gradients of weights.
+            bad = [number for number in forward_first(self.rows) if shares[number] > 0]
+            is_spread = sum(self.rows[number][1] == "grad_weight" for number in bad) > 1
+            for number in bad:
+                layer, role = self.rows[number][:2]
+                layer = "" if role == "grad_weight" and is_spread else layer
+                yield Alarm(seen.step, "nonfinite", layer, role, float(shares[number]), 0.0)
         if seen.parameters is not None:
             for role in ("norm", "first", "second"):
                 for name, norm in zip(seen.parameters.names, getattr(seen.parameters, role), strict=True):
@@ -335,11 +339,13 @@ class AlarmRules:
 
     def _shifts(self, seen: Observation) -> Iterator[Alarm]:
         """Yield the first tensor, in the order of a step, whose variance has shifted."""
-        if seen.values is None or len(self._variances) < BEFORE + SHORT - 1:
+        if seen.values is None:
             return
-        table = np.stack([*self._variances, _log_variances(seen.values)])
-        if len({row.shape for row in table}) > 1:
+        known = _log_variances(seen.values)
+        history = [row for row in self._variances if row.shape == known.shape]  # layers may have left FP8
+        if len(history) < BEFORE + SHORT - 1:
             return
+        table = np.stack([*history, known])
         now, past = table[-SHORT:], table[-SHORT - BEFORE : -SHORT]
         shift = np.abs(now.mean(0) - past.mean(0))
         error = np.maximum(past.std(0, ddof=1), NOISE) * math.sqrt(1 / SHORT + 1 / BEFORE)
@@ -351,10 +357,15 @@ class AlarmRules:
 
     def _drifts(self, seen: Observation) -> Iterator[Alarm]:
         losses = [*self._losses, seen.loss]
-        if len(losses) >= RECENT + BEFORE:
-            limit, level = _limit_of_drift(losses, RECENT, BEFORE, self._config.drift)
-            if (mean := fmean(losses[-RECENT:])) > max(limit, level + LEAST_DRIFT * abs(level)):
-                yield Alarm(seen.step, "loss drift", "", "", mean, max(limit, level + LEAST_DRIFT * abs(level)))
+        for recent in (RECENT, RECENT // 2) if len(losses) >= RECENT + BEFORE else ():
+            now, past = losses[-recent:], losses[-recent - BEFORE : -recent]
+            # The variance within both groups, so that one outlier never looks like a drift.
+            within = (variance(now) * (recent - 1) + variance(past) * (BEFORE - 1)) / (recent + BEFORE - 2)
+            level = fmean(past)
+            rise = self._config.drift * math.sqrt(within * (1 / recent + 1 / BEFORE))
+            limit = level + max(rise, LEAST_DRIFT * abs(level))
+            if (mean := fmean(now)) > limit:
+                yield Alarm(seen.step, "loss drift", "", "", mean, limit)
         falls = [before - after for before, after in pairwise(losses)]
         if len(falls) >= BEFORE + FALLS and min(falls[-FALLS:]) > 0:
             usual = median(map(abs, falls[-FALLS - BEFORE : -FALLS]))
@@ -362,7 +373,9 @@ class AlarmRules:
                 yield Alarm(seen.step, "repeat", "", "", largest, STEADY * usual)
         gaps = [*self._gaps, gap] if (gap := _gap(seen)) is not None else []
         if len(gaps) >= SHORT + BEFORE:
-            limit, level = _limit_of_drift(gaps, SHORT, BEFORE, self._config.gap_drift)
+            past = gaps[-SHORT - BEFORE : -SHORT]
+            error, level = math.sqrt(variance(past) * (1 / SHORT + 1 / BEFORE)), fmean(past)
+            limit = level + self._config.gap_drift * error
             if (mean := fmean(gaps[-SHORT:])) > max(limit, level + LEAST_GAP):
                 yield Alarm(seen.step, "gap", "", "", mean, max(limit, level + LEAST_GAP))
 
@@ -379,12 +392,12 @@ class AlarmRules:
             self._gaps = [*self._gaps, gap][-SHORT - BEFORE :]
         if seen.values is not None:
             known = _log_variances(seen.values)
-            kept = self._variances if not self._variances or self._variances[-1].shape == known.shape else []
-            self._variances = [*kept, known][-SHORT - BEFORE :]
+            self._variances = [*self._variances, known][-SHORT - BEFORE :]
         if seen.parameters is not None:
             for name, rate in self._rates_of(seen):
                 self._rates[name] = [*self._rates.get(name, ()), rate][-CHECKS:]
-            self._second = dict(zip(seen.parameters.names, map(float, seen.parameters.second), strict=True))
+            second = zip(seen.parameters.names, map(float, seen.parameters.second), strict=True)
+            self._second = {name: value for name, value in second if math.isfinite(value)}
             self._top_lr = max(self._top_lr, seen.lr)
 
 
@@ -410,22 +423,13 @@ def _log_variances(values: NDArray[np.float32]) -> NDArray[np.float64]:
     return logs
 
 
-def _limit_of_drift(series: Sequence[float], recent: int, before: int, errors: float) -> tuple[float, float]:
-    """Return the limit of the mean of the newest values, and the mean of those before.
-
-    Each group has a variance of its own (Welch), so that one outlier never looks like a drift.
-    """
-    now, past = series[-recent:], series[-recent - before : -recent]
-    error = math.sqrt(variance(now) / recent + variance(past) / before)
-    level = fmean(past)
-    return level + errors * error, level
-
-
 def _tail(excess: Sequence[float]) -> float:
-    """Return the excess that is exceeded by chance in a share `RARE` of steps; 0 without enough history."""
+    """Return the excess that is exceeded by chance in a share `RARE` of steps; three times the largest of a few."""
     largest = sorted(excess, reverse=True)
+    if len(excess) < BEFORE:
+        return 3 * largest[0] if largest else 0.0
     count = max(len(excess) // 16, 4)
-    if len(excess) < BEFORE or largest[count] <= 0:
+    if largest[count] <= 0:
         return 0.0
     inverse = fmean(math.log(value / largest[count]) for value in largest[:count])
     return float(largest[count] * (count / (len(excess) * RARE)) ** inverse)
@@ -448,12 +452,22 @@ def first_difference(
     """
     for number in forward_first(rows):
         old, new = before[number], after[number]
-        if (old[_NONFINITE] > 0) != (new[_NONFINITE] > 0):
-            return rows[number][0], rows[number][1]
         low, high = sorted((float(old[_AMAX]), float(new[_AMAX])))
-        if low > 0 and high > 2 * low:
-            return rows[number][0], rows[number][1]
+        if (old[_NONFINITE] > 0) != (new[_NONFINITE] > 0) or (low > 0 and high > 2 * low):
+            layer, role = rows[number][:2]
+            return _first_gradient(rows, before, after) if role == "grad_weight" else (layer, role)
     return None
+
+
+def _first_gradient(
+    rows: Sequence[Row], before: NDArray[np.float32], after: NDArray[np.float32]
+) -> tuple[str, str] | None:
+    """Return the weight whose gradient differs most. Clipping has scaled those of all weights by one factor."""
+    numbers = [number for number, row in enumerate(rows) if row[1] == "grad_weight"]
+    if sum(before[number, _NONFINITE] > 0 for number in numbers) > 1:
+        return None
+    most = max(numbers, key=lambda number: before[number, _AMAX] / max(after[number, _AMAX], 1e-30))
+    return rows[most][0], "grad_weight"
 
 
 def worst_layers(rows: Sequence[Row], values: NDArray[np.float32] | None) -> list[str]:

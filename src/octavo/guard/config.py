@@ -35,8 +35,8 @@ class GuardConfig:
     update_jump: float = 8.0
     """Largest factor by which the change of a parameter per step may exceed that of earlier steps."""
     drift: float = 5.5
-    """Slow rise of the loss: mean of 16 steps above that of the 46 before, in standard errors, and 0.3 %."""
-    gap_drift: float = 12.0
+    """Slow rise of the loss: mean of 8 or 16 steps above that of the 46 before, in standard errors, and 0.3 %."""
+    gap_drift: float = 9.0
     """The same for the loss above the BF16 twin's, mean of 4 steps; steps of a gap depend on each other."""
     layer_shift: float = 10.0
     """Shift of the variance of a layer's tensors: mean log of 4 steps against the 46 before, in standard errors."""

@@ -70,13 +70,15 @@ def diagnose(evidence: Evidence) -> Cause | None:
     limits = evidence.loss_limit, evidence.gradient_limit
     if not evidence.fp8.is_bad(*limits):
         return None
-    if not evidence.bf16.is_bad(*limits):
-        return "precision"
+    if not evidence.bf16.is_bad(*limits) and disagreement(evidence.fp8, evidence.bf16) > 1:
+        return "precision"  # two precisions on both sides of a limit are no evidence
     return "optimizer" if evidence.is_unlearned else "data"
 
 
 def disagreement(fp8: Probe, bf16: Probe) -> float:
     """Return the distance of FP8 from BF16 on a batch in units of what is suspicious: above 1, FP8 is to blame."""
+    if not (math.isfinite(fp8.loss) and math.isfinite(fp8.gradient_norm)):
+        return math.inf
     gap = 100 * (fp8.loss - bf16.loss) / abs(bf16.loss) / FP8_GAP if bf16.loss else 0.0
     low, high = sorted((fp8.gradient_norm, bf16.gradient_norm))
     return max(gap, high / low / FP8_GRADIENTS if low > 0 else 0.0)

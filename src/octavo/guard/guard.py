@@ -41,6 +41,7 @@ from octavo.guard.config import GuardConfig
 from octavo.guard.diagnosis import FP8_GRADIENTS, Cause, Evidence, diagnose, lasting_cause
 from octavo.guard.guarded import Guarded, GuardEvent, Snapshot
 from octavo.guard.ladder import EVERYTHING, Ladder
+from octavo.guard.parameters import is_same
 from octavo.recipes import Recipe
 
 SNAPSHOTS = 2
@@ -154,7 +155,7 @@ class Guard:
         """
         if self.config.mode == "off":
             return False
-        alarm = self._rules.check(step)
+        alarm, rows = self._rules.check(step), self._rules.rows
         if self._incident is not None:
             self._compare(self._incident, step)
         if alarm is not None and self._raise(alarm, step):
@@ -165,7 +166,8 @@ class Guard:
         if alarm is None and self._incident is None and step.step > max(self._unsolved, default=0) + MARGIN:
             self._unsolved.clear()
             self._tried.clear()
-        for over in self._rules.over_budget(step):
+        # Telemetry of layers that an alarm has just refined is of the rows before.
+        for over in self._rules.over_budget(step) if self._rules.rows is rows else ():
             self._over_budget(over)
         return False
 
@@ -232,12 +234,12 @@ class Guard:
         checked.restart(self._run.done)
         saved, now = self._fingerprints, checked.fingerprints() if self._fingerprints else {}
         for name in now:
-            if name not in saved or now[name] == saved[name]:
+            if name not in saved or is_same(saved[name], now[name]):
                 continue
-            source = next((other for other in saved if saved[other] == now[name]), "")
+            source = next((other for other in saved if is_same(saved[other], now[name])), "")
             text = f"{name} is not what the checkpoint was written with" + (f": it is {source}" if source else "")
             advice = "Resume from another checkpoint, or compare how the two runs name their layers."
-            event = GuardEvent(self._run.done, "error", "fingerprint", f"{text}. {advice}", layer=layer_of(name))
+            event = GuardEvent(self._run.done + 1, "error", "fingerprint", f"{text}. {advice}", layer=layer_of(name))
             self._run.emit(event._replace(role="weight", cause="model"))
 
     # --- alarms and rollbacks ---------------------------------------------------------------------------------------
@@ -388,7 +390,8 @@ class Guard:
             return
         self._tried["data"] = self._tried.get("data", 0) + 1
         if self._tried["data"] > LASTING and alarm.rule != "nonfinite":
-            self._give_up(alarm, f"the {LASTING} batches passed over were followed by others like them", "data")
+            cause: Cause = "optimizer" if alarm.rule == "gradient spike" else "data"
+            self._give_up(alarm, f"the {LASTING} batches passed over were followed by others like them", cause)
             return
         self._skipped.append(self._run.position)
         self._run.skip()
@@ -469,7 +472,7 @@ class Guard:
         layer, role = incident.where or (alarm.layer, alarm.role)
         if alarm.layer and (alarm.role in ("weight", "moments") or alarm.rule == "layer shift"):
             layer, role = alarm.layer, alarm.role
-        elif incident.suspect is not None:
+        elif incident.suspect is not None and role in ("", "input"):  # an input differs because of a layer before
             layer, role = incident.suspect.layer, incident.suspect.role
         where = f", first in {layer} {role}" if layer else ""
         diff = f": {incident.weight_diff}" if incident.weight_diff else ""

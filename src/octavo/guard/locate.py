@@ -52,15 +52,15 @@ class WeightDiff(NamedTuple):
 
 
 def weight_diff(before: Tensor, now: Tensor, reach: float) -> WeightDiff | None:
-    """Return the elements of a weight (N, K, ...) that changed by more than `reach` or are not finite; None for none.
+    """Return the elements of a weight (N, ...) that changed by more than `reach` or are not finite; None for none.
 
     Args:
         before: the weight in a snapshot.
         now: the current weight, on any device.
         reach: largest possible change of an element by the steps since then.
     """
-    old = before.detach().float().flatten(1)
-    new = now.detach().float().flatten(1).to(old.device)
+    old = before.detach().float().reshape(len(before), -1)
+    new = now.detach().float().reshape(old.shape).to(old.device)
     places = torch.nonzero(~((new - old).abs() <= reach))
     if not len(places):
         return None

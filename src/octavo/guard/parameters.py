@@ -20,6 +20,7 @@ from octavo.tensor import FP8Tensor, is_distributed, local
 
 SAMPLE = 4096
 """Elements sampled per parameter."""
+E8M0_BIAS = 127
 PRINT = 8
 """Sampled elements in a fingerprint."""
 
@@ -40,6 +41,11 @@ class ParameterStats(NamedTuple):
     """L2 norm of its second moment."""
     disagreement: NDArray[np.float64]
     """Difference of the norm between ranks that hold the same parameter."""
+
+
+def is_same(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Return True if two fingerprints are of the same values; norms may be summed in another order."""
+    return one[1:] == other[1:] and bool(np.isclose(one[0], other[0], rtol=1e-5, atol=0, equal_nan=True))
 
 
 class _Values(NamedTuple):
@@ -122,11 +128,14 @@ class ParameterCheck:
         return next((name for name, norm in zip(names, norms.tolist(), strict=True) if not np.isfinite(norm)), "")
 
     def fingerprints(self) -> dict[str, list[float]]:
-        """Return some elements of each parameter, to compare with after a resume; empty if the model is sharded."""
+        """Return norm and some elements of each parameter, for `is_same`; empty if the model is sharded."""
         names, weights = _weights(self._model)
         if any(is_distributed(parameter) for parameter in self._model.parameters()):
             return {}
-        return {name: _sample(weight)[-PRINT:].tolist() for name, weight in zip(names, weights, strict=True)}
+        norms = _norms(weights).tolist()
+        elements = [_sample(weight)[-PRINT:].tolist() for weight in weights]
+        prints = {name: [norm, *own] for name, norm, own in zip(names, norms, elements, strict=True)}
+        return {name: own for name, own in prints.items() if np.isfinite(own).all()}
 
     def _read(self, step: int) -> list[str]:
         names, weights = _weights(self._model)
@@ -176,8 +185,11 @@ def _moments(
     parameters: Mapping[str, Tensor] = dict(model.named_parameters())
     for name in names:
         state = optimizer.state.get(parameters[name], {})
-        found = (local(state[own]) for own in (key, f"{key}_scale") if isinstance(state.get(own), Tensor))
-        yield next((each for each in found if each.is_floating_point() and each.element_size() > 1), None)
+        moment, scale = (state.get(own) for own in (key, f"{key}_scale"))
+        if isinstance(scale, Tensor):  # E8M0, the exponents of powers of two
+            yield torch.exp2(local(scale).float() - E8M0_BIAS) if scale.dtype == torch.uint8 else local(scale).float()
+        else:
+            yield local(moment) if isinstance(moment, Tensor) and moment.is_floating_point() else None
 
 
 def _norms(tensors: Iterator[Tensor | None] | Sequence[Tensor | None]) -> Tensor:

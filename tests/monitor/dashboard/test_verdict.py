@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from octavo.monitor.dashboard.verdict import SNAPSHOTS, verdict
+from octavo.monitor.dashboard.verdict import SNAPSHOTS, of_precision, verdict
 from octavo.monitor.store import ROLES, STATS, RunReader, RunWriter, TensorRow
 from octavo.monitor.store.writer import Outcome
 
@@ -135,3 +135,15 @@ def test_the_worst_comes_first(tmp_path: Path) -> None:
     found = verdict(written(tmp_path, gap=1.5, share={"nonfinite": 0.5, "flushed": 0.5}))
     assert [finding.level for finding in found.findings] == ["unhealthy", "watch", "watch"]
     assert found.text.startswith("Unhealthy: 50 % of b grad_output is not finite.")
+
+
+@pytest.mark.parametrize(
+    ("left", "said"),
+    [([], ""), (["b"], "b has left FP8 for BF16"), (["a", "b"], "all 2 FP8 layers have left FP8 for BF16")],
+)
+def test_layers_that_have_left_fp8_are_named(tmp_path: Path, left: list[str], said: str) -> None:
+    with RunWriter(tmp_path) as run:
+        for gone in ([], left):
+            layers = [{"name": name, "precision": "bf16" if name in gone else "fp8/fp8/fp8"} for name in ("a", "b")]
+            run.write_document("plan", {"layers": [*layers, {"name": "head", "precision": "bf16"}]}, step=len(gone))
+    assert [finding.text for finding in of_precision(RunReader(tmp_path))] == ([said] if said else [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +79,22 @@ def test_a_series_keeps_every_spike(tmp_path: Path, points: int | None) -> None:
                 assert (series.low[i], series.high[i]) == (np.nanmin(window), np.nanmax(window))
     loss = reader.scalar("loss", points=points)
     assert loss.low.min() == values[:, 0].min() and loss.high.max() == values[:, 0].max()
+
+
+def test_scalars_of_a_long_run_are_merged_before_they_are_read(tmp_path: Path) -> None:
+    with RunWriter(tmp_path) as run, run.batch():
+        for step in range(1, 20_001):
+            run.write_step(step, {"loss": 9.0 if step == 777 else 1.0 if step % 2 else 2.0})
+    reader = RunReader(tmp_path)
+    whole, drawn = reader.scalar("loss"), reader.scalar("loss", points=100)
+    assert len(whole) == 20_000 and whole.is_exact
+    assert len(drawn) == 50 and (drawn.first[0], drawn.last[-1]) == (1, 20_000)
+    assert (drawn.low == 1.0).all() and list(drawn.high[drawn.high > 2]) == [9.0]
+    tracemalloc.start()
+    reader.scalar("loss", points=100)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 200_000  # all rows take more than 2 MB
 
 
 def test_all_roles_of_a_layer_at_once(tmp_path: Path) -> None:

@@ -14,8 +14,15 @@ from octavo.guard import GuardConfig
 from octavo.monitor.store import RunReader, Series
 
 LEVELS = ("healthy", "watch", "unhealthy", "unknown")
-LIMITS = GuardConfig()
-"""Limits of the shares of a tensor's elements, mean over the newest snapshots: those of guardrails."""
+_GUARD = GuardConfig()
+LIMITS = {
+    "nonfinite": 0.0,
+    "saturated": _GUARD.saturated,
+    "flushed": _GUARD.flushed,
+    "flushed grad_output": _GUARD.flushed_gradient,
+}
+"""Limits of the shares of a tensor's elements, mean over the newest snapshots: those of guardrails. By statistic, or by
+statistic and role."""
 GAP_LIMIT = 1.0
 """Limit of the loss above the BF16 twin's, in percent."""
 GAP_STEPS = 50
@@ -179,7 +186,7 @@ def of_tensors(run: RunReader) -> Iterator[RunFinding]:
     for stat in _PREDICATES:
         if stat not in run.stats:
             continue
-        limits = np.array([_limit(stat, row.role) for row in tensors])
+        limits = np.array([LIMITS.get(f"{stat} {row.role}", LIMITS[stat]) for row in tensors])
         shares = values[:, run.stats.index(stat)]
         over = np.flatnonzero(np.nan_to_num(shares) > limits)
         if not len(over):
@@ -190,14 +197,6 @@ def of_tensors(run: RunReader) -> Iterator[RunFinding]:
         bound = f" (limit {percent(limit)})" if limit else ""
         text = f"{percent(float(shares[number]))} of {worst.layer} {worst.role} {_PREDICATES[stat]}{bound}{others}"
         yield RunFinding("unhealthy" if stat == "nonfinite" else "watch", text, worst.layer, "layers")
-
-
-def _limit(stat: str, role: str) -> float:
-    if stat == "nonfinite":
-        return 0.0
-    if stat == "flushed" and role == "grad_output":
-        return LIMITS.flushed_gradient
-    return float(getattr(LIMITS, stat))
 
 
 def of_precision(run: RunReader) -> Iterator[RunFinding]:

@@ -1,0 +1,68 @@
+"""The bench of faults: what strikes, what is counted, and what the table says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from octavo_bench.fault_cases import CLASSES, FAULTS
+from octavo_bench.faults import CONFIGURATIONS, STRIKE, Bench, _run
+from octavo_bench.measured import faults, faults_summary
+from octavo_bench.results import Result
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with text enough for the batches of a bench."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for i in range(60):
+        lines = [f"line {j} of document {i} holds {i * j % 97} apples and {(i + j) ** 2 % 89} pears" for j in range(60)]
+        (folder / f"{i}.txt").write_text("\n".join(lines), encoding="utf-8")
+    return folder
+
+
+def test_faults_are_of_all_classes_and_paces() -> None:
+    assert len(FAULTS) >= 40 and len(CONFIGURATIONS) == 10
+    assert set(Counter(fault.kind for fault in FAULTS.values())) == set(CLASSES)
+    for kind in CLASSES:
+        assert len({fault.pace for fault in FAULTS.values() if fault.kind == kind}) >= 2
+
+
+@pytest.mark.parametrize("name", ["inf in a token", "SwiGLU spike", "layer's gradient x 1000"])
+def test_faults_of_layers_are_attributed(tmp_path: Path, corpus: Path, name: str) -> None:
+    bench = Bench(out=tmp_path, trained=0, source=str(corpus), cache=str(tmp_path / "cache"))
+    fault = FAULTS[name]
+    loss, notes, ended = _run(bench.config("run", steps=STRIKE + 5, run={"recipe": fault.recipe}), None, fault)
+    told = next(note for note in notes if note.cause)
+    assert (told.cause, told.layer, ended) == (fault.cause, fault.layer, "")
+    assert told.step - STRIKE <= 5 and loss < 10
+
+
+def test_the_model_is_trained_once(tmp_path: Path, corpus: Path) -> None:
+    bench = Bench(out=tmp_path, trained=3, source=str(corpus), cache=str(tmp_path / "cache"))
+    path = bench.checkpoint()
+    written = (path / "state.json").stat().st_mtime_ns
+    assert path.name == "step-000003" and bench.checkpoint() == path
+    assert (path / "state.json").stat().st_mtime_ns == written
+    loss, _, ended = _run(bench.config("run", steps=1, mode="watch", run={"recipe": "delayed"}), path)
+    assert 0 < loss < 10 and not ended
+
+
+def test_the_table_says_what_was_not_seen() -> None:
+    row = {
+        "fault": "row", "class": "weights", "pace": "sudden", "struck_step": 33, "expected": "transient a", "cause": "",
+        "layer": "", "recovered": True, "costs": True, "is_noted": False, "is_attributed": False,
+        "watched_change": 2.0, "final_loss_change": 0.5, "ended_watching": "", "ended_acting": "",
+    }  # fmt: skip
+    seen = {**row, "fault": "bit", "detected_step": 35, "rule": "update", "cause": "transient", "layer": "a"}
+    clean = {**row, "fault": "", "class": "", "configuration": "folded", "steps": 1000, "alarms": 1}
+    rows = ({**seen, "is_noted": True, "is_attributed": True}, row, clean)
+    result = Result(kind="faults", date="2026-11-22", hardware="amd-epyc", versions={}, command="x", rows=rows)
+    table = faults(result).splitlines()
+    assert table[2] == "| weights | bit | sudden | +2.00 % | +0.50 % | 2 steps | update | transient | a | yes |"
+    assert "not noted" in table[3] and len(table) == 4
+    text = faults_summary(result)
+    assert "Of 2 faults 2 cost" in text and "1 of these were noted" in text and "Not seen: row." in text
+    assert "the layer in 1 of the 1" in text and "1 alarms in 1,000 steps over 1 configurations" in text

@@ -1,0 +1,82 @@
+"""Invariants of parameters: what a check sees of weights and moments."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from octavo.guard.parameters import SAMPLE, ParameterCheck, ParameterStats
+from octavo.optim import AdamW
+
+
+def measured(check: ParameterCheck, step: int) -> ParameterStats:
+    check.measure(step)
+    found = check.arrived(step)
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 256))
+
+
+def test_changes_are_root_mean_squares_and_norms_are_of_everything(model: nn.Module) -> None:
+    check = ParameterCheck(model, torch.optim.SGD(model.parameters(), 0.1), every=5)
+    check.restart(0)
+    model[0].weight.data += 0.25
+    check.measure(3)
+    assert check.arrived(3) is None  # not due
+    found = measured(check, 5)
+    assert (found.names[0], found.steps) == ("0.weight", 5)
+    assert found.change == pytest.approx([0.25, 0, 0, 0])
+    assert found.norm[0] == pytest.approx(float(model[0].weight.detach().norm()))
+    assert np.isnan(found.first).all() and np.isnan(found.second).all()
+    assert measured(check, 10).change == pytest.approx([0, 0, 0, 0])
+
+
+def test_an_element_outside_of_the_sample_shows_in_the_norm(model: nn.Module) -> None:
+    weight = model[1].weight.data
+    assert weight.numel() > SAMPLE
+    check = ParameterCheck(model, torch.optim.SGD(model.parameters(), 0.1), every=1)
+    check.restart(0)
+    weight.view(-1)[1] = 40.0
+    assert measured(check, 1).change[2] > 0.1
+    weight.view(-1)[1] = torch.nan
+    assert math.isnan(measured(check, 2).norm[2])
+    assert check.nonfinite() == "1.weight"
+
+
+@pytest.mark.parametrize("states", ["fp32", "fp8"])
+def test_moments_are_measured_in_each_tier(model: nn.Module, states: str) -> None:
+    optimizer = AdamW(model.parameters(), lr=1e-3, states=states)
+    check = ParameterCheck(model, optimizer, every=1)
+    check.restart(0)
+    model(torch.randn(8, 64)).square().mean().backward()
+    optimizer.step()
+    found = measured(check, 1)
+    assert (found.first > 0).all() and (found.second > 0).all()
+
+
+def test_a_rollback_starts_from_the_values_of_then(model: nn.Module) -> None:
+    check = ParameterCheck(model, torch.optim.SGD(model.parameters(), 0.1), every=1)
+    check.restart(0)
+    model[0].weight.data += 1
+    check.measure(1)
+    model[0].weight.data -= 1
+    check.restart(0)
+    assert check.arrived(1) is None
+    assert measured(check, 1).change == pytest.approx([0, 0, 0, 0])
+
+
+def test_fingerprints_are_of_values_not_of_names(model: nn.Module) -> None:
+    check = ParameterCheck(model, torch.optim.SGD(model.parameters(), 0.1), every=1)
+    before = check.fingerprints()
+    assert before == check.fingerprints() and len({tuple(each) for each in before.values()}) == 4
+    model[0].weight.data *= 1.001
+    assert [name for name, now in check.fingerprints().items() if now != before[name]] == ["0.weight"]
