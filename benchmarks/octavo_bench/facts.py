@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
+import io
 import math
+import re
 import typing
 from collections.abc import Callable, Iterator
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +20,7 @@ from octavo import errors, recipes
 from octavo.calibration.scale_policy import FINER, FLUSHED, SATURATED
 from octavo.cli.flags import field_docs
 from octavo.conversion import Operators
+from octavo.errors import ConfigError
 from octavo.kernels.sample import limits
 from octavo.monitor.dashboard import verdict
 from octavo.monitor.store.schema import TABLES as RUN_STORE
@@ -351,7 +356,21 @@ def _bytes(count: int, matrix: str) -> str:
     return f"{count / prod(SHAPE.of(matrix)):.2f}"
 
 
+README = Path(__file__).parents[2] / "README.md"
+
+
+def readme_plan() -> str:
+    """Return what the README's example prints: its lines up to the plan, run."""
+    code = re.search(r"^```python\n(.*?\nprint\(octavo\.plan[^\n]*\n)", README.read_text(encoding="utf-8"), re.M | re.S)
+    if code is None:
+        raise ConfigError(f"{README}: has no example that prints a plan.")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(code[1], str(README), "exec"), {"__name__": "readme"})
+    return f"```text\n{printed.getvalue().rstrip()}\n```"
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "readme-plan": readme_plan,
     "recipes": preset_table,
     "recipe-operands": recipe_table,
     "recipe-costs": summary_table,

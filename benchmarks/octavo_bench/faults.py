@@ -280,7 +280,7 @@ def _row(fault: Fault, config: RunConfig, undisturbed: float) -> dict[str, Any]:
     change = 100 * (loss - undisturbed) / undisturbed
     caught = [note for note in notes if note.step >= struck and note.level != "info"]
     if not caught:
-        return {**facts, "layer": "", "cause": "", "error": f"not noticed; held-out loss {change:+.2f} %"}
+        return {**facts, "layer": "", "cause": "", "error": f"not noticed; held-out loss {change:+z.2f} %"}
     told = next((note for note in caught if note.cause), caught[0])
     is_attributed = told.cause == fault.cause and (not fault.layer or told.layer == fault.layer)
     return {
@@ -360,5 +360,5 @@ def _line(row: Mapping[str, Any]) -> str:
     found = f"{row['cause'] or 'nothing found'}{', ' + row['layer'] if row['layer'] else ''}"
     return (
         f"{row['fault']}: struck at {row['struck_step']}, detected at {row['detected_step']}, {found};"
-        f" {row['action'] or 'no action'}; {verdict}, held-out loss {row['final_loss_change']:+.2f} %"
+        f" {row['action'] or 'no action'}; {verdict}, held-out loss {row['final_loss_change']:+z.2f} %"
     )

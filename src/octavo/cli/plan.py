@@ -7,21 +7,25 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from octavo.cli.flags import configure, with_flags_of
+from octavo.cli.flags import COMMON, configure, with_flags_of
 from octavo.errors import ConfigError
 from octavo.train.config import RunConfig
 
+if TYPE_CHECKING:
+    from octavo.conversion import Plan
 
-@with_flags_of(RunConfig)
+
+@with_flags_of(RunConfig, COMMON)
 def plan(
     file: Path | None = None,
     /,
     *,
     preset: str | None = None,
+    gpu: Literal["h100", "h200"] | None = None,
     memory: Annotated[bool, Parameter(negative=())] = False,
     gpus: int = 1,
     fits: float | None = None,
@@ -30,21 +34,25 @@ def plan(
 ) -> int:
     """Show the precision planned for each layer of a model, with the reason; or predict a run's GPU memory.
 
-    Creates no weights, reads no text and needs no GPU. Takes the settings of `octavo train`.
+    Creates no weights, reads no text and needs no GPU. Takes the settings of `octavo train`. --help-all
+    lists all of them.
 
     Examples:
 
         octavo plan --preset demo
-        octavo plan runs/demo/config.json --recipe tensorwise --json
+        octavo plan --preset parity-cuda --gpu h100
+        octavo plan runs/demo --recipe tensorwise --json
         octavo plan --preset demo --memory
         octavo plan --preset parity-cuda --memory --gpus 8 --no-twin --fits 139
 
     Parameters
     ----------
     file
-        Run file, .toml or .json; every run stores its own as config.json.
+        Run file, .toml or .json, or the directory of a run.
     preset
         demo (demo-cuda or demo-cpu, depending on the device), tiny, or parity-cuda. FILE overrides it.
+    gpu
+        Plan for this GPU, which need not be here, with the predicted gain of each layer.
     memory
         Predict the peak GPU memory instead, by kind.
     gpus
@@ -68,7 +76,7 @@ def plan(
     from octavo.train.setup import hold_as, policy_of
 
     recipe = recipes.load(config.run.recipe)
-    device = resolve(config.run.device)
+    device = gpu or resolve(config.run.device)
     with torch.device("meta"):
         model = build(config.model, config.run.seed)
     hold_as(config.run.weights, model)
@@ -78,8 +86,29 @@ def plan(
     if json_output:
         print(planned.to_json())
     else:
-        print(f"{planned}\n\n{recipes.explain(recipe)}")
+        _show(planned)
+        print(f"\n{recipes.explain(recipe)}")
     return 0
+
+
+def _show(planned: Plan) -> None:
+    """Print a plan: coloured and fitted to the width in a terminal, plain in a pipe."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from octavo.conversion.plan import footer, table_rows
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        print(planned)
+        return
+    titles, *rows = table_rows(planned)
+    table = Table(box=None, pad_edge=False)
+    for title in titles:
+        table.add_column(title, overflow="fold", ratio=1 if title == "why" else None)
+    for row in rows:
+        table.add_row(*row, style="green" if "bf16" not in row[3] else "yellow" if row[3] != "bf16" else "dim")
+    console.print(table, "", *footer(planned), sep="\n", markup=False)
 
 
 def _memory(config: RunConfig, gpus: int, fits: float | None, json_output: bool) -> int:
@@ -107,7 +136,7 @@ def _memory(config: RunConfig, gpus: int, fits: float | None, json_output: bool)
 def recipes(
     name: str | None = None, /, *, json_output: Annotated[bool, Parameter(name="--json", negative=())] = False
 ) -> int:
-    """List the FP8 recipes, or explain one.
+    """List the FP8 recipes, one line each, or explain one.
 
     Examples:
 
@@ -131,5 +160,8 @@ def recipes(
     elif json_output:
         print(json.dumps(known.names()))
     else:
-        print("\n\n".join(known.explain(known.load(each)) for each in known.names()))
+        width = max(map(len, known.names()))
+        for each in known.names():
+            print(f"{each:<{width}}  {known.about(each)}")
+        print("\n`octavo recipes NAME` explains one: formats, scales and rounding of each operand.")
     return 0

@@ -12,7 +12,7 @@ from octavo.monitor.store import RunReader
 @check(
     "run",
     symptom="a run has stopped, or writes nothing any more",
-    remedy="Read the end of its log, then resume from the last checkpoint: octavo train RUN/config.json --resume.",
+    remedy="Read the end of its log, then resume from the last checkpoint: octavo train RUN --resume.",
 )
 def state(run: RunReader) -> Finding:
     """Check for failed, killed, interrupted or silent runs."""

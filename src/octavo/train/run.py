@@ -308,14 +308,15 @@ class Trainer:
     def _restart_clock(self) -> None:
         self._since, self._since_step = time.perf_counter(), self.done
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate(self) -> dict[str, list[float]]:
+        """Return the held-out loss of each sequence by model."""
         losses = {state.name: heldout_losses(state, self.setup.heldout) for state in self.setup.states}
         loss = {name: float(of_sequence.mean()) for name, of_sequence in losses.items()}
         self.emit(Evaluated(step=self.done, loss=loss))
+        by_model = {name: of_sequence.tolist() for name, of_sequence in losses.items()}
         if self.done == self.config.run.steps and self.ranks.is_first:
-            by_model = {name: of_sequence.tolist() for name, of_sequence in losses.items()}
             write_json(self.directory / "heldout.json", by_model)
-        return loss
+        return by_model
 
     def _save(self) -> None:
         tensors = {state.name: state_tensors(state) for state in self.setup.states}
@@ -382,7 +383,7 @@ class Trainer:
             tensors=self._guarded.rows,
         )
 
-    def _summarise(self, heldout: Mapping[str, float]) -> dict[str, Any]:
+    def _summarise(self, heldout: Mapping[str, Sequence[float]]) -> dict[str, Any]:
         totals, state = self._totals(), self.setup.states[0]
         facts = {
             "device": self._devices(),

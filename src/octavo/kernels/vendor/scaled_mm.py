@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
-from octavo.kernels.dispatch import PLAIN
+from octavo.kernels.dispatch import PLAIN, capability, lacks_fp8
 from octavo.numerics import PER_ROW, PER_TENSOR, BLOCK_128x128, Quantized, TILE_1x128
 
 _BY_ROW = (PER_ROW, PER_TENSOR)
@@ -45,7 +45,7 @@ def refuses_block(a: Quantized, b: Quantized) -> str | None:
         return "block scales take E4M3 operands only"
     if not a.codes.is_cuda:
         return "PyTorch has no block-scaled GEMM for a CPU"
-    if torch.cuda.get_device_capability(a.codes.device)[0] != 9:
+    if capability(a.codes.device)[0] != 9:
         return "cuBLAS has block scales on Hopper (compute capability 9.0) only"
     return _refuses_device(a.codes.device)
 
@@ -140,20 +140,15 @@ def _pad(codes: Tensor, row_multiple: int, col_multiple: int) -> Tensor:
     return F.pad(codes.view(torch.uint8), (0, missing_cols, 0, missing_rows)).view(codes.dtype)
 
 
-@cache
 def _refuses_device(device: torch.device) -> str | None:
     if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        return (
-            None
-            if capability >= (8, 9)
-            else f"compute capability {capability[0]}.{capability[1]} has no FP8 (8.9 is the first)"
-        )
+        return lacks_fp8(device)
     if device.type != "cpu":
         return f"no FP8 GEMM for {device.type}"
     return _probe_cpu()
 
 
+@cache
 def _probe_cpu() -> str | None:
     """Try the smallest product: which CPU builds of PyTorch have `_scaled_mm` is written nowhere."""
     codes = torch.ones(16, 16).to(torch.float8_e4m3fn)
