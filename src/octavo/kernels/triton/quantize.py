@@ -33,7 +33,7 @@ from octavo.kernels.triton.codes import (
     search,
     to_codes,
 )
-from octavo.kernels.triton.launch import Kernel
+from octavo.kernels.triton.launch import Kernel, as_laid_out
 from octavo.kernels.triton.output import Output, begin_searches
 from octavo.kernels.triton.shape import Shape, next_power_of_2, row_warps
 from octavo.kernels.triton.telemetry import count
@@ -78,7 +78,7 @@ def quantize_pair(
     stats: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Quantized | None, Quantized | None]:
     """See `octavo.kernels.quantize.quantize_pair`. stats: of each target, where `kernels.telemetry` counts."""
-    sources = [contiguous_rows(source) for source in sources]
+    sources = [as_laid_out(contiguous_rows(source)) for source in sources]
     total_r, total_c = sources[0].shape
     if len(sources) > 1:
         total_c = sum(source.shape[1] for source in sources)
@@ -86,8 +86,8 @@ def quantize_pair(
         return _quantize_rows(sources[0], rows, row_fold, stats[0]), None
     row_fold, column_fold = (fold if fold is None else fold.contiguous() for fold in (row_fold, column_fold))
     device = sources[0].device
-    row_output = Output(rows, total_r, total_c, device, in_sight=True, from_amax=True)
-    column_output = Output(columns, total_r, total_c, device, transposed=True, in_sight=True, from_amax=True)
+    row_output = Output(rows, total_r, total_c, device, in_sight=True)
+    column_output = Output(columns, total_r, total_c, device, transposed=True, in_sight=True)
     tiled = row_output.is_tiled or column_output.is_tiled
     if tiled and any(source.shape[1] % SIDE.value for source in sources[:-1]):
         # A tile of scales would straddle two sources.
