@@ -22,7 +22,7 @@ from octavo._util import config_reader
 from octavo.conversion import Plan
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.train.config import RunConfig
-from octavo_bench import results
+from octavo_bench import ladder, results
 from octavo_bench.cli import known
 from octavo_bench.results import Row
 
@@ -81,24 +81,28 @@ def hero_data(directory: Path) -> dict[str, Any]:
 
 
 def curves(directory: Path) -> dict[str, Any]:
-    """Return the losses of a run in FP8 and of its BF16 baseline: of the largest study that kept them, or the demo."""
-    study = results.latest("parity", directory)
-    kept = [row for row in study.rows if "curve" in row] if study else []
-    baselines = [row for row in kept if row["recipe"] == "bf16"]
-    for bf16 in sorted(baselines, key=lambda row: float(row["tokens"] * row["step_ms"]), reverse=True):
-        for row in kept:
-            if row["recipe"] == "folded" and all(row[key] == bf16[key] for key in ("model", "tokens", "seed")):
-                run = {key: row[key] for key in ("model", "tokens")}
-                gap = 100 * (row["heldout_loss"] / bf16["heldout_loss"] - 1)
-                return {"run": run, "gap_percent": gap, "fp8": row["curve"], "bf16": bf16["curve"]}
+    """Return the losses of a run in FP8 and of its BF16 baseline: the largest pair of the parity study, or the demo."""
+    rows = [row for row in ladder.read_rows(directory) if "training_loss" in row]
+    pairs = [block for block in ladder.blocks(rows) if "folded" in block and "bf16" in block]
+    if pairs:
+        pair = max(pairs, key=lambda block: int(block["bf16"]["tokens"]))
+        model, tokens = pair["bf16"]["model"], pair["bf16"]["tokens"]
+        own = [row for row in ladder.read_rows(directory) if (row["model"], row["tokens"]) == (model, tokens)]
+        gap = next((gap for gap in ladder.gaps(own) if gap.arm == "folded"), None)
+        lanes = {lane: pair[recipe]["training_loss"] for lane, recipe in (("fp8", "folded"), ("bf16", "bf16"))}
+        at = {
+            lane: {"tokens": [(i + 0.5) * tokens / len(losses) for i in range(len(losses))], "loss": losses}
+            for lane, losses in lanes.items()
+        }
+        return {"model": model, "gap_percent": gap and gap.mean, "pairs": gap and len(gap.differences), **at}
     demo = max(demo_rows(directory), key=lambda row: row["tokens"])
     lines = [line for line in demo["history"] if line.get("loss_fp8") is not None]
-    by_lane = {
+    at = {
         lane: {"tokens": [line["tokens"] for line in lines], "loss": [line[f"loss_{lane}"] for line in lines]}
         for lane in ("fp8", "bf16")
     }
     model = f"the demo's Llama of {demo['parameters'] / 1e6:.1f} M parameters"
-    return {"run": {"model": model, "tokens": demo["tokens"]}, "gap_percent": demo["gap_percent"], **by_lane}
+    return {"model": model, "gap_percent": demo["gap_percent"], "pairs": 1, **at}
 
 
 def demo_rows(directory: Path) -> list[Row]:
@@ -181,9 +185,10 @@ def _curves(axes: Any, data: dict[str, Any], tones: dict[str, str]) -> None:
     axes.set_axisbelow(True)
     axes.margins(x=0.01)
     axes.legend(frameon=False, fontsize=11, labelcolor=tones["text"])
-    gap = f"held-out loss {data['gap_percent']:+z.2f} % beside BF16"
-    about = f"{data['run']['model']}, training loss, nats per token\n{gap}"
-    _title(axes, "The same loss", about, tones)
+    gap, pairs = data["gap_percent"], data["pairs"]
+    said = "" if gap is None else f"\nheld-out loss {gap:+z.2f} % beside BF16, mean of {pairs} pair{'s' * (pairs > 1)}"
+    about = f"{data['model']}, training loss, nats per token{said}"
+    _title(axes, "Loss beside BF16", about, tones)
 
 
 _LANES = {"fp8": "Octavo, FP8", "bf16": "BF16, same batches"}

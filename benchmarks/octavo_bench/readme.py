@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from octavo_bench import results
+from octavo_bench import ladder, results
 from octavo_bench.evidence import over_seeds
 from octavo_bench.implementations import BF16
 from octavo_bench.render import grouped, table
@@ -50,7 +50,7 @@ class Measured:
 def headline(directory: Path) -> str:
     """Return what FP8 gains and what it costs, one line each."""
     measured = Measured.read(directory)
-    lines = [_speed(measured), _several(measured), _accuracy(measured), _memory(measured), _costs(measured)]
+    lines = [_speed(measured), _several(measured), _accuracy(measured, directory), _memory(measured), _costs(measured)]
     return "\n".join(f"- {line}" for line in lines if line)
 
 
@@ -76,15 +76,26 @@ def _several(measured: Measured) -> str:
     return f"**{own['ratio_to_bf16']:.2f} times BF16 on {own['ranks']} GPUs**: a whole Llama-3-8B with FSDP2, {rate}."
 
 
-def _accuracy(measured: Measured) -> str:
-    found = _pairs(measured)
-    if not found:
+def _accuracy(measured: Measured, directory: Path) -> str:
+    """Return the gap of the largest model whose interval is bounded, of the parity study or of pairs of seeds."""
+    rows = ladder.read_rows(directory)
+    for (model, tokens), own in sorted(grouped(rows, "model", "tokens").items(), key=lambda item: -item[0][1]):
+        found = next((gap for gap in ladder.gaps(own) if gap.arm == "folded"), None)
+        if found is not None and found.half_width is not None:
+            within = f"± {found.half_width:.2f} % (95 % over {len(found.differences)} pairs)"
+            return _gap_line(found.mean, f" {within}", model, tokens)
+    studies = _pairs(measured)
+    if not studies:
         return ""
-    model, tokens, pairs = found[-1]
+    model, tokens, pairs = studies[-1]
     interval = over_seeds(_gaps(pairs))
-    size, seen = _parameters(model), f"{tokens / 1e6:.0f} M tokens"
     within = "" if interval.half_width is None else f" ± {interval.half_width:.2f} % (95 % over {len(pairs)} seeds)"
-    return f"**Held-out loss {interval.mean:+z.2f} %{within} beside BF16**: a Llama of {size}, {seen}."
+    return _gap_line(interval.mean, within, model, tokens)
+
+
+def _gap_line(mean: float, within: str, model: str, tokens: int) -> str:
+    trained = f"a Llama of {_parameters(model)}, {tokens / 1e6:.0f} M tokens"
+    return f"**Held-out loss {mean:+z.2f} %{within} beside BF16**: {trained}."
 
 
 def _memory(measured: Measured) -> str:

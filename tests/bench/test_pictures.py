@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import ConfigError
-from octavo_bench import pictures, results
+from octavo_bench import ladder, pictures, results
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,19 +63,17 @@ def test_the_bars_are_those_of_the_newest_result_fastest_last() -> None:
     assert list(shown.values()) == sorted(shown.values())
 
 
-def test_the_curves_of_a_study_come_before_those_of_the_demo(repository: Path) -> None:
+def test_the_curves_of_the_parity_study_come_before_those_of_the_demo(repository: Path) -> None:
     directory = repository / "benchmarks" / "results"
-    assert "demo" in pictures.curves(directory)["run"]["model"]
-    latest = directory / "latest" / "parity.json"
-    content = json.loads(latest.read_text())
-    for row in content["rows"]:
-        row["curve"] = {"tokens": [1, 2], "loss": [3.0, row["heldout_loss"]]}
-    latest.write_text(json.dumps(content))
-    found = pictures.curves(directory)
-    largest = max(
-        (row for row in content["rows"] if row["recipe"] == "bf16"), key=lambda row: row["tokens"] * row["step_ms"]
-    )
-    assert found["run"]["model"] == largest["model"] and found["bf16"]["loss"][-1] == largest["heldout_loss"]
+    found, rows = pictures.curves(directory), ladder.read_rows(directory)
+    largest = max(rows, key=lambda row: row["tokens"])
+    assert found["model"] == largest["model"]
+    bf16 = next(row for row in rows if row["model"] == largest["model"] and row["recipe"] == "bf16")
+    assert found["bf16"]["loss"] == bf16["training_loss"] != found["fp8"]["loss"]
+    assert 0 < found["bf16"]["tokens"][0] < found["bf16"]["tokens"][-1] < bf16["tokens"]
+    for path in [*directory.glob("*ladder.json"), directory / "latest" / "ladder.json"]:
+        path.unlink()
+    assert "demo" in pictures.curves(directory)["model"]
 
 
 def test_the_terminal_shows_what_the_run_printed(tmp_path: Path) -> None:

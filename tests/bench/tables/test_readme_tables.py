@@ -53,3 +53,16 @@ def test_losses_are_compared_over_the_seeds_of_both(directory: Path) -> None:
 
 def test_without_results_nothing_is_said(tmp_path: Path) -> None:
     assert readme.headline(tmp_path) == ""
+
+
+def test_a_bounded_interval_of_the_parity_study_comes_first(directory: Path, result: MakeResult) -> None:
+    keys = {"protocol": 1, "model": "llama-7m", "tokens": 2 * 10**6, "text": "t", "machine": "m"}
+    losses = {"bf16": 2.0, "bf16 + 1 ulp": 2.0, "folded": 2.002}
+    rows = [
+        {**keys, "seed": seed, "recipe": arm, "heldout_loss": loss * (1 + 1e-4 * (seed % 2))}
+        for seed in range(12)
+        for arm, loss in losses.items()
+    ]
+    results.write(result("ladder", *rows), directory)
+    assert "a Llama of 3 M parameters" not in readme.headline(directory)
+    assert "**Held-out loss +0.10 % ± 0.00 % (95 % over 12 pairs) beside BF16**" in readme.headline(directory)
