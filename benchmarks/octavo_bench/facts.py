@@ -218,7 +218,7 @@ def verdict_table() -> str:
     share = f"share of a tensor's elements, mean of the newest {verdict.SNAPSHOTS} snapshots"
     rows = [(f"`{stat}`", share, verdict.percent(limit) if limit else "none") for stat, limit in verdict.LIMITS.items()]
     late = f"mean of the newest {verdict.GAP_STEPS} recorded, or on held-out text at the end"
-    rows.append(("gap", f"loss above the BF16 twin's, {late}", f"{verdict.GAP_LIMIT:g} %"))
+    rows.append(("gap", f"loss above the BF16 baseline's, {late}", f"{verdict.GAP_LIMIT:g} %"))
     rows.append(("rise", "loss above its minimum, medians of several steps", f"{verdict.RISE_LIMIT:g} %"))
     rows.append(("events", "warnings and errors", f"none in the last {verdict.percent(verdict.SHARE)} of the steps"))
     return table(("finding", "measurement", "limit"), rows)

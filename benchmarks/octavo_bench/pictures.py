@@ -246,7 +246,7 @@ def _plan_of(row: Row, config: RunConfig) -> Plan:
 
 # --- the dashboard ---------------------------------------------------------------------------------------------------
 
-PAGES = {"dashboard": "overview?run={run}", "heat-maps": "layers?run={run}", "runs": "runs"}
+PAGES = {"dashboard": "overview?run={run}", "heat-maps": "layers?run={run}"}
 """Name of the picture, and the view."""
 
 

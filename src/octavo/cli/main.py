@@ -28,7 +28,7 @@ HELP = """Train models in FP8.
 
 Start with:
 
-    octavo train --preset demo     train a Llama in FP8 and its BF16 twin
+    octavo train --preset demo     train a Llama in FP8 and its BF16 baseline
     octavo doctor                  check this machine
 
 `octavo COMMAND --help` explains a command, `--help-all` with every setting.

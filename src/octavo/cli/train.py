@@ -28,7 +28,7 @@ def train(
     json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
     settings: Mapping[str, Any],
 ) -> int:
-    """Train a model in FP8 and its BF16 twin on the same batches, and compare them on held-out text.
+    """Train a model in FP8 and its BF16 baseline on the same batches, and compare them on held-out text.
 
     Settings come from a preset, then FILE, then flags; later ones override earlier ones. --help-all
     lists all of them.

@@ -21,7 +21,7 @@ def state(run: RunReader) -> Finding:
 
 @check(
     "loss",
-    symptom="the loss rises, or stays above that of the BF16 twin",
+    symptom="the loss rises, or stays above that of the BF16 baseline",
     remedy="Lower the learning rate (--lr), or use a finer recipe. The check 'drift' shows whether FP8 is the cause.",
 )
 def loss(run: RunReader) -> Finding:
