@@ -21,14 +21,13 @@ SOURCES = [*sorted((ROOT / "src").rglob("*.py")), *sorted((ROOT / "benchmarks").
 DIALECT = {
     r"\banew\b": "again",
     r"\bdear\b|\bdearer\b": "expensive",
-    r"\bwhat lies\b": "the difference",
+    r"\bwhat lies between\b": "the difference",
     r"\bat the price of\b": "at the cost of",
     r"\bquicker\b": "faster",
     r"\bsoon done\b": "short",
-    r"\bon paper\b(?! *\])": "predicted",
     r"\bwho knows\b": "unknown",
-    r"\b(?:nats|bytes?|scales?|values?|bits?|launches|tokens|ms|milliseconds) an? (?:token|element|weight|parameter|value|block"
-    r"|layer|step|tensor|operand|row|sequence|GPU|rank|program|second|byte)\b": "per",
+    r"\b(?:nats|bytes?|scales?|values?|bits?|launches|tokens|ms|milliseconds) an? (?:token|element|weight|parameter|value"
+    r"|block|layer|step|tensor|operand|row|sequence|GPU|rank|program|second|byte)\b": "per",
     r"\b(?:once|twice) an? (?:step|layer|model|run|token|block|row|tile|epoch)\b": "per",
     r"\bbe it\b": "whether",
     r"\bstand[- ]ins?\b": "placeholder",
@@ -39,13 +38,14 @@ DIALECT = {
     r"\bgrow used to\b": "adapt to",
 }
 """Pattern, and what to write in its place."""
-OPENINGS = re.compile(r"(What|Of|Whether|Where|How|Who|That which)\b")
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the texts of a file with their lines: a page in full, of a module its strings."""
     if path.suffix == ".md":
-        yield from enumerate(re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL).splitlines(), 1)
+        yield from enumerate(
+            re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL).splitlines(), 1
+        )
         return
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):

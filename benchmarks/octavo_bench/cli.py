@@ -35,6 +35,7 @@ COMMANDS = {
     "stress": "stress:command",
     "portability": "portability:command",
     "faults": "faults:command",
+    "robustness": "robustness:command",
     "optimizer": "optimizer:command",
     "memory": "memory:command",
     "reduce": "reduce:command",

@@ -29,10 +29,10 @@ from octavo.monitor.trackers import AGGREGATES
 from octavo.nn.calibration import Calibrated, Origin, Statistics
 from octavo.numerics import E4M3, E5M2, Format
 from octavo.recipes import Recipe
-from octavo.recipes.costs import Pass, Shape, kept_bytes, kept_weight_bytes, operand_names, operand_of, passes
 from octavo.recipes.spec import MOST_MARGIN
 from octavo.train.config import RunConfig
 from octavo_bench import ladder
+from octavo_bench.passes import Pass, Shape, kept_bytes, kept_weight_bytes, operand_names, operand_of, passes
 from octavo_bench.render import table
 from octavo_bench.results import KINDS
 
@@ -190,7 +190,7 @@ def activation_table() -> str:
         rows.append((f"`recompute(model, {shown})`", *memory.recomputed(config, lowest)))
     first = rows[0][1]
     lines = [(what, f"{size:,}", f"{size / first:.2f}", f"{share:.0%}" if share else "-") for what, size, share in rows]
-    return table(("option", "bytes a token a block", "of the first line's", "of the forward, computed again"), lines)
+    return table(("option", "bytes per token a block", "of the first line's", "of the forward, computed again"), lines)
 
 
 def run_store_table() -> str:
@@ -216,7 +216,12 @@ def aggregate_table() -> str:
 def verdict_table() -> str:
     """Return the limits that the dashboard's verdict is held against."""
     share = f"share of a tensor's elements, mean of the newest {verdict.SNAPSHOTS} snapshots"
-    rows = [(f"`{stat}`", share, verdict.percent(limit) if limit else "none") for stat, limit in verdict.LIMITS.items()]
+    shares = [("nonfinite", ""), ("saturated", ""), ("flushed", ""), ("flushed", "grad_output")]
+    rows = []
+    for stat, role in shares:
+        limit = verdict.limit_of(stat, role)
+        name = f"`{stat}` of `{role}`" if role else f"`{stat}`"
+        rows.append((name, share, verdict.percent(limit) if limit else "none"))
     late = f"mean of the newest {verdict.GAP_STEPS} recorded, or on held-out text at the end"
     rows.append(("gap", f"loss above the BF16 baseline's, {late}", f"{verdict.GAP_LIMIT:g} %"))
     rows.append(("rise", "loss above its minimum, medians of several steps", f"{verdict.RISE_LIMIT:g} %"))
@@ -366,7 +371,7 @@ def readme_plan() -> str:
     if code is None:
         raise ConfigError(f"{README}: has no example that prints a plan.")
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(compile(code[1], str(README), "exec"), {"__name__": "readme"})
+        exec(compile(code[1], str(README), "exec"), {"__name__": "readme"})  # noqa: S102 (the README is ours)
     return f"```text\n{printed.getvalue().rstrip()}\n```"
 
 

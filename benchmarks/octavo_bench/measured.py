@@ -124,7 +124,7 @@ def _parity_of(title: str, rows: Sequence[Row]) -> str:
     header = ("recipe", *_seeds(seeds), "gap to BF16", "95 % over seeds", *(title for title, *_ in shown))
     pairs = [len(by_seed.keys() & bf16.keys()) for recipe, by_seed in losses.items() if recipe != BF16]
     said = f"{_spread(list(bf16.values()))} {_meaning(pairs, [key for _, key, _ in shown])}".strip()
-    return f"**{title}**: held-out loss, nats a token\n\n{table(header, body)}\n\n{said}"
+    return f"**{title}**: held-out loss, nats per token\n\n{table(header, body)}\n\n{said}"
 
 
 def parity_summary(result: Result) -> str:
@@ -158,7 +158,7 @@ def tiers_of(rows: Sequence[Row]) -> str:
         header = ("states", *_seeds(seeds), "gap to fp32, by seed", "95 % over sequences")
         first = [row["heldout_loss"] for row in of_model if row["states"] == of_model[0]["states"]]
         apart = f"The {len(first)} seeds of `{of_model[0]['states']}` lie {max(first) - min(first):.4f} apart."
-        title = f"**{model}, {tokens:,} tokens**: held-out loss, nats a token"
+        title = f"**{model}, {tokens:,} tokens**: held-out loss, nats per token"
         parts += [title, table(header, body), *([apart] if len(first) > 1 else [])]
     return "\n\n".join(parts)
 
@@ -374,7 +374,7 @@ optimizer = by_columns(
         ("states", "{states}"),
         ("weight", "{weight}"),
         ("gradient", "{gradient}"),
-        ("bytes a parameter", "{bytes_per_parameter:.2f}"),
+        ("bytes per parameter", "{bytes_per_parameter:.2f}"),
         ("ms", "{ms:.2f}"),
         ("of fused AdamW's time", "{ratio_to_fused_adamw:.2f}"),
         ("ms with clipping", "{ms_clipped:.2f}"),

@@ -1,4 +1,4 @@
-"""Peak memory of training a Llama beside its forecast, and the largest that fits; bytes a block keeps, by option."""
+"""Peak memory of training a Llama beside its forecast, and the largest that fits; bytes per block keeps, by option."""
 
 from __future__ import annotations
 

@@ -97,6 +97,7 @@ KINDS: dict[str, dict[str, type]] = {
         "recovered": bool,
         "final_loss_change": float,
     },
+    "robustness": {"class": str, "tried": int, "survived": int, "named": int, "seed": int},
     "localize": {"workload": str, "layers": int, "predicted": list, "measured": list, "rank_correlation": float},
 }
 """Keys that every row of a kind must have. Other keys are welcome: they are kept, and read where a table shows them."""

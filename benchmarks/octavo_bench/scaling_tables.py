@@ -71,7 +71,7 @@ def figures(directory: Path) -> str:
         body = [
             (str(row["gpus"]), row["scheme"], row.get("layout", row.get("error", "")), *_cells(row)) for row in rows
         ]
-        blocks.append(f"**{model}**, {rows[0]['batch_tokens']:,} tokens a step\n\n{table(titles, body)}")
+        blocks.append(f"**{model}**, {rows[0]['batch_tokens']:,} tokens per step\n\n{table(titles, body)}")
     return "\n\n".join([*blocks, _origin(result)])
 
 

@@ -1,10 +1,12 @@
 """What is recognised in a user's modules: every way to write an MLP or an attention, and nothing that only looks so."""
 
 import contextlib
+import copy
 import functools
 import itertools
 import random
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -342,10 +344,116 @@ class SigmoidGate(Gated):
         return self.down(torch.sigmoid(self.gate(x)) * self.up(x))
 
 
+class LayerDrop(Gated):
+    """Computes nothing, once in many calls."""
+
+    def forward(self, x):
+        return x if self.training and torch.rand(()) < 1e-6 else super().forward(x)
+
+
+class LayerDropInPython(Gated):
+    def forward(self, x):
+        return x if self.training and random.random() < 1e-6 else super().forward(x)
+
+
+class LayerDropInNumPy(Gated):
+    def forward(self, x):
+        return x if self.training and np.random.rand() < 1e-6 else super().forward(x)
+
+
+class LayerDropOfItsOwn(Gated):
+    kind = torch.Generator
+
+    def start(self):
+        self.generator = self.kind()
+
+    def forward(self, x):
+        return x if torch.rand((), generator=self.generator) < 1e-6 else super().forward(x)
+
+
+class LayerDropOfPythonsOwn(LayerDropOfItsOwn):
+    kind = random.Random
+
+    def forward(self, x):
+        return x if self.generator.random() < 1e-6 else Gated.forward(self, x)
+
+
+class LayerDropOfNumPysOwn(LayerDropOfPythonsOwn):
+    kind = staticmethod(np.random.default_rng)
+
+
+class Counts(Gated):
+    def start(self):
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x if self.calls > 1000 else super().forward(x)
+
+
+class CountsInADictionary(Gated):
+    def start(self):
+        self.stats = {"calls": 0}
+
+    def forward(self, x):
+        self.stats["calls"] += 1
+        return super().forward(x)
+
+
+class Collects(Gated):
+    def start(self):
+        self.hidden = []
+
+    def forward(self, x):
+        self.hidden.append(self.gate(x))
+        return super().forward(x)
+
+
+class KeepsItsResult(Gated):
+    def forward(self, x):
+        self.last = super().forward(x)
+        return self.last
+
+
+class EverySecondCall(Gated):
+    """By a counter that no attribute shows."""
+
+    def start(self):
+        calls = itertools.cycle((False, True))
+        self.drops = lambda: next(calls)
+
+    def forward(self, x):
+        return x if self.drops() else super().forward(x)
+
+
+class StopsGradients(Gated):
+    def forward(self, x):
+        return super().forward(x.detach())
+
+
+class StopsOneGradient(Gated):
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)).detach() * self.up(x))
+
+
+class StraightThrough(Gated):
+    def forward(self, x):
+        y = super().forward(x)
+        return x + (y - x).detach()
+
+
+class WithoutGradients(Gated):
+    @torch.no_grad()
+    def forward(self, x):
+        return super().forward(x)
+
+
 NOT = [
     Dropout, NestedDropout, FunctionalDropout, Scaled, LayerScale, Buffered, Normed, NormedWithoutWeights, Residual,
     Clamped, Offset, Mixes, OtherInEvaluation, NoisyInTraining, TwoResults, TwoArguments, Double, Summed, Raises, Twice,
-    ThirdUnused, TanhGate, ReluGate, QuickGelu, SigmoidGate,
+    ThirdUnused, TanhGate, ReluGate, QuickGelu, SigmoidGate, LayerDrop, LayerDropInPython, LayerDropInNumPy,
+    LayerDropOfItsOwn, LayerDropOfPythonsOwn, LayerDropOfNumPysOwn, Counts, CountsInADictionary, Collects,
+    KeepsItsResult, EverySecondCall, StopsGradients, StopsOneGradient, StraightThrough, WithoutGradients,
 ]  # fmt: skip
 
 
@@ -388,22 +496,36 @@ def test_an_ordinary_sequence_is_an_mlp_too():
     assert find_mlp(module) == MLPRoles("silu", ("0",), "2")
 
 
+def test_a_compiled_forward_is_looked_at_as_it_is_written():
+    class Compiled(Gated):
+        forward = torch.compile(Gated.forward, backend=lambda *_: pytest.fail("compiled"))
+
+    assert find_mlp(Compiled()) == MLPRoles("silu", ("gate", "up"), "down")
+
+
 # --- looking changes nothing ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cls", [Gated, Modules, Dropout, NoisyInTraining, Raises])
+def held(module):
+    skipped = ("_modules", "_parameters")
+    return {name: value for name, value in vars(module).items() if name not in skipped and "hooks" not in name}
+
+
+@pytest.mark.parametrize(
+    "cls", [Gated, Modules, Dropout, NoisyInTraining, Raises, LayerDropInNumPy, Counts, CountsInADictionary, Collects]
+)
 def test_looking_leaves_no_trace(cls):
     module, seen = cls(), []
     module.register_forward_hook(lambda *_: seen.append("module"))
     for child in module.modules():
         child.register_forward_hook(lambda *_: seen.append("child"))
     module.compile(backend=lambda *_: pytest.fail("compiled"))
-    before = {name: (type(m), dict(vars(m)), dict(m._modules)) for name, m in module.named_modules()}
+    before = {name: (type(m), copy.deepcopy(held(m)), dict(m._modules)) for name, m in module.named_modules()}
     parameters = {name: (id(p), p._version, p.clone()) for name, p in module.named_parameters()}
-    numbers = torch.get_rng_state(), random.getstate()
+    numbers = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     find_mlp(module)
-    assert not seen
-    assert {name: (type(m), dict(vars(m)), dict(m._modules)) for name, m in module.named_modules()} == before
+    assert not seen and np.random.get_state()[1].tolist() == numbers[2]
+    assert {name: (type(m), held(m), dict(m._modules)) for name, m in module.named_modules()} == before
     assert all(parameters[n][:2] == (id(p), p._version) for n, p in module.named_parameters())
     assert torch.equal(torch.get_rng_state(), numbers[0]) and random.getstate() == numbers[1]
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from octavo import kernels
 from octavo.errors import ConfigError
+from octavo.kernels.operator import pack
 from octavo.nn import cross_entropy as module
 from octavo.nn.cross_entropy import chunk_of, linear_cross_entropy
 from octavo.numerics import sqnr_db
@@ -211,6 +212,20 @@ def test_autocast_computes_in_bf16_and_returns_each_gradient_in_its_own_dtype(dt
         assert sqnr_db(truth, ours) > min(sqnr_db(truth, them) - 2, 45)
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "folded"])
+def test_the_weights_gradient_is_summed_over_chunks_in_fp32(recipe: str) -> None:
+    """In BF16 the sum over 256 chunks would lose 7 dB or more."""
+    x = torch.randn(1024, K)
+    weight, targets = (torch.randn(V, K) / 4).requires_grad_(), torch.randint(V, (1024,))
+    found = {}
+    for chunk in (4, 1024):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = linear_cross_entropy(x, weight, targets, recipe=recipe, chunk=chunk)
+        found[chunk] = torch.autograd.grad(loss, weight)[0]
+    truth = exact(x, weight, None, targets)[2]
+    assert sqnr_db(truth, found[4]) > sqnr_db(truth, found[1024]) - 0.7
+
+
 def test_fp16_gradients_do_not_underflow() -> None:
     x, weight, _, targets = operands(torch.float16, bias=False)
     x = x.detach().repeat(20, 1).requires_grad_()
@@ -331,7 +346,7 @@ def test_the_operator_is_what_its_schema_says() -> None:
     for needs in ([True, True, True], [False, True, False], [False, False, False]):
         torch.library.opcheck(
             torch.ops.octavo.linear_cross_entropy,
-            (x, weight, bias, targets, "bf16", torch.bfloat16, -100, 0.0, 0.0, 16, *needs),
+            pack((x, weight, bias, targets, ("bf16", torch.bfloat16, -100, 0.0, 0.0, 16, needs))),
             test_utils=("test_schema", "test_faketensor"),
         )
 

@@ -403,8 +403,26 @@ class WithoutEps(Llama):
         return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.hidden_eps)
 
 
+class DroppingInTraining(Llama):
+    def forward(self, x):
+        return F.dropout(self.weight * self.normed(x), 0.01, self.training)
+
+
+class Counting(Llama):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.weight * self.normed(x)
+
+
+class StoppingTheStatistics(Llama):
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.detach().pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+
 REFUSED = [OneMore, Centred, EpsOutside, AlongAnother, AlwaysFP32, Dropping, TwoResults, TwoInputs]
-REFUSED += [WithBias, WithChild, WithoutEps]
+REFUSED += [WithBias, WithChild, WithoutEps, DroppingInTraining, Counting, StoppingTheStatistics]
 
 
 @pytest.mark.parametrize("cls", REFUSED)

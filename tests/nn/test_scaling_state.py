@@ -444,6 +444,19 @@ def test_a_state_goes_round():
         assert equal(step(model, x), step(twin, x))
 
 
+def test_layers_that_are_joined_take_the_largest_of_the_states():
+    apart, joined = model_of(policy=octavo.Policy(fuse=False)), model_of()
+    for gradient in (2.0, 3.0):
+        step(apart, x_of(1.0), gradient=gradient)
+    state = octavo.scales(apart).state_dict()
+    octavo.scales(joined).load_state_dict(state)
+    rows = torch.stack([state[f"0.{name}.grad_output"] for name in "qkv"])
+    largest = rows.amax(0)
+    assert not torch.equal(largest, rows.amin(0))
+    after = octavo.scales(joined).state_dict()
+    assert all(torch.equal(after[f"0.{name}.grad_output"], largest) for name in "qkv")
+
+
 def test_states_of_others_are_refused():
     book, state = octavo.scales(model_of()), octavo.scales(model_of()).state_dict()
     with pytest.raises(CheckpointError, match=r"only the model keeps one for '0\.k\.input'"):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from octavo.cli.flags import COMMON, configure, with_flags_of
+from octavo._util.terminal import console, say
+from octavo.cli.flags import COMMON, configure, positive, with_flags_of
 from octavo.errors import ConfigError
 from octavo.train.config import RunConfig
 
@@ -84,23 +85,22 @@ def plan(
     policy = policy_of(config, recipe)
     planned = make_plan(model, recipe, policy=policy, tokens=tokens, device=device)
     if json_output:
-        print(planned.to_json())
+        say(planned.to_json())
     else:
         _show(planned)
-        print(f"\n{recipes.explain(recipe)}")
+        say(f"\n{recipes.explain(recipe)}")
     return 0
 
 
 def _show(planned: Plan) -> None:
     """Print a plan: coloured and fitted to the width in a terminal, plain in a pipe."""
-    from rich.console import Console
     from rich.table import Table
 
     from octavo.conversion.plan import footer, table_rows
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        print(planned)
+    screen = console()
+    if not screen.is_terminal:
+        say(str(planned))
         return
     titles, *rows = table_rows(planned)
     table = Table(box=None, pad_edge=False)
@@ -108,28 +108,29 @@ def _show(planned: Plan) -> None:
         table.add_column(title, overflow="fold", ratio=1 if title == "why" else None)
     for row in rows:
         table.add_row(*row, style="green" if "bf16" not in row[3] else "yellow" if row[3] != "bf16" else "dim")
-    console.print(table, "", *footer(planned), sep="\n", markup=False)
+    screen.print(table, "", *footer(planned), sep="\n", markup=False)
 
 
 def _memory(config: RunConfig, gpus: int, fits: float | None, json_output: bool) -> int:
     """Print the forecast; return 1 if no model of these proportions fits."""
     from octavo.train.memory import forecast_run, largest_model
 
-    if gpus < 1 or (fits is not None and fits <= 0):
-        raise ConfigError(f"--gpus {gpus} and --fits {fits} must be positive.")
+    positive("--gpus", gpus)
+    if fits is not None and not 0 < fits < math.inf:
+        raise ConfigError(f"--fits {fits}: must be a positive number of GiB.")
     model, forecast = config.model, None
     if fits is None:
         forecast = forecast_run(config, gpus=gpus)
     elif (found := largest_model(config, fits, gpus=gpus)) is not None:
         model, forecast = found
     if forecast is None:
-        print(f"no model of these proportions fits {fits} GiB", file=sys.stderr)
+        say(f"no model of these proportions fits {fits} GiB", to_stderr=True)
         return 1
     if json_output:
-        print(json.dumps({"model": dataclasses.asdict(model), **forecast.to_dict()}, indent=1))
+        say(json.dumps({"model": dataclasses.asdict(model), **forecast.to_dict()}, indent=1))
     else:
         shape = f"{model.layers} layers of {model.dim}, {forecast.parameters / 1e6:,.1f} M parameters in memory"
-        print(f"{shape}\n\n{forecast}")
+        say(f"{shape}\n\n{forecast}")
     return 0
 
 
@@ -156,12 +157,12 @@ def recipes(
 
     if name is not None:
         recipe = known.load(name)
-        print(json.dumps(config_reader.to_dict(recipe), indent=2) if json_output else known.explain(recipe))
+        say(json.dumps(config_reader.to_dict(recipe), indent=2) if json_output else known.explain(recipe))
     elif json_output:
-        print(json.dumps(known.names()))
+        say(json.dumps(known.names()))
     else:
         width = max(map(len, known.names()))
         for each in known.names():
-            print(f"{each:<{width}}  {known.about(each)}")
-        print("\n`octavo recipes NAME` explains one: formats, scales and rounding of each operand.")
+            say(f"{each:<{width}}  {known.about(each)}")
+        say("\n`octavo recipes NAME` explains one: formats, scales and rounding of each operand.")
     return 0

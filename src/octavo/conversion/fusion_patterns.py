@@ -9,11 +9,9 @@ costs time, never correctness: a layer that is handed another tensor than its gr
 from __future__ import annotations
 
 import ast
-import copy
 import inspect
 import itertools
 import textwrap
-from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -30,6 +28,7 @@ from octavo.nn.functional import spec_of
 from octavo.nn.fused import FusedMLP, MLPRoles, unfuse
 from octavo.nn.mlp import ActivationInputs, refuses
 from octavo.nn.norm import NormInputs, adopts
+from octavo.nn.probe import computes, shallow_copy
 from octavo.recipes import Recipe, reused_from
 
 _WIDTH, _HIDDEN = 8, 24  # of the layers in a copy
@@ -182,7 +181,7 @@ def find_mlp(module: nn.Module) -> MLPRoles | None:
     """Return the roles of the children of a module whose `forward` is an MLP, or None for any other module.
 
     It is one if its children are two or three linear layers, the rest of it has no parameters and no buffers, and it
-    gives what the formula gives, in training and in evaluation, for small and for large inputs.
+    computes the formula and nothing else, for small and for large inputs (`octavo.nn.probe`).
     """
     layers = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
     tensors = itertools.chain(module.named_parameters(), module.named_buffers())
@@ -190,8 +189,7 @@ def find_mlp(module: nn.Module) -> MLPRoles | None:
         return None
     if "forward" in vars(module):  # patched: its class does not say what it computes
         return None
-    with torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng([]):
-        return next((roles for roles in _possible_roles(layers) if _computes(module, roles)), None)
+    return next((roles for roles in _possible_roles(layers) if _is_mlp(module, roles)), None)
 
 
 def _possible_roles(layers: dict[str, nn.Linear]) -> Iterator[MLPRoles]:
@@ -203,55 +201,37 @@ def _possible_roles(layers: dict[str, nn.Linear]) -> Iterator[MLPRoles]:
             yield from (MLPRoles(kind, tuple(inner), down) for kind in KINDS)
 
 
-def _computes(module: nn.Module, roles: MLPRoles) -> bool:
+def _is_mlp(module: nn.Module, roles: MLPRoles) -> bool:
     """Return whether the forward of a module is the MLP of these roles."""
-    x = _random(0, 2, 4, _WIDTH) * torch.tensor([1e-2, 1.0, 1.0, 1e3])[:, None]
-    for training in (True, False):
-        try:
-            probe = _tiny_copy(module, roles, training)
-            y = type(probe).forward(probe, x)  # past the hooks of `__call__`
-        except Exception:  # whatever it needs, it is not one tensor: no MLP
-            return False
-        if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
-            return False
-        expected = _formula(probe, roles, x)
-        if not bool(((y - expected).abs() <= 1e-5 * expected.abs().amax(-1, keepdim=True)).all()):
-            return False
-    return True
+    x = _random(0, 2, 4, _WIDTH) * torch.tensor([1e-2, 1.0, 1.0, 1e3], device="cpu")[:, None]
+    return computes(
+        lambda training: _tiny_copy(module, roles, training), lambda probe, x: _formula(probe, roles, x), x, 1e-5
+    )
 
 
 def _tiny_copy(module: nn.Module, roles: MLPRoles, training: bool) -> nn.Module:
-    """Return a copy of a module on the CPU whose linear layers are small and random; it holds no other tensors."""
-    probe = _shallow_copy(module, training)
+    """Return a copy of a module whose linear layers are small and random; it holds no other tensors."""
+    probe = shallow_copy(module, training)
     if isinstance(module, FusedMLP):
         unfuse(cast(FusedMLP, probe))
     for seed, name in enumerate((*roles.inner, roles.down)):
         shape = (_WIDTH, _HIDDEN) if name == roles.down else (_HIDDEN, _WIDTH)
-        bias = module.get_submodule(name).bias is not None
-        layer = nn.Linear(shape[1], shape[0], bias=bias, dtype=torch.float32)
-        for parameter in layer.parameters():
-            parameter.copy_(_random(1 + seed, *parameter.shape))
+        layer = nn.Linear(shape[1], shape[0], bias=False, dtype=torch.float32)
+        layer.weight = nn.Parameter(_random(1 + seed, *shape))
+        if module.get_submodule(name).bias is not None:
+            layer.bias = nn.Parameter(_random(4 + seed, shape[0]))
         probe._modules[name] = layer
     return probe
 
 
-def _shallow_copy(module: nn.Module, training: bool) -> nn.Module:
-    """Return a copy of the modules in a tree, in that mode and without hooks, which holds the same of all else."""
-    twin = copy.copy(module)
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    hooks: dict[str, Any] = {name: OrderedDict() for name in kinds}
-    children = {name: child and _shallow_copy(child, training) for name, child in module._modules.items()}
-    vars(twin).update(hooks, training=training, _modules=children, _compiled_call_impl=None)
-    return twin
-
-
 def _random(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
 
 
 def _formula(probe: nn.Module, roles: MLPRoles, x: Tensor) -> Tensor:
     inner = [probe.get_submodule(name)(x) for name in roles.inner]
-    hidden = value_and_slope(roles.kind, inner[0])[0]
+    value, slope = (part.detach() for part in value_and_slope(roles.kind, inner[0].detach()))
+    hidden = value + (inner[0] - inner[0].detach()) * slope  # of this value and this slope, to the bit
     result: Tensor = probe.get_submodule(roles.down)(hidden * inner[1] if len(inner) > 1 else hidden)
     return result
 

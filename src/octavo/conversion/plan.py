@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -72,6 +72,8 @@ class Plan:
     """Layer name -> the recipe it runs by."""
     structures: tuple[FusionPattern, ...] = ()
     """What is computed together."""
+    policy: Policy = field(default_factory=Policy, repr=False)
+    """The policy that it was made with."""
     unapplied: tuple[str, ...] = ()
     """Where the policy asks for activations in FP8 and they are not: a line each, with the reason."""
 
@@ -159,6 +161,7 @@ def make_plan(
         layers=rows,
         recipes=chosen,
         structures=structures,
+        policy=policy,
         unapplied=unapplied,
     )
 

@@ -8,7 +8,6 @@ from octavo.distributed.reduce.scheme import Scheme
 from octavo.distributed.sharding.embedding import send_tokens
 from octavo.distributed.sharding.gathering import GatherPlan, ShardPlan
 from octavo.distributed.sharding.shard import BF16_GRADIENTS_POLICY, BF16_POLICY, shard
-from octavo.distributed.sharding.weights import weights_changed
 from octavo.distributed.tensor_parallel.layers import ColumnParallel, Parallel, Replicated, RowParallel, tensor_parallel
 from octavo.distributed.tensor_parallel.plan import LayerPlan, TensorParallelPlan
 from octavo.distributed.zero.greedy import Assignment, contiguous_assignment, greedy_assignment
@@ -42,5 +41,4 @@ __all__ = [
     "set_reduction",
     "shard",
     "tensor_parallel",
-    "weights_changed",
 ]

@@ -17,10 +17,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.conv import _ConvNd
 
 from octavo import kernels
+from octavo._util.autograd import first_order
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.patches import Pair, Window, fold, quantize_patches, unfold
 from octavo.nn import functional
@@ -76,6 +76,7 @@ class _Convolution(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         x, weight, window, recipe, dtype, page = inputs
         x = x.contiguous()
+        ctx.set_materialize_grads(False)
         ctx.window, ctx.recipe, ctx.dtype, ctx.page, ctx.folds = window, recipe, dtype, page, False
         if not recipe.fprop.is_fp8:
             ctx.save_for_backward(x, weight)
@@ -91,8 +92,10 @@ class _Convolution(torch.autograd.Function):
         return y_MN.view(x.shape[0], *window.output(x.shape[1], x.shape[2]), weight.shape[0])
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    @first_order
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return (None,) * len(ctx.needs_input_grad)
         (x, weight, *rest), window, recipe, dtype = ctx.saved_tensors, ctx.window, ctx.recipe, ctx.dtype
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         dys = [dy.to(dtype).reshape(-1, dy.shape[-1])]

@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from octavo import kernels
+from octavo._util.autograd import first_order
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import QuantSpec
 from octavo.kernels.grouped import Padded, grouped_gemm, grouped_mm, grouped_wgrad, quantize_groups, transpose_groups
 from octavo.nn import telemetry_experts
 from octavo.nn.functional import compute_dtype, spec_of
-from octavo.nn.telemetry_ops import StatsSlot, stats_buffer_of
+from octavo.nn.telemetry_ops import Source, StatsSlot, stats_buffer_of
 from octavo.nn.weight_codes import quantize_matrix, quantize_weights
 from octavo.numerics import Quantized
 from octavo.recipes import Operand, Recipe, RecipeLike, load, reused_from
@@ -64,7 +64,7 @@ class GroupedLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew: uniform, the bound 1 / sqrt(K)."""
+        """Reinitialise the weights: uniform, the bound 1 / sqrt(K)."""
         bound = 1 / math.sqrt(max(self.weight.shape[2], 1))
         nn.init.uniform_(self.weight, -bound, bound)
 
@@ -99,7 +99,7 @@ class GroupedLinear(nn.Module):
 
 def refuses(recipe: Recipe) -> str | None:
     """Return why the GEMMs of a recipe cannot be grouped, or None."""
-    can = "Grouped GEMMs have a scale a row and E4M3 operands: folded, folded_fast, rowwise and bf16 are such recipes"
+    can = "Grouped GEMMs have a scale per row and E4M3 operands: folded, folded_fast, rowwise and bf16 are such recipes"
     for gemm, *operands in recipe.gemms():
         for operand in operands:
             if not (operand.granularity in ("row", "column") and operand.format == "e4m3"):
@@ -118,6 +118,7 @@ class _GroupedLinear(torch.autograd.Function):
         x8, kept = _read_input(x, ends, recipe, dtype, ctx.needs_input_grad[1])
         ctx.recipe, ctx.dtype, ctx.x_dtype, ctx.page = recipe, dtype, x.dtype, page
         ctx.shape, ctx.weight_dtype = weight.shape, weight.dtype
+        ctx.set_materialize_grads(False)
         if x8 is None:
             ctx.saves_codes = False
             ctx.save_for_backward(ends, *kept, weight)
@@ -129,13 +130,15 @@ class _GroupedLinear(torch.autograd.Function):
         experts, rows, cols = weight.shape
         w = stack.codes.view(experts, rows, cols), stack.scale.view(experts, rows)
         if page is not None:
-            looked = spec_of(recipe.fprop.input)
-            return telemetry_experts.fprop(x8, weight, w, ends, target, dtype, accumulate, x, looked, page)
+            tokens, stacked = Source.of([x], recipe.fprop.input), Source.of([weight], recipe.fprop.weight)
+            return telemetry_experts.fprop(x8, w, ends, (dtype, accumulate), tokens, stacked, page)
         return grouped_gemm(x8, *w, ends, dtype, accumulate)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    @first_order
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return (None,) * len(ctx.needs_input_grad)
         (ends, *rest), recipe, dtype = ctx.saved_tensors, ctx.recipe, ctx.dtype
         size = 2 if ctx.saves_codes else 1
         kept, saved = rest[:-size], rest[-size:]
@@ -204,8 +207,8 @@ def _dgrad(
         codes, scale = stack.codes.view(experts, cols, rows), stack.scale.view(experts, cols)
     if ctx.page is None:
         return grouped_gemm(g, codes, scale, ends, dtype, recipe.dgrad.accumulate)
-    looked, accumulate = spec_of(recipe.dgrad.grad_output), recipe.dgrad.accumulate
-    return telemetry_experts.dgrad(g, (codes, scale), ends, dtype, accumulate, dy, looked, fold, ctx.page)
+    source = Source.of([dy], recipe.dgrad.grad_output, fold=fold)
+    return telemetry_experts.dgrad(g, (codes, scale), ends, (dtype, recipe.dgrad.accumulate), source, ctx.page)
 
 
 def _wgrad(

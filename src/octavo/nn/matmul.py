@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from octavo._util.autograd import first_order
 from octavo.kernels.batch import Batch, batch_of, quantize_batch
 from octavo.kernels.bmm import bmm
 from octavo.nn import functional
@@ -85,14 +85,17 @@ class _Matmul(torch.autograd.Function):
         x, for_b = _read(a_BMK, recipe, "wgrad", "input", needs_b, dtype)
         w, for_a = _read(b_BKN.transpose(1, 2), recipe, "dgrad", "weight", needs_a, dtype)
         ctx.save_for_backward(*for_a, *for_b)
+        ctx.set_materialize_grads(False)
         ctx.recipe, ctx.dtype, ctx.split, ctx.dtypes = recipe, dtype, len(for_a), (a_BMK.dtype, b_BKN.dtype)
         if x is None or w is None:
             return _product(a_BMK.to(dtype), b_BKN.to(dtype))
         return bmm(x, w, dtype, recipe.fprop.accumulate)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dc_BMN: Tensor) -> tuple[Tensor | None, ...]:
+    @first_order
+    def backward(ctx: Any, dc_BMN: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dc_BMN is None:
+            return (None,) * len(ctx.needs_input_grad)
         recipe, dc_BMN = ctx.recipe, dc_BMN.to(ctx.dtype)
         for_a, for_b = ctx.saved_tensors[: ctx.split], ctx.saved_tensors[ctx.split :]
         g, h = _read_gradient(dc_BMN, for_a, for_b, recipe)

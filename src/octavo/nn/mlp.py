@@ -18,11 +18,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from octavo import kernels
+from octavo._util.autograd import first_order
 from octavo.kernels import QuantSpec
-from octavo.kernels.activation import INPUTS, activation, activation_and_inputs, activation_backward
+from octavo.kernels.activation import INPUTS, Factors, Targets, activation, activation_and_inputs, activation_backward
 from octavo.nn.functional import (
     Kept,
     Quantizer,
@@ -111,18 +111,21 @@ class _MLP(torch.autograd.Function):
             x.kept,
             (hidden.scale,),
             inputs,
-            kept_weights(w, weights[:-1], inner),
-            kept_weights(down, weights[-1:], outer),
+            kept_weights(w, weights[:-1], inner, w_codes is not None),
+            kept_weights(down, weights[-1:], outer, down_codes is not None),
         )
         ctx.save_for_backward(*(tensor for part in saved for tensor in part))
         ctx.sizes = [len(part) for part in saved]
         ctx.options, ctx.x_dtype, ctx.stats = (kind, inner, outer, dtype, keeps_codes), x_MD.dtype, (stats, down_stats)
         ctx.parts = [(weight.shape[0], weight.dtype) for weight in weights]
+        ctx.set_materialize_grads(False)
         return fprop_of(before, hidden, down, weights[-1:], outer, dtype, down_stats, kind)[0]
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    @first_order
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad_outputs[0] is None:
+            return (None,) * len(ctx.needs_input_grad)
         (kind, inner, outer, dtype, keeps_codes), (stats, down_stats) = ctx.options, ctx.stats
         kept, (hidden_scale,), inputs, w, down = _split(ctx.saved_tensors, ctx.sizes)
         needs_x, (*needs_inner, needs_down) = needed_grads(ctx, _WEIGHTS)
@@ -137,12 +140,16 @@ class _MLP(torch.autograd.Function):
             kind,
             d_hidden,
             *_gate_and_up(inputs, keeps_codes),
-            rows=spec_of(inner.dgrad.grad_output) if needs_x else None,
-            columns=spec_of(inner.wgrad.grad_output) if any(needs_inner) else None,
-            hidden=_hidden_target(outer) if needs_down else None,
-            hidden_scale=hidden_scale if needs_down and _scale_tells_codes(outer) else None,
-            row_fold=weight_fold(weight, inner) if needs_x else None,
-            column_fold=input_fold(scale_of(kept), inner) if any(needs_inner) else None,
+            Targets(
+                rows=spec_of(inner.dgrad.grad_output) if needs_x else None,
+                columns=spec_of(inner.wgrad.grad_output) if any(needs_inner) else None,
+                hidden=_hidden_target(outer) if needs_down else None,
+            ),
+            Factors(
+                rows=weight_fold(weight, inner) if needs_x else None,
+                columns=input_fold(scale_of(kept), inner) if any(needs_inner) else None,
+                hidden=hidden_scale if needs_down and _scale_tells_codes(outer) else None,
+            ),
         )
         dx = None
         if needs_x:
@@ -197,7 +204,7 @@ def _hidden_target(outer: Recipe) -> QuantSpec:
 
 
 def _scale_tells_codes(outer: Recipe) -> bool:
-    """Whether the codes of fprop follow from its scales: with a power-of-two scale a row nothing is searched again."""
+    """Whether the codes of fprop follow from its scales: with a power-of-two scale per row nothing is searched again."""
     operand = outer.fprop.input
     reused = reused_from(outer, "wgrad", "input") is not None
     return reused and (operand.granularity, operand.scaling) == ("row", "power_of_two")

@@ -13,21 +13,21 @@ dy * n from each row, and the rest of dx is exact; dweight sums it over all toke
 
 from __future__ import annotations
 
-import copy
 from functools import cache
 from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from octavo import kernels
+from octavo._util.autograd import first_order, refuse_transforms
 from octavo._util.compiler import assume_constant_result
 from octavo.kernels import ledger, norm
 from octavo.kernels.dispatch import is_plain, on_gpu, why_not
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.nn.attached_codes import attach_codes
+from octavo.nn.probe import computes, shallow_copy
 from octavo.numerics import Quantized
 
 NormInputs = Literal["bf16", "fp8"]
@@ -80,6 +80,7 @@ class Norm(nn.Module):
         eps = _default_eps(x.dtype, x.device) if eps is None else eps
         target = None if torch.compiler.is_compiling() or not _gains(x.device) else self.target
         keeps_codes = self.input_format == "fp8" and torch.is_grad_enabled()
+        refuse_transforms()
         y_MD, codes, scale = _Function.apply(x_MD, *self._affine(), eps, target, self.centred, keeps_codes)  # type: ignore[no-untyped-call]
         y = y_MD.view(x.shape)
         if target is not None:
@@ -141,8 +142,9 @@ class LayerNorm(Norm, nn.LayerNorm):  # type: ignore[misc]
 def adopts(module: nn.Module) -> bool:
     """Return whether `adopt` takes this module: a norm of PyTorch's over one dimension, or a user's RMS norm.
 
-    The latter is known by what it does: it has one parameter, `weight` (D,), and an epsilon, and gives the RMS norm of
-    random rows, in FP32 and in BF16. Models of Hugging Face bring such classes of their own.
+    The latter is known by what it does: it has one parameter, `weight` (D,), and an epsilon, and computes the RMS norm
+    of random rows and nothing else, in FP32 and in BF16 (`octavo.nn.probe`). Models of Hugging Face bring such classes
+    of their own.
     """
     if isinstance(module, Norm):
         return True
@@ -209,27 +211,28 @@ def _is_rms_norm(module: nn.Module) -> bool:
         return False
     if "forward" in vars(module) or any(True for _ in module.children()) or any(True for _ in module.buffers()):
         return False
-    with torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        return _gives_rms_norm(module, torch.float32, 1e-5) and _gives_rms_norm(module, torch.bfloat16, 2e-2)
+    return _gives_rms_norm(module, torch.float32, 1e-5) and _gives_rms_norm(module, torch.bfloat16, 2e-2)
 
 
 def _gives_rms_norm(module: nn.Module, dtype: torch.dtype, tolerance: float) -> bool:
     """Run the module's forward, with another weight, on rows that eps changes not at all, by half and very much."""
     eps, width = cast(float, _eps_of(module)), cast(Tensor, module.weight).shape[0]
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(width, generator=generator).to(dtype)
-    rows = torch.tensor([[[1.0], [30.0]], [[eps**0.5], [eps]]])
-    x = (torch.randn(2, 2, width, generator=generator) * rows).to(dtype)
-    exact = x.double() * (x.double().square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
-    probe = copy.copy(module)
-    vars(probe)["_parameters"] = {"weight": nn.Parameter(weight)}
-    try:
-        y = type(module).forward(probe, x)  # past the hooks of `__call__`
-    except Exception:  # whatever a stranger's class may raise: then it is none
-        return False
-    if not isinstance(y, Tensor) or y.dtype != dtype or y.shape != x.shape:
-        return False
-    return bool(((y.double() - exact).abs() <= tolerance * exact.abs() + 1e-12).all())
+    weight = torch.randn(width, generator=generator, device="cpu").to(dtype)
+    rows = torch.tensor([[[1.0], [30.0]], [[eps**0.5], [eps]]], device="cpu")
+    x = (torch.randn(2, 2, width, generator=generator, device="cpu") * rows).to(dtype)
+
+    def probe(training: bool) -> nn.Module:
+        made = shallow_copy(module, training)
+        made._parameters["weight"] = nn.Parameter(weight.clone())
+        return made
+
+    def formula(probe: nn.Module, x: Tensor) -> Tensor:
+        wide = x.double()
+        normed = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+        return normed * cast(Tensor, probe.weight).double()
+
+    return computes(probe, formula, x, tolerance)
 
 
 class _Function(torch.autograd.Function):
@@ -259,7 +262,7 @@ class _Function(torch.autograd.Function):
         return made.y, made.quantized.codes, made.quantized.scale
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         dy = grad_outputs[0]
         x_MD, scale, weight, bias, mean, rstd = ctx.saved_tensors

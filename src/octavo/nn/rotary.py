@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from octavo._util.autograd import first_order
 from octavo.kernels import rotary
 
 
@@ -26,10 +26,13 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
+        ctx.set_materialize_grads(False)
         return rotary.rotate(x, cos, sin)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+    @first_order
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if grad_outputs[0] is None:
+            return None, None, None
         cos, sin = ctx.saved_tensors
         return rotary.rotate(grad_outputs[0], cos, sin, conjugate=True), None, None

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from octavo import kernels
+from octavo._util.autograd import first_order
 from octavo.errors import CheckpointError, UnsupportedError
 from octavo.kernels.operator import define
 from octavo.numerics import Granularity, Quantized, Scaling, dequantize, format_of, granularity_named
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 class FP8Tensor(Tensor):
-    """A matrix of shape (R, C) in FP8. It looks like a tensor of its original dtype and takes one byte an element."""
+    """A matrix of shape (R, C) in FP8. It looks like a tensor of its original dtype and takes one byte per element."""
 
     codes: Tensor
     """(R, C), float8."""
@@ -162,12 +162,13 @@ def _undefined(operation: str) -> UnsupportedError:
 class _Values(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.set_materialize_grads(False)
         values: Tensor = torch.ops.octavo.values(x, dtype)
         return values
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    @first_order
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         return grad_outputs[0], None  # autograd gives it the dtype that it is the gradient of
 
 

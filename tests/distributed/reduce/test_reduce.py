@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from octavo.distributed import REDUCTIONS, Scheme, reduction, set_reduction
 from octavo.distributed.reduce import FLAT
-from octavo.distributed.reduce.fp8_lm import FP8LM, GROWTH, ring_sum
+from octavo.distributed.reduce.fp8_lm import FP8LM, ring_sum
 from octavo.errors import ConfigError
 from octavo.kernels.message import message_bytes
 from octavo.numerics import E4M3, TILE_1x128, dequantize, quantize, sqnr_db
@@ -26,6 +26,8 @@ from octavo.numerics import E4M3, TILE_1x128, dequantize, quantize, sqnr_db
 WORLDS = (1, 2, 3, 4)
 COUNTS = (0, 1, 37, 1003)
 DTYPES = (torch.float32, torch.bfloat16)
+GROWTH = 2.0 ** (1 / 1000)
+"""Of FP8-LM's mu in a step: it doubles over 1,000 (arXiv 2310.18313, section 2.1)."""
 SNR = {"fp32": 120, "bf16": 45, "bf16-plain": 42, "fp8-block": 27, "fp8-lm": 21, "two-level": 27}
 """dB of a mean over 4 ranks at the least. It is of normal data, in FP32."""
 
@@ -57,6 +59,8 @@ def measure(rank: int, world: int) -> dict[str, object]:
         found[f"{name} ddp"] = by_ddp(reduction(name, mesh if name == "two-level" else None), rank)
         found[f"{name} fsdp"] = by_fsdp(reduction(name, mesh if name == "two-level" else None), rank)
     found["mu"] = mu_of_steps(rank)
+    found["mu at the threshold"] = [mu_after_saturation(count) for count in (1, 3)]
+    found["mu of equal gradients"] = [mu_of_equal_gradients(scattered) for scattered in (False, True)]
     found["zeros"] = zeros()
     found["levels"] = sent_by_level(reduction("two-level", mesh), rank)
     found["errors"] = errors(mesh, groups[2], rank)
@@ -141,6 +145,29 @@ def mu_of_steps(rank: int) -> list[float]:
             values[:2] = 1.75  # amax: with mu = 1 its code is the largest
         scheme.mu["w"] = torch.tensor(1.0) if step == 3 else scheme.mu.get("w", torch.tensor(0.25))
         scheme.all_reduce(values, dist.group.WORLD, parts={"w": 100})
+        found.append(float(scheme.mu["w"]))
+    return found
+
+
+def mu_after_saturation(count: int) -> float:
+    """Return mu after a step in which so many of 200,000 codes have been the largest there is."""
+    scheme, values = FP8LM(), torch.full((200_000,), 1e-3)
+    values[:count] = 1.75
+    scheme.mu["w"] = torch.tensor(1.0)
+    for _ in range(2):
+        scheme.all_reduce(values.clone(), dist.group.WORLD, parts={"w": 200_000})
+    return float(scheme.mu["w"])
+
+
+def mu_of_equal_gradients(scattered: bool) -> list[float]:
+    """Return mu of three steps in which no rank's codes saturate, and their sums do at first."""
+    scheme, found = FP8LM(), []
+    for _ in range(3):
+        values = torch.full((400,), 1.75)
+        if scattered:
+            scheme.reduce_scatter(torch.empty(100), values, dist.group.WORLD, name="w")
+        else:
+            scheme.all_reduce(values, dist.group.WORLD, parts={"w": 400})
         found.append(float(scheme.mu["w"]))
     return found
 
@@ -287,6 +314,19 @@ def test_mu_is_halved_after_saturation_and_else_grows(results):
     expected += [0.5 * GROWTH, 0.5 * GROWTH**2]
     for rank in range(4):
         assert results[rank]["mu"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_mu_is_halved_from_one_code_in_100_000(results):
+    for rank in range(4):
+        assert results[rank]["mu at the threshold"] == pytest.approx([GROWTH**2, GROWTH / 2], rel=1e-6)
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_mu_is_halved_where_the_sum_saturates(scattered, results):
+    """It starts at 1 / sqrt(ranks). Sums of four equal gradients are twice what E4M3 can say, then exactly that."""
+    expected = [0.5 * GROWTH, 0.25 * GROWTH, 0.125 * GROWTH]
+    for rank in range(4):
+        assert results[rank]["mu of equal gradients"][scattered] == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_gradient_of_zeros_stays_zero(results):

@@ -1,4 +1,4 @@
-"""Codes that a rank sends for the weights of a block: quantised together, once per change, right after each step.
+"""Codes that a rank sends for the weights of a block: quantised together in each gather, of the values they have then.
 
 One process is enough: the process group of `octavo_bench.ranks` gathers copies of this rank's data.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -84,7 +84,7 @@ def test_what_is_gathered_is_the_whole_weight_quantised(device: str, reduce: str
 
 
 @pytest.mark.gpu
-def test_an_optimizer_step_quantises_a_block_in_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gather_quantises_a_block_in_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     from octavo.distributed.sharding import batched_scales
 
     gc.collect()  # models of other tests
@@ -97,10 +97,13 @@ def test_an_optimizer_step_quantises_a_block_in_two_launches(monkeypatch: pytest
     monkeypatch.setattr(batched_scales, "quantize_stack", counted)
     monkeypatch.setattr(kernels, "quantize", None)  # none is quantised by itself
     optimizer.step()
-    assert sorted(made) == sorted([6, 1] * SHAPE.layers)
-    for unit in units(model):
-        unit.unshard()
-    assert len(made) == 2 * SHAPE.layers
+    for _ in range(2):
+        for unit in units(model):
+            unit.unshard()
+        assert sorted(made) == sorted([6, 1] * SHAPE.layers)
+        made.clear()
+        for unit in units(model):
+            unit.reshard()
 
 
 @on_both
@@ -115,6 +118,111 @@ def test_a_write_between_steps_is_gathered(device: str) -> None:
     assert model.get_parameter(name).dequantize().eq(0.5).all()
     whole = kernels.quantize(held.repeat(RANKS, 1), "e4m3", "row")
     assert torch.equal(model.get_parameter(other).codes.view(torch.uint8), whole.codes.view(torch.uint8))  # type: ignore[attr-defined]
+
+
+def locals_of(model: nn.Module) -> list[Tensor]:
+    """Return the memory of the shards, as an optimizer of one's own has it."""
+    shards = [parameter.to_local() for parameter in model.parameters()]  # type: ignore[attr-defined]
+    return [getattr(one, "wrapped", one).detach() for one in shards]
+
+
+@torch.no_grad()
+def averages_swapped(model: nn.Module) -> Iterator[None]:
+    kept = [own.clone() for own in locals_of(model)]
+    for parameter in model.parameters():
+        parameter.data.copy_(parameter.data * 0.9)
+    yield
+    for own, value in zip(locals_of(model), kept, strict=True):
+        own.copy_(value)
+    yield
+
+
+def clamped_after_a_step(model: nn.Module) -> Iterator[None]:
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.01)
+    torch.optim.AdamW(model.parameters(), lr=0.1, fused=False).step()
+    yield
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.05, 0.05)
+    yield
+
+
+def stepped_by_hand(model: nn.Module) -> Iterator[None]:
+    for parameter in model.parameters():
+        parameter.data -= 0.1 * torch.ones_like(parameter)
+    yield
+
+
+def numpy_alias(model: nn.Module) -> Iterator[None]:
+    for own in locals_of(model):
+        own.numpy().__imul__(3)
+    yield
+
+
+def by_fused_function(model: nn.Module) -> Iterator[None]:
+    ps = locals_of(model)
+    grads, ms, vs = ([torch.full_like(p, value) for p in ps] for value in (0.1, 0.0, 0.0))
+    moments = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+    options = {"lr": 0.1, "weight_decay": 0.1, "amsgrad": False, "maximize": False} | moments
+    yield torch._fused_adamw_(ps, grads, ms, vs, [], [torch.ones(()) for _ in ps], **options)
+
+
+def all_reduced(model: nn.Module) -> Iterator[None]:
+    for own in locals_of(model):
+        dist.all_reduce(own)  # the ranks are copies: it multiplies by their number
+        own.mul_(2)
+    yield
+
+
+def loaded(model: nn.Module) -> Iterator[None]:
+    yield model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+
+
+WAYS = [averages_swapped, clamped_after_a_step, stepped_by_hand, numpy_alias, by_fused_function, all_reduced, loaded]
+
+
+@pytest.mark.parametrize("recipe", ["folded", "tensorwise", "block"])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_write_to_a_shard_is_seen_by_the_next_forward(
+    way: Callable[[nn.Module], Iterator[None]], recipe: str
+) -> None:
+    model = sharded("cpu", recipe)
+    before = loss(model)
+    changed = False
+    for _ in way(model):
+        fresh = sharded("cpu", recipe)
+        for own, value in zip(locals_of(fresh), locals_of(model), strict=True):
+            own.copy_(value)
+        found = loss(model)
+        assert found == loss(fresh)
+        changed = changed or found != before
+    assert changed, "nothing was written"
+
+
+def loss(model: nn.Module) -> float:
+    """Return the loss of a forward, whose backward has the weights put back."""
+    tokens = torch.randint(0, SHAPE.vocab, (2, 17), generator=torch.Generator().manual_seed(9))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(tokens[:, :-1], tokens[:, 1:])
+    found.backward()
+    model.zero_grad()
+    return float(found.detach())
+
+
+@pytest.mark.parametrize("recipe", ["folded", "tensorwise"])
+def test_a_gather_that_ends_with_an_error_leaves_no_codes_behind(recipe: str) -> None:
+    model = sharded("cpu", recipe)
+    named = model.layers[1].named_parameters()
+    shards = [p._local_tensor for name, p in named if "norm" not in name]  # type: ignore[attr-defined]
+    mesh = init_device_mesh("cpu", (RANKS,))
+    shards[0].fsdp_pre_all_gather(mesh)
+    assert shards[1].pending is not None
+    for own in locals_of(model):
+        own.mul_(3)
+    fresh = sharded("cpu", recipe)
+    for own, value in zip(locals_of(fresh), locals_of(model), strict=True):
+        own.copy_(value)
+    assert loss(model) == loss(fresh)
 
 
 @pytest.mark.parametrize("recipe", ["folded", "tensorwise"])

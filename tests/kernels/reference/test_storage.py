@@ -57,6 +57,19 @@ def test_stochastic_rounding_has_no_bias(fmt):
     assert ((mean - x.reshape(6, -1)[:, 0].double()).abs() <= step * 2.0**-12).all()
 
 
+def test_the_square_of_a_rounded_root_has_no_bias():
+    """Below 2^-6 codes are subnormal; the smallest is 2^-10."""
+    x = torch.tensor([0.5, 1.0, 1.0005, 1.031, 1.06, 1.97, 1.9999, 255.3, 490.0, 0.0101, 0.0021, 0.00098, 0.0])
+    every = torch.arange(1 << 16).repeat(len(x)).int()
+    codes = codec.encode(x.repeat_interleave(1 << 16), UE4M4, every, root=True).reshape(len(x), -1)
+    values = codec.decode(codes, UE4M4).double()
+    gap = values.amax(dim=1).square() - values.amin(dim=1).square()
+    assert ((values.square().mean(dim=1) - x.double().square()).abs() <= gap * 2.0**-17).all()
+    assert all(len(row.unique()) == (1 if value in (0.5, 1.0, 0.0) else 2) for row, value in zip(codes, x, strict=True))
+    plain = codec.decode(codec.encode(x.repeat_interleave(1 << 16), UE4M4, every), UE4M4).double().reshape(len(x), -1)
+    assert float(plain.square().mean(dim=1)[3] / x[3].double().square()) > 1.0005  # as it would be
+
+
 def test_stochastic_rounding_does_not_lean():
     """Not by a unit of its random bits either: an average over a thousand steps would show it."""
     torch.manual_seed(0)

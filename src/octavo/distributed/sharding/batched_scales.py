@@ -1,7 +1,8 @@
-"""Batched work over several weight shards: per-tensor scales of a model, and row-wise codes of a block.
+"""Codes of the weights of a gather unit (a block, or what is left of the model), made together.
 
-FSDP2 asks for one weight at a time. Both classes compute the results of all weights when the first one is asked for, or
-earlier: all-reducing many maxima takes as long as one, and so does one launch.
+FSDP2 asks for the codes of one weight after another, in each gather of the unit. The first one asked for makes those of
+all, so that there is one launch, and for per-tensor scales one all-reduce of all maxima. Each is handed out once: the
+next gather makes them again, of the values that the shards have then. So no write to a weight goes unseen.
 """
 
 from __future__ import annotations
@@ -9,17 +10,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo import kernels
-from octavo.distributed.sharding.weights import WeightShard, storage_key, version_key
+from octavo.distributed.sharding.weights import WeightShard
 from octavo.kernels.weights import Stack, has_one_launch, quantize_stack
 from octavo.nn.weight_codes import split_rows
 from octavo.numerics import PER_TENSOR, Quantized
@@ -28,128 +28,72 @@ from octavo.numerics.quantize import to_codes
 from octavo.numerics.scaling import scale_from_amax
 
 
-class TensorwiseScales:
-    """Per-tensor scales of all weights of a model, by one all-reduce whenever the weights have changed.
-
-    Weights that are fused into one GEMM share a scale. All ranks must change their weights at the same time, as
-    optimizers do: each rank decides by its own shards.
-    """
+class UnitCodes:
+    """Makes the codes of all shards of a gather unit that are quantised in one way, when the first is asked for."""
 
     def __init__(self) -> None:
         self._members: list[_Member] = []
+        self._stacks: dict[Hashable, tuple[Hashable, Stack]] = {}
+        """By kind: where the shards lie, and the stack made of them, whose memory the next one takes."""
 
     def add(self, module: nn.Module, attribute: str, group: Hashable) -> None:
-        """Add the weight of a module; weights of one group share a scale."""
+        """Add the weight of a module. Weights of one group, which a GEMM reads as one, share a per-tensor scale."""
         self._members.append(_Member(weakref.ref(module), attribute, group))
 
-    def refresh(self, shard: WeightShard, mesh: DeviceMesh) -> None:
-        """Update the amax of all weights over all ranks, unless this shard's is current."""
-        if shard.global_amax is not None and shard.global_amax[0] == version_key(shard):
-            return
-        found = _found(self._members)
-        shards = [own for _, own in found]
-        amax = torch.cat([tile_amax(own.wrapped, PER_TENSOR).reshape(1) for own in shards])
-        dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group())
-        groups: dict[Hashable, list[int]] = {}
-        for index, (member, _) in enumerate(found):
-            groups.setdefault(member.group, []).append(index)
-        for indices in groups.values():
-            largest = amax[indices].amax()
-            for index in indices:
-                shards[index].global_amax = version_key(shards[index]), largest
+    def take(self, shard: WeightShard, mesh: DeviceMesh) -> Quantized:
+        """Return the codes of a shard, which are made again when they are asked for again."""
+        if shard.pending is None:
+            found = [(member, own) for member in self._members if (own := member.find()) is not None]
+            alike = [(member.group, own) for member, own in found if _kind(own) == _kind(shard)]
+            peers = [own for _, own in alike]
+            if not any(own is shard for own in peers):
+                alike, peers = [(None, shard)], [shard]
+            whole = shard.spec.target.tile.rows is None
+            parts = _per_tensor(alike, mesh) if whole else self._by_rows(peers)
+            for own, part in zip(peers, parts, strict=True):
+                own.pending = part
+        made, shard.pending = shard.pending, None
+        assert made is not None
+        return made
 
-    def quantize(self, shard: WeightShard) -> Quantized:
-        """Return a shard in FP8, with the scale of the whole weight."""
-        assert shard.global_amax is not None
-        target = shard.spec.target
-        scale, inverse = scale_from_amax(shard.global_amax[1].reshape(1, 1), target.fmt, target.scaling)
-        return Quantized(to_codes(shard.wrapped.float() * inverse, target.fmt), scale, target.tile)
-
-
-class RowwiseBatch:
-    """Quantises the row-wise scaled weights of a block: one launch for all weights with the same row length.
-
-    Runs right after an optimizer step, or when the first changed weight is gathered. Per-weight launches at gather time
-    would make the host fall behind the GPU.
-    """
-
-    def __init__(self) -> None:
-        self._members: list[_Member] = []
-        self._made: dict[Hashable, _StackCodes] = {}
-        _in_use.add(self)
-
-    def add(self, module: nn.Module, attribute: str) -> None:
-        """Add the weight of a module."""
-        self._members.append(_Member(weakref.ref(module), attribute))
-
-    def quantize(self, shard: WeightShard) -> Quantized:
-        """Return a shard in FP8, quantised together with its peers unless that is done already."""
-        kind = _kind(shard)
-        known = self._made.get(kind)
-        if known is not None and (part := known.part(shard)) is not None:
-            return part
-        peers = [own for _, own in _found(self._members) if _kind(own) == kind]
-        target = shard.spec.target
-        if not any(peer is shard for peer in peers) or not has_one_launch([peer.wrapped for peer in peers], target):
-            return kernels.quantize(shard.wrapped, *target)
-        made = self._made[kind] = _StackCodes.of(peers, known)
-        return next(part for part, peer in zip(made.parts, peers, strict=True) if peer is shard)
-
-    def requantize(self) -> None:
-        """Requantise the stacks that are out of date."""
-        for kind, made in self._made.items():
-            shards = [own for own in (known() for known in made.shards) if own is not None and _kind(own) == kind]
-            if len(shards) == len(made.shards) and made.keys != [version_key(own) for own in shards]:
-                self._made[kind] = _StackCodes.of(shards, made)
+    def _by_rows(self, shards: Sequence[WeightShard]) -> Sequence[Quantized]:
+        values, target = [shard.wrapped for shard in shards], shards[0].spec.target
+        if not has_one_launch(values, target):
+            return [kernels.quantize(held, *target) for held in values]
+        # Into the memory of the gather before, which FSDP2 has copied: it copies on the stream that this runs on, or
+        # on one that this waits for.
+        places = tuple((held.data_ptr(), held.shape, held.stride()) for held in values)
+        kind = _kind(shards[0])
+        before, (into, rows) = self._stacks.get(kind, (None, (None, None)))
+        stack = quantize_stack(values, target, into, rows if before == places else None)
+        self._stacks[kind] = places, stack
+        parts = split_rows(stack.quantized, [len(held) for held in values])
+        assert parts is not None  # row-wise scales are always separable
+        return parts
 
 
-_in_use: weakref.WeakSet[RowwiseBatch] = weakref.WeakSet()
+def _per_tensor(shards: Sequence[tuple[Hashable, WeightShard]], mesh: DeviceMesh) -> Sequence[Quantized]:
+    """Quantise shards with the scales of the whole weights: one all-reduce of all maxima."""
+    amax = torch.cat([tile_amax(own.wrapped, PER_TENSOR).reshape(1) for _, own in shards])
+    dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group())
+    groups: dict[Hashable, list[int]] = {}
+    for index, (group, _) in enumerate(shards):
+        groups.setdefault(group, []).append(index)
+    return [_with_amax(own, amax[groups[group]].amax()) for group, own in shards]
 
 
-def _stepped(*_: Any) -> None:
-    """Requantise after an optimizer step, when the host is ahead of the GPU; in a forward pass it may not be."""
-    for batch in list(_in_use):
-        batch.requantize()
-
-
-register_optimizer_step_post_hook(_stepped)  # after the hook of `weights`, which detects changes
+def _with_amax(shard: WeightShard, amax: Tensor) -> Quantized:
+    target = shard.spec.target
+    scale, inverse = scale_from_amax(amax.reshape(1, 1), target.fmt, target.scaling)
+    return Quantized(to_codes(shard.wrapped.float() * inverse, target.fmt), scale, target.tile)
 
 
 def _kind(shard: WeightShard) -> tuple[Any, ...]:
-    """Return the key shared by weights that one launch can quantise."""
-    inner = shard.wrapped
-    return type(inner), inner.shape[1], inner.dtype, inner.device, shard.spec.target
-
-
-class _StackCodes(NamedTuple):
-    """Codes of several shards, with the version keys of the values that they were made of."""
-
-    shards: list[weakref.ref[WeightShard]]
-    keys: list[tuple[Any, ...]]
-    stack: Stack
-    parts: list[Quantized]
-    """Views of the stack, one per shard."""
-
-    @classmethod
-    def of(cls, shards: list[WeightShard], before: _StackCodes | None) -> _StackCodes:
-        """Quantise shards into the memory of `before`, whose old contents FSDP2 has copied already.
-
-        It copies on a separate stream, which waits for the current one when a forward pass begins.
-        """
-        values, keys = [shard.wrapped for shard in shards], [version_key(shard) for shard in shards]
-        in_place = before is not None and list(map(storage_key, keys)) == list(map(storage_key, before.keys))
-        into, rows = (None, None) if before is None else before.stack
-        stack = quantize_stack(values, shards[0].spec.target, into, rows if in_place else None)
-        parts = split_rows(stack.quantized, [len(held) for held in values])
-        assert parts is not None  # row-wise scales are always separable
-        return cls([weakref.ref(shard) for shard in shards], keys, stack, parts)
-
-    def part(self, shard: WeightShard) -> Quantized | None:
-        """Return the codes of a shard, or None where they are missing or out of date."""
-        for known, key, part in zip(self.shards, self.keys, self.parts, strict=True):
-            if known() is shard:
-                return part if key == version_key(shard) else None
-        return None
+    """Return the key shared by weights that are quantised together."""
+    inner, target = shard.wrapped, shard.spec.target
+    if target.tile.rows is None:
+        return (target,)
+    return type(inner), inner.shape[1], inner.dtype, inner.device, target
 
 
 @dataclass(eq=False)
@@ -158,7 +102,7 @@ class _Member:
 
     module: weakref.ref[nn.Module]
     attribute: str
-    group: Hashable = None
+    group: Hashable
     shard: weakref.ref[WeightShard] | None = None
 
     def find(self) -> WeightShard | None:
@@ -168,9 +112,3 @@ class _Member:
         if isinstance(parameter, DTensor) and isinstance(parameter._local_tensor, WeightShard):
             self.shard = weakref.ref(parameter._local_tensor)
         return None if self.shard is None else self.shard()
-
-
-def _found(members: Sequence[_Member]) -> list[tuple[_Member, WeightShard]]:
-    """Return the members that are still alive, with their shards."""
-    pairs = [(member, member.find()) for member in members]
-    return [(member, shard) for member, shard in pairs if shard is not None]

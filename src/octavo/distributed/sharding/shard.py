@@ -7,7 +7,7 @@ each block and on the model, and keeps state dicts free of FP8.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ from octavo.conversion.policy import blocks_of
 from octavo.distributed.checkpoint import dtensor_like, plain_values_hook
 from octavo.distributed.reduce.hooks import set_reduction
 from octavo.distributed.reduce.scheme import Scheme
-from octavo.distributed.sharding.batched_scales import RowwiseBatch, TensorwiseScales
+from octavo.distributed.sharding.batched_scales import UnitCodes
 from octavo.distributed.sharding.embedding import send_rows
 from octavo.distributed.sharding.gathering import (
     ParameterUse,
@@ -33,7 +33,7 @@ from octavo.distributed.sharding.gathering import (
     rows_plan,
     uses_of,
 )
-from octavo.distributed.sharding.weights import GatherSpec, WeightShard, weights_changed
+from octavo.distributed.sharding.weights import GatherSpec, WeightShard
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import QuantSpec
 from octavo.nn import Linear
@@ -48,37 +48,43 @@ BF16_GRADIENTS_POLICY = replace(BF16_POLICY, reduce_dtype=torch.bfloat16)
 passes that defer the reduction (`set_requires_gradient_sync`, pipelines), which would accumulate in BF16."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class FullyShardOptions:
+    """Arguments of `fully_shard` that FP8 weights can be gathered with."""
+
+    reshard_after_forward: bool | None = None
+    """Not a number."""
+    mp_policy: MixedPrecisionPolicy = BF16_POLICY
+    """`BF16_GRADIENTS_POLICY` moves fewer bytes where `reduce` is given."""
+    offload_policy: OffloadPolicy | None = None
+    ignored_params: set[nn.Parameter] | None = None
+
+
 def shard(
     model: nn.Module,
     mesh: DeviceMesh | None = None,
     *,
     blocks: Sequence[nn.Module] | None = None,
-    reshard_after_forward: bool | None = None,
-    mp_policy: MixedPrecisionPolicy = BF16_POLICY,
-    offload_policy: OffloadPolicy | None = None,
-    ignored_params: set[nn.Parameter] | None = None,
     reduce: str | Scheme | None = None,
     by_rows: Sequence[nn.Embedding] = (),
+    **fsdp: Any,
 ) -> ShardPlan:
     """Shard a model over the ranks of a mesh, in place: `fully_shard` on each block, then on the model.
 
     Call it after `octavo.convert` and before creating the optimizer, like `fully_shard`. Weights of FP8 layers are
-    gathered as codes and scales where their recipe allows it: quantised from the shard, once per optimizer step, and
-    bitwise equal to those of the whole weight. All other parameters are gathered as FSDP2 does.
+    gathered as codes and scales where their recipe allows it: quantised from the shard in each gather, and bitwise
+    equal to those of the whole weight. All other parameters are gathered as FSDP2 does.
 
     Args:
         mesh: 1-D; or 2-D with names, the first replicated and the second sharded (HSDP). By default all ranks.
         blocks: units of gathering, in execution order: the weights of one are gathered while the previous one computes.
             By default the children of the `nn.ModuleList` with the most parameters.
-        reshard_after_forward: as for `fully_shard`; not a number.
-        mp_policy: `BF16_POLICY` by default; `BF16_GRADIENTS_POLICY` moves fewer bytes where `reduce` is given.
-        offload_policy: as for `fully_shard`.
-        ignored_params: as for `fully_shard`.
         reduce: gradient reduction over the ranks that share the shards, as for `set_reduction`; by default FSDP2's
             reduce-scatter in the policy's `reduce_dtype`.
         by_rows: embeddings of which only looked-up rows are sent (see `embedding`), worthwhile where a rank has fewer
             tokens than the vocabulary has rows. Nothing else may read their weights. Their gradients are averaged in
             FP32, regardless of `reduce`.
+        fsdp: fields of `FullyShardOptions`, arguments of `fully_shard`.
 
     Returns:
         How each parameter is gathered.
@@ -88,17 +94,17 @@ def shard(
         UnsupportedError: fused layers are in different blocks, the model is sharded already, or `reshard_after_forward`
             is a number; or an embedding of `by_rows` uses options beyond row lookup, is shared, or is to be offloaded.
     """
+    options = FullyShardOptions(**fsdp)
+    offload, ignored = options.offload_policy, set(options.ignored_params or ())
     mesh = _all_ranks() if mesh is None else mesh
     parts = _blocks(model, blocks)
-    _check(model, parts, reshard_after_forward)
-    embeddings = _row_embeddings(model, by_rows, offload_policy)
-    ignored = set(ignored_params or ())
-    plan = _prepare(model, parts, mesh, mp_policy.param_dtype, ignored, embeddings)
-    ignored |= set(_row_embeddings(model, by_rows, offload_policy))  # new parameter objects now
-    settings: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "mp_policy": mp_policy}
-    settings |= {"offload_policy": offload_policy or OffloadPolicy(), "ignored_params": ignored or None}
+    _check(model, parts, options.reshard_after_forward)
+    embeddings = _row_embeddings(model, by_rows, offload)
+    plan = _prepare(model, parts, mesh, options.mp_policy.param_dtype, ignored, embeddings)
+    ignored |= set(_row_embeddings(model, by_rows, offload))  # new parameter objects now
+    settings = vars(options) | {"offload_policy": offload or OffloadPolicy(), "ignored_params": ignored or None}
     for module in (*parts, model):
-        fully_shard(module, **settings)
+        fully_shard(module, mesh=mesh, **settings)
     gather_ahead(model, parts)
     if reduce is not None:
         set_reduction(model, reduce)
@@ -201,9 +207,8 @@ def _prepare(
 ) -> ShardPlan:
     """Wrap the weights of FP8 layers so that they are gathered in FP8, and return the plan of all parameters."""
     rows, plain, ranks = [], 0, mesh.size(mesh.ndim - 1)
-    scales, groups = TensorwiseScales(), _groups(model)
-    owners = _gather_units(model, blocks)
-    batches = {owner: RowwiseBatch() for owner in owners.values()}
+    groups, owners = _groups(model), _gather_units(model, blocks)
+    units = {owner: UnitCodes() for owner in owners.values()}
     for parameter, uses in uses_of(model):
         if parameter in ignored:
             continue
@@ -223,13 +228,9 @@ def _prepare(
         plain += gather_plan(parameter, name, None, dtype, ranks).bytes
         if isinstance(sent, QuantSpec):
             module, attribute, count = uses[0].module, uses[0].attribute, local(parameter).shape[0]
-            if sent.tile.rows is None:
-                _wrap(parameter, uses, GatherSpec(count, sent, scales=scales))
-                scales.add(module, attribute, groups.get(module, name))
-            else:
-                _wrap(parameter, uses, GatherSpec(count, sent, batch=batches[owners[module]]))
-                batches[owners[module]].add(module, attribute)
-    model.register_load_state_dict_post_hook(lambda *_: weights_changed())
+            unit = units[owners[module]]
+            unit.add(module, attribute, groups.get(module, name))
+            _wrap(parameter, uses, GatherSpec(count, sent, unit))
     return ShardPlan(ranks=ranks, parameters=tuple(rows), in_high_precision=plain)
 
 

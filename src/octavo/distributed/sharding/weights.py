@@ -6,6 +6,7 @@
 
 Row-wise scales depend on one row only, so the codes equal those of the whole weight bit for bit, and no rank waits for
 another rank's amax. 128x128 scales need 128 rows on one rank; per-tensor scales need all ranks (`batched_scales`).
+Each gather quantises the values that the shard has then: a write between two gathers is seen, however it is made.
 PyTorch calls `fsdp_pre_all_gather` and `fsdp_post_all_gather` (see torch.distributed.fsdp.fully_shard).
 """
 
@@ -19,29 +20,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 
-from octavo import kernels
 from octavo.kernels import QuantSpec
 from octavo.numerics import Quantized
 from octavo.tensor import FP8Tensor, WrapperTensor, local
 
 if TYPE_CHECKING:
-    from octavo.distributed.sharding.batched_scales import RowwiseBatch, TensorwiseScales
+    from octavo.distributed.sharding.batched_scales import UnitCodes
 
 aten = torch.ops.aten
-_changes = 0
-"""Number of optimizer steps (fused ones do not bump version counters) and of in-place writes through a shard."""
-
-
-def weights_changed(*_: Any) -> None:
-    """Mark the codes of all sharded weights as out of date: the next forward quantises every shard again."""
-    global _changes
-    _changes += 1
-
-
-register_optimizer_step_post_hook(weights_changed)
 
 
 @dataclass(frozen=True)
@@ -52,20 +40,16 @@ class GatherSpec:
     """N, over all ranks."""
     target: QuantSpec
     """Format and scaling of the codes."""
-    scales: TensorwiseScales | None = None
-    """Finds the scale of a per-tensor scaled weight."""
-    batch: RowwiseBatch | None = None
-    """Quantises a row-wise scaled weight in one launch with others of its block."""
+    unit: UnitCodes
+    """Quantises it together with others of its gather unit."""
 
 
 class WeightShard(WrapperTensor):
     """Rows of a weight, with the shape and dtype of `wrapped`. Used only as the local tensor of a DTensor parameter."""
 
     spec: GatherSpec
-    cached: tuple[Any, Quantized] | None
-    """Version key, and the codes last made of the values with that key."""
-    global_amax: tuple[Any, Tensor] | None
-    """Version key, and the amax over all ranks of the values with that key: FP32, shape ()."""
+    pending: Quantized | None
+    """Codes made with those of another weight in the gather that is under way, until it asks for them."""
 
     @staticmethod
     def __new__(cls, values: Tensor, spec: GatherSpec) -> WeightShard:  # noqa: D102
@@ -78,7 +62,7 @@ class WeightShard(WrapperTensor):
             device=values.device,
         )
         shard.wrapped, shard.spec = values, spec
-        shard.cached = shard.global_amax = None
+        shard.pending = None
         return shard
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -87,11 +71,10 @@ class WeightShard(WrapperTensor):
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return the tensors that this rank sends, and its scale; a per-tensor scale is known to all and not sent."""
         # FSDP2's longer signature requires equal shapes, and cannot send the scales of an uneven shard.
-        rows = -(-self.spec.rows // mesh.size())
-        if self.spec.scales is not None:
-            self.spec.scales.refresh(self, mesh)
-        made = self.quantized(rows)
-        return (made.codes,) if self.spec.scales is not None else (made.codes, made.scale), made.scale
+        with torch.no_grad():
+            made = self.wrapped.quantized if isinstance(self.wrapped, FP8Tensor) else self.spec.unit.take(self, mesh)
+        made = _padded(made, -(-self.spec.rows // mesh.size()))
+        return (made.codes,) if made.granularity.rows is None else (made.codes, made.scale), made.scale
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], scale: Tensor, dtype: torch.dtype, *, out: Tensor | None = None
@@ -102,41 +85,18 @@ class WeightShard(WrapperTensor):
         """
         target, rows = self.spec.target, self.spec.rows
         sent = len(outputs) > 1
+        if scale.is_cuda:
+            scale.record_stream(torch.cuda.current_stream())  # it was made on the stream that FSDP2 gathers on
         if out is not None:
             out = local(out)  # a DTensor under tensor parallel
             assert isinstance(out, FP8Tensor)
-            if (
-                not sent
-            ):  # autograd may have saved this scale: the values are the same, as for all of FSDP2's re-gathers
+            if not sent:  # autograd may have saved this scale: it expects the same values of FSDP2's re-gathers
                 with torch.autograd._unsafe_preserve_version_counter(out.scale):  # type: ignore[attr-defined]
                     out.scale.copy_(scale)
             return None
         codes = outputs[0][:rows]
         scale = outputs[1][: target.tile.scale_shape(*codes.shape)[0]] if sent else scale.clone()
         return FP8Tensor(codes, scale, target.tile, dtype, target.scaling), ()
-
-    def quantized(self, rows: int) -> Quantized:
-        """Return the codes and scales of this shard, zero-padded to `rows` and cached until the values change.
-
-        The codes of an FP8 weight are sent unchanged.
-        """
-        key = version_key(self), rows
-        if self.cached is not None and self.cached[0] == key:
-            return self.cached[1]
-        target, values = self.spec.target, self.wrapped
-        with torch.no_grad():
-            if isinstance(values, FP8Tensor):
-                made = values.quantized
-            elif self.spec.scales is not None:
-                made = self.spec.scales.quantize(self)
-            elif self.spec.batch is not None:
-                made = self.spec.batch.quantize(self)
-            else:
-                made = kernels.quantize(values, *target)
-            made = _padded(made, rows)
-        if not isinstance(values, FP8Tensor) or made.codes is not values.codes:
-            self.cached = key, made
-        return made
 
     def like(self, values: Tensor) -> WeightShard:
         """Return other values with the same gather specification."""
@@ -162,8 +122,6 @@ class WeightShard(WrapperTensor):
             return shard.like(shard.wrapped.codes.view(args[1]))  # FSDP2 keeps this view to identify the memory
         inner, named = tree_map_only(WeightShard, lambda one: one.wrapped, (args, kwargs or {}))
         result = func(*inner, **named)
-        if func._schema.is_mutable:
-            weights_changed()
         if func not in _SHARD_PRESERVING or not isinstance(shard, WeightShard):
             return result
         return shard if result is shard.wrapped else tree_map_only(Tensor, shard.like, result)
@@ -188,19 +146,6 @@ _SHARD_PRESERVING = {
     aten._pin_memory.default,
 }
 """Operations of FSDP2, checkpoints and `Module.to` whose results are shards again. Others return plain tensors."""
-
-
-def version_key(shard: WeightShard) -> tuple[Any, ...]:
-    """Return a key that changes whenever the values of a shard may have changed."""
-    memory = shard.wrapped.codes if isinstance(shard.wrapped, FP8Tensor) else shard.wrapped
-    # The storage too: FSDP2 frees a weight's memory and keeps its storage, so that another weight may get its address.
-    storage = memory.data_ptr(), memory.untyped_storage()._cdata, memory.shape, memory.stride(), memory.dtype
-    return _changes, None if memory.is_inference() else memory._version, (*storage, memory.device)
-
-
-def storage_key(key: tuple[Any, ...]) -> Any:
-    """Return the storage part of a version key: the memory that the values are in."""
-    return key[2]
 
 
 def _padded(made: Quantized, rows: int) -> Quantized:

@@ -122,7 +122,7 @@ RULES: dict[str, Callable[..., Result]] = {"adamw": _adamw, "adam": _adam, "lion
 
 
 def _random(slot: Slot, control: Control) -> tuple[Tensor, Tensor, Tensor]:
-    """Return 16 random bits a value for each of the three that are rounded."""
+    """Return 16 random bits per value for each of the three that are rounded."""
     rows, cols = slot.weight.shape
     counter = torch.arange(rows * groups_of(cols) * 32, device=slot.weight.device)
     words = random_words(control.seed, counter, slot.number, control.steps[slot.row].long())
@@ -157,7 +157,7 @@ def write(values: Tensor, codes: Tensor, scale: Tensor | None, storage: Storage,
     if storage.format == "fp32":
         codes.copy_(codec.from_groups(values, *codes.shape))
     else:
-        _store(codec.encode(values, storage.float, random, never_zero), codes)
+        _store(codec.encode(values, storage.float, random, never_zero, storage.root), codes)
 
 
 def read_weight(slot: Slot, layout: Layout) -> Tensor:

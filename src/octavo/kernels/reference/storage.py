@@ -20,16 +20,20 @@ def from_groups(groups: Tensor, rows: int, cols: int) -> Tensor:
     return groups.reshape(rows, groups_of(cols) * GROUP)[:, :cols]
 
 
-def encode(x: Tensor, fmt: Float, random: Tensor | None = None, never_zero: bool = False) -> Tensor:
+def encode(x: Tensor, fmt: Float, random: Tensor | None = None, never_zero: bool = False, root: bool = False) -> Tensor:
     """Return the codes of FP32 values within the format's range, int32 holding its bits.
 
     Args:
         random: int32 in [0, 2^16): round up with the probability of the distance from below; to nearest where None,
             ties to even.
         never_zero: a positive normal value has at least the code 1.
+        root: x is a root whose square is kept on average, not x itself; with `random`.
     """
     bits = bits_of(x, fmt)
-    code = round_off(bits & 0x7FFFFFFF, fmt.dropped, random)
+    if root and random is not None:
+        code = round_root(x, bits, fmt, random)
+    else:
+        code = round_off(bits & 0x7FFFFFFF, fmt.dropped, random)
     if never_zero:
         code = torch.maximum(code, (x.view(torch.int32) >> fmt.dropped).clamp(max=1))
     sign_at = fmt.bits - 1
@@ -65,6 +69,19 @@ def round_off(bits: Tensor, dropped: int, random: Tensor | None) -> Tensor:
         # Half a unit of the random bits on top: else every rounding would lean down by as much.
         return (bits + (random << (dropped - 16)) + (1 << dropped >> 17)) >> dropped
     return (bits + (random >> (16 - dropped))) >> dropped
+
+
+def round_root(x: Tensor, bits: Tensor, fmt: Float, random: Tensor) -> Tensor:
+    """Return the codes of roots x >= 0, of which `bits_of` gave the bits: their squares average to x^2.
+
+    Between the codes a and b up with the probability (x^2 - a^2) / (b^2 - a^2). Rounded so that a and b average to x,
+    the squares average to x^2 + (x - a)(b - x): a second moment that is read and written in every step would gain that
+    much each time. The left side of the comparison is exact in FP32.
+    """
+    below = bits & -(1 << fmt.dropped)
+    a, b = ((below + step).view(torch.float32) * (1 / fmt.shift) for step in (0, 1 << fmt.dropped))
+    up = (random + 0.5) * 2.0**-16 * ((b - a) * (b + a)) < (x - a) * (x + a)
+    return (below >> fmt.dropped) + up.int()
 
 
 def scale_code(amax: Tensor, fmt: Float) -> Tensor:

@@ -8,6 +8,7 @@ the bit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -117,14 +118,11 @@ def activation_backward(
     dh: Tensor,
     gate: Tensor | Quantized,
     up: Tensor | Quantized | None,
-    rows: QuantSpec | None,
-    columns: QuantSpec | None,
-    hidden: QuantSpec | None,
-    hidden_scale: Tensor | None,
-    row_fold: Tensor | None,
-    column_fold: Tensor | None,
+    targets: Sequence[QuantSpec | None],
+    factors: Sequence[Tensor | None],
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
     """See `octavo.kernels.activation.activation_backward`."""
+    (rows, columns, hidden), (row_fold, column_fold, hidden_scale) = targets, factors
     m, f = dh.shape
     n = f if up is None else 2 * f
     row = Output(rows, m, n, dh.device)

@@ -90,6 +90,16 @@ def round_up(bits, DROPPED: tl.constexpr, random, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
+def round_root(x, bits, FORMAT: tl.constexpr, random):
+    """The bits of roots x >= 0, rounded up or down: their squares average to x^2. See the reference."""
+    below = bits & -(1 << FORMAT[0])
+    a = as_float(below) * (1.0 / FORMAT[1])
+    b = as_float(below + (1 << FORMAT[0])) * (1.0 / FORMAT[1])
+    share = (random.to(tl.float32) + 0.5) * 1.52587890625e-05  # 2^-16
+    return tl.where(share * ((b - a) * (b + a)) < (x - a) * (x + a), below + (1 << FORMAT[0]), below)
+
+
+@triton.jit
 def bits_of(x, FORMAT: tl.constexpr):
     """FP32 values with the format's codes in their first bits; NaN, where it has one, as all ones.
 
@@ -119,7 +129,11 @@ def encode(x, FORMAT: tl.constexpr, random, STOCHASTIC: tl.constexpr):
 @triton.jit
 def encoded(x, FORMAT: tl.constexpr, random, STOCHASTIC: tl.constexpr):
     """Codes where FP32 has its exponent and mantissa; what lies below them is not yet dropped."""
-    bits = round_up(bits_of(x, FORMAT), FORMAT[0], random, STOCHASTIC)
+    bits = bits_of(x, FORMAT)
+    if FORMAT[6] and STOCHASTIC:
+        bits = round_root(x, bits, FORMAT, random)
+    else:
+        bits = round_up(bits, FORMAT[0], random, STOCHASTIC)
     if not FORMAT[4]:
         bits = tl.maximum(bits, tl.minimum(as_bits(x), 1 << FORMAT[0]))  # a positive value has at least the code 1
     return bits

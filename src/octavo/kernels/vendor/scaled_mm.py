@@ -51,7 +51,7 @@ def refuses_block(a: Quantized, b: Quantized) -> str | None:
 
 
 def scaled_mm_tensor(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> Tensor:
-    """Return a . b^T, one scale an operand.
+    """Return a . b^T, one scale per operand.
 
     On a CPU the scales are spread over the rows: with one scale each, PyTorch leaves two E4M3 operands to oneDNN, which
     on a processor with AMX has no kernel for them but a loop for reference, a thousand times slower.
@@ -72,7 +72,7 @@ def scaled_mm_tensor(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: b
 
 
 def scaled_mm_row(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> Tensor:
-    """Return a . b^T, one scale a row of each operand; an operand with one scale has it spread over its rows.
+    """Return a . b^T, one scale per row of each operand; an operand with one scale has it spread over its rows.
 
     On a GPU the result is rounded to BF16 first, whatever `out_dtype` is: cuBLAS gives row scales no other output.
     """

@@ -1,0 +1,121 @@
+"""Comparison of a user's module with a formula, by running its `forward` on a copy.
+
+A module that is computed by another kernel must compute the formula and do nothing else: in training and in evaluation,
+in every call. So a copy runs several times in both modes, each time after another seed. Results must agree, and
+gradients too; a call that draws a random number (LayerDrop, noise, dropout) or changes an attribute (a counter, a
+cached result) is refused, also where its result agrees. State outside the module, such as a global counter, is seen
+only where a result shows it.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.compiler import set_stance
+
+from octavo._util.rng import generator_states, untouched_generators
+
+CALLS = 3
+"""Calls in each mode."""
+_CONTAINERS = (dict, list, set)
+
+
+def computes(make: Callable[[bool], nn.Module], formula: Callable[..., Tensor], x: Tensor, tolerance: float) -> bool:
+    """Return whether the `forward` of a module is `formula` and nothing else.
+
+    Args:
+        make: returns a copy of the module (`shallow_copy`), for training or not.
+        formula: `formula(copy, x)`, differentiable; a result in FP64 is compared in it.
+        x: (..., D). Gradients are compared where |x| <= 10, and in FP32 only.
+        tolerance: relative to the largest element of a row.
+    """
+    with _as_written():
+        return all(
+            _computes_once(make(training), formula, x, tolerance, call)
+            for training, call in itertools.product((True, False), range(CALLS))
+        )
+
+
+@contextmanager
+def _as_written() -> Iterator[None]:
+    """Compute on the CPU as modules are written, and leave the generators of random numbers as they were."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        with ExitStack() as stack:
+            for context in (torch.device("cpu"), torch.inference_mode(False), torch.autocast("cpu", enabled=False)):
+                stack.enter_context(context)
+            stack.enter_context(set_stance("force_eager"))
+            stack.enter_context(untouched_generators())
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def shallow_copy(module: nn.Module, training: bool) -> nn.Module:
+    """Return a copy of the modules in a tree, in that mode and without hooks.
+
+    It holds the same tensors and objects, in dictionaries, lists and sets of its own.
+    """
+    twin = copy.copy(module)
+    held = {name: copy.copy(value) if isinstance(value, _CONTAINERS) else value for name, value in vars(module).items()}
+    hooks: dict[str, Any] = {name: type(value)() for name, value in vars(module).items() if name.endswith("_hooks")}
+    children = {name: child and shallow_copy(child, training) for name, child in module._modules.items()}
+    vars(twin).update(held | hooks, training=training, _modules=children, _compiled_call_impl=None)
+    return twin
+
+
+def _computes_once(probe: nn.Module, formula: Callable[..., Tensor], x: Tensor, tolerance: float, call: int) -> bool:
+    differentiates = call == 1 and x.dtype == torch.float32
+    if differentiates:
+        x = x.clamp(-10, 10).requires_grad_()  # beyond, a formula written by hand may have no finite gradient
+    torch.manual_seed(call)
+    random.seed(call)
+    np.random.seed(call)
+    before = list(_state(probe))
+    try:
+        with torch.set_grad_enabled(differentiates):
+            y = type(probe).forward(probe, x)  # past the hooks of `__call__`
+    except Exception:  # whatever it needs, it is not one tensor
+        return False
+    if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype or list(_state(probe)) != before:
+        return False
+    with torch.set_grad_enabled(differentiates):
+        expected = formula(probe, x)
+    if not _agree(y.detach(), expected.detach(), tolerance):
+        return False
+    if not (differentiates and y.requires_grad):
+        return not differentiates
+    inputs, dy = [x, *probe.parameters()], torch.randn_like(y)
+    found, wanted = (torch.autograd.grad(out, inputs, dy.to(out.dtype), allow_unused=True) for out in (y, expected))
+    return all(a is not None and b is not None and _agree(a, b, 1e-4) for a, b in zip(found, wanted, strict=True))
+
+
+def _agree(y: Tensor, expected: Tensor, tolerance: float) -> bool:
+    bound = tolerance * expected.abs().amax(-1, keepdim=True) + 1e-12
+    return bool(((y.to(expected.dtype) - expected).abs() <= bound).all())
+
+
+def _state(probe: nn.Module) -> Iterator[Any]:
+    """Yield what a call must leave as it is: the generators of random numbers, and which objects the modules hold."""
+    yield from (bytes(state.numpy()) for state in generator_states().values())
+    _, numbers, *position = np.random.get_state()
+    yield from (random.getstate(), np.asarray(numbers).tobytes(), position)
+    for value in itertools.chain.from_iterable(vars(module).values() for module in probe.modules()):
+        if isinstance(value, torch.Generator):
+            yield bytes(value.get_state().numpy())
+        elif isinstance(value, random.Random):
+            yield value.getstate()
+        elif isinstance(value, np.random.Generator):
+            yield str(value.bit_generator.state)
+        elif isinstance(value, _CONTAINERS):
+            yield from map(id, itertools.chain(value, value.values() if isinstance(value, dict) else ()))
+        yield id(value)
