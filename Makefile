@@ -16,7 +16,7 @@ endif
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test kernels lint format types layers tables docs check wheels clean
+.PHONY: help demo test kernels lint format types layers tables docs site wheel check wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -47,14 +47,22 @@ types: $(VENV)/installed-dev ## mypy, strict
 layers: $(VENV)/installed-dev ## imports point down
 	$(BIN)/lint-imports
 
-tables: $(VENV)/installed-dev ## write the generated tables of README and docs again
+tables: $(VENV)/installed-dev ## write the generated tables and pictures of README and docs again
 	$(BIN)/octavo bench tables
+	$(BIN)/octavo bench pictures
 
 docs: $(VENV)/installed-dev ## the generated tables are current, the examples run
 	$(BIN)/octavo bench tables --check
+	$(BIN)/octavo bench pictures --check
 	$(BIN)/python -m pytest tests/test_docs.py tests/test_readme.py
 
-check: lint types layers test docs ## everything that .ci/run runs
+site: $(VENV)/installed-dev ## build the documentation into site/; links are strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+wheel: $(VENV)/installed-dev ## build the wheel, check it, and train ten steps with it in bare environments
+	$(BIN)/python .ci/wheel.py
+
+check: lint types layers test docs site wheel ## everything that .ci/run runs
 
 wheels: $(VENV)/installed ## wheels/: what an offline machine with its own PyTorch needs beside it
 	$(BIN)/python -m pip download --quiet --dest wheels hatchling editables cyclopts

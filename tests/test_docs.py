@@ -26,7 +26,9 @@ pytestmark = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.re
 
 def blocks(page: Path, language: str) -> Iterator[str]:
     """Yield the code blocks of a page, without those under a `<!-- not run: why -->`."""
-    for fence in re.finditer(r"^([^\n]*)\n+```(\w+)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+    for fence in re.finditer(
+        r"^([^\n]*)\n+```(\w+)(?: title=[^\n]*)?\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL
+    ):
         if fence[2] == language and not fence[1].startswith("<!-- not run:"):
             yield fence[3]
 

@@ -15,9 +15,35 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_first_block_is_the_two_commands() -> None:
-    first = re.search(r"^```bash\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    assert first is not None and first[1].splitlines() == ["make demo", "make test"]
+def test_the_first_blocks_are_one_line_to_install_and_the_two_commands() -> None:
+    blocks = re.findall(r"^```bash\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    assert [block.splitlines() for block in blocks[:2]] == [["pip install ."], ["make demo", "make test"]]
+
+
+def test_the_order_of_the_readme() -> None:
+    sections = re.findall(r"^## (.*)$", README, re.MULTILINE)
+    assert sections == [
+        *("Install", "On your own model", "See what FP8 does", "When to use it", "Recipes", "Results"),
+        *("Works with", "Limits", "Documentation", "Citation"),
+    ]
+
+
+def test_the_results_have_at_most_15_rows_and_their_commands_in_a_fold() -> None:
+    results = README.split("<!-- table: readme -->")[1].split("<!-- end -->")[0]
+    rows = [line for line in results.splitlines() if line.startswith("| ") and "---" not in line]
+    assert 2 <= len(rows) <= 1 + 15
+    assert "octavo bench step" in results.split("<details>")[1]
+
+
+def test_pictures_exist_in_light_and_dark() -> None:
+    found = set(re.findall(r'(?:src|srcset)="(docs/pictures/[^"]+)"', README))
+    assert {Path(name).name for name in found} >= {
+        "hero-light.svg",
+        "hero-dark.svg",
+        "terminal.svg",
+        "dashboard-dark.png",
+    }
+    assert [name for name in found if not (ROOT / name).is_file()] == []
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
@@ -50,11 +76,10 @@ def test_a_new_python_is_found_under_another_name(tmp_path: Path) -> None:
     assert asked.returncode == 1 and "'no-such' is not there" in asked.stderr
 
 
-def test_octavo_on_your_own_model_takes_a_handful_of_lines() -> None:
+def test_octavo_on_a_model_of_hugging_face_takes_twelve_lines() -> None:
     code = re.search(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    assert code is not None
-    lines = [line for line in code[1].splitlines() if line.strip() and not line.startswith("import")]
-    assert len(lines) <= 6
+    assert code is not None and "transformers" in code[1]
+    assert len([line for line in code[1].splitlines() if line.strip()]) <= 12
 
 
 def test_dependencies_are_explained() -> None:

@@ -67,7 +67,7 @@ CHOICES = (
     _fp8_lm("#2a", "master FP16 scaled, m E4M3, v FP16, gradients E4M3", _FP16, _FP16),
     _fp8_lm("#2b", "master BF16", Storage("bf16"), _FP16),
     _fp8_lm("#3", "master E4M3", _E4M3, _FP16),
-    _fp8_lm("#4", "v E4M3, one scale a tensor", _FP16, _E4M3),
+    _fp8_lm("#4", "v E4M3, one scale per tensor", _FP16, _E4M3),
     *(Choice(TIERS[name]) for name in ("exact", "fp8", "fp8-min")),
     *(Choice(TIERS[name], "fp8", "fp8") for name in ("fp8", "fp8-min")),
 )

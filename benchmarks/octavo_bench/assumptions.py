@@ -217,7 +217,7 @@ class Links:
     hop_outside: float
 
     def rate(self, group: Group) -> float:
-        """Return the bytes a second that flow through each rank."""
+        """Return the bytes per second that flow through each rank."""
         return self.inside if group.hosts == 1 else min(group.per_host * self.outside, self.inside)
 
     def gather(self, size: float, group: Group) -> float:

@@ -23,6 +23,7 @@ from octavo_bench.results import Row
 Names = Annotated[tuple[str, ...], Parameter(negative=())]
 
 COMMANDS = {
+    "demo": "demo:command",
     "step": "step:command",
     "host": "step:host",
     "gemm": "gemm:command",
@@ -42,6 +43,7 @@ COMMANDS = {
     "rank": "distributed:rank",
     "scaling": "scaling:command",
     "tables": "tables:command",
+    "pictures": "pictures:command",
 }
 """File and function by name."""
 

@@ -24,11 +24,9 @@ from octavo.conversion import Policy, convert
 from octavo.numerics import cosine_of, inner_products
 from octavo.train import checkpoint
 from octavo.train.config import assemble
+from octavo.train.evaluate import paired_interval, student
 from octavo.train.setup import Batch, set_up
 from octavo.train.train_state import TrainState
-
-_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-_NORMAL = 1.959964
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +36,6 @@ class Interval:
     mean: float
     half_width: float | None
     """Half of the 95 % confidence interval; None for a single pair, which shows no spread."""
-
-
-def student(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t with `freedom` degrees of freedom, to 3 decimals.
-
-    From a table up to 10, from there by the expansion in 1 / freedom (Abramowitz and Stegun, 26.7.5).
-    """
-    if freedom <= len(_STUDENT):
-        return _STUDENT[freedom - 1]
-    z = _NORMAL
-    first = (z**3 + z) / 4
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / freedom + second / freedom**2 + third / freedom**3
 
 
 def over_seeds(differences: Sequence[float]) -> Interval:
@@ -99,15 +83,8 @@ def errors_at_any_time(pairs: int, level: float = LEVEL) -> float | None:
 
 
 def over_sequences(losses: Sequence[float], reference: Sequence[float], block: int = 16) -> Interval:
-    """Return the mean of `losses - reference`, paired by sequence, with its interval.
-
-    Neighbours come from one document and are alike, so that runs of `block` sequences are taken as one observation
-    each; with fewer than 8 such runs, shorter ones.
-    """
-    differences = [a - b for a, b in zip(losses, reference, strict=True)]
-    block = max(1, min(block, len(differences) // 8))
-    blocks = [fmean(differences[start : start + block]) for start in range(0, len(differences) - block + 1, block)]
-    return Interval(fmean(differences), over_seeds(blocks).half_width)
+    """Return the mean of `losses - reference`, paired by sequence, with its interval (`paired_interval`)."""
+    return Interval(*paired_interval(losses, reference, block))
 
 
 SMOOTHED = 0.05

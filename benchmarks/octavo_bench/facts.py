@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
+import io
 import math
+import re
 import typing
 from collections.abc import Callable, Iterator
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +20,7 @@ from octavo import errors, recipes
 from octavo.calibration.scale_policy import FINER, FLUSHED, SATURATED
 from octavo.cli.flags import field_docs
 from octavo.conversion import Operators
+from octavo.errors import ConfigError
 from octavo.kernels.sample import limits
 from octavo.monitor.dashboard import verdict
 from octavo.monitor.store.schema import TABLES as RUN_STORE
@@ -185,7 +190,7 @@ def activation_table() -> str:
         rows.append((f"`recompute(model, {shown})`", *memory.recomputed(config, lowest)))
     first = rows[0][1]
     lines = [(what, f"{size:,}", f"{size / first:.2f}", f"{share:.0%}" if share else "-") for what, size, share in rows]
-    return table(("option", "bytes a token a block", "of the first line's", "of the forward, computed again"), lines)
+    return table(("option", "bytes per token a block", "of the first line's", "of the forward, computed again"), lines)
 
 
 def run_store_table() -> str:
@@ -211,11 +216,13 @@ def aggregate_table() -> str:
 def verdict_table() -> str:
     """Return the limits that the dashboard's verdict is held against."""
     share = f"share of a tensor's elements, mean of the newest {verdict.SNAPSHOTS} snapshots"
-    limits = {"`nonfinite`": 0.0, "`saturated`": verdict.LIMITS.saturated, "`flushed`": verdict.LIMITS.flushed}
-    limits["`flushed`, of `grad_output`"] = verdict.LIMITS.flushed_gradient
-    rows = [(stat, share, verdict.percent(limit) if limit else "none") for stat, limit in limits.items()]
+    rows = []
+    for name, limit in verdict.LIMITS.items():
+        stat, _, role = name.partition(" ")
+        shown = f"`{stat}` of `{role}`" if role else f"`{stat}`"
+        rows.append((shown, share, verdict.percent(limit) if limit else "none"))
     late = f"mean of the newest {verdict.GAP_STEPS} recorded, or on held-out text at the end"
-    rows.append(("gap", f"loss above the BF16 twin's, {late}", f"{verdict.GAP_LIMIT:g} %"))
+    rows.append(("gap", f"loss above the BF16 baseline's, {late}", f"{verdict.GAP_LIMIT:g} %"))
     rows.append(("rise", "loss above its minimum, medians of several steps", f"{verdict.RISE_LIMIT:g} %"))
     rows.append(("events", "warnings and errors", f"none in the last {verdict.percent(verdict.SHARE)} of the steps"))
     return table(("finding", "measurement", "limit"), rows)
@@ -354,7 +361,21 @@ def _bytes(count: int, matrix: str) -> str:
     return f"{count / prod(SHAPE.of(matrix)):.2f}"
 
 
+README = Path(__file__).parents[2] / "README.md"
+
+
+def readme_plan() -> str:
+    """Return what the README's example prints: its lines up to the plan, run."""
+    code = re.search(r"^```python\n(.*?\nprint\(octavo\.plan[^\n]*\n)", README.read_text(encoding="utf-8"), re.M | re.S)
+    if code is None:
+        raise ConfigError(f"{README}: has no example that prints a plan.")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(code[1], str(README), "exec"), {"__name__": "readme"})  # noqa: S102 (the README is ours)
+    return f"```text\n{printed.getvalue().rstrip()}\n```"
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "readme-plan": readme_plan,
     "recipes": preset_table,
     "recipe-operands": recipe_table,
     "recipe-costs": summary_table,

@@ -58,7 +58,7 @@ class Fault:
     """Changes the run in the beginning."""
     recipe: str = "folded"
     twin: bool = False
-    """The run has a BF16 twin."""
+    """The run has a BF16 baseline."""
 
 
 # --- data ------------------------------------------------------------------------------------------------------------

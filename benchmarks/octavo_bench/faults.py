@@ -316,7 +316,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "folded, losses with Student-t(2.5) noise": {"noise": _student},
     "folded, 1 sequence per batch": {"run": {"batch": 1}},
     "folded, learning rate restarted at its peak": {"optimizer": {"min_lr": 1.0}},
-    "folded, with a BF16 twin": {"run": {"twin": True}},
+    "folded, with a BF16 baseline": {"run": {"twin": True}},
     "tensorwise": {"run": {"recipe": "tensorwise"}},
     "delayed": {"run": {"recipe": "delayed"}},
     "BF16, from new weights": {"run": {"recipe": "bf16"}, "is_new": True},

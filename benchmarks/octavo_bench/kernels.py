@@ -97,7 +97,7 @@ def bench_kernels(
 ) -> list[Row]:
     """Return one row per kernel and shape, as the result kind `kernels` has them.
 
-    A kernel that fails, or that only its slow reference can stand in for, has a row with `error` and no figures, and
+    A kernel that fails, or that only its slow reference can replace, has a row with `error` and no figures, and
     the others go on. On a CPU it is the references that run, on small shapes.
 
     Args:

@@ -13,7 +13,8 @@ from statistics import fmean, stdev
 from typing import Any
 
 from octavo.models.config import ModelConfig
-from octavo_bench.evidence import LEVEL, at_any_time, errors_at_any_time, over_seeds, student
+from octavo.train.evaluate import student
+from octavo_bench.evidence import LEVEL, at_any_time, errors_at_any_time, over_seeds
 from octavo_bench.installed_text import HELDOUT_BYTES, HELDOUT_SHARE
 from octavo_bench.lanes import BF16, NULL, Training
 from octavo_bench.render import grouped, table

@@ -150,7 +150,7 @@ def data_parallel(case: Case, layout: Layout) -> Traffic:
     """Return the all-gathers of weights, reduce-scatters of gradients, and their all-reduce over replicas.
 
     Blocks are gathered forward and once more backward, embedding and head once; gradients are reduced in every
-    micro-batch, and with `gathers_once` everything once a step. Between replicas shards of gradients are reduced once.
+    micro-batch, and with `gathers_once` all once per step. Between replicas shards of gradients are reduced once.
     An embedding that is sent by rows is sent so in every micro-batch, each token's row as if there were no two alike.
     """
     links, scheme = case.assumptions.links, case.scheme

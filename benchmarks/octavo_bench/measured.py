@@ -11,27 +11,41 @@ from statistics import fmean
 from octavo.conversion import make_plan
 from octavo.errors import ConfigError
 from octavo.memory import KINDS
+from octavo.train.evaluate import student
 from octavo_bench import results
-from octavo_bench.evidence import over_seeds, student
+from octavo_bench.evidence import over_seeds
 from octavo_bench.implementations import BF16
 from octavo_bench.render import by_columns, cell, figures, grouped, table
 from octavo_bench.results import Result, Row
 
 # --- accuracy --------------------------------------------------------------------------------------------------------
 
-demo = by_columns(
-    (
-        ("device", "{device}"),
-        ("recipe", "{recipe}"),
-        ("steps", "{steps:,}"),
-        ("tokens", "{tokens:,}"),
-        ("FP8 loss", "{heldout_loss_fp8:.4f}"),
-        ("BF16 loss", "{heldout_loss_bf16:.4f}"),
-        ("gap", "{gap_percent:+.2f} %"),
-        ("byte entropy", "{unigram_entropy:.4f}"),
-    ),
-    names=8,
+DEMO = (
+    ("device", "{device}"),
+    ("recipe", "{recipe}"),
+    ("steps", "{steps:,}"),
+    ("tokens", "{tokens:,}"),
+    ("FP8 loss", "{heldout_loss_fp8:.4f}"),
+    ("BF16 loss", "{heldout_loss_bf16:.4f}"),
+    ("gap", "{gap_percent:+z.2f} %"),
+    ("byte entropy", "{unigram_entropy:.4f}"),
+    ("time", "{minutes}"),
 )
+
+
+def demo(directory: Path) -> str:
+    """Return one line per machine: the newest run of the demo."""
+    found = results.latest_by_hardware("demo", directory)
+    return "\n\n".join(part for result in found for part in (demo_of(result), result.origin))
+
+
+def demo_of(result: Result) -> str:
+    """Return the runs of one result, with the time that each took."""
+    minutes = [
+        {"minutes": "{:.0f} min {:02.0f} s".format(*divmod(row["seconds"], 60))} if "seconds" in row else {}
+        for row in result.rows
+    ]
+    return figures(DEMO, [row | more for row, more in zip(result.rows, minutes, strict=True)], 8)
 
 
 def faults(result: Result) -> str:
@@ -81,6 +95,7 @@ def faults_summary(result: Result) -> str:
 
 def _struck(result: Result) -> list[Row]:
     return [row for row in result.rows if row["fault"] and "error" not in row]
+
 
 robustness = by_columns(
     (("class", "{class}"), ("tried", "{tried}"), ("survived", "{survived}"), ("named", "{named}")),
@@ -149,7 +164,7 @@ def _parity_of(title: str, rows: Sequence[Row]) -> str:
     header = ("recipe", *_seeds(seeds), "gap to BF16", "95 % over seeds", *(title for title, *_ in shown))
     pairs = [len(by_seed.keys() & bf16.keys()) for recipe, by_seed in losses.items() if recipe != BF16]
     said = f"{_spread(list(bf16.values()))} {_meaning(pairs, [key for _, key, _ in shown])}".strip()
-    return f"**{title}**: held-out loss, nats a token\n\n{table(header, body)}\n\n{said}"
+    return f"**{title}**: held-out loss, nats per token\n\n{table(header, body)}\n\n{said}"
 
 
 def parity_summary(result: Result) -> str:
@@ -177,13 +192,13 @@ def tiers_of(rows: Sequence[Row]) -> str:
     for (model, tokens), of_model in grouped(rows, "model", "tokens").items():
         seeds, body = sorted({row["seed"] for row in of_model}), []
         for (states,), of_states in grouped(of_model, "states").items():
-            beside = [f"{100 * row['gap'] / row['heldout_loss']:+.2f} %" for row in of_states if "gap" in row]
+            beside = [f"{100 * row['gap'] / row['heldout_loss']:+z.2f} %" for row in of_states if "gap" in row]
             within = _evidence(of_states, "gap_95", "± {:.3f} %")
             body.append((states, *_cells(_by_seed(of_states), seeds), ", ".join(beside), within))
         header = ("states", *_seeds(seeds), "gap to fp32, by seed", "95 % over sequences")
         first = [row["heldout_loss"] for row in of_model if row["states"] == of_model[0]["states"]]
         apart = f"The {len(first)} seeds of `{of_model[0]['states']}` lie {max(first) - min(first):.4f} apart."
-        title = f"**{model}, {tokens:,} tokens**: held-out loss, nats a token"
+        title = f"**{model}, {tokens:,} tokens**: held-out loss, nats per token"
         parts += [title, table(header, body), *([apart] if len(first) > 1 else [])]
     return "\n\n".join(parts)
 
@@ -207,7 +222,7 @@ def _gap(losses: Mapping[int, float], bf16: Mapping[int, float]) -> tuple[str, s
     if not gaps:
         return "BF16 not measured", ""
     found = over_seeds(gaps)
-    return f"{found.mean:+.2f} %", "" if found.half_width is None else f"± {found.half_width:.2f} %"
+    return f"{found.mean:+z.2f} %", "" if found.half_width is None else f"± {found.half_width:.2f} %"
 
 
 def _evidence(rows: Sequence[Row], key: str, form: str) -> str:
@@ -325,7 +340,7 @@ def _session(baseline: Row) -> str:
             f"The machine's own rates in this session: copy {rates['copy_gb_per_s']:,.0f} GB/s; GEMM TFLOP/s: {tflops}."
         )
     if "drift" in baseline:
-        said.append(f"BF16, timed again at the end: {100 * baseline['drift']:+.1f} % of its time.")
+        said.append(f"BF16, timed again at the end: {100 * baseline['drift']:+z.1f} % of its time.")
     return "\n\n" + " ".join(said) if said else ""
 
 
@@ -379,8 +394,8 @@ TELEMETRY = (
     ("tensors", "{tensors}"),
     ("ms without", "{ms:.2f}"),
     ("ms with", "{ms_watched:.2f}"),
-    ("overhead", "{overhead_percent:+.2f} %"),
-    ("95 % interval", "{low_percent:+.2f} to {high_percent:+.2f} %"),
+    ("overhead", "{overhead_percent:+z.2f} %"),
+    ("95 % interval", "{low_percent:+z.2f} to {high_percent:+z.2f} %"),
     ("own code", "{own_percent:.2f} %"),
 )
 
@@ -399,7 +414,7 @@ optimizer = by_columns(
         ("states", "{states}"),
         ("weight", "{weight}"),
         ("gradient", "{gradient}"),
-        ("bytes a parameter", "{bytes_per_parameter:.2f}"),
+        ("bytes per parameter", "{bytes_per_parameter:.2f}"),
         ("ms", "{ms:.2f}"),
         ("of fused AdamW's time", "{ratio_to_fused_adamw:.2f}"),
         ("ms with clipping", "{ms_clipped:.2f}"),
@@ -422,7 +437,7 @@ def ablation(result: Result) -> str:
         found = [losses.get((states, seed), math.nan) for seed in seeds]
         gap = fmean(loss - losses[first, seed] for loss, seed in zip(found, seeds, strict=True))
         cells = [f"{loss:.4f}" if math.isfinite(loss) else "diverged" for loss in found]
-        body.append((states, rows[0].get("about", ""), *cells, f"{gap:+.4f}" if math.isfinite(gap) else ""))
+        body.append((states, rows[0].get("about", ""), *cells, f"{gap:+z.4f}" if math.isfinite(gap) else ""))
     return table(("states", "storage", *(f"seed {seed}" for seed in seeds), f"gap to {first}"), body)
 
 
@@ -444,7 +459,9 @@ def ablation_figure(result: Result) -> str:
             continue
         gap = fmean(gaps)
         bar = "█" * round(DECADE * math.log10(max(gap / FLOOR, 1.0)))
-        lines.append(f"{states:{width}}  {bar}{' ' if bar else ''}{gap:+.4f}  ({min(gaps):+.4f} to {max(gaps):+.4f})")
+        lines.append(
+            f"{states:{width}}  {bar}{' ' if bar else ''}{gap:+z.4f}  ({min(gaps):+z.4f} to {max(gaps):+z.4f})"
+        )
     return "\n".join(("```text", *lines, "```"))
 
 
@@ -454,7 +471,7 @@ MEMORY = (
     ("parameters", "{billions:.2f} B"),
     ("peak GiB", "{peak}"),
     ("predicted", "{predicted_gib:.2f}"),
-    ("error", "{off:+.1%}"),
+    ("error", "{off:+z.1%}"),
     ("less than the first", "{less:.0%}"),
 )
 
@@ -494,8 +511,8 @@ DISTRIBUTED = (
     ("with a wait after each step", "{waited_ratio:.2f}"),
     ("peak GiB", "{peak_gib:.1f}"),
     ("GB on the wire", "{wire_gb:.1f}"),
-    ("memory", "{less_memory:+.0f} %"),
-    ("wire", "{less_wire:+.0f} %"),
+    ("memory", "{less_memory:+z.0f} %"),
+    ("wire", "{less_wire:+z.0f} %"),
     ("last loss", "{last_loss:.4f}"),
 )
 
@@ -579,7 +596,7 @@ def reduce(result: Result) -> str:
     for (ranks, collective, scheme), rows in grouped(result.rows, "ranks", "collective", "scheme").items():
         by_kind = {row["gradient"]: row for row in rows if "error" not in row}
         decibels = [cell("{snr_db:.1f}", by_kind.get(kind, {})) or "failed" for kind in kinds]
-        bias = [cell("{bias_percent:+.3f} %", by_kind.get(kind, {})) for kind in kinds]
+        bias = [cell("{bias_percent:+z.3f} %", by_kind.get(kind, {})) for kind in kinds]
         any_row = next(iter(by_kind.values()), None)
         cost = (f"{any_row['ms']:.3f}", _sent(any_row)) if any_row else ("", "")
         body.append((str(ranks), collective, scheme, *decibels, *bias, *cost))
@@ -598,7 +615,7 @@ DEFAULT: str = signature(make_plan).parameters["recipe"].default
 WORKLOAD = "llama-8b-stack"
 CHOICE = (
     ("recipe", "{named}"),
-    ("gap to BF16, held-out", "{gap:+.2f} %"),
+    ("gap to BF16, held-out", "{gap:+z.2f} %"),
     ("inside BF16's seed spread", "{inside}"),
     ("times BF16's speed", "{ratio_to_bf16:.2f}"),
     ("peak GiB", "{peak_gib:.1f}"),
@@ -662,7 +679,6 @@ def _largest(rows: Sequence[Row]) -> list[Row]:
 
 
 TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
-    "demo": ("demo", demo),
     "parity": ("parity", parity),
     "parity-summary": ("parity", parity_summary),
     "tiers": ("tiers", tiers),
@@ -687,5 +703,5 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "reduce": ("reduce", reduce),
 }
 """By name: the kind whose newest result the table shows, and the function that shows it."""
-COMBINED: dict[str, Callable[[Path], str]] = {"choice": choice, "telemetry": telemetry}
+COMBINED: dict[str, Callable[[Path], str]] = {"choice": choice, "demo": demo, "telemetry": telemetry}
 """By name: tables of several results, from their directory."""

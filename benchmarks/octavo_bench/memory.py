@@ -1,4 +1,4 @@
-"""Peak memory of training a Llama beside its forecast, and the largest that fits; bytes a block keeps, by option."""
+"""Peak memory of training a Llama beside its forecast, and the largest that fits; bytes per block keeps, by option."""
 
 from __future__ import annotations
 
@@ -262,4 +262,4 @@ def _line(row: Row) -> str:
     if "error" in row:
         return f"{name}\n    {predicted} failed: {row['error']}"
     size = f"{row['parameters'] / 1e9:.2f} B parameters"
-    return f"{name}\n    {size}  {row['peak_gib']:.2f} GiB  {predicted} ({row['error_percent']:+.1f} %)"
+    return f"{name}\n    {size}  {row['peak_gib']:.2f} GiB  {predicted} ({row['error_percent']:+z.1f} %)"

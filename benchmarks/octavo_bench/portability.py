@@ -80,7 +80,7 @@ def alarm(rows: Sequence[Mapping[str, Any]], tolerance: float = TOLERANCE) -> st
     worst = max(apart, key=lambda row: abs(row["difference"]))
     return (
         f"the weights are not portable: {worst['computation']}, the held-out loss is {worst['heldout_loss']:.4f}, "
-        f"{worst['difference']:+.4f} against {rows[0]['heldout_loss']:.4f} as trained. More than {tolerance:g} says "
+        f"{worst['difference']:+z.4f} against {rows[0]['heldout_loss']:.4f} as trained. More than {tolerance:g} says "
         "that they have grown used to how their sums are rounded. Train on with slow accumulation or in BF16 before "
         "you serve them elsewhere."
     )
@@ -174,4 +174,4 @@ def command(
 
 def _line(row: Row) -> str:
     ran = ", ".join(f"{count} x {name}" for name, count in row["kernels"].items()) or "no FP8"
-    return f"{row['computation']:<24} {row['heldout_loss']:.4f}  {row['difference']:+.4f}  {ran}"
+    return f"{row['computation']:<24} {row['heldout_loss']:.4f}  {row['difference']:+z.4f}  {ran}"

@@ -8,7 +8,7 @@ from typing import Any
 from octavo_bench.results import Result, Row
 
 Column = tuple[str, str]
-"""Title, and the cell as a format of the row's keys: `("gap", "{gap_percent:+.2f} %")`."""
+"""Title, and the cell as a format of the row's keys: `("gap", "{gap_percent:+z.2f} %")`."""
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

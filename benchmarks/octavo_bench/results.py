@@ -319,13 +319,3 @@ def slug(name: str) -> str:
     """Return `name` in lower case, words joined by dashes: `NVIDIA H200` is `nvidia-h200`."""
     bare = re.sub(r"\((r|tm)\)", "", name.lower())
     return re.sub(r"[^a-z0-9.]+", "-", bare).strip("-.")
-
-
-def from_summary(path: Path, command: str = "make demo") -> Result:
-    """Return the `summary.json` of a run on this machine as a result of kind `demo`.
-
-    Raises:
-        ConfigError: the file is missing or malformed, or the run had no BF16 twin.
-    """
-    row = config_reader.read_file(path)
-    return Result(kind="demo", date=today(), hardware=hardware(), versions=versions(), command=command, rows=(row,))

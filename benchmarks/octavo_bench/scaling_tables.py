@@ -71,7 +71,7 @@ def figures(directory: Path) -> str:
         body = [
             (str(row["gpus"]), row["scheme"], row.get("layout", row.get("error", "")), *_cells(row)) for row in rows
         ]
-        blocks.append(f"**{model}**, {rows[0]['batch_tokens']:,} tokens a step\n\n{table(titles, body)}")
+        blocks.append(f"**{model}**, {rows[0]['batch_tokens']:,} tokens per step\n\n{table(titles, body)}")
     return "\n\n".join([*blocks, _origin(result)])
 
 
@@ -89,7 +89,7 @@ def wire(directory: Path) -> str:
     body = []
     for row in rows:
         sent = row["sent_gb"]
-        less = f"{100 * (row['wire_gb'] / peer['wire_gb'] - 1):+.0f} %" if row is not peer else ""
+        less = f"{100 * (row['wire_gb'] / peer['wire_gb'] - 1):+z.0f} %" if row is not peer else ""
         scheme = _assumed(result)["schemes"][row["scheme"]]
         numbers = (f"{sent['weights']:.1f}", f"{sent['gradients']:.1f}", f"{row['wire_gb']:.1f}")
         body.append((row["scheme"], scheme["about"], *numbers, less))

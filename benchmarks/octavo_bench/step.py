@@ -288,7 +288,7 @@ def _name(row: Row) -> str:
 
 def _figures(row: Row) -> str:
     if "drift" in row:
-        return f"{100 * row['drift']:+.1f} % when timed again at the end"
+        return f"{100 * row['drift']:+z.1f} % when timed again at the end"
     parts = ("gemm", "attention", "elementwise", "optimizer", "communication", "idle")
     spent = " ".join(f"{part} {row[f'{part}_ms']:.1f}" for part in parts if f"{part}_ms" in row)
     floor = f"  {row['fraction_of_floor']:.2f} of floor" if "fraction_of_floor" in row else ""

@@ -232,5 +232,5 @@ def command(
 def _line(row: Row) -> str:
     times = f"{row['ms']:.2f} ms without, {row['ms_watched']:.2f} ms with, {row['tensors']} tensors"
     own = "" if row["own_percent"] is None else f"; {row['own_percent']:.2f} % in its own code"
-    between = f"[{row['low_percent']:+.2f} %, {row['high_percent']:+.2f} %]"
-    return f"{row['workload']}: {row['overhead_percent']:+.2f} % {between} of {row['pairs']} pairs{own}  ({times})"
+    between = f"[{row['low_percent']:+z.2f} %, {row['high_percent']:+z.2f} %]"
+    return f"{row['workload']}: {row['overhead_percent']:+z.2f} % {between} of {row['pairs']} pairs{own}  ({times})"

@@ -173,7 +173,7 @@ def test_no_gpu_beats_the_bandwidth_bound(layout, scheme):
 
 
 def test_tensor_parallel_saves_three_tenths():
-    """BF16: 6 gathers and 4 reduce-scatters of 2 bytes; FP8: the gathers of 1, and a scale a token."""
+    """BF16: 6 gathers and 4 reduce-scatters of 2 bytes; FP8: the gathers of 1, and a scale per token."""
     layout = Layout(8, 1, 8, 1, 1)
     one, other = (tensor_parallel(case(scheme=s), layout).sent["tensor parallel"] for s in (BF16, FP8))
     assert other / one == pytest.approx((6 * (1 + 4 / 4096) + 4 * 2) / 20)

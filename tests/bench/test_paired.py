@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from octavo_bench.evidence import over_seeds, over_sequences, student
+from octavo.train.evaluate import student
+from octavo_bench.evidence import over_seeds, over_sequences
 
 
 @pytest.mark.parametrize(

@@ -133,17 +133,6 @@ def test_replacing_a_field_checks_again() -> None:
         replace(parity(), kind="")
 
 
-def test_a_summary_becomes_a_result_of_the_demo(tmp_path: Path) -> None:
-    summary = {"recipe": "folded", "device": "cpu", "steps": 3, "tokens": 9, "fp8_gemms": {"reference": 1}}
-    losses = {"heldout_loss_fp8": 2.0, "heldout_loss_bf16": 2.0, "gap_percent": 0.0}
-    path = tmp_path / "summary.json"
-    path.write_text(json.dumps({**summary, **losses}))
-    assert results.from_summary(path).rows == ({**summary, **losses},)
-    path.write_text(json.dumps({**summary, **losses, "heldout_loss_bf16": None}))
-    with pytest.raises(ConfigError, match="'heldout_loss_bf16' must be float, got None"):
-        results.from_summary(path)
-
-
 def step(*workloads: str, **changes: Any) -> results.Result:
     row = {"implementation": "bf16", "ms": 1.0, "ratio_to_bf16": 1.0, "peak_gib": 0.1}
     rows = tuple({"workload": workload, **row} for workload in workloads)

@@ -53,6 +53,16 @@ def parsed(*arguments: str) -> Any:
     return app(arguments, exit_on_error=False, print_error=False)
 
 
+def test_a_run_is_named_by_its_directory(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"run": {"steps": 7, "out": "runs/moved"}}')
+    config = configure(tmp_path, "tiny", {})
+    assert (config.run.steps, config.run.out) == (7, tmp_path)
+    assert configure(tmp_path, "tiny", {"run": {"out": "elsewhere"}}).run.out == Path("elsewhere")
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        configure(tmp_path, "tiny", {})
+
+
 def test_only_what_was_given_is_set() -> None:
     assert parsed() == ("n", {})
     assert parsed("m", "--size-of", "3") == ("m", {"left": {"size_of": 3}})

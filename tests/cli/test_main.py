@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo import __version__
+from octavo import __version__, recipes
 from octavo.cli.main import main
 from octavo.errors import ConfigError
 
@@ -93,7 +93,7 @@ def test_version() -> None:
 
 
 def test_help_has_a_flag_for_every_field_in_the_words_of_the_field(octavo: Octavo) -> None:
-    text = " ".join(octavo("train", "--help").stdout.replace("│", " ").split())
+    text = " ".join(octavo("train", "--help-all").stdout.replace("│", " ").split())
     assert "--optimizer.weight-decay --weight-decay" in text
     assert "Decoupled weight decay, on matrices only." in text
     assert "--no-twin" in text
@@ -205,7 +205,7 @@ def test_interrupting_says_how_to_continue(tiny: list[str], tmp_path: Path) -> N
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert f"octavo train {tmp_path / 'run' / 'config.json'} --resume" in said
+    assert f"octavo train {tmp_path / 'run'} --resume" in said
     assert "Traceback" not in said
     assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
 
@@ -218,13 +218,29 @@ def test_plan_shows_every_linear_layer(octavo: Octavo) -> None:
     assert "recipe block" in done.stdout
 
 
+def test_plan_for_a_gpu_that_is_not_here(octavo: Octavo) -> None:
+    done = octavo("plan", "--preset", "parity-cuda", "--gpu", "h100", "--json")
+    layers = json.loads(done.stdout)["layers"]
+    assert all(layer["gain"] > 1 for layer in layers if "fp8" in layer["precision"])
+    assert json.loads(done.stdout)["device"] == "h100"
+    assert "h200" in octavo("plan", "--preset", "tiny", "--gpu", "a100").stderr
+
+
+def test_help_is_short_and_shows_defaults_and_help_all_lists_every_setting() -> None:
+    short, everything = (process("train", flag).stdout for flag in ("--help", "--help-all"))
+    assert len(short.splitlines()) < 100 < len(everything.splitlines())
+    assert "--run.steps" in short and "[default: 300]" in short and "--guard." not in short
+    assert "--guard." in everything and "[default: False]" not in everything
+
+
 def test_plan_as_json(octavo: Octavo) -> None:
     done = octavo("plan", "--preset", "tiny", "--json", "--device", "cpu")
     assert len(json.loads(done.stdout)["layers"]) == 2 * 7 + 1
 
 
 def test_recipes(octavo: Octavo) -> None:
-    assert "recipe folded" in octavo("recipes").stdout
+    listed = octavo("recipes").stdout.splitlines()
+    assert [line.split()[0] for line in listed[:-2]] == [*recipes.names()] and max(map(len, listed)) <= 132
     assert "folded into grad_output" in octavo("recipes", "folded").stdout
     assert "folded" in json.loads(octavo("recipes", "--json").stdout)
     assert json.loads(octavo("recipes", "block", "--json").stdout)["name"] == "block"

@@ -769,19 +769,19 @@ def test_a_plan_says_what_is_computed_together():
         FusionPattern(name="0.norm", kind="norm"),
     )
     assert str(plan).splitlines()[-4:] == [
-        "*.attention (2): q, k, v share an input, quantised once; one dgrad, one wgrad",
-        "*.attention.norm (2): makes the codes of its result in the same pass",
-        "*.mlp (2): gate, up, down and silu between them computed as one",
-        "*.norm (2): makes the codes of its result in the same pass",
+        "*.attention (2): fused: q + k + v, their input quantised once",
+        "*.attention.norm (2): fused: norm + quantise",
+        "*.mlp (2): fused: gate + up + silu + down",
+        "*.norm (2): fused: norm + quantise",
     ]
-    assert str(make_plan(Gated())).splitlines()[-1].startswith("the model itself: gate, up, down and silu")
+    assert str(make_plan(Gated())).splitlines()[-1].startswith("the model itself: fused: gate + up + silu")
 
 
 def test_the_inputs_of_an_activation_may_be_kept_in_fp8_and_the_plan_says_so():
     policy, converted, other = Policy(activation_inputs="fp8"), model(), model()
     other.load_state_dict(converted.state_dict())
     plan = convert(converted, policy=policy)
-    line = "*.mlp (2): gate, up, down and silu between them computed as one; gate and up kept in FP8"
+    line = "*.mlp (2): fused: gate + up + silu + down; gate and up kept in FP8"
     assert line in str(plan).splitlines() and '"activation_inputs": "fp8"' in plan.to_json()
     assert converted[1].mlp.mlp_activation_inputs == "fp8"
     convert(other)

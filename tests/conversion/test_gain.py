@@ -55,8 +55,8 @@ def test_every_gemm_left_in_bf16_costs_gain():
 
 
 def test_worked_out_by_hand():
-    # tensorwise, N = K = M = 1000: 2e9 operations a GEMM. Quantised: x, w and dy, 5 bytes an element; transposed: w,
-    # x and dy, 2 bytes an element: 21 MB.
+    # tensorwise, N = K = M = 1000: 2e9 operations a GEMM. Quantised: x, w and dy, 5 bytes per element; transposed: w,
+    # x and dy, 2 bytes per element: 21 MB.
     bf16 = 2e9 / 670e12
     expected = 3 * bf16 / (3 * 2e9 / 1190e12 + 21e6 / 4200e9)
     assert predicted_gain(load("tensorwise"), 1000, 1000, 1000) == pytest.approx(expected, rel=1e-12)

@@ -18,15 +18,15 @@ from octavo.recipes import load
 ROUTER = "router: a small error sends a token to another expert"
 HEAD = "output head: its error goes straight into the loss"
 TABLE = f"""
-layer                N x K     recipe  fprop / dgrad / wgrad                          gain  why
-layers.*.up (2)      128 x 64  folded  scaled_mm.row / scaled_mm.row / scaled_mm.row  -
-layers.*.down (2)    64 x 128  folded  scaled_mm.row / scaled_mm.row / scaled_mm.row  -
-layers.*.router (2)  256 x 64  bf16    bf16                                           -     {ROUTER}
-layers.*.tiny (2)    8 x 64    bf16    bf16                                           -     fewer than 32 features
-lm_head              96 x 64   bf16    bf16                                           -     {HEAD}
+layer                N x K     recipe  fprop / dgrad / wgrad  why
+layers.*.up (2)      128 x 64  folded  3 x scaled_mm.row
+layers.*.down (2)    64 x 128  folded  3 x scaled_mm.row
+layers.*.router (2)  256 x 64  bf16    bf16                   {ROUTER}
+layers.*.tiny (2)    8 x 64    bf16    bf16                   fewer than 32 features
+lm_head              96 x 64   bf16    bf16                   {HEAD}
 
 4 of 9 linear layers in FP8 (45% of their weights) on cpu
-norm: makes the codes of its result in the same pass""".lstrip()
+norm: fused: norm + quantise""".lstrip()
 
 
 def of(plan, name: str) -> LayerPlan:
@@ -209,9 +209,20 @@ def test_rule_7_without_fallbacks_strict_refuses_nothing(model):
     refuse_fallbacks(make_plan(model, "block"))  # a CPU has nothing faster
 
 
+def test_a_plan_for_a_gpu_that_is_not_here():
+    model = nn.Sequential(nn.Linear(4096, 4096), nn.Linear(64, 64, dtype=torch.bfloat16))
+    plan = make_plan(model, "block", device="h100")
+    large, small = plan.layers
+    assert plan.device == "h100" and large.kernels == " / ".join(["scaled_mm.block"] * 3)
+    assert large.gain is not None and large.gain > 1.1
+    assert small.gain is None and small.reason.startswith("too small to gain")
+    assert "gain" in str(plan).splitlines()[0] and "gain" not in str(make_plan(model)).splitlines()[0]
+    assert make_plan(model, "block").layers[1].is_fp8  # nothing of it remains
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU where there is none")
 def test_a_plan_for_a_gpu_that_is_not_here_is_an_error_of_ours():
-    with pytest.raises(OctavoError):
+    with pytest.raises(OctavoError, match="h100"):
         make_plan(nn.Linear(4096, 4096), device="cuda")
 
 
@@ -230,8 +241,8 @@ def test_no_preset_falls_back_on_hopper():
 def test_the_plan_claims_nothing_that_a_recipe_cannot_do(recipe):
     model = build(ModelConfig(vocab=64, dim=64, layers=2, heads=2, ffn=128, sequence=32), seed=0)
     text = str(make_plan(model, recipe))
-    assert "makes the codes of its result in the same pass" not in text
-    assert ("computed as one" in text) == (recipe == "tensorwise")
+    assert "norm + quantise" not in text
+    assert ("fused: w1 + w3 + silu + w2" in text) == (recipe == "tensorwise")
     assert ("emulated: no faster than BF16" in text) == (recipe == "mxfp8")
 
 

@@ -1,4 +1,4 @@
-"""A run of a few steps beside its BF16 twin, and one without FP8."""
+"""A run of a few steps beside its BF16 baseline, and one without FP8."""
 
 from __future__ import annotations
 

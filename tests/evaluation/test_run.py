@@ -55,7 +55,7 @@ def test_the_loss_is_that_of_plain_pytorch(runs):
     text, _ = loaded.text(FEW)
     found = {one.computed: one for one in loaded.measure(text, lambda computed, text: text)}
     inputs, targets = (torch.cat(part) for part in zip(*text, strict=True))
-    for computed, file in (("high precision", "fp8"), ("BF16 twin", "bf16")):
+    for computed, file in (("high precision", "fp8"), ("BF16 baseline", "bf16")):
         logits = plain_llama(load_file(runs / f"folded/checkpoints/step-000030/{file}.safetensors"), inputs)
         losses = F.cross_entropy(logits.mT, targets, reduction="none").mean(1)
         assert losses.mean() < 4  # it has learned something
@@ -79,7 +79,7 @@ def test_high_precision_is_the_reverted_model(runs):
 def test_it_says_what_the_run_said_at_its_end(runs):
     summary = json.loads((runs / "folded/summary.json").read_text())
     found = evaluate_run(runs / "folded", EvalSettings(tokens=2048, device="cpu"))
-    assert [score.computed for score in found.scores] == ["FP8", "high precision", "BF16 twin"]
+    assert [score.computed for score in found.scores] == ["FP8", "high precision", "BF16 baseline"]
     fp8, _, twin = found.scores
     assert fp8.loss == pytest.approx(summary["heldout_loss_fp8"], rel=1e-7)
     assert twin.loss == pytest.approx(summary["heldout_loss_bf16"], rel=1e-7)

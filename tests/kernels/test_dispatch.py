@@ -38,7 +38,7 @@ def on_gpu(**attributes: object) -> SimpleNamespace:
     ],
 )
 def test_why_a_gpu_runs_no_triton(monkeypatch, capability, switch, found, reason):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(dispatch, "capability", lambda device: capability)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: found or None)
     monkeypatch.delenv("OCTAVO_TRITON", raising=False)
     if switch is not None:

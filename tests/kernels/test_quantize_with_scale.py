@@ -82,8 +82,8 @@ def test_a_write_is_no_change_that_autograd_counts():
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        ((None, None), "one scale a tensor"),
-        ((QuantSpec("e4m3", "row", "float32"), None), "one scale a tensor"),
+        ((None, None), "one scale per tensor"),
+        ((QuantSpec("e4m3", "row", "float32"), None), "one scale per tensor"),
         ((TARGET, QuantSpec("e5m2", "tensor", "float32")), "alike for both"),
         ((QuantSpec("e4m3", "tensor", "float32", "stochastic"), None), "rounded to nearest"),
     ],

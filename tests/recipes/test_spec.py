@@ -157,7 +157,7 @@ DELAYED = Operand(granularity="tensor", scale_from="delayed")
 @pytest.mark.parametrize("source", ["delayed", "just_in_time", "static"])
 def test_only_a_whole_tensor_has_a_scale_from_elsewhere(source):
     refused(
-        f"fprop.input.scale_from = '{source}' is one scale a tensor, and this operand is 'row'",
+        f"fprop.input.scale_from = '{source}' is one scale per tensor, and this operand is 'row'",
         fprop=Fprop(input=Operand(scale_from=source)),
     )
 

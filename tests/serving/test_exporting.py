@@ -28,7 +28,7 @@ def read(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def expected(weight: Tensor, granularity: str, together: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return codes and scales by the specification; a scale a tensor is that of all that are computed together."""
+    """Return codes and scales by the specification; a scale per tensor is that of all that are computed together."""
     if granularity != "tensor":
         return quantize(weight.detach(), E4M3, granularity_named(granularity))[:2]
     stack = torch.cat([other.detach() for other in together])

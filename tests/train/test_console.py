@@ -4,12 +4,14 @@ import io
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 from rich.console import Console
 
 from octavo.train.config import RunConfig, assemble, load_preset
 from octavo.train.console import ConsoleReporter
 from octavo.train.events import Evaluated, Event, Finished, Logged, Saved, Started, Switched
+from octavo.train.final_report import verdict
 from octavo.train.summary import summarise
 
 
@@ -55,7 +57,8 @@ def run_of(*lanes: str) -> list[Event]:
         "seconds": 75.0,
     }
     memory = {"peak_gib": None, "predicted_peak_gib": None}
-    summary = summarise(config, facts, loss, {"unigram_entropy": 3.2}, history, memory)
+    by_sequence = {lane: [mean + noise for noise in (-0.5, 0.5)] * 8 for lane, mean in loss.items()}
+    summary = summarise(config, facts, by_sequence, {"unigram_entropy": 3.2}, history, memory)
     return [
         started,
         *logged,
@@ -79,7 +82,7 @@ def shown(events: list[Event], *, terminal: bool) -> str:
 def test_piped_output_is_aligned_lines_without_escapes() -> None:
     text = shown(run_of("fp8", "bf16"), terminal=False)
     assert "\x1b" not in text
-    titles, *rows = [line for line in text.splitlines() if "loss FP8 loss BF16" in line or line.endswith("1.000")]
+    titles, *rows = [line for line in text.splitlines() if "loss FP8 loss BF16" in line or " 1.000 " in line]
     assert titles.split() == [
         "step",
         "loss",
@@ -92,8 +95,9 @@ def test_piped_output_is_aligned_lines_without_escapes() -> None:
         "lr",
         "grad",
         "norm",
+        "left",
     ]
-    assert [row.split() for row in rows] == [
+    assert [row.split()[:-1] for row in rows] == [
         [step, "2.0200", "2.0000", "+1.00", "1,234", "1.0e-03", "1.000"] for step in ("10", "20")
     ]
     assert {len(line) for line in (titles, *rows)} == {len(titles)}
@@ -123,9 +127,43 @@ def test_the_closing_block_says_what_came_out_and_what_to_do() -> None:
         "840 scaled_mm.row",
         "fallbacks             none",
         "stored in             runs/tiny",
-        "octavo train runs/tiny/config.json --resume --steps 40",
+        "train on            octavo train runs/tiny --resume --steps 40",
     ):
         assert expected in text
+
+
+def test_the_verdict_weighs_the_gap_against_its_interval() -> None:
+    told = {"gap_percent": 0.3, "gap_95_percent": 0.2}
+    assert verdict(told).startswith("Held-out loss in FP8 is higher than in BF16: +0.30 % ± 0.20 % (95 %")
+    assert "is lower than in BF16: -0.30 %" in verdict({**told, "gap_percent": -0.3})
+    assert "is no different from that in BF16: +0.00 % ± 0.20 %" in verdict({**told, "gap_percent": -0.001})
+    assert verdict({**told, "gap_95_percent": None}) == "Held-out loss +0.30 % beside BF16."
+    assert verdict({**told, "gap_percent": None}) == ""
+    assert shown(run_of("fp8", "bf16"), terminal=False).splitlines()[-1].startswith("Held-out loss in FP8 is higher")
+
+
+def test_the_time_left_follows_the_speed_and_forgets_the_first_step() -> None:
+    reporter = ConsoleReporter(Console(file=io.StringIO()))
+    started, first, second, *_ = run_of("fp8")
+    reporter.report(started)
+    assert isinstance(first, Logged) and isinstance(second, Logged)
+    left = [
+        reporter._time_left(replace(line, tokens=0, tokens_per_second=speed))
+        for line, speed in ((first, 0.5), (second, 1.0))
+    ]
+    tokens = tiny().tokens
+    assert [sum(60**i * int(part) for i, part in enumerate(reversed(text.split(":")))) for text in left] == [
+        2 * tokens,
+        tokens,
+    ]
+
+
+def test_a_cpu_run_says_beforehand_that_fp8_is_slower() -> None:
+    started = run_of("fp8")[0]
+    assert isinstance(started, Started)
+    on_cpu, on_gpu = (SimpleNamespace(device=name) for name in ("cpu", "cuda"))
+    assert "on a CPU FP8 is slower" in shown([replace(started, plan=on_cpu)], terminal=False)
+    assert "on a CPU" not in shown([replace(started, plan=on_gpu)], terminal=False)
 
 
 def test_the_closing_block_tells_of_weights_that_are_not_fp32() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 
-from octavo.train.plot import plot
+from octavo.train.plot import COLOURS, plot
 
 
 def rows(text: str) -> list[str]:
@@ -51,3 +51,10 @@ def test_more_curves_than_colours_are_all_drawn() -> None:
 
 def test_the_unit_of_the_xs() -> None:
     assert "tokens 100" in plot({"a": [(0, 1.0), (100, 2.0)]}, unit="tokens").plain
+
+
+def test_two_equal_curves_are_both_seen() -> None:
+    curve = [(0, 2.0), (100, 1.0)]
+    text = plot({"a": curve, "b": curve}, width=40, height=6)
+    drawn = [span.style for span in text.spans if chr(0x2800) < text.plain[span.start] <= chr(0x28FF)]
+    assert {*drawn} == {*COLOURS[:2]} and abs(drawn.count(COLOURS[0]) - drawn.count(COLOURS[1])) <= 4

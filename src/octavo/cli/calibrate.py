@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from octavo._util.terminal import console, say
-from octavo.cli.flags import configure, with_flags_of
+from octavo.cli.flags import COMMON, configure, with_flags_of
 from octavo.errors import ConfigError
 from octavo.train.config import RunConfig
 
@@ -39,7 +39,7 @@ class CalibrationFlags:
     """Pattern of layers or scales to calibrate or undo, such as 'layers.0.*' or '*.grad_output'; repeatable."""
 
 
-@with_flags_of(RunConfig)
+@with_flags_of(RunConfig, COMMON)
 def calibrate(
     run: Path | None = None,
     /,

@@ -13,7 +13,7 @@ import textwrap
 import types
 import typing
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +21,13 @@ from cyclopts import Group, Parameter
 
 from octavo.errors import ConfigError
 from octavo.train.config import RunConfig, assemble, load_file, load_preset, presets
+
+COMMON = (
+    *("model.dim", "model.layers", "model.heads", "data.source", "data.tokenizer", "data.sequence"),
+    *("optimizer.name", "optimizer.lr", "optimizer.states", "run.steps", "run.batch", "run.recipe", "run.weights"),
+    *("run.twin", "run.seed", "run.device", "run.checkpoint_every", "run.out"),
+)
+"""What most runs change: the flags that `--help` lists; `--help-all` lists all."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,22 +40,25 @@ class Flag:
     help: str
     is_unique: bool
     """True if no other section has a field of this name."""
+    default: Any = None
+    """The field's default, for the help; None if it has none that can be shown."""
 
     @property
     def keyword(self) -> str:
         """Python name of the parameter."""
         return f"{self.section}__{self.name}"
 
-    def parameter(self, group: Group) -> inspect.Parameter:
-        """Return the parameter of a command; None if the flag is not given."""
+    def parameter(self, group: Group, show: bool = True) -> inspect.Parameter:
+        """Return the parameter of a command; None if the flag is not given. `show`: the help lists it."""
         dashed = self.name.replace("_", "-")
         stems = [f"{self.section}.{dashed}", *([dashed] if self.is_unique else [])]
         negative = f"--no-{stems[-1]}" if self.type is bool else ()
         described = Parameter(
             name=[f"--{stem}" for stem in stems],
             negative=negative,
-            help=self.help,
+            help=self.help + ("" if self.default in (None, "") else f" [default: {_said(self.default)}]"),
             group=group,
+            show=show,
             show_default=False,
         )
         parameter = inspect.Parameter(self.keyword, inspect.Parameter.KEYWORD_ONLY, default=None)
@@ -56,10 +66,19 @@ class Flag:
         return parameter.replace(annotation=Annotated[optional, described])
 
 
-def with_flags_of(cls: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _said(default: Any) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+
+
+def with_flags_of(cls: type, common: Collection[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add a flag for every field of the nested dataclass `cls` to a command.
 
     The command receives the given ones as a nested mapping, its argument `settings`.
+
+    Args:
+        common: the fields, as `section.name`, that `--help` lists; all after `show_all` of the command.
     """
     flags = list(_flags(cls))
     titles = field_docs(cls).items()
@@ -76,12 +95,19 @@ def with_flags_of(cls: type) -> Callable[[Callable[..., Any]], Callable[..., Any
 
         own = inspect.signature(command, eval_str=True)
         kept = [p for p in own.parameters.values() if p.name != "settings"]
-        parameters = [*kept, *(flag.parameter(groups[flag.section]) for flag in flags)]
-        signature = own.replace(parameters=parameters)
+
+        def show_all(all_of_them: bool = True) -> None:
+            shown = [all_of_them or not common or f"{flag.section}.{flag.name}" in common for flag in flags]
+            added = [f.parameter(groups[f.section], show) for f, show in zip(flags, shown, strict=True)]
+            signature = own.replace(parameters=[*kept, *added])
+            vars(wrapper).update(
+                __signature__=signature, __annotations__={p.name: p.annotation for p in signature.parameters.values()}
+            )
+
         for attribute in ("__name__", "__doc__", "__module__"):
             setattr(wrapper, attribute, getattr(command, attribute))
-        wrapper.__signature__ = signature  # type: ignore[attr-defined]
-        wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+        show_all(False)
+        wrapper.show_all = show_all  # type: ignore[attr-defined]
         return wrapper
 
     return decorate
@@ -95,7 +121,8 @@ def _flags(cls: type) -> Iterator[Flag]:
         for f in dataclasses.fields(section):
             if typing.get_origin(hints[f.name]) is dict:  # tables are for run files
                 continue
-            yield Flag(section_name, f.name, _bare(hints[f.name]), helps.get(f.name, ""), seen[f.name] == 1)
+            default = None if f.default is dataclasses.MISSING else f.default
+            yield Flag(section_name, f.name, _bare(hints[f.name]), helps.get(f.name, ""), seen[f.name] == 1, default)
 
 
 def positive(flag: str, number: int) -> int:
@@ -134,7 +161,7 @@ def _bare(hint: Any) -> Any:
 
 
 def configure(file: Path | None, preset: str | None, settings: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration of a preset, overridden by a file, overridden by flags.
+    """Return the configuration of a preset, overridden by a file or the one in a run's directory, overridden by flags.
 
     Raises:
         ConfigError: neither file nor preset is given, or one of the three is invalid.
@@ -147,7 +174,8 @@ def configure(file: Path | None, preset: str | None, settings: Mapping[str, Any]
         device = settings.get("run", {}).get("device", "auto")
         layers.append(load_preset(preset, cuda=preset == "demo" and _wants_cuda(device)))
     if file is not None:
-        layers.append(load_file(file))
+        layers.append(load_file(file / "config.json" if file.is_dir() else file))
+        layers += [(str(file), {"run": {"out": str(file)}})] if file.is_dir() else []
     return assemble(*layers, ("command line", settings))
 
 

@@ -48,7 +48,7 @@ def localize(
     *,
     recipe: str = "",
     budget: str = "0.1%",
-    output: Annotated[Path | None, Parameter(alias="-o")] = None,
+    output: Annotated[Path | None, Parameter(name=("--out", "-o", "--output"))] = None,
     measurement: MeasurementFlags | None = None,
     device: str = "auto",
     write: Write = None,

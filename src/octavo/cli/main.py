@@ -32,19 +32,25 @@ HELP = """Train models in FP8.
 
 Start with:
 
-    octavo train --preset demo     train a Llama in FP8 and its BF16 twin
+    octavo train --preset demo     train a Llama in FP8 and its BF16 baseline
     octavo doctor                  check this machine
 
-`octavo COMMAND --help` explains a command.
+`octavo COMMAND --help` explains a command, `--help-all` with every setting.
 Set OCTAVO_DEBUG=1 to see tracebacks.
 """
+
+
+def _default(value: object) -> str | None:
+    """Return a default as the help shows it. Empty ones, and switches that are off, are not shown."""
+    return str(value) if value not in (None, False, "", ()) else None
+
 
 app = App(
     name="octavo",
     help=HELP,
     help_format="plaintext",
     version=__version__,
-    default_parameter=Parameter(show_default=False),
+    default_parameter=Parameter(show_default=_default),
     suppress_keyboard_interrupt=False,
 )
 for command in (train, plan, calibrate, doctor, recipes, bench(), dump, dashboard, report, localize, export, eval_):
@@ -56,11 +62,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # OpenMP's threads spin while waiting. A long spin makes a run beside other programs 5 times slower; no spin makes a
     # run with the cores to itself a third slower. A short spin costs little in both cases.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    given = [*(sys.argv[1:] if arguments is None else arguments)]
+    if "--help-all" in given:
+        for command in (train, plan, calibrate):
+            command.show_all()  # type: ignore[attr-defined]
+        given = ["--help" if word == "--help-all" else word for word in given]
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 shows escapes
     plain, warnings.formatwarning = warnings.formatwarning, _one_line
     try:
-        code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+        code = app(given, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
         _fail(error, str(error), 2)
     except OctavoError as error:

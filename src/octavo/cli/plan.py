@@ -7,22 +7,26 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from octavo._util.terminal import say
-from octavo.cli.flags import configure, positive, with_flags_of
+from octavo._util.terminal import console, say
+from octavo.cli.flags import COMMON, configure, positive, with_flags_of
 from octavo.errors import ConfigError
 from octavo.train.config import RunConfig
 
+if TYPE_CHECKING:
+    from octavo.conversion import Plan
 
-@with_flags_of(RunConfig)
+
+@with_flags_of(RunConfig, COMMON)
 def plan(
     file: Path | None = None,
     /,
     *,
     preset: str | None = None,
+    gpu: Literal["h100", "h200"] | None = None,
     memory: Annotated[bool, Parameter(negative=())] = False,
     gpus: int = 1,
     fits: float | None = None,
@@ -31,21 +35,25 @@ def plan(
 ) -> int:
     """Show the precision planned for each layer of a model, with the reason; or predict a run's GPU memory.
 
-    Creates no weights, reads no text and needs no GPU. Takes the settings of `octavo train`.
+    Creates no weights, reads no text and needs no GPU. Takes the settings of `octavo train`. --help-all
+    lists all of them.
 
     Examples:
 
         octavo plan --preset demo
-        octavo plan runs/demo/config.json --recipe tensorwise --json
+        octavo plan --preset parity-cuda --gpu h100
+        octavo plan runs/demo --recipe tensorwise --json
         octavo plan --preset demo --memory
         octavo plan --preset parity-cuda --memory --gpus 8 --no-twin --fits 139
 
     Parameters
     ----------
     file
-        Run file, .toml or .json; every run stores its own as config.json.
+        Run file, .toml or .json, or the directory of a run.
     preset
         demo (demo-cuda or demo-cpu, depending on the device), tiny, or parity-cuda. FILE overrides it.
+    gpu
+        Plan for this GPU, which need not be here, with the predicted gain of each layer.
     memory
         Predict the peak GPU memory instead, by kind.
     gpus
@@ -69,19 +77,39 @@ def plan(
     from octavo.train.setup import hold_as, policy_of
 
     recipe = recipes.load(config.run.recipe)
-    device = resolve(config.run.device)
+    here = resolve(config.run.device)
     with torch.device("meta"):
         model = build(config.model, config.run.seed)
     hold_as(config.run.weights, model)
     tokens = config.run.batch // config.run.accumulate * config.data.sequence
     policy = policy_of(config, recipe)
-    with torch.autocast(device.type, torch.bfloat16):  # as a run computes
-        planned = make_plan(model, recipe, policy=policy, tokens=tokens, device=device)
+    with torch.autocast("cuda" if gpu else here.type, torch.bfloat16):  # as a run computes
+        planned = make_plan(model, recipe, policy=policy, tokens=tokens, device=gpu or here)
     if json_output:
         say(planned.to_json())
     else:
-        say(f"{planned}\n\n{recipes.explain(recipe)}")
+        _show(planned)
+        say(f"\n{recipes.explain(recipe)}")
     return 0
+
+
+def _show(planned: Plan) -> None:
+    """Print a plan: coloured and fitted to the width in a terminal, plain in a pipe."""
+    from rich.table import Table
+
+    from octavo.conversion.plan import footer, table_rows
+
+    screen = console()
+    if not screen.is_terminal:
+        say(str(planned))
+        return
+    titles, *rows = table_rows(planned)
+    table = Table(box=None, pad_edge=False)
+    for title in titles:
+        table.add_column(title, overflow="fold", ratio=1 if title == "why" else None)
+    for row in rows:
+        table.add_row(*row, style="green" if "bf16" not in row[3] else "yellow" if row[3] != "bf16" else "dim")
+    screen.print(table, "", *footer(planned), sep="\n", markup=False)
 
 
 def _memory(config: RunConfig, gpus: int, fits: float | None, json_output: bool) -> int:
@@ -110,7 +138,7 @@ def _memory(config: RunConfig, gpus: int, fits: float | None, json_output: bool)
 def recipes(
     name: str | None = None, /, *, json_output: Annotated[bool, Parameter(name="--json", negative=())] = False
 ) -> int:
-    """List the FP8 recipes, or explain one.
+    """List the FP8 recipes, one line each, or explain one.
 
     Examples:
 
@@ -134,5 +162,8 @@ def recipes(
     elif json_output:
         say(json.dumps(known.names()))
     else:
-        say("\n\n".join(known.explain(known.load(each)) for each in known.names()))
+        width = max(map(len, known.names()))
+        for each in known.names():
+            say(f"{each:<{width}}  {known.about(each)}")
+        say("\n`octavo recipes NAME` explains one: formats, scales and rounding of each operand.")
     return 0

@@ -53,7 +53,7 @@ def dashboard(
 
 def report(
     *runs: Path,
-    output: Annotated[Path, Parameter(alias="-o")] = Path("report.html"),
+    output: Annotated[Path, Parameter(name=("--out", "-o", "--output"))] = Path("report.html"),
 ) -> int:
     """Write the dashboard of one run, or of several side by side, as one HTML file.
 
@@ -62,7 +62,7 @@ def report(
     Examples:
 
         octavo report runs/demo
-        octavo report runs/demo runs/other -o compared.html
+        octavo report runs/demo runs/other --out compared.html
 
     Parameters
     ----------

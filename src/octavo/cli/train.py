@@ -13,11 +13,11 @@ from cyclopts import Parameter
 from octavo._util import config_reader
 from octavo._util.dist import is_first_rank
 from octavo._util.terminal import console, say
-from octavo.cli.flags import configure, with_flags_of
+from octavo.cli.flags import COMMON, configure, with_flags_of
 from octavo.train.config import RunConfig
 
 
-@with_flags_of(RunConfig)
+@with_flags_of(RunConfig, COMMON)
 def train(
     file: Path | None = None,
     /,
@@ -29,22 +29,23 @@ def train(
     json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
     settings: Mapping[str, Any],
 ) -> int:
-    """Train a model in FP8 and its BF16 twin on the same batches, and compare them on held-out text.
+    """Train a model in FP8 and its BF16 baseline on the same batches, and compare them on held-out text.
 
-    Settings come from a preset, then FILE, then flags; later ones override earlier ones.
+    Settings come from a preset, then FILE, then flags; later ones override earlier ones. --help-all
+    lists all of them.
 
     Examples:
 
         octavo train --preset demo               minutes, on a CPU or a GPU
         octavo train --preset tiny --recipe block
         octavo train my.toml --steps 500 --lr 6e-4
-        octavo train runs/demo/config.json --resume
+        octavo train runs/demo --resume
         torchrun --nproc-per-node 8 -m octavo train my.toml
 
     Parameters
     ----------
     file
-        Run file, .toml or .json; every run stores its own as config.json.
+        Run file, .toml or .json, or the directory of a run.
     preset
         demo (demo-cuda or demo-cpu, depending on the device), tiny, parity-cuda or parity-350m-cuda. FILE overrides it.
     resume
@@ -85,4 +86,4 @@ def _resume_hint(config: RunConfig) -> str:
     last = checkpoint.latest(config.run.out / "checkpoints")
     if last is None or not (config.run.out / "config.json").exists():
         return "There is no checkpoint yet; --checkpoint-every N writes one every N steps."
-    return f"Resume from {last.name} with: octavo train {config.run.out / 'config.json'} --resume"
+    return f"Resume from {last.name} with: octavo train {config.run.out} --resume"

@@ -41,7 +41,7 @@ def convert(
     """Make a model's linear layers and convolutions compute in FP8, in place, and return the plan that was carried out.
 
     Call it before the optimizer or after it: the parameters are the same objects. With `Policy(weights="fp8")` call it
-    before: the same objects then are FP8 tensors. A model that is already converted is converted anew to `recipe`; a
+    before: the same objects then are FP8 tensors. A model that is already converted is converted again to `recipe`; a
     layer that the plan leaves in BF16 is turned back.
 
     Args:

@@ -58,18 +58,17 @@ class FusionPattern:
 
     @property
     def what(self) -> str:
-        """Say what is computed together, in a line."""
+        """Return a line on the operations that are fused and the tensors that are kept in FP8."""
         if self.kind == "mlp":
             kept = f"; {' and '.join(self.layers[:-1])} kept in FP8" if self.activation_inputs == "fp8" else ""
-            return f"{', '.join(self.layers)} and {self.activation} between them computed as one{kept}"
+            return f"fused: {' + '.join((*self.layers[:-1], self.activation, self.layers[-1]))}{kept}"
         if self.kind == "norm":
             kept = "; its input kept in FP8" if self.norm_inputs == "fp8" else ""
-            how = "makes the codes of its result in the same pass" if self.makes_codes else "computed by one kernel"
-            return how + kept
+            return f"fused: norm{' + quantise' * self.makes_codes}{kept}"
         if self.kind == "attention":
             own = "the codes that {} keeps" if self.shares_codes else "codes of its own, beside those of {}"
             return f"output kept in FP8: {own.format(self.layers[0])}"
-        return f"{', '.join(self.layers)} share an input, quantised once; one dgrad, one wgrad"
+        return f"fused: {' + '.join(self.layers)}, their input quantised once"
 
 
 def find_mlps(model: nn.Module) -> dict[str, MLPRoles]:

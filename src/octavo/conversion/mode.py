@@ -31,7 +31,7 @@ _KEPT = "octavo_keeps"
 
 
 class autocast(TorchFunctionMode):
-    """A block in which white operators compute by a recipe, forward and backward, and all others as ever.
+    """A block in which white operators compute by a recipe, forward and backward, and all others as before.
 
     `with octavo.autocast() as seen:` gives a report of what was met. Products are rounded to `torch.autocast`'s dtype
     where that is on, else to that of their operands. Blocks nest, and the innermost one decides; `enabled=False` makes

@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -20,8 +20,8 @@ from octavo.conversion.policy import Policy
 from octavo.conversion.unapplied import find_unapplied
 from octavo.conversion.weights import plan_weights
 from octavo.errors import ConfigError, UnsupportedError, did_you_mean
-from octavo.kernels.dispatch import on_gpu
-from octavo.kernels.explain import gemm_kernel
+from octavo.kernels.dispatch import on_gpu, planning_for
+from octavo.kernels.explain import GPUS, gemm_kernel
 from octavo.kernels.gemm import EMULATED
 from octavo.nn.conv import AnyConvolution, unsupported_reason_recipe
 from octavo.nn.operands import dtype_note
@@ -119,7 +119,7 @@ def make_plan(
         recipe: a name, a file, a mapping or a Recipe; `modules` in it overrides it by name pattern.
         policy: what stays in BF16; the default keeps heads, embeddings, routers and small layers.
         tokens: tokens of one forward, for the predicted gain; of a convolution the output pixels.
-        device: where it will run; by default where the model is.
+        device: where it will run; by default where the model is. `h100` or `h200` need not be here.
 
     Raises:
         ConfigError: an unknown recipe, a pattern of a recipe that matches no linear layer and no convolution, one of
@@ -127,6 +127,9 @@ def make_plan(
             with a recipe that cannot compute with their codes.
         UnsupportedError: `device` is not there to be asked what it can run.
     """
+    if (gpu := GPUS.get(str(device))) is not None:
+        with planning_for(gpu):
+            return replace(make_plan(model, recipe, policy=policy, tokens=tokens, device="cuda"), device=str(device))
     recipe, policy = load(recipe), policy or Policy()
     policy.check_patterns(model)
     layers = list(_layers(model))
@@ -302,20 +305,30 @@ def _kernels(recipe: Recipe, device: torch.device) -> tuple[list[str], str]:
 
 
 def _table(plan: Plan) -> list[str]:
-    rows = [("layer", "N x K", "recipe", "fprop / dgrad / wgrad", "gain", "why"), *_alike(plan.layers)]
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    rows = table_rows(plan)
+    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
     lines = [
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]).rstrip()
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
         for row in rows
     ]
+    return [*lines, "", *footer(plan)]
+
+
+def table_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Return the titles and the rows of a plan's table; without a predicted gain there is no column for it."""
+    rows = [("layer", "N x K", "recipe", "fprop / dgrad / wgrad", "gain", "why"), *_alike(plan.layers)]
+    has_gain = any(layer.gain for layer in plan.layers)
+    return rows if has_gain else [(*row[:4], row[5]) for row in rows]
+
+
+def footer(plan: Plan) -> list[str]:
+    """Return the lines below a plan's table: counts, weights in FP8, what is fused, options without effect."""
     weights = sum(layer.shape[0] * layer.shape[1] for layer in plan.layers)
     fp8_weights = sum(layer.shape[0] * layer.shape[1] for layer in plan.layers if layer.is_fp8)
     share = fp8_weights / weights if weights else 0.0
     layers = "linear layers" if all(layer.kind == "linear" for layer in plan.layers) else "layers"
     total = f"{plan.fp8_layers} of {len(plan.layers)} {layers} in FP8 ({share:.0%} of their weights)"
     return [
-        *lines,
-        "",
         f"{total} on {plan.device}",
         *_stored(plan),
         *_together(plan.structures),
@@ -355,7 +368,8 @@ def _alike(layers: tuple[LayerPlan, ...]) -> list[tuple[str, ...]]:
     for layer in layers:
         kind = "" if layer.kind == "linear" else f", {layer.kind}"
         shape, gain = "{} x {}{}".format(*layer.shape, kind), f"{layer.gain:.2f}" if layer.gain else "-"
-        precision = layer.kernels if layer.is_fp8 else "bf16"
+        kernels = layer.kernels.split(" / ")
+        precision = (f"3 x {kernels[0]}" if len({*kernels}) == 1 else layer.kernels) if layer.is_fp8 else "bf16"
         key = (_pattern(layer.name), shape, layer.recipe, precision, gain, layer.reason)
         groups.setdefault(key, []).append(layer.name)
     return [(_counted(key[0], names), *key[1:]) for key, names in groups.items()]

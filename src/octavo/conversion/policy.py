@@ -80,12 +80,12 @@ class Policy:
     output itself goes. The forward and the projection's gradients stay what they are; those of q, k and v see the
     output rounded. It is for modules that compute attention by `octavo.nn.ScaledDotProduct`, as Octavo's models do."""
     weights: Weights = "as_they_are"
-    """What converted linear layers store their weights in: `fp8` makes each an `FP8Tensor`, a byte an element, whose
+    """What converted linear layers store their weights in: `fp8` makes each an `FP8Tensor`, a byte per element, whose
     codes the GEMMs read as they are. The master is then the optimizer's to keep: make one of `octavo.optim` after the
     conversion. It needs a recipe such as `folded`, which rounds a weight once."""
     requantise: tuple[str, ...] = ()
     """Name patterns of linear layers that keep their input as it is from forward to backward, and quantise it again
-    there, instead of keeping its codes. It saves a byte an element where something else keeps that tensor anyway, as
+    there, instead of keeping its codes. It saves a byte per element where something else keeps that tensor anyway, as
     attention keeps its output, and costs one elsewhere. Of layers that share an input, all must be named. The results
     are the same to the bit."""
     bf16_blocks: tuple[int, int] = (0, 0)

@@ -107,13 +107,13 @@ def _check(name: str, layer: Layer, recipe: Recipe) -> None:
             )
         raise ConfigError(
             f"policy: weights = 'fp8': recipe '{recipe.name}' of '{name}' cannot compute with codes that are made "
-            f"once a step: {reason}. {can}. Or leave `weights` out."
+            f"once per step: {reason}. {can}. Or leave `weights` out."
         )
     if isinstance(weight, FP8Tensor):
         if (weight.format, weight.granularity.name, weight.scaling) != ("e4m3", "row", "power_of_two"):
             raise ConfigError(
                 f"{where} is stored as {weight!r} with {weight.scaling} scales; layers read E4M3 codes with a "
-                "power-of-two scale a row: FP8Tensor.from_tensor(weight.dequantize()) makes such ones."
+                "power-of-two scale per row: FP8Tensor.from_tensor(weight.dequantize()) makes such ones."
             )
     elif not is_plain(weight):
         raise ConfigError(

@@ -106,7 +106,7 @@ def judge_drift(fp8: float, high: float, cosines: Mapping[str, float]) -> Findin
     worst = min(cosines, key=lambda name: (not math.isnan(cosines[name]), cosines[name]), default="none")
     cosine = cosines.get(worst, 1.0)
     gap = 100 * (fp8 - high) / abs(high) if high else 0.0
-    seen = f"loss {fp8:.4f} in FP8, {high:.4f} without ({gap:+.2f} %); lowest gradient cosine {cosine:.3f} ({worst})"
+    seen = f"loss {fp8:.4f} in FP8, {high:.4f} without ({gap:+z.2f} %); lowest gradient cosine {cosine:.3f} ({worst})"
     verdict = Verdict.OK if abs(gap) <= GAP_LIMIT and cosine >= COSINE else Verdict.WARNING
     verdict = verdict if abs(gap) <= 5 * GAP_LIMIT else Verdict.FAILURE  # a NaN fails too
     numbers = {"loss_fp8": fp8, "loss_high": high, "gap_percent": gap, "layer": worst, "cosine": cosine}
@@ -148,7 +148,7 @@ def judge_sums(fast: float, slow: float, layers: int) -> Finding:
     """Return the finding for the losses with fast and slow accumulation."""
     gap = 100 * (fast - slow) / abs(slow) if slow else 0.0
     found = ok if abs(gap) <= GAP_LIMIT else warning if abs(gap) <= 5 * GAP_LIMIT else failure
-    seen = f"loss {fast:.4f}, {slow:.4f} with slow sums ({gap:+.2f} %); {layers} layers sum fast"
+    seen = f"loss {fast:.4f}, {slow:.4f} with slow sums ({gap:+z.2f} %); {layers} layers sum fast"
     return found(seen, loss=fast, loss_slow=slow, gap_percent=gap, layers=layers)
 
 

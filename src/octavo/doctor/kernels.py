@@ -124,7 +124,9 @@ def accumulation(machine: Machine) -> Finding:
     slow = {row["scales"]: row["slow"] for row in rows}
     worst = max(slow, key=lambda name: abs(slow[name]))
     fast = max((row["fast"] for row in rows), key=abs)
-    seen = f"over {SUM_TERMS} terms, slow sums are off by {100 * slow[worst]:+.3f} %, fast ones by {100 * fast:+.2f} %"
+    seen = (
+        f"over {SUM_TERMS} terms, slow sums are off by {100 * slow[worst]:+z.3f} %, fast ones by {100 * fast:+z.2f} %"
+    )
     found = failure if not abs(slow[worst]) <= SUM_LIMIT else ok
     return found(
         f"{seen} ({worst})" if found is failure else seen, rows=rows, slow=slow[worst], fast=fast, limit=SUM_LIMIT

@@ -12,7 +12,7 @@ from octavo.monitor.store import RunReader
 @check(
     "run",
     symptom="a run has stopped, or writes nothing any more",
-    remedy="Read the end of its log, then resume from the last checkpoint: octavo train RUN/config.json --resume.",
+    remedy="Read the end of its log, then resume from the last checkpoint: octavo train RUN --resume.",
 )
 def state(run: RunReader) -> Finding:
     """Check for failed, killed, interrupted or silent runs."""
@@ -21,7 +21,7 @@ def state(run: RunReader) -> Finding:
 
 @check(
     "loss",
-    symptom="the loss rises, or stays above that of the BF16 twin",
+    symptom="the loss rises, or stays above that of the BF16 baseline",
     remedy="Lower the learning rate (--lr), or use a finer recipe. The check 'drift' shows whether FP8 is the cause.",
 )
 def loss(run: RunReader) -> Finding:

@@ -90,7 +90,7 @@ def fp8_layers(trial: Trial) -> str:
 def trial_of_config(config: RunConfig, *, trace: Path | None = None) -> Trial:
     """Return a trial of the FP8 model of a run, with the weights of its newest checkpoint if it has one.
 
-    The BF16 twin is left out. A learning rate of zero leaves the weights unchanged.
+    The BF16 baseline is left out. A learning rate of zero leaves the weights unchanged.
 
     Raises:
         CheckpointError, ConfigError, DataError: as `octavo train`.

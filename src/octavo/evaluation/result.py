@@ -51,7 +51,7 @@ def measure(
     return SequenceScores(computed=computed, losses_S=losses_S, hits_S=hits_S, fp8_gemms=gemms, fallbacks=fallbacks)
 
 
-SERVED, FP8, BF16, HIGH, TWIN = "served", "FP8", "BF16", "high precision", "BF16 twin"
+SERVED, FP8, BF16, HIGH, TWIN = "served", "FP8", "BF16", "high precision", "BF16 baseline"
 _COMPARED = (SERVED, FP8), (SERVED, BF16), (FP8, HIGH), (FP8, TWIN)
 
 
@@ -60,7 +60,7 @@ class Score:
     """Scores of a model on a text. Non-finite numbers are None."""
 
     computed: str
-    """`FP8` and `high precision`, the same weights; `BF16 twin`; `BF16` of a run without FP8; `served`."""
+    """`FP8` and `high precision`, the same weights; `BF16 baseline`; `BF16` of a run without FP8; `served`."""
     loss: float | None
     """Mean, nats per token."""
     loss_error: float | None

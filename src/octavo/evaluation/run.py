@@ -1,4 +1,4 @@
-"""Evaluation of a run of `octavo train`: its weights in FP8 and in high precision, and its BF16 twin."""
+"""Evaluation of a run of `octavo train`: its weights in FP8 and in high precision, and its BF16 baseline."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class LoadedRun:
         return text, [changed] if before not in ("", now) else []
 
     def measure(self, text: EvalText, progress: Progress) -> list[SequenceScores]:
-        """Return the scores in FP8 and in high precision, or in BF16; and of the BF16 twin."""
+        """Return the scores in FP8 and in high precision, or in BF16; and of the BF16 baseline."""
         lanes = states_of(self.checkpoint, self.config)
         return [
             measure(computed, partial(_within, how, lane), text, progress)

@@ -2,8 +2,8 @@
 
 Sudden faults raise an `Alarm` at once (`AlarmRules.check`): a non-finite value, a spike of the loss or gradient norm, a
 parameter or moment that no update can have produced. Slow ones raise it once they exceed the noise: a drift of the
-loss, of its gap to the BF16 twin, or of the variance of a layer's tensors. Shares of flushed or saturated elements have
-a budget (`AlarmRules.over_budget`): some consecutive steps above their limit.
+loss, of its gap to the BF16 baseline, or of the variance of a layer's tensors. Shares of flushed or saturated elements
+have a budget (`AlarmRules.over_budget`): some consecutive steps above their limit.
 
 Only steps that raised no alarm become the history that later steps are compared with. A level that lasts is no fault:
 it is adopted (`AlarmRules.adopt`).
@@ -88,7 +88,7 @@ class Observation(NamedTuple):
     parameters: ParameterStats | None = None
     """Invariants of parameters; None if the step was not checked."""
     twin_loss: float = math.nan
-    """Loss of the BF16 twin on the same batch; NaN without one."""
+    """Loss of the BF16 baseline on the same batch; NaN without one."""
 
 
 class Alarm(NamedTuple):

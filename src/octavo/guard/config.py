@@ -37,7 +37,7 @@ class GuardConfig:
     drift: float = 5.5
     """Slow rise of the loss: mean of 8 or 16 steps above that of the 46 before, in standard errors, and 0.3 %."""
     gap_drift: float = 9.0
-    """The same for the loss above the BF16 twin's, mean of 4 steps; steps of a gap depend on each other."""
+    """The same for the loss above the BF16 baseline's, mean of 4 steps; steps of a gap depend on each other."""
     layer_shift: float = 10.0
     """Shift of the variance of a layer's tensors: mean log of 4 steps against the 46 before, in standard errors."""
     quiet: int = 500

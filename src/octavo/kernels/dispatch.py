@@ -65,10 +65,42 @@ def triton_unsupported_reason(device: torch.device) -> str | None:
         return "OCTAVO_TRITON=0 switches Triton kernels off"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 9):
-        return f"compute capability {capability[0]}.{capability[1]} has no FP8 (8.9 is the first)"
-    return None
+    return lacks_fp8(device)
+
+
+_planned: tuple[int, int] | None = None
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a CUDA device, or that of `planning_for`."""
+    return _planned or _own_capability(device)
+
+
+@cache
+def _own_capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def lacks_fp8(device: torch.device) -> str | None:
+    """Return why a CUDA device has no FP8 tensor cores, or None."""
+    major, minor = capability(device)
+    return None if (major, minor) >= (8, 9) else f"compute capability {major}.{minor} has no FP8 (8.9 is the first)"
+
+
+def is_planning() -> bool:
+    """Return True inside `planning_for`."""
+    return _planned is not None
+
+
+@contextmanager
+def planning_for(capability: tuple[int, int]) -> Iterator[None]:
+    """Let kernels answer what they can run as on a GPU of this compute capability, which need not be here."""
+    global _planned
+    before, _planned = _planned, capability
+    try:
+        yield
+    finally:
+        _planned = before
 
 
 _HERE = nullcontext()

@@ -6,9 +6,10 @@ Whether a Triton kernel takes a particular shape or target, its contract decides
 from __future__ import annotations
 
 import torch
+from torch._subclasses import FakeTensorMode
 
 from octavo.errors import UnsupportedError
-from octavo.kernels.dispatch import triton_unsupported_reason
+from octavo.kernels.dispatch import is_planning, triton_unsupported_reason
 from octavo.kernels.gemm import KERNELS, choose
 from octavo.numerics import Quantized, format_named, granularity_named, quantize
 
@@ -18,6 +19,8 @@ TWINS = (
     "grouped",
 )  # fmt: skip
 """Operations that have two kernels: Triton's and the reference."""
+GPUS = {"h100": (9, 0), "h200": (9, 0)}
+"""GPUs that can be planned for where there is none, with their compute capability (`dispatch.planning_for`)."""
 _PROBES = {
     "scaled_mm.tensor": ("tensor", "tensor"),
     "scaled_mm.row": ("row", "row"),
@@ -59,7 +62,11 @@ def probe_operand(granularity: str, fmt: str, device: torch.device | str) -> Qua
     Raises:
         UnsupportedError: there is no such device here to be asked.
     """
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedError("there is no CUDA device here to ask what it can run: plan where there is one.")
     tile = granularity_named("tensor" if granularity == "column" else granularity)
+    if is_planning():
+        with FakeTensorMode():
+            codes = torch.empty(128, 128, dtype=format_named(fmt).dtype, device="cuda")
+            return Quantized(codes, torch.empty(tile.scale_shape(128, 128), device="cuda"), tile)
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError(f"there is no CUDA device here to ask what it can run: name one of {', '.join(GPUS)}.")
     return quantize(torch.ones(128, 128, device=device), format_named(fmt), tile)

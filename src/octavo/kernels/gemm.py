@@ -55,7 +55,7 @@ class _Accumulator(NamedTuple):
     """What `gemm_by` sets in place of the usual choices."""
 
     kernel: GemmKernel | None
-    """None: the first of `KERNELS` that takes the operands, as ever."""
+    """None: the first of `KERNELS` that takes the operands, as before."""
     fast: bool | None
     """None: as the recipe says."""
 

@@ -5,7 +5,7 @@ the last one T; an expert may have none.
 
     grouped_gemm       y[t] = a[t] . b[e(t)]^T                    fprop, and dgrad with the transposed weights
     grouped_wgrad      dW[e] = sum over its tokens of a[t]^T b[t]
-    quantize_groups    `quantize_pair` of every group: a scale a token, and of the transpose a scale a column and expert
+    quantize_groups    `quantize_pair` of every group: a scale per token, transposed a scale per column and expert
     transpose_groups   the byte transpose of every group
     grouped_mm         the first two in high precision
 
@@ -49,7 +49,7 @@ def grouped_gemm(
     """Return a[t] . b[e(t)]^T for every token, (T, R).
 
     Args:
-        a: (T, C), a scale a row.
+        a: (T, C), a scale per row.
         b: codes (E, R, C), the last dimension contiguous.
         b_scale: FP32 (E, R).
         ends: int32 (E,).
@@ -84,8 +84,8 @@ def quantize_groups(
     """Quantise a matrix (T, C) group by group, as `quantize_pair` does: as it lies, and transposed.
 
     Args:
-        rows: a target with a scale a row, or None.
-        columns: a target with a scale a row of the transpose, or None.
+        rows: a target with a scale per row, or None.
+        columns: a target with a scale per row of the transpose, or None.
         row_fold: FP32 (E, C), what each expert's tokens are multiplied by before `rows`.
         column_fold: FP32 (T, 1), multiplied in before `columns`.
     """

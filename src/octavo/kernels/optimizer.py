@@ -42,7 +42,7 @@ class Layout(NamedTuple):
 
     rule: Rule
     weight: torch.dtype
-    """FP32, BF16, FP16, or float8_e4m3fn with one scale a row."""
+    """FP32, BF16, FP16, or float8_e4m3fn with one scale per row."""
     gradient: torch.dtype
     """FP32, BF16, FP16; or float8_e4m3fn and float8_e5m2 with the scales of `gradient_scaling`."""
     first: Storage | None
@@ -65,7 +65,7 @@ class Layout(NamedTuple):
 
     @property
     def searches(self) -> bool:
-        """Whether something that is written has one scale a tensor, which a first pass finds."""
+        """Whether something that is written has one scale per tensor, which a first pass finds."""
         return any(s is not None and s.scaling == "tensor" for s in (self.first, self.second, self.master))
 
     @property

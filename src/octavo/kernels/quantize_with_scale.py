@@ -49,7 +49,7 @@ def quantize_with_scale(
 
     Args:
         sources: matrices (R, C_i), FP32, BF16 or FP16, on the device of the cell.
-        rows: what to make of X, or None. One scale a tensor, rounded to nearest.
+        rows: what to make of X, or None. One scale per tensor, rounded to nearest.
         columns: what to make of X^T, or None. Of the same format and scaling, for it has the same scale.
 
     Returns:
@@ -76,7 +76,7 @@ def _check(sources: Sequence[Tensor], cell: ScaleRef, rows: QuantSpec | None, co
     asked = {target for target in (rows, columns) if target is not None}
     if len(asked) != 1 or any((t.granularity, t.rounding) != ("tensor", "nearest") for t in asked):
         raise ConfigError(
-            f"quantize_with_scale makes codes with one scale a tensor, rounded to nearest, alike for both results, got "
+            f"quantize_with_scale makes codes with one scale per tensor, to nearest, alike for both results, got "
             f"'{rows or ''}' and '{columns or ''}'."
         )
     if cell.memory.device != sources[0].device:

@@ -69,7 +69,7 @@ Scaling = Literal["none", "tensor", "group"]
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """How one value a parameter is kept."""
+    """How one value per parameter is kept."""
 
     format: str
     """A name in `FLOATS`."""

@@ -16,7 +16,7 @@ class Stack(NamedTuple):
     """Weights (N_i, K) one under the other."""
 
     quantized: Quantized
-    """Codes (N, K), one scale a row."""
+    """Codes (N, K), one scale per row."""
     rows: Any
     """Where each row of the weights lies, as the kernel reads it: good for as long as they stay there."""
 

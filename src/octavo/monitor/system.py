@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
+import subprocess
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -145,6 +147,15 @@ def versions() -> dict[str, str | None]:
     }
 
 
+def _commit() -> str | None:
+    """Return the commit that the working directory is at, with `+` if files differ from it; None outside a clone."""
+    try:
+        command = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
 def environment(device: torch.device) -> dict[str, Any]:
     """Return the document `env` of a process with its model on `device`."""
     return {
@@ -156,6 +167,8 @@ def environment(device: torch.device) -> dict[str, Any]:
         "world_size": dist.get_world_size() if in_process_group() else 1,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "command": shlex.join(sys.argv),
+        "commit": _commit(),
         "variables": {key: value for key, value in sorted(os.environ.items()) if key.startswith(PREFIXES)},
     }
 

@@ -58,7 +58,7 @@ def unsupported_reason(recipe: Recipe) -> str | None:
     if not recipe.fprop.is_fp8:
         return "its fprop is in BF16"
     if recipe.fprop.weight != Operand(granularity="row"):
-        return f"its fprop reads a weight that is {recipe.fprop.weight}, not E4M3 with a power-of-two scale a row"
+        return f"its fprop reads a weight that is {recipe.fprop.weight}, not E4M3 with a power-of-two scale per row"
     if recipe.dgrad.is_fp8 and reused_from(recipe, "dgrad", "weight") is None:
         return "its dgrad quantises the transposed weight by itself, which would be a second rounding"
     return None

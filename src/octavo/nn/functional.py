@@ -338,8 +338,8 @@ def kept_weights(
 ) -> Sequence[Tensor]:
     """Return the tensors to save for dgrad: the codes of the weights where it reuses them, else the weights.
 
-    Codes that follow from the weights and a power-of-two scale per row are not kept: the scale is. Quantising anew what
-    is there anyway takes as many launches as transposing codes, and reads one byte per element more.
+    Codes that follow from the weights and a power-of-two scale per row are not kept: the scale is. Quantising again
+    takes as many launches as transposing codes, and reads one byte per element more.
 
     Args:
         are_codes_kept: whether somebody else keeps the codes (`reuse_weight_codes`).

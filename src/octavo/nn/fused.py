@@ -73,7 +73,7 @@ class FusedMLP(nn.Module):
         return _rebuild, (type(self).parent, *reduced[1][1:]), *reduced[2:]
 
     def _layers(self) -> list[Linear] | None:
-        """Return gate, up and down; None if one is not as it was, or if anybody wants to see what lies between them."""
+        """Return gate, up and down; None if one is not as it was, or if a hook reads an intermediate result."""
         roles, (inner, outer) = self.mlp_roles, self.mlp_recipes
         recipes = dict.fromkeys(roles.inner, inner) | {roles.down: outer}
         layers = [self.get_submodule(name) for name in recipes]

@@ -65,7 +65,7 @@ class GroupedLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew: uniform, the bound 1 / sqrt(K)."""
+        """Reinitialise the weights: uniform, the bound 1 / sqrt(K)."""
         bound = 1 / math.sqrt(max(self.weight.shape[2], 1))
         nn.init.uniform_(self.weight, -bound, bound)
 
@@ -101,7 +101,7 @@ class GroupedLinear(nn.Module):
 
 def unsupported_reason(recipe: Recipe) -> str | None:
     """Return why the GEMMs of a recipe cannot be grouped, or None."""
-    can = "Grouped GEMMs have a scale a row and E4M3 operands: folded, folded_fast, rowwise and bf16 are such recipes"
+    can = "Grouped GEMMs have a scale per row and E4M3 operands: folded, folded_fast, rowwise and bf16 are such recipes"
     for gemm, *operands in recipe.gemms():
         for operand in operands:
             if not (operand.granularity in ("row", "column") and operand.format == "e4m3"):

@@ -1,7 +1,7 @@
 """An input that is kept as it is, and quantised again when wgrad reads it.
 
 A layer usually keeps the codes of its input. Where something else keeps the input itself, as attention keeps its
-output, the codes are one byte an element too many. The operator takes the gradient and the input: so a compiler cannot
+output, the codes are one byte per element too many. The operator takes the gradient and the input: so a compiler cannot
 move it into the forward and keep what it makes.
 """
 

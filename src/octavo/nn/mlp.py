@@ -206,7 +206,7 @@ def _hidden_target(outer: Recipe) -> QuantSpec:
 
 
 def _scale_tells_codes(outer: Recipe) -> bool:
-    """Whether the codes of fprop follow from its scales: with a power-of-two scale a row nothing is searched again."""
+    """Return whether the codes of fprop follow from its scales: those per row and powers of two do."""
     operand = outer.fprop.input
     reused = reused_from(outer, "wgrad", "input") is not None
     return reused and (operand.granularity, operand.scaling) == ("row", "power_of_two")

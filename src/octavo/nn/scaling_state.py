@@ -139,13 +139,13 @@ class ScalingState:
     def recalibrate(
         self, names: Collection[str] | None = None, margin: int = 0, how: str = ""
     ) -> dict[str, Calibrated]:
-        """Make static scales anew, of the largest values since they were made, and return them. Waits for the device.
+        """Recompute static scales from the largest values since they were made, and return them. Waits for the device.
 
         A cell whose amax is 0 or not finite keeps what it has. On several ranks all call it, with the same names.
 
         Args:
             names: of the scales, `<layer>.input` or `<layer>.grad_output`; all by default. What shares a cell with one
-                of them is made anew with it.
+                of them is recomputed with it.
             margin: bits of headroom: scales are multiplied by 2^margin.
             how: what their `Origin` is to say.
         """

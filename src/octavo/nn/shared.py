@@ -127,7 +127,7 @@ register_optimizer_step_post_hook(_count_step)
 def _state(layer: Linear, x: Tensor) -> tuple[Any, ...]:
     """Return what the output of a layer depends on beside the identity of x; another, by ==, once that has changed."""
     modes = (compute_dtype(x), torch.is_grad_enabled(), x.requires_grad)
-    if torch.compiler.is_compiling():  # compiled code has no versions: it is traced anew
+    if torch.compiler.is_compiling():  # compiled code has no versions: it is traced again
         return modes
     parameters = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
     versions = (None if tensor.is_inference() else tensor._version for tensor in (x, *parameters))

@@ -1,7 +1,7 @@
 """Telemetry of several ranks as one: each measures its part of a step, and all come to the same values.
 
-One all-gather of the buffers, some 64 bytes a tensor, is queued beside the training; every rank then combines what the
-ranks that have a tensor measured of it, in the same order, so that the values are equal to the bit.
+One all-gather of the buffers, some 64 bytes per tensor, is queued beside the training; every rank then combines what
+the ranks that have a tensor measured of it, in the same order, so that the values are equal to the bit.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from octavo.recipes.spec import (
     ScaleFrom,
     Wgrad,
 )
-from octavo.recipes.text import RecipeLike, brief, explain, kept_for_backward, load, names, reused_from
+from octavo.recipes.text import RecipeLike, about, brief, explain, kept_for_backward, load, names, reused_from
 
 __all__ = [
     "GEMMS",
@@ -30,6 +30,7 @@ __all__ = [
     "RecipeLike",
     "ScaleFrom",
     "Wgrad",
+    "about",
     "brief",
     "explain",
     "kept_for_backward",

@@ -20,7 +20,7 @@ def folded() -> Recipe:
 
 
 def folded_fast() -> Recipe:
-    """`folded` with fast accumulation in fprop and dgrad: quicker on Hopper, at the price of sums that shrink."""
+    """`folded` with fast accumulation in fprop and dgrad: faster on Hopper; truncation biases sums toward zero."""
     recipe = folded()
     return replace(
         recipe,
@@ -31,40 +31,40 @@ def folded_fast() -> Recipe:
 
 
 def rowwise() -> Recipe:
-    """Row-wise scales along each GEMM's own rows: every tensor is quantised twice, once for each contraction."""
+    """Row-wise scales along each GEMM's own rows: every tensor is quantised twice, once per contraction."""
     return Recipe(name="rowwise")
 
 
 def rowwise_bf16_wgrad() -> Recipe:
-    """`rowwise` with the gradient of the weight in BF16, as torchao's `rowwise_with_gw_hp`."""
+    """`rowwise` with wgrad in BF16, like torchao's `rowwise_with_gw_hp`."""
     return replace(rowwise(), name="rowwise_bf16_wgrad", wgrad=Wgrad(precision="bf16"))
 
 
 def tensorwise() -> Recipe:
-    """Current scaling: one FP32 scale a tensor, of its own maximum; E4M3 forward, E5M2 gradients, as torchao's."""
+    """Current scaling, one FP32 scale per tensor: E4M3 forward, E5M2 gradients, like torchao's `tensorwise`."""
     return _per_tensor("tensorwise")
 
 
 def tensorwise_e4m3() -> Recipe:
-    """`tensorwise` with E4M3 for gradients too: a bit more precision, less range."""
+    """`tensorwise` with E4M3 gradients: one more mantissa bit, less range."""
     return _per_tensor("tensorwise_e4m3", gradients="e4m3")
 
 
 def delayed() -> Recipe:
-    """`tensorwise`, but inputs and gradients take the scale of the last 16 steps: one read less, and spikes saturate.
+    """Delayed scaling: inputs and gradients use the amax of the last 16 steps; saves a read, spikes saturate.
 
-    Transformer Engine's DelayedScaling, but for weights, whose own maximum costs nothing more.
+    Transformer Engine's DelayedScaling, except for weights, whose current amax costs nothing extra.
     """
     return _per_tensor("delayed", scale_from="delayed")
 
 
 def just_in_time() -> Recipe:
-    """`delayed`, but a tensor that would saturate is scaled by its own maximum at once."""
+    """`delayed`, but a tensor that would saturate is rescaled by its current amax."""
     return _per_tensor("just_in_time", scale_from="just_in_time")
 
 
 def static() -> Recipe:
-    """`tensorwise`, but inputs and gradients take the scales of a calibration file."""
+    """Static scales: inputs and gradients use those of a calibration file."""
     return _per_tensor("static", scale_from="static")
 
 

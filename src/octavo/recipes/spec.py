@@ -82,7 +82,7 @@ class Gemm:
     precision: Literal["fp8", "bf16"] = "fp8"
     """`bf16` leaves this GEMM in the precision that the model computes in."""
     accumulate: Literal["slow", "fast"] = "slow"
-    """`fast` lets Hopper's tensor cores keep 13 fraction bits, truncated: quicker, but it shrinks coherent sums."""
+    """`fast` lets Hopper's tensor cores keep 13 fraction bits, truncated: faster, but it shrinks coherent sums."""
 
     @property
     def is_fp8(self) -> bool:
@@ -315,7 +315,7 @@ def _check_kept_scale(where: str, role: str, operand: Operand, partner: Operand)
         )
     if operand.granularity != "tensor":
         raise ConfigError(
-            f"{where} is one scale a tensor, and this operand is '{operand.granularity}'. Set granularity = 'tensor'."
+            f"{where} is one scale per tensor, and this operand is '{operand.granularity}'. Set granularity = 'tensor'."
         )
     if operand.rounding != "nearest":
         raise ConfigError(f"{where} rounds to nearest only, not '{operand.rounding}'.")

@@ -22,6 +22,11 @@ def names() -> tuple[str, ...]:
     return tuple(PRESETS)
 
 
+def about(name: str) -> str:
+    """Return one sentence on a preset."""
+    return " ".join((PRESETS[name].__doc__ or "").split("\n\n")[0].split())
+
+
 def load(recipe: RecipeLike, where: str = "recipe") -> Recipe:
     """Return a recipe from a preset's name, a `.toml` or `.json` file, or a mapping.
 

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 class FP8Tensor(Tensor):
-    """A matrix of shape (R, C) in FP8. It looks like a tensor of its original dtype and takes one byte an element."""
+    """A matrix of shape (R, C) in FP8. It looks like a tensor of its original dtype and takes one byte per element."""
 
     codes: Tensor
     """(R, C), float8."""

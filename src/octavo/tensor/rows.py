@@ -32,7 +32,7 @@ def rows_of(matrix: Quantized, start: int, stop: int) -> Quantized:
     if start % height or (stop % height and stop != total):
         raise UnsupportedError(
             f"rows {start} to {stop} of {total} cut tiles of {height} rows that share a scale: cut at multiples of "
-            f"{height}, or quantise with one scale a row."
+            f"{height}, or quantise with one scale per row."
         )
     return Quantized(codes, matrix.scale[start // height : -(-stop // height)], matrix.granularity)
 
@@ -46,7 +46,7 @@ def columns_of(matrix: Quantized, start: int, stop: int) -> Quantized:
     if matrix.granularity.cols is not None:
         raise UnsupportedError(
             f"columns {start} to {stop} of a matrix with a scale per {matrix.granularity.name}: columns are cut where "
-            "scales are of whole rows. Quantise with one scale a row."
+            "scales are of whole rows. Quantise with one scale per row."
         )
     return Quantized(matrix.codes[:, start:stop], matrix.scale, matrix.granularity)
 

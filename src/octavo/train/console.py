@@ -14,7 +14,6 @@ from rich.progress import (
     TaskID,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.table import Table
 
@@ -35,6 +34,7 @@ from octavo.train.events import (
 from octavo.train.final_report import final_report
 
 _ROWS = 12
+SLOW_ON_A_CPU = "on a CPU FP8 is slower than BF16, for want of FP8 arithmetic; its losses are those of FP8 all the same"
 _TITLES = {"fp8": "loss FP8", "bf16": "loss BF16"}
 _WIDTH = 10
 
@@ -51,6 +51,8 @@ class ConsoleReporter:
         self._progress: Progress | None = None
         self._task = TaskID(0)
         self._overflows: Mapping[str, int] = {}
+        self._tokens = 0
+        self._speeds: deque[float] = deque(maxlen=_ROWS)
 
     def report(self, event: Event) -> None:
         """Show one event."""
@@ -92,11 +94,14 @@ class ConsoleReporter:
             f"{run.steps} steps of {run.batch} x {data.sequence} tokens from '{data.source}'"
             f" ({event.config.tokens:,} in all), run in {run.out}"
         )
+        self._tokens = event.config.tokens
+        if event.plan is not None and event.plan.device == "cpu":
+            self._say(SLOW_ON_A_CPU)
         if event.first_step:
             self._say(f"resumed after step {event.first_step}")
         losses = [_TITLES[model] for model in event.models]
         gap = ["gap %"] if len(losses) == 2 else []
-        self._columns = ["step", *losses, *gap, "tokens/s", "lr", "grad norm"]
+        self._columns = ["step", *losses, *gap, "tokens/s", "lr", "grad norm", "left"]
         if self._console.is_terminal:
             self._open_live(run.steps, event.first_step)
         else:
@@ -108,11 +113,10 @@ class ConsoleReporter:
             BarColumn(bar_width=40),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            TextColumn("{task.fields[left]}"),
             console=self._console,
         )
-        self._task = self._progress.add_task("training", total=steps, completed=done)
+        self._task = self._progress.add_task("training", total=steps, completed=done, left="")
         self._live = Live(self._screen(), console=self._console, refresh_per_second=4)
         self._live.start()
 
@@ -124,13 +128,21 @@ class ConsoleReporter:
                     f" loss scale now {event.loss_scale[model]:g}"
                 )
         self._overflows = event.overflows
-        self._rows.append(_cells(event))
+        left = self._time_left(event)
+        self._rows.append([*_cells(event), left])
         if self._live is None:
             self._say("".join(cell.rjust(_WIDTH) for cell in self._rows[-1]))
             return
         assert self._progress is not None  # opened with the table
-        self._progress.update(self._task, completed=event.step)
+        self._progress.update(self._task, completed=event.step, left=f"{left} left")
         self._live.update(self._screen())
+
+    def _time_left(self, event: Logged) -> str:
+        """Return the time to the last step at the median speed so far, without the first step, which compiles."""
+        self._speeds.append(event.tokens_per_second)
+        speeds = sorted(list(self._speeds)[1:] or self._speeds)
+        left = round((self._tokens - event.tokens) / speeds[len(speeds) // 2])
+        return f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}" if left >= 3600 else f"{left // 60}:{left % 60:02}"
 
     def _screen(self) -> Group:
         table = Table(box=None, pad_edge=False)
@@ -149,7 +161,7 @@ def _cells(event: Logged) -> list[str]:
     return [
         str(event.step),
         *(f"{loss:.4f}" for loss in event.loss.values()),
-        *([] if gap is None else [f"{gap:+.2f}"]),
+        *([] if gap is None else [f"{gap:+z.2f}"]),
         f"{event.tokens_per_second:,.0f}",
         f"{event.lr:.1e}",
         f"{_first(event.gradient_norm):.3f}",

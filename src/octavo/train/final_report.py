@@ -15,7 +15,7 @@ _MODELS = {"fp8": "FP8", "bf16": "BF16"}
 
 
 def final_report(console: Console, event: Finished) -> None:
-    """Print the results, the loss curves and the next commands."""
+    """Print the loss curves, the results, the next commands and a verdict."""
     curves = {
         f"loss {title}": [
             (line["step"], line[f"loss_{model}"]) for line in event.history if line.get(f"loss_{model}") is not None
@@ -30,10 +30,24 @@ def final_report(console: Console, event: Finished) -> None:
     for label, value in _facts(event):
         console.print(f"{label:<22}{value}", markup=False, soft_wrap=True)
     console.print("\nNext", markup=False)
-    commands = _next(event)
-    width = max(len(command) for command, _ in commands) + 3
-    for command, purpose in commands:
-        console.print(f"  {command:<{width}}{purpose}", markup=False, soft_wrap=True)
+    for purpose, command in _next(event):
+        console.print(f"  {purpose:<20}{command}", markup=False, soft_wrap=True)
+    if said := verdict(event.summary):
+        console.print(f"\n{said}", style="bold", markup=False, soft_wrap=True)
+
+
+def verdict(summary: Mapping[str, Any]) -> str:
+    """Return one line on the held-out gap and its uncertainty; empty without a BF16 baseline."""
+    gap, half_width = summary["gap_percent"], summary.get("gap_95_percent")
+    if gap is None:
+        return ""
+    if half_width is None:
+        return f"Held-out loss {gap:+z.2f} % beside BF16."
+    found = "lower than" if gap < -half_width else "higher than" if gap > half_width else "no different from that"
+    return (
+        f"Held-out loss in FP8 is {found} in BF16: {gap:+z.2f} % ± {half_width:.2f} % (95 % over held-out sequences;"
+        " other seeds may differ by more)."
+    )
 
 
 def _facts(event: Finished) -> Iterator[tuple[str, str]]:
@@ -44,7 +58,7 @@ def _facts(event: Finished) -> Iterator[tuple[str, str]]:
             surprise = summary[f"perplexity_{model}"]
             yield f"held-out loss {title}", f"{loss:.4f} nats per token, perplexity {surprise:.3f}"
     if summary["gap_percent"] is not None:
-        yield "gap", f"{summary['gap_percent']:+.3f} % (FP8 against BF16, held-out)"
+        yield "gap", f"{summary['gap_percent']:+z.3f} % (FP8 against BF16, held-out)"
     if summary["unigram_entropy"] is not None:
         yield (
             "unigram entropy",
@@ -80,18 +94,21 @@ def _gemms(gemms: Mapping[str, int]) -> str:
 
 
 def _next(event: Finished) -> Sequence[tuple[str, str]]:
-    stored, more = event.directory / "config.json", 2 * event.summary["steps"]
+    more = 2 * event.summary["steps"]
     other = "block" if event.summary["recipe"] == "folded" else "folded"
-    served = [(f"octavo export {event.directory}", "weights and tokenizer for vLLM, SGLang, transformers")]
+    served = [("export for serving", f"octavo export {event.directory}")]
     return [
-        (f"octavo plan {stored}", "which precision each layer ran in, and why"),
-        (f"octavo train {stored} --resume --steps {more}", "train on"),
-        (f"octavo train {stored} --recipe {other} --out {event.directory}-{other}", "another recipe"),
-        (f"octavo eval {event.directory}", "all of the held-out text, in FP8 and in high precision"),
+        ("look at its curves", f"octavo dashboard {event.directory}"),
+        ("plan of each layer", f"octavo plan {event.directory}"),
+        ("train on", f"octavo train {event.directory} --resume --steps {more}"),
+        ("another recipe", f"octavo train {event.directory} --recipe {other} --out {event.directory}-{other}"),
+        ("evaluate", f"octavo eval {event.directory}"),
         *(served if event.architecture == "llama" else []),
     ]
 
 
 def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
     return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"

@@ -11,6 +11,8 @@ Points = Sequence[tuple[float, float]]
 COLOURS = ("cyan", "yellow", "magenta", "green", "red", "blue", "white")
 _MARK = -1
 """Marks a vertical line in place of a character's dots."""
+_TURN = 4
+"""Characters after which the colours of curves that share them repeat."""
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
@@ -24,7 +26,8 @@ def plot(
 ) -> Text:
     """Return curves of `(x, y)` points in one frame, with their range at the axes and a legend.
 
-    A character shared by several curves takes the colour of the last one. Non-finite points are left out.
+    Characters shared by several curves take their colours in turn, so that two equal curves are both seen. Non-finite
+    points are left out.
 
     Args:
         curves: name -> points.
@@ -68,9 +71,10 @@ def _draw(
         length = int(max(abs(x1 - x0), abs(y1 - y0))) + 1
         for i in range(length + 1):
             column, row = round(x0 + (x1 - x0) * i / length), round(y0 + (y1 - y0) * i / length)
-            dots, _ = cells.get((row // 4, column // 2), (0, ""))
+            dots, before = cells.get((row // 4, column // 2), (0, ""))
             dots = 0 if dots == _MARK else dots
-            cells[row // 4, column // 2] = (dots | _DOTS[column % 2][row % 4], colour)
+            shown = before if before and column // 2 % _TURN < _TURN // 2 else colour
+            cells[row // 4, column // 2] = (dots | _DOTS[column % 2][row % 4], shown)
 
 
 def _frame(

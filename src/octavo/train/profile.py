@@ -38,7 +38,7 @@ class Profile:
     busy: float
     """While at least one kernel ran."""
     kernels: list[dict[str, Any]]
-    """Each kernel by name, with its calls and milliseconds a step, the longest first."""
+    """Each kernel by name, with its calls and milliseconds per step, the longest first."""
 
     def spent(self, ms: float) -> dict[str, float]:
         """Return the milliseconds of each part as rows have them, for a step that takes `ms` without the profiler.

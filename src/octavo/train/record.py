@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import warnings
@@ -103,7 +104,13 @@ class StoreReporter:
         self._recorder.close(*(outcome_of(error) if error or self._has_finished else ("interrupted", "")))
 
     def _start(self, event: Started) -> None:
-        about = {"device": event.device, "lanes": event.models, "parameters": event.parameters, **_mesh(event.config)}
+        about = {
+            "changed": changed(event.config),
+            "device": event.device,
+            "lanes": event.models,
+            "parameters": event.parameters,
+            **_mesh(event.config),
+        }
         self._recorder.document("env", {**environment(self._device), **about}, step=event.first_step)
         self._recorder.document("corpus", event.corpus, step=event.first_step)
         if event.plan is not None:
@@ -127,6 +134,20 @@ class StoreReporter:
                 action = f"loss scale {event.loss_scale[model]:g}"
                 self._recorder.event(event.step, "overflow", text, level="warning", value=overflows, action=action)
         self._overflows = event.overflows
+
+
+def changed(config: Any, prefix: str = "") -> list[str]:
+    """Return the dotted names of the settings that differ from their defaults, those without a default included."""
+    found = []
+    for field in dataclasses.fields(config):
+        value, name = getattr(config, field.name), f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            found += changed(value, f"{name}.")
+        elif field.default_factory is not dataclasses.MISSING:
+            found += [name] if value != field.default_factory() else []
+        elif value != field.default:
+            found.append(name)
+    return found
 
 
 def _mesh(config: RunConfig) -> dict[str, Any]:

@@ -331,7 +331,7 @@ class Trainer:
                 twin.check("")
             except RunError as error:
                 self.setup.states = self.setup.states[:1]
-                text = f"{error} The run goes on without its BF16 twin."
+                text = f"{error} The run goes on without its BF16 baseline."
                 self.emit(GuardEvent(self.done, "error", "twin", " ".join(text.split())))
 
     def _way_back(self) -> str:
@@ -398,7 +398,8 @@ class Trainer:
     def _restart_clock(self) -> None:
         self._since, self._since_step = time.perf_counter(), self.done
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate(self) -> dict[str, list[float]]:
+        """Return the held-out loss of each sequence by model."""
         losses = {state.name: heldout_losses(state, self.setup.heldout) for state in self.setup.states}
         loss = {name: float(of_sequence.mean()) for name, of_sequence in losses.items()}
         self.emit(Evaluated(step=self.done, loss=loss))
@@ -408,10 +409,10 @@ class Trainer:
                     f"the held-out loss of the {name.upper()} model is {value} after step {self.done}."
                     f" {self._way_back()} Try a lower --lr, or --recipe bf16 to compare."
                 )
+        by_model = {name: of_sequence.tolist() for name, of_sequence in losses.items()}
         if self.done == self.config.run.steps and self.ranks.is_first:
-            by_model = {name: of_sequence.tolist() for name, of_sequence in losses.items()}
             write_json(self.directory / "heldout.json", by_model)
-        return loss
+        return by_model
 
     def _save(self, checkpoints: Path) -> None:
         """Write a checkpoint.
@@ -499,7 +500,7 @@ class Trainer:
             tensors=self._guarded.rows,
         )
 
-    def _summarise(self, heldout: Mapping[str, float]) -> dict[str, Any]:
+    def _summarise(self, heldout: Mapping[str, Sequence[float]]) -> dict[str, Any]:
         totals, state = self._totals(), self.setup.states[0]
         facts = {
             "device": self._devices(),

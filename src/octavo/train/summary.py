@@ -8,7 +8,7 @@ from typing import Any
 
 from octavo.train import device as devices
 from octavo.train.config import RunConfig
-from octavo.train.evaluate import perplexity
+from octavo.train.evaluate import paired_interval, perplexity
 from octavo.train.events import gap_percent
 
 MODELS = ("fp8", "bf16")
@@ -17,7 +17,7 @@ MODELS = ("fp8", "bf16")
 def summarise(
     config: RunConfig,
     facts: Mapping[str, Any],
-    heldout: Mapping[str, float],
+    heldout: Mapping[str, Sequence[float]],
     corpus: Mapping[str, Any],
     history: Sequence[Mapping[str, Any]],
     memory: Mapping[str, Any],
@@ -30,12 +30,14 @@ def summarise(
         config: the run.
         facts: `device`, `parameters`, bytes per parameter of weights and of optimizer states, FP8 GEMMs, fallbacks,
             steps skipped by dynamic loss scaling, and `seconds`.
-        heldout: by model: held-out loss.
+        heldout: by model: held-out loss of each sequence.
         corpus: facts of the text.
         history: lines of `metrics.jsonl`.
         memory: measured and predicted peak.
     """
-    perplexities = {f"perplexity_{m}": perplexity(heldout[m]) if m in heldout else None for m in MODELS}
+    means = {model: statistics.fmean(losses) for model, losses in heldout.items()}
+    half_width = paired_interval(heldout["fp8"], heldout["bf16"])[1] if len(means) == 2 else None
+    perplexities = {f"perplexity_{m}": perplexity(means[m]) if m in means else None for m in MODELS}
     return {
         "recipe": config.run.recipe,
         "device": facts["device"],
@@ -46,9 +48,10 @@ def summarise(
         "optimizer_bytes_per_parameter": facts["optimizer_bytes_per_parameter"],
         "steps": config.run.steps,
         "tokens": config.tokens,
-        **{f"heldout_loss_{model}": heldout.get(model) for model in MODELS},
+        **{f"heldout_loss_{model}": means.get(model) for model in MODELS},
         **perplexities,
-        "gap_percent": gap_percent(heldout),
+        "gap_percent": gap_percent(means),
+        "gap_95_percent": None if half_width is None else 100 * half_width / means["bf16"],
         "unigram_entropy": corpus.get("unigram_entropy"),
         "fp8_gemms": dict(facts["fp8_gemms"]),
         "fp8_gemms_total": sum(facts["fp8_gemms"].values()),

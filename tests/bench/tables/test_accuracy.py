@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from octavo.errors import ConfigError
-from octavo_bench.measured import demo, parity, parity_summary
+from octavo_bench.measured import demo_of, parity, parity_summary
 from octavo_bench.results import Result
 
 MakeResult = Callable[..., Result]
@@ -70,5 +70,5 @@ def test_demo_shows_both_losses_and_the_gap(result: MakeResult) -> None:
         "gap_percent": 0.625,
     }
     line = "| cpu | folded | 300 | 614,400 | 1.6100 | 1.6000 | +0.62 % |"
-    assert f"{line}  |" in demo(result("demo", row))
-    assert f"{line} 3.2000 |" in demo(result("demo", {**row, "unigram_entropy": 3.2}))
+    assert f"{line}  |" in demo_of(result("demo", row))
+    assert f"{line} 3.2000 |" in demo_of(result("demo", {**row, "unigram_entropy": 3.2}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import time
@@ -14,7 +15,8 @@ import pytest
 from synthetic import synthetic_run
 
 from octavo.monitor.dashboard.report import report
-from octavo.monitor.store import STATS
+from octavo.monitor.store import STATS, RunReader
+from octavo.monitor.store.writer import RunWriter
 
 api = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -288,3 +290,118 @@ def test_the_plan_shows_what_a_precision_map_found(address, visit):
     page = visit(f"{address}/#/plan?run=first")
     shown = page.inner_text("main")
     assert "2.0e-5 ± 3.0e-6" in shown and "1.5e-4" in shown and "0.03 of 0.05" in shown
+
+
+CURVES = """Object.fromEntries([...document.querySelectorAll("figure")]
+    .map(figure => [figure.querySelector(".title").innerText.trim(), figure.querySelector(".plot").data])
+    .filter(([, data]) => data?.length)
+    .map(([title, data]) => [title, data.map(({name, x, y, line, opacity}) =>
+        ({name, x: Array.from(x), y: Array.from(y), dash: line?.dash ?? "", faint: opacity !== undefined}))]))"""
+"""The lines of each chart, by its title."""
+
+
+def chart(curves: dict[str, Any], title: str) -> list[Any]:
+    return next(lines for name, lines in curves.items() if name.startswith(title))
+
+
+def test_the_learning_rate_is_drawn_as_it_was(address: str, folder: Path, visit: Open) -> None:
+    page = visit(f"{address}/#/overview?run=first&smooth=0.99")
+    [line] = chart(page.evaluate(CURVES), "Learning")
+    steps, values = RunReader(folder / "first").scalar("lr").points()
+    assert line["x"] == [int(step) for step in steps] and line["y"] == pytest.approx([float(v) for v in values])
+
+
+@pytest.mark.parametrize("weight", ["0.3", "0.9", "0.99"])
+def test_smoothing_keeps_both_ends_and_the_range(address: str, visit: Open, weight: str) -> None:
+    page = visit(f"{address}/#/overview?run=first&smooth={weight}&clip=0")
+    lines = [line for line in chart(page.evaluate(CURVES), "Loss") if line["name"] == "FP8"]
+    raw, smooth = (next(line["y"] for line in lines if line["faint"] is faint) for faint in (True, False))
+    assert (smooth[0], smooth[-1]) == (pytest.approx(raw[0]), pytest.approx(raw[-1]))
+    assert min(raw) <= min(smooth) and max(smooth) <= max(raw)
+    roughness = [sum(abs(b - a) for a, b in itertools.pairwise(y)) for y in (smooth, raw)]
+    assert roughness[0] < roughness[1]
+
+
+def test_the_window_of_smoothing_fits_a_short_run(tmp_path: Path, serve: Any, visit: Open) -> None:
+    with RunWriter(tmp_path / "short") as run:
+        for step in range(1, 34):
+            run.write_step(step, {"loss_fp8": 2 + 4 * 0.8**step, "loss_bf16": 2 + 4 * 0.8**step})
+    page = visit(f"{serve(tmp_path)}/#/overview?run=short")
+    smooth = next(line for line in chart(page.evaluate(CURVES), "Loss") if line["name"] == "FP8" and not line["faint"])
+    assert smooth["y"] == pytest.approx([2 + 4 * 0.8**step for step in smooth["x"]], rel=0.05)
+
+
+def test_of_two_equal_curves_both_are_seen(address: str, visit: Open) -> None:
+    lines = [
+        line for line in chart(visit(f"{address}/#/overview?run=first").evaluate(CURVES), "Loss") if not line["faint"]
+    ]
+    drawn = [(line["name"], line["dash"]) for line in lines if "held" not in line["name"]]
+    assert drawn == [("FP8", ""), ("BF16", "6px,5px")]
+
+
+def test_zooming_one_chart_zooms_all(address: str, visit: Open) -> None:
+    page = visit(f"{address}/#/overview?run=first")
+    page.evaluate("Plotly.relayout(document.querySelector('.plot'), {'xaxis.range[0]': 50, 'xaxis.range[1]': 90})")
+    shown = (
+        "[...document.querySelectorAll('.plot')].filter(each => each.data?.length).map(each => each.layout.xaxis.range)"
+    )
+    holds(page, f"{shown}.length === 4 && {shown}.every(range => range && range[0] === 50 && range[1] === 90)")
+
+
+def test_resumes_and_checkpoints_are_marked(tmp_path: Path, serve: Any, visit: Open) -> None:
+    with RunWriter(tmp_path / "run") as run:
+        for step in range(1, 41):
+            run.write_step(step, {"loss_fp8": 1.0 + 1 / step})
+        run.write_event(20, "checkpoint", "checkpoint step-000020")
+    with RunWriter(tmp_path / "run", keep_until=20) as run:
+        for step in range(21, 61):
+            run.write_step(step, {"loss_fp8": 1.0 + 1 / step})
+    page = visit(f"{serve(tmp_path)}/#/overview?run=run")
+    marked = page.evaluate("document.querySelector('.plot').layout.shapes.map(({x0, y1}) => [x0, y1])")
+    assert marked == [[20, 1], [20, 0.04]]
+
+
+def test_the_list_of_runs_sorts_by_its_columns(tmp_path: Path, serve: Any, visit: Open) -> None:
+    for name, loss, count in (("a", 2.0, 10**6), ("b", 1.0, 3 * 10**9), ("c", 3.0, 2 * 10**6)):
+        with RunWriter(tmp_path / name) as run:
+            run.write_document("env", {"parameters": count})
+            run.write_document("config", {"model": {"architecture": "llama"}})
+            for step in range(1, 9):
+                run.write_step(step, {"loss_fp8": loss + 1 / step})
+    (tmp_path / "b" / "notes.md").write_text("# larger batch\n\nmore\n")
+    page = visit(f"{serve(tmp_path)}/#/runs")
+    names = "[...document.querySelectorAll('tbody tr a.strong')].map(each => each.firstChild.textContent)"
+    page.get_by_role("button", name="loss", exact=True).click()
+    assert page.evaluate(names) == ["b", "a", "c"]
+    page.get_by_role("button", name="loss ↑").click()
+    assert page.evaluate(names) == ["c", "a", "b"]
+    page.get_by_role("button", name="model", exact=True).click()
+    assert page.evaluate(names) == ["a", "c", "b"]
+    assert "llama 3.0 B" in text(page) and "larger batch" in text(page) and "█" in text(page)
+    again = visit(page.url)
+    assert again.evaluate(names) == ["a", "c", "b"]
+
+
+def test_changed_settings_come_first(tmp_path: Path, serve: Any, visit: Open) -> None:
+    with RunWriter(tmp_path / "run") as run:
+        run.write_document("config", {"run": {"batch": 8, "steps": 9}})
+        run.write_document("env", {"changed": ["run.steps"], "command": "octavo train", "commit": "abc+"})
+        run.write_step(1, {"loss": 1.0})
+    page = visit(f"{serve(tmp_path)}/#/settings?run=run")
+    rows = page.evaluate("[...document.querySelectorAll('table')][0].innerText")
+    assert rows.index("run.steps") < rows.index("run.batch")
+    assert page.locator("strong", has_text="9").count() == 1 and "abc+" in text(page)
+
+
+def test_units_of_metrics_of_ones_own(tmp_path: Path, serve: Any, visit: Open) -> None:
+    with RunWriter(tmp_path / "run") as run:
+        for step in range(1, 9):
+            run.write_step(step, {"loss": 1.0, "accuracy_percent": 50.0 + step, "score": 2.0})
+    page = visit(f"{serve(tmp_path)}/#/overview?run=run")
+    units = page.evaluate("""Object.fromEntries([...document.querySelectorAll(".plot")]
+        .filter(each => each.data?.length).map(each => [each.data[0].name, each.layout.yaxis.ticksuffix ?? ""]))""")
+    assert units["accuracy_percent"] == " %" and units["score"] == ""
+    heights = (
+        """[...document.querySelectorAll('.plot')].filter(each => !each.data?.length).map(each => each.clientHeight)"""
+    )
+    assert max(page.evaluate(heights)) < 130  # a chart with lines has 260

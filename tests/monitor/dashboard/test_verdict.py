@@ -45,10 +45,25 @@ def written(
     return RunReader(path)
 
 
+def test_a_rise_of_both_models_is_of_the_text(tmp_path: Path) -> None:
+    run = RunWriter(tmp_path)
+    for step in range(1, STEPS + 1):
+        loss = falling(step) * (1.2 if step > 150 else 1)
+        run.write_step(step, {"loss_fp8": loss, "loss_bf16": loss * 0.999, "gap_percent": 0.1})
+    run.close("finished")
+    assert verdict(RunReader(tmp_path)).level == "healthy"
+
+
+def test_noise_of_batches_is_no_rise(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).normal(0, 0.5, STEPS + 1)
+    found = verdict(written(tmp_path, loss=lambda step: 2 + float(noise[step])))
+    assert found.level == "healthy", found
+
+
 def test_a_run_without_fault_is_healthy(tmp_path: Path) -> None:
     found = verdict(written(tmp_path))
     assert found.level == "healthy" and found.findings == []
-    assert found.text == "Healthy: step 300, loss 2.020, 0.20 % above the BF16 twin."
+    assert found.text == "Healthy: step 300, loss 2.020, 0.20 % above the BF16 baseline."
 
 
 @pytest.mark.parametrize(

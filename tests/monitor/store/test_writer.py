@@ -192,7 +192,7 @@ def test_a_full_disk_is_said_and_costs_only_what_had_no_room(tmp_path: Path) -> 
 
 
 def test_a_step_of_226_layers_is_written_quickly(tmp_path: Path) -> None:
-    """The target is 1 ms a step; twice that is allowed here, where other programs share the cores."""
+    """The target is 1 ms per step; twice that is allowed here, where other programs share the cores."""
     rows = [TensorRow(f"layers.{i}", role) for i in range(226) for role in schema.ROLES]
     values = np.random.default_rng(0).standard_normal((len(rows), len(STATS))).astype(np.float32)
     scalars = {f"scalar_{i}": 1.0 for i in range(12)}

@@ -122,7 +122,7 @@ RULES: dict[str, Callable[..., Result]] = {"adamw": _adamw, "adam": _adam, "lion
 
 
 def _random(slot: Slot, control: Control) -> tuple[Tensor, Tensor, Tensor]:
-    """Return 16 random bits a value for each of the three that are rounded."""
+    """Return 16 random bits per value for each of the three that are rounded."""
     rows, cols = slot.weight.shape
     counter = torch.arange(rows * groups_of(cols) * 32, device=slot.weight.device)
     words = random_words(control.seed, counter, slot.number, control.steps[slot.row].long())

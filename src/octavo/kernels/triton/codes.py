@@ -22,11 +22,11 @@ NONE: tl.constexpr = tl.constexpr(0)
 TENSOR: tl.constexpr = tl.constexpr(1)
 """One scale, its inverse in memory."""
 ROW: tl.constexpr = tl.constexpr(2)
-"""A scale a row of the tile, its inverse in memory."""
+"""A scale per row of the tile, its inverse in memory."""
 COLUMN: tl.constexpr = tl.constexpr(3)
 """A scale a column of the tile, its inverse in memory."""
 ROW_TILE: tl.constexpr = tl.constexpr(4)
-"""1x128: a scale a row of the tile, of the tile's own maximum."""
+"""1x128: a scale per row of the tile, of the tile's own maximum."""
 COLUMN_TILE: tl.constexpr = tl.constexpr(5)
 """128x1: a scale a column, of the tile's own maximum where there is no inverse in memory."""
 BLOCK: tl.constexpr = tl.constexpr(6)

@@ -341,7 +341,7 @@ def _search_kernel(
     APART: tl.constexpr, REMAINDER: tl.constexpr, DROPPED: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr,
     STEPS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Find the maxima of what has one scale a tensor, and set aside the scales of before."""
+    """Find the maxima of what has one scale per tensor, and set aside the scales of before."""
     row, slot, first = _owned(table, owners)
     if tl.load(skip) != 0:
         return

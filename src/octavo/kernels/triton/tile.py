@@ -272,7 +272,7 @@ def to_bf16(x):
 
 @triton.constexpr_function
 def has_one_scale(storage: tuple[Any, ...] | None) -> bool:
-    """Whether something is kept that has one scale a tensor."""
+    """Whether something is kept that has one scale per tensor."""
     return storage is not None and storage[5] == 1
 
 

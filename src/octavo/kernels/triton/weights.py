@@ -91,7 +91,7 @@ def find_rows(weights: Sequence[Tensor]) -> Rows:
 
 
 def quantize_rows(rows: Rows, dtype: torch.dtype, out: Quantized, power_of_two: bool) -> None:
-    """Write into `out`, (rows, K) with a scale a row, the codes of rows of that dtype, wherever they lie."""
+    """Write into `out`, (rows, K) with a scale per row, the codes of rows of that dtype, wherever they lie."""
     count, cols = out.codes.shape
     size = next_power_of_2(cols)
     _rows_at_kernel[(count,)](

@@ -1,4 +1,4 @@
-"""`torch._scaled_grouped_mm`: a scale a row, E4M3 by E4M3, BF16 out (Hopper and later); `torch._grouped_mm` for BF16.
+"""`torch._scaled_grouped_mm`: a scale per row, E4M3 by E4M3, BF16 out (Hopper and later); `torch._grouped_mm` for BF16.
 
 Along the sum groups must not be empty and start at multiples of 16; along the rows they may be anything.
 """

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
-from octavo.kernels.dispatch import PLAIN
+from octavo.kernels.dispatch import PLAIN, capability, lacks_fp8
 from octavo.numerics import PER_ROW, PER_TENSOR, BLOCK_128x128, Quantized, TILE_1x128
 
 _BY_ROW = (PER_ROW, PER_TENSOR)
@@ -45,13 +45,13 @@ def unsupported_reason_block(a: Quantized, b: Quantized) -> str | None:
         return "block scales take E4M3 operands only"
     if not a.codes.is_cuda:
         return "PyTorch has no block-scaled GEMM for a CPU"
-    if torch.cuda.get_device_capability(a.codes.device)[0] != 9:
+    if capability(a.codes.device)[0] != 9:
         return "cuBLAS has block scales on Hopper (compute capability 9.0) only"
     return _unsupported_reason_device(a.codes.device)
 
 
 def scaled_mm_tensor(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> Tensor:
-    """Return a . b^T, one scale an operand.
+    """Return a . b^T, one scale per operand.
 
     On a CPU the scales are spread over the rows: with one scale each, PyTorch leaves two E4M3 operands to oneDNN, which
     on a processor with AMX has no kernel for them but a loop for reference, a thousand times slower.
@@ -72,7 +72,7 @@ def scaled_mm_tensor(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: b
 
 
 def scaled_mm_row(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> Tensor:
-    """Return a . b^T, one scale a row of each operand; an operand with one scale has it spread over its rows.
+    """Return a . b^T, one scale per row of each operand; an operand with one scale has it spread over its rows.
 
     On a GPU the result is rounded to BF16 first, whatever `out_dtype` is: cuBLAS gives row scales no other output.
     """
@@ -140,20 +140,15 @@ def _pad(codes: Tensor, row_multiple: int, col_multiple: int) -> Tensor:
     return F.pad(codes.view(torch.uint8), (0, missing_cols, 0, missing_rows)).view(codes.dtype)
 
 
-@cache
 def _unsupported_reason_device(device: torch.device) -> str | None:
     if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        return (
-            None
-            if capability >= (8, 9)
-            else f"compute capability {capability[0]}.{capability[1]} has no FP8 (8.9 is the first)"
-        )
+        return lacks_fp8(device)
     if device.type != "cpu":
         return f"no FP8 GEMM for {device.type}"
     return _probe_cpu()
 
 
+@cache
 def _probe_cpu() -> str | None:
     """Try the smallest product: which CPU builds of PyTorch have `_scaled_mm` is written nowhere."""
     codes = torch.ones(16, 16).to(torch.float8_e4m3fn)

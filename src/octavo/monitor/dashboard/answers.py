@@ -214,9 +214,43 @@ def _described(opened: RunReader, name: str) -> dict[str, Any]:
         "gap_percent": gap_of(opened, recent),
         "tokens_per_second": newest(recent.get("tokens_per_second")),
         "heldout_loss": opened.summary.get("heldout_loss_fp8"),
+        "losses": _sparkline(opened, key),
+        "model": _model_of(opened),
+        "note": _note(opened),
         "started": opened.sessions[0].started,
         "heartbeat": opened.heartbeat,
     }
+
+
+SPARK = 40
+"""Points of the small curve in the list of runs."""
+
+
+def _sparkline(opened: RunReader, key: str | None) -> list[float | None]:
+    """Return the main loss over the run, the mean of each bucket of steps; None where it is not finite."""
+    if key is None:
+        return []
+    _, values = opened.scalar(key, points=SPARK).points()
+    return [float(value) if math.isfinite(value) else None for value in values]
+
+
+def _model_of(opened: RunReader) -> str:
+    """Return the architecture and the size of a run's model, as far as they are recorded."""
+    model, count = opened.config.get("model"), opened.env.get("parameters")
+    kind = str(model.get("architecture", "")) if isinstance(model, dict) else ""
+    size = (
+        "" if not isinstance(count, int | float) else f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
+    )
+    return " ".join(part for part in (kind, size) if part)
+
+
+def _note(opened: RunReader) -> str:
+    """Return the first line of notes.md in the run's directory."""
+    try:
+        text = opened.path.with_name("notes.md").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    return next((line.lstrip("# ").strip() for line in text.splitlines() if line.strip()), "")
 
 
 def _layers(opened: RunReader) -> list[dict[str, Any]]:

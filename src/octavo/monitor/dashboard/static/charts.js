@@ -64,14 +64,16 @@ export function chart(title, { height = 260, note = "", wide = false, onclick = 
     onclick: () => download(`${title}.csv`, asCsv(plot.data ?? [])) }, "CSV");
   const element = h("figure", { class: wide ? "chart wide" : "chart" },
     h("figcaption", {}, h("span", { class: "title" }, title, " ", aside), save), plot);
-  return {
+  const made = {
     element,
     plot,
+    whenMade: null, // called once, when there is a plot to attach events to
     async draw(traces, layout = {}, description = "", tall = height) {
       const Plotly = await load();
       if (!element.isConnected) return;
       if (!traces.length) {
         Plotly.purge(plot);
+        plot.style.minHeight = "0"; // what is empty takes no room
         plot.replaceChildren(h("p", { class: "quiet" }, description || "No measurements."));
         plot.setAttribute("aria-label", `${title}: ${description || "no measurements"}`);
         return;
@@ -82,10 +84,15 @@ export function chart(title, { height = 260, note = "", wide = false, onclick = 
       const isNew = !plot.on; // Plotly adds it to a plot
       await Plotly.react(plot, traces, themed(layout, tall), CONFIG);
       if (isNew && onclick) plot.on("plotly_click", onclick);
+      if (isNew) made.whenMade?.();
     },
     say(text) { aside.textContent = text; },
   };
+  return made;
 }
+
+// The style of the baseline: dashed and drawn last, so that of two equal curves both are seen.
+export const DASHED = { line: { dash: "6px,5px", width: 2 } };
 
 // Free Plotly's resources of an element.
 export const release = (element) => element.querySelectorAll(".js-plotly-plot").forEach((plot) => globalThis.Plotly?.purge(plot));
@@ -104,32 +111,54 @@ export function smoothLines(name, series, colourName, weight, more = {}) {
   return [faint, line(name, { x: series.x, y: smoothed(series.y, weight) }, colourName, more)];
 }
 
-// Running medians, which keep jumps in place and drop spikes, then a short exponential mean in both directions, which does
-// not lag. A larger weight averages over more points. Non-finite values are skipped.
+// A running median, which keeps jumps and drops spikes, then a running mean. `weight` 0 to 1 sets the window as a share of
+// the points. Windows are centred and shrink toward both ends, so that a curve neither lags nor loses its first and last
+// value. Non-finite values are skipped.
 export function smoothed(values, weight) {
-  const reach = Math.min(Math.round(weight / (1 - weight)), 60);
-  const share = weight / 2;
-  const sums = (list) => {
-    let [sum, mass] = [0, 0];
-    return list.map((value) => {
-      if (!Number.isFinite(value)) return null;
-      sum = share * sum + (1 - share) * value;
-      mass = share * mass + (1 - share);
-      return [sum, mass];
-    });
-  };
-  const list = medians(Array.from(values), reach);
-  const [before, after] = [sums(list), sums(list.toReversed()).toReversed()];
-  return before.map((one, index) => (one === null ? null : (one[0] + after[index][0]) / (one[1] + after[index][1])));
+  const list = Array.from(values);
+  const reach = Math.min(Math.round(weight * 0.06 * list.length), 60);
+  const half = Math.ceil(reach / 2);
+  return running(running(list, reach, median), half, (near) => near.reduce((sum, value) => sum + value, 0) / near.length);
 }
 
-function medians(list, reach) {
+function running(list, reach, reduced) {
   return list.map((value, index) => {
     if (!Number.isFinite(value)) return null;
-    const near = list.slice(Math.max(index - reach, 0), index + reach + 1).filter(Number.isFinite).sort((a, b) => a - b);
-    const half = near.length >> 1;
-    return near.length % 2 ? near[half] : (near[half - 1] + near[half]) / 2;
+    const own = Math.min(reach, index, list.length - 1 - index);
+    return reduced(list.slice(index - own, index + own + 1).filter(Number.isFinite));
   });
+}
+
+function median(near) {
+  const sorted = near.sort((a, b) => a - b);
+  const half = sorted.length >> 1;
+  return sorted.length % 2 ? sorted[half] : (sorted[half - 1] + sorted[half]) / 2;
+}
+
+// Charts of one x axis: zooming one zooms all, and the cursor is shown in all.
+export function linked(charts) {
+  let busy = false; // an event that this function caused is not passed on
+  const others = (own) => charts.filter((each) => each !== own && each.plot.on && each.plot.data?.length);
+  const pass = async (own, action) => {
+    if (busy) return;
+    busy = true;
+    try {
+      await Promise.all(others(own).map((each) => action(each.plot)));
+    } finally {
+      busy = false;
+    }
+  };
+  for (const own of charts) {
+    own.whenMade = () => {
+      own.plot.on("plotly_relayout", (change) => {
+        const isReset = change["xaxis.autorange"];
+        const range = [change["xaxis.range[0]"], change["xaxis.range[1]"]];
+        if (isReset || range.every(Number.isFinite)) pass(own, (plot) => globalThis.Plotly.relayout(plot, isReset ? { "xaxis.autorange": true } : { "xaxis.range": range }));
+      });
+      own.plot.on("plotly_hover", ({ xvals }) => pass(own, (plot) => globalThis.Plotly.Fx.hover(plot, { xval: xvals[0], yval: 0 }, "xy")));
+      own.plot.on("plotly_unhover", () => pass(own, (plot) => globalThis.Plotly.Fx.unhover(plot)));
+    };
+  }
 }
 
 // The range of most points, and the number of points beyond it, so that a spike does not flatten the rest.

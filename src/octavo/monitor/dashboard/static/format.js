@@ -43,13 +43,17 @@ export function ago(time, now = Date.now() / 1000) {
 }
 
 export const moment = (time) => (isNumber(time) && time
-  ? new Date(time * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "medium" }) : NONE);
+  ? new Date(time * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" }) : NONE);
 
 const TITLES = {
   loss_fp8: "loss, FP8", loss_bf16: "loss, BF16", gap_percent: "gap to BF16, %", tokens_per_second: "tokens per second", lr: "learning rate",
   gradient_norm_fp8: "gradient norm, FP8", gradient_norm_bf16: "gradient norm, BF16", milliseconds_fp8: "step time, FP8, ms",
   milliseconds_bf16: "step time, BF16, ms", heldout_loss_fp8: "held-out loss, FP8", heldout_loss_bf16: "held-out loss, BF16",
 };
+const UNITS = [[/(_percent|_pct)$/, " %"], [/(_ms|_milliseconds)$|^milliseconds/, " ms"], [/(_seconds|_s)$/, " s"], [/_gib$/, " GiB"], [/_db$/, " dB"], [/_watts$/, " W"], [/_per_second$/, " /s"]];
+// The unit that a metric's name ends with.
+export const unitOf = (name) => UNITS.find(([ending]) => ending.test(name))?.[1] ?? "";
+
 export const words = (name) => TITLES[name] ?? name.replaceAll("_", " ");
 
 export const STATS = {

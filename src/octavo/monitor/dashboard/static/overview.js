@@ -1,8 +1,8 @@
 // The verdict and the losses.
 
 import { card, check, h, select } from "octavo/dom.js";
-import { chart, clipped, colour, lastOf, line, LANES, mapped, smoothLines } from "octavo/charts.js";
-import { duration, isNumber, number, percent, short, words } from "octavo/format.js";
+import { chart, clipped, colour, DASHED, lastOf, line, LANES, linked, mapped, smoothLines } from "octavo/charts.js";
+import { duration, isNumber, number, percent, short, unitOf, words } from "octavo/format.js";
 import { get, link, set } from "octavo/place.js";
 import { ask, isReport, seriesIn, seriesOf } from "octavo/source.js";
 
@@ -11,6 +11,8 @@ const AXES = [["step", "step"], ["hours", "hours"], ["tokens", "tokens"]];
 const KEYS = ["loss_fp8", "loss_bf16", "loss", "heldout_loss_fp8", "heldout_loss_bf16", "gap_percent", "gradient_norm_fp8",
   "gradient_norm_bf16", "gradient_norm", "lr", "time", "tokens", "tokens_per_second"];
 const ELSEWHERE = /^(milliseconds|overflows|heldout_gap)/; // shown elsewhere
+
+const SOLID = { line: { width: 2.6 } };
 
 const asked = (run, keys) => [["run", run], ...keys.map((key) => ["key", key])];
 export const overviewAsks = (run) => [["scalars", asked(run, KEYS)], ["events", [["run", run]]]];
@@ -37,6 +39,7 @@ export function overviewView() {
   const below = h("div", { class: "grid three" });
   const extra = new Map();
   const element = h("div", {}, h("h1", { class: "hidden" }, "Overview"), top, cards, controls, loss.element, row, below);
+  linked([loss, gap, norm, rate]);
   let answer = null;
   let others = null;
   let run = null;
@@ -60,6 +63,7 @@ export function overviewView() {
       h("label", { class: "control" }, h("span", {}, "smoothing"), smoothing),
       check("clip spikes", get("clip", "1") === "1", (value) => { set({ clip: value ? null : "0" }); draw(); }),
       check("logarithmic", get("log") === "1", (value) => { set({ log: value ? "1" : null }); draw(); }),
+      h("span", { class: "quiet", id: "marks" }, "marks: dotted – warnings and errors; full – resumed; short – checkpoints"),
     ];
   }
 
@@ -103,13 +107,13 @@ export function overviewView() {
       return target.draw(traces, { xaxis, shapes: flags, ...layout, yaxis: { ...layout.yaxis, ...(range ? { range, autorange: false } : { autorange: true }) } }, description);
     };
     await Promise.all([
-      drawn(loss, "nats per token", [...lines("loss_bf16", "BF16", "bf16", { line: { width: 3 } }), ...lines("loss_fp8", "FP8", "fp8"), ...lines("loss", "loss", "fp8"), ...held("bf16", "BF16"), ...held("fp8", "FP8")],
+      drawn(loss, "nats per token", [...lines("loss_fp8", "FP8", "fp8", SOLID), ...lines("loss", "loss", "fp8"), ...lines("loss_bf16", "BF16", "bf16", DASHED), ...held("bf16", "BF16"), ...held("fp8", "FP8")],
         { yaxis: { type: scale } }, `At step ${run.step}: ${["loss_fp8", "loss_bf16", "loss"].filter((key) => key in run.newest).map((key) => `${words(key)} ${number(run.newest[key])}`).join("; ")}`),
-      drawn(gap, "FP8 loss above BF16", lines("gap_percent", "gap", "gap"), { yaxis: { ticksuffix: " %", zeroline: true }, showlegend: false }, run.keys.includes("gap_percent") ? `Now ${percent(run.newest.gap_percent)}` : "No BF16 twin to compare with."),
-      drawn(norm, "before clipping", [...lines("gradient_norm_bf16", "BF16", "bf16", { line: { width: 3 } }), ...lines("gradient_norm_fp8", "FP8", "fp8"), ...lines("gradient_norm", "gradient norm", "fp8")], { yaxis: { type: scale } }, ""),
-      rate.draw(lines("lr", "learning rate", "gap").slice(-1), { xaxis, showlegend: false, yaxis: { exponentformat: "power", rangemode: "tozero", nticks: 5 } }, ""),
+      drawn(gap, "FP8 loss above BF16", lines("gap_percent", "gap", "gap"), { yaxis: { ticksuffix: " %", zeroline: true }, showlegend: false }, run.keys.includes("gap_percent") ? `Now ${percent(run.newest.gap_percent)}` : "No BF16 baseline to compare with."),
+      drawn(norm, "before clipping", [...lines("gradient_norm_fp8", "FP8", "fp8", SOLID), ...lines("gradient_norm", "gradient norm", "fp8"), ...lines("gradient_norm_bf16", "BF16", "bf16", DASHED)], { yaxis: { type: scale }, showlegend: false }, "Colours as above."),
+      rate.draw(seriesOf(answer, "lr")?.x.length ? [line("learning rate", mapped(seriesOf(answer, "lr"), clock), "gap")] : [], { xaxis, showlegend: false, yaxis: { exponentformat: "power", rangemode: "tozero", nticks: 5 } }, ""),
       ...(others ? seriesIn(others) : []).map((key) => chartOf(key).draw(
-        smoothLines(key, mapped(seriesOf(others, key), clock), "fp8", weight), { xaxis, showlegend: false }, "")),
+        smoothLines(key, mapped(seriesOf(others, key), clock), "fp8", weight), { xaxis, showlegend: false, yaxis: { ticksuffix: unitOf(key) } }, "")),
     ]);
   }
 
@@ -125,9 +129,15 @@ export function overviewView() {
   async function marks(clock) {
     const { events } = await ask("events", [["run", run.id]]);
     const worth = events.filter((event) => event.level !== "info").slice(-40);
-    const at = mapped({ x: worth.map((event) => event.step), y: [] }, clock).x;
-    return worth.map((event, index) => ({ type: "line", x0: at[index], x1: at[index], yref: "paper", y0: 0, y1: 1, layer: "below",
-      line: { color: colour(event.level === "error" ? "bad" : "warn"), width: 1.5, dash: "dot" } }));
+    const upright = (steps, y1, tone, dash) => Array.from(mapped({ x: steps, y: [] }, clock).x, (x) => ({ type: "line", x0: x, x1: x, yref: "paper", y0: 0, y1, layer: "below",
+      line: { color: colour(tone), width: 1.5, dash } }));
+    const stepsOf = (chosen) => chosen.map((event) => event.step);
+    return [
+      ...upright(stepsOf(worth.filter((event) => event.level !== "error")), 1, "warn", "dot"),
+      ...upright(stepsOf(worth.filter((event) => event.level === "error")), 1, "bad", "dot"),
+      ...upright(run.sessions.map((each) => each.first_step).filter((step) => step > 0), 1, "accent", "solid"), // resumed
+      ...upright(stepsOf(events.filter((event) => event.rule === "checkpoint")).slice(-40), 0.04, "text-quiet", "solid"),
+    ];
   }
 
   return { element, refresh };

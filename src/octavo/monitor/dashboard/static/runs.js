@@ -1,10 +1,42 @@
 // All runs of the folder.
 
 import { h, matcher, search, table } from "octavo/dom.js";
-import { ago, number, percent, short } from "octavo/format.js";
+import { ago, duration, moment, number, percent, short } from "octavo/format.js";
 import { get, link, place, set } from "octavo/place.js";
 
 const SIGNS = { healthy: "✓", watch: "!", unhealthy: "✕", unknown: "?" };
+
+// Title, class, and the value to sort by.
+const COLUMNS = [
+  ["", ""], ["run", "", (run) => run.name], ["verdict", "", (run) => LEVELS.indexOf(run.level)], ["state", "", (run) => run.state], ["model", "", (run) => run.parameters],
+  ["recipe", "", (run) => run.recipe], ["losses", ""], ["step", "number", (run) => run.step], ["loss", "number", (run) => run.loss], ["held-out loss", "number", (run) => run.heldout_loss],
+  ["gap", "number", (run) => run.gap_percent], ["tokens/s", "number", (run) => run.tokens_per_second], ["started", "when", (run) => run.started],
+  ["duration", "when", (run) => run.heartbeat - run.started], ["last write", "when", (run) => run.heartbeat],
+];
+const LEVELS = ["healthy", "unknown", "watch", "unhealthy"];
+
+// Values in ascending order, what is missing last.
+function order(a, b) {
+  if (a === b) return 0;
+  if (a === null || a === undefined || Number.isNaN(a)) return 1;
+  if (b === null || b === undefined || Number.isNaN(b)) return -1;
+  return a < b ? -1 : 1;
+}
+
+// A small curve of a few values, in characters of eight heights.
+function sparkline(values = []) {
+  const finite = values.filter(Number.isFinite);
+  if (finite.length < 2) return "";
+  const [low, high] = [Math.min(...finite), Math.max(...finite)];
+  const width = Math.max(1, Math.ceil(finite.length / 16));
+  const bars = [];
+  for (let start = 0; start < finite.length; start += width) {
+    const near = finite.slice(start, start + width);
+    const mean = near.reduce((sum, value) => sum + value, 0) / near.length;
+    bars.push("▁▂▃▄▅▆▇█"[Math.min(7, Math.floor((8 * (mean - low)) / (high - low || 1)))]);
+  }
+  return h("span", { class: "spark", role: "img", "aria-label": `losses from ${number(finite[0])} to ${number(finite.at(-1))}` }, bars.join(""));
+}
 
 export function runsView() {
   const controls = h("div", { class: "controls" });
@@ -27,12 +59,18 @@ export function runsView() {
       set({ run: [...picked] });
       draw();
     } });
-    const row = (run) => (run.error ? ["", run.name, run.error, "", "", "", "", "", ""] : [
-      pick(run.id), h("a", { href: link("overview", { run: run.id }), class: "strong" }, run.name),
+    const row = (run) => (run.error ? ["", run.name, run.error, ...COLUMNS.slice(3).map(() => "")] : [
+      pick(run.id), h("a", { href: link("overview", { run: run.id }), class: "strong" }, run.name, run.note && h("small", { class: "note", title: run.note }, run.note)),
       h("span", { class: `tag ${run.level}`, title: run.verdict }, SIGNS[run.level], " ", { healthy: "healthy", watch: "check", unhealthy: "unhealthy", unknown: "unknown" }[run.level]),
-      h("span", { class: `state ${run.state}` }, run.state), `${number(run.step)}${run.steps ? ` / ${number(run.steps)}` : ""}`, number(run.loss), percent(run.gap_percent), short(run.tokens_per_second), run.recipe ?? "–", ago(run.heartbeat)]);
+      h("span", { class: `state ${run.state}` }, run.state), run.model || "–", run.recipe ?? "–", sparkline(run.losses), `${number(run.step)}${run.steps ? ` / ${number(run.steps)}` : ""}`, number(run.loss), number(run.heldout_loss),
+      percent(run.gap_percent), short(run.tokens_per_second), moment(run.started), duration(run.heartbeat - run.started), ago(run.heartbeat)]);
+    const [sorted, isDown] = [get("sort"), get("down") === "1"];
+    const by = COLUMNS.find(([title]) => title === sorted)?.[2];
+    if (by) chosen.sort((a, b) => order(by(a), by(b)) * (isDown ? -1 : 1));
+    const head = ([title, kind, key]) => [key ? h("button", { type: "button", class: "plain sort", "aria-pressed": title === sorted ? "true" : "false",
+      onclick: () => { set({ sort: title, down: title === sorted && !isDown ? "1" : null }); draw(); } }, title, title === sorted ? (isDown ? " ↓" : " ↑") : "") : title, kind];
     body.replaceChildren(
-      table("Runs, newest first", [["", ""], ["run", ""], ["verdict", ""], ["state", ""], ["step", "number"], ["loss", "number"], ["gap", "number"], ["tokens/s", "number"], ["recipe", ""], ["last write", "when"]], chosen.map(row),
+      table(sorted ? `Runs by ${sorted}` : "Runs, newest first", COLUMNS.map(head), chosen.map(row),
         { empty: list.runs.length ? "No matching runs." : "No runs in this folder yet. `octavo train` creates one." }),
       h("p", {}, h("a", { class: picked.size > 1 ? "button" : "button off", href: picked.size > 1 ? link("compare", { run: [...picked] }) : null }, `Compare ${picked.size || ""} side by side`)));
   }

@@ -21,10 +21,15 @@ export function settingsView() {
   function draw() {
     const matches = matcher(get("filter"));
     const sessions = run.sessions.map((each, index) => [index + 1, moment(each.started), each.ended ? moment(each.ended) : "–", each.outcome ?? "", number(each.first_step), each.text]);
-    body.replaceChildren(...Object.entries(DOCUMENTS).map(([name, title]) => h("section", {}, h("h2", {}, title),
-      table(title, [["key", "key"], ["value", ""]], flat(run[name]).filter(([key]) => matches(key)).map(([key, value]) => [key, text(value)]), { empty: "Nothing recorded." }))),
+    body.replaceChildren(...Object.entries(DOCUMENTS).map(([name, title]) => h("section", {}, h("h2", {}, title, name === "config" && run.env.changed && h("small", { class: "quiet" }, " bold: differs from its default")),
+      table(title, [["key", "key"], ["value", ""]], changedFirst(name, flat(run[name])).filter(([key]) => matches(key)).map(([key, value]) => [key, isChanged(name, key) ? h("strong", {}, text(value)) : text(value)]), { empty: "Nothing recorded." }))),
     h("section", {}, h("h2", {}, "Sessions"), table("Sessions", [["", "number"], ["started", "when"], ["ended", "when"], ["outcome", ""], ["from step", "number"], ["reason", ""]], sessions)));
   }
+
+  const isChanged = (name, key) => name === "config" && (run.env.changed ?? []).includes(key);
+
+  // Settings that differ from their defaults come first.
+  const changedFirst = (name, pairs) => [...pairs.filter(([key]) => isChanged(name, key)), ...pairs.filter(([key]) => !isChanged(name, key))];
 
   return { element, refresh };
 }

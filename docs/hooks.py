@@ -1,0 +1,45 @@
+"""Hooks of the site: pages that stand outside docs/ are part of it, and the markers of generated tables are dropped."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+OUTSIDE = {"README.md": "readme.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+OUTSIDE["benchmarks/README.md"] = "benchmarks.md"
+"""File of the repository, and its page."""
+LINK = re.compile(r'(\]\(|src="|srcset=")(?!https?:|#)([^)#"]+)')
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages from outside docs/."""
+    for name, page in OUTSIDE.items():
+        text = (ROOT / name).read_text(encoding="utf-8")
+        files.append(File.generated(config, page, content=_relinked(text, ROOT / name, page)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Point links that leave docs/ to the pages that were added."""
+    name = page.file.src_uri
+    text = markdown if name in OUTSIDE.values() else _relinked(markdown, ROOT / "docs" / name, name)
+    return re.sub(r"^<!-- (table: \S+|end|not run: .*) -->\n", "", text, flags=re.MULTILINE)
+
+
+def _relinked(text: str, source: Path, page: str) -> str:
+    up = "../" * page.count("/")
+
+    def link(match: re.Match[str]) -> str:
+        target = (source.parent / match[2]).resolve()
+        if not target.is_relative_to(ROOT):
+            return match[0]
+        inside = target.relative_to(ROOT).as_posix()
+        if inside.startswith("docs/"):
+            return match[1] + up + inside.removeprefix("docs/")
+        return match[1] + up + OUTSIDE.get(inside, "readme.md")  # code and licence: no page of their own
+
+    return LINK.sub(link, text)

@@ -1,0 +1,68 @@
+"""The README's headline and results, from results whose figures are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo_bench import readme, results
+
+MakeResult = Callable[..., results.Result]
+
+
+def step(implementation: str, ms: float, gib: float, workload: str = readme.BLOCKS) -> dict[str, Any]:
+    return {
+        "workload": workload,
+        "implementation": implementation,
+        "ms": ms,
+        "ratio_to_bf16": 200 / ms,
+        "peak_gib": gib,
+    }
+
+
+@pytest.fixture
+def directory(tmp_path: Path, result: MakeResult) -> Path:
+    steps = [step("bf16", 200, 20), step(readme.TORCHAO, 150, 15), step(readme.FOLDED, 100, 18)]
+    results.write(result("step", *steps, step("transformer engine delayed", 160, 19)), tmp_path)
+    losses = ((0, "bf16", 2.0), (0, "folded", 2.02), (1, "bf16", 2.0), (1, "folded", 1.98), (2, "bf16", 9.0))
+    rows = [
+        {"model": "llama-3m", "tokens": 10**6, "recipe": r, "seed": s, "heldout_loss": x, "step_ms": 1.0}
+        for s, r, x in losses
+    ]
+    results.write(result("parity", *rows), tmp_path)
+    return tmp_path
+
+
+def test_the_headline_says_the_gains_and_the_costs(directory: Path) -> None:
+    text = readme.headline(directory)
+    assert "**2.00 times the speed of BF16**, 1.50 times torchao's and 1.60 times Transformer Engine's" in text
+    assert "**Held-out loss +0.00 % ± 12.71 % (95 % over 2 seeds) beside BF16**: a Llama of 3 M parameters" in text
+    assert "**What it costs**: 18.0 GiB where torchao takes 15.0." in text
+    assert len(text.splitlines()) == 3  # nothing of what was not measured
+
+
+def test_losses_are_compared_over_the_seeds_of_both(directory: Path) -> None:
+    text = readme.summary(directory)
+    assert "| held-out loss, 3 M parameters, 1 M tokens | 2.0000 |  | 2.0000 | +0.00 % ± 12.71 %, 2 seeds |" in text
+    assert "| Llama-3-8B blocks, ms per step, `folded` | 200.0 | 150.0 | 100.0 | 2.00 x |" in text
+    assert "<details>" in text and "  octavo x" in text
+
+
+def test_without_results_nothing_is_said(tmp_path: Path) -> None:
+    assert readme.headline(tmp_path) == ""
+
+
+def test_a_bounded_interval_of_the_parity_study_comes_first(directory: Path, result: MakeResult) -> None:
+    keys = {"protocol": 1, "model": "llama-7m", "tokens": 2 * 10**6, "text": "t", "machine": "m"}
+    losses = {"bf16": 2.0, "bf16 + 1 ulp": 2.0, "folded": 2.002}
+    rows = [
+        {**keys, "seed": seed, "recipe": arm, "heldout_loss": loss * (1 + 1e-4 * (seed % 2))}
+        for seed in range(12)
+        for arm, loss in losses.items()
+    ]
+    results.write(result("ladder", *rows), directory)
+    assert "a Llama of 3 M parameters" not in readme.headline(directory)
+    assert "**Held-out loss +0.10 % ± 0.00 % (95 % over 12 pairs) beside BF16**" in readme.headline(directory)

@@ -1,0 +1,105 @@
+"""The docs followed by a newcomer: every file and command in reading order, in one directory.
+
+Runs are shortened (`shortened`); what needs a network, several ranks or a browser, and what measures, is left out.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from octavo.cli.main import main
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+DEVELOPERS = ("pytest", "hypothesis", "ruff", "mypy", "playwright", "ml_dtypes", "matplotlib", "mkdocs")
+"""Packages of the extra `dev` alone: a user does not have them."""
+LEFT_OUT = re.compile(
+    r"octavo (bench (?!portability)|dashboard|train .*--tracker|doctor .*--trace|.*(--shard|--loss-scale|--fits))"
+)
+PAGES = [
+    DOCS / name
+    for name in re.findall(r"\]\(((?:tutorial|how-to)/[\w-]+\.md)\)", (DOCS / "index.md").read_text(encoding="utf-8"))
+]
+BLOCK = re.compile(
+    r"^(<!-- not run: [^\n]*)?\n*^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
+
+
+SMALL = {"dim": 32, "layers": 1, "heads": 2, "sequence": 32, "steps": 8, "checkpoint_every": 4, "batch": 2}
+
+
+def small(text: str) -> str:
+    """Return a file of settings for a run of a few steps."""
+    for key, value in SMALL.items():
+        text = re.sub(rf"^{key} = \d+", f"{key} = {value}", text, flags=re.MULTILINE)
+    return text
+
+
+def shortened(command: str) -> str:
+    """Return the same command for a run of a few steps of the preset `tiny`."""
+    for pattern, by in (
+        (r"--preset (demo|parity-\S+)(?!.*--memory)", "--preset tiny"),
+        (r"--steps \d+", "--steps 8"),
+        (r"--checkpoint-every \d+", "--checkpoint-every 4"),
+        (r"--(\S*tokens) \d+", r"--\1 512"),
+        (r"--verify \d+", "--verify 2"),
+        (r"step-\d+", "step-000008"),
+        (r"--batches \d+", "--batches 2"),
+    ):
+        command = re.sub(pattern, by, command)
+    if re.match(r"octavo (eval|localize)\b(?!.* --tokens)", command):
+        command += " --tokens 512"
+    if re.match(r"octavo train mine\.toml(?!.*--dry-run)", command):
+        command += " --eval-tokens 512"
+    if command == "make demo":
+        return "octavo train --preset tiny --steps 4 --out runs/demo --overwrite"
+    return command
+
+
+def followed(page: Path) -> Iterator[tuple[str, str]]:
+    """Yield the files of a page, each with its text, and its commands, each with an empty text."""
+    for skipped, language, title, text in BLOCK.findall(page.read_text(encoding="utf-8")):
+        if skipped:
+            continue
+        if title:
+            yield title, text
+        elif language == "bash":
+            yield from ((line.partition("  #")[0].strip(), "") for line in text.splitlines() if line.strip())
+
+
+def run(command: str) -> int:
+    """Run a command of `octavo` in this process, and return its exit code."""
+    with pytest.raises(SystemExit) as done:
+        main(shlex.split(command)[1:])
+    return int(done.value.code or 0)
+
+
+def test_every_page_is_followed_in_one_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))  # the cache of texts is new, too
+    for name in DEVELOPERS:
+        monkeypatch.setitem(sys.modules, name, None)
+    failed, ran = [], 0
+    for page in PAGES:
+        for what, text in followed(page):
+            if text:
+                (tmp_path / what).write_text(small(text), encoding="utf-8")
+                continue
+            command = shortened(what)
+            if not command.startswith("octavo ") or LEFT_OUT.match(command):
+                continue
+            ran += 1
+            code = run(command)
+            said = capsys.readouterr()
+            if code != 0:
+                failed.append(f"{page.relative_to(DOCS)}: {what}: exit {code}: {said.err.strip()[-300:]}")
+    assert ran > 40
+    assert failed == []

@@ -1,0 +1,63 @@
+"""Plain technical English: words and phrases that the project has left behind do not come back.
+
+Checked are docs, docstrings, help and messages: every text of the package, the benchmarks and the pages. The log and
+the changelog name what was.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]
+PAGES += sorted(page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "log")
+SOURCES = [*sorted((ROOT / "src").rglob("*.py")), *sorted((ROOT / "benchmarks").rglob("*.py"))]
+
+DIALECT = {
+    r"\banew\b": "again",
+    r"\bdear\b|\bdearer\b": "expensive",
+    r"\bwhat lies between\b": "the difference",
+    r"\bat the price of\b": "at the cost of",
+    r"\bquicker\b": "faster",
+    r"\bsoon done\b": "short",
+    r"\bwho knows\b": "unknown",
+    r"\b(?:nats|bytes?|scales?|values?|bits?|launches|tokens|ms|milliseconds) an? (?:token|element|weight|parameter"
+    r"|value|block|layer|step|tensor|operand|row|sequence|GPU|rank|program|second|byte)\b": "per",
+    r"\b(?:once|twice) an? (?:step|layer|model|run|token|block|row|tile|epoch)\b": "per",
+    r"\bbe it\b": "whether",
+    r"\bstand[- ]ins?\b": "placeholder",
+    r"\bBF16 twin\b": "BF16 baseline",
+    r"\bsums that shrink\b": "truncated accumulation",
+    r"\bas ever\b": "as before",
+    r"\bwhat is next to each other\b": "adjacent operations",
+    r"\bgrow used to\b": "adapt to",
+}
+"""Pattern, and what to write in its place."""
+
+
+def texts(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the texts of a file with their lines: a page in full, of a module its strings."""
+    if path.suffix == ".md":
+        yield from enumerate(
+            re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL).splitlines(), 1
+        )
+        return
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+
+
+@pytest.mark.parametrize("path", [*PAGES, *SOURCES], ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_word_of_the_old_dialect(path: Path) -> None:
+    found = [
+        f"{path.name}:{line}: '{match[0]}': write '{better}'"
+        for line, text in texts(path)
+        for pattern, better in DIALECT.items()
+        for match in re.finditer(pattern, text)
+    ]
+    assert found == []
