@@ -251,6 +251,13 @@ def test_what_no_update_explains(changed: dict[str, Any], rule: str, layer: str)
     assert alarm is not None and (alarm.rule, alarm.layer) == (rule, layer)
 
 
+def test_a_parameter_that_rounds_its_updates_away_is_no_fault() -> None:
+    rules = AlarmRules(GuardConfig())
+    for step in range(5, 60, 5):
+        check = parameters(change=0.0 if step > 30 else 5e-4)
+        assert rules.check(Observation(step, 2.0, 1.0, 1e-3, parameters=check)) is None
+
+
 def test_an_update_grows_with_a_learning_rate_that_was_used_before_only() -> None:
     rules = AlarmRules(GuardConfig())
     for step, lr in ((5, 1e-3), (10, 1e-3), (15, 1e-3), (20, 1e-4), (25, 1e-3)):

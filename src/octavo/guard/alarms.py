@@ -319,6 +319,8 @@ class AlarmRules:
             if over:
                 worst = max(over, key=lambda name: over[name])
                 layer = layer_of(worst) if len(over) < max(0.5 * len(ratios), 2) else ""
+                if rule == "no update" and layer:
+                    continue  # BF16 rounds small updates of single parameters away
                 yield Alarm(seen.step, rule, layer, "weight" if layer else "", over[worst], 1.0)
         for name, second in zip(found.names, found.second, strict=True):
             before = self._second.get(name, math.nan)
