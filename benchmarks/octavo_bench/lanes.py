@@ -351,10 +351,10 @@ OUTLIERS_EVERY = 64
 def add_outliers(model: nn.Module, factor: float) -> None:
     """Give the activations of a Llama the outliers that late training has, without a change of its function.
 
-    One channel in `OUTLIERS_EVERY` of every norm's gain is multiplied by `factor`, and divided by it in the weights that
-    read it, the inverse of SmoothQuant (arXiv 2211.10438): inputs of the linear layers get channels that are so much
-    larger in every token. Of as many units of a SwiGLU the gate's weights are set to those of `up`, as long training
-    with weight decay aligns them (arXiv 2409.12517); its product is then quadratic in the input.
+    One channel in `OUTLIERS_EVERY` of every norm's gain is multiplied by `factor`, and divided by it in the weights
+    that read it, the inverse of SmoothQuant (arXiv 2211.10438): inputs of the linear layers get channels that are so
+    much larger in every token. Of as many units of a SwiGLU the gate's weights are set to those of `up`, as long
+    training with weight decay aligns them (arXiv 2409.12517); its product is then quadratic in the input.
     """
     for block in model.get_submodule("layers").children():
         attention, mlp = block.get_submodule("attention"), block.get_submodule("feed_forward")

@@ -1,8 +1,8 @@
 """`octavo bench parity`: pairs of runs in BF16 and by FP8 recipes, as docs/explanation/parity-protocol.md has them.
 
 A block is one seed of one size under one condition: BF16, BF16 with its weights moved by one ulp, and every recipe,
-from the same weights on the same batches. A session reads which blocks the result files hold, adds blocks until its minutes are over, saves
-after each, and says what is known by then.
+from the same weights on the same batches. A session reads which blocks the result files hold, adds blocks until its
+minutes are over, saves after each, and says what is known by then.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.models.factory import model_name
-from octavo_bench import results
+from octavo_bench import ladder_plots, results
 from octavo_bench.cli import TO_STDOUT, Output, command_line, known
 from octavo_bench.installed_text import InstalledText, installed_text
 from octavo_bench.ladder import FIRST_SEED, FRESH, KIND, PROTOCOL, SIZES, read_rows, report, under
@@ -96,6 +96,7 @@ def parity(
     conditions: str = "half,whole",
     recipes: str = "folded,folded_fast,block,tensorwise,rowwise",
     session: Session = SESSION,
+    plots: Path | None = None,
     output: Output = TO_STDOUT,
 ) -> int:
     """Train pairs of small models, in BF16 and by FP8 recipes, and say what they show by now.
@@ -105,6 +106,7 @@ def parity(
     Examples:
 
         octavo bench parity --minutes 0
+        octavo bench parity --minutes 0 --plots docs/pictures
         octavo bench parity --sizes 3m --minutes 8 --write benchmarks/results
         octavo bench parity --sizes 1m --conditions half,half+lr4,half+outliers --recipes folded
         octavo bench parity --sizes 1m --recipes folded,folded+wgrad.precision=bf16
@@ -119,6 +121,8 @@ def parity(
         `lr4`, `batch4`, `outliers`.
     recipes
         FP8 recipes, separated by commas, `none` for BF16 alone. What differs from a recipe follows it after `+`.
+    plots
+        Directory to draw the pictures of all committed results to, those of `--write` if given; needs matplotlib.
     """
     names = [known("--sizes", name, [*SIZES], "size") for name in sizes.split(",")]
     own_recipes = [] if recipes == "none" else recipes.split(",")
@@ -136,6 +140,8 @@ def parity(
             if output.write is not None:
                 save(added, output.write, line, session.device)
     output.say(report([*found, *added]))
+    if plots is not None:
+        output.say("\n".join(f"drawn: {path}" for path in ladder_plots.draw(output.write or COMMITTED, plots)))
     return int(any("error" in row for row in added))
 
 
@@ -218,11 +224,12 @@ class Study:
     def _block(self, size: _Size, seed: int, arms: Sequence[str], text: InstalledText) -> list[Row]:
         lanes = self._lanes(size, arms, text)
         began, rows, finished = time.monotonic(), [], True
-        snapshot = self._snapshot(size, seed, text) if size.training.branch else None
+        snapshot = self._snapshot(size, seed, text)
+        began_well = snapshot is not None or not size.training.branch
         before = {BF16: time.monotonic() - began}  # BF16's share of the run that all go on from
         for group in [lanes] if size.training.together else [[lane] for lane in lanes]:
             start = time.monotonic()
-            finished = run_together(group, seed, snapshot=snapshot, deadline=self._end)
+            finished = began_well and run_together(group, seed, snapshot=snapshot, deadline=self._end)
             if not finished:
                 self.say(f"{size.title} seed {seed}: stopped at the end of the session")
                 break
@@ -235,11 +242,13 @@ class Study:
         self.say(f"{size.title}, seed {seed}: {took:.1f} s; {losses}")
         return rows
 
-    def _snapshot(self, size: _Size, seed: int, text: InstalledText) -> Snapshot:
-        """Return the run in BF16 that all arms of a block go on from."""
-        [source] = self._lanes(size, [BF16], text)
-        run_together([source], seed, until=size.training.first)
-        return source.snapshot()
+    def _snapshot(self, size: _Size, seed: int, text: InstalledText) -> Snapshot | None:
+        """Return the run in BF16 that all arms of a block go on from; None if there is none, or no time for it."""
+        if not size.training.branch:
+            return None
+        source = self._lanes(size, [BF16], text)
+        done = run_together(source, seed, until=size.training.first, deadline=self._end)
+        return source[0].snapshot() if done else None
 
     def _lanes(self, size: _Size, arms: Sequence[str], text: InstalledText) -> list[Lane]:
         """Return the lanes of arms, made once per session. An arm that cannot be captured is reported and left out.

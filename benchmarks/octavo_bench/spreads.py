@@ -1,28 +1,25 @@
 """Why final losses spread, and what an answer costs: tables of the pilot and of the runs so far.
 
-Runs of a block differ by recipe alone, and recipes differ far less than chaos does: the spread of a block's runs, all arms
-pooled, is that of chaos, from many more runs than the null pairs. It bounds it from above.
+Runs of a block differ by recipe and by chaos. Their spread, all arms pooled, bounds that of chaos from above, and is
+known from many more runs than the null pairs are.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 
-from octavo_bench.ladder import AIM, GATE, LOSSES, blocks, pairs_for, read_rows, studies
+from octavo_bench.ladder import AIM, ALL, GATE, LOSSES, blocks, gaps, pairs_for, read_rows, studies
+from octavo_bench.lanes import NULL
 from octavo_bench.render import table
 from octavo_bench.results import Row
 
 Measure = Callable[[Row], float]
 POINTS_LAST = 8
 """Of the 40 points of a stored curve, those of the last fifth."""
-
-
-def log_curve(row: Row) -> list[float]:
-    """Return the logarithms of a stored curve of training loss."""
-    return [math.log(loss) for loss in row["training_loss"]]
 
 
 def finite_blocks(rows: Sequence[Row]) -> list[list[Row]]:
@@ -49,7 +46,7 @@ def spread(groups: Sequence[Sequence[float]], fitted: int = 0) -> float:
 def spread_over_time(rows: Sequence[Row]) -> list[float]:
     """Return the spread within blocks at each point of the curves, in percent."""
     points = len(finite_blocks(rows)[0][0]["training_loss"])
-    return [spread(deviations(rows, lambda row, at=at: row["training_loss"][at])) for at in range(points)]
+    return [spread(deviations(rows, partial(training_loss_at, at))) for at in range(points)]
 
 
 def since_half(rows: Sequence[Row], measure: Measure) -> float:
@@ -76,12 +73,19 @@ def heldout(row: Row) -> float:
     return float(row["heldout_loss"])
 
 
+def heldout_in(language: str, row: Row) -> float:
+    """Return the held-out loss of a language."""
+    return float(row["by_language"][language])
+
+
+def training_loss_at(point: int, row: Row) -> float:
+    """Return a point of the stored curve of training loss."""
+    return float(row["training_loss"][point])
+
+
 MEASURES: dict[str, Measure] = {
     "held-out loss": heldout,
-    **{
-        f"held-out loss, {name}": lambda row, name=name: row["by_language"][name]
-        for name in ("python", "c++", "english", "other")
-    },
+    **{f"held-out loss, {name}": partial(heldout_in, name) for name in ("python", "c++", "english", "other")},
     "training loss, last 20th": lambda row: fmean(row["training_loss"][-2:]),
     "training loss, last fifth": last_fifth,
     "training loss, last half": lambda row: fmean(row["training_loss"][-20:]),
@@ -108,37 +112,36 @@ def pilot_table(directory: Path) -> str:
 
 def cost_table(directory: Path) -> str:
     """Return the hours of GPU until intervals are narrow, by study and measure; empty without blocks."""
-    pilot = [("pilot, ", own) for own in studies(read_rows(directory, pilot=True))]
     body = []
-    for mark, own in [*pilot, *(("", own) for own in studies(read_rows(directory)))]:
-        seconds = seconds_per_block(own)
-        if seconds is None:
-            continue
-        name = f"{mark}{own[0]['model']}, {own[0]['condition']}"
-        measures = {"held-out loss": heldout, LOSSES["fresh_loss"]: last_fifth}
-        body += [_cost(name, title, seconds, spread(deviations(own, m))) for title, m in measures.items()]
-        if mark:
-            arms = max(len(block) for block in finite_blocks(own))
-            less = seconds * (1 + (arms - 1) / 2) / arms
-            name = f"expected, {own[0]['model']}, half"
-            body += [_cost(name, title, less, since_half(own, m)) for title, m in measures.items()]
-    header = ("study", "loss", "seconds per block", "spread of a run", "spread of a pair")
+    for own in studies(read_rows(directory, pilot=True)):
+        seconds, arms = seconds_per_block(own), max(len(block) for block in finite_blocks(own))
+        half = seconds * (1 + (arms - 1) / 2) / arms
+        for name, measure in (("held-out loss", heldout), (LOSSES["fresh_loss"], last_fifth)):
+            pair = math.sqrt(1.5) * spread(deviations(own, measure))  # a run, less the mean of two of BF16
+            body.append(_cost(f"pilot, {own[0]['model']}, whole", name, seconds, pair))
+            later = math.sqrt(1.5) * since_half(own, measure)
+            body.append(_cost(f"expected, {own[0]['model']}, half", name, half, later))
+    for own in studies(read_rows(directory)):
+        for loss in LOSSES:
+            spreads = [gap.spread for gap in gaps(own, loss) if gap.spread and gap.arm not in (NULL, ALL)]
+            if spreads:
+                title = f"{own[0]['model']}, {own[0]['condition']}"
+                body.append(_cost(title, LOSSES[loss], seconds_per_block(own), median(spreads)))
+    header = ("study", "loss", "seconds per block", "spread of a pair")
     widths = [f"{what} for ± {width:.2f} %" for width in (GATE, AIM) for what in ("pairs", "hours")]
-    return table((*header, *widths), body) if body else ""
+    return table((*header, *widths), sorted(body)) if body else ""
 
 
-def seconds_per_block(rows: Sequence[Row]) -> float | None:
-    """Return the median time of a block with all arms; None where none was finished."""
+def seconds_per_block(rows: Sequence[Row]) -> float:
+    """Return the median time of a block with all arms."""
     found = finite_blocks(rows)
-    arms = max((len(block) for block in found), default=0)
-    whole = [sum(row["seconds"] for row in block) for block in found if len(block) == arms]
-    return median(whole) if whole else None
+    arms = max(len(block) for block in found)
+    return median(sum(row["seconds"] for row in block) for block in found if len(block) == arms)
 
 
-def _cost(name: str, measure: str, seconds: float, run: float) -> tuple[str, ...]:
-    pair = run * math.sqrt(1.5)  # a recipe's run, less the mean of two of BF16
+def _cost(name: str, measure: str, seconds: float, pair: float) -> tuple[str, ...]:
     cells = []
     for width in (GATE, AIM):
         pairs = pairs_for(width / pair)
         cells += [f"{pairs:,}", f"{pairs * seconds / 3600:.1f}"]
-    return (name, measure, f"{seconds:.1f}", f"{run:.3f} %", f"{pair:.3f} %", *cells)
+    return (name, measure, f"{seconds:.1f}", f"{pair:.3f} %", *cells)

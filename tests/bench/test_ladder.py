@@ -10,12 +10,19 @@ import numpy as np
 import pytest
 
 from octavo.errors import ConfigError
-from octavo_bench import ladder, results, spreads
+from octavo_bench import ladder, ladder_plots, results, spreads
 from octavo_bench.evidence import at_any_time, errors_at_any_time, student
 from octavo_bench.lanes import BF16, NULL
 from octavo_bench.results import Row
 
-STUDY = {"protocol": ladder.PROTOCOL, "model": "llama-1m", "tokens": 1000, "condition": "half", "text": "t", "machine": "m"}
+STUDY = {
+    "protocol": ladder.PROTOCOL,
+    "model": "llama-1m",
+    "tokens": 1000,
+    "condition": "half",
+    "text": "t",
+    "machine": "m",
+}
 
 
 def run(recipe: str, seed: int, loss: float, **changes: Any) -> Row:
@@ -117,7 +124,7 @@ def test_intervals_at_any_time_hold_at_all_times_together() -> None:
     any_time = np.array([errors_at_any_time(int(n)) for n in looks])
     once = np.array([student(int(n) - 1) for n in looks])
     assert np.mean((abs(means) > any_time * errors).any(1)) < 0.05
-    assert np.mean((abs(means[:, -1]) > (once * errors)[:, -1])) == pytest.approx(0.05, abs=0.015)
+    assert np.mean(abs(means[:, -1]) > (once * errors)[:, -1]) == pytest.approx(0.05, abs=0.015)
     assert np.mean((abs(means) > once * errors).any(1)) > 0.15  # Student's, looked at 20 times
     first = at_any_time(values[0, :50].tolist())
     assert first.half_width == pytest.approx(any_time[4] * errors[0, 4]) and first.mean == pytest.approx(means[0, 4])
@@ -143,7 +150,9 @@ def test_up_to_four_pairs_nothing_is_bounded() -> None:
     assert [errors_at_any_time(n) is None for n in range(7)] == [True] * 5 + [False] * 2
     assert at_any_time([0.1, 0.2]).half_width is None
     pairs = ladder.pairs_for(0.3)
-    assert (errors_at_any_time(pairs) or 9) / pairs**0.5 <= 0.3 < (errors_at_any_time(pairs - 3) or 9) / (pairs - 3) ** 0.5
+    assert (
+        (errors_at_any_time(pairs) or 9) / pairs**0.5 <= 0.3 < (errors_at_any_time(pairs - 3) or 9) / (pairs - 3) ** 0.5
+    )
 
 
 # --- spreads ---------------------------------------------------------------------------------------------------------
@@ -163,3 +172,41 @@ def test_spreads_within_blocks_and_what_half_way_explains() -> None:
     over_time = spreads.spread_over_time(rows)
     assert over_time[0] == pytest.approx(1.0, rel=0.1) and over_time[-1] > over_time[0]
     assert spreads.seconds_per_block(rows) == 7.0
+
+
+# --- pictures --------------------------------------------------------------------------------------------------------
+
+
+def test_committed_pictures_show_the_committed_results() -> None:
+    root = Path(ladder.__file__).parents[2]
+    for name in ladder_plots.PLOTS:
+        text = (root / "docs" / "pictures" / f"{name}.svg").read_text(encoding="utf-8")
+        assert ladder_plots.digest(name, root / "benchmarks" / "results") in text, (
+            f"{name}.svg is older than its data: run octavo bench parity --minutes 0 --plots docs/pictures"
+        )
+
+
+def test_pictures_are_drawn_of_any_number_of_blocks(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert ladder_plots.draw(tmp_path, tmp_path) == []
+    one = block(100, bf16=1.0, null=1.001, folded=1.01)
+    lost = [run(BF16, 101, 1.0), run(NULL, 101, 1.0) | {"error": "the loss was not finite at step 0"}]
+    results.save(ladder.KIND, [*one, *lost], tmp_path, "octavo bench parity")
+    [panel] = ladder_plots.time_data(tmp_path)
+    assert panel["null"] == [[0.0, 0.0]] and panel["recipes"] == [[0.0, None], [0.0, None]]
+    paths = ladder_plots.draw(tmp_path, tmp_path)
+    assert all(ladder_plots.digest(path.stem, tmp_path) in path.read_text() for path in paths) and len(paths) == 2
+    again = [path.read_bytes() for path in ladder_plots.draw(tmp_path, tmp_path)]
+    assert again == [path.read_bytes() for path in paths]
+
+
+def test_costs_follow_from_the_spread_of_gaps(tmp_path: Path) -> None:
+    draw = np.random.default_rng(2)
+    rows = [row for s in range(40) for row in block(100 + s, bf16=1.0, null=1.0, folded=1.01 + draw.normal(0, 0.002))]
+    results.save(ladder.KIND, rows, tmp_path, "octavo bench parity")
+    line = spreads.cost_table(tmp_path).splitlines()[3]
+    _, study, loss, seconds, pair, pairs, hours, *_ = (cell.strip() for cell in line.split("|"))
+    assert (study, loss, seconds) == ("llama-1m, half", ladder.LOSSES["fresh_loss"], "3.0")
+    assert float(pair.removesuffix(" %")) == pytest.approx(0.2, rel=0.3)  # the gap of 1 % is no spread
+    assert int(pairs) == ladder.pairs_for(ladder.GATE / float(pair.removesuffix(" %")))
+    assert float(hours) == round(int(pairs) * 3 / 3600, 1)

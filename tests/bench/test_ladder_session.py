@@ -42,7 +42,9 @@ def figures(rows: list[Row]) -> list[Row]:
 
 def test_a_session_goes_on_where_the_last_one_stopped(session: Run, tmp_path: Path) -> None:
     first = session(2)
-    assert [(row["seed"], row["recipe"]) for row in first] == [(s, a) for s in (100, 101) for a in (BF16, NULL, "folded")]
+    assert [(row["seed"], row["recipe"]) for row in first] == [
+        (s, a) for s in (100, 101) for a in (BF16, NULL, "folded")
+    ]
     assert session(2) == first
     [file] = tmp_path.glob("*-ladder.json")
     cut = results.load(file)

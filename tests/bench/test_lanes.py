@@ -105,7 +105,9 @@ def test_a_moved_weight_is_finite_and_one_unit_of_bf16_away() -> None:
         for before, after in zip(weights.values(), moved, strict=True):
             assert bool(after.isfinite().all())
             unit = 2.0 ** (torch.floor(torch.log2(before.abs().double())) - 7)
-            assert torch.equal(((after.double() - before.double()).abs() / unit).round(decimals=3), torch.ones_like(unit))
+            assert torch.equal(
+                ((after.double() - before.double()).abs() / unit).round(decimals=3), torch.ones_like(unit)
+            )
             assert 0.4 < (after > before).double().mean() < 0.6 or before.numel() < 1000
     zero = torch.zeros(3)
     move([zero], torch.Generator())
@@ -132,7 +134,9 @@ def test_outliers_change_activations_and_not_the_function_but_for_the_gates() ->
     config = ladder.SIZES["1m"].model
     plain, hard = build(config, 0).eval(), build(config, 0).eval()
     add_outliers(hard, 16.0)
-    for block, own in zip(plain.get_submodule("layers").children(), hard.get_submodule("layers").children(), strict=True):
+    for block, own in zip(
+        plain.get_submodule("layers").children(), hard.get_submodule("layers").children(), strict=True
+    ):
         gate, up = (own.get_parameter(f"feed_forward.{name}.weight") for name in ("w1", "w3"))
         assert torch.equal(gate[::OUTLIERS_EVERY], up[::OUTLIERS_EVERY])
         with torch.no_grad():  # the gates back as they were, so that the rest can be compared
@@ -149,12 +153,14 @@ def test_outliers_change_activations_and_not_the_function_but_for_the_gates() ->
 def test_an_arm_is_a_recipe_and_what_differs_from_it() -> None:
     assert recipe_of("folded").name == "folded"
     changed = recipe_of("folded+wgrad.precision=bf16+dgrad.grad_output.format=e4m3")
-    assert changed.name.startswith("folded+") and not changed.wgrad.is_fp8 and changed.dgrad.grad_output.format == "e4m3"
+    assert (
+        changed.name.startswith("folded+") and not changed.wgrad.is_fp8 and changed.dgrad.grad_output.format == "e4m3"
+    )
     assert recipe_of("tensorwise+fprop.input.granularity=row").fprop.input.granularity == "row"
     with pytest.raises(ConfigError, match="KEY=VALUE"):
         recipe_of("folded+wgrad")
-    with pytest.raises(ConfigError, match="wgrad.*precison"):
-        recipe_of("folded+wgrad.precison=bf16")
+    with pytest.raises(ConfigError, match=r"wgrad.*exactness"):
+        recipe_of("folded+wgrad.exactness=bf16")
 
 
 @pytest.mark.gpu
@@ -166,7 +172,9 @@ def test_lanes_together_and_alone_agree_bit_for_bit(compiled: bool) -> None:
     own = text()
     own = InstalledText(own.train.repeat(30), own.heldout | {"python": own.train[:1200]}, "digest").on(device)
     with allow_many_compilations():
-        lanes = [Lane(arm, size, own, device, compiled=compiled) for arm in (BF16, NULL, "folded", "tensorwise", "block")]
+        lanes = [
+            Lane(arm, size, own, device, compiled=compiled) for arm in (BF16, NULL, "folded", "tensorwise", "block")
+        ]
         assert run_together(lanes[:1], 0, until=size.first)
         snapshot = lanes[0].snapshot()
         for start in (None, snapshot):
