@@ -136,7 +136,7 @@ def seconds_per_block(rows: Sequence[Row]) -> float:
     """Return the median time of a block with all arms."""
     found = finite_blocks(rows)
     arms = max(len(block) for block in found)
-    return median(sum(row["seconds"] for row in block) for block in found if len(block) == arms)
+    return median(float(sum(row["seconds"] for row in block)) for block in found if len(block) == arms)
 
 
 def _cost(name: str, measure: str, seconds: float, pair: float) -> tuple[str, ...]:
