@@ -11,6 +11,7 @@ from octavo.conversion import LayerPlan, Policy, convert, make_plan
 from octavo.conversion import plan as module
 from octavo.conversion.plan import refuse_fallbacks
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
+from octavo.kernels import ledger as module_ledger
 from octavo.models import ModelConfig, build
 from octavo.recipes import load
 
@@ -116,7 +117,7 @@ def test_root_module_that_is_a_linear_layer():
 
 def test_models_without_linear_layers():
     for empty in (nn.MaxPool2d(3), nn.Sequential(), nn.Identity()):
-        assert str(make_plan(empty)).endswith("0 of 0 linear layers in FP8 (0% of their weights) on cpu")
+        assert "\n0 of 0 linear layers in FP8 (0% of their weights) on cpu\n" in str(make_plan(empty))
 
 
 def test_a_model_on_the_meta_device():
@@ -186,7 +187,7 @@ def test_on_a_gpu_a_layer_too_small_to_gain_stays_in_bf16():
 def test_gain_is_shown_in_the_table():
     plan = make_plan(nn.Sequential(nn.Linear(4096, 4096)), device="cuda")
     assert f"  {plan.layers[0].gain:.2f}" in str(plan).splitlines()[1]
-    assert str(plan).endswith("on cuda")
+    assert str(plan).splitlines()[-2].endswith("on cuda")
 
 
 @pytest.mark.usefixtures("hopper")
@@ -257,3 +258,43 @@ def test_what_was_measured_is_not_overruled_by_a_prediction(model):
     found = {"reason": "within the loss budget", "loss_change": 0.0, "ms_saved": 0.1}
     plan = make_plan(model, {"modules": {"layers.0.up": "folded"}, "evidence": {"layers.0.up": found}}, device="cuda")
     assert [layer.name for layer in plan.layers if layer.is_fp8] == ["layers.0.up"]
+
+
+# --- what a user may not expect ---------------------------------------------------------------------------------------
+
+
+def two_layers(width=64, dtype=None):
+    return nn.Sequential(nn.Linear(width, width, dtype=dtype), nn.Linear(width, width, dtype=dtype))
+
+
+def logged(caplog):
+    return [record.getMessage() for record in caplog.records if record.name == "octavo"]
+
+
+def test_nothing_in_fp8_is_said_in_the_plan_and_once_at_conversion(caplog):
+    module_ledger._warned.clear()
+    policy = Policy(min_features=128)
+    note = "Nothing will run in FP8: fewer than 128 features (2 of 2 layers)"
+    plan = make_plan(two_layers(), policy=policy)
+    assert plan.notes == (note,) and str(plan).endswith(note) and json.loads(plan.to_json())["notes"] == [note]
+    assert not logged(caplog)
+    for _ in range(2):
+        convert(two_layers(), policy=policy)
+    assert logged(caplog) == [f"octavo.convert: {note}"]
+    assert "no linear layer" in make_plan(nn.ReLU()).notes[0]
+    assert make_plan(two_layers(), "bf16").notes == make_plan(two_layers(), policy=Policy(min_features=16)).notes == ()
+
+
+def test_weights_in_fp16_are_said_in_the_plan():
+    policy = Policy(min_features=16)
+    notes = make_plan(two_layers(dtype=torch.float16), policy=policy).notes
+    assert len(notes) == 1 and "torch.float16" in notes[0] and "scale the loss" in notes[0]
+    assert make_plan(two_layers(dtype=torch.bfloat16), policy=policy).notes == ()
+
+
+def test_weights_in_fp32_on_a_gpu_are_said_in_the_plan(monkeypatch):
+    monkeypatch.setattr(module, "gemm_kernel", lambda *_: ("scaled_mm.row", {}))
+    policy = Policy(min_features=16, min_gain=0.0)
+    notes = make_plan(two_layers(), policy=policy, device="cuda").notes
+    assert len(notes) == 1 and notes[0].startswith("Weights are torch.float32. Without autocast FP8 layers compute in")
+    assert make_plan(two_layers(), policy=policy, device="cpu").notes == ()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -26,8 +27,10 @@ from octavo.nn.weight_codes import (
     quantize_weights,
     split_rows,
 )
-from octavo.numerics import PER_ROW, Quantized, dequantize, quantize
+from octavo.numerics import PER_ROW, Quantized, dequantize, quantize, sqnr_db
 from octavo.recipes import load
+from octavo.tensor import FP8Tensor
+from octavo_bench.ranks import join_alone
 
 ROW = QuantSpec("e4m3", "row", "power_of_two")
 TENSOR = QuantSpec("e4m3", "tensor", "float32")
@@ -346,6 +349,152 @@ def other_parameters(model: nn.Module) -> Iterator[Any]:
     yield
 
 
+def adapters_merged(model: nn.Module) -> Iterator[Any]:
+    """As LoRA's are merged for an evaluation, and taken out again."""
+    layers = list(model.children())
+    deltas = [torch.randn(w.shape[0], 4) @ torch.randn(4, w.shape[1]) for w in (layer.weight for layer in layers)]
+    for sign in (1, -1):
+        for layer, delta in zip(layers, deltas, strict=True):
+            layer.weight.data += sign * delta
+        yield
+
+
+@torch.no_grad()
+def target_network(model: nn.Module) -> Iterator[Any]:
+    online = copy.deepcopy(model)
+    for _ in range(2):
+        for p, q in zip(model.parameters(), online.parameters(), strict=True):
+            q.mul_(3.0)
+            p.data.mul_(0.9).add_(q.data, alpha=0.1)
+        yield
+    yield [p.data.lerp_(q.data, 0.5) for p, q in zip(model.parameters(), online.parameters(), strict=True)]
+
+
+class PlainOptimizer:
+    """Not of PyTorch's class: no hook of its knows of a step."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.parameters = list(parameters)
+
+    def step(self) -> None:
+        for p in self.parameters:
+            p.data.add_(p.grad.data, alpha=-0.1)
+
+
+def plain_optimizer(model: nn.Module) -> Iterator[Any]:
+    optimizer = PlainOptimizer(with_gradients(model))
+    for _ in range(2):
+        yield optimizer.step()
+
+
+def averaged_over_ranks(model: nn.Module) -> Iterator[Any]:
+    join_alone(4)  # all_reduce multiplies by 4
+    try:
+        for p in model.parameters():
+            dist.all_reduce(p.data)
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def flat_view(model: nn.Module) -> Iterator[Any]:
+    yield [p.data.view(-1).copy_(torch.randn(p.numel())) for p in model.parameters()]
+
+
+def by_foreach(model: nn.Module) -> Iterator[Any]:
+    yield torch._foreach_mul_([p.data for p in model.parameters()], 3.0)
+    values = [torch.randn_like(p) for p in model.parameters()]
+    yield torch._foreach_copy_([p.data for p in model.parameters()], values)
+
+
+def tensors_swapped(model: nn.Module) -> Iterator[Any]:
+    for name, p in list(model.named_parameters()):
+        torch.utils.swap_tensors(p, nn.Parameter(torch.randn_like(p)))
+        assert model.get_parameter(name) is p
+    yield
+
+
+def storage_written(model: nn.Module) -> Iterator[Any]:
+    for p in model.parameters():
+        p.untyped_storage().copy_(torch.randn_like(p).untyped_storage())
+    yield
+
+
+def storage_exchanged(model: nn.Module) -> Iterator[Any]:
+    for p in model.parameters():
+        with torch.no_grad():
+            p.set_(torch.randn_like(p))
+    yield
+
+
+def dlpack_alias(model: nn.Module) -> Iterator[Any]:
+    aliases = [torch.from_dlpack(p.detach()) for p in model.parameters()]
+    for _ in range(2):
+        yield [alias.mul_(3.0) for alias in aliases]
+
+
+def written_in_inference_mode(model: nn.Module) -> Iterator[Any]:
+    with torch.inference_mode():
+        for p in model.parameters():
+            p.data.mul_(3.0)
+    yield
+
+
+def reset(model: nn.Module) -> Iterator[Any]:
+    yield [layer.reset_parameters() for layer in model.children()]
+    yield [nn.init.orthogonal_(layer.weight) for layer in model.children()]
+    yield [nn.init.constant_(layer.weight.data, 0.1) for layer in model.children()]
+
+
+def pruned(model: nn.Module) -> Iterator[Any]:
+    for p in model.parameters():
+        p.data[p.abs() < p.abs().median()] = 0
+        p.data.masked_fill_(torch.rand_like(p) < 0.1, 1.0)
+    yield
+
+
+def normalised(model: nn.Module) -> Iterator[Any]:
+    for layer in model.children():
+        layer.weight.data = nn.functional.normalize(layer.weight.data, dim=1)
+        yield layer.weight.data.div_(layer.weight.data.norm())
+
+
+def one_row_of_a_view(model: nn.Module) -> Iterator[Any]:
+    for layer in model.children():
+        layer.weight.data[0].t()[:3].fill_(50.0)
+    yield
+
+
+def weights_averaged(model: nn.Module) -> Iterator[Any]:
+    average = torch.optim.swa_utils.AveragedModel(copy.deepcopy(model))
+    for p in average.parameters():
+        p.data.mul_(2.0)
+    yield model.load_state_dict(average.module.state_dict())
+
+
+def from_a_buffer(model: nn.Module) -> Iterator[Any]:
+    """Parameters are views of one buffer, as in flat optimizers."""
+    buffer, start = parameters_to_vector(model.parameters()).detach().clone(), 0
+    for p in model.parameters():
+        p.data = buffer[start : start + p.numel()].view_as(p)
+        start += p.numel()
+    for _ in range(2):
+        yield buffer.mul_(3.0)
+    yield buffer.copy_(torch.randn_like(buffer))
+
+
+def in_a_hook_of_the_gradient(model: nn.Module) -> Iterator[Any]:
+    def stepped(p: nn.Parameter) -> None:
+        p.data.add_(p.grad, alpha=-0.1)
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(stepped)
+    model(torch.ones(5, 32)).square().sum().backward()
+    for p in model.parameters():
+        p._post_accumulate_grad_hooks.clear()
+    yield
+
+
 WAYS: dict[str, Way] = {
     "SGD": by_optimizer(torch.optim.SGD, foreach=False),
     "SGD foreach": by_optimizer(torch.optim.SGD, foreach=True),
@@ -373,7 +522,38 @@ WAYS: dict[str, Way] = {
     "dtypes": moved_to_another_dtype_and_back,
     "other parameters": other_parameters,
 }
-IN_EAGER_MODE = [("eager", recipe, way) for recipe, way in itertools.product(("folded", "rowwise"), WAYS)]
+IN_EAGER_MODE_ALONE: dict[str, Way] = {
+    "LoRA merged": adapters_merged,
+    "target network": target_network,
+    "plain optimizer": plain_optimizer,
+    "all_reduce(data)": averaged_over_ranks,
+    "flat view": flat_view,
+    "foreach on data": by_foreach,
+    "swap_tensors": tensors_swapped,
+    "storage": storage_written,
+    "set_": storage_exchanged,
+    "DLPack alias": dlpack_alias,
+    "inference mode": written_in_inference_mode,
+    "init": reset,
+    "pruned": pruned,
+    "normalised": normalised,
+    "a view": one_row_of_a_view,
+    "SWA": weights_averaged,
+    "flat buffer": from_a_buffer,
+    "step in backward": in_a_hook_of_the_gradient,
+    "Adam": by_optimizer(torch.optim.Adam, fused=True),
+    "Adagrad": by_optimizer(torch.optim.Adagrad, fused=True),
+    "RMSprop": by_optimizer(torch.optim.RMSprop, foreach=True),
+    "NAdam": by_optimizer(torch.optim.NAdam),
+    "AdamW, amsgrad": by_optimizer(torch.optim.AdamW, foreach=True, maximize=True, amsgrad=True),
+    "Octavo's Adam": by_optimizer(octavo.optim.Adam),
+    "Octavo's Lion": by_optimizer(octavo.optim.Lion),
+    "Octavo's AdamW, one byte": by_optimizer(octavo.optim.AdamW, states="fp8"),
+}
+"""To a graph a weight is an input like any other: that compiled code reads it is shown by the others."""
+IN_EAGER_MODE = [
+    ("eager", recipe, way) for recipe, way in itertools.product(("folded", "rowwise"), WAYS | IN_EAGER_MODE_ALONE)
+]
 """dgrad of the one reads the codes that forward has made, that of the other quantises the weight itself."""
 
 
@@ -384,7 +564,7 @@ def test_a_write_to_a_weight_is_seen_by_the_next_forward(mode, recipe, way):
     call = model if mode == "eager" else torch.compile(model, backend="aot_eager")
     before = results(model, call)[0]
     changed = False
-    for _ in WAYS[way](model):
+    for _ in (WAYS | IN_EAGER_MODE_ALONE)[way](model):
         found = results(model, call)
         fresh = net(recipe, values=model)
         for p, twin in zip(model.parameters(), fresh.parameters(), strict=True):
@@ -393,6 +573,108 @@ def test_a_write_to_a_weight_is_seen_by_the_next_forward(mode, recipe, way):
             assert torch.equal(a, b)
         changed = changed or not torch.equal(found[0], before)
     assert changed, "nothing was written"
+
+
+def fp8_weights() -> nn.Module:
+    torch.manual_seed(7)
+    model = Net()
+    octavo.convert(model, "folded", policy=Policy(min_gain=0.0, min_features=16, weights="fp8"))
+    assert all(isinstance(layer.weight, FP8Tensor) for layer in model.children())
+    return model
+
+
+def other_codes(p: nn.Parameter) -> FP8Tensor:
+    return FP8Tensor.from_tensor(torch.randn(p.shape), "e4m3", "row", "power_of_two")
+
+
+FP8_WAYS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "codes": lambda p: p.codes.copy_(other_codes(p).codes),
+    "codes, a view": lambda p: p.codes.view(torch.uint8)[0].fill_(0x38),
+    "scale": lambda p: p.scale.mul_(4.0),
+    "codes by NumPy": lambda p: p.codes.view(torch.uint8).numpy().__ixor__(0x80),
+    "copy_": lambda p: p.copy_(torch.randn(p.shape)),
+    "copy_ of codes": lambda p: p.copy_(other_codes(p)),
+    "data.copy_": lambda p: p.data.copy_(torch.randn(p.shape)),
+    "data =": lambda p: setattr(p, "data", other_codes(p)),
+    "swap_tensors": lambda p: torch.utils.swap_tensors(p, nn.Parameter(other_codes(p))),
+}
+
+
+@torch.no_grad()
+def fp8_way(name: str, model: nn.Module) -> None:
+    if name == "Octavo's AdamW":
+        optimizer = octavo.optim.AdamW(model.parameters(), lr=0.1)
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape)
+        optimizer.step()
+    elif name == "load_state_dict":
+        model.load_state_dict({key: torch.randn(value.shape) for key, value in model.state_dict().items()})
+    else:
+        for layer in model.children():
+            FP8_WAYS[name](layer.weight)
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("way", [*FP8_WAYS, "Octavo's AdamW", "load_state_dict"])
+def test_a_write_to_an_fp8_weight_is_seen_by_the_next_forward(way, mode):
+    torch._dynamo.reset()
+    model = fp8_weights()
+    call = model if mode == "eager" else torch.compile(model, backend="aot_eager")
+    before = results(model, call)[0]
+    fp8_way(way, model)
+    found, fresh = results(model, call), copy.deepcopy(model)
+    assert not torch.equal(found[0], before)
+    for a, b in zip(found, results(fresh, fresh), strict=True):
+        assert torch.equal(a, b)
+    values = results(octavo.revert(plain := copy.deepcopy(model)) and plain, plain)[0]
+    assert sqnr_db(values, found[0]) > 20  # of the weights' new values
+
+
+def gathered_for_each_call(model: nn.Module) -> nn.Module:
+    """Hold weights as DeepSpeed's ZeRO-3 does: empty, but while their layer computes, and all in one memory."""
+    memory = torch.empty(4096)
+
+    def gather(layer: nn.Module) -> None:
+        start = 0
+        for name, p in layer.named_parameters(recurse=False):
+            p.data = memory[start : start + layer.whole[name].numel()].view_as(layer.whole[name])
+            p.data.copy_(layer.whole[name])
+            start += p.numel()
+
+    def release(layer: nn.Module) -> None:
+        for p in layer.parameters(recurse=False):
+            p.data = torch.empty(0)
+
+    for layer in model.children():
+        layer.whole = {name: p.detach().clone() for name, p in layer.named_parameters(recurse=False)}
+        layer.register_forward_pre_hook(lambda layer, _: gather(layer))
+        layer.register_forward_hook(lambda layer, *_: release(layer))
+        layer.register_full_backward_pre_hook(lambda layer, _: gather(layer))
+        release(layer)
+    return model
+
+
+@pytest.mark.parametrize("recipe", ["folded", "rowwise", "tensorwise"])
+def test_weights_that_are_there_while_their_layer_computes(recipe):
+    """All at one address: what a layer finds there belongs to it alone."""
+    model, twin = net(recipe), net(recipe)
+    for layer in twin.children():
+        layer.shared = None  # computed one by one, as weights come
+    model = gathered_for_each_call(model)
+    x = torch.randn(5, 32)
+    for _ in range(2):
+        y = [x.clone().requires_grad_() for _ in range(2)]
+        outputs = [net(own) for net, own in zip((model, twin), y, strict=True)]
+        assert torch.equal(*outputs)
+        for output in outputs:
+            output.square().sum().backward()
+        assert torch.equal(y[0].grad, y[1].grad)
+        with torch.no_grad():
+            for layer, other in zip(model.children(), twin.children(), strict=True):
+                for name, p in other.named_parameters():
+                    layer.whole[name] -= 0.1 * p.grad  # the owner of a shard steps it
+                    p.data.copy_(layer.whole[name])
+                    p.grad = None
 
 
 class MLP(nn.Module):
@@ -448,6 +730,33 @@ def test_backward_reads_the_codes_of_its_own_forward():
     y = x.detach().requires_grad_()
     twin(y).square().sum().backward()
     assert torch.equal(x.grad, y.grad)
+
+
+@pytest.mark.parametrize("run", [lambda layer: layer, lambda layer: torch.compile(layer, backend="aot_eager")])
+@pytest.mark.parametrize("recipe", ["folded", "folded_fast"])
+def test_codes_of_a_bf16_weight_are_made_again_in_backward_from_its_scale(recipe, run):
+    torch.manual_seed(0)
+    layer = Linear(128, 256, bias=False, dtype=torch.bfloat16, recipe=recipe)
+    x = torch.randn(64, 128, dtype=torch.bfloat16, requires_grad=True)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        y = run(layer)(x)
+    codes = [tuple(tensor.shape) for tensor in kept if tensor.element_size() == 1]
+    assert codes == [(64, 128)], "of the input alone"
+    dx, dw = torch.autograd.grad(y.square().sum(), [x, layer.weight])
+    with reuse_weight_codes(layer):  # codes are there, and are transposed
+        expected = torch.autograd.grad(layer(x).square().sum(), [x, layer.weight])
+    assert torch.equal(dx, expected[0]) and torch.equal(dw, expected[1])
+    torch._dynamo.reset()
+
+
+def test_a_bf16_weight_written_before_backward_is_refused_as_by_pytorch():
+    layer = Linear(128, 256, bias=False, dtype=torch.bfloat16, recipe="folded")
+    y = layer(torch.randn(64, 128, dtype=torch.bfloat16, requires_grad=True))
+    with torch.no_grad():
+        layer.weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 def test_a_checkpoint_computes_with_the_weights_of_its_own_forward():

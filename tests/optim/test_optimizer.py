@@ -12,6 +12,7 @@ from torch import nn
 
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.optim import TIERS, Adam, AdamW, Lion, Muon, bytes_per_parameter, flatten, keep_none, unflatten
+from octavo.optim.settings import largest_update
 from octavo.tensor import FP8Tensor
 
 
@@ -333,3 +334,51 @@ def test_a_captured_step_is_the_step(states, kind):
     assert [int(optimizer.skipped) for optimizer in made] == [1, 1]
     counts = [float(optimizer.state[net[0].weight]["step"]) for net, optimizer in zip(nets, made, strict=True)]
     assert counts == [4, 4]
+
+
+# --- the bound of an update -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "betas", [(0.9, 0.95), (0.9, 0.999), (0.0, 0.999), (0.5, 0.99), (0.0, 0.0), (0.9, 0.8)], ids=str
+)
+def test_the_bound_is_no_less_than_exact_moments_reach(betas):
+    """The worst gradients there are grow or fall as c_i / d_i: tried in float64, over 20,000 steps."""
+    beta1, beta2 = betas
+    i = torch.arange(5000, dtype=torch.float64)
+    c, d = (1 - beta1) * beta1**i, (1 - beta2) * beta2**i
+    c, d = c[d > 1e-250], d[d > 1e-250]
+    g = c / d
+    reached = float((c * g).sum() / (d * g * g).sum().sqrt())
+    bound = largest_update(betas)
+    assert bound >= 10 and bound >= reached * 0.999
+    assert bound == 10 or bound == math.inf or bound < reached * 1.02
+
+
+@pytest.mark.parametrize("states", ["fp8", "exact"])
+def test_updates_that_exact_moments_reach_are_not_clamped(states):
+    """A gradient after 300 of next to nothing: with betas (0, 0.999) one may move a weight by 31 learning rates."""
+    weight = nn.Parameter(torch.zeros(64, 128))
+    optimizer = AdamW([weight], lr=1e-3, betas=(0.0, 0.999), weight_decay=0.0, eps=1e-12, states=states)
+    for step in range(301):
+        before = weight.detach().clone()
+        weight.grad = torch.full_like(weight, float(step == 300 or step < 1) * (1e-3 if step < 1 else 1.0))
+        optimizer.step()
+    moved = (weight.detach() - before).abs().mean() / 1e-3
+    assert 14 < moved < 18 and int(optimizer.clamped) == 0
+    optimizer.max_update = 5.0
+    weight.grad = torch.full_like(weight, 100.0)
+    optimizer.step()
+    assert int(optimizer.clamped) == weight.numel()
+
+
+def test_betas_that_are_changed_change_the_bound():
+    weight = nn.Parameter(torch.zeros(64, 128))
+    optimizer = AdamW([weight], lr=1e-3, betas=(0.9, 0.999), states="fp8", weight_decay=0.0)
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    optimizer.param_groups[0]["betas"] = (0.0, 0.999)
+    for step in range(300):
+        weight.grad = torch.full_like(weight, float(step == 299))
+        optimizer.step()
+    assert int(optimizer.clamped) == 0 and float(weight.abs().mean()) > 0.011

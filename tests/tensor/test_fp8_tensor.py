@@ -270,3 +270,17 @@ def test_an_operator_says_how_it_reads_one(x):
         assert torch.equal(-FP8Tensor.from_tensor(x), -FP8Tensor.from_tensor(x).dequantize())
     finally:
         fp8_tensor._OPERATIONS.pop(torch.ops.aten.neg.default)
+
+
+def test_data_is_what_was_assigned():
+    one, other = (FP8Tensor.from_tensor(torch.randn(4, 32)) for _ in range(2))
+    weight = nn.Parameter(one)
+    weight.data = other
+    assert (
+        torch.equal(weight.dequantize(), other.dequantize()) and weight.data.codes.data_ptr() == other.codes.data_ptr()
+    )
+    assert not weight.data.requires_grad and weight.requires_grad and weight.is_leaf
+    for value in (torch.randn(4, 32), FP8Tensor.from_tensor(torch.randn(8, 32))):
+        with pytest.raises(UnsupportedError, match=r"Use \.copy_"):
+            weight.data = value
+    assert torch.equal(weight.dequantize(), other.dequantize())

@@ -75,7 +75,8 @@ def plan(
     hold_as(config.run.weights, model)
     tokens = config.run.batch // config.run.accumulate * config.data.sequence
     policy = policy_of(config, recipe)
-    planned = make_plan(model, recipe, policy=policy, tokens=tokens, device=device)
+    with torch.autocast(device.type, torch.bfloat16):  # as a run computes
+        planned = make_plan(model, recipe, policy=policy, tokens=tokens, device=device)
     if json_output:
         say(planned.to_json())
     else:

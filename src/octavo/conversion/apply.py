@@ -16,6 +16,7 @@ from octavo.conversion.plan import Plan, make_plan, refuse_fallbacks
 from octavo.conversion.policy import Policy
 from octavo.conversion.weights import check_free, make_plain, store
 from octavo.errors import NonFiniteError
+from octavo.kernels.ledger import warn_once
 from octavo.nn import GroupedLinear, Linear, calibration
 from octavo.nn.attention import ScaledDotProduct
 from octavo.nn.conv import AnyConvolution, Conv1d, Conv2d, Convolution
@@ -56,6 +57,9 @@ def convert(
     plan = make_plan(model, recipe, policy=policy, tokens=tokens)
     if strict:
         refuse_fallbacks(plan)
+    if not plan.fp8_layers:
+        for note in plan.notes:
+            warn_once(f"octavo.convert: {note}")
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | AnyConvolution)}
     for name in plan.recipes:
         _check_finite(name, layers[name])

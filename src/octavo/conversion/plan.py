@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
@@ -23,6 +24,7 @@ from octavo.kernels.dispatch import on_gpu
 from octavo.kernels.explain import gemm_kernel
 from octavo.kernels.gemm import EMULATED
 from octavo.nn.conv import AnyConvolution, refuses_recipe
+from octavo.nn.operands import dtype_note
 from octavo.recipes import GEMMS, Evidence, Recipe, RecipeLike, load
 
 
@@ -76,6 +78,8 @@ class Plan:
     """The policy that it was made with."""
     unapplied: tuple[str, ...] = ()
     """Where the policy asks for activations in FP8 and they are not: a line each, with the reason."""
+    notes: tuple[str, ...] = ()
+    """What else a user may not expect: nothing in FP8, or weights in FP16, or in FP32 on a GPU."""
 
     @property
     def fp8_layers(self) -> int:
@@ -92,7 +96,8 @@ class Plan:
         body = {"recipe": self.recipe.name, "device": self.device, "tokens": self.tokens}
         layers = [asdict(layer) for layer in self.layers]
         structures = [asdict(structure) for structure in self.structures]
-        return json.dumps({**body, "layers": layers, "structures": structures, "unapplied": self.unapplied}, indent=1)
+        said = {"unapplied": self.unapplied, "notes": self.notes}
+        return json.dumps({**body, "layers": layers, "structures": structures, **said}, indent=1)
 
     def __str__(self) -> str:
         return "\n".join(_table(self))
@@ -125,6 +130,7 @@ def make_plan(
     recipe, policy = load(recipe), policy or Policy()
     policy.check_patterns(model)
     layers = list(_layers(model))
+    layers_by_name = dict(layers)
     device = torch.device(device) if device is not None else _device_of(model)
     _check_patterns(recipe, policy, [name for name, _ in layers])
     recipes = {name: _recipe_for(name, recipe) for name, _ in layers}
@@ -143,7 +149,7 @@ def make_plan(
         _plan_layer(name, layer, recipes[name], kept[name], found[name], policy, tokens, device)
         for name, layer in layers
     )
-    rows = plan_weights(model, dict(layers), rows, recipes, policy.weights)
+    rows = plan_weights(model, layers_by_name, rows, recipes, policy.weights)
     chosen = {row.name: recipes[row.name] for row in rows if row.is_fp8}
     linears = {row.name: recipes[row.name] for row in rows if row.is_fp8 and row.kind == "linear"}
     keep_input = {row.name for row in rows if row.keeps_input}
@@ -160,7 +166,23 @@ def make_plan(
         structures=structures,
         policy=policy,
         unapplied=unapplied,
+        notes=tuple(_notes(rows, {layers_by_name[name].weight.dtype for name in chosen}, device, recipe)),
     )
+
+
+def _notes(
+    rows: tuple[LayerPlan, ...], dtypes: set[torch.dtype], device: torch.device, recipe: Recipe
+) -> Iterator[str]:
+    """Yield what a user may not expect. dtypes: of the weights in FP8 layers."""
+    if not dtypes and (recipe.is_fp8 or recipe.modules):
+        reasons = Counter(row.reason for row in rows).most_common(1)
+        alike = [f"{reason} ({count} of {len(rows)} layers)" for reason, count in reasons]
+        yield f"Nothing will run in FP8: {''.join(alike) or 'the model has no linear layer and no convolution'}"
+    if torch.is_autocast_enabled(device.type):
+        return
+    for dtype in (torch.float16, torch.float32):
+        if dtype in dtypes and (note := dtype_note(dtype, device.type)) is not None:
+            yield f"Weights are {dtype}. Without autocast {note}"
 
 
 def refuse_fallbacks(plan: Plan) -> None:
@@ -291,7 +313,15 @@ def _table(plan: Plan) -> list[str]:
     share = fp8_weights / weights if weights else 0.0
     layers = "linear layers" if all(layer.kind == "linear" for layer in plan.layers) else "layers"
     total = f"{plan.fp8_layers} of {len(plan.layers)} {layers} in FP8 ({share:.0%} of their weights)"
-    return [*lines, "", f"{total} on {plan.device}", *_stored(plan), *_together(plan.structures), *plan.unapplied]
+    return [
+        *lines,
+        "",
+        f"{total} on {plan.device}",
+        *_stored(plan),
+        *_together(plan.structures),
+        *plan.unapplied,
+        *plan.notes,
+    ]
 
 
 def _stored(plan: Plan) -> list[str]:

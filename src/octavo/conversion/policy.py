@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import get_args
+from typing import cast, get_args
 
-from torch import nn
+from torch import Tensor, nn
 
 from octavo.conversion.weights import Weights
 from octavo.errors import ConfigError, did_you_mean
@@ -17,6 +17,7 @@ from octavo.nn.attention import AttentionOutput
 from octavo.nn.conv import refuses
 from octavo.nn.mlp import ActivationInputs
 from octavo.nn.norm import NormInputs
+from octavo.nn.operands import REAL
 from octavo.recipes import Recipe
 
 _HEAD = "output head: its error goes straight into the loss"
@@ -169,6 +170,8 @@ class Policy:
         unfit = self._linear(layer) if isinstance(layer, nn.Linear) else self._convolution(layer)
         if unfit is not None:
             return unfit
+        if (dtype := cast(Tensor, layer.weight).dtype) not in REAL:
+            return f"its weight is {dtype}, no real floating-point number"
         if self.filter is not None and not self.filter(name, layer):
             return "left out by the policy's filter"
         return None

@@ -81,6 +81,11 @@ def fall_back(reason: str) -> None:
     for ledger in _open:
         if reason not in ledger.fallbacks:
             ledger.fallbacks.append(reason)
-    if reason not in _warned:
-        _warned.add(reason)
-        log.warning("FP8 fallback: %s", reason)
+    warn_once(f"FP8 fallback: {reason}")
+
+
+def warn_once(message: str) -> None:
+    """Warn in the log, once per process and message."""
+    if message not in _warned:
+        _warned.add(message)
+        log.warning("%s", message)

@@ -178,12 +178,12 @@ def _pack(x: Any, tensors: list[Tensor], numbers: list[float]) -> str:
     if isinstance(x, Quantized):
         tensors += x[:2]
         return "quantized " + x.granularity.name
-    if isinstance(x, QuantSpec):
-        return f"spec {x}"
+    if isinstance(x, QuantSpec):  # word by word: Dynamo of PyTorch 2.11 does not join what `str` of an object gives
+        return f"spec {x.format} {x.granularity} {x.scaling} {x.rounding}"
     if isinstance(x, torch.dtype):
         return "dtype " + _DTYPES[x]
     if isinstance(x, tuple | list):
-        return "|".join([f"sequence {len(x)}", *(_pack(each, tensors, numbers) for each in x)])
+        return "|".join([f"sequence {len(x)}", *[_pack(each, tensors, numbers) for each in x]])
     return f"{'bool' if isinstance(x, bool) else type(x).__name__} {x}"
 
 

@@ -25,6 +25,7 @@ from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.patches import Pair, Window, fold, quantize_patches, unfold
 from octavo.nn import functional
 from octavo.nn.functional import compute_dtype, quantize_operand, spec_of
+from octavo.nn.operands import check_dtypes
 from octavo.nn.telemetry_ops import StatsSlot, patches_of, stats_buffer_of
 from octavo.numerics import Quantized
 from octavo.recipes import Operand, Recipe, RecipeLike, load
@@ -55,8 +56,9 @@ def convolution(
         (B, N, H_out, W_out): contiguous if x is, channels last otherwise.
 
     Raises:
-        ConfigError: x has other channels than the weight, or is smaller than the window.
+        ConfigError: x has other channels than the weight, is smaller than the window, or no real number.
     """
+    check_dtypes(x, weight)
     if x.dim() != 4 or x.shape[1] != weight.shape[1]:
         raise ConfigError(
             f"a convolution with a weight of shape {tuple(weight.shape)} takes {weight.shape[1]} channels, "

@@ -39,6 +39,7 @@ from octavo.nn.functional import (
     transposed_input,
     transposed_weight,
 )
+from octavo.nn.operands import check_dtypes
 from octavo.numerics import Quantized
 from octavo.recipes import OPERANDS, Recipe, RecipeLike, load, names
 from octavo.tensor import FP8Tensor, implements
@@ -110,6 +111,7 @@ def _check(
             f"linear_cross_entropy takes x (..., K), weight (V, K) and targets (...), "
             f"got {tuple(x.shape)}, {tuple(weight.shape)} and {tuple(targets.shape)}."
         )
+    check_dtypes(x, weight)
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ConfigError(f"bias has shape {tuple(bias.shape)}, the weight has {weight.shape[0]} rows.")
     if targets.dtype != torch.int64:
@@ -173,7 +175,7 @@ class _Head:
         self.dw_VK: Tensor | None = None
         """The sum over the chunks so far, FP32."""
         self._w = read_weights([weight_VK], recipe)
-        self._kept = Kept(kept_weights(self._w, [weight_VK], recipe), (weight_VK.shape[0],))
+        self._kept = Kept(kept_weights(self._w, [weight_VK], recipe, are_codes_kept=True), (weight_VK.shape[0],))
         self._dgrad_KV: Quantized | None = None
 
     def forward(self, x_MK: Tensor, needs_weight: bool) -> tuple[Tensor, Input]:

@@ -24,6 +24,7 @@ from octavo.kernels import QuantSpec
 from octavo.kernels.grouped import Padded, grouped_gemm, grouped_mm, grouped_wgrad, quantize_groups, transpose_groups
 from octavo.nn import telemetry_experts
 from octavo.nn.functional import compute_dtype, spec_of
+from octavo.nn.operands import check_dtypes
 from octavo.nn.telemetry_ops import Source, StatsSlot, stats_buffer_of
 from octavo.nn.weight_codes import quantize_matrix, quantize_weights
 from octavo.numerics import Quantized
@@ -85,6 +86,7 @@ class GroupedLinear(nn.Module):
                 f"GroupedLinear takes x (T, {features}) and int32 ends ({experts},), got {tuple(x.shape)} and "
                 f"{ends.dtype} {tuple(ends.shape)}."
             )
+        check_dtypes(x, self.weight)
         recipe = self.recipe if self.enabled else load("bf16")
         page = stats_buffer_of([self])
         result: Tensor = _GroupedLinear.apply(x, self.weight, ends, recipe, compute_dtype(x), page)  # type: ignore[no-untyped-call]

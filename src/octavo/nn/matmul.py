@@ -22,6 +22,7 @@ from octavo.kernels.batch import Batch, batch_of, quantize_batch
 from octavo.kernels.bmm import bmm
 from octavo.nn import functional
 from octavo.nn.functional import spec_of
+from octavo.nn.operands import check_dtypes
 from octavo.recipes import Operand, Recipe, reused_from
 
 
@@ -32,7 +33,11 @@ def matmul(a: Tensor, b: Tensor, recipe: Recipe, dtype: torch.dtype | None = Non
         a: (..., M, K), any floating-point dtype; (K,) too where b is a matrix.
         b: (..., K, N).
         dtype: what every GEMM rounds its result to, and what a GEMM in high precision computes in; default a's.
+
+    Raises:
+        ConfigError: an operand is an integer or complex.
     """
+    check_dtypes(a, b)
     dtype = dtype or a.dtype
     if b.dim() == 2:
         a_BMK, b_BKN = a.reshape(1, math.prod(a.shape[:-1]), a.shape[-1]), b[None]

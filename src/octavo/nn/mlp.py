@@ -42,6 +42,7 @@ from octavo.nn.functional import (
     wgrad,
 )
 from octavo.nn.needed_grads import needed_grads
+from octavo.nn.operands import check_operands
 from octavo.nn.weight_codes import WeightCodes
 from octavo.numerics import Quantized
 from octavo.recipes import Recipe, reused_from
@@ -86,6 +87,7 @@ def mlp(
             codes with a power-of-two scale for 128 columns of a token.
     """
     (inner, dtype, _, stats, keeps_input), (outer, _, _, down_stats, _) = quantizers
+    check_operands(x, weights[0])
     x_MD = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     given = (None, None) if prequantized is None else prequantized[:2]
     attached = *known_codes(codes[0], weights[:-1]), *known_codes(codes[1], weights[-1:])
@@ -111,8 +113,8 @@ class _MLP(torch.autograd.Function):
             x.kept,
             (hidden.scale,),
             inputs,
-            kept_weights(w, weights[:-1], inner),
-            kept_weights(down, weights[-1:], outer),
+            kept_weights(w, weights[:-1], inner, w_codes is not None),
+            kept_weights(down, weights[-1:], outer, down_codes is not None),
         )
         ctx.save_for_backward(*(tensor for part in saved for tensor in part))
         ctx.sizes = [len(part) for part in saved]

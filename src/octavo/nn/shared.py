@@ -65,12 +65,13 @@ class SharedInput:
         self.layers = tuple(layers)
 
     def output(self, layer: Linear, x: Tensor) -> Tensor:
-        """Return the output of one layer for x; a call of the first computes those of all."""
-        members = {
-            i: member for i, member in enumerate(self.layers) if member.enabled and member.recipe is layer.recipe
-        }
+        """Return the output of one layer for x; a call of the first computes those of all.
+
+        A hook before a forward may bring the weight along, as DeepSpeed's ZeRO-3 does: that layer computes alone.
+        """
+        members = {i: m for i, m in enumerate(self.layers) if _joins(m, layer)}
         position = next((i for i, member in members.items() if member is layer), None)
-        if position is None:  # a copy of a member, such as a replica on another device
+        if position is None:  # such a layer, or a copy of a member, such as a replica on another device
             return self._compute([layer], x)[0]
         outputs = self._outputs_on(x)
         if position == next(iter(members)):
@@ -104,6 +105,11 @@ class SharedInput:
             given,
             codes,
         )
+
+
+def _joins(layer: Linear, other: Linear) -> bool:
+    """Return whether a layer is computed together with another one of its group."""
+    return layer.enabled and layer.recipe is other.recipe and not layer._forward_pre_hooks
 
 
 _steps = 0

@@ -21,7 +21,7 @@ from octavo.kernels.optimizer import Control, Layout, Slot, squares, update
 from octavo.kernels.uploads import Uploads
 from octavo.optim import convert
 from octavo.optim.gradients import GradientStore, StoredGradient, check_format
-from octavo.optim.settings import OptimizerOptions, check_group, group_table, parameter_table
+from octavo.optim.settings import OptimizerOptions, check_group, group_table, largest_update, parameter_table
 from octavo.optim.sharded import spread, sum_over_ranks
 from octavo.optim.states import RuleName, States, bytes_by_kind, state_tensors, states_named
 from octavo.optim.tensors import as_matrix, check, gradient_of, like, matrix_shape, slot_of, value_of, weight_dtype
@@ -282,11 +282,21 @@ class Optimizer(torch.optim.Optimizer):
 
     def _settings_of(self, group: Mapping[str, Any]) -> Hashable:
         """Return the settings that determine layouts and `ParamSettings` of a group."""
-        return self.rounding, self.max_update, id(self.keep), group["keeps"], group["states"]
+        return (
+            self.rounding,
+            self.max_update,
+            tuple(group.get("betas", ())),
+            id(self.keep),
+            group["keeps"],
+            group["states"],
+        )
 
     def _own(self, entry: Entry, layout: Layout) -> ParamSettings:
         """Return the settings of a parameter beyond those of its group."""
-        return ParamSettings(entry.group, math.inf if layout.is_exact else self.max_update)
+        if layout.is_exact:
+            return ParamSettings(entry.group, math.inf)
+        betas = self.param_groups[entry.group].get("betas")
+        return ParamSettings(entry.group, largest_update(betas) if self.max_update is None else self.max_update)
 
     def _place(self, row: int, entry: Entry, settings: Hashable) -> tuple[CachedSlot, Slot]:
         """Return the layout and the kernel arguments of a parameter, cached until its memory moves."""

@@ -40,9 +40,9 @@ class OptimizerOptions:
     """Largest global norm of the gradient; a group may have its own limit, with the key `clip`."""
     skip_nonfinite: bool = True
     """Skip a step whose gradients are not all finite, at the cost of reading all gradients once."""
-    max_update: float = 10.0
-    """Bound of |update|, in learning rates, where a moment is not FP32. Exact moments stay below 10 with beta2 up to
-    0.999; a stored one that was rounded badly could exceed it."""
+    max_update: float | None = None
+    """Bound of |update|, in learning rates, where a moment is not FP32: one that was rounded badly could exceed what
+    exact ones reach. None: `largest_update`."""
     release: bool = False
     """Step each parameter as soon as backward has its gradient, and free the gradient. `step` then steps the rest, and
     counts."""
@@ -119,6 +119,19 @@ def group_table(groups: Sequence[dict[str, Any]], clip: float | None, uploads: U
         if isinstance(group["lr"], Tensor):
             table[index, HYPER.index("lr")] = group["lr"].detach().to(device)
     return table
+
+
+def largest_update(betas: tuple[float, float] | None) -> float:
+    """Return the bound of |update|, in learning rates: 10, or what exact moments may reach where betas allow more.
+
+    m is a sum of c_i g_i and v one of d_i g_i^2, with c_i = (1 - beta1) beta1^i and d_i = (1 - beta2) beta2^i. By
+    Cauchy and Schwarz |m| / sqrt(v) <= sqrt(sum of c_i^2 / d_i), whatever the gradients are.
+    """
+    if betas is None:
+        return 10.0
+    beta1, beta2 = betas
+    ratio = beta1**2 / beta2 if beta2 else math.inf
+    return max(10.0, (1 - beta1) / math.sqrt((1 - beta2) * (1 - ratio))) if ratio < 1 and beta2 < 1 else math.inf
 
 
 def parameter_table(settings: tuple[ParamSettings, ...], uploads: Uploads, name: int, device: torch.device) -> Tensor:

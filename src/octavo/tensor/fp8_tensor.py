@@ -77,6 +77,26 @@ class FP8Tensor(Tensor):
         """The bytes that codes and scales take."""
         return self.codes.nbytes + self.scale.nbytes
 
+    @property
+    def data(self) -> FP8Tensor:
+        """Codes and scale, detached. Assign another FP8 tensor of this shape to take its own.
+
+        Raises:
+            UnsupportedError: a plain tensor, or one of another shape, is assigned.
+        """
+        return self.detach()  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        # PyTorch would replace neither codes nor scale, without a word.
+        if not isinstance(value, FP8Tensor) or value.shape != self.shape:
+            raise UnsupportedError(
+                f"{self!r}.data = ... takes an FP8Tensor of the same shape, got {type(value).__name__} "
+                f"{tuple(value.shape)}. Use .copy_(values), which quantises them."
+            )
+        self.codes, self.scale = value.codes, value.scale
+        self.granularity, self.scaling = value.granularity, value.scaling
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values, codes * scale, in `dtype` (default: the dtype it stands for).
 

@@ -1,0 +1,63 @@
+"""Checks of what a layer is given: what PyTorch refuses is refused, and dtypes that cost accuracy or time are said."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo._util.compiler import assume_constant_result
+from octavo.errors import ConfigError
+from octavo.kernels.ledger import warn_once
+
+REAL = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+"""Dtypes of operands that are quantised. A cast would drop imaginary parts, and results would be cast to integers."""
+
+
+def check_operands(x: Tensor, weight: Tensor) -> None:
+    """Check an input (..., K) and a weight (N, K), also where the input is empty.
+
+    Raises:
+        ConfigError: a dtype is an integer, complex or FP8 without scales, or K differs.
+    """
+    check_dtypes(x, weight)
+    if x.dim() == 0 or x.shape[-1] != weight.shape[-1]:
+        raise ConfigError(
+            f"an input of shape {tuple(x.shape)} cannot be multiplied by a weight of shape {tuple(weight.shape)}: its "
+            f"last dimension must be {weight.shape[-1]}."
+        )
+
+
+def dtype_note(dtype: torch.dtype, device: str) -> str | None:
+    """Return what to know of layers that compute in a dtype on a type of device, or None."""
+    if dtype == torch.float16:
+        return (
+            "FP8 layers compute in FP16: results above 65504 are infinite, and gradients below 6e-8 are zero. Use BF16 "
+            "(torch.autocast(dtype=torch.bfloat16)), or scale the loss (torch.amp.GradScaler)"
+        )
+    if dtype == torch.float32 and device == "cuda":
+        return (
+            "FP8 layers compute in FP32: what they write takes twice the memory and time of BF16. Run the model under "
+            "torch.autocast(dtype=torch.bfloat16), or make it BF16"
+        )
+    return None
+
+
+@assume_constant_result
+def note_dtype(dtype: torch.dtype, device: str) -> None:
+    """Warn once of what `dtype_note` says; in compiled code while it is traced."""
+    if (note := dtype_note(dtype, device)) is not None:
+        warn_once(note)
+
+
+def check_dtypes(*operands: Tensor) -> None:
+    """Check that operands are real floating-point numbers.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    for operand in operands:
+        if operand.dtype not in REAL:
+            raise ConfigError(
+                f"an operand of shape {tuple(operand.shape)} is {operand.dtype}: FP8 products take FP32, BF16, FP16 or "
+                "FP64. Convert it first, if that is meant: x.to(torch.bfloat16)."
+            )
