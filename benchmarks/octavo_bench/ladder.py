@@ -6,22 +6,30 @@ docs/explanation/parity-protocol.md has the reasons and the sources of the formu
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.train.evaluate import student
+from octavo_bench.cli import known
 from octavo_bench.evidence import LEVEL, at_any_time, errors_at_any_time, over_seeds
 from octavo_bench.installed_text import HELDOUT_BYTES, HELDOUT_SHARE
 from octavo_bench.lanes import BF16, NULL, Training
 from octavo_bench.render import grouped, table
 from octavo_bench.results import SUBJECTS, Result, Row, load
 
-PROTOCOL = 1
-"""Number of the protocol. Runs of another are not pooled with these."""
+PROTOCOL = 2
+"""Number of the protocol. Runs of another are not pooled with these: those of the first are the pilot."""
+FIRST_SEED = 100
+"""Seeds below are the pilot's."""
+FRESH = 0.2
+"""Last share of a run over which the training loss is averaged."""
+LOSSES = {"fresh_loss": "training loss over the last fifth", "heldout_loss": "held-out loss"}
+"""What a gap may be of: the first, if all runs have it, decides."""
 KIND = "ladder"
 """Kind of the result files that hold the runs."""
 GATE = 0.10
@@ -29,7 +37,9 @@ GATE = 0.10
 AIM = 0.05
 """Percent: the half width that a study aims at."""
 ALL = "mean of the recipes"
-BLOCK = ("model", "tokens", "seed", "text", "machine")
+STUDY = ("model", "tokens", "condition")
+"""Keys that the runs of a study share: one row of gaps per recipe."""
+BLOCK = (*STUDY, "seed", "text", "machine")
 """Keys that the runs of a block share."""
 
 
@@ -47,13 +57,33 @@ SIZES = {
     "350m": Training(model=_llama(1024, 24, 3328, 1024), batch=64, lr=6e-4, tokens_per_parameter=4.0, together=False),
 }
 """The sizes of the ladder by name; `tiny`, which tries the command on a CPU, is none of the evidence."""
+CONDITIONS: Mapping[str, Callable[[Training], Mapping[str, Any]]] = {
+    "whole": lambda own: {},
+    "half": lambda own: {"branch": 0.5},
+    "lr2": lambda own: {"lr": 2 * own.lr},
+    "lr4": lambda own: {"lr": 4 * own.lr},
+    "batch4": lambda own: {"batch": 4 * own.batch},
+    "outliers": lambda own: {"outliers": 16.0},
+}
+"""What differs from a size as the ladder has it, by name; several are joined by `+`."""
 _POWER = 0.8416
 """The 80 % quantile of the normal distribution."""
 
 
+def under(condition: str, training: Training) -> Training:
+    """Return a size under a condition: names of `CONDITIONS`, joined by `+`.
+
+    Raises:
+        ConfigError: there is no such condition.
+    """
+    for name in condition.split("+"):
+        training = replace(training, **CONDITIONS[known("--conditions", name, [*CONDITIONS], "condition")](training))
+    return training
+
+
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """The paired gap of an arm, in percent of BF16's held-out loss."""
+    """The paired gap of an arm, in percent of BF16's loss."""
 
     arm: str
     differences: tuple[float, ...]
@@ -116,23 +146,35 @@ def pairs_for(half_width: float) -> int:
     return pairs
 
 
-def gaps(rows: Sequence[Row], loss: str = "heldout_loss") -> list[Gap]:
-    """Return the gaps of one model's arms: the null, the mean of the recipes, and each recipe.
+def decisive(rows: Sequence[Row]) -> str:
+    """Return the key of the loss that decides: the fresh one, if all runs have it."""
+    return next(key for key in LOSSES if all(key in row for row in rows if "error" not in row) or key == [*LOSSES][-1])
+
+
+def gaps(rows: Sequence[Row], loss: str | None = None, baseline: str | None = None) -> list[Gap]:
+    """Return the gaps of one study's arms: the null, the mean of the recipes, and each recipe.
 
     A recipe is compared with the mean of both BF16 runs of its block, the null with the first. A block whose BF16 did
     not stay finite is left out. The mean of the recipes takes blocks that have all of them.
 
     Args:
-        rows: runs of one model and one number of tokens.
-        loss: key of the compared loss.
+        rows: runs of one study.
+        loss: key of the compared loss, by default that which decides.
+        baseline: key of BF16's, if it is another.
+
+    Raises:
+        ConfigError: the rows are of several studies, whose gaps must not be pooled.
     """
+    if len(studies := [*grouped(rows, *STUDY)]) > 1:
+        raise ConfigError(f"gaps of several studies are not pooled: {studies}. Take them one by one.")
+    loss = loss or decisive(rows)
     recipes = [recipe for recipe in dict.fromkeys(row["recipe"] for row in rows) if recipe not in (BF16, NULL)]
     found: dict[str, list[float]] = {arm: [] for arm in (NULL, ALL, *recipes)}
     failures = dict.fromkeys(found, 0)
     for block in blocks(rows):
         if any("error" in block.get(arm, {"error": ""}) for arm in (BF16, NULL)):
             continue
-        first, second = block[BF16]["heldout_loss"], block[NULL]["heldout_loss"]
+        first, second = (block[arm][baseline or loss] for arm in (BF16, NULL))
         found[NULL].append(100 * (second / first - 1))
         own = {}
         for recipe in recipes:
@@ -151,12 +193,14 @@ def blocks(rows: Sequence[Row]) -> list[dict[str, Row]]:
     return [{row["recipe"]: row for row in of_block} for of_block in grouped(rows, *BLOCK).values()]
 
 
+def studies(rows: Sequence[Row]) -> list[list[Row]]:
+    """Return the runs of each study, smaller models first."""
+    return [own for _, own in sorted(grouped(rows, *STUDY).items(), key=lambda item: item[0][1:])]
+
+
 def report(rows: Sequence[Row]) -> str:
-    """Return, per model, a table of the gaps with intervals and verdicts, and the losses by language."""
-    by_model = sorted(grouped(rows, "model", "tokens").items(), key=lambda item: item[0][1])
-    if not by_model:
-        return "No pairs yet."
-    return "\n\n".join(_of_model(model, tokens, own) for (model, tokens), own in by_model)
+    """Return, per study, a table of the gaps with intervals and verdicts."""
+    return "\n\n".join(_of_study(own) for own in studies(rows)) or "No pairs yet."
 
 
 HEADER = (
@@ -169,18 +213,23 @@ HEADER = (
     "smallest gap that would show",
     f"pairs for ± {AIM:.2f} %",
     f"within ± {GATE:.2f} %",
-    "gap of its weights in BF16",
+    "gap of the held-out loss",
+    "in BF16, with its weights",
 )
 
 
-def _of_model(model: str, tokens: int, rows: Sequence[Row]) -> str:
-    in_bf16 = {gap.arm: gap for gap in gaps(_with_bf16(rows), "heldout_bf16_loss")}
-    body = [_line(gap, in_bf16.get(gap.arm)) for gap in gaps(rows)]
+def _of_study(rows: Sequence[Row]) -> str:
+    model, tokens, condition = (rows[0][key] for key in STUDY)
+    loss = decisive(rows)
+    heldout = {gap.arm: gap for gap in gaps(rows, "heldout_loss")}
+    in_bf16 = {gap.arm: gap for gap in gaps(_with_bf16(rows), "heldout_bf16_loss", "heldout_loss")}
+    body = [_line(gap, heldout.get(gap.arm), in_bf16.get(gap.arm)) for gap in gaps(rows, loss)]
     hours = sum(row.get("seconds", 0.0) for row in rows) / 3600
-    losses = [row["heldout_loss"] for row in rows if row["recipe"] == BF16 and "error" not in row]
-    bf16 = f"BF16's held-out loss is {fmean(losses):.4f} nats per token" if losses else "BF16 has no finite loss"
+    losses = [row[loss] for row in rows if row["recipe"] == BF16 and "error" not in row]
+    bf16 = f"BF16's {LOSSES[loss]} is {fmean(losses):.4f} nats per token" if losses else "BF16 has no finite loss"
     spread = f", its seeds spread by {100 * stdev(losses) / fmean(losses):.2f} %" if len(losses) > 1 else ""
-    return f"**{model}, {tokens:,} tokens**\n\n{table(HEADER, body)}\n\n{bf16}{spread}. Hours of training: {hours:.2f}."
+    title = f"**{model}, {tokens:,} tokens, {condition}: {LOSSES[loss]}**"
+    return f"{title}\n\n{table(HEADER, body)}\n\n{bf16}{spread}. Hours of training: {hours:.2f}."
 
 
 def _with_bf16(rows: Sequence[Row]) -> list[Row]:
@@ -188,10 +237,10 @@ def _with_bf16(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if "heldout_bf16_loss" in row or row["recipe"] in (BF16, NULL)]
 
 
-def _line(gap: Gap, in_bf16: Gap | None) -> tuple[str, ...]:
+def _line(gap: Gap, *others: Gap | None) -> tuple[str, ...]:
     verdict = "" if gap.arm == NULL else gap.verdict
     if not gap.differences:
-        return gap.arm, "0", "", "", "", "", "", "", verdict, ""
+        return gap.arm, "0", *[""] * 6, verdict, *[""] * len(others)
     return (
         gap.arm,
         str(len(gap.differences)),
@@ -202,7 +251,7 @@ def _line(gap: Gap, in_bf16: Gap | None) -> tuple[str, ...]:
         _percent(gap.visible),
         f"{gap.wanted:,}" if gap.wanted else "",
         verdict,
-        f"{in_bf16.mean:+.3f} % ± {in_bf16.half_width:.3f} %" if in_bf16 and in_bf16.half_width else "",
+        *(f"{o.mean:+.3f} % ± {o.half_width:.3f} %" if o and o.half_width else "" for o in others),
     )
 
 
@@ -230,6 +279,8 @@ def constant_table() -> str:
     body = (
         ("protocol", str(PROTOCOL)),
         ("gate for the mean gap", f"± {GATE:.2f} %"),
+        ("loss that decides", f"{LOSSES['fresh_loss']}, over text in its first pass; held-out loss elsewhere"),
+        ("first seed", str(FIRST_SEED)),
         ("confidence of an interval", f"{1 - LEVEL:.0%}".replace("%", " %")),
         ("half width to aim at", f"± {AIM:.2f} %"),
         ("warm-up of the learning rate", f"{100 * own.warmup:g} % of the steps"),
@@ -252,16 +303,21 @@ def interval_table() -> str:
 def evidence(directory: Path) -> str:
     """Return what all pairs in the result files of a directory show, and where they come from; empty without pairs."""
     rows = read_rows(directory)
-    return f"{report(rows)}\n\n" + "\n".join(result.origin for result in _files(directory)) if rows else ""
+    origins = "\n".join(result.origin for result in _files(directory) if any(_is_current(row) for row in result.rows))
+    return f"{report(rows)}\n\n{origins}" if rows else ""
 
 
-def read_rows(*directories: Path) -> list[Row]:
-    """Return the runs in all result files of this kind and protocol, each once."""
+def read_rows(*directories: Path, pilot: bool = False) -> list[Row]:
+    """Return the runs in all result files of this kind, each once: those of this protocol, or those of its pilot."""
     runs: dict[tuple[Any, ...], Row] = {}
     for row in (row for directory in directories for result in _files(directory) for row in result.rows):
-        if row["protocol"] == PROTOCOL:
+        if row.get("pilot", False) if pilot else _is_current(row):
             runs.setdefault(tuple(row[key] for key in SUBJECTS[KIND]), row)
     return [*runs.values()]
+
+
+def _is_current(row: Row) -> bool:
+    return bool(row["protocol"] == PROTOCOL)
 
 
 def _files(directory: Path) -> list[Result]:

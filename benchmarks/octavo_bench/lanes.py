@@ -22,15 +22,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo import recipes
 from octavo.conversion import Policy, convert, disabled
 from octavo.data.loader import permutation
+from octavo.errors import ConfigError
 from octavo.models import build, count_parameters
 from octavo.models.config import ModelConfig
+from octavo.recipes import Recipe
 from octavo_bench.installed_text import InstalledText
 
 BF16 = "bf16"
 NULL = "bf16 + 1 ulp"
-"""BF16 again, every initial weight moved by one unit in the last place of FP32: what chaos alone does to a loss."""
+"""BF16 again, every weight that it starts from moved by one unit in the last place: what chaos alone does to a loss."""
 ULP_SEED = 2**20
 """Added to a run's seed for the directions of that move."""
 WARM = 3
@@ -55,6 +58,10 @@ class Training:
     """Largest norm of the gradient."""
     together: bool = True
     """Whether the arms run at the same time; those of a large model fill a GPU, and its memory, one by one."""
+    branch: float = 0.0
+    """Share of the steps that BF16 makes for all arms, which start from its weights and moments."""
+    outliers: float = 1.0
+    """Factor of the outliers in the initial weights, see `add_outliers`; 1 for none."""
 
     @property
     def parameters(self) -> int:
@@ -72,6 +79,11 @@ class Training:
         """Number of training tokens."""
         return self.steps * self.batch * self.model.sequence
 
+    @property
+    def first(self) -> int:
+        """The first step that an arm makes itself."""
+        return round(self.branch * self.steps)
+
     def rates(self) -> Tensor:
         """Return the learning rate of every step, FP32: linear up to the peak, then linear to 0 after the last step."""
         step = torch.arange(self.steps, dtype=torch.float64)
@@ -80,12 +92,22 @@ class Training:
         return (self.lr * torch.minimum((step + 1) / rising, falling)).float()
 
 
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A run in BF16 at a step: what every arm of a block goes on from."""
+
+    weights: list[Tensor]
+    moments: list[dict[str, Tensor]]
+    losses: Tensor
+    at: Tensor
+
+
 class Lane:
     """One arm: `start` a seed, `step` to its end, then read `losses` and `heldout`.
 
     Args:
         arm: `BF16`, `NULL`, or a recipe.
-        training: the size.
+        training: the size. Afterwards another may be set that differs in rates, branch and outliers alone.
         text: the text, which lanes share if it is on the device already.
         device: device of the lane.
         compiled: compile every block.
@@ -107,7 +129,8 @@ class Lane:
         self._pool = pool or (torch.cuda.graph_pool_handle() if self.stream else None)
         self.model = build(training.model, 0).to(device)
         if arm not in (BF16, NULL):
-            convert(self.model, arm, policy=Policy(min_gain=0.0), tokens=training.batch * training.model.sequence)
+            recipe = recipe_of(arm)
+            convert(self.model, recipe, policy=Policy(min_gain=0.0), tokens=training.batch * training.model.sequence)
         self._parameters = dict(self.model.named_parameters())
         self._make_optimizer()
         self._make_buffers(text)
@@ -135,7 +158,7 @@ class Lane:
         self._windows = (len(self._text) - 1) // sequence
         self._offsets = torch.arange(sequence + 1, device=device)
         self._order = torch.zeros(own.steps, own.batch, dtype=torch.int64, device=device)
-        self._rates = own.rates().to(device)
+        self._rates = torch.zeros(own.steps, device=device)
         self._losses = torch.zeros(own.steps, device=device)
         self._at = torch.zeros(1, dtype=torch.int64, device=device)
         windows = {name: ids.unfold(0, sequence + 1, sequence) for name, ids in text.heldout.items()}
@@ -209,18 +232,49 @@ class Lane:
         self._at += 1
         self.model.train()
 
-    def start(self, seed: int) -> None:
-        """Begin the run of a seed: its initial weights, its order of windows, no moments."""
+    def start(self, seed: int, snapshot: Snapshot | None = None) -> None:
+        """Begin the run of a seed: its initial weights, its order of windows, no moments.
+
+        Args:
+            snapshot: a run of this seed to go on from, in place of its beginning.
+        """
         with torch.no_grad(), self._streamed():
-            for name, value in initial_weights(self.training.model, seed, moved=self.arm == NULL).items():
-                self._parameters[name].copy_(value)
-            for state in self.optimizer.state.values():
-                for tensor in state.values():
-                    tensor.zero_()
             self._order.copy_(order(self.training, self._windows, seed))
-            self._losses.zero_()
-            self._at.zero_()
+            self._rates.copy_(self.training.rates())
+            self._restore(snapshot) if snapshot else self._reset(seed)
+            if self.arm == NULL:
+                move(self._parameters.values(), torch.Generator().manual_seed(ULP_SEED + seed))
         self._clear() if self.stream is None else None
+
+    def _reset(self, seed: int) -> None:
+        for name, value in initial_weights(self.training.model, seed, self.training.outliers).items():
+            self._parameters[name].copy_(value)
+        for state in self.optimizer.state.values():
+            for tensor in state.values():
+                tensor.zero_()
+        self._losses.zero_()
+        self._at.zero_()
+
+    def _restore(self, snapshot: Snapshot) -> None:
+        torch._foreach_copy_([*self._parameters.values()], snapshot.weights)
+        for parameter, moments in zip(self._parameters.values(), snapshot.moments, strict=True):
+            state = self.optimizer.state[parameter]
+            for name, value in moments.items():
+                state[name].copy_(value) if name in state else state.__setitem__(name, value.clone())
+        self._losses.copy_(snapshot.losses)
+        self._at.copy_(snapshot.at)
+
+    def snapshot(self) -> Snapshot:
+        """Return a copy of the run as it is; waits for the stream of the lane."""
+        with self._streamed():
+            own = Snapshot(
+                [p.detach().clone() for p in self._parameters.values()],
+                [{k: v.clone() for k, v in self.optimizer.state[p].items()} for p in self._parameters.values()],
+                self._losses.clone(),
+                self._at.clone(),
+            )
+        _wait([self])
+        return own
 
     def step(self) -> None:
         """Make the next step, on the stream of the lane."""
@@ -267,15 +321,73 @@ def mean_by(labels: Sequence[str], values: Sequence[float]) -> dict[str, float]:
     return {label: sum(group) / len(group) for label, group in groups.items()}
 
 
-@lru_cache(maxsize=2)  # all lanes of a seed start from the same ones
-def initial_weights(config: ModelConfig, seed: int, *, moved: bool) -> dict[str, Tensor]:
-    """Return the initial weights of a seed by name; `moved` by one FP32 ulp each, up or down at random."""
-    weights = {name: value.detach() for name, value in build(config, seed).named_parameters()}
-    if not moved:
-        return weights
-    generator = torch.Generator().manual_seed(ULP_SEED + seed)
-    directions = {name: torch.rand(value.shape, generator=generator) - 0.5 for name, value in weights.items()}
-    return {name: torch.nextafter(value, directions[name].sign() * torch.inf) for name, value in weights.items()}
+@lru_cache(maxsize=1)  # all lanes of a seed start from the same ones
+def initial_weights(config: ModelConfig, seed: int, outliers: float = 1.0) -> dict[str, Tensor]:
+    """Return the initial weights of a seed by name, with outliers of this factor."""
+    model = build(config, seed)
+    if outliers != 1.0:
+        add_outliers(model, outliers)
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+@torch.no_grad()
+def move(weights: Iterable[Tensor], generator: torch.Generator) -> None:
+    """Move every weight by one unit in the last place of BF16, up or down at random.
+
+    A unit of FP32 does for a whole run, whose first steps magnify it a millionfold. It does not for the second half of
+    one: there differences hardly grow.
+    """
+    for weight in weights:
+        up = torch.rand(weight.shape, generator=generator) < 0.5
+        exponent = torch.frexp(weight).exponent  # |weight| < 2^exponent, and BF16 has 8 bits
+        weight += torch.where(up, 1.0, -1.0).to(weight).ldexp(exponent - 8) * weight.ne(0)
+
+
+OUTLIERS_EVERY = 64
+"""One channel in so many is an outlier."""
+
+
+@torch.no_grad()
+def add_outliers(model: nn.Module, factor: float) -> None:
+    """Give the activations of a Llama the outliers that late training has, without a change of its function.
+
+    One channel in `OUTLIERS_EVERY` of every norm's gain is multiplied by `factor`, and divided by it in the weights
+    that read it, the inverse of SmoothQuant (arXiv 2211.10438): inputs of the linear layers get channels that are so
+    much larger in every token. Of as many units of a SwiGLU the gate's weights are set to those of `up`, as long
+    training with weight decay aligns them (arXiv 2409.12517); its product is then quadratic in the input.
+    """
+    for block in model.get_submodule("layers").children():
+        attention, mlp = block.get_submodule("attention"), block.get_submodule("feed_forward")
+        for norm, readers in (
+            (block.get_submodule("attention_norm"), [attention.get_submodule(name) for name in ("wq", "wk", "wv")]),
+            (block.get_submodule("ffn_norm"), [mlp.get_submodule(name) for name in ("w1", "w3")]),
+        ):
+            norm.get_parameter("weight")[::OUTLIERS_EVERY] *= factor
+            for reader in readers:
+                reader.get_parameter("weight")[:, ::OUTLIERS_EVERY] /= factor
+        mlp.get_parameter("w1.weight")[::OUTLIERS_EVERY] = mlp.get_parameter("w3.weight")[::OUTLIERS_EVERY]
+
+
+def recipe_of(arm: str) -> Recipe:
+    """Return the recipe of an arm: a name, and what differs from it, as in `folded+wgrad.precision=bf16`.
+
+    Raises:
+        ConfigError: there is no such recipe or key, or no kernel could run it.
+    """
+    name, *changes = arm.split("+")
+    if not changes:
+        return recipes.load(name)
+    mapping: dict[str, Any] = {"base": name, "name": arm}
+    for change in changes:
+        path, equals, value = change.partition("=")
+        if not equals:
+            raise ConfigError(f"--recipes: '{change}' in '{arm}' changes nothing. Write KEY=VALUE.")
+        *outer, last = path.split(".")
+        inner = mapping
+        for key in outer:
+            inner = inner.setdefault(key, {})
+        inner[last] = value
+    return recipes.load(mapping, f"--recipes: {arm}")
 
 
 def order(training: Training, windows: int, seed: int) -> Tensor:
@@ -286,16 +398,27 @@ def order(training: Training, windows: int, seed: int) -> Tensor:
     return torch.from_numpy(starts).view(training.steps, training.batch)
 
 
-def run_together(lanes: Sequence[Lane], seed: int, *, deadline: float = float("inf"), every: int = 128) -> bool:
+def run_together(
+    lanes: Sequence[Lane],
+    seed: int,
+    *,
+    snapshot: Snapshot | None = None,
+    deadline: float = float("inf"),
+    until: int | None = None,
+    every: int = 128,
+) -> bool:
     """Run a seed in all lanes, step by step beside each other; return False if the deadline came first.
 
     Args:
+        snapshot: the run in BF16 that all lanes go on from; by default they begin with the initial weights.
         deadline: in seconds of `time.monotonic`.
+        until: the step to stop before, by default the end.
         every: steps between looks at the clock, each of which waits for the device.
     """
     for lane in lanes:
-        lane.start(seed)
-    for step in range(lanes[0].training.steps):
+        lane.start(seed, snapshot)
+    training = lanes[0].training
+    for step in range(training.first if snapshot else 0, training.steps if until is None else until):
         for lane in lanes:
             lane.step()
         if step % every == 0:

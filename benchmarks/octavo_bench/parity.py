@@ -1,8 +1,8 @@
 """`octavo bench parity`: pairs of runs in BF16 and by FP8 recipes, as docs/explanation/parity-protocol.md has them.
 
-A block is one seed of one size: BF16, BF16 with its weights moved by one ulp, and every recipe, from the same weights
-on the same batches. A session reads which blocks the result files hold, adds blocks until its minutes are over, saves
-after each, and says what is known by then.
+A block is one seed of one size under one condition: BF16, BF16 with its weights moved by one ulp, and every recipe,
+from the same weights on the same batches. A session reads which blocks the result files hold, adds blocks until its
+minutes are over, saves after each, and says what is known by then.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,14 +21,22 @@ import torch
 from cyclopts import Parameter
 from torch import Tensor
 
-from octavo import recipes as recipe_names
 from octavo.errors import ConfigError
 from octavo.models.factory import model_name
-from octavo_bench import results
+from octavo_bench import ladder_plots, results
 from octavo_bench.cli import TO_STDOUT, Output, command_line, known
 from octavo_bench.installed_text import InstalledText, installed_text
-from octavo_bench.ladder import KIND, PROTOCOL, SIZES, read_rows, report
-from octavo_bench.lanes import BF16, NULL, Lane, Training, allow_many_compilations, run_together
+from octavo_bench.ladder import FIRST_SEED, FRESH, KIND, PROTOCOL, SIZES, read_rows, report, under
+from octavo_bench.lanes import (
+    BF16,
+    NULL,
+    Lane,
+    Snapshot,
+    Training,
+    allow_many_compilations,
+    recipe_of,
+    run_together,
+)
 from octavo_bench.results import Row
 
 POINTS = 40
@@ -44,8 +52,8 @@ class Session:
     minutes: float = 8.0
     """Wall time, with all preparation; no block is begun that would not end in it."""
     pairs: int = 1000
-    """Largest number of blocks per size, with those that are there already."""
-    seeds: int = 0
+    """Largest number of blocks per size and condition, with those that are there already."""
+    seeds: int = FIRST_SEED
     """First seed. Machines that work at the same time take different ones."""
     device: str = "auto"
     """`cuda`, `cpu` or `auto`."""
@@ -60,12 +68,12 @@ SESSION = Session()
 
 @dataclass
 class _Size:
-    """A size in a session."""
+    """A size under a condition, in a session."""
 
     name: str
+    condition: str
     training: Training
     seeds: int
-    lanes: dict[str, Lane] = field(default_factory=dict)
     pool: Any = None
     """Memory pool of the graphs of all arms, if they run one by one."""
     spent: float = 0.0
@@ -77,12 +85,18 @@ class _Size:
     def model(self) -> str:
         return model_name(self.training.model.architecture, self.training.parameters)
 
+    @property
+    def title(self) -> str:
+        return f"{self.name}, {self.condition}"
+
 
 def parity(
     *,
-    sizes: str = "1m,3m",
+    sizes: str = "3m",
+    conditions: str = "half,whole",
     recipes: str = "folded,folded_fast,block,tensorwise,rowwise",
     session: Session = SESSION,
+    plots: Path | None = None,
     output: Output = TO_STDOUT,
 ) -> int:
     """Train pairs of small models, in BF16 and by FP8 recipes, and say what they show by now.
@@ -92,29 +106,42 @@ def parity(
     Examples:
 
         octavo bench parity --minutes 0
+        octavo bench parity --minutes 0 --plots docs/pictures
         octavo bench parity --sizes 3m --minutes 8 --write benchmarks/results
+        octavo bench parity --sizes 1m --conditions half,half+lr4,half+outliers --recipes folded
+        octavo bench parity --sizes 1m --recipes folded,folded+wgrad.precision=bf16
         octavo bench parity --sizes tiny --minutes 1 --device cpu
 
     Parameters
     ----------
     sizes
-        Sizes, separated by commas; they get equal time.
+        Sizes, separated by commas; they get equal time, under each condition.
+    conditions
+        `whole`: recipes from the first step. `half`: from half of the steps on, BF16 before. Harder with `+`: `lr2`,
+        `lr4`, `batch4`, `outliers`.
     recipes
-        FP8 recipes, separated by commas.
+        FP8 recipes, separated by commas, `none` for BF16 alone. What differs from a recipe follows it after `+`.
+    plots
+        Directory to draw the pictures of all committed results to, those of `--write` if given; needs matplotlib.
     """
     names = [known("--sizes", name, [*SIZES], "size") for name in sizes.split(",")]
-    check_recipes(recipes.split(","))
-    arms = [BF16, NULL, *recipes.split(",")]
+    own_recipes = [] if recipes == "none" else recipes.split(",")
+    check_recipes(own_recipes)
+    arms = [BF16, NULL, *own_recipes]
     found = read_rows(COMMITTED, *([output.write] if output.write else []))
-    line = command_line("octavo bench parity", sizes=sizes, recipes=recipes, minutes=session.minutes)
+    flags = {"sizes": sizes, "conditions": conditions, "recipes": recipes, "minutes": session.minutes}
+    line = command_line("octavo bench parity", **flags)
     added: list[Row] = []
     if session.minutes > 0:
-        study = Study(names, arms, session, found, output.say)
+        trained = [(name, condition) for name in names for condition in conditions.split(",")]
+        study = Study(trained, arms, session, found, output.say)
         for rows in study.blocks():
             added += rows
             if output.write is not None:
                 save(added, output.write, line, session.device)
     output.say(report([*found, *added]))
+    if plots is not None:
+        output.say("\n".join(f"drawn: {path}" for path in ladder_plots.draw(output.write or COMMITTED, plots)))
     return int(any("error" in row for row in added))
 
 
@@ -123,7 +150,7 @@ class Study:
 
     def __init__(
         self,
-        names: Sequence[str],
+        trained: Sequence[tuple[str, str]],
         arms: Sequence[str],
         session: Session,
         found: Sequence[Row],
@@ -134,7 +161,8 @@ class Study:
         self._end = time.monotonic() + 60 * session.minutes
         self.device, self.arms, self.session, self.found, self._say = resolve(session.device), arms, session, found, say
         self.machine = machine(self.device)
-        self.sizes = [_Size(name, SIZES[name], session.seeds) for name in names]
+        self.sizes = [_Size(name, how, under(how, SIZES[name]), session.seeds) for name, how in trained]
+        self._made: dict[tuple[str, int, str], Lane] = {}
         for size in self.sizes:
             size.block = self._block_before(size)
         self._began = time.monotonic()
@@ -170,8 +198,9 @@ class Study:
         return min(possible, key=lambda size: size.spent, default=None)
 
     def _own(self, size: _Size) -> list[Row]:
-        """Return the runs of a size in the result files."""
-        return [row for row in self.found if (row["model"], row["tokens"]) == (size.model, size.training.tokens)]
+        """Return the runs of a size under its condition in the result files."""
+        study = (size.model, size.training.tokens, size.condition)
+        return [row for row in self.found if (row["model"], row["tokens"], row["condition"]) == study]
 
     def _block_before(self, size: _Size) -> float | None:
         """Return the seconds of a block of earlier sessions on this machine."""
@@ -194,48 +223,68 @@ class Study:
 
     def _block(self, size: _Size, seed: int, arms: Sequence[str], text: InstalledText) -> list[Row]:
         lanes = self._lanes(size, arms, text)
-        began, rows = time.monotonic(), []
+        began, rows, finished = time.monotonic(), [], True
+        snapshot = self._snapshot(size, seed, text)
+        began_well = snapshot is not None or not size.training.branch
+        before = {BF16: time.monotonic() - began}  # BF16's share of the run that all go on from
         for group in [lanes] if size.training.together else [[lane] for lane in lanes]:
             start = time.monotonic()
-            if not run_together(group, seed, deadline=self._end):
-                self.say(f"{size.name} seed {seed}: stopped at the end of the session")
+            finished = began_well and run_together(group, seed, snapshot=snapshot, deadline=self._end)
+            if not finished:
+                self.say(f"{size.title} seed {seed}: stopped at the end of the session")
                 break
-            trained = time.monotonic() - start
-            rows += [self._row(size, lane, seed, text.digest, trained / len(group)) for lane in group]
+            each = (time.monotonic() - start) / len(group)
+            rows += [self._row(size, lane, seed, text, before.get(lane.arm, 0.0) + each) for lane in group]
         took = time.monotonic() - began
         size.spent += took
-        size.block = took * len(self.arms) / max(1, len(arms)) if len(rows) == len(lanes) else size.block
+        size.block = took * len(self.arms) / max(1, len(arms)) if finished else size.block
         losses = ", ".join(f"{row['recipe']} {row['heldout_loss']:.5f}" for row in rows if "error" not in row)
-        self.say(f"{size.name} seed {seed}: {took:.1f} s; {losses}")
+        self.say(f"{size.title}, seed {seed}: {took:.1f} s; {losses}")
         return rows
 
+    def _snapshot(self, size: _Size, seed: int, text: InstalledText) -> Snapshot | None:
+        """Return the run in BF16 that all arms of a block go on from; None if there is none, or no time for it."""
+        if not size.training.branch:
+            return None
+        source = self._lanes(size, [BF16], text)
+        done = run_together(source, seed, until=size.training.first, deadline=self._end)
+        return source[0].snapshot() if done else None
+
     def _lanes(self, size: _Size, arms: Sequence[str], text: InstalledText) -> list[Lane]:
-        """Return the lanes of arms, made once per session. An arm that cannot be captured is reported and left out."""
-        for arm in [arm for arm in arms if arm not in size.lanes]:
+        """Return the lanes of arms, made once per session. An arm that cannot be captured is reported and left out.
+
+        Conditions of a size share lanes: they differ in what a lane reads from memory, not in what it captured.
+        """
+        places = {arm: (size.name, size.training.batch, arm) for arm in arms}
+        for arm in [arm for arm, place in places.items() if place not in self._made]:
             began = time.monotonic()
             on_gpu = self.device.type == "cuda"
             if on_gpu and not size.training.together and size.pool is None:
                 size.pool = torch.cuda.graph_pool_handle()
             compiled = self.session.compiled and on_gpu
             try:
-                size.lanes[arm] = Lane(arm, size.training, text, self.device, compiled=compiled, pool=size.pool)
+                self._made[places[arm]] = Lane(arm, size.training, text, self.device, compiled=compiled, pool=size.pool)
             except Exception as error:
                 if arm == BF16:
                     raise
                 self.arms = [other for other in self.arms if other != arm]
-                self.say(f"{size.name} {arm}: left out: {results.failure(error)}")
+                self.say(f"{size.name}, {arm}: left out: {results.failure(error)}")
             else:
-                self.say(f"{size.name} {arm}: ready after {time.monotonic() - began:.1f} s")
-        return [size.lanes[arm] for arm in arms if arm in size.lanes]
+                self.say(f"{size.name}, {arm}: ready after {time.monotonic() - began:.1f} s")
+        lanes = [self._made[place] for place in places.values() if place in self._made]
+        for lane in lanes:
+            lane.training = size.training
+        return lanes
 
-    def _row(self, size: _Size, lane: Lane, seed: int, digest: str, seconds: float) -> Row:
+    def _row(self, size: _Size, lane: Lane, seed: int, text: InstalledText, seconds: float) -> Row:
         row: Row = {
             "protocol": PROTOCOL,
             "model": size.model,
             "tokens": size.training.tokens,
+            "condition": size.condition,
             "recipe": lane.arm,
             "seed": seed,
-            "text": digest,
+            "text": text.digest,
             "machine": self.machine,
         }
         began = time.monotonic()
@@ -244,6 +293,8 @@ class Study:
             return row | {"error": f"the loss was not finite at step {int((~losses.isfinite()).nonzero()[0])}"}
         by_language = {name: lane.heldout(name) for name in lane.evaluations}
         row |= {f"{name}_loss": fmean(own.values()) for name, own in by_language.items()}
+        if size.training.tokens <= len(text.train):  # one pass: no run has seen these windows before
+            row["fresh_loss"] = float(losses[-round(FRESH * len(losses)) :].mean())
         row["by_language"] = {language: round(loss, 6) for language, loss in by_language["heldout"].items()}
         row["training_loss"] = curve(losses)
         return row | {"seconds": round(seconds + time.monotonic() - began, 2)}
@@ -277,7 +328,8 @@ def warm(trainings: Sequence[Training], arms: Sequence[str], device: torch.devic
     """
     began = time.monotonic()
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
-    jobs = [(arm, training, device, compiled) for training in trainings for arm in arms if arm != NULL]
+    different = {(training.model, training.batch): training for training in trainings}.values()
+    jobs = [(arm, training, device, compiled) for training in different for arm in arms if arm != NULL]
     at_once = 12 if all(training.together for training in trainings) else 2  # of large models memory holds few
     pool = ProcessPoolExecutor(min(len(jobs), at_once), mp_context=multiprocessing.get_context("spawn"))
     futures = [pool.submit(_warm, *job) for job in jobs]
@@ -302,7 +354,13 @@ def _warm(arm: str, training: Training, device: torch.device, compiled: bool) ->
 
 
 def check_recipes(names: Sequence[str]) -> None:
-    """Raise `ConfigError` unless all recipes compute in FP8."""
+    """Raise `ConfigError` unless all recipes compute in FP8 and keep nothing from step to step."""
     for name in names:
-        if not recipe_names.load(name).is_fp8:
+        recipe = recipe_of(name)
+        if not recipe.is_fp8:
             raise ConfigError(f"--recipes: '{name}' has no FP8 GEMM: BF16 is trained in any case.")
+        if recipe.has_stored_scales:
+            raise ConfigError(
+                f"--recipes: '{name}' keeps scales from step to step, and one seed would hand them on to the next. "
+                "`octavo bench compare` trains each run in a process of its own."
+            )

@@ -38,6 +38,7 @@ KINDS: dict[str, dict[str, type]] = {
         "protocol": int,
         "model": str,
         "tokens": int,
+        "condition": str,
         "recipe": str,
         "seed": int,
         "text": str,
@@ -105,7 +106,10 @@ MAY_FAIL = (
     *("reduce", "distributed", "rank", "memory", "scaling", "faults", "ladder"),
 )
 """Kinds whose rows may have `error`, a text, in place of their figures: a failure is a result."""
-SUBJECTS = {"ladder": ("model", "tokens", "recipe", "seed", "text", "machine"), "robustness": ("class",)}
+SUBJECTS = {
+    "ladder": ("protocol", "model", "tokens", "condition", "recipe", "seed", "text", "machine"),
+    "robustness": ("class",),
+}
 """Kinds whose files grow row by row, and the keys that tell their rows apart."""
 
 

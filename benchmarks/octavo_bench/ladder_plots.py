@@ -1,0 +1,160 @@
+"""The pictures of the parity ladder: gaps with their intervals, and differences over time with a band.
+
+Made from the result files by `octavo bench parity --minutes 0 --plots docs/pictures`. Each SVG holds a digest of the
+figures that it shows, so that a test sees one that is older than its data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from octavo_bench import ladder
+from octavo_bench.evidence import over_seeds
+from octavo_bench.lanes import BF16, NULL
+from octavo_bench.results import Row
+
+TEXT, LINE, FP8, NULL_TONE = "#6b7787", "#98a3b1", "#0a84c6", "#d9722b"
+"""Tones that are read on white and on black."""
+FEWEST = 4
+"""Blocks from which a band is drawn: with fewer it hides the curves."""
+Data = list[dict[str, Any]]
+
+
+def shown_studies(directory: Path) -> list[tuple[str, list[Row]]]:
+    """Return the pilot's studies and those of the protocol, each with a title."""
+    found = []
+    for mark, pilot in (("pilot: ", True), ("", False)):
+        for own in ladder.studies(ladder.read_rows(directory, pilot=pilot)):
+            condition = "" if own[0]["condition"] == "whole" else f", {own[0]['condition']}"
+            found.append((f"{mark}{own[0]['model']}{condition}", own))
+    return found
+
+
+def gaps_data(directory: Path) -> Data:
+    """Return, per study, each arm's gap with both intervals, in percent."""
+    panels = []
+    for title, own in shown_studies(directory):
+        bars = [
+            {
+                "arm": gap.arm,
+                "pairs": len(gap.differences),
+                "mean": gap.mean,
+                "once": gap.half_width_once,
+                "any": gap.half_width,
+            }
+            for gap in ladder.gaps(own)
+            if gap.differences
+        ]
+        panels.append({"title": f"{title}\n{ladder.LOSSES[ladder.decisive(own)]}", "gaps": bars})
+    return panels
+
+
+def time_data(directory: Path) -> Data:
+    """Return, per study, the difference of training losses by share of the run: null pairs, and the recipes' mean."""
+    panels = []
+    for title, own in shown_studies(directory):
+        null, mean = [], []
+        for block in ladder.blocks(own):
+            curves = {arm: row["training_loss"] for arm, row in block.items() if "error" not in row}
+            if BF16 not in curves:
+                continue
+            base = [
+                fmean(values) for values in zip(*(curves[arm] for arm in (BF16, NULL) if arm in curves), strict=True)
+            ]
+            if NULL in curves:
+                null.append(_percent(curves[NULL], curves[BF16]))
+            recipes = [_percent(curve, base) for arm, curve in curves.items() if arm not in (BF16, NULL)]
+            if recipes:
+                mean.append([fmean(values) for values in zip(*recipes, strict=True)])
+        points = [over_seeds(values) for values in zip(*mean, strict=True)]
+        band = [[point.mean, point.half_width if len(mean) >= FEWEST else None] for point in points]
+        panels.append({"title": title, "null": null, "recipes": band, "pairs": len(mean)})
+    return panels
+
+
+def _percent(losses: Sequence[float], reference: Sequence[float]) -> list[float]:
+    return [round(100 * (a / b - 1), 4) for a, b in zip(losses, reference, strict=True)]
+
+
+def _gap_panel(axes: Any, panel: dict[str, Any]) -> None:
+    axes.axvspan(-ladder.GATE, ladder.GATE, color=LINE, alpha=0.3, lw=0)
+    for place, gap in enumerate(reversed(panel["gaps"])):
+        tone = NULL_TONE if gap["arm"] == NULL else FP8
+        for width, line in ((gap["any"], 1.2), (gap["once"], 4.0)):
+            if width is not None:
+                axes.plot([gap["mean"] - width, gap["mean"] + width], [place, place], color=tone, lw=line, alpha=0.8)
+        axes.plot(gap["mean"], place, "o", color=tone, ms=5)
+    axes.set_yticks(range(len(panel["gaps"])), [f"{gap['arm']} ({gap['pairs']})" for gap in reversed(panel["gaps"])])
+    axes.set_xlabel("gap to BF16, %; thick: 95 % for one look,\nthin: at any time; shaded: the gate")
+
+
+def _time_panel(axes: Any, panel: dict[str, Any]) -> None:
+    points = len(panel["recipes"]) or len(panel["null"][0])
+    share = [100 * (at + 0.5) / points for at in range(points)]
+    for index, pair in enumerate(panel["null"]):
+        axes.plot(
+            share, pair, color=NULL_TONE, lw=0.9, alpha=0.7, label="BF16 + 1 ulp, each pair" if not index else None
+        )
+    if panel["recipes"]:
+        means, widths = zip(*panel["recipes"], strict=True)
+        label = f"FP8 recipes, mean of {panel['pairs']} blocks"
+        axes.plot(share, means, color=FP8, lw=2.2, label=label)
+        if widths[0] is not None:
+            low, high = ([m + sign * w for m, w in zip(means, widths, strict=True)] for sign in (-1, 1))
+            axes.fill_between(share, low, high, color=FP8, alpha=0.25, lw=0, label="95 % at each point")
+    axes.axhline(0, color=LINE, lw=0.8)
+    axes.set_xlabel("% of the run")
+    axes.set_ylabel("training loss less BF16's, %")
+    axes.legend(frameon=False, fontsize=7.5, labelcolor=TEXT)
+
+
+PLOTS: dict[str, tuple[Callable[[Path], Data], Callable[[Any, dict[str, Any]], None]]] = {
+    "parity-gaps": (gaps_data, _gap_panel),
+    "parity-over-time": (time_data, _time_panel),
+}
+"""Data and drawing of a panel, by file name."""
+
+
+def digest(name: str, directory: Path) -> str:
+    """Return a digest of the figures that a picture shows."""
+    figures = json.dumps(PLOTS[name][0](directory), sort_keys=True)
+    return hashlib.sha256(figures.encode()).hexdigest()[:16]
+
+
+def draw(directory: Path, out: Path) -> list[Path]:
+    """Draw both pictures from the result files of a directory, and return their paths; none without blocks."""
+    if not shown_studies(directory):
+        return []
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    tones = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor")
+    paths = []
+    out.mkdir(parents=True, exist_ok=True)
+    style: dict[Any, Any] = {"svg.hashsalt": "octavo", "font.size": 9, **dict.fromkeys(tones, TEXT)}
+    for name, (data, panel_of) in PLOTS.items():
+        panels = data(directory)
+        columns = min(2, len(panels))
+        rows = -(-len(panels) // columns)
+        with plt.rc_context(style):
+            figure, grid = plt.subplots(rows, columns, figsize=(5.4 * columns, 3.3 * rows), squeeze=False)
+            for axes in grid.flat[len(panels) :]:
+                axes.axis("off")
+            for axes, panel in zip(grid.flat, panels, strict=False):
+                axes.set_title(panel["title"], fontsize=10)
+                panel_of(axes, panel)
+                for side in ("top", "right"):
+                    axes.spines[side].set_visible(False)
+            figure.tight_layout()
+            paths.append(out / f"{name}.svg")
+            metadata = {"Date": None, "Description": digest(name, directory)}
+            figure.savefig(paths[-1], transparent=True, metadata=metadata)
+            plt.close(figure)
+    return paths

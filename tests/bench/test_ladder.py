@@ -1,0 +1,212 @@
+"""Gaps, verdicts and intervals of the parity ladder, and what an interval at any time promises."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from octavo.errors import ConfigError
+from octavo_bench import ladder, ladder_plots, results, spreads
+from octavo_bench.evidence import at_any_time, errors_at_any_time, student
+from octavo_bench.lanes import BF16, NULL
+from octavo_bench.results import Row
+
+STUDY = {
+    "protocol": ladder.PROTOCOL,
+    "model": "llama-1m",
+    "tokens": 1000,
+    "condition": "half",
+    "text": "t",
+    "machine": "m",
+}
+
+
+def run(recipe: str, seed: int, loss: float, **changes: Any) -> Row:
+    losses = {"heldout_loss": 2 * loss, "fresh_loss": loss, "training_loss": [3.0, 2.0], "seconds": 1.0}
+    return STUDY | {"recipe": recipe, "seed": seed} | losses | changes
+
+
+def block(seed: int, **losses: float) -> list[Row]:
+    names = {"bf16": BF16, "null": NULL}
+    return [run(names.get(name, name), seed, loss) for name, loss in losses.items()]
+
+
+def test_a_recipe_is_compared_with_the_mean_of_both_bf16_runs() -> None:
+    rows = [*block(0, bf16=1.0, null=1.02, folded=1.0201), *block(1, bf16=1.0, null=1.0, folded=0.999)]
+    null, folded = ladder.gaps(rows)
+    assert null.differences == pytest.approx((2.0, 0.0))
+    assert folded.differences == pytest.approx((1.0, -0.1))
+
+
+def test_the_mean_of_the_recipes_takes_blocks_that_have_all_of_them() -> None:
+    rows = [*block(0, bf16=1.0, null=1.0, folded=1.01, block=1.03), *block(1, bf16=1.0, null=1.0, folded=2.0)]
+    _, mean, folded, _ = ladder.gaps(rows)
+    assert mean.arm == ladder.ALL and mean.differences == pytest.approx((2.0,))
+    assert len(folded.differences) == 2
+
+
+def test_the_fresh_loss_decides_where_all_runs_have_it() -> None:
+    rows = block(0, bf16=1.0, null=1.0, folded=1.01)
+    assert ladder.decisive(rows) == "fresh_loss"
+    del rows[1]["fresh_loss"]
+    assert ladder.decisive(rows) == "heldout_loss"
+    assert ladder.gaps(rows)[1].differences == pytest.approx((1.0,))
+
+
+def test_a_block_without_a_finite_baseline_is_left_out_and_a_diverged_recipe_fails() -> None:
+    failed = {"error": "the loss was not finite at step 3"}
+    lost = [run(BF16, 0, 1.0), run(NULL, 0, 1.0) | failed, run("folded", 0, 9.0)]
+    diverged = [*block(1, bf16=1.0, null=1.0), STUDY | {"recipe": "folded", "seed": 1} | failed]
+    fine = block(2, bf16=1.0, null=1.0, folded=1.0)
+    folded = ladder.gaps([*lost, *diverged, *fine])[-1]
+    assert (folded.differences, folded.failures, folded.verdict) == ((0.0,), 1, "fails: diverged")
+
+
+def test_gaps_of_several_studies_are_not_pooled() -> None:
+    rows = [*block(0, bf16=1.0, null=1.0), run(BF16, 1, 1.0, condition="whole")]
+    with pytest.raises(ConfigError, match="one by one"):
+        ladder.gaps(rows)
+    assert len(ladder.studies(rows)) == 2
+    assert ladder.report(rows).count("**llama-1m, 1,000 tokens, ") == 2
+
+
+@pytest.mark.parametrize(
+    ("mean", "spread", "verdict"),
+    [
+        (0.0, 0.05, "passes"),
+        (0.5, 0.05, "fails"),
+        (-0.5, 0.05, "fails"),
+        (0.12, 0.1, "a gap, of open size"),
+        (0.0, 1.0, "open"),
+    ],
+)
+def test_verdicts(mean: float, spread: float, verdict: str) -> None:
+    values = tuple(mean + spread * (-1) ** i for i in range(40))
+    assert ladder.Gap("folded", values, 0).verdict == verdict
+
+
+def test_conditions_join() -> None:
+    own = ladder.SIZES["1m"]
+    hard = ladder.under("half+lr4+batch4", own)
+    assert (hard.branch, hard.lr, hard.batch) == (0.5, 4 * own.lr, 4 * own.batch)
+    assert hard.first == hard.steps / 2 and hard.tokens == pytest.approx(own.tokens, rel=0.01)
+    assert ladder.under("whole", own) == own
+    with pytest.raises(ConfigError, match="Did you mean 'outliers'"):
+        ladder.under("half+outlier", own)
+
+
+def test_the_pilot_is_kept_and_not_pooled(tmp_path: Path) -> None:
+    old = [row | {"protocol": 1, "pilot": True} for row in block(0, bf16=1.0, null=2.0, folded=3.0)]
+    rows = block(100, bf16=1.0, null=1.0, folded=1.0)
+    assert ladder.evidence(tmp_path) == ""
+    for part in (old, rows):  # one day, one file: neither replaces the other
+        results.save(ladder.KIND, part, tmp_path, "octavo bench parity")
+    assert [row["protocol"] for row in ladder.read_rows(tmp_path)] == [ladder.PROTOCOL] * 3
+    assert [row["protocol"] for row in ladder.read_rows(tmp_path, pilot=True)] == [1] * 3
+    assert "| folded | 1 | +0.000 % |" in ladder.evidence(tmp_path)
+
+
+# --- intervals -------------------------------------------------------------------------------------------------------
+
+
+def test_intervals_at_any_time_hold_at_all_times_together() -> None:
+    """20 looks at each of 2,000 studies without a gap: the share of studies that ever exclude it is at most 5 %."""
+    draw = np.random.default_rng(0)
+    values = draw.normal(0.0, 1.0, (2000, 200))
+    looks = np.arange(10, 201, 10)
+    sums, squares = values.cumsum(1)[:, looks - 1], (values**2).cumsum(1)[:, looks - 1]
+    means = sums / looks
+    errors = np.sqrt((squares - looks * means**2) / (looks - 1) / looks)
+    any_time = np.array([errors_at_any_time(int(n)) for n in looks])
+    once = np.array([student(int(n) - 1) for n in looks])
+    assert np.mean((abs(means) > any_time * errors).any(1)) < 0.05
+    assert np.mean(abs(means[:, -1]) > (once * errors)[:, -1]) == pytest.approx(0.05, abs=0.015)
+    assert np.mean((abs(means) > once * errors).any(1)) > 0.15  # Student's, looked at 20 times
+    first = at_any_time(values[0, :50].tolist())
+    assert first.half_width == pytest.approx(any_time[4] * errors[0, 4]) and first.mean == pytest.approx(means[0, 4])
+
+
+def test_the_interval_is_where_the_mixture_of_likelihood_ratios_is_20() -> None:
+    """Against the integral itself: d over N(0, 1), s over ds / s, by quadrature."""
+    values = np.array([0.3, -1.0, 0.8, 2.0, 0.1, 1.4, -0.2, 0.9])
+    interval = at_any_time(values.tolist())
+    assert interval.half_width is not None
+    for edge in (interval.mean - interval.half_width, interval.mean + interval.half_width):
+        s = np.exp(np.linspace(-6, 8, 4001))[:, None]
+        d = np.linspace(-9, 9, 1801)[None]
+        away = values - edge
+        total, squares, n = away.sum(), (away**2).sum(), len(values)
+        null = -n * np.log(s) - squares / (2 * s**2)
+        shifted = np.exp(null + d * total / s - (n + 1) * d**2 / 2) / math.sqrt(2 * math.pi)
+        ratio = shifted.sum() * (d[0, 1] - d[0, 0]) / np.exp(null).sum()
+        assert ratio == pytest.approx(20, rel=1e-3)
+
+
+def test_up_to_four_pairs_nothing_is_bounded() -> None:
+    assert [errors_at_any_time(n) is None for n in range(7)] == [True] * 5 + [False] * 2
+    assert at_any_time([0.1, 0.2]).half_width is None
+    pairs = ladder.pairs_for(0.3)
+    assert (
+        (errors_at_any_time(pairs) or 9) / pairs**0.5 <= 0.3 < (errors_at_any_time(pairs - 3) or 9) / (pairs - 3) ** 0.5
+    )
+
+
+# --- spreads ---------------------------------------------------------------------------------------------------------
+
+
+def test_spreads_within_blocks_and_what_half_way_explains() -> None:
+    draw = np.random.default_rng(1)
+    rows = []
+    for seed in range(60):
+        level, early, late = np.exp(draw.normal(0, 0.2)), draw.normal(0, 0.01, 7), draw.normal(0, 0.002, 7)
+        for arm in range(7):
+            curve = [level * math.exp(early[arm] + (late[arm] if at >= 20 else 0)) for at in range(40)]
+            rows.append(run(f"r{arm}", seed, curve[-1], training_loss=curve, heldout_loss=curve[-1]))
+    own = spreads.deviations(rows, spreads.heldout)
+    assert spreads.spread(own) == pytest.approx(100 * math.hypot(0.01, 0.002), rel=0.1)
+    assert spreads.since_half(rows, spreads.last_fifth) == pytest.approx(0.2, rel=0.1)
+    over_time = spreads.spread_over_time(rows)
+    assert over_time[0] == pytest.approx(1.0, rel=0.1) and over_time[-1] > over_time[0]
+    assert spreads.seconds_per_block(rows) == 7.0
+
+
+# --- pictures --------------------------------------------------------------------------------------------------------
+
+
+def test_committed_pictures_show_the_committed_results() -> None:
+    root = Path(ladder.__file__).parents[2]
+    for name in ladder_plots.PLOTS:
+        text = (root / "docs" / "pictures" / f"{name}.svg").read_text(encoding="utf-8")
+        assert ladder_plots.digest(name, root / "benchmarks" / "results") in text, (
+            f"{name}.svg is older than its data: run octavo bench parity --minutes 0 --plots docs/pictures"
+        )
+
+
+def test_pictures_are_drawn_of_any_number_of_blocks(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert ladder_plots.draw(tmp_path, tmp_path) == []
+    one = block(100, bf16=1.0, null=1.001, folded=1.01)
+    lost = [run(BF16, 101, 1.0), run(NULL, 101, 1.0) | {"error": "the loss was not finite at step 0"}]
+    results.save(ladder.KIND, [*one, *lost], tmp_path, "octavo bench parity")
+    [panel] = ladder_plots.time_data(tmp_path)
+    assert panel["null"] == [[0.0, 0.0]] and panel["recipes"] == [[0.0, None], [0.0, None]]
+    paths = ladder_plots.draw(tmp_path, tmp_path)
+    assert all(ladder_plots.digest(path.stem, tmp_path) in path.read_text() for path in paths) and len(paths) == 2
+    again = [path.read_bytes() for path in ladder_plots.draw(tmp_path, tmp_path)]
+    assert again == [path.read_bytes() for path in paths]
+
+
+def test_costs_follow_from_the_spread_of_gaps(tmp_path: Path) -> None:
+    draw = np.random.default_rng(2)
+    rows = [row for s in range(40) for row in block(100 + s, bf16=1.0, null=1.0, folded=1.01 + draw.normal(0, 0.002))]
+    results.save(ladder.KIND, rows, tmp_path, "octavo bench parity")
+    line = spreads.cost_table(tmp_path).splitlines()[3]
+    _, study, loss, seconds, pair, pairs, hours, *_ = (cell.strip() for cell in line.split("|"))
+    assert (study, loss, seconds) == ("llama-1m, half", ladder.LOSSES["fresh_loss"], "3.0")
+    assert float(pair.removesuffix(" %")) == pytest.approx(0.2, rel=0.3)  # the gap of 1 % is no spread
+    assert int(pairs) == ladder.pairs_for(ladder.GATE / float(pair.removesuffix(" %")))
+    assert float(hours) == round(int(pairs) * 3 / 3600, 1)

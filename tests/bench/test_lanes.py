@@ -1,0 +1,187 @@
+"""Lanes: a run is its seed's alone, arms of a block share all but the recipe, and a branch goes on from BF16."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from octavo.errors import ConfigError
+from octavo_bench import ladder
+from octavo_bench.installed_text import InstalledText
+from octavo_bench.lanes import (
+    BF16,
+    NULL,
+    OUTLIERS_EVERY,
+    Lane,
+    add_outliers,
+    allow_many_compilations,
+    initial_weights,
+    move,
+    order,
+    recipe_of,
+    run_together,
+)
+
+TINY = replace(ladder.SIZES["tiny"], tokens_per_parameter=0.1)
+CPU = torch.device("cpu")
+
+
+def text(seed: int = 0) -> InstalledText:
+    ids = torch.randint(256, (20_000,), generator=torch.Generator().manual_seed(seed), dtype=torch.int16)
+    return InstalledText(ids % 7, {"python": ids[:400] % 7, "english": ids[400:700] % 7}, "digest")
+
+
+@pytest.fixture(scope="module")
+def lanes() -> dict[str, Lane]:
+    return {arm: Lane(arm, TINY, text(), CPU) for arm in (BF16, NULL, "folded")}
+
+
+def finish(lane: Lane, seed: int, **options: object) -> torch.Tensor:
+    assert run_together([lane], seed, **options)  # type: ignore[arg-type]
+    return lane.losses
+
+
+def test_a_run_depends_on_its_seed_and_not_on_the_run_before(lanes: dict[str, Lane]) -> None:
+    for lane in lanes.values():
+        first = finish(lane, 0)
+        heldout = lane.heldout()
+        other = finish(lane, 1)
+        assert not torch.equal(first, other)
+        assert torch.equal(finish(lane, 0), first)
+        assert lane.heldout() == heldout and set(heldout) == {"python", "english"}
+
+
+def test_lanes_together_are_what_they_are_alone(lanes: dict[str, Lane]) -> None:
+    alone = {arm: finish(lane, 3) for arm, lane in lanes.items()}
+    assert run_together([*lanes.values()], 3)
+    assert all(torch.equal(lane.losses, alone[arm]) for arm, lane in lanes.items())
+
+
+def test_arms_of_a_block_begin_alike_and_differ(lanes: dict[str, Lane]) -> None:
+    assert run_together([*lanes.values()], 0)
+    bf16, null, folded = (lane.losses for lane in lanes.values())
+    assert float(null[0]) == pytest.approx(float(bf16[0]), rel=1e-3)
+    assert float(folded[0]) == pytest.approx(float(bf16[0]), rel=1e-2)
+    assert not torch.equal(null, bf16) and not torch.equal(folded, bf16)
+
+
+def test_bf16_branched_from_itself_is_the_whole_run(lanes: dict[str, Lane]) -> None:
+    bf16, folded = lanes[BF16], lanes["folded"]
+    whole = finish(bf16, 0)
+    half = replace(TINY, branch=0.5)
+    bf16.training = folded.training = half
+    try:
+        assert run_together([bf16], 0, until=half.first)
+        snapshot = bf16.snapshot()
+        assert int(snapshot.at) == half.first > 0
+        assert torch.equal(finish(bf16, 0, snapshot=snapshot), whole)
+        branched = finish(folded, 0, snapshot=snapshot)
+        assert torch.equal(branched[: half.first], whole[: half.first])
+        assert not torch.equal(branched[half.first :], whole[half.first :])
+        assert float(branched[half.first]) == pytest.approx(float(whole[half.first]), rel=1e-2)
+    finally:
+        bf16.training = folded.training = TINY
+
+
+def test_a_run_stops_at_the_deadline(lanes: dict[str, Lane]) -> None:
+    assert not run_together([lanes[BF16]], 0, deadline=0.0)
+
+
+def test_weights_in_bf16_are_scored_beside_those_in_fp8(lanes: dict[str, Lane]) -> None:
+    finish(lanes["folded"], 0)
+    assert lanes["folded"].evaluations == ["heldout", "heldout_bf16"] and lanes[BF16].evaluations == ["heldout"]
+    own, in_bf16 = lanes["folded"].heldout(), lanes["folded"].heldout("heldout_bf16")
+    assert own != in_bf16 and own == pytest.approx(in_bf16, rel=1e-2)
+
+
+def test_a_moved_weight_is_finite_and_one_unit_of_bf16_away() -> None:
+    """Seed 0 of 1 M and 3 M draws one direction that is 0: it once made a weight NaN, and the pilot lost the pair."""
+    for size in ("1m", "3m"):
+        weights = initial_weights(ladder.SIZES[size].model, 0)
+        moved = [weight.clone() for weight in weights.values()]
+        move(moved, torch.Generator().manual_seed(2**20))
+        for before, after in zip(weights.values(), moved, strict=True):
+            assert bool(after.isfinite().all())
+            unit = 2.0 ** (torch.floor(torch.log2(before.abs().double())) - 7)
+            assert torch.equal(
+                ((after.double() - before.double()).abs() / unit).round(decimals=3), torch.ones_like(unit)
+            )
+            assert 0.4 < (after > before).double().mean() < 0.6 or before.numel() < 1000
+    zero = torch.zeros(3)
+    move([zero], torch.Generator())
+    assert torch.equal(zero, torch.zeros(3))
+
+
+def test_passes_over_the_text_have_orders_of_their_own() -> None:
+    windows = TINY.steps * TINY.batch // 2
+    starts = order(TINY, windows, 0).flatten() // TINY.model.sequence
+    first, second = starts[:windows], starts[windows : 2 * windows]
+    assert sorted(first.tolist()) == list(range(windows)) and not torch.equal(first, second)
+    assert not torch.equal(order(TINY, windows, 1), order(TINY, windows, 0))
+
+
+def test_rates_rise_and_fall_to_zero() -> None:
+    rates = ladder.SIZES["1m"].rates()
+    assert int(rates.argmax()) == 55 and float(rates.max()) == pytest.approx(3e-3)
+    assert rates[-1] < 1e-5 and bool((rates[56:].diff() < 0).all())
+
+
+def test_outliers_change_activations_and_not_the_function_but_for_the_gates() -> None:
+    from octavo.models import build
+
+    config = ladder.SIZES["1m"].model
+    plain, hard = build(config, 0).eval(), build(config, 0).eval()
+    add_outliers(hard, 16.0)
+    for block, own in zip(
+        plain.get_submodule("layers").children(), hard.get_submodule("layers").children(), strict=True
+    ):
+        gate, up = (own.get_parameter(f"feed_forward.{name}.weight") for name in ("w1", "w3"))
+        assert torch.equal(gate[::OUTLIERS_EVERY], up[::OUTLIERS_EVERY])
+        with torch.no_grad():  # the gates back as they were, so that the rest can be compared
+            gate[::OUTLIERS_EVERY] = block.get_parameter("feed_forward.w1.weight")[::OUTLIERS_EVERY]
+            gate[::OUTLIERS_EVERY, ::OUTLIERS_EVERY] /= 16
+    seen: list[torch.Tensor] = []
+    hard.get_submodule("layers.0.attention.wq").register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    ids = torch.arange(64)[None] % 256
+    assert torch.allclose(hard(ids), plain(ids), rtol=1e-3, atol=1e-4)
+    large = seen[0].abs().mean((0, 1))
+    assert large[::OUTLIERS_EVERY].mean() > 8 * large.median()
+
+
+def test_an_arm_is_a_recipe_and_what_differs_from_it() -> None:
+    assert recipe_of("folded").name == "folded"
+    changed = recipe_of("folded+wgrad.precision=bf16+dgrad.grad_output.format=e4m3")
+    assert (
+        changed.name.startswith("folded+") and not changed.wgrad.is_fp8 and changed.dgrad.grad_output.format == "e4m3"
+    )
+    assert recipe_of("tensorwise+fprop.input.granularity=row").fprop.input.granularity == "row"
+    with pytest.raises(ConfigError, match="KEY=VALUE"):
+        recipe_of("folded+wgrad")
+    with pytest.raises(ConfigError, match=r"wgrad.*exactness"):
+        recipe_of("folded+wgrad.exactness=bf16")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_lanes_together_and_alone_agree_bit_for_bit(compiled: bool) -> None:
+    """Graphs that replay beside each other share neither memory nor workspaces, for whole runs and branches."""
+    device = torch.device("cuda")
+    size = replace(ladder.SIZES["1m"], tokens_per_parameter=0.5, branch=0.5)
+    own = text()
+    own = InstalledText(own.train.repeat(30), own.heldout | {"python": own.train[:1200]}, "digest").on(device)
+    with allow_many_compilations():
+        lanes = [
+            Lane(arm, size, own, device, compiled=compiled) for arm in (BF16, NULL, "folded", "tensorwise", "block")
+        ]
+        assert run_together(lanes[:1], 0, until=size.first)
+        snapshot = lanes[0].snapshot()
+        for start in (None, snapshot):
+            assert run_together(lanes, 0, snapshot=start)
+            together = [(lane.losses, lane.heldout()) for lane in lanes]
+            for lane, expected in zip(lanes, together, strict=True):
+                assert run_together([lane], 0, snapshot=start)
+                assert torch.equal(lane.losses, expected[0]) and lane.heldout() == expected[1], lane.arm
+                assert bool(lane.losses.isfinite().all()) and bool((lane.losses > 0).all())
+        assert torch.equal(together[0][0], finish(lanes[0], 0))
