@@ -11,9 +11,9 @@ KINDS = [
     errors.CheckpointError,
     errors.NonFiniteError,
     errors.UnsupportedError,
-    errors.RunError,
     errors.StoreError,
 ]
+"""Besides `RunError` and the one that is one."""
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -24,7 +24,8 @@ def test_every_error_is_an_octavo_error_and_none_is_another(kind):
 
 def test_no_error_is_left_out_of_this_file():
     defined = {v for v in vars(errors).values() if isinstance(v, type) and issubclass(v, OctavoError)}
-    assert defined == {OctavoError, *KINDS}
+    assert defined == {OctavoError, errors.RunError, errors.DivergedError, *KINDS}
+    assert issubclass(errors.DivergedError, errors.RunError) and errors.DivergedError.exit_code == 3
 
 
 def test_a_wrong_argument_is_also_a_value_error():

@@ -1,7 +1,8 @@
-"""Imports point down: the contract in pyproject.toml holds, and it covers every module there is."""
+"""Imports point down: the contract in pyproject.toml holds, and it covers every module. Signatures stay short."""
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -19,3 +20,24 @@ def test_imports_point_down_the_layers() -> None:
 def test_the_command_line_starts_without_torch() -> None:
     code = "import sys, octavo, octavo.data, octavo.models, octavo.cli.main; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def parameters(function: ast.FunctionDef) -> int:
+    found = function.args
+    every = (*found.posonlyargs, *found.args, *found.kwonlyargs, found.vararg, found.kwarg)
+    return len([each for each in every if each is not None and each.arg not in ("self", "cls")])
+
+
+def is_compiled(function: ast.FunctionDef) -> bool:
+    """Functions of Triton take pointers, strides and extents one by one."""
+    return any("jit" in ast.unparse(each) for each in function.decorator_list)
+
+
+def test_functions_have_at_most_eight_parameters() -> None:
+    long = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for path in sorted((ROOT / "src").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.FunctionDef) and parameters(node) > 8 and not is_compiled(node)
+    ]
+    assert len(long) <= 3, f"group what belongs together: {long}"

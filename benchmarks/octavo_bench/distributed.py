@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from octavo._util.dist import is_first_rank
 from octavo.cli.flags import positive
-from octavo.distributed.traffic import Traffic
 from octavo.errors import ConfigError, did_you_mean
 from octavo.models.config import ModelConfig
 from octavo.train.device import WARM_UP_STEPS, gc_frozen
@@ -28,6 +27,7 @@ from octavo_bench.implementations import BF16
 from octavo_bench.ranks import any_rank, process_group, under_torchrun
 from octavo_bench.results import Row, failure
 from octavo_bench.sharded import Implementation, Layout, implementations, lay_out, part_of_batch
+from octavo_bench.traffic import Traffic
 
 WARM_UP = WARM_UP_STEPS
 """Steps that are not timed: they compile."""

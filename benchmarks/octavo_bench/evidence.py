@@ -65,6 +65,39 @@ def over_seeds(differences: Sequence[float]) -> Interval:
     return Interval(fmean(differences), student(len(differences) - 1) * error)
 
 
+LEVEL = 0.05
+"""Probability that an interval misses what it is for."""
+
+
+def at_any_time(differences: Sequence[float]) -> Interval:
+    """Return the mean of the differences with an interval that holds at every number of pairs at once.
+
+    With 95 % probability all intervals of a growing sample contain the true mean, so that one may look after every
+    pair, and stop or go on as one likes. The half width is None while no finite interval holds: up to four pairs.
+    """
+    errors = errors_at_any_time(len(differences))
+    if errors is None:
+        return Interval(fmean(differences), None)
+    return Interval(fmean(differences), errors * stdev(differences) / math.sqrt(len(differences)))
+
+
+def errors_at_any_time(pairs: int, level: float = LEVEL) -> float | None:
+    """Return half of that interval in standard errors of the mean; None where it is unbounded.
+
+    The interval contains each mean m that a mixture of likelihood ratios does not reject: that of N(m + d s, s^2) to
+    N(m, s^2), integrated over d ~ N(0, 1) and over s with density 1 / s. It is a test martingale where m is the mean
+    (Lai 1976; Perez-Ortiz et al. 2024), and exceeds 1 / level at any time with probability `level` at most (Ville).
+    With t = (mean - m) / standard error it is
+
+        (1 + n)^(-1/2) ((1 + t^2 / (n - 1)) / (1 + t^2 / ((1 + n) (n - 1))))^(n/2)
+
+    Exact for independent normal differences of unknown variance.
+    """
+    grown = 1 + pairs
+    ratio = (grown / level**2) ** (1 / pairs) if pairs else math.inf
+    return None if ratio >= grown else math.sqrt((pairs - 1) * (ratio - 1) / (1 - ratio / grown))
+
+
 def over_sequences(losses: Sequence[float], reference: Sequence[float], block: int = 16) -> Interval:
     """Return the mean of `losses - reference`, paired by sequence, with its interval.
 

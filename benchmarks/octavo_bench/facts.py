@@ -24,9 +24,10 @@ from octavo.monitor.trackers import AGGREGATES
 from octavo.nn.calibration import Calibrated, Origin, Statistics
 from octavo.numerics import E4M3, E5M2, Format
 from octavo.recipes import Recipe
-from octavo.recipes.costs import Pass, Shape, kept_bytes, kept_weight_bytes, operand_names, operand_of, passes
 from octavo.recipes.spec import MOST_MARGIN
 from octavo.train.config import RunConfig
+from octavo_bench import ladder
+from octavo_bench.passes import Pass, Shape, kept_bytes, kept_weight_bytes, operand_names, operand_of, passes
 from octavo_bench.render import table
 from octavo_bench.results import KINDS
 
@@ -372,5 +373,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "calibration-columns": column_table,
     "calibration-file": calibration_file_table,
     "calibration-ranges": range_table,
+    "parity-constants": ladder.constant_table,
+    "parity-sizes": ladder.size_table,
+    "parity-intervals": ladder.interval_table,
 }
 """Tables by name. A new one is a function above and a line here."""

@@ -20,6 +20,8 @@ from octavo.cli.flags import positive
 from octavo.errors import ConfigError, UnsupportedError, did_you_mean
 from octavo.kernels import record
 from octavo.kernels.activation import (
+    Factors,
+    Targets,
     activation,
     activation_and_inputs,
     activation_backward,
@@ -204,14 +206,14 @@ def _quantize_weight(weight: Tensor) -> Any:
 def _backward_folded(
     dh: Tensor, gate: Any, up: Any, hidden_scale: Tensor, row_fold: Tensor, column_fold: Tensor
 ) -> Any:
-    how: dict[str, Any] = {"rows": BY_ROW, "columns": BY_ROW, "hidden": BY_COLUMN, "hidden_scale": hidden_scale}
-    return activation_backward("silu", dh, gate, up, **how, row_fold=row_fold, column_fold=column_fold)
+    targets, factors = Targets(BY_ROW, BY_ROW, BY_COLUMN), Factors(row_fold, column_fold, hidden_scale)
+    return activation_backward("silu", dh, gate, up, targets, factors)
 
 
 _STREAM, _HIDDEN = (TOKENS, DIM), (TOKENS, FFN)
 _norm_codes: dict[str, Any] = {"target": BY_ROW, "keep_y": False}
 _swiglu, _swiglu_and_inputs = partial(activation, "silu"), partial(activation_and_inputs, "silu")
-_backward_tiles = partial(activation_backward, "silu", rows=BY_TILE, columns=BY_TILE, hidden=BY_TILE)
+_backward_tiles = partial(activation_backward, "silu", targets=Targets(BY_TILE, BY_TILE, BY_TILE))
 
 CASES = (
     *(

@@ -34,6 +34,16 @@ KINDS: dict[str, dict[str, type]] = {
         "gap_percent": float,
     },
     "parity": {"model": str, "tokens": int, "recipe": str, "seed": int, "heldout_loss": float},
+    "ladder": {
+        "protocol": int,
+        "model": str,
+        "tokens": int,
+        "recipe": str,
+        "seed": int,
+        "text": str,
+        "machine": str,
+        "heldout_loss": float,
+    },
     "portability": {
         "model": str,
         "recipe": str,
@@ -87,15 +97,18 @@ KINDS: dict[str, dict[str, type]] = {
         "recovered": bool,
         "final_loss_change": float,
     },
+    "robustness": {"class": str, "tried": int, "survived": int, "named": int, "seed": int},
     "localize": {"workload": str, "layers": int, "predicted": list, "measured": list, "rank_correlation": float},
 }
 """Keys that every row of a kind must have. Other keys are welcome: they are kept, and read where a table shows them."""
 
 MAY_FAIL = (
     *("step", "host", "gemm", "kernels", "stress", "optimizer", "ablation"),
-    *("reduce", "distributed", "rank", "memory", "scaling", "faults"),
+    *("reduce", "distributed", "rank", "memory", "scaling", "faults", "ladder"),
 )
 """Kinds whose rows may have `error`, a text, in place of their figures: a failure is a result."""
+SUBJECTS = {"ladder": ("model", "tokens", "recipe", "seed", "text", "machine")}
+"""Kinds whose files grow row by row, and the keys that tell their rows apart."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,7 +218,14 @@ def save(
         device: measured device, as `octavo.train.device` resolves it.
         machine: a name in place of the device's.
     """
-    result = Result(
+    return write(made_today(kind, rows, command, device=device, machine=machine), directory)
+
+
+def made_today(
+    kind: str, rows: Sequence[Row], command: str, *, device: str = "auto", machine: str | None = None
+) -> Result:
+    """Return today's rows with this machine and software; arguments as for `save`."""
+    return Result(
         kind=kind,
         date=today(),
         hardware=machine or hardware(device),
@@ -213,7 +233,6 @@ def save(
         command=command,
         rows=tuple(rows),
     )
-    return write(result, directory)
 
 
 def merge(older: Result, newer: Result) -> Result:
@@ -228,15 +247,13 @@ def merge(older: Result, newer: Result) -> Result:
         before, now = getattr(older, field), getattr(newer, field)
         if before != now:
             raise ConfigError(f"result: {field} was {before!r} and is {now!r}: these cannot be one file.")
-    measured = {_subject(row) for row in newer.rows}
-    kept = tuple(row for row in older.rows if _subject(row) not in measured)
+    keys = SUBJECTS.get(newer.kind, ("workload", "model", "tokens"))
+    measured = {tuple(row.get(key) for key in keys) for row in newer.rows}
+    kept = tuple(row for row in older.rows if tuple(row.get(key) for key in keys) not in measured)
     if not kept:
         return newer
-    return dataclasses.replace(newer, rows=(*kept, *newer.rows), command=f"{older.command}; {newer.command}")
-
-
-def _subject(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return row.get("workload"), row.get("model"), row.get("tokens")
+    command = "; ".join(dict.fromkeys([*older.command.split("; "), newer.command]))
+    return dataclasses.replace(newer, rows=(*kept, *newer.rows), command=command)
 
 
 def _replace(path: Path, text: str) -> None:

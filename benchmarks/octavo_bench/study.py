@@ -1,6 +1,6 @@
 """Studies: runs of `octavo train` that are compared, each in a process of its own, one per GPU at a time.
 
-`parity` trains one model by several recipes and seeds. Runs of one seed start from the same weights and see the same
+`compare` trains one model by several recipes and seeds. Runs of one seed start from the same weights and see the same
 batches, so that only the recipe differs; the spread between BF16's seeds says how much a difference means. `tiers`
 trains one with every tier of optimizer states. Weights are kept in BF16 beside the optimizer's master; the last two
 tiers keep everything in FP8: weights and gradients too.
@@ -355,7 +355,7 @@ class Runs:
 RUNS = Runs()
 
 
-def parity(
+def compare(
     *,
     recipes: str = "bf16,folded,block,tensorwise",
     runs: Runs = RUNS,
@@ -369,10 +369,10 @@ def parity(
 
     Examples:
 
-        octavo bench parity
-        octavo bench parity --recipes bf16,folded --seeds 0,1,2 --steps 1000
-        octavo bench parity --preset parity-350m-cuda --recipes bf16,folded,block
-        octavo bench parity --preset tiny
+        octavo bench compare
+        octavo bench compare --recipes bf16,folded --seeds 0,1,2 --steps 1000
+        octavo bench compare --preset parity-350m-cuda --recipes bf16,folded,block
+        octavo bench compare --preset tiny
 
     Parameters
     ----------
@@ -386,7 +386,7 @@ def parity(
     rows = add_evidence(rows, out, report=output.say)
     (out / "curves.json").write_text(json.dumps(curves(out, names, seeds)), encoding="utf-8")
     output.say(_parity_report(rows, out))
-    line = command_line("octavo bench parity", "--recipes", recipes, "--seeds", runs.seeds, *runs.shared)
+    line = command_line("octavo bench compare", "--recipes", recipes, "--seeds", runs.seeds, *runs.shared)
     return output.finish("parity", rows, line)
 
 

@@ -18,7 +18,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from octavo.errors import ConfigError, did_you_mean
-from octavo_bench import facts, measured, results, scaling_tables
+from octavo_bench import facts, ladder, measured, results, scaling_tables
 
 MARK = re.compile(r"^<!-- (?:table: (?P<name>\S+)|(?P<end>end)) -->$")
 
@@ -71,7 +71,7 @@ def bring_up_to_date(root: Path, *, check: bool) -> list[str]:
 
 NOT_MEASURED = "*Not measured yet.*"
 
-COMBINED = {**measured.COMBINED, **scaling_tables.TABLES}
+COMBINED = {**measured.COMBINED, **scaling_tables.TABLES, "ladder": ladder.evidence}
 ROOT = Path(__file__).parents[2]
 
 

@@ -27,7 +27,7 @@ IMPLEMENTATION = "octavo folded"
 DEMO = Workload(name="demo", dim=128, ffn=352, heads=4, kv_heads=4, layers=4, batch=8, sequence=256, vocab=272)
 """For a CPU: the model of `octavo train --preset demo`, with its head and its optimizer."""
 OWN: tuple[tuple[Any, str], ...] = (
-    *((telemetry_ops, name) for name in ("rests", "sample_input", "sample_weights", "sample_gradients")),
+    *((telemetry_ops, name) for name in ("sampling_off", "sample_input", "sample_weights", "sample_gradients")),
     *((Telemetry, name) for name in ("step", "snapshot")),
 )
 """Functions in which telemetry spends its time beside the products."""

@@ -20,9 +20,9 @@ from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.flops import matmul_parameters
 from octavo.models.llama import Block, Llama, rotary_tables
-from octavo.models.resnet import ResNet
 from octavo.recipes import load
 from octavo_bench.implementations import BF16, Implementation, implementations, precisions
+from octavo_bench.resnet import ResNet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

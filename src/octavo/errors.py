@@ -7,11 +7,15 @@ from collections.abc import Iterable
 
 
 class OctavoError(Exception):
-    """Base of all errors raised by Octavo. The command line prints it as one line and exits with 1."""
+    """Base of all errors raised by Octavo. The command line prints it as one line and exits with `exit_code`."""
+
+    exit_code = 1
 
 
 class ConfigError(OctavoError, ValueError):
     """An invalid recipe, run file or argument."""
+
+    exit_code = 2
 
 
 class DataError(OctavoError):
@@ -34,8 +38,22 @@ class RunError(OctavoError):
     """A training run that had to stop."""
 
 
+class DivergedError(RunError):
+    """A training run whose loss, weights or optimizer states are no longer finite."""
+
+    exit_code = 3
+
+
 class StoreError(OctavoError):
     """A run store that is missing, of another program, of a newer version, or cannot be written."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """SIGINT or SIGTERM has stopped a training run."""
+
+    def __init__(self, signal: int) -> None:
+        super().__init__(f"interrupted by signal {signal}")
+        self.exit_code = 128 + signal
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

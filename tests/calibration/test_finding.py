@@ -186,7 +186,7 @@ def test_batches_of_every_kind():
 
 
 def test_where_a_scale_comes_from_is_said():
-    found = octavo.calibrate(model(), batches(2), loss=loss, source="a test")
+    found = octavo.calibrate(model(), batches(2), loss=loss).described("a test")
     expected = hashlib.sha256()
     for x in batches(2):
         expected.update(b"torch.float32 (16, 40)" + x.numpy().tobytes())

@@ -8,8 +8,9 @@ import torch
 from octavo.calibration import MagnitudeHistogram, ScalePolicy
 from octavo.calibration.scale_policy import FINER, FLUSHED
 from octavo.errors import ConfigError
-from octavo.kernels import QuantSpec, quantize_with_scale, telemetry
+from octavo.kernels import QuantSpec, quantize_with_scale
 from octavo.kernels.quantize_with_scale import ScaleRef
+from octavo.nn.observe import count_lost
 from octavo.numerics import format_of
 from octavo.recipes import Operand
 
@@ -68,7 +69,7 @@ def test_what_is_said_of_a_scale_happens_to_the_codes(format, octaves, scaling, 
     found = choice.scale(seen(x), Operand(format=format, scaling=scaling))
     cells = torch.tensor([[found.scale, 0.0]])
     made, _ = quantize_with_scale([x], ScaleRef(cells, 0), QuantSpec(format, "tensor", scaling, "nearest"), None)
-    _, flushed, saturated, _ = telemetry.read(telemetry.count(x, made))
+    flushed, saturated, _ = count_lost(x, made).tolist()
     codes, fmt = made.codes.float().abs(), format_of(made.codes)
     subnormal = ((codes > 0) & (codes < fmt.smallest_normal)).sum()
     said = found.statistics

@@ -46,7 +46,7 @@ def make_loop(
     """Return a loop, and the list of what its guardrails say."""
     torch.manual_seed(0)
     model = MLP()
-    convert(model, recipe, policy=Policy(min_gain=0))
+    plan = convert(model, recipe, policy=Policy(min_gain=0))
     optimizer = AdamW(model.parameters(), lr=lr, states="fp32")
     events: list[GuardEvent] = []
     settings = {
@@ -59,6 +59,6 @@ def make_loop(
     }
     loop = Loop(
         model, optimizer, loss_of, batches() if data is None else data,
-        recipe=recipe, policy=Policy(min_gain=0), config=GuardConfig(**settings), on_event=events.append,
+        plan=plan, config=GuardConfig(**settings), on_event=events.append,
     )  # fmt: skip
     return loop, events

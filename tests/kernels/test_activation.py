@@ -8,13 +8,15 @@ from octavo.errors import ConfigError
 from octavo.kernels.activation import (
     INPUTS,
     KINDS,
+    Factors,
+    Targets,
     activation,
     activation_and_inputs,
     activation_backward,
     activation_backward_plain,
 )
-from octavo.kernels.activation import _as_given as as_given
-from octavo.kernels.quant_spec import QuantSpec
+from octavo.kernels.operator import pack
+from octavo.kernels.quant_spec import QuantSpec, laid_out
 from octavo.numerics import dequantize, quantize
 from octavo.numerics.quantize import to_codes
 
@@ -94,9 +96,7 @@ def test_codes_of_the_gradients(target, kind, gated, folded):
     d = torch.cat(parts, 1)
     row_fold = torch.rand(1, d.shape[1]) if folded else None
     column_fold = torch.rand(d.shape[0], 1) if folded else None
-    got = activation_backward(
-        kind, dh, gate, up, rows=target, columns=target, hidden=target, row_fold=row_fold, column_fold=column_fold
-    )
+    got = activation_backward(kind, dh, gate, up, Targets(target, target, target), Factors(row_fold, column_fold))
     check(got.rows, d * row_fold if folded else d, target)
     check(got.columns, (d * column_fold if folded else d).t(), target)
     check(got.hidden, h.t(), target)
@@ -124,9 +124,7 @@ def test_with_the_forwards_scale_h_has_the_forwards_codes(kind, fmt, gated):
     gate[3] = 0
     forward = activation(kind, gate, up, ROW._replace(format=fmt))
     hidden = COLUMN._replace(format=fmt)
-    got = activation_backward(
-        kind, dh, gate, up, rows=None, columns=None, hidden=hidden, hidden_scale=forward.scale
-    ).hidden
+    got = activation_backward(kind, dh, gate, up, Targets(hidden=hidden), Factors(hidden=forward.scale)).hidden
     assert codes_apart(got.codes, forward.t().codes) == (0, 0)
     assert torch.equal(got.scale, forward.t().scale) and got.granularity == forward.t().granularity
 
@@ -152,12 +150,11 @@ def test_from_codes_the_backward_is_that_of_their_values(target, kind, gated):
     dh, gate, up = inputs(gated=gated)
     codes = activation_and_inputs(kind, gate, up, ROW)[1]
     values = [dequantize(x) for x in codes]
-    folds = {"row_fold": torch.rand(1, 130 * len(codes)), "column_fold": torch.rand(70, 1)}
-    targets = {"rows": target, "columns": target, "hidden": target}
+    rest = Targets(target, target, target), Factors(torch.rand(1, 130 * len(codes)), torch.rand(70, 1))
     for read in (codes, [x._replace(scale=x.scale.clone(memory_format=torch.contiguous_format)) for x in codes]):
         pair = read if gated else (read[0], None)
-        made = activation_backward(kind, dh, *pair, **targets, **folds)
-        expected = activation_backward(kind, dh, *(values if gated else (values[0], None)), **targets, **folds)
+        made = activation_backward(kind, dh, *pair, *rest)
+        expected = activation_backward(kind, dh, *(values if gated else (values[0], None)), *rest)
         for got, want in zip(made, expected, strict=True):
             assert codes_apart(got.codes, want.codes) == (0, 0) and torch.equal(got.scale, want.scale)
 
@@ -165,7 +162,7 @@ def test_from_codes_the_backward_is_that_of_their_values(target, kind, gated):
 def test_scales_that_were_saved_and_brought_back_lie_as_kernels_read_them():
     _, gate, _ = inputs()
     codes = activation_and_inputs("gelu", gate, None, ROW)[1][0]
-    moved = as_given(codes.codes, codes.scale.contiguous())
+    moved = laid_out(codes._replace(scale=codes.scale.contiguous()))
     assert moved.scale.stride() == codes.scale.stride() == (1, 70) and torch.equal(moved.scale, codes.scale)
 
 
@@ -174,7 +171,7 @@ def test_h_from_codes_saturates_where_it_was_at_the_end_of_the_range():
     gate = torch.tensor([[21.1, 1.0]])
     hidden, codes = activation_and_inputs("relu2", gate, None, ROW)
     got = activation_backward(
-        "relu2", gate, codes[0], None, rows=None, columns=None, hidden=COLUMN, hidden_scale=hidden.scale
+        "relu2", gate, codes[0], None, Targets(hidden=COLUMN), Factors(hidden=hidden.scale)
     ).hidden
     assert dequantize(codes[0])[0, 0] == 22 and hidden.scale == 1
     assert dequantize(got).flatten().tolist() == [448, 1]
@@ -194,7 +191,7 @@ def test_far_from_zero_nothing_becomes_nan(far, kind):
 def test_only_what_is_asked_for(wanted):
     dh, gate, up = inputs(5, 6)
     names = ("rows", "columns", "hidden")
-    got = activation_backward("silu", dh, gate, up, **{name: ROW if name in wanted else None for name in names})
+    got = activation_backward("silu", dh, gate, up, Targets(**dict.fromkeys(wanted, ROW)))
     assert tuple(name for name in names if getattr(got, name) is not None) == wanted
 
 
@@ -203,13 +200,13 @@ def test_only_what_is_asked_for(wanted):
 def test_empty_matrices(target, shape):
     dh, gate, up = inputs(*shape)
     assert activation("silu", gate, up, target).codes.shape == shape
-    got = activation_backward("silu", dh, gate, up, rows=target, columns=target, hidden=target)
+    got = activation_backward("silu", dh, gate, up, Targets(target, target, target))
     assert [x.codes.shape for x in got] == [(shape[0], 2 * shape[1]), (2 * shape[1], shape[0]), shape[::-1]]
     assert [x.scale.shape for x in got] == [target.tile.scale_shape(*x.codes.shape) for x in got]
     assert activation_backward_plain("silu", dh, gate, up)[0].shape == shape
     hidden, codes = activation_and_inputs("silu", gate, up, target)
     assert [x.codes.shape for x in (hidden, *codes)] == [shape] * 3
-    again = activation_backward("silu", dh, *codes, rows=target, columns=target, hidden=target)
+    again = activation_backward("silu", dh, *codes, Targets(target, target, target))
     assert [x.codes.shape for x in again] == [x.codes.shape for x in got]
 
 
@@ -218,17 +215,17 @@ def test_operators_obey_their_schemas_and_shapes():
     ops, scale = torch.ops.octavo, activation("silu", gate, up, ROW).scale
     check = torch.library.opcheck
     for second in (up, None):
-        check(ops.activation, (gate, second, "gelu", str(ROW)))
-        check(ops.activation_backward_plain, (dh, gate, second, "gelu"))
-        check(ops.activation_and_inputs, (gate, second, "gelu", str(ROW)))
-        nothing = (None, None, None)
-        check(ops.activation_backward, (dh, gate, None, second, None, "gelu", str(ROW), "", str(COLUMN), *nothing))
-        codes = [x for each in activation_and_inputs("gelu", gate, second, ROW)[1] for x in each[:2]]
-        from_codes = dh, *codes, *[None] * (4 - len(codes)), "gelu", str(ROW), "", str(COLUMN), *nothing
+        check(ops.activation, pack((gate, second, "gelu", ROW)))
+        check(ops.activation_backward_plain, pack((dh, gate, second, "gelu")))
+        check(ops.activation_and_inputs, pack((gate, second, "gelu", ROW)))
+        rest = "gelu", Targets(ROW, None, COLUMN), Factors()
+        check(ops.activation_backward, pack((dh, gate, second, *rest)))
+        codes = activation_and_inputs("gelu", gate, second, ROW)[1]
+        from_codes = pack((dh, *codes, *[None] * (2 - len(codes)), *rest))
         # The schema's own test compares inputs in arithmetic that PyTorch does not have for FP8.
         check(ops.activation_backward, from_codes, test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))
-    folds = None, torch.ones(6, 1)
-    check(ops.activation_backward, (dh, gate, None, up, None, "gelu", "", str(ROW), str(COLUMN), scale, *folds))
+    factors = Factors(None, torch.ones(6, 1), scale)
+    check(ops.activation_backward, pack((dh, gate, up, "gelu", Targets(None, ROW, COLUMN), factors)))
 
 
 def test_compiled_code_calls_them_whole():
@@ -236,11 +233,9 @@ def test_compiled_code_calls_them_whole():
 
     def both(dh, gate, up):
         h = activation("silu", gate, up, ROW)
-        got = activation_backward(
-            "silu", dh, gate, up, rows=ROW, columns=None, hidden=COLUMN, hidden_scale=h.scale, column_fold=h.scale
-        )
+        got = activation_backward("silu", dh, gate, up, Targets(ROW, None, COLUMN), Factors(None, h.scale, h.scale))
         kept = activation_and_inputs("silu", gate, up, ROW)[1]
-        from_codes = activation_backward("silu", dh, *kept, rows=ROW, columns=ROW, hidden=None)
+        from_codes = activation_backward("silu", dh, *kept, Targets(ROW, ROW))
         plain = activation_backward_plain("silu", dh, gate, up)[1]
         return h.codes, got.rows.codes, got.hidden.codes, kept[1].codes, from_codes.columns.codes, plain
 
@@ -251,7 +246,6 @@ def test_compiled_code_calls_them_whole():
 
 def test_what_cannot_be_is_refused():
     dh, gate, up = inputs(6, 8)
-    nothing = {"rows": None, "columns": None}
     with pytest.raises(ConfigError, match=r"unknown activation 'silo'\. Did you mean 'silu'"):
         activation("silo", gate, up, ROW)
     with pytest.raises(ConfigError, match="up has shape"):
@@ -262,18 +256,18 @@ def test_what_cannot_be_is_refused():
         activation("silu", gate[0], None, ROW)
     with pytest.raises(ConfigError, match="rounds to nearest"):
         activation("silu", gate, up, ROW._replace(rounding="stochastic"))
-    with pytest.raises(ConfigError, match=r"row_fold must be FP32 \(1, 16\)"):
-        activation_backward("silu", dh, gate, up, **nothing, hidden=None, row_fold=torch.ones(1, 8))
+    with pytest.raises(ConfigError, match=r"factors.rows must be FP32 \(1, 16\)"):
+        activation_backward("silu", dh, gate, up, Targets(), Factors(torch.ones(1, 8)))
     codes = activation_and_inputs("silu", gate, up, ROW)[1]
     e5m2 = codes[0].codes.float().to(torch.float8_e5m2)
     for wrong in (codes[0]._replace(granularity=ROW.tile), codes[0]._replace(codes=e5m2)):
         with pytest.raises(ConfigError, match=r"gate has codes of .* the backward reads torch\.float8_e4m3fn"):
-            activation_backward("silu", dh, wrong, codes[1], **nothing, hidden=None)
+            activation_backward("silu", dh, wrong, codes[1], Targets())
     with pytest.raises(ConfigError, match="one of each"):
-        activation_backward("silu", dh, codes[0], up, **nothing, hidden=None)
+        activation_backward("silu", dh, codes[0], up, Targets())
     with pytest.raises(ConfigError, match=r"the scale of up must be FP32 \(6, 1\)"):
-        activation_backward("silu", dh, codes[0], codes[1]._replace(scale=torch.ones(6, 2)), **nothing, hidden=None)
+        activation_backward("silu", dh, codes[0], codes[1]._replace(scale=torch.ones(6, 2)), Targets())
     with pytest.raises(ConfigError, match="rounds to nearest"):
         activation_and_inputs("silu", gate, None, ROW._replace(rounding="stochastic"))
-    with pytest.raises(ConfigError, match="hidden_scale holds one power of two a token"):
-        activation_backward("silu", dh, gate, up, **nothing, hidden=ROW, hidden_scale=torch.ones(6, 1))
+    with pytest.raises(ConfigError, match=r"factors\.hidden holds one power of two per token"):
+        activation_backward("silu", dh, gate, up, Targets(hidden=ROW), Factors(hidden=torch.ones(6, 1)))

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from octavo.errors import ConfigError
 from octavo.kernels import attention as contract
 from octavo.kernels.attention import attention, attention_backward, decode
+from octavo.kernels.operator import pack
 from octavo.kernels.quantize import quantize
 from octavo.numerics import Quantized, dequantize, sqnr_db
 
@@ -134,8 +135,7 @@ def test_the_operators_are_well_formed():
     y, lse = attention(q, k, v)
     codes, ops, check = codes_of(y), torch.ops.octavo, torch.library.opcheck
     check(ops.attention, (q, k, v, True, None), test_utils="test_faketensor")
-    arguments = (dy, q, k, v, codes.codes, codes.scale, "row", lse, True, 0.1)
-    check(ops.attention_backward, arguments, test_utils="test_faketensor")
+    check(ops.attention_backward, pack((dy, (q, k, v), codes, lse, True, 0.1)), test_utils="test_faketensor")
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from octavo.kernels.batch import quantize_batch, transpose_batch
+from octavo.kernels.operator import pack
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.quantize import quantize_pair
 
@@ -43,8 +44,8 @@ def test_transposes():
 @pytest.mark.parametrize("shape", [(2, 8, 16), (2, 7, 130)], ids=str)
 def test_shape_functions(shape):
     x, row_fold, column_fold = folded_batch(shape)
-    both = "e4m3 row power_of_two nearest", "e4m3 1x128 power_of_two nearest"
-    for args in ((x, *both, row_fold, column_fold), (x, both[0], "", None, None)):
-        torch.library.opcheck(torch.ops.octavo.quantize_batch, args, test_utils="test_faketensor")
+    row, tile = QuantSpec("e4m3", "row", "power_of_two"), QuantSpec("e4m3", "1x128", "power_of_two")
+    for args in ((x, row, tile, row_fold, column_fold), (x, row, None, None, None)):
+        torch.library.opcheck(torch.ops.octavo.quantize_batch, pack(args), test_utils="test_faketensor")
     codes = x.to(torch.float8_e4m3fn)
-    torch.library.opcheck(torch.ops.octavo.transpose_batch, (codes,), test_utils="test_faketensor")
+    torch.library.opcheck(torch.ops.octavo.transpose_batch, pack((codes,)), test_utils="test_faketensor")

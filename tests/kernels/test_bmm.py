@@ -7,6 +7,7 @@ from octavo import kernels
 from octavo.errors import ConfigError
 from octavo.kernels.batch import Batch
 from octavo.kernels.bmm import bmm, why_looped
+from octavo.kernels.operator import pack
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.numerics import PER_ROW, PER_TENSOR, Quantized, dequantize
 
@@ -72,7 +73,7 @@ def test_a_transposed_batch_holds_the_same_codes():
 
 def test_compiles_with_its_shape_function():
     a, b = batch_of((2, 16, 32), "row")[0], batch_of((2, 48, 32), "row")[0]
-    args = (a.codes, a.scale, "row", b.codes, b.scale, "row", torch.bfloat16, False)
+    args = pack((Quantized(*a), Quantized(*b), torch.bfloat16, False))
     torch.library.opcheck(torch.ops.octavo.bmm, args, test_utils="test_faketensor")
 
 

@@ -94,7 +94,7 @@ def test_every_contract_works_on_a_gpu_that_is_not_the_current_one():
         both = kernels.quantize_pair([x], row, row)
         made = [*both[0][:2], *both[1][:2], kernels.transpose(both[0].codes)]
         made += activation.activation("silu", gate, up, row)[:2]
-        backward = activation.activation_backward("silu", x, gate, up, rows=row, columns=row, hidden=row)
+        backward = activation.activation_backward("silu", x, gate, up, activation.Targets(row, row, row))
         made += [tensor for quantized in backward for tensor in quantized[:2]]
         made += activation.activation_backward_plain("silu", x, gate, up)
         normed = norm.rms_norm(x, None, 1e-5, target=row)

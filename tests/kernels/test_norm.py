@@ -1,11 +1,14 @@
 """The norm contract: what comes out for what is asked, in eager mode and in compiled code, and what is refused."""
 
+import itertools
+
 import pytest
 import torch
 
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import ledger
 from octavo.kernels.norm import KEPT, layer_norm, layer_norm_backward, refuses, rms_norm, rms_norm_backward
+from octavo.kernels.operator import pack
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.quantize import quantize
 from octavo.kernels.reference import norm as reference
@@ -99,13 +102,12 @@ def test_shapes_that_do_not_fit():
 def test_the_operators_are_well_formed():
     x, weight, rows = torch.randn(200, 5).bfloat16().t(), torch.randn(200), torch.rand(5)
     ops, check = torch.ops.octavo, torch.library.opcheck
-    for target in ("", str(BLOCK)):
-        for keep_y, residual in ((True, None), (False, x)):
-            check(ops.rms_norm, (x, weight, EPS, residual, target, keep_y), test_utils="test_faketensor")
-            check(ops.layer_norm, (x, weight, weight, EPS, residual, target, keep_y), test_utils="test_faketensor")
-    for parameter in (None, weight.half()):
-        check(ops.rms_norm_backward, (x, x, parameter, rows, x), test_utils="test_faketensor")
-        check(ops.layer_norm_backward, (x, x, parameter, None, rows, rows, None), test_utils="test_faketensor")
+    for target in (None, BLOCK):
+        for (keep_y, residual), bias in itertools.product(((True, None), (False, x)), (None, weight)):
+            arguments = x, weight, bias, EPS, residual, target, keep_y, bias is not None
+            check(ops.norm, pack(arguments), test_utils="test_faketensor")
+    for parameter, mean in itertools.product((None, weight.half()), (None, rows)):
+        check(ops.norm_backward, pack((x, x, parameter, None, mean, rows, x)), test_utils="test_faketensor")
 
 
 def test_compiled_code_gives_the_same():
@@ -162,14 +164,6 @@ def test_the_backward_reads_codes_as_their_values(centred):
 def test_the_backward_of_codes_is_well_formed():
     x, weight, rows = torch.randn(5, 200).bfloat16(), torch.randn(200), torch.rand(5)
     codes = quantize(x, *KEPT)
-    check = torch.library.opcheck
-    check(
-        torch.ops.octavo.rms_norm_backward,
-        (x, codes.codes, weight, rows, None, codes.scale),
-        test_utils="test_faketensor",
-    )
-    check(
-        torch.ops.octavo.layer_norm_backward,
-        (x, codes.codes, weight, weight, rows, rows, x, codes.scale),
-        test_utils="test_faketensor",
-    )
+    for bias, mean, residual in ((None, None, None), (weight, rows, x)):
+        arguments = pack((x, codes, weight, bias, mean, rows, residual))
+        torch.library.opcheck(torch.ops.octavo.norm_backward, arguments, test_utils="test_faketensor")

@@ -115,8 +115,7 @@ def test_what_an_option_saves_is_seen() -> None:
     stored, plain = (forecast(mlp(convert=True, policy=policy)).by_kind for policy in (fp8, None))
     assert stored["weights"] == pytest.approx(4 * DIM * DIM, rel=0.02)  # the codes alone, and one scale per row
     assert plain["weights"] == pytest.approx(4 * 2 * DIM * DIM, rel=0.02)  # BF16 alone
-    assert plain["activations"] - stored["activations"] == pytest.approx(3 * DIM * DIM, rel=0.02)  # codes; at the
-    # peak, the backward of the last of four layers is over
+    assert plain["activations"] == pytest.approx(stored["activations"], rel=0.01)  # neither keeps codes of weights
     tier = [forecast(mlp(states=states)).by_kind["states"] for states in ("fp32", "exact", "fp8", "fp8-min")]
     assert tier == sorted(tier, reverse=True)
 

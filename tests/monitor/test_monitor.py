@@ -119,7 +119,7 @@ def test_resuming_and_starting_over(tmp_path: Path) -> None:
     with Monitor(model, tmp_path, telemetry=None, resume_from=3) as monitor:
         monitor.step(loss=100)
     assert RunReader(tmp_path).scalar("loss").low.tolist() == [0, 1, 2, 100]
-    with Monitor(model, tmp_path, telemetry=None, overwrite=True) as monitor:
+    with Monitor(model, tmp_path, telemetry=None, resume_from=0) as monitor:
         monitor.step(10, loss=7)
     assert RunReader(tmp_path).scalar("loss").first.tolist() == [10]
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from octavo import kernels
 from octavo.errors import ConfigError
+from octavo.kernels.operator import pack
 from octavo.nn import cross_entropy as module
 from octavo.nn.cross_entropy import chunk_of, linear_cross_entropy
 from octavo.numerics import sqnr_db
@@ -345,7 +346,7 @@ def test_the_operator_is_what_its_schema_says() -> None:
     for needs in ([True, True, True], [False, True, False], [False, False, False]):
         torch.library.opcheck(
             torch.ops.octavo.linear_cross_entropy,
-            (x, weight, bias, targets, "bf16", torch.bfloat16, -100, 0.0, 0.0, 16, *needs),
+            pack((x, weight, bias, targets, ("bf16", torch.bfloat16, -100, 0.0, 0.0, 16, needs))),
             test_utils=("test_schema", "test_faketensor"),
         )
 

@@ -12,10 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import octavo
+from octavo import kernels
 from octavo.errors import ConfigError
+from octavo.kernels import QuantSpec
 from octavo.models import ModelConfig, build
 from octavo.nn import Conv1d, Conv2d, GroupedLinear, Linear
-from octavo.nn.observe import Fault, Observed
+from octavo.nn.observe import Fault, Observed, count_lost
+from octavo.numerics import PER_TENSOR, Quantized
+from octavo.numerics.quantize import to_codes
 from octavo.recipes import STORED_SCALE_ROLES, load
 
 TOKENS = torch.arange(16).view(2, 8)
@@ -302,6 +306,45 @@ def test_disabled_and_empty_layers() -> None:
     with octavo.observed(layer) as report:
         layer(torch.empty(0, 32)).sum().backward()
     assert row(report, "", "weight").elements == 32 * 32
+
+
+# Every element, against lists written by hand
+
+TENSOR = QuantSpec("e4m3", "tensor", "power_of_two")
+
+
+def with_scale(x: Tensor, scale: float, fmt: str) -> Quantized:
+    """Codes by a scale that is not of x: only so can a value be past the largest code."""
+    target = TENSOR._replace(format=fmt)
+    return Quantized(to_codes(x / scale, target.fmt), torch.full((1, 1), scale), PER_TENSOR)
+
+
+@pytest.mark.parametrize("scale", [0.25, 1.0, 8.0])
+@pytest.mark.parametrize(
+    ("fmt", "tiny", "cut"), [("e4m3", 2.0**-10, 464.0), ("e5m2", 2.0**-17, 61440.0)], ids=["e4m3", "e5m2"]
+)
+def test_each_kind_at_its_bounds(fmt: str, tiny: float, cut: float, scale: float) -> None:
+    above = 1 + 2.0**-20
+    flushed = [tiny, -tiny, tiny / 2, -1e-20]
+    saturated = [cut * above, -cut * above, 10 * cut]
+    neither = [0.0, -0.0, tiny * above, -tiny * above, 1.0, cut, -cut]
+    broken = [float("nan"), float("inf"), -float("inf"), float("nan"), float("nan")]
+    x = torch.tensor([flushed + saturated + neither + broken]) * scale
+    assert count_lost(x, with_scale(x, scale, fmt)).tolist() == [4, 3, 5]
+
+
+def test_of_an_empty_matrix_nothing_is_lost() -> None:
+    x = torch.zeros(0, 5)
+    assert count_lost(x, kernels.quantize(x, "e4m3", "row")).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row", "column", "1x128", "128x128", "1x32"])
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_a_scale_of_ones_own_saturates_nothing_and_flushes_the_smallest(granularity: str, fmt: str) -> None:
+    x = torch.randn(70, 300) * torch.exp2(torch.randint(-30, 3, (70, 300)).float())
+    quantized = kernels.quantize(x, fmt, granularity)
+    flushed = int((quantized.codes.float() == 0).sum())
+    assert count_lost(x, quantized).tolist() == [flushed, 0, 0] and flushed > 100
 
 
 # The report

@@ -732,6 +732,33 @@ def test_backward_reads_the_codes_of_its_own_forward():
     assert torch.equal(x.grad, y.grad)
 
 
+@pytest.mark.parametrize("run", [lambda layer: layer, lambda layer: torch.compile(layer, backend="aot_eager")])
+@pytest.mark.parametrize("recipe", ["folded", "folded_fast"])
+def test_codes_of_a_bf16_weight_are_made_again_in_backward_from_its_scale(recipe, run):
+    torch.manual_seed(0)
+    layer = Linear(128, 256, bias=False, dtype=torch.bfloat16, recipe=recipe)
+    x = torch.randn(64, 128, dtype=torch.bfloat16, requires_grad=True)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        y = run(layer)(x)
+    codes = [tuple(tensor.shape) for tensor in kept if tensor.element_size() == 1]
+    assert codes == [(64, 128)], "of the input alone"
+    dx, dw = torch.autograd.grad(y.square().sum(), [x, layer.weight])
+    with reuse_weight_codes(layer):  # codes are there, and are transposed
+        expected = torch.autograd.grad(layer(x).square().sum(), [x, layer.weight])
+    assert torch.equal(dx, expected[0]) and torch.equal(dw, expected[1])
+    torch._dynamo.reset()
+
+
+def test_a_bf16_weight_written_before_backward_is_refused_as_by_pytorch():
+    layer = Linear(128, 256, bias=False, dtype=torch.bfloat16, recipe="folded")
+    y = layer(torch.randn(64, 128, dtype=torch.bfloat16, requires_grad=True))
+    with torch.no_grad():
+        layer.weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 def test_a_checkpoint_computes_with_the_weights_of_its_own_forward():
     model, twin = net("folded"), net("folded")
     found = results(model, lambda x: torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False))

@@ -107,6 +107,10 @@ def struck(rank: int, layout: str) -> dict[str, Any]:
     return {"losses": rows, "scale": float(scale.scale), "overflows": int(scale.overflows)}
 
 
+def _own(name: str) -> str:
+    return name.partition(".")[2]
+
+
 def resumed(rank: int, layout: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Make a third step, by the lane that has made two, and by one that goes on from its checkpoint."""
     one, other = (make(rank, {"reduce": "fp8-lm", **layout}) for _ in range(2))
@@ -116,7 +120,7 @@ def resumed(rank: int, layout: dict[str, Any], directory: Path) -> dict[str, Any
         mu /= 2.0 ** (4 * (rank % 2 if "tensor" in layout else one.ranks.pipeline_rank))
     tensors = {"fp8": {name: tensor.clone() for name, tensor in state_tensors(one).items()}}
     path = checkpoint.save(directory, 2, tensors, {"config": {}, "loader": {}}, keep=1, ranks=one.ranks)
-    found = checkpoint.load(path, rank=rank, place=lambda name, *kind: placed(other, name.partition(".")[2], *kind))
+    found = checkpoint.load(path, ranks=one.ranks, place=lambda name, *kind: placed(other, _own(name), *kind))
     own = {name: tensor for name, tensor in found.tensors["fp8"].items() if other.holds(name)}
     restore_tensors(other, own, path)
     states = [lane.reduction.state_dict() for lane in (one, other)]

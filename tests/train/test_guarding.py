@@ -125,7 +125,7 @@ def test_before_the_first_snapshot_is_the_beginning(configure: Configure, tmp_pa
 
 def test_a_layer_that_changed_its_recipe_goes_back_with_the_others(configure: Configure, tmp_path: Any) -> None:
     def strike(run: Struck) -> None:
-        alarm = Alarm(AT, "flushed", "layers.0.feed_forward.w2", "input", 1.0, 0.5)
+        alarm = Alarm(AT, "saturated", "layers.0.feed_forward.w2", "input", 1.0, 0.5)
         assert run._guarded.guard._refine(alarm.layer, alarm)
         assert run._guarded.guard._refine(alarm.layer, alarm)
         row_times_1000(run)

@@ -138,7 +138,7 @@ def test_one_process_goes_on_from_a_checkpoint_of_two_ranks(two: tuple[RunConfig
     assert summary["heldout_loss_fp8"] == pytest.approx(json.loads(two[1].out)["heldout_loss_fp8"], rel=ERROR)
 
 
-@pytest.mark.parametrize("damaged", ["sharded/__1_0.distcp", "fp8.rank-1.safetensors"])
+@pytest.mark.parametrize("damaged", ["sharded/shard-00002-model-00001-of-00001.safetensors", "fp8.rank-1.safetensors"])
 def test_a_damaged_part_of_any_rank_is_noticed(two: tuple[RunConfig, Ended], make: Configure, damaged: str) -> None:
     config = copied(two, make, damaged.replace("/", "-"), step=6)
     file = config.run.out / "checkpoints/step-000006" / damaged

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from octavo.errors import RunError, StoreError
+from octavo.errors import ConfigError, RunError
 from octavo.monitor.store import ROLES, RunReader
 from octavo.train import train
 from octavo.train.config import RunConfig
-from octavo.train.events import Event, Saved
+from octavo.train.events import Evaluated, Event, Saved
 from octavo.train.files import read_metrics
 
 Configure = Callable[..., RunConfig]
@@ -99,7 +102,7 @@ def test_a_file_of_another_program_is_said_before_the_first_step(configure: Conf
     config = configure(run={"steps": 2})
     Path(config.run.out).mkdir(parents=True)
     (Path(config.run.out) / "run.sqlite").write_text("mine" * 1000)
-    with pytest.raises(StoreError, match="not a run of Octavo"):
+    with pytest.raises(ConfigError, match=r"run\.sqlite: is not of a run of octavo train"):
         train(config)
 
 
@@ -117,3 +120,64 @@ def test_the_tracker_of_a_run(configure: Configure, monkeypatch: pytest.MonkeyPa
     train(configure(run={"steps": 2, "log_every": 1, "tracker": "wandb"}))
     assert sent[-1] == "finished" and sent[0][0] == 1 and "loss_fp8" in sent[0][1]
     assert all(len(values) <= 20 for _, values in sent[:-1])
+
+
+class Killer:
+    """Kills the process at the n-th event of a kind."""
+
+    def __init__(self, kind: type, count: int) -> None:
+        self.kind, self.left = kind, count
+
+    def report(self, event: Event) -> None:
+        if isinstance(event, self.kind):
+            self.left -= 1
+            if not self.left:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def close(self) -> None: ...
+
+
+def records(config: RunConfig) -> tuple[list[Any], list[Any]]:
+    """Return what a run wrote beside its checkpoints, without times."""
+    timed = ("milliseconds", "tokens_per_second")
+    lines = read_metrics(config.run.out / "metrics.jsonl")
+    metrics = [{key: value for key, value in line.items() if not key.startswith(timed)} for line in lines]
+    return metrics, [(event.step, event.rule, event.text) for event in RunReader(config.run.out).events()]
+
+
+def in_child(action: Callable[[], Any]) -> int:
+    child = os.fork()
+    if not child:
+        action()
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+@pytest.mark.parametrize("kind, count", [(Saved, 1), (Saved, 2), (Evaluated, 1), (Evaluated, 2)])
+def test_records_of_a_run_killed_after_a_checkpoint_are_those_of_one_that_was_not(
+    configure: Configure, tmp_path: Path, kind: type, count: int
+) -> None:
+    run = {"steps": 4, "log_every": 1, "eval_every": 2, "checkpoint_every": 2, "bf16_first_steps": 2}
+    whole = configure(run={**run, "out": str(tmp_path / "whole")})
+    train(whole)
+    config = configure(run=run)
+    assert in_child(lambda: train(config, reporters=[Killer(kind, count)])) == signal.SIGKILL
+    train(config, resume=True)
+    assert records(config) == records(whole)
+
+
+def test_a_checkpoint_kept_before_records_were_counted_resumes(configure: Configure) -> None:
+    config = configure(run={"steps": 4, "checkpoint_every": 2})
+    with pytest.raises(KeyboardInterrupt):
+        train(config, reporters=[Stopper()])
+    file = config.run.out / "checkpoints/step-000002/state.json"
+    state = json.loads(file.read_text(encoding="utf-8"))
+    del state["recorded"]
+    file.write_text(json.dumps(state), encoding="utf-8")
+    assert train(config, resume=True)["steps"] == 4
+
+
+class Stopper(Interrupter):
+    def report(self, event: Event) -> None:
+        if isinstance(event, Saved):
+            raise KeyboardInterrupt

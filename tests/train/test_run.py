@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +13,15 @@ from safetensors.torch import load_file, save_file
 from torch._dynamo.testing import CompileCounter
 
 from octavo import kernels
+from octavo._util.checksums import file_entry
 from octavo.conversion import enable
-from octavo.errors import CheckpointError, ConfigError, DataError, NonFiniteError, RunError
-from octavo.train import checkpoint, train
+from octavo.errors import CheckpointError, ConfigError, DataError, DivergedError, NonFiniteError
+from octavo.train import checkpoint, load_run, train
 from octavo.train.config import RunConfig
 from octavo.train.events import Event, Finished, Logged, Saved, Started, Switched
 from octavo.train.files import read_metrics
 from octavo.train.setup import set_up
+from octavo.train.train_state import TrainState
 
 Configure = Callable[..., RunConfig]
 EVERY_STEP = {"steps": 6, "log_every": 1, "checkpoint_every": 1, "keep": 10}
@@ -307,7 +310,7 @@ def test_a_weight_that_is_not_finite_is_named(configure: Configure) -> None:
 def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(configure: Configure) -> None:
     config = configure(run=EVERY_STEP, optimizer={"lr": 1e30, "warmup": 0.0})
     with pytest.raises(
-        RunError, match=r"FP8 model is no longer finite at step 2\. The last good checkpoint is .*step-0"
+        DivergedError, match=r"FP8 model is no longer finite at step 2\. The last good checkpoint is .*step-0"
     ):
         train(config)
     path = checkpoint.latest(config.run.out / "checkpoints")
@@ -323,7 +326,7 @@ def test_no_space_left_keeps_the_last_good_checkpoint(configure: Configure, monk
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("octavo.train.checkpoint.os.fsync", full)
+        patched.setattr("octavo.train.checkpoint.flush", full)
         with pytest.raises(CheckpointError, match=r"step-000003: cannot be written \(No space left on device\)"):
             train(config, resume=True)
     assert [p.name for p in sorted((config.run.out / "checkpoints").iterdir())] == [
@@ -359,10 +362,10 @@ def test_vocabulary_too_small(configure: Configure) -> None:
 
 
 def rewrite(file: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Replace a file of a checkpoint and the size that its state notes."""
+    """Replace a file of a checkpoint and its entry in the index: a checkpoint put together by hand."""
     save_file(tensors, file)
     state = json.loads((file.parent / "state.json").read_text(encoding="utf-8"))
-    state["files"][file.name] = file.stat().st_size
+    state["files"][file.name] = file_entry(file)
     (file.parent / "state.json").write_text(json.dumps(state), encoding="utf-8")
 
 
@@ -432,3 +435,119 @@ def test_a_schedule_works_in_compiled_blocks(configure: Configure) -> None:
         gemms.append(ledger.gemms.total())
     assert gemms == [0, PRODUCTS, PRODUCTS, 0]
     assert counts[1] > counts[0] and counts[1] == counts[2] == counts[3]  # once for each precision
+
+
+def damaged(configure: Configure, change: Callable[[dict[str, torch.Tensor]], object]) -> RunConfig:
+    """Return a run with a checkpoint after one step whose tensors were changed by hand, checksums included."""
+    config = configure(run=EVERY_STEP)
+    file = stopped_after(1, config) / "fp8.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    rewrite(file, tensors)
+    return config
+
+
+WQ = "layers.0.attention.wq.weight"
+
+
+def _without_optimizer(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if name.startswith("optimizer.")]:
+        del tensors[name]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_without_optimizer, r"is incomplete: the optimizer's state of '.*' lacks exp_avg, exp_avg_sq, step"),
+        (lambda t: t.pop(f"optimizer.{WQ}.exp_avg_sq"), rf"state of '{re.escape(WQ)}' lacks exp_avg_sq"),
+        (lambda t: t[f"optimizer.{WQ}.exp_avg"].fill_(torch.nan), rf"values of 'optimizer.{re.escape(WQ)}.exp_avg'"),
+        (
+            lambda t: t.update({f"model.{WQ}": t[f"model.{WQ}"].bfloat16()}),
+            r"is torch.bfloat16 there and torch.float32",
+        ),
+    ],
+)
+def test_a_checkpoint_that_is_not_complete_is_refused(
+    configure: Configure, change: Callable[[dict[str, torch.Tensor]], object], message: str
+) -> None:
+    with pytest.raises((CheckpointError, NonFiniteError), match=message):
+        train(damaged(configure, change), resume=True)
+
+
+def test_a_flipped_bit_is_noticed_by_all_who_read(configure: Configure) -> None:
+    config = configure(run=EVERY_STEP)
+    file = stopped_after(1, config) / "fp8.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-100] ^= 1
+    file.write_bytes(content)
+    for read in (lambda: train(config, resume=True), lambda: load_run.find(config.run.out)):
+        with pytest.raises(CheckpointError, match=r"fp8.safetensors: damaged: its SHA-256"):
+            read()
+
+
+@pytest.mark.parametrize("state", [{}, {"cpu": torch.zeros(3, dtype=torch.uint8)}])
+def test_states_of_generators_that_are_none_are_refused(configure: Configure, state: dict[str, torch.Tensor]) -> None:
+    config = configure(run=EVERY_STEP)
+    rewrite(stopped_after(1, config) / "random.safetensors", state)
+    with pytest.raises(CheckpointError, match=r"step-000001: the state of the random generator 'cpu' is"):
+        train(config, resume=True)
+
+
+def test_a_checkpoint_of_format_1_goes_on(configure: Configure) -> None:
+    config = configure(run=EVERY_STEP)
+    state = stopped_after(1, config) / "state.json"
+    content = json.loads(state.read_text(encoding="utf-8"))
+    content |= {"format": 1, "files": {name: entry["bytes"] for name, entry in content["files"].items()}}
+    state.write_text(json.dumps(content), encoding="utf-8")
+    assert train(config, resume=True)["steps"] == 6
+
+
+def break_after(monkeypatch: pytest.MonkeyPatch, step: int, change: Callable[[TrainState], object]) -> None:
+    """Change a model after one of its steps, whose loss and gradients were finite."""
+    whole = TrainState.step
+
+    def stepped(self: TrainState, *args: Any, **settings: Any) -> Any:
+        metrics = whole(self, *args, **settings)
+        if settings["step"] == step:
+            change(self)
+        return metrics
+
+    monkeypatch.setattr(TrainState, "step", stepped)
+
+
+def test_weights_that_are_not_finite_never_become_a_checkpoint(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configure(run={**EVERY_STEP, "keep": 1, "steps": 3})
+    break_after(monkeypatch, 3, lambda state: state.parameters[WQ].data[0, 0].fill_(torch.nan))
+    with pytest.raises(
+        DivergedError, match=rf"after step 3, in the FP8 model 1 of \d+ values of 'model.{WQ}'.*step-000002"
+    ):
+        train(config)
+    assert [path.name for path in checkpoint.find(config.run.out / "checkpoints")] == ["step-000002"]
+    assert not (config.run.out / "summary.json").exists()
+    monkeypatch.undo()
+    assert train(config, resume=True)["steps"] == 3
+
+
+def test_moments_that_are_not_finite_never_become_a_checkpoint(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def change(state: TrainState) -> None:
+        state.optimizer.state[state.parameters[WQ]]["exp_avg"].fill_(torch.inf)
+
+    break_after(monkeypatch, 1, change)
+    with pytest.raises(DivergedError, match=r"'optimizer.*exp_avg' are NaN or infinite: no checkpoint is written"):
+        train(configure(run=EVERY_STEP))
+
+
+def test_a_heldout_loss_that_is_not_finite_is_no_summary(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    def heldout(state: TrainState, batches: Any) -> torch.Tensor:
+        return torch.tensor([1.0, torch.nan])
+
+    monkeypatch.setattr("octavo.train.run.heldout_losses", heldout)
+    config = configure(run={**EVERY_STEP, "steps": 2})
+    with pytest.raises(DivergedError, match=r"held-out loss of the FP8 model is nan after step 2.*step-000002"):
+        train(config)
+    assert not (config.run.out / "summary.json").exists()
+    assert "NaN" not in (config.run.out / "metrics.jsonl").read_text(encoding="utf-8")

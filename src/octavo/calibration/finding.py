@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -87,6 +88,14 @@ class Calibration:
     not_found: tuple[str, ...] = ()
     """Scales whose tensors never occurred, or were all zero."""
 
+    def described(self, source: str) -> Calibration:
+        """Return the same with a description of model and data, for the file."""
+        scales = {
+            name: replace(found, origin=None if found.origin is None else replace(found.origin, source=source))
+            for name, found in self.scales.items()
+        }
+        return replace(self, scales=scales, origin=replace(self.origin, source=source))
+
     def rows(self) -> list[Row]:
         """Return a row per scale, in the order of the layers."""
         return [Row(*_parts(name), scale) for name, scale in self.scales.items()]
@@ -134,7 +143,6 @@ def calibrate(
     layers: str | Sequence[str] = (),
     backward: bool = True,
     scale_policy: ScalePolicy | None = None,
-    source: str = "",
 ) -> Calibration:
     """Find the scales of a model's linear layers from representative batches.
 
@@ -154,7 +162,6 @@ def calibrate(
         layers: one or several patterns of layers (`layers.0.*`) or scales (`*.grad_output`); by default all.
         backward: calibrate gradients too; otherwise only forward runs.
         scale_policy: how scales are derived from the observed magnitudes.
-        source: description of model and data for the file.
 
     Raises:
         ConfigError: nothing to calibrate, no batch, no loss, or a pattern without match.
@@ -171,7 +178,13 @@ def calibrate(
         raise ConfigError("octavo.calibrate: no batch was given, or none of the layers ran. Give a few batches.")
     _check_finite(seen)
     first = next(iter(targets.values()))
-    origin = Origin(recipe=first.recipe.name, how=str(scale_policy), source=source, data=str(data))
+    if scale_policy.by == "percentile" and backward:
+        warnings.warn(
+            "calibrate: a percentile lets the largest gradients saturate, which costs 12 to 19 dB of their precision."
+            " Choose by 'max', or leave gradients out (backward=False).",
+            stacklevel=2,
+        )
+    origin = Origin(recipe=first.recipe.name, how=str(scale_policy), data=str(data))
     return _result(targets, seen, scale_policy, origin)
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from octavo._util.terminal import console, say
 from octavo.cli.flags import configure, with_flags_of
 from octavo.errors import ConfigError
 from octavo.train.config import RunConfig
@@ -105,20 +106,19 @@ def calibrate(
     path = output or (directory or Path()) / FILE
     found.save(path)
     if json_output:
-        print(json.dumps({"file": str(path), **json.loads(found.to_json())}, indent=1))
+        say(json.dumps({"file": str(path), **json.loads(found.to_json())}, indent=1))
     else:
-        print(f"{found}\n\nwritten to {path}, for the recipe '{found.origin.recipe}' ({found.origin.how})")
+        say(f"{found}\n\nwritten to {path}, for the recipe '{found.origin.recipe}' ({found.origin.how})")
     return 1 if check and not found.fits else 0
 
 
 def _with_progress(batches: Iterable[Any], total: int) -> Iterable[Any]:
     """Show progress on a terminal."""
-    from rich.console import Console
     from rich.progress import track
 
     if not sys.stderr.isatty():
         return batches
-    return track(batches, "calibrating", total=total, console=Console(stderr=True), transient=True)
+    return track(batches, "calibrating", total=total, console=console(stderr=True), transient=True)
 
 
 def _undo(path: Path, only: Sequence[str], json_output: bool) -> int:
@@ -130,11 +130,11 @@ def _undo(path: Path, only: Sequence[str], json_output: bool) -> int:
         for name, (before, after) in undone.items()
     ]
     if json_output:
-        print(json.dumps({"file": str(path), "scales": rows}, indent=1))
+        say(json.dumps({"file": str(path), "scales": rows}, indent=1))
         return 0
     width = max(len(name) for name in undone)
     for name, (before, after) in undone.items():
         now = "removed: no previous scale" if after is None else f"{after.scale:.4g}"
-        print(f"{name:<{width}}  {before.scale:.4g} -> {now}")
-    print(f"\n{len(undone)} scales of {path} restored to their values before the last change")
+        say(f"{name:<{width}}  {before.scale:.4g} -> {now}")
+    say(f"\n{len(undone)} scales of {path} restored to their values before the last change")
     return 0

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from octavo._util import terminal
+from octavo._util.terminal import say
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -90,19 +92,17 @@ def doctor(
     found = examination(target, preset=preset, model=model, recipe=recipe, device=device, only=only or (), trace=trace)
     _run(found, quiet=output.report or output.json, verbose=output.verbose)
     if output.json:
-        print(json.dumps(found.to_dict(), indent=2))
+        say(json.dumps(found.to_dict(), indent=2))
     elif output.report:
         from octavo.doctor.report import markdown
 
-        print(markdown(found))
+        say(markdown(found))
     return 0 if found.passed else 1
 
 
 def _run(examination: Examination, *, quiet: bool, verbose: bool) -> None:
     """Run the checks; print each result, or with `quiet` only the progress on stderr."""
-    from rich.console import Console
-
-    console, progress = Console(highlight=False), Console(stderr=True)
+    console, progress = terminal.console(), terminal.console(stderr=True)
     shown = ""
     for kind, check, run_check in examination.begin():
         with progress.status(f"{kind}: {check.name}"):

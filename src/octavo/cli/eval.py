@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from octavo._util import terminal
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -80,17 +81,16 @@ def eval_(
             if served
             else evaluate_run(model, settings, progress)
         )
-    print(found.to_json() if json_output else found)
+    terminal.say(found.to_json() if json_output else found)
     return 0 if found.is_finite else 1
 
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
     """Show progress on a terminal."""
-    from rich.console import Console
     from rich.progress import Progress
 
-    console = Console(stderr=True, highlight=False)
+    console = terminal.console(stderr=True)
     if not console.is_terminal:
         yield lambda computed, text: text
         return

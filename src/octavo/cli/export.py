@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from octavo._util.terminal import say
 from octavo.errors import ConfigError
 
 
@@ -55,5 +56,5 @@ def export(
     wanted = "" if format == "auto" else format
     exported = export_run(run, out or run / "export", wanted, dtype=getattr(torch, dtype), overwrite=overwrite)
     following = (f"vllm serve {exported.directory}", f"octavo eval {exported.directory} --run {run}")
-    print(exported.to_json() if json_output else "\n  ".join([f"{exported}\n\nNext", *following]))
+    say(exported.to_json() if json_output else "\n  ".join([f"{exported}\n\nNext", *following]))
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from octavo._util import terminal
+from octavo._util.terminal import say
 from octavo.cli.bench import benchmarks
 from octavo.cli.flags import positive
 from octavo.errors import ConfigError
@@ -99,16 +100,16 @@ def localize(
     with _progress() as report:
         found, rows = localize_run(run, settings, report)
     if json_output:
-        print(json.dumps({**json.loads(found.to_json()), "verified": rows}, indent=1))
+        say(json.dumps({**json.loads(found.to_json()), "verified": rows}, indent=1))
     else:
-        print(found, *map(_verified, rows), sep="\n")
+        say(found, *map(_verified, rows))
     if output is not None:
-        print(f"written: {found.save(output)}", file=sys.stderr)
+        say(f"written: {found.save(output)}", to_stderr=True)
     if write is None or results is None or not rows:
         return int(any(row["rank_correlation"] < LEAST for row in rows))
     flags = [f"--recipe {recipe}" if recipe else "", f"--verify {verify}", *(f"--{n} {c}" for n, c in given.items())]
     command = " ".join(filter(None, ["octavo localize", run.name, *(flag.replace("_", "-") for flag in flags)]))
-    print(f"written: {results.save('localize', rows, write, command, device=device)}", file=sys.stderr)
+    say(f"written: {results.save('localize', rows, write, command, device=device)}", to_stderr=True)
     return int(any(row["rank_correlation"] < LEAST for row in rows))
 
 
@@ -126,10 +127,9 @@ def _verified(row: dict[str, Any]) -> str:
 @contextmanager
 def _progress() -> Iterator[Report]:
     """Show progress on a terminal."""
-    from rich.console import Console
     from rich.status import Status
 
-    console = Console(stderr=True, highlight=False)
+    console = terminal.console(stderr=True)
     if not console.is_terminal:
         yield lambda doing: None
         return

@@ -1,18 +1,22 @@
 """`octavo`: the commands and their error handling.
 
-Exit codes: 0 done, 1 an error or a failed check, 2 a wrong flag or configuration, 130 interrupted.
+Exit codes: 0 done, 1 an error or a failed check, 2 a wrong flag or configuration, 3 a run that diverged, 130
+interrupted, 143 terminated.
 OCTAVO_DEBUG=1 in the environment shows tracebacks.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError, Parameter
 
 from octavo import __version__
+from octavo._util.terminal import printable, say
 from octavo.cli.bench import bench
 from octavo.cli.calibrate import calibrate
 from octavo.cli.doctor import doctor
@@ -22,7 +26,7 @@ from octavo.cli.localize import localize
 from octavo.cli.plan import plan, recipes
 from octavo.cli.runs import dashboard, dump, report
 from octavo.cli.train import train
-from octavo.errors import ConfigError, OctavoError
+from octavo.errors import OctavoError
 
 HELP = """Train models in FP8.
 
@@ -52,26 +56,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # OpenMP's threads spin while waiting. A long spin makes a run beside other programs 5 times slower; no spin makes a
     # run with the cores to itself a third slower. A short spin costs little in both cases.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 shows escapes
+    plain, warnings.formatwarning = warnings.formatwarning, _one_line
     try:
         code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
-    except (CycloptsError, ConfigError) as error:
+    except CycloptsError as error:
         _fail(error, str(error), 2)
     except OctavoError as error:
-        _fail(error, str(error), 1)
+        _fail(error, str(error), error.exit_code)
     except KeyboardInterrupt as error:
-        _fail(error, "interrupted.", 130)
+        _fail(error, "interrupted.", getattr(error, "exit_code", 130))
     except BrokenPipeError:
         # The reader of a pipe (`| head`) has exited.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except OSError as error:
+        _fail(error, f"{error.filename or 'a file'}: cannot be used ({error.strerror or error}).", 1)
     except Exception as error:
         _fail(error, f"{type(error).__name__}: {error} (unexpected; OCTAVO_DEBUG=1 shows where)", 1)
+    finally:
+        warnings.formatwarning = plain
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _one_line(message: Warning | str, *_: object, **__: object) -> str:
+    """Format a warning like an error, without a line of source code."""
+    return f"octavo: warning: {printable(' '.join(str(message).split()))}\n"
 
 
 def _fail(error: BaseException, message: str, code: int) -> None:
     """Print the message on one line and exit."""
     if os.environ.get("OCTAVO_DEBUG") == "1":
         raise error
-    print(f"octavo: error: {' '.join(message.split())}", file=sys.stderr)
+    say(f"octavo: error: {' '.join(message.split())}", to_stderr=True)
     sys.exit(code)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from octavo.cli.flags import configure, with_flags_of
+from octavo._util.terminal import say
+from octavo.cli.flags import configure, positive, with_flags_of
 from octavo.errors import ConfigError
 from octavo.train.config import RunConfig
 
@@ -77,9 +78,9 @@ def plan(
     with torch.autocast(device.type, torch.bfloat16):  # as a run computes
         planned = make_plan(model, recipe, policy=policy, tokens=tokens, device=device)
     if json_output:
-        print(planned.to_json())
+        say(planned.to_json())
     else:
-        print(f"{planned}\n\n{recipes.explain(recipe)}")
+        say(f"{planned}\n\n{recipes.explain(recipe)}")
     return 0
 
 
@@ -87,21 +88,22 @@ def _memory(config: RunConfig, gpus: int, fits: float | None, json_output: bool)
     """Print the forecast; return 1 if no model of these proportions fits."""
     from octavo.train.memory import forecast_run, largest_model
 
-    if gpus < 1 or (fits is not None and fits <= 0):
-        raise ConfigError(f"--gpus {gpus} and --fits {fits} must be positive.")
+    positive("--gpus", gpus)
+    if fits is not None and not 0 < fits < math.inf:
+        raise ConfigError(f"--fits {fits}: must be a positive number of GiB.")
     model, forecast = config.model, None
     if fits is None:
         forecast = forecast_run(config, gpus=gpus)
     elif (found := largest_model(config, fits, gpus=gpus)) is not None:
         model, forecast = found
     if forecast is None:
-        print(f"no model of these proportions fits {fits} GiB", file=sys.stderr)
+        say(f"no model of these proportions fits {fits} GiB", to_stderr=True)
         return 1
     if json_output:
-        print(json.dumps({"model": dataclasses.asdict(model), **forecast.to_dict()}, indent=1))
+        say(json.dumps({"model": dataclasses.asdict(model), **forecast.to_dict()}, indent=1))
     else:
         shape = f"{model.layers} layers of {model.dim}, {forecast.parameters / 1e6:,.1f} M parameters in memory"
-        print(f"{shape}\n\n{forecast}")
+        say(f"{shape}\n\n{forecast}")
     return 0
 
 
@@ -128,9 +130,9 @@ def recipes(
 
     if name is not None:
         recipe = known.load(name)
-        print(json.dumps(config_reader.to_dict(recipe), indent=2) if json_output else known.explain(recipe))
+        say(json.dumps(config_reader.to_dict(recipe), indent=2) if json_output else known.explain(recipe))
     elif json_output:
-        print(json.dumps(known.names()))
+        say(json.dumps(known.names()))
     else:
-        print("\n\n".join(known.explain(known.load(each)) for each in known.names()))
+        say("\n\n".join(known.explain(known.load(each)) for each in known.names()))
     return 0

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from octavo._util.terminal import say
+
 
 def dashboard(
     folder: Path = Path("runs"),
@@ -39,7 +41,7 @@ def dashboard(
     from octavo.monitor.dashboard.server import serve
 
     def ready(address: str) -> None:
-        print(f"{folder}: {address} (Ctrl-C to end)", flush=True)
+        say(f"{folder}: {address} (Ctrl-C to end)")
         if open_browser:
             import webbrowser
 
@@ -75,7 +77,7 @@ def report(
     if not runs:
         raise ConfigError("no run given: name one, as in `octavo report runs/demo`.")
     path = write(runs, output)
-    print(f"{path}: {path.stat().st_size / 2**20:.1f} MiB")
+    say(f"{path}: {path.stat().st_size / 2**20:.1f} MiB")
     return 0
 
 
@@ -113,7 +115,7 @@ def dump(
     folder = out or file_of(run).parent / to
     written = export(run, to, folder)
     if json_output:
-        print(json.dumps({"files": [str(path) for path in written]}, indent=2))
+        say(json.dumps({"files": [str(path) for path in written]}, indent=2))
     else:
-        print("\n".join(str(path) for path in written))
+        say(*written)
     return 0

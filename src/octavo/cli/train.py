@@ -12,6 +12,7 @@ from cyclopts import Parameter
 
 from octavo._util import config_reader
 from octavo._util.dist import is_first_rank
+from octavo._util.terminal import console, say
 from octavo.cli.flags import configure, with_flags_of
 from octavo.train.config import RunConfig
 
@@ -57,33 +58,31 @@ def train(
     """
     config = configure(file, preset, settings)
     if dry_run:
-        print(json.dumps(config_reader.to_dict(config), indent=2))
+        say(json.dumps(config_reader.to_dict(config), indent=2))
         return 0
     summary = _run(config, resume=resume, overwrite=overwrite, json_output=json_output)
     if json_output and is_first_rank():
-        print(json.dumps(summary, indent=2))
+        say(json.dumps(summary, indent=2))
     return 0
 
 
 def _run(config: RunConfig, *, resume: bool, overwrite: bool, json_output: bool) -> Mapping[str, Any]:
-    from rich.console import Console
-
     from octavo.train import train as run_training
     from octavo.train.console import ConsoleReporter
 
-    reporter = ConsoleReporter(Console(stderr=json_output, highlight=False))
+    reporter = ConsoleReporter(console(stderr=json_output))
     try:
         return run_training(config, reporters=[reporter], resume=resume, overwrite=overwrite)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         if is_first_rank():
-            print(f"octavo: interrupted. {_resume_hint(config)}", file=sys.stderr)
-        sys.exit(130)
+            say(f"octavo: interrupted. {_resume_hint(config)}", to_stderr=True)
+        sys.exit(getattr(error, "exit_code", 130))
 
 
 def _resume_hint(config: RunConfig) -> str:
     from octavo.train import checkpoint
 
     last = checkpoint.latest(config.run.out / "checkpoints")
-    if last is None:
+    if last is None or not (config.run.out / "config.json").exists():
         return "There is no checkpoint yet; --checkpoint-every N writes one every N steps."
     return f"Resume from {last.name} with: octavo train {config.run.out / 'config.json'} --resume"

@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -74,6 +74,8 @@ class Plan:
     """Layer name -> the recipe it runs by."""
     structures: tuple[FusionPattern, ...] = ()
     """What is computed together."""
+    policy: Policy = field(default_factory=Policy, repr=False)
+    """The policy that it was made with."""
     unapplied: tuple[str, ...] = ()
     """Where the policy asks for activations in FP8 and they are not: a line each, with the reason."""
     notes: tuple[str, ...] = ()
@@ -162,6 +164,7 @@ def make_plan(
         layers=rows,
         recipes=chosen,
         structures=structures,
+        policy=policy,
         unapplied=unapplied,
         notes=tuple(_notes(rows, {layers_by_name[name].weight.dtype for name in chosen}, device, recipe)),
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from octavo._util.config_reader import parse
 from octavo.errors import DataError
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
@@ -73,9 +73,9 @@ def _jsonl(file: TextFile) -> Iterator[Document]:
 
 def _line_text(line: bytes, where: str) -> str:
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not valid JSON ({error}).") from error
+        value = parse(line.decode("utf-8"), where, DataError)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 text (byte {error.start} of the line).") from error
     text = value.get("text") if isinstance(value, dict) else None
     if not isinstance(text, str):
         keys = f"its fields are {', '.join(map(str, value))}" if isinstance(value, dict) and value else "it has none"

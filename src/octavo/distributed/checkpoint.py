@@ -3,7 +3,7 @@
 Every rank writes its rows of each tensor: weights in their own dtype, states in the format of their tier. Scales belong
 to rows of one rank, so that a different number of ranks reads the same bits. The exception is a tier with per-tensor
 scales (`fp8-lm`): there a scale belongs to a rank's shard, and the number of ranks must not change. Nor must that of
-tensor parallel, where scales belong to parts of rows. Everything else is in `octavo.json`.
+tensor parallel, where scales belong to parts of rows. Everything else is in `octavo.json`. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from octavo._util.dist import is_first_rank
+from octavo.distributed import storage
 from octavo.errors import CheckpointError
 from octavo.optim import Optimizer, flatten, unflatten
 from octavo.optim.sharded import along_rows
@@ -34,8 +33,11 @@ def save(folder: str | Path, model: nn.Module, optimizer: Optimizer | None = Non
 
     Args:
         extra: further values that `load` returns, as JSON: the step, the position in the data.
+
+    Raises:
+        CheckpointError: a rank could not write.
     """
-    state_dict_saver.save(_write_settings(Path(folder), model, optimizer, extra), checkpoint_id=str(folder))
+    storage.write(Path(folder), _write_settings(Path(folder), model, optimizer, extra))
 
 
 def save_async(folder: str | Path, model: nn.Module, optimizer: Optimizer | None = None, **extra: Any) -> Any:
@@ -44,28 +46,26 @@ def save_async(folder: str | Path, model: nn.Module, optimizer: Optimizer | None
     Returns:
         A future; `result()` waits until the checkpoint is written, and raises its errors.
     """
-    state = _write_settings(Path(folder), model, optimizer, extra)
-    return state_dict_saver.async_save(state, checkpoint_id=str(folder), process_group=_background_group())
+    return storage.write_async(
+        Path(folder), _write_settings(Path(folder), model, optimizer, extra), _background_group()
+    )
 
 
 def load(folder: str | Path, model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
     """Load a checkpoint of `save` into a sharded model and optimizer, and return its `extra` values.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete, or its model, tier or, with per-tensor scales, number of ranks
-            differs.
+        CheckpointError: the checkpoint is incomplete or damaged, or its model, tier or, with per-tensor scales, number
+            of ranks differs.
+        NonFiniteError: a parameter or a state of the optimizer has a NaN or an infinity.
     """
-    settings = _read_settings(Path(folder))
+    _check_files(Path(folder))
+    settings: dict[str, Any] = json.loads((Path(folder) / SETTINGS).read_text())
     if optimizer is not None:
         _check_tiers(optimizer, settings.get("optimizer"), folder)
     state = _state(model, optimizer)
-    try:
-        state_dict_loader.load(state, checkpoint_id=str(folder))
-    except CheckpointException as error:
-        rank, (reason, _) = next(iter(error.failures.items()))
-        raise CheckpointError(
-            f"{folder} does not fit this model, its optimizer, or the ranks it is sharded over (rank {rank}: {reason})."
-        ) from error
+    parameters = {f"model.{name}" for name, _ in model.named_parameters()}  # a buffer may hold infinities, as a mask
+    storage.read(Path(folder), _flat(state), lambda name: name in parameters or name.startswith("optimizer."))
     # Codes requantised from values could differ from those that the remainders belong to.
     codes = {name: local(part).clone() for name, part in state.get("fp8", {}).items()}
     model.load_state_dict(state["model"])
@@ -117,9 +117,30 @@ def _fp8_shards(model: nn.Module) -> dict[str, FP8Tensor]:
     return shards
 
 
+def _flat(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {f"{part}.{name}": tensor for part, named in state.items() for name, tensor in named.items()}
+
+
+def _check_files(folder: Path) -> None:
+    """Check the files, each by one rank; all ranks raise if one finds a fault."""
+    if not (folder / SETTINGS).is_file():
+        raise CheckpointError(f"{folder} is not a complete checkpoint: there is no {SETTINGS}. Take an earlier one.")
+    in_group = dist.is_initialized()
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if in_group else (0, 1)
+    faults: list[str] = [""] * ranks
+    try:
+        storage.check_files(folder, rank=rank, ranks=ranks)
+    except CheckpointError as error:
+        faults[rank] = str(error)
+    if in_group:
+        dist.all_gather_object(faults, faults[rank])
+    if any(faults):
+        raise CheckpointError(next(filter(None, faults)))
+
+
 def _write_settings(
     folder: Path, model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any]
-) -> dict[str, dict[str, Tensor]]:
+) -> dict[str, Tensor]:
     state = _state(model, optimizer)
     settings: dict[str, Any] = {"extra": extra}
     if optimizer is not None:
@@ -127,17 +148,7 @@ def _write_settings(
     if is_first_rank():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / SETTINGS).write_text(json.dumps(settings, indent=1))
-    return state
-
-
-def _read_settings(folder: Path) -> dict[str, Any]:
-    missing = [name for name in (SETTINGS, ".metadata") if not (folder / name).is_file()]
-    if missing:
-        raise CheckpointError(
-            f"{folder} is not a complete checkpoint: there is no {' and no '.join(missing)}. Take an earlier one."
-        )
-    settings: dict[str, Any] = json.loads((folder / SETTINGS).read_text())
-    return settings
+    return _flat(state)
 
 
 def _check_tiers(optimizer: Optimizer, saved: Mapping[str, Any] | None, folder: str | Path) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo._util.config_reader import read_file
+from octavo._util.config_reader import blaming, read_file, shown
 from octavo.data.bpe import BPETokenizer
 from octavo.data.loader import Batch
 from octavo.data.tokenizer import Tokenizer
@@ -51,7 +51,7 @@ def evaluate_served(
         UnsupportedError: transformers, or its requirement for the format, is not installed.
     """
     device = devices.resolve(settings.device)
-    known = read_file(directory / "config.json")
+    known = _config(directory / "config.json")
     check_installed(known)
     loaded = None if run is None else LoadedRun(run, settings)
     if loaded is None:
@@ -66,12 +66,21 @@ def evaluate_served(
     found += [] if loaded is None else loaded.measure(text, progress)
     about = {
         "directory": str(directory),
-        "format": known.get("quantization_config", {}).get("quant_method", "plain"),
+        "format": (known.get("quantization_config") or {}).get("quant_method", "plain"),
         "dtype": known.get("dtype"),
         "run": None if run is None else str(run),
         "step": None if loaded is None else loaded.checkpoint.step,
     }
     return evaluation(about, text, devices.describe(device), found, notes)
+
+
+def _config(file: Path) -> dict[str, Any]:
+    """Return a model's config.json, with the keys that are read here of their types."""
+    known = read_file(file)
+    for key, kind in (("quantization_config", dict), ("max_position_embeddings", int), ("vocab_size", int)):
+        if not isinstance(known.get(key), kind | None):
+            raise ConfigError(f"{file}: {key}: expected {kind.__name__}, got {shown(known[key])}.")
+    return known
 
 
 def check_installed(known: dict[str, Any]) -> None:
@@ -104,7 +113,9 @@ def check_same_tokenizer(directory: Path, loaded: LoadedRun) -> None:
     if not file.is_file():
         return
     own = tokenizer_files(loaded.tokenizer, loaded.config.model.sequence)["tokenizer.json"]
-    if read_file(file).get("model", {}).get("vocab") != own["model"]["vocab"]:
+    with blaming(file):
+        vocab = read_file(file).get("model", {}).get("vocab")
+    if vocab != own["model"]["vocab"]:
         raise ConfigError(
             f"--run {loaded.checkpoint.path.parent.parent}: has another tokenizer than {directory}, which was not "
             "exported from it. Name the original run, or a text with --data."
@@ -126,8 +137,8 @@ def load(directory: Path, device: torch.device) -> nn.Module:
             model(
                 torch.zeros(1, 1, dtype=torch.int64, device=device)
             )  # decodes weights now, with progress bars of its own
-    except (ImportError, OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().partition("\n")[0]
+    except Exception as error:  # of any kind: transformers trusts the files
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise UnsupportedError(
             f"{directory}: cannot be loaded by transformers {transformers.__version__} ({reason})."
         ) from error
@@ -158,7 +169,7 @@ def _own_text(directory: Path, known: dict[str, Any], settings: EvalSettings) ->
         raise ConfigError(
             f"{directory}: an exported model has no text of its own. Name one with --data, or its run with --run."
         )
-    longest = known.get("max_position_embeddings", settings.sequence)
+    longest = known.get("max_position_embeddings") or settings.sequence
     sequence = settings.sequence or longest
     if not sequence:
         raise ConfigError(f"{directory / 'config.json'}: gives no maximum sequence length. Use --sequence.")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from octavo._util.config_reader import blaming, read_file
 from octavo.data.corpus import open_corpus
 from octavo.data.encode import encode_all
 from octavo.data.loader import Batch, gather, open_tokens
@@ -80,11 +80,16 @@ def whole_text(source: str, tokenizer: Tokenizer, layout: SequenceLayout) -> Eva
 
 
 def trained_on(run: Path) -> str:
-    """Return the digest of a run's training text; empty if its summary has none."""
+    """Return the digest of a run's training text; empty if its summary has none.
+
+    Raises:
+        ConfigError: the summary is malformed.
+    """
     summary = run / "summary.json"
     if not summary.is_file():
         return ""
-    return str(json.loads(summary.read_text(encoding="utf-8")).get("corpus", {}).get("content_sha256", ""))
+    with blaming(summary):
+        return str(read_file(summary).get("corpus", {}).get("content_sha256", ""))
 
 
 def _text(source: str, ids: Tokens, tokenizer: Tokenizer, layout: SequenceLayout, *, is_heldout: bool) -> EvalText:

@@ -2,6 +2,7 @@
 
     config      what is watched, and the limits
     alarms      rules: from the measurements of a step to alarms
+    parameters  invariants of parameters and optimizer moments
     diagnosis   from the results of retries to a cause
     ladder      finer recipes for layers that FP8 harms, and the way back
     locate      the first non-finite tensor; weight elements that no update can explain
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
     from octavo.guard.alarms import Alarm, Observation
     from octavo.guard.guard import Guard
     from octavo.guard.guarded import Guarded, GuardEvent
-    from octavo.guard.loop import Loop
+    from octavo.guard.loop import Loop, Update
 
-__all__ = ["Alarm", "Guard", "GuardConfig", "GuardEvent", "Guarded", "Loop", "Observation"]
+__all__ = ["Alarm", "Guard", "GuardConfig", "GuardEvent", "Guarded", "Loop", "Observation", "Update"]
 
 _MODULES = {
     "Alarm": "alarms",
@@ -34,6 +35,7 @@ _MODULES = {
     "Guarded": "guarded",
     "Loop": "loop",
     "Observation": "alarms",
+    "Update": "loop",
 }
 
 

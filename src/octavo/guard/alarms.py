@@ -1,24 +1,28 @@
 """Rules: from the measurements of a step to alarms. Deterministic: the same measurements raise the same alarms.
 
-Sudden faults raise an `Alarm` at once (`AlarmRules.check`): a non-finite value, a spike of the loss or gradient norm,
-a weight that no update can have produced. Gradual ones have a budget (`AlarmRules.over_budget`): a share of flushed or
-saturated elements above its limit for several consecutive steps.
+Sudden faults raise an `Alarm` at once (`AlarmRules.check`): a non-finite value, a spike of the loss or gradient norm, a
+parameter or moment that no update can have produced. Slow ones raise it once they exceed the noise: a drift of the
+loss, of its gap to the BF16 twin, or of the variance of a layer's tensors. Shares of flushed or saturated elements have
+a budget (`AlarmRules.over_budget`): some consecutive steps above their limit.
 
-Only steps that raised no alarm become the history that later steps are compared with.
+Only steps that raised no alarm become the history that later steps are compared with. A level that lasts is no fault:
+it is adopted (`AlarmRules.adopt`).
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median, variance
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.guard.config import GuardConfig
+from octavo.guard.parameters import ParameterStats
 from octavo.kernels.sample import STATS
 
 PAST = 32
@@ -29,9 +33,40 @@ LEAST_RISE = 0.05
 """Smallest rise of the loss that is a spike, as a share of the median, however quiet the run was."""
 NORMAL = 1.4826
 """Standard deviation of a normal distribution divided by its median absolute deviation."""
+TAIL, RARE = 256, 1e-5
+"""Excesses of the loss over its level that the tail is estimated from, and how seldom one may be a spike by chance."""
+RECENT, BEFORE = 16, 46
+"""Steps that the drift of the loss compares."""
+SHORT = 4
+"""Steps whose mean is compared by the other slow rules."""
+LEAST_DRIFT, LEAST_GAP, LEAST_SHIFT = 0.003, 0.2, 0.02
+"""Smallest drift of the loss, as a share; of the gap, in percent; of the log variance of a layer's tensor."""
+NOISE = 0.001
+"""Least standard deviation of a log variance, for tensors whose variance never changes."""
+FALLS, STEADY = 6, 0.35
+"""Consecutive falls of the loss, each below this share of its usual change, that betray a batch being repeated."""
+CHECKS = 16
+"""Checks of parameters that are remembered; 3 are needed."""
+SECOND_DROP, SECOND_JUMP = 0.25, 100.0
+"""Factors by which a second moment may fall and rise between checks: Adam's decays by `beta2` per step at most."""
+STALL = 0.02
+"""Share of its usual change below which a parameter is not being updated."""
+LASTING = 4
+"""Consecutive alarms of a rule after which the new level is adopted."""
+EPISODE, EVENTS = 16, 6
+"""Steps without alarm that end an episode of a rule, and episodes reported per `quiet` steps."""
 UPDATE = 100.0
 """Bound on the change of an element per step, in learning rates: AdamW's is (1 - b1) / sqrt(1 - b2)."""
 _AMAX, _NONFINITE, _SATURATED, _FLUSHED = (STATS.index(s) for s in ("amax", "nonfinite", "saturated", "flushed"))
+_VARIANCE = STATS.index("variance")
+SLOW = ("loss drift", "gap", "layer shift")
+"""Rules that see a fault some steps after it began."""
+REPORTED = {"ranks differ": "model", "repeat": "data"}
+"""Rules that a rollback cannot help, and the cause that they name."""
+OF_UPDATES = ("update", "no update", "moments")
+"""Rules on parameters and moments, checked every `parameters_every` steps."""
+LASTING_RULES = ("loss spike", "gradient spike", "weight jump", *SLOW, *OF_UPDATES)
+"""Rules whose new level may be adopted."""
 
 Row = tuple[Any, ...]
 """Identifies a row of telemetry: layer, role, and fields not used here."""
@@ -50,6 +85,10 @@ class Observation(NamedTuple):
     """Learning rate of the step."""
     values: NDArray[np.float32] | None = None
     """Telemetry of the step, (tensors, `STATS`); None if the step was not sampled."""
+    parameters: ParameterStats | None = None
+    """Invariants of parameters; None if the step was not checked."""
+    twin_loss: float = math.nan
+    """Loss of the BF16 twin on the same batch; NaN without one."""
 
 
 class Alarm(NamedTuple):
@@ -58,7 +97,7 @@ class Alarm(NamedTuple):
     step: int
     """The step that violated it."""
     rule: str
-    """`nonfinite`, `loss spike`, `gradient spike`, `weight jump`, `saturated` or `flushed`."""
+    """`nonfinite`, `saturated`, `flushed`, `ranks differ`, `repeat` or one of `LASTING_RULES`."""
     layer: str
     """Full name of the layer; empty for the whole model."""
     role: str
@@ -81,16 +120,72 @@ class AlarmRules:
         self._config = config
         self.rows = rows
         self._losses: list[float] = []
+        self._excess: list[float] = []
         self._norms: list[float] = []
+        self._gaps: list[float] = []
+        self._variances: list[NDArray[np.float64]] = []
         self._weights: dict[str, float] = {}
+        self._rates: dict[str, list[float]] = {}
+        self._second: dict[str, float] = {}
+        self._top_lr = 0.0
         self._over: dict[str, int] = {}
+        self._lasting: dict[str, int] = {}
+        self._last_alarm: dict[str, int] = {}
+        self._reported: dict[str, list[int]] = {}
 
     def check(self, seen: Observation) -> Alarm | None:
-        """Return the most severe sudden fault of a step; if there is none, add the step to the history."""
-        alarm = next(self._sudden(seen), None)
-        if alarm is None:
+        """Return the most severe fault of a step; if there is none, add the step to the history.
+
+        The level of a rule that raised `LASTING` consecutive alarms is adopted.
+        """
+        alarm = next(self._faults(seen), None)
+        if alarm is None or alarm.rule in REPORTED:
+            self._lasting.clear()
             self._remember(seen)
+        elif alarm.rule in LASTING_RULES:
+            self._lasting[alarm.rule] = self._lasting.get(alarm.rule, 0) + 1
+            if alarm.rule in (*SLOW, *OF_UPDATES) or self._lasting[alarm.rule] >= LASTING:
+                self.adopt(alarm, seen)
         return alarm
+
+    def suspect(self, seen: Observation) -> Alarm | None:
+        """Return the layer whose parameters or moments no update explains; None if it is not one layer."""
+        return next((alarm for alarm in self._updates(seen) if alarm.layer), None)
+
+    def adopt(self, alarm: Alarm, seen: Observation | None = None) -> None:
+        """Forget the history that an alarm was raised against: its level is the new normal."""
+        self._lasting.pop(alarm.rule, None)
+        if alarm.rule in ("loss spike", "loss drift"):
+            self._losses.clear()
+        elif alarm.rule == "gradient spike":
+            self._norms.clear()
+        elif alarm.rule == "gap":
+            self._gaps.clear()
+        elif alarm.rule == "layer shift":
+            self._variances.clear()
+        elif alarm.rule in OF_UPDATES:
+            self._rates.clear()
+            self._second.clear()
+            self._top_lr = 0.0
+        else:
+            self._weights.clear()
+        if seen is not None:
+            self._remember(seen)
+
+    def is_news(self, alarm: Alarm) -> bool:
+        """Return True, and record it, if an alarm begins a new episode and its rule has not reported too many.
+
+        A budget that stays exceeded is reported once per `quiet` steps.
+        """
+        key, step = f"{alarm.rule} {alarm.layer} {alarm.role}", alarm.step
+        is_budget = alarm.rule not in ("nonfinite", *REPORTED, *LASTING_RULES)
+        group, most, pause = (key, 1, 0) if is_budget else (alarm.rule, EVENTS, EPISODE)
+        last = self._last_alarm.get(key, step - pause)
+        recent = [at for at in self._reported.get(group, ()) if step - at < self._config.quiet]
+        is_news = not 0 <= step - last < pause and len(recent) < most
+        self._last_alarm[key] = step
+        self._reported[group] = [*recent, step] if is_news else recent
+        return is_news
 
     def over_budget(self, seen: Observation) -> list[Alarm]:
         """Return the shares above their limits for `patience` consecutive steps, the largest per layer."""
@@ -111,13 +206,17 @@ class AlarmRules:
 
     @property
     def loss_limit(self) -> float:
-        """Limit of the loss; infinite without enough history."""
+        """Limit of the loss; infinite without enough history.
+
+        The spread of differences, so that the trend of a quickly falling loss does not count. Where the tail of the
+        loss is heavy, a quantile of it: a power law fitted to the largest excesses (Hill's estimator).
+        """
         if len(self._losses) < LEAST:
             return math.inf
-        level = median(self._losses[-LEAST:])
-        # Spread of differences, so that the trend of a quickly falling loss does not count.
-        spread = NORMAL * median(abs(b - a) for a, b in pairwise(self._losses)) / math.sqrt(2)
-        return level + max(self._config.loss_jump * spread, LEAST_RISE * abs(level))
+        past = self._losses[-PAST:]
+        level = median(past[-LEAST:])
+        spread = NORMAL * median(abs(b - a) for a, b in pairwise(past)) / math.sqrt(2)
+        return level + max(self._config.loss_jump * spread, LEAST_RISE * abs(level), _tail(self._excess))
 
     @property
     def gradient_limit(self) -> float:
@@ -126,25 +225,26 @@ class AlarmRules:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the history as JSON values."""
-        return {
-            "losses": [*self._losses],
-            "norms": [*self._norms],
-            "weights": {**self._weights},
-            "over": {**self._over},
-        }
+        plain = {name: copy.deepcopy(getattr(self, f"_{name}")) for name in _HISTORY}
+        return {**plain, "variances": [row.tolist() for row in self._variances]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`."""
-        self._losses, self._norms = [*state["losses"]], [*state["norms"]]
-        self._weights, self._over = {**state["weights"]}, {**state["over"]}
+        """Load the result of `state_dict`; what a checkpoint of an older version lacks starts empty."""
+        for name in _HISTORY:
+            if name in state:
+                setattr(self, f"_{name}", copy.deepcopy(state[name]))
+        self._variances = [np.asarray(row, dtype=np.float64) for row in state.get("variances", ())]
 
-    def _sudden(self, seen: Observation) -> Iterator[Alarm]:
+    def _faults(self, seen: Observation) -> Iterator[Alarm]:
         yield from self._nonfinite(seen)
         yield from self._jumps(seen)
         if seen.loss > (limit := self.loss_limit):
             yield Alarm(seen.step, "loss spike", "", "", seen.loss, limit)
         if seen.gradient_norm > (limit := self.gradient_limit):
             yield Alarm(seen.step, "gradient spike", "", "", seen.gradient_norm, limit)
+        yield from self._updates(seen)
+        yield from self._shifts(seen)
+        yield from self._drifts(seen)
 
     def _nonfinite(self, seen: Observation) -> Iterator[Alarm]:
         """Yield non-finite values: in the first layer that telemetry saw them in, else in the loss."""
@@ -154,6 +254,11 @@ class AlarmRules:
                 if share > 0:
                     layer, role = self.rows[number][:2]
                     yield Alarm(seen.step, "nonfinite", layer, role, share, 0.0)
+        if seen.parameters is not None:
+            for role in ("norm", "first", "second"):
+                for name, norm in zip(seen.parameters.names, getattr(seen.parameters, role), strict=True):
+                    if math.isinf(norm) or (role == "norm" and math.isnan(norm)):
+                        yield Alarm(seen.step, "nonfinite", layer_of(name), "weight", norm, math.inf)
         for value in (seen.loss, seen.gradient_norm):
             if not math.isfinite(value):
                 yield Alarm(seen.step, "nonfinite", "", "", value, math.inf)
@@ -190,10 +295,140 @@ class AlarmRules:
                         Alarm(seen.step, rule, layer, role, share, limit) if is_over else None,
                     )
 
+    def _updates(self, seen: Observation) -> Iterator[Alarm]:
+        """Yield parameters whose change, and moments that, no update of the optimizer explains."""
+        found = seen.parameters
+        if found is None:
+            return
+        for name, difference, norm in zip(found.names, found.disagreement, found.norm, strict=True):
+            if difference > 1e-6 * norm:
+                yield Alarm(seen.step, "ranks differ", layer_of(name), "weight", float(difference), 1e-6 * float(norm))
+        jumps, stalls = {}, {}
+        for name, rate in self._rates_of(seen):
+            usual = self._rates.get(name, ())
+            if len(usual) < 3 or median(usual) <= 0:
+                continue
+            jumps[name] = rate / (self._config.update_jump * median(usual))
+            stalls[name] = STALL * median(usual) / max(rate, 1e-300)
+        for rule, ratios in (("update", jumps), ("no update", stalls)):
+            over = {name: ratio for name, ratio in ratios.items() if ratio > 1}
+            if over:
+                worst = max(over, key=lambda name: over[name])
+                layer = layer_of(worst) if len(over) < max(0.5 * len(ratios), 2) else ""
+                yield Alarm(seen.step, rule, layer, "weight" if layer else "", over[worst], 1.0)
+        for name, second in zip(found.names, found.second, strict=True):
+            before = self._second.get(name, math.nan)
+            if second < SECOND_DROP * before:
+                yield Alarm(seen.step, "moments", layer_of(name), "moments", second, SECOND_DROP * before)
+            elif second > SECOND_JUMP * before > 0:
+                yield Alarm(seen.step, "moments", layer_of(name), "moments", second, SECOND_JUMP * before)
+
+    def _rates_of(self, seen: Observation) -> Iterator[tuple[str, float]]:
+        """Yield the change of each parameter per step and learning rate; a rate never used before counts as the top."""
+        found = seen.parameters
+        if found is None or not found.steps or seen.lr <= 0:
+            return
+        lr = min(seen.lr, self._top_lr) if self._top_lr else seen.lr
+        for name, change in zip(found.names, found.change, strict=True):
+            if math.isfinite(change):
+                yield name, float(change) / (found.steps * lr)
+
+    def _shifts(self, seen: Observation) -> Iterator[Alarm]:
+        """Yield the first tensor, in the order of a step, whose variance has shifted."""
+        if seen.values is None or len(self._variances) < BEFORE + SHORT - 1:
+            return
+        table = np.stack([*self._variances, _log_variances(seen.values)])
+        if len({row.shape for row in table}) > 1:
+            return
+        now, past = table[-SHORT:], table[-SHORT - BEFORE : -SHORT]
+        shift = np.abs(now.mean(0) - past.mean(0))
+        error = np.maximum(past.std(0, ddof=1), NOISE) * math.sqrt(1 / SHORT + 1 / BEFORE)
+        limit = np.maximum(self._config.layer_shift * error, LEAST_SHIFT)
+        for number in forward_first(self.rows):
+            if shift[number] > limit[number]:
+                layer, role = self.rows[number][:2]
+                yield Alarm(seen.step, "layer shift", layer, role, float(shift[number]), float(limit[number]))
+
+    def _drifts(self, seen: Observation) -> Iterator[Alarm]:
+        losses = [*self._losses, seen.loss]
+        if len(losses) >= RECENT + BEFORE:
+            limit, level = _limit_of_drift(losses, RECENT, BEFORE, self._config.drift)
+            if (mean := fmean(losses[-RECENT:])) > max(limit, level + LEAST_DRIFT * abs(level)):
+                yield Alarm(seen.step, "loss drift", "", "", mean, max(limit, level + LEAST_DRIFT * abs(level)))
+        falls = [before - after for before, after in pairwise(losses)]
+        if len(falls) >= BEFORE + FALLS and min(falls[-FALLS:]) > 0:
+            usual = median(map(abs, falls[-FALLS - BEFORE : -FALLS]))
+            if (largest := max(falls[-FALLS:])) < STEADY * usual:
+                yield Alarm(seen.step, "repeat", "", "", largest, STEADY * usual)
+        gaps = [*self._gaps, gap] if (gap := _gap(seen)) is not None else []
+        if len(gaps) >= SHORT + BEFORE:
+            limit, level = _limit_of_drift(gaps, SHORT, BEFORE, self._config.gap_drift)
+            if (mean := fmean(gaps[-SHORT:])) > max(limit, level + LEAST_GAP):
+                yield Alarm(seen.step, "gap", "", "", mean, max(limit, level + LEAST_GAP))
+
     def _remember(self, seen: Observation) -> None:
-        self._losses = [*self._losses, seen.loss][-PAST:]
+        if not (math.isfinite(seen.loss) and math.isfinite(seen.gradient_norm)):
+            return
+        if len(self._losses) >= LEAST:
+            excess = max(seen.loss - median(self._losses[-LEAST:]), 0.0)
+            self._excess = [*self._excess, excess][-TAIL:]
+        self._losses = [*self._losses, seen.loss][-RECENT - BEFORE :]
         self._norms = [*self._norms, seen.gradient_norm][-PAST:]
         self._weights.update(self._amax_of_weights(seen))
+        if (gap := _gap(seen)) is not None:
+            self._gaps = [*self._gaps, gap][-SHORT - BEFORE :]
+        if seen.values is not None:
+            known = _log_variances(seen.values)
+            kept = self._variances if not self._variances or self._variances[-1].shape == known.shape else []
+            self._variances = [*kept, known][-SHORT - BEFORE :]
+        if seen.parameters is not None:
+            for name, rate in self._rates_of(seen):
+                self._rates[name] = [*self._rates.get(name, ()), rate][-CHECKS:]
+            self._second = dict(zip(seen.parameters.names, map(float, seen.parameters.second), strict=True))
+            self._top_lr = max(self._top_lr, seen.lr)
+
+
+_HISTORY = (
+    *("losses", "excess", "norms", "gaps", "weights", "rates", "second", "top_lr", "over", "lasting", "last_alarm"),
+    "reported",
+)
+
+
+def layer_of(parameter: str) -> str:
+    """Return the layer that a parameter belongs to."""
+    return parameter.rpartition(".")[0] or parameter
+
+
+def _gap(seen: Observation) -> float | None:
+    """Return the loss above the twin's in percent; None without a finite twin."""
+    is_known = math.isfinite(seen.twin_loss) and math.isfinite(seen.loss) and seen.twin_loss
+    return 100 * (seen.loss - seen.twin_loss) / abs(seen.twin_loss) if is_known else None
+
+
+def _log_variances(values: NDArray[np.float32]) -> NDArray[np.float64]:
+    logs: NDArray[np.float64] = np.log(np.maximum(values[:, _VARIANCE].astype(np.float64), 1e-300))
+    return logs
+
+
+def _limit_of_drift(series: Sequence[float], recent: int, before: int, errors: float) -> tuple[float, float]:
+    """Return the limit of the mean of the newest values, and the mean of those before.
+
+    Each group has a variance of its own (Welch), so that one outlier never looks like a drift.
+    """
+    now, past = series[-recent:], series[-recent - before : -recent]
+    error = math.sqrt(variance(now) / recent + variance(past) / before)
+    level = fmean(past)
+    return level + errors * error, level
+
+
+def _tail(excess: Sequence[float]) -> float:
+    """Return the excess that is exceeded by chance in a share `RARE` of steps; 0 without enough history."""
+    largest = sorted(excess, reverse=True)
+    count = max(len(excess) // 16, 4)
+    if len(excess) < BEFORE or largest[count] <= 0:
+        return 0.0
+    inverse = fmean(math.log(value / largest[count]) for value in largest[:count])
+    return float(largest[count] * (count / (len(excess) * RARE)) ** inverse)
 
 
 def forward_first(rows: Sequence[Row]) -> list[int]:

@@ -30,6 +30,16 @@ class GuardConfig:
     """Share of an output gradient's elements that may round to zero; higher, as many affect no weight."""
     patience: int = 3
     """Consecutive steps above a share's limit before it is acted on."""
+    parameters_every: int = 5
+    """Steps between checks of weights and moments: finite, changed as an optimizer changes them, equal on all ranks."""
+    update_jump: float = 8.0
+    """Largest factor by which the change of a parameter per step may exceed that of earlier steps."""
+    drift: float = 5.5
+    """Slow rise of the loss: mean of 16 steps above that of the 46 before, in standard errors, and 0.3 %."""
+    gap_drift: float = 12.0
+    """The same for the loss above the BF16 twin's, mean of 4 steps; steps of a gap depend on each other."""
+    layer_shift: float = 10.0
+    """Shift of the variance of a layer's tensors: mean log of 4 steps against the 46 before, in standard errors."""
     quiet: int = 500
     """Steps without alarm after which a layer returns to its previous recipe; doubled each time it fails again."""
     shadow_every: int = 0
@@ -37,7 +47,7 @@ class GuardConfig:
     shadow_gap: float = 1.0
     """Percent by which the loss in FP8 may exceed that in BF16, twice in a row."""
     rollbacks: int = 8
-    """Rollbacks within `quiet` steps after which a run is aborted."""
+    """Rollbacks around the same steps after which an alarm is only reported; a NaN or infinity then ends the run."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

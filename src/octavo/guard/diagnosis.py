@@ -5,9 +5,14 @@ with the weights of that step:
 
     the alarm does not come back                  transient: hardware, or something outside of training
     it comes back in FP8, and BF16 is fine        precision
+    a parameter is not finite, or the first tensor
+    that is not is a weight                       model: its weights are bad, or a layer computes something else
     BF16 is as bad, and a batch that was trained
-    on before is worse than it was then           optimizer: the weights are bad
+    on before is worse than it was then           optimizer: learning rate, moments, gradients
     BF16 is as bad, on this batch only            data: the batch, or how the model reacts to it
+
+An alarm of a slow rule, or of parameters, comes back although the batch itself is fine. Its rule and place then tell
+(`lasting_cause`).
 """
 
 from __future__ import annotations
@@ -15,7 +20,9 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
-Cause = Literal["transient", "precision", "data", "optimizer"]
+from octavo.guard.alarms import OF_UPDATES, Alarm
+
+Cause = Literal["transient", "precision", "data", "optimizer", "model"]
 
 
 class Probe(NamedTuple):
@@ -30,6 +37,10 @@ class Probe(NamedTuple):
         return not is_finite or self.loss > loss_limit or self.gradient_norm > gradient_limit
 
 
+FP8_GAP = 1.0
+"""Percent of the loss by which FP8 may exceed BF16 on a batch before it is blamed for a lasting alarm."""
+FP8_GRADIENTS = 1.5
+"""Factor between the gradient norms in FP8 and BF16, likewise."""
 UNLEARNED = 1.02
 """Factor on the loss that a batch had in training; above it the model has got worse."""
 
@@ -62,3 +73,27 @@ def diagnose(evidence: Evidence) -> Cause | None:
     if not evidence.bf16.is_bad(*limits):
         return "precision"
     return "optimizer" if evidence.is_unlearned else "data"
+
+
+def disagreement(fp8: Probe, bf16: Probe) -> float:
+    """Return the distance of FP8 from BF16 on a batch in units of what is suspicious: above 1, FP8 is to blame."""
+    gap = 100 * (fp8.loss - bf16.loss) / abs(bf16.loss) / FP8_GAP if bf16.loss else 0.0
+    low, high = sorted((fp8.gradient_norm, bf16.gradient_norm))
+    return max(gap, high / low / FP8_GRADIENTS if low > 0 else 0.0)
+
+
+def lasting_cause(alarm: Alarm, first_layer: str, evidence: Evidence) -> Cause:
+    """Return the cause of an alarm that comes back when the steps before it are repeated, without a bad batch.
+
+    Args:
+        alarm: the alarm.
+        first_layer: the layer that reads the embedded tokens first, so that only data and embedding precede it.
+        evidence: probes of the batch, and of an earlier one.
+    """
+    if alarm.rule in OF_UPDATES:
+        return "optimizer"
+    if alarm.rule == "gap" or disagreement(evidence.fp8, evidence.bf16) > 1:
+        return "precision"
+    if alarm.role == "input" and alarm.layer != first_layer:
+        return "model"
+    return "optimizer" if evidence.is_unlearned or alarm.role == "grad_weight" else "data"

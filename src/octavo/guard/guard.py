@@ -5,6 +5,9 @@
                  - before the step that raised it, its batch is computed in both precisions (`octavo.guard.diagnosis`)
                  - if the cause is known, it is acted on: a batch is skipped, the learning rate limited, a layer refined
                  - if the retry is clean, the fault was transient, and is now repaired
+    given up     nothing helped: the level is adopted and the rule only reports for `quiet` steps
+
+An incident is solved once the run is past it. A finite loss never ends a run.
 
 Decisions depend on measurements only, never on the clock or on arrival times: every rank decides the same. The state,
 except for snapshots, is part of a checkpoint.
@@ -12,15 +15,30 @@ except for snapshots, is part of a checkpoint.
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from octavo.errors import RunError
-from octavo.guard.alarms import UPDATE, Alarm, AlarmRules, Observation, first_difference, worst_layers
+from octavo.guard.alarms import (
+    LASTING,
+    OF_UPDATES,
+    RECENT,
+    REPORTED,
+    SHORT,
+    SLOW,
+    UPDATE,
+    Alarm,
+    AlarmRules,
+    Observation,
+    first_difference,
+    layer_of,
+    worst_layers,
+)
 from octavo.guard.config import GuardConfig
-from octavo.guard.diagnosis import Cause, Evidence, diagnose
+from octavo.guard.diagnosis import FP8_GRADIENTS, Cause, Evidence, diagnose, lasting_cause
 from octavo.guard.guarded import Guarded, GuardEvent, Snapshot
 from octavo.guard.ladder import EVERYTHING, Ladder
 from octavo.recipes import Recipe
@@ -31,8 +49,13 @@ MARGIN = 3
 """Steps that a snapshot should precede an alarm by, so that it does not contain the fault."""
 MOVES = 8
 """Layers refined per alarm before the whole model goes to BF16."""
+ALONE = 4
+"""Layers probed one at a time, the most harmed first, before groups of them are halved."""
 HOLD = 2.0
 """Factor by which the limit on the learning rate may rise per quiet period."""
+
+Limits = tuple[float, float]
+"""Largest loss and gradient norm of a batch."""
 
 
 class _SavePoint(NamedTuple):
@@ -52,6 +75,8 @@ class Incident:
     """Layers, the most harmed by FP8 first."""
     first_run: dict[int, Observation]
     """Measurements of the steps since then, from before the rollback."""
+    suspect: Alarm | None = None
+    """The layer whose parameters no update explains, if there is one."""
     where: tuple[str, str] | None = None
     """Layer and role of the first tensor that differs in the retry."""
     is_probed: bool = False
@@ -75,100 +100,177 @@ class Guard:
         self._saved: deque[_SavePoint] = deque(maxlen=SNAPSHOTS)
         self._record: deque[Observation] = deque(maxlen=SNAPSHOTS * self.config.snapshot_every)
         self._incident: Incident | None = None
-        self._rolled_back: list[int] = []
+        self._skipped: list[int] = []
+        """Positions of batches that are passed over, also after a rollback."""
+        self._unsolved: list[int] = []
+        """Steps of the alarms since the run last got past one."""
+        self._tried: dict[str, int] = {}
+        """How often each cause was acted on since then."""
+        self._given_up: dict[str, int] = {}
+        """By rule: the step until which it only reports."""
         self._lr_limit: float | None = None
         self._lr_limited_at = 0
         self._gaps = 0
-        self._emitted: dict[str, int] = {}
+        self._has_begun = False
+        self._fingerprints: Mapping[str, Sequence[float]] = {}
 
     @property
     def acts(self) -> bool:
         """True if the mode is `act`."""
         return self.config.mode == "act"
 
+    @property
+    def oldest_position(self) -> int:
+        """Position of the data at the oldest snapshot; 0 without one."""
+        return self._saved[0].snapshot.position if self._saved else 0
+
     def lr(self, scheduled: float) -> float:
         """Return the learning rate of the next step: the scheduled one, or the limit if that is lower."""
         return scheduled if self._lr_limit is None else min(scheduled, self._lr_limit)
 
     def before(self) -> None:
-        """Prepare the next step: take a snapshot, compare with the shadow, or probe the batch that raised an alarm."""
+        """Prepare the next step: take a snapshot, compare with the shadow, or probe the batch that raised an alarm.
+
+        Raises:
+            RunError: a NaN or infinity that nothing removes.
+        """
         if self.config.mode == "off":
             return
-        done = self._run.done
+        if not self._has_begun:
+            self._begin()
+        self._pass_over()
         if self._incident is not None:
-            if done + 1 == self._incident.alarm.step and not self._incident.is_probed:
+            if self._run.done + 1 == self._incident.alarm.step and not self._incident.is_probed:
                 self._probe(self._incident)
-            return
-        if self._lr_limit is not None and done - self._lr_limited_at >= self.config.quiet:
-            self._lr_limit, self._lr_limited_at = self._lr_limit * HOLD, done
-        self._come_down()
-        if self.acts and (not self._saved or done - self._saved[-1].snapshot.step >= self.config.snapshot_every):
-            self._saved.append(_SavePoint(self._run.snapshot(), self._rules.state_dict()))
-        every = self.config.shadow_every
-        if every and done and done % every == 0:
-            self._compare_with_shadow()
+        else:
+            self._prepare(self._run.done)
+        self._pass_over()
 
     def after(self, step: Observation) -> bool:
         """Check a step against the rules; return True if the run was rolled back, so that the step does not count.
 
         Raises:
-            RunError: too many rollbacks.
+            RunError: a NaN or infinity that nothing removes.
         """
         if self.config.mode == "off":
             return False
         alarm = self._rules.check(step)
         if self._incident is not None:
             self._compare(self._incident, step)
-        if alarm is not None:
-            return self._raise(alarm, step)
+        if alarm is not None and self._raise(alarm, step):
+            return True
         self._record.append(step)
-        if self._incident is not None and step.step >= self._incident.alarm.step:
+        if alarm is None and self._incident is not None and step.step >= self._incident.alarm.step:
             self._conclude(self._incident)
+        if alarm is None and self._incident is None and step.step > max(self._unsolved, default=0) + MARGIN:
+            self._unsolved.clear()
+            self._tried.clear()
         for over in self._rules.over_budget(step):
             self._over_budget(over)
         return False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs, as JSON values."""
+        checked = self._run.parameters
         return {
             "watch": self._rules.state_dict(),
             "ladder": self._ladder.state_dict() if self._ladder is not None else {},
-            "rolled_back": [*self._rolled_back],
+            "skipped": [*self._skipped],
+            "unsolved": [*self._unsolved],
+            "tried": {**self._tried},
+            "given_up": {**self._given_up},
             "lr_limit": self._lr_limit,
             "lr_held_at": self._lr_limited_at,
             "gaps": self._gaps,
+            "fingerprints": {} if checked is None else checked.fingerprints(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`; layers are converted to the recipes that they had."""
+        """Load the result of `state_dict`; layers are converted to the recipes that they had.
+
+        The weights are compared with those of the checkpoint before the next step.
+        """
         self._rules.load_state_dict(state["watch"])
-        self._rolled_back, self._gaps = [*state["rolled_back"]], state["gaps"]
-        self._lr_limit, self._lr_limited_at = state["lr_limit"], state["lr_held_at"]
+        self._skipped, self._unsolved = [*state.get("skipped", ())], [*state.get("unsolved", ())]
+        self._tried, self._given_up = {**state.get("tried", {})}, {**state.get("given_up", {})}
+        self._gaps, self._lr_limit, self._lr_limited_at = state["gaps"], state["lr_limit"], state["lr_held_at"]
+        self._fingerprints, self._has_begun = state.get("fingerprints", {}), False
         if self._ladder is not None and state["ladder"]:
             self._ladder.load_state_dict(state["ladder"])
             self._apply_ladder()
 
+    # --- before a step ----------------------------------------------------------------------------------------------
+
+    def _prepare(self, done: int) -> None:
+        if self._lr_limit is not None and done - self._lr_limited_at >= self.config.quiet:
+            self._lr_limit, self._lr_limited_at = self._lr_limit * HOLD, done
+        self._come_down()
+        if self.acts and (not self._saved or done - self._saved[-1].snapshot.step >= self.config.snapshot_every):
+            self._take_snapshot(done)
+        every = self.config.shadow_every
+        if every and done and done % every == 0:
+            self._compare_with_shadow()
+
+    def _take_snapshot(self, done: int) -> None:
+        """Take a snapshot, which is good by construction: a parameter that is not finite is an alarm."""
+        bad = self._run.nonfinite_parameter()
+        if not bad:
+            self._saved.append(_SavePoint(self._run.snapshot(), self._rules.state_dict()))
+            return
+        alarm = Alarm(done, "nonfinite", layer_of(bad), "weight", math.nan, math.inf)
+        self._raise(alarm, Observation(done, math.nan, math.nan, 0.0))
+
+    def _pass_over(self) -> None:
+        while self._run.position in self._skipped:
+            self._run.skip()
+
+    def _begin(self) -> None:
+        """Start from the present weights; compare those of a resumed run with what its checkpoint was written with."""
+        self._has_begun, checked = True, self._run.parameters
+        if checked is None:
+            return
+        checked.restart(self._run.done)
+        saved, now = self._fingerprints, checked.fingerprints() if self._fingerprints else {}
+        for name in now:
+            if name not in saved or now[name] == saved[name]:
+                continue
+            source = next((other for other in saved if saved[other] == now[name]), "")
+            text = f"{name} is not what the checkpoint was written with" + (f": it is {source}" if source else "")
+            advice = "Resume from another checkpoint, or compare how the two runs name their layers."
+            event = GuardEvent(self._run.done, "error", "fingerprint", f"{text}. {advice}", layer=layer_of(name))
+            self._run.emit(event._replace(role="weight", cause="model"))
+
     # --- alarms and rollbacks ---------------------------------------------------------------------------------------
 
     def _raise(self, alarm: Alarm, step: Observation) -> bool:
-        incident = self._incident
-        if not self.acts or not self._saved:
-            self._emit(alarm, str(alarm), level="error" if alarm.rule == "nonfinite" else "warning")
+        if not self.acts or not self._saved or self._only_reports(alarm):
+            if self._rules.is_news(alarm):
+                level = "error" if alarm.rule in ("nonfinite", "ranks differ") else "warning"
+                self._emit(alarm, str(alarm), level=level, cause=REPORTED.get(alarm.rule, ""))
             return False
+        incident = self._incident
         if incident is not None and incident.is_probed and alarm.step == incident.alarm.step:
-            # Its batch was fine when it was probed: the update itself must be at fault.
-            self._blame_optimizer(incident, "it comes back with the update alone")
-            return True
+            return self._comes_back(incident, alarm)
+        self._unsolved.append(alarm.step)
+        if len(self._unsolved) > self.config.rollbacks:
+            self._give_up(alarm, f"rolled back {self.config.rollbacks} times without success (guard.rollbacks)")
+            return False
         target = self._newest_before(alarm)
-        self._emit(alarm, str(alarm), action=f"back to step {target.snapshot.step}")
-        self._count_rollback(alarm.step)
+        self._emit(alarm, str(alarm), action=f"back to step {target.snapshot.step}", back_to=target.snapshot.step)
         self._open_incident(alarm, step, target)
         self._roll_back(target)
         return True
 
+    def _only_reports(self, alarm: Alarm) -> bool:
+        """Return True for a rule that was given up, or that a rollback cannot help."""
+        return alarm.rule in REPORTED or alarm.step < self._given_up.get(alarm.rule, 0)
+
     def _newest_before(self, alarm: Alarm) -> _SavePoint:
-        """Return the newest snapshot over `MARGIN` steps before an alarm, else the oldest: faults may show late."""
-        return next((s for s in reversed(self._saved) if s.snapshot.step + MARGIN < alarm.step), self._saved[0])
+        """Return the newest snapshot from before a fault may have begun, else the oldest."""
+        margin = MARGIN + {"loss drift": RECENT + SHORT, "gap": SHORT, "layer shift": SHORT}.get(alarm.rule, 0)
+        if alarm.rule in OF_UPDATES:
+            margin += self.config.parameters_every
+        return next((s for s in reversed(self._saved) if s.snapshot.step + margin < alarm.step), self._saved[0])
 
     def _open_incident(self, alarm: Alarm, step: Observation, target: _SavePoint) -> None:
         since = target.snapshot.step
@@ -178,6 +280,16 @@ class Guard:
             reach = UPDATE * sum(each.lr for each in record.values())
             diff = self._run.weight_diff(alarm.layer, target.snapshot, reach)
         self._incident = Incident(alarm, since, diff, worst_layers(self._rules.rows, step.values), record)
+        self._incident.suspect = self._suspect(step)
+        # The batch is not to blame for what only rules on parameters and slow rules see.
+        self._incident.is_probed = alarm.rule in (*OF_UPDATES, *SLOW)
+
+    def _suspect(self, step: Observation) -> Alarm | None:
+        checked = self._run.parameters
+        if checked is not None and step.parameters is None:
+            checked.measure(self._run.done, now=True)
+            step = step._replace(parameters=checked.arrived(self._run.done))
+        return self._rules.suspect(step)
 
     def _roll_back(self, target: _SavePoint) -> None:
         while self._saved[-1] is not target:
@@ -188,13 +300,22 @@ class Guard:
         self._record.clear()
         self._record.extend(kept)
 
-    def _count_rollback(self, step: int) -> None:
-        self._rolled_back = [*(at for at in self._rolled_back if abs(step - at) < self.config.quiet), step]
-        if len(self._rolled_back) > self.config.rollbacks:
+    def _give_up(self, alarm: Alarm, why: str, cause: Cause | str = "") -> None:
+        """Adopt the level that raised an alarm, and only report its rule for a while.
+
+        Raises:
+            RunError: a value is not finite, so that there is no level to adopt; the first such tensor is named.
+        """
+        self._incident = None
+        if alarm.rule == "nonfinite":
+            where = self._run.nonfinite_parameter() or self._run.locate() or str(alarm)
             raise RunError(
-                f"rolled back {len(self._rolled_back)} times around step {step} without success (guard.rollbacks). The"
-                " events of the run list what was tried: see `octavo dashboard`."
+                f"step {alarm.step}: {where} is not finite, and nothing helps: {why}. The events of the run list what"
+                " was tried: see `octavo dashboard`."
             )
+        self._given_up[alarm.rule] = alarm.step + self.config.quiet
+        self._rules.adopt(alarm)
+        self._emit(alarm, f"{alarm}: {why}", cause=cause, action="the new level is adopted")
 
     def _compare(self, incident: Incident, step: Observation) -> None:
         """Record the first tensor that differs between the first run of a step and its retry."""
@@ -210,66 +331,146 @@ class Guard:
         """Probe the batch that raised the alarm, with the weights of that step, and act on the cause."""
         incident.is_probed = True
         evidence = self._evidence(incident)
+        limits = evidence.loss_limit, evidence.gradient_limit
         cause = diagnose(evidence)
-        if cause == "precision":
-            self._refine_until_well(incident, evidence)
+        if cause is None:
+            return
+        if bad := self._run.nonfinite_parameter():
+            self._blame_model(incident, f"{bad} is not finite", layer_of(bad))
+        elif cause == "precision":
+            self._incident = None
+            self._refine_until_well(incident.alarm, incident.harmed, limits)
         elif cause == "optimizer":
             self._blame_optimizer(incident, "an earlier batch is as bad now, in BF16 too")
-        elif cause == "data":
+        else:
             self._blame_data(incident)
 
     def _evidence(self, incident: Incident) -> Evidence:
         limits = self._rules.loss_limit, self._rules.gradient_limit
-        evidence = Evidence(self._run.probe(fp8=True), self._run.probe(fp8=False), *limits)
+        evidence = Evidence(self._run.probe(), self._run.probe(fp8=False), *limits)
+        return self._with_earlier(evidence, incident.alarm.step)
+
+    def _with_earlier(self, evidence: Evidence, before: int) -> Evidence:
+        """Add a probe of a batch that was trained on before a step."""
         losses = {each.step: each.loss for each in self._record}
         for snapshot, _ in reversed(self._saved):
-            if snapshot.step + 1 in losses and snapshot.step + 1 < incident.alarm.step:
+            if snapshot.step + 1 in losses and snapshot.step + 1 < before and snapshot.position not in self._skipped:
                 earlier = self._run.probe(fp8=False, earlier=snapshot)
                 return evidence._replace(earlier=earlier, earlier_loss=losses[snapshot.step + 1])
         return evidence
 
+    def _comes_back(self, incident: Incident, alarm: Alarm) -> bool:
+        """Act on an alarm that came back although its batch was fine; return True if the run was rolled back."""
+        if alarm.rule not in (*OF_UPDATES, *SLOW):
+            return self._blame_optimizer(incident, "it comes back with the update alone")
+        fp8, bf16 = (self._run.probe(fp8=is_fp8) for is_fp8 in (True, False))
+        evidence = self._with_earlier(Evidence(fp8, bf16, math.inf, math.inf), alarm.step)
+        first = self._rules.rows[0][0] if self._rules.rows else ""
+        cause = lasting_cause(alarm, first, evidence)
+        if cause == "precision":
+            self._incident = None
+            self._rules.adopt(alarm)
+            # Well is a batch that is half as far from BF16.
+            limits = (max((fp8.loss + bf16.loss) / 2, bf16.loss), bf16.gradient_norm * FP8_GRADIENTS)
+            self._refine_until_well(alarm, incident.harmed, limits)
+            return False
+        if cause == "optimizer" and alarm.rule != "no update" and self._has_risen(incident):
+            return self._blame_optimizer(incident, "it comes back")
+        self._give_up(alarm, "it comes back when the steps before it are repeated", cause)
+        return False
+
     def _blame_data(self, incident: Incident) -> None:
         alarm, where = incident.alarm, self._run.locate()
         first = f"; first non-finite tensor: {where}" if where else ""
-        layer = where.split(" ")[0] if where else ""
+        layer, role = where.replace(",", "").split(" ")[:2] if where else ("", "")
+        if role == "weight":
+            self._blame_model(incident, f"{where} is not finite", layer)
+            return
+        self._tried["data"] = self._tried.get("data", 0) + 1
+        if self._tried["data"] > LASTING and alarm.rule != "nonfinite":
+            self._give_up(alarm, f"the {LASTING} batches passed over were followed by others like them", "data")
+            return
+        self._skipped.append(self._run.position)
         self._run.skip()
         text = f"{alarm}: BF16 is no better on this batch, and fine on others: not caused by FP8{first}"
         self._emit(alarm, text, cause="data", action="batch passed over", layer=layer or alarm.layer)
         self._incident = None
 
-    def _blame_optimizer(self, incident: Incident, why: str) -> None:
-        """Roll back to the oldest snapshot, and limit the learning rate."""
-        alarm, oldest = incident.alarm, self._saved[0]
-        rates = [each.lr for each in (*incident.first_run.values(), *self._record)]
-        worst = max(rates)
-        self._lr_limit = max((rate for rate in rates if rate <= worst / HOLD), default=worst / HOLD)
-        self._lr_limited_at = oldest.snapshot.step
+    def _blame_model(self, incident: Incident, why: str, layer: str) -> None:
+        """Roll back to an older snapshot because of bad weights.
+
+        Raises:
+            RunError: there is no older one.
+        """
+        oldest = self._saved[0]
+        if oldest.snapshot.step >= incident.since:
+            self._give_up(incident.alarm, why, "model")
+            return
+        action = f"back to step {oldest.snapshot.step}"
+        self._emit(incident.alarm, f"{incident.alarm}: {why}", cause="model", action=action, layer=layer)
         self._incident = None
-        text = (
-            f"{alarm}: {why}: the weights are bad, not FP8; the learning rate had risen to {worst:.3g},"
-            f" {worst / self._lr_limit:.3g} times its limit now"
-        )
-        action = f"back to step {oldest.snapshot.step}, learning rate at most {self._lr_limit:.3g}"
-        self._emit(alarm, text, cause="optimizer", action=action)
         self._roll_back(oldest)
 
-    def _refine_until_well(self, incident: Incident, evidence: Evidence) -> None:
-        """Refine the most harmed layers one by one until the batch is fine, finally all of them."""
-        alarm = incident.alarm
-        candidates = ([alarm.layer] if alarm.layer else []) + incident.harmed
-        for layer in [*dict.fromkeys(candidates)][:MOVES] + [EVERYTHING] * 4:
-            if not self._refine(layer, alarm):
-                continue
-            if not self._run.probe(fp8=True).is_bad(evidence.loss_limit, evidence.gradient_limit):
-                break
+    def _has_risen(self, incident: Incident) -> bool:
+        """Return True if the learning rate rose by more than `HOLD` within the steps on record."""
+        rates = [each.lr for each in (*incident.first_run.values(), *self._record) if each.lr > 0]
+        return bool(rates) and max(rates) >= HOLD * min(rates)
+
+    def _blame_optimizer(self, incident: Incident, why: str) -> bool:
+        """Roll back to the oldest snapshot, and limit a learning rate that had risen, or is blamed again."""
+        alarm, oldest = incident.alarm, self._saved[0]
         self._incident = None
+        self._tried["optimizer"] = self._tried.get("optimizer", 0) + 1
+        if self._tried["optimizer"] > LASTING:
+            self._give_up(alarm, why, "optimizer")
+            return False
+        rates = [each.lr for each in (*incident.first_run.values(), *self._record)]
+        worst, has_risen = max(rates), self._has_risen(incident)
+        action, text = f"back to step {oldest.snapshot.step}", f"{alarm}: {why}: the weights are bad, not FP8"
+        if has_risen or self._tried["optimizer"] > 1:
+            self._lr_limit = max((rate for rate in rates if 0 < rate <= worst / HOLD), default=worst / HOLD)
+            self._lr_limited_at = oldest.snapshot.step
+            action += f", learning rate at most {self._lr_limit:.3g}"
+        if has_risen and self._lr_limit:
+            text += f"; the learning rate had risen to {worst:.3g}, {worst / self._lr_limit:.3g} times its limit now"
+        self._emit(alarm, text, cause="optimizer", action=action, back_to=oldest.snapshot.step)
+        self._roll_back(oldest)
+        return True
+
+    def _refine_until_well(self, alarm: Alarm, harmed: Sequence[str], limits: Limits) -> None:
+        """Refine the layers whose FP8 makes the next batch bad one by one until it is fine, finally all of them."""
+        for layer in [*self._culprits(alarm, harmed, limits)[:MOVES], EVERYTHING]:
+            while self._refine(layer, alarm):
+                if not self._run.probe().is_bad(*limits):
+                    return
+
+    def _culprits(self, alarm: Alarm, harmed: Sequence[str], limits: Limits) -> list[str]:
+        """Return the layers to refine: one that cures the batch alone in BF16, else the smallest group found."""
+        measured = [row[0] for row in self._rules.rows]
+        names = [name for name in dict.fromkeys([alarm.layer, *harmed, *measured]) if name in measured]
+        for name in names[:ALONE]:
+            if self._cures([name], limits):
+                return [name]
+        group = names
+        while len(group) > 1:
+            halves = group[: len(group) // 2], group[len(group) // 2 :]
+            better = next((half for half in halves if self._cures(half, limits)), None)
+            if better is None:
+                break
+            group = better
+        return group
+
+    def _cures(self, layers: Sequence[str], limits: Limits) -> bool:
+        return not self._run.probe(without=layers).is_bad(*limits)
 
     def _conclude(self, incident: Incident) -> None:
         """Close an incident whose alarm did not come back: the fault was transient."""
         alarm = incident.alarm
         layer, role = incident.where or (alarm.layer, alarm.role)
-        if alarm.role == "weight":
+        if alarm.layer and (alarm.role in ("weight", "moments") or alarm.rule == "layer shift"):
             layer, role = alarm.layer, alarm.role
+        elif incident.suspect is not None:
+            layer, role = incident.suspect.layer, incident.suspect.role
         where = f", first in {layer} {role}" if layer else ""
         diff = f": {incident.weight_diff}" if incident.weight_diff else ""
         text = (
@@ -285,28 +486,21 @@ class Guard:
         self._rules.forgive(alarm.layer)
         if self.acts and self._incident is None and self._refine(alarm.layer, alarm):
             return
-        if self._is_due(f"{alarm.layer} {alarm.role} {alarm.rule}", alarm.step):
+        if self._rules.is_news(alarm):
             self._emit(alarm, f"{alarm}, for {self.config.patience} steps")
-
-    def _is_due(self, key: str, step: int) -> bool:
-        """Return True, and record it, if an event was not emitted within the last quiet period."""
-        is_due = step - self._emitted.get(key, -self.config.quiet) >= self.config.quiet
-        if is_due:
-            self._emitted[key] = step
-        return is_due
 
     def _refine(self, layer: str, alarm: Alarm) -> bool:
         """Move a layer one rung up the ladder; return False if that is impossible."""
         if self._ladder is None:
             return False
         before = self._ladder.state_dict()
-        move = self._ladder.up(layer, alarm.step)
+        move = self._ladder.up(layer, alarm.step, is_flushed=alarm.rule == "flushed")
         if move is None:
             return False
         name = _name(layer)
         if reason := self._apply_ladder():
             self._ladder.load_state_dict(before)
-            if self._is_due(f"{layer} refused", alarm.step):
+            if self._rules.is_news(alarm._replace(rule="refused")):
                 self._emit(alarm, f"{alarm}: {name} cannot leave {move.before}: {reason}", level="error")
             return False
         text = f"{alarm}: {move.before} is too coarse for {name}"
@@ -334,19 +528,27 @@ class Guard:
         return reason
 
     def _compare_with_shadow(self) -> None:
+        """Compare the next batch in FP8 and BF16; in mode `act`, refine layers at the second harm in a row."""
         fp8, bf16 = (self._run.probe(fp8=is_fp8, backward=False) for is_fp8 in (True, False))
-        gap = 100 * (fp8.loss - bf16.loss) / bf16.loss
-        self._gaps = self._gaps + 1 if gap > self.config.shadow_gap else 0
-        level = "warning" if self._gaps >= 2 else "info"
+        gap, limit = 100 * (fp8.loss - bf16.loss) / abs(bf16.loss), self.config.shadow_gap
+        self._gaps = self._gaps + 1 if gap > limit else 0
+        is_harm = self._gaps >= 2
         text = f"the loss of a batch in FP8 is {abs(gap):.3f} % {'above' if gap >= 0 else 'below'} that in BF16"
-        self._run.emit(GuardEvent(self._run.done, level, "shadow", text, value=gap, limit=self.config.shadow_gap))
+        text += "; guardrails that only watch leave it so" if is_harm and not self.acts else ""
+        level = "warning" if is_harm else "info"
+        self._run.emit(GuardEvent(self._run.done, level, "shadow", text, value=gap, limit=limit))
+        if is_harm and self.acts:
+            alarm = Alarm(self._run.done, "shadow", "", "", gap, limit)
+            self._refine_until_well(alarm, [], (bf16.loss + abs(bf16.loss) * limit / 100, math.inf))
+            self._gaps = 0
 
     def _emit(
         self, alarm: Alarm, text: str, *, level: str = "warning", action: str = "", cause: Cause | str = "",
-        layer: str | None = None, role: str | None = None,
+        layer: str | None = None, role: str | None = None, back_to: int | None = None,
     ) -> None:  # fmt: skip
         where = alarm.layer if layer is None else layer, alarm.role if role is None else role
-        self._run.emit(GuardEvent(alarm.step, level, alarm.rule, text, action, *where, alarm.value, alarm.limit, cause))
+        numbers = alarm.value, alarm.limit
+        self._run.emit(GuardEvent(alarm.step, level, alarm.rule, text, action, *where, *numbers, cause, back_to))
 
 
 def _name(layer: str) -> str:

@@ -1,27 +1,37 @@
 """`Guarded`, the base of training loops with guardrails, and `GuardEvent`, which guardrails emit.
 
-`octavo train` and `octavo.guard.Loop` are such loops. A loop defines how its state is copied and its batches are
-computed; rollback, probing, conversion and diagnosis on top of that are the same for all and defined here.
+`octavo train` and `octavo.guard.Loop` are such loops. A loop defines how its state is copied, where its batches lie and
+how they are computed. The protocol is the same for all and defined here: measurements of a step are queued and checked,
+batches are passed over, the run is rolled back, probed and converted.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from octavo._util.rng import generator_states, restore_generators, untouched_generators
 from octavo.conversion import disabled
 from octavo.errors import OctavoError
-from octavo.guard.alarms import Row
+from octavo.guard.alarms import Observation, Row
 from octavo.guard.diagnosis import Probe
 from octavo.guard.locate import locate_nonfinite, weight_diff
+from octavo.guard.parameters import ParameterCheck
+from octavo.kernels.download import Download
 from octavo.nn.scaling_state import scales
 from octavo.recipes import Recipe
+
+if TYPE_CHECKING:
+    from octavo.guard.guard import Guard
 
 
 class GuardEvent(NamedTuple):
@@ -42,6 +52,8 @@ class GuardEvent(NamedTuple):
     limit: float | None = None
     cause: str = ""
     """One of `octavo.guard.diagnosis.Cause`, if known."""
+    back_to: int | None = None
+    """Number of steps that still count, if the run was rolled back."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,8 @@ class Snapshot:
 
     step: int
     """Number of steps made."""
+    position: int
+    """Position of the next batch."""
     state: Any
     """Result of `Guarded._copy_state`."""
     scales: Sequence[Mapping[str, Tensor]]
@@ -57,8 +71,71 @@ class Snapshot:
     generators: Mapping[str, Tensor]
 
 
+class _Pending(NamedTuple):
+    """A step that was made and not checked yet."""
+
+    step: int
+    lr: float
+    scalars: Download
+    """Loss, gradient norm and the twin's loss, FP64 (3,)."""
+
+
 class Guarded(ABC):
-    """A training loop that guardrails can roll back, probe and convert."""
+    """A training loop that guardrails can check, roll back, probe and convert."""
+
+    guard: Guard
+    parameters: ParameterCheck | None = None
+    """Invariants of the guarded model's parameters; None without a check."""
+
+    def __init__(self, lag: int = 0) -> None:
+        """Check each step after `lag` more have been queued, so that a GPU is not waited for."""
+        self._lag = lag
+        self._pending: deque[_Pending] = deque()
+        self._values: dict[int, NDArray[np.float32]] = {}
+
+    # --- called by the loop -----------------------------------------------------------------------------------------
+
+    def measured(self, step: int, values: NDArray[np.float32]) -> None:
+        """Accept the telemetry of a step."""
+        self._values[step] = values
+
+    def after(self, lr: float, loss: Tensor, gradient_norm: Tensor, twin_loss: Tensor | None = None) -> bool:
+        """Queue the measurements of the newest step and check earlier ones; return True if the run was rolled back."""
+        if self.guard.config.mode == "off":
+            return False
+        twin = torch.full_like(loss, torch.nan) if twin_loss is None else twin_loss.to(loss.device)
+        scalars = torch.stack([each.detach().double().reshape(()) for each in (loss, gradient_norm, twin)])
+        if self.parameters is not None:
+            self.parameters.measure(self.done)
+        self._pending.append(_Pending(self.done, lr, Download(scalars)))
+        return self._check(self._lag)
+
+    def check_all(self) -> bool:
+        """Check all steps, before a result of theirs is kept; return True if the run was rolled back."""
+        return self._check(0)
+
+    def _check(self, remaining: int) -> bool:
+        while len(self._pending) > remaining:
+            step, lr, copied = self._pending.popleft()
+            loss, norm, twin = copied.result().tolist()
+            values = self._values_of(step)
+            found = None if self.parameters is None else self.parameters.arrived(step)
+            if not self._is_overflow(loss, norm) and self.guard.after(
+                Observation(step, loss, norm, lr, values, found, twin)
+            ):
+                return True
+        return False
+
+    def _is_overflow(self, loss: float, gradient_norm: float) -> bool:
+        """Return True if dynamic loss scaling skipped the step."""
+        return False
+
+    def _values_of(self, step: int) -> NDArray[np.float32] | None:
+        """Return the telemetry of a step; None if it was not sampled."""
+        self._collect_telemetry()
+        found = self._values.pop(step, None)
+        self._values = {known: values for known, values in self._values.items() if known > step}
+        return found
 
     # --- defined by the loop ----------------------------------------------------------------------------------------
 
@@ -77,9 +154,22 @@ class Guarded(ABC):
     def telemetry(self) -> Any:
         """Telemetry of the guarded model, an `octavo.nn.telemetry.Telemetry`; None without FP8 layers."""
 
+    @property
+    @abstractmethod
+    def position(self) -> int:
+        """Position of the next batch in the data, growing with each batch."""
+
+    @abstractmethod
+    def _seek(self, position: int) -> None:
+        """Set the position of the next batch."""
+
+    @abstractmethod
+    def _next_batch(self) -> Any:
+        """Return the next batch, on the device, and move on."""
+
     @abstractmethod
     def _copy_state(self) -> Any:
-        """Return a copy of weights, optimizer states and data position."""
+        """Return a copy of weights and optimizer states."""
 
     @abstractmethod
     def _load_state(self, step: int, state: Any) -> None:
@@ -90,15 +180,11 @@ class Guarded(ABC):
         """Return a weight of the guarded model from `_copy_state`; None if it cannot be compared."""
 
     @abstractmethod
-    def _peek(self, state: Any = None) -> Any:
-        """Return the next batch, or the one that followed `_copy_state`, without moving on."""
-
-    @abstractmethod
     def _compute(self, batch: Any, *, backward: bool = True, whole: bool = False) -> Probe:
         """Run forward and backward without an update and drop the gradients.
 
         Args:
-            batch: result of `_peek`.
+            batch: result of `_next_batch`.
             backward: compute gradients.
             whole: do not split the batch for gradient accumulation.
         """
@@ -112,15 +198,16 @@ class Guarded(ABC):
         """Replace the telemetry of the guarded model: its layers have changed."""
 
     @abstractmethod
-    def skip(self) -> None:
-        """Skip the next batch."""
-
-    @abstractmethod
     def emit(self, event: GuardEvent) -> None:
         """Pass on an event."""
 
-    def _collect_telemetry(self) -> None:  # noqa: B027 - optional
-        """Collect pending measurements, before a probe drops them."""
+    def _collect_telemetry(self) -> None:
+        """Collect pending measurements."""
+        if self.telemetry is None:
+            return
+        self.telemetry.wait()
+        while (measured := self.telemetry.snapshot()) is not None:
+            self.measured(*measured)
 
     # --- used by guardrails -----------------------------------------------------------------------------------------
 
@@ -132,27 +219,57 @@ class Guarded(ABC):
 
     def snapshot(self) -> Snapshot:
         """Return a copy of everything that a step changes."""
-        return Snapshot(self.done, self._copy_state(), [stored_scales(m) for m in self.models], generator_states())
+        stored = [stored_scales(model) for model in self.models]
+        return Snapshot(self.done, self.position, self._copy_state(), stored, generator_states())
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go back to a snapshot, which stays unchanged."""
+        self._pending.clear()
+        self._values.clear()
         self._load_state(snapshot.step, snapshot.state)
-        for model, stored in zip(self.models, snapshot.scales, strict=True):
+        self._seek(snapshot.position)
+        for model, stored in zip(self.models, snapshot.scales, strict=False):  # the twin may be gone
             restore_scales(model, stored)
         restore_generators(snapshot.generators)
+        if self.parameters is not None:
+            self.parameters.restart(snapshot.step)
         if self.telemetry is not None:
             self.telemetry.restart(snapshot.step)
 
-    def probe(self, *, fp8: bool, earlier: Snapshot | None = None, backward: bool = True) -> Probe:
-        """Compute the next batch, or the first one after a snapshot, without any lasting change."""
-        batch = self._peek(None if earlier is None else earlier.state)
-        with self._untouched(), nullcontext() if fp8 else disabled(self.models[0]):
+    def skip(self) -> None:
+        """Skip the next batch."""
+        self._next_batch()
+
+    def probe(
+        self,
+        *,
+        fp8: bool = True,
+        without: Collection[str] = (),
+        earlier: Snapshot | None = None,
+        backward: bool = True,
+    ) -> Probe:
+        """Compute the next batch without any lasting change.
+
+        Args:
+            fp8: in FP8, or all in high precision.
+            without: names of FP8 layers that compute in high precision.
+            earlier: compute the first batch after this snapshot.
+            backward: compute gradients.
+        """
+        batch = self._peek(self.position if earlier is None else earlier.position)
+        model = self.models[0]
+        with ExitStack() as stack:
+            stack.enter_context(self._untouched())
+            for off in [model] if not fp8 else [model.get_submodule(name) for name in without]:
+                stack.enter_context(disabled(off))
             return self._compute(batch, backward=backward)
 
     def refine(self, recipe: Recipe) -> str:
         """Convert the guarded model to another recipe; return why that is impossible, or an empty string."""
         stored = stored_scales(self.models[0])
         if self.telemetry is not None:
+            self.telemetry.wait()  # queued steps are still to be checked
+            self._collect_telemetry()
             self.telemetry.detach()
         try:
             self._convert(recipe)
@@ -165,10 +282,14 @@ class Guarded(ABC):
 
     def locate(self) -> str:
         """Return layer, role and token of the first non-finite tensor for the next batch; empty if there is none."""
-        batch = self._peek()
+        batch = self._peek(self.position)
         with self._untouched():
             found = locate_nonfinite(self.models[0], lambda: self._compute(batch, whole=True))
         return "" if found is None else str(found)
+
+    def nonfinite_parameter(self) -> str:
+        """Return the first parameter that holds a NaN or infinity; empty if there is none. Waits for the device."""
+        return "" if self.parameters is None else self.parameters.nonfinite()
 
     def weight_diff(self, layer: str, snapshot: Snapshot, reach: float) -> str:
         """Describe the elements of a weight that changed by more than `reach` since a snapshot; empty for none."""
@@ -176,11 +297,22 @@ class Guarded(ABC):
         found = None if before is None else weight_diff(before, self.models[0].get_parameter(f"{layer}.weight"), reach)
         return "" if found is None else str(found)
 
+    def _peek(self, position: int) -> Any:
+        """Return the batch at a position, without moving on."""
+        now = self.position
+        self._seek(position)
+        try:
+            return self._next_batch()
+        finally:
+            self._seek(now)
+
     @contextmanager
     def _untouched(self) -> Iterator[None]:
         """Restore random generators, stored scales and telemetry after the block."""
         stored = stored_scales(self.models[0])
-        self._collect_telemetry()
+        if self.telemetry is not None:
+            self.telemetry.wait()
+            self._collect_telemetry()
         try:
             with untouched_generators():
                 yield

@@ -2,8 +2,9 @@
 
     its own recipe -> a wider scale window, for stored scales -> folded -> block -> bf16
 
-Rungs no finer than a layer's own recipe are left out. A layer that fails again soon after it moved down stays up twice
-as long. The state is plain data, equal on all ranks, and part of a checkpoint.
+More headroom only flushes more: a layer whose codes are flushed skips the wider window. Rungs no finer than a layer's
+own recipe are left out. A layer that fails again soon after it moved down stays up twice as long. The state is plain
+data, equal on all ranks, and part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class _Standing:
     """Step of the last alarm or move."""
     quiet: int
     """Steps without alarm after which it moves down."""
+    is_flushed: bool = False
+    """True if codes were flushed when it left its recipe: a wider window is no rung then."""
 
 
 class Ladder:
@@ -53,38 +56,43 @@ class Ladder:
         self._base, self._quiet = base, quiet
         self._standing: dict[str, _Standing] = {}
 
-    def rungs(self, layer: str) -> list[Recipe]:
-        """Return the recipes available to a layer, from its own to BF16."""
+    def rungs(self, layer: str, is_flushed: bool = False) -> list[Recipe]:
+        """Return the recipes available to a layer, from its own to BF16; without a wider window if it is flushed."""
         own = self._base
         for pattern, recipe in self._base.modules.items():
             own = recipe if fnmatchcase(layer, pattern) else own
         own = replace(own, modules={})
-        return [own] if not own.is_fp8 else [own, *_wider(own), *_finer(own), load("bf16")]
+        return [own] if not own.is_fp8 else [own, *([] if is_flushed else _wider(own)), *_finer(own), load("bf16")]
 
-    def up(self, layer: str, step: int) -> Move | None:
-        """Move a layer to the next rung at an alarm of `step`; None if it is in BF16 already."""
-        rungs = self.rungs(layer)
+    def up(self, layer: str, step: int, *, is_flushed: bool = False) -> Move | None:
+        """Move a layer to the next rung at an alarm of `step`; None if it is in BF16 already.
+
+        Args:
+            is_flushed: the alarm is of codes that are zero.
+        """
         now = self._standing.get(layer)
-        rung = now.rung if now else 0
-        if rung + 1 >= len(rungs):
+        if now is None or now.rung == 0:
+            now = _Standing(0, step, self._quiet if now is None else 2 * now.quiet, is_flushed)
+        rungs = self.rungs(layer, now.is_flushed)
+        if now.rung + 1 >= len(rungs):
             return None
-        quiet = self._quiet if now is None else now.quiet * (2 if now.rung == 0 else 1)
-        self._standing[layer] = _Standing(rung + 1, step, quiet)
-        return Move(layer, rungs[rung].name, rungs[rung + 1].name)
+        self._standing[layer] = replace(now, rung=now.rung + 1, since=step)
+        return Move(layer, rungs[now.rung].name, rungs[now.rung + 1].name)
 
     def down(self, step: int) -> list[Move]:
         """Move each layer after its quiet period one rung down; return the moves."""
         moves = []
         for layer, now in self._standing.items():
             if now.rung and step - now.since >= now.quiet:
-                rungs = self.rungs(layer)
+                rungs = self.rungs(layer, now.is_flushed)
                 moves.append(Move(layer, rungs[now.rung].name, rungs[now.rung - 1].name))
                 now.rung, now.since = now.rung - 1, step
         return moves
 
     def recipe(self) -> Recipe:
         """Return the recipe of the run with the refined layers in `modules`."""
-        moved = {layer: self.rungs(layer)[now.rung] for layer, now in self._standing.items() if now.rung}
+        standing = {layer: now for layer, now in self._standing.items() if now.rung}
+        moved = {layer: self.rungs(layer, now.is_flushed)[now.rung] for layer, now in standing.items()}
         everything = {layer: moved.pop(layer) for layer in [EVERYTHING] if layer in moved}
         return replace(self._base, modules={**self._base.modules, **moved, **everything})
 

@@ -1,8 +1,9 @@
 """`Loop`: a training loop with guardrails, for models that `octavo train` does not train.
 
-loop = Loop(model, optimizer, loss_of, batches, recipe="folded", config=GuardConfig(mode="act"))
-for step, loss in loop.steps(1000):
-    print(step, float(loss))
+plan = octavo.convert(model, "folded")
+with Loop(model, optimizer, loss_of, batches, plan=plan, config=GuardConfig(mode="act")) as loop:
+    for step, loss in loop.steps(1000):
+        print(step, float(loss))
 """
 
 from __future__ import annotations
@@ -12,22 +13,22 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple, Self
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from octavo.conversion import Policy, convert
+from octavo.conversion import Plan, convert
 from octavo.errors import ConfigError
-from octavo.guard.alarms import Observation
 from octavo.guard.config import GuardConfig
 from octavo.guard.diagnosis import Probe
-from octavo.guard.guard import SNAPSHOTS, Guard
+from octavo.guard.guard import Guard
 from octavo.guard.guarded import Guarded, GuardEvent
+from octavo.guard.parameters import ParameterCheck
 from octavo.nn.telemetry import Telemetry
-from octavo.recipes import Recipe, RecipeLike, load
+from octavo.recipes import Recipe
 
 LossOf = Callable[[nn.Module, Any], Tensor]
 
@@ -40,65 +41,77 @@ def warn(event: GuardEvent) -> None:
         warnings.warn(f"step {event.step}: {cause}{event.text}{action}", stacklevel=2)
 
 
+@dataclass(frozen=True, slots=True)
+class Update:
+    """How gradients become an update."""
+
+    optimizer: torch.optim.Optimizer
+    """Optimizer of all parameters of the model."""
+    clip: float | None = None
+    """Limit of the global gradient norm; None: not clipped."""
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+    """Stepped after each update."""
+
+
 class _State(NamedTuple):
-    position: int
-    """Index of the next batch."""
     model: dict[str, Tensor]
     optimizer: dict[str, Any]
     scheduler: dict[str, Any] | None
 
 
 class Loop(Guarded):
-    """Trains a model on batches, with rollback and diagnosis by guardrails.
+    """Trains a model on batches, with rollback and diagnosis by guardrails. A context manager; `close` ends it.
 
     Args:
-        model: converted to `recipe`, or trained as it is.
-        optimizer: of all its parameters.
+        model: converted, or trained as it is. One `Loop` or `Monitor` at a time measures its layers; a `Monitor` with
+            `telemetry=None` may record beside it, with `on_event=monitor.guard_event`.
+        update: the optimizer of all its parameters, or an `Update`.
         loss_of: `loss_of(model, batch)` returns the loss, shape (); it may use autocast.
         batches: the training batches in order; those since the older snapshot are kept.
-        recipe: the recipe that the model was converted to; None: layers are never refined.
-        policy: the policy that it was converted with.
-        tokens: tokens of one forward pass, as for `octavo.convert`.
-        clip: largest global norm of the gradient.
-        scheduler: learning-rate scheduler, stepped after the optimizer.
-        config: limits and mode.
+        plan: the return value of `octavo.convert`; None: layers are never refined.
+        config: limits and mode of the guardrails.
         on_event: called with each event; by default events become Python warnings.
+
+    Raises:
+        ConfigError: another `Loop` or `Monitor` measures the model.
     """
 
     done = 0
     """Number of steps made."""
+    position = 0
+    """Index of the next batch."""
     models: Sequence[nn.Module] = ()
     telemetry: Telemetry | None = None
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        update: torch.optim.Optimizer | Update,
         loss_of: LossOf,
         batches: Iterable[Any],
         *,
-        recipe: RecipeLike | None = None,
-        policy: Policy | None = None,
-        tokens: int = 8192,
-        clip: float | None = None,
-        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        plan: Plan | None = None,
         config: GuardConfig | None = None,
         on_event: Callable[[GuardEvent], None] = warn,
     ) -> None:
-        self.model, self.models, self.optimizer, self.scheduler = model, (model,), optimizer, scheduler
+        super().__init__()
+        self.model, self.models, self.plan = model, (model,), plan
+        self.update = update if isinstance(update, Update) else Update(update)
         self._loss_of, self._batches, self._buffer = loss_of, iter(batches), deque[Any]()
-        self._first = self._position = 0  # indices of the first buffered batch and of the next one
-        self._positions: deque[int] = deque(maxlen=SNAPSHOTS)  # of the snapshots that guardrails keep
-        self._policy, self._tokens, self._clip, self._on_event = policy, tokens, clip, on_event
+        self._first = 0  # index of the first buffered batch
+        self._on_event = on_event
+        config = config or GuardConfig()
         self._start_telemetry()
-        self.guard = Guard(self, None if recipe is None else load(recipe), config)
+        if config.mode != "off":
+            self.parameters = ParameterCheck(model, self.update.optimizer, config.parameters_every)
+        self.guard = Guard(self, None if plan is None else plan.recipe, config)
 
     def steps(self, count: int) -> Iterator[tuple[int, Tensor]]:
         """Yield number and loss of each step until `count` steps are made. After a rollback, numbers repeat.
 
         Raises:
             ConfigError: there are too few batches.
-            RunError: rolling back did not help.
+            RunError: a NaN or infinity that nothing removes.
         """
         while self.done < count:
             loss = self.step()
@@ -108,61 +121,74 @@ class Loop(Guarded):
     def step(self) -> Tensor | None:
         """Make a step and return its loss, shape (); None if the run was rolled back."""
         self.guard.before()
-        batch = self._peek()
-        self._position += 1
+        batch = self._next_batch()
         self.done += 1
+        optimizer, scheduler = self.update.optimizer, self.update.scheduler
         with self._limited_lr() as lr:
             loss = self._loss_of(self.model, batch)
             loss.backward()
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._clip or float("inf"))
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.scheduler is not None:
-            self.scheduler.step()
-        observation = Observation(self.done, float(loss.detach()), float(norm), lr, self._measurements())
-        return None if self.guard.after(observation) else loss.detach()
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.update.clip or float("inf"))
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if scheduler is not None:
+            scheduler.step()
+        return None if self.after(lr, loss, norm) else loss.detach()
+
+    def close(self) -> None:
+        """Stop measuring the model, so that another `Loop` or `Monitor` can. Idempotent."""
+        if self.telemetry is not None:
+            self.telemetry.detach()
+        self.telemetry = self.parameters = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     # --- `octavo.guard.Guarded` -------------------------------------------------------------------------------------
 
     def _copy_state(self) -> _State:
-        self._positions.append(self._position)
-        while self._first < self._positions[0] and self._buffer:
+        while self._first < self.guard.oldest_position:
             self._buffer.popleft()
             self._first += 1
+        scheduler = self.update.scheduler
         return _State(
-            self._position,
             {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()},
-            copy.deepcopy(self.optimizer.state_dict()),
-            None if self.scheduler is None else copy.deepcopy(self.scheduler.state_dict()),
+            copy.deepcopy(self.update.optimizer.state_dict()),
+            None if scheduler is None else copy.deepcopy(scheduler.state_dict()),
         )
 
     def _load_state(self, step: int, state: _State) -> None:
-        self.done, self._position = step, state.position
-        while self._positions[-1] > state.position:
-            self._positions.pop()
+        self.done = step
         with torch.no_grad():
             for name, tensor in self.model.state_dict().items():
                 tensor.copy_(state.model[name])
         if not state.optimizer["state"]:  # a copy from before the first step
-            self.optimizer.state.clear()
-        self.optimizer.load_state_dict(copy.deepcopy(state.optimizer))
-        if self.scheduler is not None and state.scheduler is not None:
-            self.scheduler.load_state_dict(state.scheduler)
+            self.update.optimizer.state.clear()
+        self.update.optimizer.load_state_dict(copy.deepcopy(state.optimizer))
+        if self.update.scheduler is not None and state.scheduler is not None:
+            self.update.scheduler.load_state_dict(state.scheduler)
 
-    def _saved_weight(self, state: _State, name: str) -> Tensor:
-        return state.model[name]
+    def _saved_weight(self, state: _State, name: str) -> Tensor | None:
+        return state.model.get(name)
 
-    def _peek(self, state: _State | None = None) -> Any:
-        position = self._position if state is None else state.position
-        while position >= self._first + len(self._buffer):
+    def _seek(self, position: int) -> None:
+        self.position = position
+
+    def _next_batch(self) -> Any:
+        while self.position >= self._first + len(self._buffer):
             try:
                 self._buffer.append(next(self._batches))
             except StopIteration:
-                text = f"there are {position} batches, and step {self.done + 1} needs one more"
+                text = f"there are {self.position} batches, and step {self.done + 1} needs one more"
                 raise ConfigError(
                     f"octavo.guard.Loop: {text}. Give an endless iterator, such as itertools.cycle(batches)."
                 ) from None
-        return self._buffer[position - self._first]
+        self.position += 1
+        return self._buffer[self.position - 1 - self._first]
 
     def _compute(self, batch: Any, *, backward: bool = True, whole: bool = False) -> Probe:
         with torch.set_grad_enabled(backward):
@@ -171,11 +197,12 @@ class Loop(Guarded):
                 loss.backward()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         probe = Probe(float(loss.detach()), float(nn.utils.get_total_norm(gradients)))
-        self.optimizer.zero_grad(set_to_none=True)
+        self.update.optimizer.zero_grad(set_to_none=True)
         return probe
 
     def _convert(self, recipe: Recipe) -> None:
-        convert(self.model, recipe, policy=self._policy, tokens=self._tokens)
+        assert self.plan is not None
+        self.plan = convert(self.model, recipe, policy=self.plan.policy, tokens=self.plan.tokens)
 
     def _start_telemetry(self) -> None:
         telemetry = Telemetry(self.model)
@@ -183,32 +210,17 @@ class Loop(Guarded):
         if self.telemetry is not None and self.done:
             self.telemetry.restart(self.done)
 
-    def skip(self) -> None:
-        """Skip the next batch."""
-        self._peek()
-        self._position += 1
-
     def emit(self, event: GuardEvent) -> None:
         """Call `on_event`."""
         self._on_event(event)
 
-    # --- parts of a step --------------------------------------------------------------------------------------------
-
     @contextmanager
     def _limited_lr(self) -> Iterator[float]:
         """Limit the learning rates of the optimizer inside the block; yield the largest."""
-        scheduled = [float(group["lr"]) for group in self.optimizer.param_groups]
-        for group, lr in zip(self.optimizer.param_groups, scheduled, strict=True):
+        groups = self.update.optimizer.param_groups
+        scheduled = [float(group["lr"]) for group in groups]
+        for group, lr in zip(groups, scheduled, strict=True):
             group["lr"] = self.guard.lr(lr)
         yield self.guard.lr(max(scheduled))
-        for group, lr in zip(self.optimizer.param_groups, scheduled, strict=True):
+        for group, lr in zip(groups, scheduled, strict=True):
             group["lr"] = lr
-
-    def _measurements(self) -> NDArray[np.float32] | None:
-        if self.telemetry is None:
-            return None
-        self.telemetry.wait()
-        found = None
-        while (measured := self.telemetry.snapshot()) is not None:
-            found = measured[1] if measured[0] == self.done else None
-        return found

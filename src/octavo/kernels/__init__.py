@@ -9,6 +9,7 @@ from octavo.kernels.quantize import (
     quantize,
     quantize_pair,
     quantize_stack,
+    requantize_transposed,
     transpose_quantized,
     without_scale,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "quantize_stack",
     "quantize_with_scale",
     "record",
+    "requantize_transposed",
     "transpose",
     "transpose_folded",
     "transpose_quantized",

@@ -16,6 +16,8 @@ flash attention. What neither takes, `reference/attention.py` computes, which is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,9 +25,9 @@ from torch.nn.attention import SDPBackend
 
 from octavo.errors import ConfigError
 from octavo.kernels import ledger
-from octavo.kernels.operator import define
+from octavo.kernels.operator import call, define, define_packed
 from octavo.kernels.reference import attention as reference
-from octavo.numerics import Quantized, dequantize, granularity_named
+from octavo.numerics import Quantized, dequantize
 
 _SIDE = 32
 """Rows that memory-efficient attention pads its logsumexp to a multiple of."""
@@ -72,9 +74,7 @@ def attention_backward(
     The other arguments and the errors are those of `attention`.
     """
     _check(q, k, v)
-    dq, dk, dv = torch.ops.octavo.attention_backward(
-        dy, q, k, v, y.codes, y.scale, y.granularity.name, lse, causal, scale
-    )
+    dq, dk, dv = call("attention_backward", _attention_backward, (dy, (q, k, v), y, lse, causal, scale), [True] * 3)
     return dq, dk, dv
 
 
@@ -118,52 +118,42 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | Non
 
 
 def _attention_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, codes: Tensor, code_scale: Tensor, granularity: str, lse: Tensor,
-    causal: bool, scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    y = decode(Quantized(codes, code_scale, granularity_named(granularity)), q.dtype).view(q.shape)
-    dy, q, k, v, y = (x.transpose(1, 2) for x in (dy, q, k, v, y))
+    dy: Tensor, qkv: Sequence[Tensor], y: Quantized, lse: Tensor, causal: bool, scale: float | None
+) -> list[Tensor]:
+    decoded = decode(y, qkv[0].dtype).view(qkv[0].shape)
+    dy, decoded, q, k, v = (x.transpose(1, 2) for x in (dy, decoded, *qkv))
     backend = _backend(q, k, v, causal, scale)
     if backend == SDPBackend.MATH:
-        gradients = reference.attention_backward(dy, q, k, v, y, lse, causal, scale)
+        gradients: Sequence[Tensor] = reference.attention_backward(dy, q, k, v, decoded, lse, causal, scale)
     elif q.device.type == "cpu":
-        gradients = _on_cpu(dy, q, k, v, y, lse, causal, scale)
+        dq, *repeated = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dy, q, *_repeated(q, k, v), decoded, lse, 0.0, causal, scale=scale
+        )
+        gradients = dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in repeated)
     else:
-        gradients = _on_cuda(backend, dy, q, k, v, y, lse, causal, scale)
-    dq, dk, dv = (gradient.transpose(1, 2).contiguous() for gradient in gradients)
-    return dq, dk, dv
+        gradients = _on_cuda(backend, dy, (q, k, v), decoded, lse, causal, scale)
+    return [gradient.transpose(1, 2).contiguous() for gradient in gradients]
 
 
 def _on_cuda(
-    backend: SDPBackend, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    aten, length = torch.ops.aten, q.shape[2]
+    backend: SDPBackend, dy: Tensor, qkv: Sequence[Tensor], y: Tensor, lse: Tensor, causal: bool, scale: float | None
+) -> Sequence[Tensor]:
+    aten, q, length = torch.ops.aten, qkv[0], qkv[0].shape[2]
     unread = q.new_empty((), dtype=torch.int64)  # seed and offset of dropout, of which there is none
     if backend == SDPBackend.CUDNN_ATTENTION:
         dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
-            dy, q, k, v, y, lse[..., None], unread, unread, None, None, None, length, length, 0.0, causal, scale=scale
+            dy, *qkv, y, lse[..., None], unread, unread, None, None, None, length, length, 0.0, causal, scale=scale
         )
     elif backend == SDPBackend.FLASH_ATTENTION:
         state = q.new_empty(2, dtype=torch.uint64)
         dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-            dy, q, k, v, y, lse, None, None, length, length, 0.0, causal, state, unread, scale=scale
+            dy, *qkv, y, lse, None, None, length, length, 0.0, causal, state, unread, scale=scale
         )
     else:
         padded = F.pad(lse, (0, -length % _SIDE), value=torch.inf)
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            dy, q, k, v, None, y, padded, unread, unread, 0.0, [True, True, True, False], causal, scale=scale
+            dy, *qkv, None, y, padded, unread, unread, 0.0, [True, True, True, False], causal, scale=scale
         )
-    return dq, dk, dv
-
-
-def _on_cpu(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    dq, *repeated = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dy, q, *_repeated(q, k, v), y, lse, 0.0, causal, scale=scale
-    )
-    dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in repeated)
     return dq, dk, dv
 
 
@@ -189,11 +179,8 @@ def _attention_shape(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
     return q.new_empty(q.shape), q.new_empty((batch, heads, length), dtype=torch.float32)
 
 
-def _attention_backward_shape(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, codes: Tensor, code_scale: Tensor, granularity: str, lse: Tensor,
-    causal: bool, scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _attention_backward_shape(_dy: Tensor, qkv: Sequence[Tensor], *_: object) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in qkv]
 
 
 define(
@@ -201,9 +188,4 @@ define(
     _attention,
     _attention_shape,
 )
-define(
-    "attention_backward(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor codes, Tensor code_scale, str granularity, "
-    "Tensor lse, bool causal, float? scale) -> (Tensor, Tensor, Tensor)",
-    _attention_backward,
-    _attention_backward_shape,
-)
+define_packed("attention_backward", _attention_backward, _attention_backward_shape)

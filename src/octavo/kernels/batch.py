@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.dispatch import launches_on, uses_triton
-from octavo.kernels.operator import define, flat, is_direct
-from octavo.kernels.quant_spec import QuantSpec, parse_spec
+from octavo.kernels.operator import call, define_packed
+from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.quantize import quantize_pair
 from octavo.numerics import PER_TENSOR, Granularity, Quantized, TILE_1x128
 
@@ -77,41 +77,35 @@ def quantize_batch(
     Returns:
         x as it lies, codes (B, R, C), and transposed, codes (B, C, R).
     """
-    run = _quantize_batch if is_direct(x) else torch.ops.octavo.quantize_batch
-    codes, scale, codes_t, scale_t = run(x, str(rows or ""), str(columns or ""), row_fold, column_fold)
-    return (
-        None if rows is None else Batch(codes, scale, rows.tile),
-        None if columns is None else Batch(codes_t, scale_t, columns.tile),
-    )
+    made = call("quantize_batch", _quantize_batch, (x, rows, columns, row_fold, column_fold), (rows, columns))
+    row, column = (None if batch is None else Batch(*batch) for batch in made)
+    return row, column
 
 
 def transpose_batch(codes: Tensor) -> Tensor:
     """Return the transposes (B, C, R), contiguous, of contiguous codes (B, R, C) of any one-byte dtype."""
-    run = _transpose_batch if is_direct(codes) else torch.ops.octavo.transpose_batch
-    result: Tensor = run(codes)
+    result: Tensor = call("transpose_batch", _transpose_batch, (codes,), [True])[0]
     return result
 
 
 def _quantize_batch(
-    x: Tensor, rows: str, columns: str, row_fold: Tensor | None, column_fold: Tensor | None
-) -> tuple[Tensor, ...]:
-    targets = parse_spec(rows), parse_spec(columns)
+    x: Tensor, rows: QuantSpec | None, columns: QuantSpec | None, *folds: Tensor | None
+) -> Sequence[Batch | None]:
     if x.numel() and x.is_cuda:
         from octavo.kernels.triton import batch as fast
 
-        if uses_triton(x, "quantize_batch", fast.refuses(x, *targets)):
+        if uses_triton(x, "quantize_batch", fast.refuses(x, rows, columns)):
             with launches_on(x.device):
-                return flat(*fast.quantize_batch(x, *targets, row_fold, column_fold), like=x)
-    folds = [[None] * x.shape[0] if fold is None else fold.unbind() for fold in (row_fold, column_fold)]
-    parts = [quantize_pair([matrix], *targets, *fold) for matrix, *fold in zip(x.unbind(), *folds, strict=True)]
-    return flat(batch_of([row for row, _ in parts]), batch_of([column for _, column in parts]), like=x)
+                return fast.quantize_batch(x, rows, columns, *folds)
+    each = [[None] * x.shape[0] if fold is None else fold.unbind() for fold in folds]
+    parts = [quantize_pair([matrix], rows, columns, *fold) for matrix, *fold in zip(x.unbind(), *each, strict=True)]
+    return [batch_of([row for row, _ in parts]), batch_of([column for _, column in parts])]
 
 
 def _quantize_batch_shape(
-    x: Tensor, rows: str, columns: str, row_fold: Tensor | None, column_fold: Tensor | None
-) -> tuple[Tensor, ...]:
+    x: Tensor, rows: QuantSpec | None, columns: QuantSpec | None, *_: Tensor | None
+) -> list[Batch | None]:
     batch, height, width = x.shape
-    row, column = parse_spec(rows), parse_spec(columns)
 
     def empty(target: QuantSpec | None, height: int, width: int) -> Batch | None:
         if target is None:
@@ -122,27 +116,22 @@ def _quantize_batch_shape(
         scale = scale.mT if target.tile == TILE_1x128 else scale
         return Batch(x.new_empty(batch, height, width, dtype=target.fmt.dtype), scale, target.tile)
 
-    return flat(empty(row, height, width), empty(column, width, height), like=x)
+    return [empty(rows, height, width), empty(columns, width, height)]
 
 
-def _transpose_batch(codes: Tensor) -> Tensor:
+def _transpose_batch(codes: Tensor) -> list[Tensor]:
     refused = None if codes.shape[1] % 4 == 0 else f"{codes.shape[1]} rows are no multiple of 4"
     if codes.numel() and uses_triton(codes, "transpose_batch", refused):
         from octavo.kernels.triton import batch as fast
 
         with launches_on(codes.device):
-            return fast.transpose_batch(codes)
-    return codes.view(torch.uint8).transpose(1, 2).contiguous().view(codes.dtype)
+            return [fast.transpose_batch(codes)]
+    return [codes.view(torch.uint8).transpose(1, 2).contiguous().view(codes.dtype)]
 
 
-define(
-    "quantize_batch(Tensor x, str rows, str columns, Tensor? row_fold, Tensor? column_fold) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-    _quantize_batch,
-    _quantize_batch_shape,
-)
-define(
-    "transpose_batch(Tensor codes) -> Tensor",
-    _transpose_batch,
-    lambda codes: codes.new_empty(codes.shape[0], codes.shape[2], codes.shape[1]),
-)
+def _transpose_batch_shape(codes: Tensor) -> list[Tensor]:
+    return [codes.new_empty(codes.shape[0], codes.shape[2], codes.shape[1])]
+
+
+define_packed("quantize_batch", _quantize_batch, _quantize_batch_shape)
+define_packed("transpose_batch", _transpose_batch, _transpose_batch_shape)

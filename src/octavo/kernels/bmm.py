@@ -15,9 +15,9 @@ from octavo.errors import ConfigError
 from octavo.kernels import ledger
 from octavo.kernels.batch import Batch
 from octavo.kernels.gemm import gemm, is_usual
-from octavo.kernels.operator import define
+from octavo.kernels.operator import call, define_packed
 from octavo.kernels.vendor import grouped_bmm as vendor
-from octavo.numerics import granularity_named
+from octavo.numerics import Quantized, granularity_named
 
 
 def bmm(a: Batch, b: Batch, out_dtype: torch.dtype, accumulate: str = "slow") -> Tensor:
@@ -36,9 +36,8 @@ def bmm(a: Batch, b: Batch, out_dtype: torch.dtype, accumulate: str = "slow") ->
         raise ConfigError(
             f"bmm takes (B, M, K) and (B, N, K), got shapes {tuple(a.codes.shape)} and {tuple(b.codes.shape)}."
         )
-    result: Tensor = torch.ops.octavo.bmm(
-        a.codes, a.scale, a.granularity.name, b.codes, b.scale, b.granularity.name, out_dtype, accumulate == "fast"
-    )
+    arguments = Quantized(*a), Quantized(*b), out_dtype, accumulate == "fast"
+    result: Tensor = call("bmm", _bmm, arguments, [True])[0]
     return result
 
 
@@ -48,32 +47,19 @@ def why_looped(device: torch.device, a: tuple[str, str], b: tuple[str, str]) -> 
     return vendor.refuses_kind(device, (a[0], b[0]), tuple(granularity_named(name) for name in names))
 
 
-def _bmm(
-    a: Tensor, a_scale: Tensor, a_granularity: str, b: Tensor, b_scale: Tensor, b_granularity: str,
-    out_dtype: torch.dtype, fast: bool,
-) -> Tensor:  # fmt: skip
-    left = Batch(a, a_scale, granularity_named(a_granularity))
-    right = Batch(b, b_scale, granularity_named(b_granularity))
-    if 0 in (*a.shape, *b.shape):
-        return a_scale.new_zeros(a.shape[0], a.shape[1], b.shape[1], dtype=out_dtype)
+def _bmm(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> list[Tensor]:
+    left, right = Batch(*a), Batch(*b)
+    if 0 in (*a.codes.shape, *b.codes.shape):
+        return [_bmm_shape(a, b, out_dtype)[0].zero_()]
     if is_usual() and vendor.refuses(left, right) is None:
-        ledger.count("grouped_bmm", a.shape[0])
-        return vendor.grouped_bmm(left, right, fast).to(out_dtype)
+        ledger.count("grouped_bmm", a.codes.shape[0])
+        return [vendor.grouped_bmm(left, right, fast).to(out_dtype)]
     pairs = zip(left.matrices(), right.matrices(), strict=True)
-    return torch.stack([gemm(x, y, out_dtype, "fast" if fast else "slow") for x, y in pairs])
+    return [torch.stack([gemm(x, y, out_dtype, "fast" if fast else "slow") for x, y in pairs])]
 
 
-def _bmm_shape(
-    a: Tensor, a_scale: Tensor, a_granularity: str, b: Tensor, b_scale: Tensor, b_granularity: str,
-    out_dtype: torch.dtype, fast: bool,
-) -> Tensor:  # fmt: skip
-    return a_scale.new_empty(a.shape[0], a.shape[1], b.shape[1], dtype=out_dtype)
+def _bmm_shape(a: Quantized, b: Quantized, out_dtype: torch.dtype, *_: bool) -> list[Tensor]:
+    return [a.scale.new_empty(a.codes.shape[0], a.codes.shape[1], b.codes.shape[1], dtype=out_dtype)]
 
 
-define(
-    "bmm(Tensor a, Tensor a_scale, str a_granularity, Tensor b, Tensor b_scale, str b_granularity, "
-    "ScalarType out_dtype, bool fast) -> Tensor",
-    _bmm,
-    _bmm_shape,
-    torch.Tag.needs_fixed_stride_order,
-)
+define_packed("bmm", _bmm, _bmm_shape, torch.Tag.needs_fixed_stride_order)

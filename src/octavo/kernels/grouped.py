@@ -18,7 +18,7 @@ All are custom operators: on a GPU PyTorch's grouped GEMM and Triton, elsewhere 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,9 +26,9 @@ from torch import Tensor
 from octavo.errors import ConfigError
 from octavo.kernels import ledger
 from octavo.kernels.dispatch import launches_on, uses_triton
-from octavo.kernels.operator import define, is_direct
+from octavo.kernels.operator import call, define_packed
 from octavo.kernels.padding import padded_ends, padded_length
-from octavo.kernels.quant_spec import QuantSpec, parse_spec
+from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.reference import grouped as reference
 from octavo.kernels.vendor import grouped_mm as vendor
 from octavo.numerics import PER_ROW, Quantized
@@ -55,8 +55,9 @@ def grouped_gemm(
         ends: int32 (E,).
         accumulate: `slow` or `fast`.
     """
-    run = _grouped_gemm if is_direct(a.codes) else torch.ops.octavo.grouped_gemm
-    result: Tensor = run(a.codes, a.scale, b, b_scale, ends, out_dtype, accumulate == "fast")
+    result: Tensor = call(
+        "grouped_gemm", _grouped_gemm, (a, b, b_scale, ends, out_dtype, accumulate == "fast"), [True]
+    )[0]
     return result
 
 
@@ -68,8 +69,7 @@ def grouped_wgrad(a: Padded, b: Padded, ends: Tensor, out_dtype: torch.dtype) ->
         b: of (T, K).
         ends: int32 (E,), of the groups as they are, not padded.
     """
-    run = _grouped_wgrad if is_direct(a.codes) else torch.ops.octavo.grouped_wgrad
-    result: Tensor = run(*a, *b, ends, out_dtype)
+    result: Tensor = call("grouped_wgrad", _grouped_wgrad, (a, b, ends, out_dtype), [True])[0]
     return result
 
 
@@ -89,18 +89,14 @@ def quantize_groups(
         row_fold: FP32 (E, C), what each expert's tokens are multiplied by before `rows`.
         column_fold: FP32 (T, 1), multiplied in before `columns`.
     """
-    run = _quantize_groups if is_direct(x) else torch.ops.octavo.quantize_groups
-    codes, scale, codes_t, scale_t = run(x, ends, str(rows or ""), str(columns or ""), row_fold, column_fold)
-    return (
-        None if rows is None else Quantized(codes, scale, PER_ROW),
-        None if columns is None else Padded(codes_t, scale_t),
-    )
+    arguments = x, ends, rows, columns, row_fold, column_fold
+    row, column = call("quantize_groups", _quantize_groups, arguments, [rows, columns])
+    return row, None if column is None else Padded(*column[:2])
 
 
 def transpose_groups(codes: Tensor, ends: Tensor) -> Tensor:
     """Return codes (T, C) as wgrad reads them, (C, P)."""
-    run = _transpose_groups if is_direct(codes) else torch.ops.octavo.transpose_groups
-    result: Tensor = run(codes, ends)
+    result: Tensor = call("transpose_groups", _transpose_groups, (codes, ends), [True])[0]
     return result
 
 
@@ -114,46 +110,52 @@ def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     Returns:
         a[t] b[e(t)], (T, R); or (E, N, K).
     """
-    run = _grouped_mm if is_direct(a) else torch.ops.octavo.grouped_mm
-    result: Tensor = run(a, b, ends)
+    result: Tensor = call("grouped_mm", _grouped_mm, (a, b, ends), [True])[0]
     return result
 
 
-def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> list[Tensor]:
     _check_ends(ends, a.shape[1] if b.dim() == 2 else a.shape[0])
     refused = vendor.refuses_high_precision(a, b)
     if refused is None:
-        return vendor.grouped_mm(a, b, ends)
+        return [vendor.grouped_mm(a, b, ends)]
     if a.is_cuda:
         ledger.fall_back(f"grouped mm ran as reference: {refused}")
-    return reference.grouped_mm(a, b, ends)
+    return [reference.grouped_mm(a, b, ends)]
 
 
-def _grouped_mm_shape(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[2]) if b.dim() == 3 else (ends.shape[0], a.shape[0], b.shape[1]))
+def _grouped_mm_shape(a: Tensor, b: Tensor, ends: Tensor) -> list[Tensor]:
+    return [a.new_empty((a.shape[0], b.shape[2]) if b.dim() == 3 else (ends.shape[0], a.shape[0], b.shape[1]))]
 
 
 def _grouped_gemm(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, out_dtype: torch.dtype, fast: bool
-) -> Tensor:
-    _check_ends(ends, a.shape[0])
-    if 0 in (*a.shape, *b.shape):
-        return a_scale.new_zeros(a.shape[0], b.shape[1], dtype=out_dtype)
-    refused = vendor.refuses(a, b)
-    if _counts(refused, a.is_cuda):
-        return vendor.grouped_gemm(a, a_scale, b, b_scale, ends, out_dtype, fast)
-    return reference.grouped_gemm(a, a_scale, b, b_scale, ends, out_dtype)
+    a: Quantized, b: Tensor, b_scale: Tensor, ends: Tensor, out_dtype: torch.dtype, fast: bool
+) -> list[Tensor]:
+    _check_ends(ends, a.codes.shape[0])
+    if 0 in (*a.codes.shape, *b.shape):
+        return [a.scale.new_zeros(a.codes.shape[0], b.shape[1], dtype=out_dtype)]
+    operands = a.codes, a.scale, b, b_scale, ends, out_dtype
+    if _counts(vendor.refuses(a.codes, b), b.is_cuda):
+        return [vendor.grouped_gemm(*operands, fast)]
+    return [reference.grouped_gemm(*operands)]
 
 
-def _grouped_wgrad(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, out_dtype: torch.dtype
-) -> Tensor:
-    if 0 in (a.shape[0], b.shape[0], ends.shape[0]):
-        return a_scale.new_zeros(ends.shape[0], a.shape[0], b.shape[0], dtype=out_dtype)
-    refused = vendor.refuses(a, b)
-    if _counts(refused, a.is_cuda):
-        return vendor.grouped_wgrad(a, a_scale, b, b_scale, padded_ends(ends), out_dtype)
-    return reference.grouped_wgrad(a, a_scale, b, b_scale, padded_ends(ends), out_dtype)
+def _grouped_gemm_shape(a: Quantized, b: Tensor, *others: Any) -> list[Tensor]:
+    return [a.scale.new_empty(a.codes.shape[0], b.shape[1], dtype=others[2])]
+
+
+def _grouped_wgrad(a: Padded, b: Padded, ends: Tensor, out_dtype: torch.dtype) -> list[Tensor]:
+    (codes, scale), other = a, b[0]
+    if 0 in (codes.shape[0], other.shape[0], ends.shape[0]):
+        return [scale.new_zeros(ends.shape[0], codes.shape[0], other.shape[0], dtype=out_dtype)]
+    operands = *a, *b, padded_ends(ends), out_dtype
+    if _counts(vendor.refuses(codes, other), codes.is_cuda):
+        return [vendor.grouped_wgrad(*operands)]
+    return [reference.grouped_wgrad(*operands)]
+
+
+def _grouped_wgrad_shape(a: Padded, b: Padded, ends: Tensor, out_dtype: torch.dtype) -> list[Tensor]:
+    return [a[1].new_empty(ends.shape[0], a[0].shape[0], b[0].shape[0], dtype=out_dtype)]
 
 
 def _counts(refused: str | None, is_cuda: bool) -> bool:
@@ -165,19 +167,17 @@ def _counts(refused: str | None, is_cuda: bool) -> bool:
 
 
 def _quantize_groups(
-    x: Tensor, ends: Tensor, rows: str, columns: str, row_fold: Tensor | None, column_fold: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    targets = parse_spec(rows), parse_spec(columns)
+    x: Tensor, ends: Tensor, rows: QuantSpec | None, columns: QuantSpec | None, *folds: Tensor | None
+) -> list[Quantized | None]:
     _check_ends(ends, x.shape[0])
     if x.numel() and ends.shape[0] and uses_triton(x, "quantize_groups"):
         from octavo.kernels.triton import grouped as fast
 
         with launches_on(x.device):
-            row, column = fast.quantize_groups(x, ends, *targets, row_fold, column_fold)
+            made = fast.quantize_groups(x, ends, rows, columns, *folds)
     else:
-        row, column = reference.quantize_groups(x, ends, *targets, row_fold, column_fold)
-    nothing = [x.new_empty(0) for _ in range(4)]
-    return (*(row or nothing[:2]), *(column or nothing[2:]))
+        made = reference.quantize_groups(x, ends, rows, columns, *folds)
+    return [None if pair is None else Quantized(*pair, PER_ROW) for pair in made]
 
 
 def _check_ends(ends: Tensor, tokens: int) -> None:
@@ -190,51 +190,32 @@ def _check_ends(ends: Tensor, tokens: int) -> None:
         raise ConfigError(f"the last of `ends` must be the number of tokens, {tokens}, and is {int(ends[-1])}.")
 
 
-def _transpose_groups(codes: Tensor, ends: Tensor) -> Tensor:
+def _transpose_groups(codes: Tensor, ends: Tensor) -> list[Tensor]:
     if codes.numel() and ends.shape[0] and uses_triton(codes, "transpose_groups"):
         from octavo.kernels.triton import grouped as fast
 
         with launches_on(codes.device):
-            return fast.transpose_groups(codes, ends)
-    return reference.transpose_groups(codes, ends)
+            return [fast.transpose_groups(codes, ends)]
+    return [reference.transpose_groups(codes, ends)]
+
+
+def _transpose_groups_shape(codes: Tensor, ends: Tensor) -> list[Tensor]:
+    return [codes.new_empty(codes.shape[1], padded_length(codes.shape[0], ends.shape[0]))]
 
 
 def _quantize_groups_shape(
-    x: Tensor, ends: Tensor, rows: str, columns: str, row_fold: Tensor | None, column_fold: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    row, column, (t, c), e = parse_spec(rows), parse_spec(columns), x.shape, ends.shape[0]
-    nothing = [x.new_empty(0) for _ in range(4)]
-    codes = nothing[:2] if row is None else [x.new_empty(t, c, dtype=row.fmt.dtype), x.new_empty(t, 1).float()]
-    if column is None:
-        return (*codes, *nothing[2:])  # type: ignore[return-value]
-    codes_t = x.new_empty(c, padded_length(t, e), dtype=column.fmt.dtype)
-    return (*codes, codes_t, x.new_empty(e, c).float())  # type: ignore[return-value]
+    x: Tensor, ends: Tensor, rows: QuantSpec | None, columns: QuantSpec | None, *_: Tensor | None
+) -> list[Quantized | None]:
+    (t, c), e = x.shape, ends.shape[0]
+    shapes = (rows, (t, c), (t, 1)), (columns, (c, padded_length(t, e)), (e, c))
+    return [
+        spec and Quantized(x.new_empty(codes, dtype=spec.fmt.dtype), x.new_empty(scale, dtype=torch.float32), PER_ROW)
+        for spec, codes, scale in shapes
+    ]
 
 
-define("grouped_mm(Tensor a, Tensor b, Tensor ends) -> Tensor", _grouped_mm, _grouped_mm_shape)
-define(
-    "grouped_gemm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor ends, ScalarType out_dtype, bool fast) "
-    "-> Tensor",
-    _grouped_gemm,
-    lambda a, a_scale, b, b_scale, ends, out_dtype, fast: a_scale.new_empty(a.shape[0], b.shape[1], dtype=out_dtype),
-    torch.Tag.needs_fixed_stride_order,
-)
-define(
-    "grouped_wgrad(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor ends, ScalarType out_dtype) -> Tensor",
-    _grouped_wgrad,
-    lambda a, a_scale, b, b_scale, ends, out_dtype: a_scale.new_empty(
-        ends.shape[0], a.shape[0], b.shape[0], dtype=out_dtype
-    ),
-    torch.Tag.needs_fixed_stride_order,
-)
-define(
-    "quantize_groups(Tensor x, Tensor ends, str rows, str columns, Tensor? row_fold, Tensor? column_fold) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-    _quantize_groups,
-    _quantize_groups_shape,
-)
-define(
-    "transpose_groups(Tensor codes, Tensor ends) -> Tensor",
-    _transpose_groups,
-    lambda codes, ends: codes.new_empty(codes.shape[1], padded_length(codes.shape[0], ends.shape[0])),
-)
+define_packed("grouped_mm", _grouped_mm, _grouped_mm_shape)
+define_packed("grouped_gemm", _grouped_gemm, _grouped_gemm_shape, torch.Tag.needs_fixed_stride_order)
+define_packed("grouped_wgrad", _grouped_wgrad, _grouped_wgrad_shape, torch.Tag.needs_fixed_stride_order)
+define_packed("quantize_groups", _quantize_groups, _quantize_groups_shape)
+define_packed("transpose_groups", _transpose_groups, _transpose_groups_shape)

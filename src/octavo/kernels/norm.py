@@ -13,6 +13,7 @@ Everything is a custom operator: Triton on a GPU, `reference/norm.py`, which is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,8 +21,8 @@ from torch import Tensor
 
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.dispatch import launches_on, uses_triton
-from octavo.kernels.operator import define, is_direct
-from octavo.kernels.quant_spec import QuantSpec, empty, laid_out, parse_spec
+from octavo.kernels.operator import call, define_packed
+from octavo.kernels.quant_spec import QuantSpec, empty, laid_out
 from octavo.kernels.reference import norm as reference
 from octavo.numerics import Quantized
 
@@ -80,14 +81,7 @@ def rms_norm(
         UnsupportedError: `refuses(target)`: normalise without it, and hand y to `kernels.quantize`.
     """
     _check(x, target, weight=weight, residual=residual)
-    run = _rms_norm if is_direct(x) else torch.ops.octavo.rms_norm
-    y, codes, scale, rstd, total = run(x, weight, eps, residual, str(target or ""), keep_y)
-    return Normed(
-        y if keep_y else None,
-        None if target is None else Quantized(codes, scale, target.tile),
-        rstd,
-        None if residual is None else total,
-    )
+    return _norm(x, weight, None, eps, residual, target, keep_y, centred=False)
 
 
 def layer_norm(
@@ -102,15 +96,15 @@ def layer_norm(
 ) -> Normed:
     """Return the layer norm of each row of x + residual. Arguments and errors are those of `rms_norm`; bias: (D,)."""
     _check(x, target, weight=weight, bias=bias, residual=residual)
-    run = _layer_norm if is_direct(x) else torch.ops.octavo.layer_norm
-    y, codes, scale, rstd, total, mean = run(x, weight, bias, eps, residual, str(target or ""), keep_y)
-    return Normed(
-        y if keep_y else None,
-        None if target is None else Quantized(codes, scale, target.tile),
-        rstd,
-        None if residual is None else total,
-        mean,
-    )
+    return _norm(x, weight, bias, eps, residual, target, keep_y, centred=True)
+
+
+def _norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None,
+    target: QuantSpec | None, keep_y: bool, centred: bool,
+) -> Normed:  # fmt: skip
+    arguments = x, weight, bias, eps, residual, target, keep_y, centred
+    return Normed(*call("norm", _forward, arguments, [keep_y, target, True, residual is not None, centred]))
 
 
 def rms_norm_backward(
@@ -131,11 +125,10 @@ def rms_norm_backward(
     Raises:
         ConfigError: shapes that do not fit.
     """
-    values, scale = _kept(x)
-    _check(values, None, dy=dy, weight=weight, residual_grad=residual_grad)
-    run = _rms_norm_backward if is_direct(dy) else torch.ops.octavo.rms_norm_backward
-    dx, dweight = run(dy, values, weight, rstd, residual_grad, scale)
-    return dx, None if weight is None else dweight
+    _check(_values(x), None, dy=dy, weight=weight, residual_grad=residual_grad)
+    arguments = dy, x, weight, None, None, rstd, residual_grad
+    dx, dweight, _ = call("norm_backward", _backward, arguments, [True, weight is not None, False])
+    return dx, dweight
 
 
 def layer_norm_backward(
@@ -148,20 +141,19 @@ def layer_norm_backward(
     residual_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of s, weight and bias. Arguments and errors are those of `rms_norm_backward`."""
-    values, scale = _kept(x)
-    _check(values, None, dy=dy, weight=weight, bias=bias, residual_grad=residual_grad)
-    run = _backward if is_direct(dy) else torch.ops.octavo.layer_norm_backward
-    dx, dweight, dbias = run(dy, values, weight, bias, mean, rstd, residual_grad, scale)
-    return dx, None if weight is None else dweight, None if bias is None else dbias
+    _check(_values(x), None, dy=dy, weight=weight, bias=bias, residual_grad=residual_grad)
+    arguments = dy, x, weight, bias, mean, rstd, residual_grad
+    dx, dweight, dbias = call("norm_backward", _backward, arguments, [True, weight is not None, bias is not None])
+    return dx, dweight, dbias
 
 
-def _kept(x: Tensor | Quantized) -> tuple[Tensor, Tensor | None]:
-    """Return what was normalised as operators take it: values, or codes and their scale."""
+def _values(x: Tensor | Quantized) -> Tensor:
+    """Return what was normalised, values or codes."""
     if isinstance(x, Tensor):
-        return x, None
+        return x
     if x.granularity != KEPT.tile:
         raise UnsupportedError(f"a norm's input is kept as '{KEPT}', and these codes are '{x.granularity.name}'.")
-    return x.codes, x.scale
+    return x.codes
 
 
 def _check(x: Tensor, target: QuantSpec | None, **others: Tensor | None) -> None:
@@ -181,168 +173,54 @@ def _runs_triton(x: Tensor, operation: str) -> bool:
     return x.numel() > 0 and uses_triton(x, operation, refused)
 
 
-def _rms_norm(
-    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, target: str, keep_y: bool
-) -> tuple[Tensor, ...]:
-    return _forward(x, weight, None, eps, residual, target, keep_y, centred=False)[:-1]
-
-
-def _layer_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-    target: str,
-    keep_y: bool,
-) -> tuple[Tensor, ...]:
-    return _forward(x, weight, bias, eps, residual, target, keep_y, centred=True)
-
-
 def _forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-    target: str,
-    keep_y: bool,
-    centred: bool,
-) -> tuple[Tensor, ...]:
-    goal = parse_spec(target)
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None,
+    target: QuantSpec | None, keep_y: bool, centred: bool,
+) -> list[Tensor | Quantized | None]:  # fmt: skip
+    arguments = x, weight, bias, eps, residual, target, keep_y, centred
     if _runs_triton(x, "layer_norm" if centred else "rms_norm"):
         from octavo.kernels.triton import norm as fused
 
         with launches_on(x.device):
-            return _flat(*fused.forward(x, weight, bias, eps, residual, goal, keep_y, centred), like=x)
-    return _flat(*reference.forward(x, weight, bias, eps, residual, goal, keep_y, centred), like=x)
-
-
-def _flat(
-    y: Tensor | None,
-    quantized: Quantized | None,
-    rstd: Tensor,
-    total: Tensor | None,
-    mean: Tensor | None,
-    *,
-    like: Tensor,
-) -> tuple[Tensor, ...]:
-    """Return all of it contiguous, but scales as GEMMs read them; an empty tensor for what was not made."""
-    codes, scale = (None, None) if quantized is None else laid_out(quantized)[:2]
+            y, quantized, rstd, total, mean = fused.forward(*arguments)
+    else:
+        y, quantized, rstd, total, mean = reference.forward(*arguments)
     y, total = (None if tensor is None else tensor.contiguous() for tensor in (y, total))
-    made = (y, codes, scale, rstd, total, mean)
-    return tuple(like.new_empty(0) if tensor is None else tensor for tensor in made)
+    return [y, None if quantized is None else laid_out(quantized), rstd, total, mean]
 
 
-def _rms_norm_shape(
-    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, target: str, keep_y: bool
-) -> tuple[Tensor, ...]:
-    return _layer_norm_shape(x, weight, None, eps, residual, target, keep_y)[:-1]
-
-
-def _layer_norm_shape(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-    target: str,
-    keep_y: bool,
-) -> tuple[Tensor, ...]:
-    goal = parse_spec(target)
-    statistics = [x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(2)]
-    return _flat(
-        x.new_empty(x.shape) if keep_y else None,
-        None if goal is None else empty(goal, x.shape[0], x.shape[1], x.device),
-        statistics[0],
-        None if residual is None else x.new_empty(x.shape),
-        statistics[1],
-        like=x,
-    )
-
-
-def _rms_norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    residual_grad: Tensor | None,
-    scale: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    return _backward(dy, x, weight, None, None, rstd, residual_grad, scale)[:-1]
+def _forward_shape(
+    x: Tensor, _weight: Tensor | None, _bias: Tensor | None, _eps: float, residual: Tensor | None,
+    target: QuantSpec | None, keep_y: bool, centred: bool,
+) -> list[Tensor | Quantized | None]:  # fmt: skip
+    (rows, cols), device = x.shape, x.device
+    quantized = None if target is None else empty(target, rows, cols, device)
+    y, total = (x.new_empty(x.shape) if is_made else None for is_made in (keep_y, residual is not None))
+    rstd, mean = (x.new_empty(rows, dtype=torch.float32) if is_made else None for is_made in (True, centred))
+    return [y, quantized, rstd, total, mean]
 
 
 def _backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
+    dy: Tensor, x: Tensor | Quantized, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor,
     residual_grad: Tensor | None,
-    scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    kept = x if scale is None else laid_out(Quantized(x, scale, KEPT.tile))
-    if _runs_triton(x, "rms_norm_backward" if mean is None else "layer_norm_backward"):
+) -> Sequence[Tensor | None]:  # fmt: skip
+    kept = x if isinstance(x, Tensor) else laid_out(x)
+    if _runs_triton(dy, "rms_norm_backward" if mean is None else "layer_norm_backward"):
         from octavo.kernels.triton import norm as fused
 
-        with launches_on(x.device):
-            dx, dweight, dbias = fused.backward(dy, kept, weight, bias, mean, rstd, residual_grad)
+        with launches_on(dy.device):
+            dx, *sums = fused.backward(dy, kept, weight, bias, mean, rstd, residual_grad)
     else:
-        dx, dweight, dbias = reference.backward(dy, kept, weight, bias, mean, rstd, residual_grad)
-    return (
-        dx.contiguous(),
-        x.new_empty(0) if dweight is None else dweight,
-        x.new_empty(0) if dbias is None else dbias,
-    )
-
-
-def _rms_norm_backward_shape(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    residual_grad: Tensor | None,
-    scale: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    return _backward_shape(dy, x, weight, None, None, rstd, residual_grad, scale)[:-1]
+        dx, *sums = reference.backward(dy, kept, weight, bias, mean, rstd, residual_grad)
+    return [dx.contiguous(), *sums]
 
 
 def _backward_shape(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    residual_grad: Tensor | None,
-    scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    sums = [x.new_empty(0) if p is None else p.new_empty(p.shape) for p in (weight, bias)]
-    return (x if scale is None else dy).new_empty(x.shape), sums[0], sums[1]
+    dy: Tensor, x: Tensor | Quantized, weight: Tensor | None, bias: Tensor | None, *_: object
+) -> Sequence[Tensor | None]:
+    sums = (None if parameter is None else parameter.new_empty(parameter.shape) for parameter in (weight, bias))
+    return [(x if isinstance(x, Tensor) else dy).new_empty(dy.shape), *sums]
 
 
-define(
-    "rms_norm(Tensor x, Tensor? weight, float eps, Tensor? residual, str target, bool keep_y) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _rms_norm,
-    _rms_norm_shape,
-)
-define(
-    "rms_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, Tensor? residual_grad, Tensor? scale=None) "
-    "-> (Tensor, Tensor)",
-    _rms_norm_backward,
-    _rms_norm_backward_shape,
-)
-define(
-    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, Tensor? residual, str target, bool keep_y) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _layer_norm,
-    _layer_norm_shape,
-)
-define(
-    "layer_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, "
-    "Tensor? residual_grad, Tensor? scale=None) -> (Tensor, Tensor, Tensor)",
-    _backward,
-    _backward_shape,
-)
+define_packed("norm", _forward, _forward_shape)
+define_packed("norm_backward", _backward, _backward_shape)

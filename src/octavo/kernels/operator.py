@@ -8,7 +8,8 @@ others, and every operator while a ledger is open, are one opaque call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from octavo.kernels import ledger
 from octavo.kernels.dispatch import PLAIN
+from octavo.kernels.quant_spec import QuantSpec, parse_spec
+from octavo.numerics import Quantized, granularity_named
 
 _library = torch.library.Library("octavo", "FRAGMENT")
 _made_of_kernels: dict[str, Callable[..., Any]] = {}
@@ -90,3 +93,130 @@ def flat(*made: Made | None, like: Tensor) -> tuple[Tensor, ...]:
     return tuple(
         x for one in made for x in ((like.new_empty(0), like.new_empty(0)) if one is None else (one.codes, one.scale))
     )
+
+
+# --- operators of structures: one list of tensors, and one text that says what they belong to -------------------------
+
+
+def define_packed(
+    name: str,
+    run: Callable[..., Any],
+    shape: Callable[..., Any],
+    *tags: torch.Tag,
+    in_graph: Callable[..., bool] | None = None,
+) -> None:
+    """Define an operator whose arguments and results are structures, for `call`. Arguments are those of `define`.
+
+    Arguments may be tensors, `Quantized`, `QuantSpec`, dtypes, text without `|`, numbers, None, and sequences of these;
+    named tuples arrive as plain ones. Results are a sequence of tensors, matrices with codes and scale, and None.
+    """
+
+    def flat(function: Callable[..., Any]) -> Callable[[Sequence[Tensor], Sequence[float], str], Any]:
+        @functools.wraps(function)
+        def unpacked(tensors: Sequence[Tensor], numbers: Sequence[float], arguments: str) -> Any:
+            return function(*unpack(tensors, numbers, arguments))
+
+        return unpacked
+
+    def made(function: Callable[..., Any]) -> Callable[[Sequence[Tensor], Sequence[float], str], Any]:
+        @functools.wraps(function)
+        def listed(tensors: Sequence[Tensor], numbers: Sequence[float], arguments: str) -> list[Tensor]:
+            found: list[Tensor] = []
+            for one in function(*unpack(tensors, numbers, arguments)):
+                found += [] if one is None else [one] if isinstance(one, Tensor) else [one.codes, one.scale]
+            return found
+
+        return listed
+
+    signature = f"{name}(Tensor[] tensors, float[] numbers, str arguments) -> Tensor[]"
+    define(signature, made(run), made(shape), *tags, in_graph=None if in_graph is None else flat(in_graph))
+
+
+def call(
+    name: str, run: Callable[..., Any], arguments: Sequence[Any], results: Sequence[QuantSpec | bool | None]
+) -> Any:
+    """Return the results of an operator of `define_packed`; eager code on plain tensors calls `run` itself.
+
+    Args:
+        arguments: of `run`. The first one is a tensor, a `Quantized`, or a sequence of either.
+        results: of each whether it is made: a tensor (True), codes and scales as described, or nothing (False, None).
+    """
+    first = arguments[0]
+    while not isinstance(first, Tensor):
+        first = first[0]
+    if is_direct(first):
+        return run(*arguments)
+    found = iter(getattr(torch.ops.octavo, name)(*pack(arguments)))
+    return [
+        Quantized(next(found), next(found), result.tile) if isinstance(result, QuantSpec) else next(found)
+        if result
+        else None
+        for result in results
+    ]  # fmt: skip
+
+
+_DTYPES = {getattr(torch, name): name for name in ("float32", "bfloat16", "float16", "float64")}
+
+
+def pack(arguments: Sequence[Any]) -> tuple[list[Tensor], list[float], str]:
+    """Return arguments as an operator of `define_packed` takes them."""
+    tensors: list[Tensor] = []
+    numbers: list[float] = []
+    return tensors, numbers, "|".join([_pack(argument, tensors, numbers) for argument in arguments])
+
+
+def _pack(x: Any, tensors: list[Tensor], numbers: list[float]) -> str:
+    """Return the text of an argument, and append its tensors and FP64 numbers: Dynamo may trace these as symbols."""
+    if x is None:
+        return "none"
+    if isinstance(x, Tensor):
+        tensors.append(x)
+        return "tensor"
+    if isinstance(x, float):
+        numbers.append(x)
+        return "number"
+    if isinstance(x, Quantized):
+        tensors += x[:2]
+        return "quantized " + x.granularity.name
+    if isinstance(x, QuantSpec):
+        return f"spec {x}"
+    if isinstance(x, torch.dtype):
+        return "dtype " + _DTYPES[x]
+    if isinstance(x, tuple | list):
+        return "|".join([f"sequence {len(x)}", *(_pack(each, tensors, numbers) for each in x)])
+    return f"{'bool' if isinstance(x, bool) else type(x).__name__} {x}"
+
+
+def unpack(tensors: Sequence[Tensor], numbers: Sequence[float], arguments: str) -> list[Any]:
+    """Return the arguments that `call` has packed."""
+    words, found = iter(_words(arguments)), (iter(tensors), iter(numbers))
+    return [_argument(kind, value, words, *found) for kind, value in words]
+
+
+@functools.lru_cache(maxsize=4096)
+def _words(arguments: str) -> list[tuple[str, str]]:
+    return [(kind, value) for kind, _, value in (word.partition(" ") for word in arguments.split("|"))]
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "none": lambda _: None,
+    "spec": parse_spec,
+    "dtype": lambda name: getattr(torch, name),
+    "bool": lambda text: text == "True",
+    "int": int,
+    "str": str,
+}
+
+
+def _argument(
+    kind: str, value: str, words: Iterator[tuple[str, str]], tensors: Iterator[Tensor], numbers: Iterator[float]
+) -> Any:
+    if kind == "tensor":
+        return next(tensors)
+    if kind == "number":
+        return next(numbers)
+    if kind == "quantized":
+        return Quantized(next(tensors), next(tensors), granularity_named(value))
+    if kind == "sequence":
+        return [_argument(*next(words), words, tensors, numbers) for _ in range(int(value))]
+    return _PARSERS[kind](value)

@@ -11,14 +11,15 @@ in the padding is zero. The last two are custom operators: Triton on a GPU, `ref
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from octavo.kernels.dispatch import launches_on, uses_triton
-from octavo.kernels.operator import define, flat, is_direct
-from octavo.kernels.quant_spec import QuantSpec, empty, parse_spec
+from octavo.kernels.operator import call, define, define_packed, is_direct
+from octavo.kernels.quant_spec import QuantSpec, empty
 from octavo.kernels.quantize import quantize_pair
 from octavo.kernels.reference import patches as reference
 from octavo.numerics import Quantized
@@ -93,12 +94,8 @@ def quantize_patches(
     """
     if window.is_pixel and scale is None:
         return quantize_pair([unfold(x, window)], rows, columns)
-    run = _quantize_patches if is_direct(x) else torch.ops.octavo.quantize_patches
-    codes, scale, codes_t, scale_t = run(x, window.flat, str(rows or ""), str(columns or ""), scale)
-    return (
-        None if rows is None else Quantized(codes, scale, rows.tile),
-        None if columns is None else Quantized(codes_t, scale_t, columns.tile),
-    )
+    row, column = call("quantize_patches", _quantize_patches, (x, window, rows, columns, scale), (rows, columns))
+    return row, column
 
 
 def makes_directly(granularity: str, *, transposed: bool) -> bool:
@@ -119,28 +116,33 @@ def fold(patches: Tensor, window: Window, size: tuple[int, int, int, int]) -> Te
 
 
 def _quantize_patches(
-    x: Tensor, numbers: list[int], rows: str, columns: str, scale: Tensor | None = None
-) -> tuple[Tensor, ...]:
-    window, targets = window_of(numbers), (parse_spec(rows), parse_spec(columns))
+    x: Tensor, window: Window, rows: QuantSpec | None, columns: QuantSpec | None, scale: Tensor | None
+) -> Sequence[Quantized | None]:
+    window = _window(window)
     direct = all(
         target is None or makes_directly(target.granularity, transposed=transposed)
-        for target, transposed in zip(targets, (False, True), strict=True)
+        for target, transposed in ((rows, False), (columns, True))
     )
     if direct and x.numel() and uses_triton(x, "patches"):
         from octavo.kernels.triton import patches as fast
 
         with launches_on(x.device):
-            return flat(*fast.quantize_patches(x, window, *targets, scale), like=x)
-    return flat(*quantize_pair([unfold(x, window)], *targets), like=x)
+            return fast.quantize_patches(x, window, rows, columns, scale)
+    return quantize_pair([unfold(x, window)], rows, columns)
 
 
 def _quantize_patches_shape(
-    x: Tensor, numbers: list[int], rows: str, columns: str, scale: Tensor | None = None
-) -> tuple[Tensor, ...]:
-    window, row, column = window_of(numbers), parse_spec(rows), parse_spec(columns)
+    x: Tensor, window: Window, rows: QuantSpec | None, columns: QuantSpec | None, *_: Tensor | None
+) -> Sequence[Quantized | None]:
+    window = _window(window)
     high, wide = window.output(x.shape[1], x.shape[2])
     m, k = x.shape[0] * high * wide, window.taps * x.shape[3]
-    return flat(row and empty(row, m, k, x.device), column and empty(column, k, m, x.device), like=x)
+    return [rows and empty(rows, m, k, x.device), columns and empty(columns, k, m, x.device)]
+
+
+def _window(pairs: Sequence[Sequence[int]]) -> Window:
+    """Return a window that went through an operator."""
+    return Window(*((height, width) for height, width in pairs))
 
 
 def _fold(patches: Tensor, numbers: list[int], size: list[int]) -> Tensor:
@@ -157,10 +159,5 @@ def _fold_shape(patches: Tensor, numbers: list[int], size: list[int]) -> Tensor:
     return patches.new_empty(size)
 
 
-define(
-    "quantize_patches(Tensor x, int[] window, str rows, str columns, Tensor? scale=None) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-    _quantize_patches,
-    _quantize_patches_shape,
-)
+define_packed("quantize_patches", _quantize_patches, _quantize_patches_shape)
 define("fold_patches(Tensor patches, int[] window, SymInt[] size) -> Tensor", _fold, _fold_shape)

@@ -3,6 +3,7 @@
     quantize        one matrix, as it lies
     quantize_pair   one matrix, as the left operand of two GEMMs: as it lies, and transposed
     quantize_stack  the rows of several matrices, as one matrix
+    requantize_transposed  the same, transposed, by scales that are known
 
 On a GPU each is one or a few Triton launches, in eager mode and in compiled code. Elsewhere it is the specification.
 """
@@ -19,11 +20,21 @@ from torch import Tensor
 from octavo.errors import ConfigError
 from octavo.kernels import ledger
 from octavo.kernels.dispatch import launches_on, on_gpu, uses_triton, why_not
-from octavo.kernels.operator import define, flat, is_direct
+from octavo.kernels.operator import call, define, define_packed, flat, is_direct
 from octavo.kernels.quant_spec import QuantSpec, empty, laid_out, parse_spec
 from octavo.kernels.reference import quantize as reference
 from octavo.kernels.transpose import transpose
-from octavo.numerics import PER_TENSOR, GROUP_1x32, Quantized, Rounding, Scaling, format_named, granularity_named
+from octavo.numerics import (
+    PER_ROW,
+    PER_TENSOR,
+    GROUP_1x32,
+    Quantized,
+    Rounding,
+    Scaling,
+    format_named,
+    granularity_named,
+    to_codes,
+)
 from octavo.numerics import quantize as specified
 
 
@@ -93,14 +104,10 @@ def _differs(source: Tensor, first: Tensor) -> bool:
     return source.dim() != 2 or source.shape[0] != first.shape[0]
 
 
-STACKED = 3
-"""Matrices that one launch quantises as a stack."""
-
-
 def quantize_stack(weights: Sequence[Tensor], target: QuantSpec) -> Quantized:
     """Quantise the matrix (sum of N_i, K) whose rows are those of matrices (N_i, K), one below the other.
 
-    With a scale per row on a GPU, up to `STACKED` matrices of one dtype take one launch and no copy.
+    With a scale per row on a GPU, up to three matrices of one dtype take one launch and no copy.
 
     Args:
         weights: FP32, BF16 or FP16.
@@ -111,6 +118,26 @@ def quantize_stack(weights: Sequence[Tensor], target: QuantSpec) -> Quantized:
         return _make_stack(weights, target)
     codes, scale = torch.ops.octavo.quantize_stack(weights, str(target))
     return Quantized(codes, scale, target.tile)
+
+
+def requantize_transposed(weights: Sequence[Tensor], scale: Tensor, target: QuantSpec, after: Tensor) -> Quantized:
+    """Quantise a stack of weights as dgrad of a folded recipe reads it: transposed, with a scale of 1 per row.
+
+    The codes are those of `quantize_stack(weights, target)`, transposed: nothing is searched, and none had to be kept.
+
+    Args:
+        weights: (N_i, K), FP32, BF16 or FP16, as they were then.
+        scale: of the stack, FP32 (sum of N_i, 1), powers of two.
+        target: a scale per row.
+        after: the operand that it is multiplied with (`octavo.kernels.transpose`).
+
+    Returns:
+        Codes (K, sum of N_i).
+    """
+    weights = [weight.detach() for weight in weights]
+    made = call("requantize_transposed", _requantize_transposed, (weights, scale, target, after), (target,))
+    codes_t, ones, _ = made[0]
+    return Quantized(codes_t, ones, PER_ROW)
 
 
 def contiguous(quantized: Quantized) -> Quantized:
@@ -134,6 +161,29 @@ def transpose_quantized(source: Quantized, after: Tensor) -> Quantized:
 def without_scale(folded: Quantized) -> Quantized:
     """Return an operand whose scales have moved into its partner: codes, and one scale of 1."""
     return Quantized(folded.codes, folded.scale.new_ones(1, 1), PER_TENSOR)
+
+
+def _requantize_transposed(
+    weights: list[Tensor], scale: Tensor, target: QuantSpec, after: Tensor
+) -> tuple[Quantized, ...]:
+    x = weights[0]
+    if x.is_cuda and x.shape[1] and len(scale) and uses_triton(x, "quantize"):
+        from octavo.kernels.triton.weights import requantize_transposed as fast
+
+        with launches_on(x.device):
+            return (fast(weights, scale, target, after),)
+    codes = to_codes(torch.cat(weights).float() * scale.reciprocal(), target.fmt)
+    return (Quantized(codes.t().contiguous(), scale.new_ones(x.shape[1], 1), PER_ROW),)
+
+
+def _requantize_transposed_shape(
+    weights: list[Tensor], scale: Tensor, target: QuantSpec, after: Tensor
+) -> tuple[Quantized, ...]:
+    return (empty(target, weights[0].shape[1], scale.shape[0], scale.device),)
+
+
+def _requantize_in_graph(weights: list[Tensor], scale: Tensor, target: QuantSpec, after: Tensor) -> bool:
+    return weights[0].is_cuda and why_not(weights[0].device) is None
 
 
 def _make_pair(
@@ -184,11 +234,11 @@ def _make_stack(weights: list[Tensor], target: QuantSpec) -> Quantized:
 
 def _stacks_rows(weights: list[Tensor], target: QuantSpec) -> bool:
     """Return whether one launch quantises the rows of several matrices."""
-    if not weights[0].is_cuda or target.granularity != "row" or len(weights) > STACKED:
+    if not weights[0].is_cuda or target.granularity != "row":
         return False
-    from octavo.kernels.triton.weights import refuses
+    from octavo.kernels.triton.weights import STACKED, refuses
 
-    return refuses(weights) is None
+    return len(weights) <= STACKED and refuses(weights) is None
 
 
 def _quantize_stack(weights: list[Tensor], target: str) -> tuple[Tensor, Tensor]:
@@ -238,6 +288,9 @@ define(
     _quantize_pair,
     _quantize_pair_shape,
     in_graph=_pair_in_graph,
+)
+define_packed(
+    "requantize_transposed", _requantize_transposed, _requantize_transposed_shape, in_graph=_requantize_in_graph
 )
 define(
     "quantize_stack(Tensor[] weights, str target) -> (Tensor, Tensor)",

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels.dispatch import launches_on, uses_triton
-from octavo.kernels.operator import define, is_direct
-from octavo.kernels.quant_spec import QuantSpec, empty, parse_spec
+from octavo.kernels.operator import call, define_packed
+from octavo.kernels.quant_spec import QuantSpec, empty
 from octavo.kernels.reference import quantize_with_scale as reference
 from octavo.numerics import Quantized
 
@@ -60,9 +60,9 @@ def quantize_with_scale(
         ConfigError: the sources are no matrices of as many rows, the targets differ, or the cell is on another device.
     """
     _check(sources, cell, rows, columns)
-    memory, row, at_once, observe = cell
-    run = _quantize_at if is_direct(sources[0]) else torch.ops.octavo.quantize_with_scale
-    codes, codes_t, scale = run(list(sources), memory, row, str(rows or ""), str(columns or ""), at_once, observe)
+    arguments = list(sources), cell, rows, columns
+    made = rows is not None, columns is not None, True
+    codes, codes_t, scale = call("quantize_with_scale", _quantize, arguments, made)
     return (
         None if rows is None else Quantized(codes, scale, rows.tile),
         None if columns is None else Quantized(codes_t, scale, columns.tile),
@@ -86,47 +86,38 @@ def _check(sources: Sequence[Tensor], cell: ScaleRef, rows: QuantSpec | None, co
         )
 
 
-def _quantize_at(
-    sources: list[Tensor], cells: Tensor, row: int, rows: str, columns: str, at_once: bool, observe: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    targets = parse_spec(rows), parse_spec(columns)
+def _quantize(
+    sources: list[Tensor], cell: ScaleRef, rows: QuantSpec | None, columns: QuantSpec | None
+) -> list[Tensor | None]:
+    memory, row, at_once, observe = cell
     # Without a version that autograd would count: a layer that runs twice before backward is no mistake.
-    cell = cells.data[row]
+    arguments = sources, memory.data[row], rows, columns, at_once, observe
     is_empty = 0 in (sources[0].shape[0], sum(source.shape[1] for source in sources))
     if not is_empty and uses_triton(sources[0], "quantize_with_scale"):
         from octavo.kernels.triton.quantize_with_scale import quantize_with_scale as fast
 
         with launches_on(sources[0].device):
-            made, made_t = fast(sources, cell, *targets, at_once, observe)
-    else:
-        made, made_t = reference.quantize_with_scale(sources, cell, *targets, at_once, observe)
-    return _flat(made, made_t, sources[0])
+            return _with_one_scale(*fast(*arguments))
+    return _with_one_scale(*reference.quantize_with_scale(*arguments))
 
 
-def _flat(rows: Quantized | None, columns: Quantized | None, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _with_one_scale(rows: Quantized | None, columns: Quantized | None) -> list[Tensor | None]:
+    """Return the codes of both, and the scale that they share: results of an operator must not be the same tensor."""
     made = rows or columns
     assert made is not None
-    nothing = like.new_empty(0), like.new_empty(0)
-    return rows.codes if rows else nothing[0], columns.codes if columns else nothing[1], made.scale
+    return [rows and rows.codes, columns and columns.codes, made.scale]
 
 
-def _quantize_at_shape(
-    sources: list[Tensor], cells: Tensor, row: int, rows: str, columns: str, at_once: bool, observe: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _shape(
+    sources: list[Tensor], _cell: ScaleRef, rows: QuantSpec | None, columns: QuantSpec | None
+) -> list[Tensor | None]:
     total_r, total_c, device = sources[0].shape[0], sum(source.shape[1] for source in sources), sources[0].device
-    made, made_t = parse_spec(rows), parse_spec(columns)
-    return _flat(
-        made and empty(made, total_r, total_c, device), made_t and empty(made_t, total_c, total_r, device), sources[0]
+    return _with_one_scale(
+        rows and empty(rows, total_r, total_c, device), columns and empty(columns, total_c, total_r, device)
     )
 
 
 # It writes an amax that its signature is silent about. Said there, a compiler would carry all cells of a model through
 # its graphs as values that change. Unsaid, it must not copy what it gives: hence outside of the graphs it captures,
 # whose inputs are copies.
-define(
-    "quantize_with_scale(Tensor[] sources, Tensor cells, int row, str rows, str columns, bool at_once, bool observe) "
-    "-> (Tensor, Tensor, Tensor)",
-    _quantize_at,
-    _quantize_at_shape,
-    torch.Tag.cudagraph_unsafe,
-)
+define_packed("quantize_with_scale", _quantize, _shape, torch.Tag.cudagraph_unsafe)

@@ -25,9 +25,7 @@ Nothing waits for the device, and with a negative `row[PHASE]` nothing is read o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -138,8 +136,8 @@ def sampled_rows(rows: int, row: Tensor) -> Tensor:
     return (torch.arange(number, device=row.device) * stride + phase) % max(rows, 1)
 
 
-def rests(row: Tensor) -> bool:
-    """Return whether nothing is to be looked at, as far as that is known without waiting: on a CPU."""
+def sampling_off(row: Tensor) -> bool:
+    """Return whether nothing is to be sampled, as far as that is known without waiting: on a CPU."""
     return row.is_cpu and bool(row.numpy()[PHASE] < 0)
 
 
@@ -153,7 +151,7 @@ def sample(looked: SampleInput, row: Tensor) -> None:
         ConfigError: the row is something else.
     """
     _check(looked, row)
-    if 0 in looked.shape or rests(row):
+    if 0 in looked.shape or sampling_off(row):
         return
     if uses_triton(looked.x, "telemetry"):
         from octavo.kernels.triton import sample as fast
@@ -161,50 +159,9 @@ def sample(looked: SampleInput, row: Tensor) -> None:
         with launches_on(looked.x.device):
             fast.sample(looked, row)
         return
-    if row.is_cpu:
-        _host().sample(looked, row)
-        return
     from octavo.kernels.reference import sample as reference
 
     reference.sample(looked, row)
-
-
-def sample_soon(looked: SampleInput, row: Tensor) -> None:
-    """`sample`, but on a CPU the row may be written as late as in `settle`: what it is made of is copied now.
-
-    Where only the sample is given (`SampleInput.rows`), it is kept as it is: do not write to it.
-    """
-    if not row.is_cpu:
-        sample(looked, row)
-        return
-    _check(looked, row)
-    if 0 not in looked.shape:
-        _host().sample_soon(looked, row)
-
-
-def soon(work: Callable[[], None], device: torch.device) -> None:
-    """Do some work on samples now, on a CPU as late as in `settle`: let it read nothing but what is `held`."""
-    if device.type == "cpu":
-        _host().soon(work)
-    else:
-        work()
-
-
-def held(x: Tensor) -> Tensor:
-    """Return what stays as it is until `settle`: on a CPU a copy, elsewhere x."""
-    return x.clone(memory_format=torch.contiguous_format) if x.is_cpu else x
-
-
-def settle() -> None:
-    """Write all rows that were left for later. On a GPU there are none."""
-    _host().settle()
-
-
-@cache
-def _host() -> ModuleType:
-    from octavo.kernels.cpu import sample as host
-
-    return host
 
 
 def _check(looked: SampleInput, row: Tensor) -> None:

@@ -108,7 +108,7 @@ def _copied(operands: Sequence[Any], device: torch.device) -> list[Any]:
             value = value.to(device, copy=True)
         if isinstance(value, Quantized):
             value = Quantized(*_copied(value, device))
-        copies.append(_copied(value, device) if isinstance(value, list) else value)
+        copies.append(_copied(value, device) if type(value) in (list, tuple) else value)
     return copies
 
 
@@ -265,12 +265,12 @@ def _activation() -> Iterator[Case]:
         folds = _folds(shape[0], shape[1] * (1 + gated))
         name = f"{kind}{', gated' if gated else ''}, {shape[0]}x{shape[1]}"
         yield Case(f"folded {name}", (kind, gate, up, _ROW), *forward)
-        yield Case(f"folded {name}, backward", (kind, dh, gate, up, _ROW, _ROW, _COLUMN, scale, *folds), *backward)
+        yield Case(f"folded {name}, backward", (kind, dh, gate, up, (_ROW, _ROW, _COLUMN), (*folds, scale)), *backward)
     recipes = (("block", _TILE, _TILE), ("tensorwise", _FORWARD, _GRADIENT))
     for (rows, cols), (recipe, ahead, gradient) in itertools.product(SHAPES, recipes):
         cols = -(-cols // 128) * 128  # a tile may not straddle [d gate | d up]
         dh, gate, up = _hidden(rows, cols, True)
-        targets = gradient, gradient, ahead, None, None, None
+        targets = (gradient, gradient, ahead), (None, None, None)
         yield Case(f"{recipe} silu, gated, {rows}x{cols}", ("silu", gate, up, ahead), *forward)
         yield Case(f"{recipe} silu, gated, {rows}x{cols}, backward", ("silu", dh, gate, up, *targets), *backward)
     yield Case("silu, gated, 130x300, plain backward", ("silu", *_hidden(130, 300, True)), *plain)
@@ -288,8 +288,8 @@ def _inputs_of_activations() -> Iterator[Case]:
         cols = cols if recipe == "folded" else -(-cols // 128) * 128
         dh, gate, up = _hidden(rows, cols, gated)
         h, *codes = reference_activation.activation_and_inputs("silu", gate, up, ahead, INPUTS)
-        rest = (h.scale, *_folds(rows, cols * (1 + gated))) if recipe == "folded" else (None, None, None)
-        operands = "silu", dh, codes[0], codes[1] if gated else None, gradient, gradient, hidden, *rest
+        factors = (*_folds(rows, cols * (1 + gated)), h.scale) if recipe == "folded" else (None, None, None)
+        operands = "silu", dh, codes[0], codes[1] if gated else None, (gradient, gradient, hidden), factors
         name = f"{recipe} silu{', gated' if gated else ''}, {rows}x{cols}"
         yield Case(f"{name}, and its inputs", ("silu", gate, up, ahead, INPUTS), *forward)
         yield Case(f"{name}, backward from codes", operands, *backward)

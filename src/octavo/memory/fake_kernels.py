@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from octavo._util.autograd import first_order
 from octavo.kernels import cross_entropy, norm, optimizer
 from octavo.kernels.explain import gemm_kernel
+from octavo.kernels.operator import unpack
 
 Replacement = tuple[Any, str, Any]
 """(module of Octavo, name, function on fake tensors)."""
@@ -109,7 +110,7 @@ class _RMSNorm(torch.autograd.Function):
         return made.y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_outputs[0] is None:
             return None, None, None
@@ -143,7 +144,7 @@ def workspace(operator: Any, arguments: Sequence[Any]) -> int:
         _, query, key, value = arguments[:4]
         return _cudnn_workspace(query, key, value)
     if operator is torch.ops.octavo.attention_backward.default:  # (B, T, H, E), and an output that it decodes first
-        query, key, value = (x.transpose(1, 2) for x in arguments[1:4])
+        query, key, value = (x.transpose(1, 2) for x in unpack(*arguments)[1])
         return _cudnn_workspace(query, key, value) + int(query.numel() * query.element_size())
     return 0
 

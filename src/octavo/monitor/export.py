@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from octavo._util.config_reader import blaming
 from octavo.errors import ConfigError, StoreError, UnsupportedError, did_you_mean
 from octavo.monitor.store import RunReader
 from octavo.monitor.tensorboard import write_tensorboard
@@ -176,7 +177,8 @@ def export(run: str | Path | RunReader, to: str, folder: str | Path) -> list[Pat
     reader = run if isinstance(run, RunReader) else RunReader(run)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return FORMATS[to](reader, folder)
+        with blaming(reader.path, StoreError):
+            return FORMATS[to](reader, folder)
     except OSError as error:
         raise StoreError(f"{folder}: cannot be written ({error.strerror}).") from error
     finally:

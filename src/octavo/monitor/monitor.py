@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from octavo._util.dist import is_first_rank
 from octavo.errors import ConfigError
-from octavo.guard import Alarm, GuardConfig, Observation
+from octavo.guard import Alarm, GuardConfig, GuardEvent, Observation
 from octavo.guard.alarms import AlarmRules
 from octavo.monitor.measurements import AsyncScalars, TelemetrySource, arrived, histograms_of, telemetry_of
 from octavo.monitor.recorder import Recorder
@@ -56,7 +56,6 @@ class MonitorAlarms:
         self._scalars: dict[int, Mapping[str, float]] = {}
         self._tensors: dict[int, NDArray[np.float32]] = {}
         self._newest = 0 if rows else math.inf
-        self._reported: dict[str, int] = {}
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Add the scalars of a step."""
@@ -85,13 +84,9 @@ class MonitorAlarms:
 
     def _check_one(self, seen: Observation) -> None:
         alarm = self._watch.check(seen)
-        if alarm is not None:
-            self._on_alarm(alarm)
-        for over in self._watch.over_budget(seen):
-            key = f"{over.layer} {over.role} {over.rule}"
-            if over.step - self._reported.get(key, -self._config.quiet) >= self._config.quiet:
-                self._reported[key] = over.step
-                self._on_alarm(over)
+        for each in ([] if alarm is None else [alarm]) + self._watch.over_budget(seen):
+            if self._watch.is_news(each):
+                self._on_alarm(each)
 
 
 def _first(values: Mapping[str, float], names: Sequence[str]) -> float:
@@ -112,15 +107,15 @@ class Monitor:
         config: settings of the run as a nested mapping, stored for reference and for comparing runs.
         plan: return value of `octavo.convert`.
         trackers: `wandb`, `trackio`, `mlflow`; each receives a few aggregates per step.
-        resume_from: number of steps completed: continues the run in `directory`, deleting its records past them.
-        overwrite: replace an existing run.
+        resume_from: number of steps completed: continues the run in `directory`, deleting its records past them; 0
+            replaces the run.
         telemetry: source of tensor statistics; by default `octavo.nn.telemetry.Telemetry(model, histograms_every=100)`
             on rank 0, None for none. For statistics over all ranks, create one with a `group` on all ranks.
         guard: limits beyond which an event is recorded: NaN, spikes of `loss` and `gradient_norm`, jumps of weights,
             saturated or flushed tensors. To let guardrails act, see `octavo.guard.Loop`.
 
     Raises:
-        StoreError: `directory` cannot be written, or contains a run and neither `resume_from` nor `overwrite` is given.
+        StoreError: `directory` cannot be written, or contains a run and `resume_from` is not given.
         ConfigError: an unknown tracker, or a `guard` in mode `act`.
     """
 
@@ -133,7 +128,6 @@ class Monitor:
         plan: Any = None,
         trackers: Sequence[str] = (),
         resume_from: int | None = None,
-        overwrite: bool = False,
         telemetry: TelemetrySource | str | None = "auto",
         guard: GuardConfig | None = None,
     ) -> None:
@@ -149,8 +143,8 @@ class Monitor:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._recorder = Recorder(
             directory,
-            keep_until=resume_from,
-            overwrite=overwrite,
+            keep_until=resume_from or None,
+            overwrite=resume_from == 0,
             gpu=(device.index or 0) if device.type == "cuda" else None,
             trackers=trackers,
             config=config or {},
@@ -186,6 +180,22 @@ class Monitor:
         """Record an event. `details`: level (`info`, `warning`, `error`), layer, role, value, limit, action."""
         if self._recorder is not None:
             self._recorder.event(self.done, rule, text, **details)
+
+    def guard_event(self, event: GuardEvent) -> None:
+        """Record an event of guardrails, and forget the steps that they rolled back: pass it to `Loop` as `on_event`.
+
+        The model is then measured by the `Loop`: create this monitor with `telemetry=None`.
+        """
+        if event.back_to is not None and event.back_to < self.done:
+            self.done = event.back_to
+            self._pending.clear()
+            if self._recorder is not None:
+                self._recorder.go_back(event.back_to)
+        if self._recorder is not None:
+            text = f"{event.cause}: {event.text}" if event.cause else event.text
+            numbers = {"value": event.value, "limit": event.limit, "level": event.level}
+            where = {"layer": event.layer or None, "role": event.role or None, "action": event.action or None}
+            self._recorder.event(event.step, event.rule, text, **numbers, **where)
 
     def close(self, error: BaseException | None = None) -> None:
         """Write pending data and the outcome of the run. Idempotent."""

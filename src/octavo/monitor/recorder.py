@@ -28,6 +28,7 @@ class Recorder:
     Args:
         directory: directory of the run; `run.sqlite` is written there.
         keep_until: append to the existing run, after deleting its records past this step.
+        keep_events: what `flush` returned at that step, to delete later events of the same step.
         overwrite: replace an existing run.
         gpu: index of the CUDA device whose power and memory are measured; None on a CPU.
         system_every: seconds between two system readings.
@@ -44,20 +45,21 @@ class Recorder:
         directory: str | Path,
         *,
         keep_until: int | None = None,
+        keep_events: int | None = None,
         overwrite: bool = False,
         gpu: int | None = None,
         system_every: float = 5.0,
         trackers: Sequence[str] = (),
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        self._writer = RunWriter(directory, keep_until=keep_until, overwrite=overwrite)
+        self._writer = RunWriter(directory, keep_until=keep_until, keep_events=keep_events, overwrite=overwrite)
         self._probe = SystemProbe(gpu)
         self._newest: dict[str, float] = {}
         self._step = keep_until or 0
         self._store = Background("run store", capacity=CAPACITY, idle=lambda: self._sample(), every=system_every)
         if config is not None:
             self.document("config", config)
-        if self._probe.missing:
+        if self._probe.missing and keep_until is None:  # a run that goes on has the event
             self.event(self._step, "system", self._probe.missing)
         name = self._writer.path.parent.resolve().name
         self._trackers = [TrackerThread(kind, name, config or {}, on_failure=self._tracker_failed) for kind in trackers]
@@ -106,6 +108,13 @@ class Recorder:
         """Delete the measurements past a step. Events stay, since they give the reason."""
         self._step = step
         self._store.submit(lambda: self._writer.cut(step, keep_events=True), may_drop=False)
+
+    def flush(self) -> int | None:
+        """Wait until all that was recorded is committed; return the number of the last event, None if that failed."""
+        newest: list[int] = []
+        self._store.submit(lambda: newest.append(self._writer.newest_event()), may_drop=False)
+        self._store.wait()
+        return newest[0] if newest else None
 
     def close(self, outcome: Outcome = "finished", text: str = "") -> None:
         """Wait until everything is written, record dropped steps, and close the file. Idempotent."""

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from octavo._util.autograd import first_order, refuse_transforms
 from octavo.kernels import QuantSpec, ledger
 from octavo.kernels.attention import attention, attention_backward
 from octavo.kernels.dispatch import is_plain
@@ -83,6 +83,7 @@ class ScaledDotProduct(nn.Module):
             return y.transpose(1, 2).flatten(2)
         if torch.is_autocast_enabled(q.device.type):
             q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+        refuse_transforms()
         y_BTD, codes, scale = _Function.apply(q, k, v, self.causal, self.target)  # type: ignore[no-untyped-call]
         if self.shares:
             attach_codes(y_BTD, Quantized(codes, scale, self.target.tile), self.target)
@@ -140,7 +141,7 @@ class _Function(torch.autograd.Function):
         return y_BTD, codes, scale
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, codes, scale, lse = ctx.saved_tensors
         if grad_outputs[0] is None:

@@ -17,10 +17,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.conv import _ConvNd
 
 from octavo import kernels
+from octavo._util.autograd import first_order
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.patches import Pair, Window, fold, quantize_patches, unfold
 from octavo.nn import functional
@@ -94,7 +94,7 @@ class _Convolution(torch.autograd.Function):
         return y_MN.view(x.shape[0], *window.output(x.shape[1], x.shape[2]), weight.shape[0])
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)

@@ -13,18 +13,18 @@ Reading and writing it is what many small chunks cost; 4096 tokens make that a f
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from octavo import kernels
 from octavo._util import config_reader
+from octavo._util.autograd import first_order
 from octavo.errors import ConfigError
 from octavo.kernels.cross_entropy import cross_entropy_
 from octavo.kernels.dispatch import on_gpu
-from octavo.kernels.operator import define
+from octavo.kernels.operator import call, define_packed, unpack
 from octavo.nn.fp8_weights import values
 from octavo.nn.functional import (
     Input,
@@ -40,7 +40,7 @@ from octavo.nn.functional import (
     transposed_weight,
 )
 from octavo.nn.operands import check_dtypes
-from octavo.numerics import Quantized, Scaling, granularity_named
+from octavo.numerics import Quantized
 from octavo.recipes import OPERANDS, Recipe, RecipeLike, load, names
 from octavo.tensor import FP8Tensor, implements
 
@@ -88,7 +88,7 @@ def linear_cross_entropy(
     if chunk is None:
         chunk = chunk_of(weight_VK.shape[0], dtype, "cuda" if on_gpu(x) else x.device.type)
     text = recipe if isinstance(recipe, str) and recipe in _PRESETS else _to_text(load(recipe))
-    options = (text, dtype, ignore_index, float(softcap), float(z_loss), chunk, *differentiated)
+    options = _Options(text, dtype, ignore_index, float(softcap), float(z_loss), chunk, differentiated)
     total: Tensor = _LinearCrossEntropy.apply(x_MK, weight_VK, bias, targets_M, options)  # type: ignore[no-untyped-call]
     if reduction == "sum":
         return total
@@ -122,28 +122,40 @@ def _check(
         raise ConfigError(f"chunk {chunk} must be at least 1 and softcap {softcap} not negative.")
 
 
+class _Options(NamedTuple):
+    recipe: str
+    """As `_to_text` writes it."""
+    dtype: torch.dtype
+    """Of the GEMMs."""
+    ignore_index: int
+    softcap: float
+    z_loss: float
+    chunk: int
+    needed: list[bool]
+    """Whether the gradients of x, weight and bias are."""
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """The sum of the losses. Its gradients are there when forward is done."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_MK: Tensor, weight_VK: Tensor, bias_V: Tensor | None, targets_M: Tensor, options: tuple[Any, ...]
+        ctx: Any, x_MK: Tensor, weight_VK: Tensor, bias_V: Tensor | None, targets_M: Tensor, options: _Options
     ) -> Tensor:
-        loss_M, *gradients = torch.ops.octavo.linear_cross_entropy(x_MK, weight_VK, bias_V, targets_M, *options)
+        arguments = x_MK, weight_VK, bias_V, targets_M, options
+        loss_M, *gradients = call("linear_cross_entropy", _linear_cross_entropy, arguments, [True, *options.needed])
         ctx.save_for_backward(*gradients)
-        ctx.differentiated = options[-3:]
         ctx.set_materialize_grads(False)
         total: Tensor = loss_M.sum()
         return total
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_outputs[0] is None:
             return (None,) * 5
-        pairs = zip(ctx.saved_tensors, ctx.differentiated, strict=True)
-        dx, dw, db = (_scaled(gradient, grad_outputs[0]) if wanted else None for gradient, wanted in pairs)
-        return dx, dw, db, None, None
+        scaled = (None if made is None else _scaled(made, grad_outputs[0]) for made in ctx.saved_tensors)
+        return *scaled, None, None
 
 
 def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
@@ -163,7 +175,7 @@ class _Head:
         self.dw_VK: Tensor | None = None
         """The sum over the chunks so far, FP32."""
         self._w = read_weights([weight_VK], recipe)
-        self._kept = Kept(kept_weights(self._w, [weight_VK], recipe), (weight_VK.shape[0],))
+        self._kept = Kept(kept_weights(self._w, [weight_VK], recipe, are_codes_kept=True), (weight_VK.shape[0],))
         self._dgrad_KV: Quantized | None = None
 
     def forward(self, x_MK: Tensor, needs_weight: bool) -> tuple[Tensor, Input]:
@@ -203,71 +215,59 @@ class _Head:
 
 
 def _linear_cross_entropy(
-    x_MK: Tensor, weight_VK: Tensor, bias_V: Tensor | None, targets_M: Tensor, recipe: str, dtype: torch.dtype,
-    ignore_index: int, softcap: float, z_loss: float, chunk: int, needs_x: bool, needs_weight: bool, needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the loss of each token, FP32 (M,), and the gradients of their sum; empty where not needed."""
-    loss_M, dx_MK, dw_VK, db_V = _empty(x_MK, weight_VK, bias_V, needs_x, False, needs_bias)
-    db_sum_V = torch.zeros_like(db_V, dtype=torch.float32)
+    x_MK: Tensor, weight: Tensor | list[Any], bias_V: Tensor | None, targets_M: Tensor, options: _Options
+) -> list[Tensor | None]:
+    """Return the loss of each token, FP32 (M,), and the gradients of their sum that are needed.
+
+    Args:
+        weight: (V, K), or codes, dtype and scaling of an FP8 weight.
+    """
+    weight_VK = weight if isinstance(weight, Tensor) else FP8Tensor(*weight[0], *weight[1:])
+    recipe, dtype, ignore_index, softcap, z_loss, chunk, needed = _Options(*options)
+    needs_x, needs_weight, _ = needed
+    loss_M, dx_MK, _, db_V = _empty(x_MK, weight_VK, bias_V, needed)
+    db_sum_V = None if db_V is None else torch.zeros_like(db_V, dtype=torch.float32)
     with torch.no_grad(), torch.autocast(x_MK.device.type, enabled=False):
         head = _Head(weight_VK, bias_V, _from_text(recipe), dtype)
         for start in range(0, x_MK.shape[0], chunk):
             part = slice(start, start + chunk)
             d_MV, x = head.forward(x_MK[part], needs_weight)  # the logits, until the next line
             loss_M[part] = cross_entropy_(
-                d_MV, targets_M[part], ignore_index=ignore_index, softcap=softcap, z_loss=z_loss,
-                gradient=needs_x or needs_weight or needs_bias,
-            )  # fmt: skip
+                d_MV, targets_M[part], ignore_index=ignore_index, softcap=softcap, z_loss=z_loss, gradient=any(needed)
+            )
             dx = head.backward(d_MV, x, needs_x, needs_weight)
-            if dx is not None:
+            if dx is not None and dx_MK is not None:
                 dx_MK[part] = dx
-            if needs_bias:
+            if db_sum_V is not None:
                 db_sum_V += d_MV.sum(dim=0, dtype=torch.float32)
             del d_MV, x  # or the next chunk's logits would stand beside them
+    dw_VK = None
     if needs_weight:
-        dw_VK = _like(x_MK, weight_VK, True).zero_() if head.dw_VK is None else head.dw_VK.to(weight_VK.dtype)
-    return loss_M, dx_MK, dw_VK, db_sum_V.to(db_V.dtype)
+        dw_VK = _like(x_MK, weight_VK).zero_() if head.dw_VK is None else head.dw_VK.to(weight_VK.dtype)
+    return [loss_M, dx_MK, dw_VK, None if db_sum_V is None or db_V is None else db_sum_V.to(db_V.dtype)]
 
 
 def _empty(
-    x: Tensor, weight: Tensor, bias: Tensor | None, needs_x: bool, needs_weight: bool, needs_bias: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, needed: list[bool]
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return the memory of the results, not written yet."""
-    loss_M = x.new_empty(x.shape[0], dtype=torch.float32)
-    return loss_M, _like(x, x, needs_x), _like(x, weight, needs_weight), _like(x, bias, needs_bias)
+    dx, dw, db = (
+        _like(x, of) if is_needed and of is not None else None
+        for of, is_needed in zip((x, weight, bias), needed, strict=True)
+    )
+    return x.new_empty(x.shape[0], dtype=torch.float32), dx, dw, db
 
 
-def _like(x: Tensor, of: Tensor | None, wanted: bool) -> Tensor:
-    """Return memory for a gradient, of no size where there is none; that of an FP8 weight is a plain tensor."""
-    return x.new_empty(0) if of is None else x.new_empty(of.shape if wanted else 0, dtype=of.dtype)
+def _like(x: Tensor, of: Tensor) -> Tensor:
+    """Return memory for a gradient; that of an FP8 weight is a plain tensor."""
+    return x.new_empty(of.shape, dtype=of.dtype)
 
 
 def _linear_cross_entropy_shape(
-    x_MK: Tensor, weight_VK: Tensor, bias_V: Tensor | None, targets_M: Tensor, recipe: str, dtype: torch.dtype,
-    ignore_index: int, softcap: float, z_loss: float, chunk: int, needs_x: bool, needs_weight: bool, needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return _empty(x_MK, weight_VK, bias_V, needs_x, needs_weight, needs_bias)
-
-
-def _of_codes(
-    x_MK: Tensor, codes_VK: Tensor, scale: Tensor, granularity: str, stands_for: torch.dtype, scaling: str,
-    bias_V: Tensor | None, targets_M: Tensor, recipe: str, dtype: torch.dtype,
-    ignore_index: int, softcap: float, z_loss: float, chunk: int, needs_x: bool, needs_weight: bool, needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute the same with the codes that an FP8 weight has."""
-    weight = FP8Tensor(codes_VK, scale, granularity_named(granularity), stands_for, cast(Scaling, scaling))
-    return _linear_cross_entropy(
-        x_MK, weight, bias_V, targets_M, recipe, dtype, ignore_index, softcap, z_loss, chunk,
-        needs_x, needs_weight, needs_bias,
-    )  # fmt: skip
-
-
-def _of_codes_shape(
-    x_MK: Tensor, codes_VK: Tensor, scale: Tensor, granularity: str, stands_for: torch.dtype, scaling: str,
-    bias_V: Tensor | None, targets_M: Tensor, recipe: str, dtype: torch.dtype,
-    ignore_index: int, softcap: float, z_loss: float, chunk: int, needs_x: bool, needs_weight: bool, needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return _empty(x_MK, codes_VK.new_empty(codes_VK.shape, dtype=stands_for), bias_V, needs_x, needs_weight, needs_bias)
+    x_MK: Tensor, weight: Tensor | list[Any], bias_V: Tensor | None, _targets_M: Tensor, options: _Options
+) -> tuple[Tensor | None, ...]:
+    like = weight if isinstance(weight, Tensor) else weight[0].codes.new_empty(weight[0].codes.shape, dtype=weight[1])
+    return _empty(x_MK, like, bias_V, _Options(*options).needed)
 
 
 _GEMM, _OPERAND = ("precision", "accumulate"), ("format", "granularity", "scaling", "rounding")
@@ -309,25 +309,13 @@ def _from_text(text: str) -> Recipe:
     return config_reader.read(Recipe, made, "recipe")
 
 
-define(
-    "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor targets, str recipe, ScalarType dtype, "
-    "int ignore_index, float softcap, float z_loss, int chunk, bool needs_x, bool needs_weight, bool needs_bias) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-    _linear_cross_entropy,
-    _linear_cross_entropy_shape,
-)
-define(
-    "linear_cross_entropy_of_codes(Tensor x, Tensor codes, Tensor scale, str granularity, ScalarType stands_for, "
-    "str scaling, Tensor? bias, Tensor targets, str recipe, ScalarType dtype, "
-    "int ignore_index, float softcap, float z_loss, int chunk, bool needs_x, bool needs_weight, bool needs_bias) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-    _of_codes,
-    _of_codes_shape,
-)
+define_packed("linear_cross_entropy", _linear_cross_entropy, _linear_cross_entropy_shape)
 
 
 @implements(torch.ops.octavo.linear_cross_entropy.default)
-def _with_own_codes(x_MK: Tensor, weight_VK: FP8Tensor, *others: Any) -> Any:
+def _with_own_codes(tensors: list[Tensor], numbers: list[float], arguments: str) -> list[Tensor]:
     """Compute the operator for an FP8 weight, as compilers see it: codes and scales are inputs like any other."""
-    parts = weight_VK.codes, weight_VK.scale, weight_VK.granularity.name, weight_VK.dtype, weight_VK.scaling
-    return torch.ops.octavo.linear_cross_entropy_of_codes(x_MK, *parts, *others)
+    x_MK, weight, *others = unpack(tensors, numbers, arguments)
+    parts = Quantized(weight.codes, weight.scale, weight.granularity), weight.dtype, weight.scaling
+    made = call("linear_cross_entropy", _linear_cross_entropy, (x_MK, parts, *others), [True, *others[-1][-1]])
+    return [tensor for tensor in made if tensor is not None]

@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from octavo import kernels
+from octavo._util.autograd import first_order, refuse_transforms
 from octavo.kernels import QuantSpec, ScaleRef
 from octavo.nn import telemetry_ops
 from octavo.nn.fp8_weights import has_fp8_weight, values
@@ -128,7 +128,7 @@ class _Linears(torch.autograd.Function):
         x = read_input(x_MK, recipe, dtype, needs_weight, given, cell, keeps_input)
         attached = None if w_codes is None else (w_codes, w_scale)
         w = read_weights(weights, recipe, attached)
-        ctx.save_for_backward(*x.kept, *(kept_weights(w, weights, recipe) if needs_x else ()))
+        ctx.save_for_backward(*x.kept, *(kept_weights(w, weights, recipe, attached is not None) if needs_x else ()))
         ctx.kept, ctx.options = len(x.kept), (recipe, dtype, x_MK.dtype)
         ctx.buffers = amax_and_scale, stats  # no saved tensors: backward writes to them, and hooks may give it copies
         ctx.parts = [(weight.shape[0], weight.dtype) for weight in weights]
@@ -136,7 +136,7 @@ class _Linears(torch.autograd.Function):
         return tuple(fprop(x_MK, x.fprop, w, weights, recipe, dtype, stats))
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(dy is None for dy in dys):
             return (None,) * len(ctx.needs_input_grad)
@@ -175,9 +175,15 @@ class Kept(NamedTuple):
     """The weights as backward has them."""
 
     tensors: Sequence[Tensor]
-    """(codes, scale) of the stack as fprop read it, or the weights themselves."""
+    """(codes, scale) of the stack as fprop read it, the weights themselves, or these and that scale."""
     rows: tuple[int, ...]
     """N_i."""
+
+    @property
+    def weights_and_scale(self) -> tuple[Sequence[Tensor], Tensor] | None:
+        """The weights, and the scale of the codes that fprop read; None where either is not kept."""
+        *weights, last = self.tensors
+        return (weights, last) if len(weights) == len(self.rows) and weights[0].element_size() > 1 else None
 
     def codes(self, recipe: Recipe) -> WeightCodes:
         """Return the weights as fprop read them."""
@@ -194,7 +200,12 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype that a linear layer computes x in: autocast's where that is on, else its own."""
+    """Return the dtype that a linear layer computes x in: autocast's where that is on, else its own.
+
+    Raises:
+        UnsupportedError: within a transform of `torch.func`, or forward-mode differentiation.
+    """
+    refuse_transforms()
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     if dtype is not torch.bfloat16:
@@ -322,10 +333,24 @@ def known_codes(codes: WeightCodes | None, weights: Sequence[Tensor]) -> tuple[T
     return codes.stack[:2]
 
 
-def kept_weights(w: WeightCodes | None, weights: Sequence[Tensor], recipe: Recipe) -> Sequence[Tensor]:
-    """Return the tensors to save for dgrad: the codes of the weights where it reuses them, else the weights."""
+def kept_weights(
+    w: WeightCodes | None, weights: Sequence[Tensor], recipe: Recipe, are_codes_kept: bool = False
+) -> Sequence[Tensor]:
+    """Return the tensors to save for dgrad: the codes of the weights where it reuses them, else the weights.
+
+    Codes that follow from the weights and a power-of-two scale per row are not kept: the scale is. Quantising anew what
+    is there anyway takes as many launches as transposing codes, and reads one byte per element more.
+
+    Args:
+        are_codes_kept: whether somebody else keeps the codes (`reuse_weight_codes`).
+    """
     if w is None or not (recipe.dgrad.is_fp8 and recipe.reuses("dgrad.weight")) or has_fp8_weight(weights):
         return weights
+    operand = recipe.fprop.weight
+    follow = (operand.granularity, operand.scaling, operand.rounding) == ("row", "power_of_two", "nearest")
+    follow &= recipe.dgrad.weight.is_folded and all(x.dim() == 2 and x.element_size() == 2 for x in weights)
+    if follow and not are_codes_kept:
+        return *weights, w.stack.scale
     return w.matrices[0][:2]
 
 
@@ -356,6 +381,8 @@ def weight_fold(weight: Kept, recipe: Recipe) -> Tensor | None:
     """Return the scales of the weights (1, N) that move into the gradient for dgrad, None where none do."""
     if not (recipe.dgrad.is_fp8 and recipe.dgrad.weight.is_folded):
         return None
+    if (known := weight.weights_and_scale) is not None:
+        return known[1].t()
     scales = [matrix.scale for matrix in weight.codes(recipe).matrices]
     return (scales[0] if len(scales) == 1 else torch.cat(scales)).t()
 
@@ -369,6 +396,8 @@ def transposed_weight(weight: Kept, recipe: Recipe, after: Tensor) -> Quantized:
     """Return the stack of weights as dgrad reads it, (K, N). after: the gradient that it is multiplied with."""
     if not recipe.reuses("dgrad.weight"):
         return quantize_transposed(weight.tensors, spec_of(recipe.dgrad.weight))
+    if (known := weight.weights_and_scale) is not None:
+        return kernels.requantize_transposed(*known, spec_of(recipe.fprop.weight), after)
     matrices = weight.codes(recipe).matrices
     parts = [transpose_codes(matrix, recipe.dgrad.weight.is_folded, after) for matrix in matrices]
     if len(parts) == 1:

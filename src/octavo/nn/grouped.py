@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from octavo import kernels
+from octavo._util.autograd import first_order
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import QuantSpec
 from octavo.kernels.grouped import Padded, grouped_gemm, grouped_mm, grouped_wgrad, quantize_groups, transpose_groups
 from octavo.nn import telemetry_experts
 from octavo.nn.functional import compute_dtype, spec_of
 from octavo.nn.operands import check_dtypes
-from octavo.nn.telemetry_ops import StatsSlot, stats_buffer_of
+from octavo.nn.telemetry_ops import Source, StatsSlot, stats_buffer_of
 from octavo.nn.weight_codes import quantize_matrix, quantize_weights
 from octavo.numerics import Quantized
 from octavo.recipes import Operand, Recipe, RecipeLike, load, reused_from
@@ -132,12 +132,12 @@ class _GroupedLinear(torch.autograd.Function):
         experts, rows, cols = weight.shape
         w = stack.codes.view(experts, rows, cols), stack.scale.view(experts, rows)
         if page is not None:
-            looked = spec_of(recipe.fprop.input)
-            return telemetry_experts.fprop(x8, weight, w, ends, target, dtype, accumulate, x, looked, page)
+            tokens, stacked = Source.of([x], recipe.fprop.input), Source.of([weight], recipe.fprop.weight)
+            return telemetry_experts.fprop(x8, w, ends, (dtype, accumulate), tokens, stacked, page)
         return grouped_gemm(x8, *w, ends, dtype, accumulate)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
@@ -209,8 +209,8 @@ def _dgrad(
         codes, scale = stack.codes.view(experts, cols, rows), stack.scale.view(experts, cols)
     if ctx.page is None:
         return grouped_gemm(g, codes, scale, ends, dtype, recipe.dgrad.accumulate)
-    looked, accumulate = spec_of(recipe.dgrad.grad_output), recipe.dgrad.accumulate
-    return telemetry_experts.dgrad(g, (codes, scale), ends, dtype, accumulate, dy, looked, fold, ctx.page)
+    source = Source.of([dy], recipe.dgrad.grad_output, fold=fold)
+    return telemetry_experts.dgrad(g, (codes, scale), ends, (dtype, recipe.dgrad.accumulate), source, ctx.page)
 
 
 def _wgrad(

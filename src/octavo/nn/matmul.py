@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from octavo._util.autograd import first_order
 from octavo.kernels.batch import Batch, batch_of, quantize_batch
 from octavo.kernels.bmm import bmm
 from octavo.nn import functional
@@ -97,7 +97,7 @@ class _Matmul(torch.autograd.Function):
         return bmm(x, w, dtype, recipe.fprop.accumulate)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dc_BMN: Tensor | None) -> tuple[Tensor | None, ...]:
         if dc_BMN is None:
             return (None,) * len(ctx.needs_input_grad)

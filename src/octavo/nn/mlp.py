@@ -18,11 +18,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from octavo import kernels
+from octavo._util.autograd import first_order
 from octavo.kernels import QuantSpec
-from octavo.kernels.activation import INPUTS, activation, activation_and_inputs, activation_backward
+from octavo.kernels.activation import INPUTS, Factors, Targets, activation, activation_and_inputs, activation_backward
 from octavo.nn.functional import (
     Kept,
     Quantizer,
@@ -113,8 +113,8 @@ class _MLP(torch.autograd.Function):
             x.kept,
             (hidden.scale,),
             inputs,
-            kept_weights(w, weights[:-1], inner),
-            kept_weights(down, weights[-1:], outer),
+            kept_weights(w, weights[:-1], inner, w_codes is not None),
+            kept_weights(down, weights[-1:], outer, down_codes is not None),
         )
         ctx.save_for_backward(*(tensor for part in saved for tensor in part))
         ctx.sizes = [len(part) for part in saved]
@@ -124,7 +124,7 @@ class _MLP(torch.autograd.Function):
         return fprop_of(before, hidden, down, weights[-1:], outer, dtype, down_stats, kind)[0]
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_outputs[0] is None:
             return (None,) * len(ctx.needs_input_grad)
@@ -142,12 +142,16 @@ class _MLP(torch.autograd.Function):
             kind,
             d_hidden,
             *_gate_and_up(inputs, keeps_codes),
-            rows=spec_of(inner.dgrad.grad_output) if needs_x else None,
-            columns=spec_of(inner.wgrad.grad_output) if any(needs_inner) else None,
-            hidden=_hidden_target(outer) if needs_down else None,
-            hidden_scale=hidden_scale if needs_down and _scale_tells_codes(outer) else None,
-            row_fold=weight_fold(weight, inner) if needs_x else None,
-            column_fold=input_fold(scale_of(kept), inner) if any(needs_inner) else None,
+            Targets(
+                rows=spec_of(inner.dgrad.grad_output) if needs_x else None,
+                columns=spec_of(inner.wgrad.grad_output) if any(needs_inner) else None,
+                hidden=_hidden_target(outer) if needs_down else None,
+            ),
+            Factors(
+                rows=weight_fold(weight, inner) if needs_x else None,
+                columns=input_fold(scale_of(kept), inner) if any(needs_inner) else None,
+                hidden=hidden_scale if needs_down and _scale_tells_codes(outer) else None,
+            ),
         )
         dx = None
         if needs_x:

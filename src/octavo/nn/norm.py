@@ -19,9 +19,9 @@ from typing import Any, Literal, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from octavo import kernels
+from octavo._util.autograd import first_order, refuse_transforms
 from octavo._util.compiler import assume_constant_result
 from octavo.kernels import ledger, norm
 from octavo.kernels.dispatch import is_plain, on_gpu, why_not
@@ -80,6 +80,7 @@ class Norm(nn.Module):
         eps = _default_eps(x.dtype, x.device) if eps is None else eps
         target = None if torch.compiler.is_compiling() or not _gains(x.device) else self.target
         keeps_codes = self.input_format == "fp8" and torch.is_grad_enabled()
+        refuse_transforms()
         y_MD, codes, scale = _Function.apply(x_MD, *self._affine(), eps, target, self.centred, keeps_codes)  # type: ignore[no-untyped-call]
         y = y_MD.view(x.shape)
         if target is not None:
@@ -261,7 +262,7 @@ class _Function(torch.autograd.Function):
         return made.y, made.quantized.codes, made.quantized.scale
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         dy = grad_outputs[0]
         x_MD, scale, weight, bias, mean, rstd = ctx.saved_tensors

@@ -1,7 +1,8 @@
 """`octavo.observed`: what quantising loses in each FP8 layer, and which layer met a NaN or an infinity first.
 
-Every operand is quantised once more, beside the layer, and looked at (`octavo.kernels.telemetry.count`). That costs
-passes and memory: it is for finding faults, not for every step. Nothing waits for the device until the report is read.
+Every operand is quantised once more, beside the layer, and every element counted, where `octavo.nn.telemetry` reads a
+sample. That costs passes and memory: it is for finding faults, not for every step. Nothing waits for the device until
+the report is read.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from torch import Tensor, nn
 
 from octavo import kernels
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.kernels import ScaleRef, telemetry
+from octavo.kernels import ScaleRef
 from octavo.kernels.patches import unfold
+from octavo.kernels.sample import limits
 from octavo.nn.conv import Conv1d, Conv2d, window_of
 from octavo.nn.fp8_weights import values
 from octavo.nn.functional import scale_ref_of, spec_of
 from octavo.nn.grouped import GroupedLinear
 from octavo.nn.hooks import hooked
 from octavo.nn.linear import Linear
-from octavo.numerics import PER_TENSOR, Quantized, tile_amax
+from octavo.numerics import PER_TENSOR, Quantized, format_of, tile_amax
 from octavo.recipes import STORED_SCALE_ROLES, Operand, Recipe
 
 ROLES = ("input", "weight", "grad_output")
@@ -147,7 +149,8 @@ class _Tally:
 
     def __init__(self, device: torch.device) -> None:
         with torch.inference_mode(False):  # they are written to outside of it too
-            self.stats = torch.zeros(len(ROLES), 4, dtype=torch.int64, device=device)
+            self.lost = torch.zeros(len(ROLES), 3, dtype=torch.int64, device=device)
+            self.amax = torch.zeros(len(ROLES), device=device)
             self.first = torch.zeros(len(ROLES), dtype=torch.int64, device=device)
         self.elements = [0] * len(ROLES)
         self.operands = [""] * len(ROLES)
@@ -172,11 +175,10 @@ class _Tally:
         read = read.t() if transposed else read
         target = spec_of(operand)._replace(rounding="nearest")
         made = kernels.quantize(read, *target) if cell is None else _quantize_at(read, target, cell)
-        counts, row = telemetry.count(read, made), ROLES.index(role)
-        amax = tile_amax(x, PER_TENSOR).view(torch.int32).long().view(())
-        self.stats[row, 0] = torch.maximum(self.stats[row, 0], amax)
-        self.stats[row, 1:] += counts[1:]
-        is_first = (self.first[row] == 0) & (counts[3] > 0)
+        lost, row = count_lost(read, made), ROLES.index(role)
+        self.amax[row] = torch.maximum(self.amax[row], tile_amax(x, PER_TENSOR).view(()))
+        self.lost[row] += lost
+        is_first = (self.first[row] == 0) & (lost[2] > 0)
         self.first[row] = torch.where(is_first, number, self.first[row])
         self.elements[row] += x.numel()
         self.operands[row] = str(operand)
@@ -187,9 +189,9 @@ class _Tally:
         firsts = self.first.tolist()
         for row, role in enumerate(ROLES):
             if elements := self.elements[row]:
-                amax, flushed, saturated, non_finite = telemetry.read(self.stats[row])
+                flushed, saturated, non_finite = self.lost[row].tolist()
                 counts = elements, non_finite, saturated, flushed
-                yield Observed(layer, role, self.operands[row], *counts, amax), firsts[row]
+                yield Observed(layer, role, self.operands[row], *counts, float(self.amax[row])), firsts[row]
 
 
 @contextmanager
@@ -230,6 +232,23 @@ def observed(model: nn.Module) -> Iterator[Observation]:
             yield report
     finally:
         report._is_open = False
+
+
+def count_lost(x: Tensor, quantized: Quantized) -> Tensor:
+    """Return how many elements are flushed to zero, saturated, and not finite, int64 (3,).
+
+    Args:
+        x: (R, C), what was quantised: with its fold, if there was one.
+        quantized: codes (R, C), rounded to nearest.
+    """
+    if x.numel() == 0:
+        return torch.zeros(3, dtype=torch.int64, device=x.device)
+    magnitude = x.float().abs()
+    finite = magnitude < torch.inf
+    is_zero = quantized.codes.view(torch.uint8) & 0x7F == 0
+    scale = quantized.granularity.expand(quantized.scale, *x.shape)
+    saturated = finite & (magnitude / scale > limits(format_of(quantized.codes)).saturated)
+    return torch.stack([found.sum() for found in (finite & (magnitude > 0) & is_zero, saturated, ~finite)])
 
 
 def _cells(row: Observed) -> tuple[str, ...]:

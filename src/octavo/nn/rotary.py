@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from octavo._util.autograd import first_order
 from octavo.kernels import rotary
 
 
@@ -30,7 +30,7 @@ class _Rotate(torch.autograd.Function):
         return rotary.rotate(x, cos, sin)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, None, None]:
         if grad_outputs[0] is None:
             return None, None, None

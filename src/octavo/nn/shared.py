@@ -1,18 +1,21 @@
 """Linear layers that read the same input, computed as one: q, k and v of an attention, gate and up of an MLP.
 
-A module calls them one after another. The first call computes all of them, and the others are handed what is theirs.
-Whether they do read the same input is seen in each call, by identity: a layer called with another tensor computes
-alone. The joint call has one node in the autograd graph, so that backward has the gradients of all outputs at once:
-they are quantised side by side, and dgrad, whose sum over the layers the GEMM makes, and wgrad are one GEMM each.
+A module calls them one after another. A call of the first computes all of them, and the outputs of the others wait on
+the input tensor itself, where their layers find them. A layer that finds none computes alone. The joint call has one
+node in the autograd graph, so that backward has the gradients of all outputs at once: they are quantised side by side,
+and dgrad, whose sum over the layers the GEMM makes, and wgrad are one GEMM each.
 
-Outputs wait for their layer until its next call. Those of an earlier x, weight or recipe are dropped, which versions
-and optimizer steps tell: not a write through `weight.data` between two calls of one group with the same tensor.
+An output is dropped if x, its weight or the recipe has changed since, which versions and optimizer steps tell: not a
+write through `weight.data` between two calls of one group with the same tensor.
 
 One node means one backward: `q.sum().backward()` and then `k.sum().backward()` needs `retain_graph=True` in the first.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,46 +26,71 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from octavo.nn.attached_codes import attached_codes
 from octavo.nn.functional import Quantizer, compute_dtype, linears, spec_of
 from octavo.nn.telemetry_ops import stats_buffer_of
-from octavo.recipes import Recipe
 
 if TYPE_CHECKING:
     from octavo.nn.linear import Linear
+
+
+_NAME = "_octavo_outputs"
+
+
+class Waiting:
+    """Outputs of groups for one tensor that no layer has asked for yet. Copies and files of the tensor carry none."""
+
+    def __init__(self) -> None:
+        self.by_group: dict[SharedInput, dict[int, tuple[Tensor, tuple[Any, ...]]]] = {}
+        """For each group: output and the state that it was computed in, by the position of its layer."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, ()  # `torch.load` knows this type
+
+
+_this_thread = threading.local()
+
+
+def _drop_others(waiting: Waiting) -> None:
+    """Drop what still waits on the last tensor: a failed forward leaves outputs, and they keep its graph alive."""
+    last = getattr(_this_thread, "last", lambda: None)()
+    if last is not None and last is not waiting:
+        last.by_group.clear()
+    _this_thread.last = weakref.ref(waiting)
 
 
 class SharedInput:
     """A group of layers, held by each of them as `layer.shared`."""
 
     layers: tuple[Linear, ...]
-    _input: Tensor | None
-    _waiting: dict[int, Tensor]
-    """Outputs for that input that nobody has asked for yet, by the place of their layer."""
-    _states: dict[int, tuple[Any, ...]]
 
     def __init__(self, layers: Sequence[Linear]) -> None:
         self.layers = tuple(layers)
-        self._clear()
 
     def output(self, layer: Linear, x: Tensor) -> Tensor:
-        """Return the output of one layer for x, and compute those of the others if x is new."""
-        found = [i for i, member in enumerate(self.layers) if member is layer]
-        # Not found: a copy of a member, such as a replica on another device. A hook before a forward may bring the
-        # weight along, as DeepSpeed's ZeRO-3 does: it is there for that layer, and while it computes.
-        if not found or layer._forward_pre_hooks:
+        """Return the output of one layer for x; a call of the first computes those of all."""
+        # A hook before the forward may bring the weight along, as DeepSpeed's ZeRO-3 does: for that layer alone.
+        members = {
+            i: member
+            for i, member in enumerate(self.layers)
+            if member.enabled and member.recipe is layer.recipe and not member._forward_pre_hooks
+        }
+        position = next((i for i, member in members.items() if member is layer), None)
+        if position is None:  # it has such a hook, or is a copy of a member, such as a replica on another device
             return self._compute([layer], x)[0]
-        position = found[0]
-        if position not in self._waiting:
-            self._compute_all(layer.recipe, x)
-        y, state, same = self._waiting.pop(position), self._states[position], self._input is x
-        if not self._waiting:
-            self._clear()
-        return y if same and state == _state(layer, x) else self._compute([layer], x)[0]
+        outputs = self._outputs_on(x)
+        if position == next(iter(members)):
+            computed = self._compute(list(members.values()), x)
+            outputs.clear()
+            outputs.update({i: (y, _state(self.layers[i], x)) for i, y in zip(members, computed, strict=True)})
+        y, state = outputs.pop(position, (None, None))
+        return y if y is not None and state == _state(layer, x) else self._compute([layer], x)[0]
 
-    def _compute_all(self, recipe: Recipe, x: Tensor) -> None:
-        alike = [layer.enabled and layer.recipe is recipe and not layer._forward_pre_hooks for layer in self.layers]
-        members = [i for i, joins in enumerate(alike) if joins]
-        outputs = self._compute([self.layers[i] for i in members], x)
-        self._input, self._waiting = x, dict(zip(members, outputs, strict=True))
-        self._states = {i: _state(self.layers[i], x) for i in members}
+    def _outputs_on(self, x: Tensor) -> dict[int, tuple[Tensor, tuple[Any, ...]]]:
+        waiting = getattr(x, _NAME, None)
+        if not isinstance(waiting, Waiting):
+            waiting = Waiting()
+            setattr(x, _NAME, waiting)
+        if not torch.compiler.is_compiling():
+            _drop_others(waiting)
+        return waiting.by_group.setdefault(self, {})
 
     def _compute(self, layers: Sequence[Linear], x: Tensor) -> list[Tensor]:
         recipe = layers[0].recipe
@@ -79,16 +107,6 @@ class SharedInput:
             given,
             codes,
         )
-
-    def _clear(self) -> None:
-        self._input, self._waiting, self._states = None, {}, {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"layers": self.layers}  # copies and files carry no activations
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.layers = state["layers"]
-        self._clear()
 
 
 _steps = 0

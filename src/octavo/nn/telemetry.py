@@ -29,7 +29,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from octavo.errors import ConfigError
 from octavo.kernels.download import Download
-from octavo.kernels.sample import BINS, DETAILED, PHASE, SAMPLED, STATS, WIDTH, settle
+from octavo.kernels.sample import BINS, DETAILED, PHASE, SAMPLED, STATS, WIDTH
 from octavo.nn.fusion_groups import fusion_groups
 from octavo.nn.telemetry_ops import StatsSlot
 from octavo.nn.telemetry_ranks import Gathering, Own, Together
@@ -119,7 +119,6 @@ class Telemetry:
         """
         if self._buffer.is_cuda and torch.cuda.is_current_stream_capturing():
             return
-        settle()
         self.done += 1
         looks, detailed = self._wants(self.done)
         if looks and self.rows:
@@ -158,7 +157,6 @@ class Telemetry:
     def restart(self, done: int) -> None:
         """Go on after step `done`, of a run taken back or that tried something: what waits to be read is dropped."""
         self.wait()
-        settle()
         self._coming.clear()
         self.done = done
         self._begin()
@@ -167,7 +165,6 @@ class Telemetry:
         """Stop watching. The layers are as before; values that have arrived can still be read."""
         for layer in self._layers:
             layer.__dict__.pop("watch", None)
-        settle()
         _live.discard(self)
 
     def belongs_to(self, parameters: set[int]) -> bool:

@@ -14,7 +14,7 @@ the codes that it is, and so is an input of which there are only codes (`octavo.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -24,15 +24,14 @@ from torch import Tensor
 from octavo import kernels
 from octavo.kernels import QuantSpec
 from octavo.kernels.activation import INPUTS, activation_backward_plain
-from octavo.kernels.operator import define
+from octavo.kernels.operator import call, define_packed
 from octavo.kernels.patches import Window, unfold_rows, window_of
-from octavo.kernels.quant_spec import parse_spec
 from octavo.kernels.reference.activation import value
-from octavo.kernels.sample import SampleInput, held, rests, sample, sample_soon, sampled_rows, soon
+from octavo.kernels.sample import SampleInput, sample, sampled_rows, sampling_off
 from octavo.nn.attached_codes import is_placeholder
 from octavo.nn.fp8_weights import has_fp8_weight
 from octavo.nn.weight_codes import WeightCodes, as_matrix, multiply
-from octavo.numerics import Quantized, dequantize, granularity_named
+from octavo.numerics import Quantized, dequantize
 from octavo.recipes import Operand
 
 PATCHES = "patches"
@@ -99,121 +98,101 @@ def fprop(
     x: Quantized, w: WeightCodes, weights: Sequence[Tensor], target: QuantSpec, dtype: torch.dtype, accumulate: str,
     source: Source, page: Tensor,
 ) -> list[Tensor]:  # fmt: skip
-    """Return X W_i^T for each weight, and look at the input and the weights. target: what W is quantised to."""
-    codes, scales = [matrix.codes for matrix in w.matrices], [matrix.scale for matrix in w.matrices]
+    """Return X W_i^T for each weight, and sample the input and the weights. target: what W is quantised to."""
     plain = [] if has_fp8_weight(weights) else list(weights)
-    outputs: list[Tensor] = torch.ops.octavo.sampled_fprop(
-        x.codes, x.scale, x.granularity.name, codes, scales, str(target), list(w.rows), plain, dtype,
-        accumulate, list(source.tensors), str(source.target), source.tied, source.kind, page,
-    )  # fmt: skip
+    arguments = x, w, target, plain, (dtype, accumulate), source, page
+    outputs: list[Tensor] = call("sampled_fprop", _fprop, arguments, [True] * len(w.rows))
     return outputs
 
 
 def dgrad(
     g: Quantized, w_KN: Quantized, layers: int, dtype: torch.dtype, accumulate: str, source: Source, page: Tensor
 ) -> Tensor:
-    """Return G W (M, K), and look at the gradients of that many layers."""
-    result: Tensor = torch.ops.octavo.sampled_dgrad(
-        g.codes, g.scale, g.granularity.name, w_KN.codes, w_KN.scale, w_KN.granularity.name, layers, dtype, accumulate,
-        list(source.tensors), str(source.target), source.tied, source.kind, source.fold, page,
-    )  # fmt: skip
+    """Return G W (M, K), and sample the gradients of that many layers."""
+    result: Tensor = call("sampled_dgrad", _dgrad, (g, w_KN, layers, (dtype, accumulate), source, page), [True])[0]
     return result
 
 
 def _fprop(
-    x: Tensor, x_scale: Tensor, x_granularity: str, codes: list[Tensor], scales: list[Tensor], target: str,
-    counts: list[int], weights: list[Tensor], dtype: torch.dtype, accumulate: str, tensors: list[Tensor], looked: str,
-    tied: bool, kind: str, page: Tensor,
+    x: Quantized, w: WeightCodes, target: QuantSpec, weights: Sequence[Tensor], product: tuple[torch.dtype, str],
+    source: Source, page: Tensor,
 ) -> list[Tensor]:  # fmt: skip
-    left, goal = Quantized(x, x_scale, granularity_named(x_granularity)), _named(target)
-    w = WeightCodes(tuple(Quantized(*pair, goal.tile) for pair in zip(codes, scales, strict=True)), tuple(counts))
-    outputs = multiply(left, w, dtype, accumulate)
+    w = WeightCodes(*w)
+    outputs = multiply(x, w, *product)
     row, *rows = page.data.unbind()  # no versions count: a layer may run twice before backward
-    if not rests(row) and 0 not in x.shape:
-        sample_input(x, x_scale, tensors, _named(looked), tied, kind, outputs[0], row)
-        sample_weights(w, weights, goal, outputs, rows)
+    if not sampling_off(row) and 0 not in x.codes.shape:
+        sample_input(x, Source(*source), outputs[0], row)
+        sample_weights(w, weights, target, outputs, rows)
     return outputs
 
 
-def sample_input(
-    x: Tensor, scale: Tensor, tensors: list[Tensor], operand: QuantSpec, tied: bool, kind: str, y: Tensor, row: Tensor
-) -> None:
-    """Look at what fprop has read as codes x with a scale, and of which y came."""
-    source, edges, total = tensors[0], ends_of(y), len(x)
+def _fprop_shape(
+    x: Quantized, w: WeightCodes, target: QuantSpec, weights: Sequence[Tensor], product: tuple[torch.dtype, str],
+    *_: object,
+) -> list[Tensor]:  # fmt: skip
+    return [x.codes.new_empty(x.codes.shape[0], rows, dtype=product[0]) for rows in WeightCodes(*w).rows]
+
+
+def sample_input(x: Quantized, source: Source, y: Tensor, row: Tensor) -> None:
+    """Sample what fprop has read as x, and of which y came."""
+    tensor, edges, total, kind = source.tensors[0], ends_of(y), len(x.codes), source.kind
     if kind.startswith(PATCHES):
         window = window_of([int(number) for number in kind.split()[1:]])
-        source = unfold_rows(source, window, sampled_rows(total, row))
-        sample_soon(SampleInput(source, scale, operand, None, edges, tied, total), row)
+        patches = unfold_rows(tensor, window, sampled_rows(total, row))
+        sample(SampleInput(patches, x.scale, source.target, None, edges, source.tied, total), row)
     elif kind:
-        parts, scales, ends = _sampled(tensors, total, row), held(scale), None if edges is None else held(edges)
-        soon(
-            lambda: sample(SampleInput(_hidden(parts, kind), scales, operand, None, ends, tied, total), row), row.device
-        )
-    elif is_placeholder(source):
-        sample_soon(SampleInput(x, scale, operand, None, edges, is_coded=True), row)
+        hidden = _hidden(_sampled(source.tensors, total, row), kind)
+        sample(SampleInput(hidden, x.scale, source.target, None, edges, source.tied, total), row)
+    elif is_placeholder(tensor):
+        sample(SampleInput(x.codes, x.scale, source.target, None, edges, is_coded=True), row)
     else:
-        source = source.flatten(0, -2) if source.dim() > 2 else source
-        sample_soon(SampleInput(source, scale, operand, None, edges, tied), row)
+        tensor = tensor.flatten(0, -2) if tensor.dim() > 2 else tensor
+        sample(SampleInput(tensor, x.scale, source.target, None, edges, source.tied), row)
 
 
 def sample_weights(
     w: WeightCodes, weights: Sequence[Tensor], target: QuantSpec, outputs: Sequence[Tensor], rows: Sequence[Tensor]
 ) -> None:
-    """Look at the weights of which outputs came, each in its own row. weights: none where they are FP8 tensors."""
+    """Sample the weights of which outputs came, each into its own row. weights: none where they are FP8 tensors."""
     parts = w.parts()
     if parts is None:
         return
     alone = len(parts) == 1 or parts[0].granularity.rows is not None
     for i, (part, y, row) in enumerate(zip(parts, outputs, rows, strict=False)):
+        edges = ends_of(y.t())
         if weights:
-            sample_soon(
-                SampleInput(as_matrix(weights[i].detach()), part.scale, target, None, ends_of(y.t()), alone), row
-            )
+            sample(SampleInput(as_matrix(weights[i].detach()), part.scale, target, None, edges, alone), row)
         else:
-            sample_soon(SampleInput(part.codes, part.scale, target, None, ends_of(y.t()), is_coded=True), row)
+            sample(SampleInput(part.codes, part.scale, target, None, edges, is_coded=True), row)
 
 
 def _dgrad(
-    g: Tensor, g_scale: Tensor, g_granularity: str, w: Tensor, w_scale: Tensor, w_granularity: str, layers: int,
-    dtype: torch.dtype, accumulate: str, tensors: list[Tensor], looked: str, tied: bool, kind: str,
-    fold: Tensor | None, page: Tensor,
-) -> Tensor:  # fmt: skip
-    left = Quantized(g, g_scale, granularity_named(g_granularity))
-    result = kernels.gemm(left, Quantized(w, w_scale, granularity_named(w_granularity)), dtype, accumulate)
+    g: Quantized, w: Quantized, layers: int, product: tuple[torch.dtype, str], source: Source, page: Tensor
+) -> list[Tensor]:
+    result = kernels.gemm(g, w, *product)
     rows = page.data.unbind()[1 + layers :]
-    if not rests(rows[0]) and 0 not in g.shape:
-        sample_gradients(len(g), g_scale, tensors, _named(looked), tied, kind, fold, result, rows)
-    return result
+    if not sampling_off(rows[0]) and 0 not in g.codes.shape:
+        sample_gradients(g, Source(*source), result, rows)
+    return [result]
 
 
-def sample_gradients(
-    total: int, g_scale: Tensor, tensors: Sequence[Tensor], operand: QuantSpec, tied: bool, kind: str,
-    fold: Tensor | None, dx: Tensor, rows: Sequence[Tensor],
-) -> None:  # fmt: skip
-    """Look at what dgrad has read side by side, of `total` rows, and of which dx came."""
-    edges = ends_of(dx)
-    if not kind:
-        _sample_parts(tensors, g_scale, operand, tied, fold, edges, rows, None, sample_soon)
-        return
-    parts, scale = _sampled(tensors, total, rows[0]), held(g_scale)
-    folds, ends = (None if x is None else held(x) for x in (fold, edges))
-    soon(
-        lambda: _sample_parts(_gradients(parts, kind), scale, operand, tied, folds, ends, rows, total, sample),
-        scale.device,
-    )
+def _dgrad_shape(g: Quantized, w: Quantized, layers: int, product: tuple[torch.dtype, str], *_: object) -> list[Tensor]:
+    return [g.codes.new_empty(g.codes.shape[0], w.codes.shape[0], dtype=product[0])]
 
 
-def _sample_parts(
-    tensors: Sequence[Tensor], g_scale: Tensor, operand: QuantSpec, tied: bool, fold: Tensor | None,
-    edges: Tensor | None, rows: Sequence[Tensor], total: int | None, look: Callable[[SampleInput, Tensor], None],
-) -> None:  # fmt: skip
+def sample_gradients(g: Quantized, source: Source, dx: Tensor, rows: Sequence[Tensor]) -> None:
+    """Sample what dgrad has read side by side as g, and of which dx came, a row for each layer."""
+    tensors, operand, tied, kind, fold = source
+    total = len(g.codes) if kind else None
+    if kind:
+        tensors = _gradients(_sampled(tensors, len(g.codes), rows[0]), kind)
     widths = [dy.shape[1] for dy in tensors]
-    scales = _parts(g_scale.t(), operand.tile.cols, widths)
+    scales = _parts(g.scale.t(), operand.tile.cols, widths)
     folds = [fold] * len(widths) if fold is None or len(widths) == 1 else fold.split(widths, dim=1)
     alone = tied and (len(widths) == 1 or operand.tile.cols is not None)
     for dy, scale, part, row in zip(tensors, scales, folds, rows, strict=True):
         if scale is not None:
-            look(SampleInput(dy, scale.t(), operand, part, edges, alone, total), row)
+            sample(SampleInput(dy, scale.t(), operand, part, ends_of(dx), alone, total), row)
 
 
 def _parts(scale: Tensor, height: int | None, counts: list[int]) -> list[Tensor | None]:
@@ -263,29 +242,5 @@ def _rows_of(x: Tensor, rows: Tensor) -> Tensor:
     return x.view(torch.uint8)[rows].view(x.dtype) if x.element_size() == 1 else x[rows]
 
 
-def _named(text: str) -> QuantSpec:
-    target = parse_spec(text)
-    assert target is not None
-    return target
-
-
-define(
-    "sampled_fprop(Tensor x, Tensor x_scale, str x_granularity, Tensor[] codes, Tensor[] scales, str target, "
-    "int[] counts, Tensor[] weights, ScalarType dtype, str accumulate, Tensor[] tensors, str looked, bool tied, "
-    "str kind, Tensor page) -> Tensor[]",
-    _fprop,
-    lambda x, x_scale, x_granularity, codes, scales, target, counts, weights, dtype, *_: [
-        x.new_empty(x.shape[0], count, dtype=dtype) for count in counts
-    ],
-    torch.Tag.cudagraph_unsafe,
-)
-define(
-    "sampled_dgrad(Tensor g, Tensor g_scale, str g_granularity, Tensor w, Tensor w_scale, str w_granularity, "
-    "int layers, ScalarType dtype, str accumulate, Tensor[] tensors, str looked, bool tied, str kind, Tensor? fold, "
-    "Tensor page) -> Tensor",
-    _dgrad,
-    lambda g, g_scale, g_granularity, w, w_scale, w_granularity, layers, dtype, *_: g.new_empty(
-        g.shape[0], w.shape[0], dtype=dtype
-    ),
-    torch.Tag.cudagraph_unsafe,
-)
+define_packed("sampled_fprop", _fprop, _fprop_shape, torch.Tag.cudagraph_unsafe)
+define_packed("sampled_dgrad", _dgrad, _dgrad_shape, torch.Tag.cudagraph_unsafe)

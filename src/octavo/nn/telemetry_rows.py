@@ -55,7 +55,10 @@ def find(model: nn.Module) -> tuple[dict[str, Layer], dict[str, str]]:
         elif not (module.recipe.fprop.is_fp8 or module.recipe.dgrad.is_fp8):
             left[name] = f"recipe '{module.recipe.name}' runs its fprop and its dgrad in BF16"
         elif module.watch is not None:
-            raise ConfigError(f"telemetry watches '{name}' already: detach that before you make another.")
+            raise ConfigError(
+                f"telemetry watches '{name}' already: close the `Loop` or `Monitor` that measures it, or detach that"
+                " telemetry, first."
+            )
         else:
             found[name] = module
     return found, left

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from octavo.optim.matrix_all_to_all import ShardLayout, gather_full, scatter_ful
 from octavo.optim.optimizer import Entry, Optimizer
 from octavo.optim.states import RuleName, hidden_matrix
 
-AdjustLr = Literal["original", "match_rms_adamw"]
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Quintic Newton-Schulz iteration with a steep slope at zero: singular values end between about 0.7 and 1.2.
 
@@ -27,7 +26,14 @@ NS_EPS = 1e-7
 CHUNK = 2**25
 """Elements orthogonalised at a time: enough to keep a GPU busy, and no more, since each needs about 8 bytes."""
 _RULES = ("muon", "adamw")
-_MUON_ONLY = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
+_MUON = {
+    "momentum": 0.95,
+    "nesterov": True,
+    "ns_coefficients": NS_COEFFICIENTS,
+    "eps": NS_EPS,
+    "ns_steps": NS_STEPS,
+    "adjust_lr_fn": "match_rms_adamw",
+}
 _ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8}
 
 
@@ -60,18 +66,15 @@ class Muon(Optimizer):
         params: `model.named_parameters()`, or groups: names tell embeddings and heads from hidden matrices.
         lr: learning rate, a number or a tensor.
         weight_decay: decoupled.
-        momentum: decay of the momentum.
-        nesterov: Nesterov momentum.
-        ns_coefficients: a, b, c of the Newton-Schulz iteration.
-        eps: lower bound of the norm that a matrix is divided by.
-        ns_steps: number of iterations.
-        adjust_lr_fn: `match_rms_adamw`: ratio = 0.2 sqrt(max(R, C)), so that updates have AdamW's RMS, and AdamW's
-            learning rate and weight decay can be used; or `original` (also None): ratio = sqrt(max(1, R / C)), with
-            learning rates of about 0.02.
         adamw: settings of everything else: `lr`, `betas`, `eps`, `weight_decay`. By default `lr` and `weight_decay` of
             Muon, betas (0.9, 0.95), eps 1e-8.
         matrices: (name, parameter) -> whether Muon steps it; by default `octavo.optim.hidden_matrix`.
-        settings: fields of `octavo.optim.settings.OptimizerOptions`.
+        settings: fields of `octavo.optim.settings.OptimizerOptions`, and Muon's own, named as in `torch.optim.Muon`:
+            `momentum`, its decay, 0.95; `nesterov`, True; `ns_coefficients`, a, b, c of the Newton-Schulz iteration;
+            `ns_steps`, 5; `eps`, 1e-7, lower bound of the norm that a matrix is divided by; `adjust_lr_fn`:
+            `match_rms_adamw`, ratio = 0.2 sqrt(max(R, C)), so that updates have AdamW's RMS, and AdamW's learning rate
+            and weight decay can be used; or `original` (also None), ratio = sqrt(max(1, R / C)), with learning rates of
+            about 0.02.
 
     Raises:
         ConfigError: as `Optimizer` does; no names for the default of `matrices`; `original` without a learning rate for
@@ -85,12 +88,6 @@ class Muon(Optimizer):
         params: Any,
         lr: float | Tensor = 1e-3,
         weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = NS_COEFFICIENTS,
-        eps: float = NS_EPS,
-        ns_steps: int = NS_STEPS,
-        adjust_lr_fn: AdjustLr | None = "match_rms_adamw",
         *,
         adamw: Mapping[str, Any] | None = None,
         matrices: Callable[[str, Tensor], bool] = hidden_matrix,
@@ -98,9 +95,10 @@ class Muon(Optimizer):
     ) -> None:
         self.matrices = matrices
         both = {"lr": lr, "weight_decay": weight_decay}
-        own = {"momentum": momentum, "nesterov": nesterov, "ns_coefficients": tuple(ns_coefficients), "eps": eps}
+        own = {name: settings.pop(name, default) for name, default in _MUON.items()}
+        own["ns_coefficients"] = tuple(own["ns_coefficients"])
         self._settings: dict[RuleName, dict[str, Any]] = {
-            "muon": {**both, **own, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn},
+            "muon": {**both, **own},
             "adamw": {**both, **_ADAMW, **(adamw or {})},
         }
         self._lr_is_shared = "lr" not in (adamw or {})
@@ -133,7 +131,7 @@ class Muon(Optimizer):
                 self._add(rule, {**param_group, "params": members})
 
     def _add(self, rule: RuleName, group: dict[str, Any]) -> None:
-        left_out = _MUON_ONLY if rule == "adamw" else ("betas",)
+        left_out = _MUON.keys() - {"eps"} if rule == "adamw" else {"betas"}
         given = {key: value for key, value in group.items() if key not in left_out}
         group = {**self._settings[rule], **given, "rule": rule}
         if rule == "adamw" and "lr" not in given and self._lr_is_shared:

@@ -12,6 +12,8 @@ from octavo.errors import ConfigError, did_you_mean
 from octavo.recipes.presets import PRESETS
 from octavo.recipes.spec import GEMMS, OPERANDS, STORED_SCALE_ROLES, Operand, Recipe
 
+DEEPEST = 16
+"""Levels of recipes made from recipes."""
 RecipeLike = str | Path | Mapping[str, Any] | Recipe
 
 
@@ -34,33 +36,46 @@ def load(recipe: RecipeLike, where: str = "recipe") -> Recipe:
     Raises:
         ConfigError: an unknown name or key, or a recipe that no kernel could run.
     """
+    return _load(recipe, where, ())
+
+
+def _load(recipe: Any, where: str, users: tuple[Path | None, ...]) -> Recipe:
+    """Return a recipe. `users`: the files, or None for a mapping, that this one is the base or a module's recipe of."""
     if isinstance(recipe, Recipe):
         return recipe
+    if len(users) > DEEPEST:
+        raise ConfigError(f"{where}: recipes are nested more than {DEEPEST} deep.")
     if isinstance(recipe, Mapping):
-        return _from_mapping(recipe, where)
+        return _from_mapping(recipe, where, (*users, None))
     if not isinstance(recipe, str | Path):
-        raise ConfigError(f"{where}: a recipe is a name, a file, a mapping or a Recipe, not {recipe!r}.")
+        raise ConfigError(
+            f"{where}: a recipe is a name, a file, a mapping or a Recipe, not {config_reader.shown(recipe)}."
+        )
     path = Path(recipe)
     if path.suffix in (".toml", ".json"):
-        return _from_mapping({"name": path.stem, **config_reader.read_file(path)}, str(path))
+        if path in users:
+            raise ConfigError(f"{where}: the recipe {path} is made from itself. Name a preset, or another file.")
+        return _from_mapping({"name": path.stem, **config_reader.read_file(path)}, str(path), (*users, path))
     if str(recipe) not in PRESETS:
         raise ConfigError(
-            f"unknown {where} '{recipe}'.{did_you_mean(str(recipe), PRESETS)} "
+            f"unknown {where} {config_reader.shown(str(recipe))}.{did_you_mean(str(recipe), PRESETS)} "
             f"Recipes: {', '.join(PRESETS)}, or a .toml or .json file."
         )
     return PRESETS[str(recipe)]()
 
 
-def _from_mapping(mapping: Mapping[str, Any], where: str) -> Recipe:
-    base = load(mapping.get("base", "folded"), f"{where}: base")
+def _from_mapping(mapping: Mapping[str, Any], where: str, users: tuple[Path | None, ...]) -> Recipe:
+    base = _load(mapping.get("base", "folded"), f"{where}: base", users)
     changes = {key: value for key, value in mapping.items() if key not in ("base", "modules")}
     merged = _merge(config_reader.to_dict(base), {"name": f"{base.name}, changed", **changes})
     modules = mapping.get("modules", {})
     if not isinstance(modules, Mapping):
-        raise ConfigError(f"{where}: modules: expected a table of patterns, got {modules!r}.")
+        raise ConfigError(f"{where}: modules: expected a table of patterns, got {config_reader.shown(modules)}.")
     overrides: dict[str, Recipe] = {}
     for pattern, value in modules.items():
-        other = load(value, f"{where}: modules.{pattern}")  # equal ones are one: layers of one recipe compute together
+        other = _load(
+            value, f"{where}: modules.{pattern}", users
+        )  # equal ones are one: layers of one recipe compute together
         overrides[pattern] = next((known for known in overrides.values() if known == other), other)
     merged["modules"] = {**base.modules, **overrides}
     return config_reader.read(Recipe, merged, where)

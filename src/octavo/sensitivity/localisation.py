@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,26 @@ def call_model(model: nn.Module, batch: Any) -> Tensor:
     return loss
 
 
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """How `octavo.localize` measures."""
+
+    few: int | None = None
+    """Number of batches on which layers are switched one by one; by default a quarter."""
+    autocast: torch.dtype | None = torch.bfloat16
+    """Autocast dtype of training, used for times and where FP32 is not needed. None: no autocast."""
+    tokens: int | None = None
+    """Tokens per forward pass in training, for the times; by default those of a batch."""
+    measure: bool | None = None
+    """Measure times or predict them for an H200; by default measured on a GPU."""
+    progress: float | None = None
+    """Decrease of the loss in nats while tokens grow e-fold; by default 0.095 of the loss."""
+    scales: str | Path | None = None
+    """A calibration file, required by `static`. Other stored scales are initialised on `few` batches."""
+    report: Report = lambda doing: None
+    """Called with a description of each measurement before it starts."""
+
+
 def localize(
     model: nn.Module,
     batches: Sequence[Any],
@@ -42,14 +62,8 @@ def localize(
     *,
     budget: str | float = "0.1%",
     loss: Loss = call_model,
-    few: int | None = None,
-    autocast: torch.dtype | None = torch.bfloat16,
-    tokens: int | None = None,
-    measure: bool | None = None,
-    progress: float | None = None,
     policy: Policy | None = None,
-    scales: str | Path | None = None,
-    report: Report = lambda doing: None,
+    **options: Any,
 ) -> Localisation:
     """Measure the cost and gain of FP8 in every layer and GEMM, and choose a precision map within a budget of loss.
 
@@ -64,14 +78,8 @@ def localize(
         recipe: recipe of layers in FP8.
         budget: loss that the map may cost, as a share of the loss, '0.1%', or in nats per token, 0.002.
         loss: (model, batch) -> nats per token, of the batch or per sequence (B,). Without autocast: see `autocast`.
-        few: number of batches on which layers are switched one by one; by default a quarter.
-        autocast: autocast dtype of training, used for times and where FP32 is not needed. None: no autocast.
-        tokens: tokens per forward pass in training, for the times; by default those of a batch.
-        measure: measure times or predict them for an H200; by default measured on a GPU.
-        progress: decrease of the loss in nats while tokens grow e-fold; by default 0.095 of the loss.
         policy: layers that it keeps in BF16 are left out; layers too small to gain are measured.
-        scales: a calibration file, required by `static`. Other stored scales are initialised on `few` batches.
-        report: called with a description of each measurement before it starts.
+        options: fields of `Measurement`.
 
     Raises:
         ConfigError: no batches, an invalid budget, a converted model, or a model without a layer for FP8.
@@ -79,19 +87,19 @@ def localize(
     """
     if not batches:
         raise ConfigError("localize: there are no batches. Give it representative data.")
-    allowed = parse_budget(budget)
-    recipe, few = load(recipe), few or max(1, len(batches) // 4)
-    given = None if scales is None else str(scales)
-    with switchable(model, recipe, policy, tokens or 8192, given) as switch, products("highest"):
+    allowed, recipe, how = parse_budget(budget), load(recipe), Measurement(**options)
+    few, report = how.few or max(1, len(batches) // 4), how.report
+    given = None if how.scales is None else str(how.scales)
+    with switchable(model, recipe, policy, how.tokens or 8192, given) as switch, products("highest"):
         _start_scales(switch, batches[:few], loss, given)
         device = next(model.parameters()).device
-        before, changes = loss_changes(switch, batches, few, loss, report, times.autocast(device, autocast))
+        before, changes = loss_changes(switch, batches, few, loss, report, times.autocast(device, how.autocast))
         _check_finite(before, changes)
         turned = cosines(switch, batches[:few], loss, report)
-        calls = times.calls_of(switch, batches[0], loss, autocast, tokens)
-        measure = device.type == "cuda" if measure is None else measure
-        ms = times.measured(switch, calls, autocast, report) if measure else times.predicted(switch, calls)
-        progress = EXPONENT * before if progress is None else progress
+        calls = times.calls_of(switch, batches[0], loss, how.autocast, how.tokens)
+        measure = device.type == "cuda" if how.measure is None else how.measure
+        ms = times.measured(switch, calls, how.autocast, report) if measure else times.predicted(switch, calls)
+        progress = EXPONENT * before if how.progress is None else how.progress
         layers = _choose(switch, changes, turned, ms, allowed(before), progress)
     return Localisation(
         recipe=recipe,

@@ -1,7 +1,7 @@
 """The FP8 tensor: codes and scales that travel together."""
 
 from octavo.tensor.fp8_tensor import FP8Tensor, implements
-from octavo.tensor.local import WrapperTensor, is_distributed, local
+from octavo.tensor.local import WrapperTensor, is_distributed, local, non_finite
 from octavo.tensor.rows import columns_of, rows_of
 
-__all__ = ["FP8Tensor", "WrapperTensor", "columns_of", "implements", "is_distributed", "local", "rows_of"]
+__all__ = ["FP8Tensor", "WrapperTensor", "columns_of", "implements", "is_distributed", "local", "non_finite", "rows_of"]

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from octavo import kernels
+from octavo._util.autograd import first_order
 from octavo.errors import CheckpointError, UnsupportedError
 from octavo.kernels.operator import define
 from octavo.numerics import Granularity, Quantized, Scaling, dequantize, format_of, granularity_named
@@ -187,7 +187,7 @@ class _Values(torch.autograd.Function):
         return values
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         return grad_outputs[0], None  # autograd gives it the dtype that it is the gradient of
 

@@ -31,3 +31,11 @@ def is_distributed(tensor: Tensor) -> bool:
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
+
+
+def non_finite(tensor: Tensor) -> Tensor:
+    """Return how many values of this rank's part are NaN or infinite, int64, shape (); 0 for integers."""
+    part = local(tensor).detach()
+    if not part.is_floating_point():
+        return torch.zeros((), dtype=torch.int64, device=part.device)
+    return (~torch.isfinite(part.float() if part.element_size() == 1 else part)).sum()  # no isfinite for FP8

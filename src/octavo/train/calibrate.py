@@ -63,7 +63,7 @@ def calibrate_run(
     def loss(_: Any, batch: Batch) -> Tensor:
         return state.loss_scale.scaled(state.loss(*batch) / config.run.accumulate)
 
-    return calibrate(
+    made = calibrate(
         state.model,
         watch(islice(_parts(loader, config.run.accumulate, state.device), batches)),
         loss=loss,
@@ -72,8 +72,8 @@ def calibrate_run(
         layers=layers,
         backward=backward,
         scale_policy=scale_policy,
-        source=f"{found} on {config.data.source}",
     )
+    return made.described(f"{found} on {config.data.source}")
 
 
 def recipe_for(config: RunConfig, recipe: str | None) -> Recipe:
@@ -116,7 +116,7 @@ def _restore(state: TrainState, directory: Path) -> str:
             f"{directory / 'checkpoints'}: there is no checkpoint. Name the run file to calibrate initial weights."
         )
     found = checkpoint.load(newest)
-    restore_tensors(state, found.tensors["fp8" if "fp8" in found.tensors else "bf16"], found.path)
+    restore_tensors(state, found.tensors["fp8" if "fp8" in found.tensors else "bf16"], found.path, optimizer=False)
     return str(newest)
 
 

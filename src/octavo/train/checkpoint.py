@@ -1,16 +1,16 @@
 """Checkpoints: safetensors and JSON, written atomically.
 
     checkpoints/step-000100/
-        state.json              step, configuration, loader, totals, versions, size of every file
+        state.json              step, configuration, loader, totals, versions, size and SHA-256 of every file
         fp8.safetensors         model.<parameter>, optimizer.<parameter>.exp_avg | exp_avg_sq | step
         bf16.safetensors        the same for the BF16 baseline
         random.safetensors      the states of torch's generators
 
 A run on several ranks writes one such file per rank, `fp8.rank-0.safetensors`, and sharded tensors separately:
 
-        sharded/                fp8.model.<parameter>, ... in the format of torch.distributed.checkpoint
+        sharded/                fp8.model.<parameter>, ... of all ranks (`octavo.distributed.storage`)
 
-Any number of ranks can read it; its `.metadata` is a pickle, as PyTorch writes it.
+Any number of ranks can read it. Nothing is pickled.
 
 A checkpoint is written under a name that starts with a dot, flushed to disk, then renamed: every `step-*` directory is
 complete.
@@ -19,10 +19,8 @@ complete.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,11 +30,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from octavo._util.checksums import check_file, file_entry, flush
 from octavo.errors import CheckpointError, NonFiniteError
-from octavo.tensor import is_distributed, local
+from octavo.tensor import is_distributed, local, non_finite
 from octavo.train.parallel import SINGLE_PROCESS, Ranks
 
-FORMAT = 1
+FORMAT = 2
+"""Format 1 had sizes in place of checksums; it can be read."""
 _PREFIX = "step-"
 _TEMPORARY = ".writing-"
 _SHARDED = "sharded"
@@ -83,11 +83,10 @@ def save(
     temporary = directory / f"{_TEMPORARY}{final.name}"
     try:
         ranks.on_first(lambda: _begin(temporary))
-        _write_tensors(temporary, tensors, ranks)
-        ranks.on_first(
-            lambda: _finish(temporary, final, {"format": FORMAT, "step": step, **_written_by(ranks), **state})
-        )
-    except (OSError, SafetensorError, _sharded_error()) as error:
+        files = _write_tensors(temporary, tensors, ranks)
+        about = {"format": FORMAT, "step": step, "ranks": ranks.count, "stages": ranks.parallel.pipeline}
+        ranks.on_first(lambda: _finish(temporary, final, {**about, **state, "files": files}))
+    except (OSError, SafetensorError, CheckpointError) as error:
         raise CheckpointError(_not_written(final, error, latest(directory))) from error
     finally:
         # Also on Ctrl-C; after the rename there is nothing to remove.
@@ -115,34 +114,49 @@ def latest(directory: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def load(path: Path, *, rank: int = 0, place: Place | None = None) -> Checkpoint:
+def load(path: Path, *, ranks: Ranks = SINGLE_PROCESS, place: Place | None = None) -> Checkpoint:
     """Read a checkpoint.
 
     Args:
         path: directory of the checkpoint.
-        rank: this rank. Per-rank files of missing ranks are read from another one; in a pipeline those of other
-                stages are read too.
+        ranks: the ranks that read it together. Per-rank files of missing ranks are read from another one; in a pipeline
+                those of other stages are read too.
         place: memory for sharded tensors; by default they are read whole.
 
     Raises:
-        CheckpointError: a file is missing, truncated or malformed, or the format version differs.
-        NonFiniteError: a weight is NaN or infinite; the message names the parameter.
+        CheckpointError: a file is missing, truncated, damaged or malformed, or the format version differs.
+        NonFiniteError: a weight or an optimizer state is NaN or infinite; the message names it.
     """
     state = _read_state(path)
-    for name, size in state["files"].items():
-        _check_size(path / name, size)
+    files, of_all = state["files"], {name for name in state["files"] if name.startswith(f"{_SHARDED}/")}
+    own: dict[str, str] = {}
+    for suffix in _suffixes(ranks.rank, state.get("ranks", 1), state.get("stages", 1)):
+        own |= {name: name.removesuffix(suffix) for name in files if name.endswith(suffix) and "/" not in name}
+    for name in sorted({*own, *sorted(files)[ranks.rank :: ranks.count]}):  # those of all ranks by one of them
+        check_file(path / name, files[name], _remedy(path))
     tensors: dict[str, dict[str, Tensor]] = {}
-    for suffix in _suffixes(rank, state.get("ranks", 1), state.get("stages", 1)):
-        for name in state["files"]:
-            if name.endswith(suffix) and "/" not in name:
-                tensors.setdefault(name.removesuffix(suffix), {}).update(_read_tensors(path / name))
-    if any(name.startswith(f"{_SHARDED}/") for name in state["files"]):
+    for name, model in own.items():
+        tensors.setdefault(model, {}).update(_read_tensors(path / name))
+        if fault := first_non_finite(tensors[model]):
+            raise NonFiniteError(f"{path / name}: {fault}.{_remedy(path)}")
+    if of_all:
         for name, tensor in _read_sharded(path / _SHARDED, place).items():
-            file, _, own = name.partition(".")
-            tensors.setdefault(file, {})[own] = tensor
-    for model, named in tensors.items():
-        _check_finite(path, model, named)
+            model, _, key = name.partition(".")
+            tensors.setdefault(model, {})[key] = tensor
     return Checkpoint(path, tensors, state)
+
+
+def first_non_finite(tensors: Mapping[str, Tensor]) -> str:
+    """Return the name and fault of the first tensor whose part on this rank has a NaN or an infinity; empty if none."""
+    counts = {name: non_finite(tensor) for name, tensor in tensors.items() if _must_be_finite(name)}
+    for name, count in counts.items():  # read after all are queued
+        if int(count):
+            return f"{int(count)} of {local(tensors[name]).numel()} values of '{name}' are NaN or infinite"
+    return ""
+
+
+def _must_be_finite(name: str) -> bool:
+    return name.startswith(("model.", "optimizer."))
 
 
 def discard(directory: Path) -> None:
@@ -156,36 +170,41 @@ def _begin(temporary: Path) -> None:
     temporary.mkdir(parents=True)
 
 
-def _write_tensors(directory: Path, tensors: Mapping[str, Mapping[str, Tensor]], ranks: Ranks) -> None:
+def _write_tensors(
+    directory: Path, tensors: Mapping[str, Mapping[str, Tensor]], ranks: Ranks
+) -> dict[str, dict[str, Any]]:
+    """Write the tensors of all ranks; return the index entries of their files."""
     sharded: dict[str, Tensor] = {}
+    written: dict[str, dict[str, Any]] = {}
     for name, named in tensors.items():
         path = directory / f"{name}{_suffix(ranks.rank, ranks.count)}"
         own = {key: tensor for key, tensor in named.items() if not is_distributed(tensor)}
         sharded |= {f"{name}.{key}": tensor for key, tensor in named.items() if key not in own}
         save_file({key: tensor.detach().cpu().contiguous() for key, tensor in own.items()}, path)
-        _flush(path)
+        flush(path)
+        written[path.name] = file_entry(path)
+    files = {name: entry for of_rank in ranks.gather(written) for name, entry in of_rank.items()}
     if sharded:
-        from torch.distributed.checkpoint import state_dict_saver
+        from octavo.distributed import storage
 
-        state_dict_saver.save(sharded, checkpoint_id=str(directory / _SHARDED))  # flushes its files itself
+        storage.write(directory / _SHARDED, sharded)
+        index = directory / _SHARDED / storage.INDEX
+        entries = {**storage.read_index(index.parent), index.name: file_entry(index)}
+        files |= {f"{_SHARDED}/{name}": entry for name, entry in entries.items()}
     ranks.barrier()
+    return files
 
 
 def _finish(temporary: Path, final: Path, state: Mapping[str, Any]) -> None:
-    """Write `state.json`, with the size of each file, and rename the directory."""
-    files = {str(path.relative_to(temporary)): path.stat().st_size for path in _files(temporary)}
+    """Write `state.json` and rename the directory."""
     path = temporary / "state.json"
-    path.write_text(json.dumps({**state, "files": files}, indent=2) + "\n", encoding="utf-8")
-    _flush(path)
-    _flush(temporary)
+    path.write_text(json.dumps(state, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    flush(path)
+    flush(temporary)
     if final.exists():
         shutil.rmtree(final)
     temporary.rename(final)
-    _flush(final.parent)
-
-
-def _files(directory: Path) -> Iterator[Path]:
-    return (path for path in sorted(directory.rglob("*")) if path.is_file())
+    flush(final.parent)
 
 
 def _suffix(rank: int, ranks: int) -> str:
@@ -199,99 +218,47 @@ def _suffixes(rank: int, ranks: int, stages: int) -> list[str]:
     return [_suffix(one, ranks) for one in (*(other for other in others if other != own), own)]
 
 
-def _written_by(ranks: Ranks) -> dict[str, int]:
-    return {"ranks": ranks.count, "stages": ranks.parallel.pipeline}
-
-
-def _sharded_error() -> type[BaseException]:
-    """Return the exception type of torch.distributed.checkpoint."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    return CheckpointException
-
-
-def _flush(path: Path) -> None:
-    """Flush a file, or the entries of a directory, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _read_state(path: Path) -> dict[str, Any]:
     file = path / "state.json"
     try:
         state = json.loads(file.read_text(encoding="utf-8"))
         version, _ = state["format"], (state["step"], state["config"], state["files"].items())
+        if version == 1:
+            state["files"] = {name: {"bytes": size} for name, size in state["files"].items()}
     except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({error.strerror}).{_remedy(path)}") from error
+        remedy = _remedy(path) if isinstance(error, FileNotFoundError) else ""
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror}).{remedy}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file}: truncated or malformed ({error}).{_remedy(path)}") from error
-    if version != FORMAT:
+    if version not in (1, FORMAT):
         raise CheckpointError(f"{path}: checkpoint format {version}; this version of octavo reads format {FORMAT}.")
     return dict(state)
-
-
-def _check_size(file: Path, size: int) -> None:
-    try:
-        actual = file.stat().st_size
-    except OSError as error:
-        raise _unreadable(file, error) from error
-    if actual != size:
-        raise CheckpointError(f"{file}: truncated, {actual} of {size} bytes.{_remedy(_checkpoint_of(file))}")
 
 
 def _read_tensors(file: Path) -> dict[str, Tensor]:
     try:
         return dict(load_file(file))
     except OSError as error:
-        raise _unreadable(file, error) from error
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror}).") from error
     except SafetensorError as error:
         raise CheckpointError(f"{file}: malformed ({error}).{_remedy(file.parent)}") from error
 
 
 def _read_sharded(directory: Path, place: Place | None) -> dict[str, Tensor]:
-    from torch.distributed.checkpoint import state_dict_loader
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from octavo.distributed import storage
 
     try:
-        known = FileSystemReader(directory).read_metadata().state_dict_metadata
-        memory = {name: _memory(name, entry, place) for name, entry in known.items()}
+        storage.read_index(directory)
+        known = storage.shapes(directory)
+        memory = {
+            name: torch.empty(shape, dtype=dtype) if place is None else place(name, shape, dtype)
+            for name, (shape, dtype) in known.items()
+        }
         tensors = {name: tensor for name, tensor in memory.items() if tensor is not None}
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # about reading in one process
-            state_dict_loader.load(tensors, checkpoint_id=str(directory), no_dist=place is None)
-    except (_sharded_error(), OSError, ValueError, EOFError) as error:
-        raise CheckpointError(f"{directory}: cannot be read ({error}).{_remedy(directory.parent)}") from error
+        storage.read(directory, tensors, lambda name: _must_be_finite(name.partition(".")[2]), alone=place is None)
+    except (CheckpointError, NonFiniteError) as error:
+        raise type(error)(f"{error}{_remedy(directory.parent)}") from error
     return tensors
-
-
-def _memory(name: str, entry: Any, place: Place | None) -> Tensor | None:
-    shape, dtype = entry.size, entry.properties.dtype
-    return torch.empty(shape, dtype=dtype) if place is None else place(name, shape, dtype)
-
-
-def _unreadable(file: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"{file}: cannot be read ({error.strerror}).{_remedy(_checkpoint_of(file))}")
-
-
-def _checkpoint_of(file: Path) -> Path:
-    return file.parent.parent if file.parent.name == _SHARDED else file.parent
-
-
-def _check_finite(path: Path, model: str, named: Mapping[str, Tensor]) -> None:
-    for name, tensor in named.items():
-        if not (name.startswith("model.") and tensor.is_floating_point()):
-            continue
-        tensor = local(tensor)
-        finite = torch.isfinite(tensor.float() if tensor.element_size() == 1 else tensor)  # no isfinite for FP8
-        if not finite.all():
-            count = int((~finite).sum())
-            parameter = name.removeprefix("model.")
-            raise NonFiniteError(
-                f"{path / model}.safetensors: {count} of {tensor.numel()} values of the parameter"
-                f" '{parameter}' are NaN or infinite.{_remedy(path)}"
-            )
 
 
 def _remedy(path: Path) -> str:

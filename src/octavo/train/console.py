@@ -19,6 +19,7 @@ from rich.progress import (
 from rich.table import Table
 
 from octavo import __version__
+from octavo._util import terminal
 from octavo.guard.guarded import GuardEvent
 from octavo.train.events import (
     Evaluated,
@@ -43,7 +44,7 @@ class ConsoleReporter:
 
     def __init__(self, console: Console | None = None) -> None:
         # No markup and no highlighting of measured values.
-        self._console = console or Console(highlight=False)
+        self._console = console or terminal.console()
         self._rows: deque[list[str]] = deque(maxlen=_ROWS)
         self._columns: list[str] = []
         self._live: Live | None = None

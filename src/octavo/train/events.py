@@ -143,8 +143,8 @@ class Evaluated:
 
     def record(self) -> dict[str, Any]:
         """Return the line of `metrics.jsonl`."""
-        by_model = {f"heldout_loss_{model}": value for model, value in self.loss.items()}
-        return {"step": self.step, **by_model, "heldout_gap_percent": gap_percent(self.loss)}
+        by_model = {f"heldout_loss_{model}": _finite(value) for model, value in self.loss.items()}
+        return {"step": self.step, **by_model, "heldout_gap_percent": _finite(gap_percent(self.loss))}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

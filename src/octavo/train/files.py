@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from octavo._util import config_reader
 from octavo.errors import RunError
 from octavo.train.events import Evaluated, Event, Logged, RolledBack, Switched
 
@@ -17,10 +20,14 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     Raises:
         RunError: it could not be written; an existing file stays unchanged.
     """
+    _replace(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(f".writing-{path.name}")
 
     def write() -> None:
-        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
 
     try:
@@ -44,22 +51,44 @@ def wrap_os_errors(path: Path, action: Callable[[], object]) -> None:
 class MetricsFile:
     """`metrics.jsonl`: one line per logged step, change of precision or evaluation, written as it happens."""
 
-    def __init__(self, path: Path, *, keep_until: int) -> None:
-        """Open `path` and keep the lines up to step `keep_until`: a resumed run writes the others again."""
+    def __init__(self, path: Path, *, keep_until: int, keep_lines: int | None = None) -> None:
+        """Open `path` and keep the lines up to step `keep_until`: a resumed run writes the others again.
+
+        Args:
+            keep_lines: `lines` when the checkpoint was written; later ones of its step are written again, too.
+        """
         self._path = path
-        self._truncate(keep_until)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self.lines = 0
+        """Number of lines in the file."""
+        self._truncate(keep_until, keep_lines)
 
     def report(self, event: Event) -> None:
         """Write the event if it has measurements."""
         if isinstance(event, Logged | Switched | Evaluated):
+            if self._path.parent.exists() and not self._path.exists():
+                warnings.warn(f"{self._path}: was removed during the run, and is written again.", stacklevel=2)
+                self.copy_to(self._path)
+                self._open()
             wrap_os_errors(self._path, lambda: self._file.write(_line(event.record())))
+            self.lines += 1
         elif isinstance(event, RolledBack):
+            self._file.close()
             self._truncate(event.to)
 
-    def _truncate(self, keep_until: int) -> None:
-        kept = [line for line in read_metrics(self._path) if line["step"] <= keep_until]
-        wrap_os_errors(self._path, lambda: self._path.write_text("".join(map(_line, kept)), encoding="utf-8"))
+    def _truncate(self, keep_until: int, keep_lines: int | None = None) -> None:
+        """Keep some lines, or if this process is killed, all of them, and open the file."""
+        kept = [line for line in read_metrics(self._path)[:keep_lines] if line["step"] <= keep_until]
+        _replace(self._path, "".join(map(_line, kept)))
+        wrap_os_errors(self._path, self._open)
+        self.lines = len(kept)
+
+    def _open(self) -> None:
+        self._file = self._path.open("a+", encoding="utf-8", buffering=1)
+
+    def copy_to(self, path: Path) -> None:
+        """Write all lines to another file, also if this one has been removed."""
+        self._file.seek(0)
+        wrap_os_errors(path, lambda: path.write_text(self._file.read(), encoding="utf-8"))
 
     def close(self) -> None:
         """Close the file."""
@@ -67,12 +96,30 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics file, none if there is no file. An incomplete last line is left out."""
+    """Return the lines of a metrics file, none if there is no file. An incomplete last line is left out.
+
+    Raises:
+        RunError: the file cannot be read, or a line is not one of metrics; the message names it.
+    """
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    lines = config_reader.read_text(path, RunError).split("\n")[:-1]
+    return [_parsed(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
+
+
+def _parsed(line: str, where: str) -> dict[str, Any]:
+    remedy = "Remove the line, or move the file away: a resumed run writes a new one."
+    try:
+        record = config_reader.parse(line, where, RunError)
+    except RunError as error:
+        raise RunError(f"{error} {remedy}") from error
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        raise RunError(f"{where}: a line of metrics is an object with a whole number 'step'. {remedy}")
+    for key, value in record.items():
+        if key != "precision_fp8" and not (value is None or (isinstance(value, int | float) and math.isfinite(value))):
+            raise RunError(f"{where}: '{key}' is {config_reader.shown(value)}, not a number or null. {remedy}")
+    return record
 
 
 def _line(record: Mapping[str, Any]) -> str:
-    return json.dumps(record) + "\n"
+    return json.dumps(record, allow_nan=False) + "\n"

@@ -4,80 +4,51 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from octavo import recipes
-from octavo.guard import Guard, Guarded, GuardEvent, Observation
+from octavo.guard import Guard, Guarded, GuardEvent
 from octavo.guard.diagnosis import Probe
-from octavo.monitor.measurements import AsyncScalars
+from octavo.guard.parameters import ParameterCheck
 from octavo.tensor import is_distributed
 from octavo.train.events import RolledBack, TensorsChanged
 from octavo.train.setup import Batch, convert_as
 from octavo.train.state_tensors import SCALES, restore_tensors, state_tensors
-from octavo.train.train_state import StepMetrics
 
 if TYPE_CHECKING:
     from octavo.train.run import Trainer
 
 SNAPSHOT = Path("snapshot in memory")
-
-
-class _State(NamedTuple):
-    tensors: Mapping[str, Mapping[str, Tensor]]
-    """By model, as `state_tensors`, without stored scales."""
-    loader: dict[str, int]
+_State = Mapping[str, Mapping[str, Tensor]]
+"""By model, as `state_tensors`, without stored scales."""
 
 
 class GuardedRun(Guarded):
     """Connects a `Trainer` to guardrails. On a GPU a step is checked when the next one has been queued."""
 
     def __init__(self, trainer: Trainer) -> None:
+        super().__init__(lag=1 if trainer.setup.device.type == "cuda" else 0)
         self._trainer = trainer
-        self._state = trainer.setup.states[0]
-        self._pending: deque[tuple[float, AsyncScalars]] = deque()
-        self._values: dict[int, NDArray[np.float32]] = {}
-        self._lag = 1 if trainer.setup.device.type == "cuda" else 0
-        config = trainer.config
+        self._state = state = trainer.setup.states[0]
+        config, ranks = trainer.config, trainer.ranks
+        if config.guard.mode != "off" and ranks.parallel.pipeline == 1:  # stages hold different parameters
+            has_replicas = ranks.count > 1 and not any(map(is_distributed, state.parameters.values()))
+            group = dist.group.WORLD if ranks.count > 1 else None
+            every = config.guard.parameters_every
+            self.parameters = ParameterCheck(state.model, state.optimizer, every, group, has_replicas)
         recipe = recipes.load(config.run.recipe) if trainer.setup.plan is not None else None
         self.guard = Guard(self, recipe, config.guard)
 
-    # --- called by the trainer --------------------------------------------------------------------------------------
-
-    def measured(self, step: int, values: NDArray[np.float32]) -> None:
-        """Accept the telemetry of a step."""
-        self._values[step] = values
-
-    def after(self, lr: float, metrics: StepMetrics) -> bool:
-        """Queue the newest step and check the earlier ones; return True if the run was rolled back."""
-        if self.guard.config.mode == "off":
-            return False
-        scalars = {"loss": metrics.loss, "gradient_norm": metrics.gradient_norm}
-        self._pending.append((lr, AsyncScalars(self.done, scalars)))
-        return self._check(self._lag)
-
-    def check_all(self) -> bool:
-        """Check all steps, before a result of theirs is kept; return True if the run was rolled back."""
-        return self._check(0)
-
-    def _check(self, remaining: int) -> bool:
-        while len(self._pending) > remaining:
-            lr, scalars = self._pending.popleft()
-            numbers = scalars.read()
-            loss, norm = numbers["loss"], numbers["gradient_norm"]
-            values = self._values_of(scalars.step)
-            if self._state.loss_scale.skips and math.isfinite(loss) and not math.isfinite(norm):
-                continue  # overflow: dynamic loss scaling skipped the step
-            if self.guard.after(Observation(scalars.step, loss, norm, lr, values)):
-                return True
-        return False
+    def _is_overflow(self, loss: float, gradient_norm: float) -> bool:
+        return self._state.loss_scale.skips and math.isfinite(loss) and not math.isfinite(gradient_norm)
 
     def _values_of(self, step: int) -> NDArray[np.float32] | None:
         """Return the telemetry of a step, once it has arrived; None if the step was not sampled."""
@@ -88,11 +59,9 @@ class GuardedRun(Guarded):
             self._trainer.emit_tensors()
             if step not in self._values:
                 time.sleep(1e-4)
-        found = self._values.pop(step)
-        self._values = {known: values for known, values in self._values.items() if known > step}
-        return found
+        return super()._values_of(step)
 
-    # --- called by guardrails (`octavo.guard.Guarded`) --------------------------------------------------------------
+    # --- defined by `octavo.guard.Guarded` --------------------------------------------------------------------------
 
     @property
     def done(self) -> int:
@@ -109,38 +78,39 @@ class GuardedRun(Guarded):
         """Telemetry of the FP8 model."""
         return self._trainer.telemetry
 
+    @property
+    def position(self) -> int:
+        """Number of samples drawn so far, by all ranks."""
+        return self._trainer.setup.loader.state_dict()["samples"]
+
+    def _seek(self, position: int) -> None:
+        loader = self._trainer.setup.loader
+        loader.load_state_dict({**loader.state_dict(), "samples": position})
+
+    def _next_batch(self) -> Batch:
+        inputs_BT, targets_BT = next(self._trainer.setup.loader)
+        device = self._trainer.setup.device
+        return inputs_BT.to(device), targets_BT.to(device)
+
     def _copy_state(self) -> _State:
-        tensors = {
+        return {
             state.name: {n: _copy(t) for n, t in state_tensors(state).items() if not n.startswith(SCALES)}
             for state in self._trainer.setup.states
         }
-        return _State(tensors, self._trainer.setup.loader.state_dict())
 
     def _load_state(self, step: int, state: _State) -> None:
         trainer, since = self._trainer, self.done
         for own in trainer.setup.states:
             # Stored scales of the recipes that layers have now, which may differ from those in the snapshot.
             stored = {name: tensor for name, tensor in state_tensors(own).items() if name.startswith(SCALES)}
-            restore_tensors(own, {**state.tensors[own.name], **stored}, SNAPSHOT)
+            restore_tensors(own, {**state[own.name], **stored}, SNAPSHOT)
             own.clear_failure()
-        trainer.setup.loader.load_state_dict(state.loader)
-        self._pending.clear()
-        self._values.clear()
         trainer.go_back(step)
         trainer.emit(RolledBack(step=since, to=step))
 
     def _saved_weight(self, state: _State, name: str) -> Tensor | None:
         is_plain = name in self._state.parameters and self._trainer.ranks.count == 1
-        return state.tensors[self._state.name].get(f"model.{name}") if is_plain else None
-
-    def _peek(self, state: _State | None = None) -> Batch:
-        loader, device = self._trainer.setup.loader, self._trainer.setup.device
-        position = loader.state_dict()
-        if state is not None:
-            loader.load_state_dict(state.loader)
-        inputs_BT, targets_BT = next(loader)
-        loader.load_state_dict(position)
-        return inputs_BT.to(device), targets_BT.to(device)
+        return state[self._state.name].get(f"model.{name}") if is_plain else None
 
     def _compute(self, batch: Batch, *, backward: bool = True, whole: bool = False) -> Probe:
         parts = 1 if whole else self._trainer.config.run.accumulate
@@ -154,9 +124,7 @@ class GuardedRun(Guarded):
         self._trainer.start_telemetry()
 
     def _collect_telemetry(self) -> None:
-        if self.telemetry is not None:
-            self.telemetry.wait()
-            self._trainer.emit_tensors()
+        self._trainer.emit_tensors()
 
     def refine(self, recipe: recipes.Recipe) -> str:
         """Convert the FP8 model to another recipe and emit the change; return why that is impossible, if it is."""
@@ -178,10 +146,6 @@ class GuardedRun(Guarded):
         """
         ranks = self._trainer.ranks
         return "" if ranks.parallel.splits_model else ranks.first_text(super().locate())
-
-    def skip(self) -> None:
-        """Skip the next batch."""
-        next(self._trainer.setup.loader)
 
     def emit(self, event: GuardEvent) -> None:
         """Emit an event of the run."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import recipes
-from octavo._util.config_reader import read_file
+from octavo._util.config_reader import blaming, read_file
 from octavo.conversion import Plan, Policy
 from octavo.errors import CheckpointError
 from octavo.numerics import Granularity, Quantized, dequantize
@@ -86,7 +86,7 @@ def states_of(found: checkpoint.Checkpoint, config: RunConfig) -> tuple[TrainSta
     states, plan = make_states(config, recipe, device)
     _restore(found, config, states[0], plan)
     for baseline in states[1:]:
-        restore_tensors(baseline, _without_optimizer(found, baseline), found.path)
+        restore_tensors(baseline, found.tensors[baseline.name], found.path, optimizer=False)
     return states
 
 
@@ -94,24 +94,21 @@ def _restore(found: checkpoint.Checkpoint, config: RunConfig, state: TrainState,
     """Load the weights of the checkpoint and convert the layers that were in FP8; return their plan."""
     known = found.path.parent.parent / "plan.json"
     if known.exists() and plan is not None:
-        trained = {layer["name"] for layer in read_file(known)["layers"] if "fp8" in layer["precision"]}
+        with blaming(known):
+            trained = {layer["name"] for layer in read_file(known)["layers"] if "fp8" in layer["precision"]}
         stored = policy_of(config, plan.recipe).weights
         policy = Policy(min_gain=0.0, filter=lambda name, layer: name in trained, weights=stored)
         plan = convert_as(config, state.model, plan.recipe, policy=policy)
-    named = _without_optimizer(found, state)
-    restore_tensors(state, {**named, **dict(_whole_rows(named))}, found.path)
+    named = found.tensors[state.name]
+    restore_tensors(state, {**named, **dict(_whole_rows(named))}, found.path, optimizer=False)
     return plan
-
-
-def _without_optimizer(found: checkpoint.Checkpoint, state: TrainState) -> dict[str, Tensor]:
-    return {name: t for name, t in found.tensors[state.name].items() if not name.startswith("optimizer.")}
 
 
 def _whole_rows(named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield FP8 weights that were split within rows, with a scale per part, requantised with one scale per row."""
     for name, scale in named.items():
         weight = name.removesuffix(".scale")
-        codes = named.get(f"{weight}.codes")
+        codes = named.get(f"{weight}.codes") if weight.startswith("model.") else None
         if weight != name and codes is not None and scale.shape[1] > 1:
             parts = Quantized(codes, scale, Granularity(1, codes.shape[1] // scale.shape[1]))
             whole = FP8Tensor.from_tensor(dequantize(parts, torch.float32))

@@ -191,9 +191,14 @@ class Ranks:
         """Return the first non-empty text over all ranks, with its rank if several run; all ranks call it."""
         if self.count == 1:
             return text
-        found: list[str | None] = [None] * self.count
-        dist.all_gather_object(found, text)
-        return next((f"{said} on rank {rank}" for rank, said in enumerate(found) if said), "")
+        return next((f"{said} on rank {rank}" for rank, said in enumerate(self.gather(text)) if said), "")
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, on each of them; all ranks call it."""
+        found: list[Any] = [value] * self.count
+        if self.count > 1:
+            dist.all_gather_object(found, value)
+        return found
 
     def shard_tp(self, model: nn.Module, *, sequence: bool = True) -> TensorParallelPlan | None:
         """Split the layers of a converted model in place before sharding; return how, None without tensor parallelism.
@@ -313,7 +318,8 @@ def ranks_of(config: RunConfig) -> Iterator[Ranks]:
     mesh = _mesh(config.parallel, device, launch.ranks)
     groups = {*mesh.get_all_groups()} | ({dist.group.WORLD} if dist.group.WORLD is not None else set())
     beats, store = (PrefixStore(f"{run}/{part}", _connection(patient)) for part in ("beats", "work"))
-    with Heartbeat(beats, launch.rank, launch.ranks, timeout=timeout, groups=[*groups]) as heartbeat:
+    host = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
+    with Heartbeat(beats, launch.rank, launch.ranks, timeout=timeout, groups=[*groups], host=host) as heartbeat:
         yield Ranks(launch=launch, parallel=config.parallel, device=device, mesh=mesh, heartbeat=heartbeat, store=store)
         dist.barrier()
     dist.destroy_process_group()  # after an error it could wait for ranks that are gone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,15 +39,22 @@ class StoreReporter:
         StoreError: the store cannot be opened. Later failures are warnings.
     """
 
-    def __init__(self, config: RunConfig, device: torch.device, *, done: int) -> None:
-        """Open the store of a run that has made `done` steps; later steps in it are dropped."""
+    def __init__(self, config: RunConfig, device: torch.device, *, done: int, events: int | None = None) -> None:
+        """Open the store of a run that has made `done` steps; later steps in it are dropped.
+
+        Args:
+            events: what `flush` returned when the checkpoint was written: later events are dropped, too.
+        """
         run = config.run
         self._device = device
         self._has_finished = False
+        self._path = Path(run.out) / "run.sqlite"
+        self._is_removed = False
         self._overflows: Mapping[str, int] = {}
         self._recorder = Recorder(
             Path(run.out),
             keep_until=done or None,
+            keep_events=events,
             overwrite=not done,
             gpu=(device.index or 0) if device.type == "cuda" else None,
             trackers=() if run.tracker == "none" else (run.tracker,),
@@ -55,6 +63,9 @@ class StoreReporter:
 
     def report(self, event: Event) -> None:
         """Write one event."""
+        if not self._is_removed and not self._path.exists() and self._path.parent.exists():
+            self._is_removed = True
+            warnings.warn(f"{self._path}: was removed during the run; metrics.jsonl has the rest of it.", stacklevel=2)
         match event:
             case Started():
                 self._start(event)
@@ -80,6 +91,10 @@ class StoreReporter:
             case Finished():
                 self._has_finished = True
                 self._recorder.document("summary", event.summary, step=event.summary["steps"])
+
+    def flush(self) -> int | None:
+        """Wait until all that was reported is stored; return the number of the last event, None if that failed."""
+        return self._recorder.flush()
 
     def close(self) -> None:
         """Write the outcome and close the store."""

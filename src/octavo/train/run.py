@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +19,11 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo._util import config_reader
+from octavo._util.config_reader import blaming
 from octavo._util.rng import generator_states, restore_generators
 from octavo.conversion import enable
 from octavo.data import TokenFiles
-from octavo.errors import CheckpointError, ConfigError
+from octavo.errors import CheckpointError, DivergedError, Interrupted, RunError
 from octavo.guard import GuardEvent
 from octavo.kernels.uploads import upload
 from octavo.monitor.measurements import TelemetrySource, arrived, histograms_of, telemetry_of
@@ -29,6 +33,7 @@ from octavo.train import device as devices
 from octavo.train.calibrate import recalibration_of
 from octavo.train.config import RunConfig, is_bf16, learning_rate
 from octavo.train.device import DeviceTimer, gc_frozen
+from octavo.train.directory import RunDirectory, check_directory, rescue_path
 from octavo.train.evaluate import heldout_losses
 from octavo.train.events import (
     Evaluated,
@@ -50,6 +55,7 @@ from octavo.train.record import StoreReporter
 from octavo.train.resume import check_same_run
 from octavo.train.setup import Setup, set_up
 from octavo.train.state_tensors import place, restore_tensors, state_tensors
+from octavo.train.stopping import StopSignals
 from octavo.train.summary import summarise
 from octavo.train.train_state import StepMetrics, TrainState
 
@@ -63,29 +69,32 @@ def train(
     the newest checkpoint.
 
     Raises:
-        ConfigError: invalid configuration, or the directory already contains a run.
+        ConfigError: invalid configuration, or the directory already contains a run or something else.
         DataError: the source has no text, or too little.
         CheckpointError: no checkpoint, one of another run, or one that cannot be read or written.
-        RunError: the loss is no longer finite, or a file of the run cannot be written.
+        DivergedError: loss, weights or optimizer states are no longer finite.
+        RunError: another process writes to the directory, it has been removed, or a file cannot be written.
+        Interrupted: SIGINT or SIGTERM; in the training loop a checkpoint has been saved first.
     """
     with ranks_of(config) as ranks:
         if ranks.launch.restarts:
             resume = checkpoint.latest(config.run.out / "checkpoints") is not None
             overwrite = not resume
-        _check_directory(config.run.out, resume=resume, overwrite=overwrite)
         own = reporters if ranks.is_first else ()
-        for reporter in own:
-            reporter.report(Preparing(config=config))
-        trainer = Trainer(set_up(config, ranks), own)
-        if resume:
-            trainer.resume()
-        return ranks.broadcast(trainer.run())
+        with RunDirectory(config.run.out) if ranks.is_first else nullcontext() as directory:
+            check_directory(config.run.out, resume=resume, overwrite=overwrite)
+            for reporter in own:
+                reporter.report(Preparing(config=config))
+            trainer = Trainer(set_up(config, ranks), own, directory)
+            if resume:
+                trainer.resume()
+            return ranks.broadcast(trainer.run())
 
 
 class Trainer:
     """A run in progress."""
 
-    def __init__(self, setup: Setup, reporters: Sequence[Reporter]) -> None:
+    def __init__(self, setup: Setup, reporters: Sequence[Reporter], locked: RunDirectory | None = None) -> None:
         self.setup = setup
         self.config = setup.config
         self.ranks: Ranks = setup.ranks
@@ -94,6 +103,8 @@ class Trainer:
         self.done = 0
         """Number of steps made."""
         self._reporters = list(reporters)
+        self._locked = locked
+        self._signals = StopSignals(says=self.ranks.is_first)
         self._earlier: Mapping[str, Any] = {"seconds": 0.0, "fp8_gemms": {}, "fallbacks": []}
         self._started = self._since = time.perf_counter()
         self._since_step = 0
@@ -101,6 +112,9 @@ class Trainer:
         self._measured: NDArray[np.float32] | None = None
         """The newest telemetry values that have arrived."""
         self._refused: set[str] = set()
+        self._records: tuple[MetricsFile, StoreReporter] | None = None
+        """The files that are cut to a checkpoint when a run resumes, on the first rank."""
+        self._resumed: checkpoint.Checkpoint | None = None
         self.start_telemetry()
         self._recalibration = recalibration_of(self.config, self.setup.states[0].model)
         self._guarded = GuardedRun(self)
@@ -126,24 +140,28 @@ class Trainer:
 
         Raises:
             CheckpointError: it cannot be read, or is of another run.
-            NonFiniteError: it contains a NaN or infinite weight.
+            NonFiniteError: it contains a NaN or infinite weight or optimizer state.
         """
         newest = checkpoint.find(self.checkpoints)[-1]
-        found = checkpoint.load(newest, rank=self.ranks.rank, place=None if self.ranks.count == 1 else self._place)
+        found = checkpoint.load(newest, ranks=self.ranks, place=None if self.ranks.count == 1 else self._place)
         check_same_run(found.state["config"], self.config, found.path)
         if found.step > self.config.run.steps:
             raise CheckpointError(f"{found.path}: is past the end of this run of {self.config.run.steps} steps.")
         if "guard" in found.state:
-            self._guarded.guard.load_state_dict(
-                found.state["guard"]
-            )  # first: it converts layers to the recipes that they had
+            with blaming(found.path / "state.json", CheckpointError):  # first: it converts layers to their recipes
+                self._guarded.guard.load_state_dict(found.state["guard"])
+        # A twin that is not in the checkpoint had ended before.
+        self.setup.states = tuple(state for state in self.setup.states if state.name in found.tensors)
         for state in self.setup.states:
-            own = {name: tensor for name, tensor in found.tensors[state.name].items() if state.holds(name)}
-            restore_tensors(state, own, found.path)
-        restore_generators(found.tensors["random"])
-        self.setup.loader.load_state_dict(found.state["loader"])
-        self._earlier = found.state["totals"]
-        self.done = self._since_step = found.step
+            with blaming(found.path, CheckpointError):
+                own = {name: tensor for name, tensor in found.tensors[state.name].items() if state.holds(name)}
+                restore_tensors(state, own, found.path)
+        with blaming(found.path, CheckpointError):
+            restore_generators(found.tensors["random"])
+        with blaming(found.path / "state.json", CheckpointError):
+            self.setup.loader.load_state_dict(found.state["loader"])
+            self._earlier = {**found.state["totals"]}
+        self._resumed, self.done, self._since_step = found, found.step, found.step
         if self.telemetry is not None:
             self.telemetry.restart(found.step)
 
@@ -159,7 +177,8 @@ class Trainer:
             self._open_directory()
             self.emit(self._start_event())
             self._set_precision(self.done - 1)
-            with kernels.record() as self._ledger, gc_frozen(self.setup.device) as after_step:
+            with kernels.record() as self._ledger, self._stoppable(), gc_frozen(self.setup.device) as after_step:
+                self._finish_resumed_step()
                 while self.done < self.config.run.steps or self._guarded.check_all():
                     self._step()
                     after_step()
@@ -177,6 +196,16 @@ class Trainer:
                 for reporter in self._reporters:
                     reporter.close()
         return summary
+
+    def _finish_resumed_step(self) -> None:
+        """Do what follows a checkpoint in its step: records that an interrupted run made of it were cut."""
+        if self._resumed is None or "recorded" not in self._resumed.state:
+            return
+        if self._records is not None:
+            self._records[1].report(Saved(step=self.done, path=self._resumed.path))
+        if self._due(self.config.run.eval_every) and self.done < self.config.run.steps:
+            self._evaluate()
+        self._restart_clock()
 
     def _step(self) -> None:
         run, device = self.config.run, self.setup.device
@@ -202,9 +231,11 @@ class Trainer:
         self.emit_tensors()
         last = self.done == run.steps
         log = last or self.done == 1 or self._due(run.log_every)
-        save = last or self._due(run.checkpoint_every)
+        stop = self._asked_to_stop() if log or self.ranks.count == 1 else 0  # ranks agree on the step
+        save = last or self._due(run.checkpoint_every) or stop > 0
         evaluate = self._due(run.eval_every) and not last
-        if self._guarded.after(lr, metrics[self.setup.states[0].name]) or (
+        first, *twin = (metrics[state.name] for state in self.setup.states)
+        if self._guarded.after(lr, first.loss, first.gradient_norm, twin[0].loss if twin else None) or (
             (save or evaluate) and self._guarded.check_all()
         ):
             return  # rolled back
@@ -214,7 +245,10 @@ class Trainer:
         if log:
             self._log(metrics, timers, lr)
         if save:
-            self._save()
+            self._check_directory()
+            self._save(self.checkpoints)
+        if stop:
+            raise Interrupted(stop)
         if evaluate:
             self._evaluate()
         if save or evaluate:
@@ -233,10 +267,12 @@ class Trainer:
             return
         self._recalibration.done = self.done - 1  # a rollback may have changed it
         if self._recalibration.updates.looks(self.done) and self.telemetry is not None:
-            self.telemetry.wait()
-            self.emit_tensors()
+            self._await_tensors()
             self._recalibration.rows = self.telemetry.rows
-        self._recalibration.step(self._measured)
+        if made := self._recalibration.step(self._measured):
+            origin = next(iter(made.values())).origin
+            text = f"static scales of {len(made)} tensors were recalibrated{f': {origin.how}' if origin else ''}"
+            self.emit(GuardEvent(self.done, "info", "recalibration", text, action="scales recalibrated"))
 
     def emit_tensors(self) -> None:
         """Emit the tensor statistics of all steps that have arrived."""
@@ -245,11 +281,16 @@ class Trainer:
             self._guarded.measured(step, values)
             self.emit(TensorsMeasured(step=step, values=values, histograms=histograms_of(self.telemetry)))
 
-    def _emit_last_tensors(self) -> None:
-        """Emit statistics still in flight, also after a failure, which they may explain."""
+    def _await_tensors(self) -> None:
+        """Emit the tensor statistics of all steps; waits for the device."""
         if self.telemetry is not None:
             self.telemetry.wait()
             self.emit_tensors()
+
+    def _emit_last_tensors(self) -> None:
+        """Emit statistics still in flight, also after a failure, which they may explain."""
+        self._await_tensors()
+        if self.telemetry is not None:
             self.telemetry.detach()
 
     def _learning_rate(self) -> float:
@@ -279,10 +320,53 @@ class Trainer:
         return every > 0 and self.done % every == 0
 
     def _check(self) -> None:
+        self.setup.states[0].check(self._way_back())
+        for twin in self.setup.states[1:]:
+            try:
+                twin.check("")
+            except RunError as error:
+                self.setup.states = self.setup.states[:1]
+                text = f"{error} The run goes on without its BF16 twin."
+                self.emit(GuardEvent(self.done, "error", "twin", " ".join(text.split())))
+
+    def _way_back(self) -> str:
         last = checkpoint.latest(self.checkpoints)
-        way_back = f"The last good checkpoint is {last}." if last else "There is no checkpoint yet."
-        for state in self.setup.states:
-            state.check(way_back)
+        return f"The last good checkpoint is {last}." if last else "There is no checkpoint yet."
+
+    @contextmanager
+    def _stoppable(self) -> Iterator[None]:
+        """Let signals stop the run after a step."""
+        heartbeat = self.ranks.heartbeat
+        with self._signals:
+            if heartbeat is not None:
+                heartbeat.saves_on_signal = True
+            yield
+        if heartbeat is not None:
+            heartbeat.saves_on_signal = False
+
+    def _asked_to_stop(self) -> int:
+        """Return the signal that asks the run to stop after this step, 0 if there is none."""
+        self._check_directory()
+        return max(self.ranks.gather(self._signals.asked))
+
+    def _check_directory(self) -> None:
+        """Check that the run's directory is still there.
+
+        Raises:
+            RunError: it is not; a checkpoint, the configuration and the log are saved beside it.
+        """
+        if not any(self.ranks.gather(self._locked is not None and not self._locked.is_there())):
+            return
+        out = self.ranks.broadcast(rescue_path(self.directory))
+        self._save(out / "checkpoints")
+        if self.ranks.is_first:
+            write_json(out / "config.json", config_reader.to_dict(_with_out(self.config, out)))
+            if self._records is not None:
+                self._records[0].copy_to(out / "metrics.jsonl")
+        raise RunError(
+            f"{self.directory}: was removed or renamed; noticed at step {self.done}, and the run stops. A checkpoint"
+            f" and the log are saved: go on with octavo train {out / 'config.json'} --resume"
+        )
 
     def _log(self, metrics: Mapping[str, StepMetrics], timers: Mapping[str, DeviceTimer], lr: float) -> None:
         milliseconds = {name: timer.milliseconds() for name, timer in timers.items()}
@@ -312,13 +396,32 @@ class Trainer:
         losses = {state.name: heldout_losses(state, self.setup.heldout) for state in self.setup.states}
         loss = {name: float(of_sequence.mean()) for name, of_sequence in losses.items()}
         self.emit(Evaluated(step=self.done, loss=loss))
+        for name, value in loss.items():
+            if not math.isfinite(value):
+                raise DivergedError(
+                    f"the held-out loss of the {name.upper()} model is {value} after step {self.done}."
+                    f" {self._way_back()} Try a lower --lr, or --recipe bf16 to compare."
+                )
         if self.done == self.config.run.steps and self.ranks.is_first:
             by_model = {name: of_sequence.tolist() for name, of_sequence in losses.items()}
             write_json(self.directory / "heldout.json", by_model)
         return loss
 
-    def _save(self) -> None:
+    def _save(self, checkpoints: Path) -> None:
+        """Write a checkpoint.
+
+        Raises:
+            DivergedError: a weight or an optimizer state is not finite; nothing is written.
+        """
+        self._await_tensors()  # what was measured before a checkpoint is recorded before it
         tensors = {state.name: state_tensors(state) for state in self.setup.states}
+        faults = ((name, checkpoint.first_non_finite(named)) for name, named in tensors.items())
+        fault = next((f"in the {name.upper()} model {text}" for name, text in faults if text), "")
+        if fault := self.ranks.first_text(fault):
+            raise DivergedError(
+                f"after step {self.done}, {fault}: no checkpoint is written. {self._way_back()} Try a lower --lr, or"
+                " --recipe bf16 to compare."
+            )
         plain = {
             "config": config_reader.to_dict(self.config),
             "loader": self.setup.loader.state_dict(),
@@ -326,8 +429,11 @@ class Trainer:
             "versions": devices.versions(),
             "guard": self._guarded.guard.state_dict(),
         }
+        if self._records is not None:
+            metrics, store = self._records
+            plain["recorded"] = {"metrics": metrics.lines, "events": store.flush()}
         path = checkpoint.save(
-            self.checkpoints,
+            checkpoints,
             self.done,
             {**tensors, "random": generator_states()},
             plain,
@@ -367,8 +473,13 @@ class Trainer:
             write_json(self.directory / "pipeline.json", pipeline)
         if (shard_plan := self.setup.states[0].shard_plan) is not None:
             write_json(self.directory / "sharding.json", json.loads(shard_plan.to_json()))
-        self._reporters.insert(0, MetricsFile(self.directory / "metrics.jsonl", keep_until=self.done))
-        self._reporters.insert(1, StoreReporter(self.config, self.setup.device, done=self.done))
+        kept = {} if self._resumed is None else self._resumed.state.get("recorded", {})
+        file, lines, events = self.directory / "metrics.jsonl", kept.get("metrics"), kept.get("events")
+        metrics = MetricsFile(file, keep_until=self.done, keep_lines=lines)
+        self._reporters.insert(0, metrics)
+        store = StoreReporter(self.config, self.setup.device, done=self.done, events=events)
+        self._reporters.insert(1, store)
+        self._records = metrics, store
 
     def _start_event(self) -> Started:
         return Started(
@@ -416,15 +527,5 @@ def _facts(corpus: TokenFiles) -> dict[str, Any]:
     return {key: value for key, value in facts.items() if key != "directory"}
 
 
-def _check_directory(out: Path, *, resume: bool, overwrite: bool) -> None:
-    """Check, before any work, that no run is overwritten by accident and that there is a checkpoint to resume from."""
-    last = checkpoint.latest(out / "checkpoints")
-    if resume and overwrite:
-        raise ConfigError("--resume continues a run and --overwrite starts it over: choose one.")
-    if resume and last is None:
-        raise CheckpointError(f"{out / 'checkpoints'}: there is no checkpoint to resume from. Start without --resume.")
-    if last is not None and not (resume or overwrite):
-        raise ConfigError(
-            f"{out}: already contains a run ({last.name}). --resume continues it, --overwrite starts over,"
-            " --out names another directory."
-        )
+def _with_out(config: RunConfig, out: Path) -> RunConfig:
+    return replace(config, run=replace(config.run, out=out))

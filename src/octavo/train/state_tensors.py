@@ -28,8 +28,10 @@ def state_tensors(train_state: TrainState) -> dict[str, Tensor]:
     """
     tensors = {_MODEL + name: tensor for name, tensor in _weights(train_state).items()}
     for name, parameter in train_state.parameters.items():
-        for key, value in train_state.optimizer.state.get(parameter, {}).items():
-            tensors[f"{_OPTIMIZER}{name}.{key}"] = value if is_distributed(value) else spread(key, value, parameter)
+        if parameter.requires_grad:
+            # 0 steps stand for a parameter that has had no gradient: without a state it would look incomplete.
+            for key, value in (train_state.optimizer.state.get(parameter) or {"step": torch.zeros(())}).items():
+                tensors[f"{_OPTIMIZER}{name}.{key}"] = value if is_distributed(value) else spread(key, value, parameter)
     tensors |= {_LOSS_SCALE + key: tensor for key, tensor in train_state.loss_scale.state_dict().items()}
     if train_state.reduction is not None:
         tensors |= {_REDUCTION + key: tensor for key, tensor in train_state.reduction.state_dict().items()}
@@ -39,25 +41,33 @@ def state_tensors(train_state: TrainState) -> dict[str, Tensor]:
     )
 
 
-def restore_tensors(train_state: TrainState, tensors: Mapping[str, Tensor], where: Path) -> None:
+def restore_tensors(
+    train_state: TrainState, tensors: Mapping[str, Tensor], where: Path, *, optimizer: bool = True
+) -> None:
     """Copy the result of `state_tensors` into `train_state`. Nothing is copied unless everything fits.
 
     The tensors may be unsharded although those of `train_state` are sharded: each rank then takes its part.
 
+    Args:
+        train_state: where to.
+        tensors: the result of `state_tensors`.
+        where: their origin, for error messages.
+        optimizer: also restore the optimizer's states; otherwise they are left as they are.
+
     Raises:
-        CheckpointError: a parameter or stored scale is missing, unknown or of another shape: the model is another one.
-            Or the optimizer's states are of another tier.
+        CheckpointError: a parameter or stored scale is missing, unknown, or of another shape or dtype: the model is
+            another one. Or an optimizer state is missing, or of another tier.
     """
     weights, saved = _weights(train_state), _below(_MODEL, tensors)
     _check_same_model(weights, saved, where)
-    states = dict(_states_here(train_state, tensors, where))
+    states = dict(_states_here(train_state, tensors, where)) if optimizer else {}
     if (scaling_state := scales(train_state.model)) is not None:
         scaling_state.load_state_dict(_below(SCALES, tensors))
     with torch.no_grad():
         for name, tensor in weights.items():
             local(tensor).copy_(local(_part(saved[name], tensor)))
     for name, state in states.items():
-        train_state.optimizer.state.pop(train_state.parameters[name], None)  # before the first step there was none
+        train_state.optimizer.state.pop(train_state.parameters[name], None)  # before its first step it had none
         if state:
             copied = {key: tensor.to(train_state.device, copy=True) for key, tensor in state.items()}
             train_state.optimizer.state[train_state.parameters[name]] = copied
@@ -123,9 +133,15 @@ def _states_here(
     """Yield each trained parameter's name and its saved optimizer state as this rank keeps it."""
     for name, kept in _kept(train_state):
         parameter, saved = train_state.parameters[name], _below(f"{_OPTIMIZER}{name}.", tensors)
+        if list(saved) == ["step"] and not saved["step"].any():
+            yield name, {}
+            continue
         state = {key: _kept_part(key, saved[key], kept[key], parameter) if key in kept else saved[key] for key in saved}
         here, there = _tensor_types(kept), _tensor_types(state)
-        if there and here != there:
+        if there.items() < here.items():
+            missing = ", ".join(sorted(here.keys() - there.keys()))
+            raise CheckpointError(f"{where}: is incomplete: the optimizer's state of '{name}' lacks {missing}.")
+        if here != there:
             why = "of another tier than this run's (--states)"
             if _dtypes(here) == _dtypes(there):
                 why = "split over another number of ranks (parallel.shard), and have scales per part"
@@ -162,6 +178,8 @@ def _check_same_model(weights: Mapping[str, Tensor], saved: Mapping[str, Tensor]
         here, there = list(tensor.shape), list(saved[name].shape)
         if here != there:
             raise CheckpointError(f"{of_another} '{name}' has the shape {there} there and {here} here.")
+        if tensor.dtype != saved[name].dtype:
+            raise CheckpointError(f"{of_another} '{name}' is {saved[name].dtype} there and {tensor.dtype} here.")
 
 
 def _kept(train_state: TrainState) -> Iterator[tuple[str, Mapping[str, Tensor]]]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.errors import RunError
+from octavo.errors import DivergedError
 from octavo.guard.diagnosis import Probe
 from octavo.models import count_parameters
 from octavo.optim import Optimizer
@@ -190,13 +190,14 @@ class TrainState:
         With dynamic loss scaling such steps are skipped, and only many in a row stop the run.
 
         Raises:
-            RunError: names the model, the step, and `last_checkpoint` to resume from.
+            DivergedError: names the model, the step, and `last_checkpoint` to resume from.
         """
         broken_at = int(self._broken_at)
         if broken_at >= 0:
-            raise RunError(
+            raise DivergedError(
                 f"the loss or the gradient norm of the {self.name.upper()} model is no longer finite at step"
-                f" {broken_at}. {last_checkpoint} Try a lower --lr, or --recipe bf16 to compare."
+                f" {broken_at}. {last_checkpoint} The events of the run say what was seen first; `--guard.mode act`"
+                " finds the cause."
             )
 
     def clear_failure(self) -> None:

@@ -192,3 +192,73 @@ def test_an_error_that_comes_of_a_dead_rank_is_that_ranks(store, other, ends):
         signal.signal(signal.SIGTERM, before)
     [(text, _)] = ends
     assert text.startswith("rank 1 of 2 is gone")
+
+
+class Stopping:
+    """A store whose host stops: calls do not return; or dies: they fail."""
+
+    def __init__(self, store):
+        self.store, self.fault = store, None
+
+    def __getattr__(self, name):
+        call = getattr(self.store, name)
+
+        def answer(*arguments):
+            if self.fault == "stopped":
+                time.sleep(60)
+            if self.fault == "dead":
+                raise RuntimeError("connection reset by peer")
+            return call(*arguments)
+
+        return answer if callable(call) else call
+
+
+@pytest.mark.parametrize(
+    ("host", "who"), [(1, "rank 1 of 2 is gone: the ranks' store, which it hosts,"), (None, "torchrun is gone: the")]
+)
+@pytest.mark.parametrize(("fault", "what"), [("stopped", "has not answered for 0 s"), ("dead", "is closed")])
+def test_the_host_of_the_store_is_named_with_its_step(store, other, ends, host, who, fault, what):
+    stopping = Stopping(store)
+    beats = Heartbeat(stopping, 0, 2, timeout=TIMEOUT, groups=[Counting()], host=host)
+    beats.__enter__()
+    try:
+        beats.step = other.step = 6
+        time.sleep(0.1)
+        stopping.fault = fault
+        started = time.monotonic()
+        text, code = wait_for(ends)[0]
+        assert time.monotonic() - started < 3 * TIMEOUT
+    finally:
+        beats._closing.set()
+        beats._closed.set()
+        beats._signal.release()
+    assert text.startswith(who) and what in text and text.endswith("at step 6.") and code == 1
+
+
+def test_a_failing_rank_keeps_its_step_where_the_store_is_gone_too(store, other, ends):
+    stopping = Stopping(store)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(Exception), Heartbeat(stopping, 0, 2, timeout=100, host=1) as beats:  # noqa: B017
+            beats.at(4)
+            other.step = watch.UNHURRIED
+            time.sleep(0.1)
+            stopping.fault = "dead"
+            raise RuntimeError("connection closed by peer")
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, before)
+    assert [text for text, _ in ends] == [
+        "rank 1 of 2 is gone: the ranks' store, which it hosts, is closed, at step 4."
+    ]
+
+
+def test_a_run_that_saves_on_a_signal_is_not_ended(store, other, ends):
+    with beating(store) as beats:
+        beats.saves_on_signal = True
+        os.kill(os.getpid(), signal.SIGTERM)
+        for step in range(1, 12):
+            beats.at(step)
+            other.step = step
+            time.sleep(TIMEOUT / 8)
+    assert ends == []

@@ -15,11 +15,11 @@ from octavo import kernels
 from octavo.conversion import Policy
 from octavo.distributed import BF16_GRADIENTS_POLICY, BF16_POLICY, send_tokens, shard
 from octavo.distributed.sharding import embedding
-from octavo.distributed.traffic import Traffic
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.nn.functional import spec_of
 from octavo.nn.scaling_state import scales
 from octavo.tensor import FP8Tensor, local
+from octavo_bench.traffic import Traffic
 
 STEPS = 2
 ROWS = "embedding by rows"

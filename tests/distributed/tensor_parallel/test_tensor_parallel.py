@@ -14,7 +14,6 @@ import octavo
 from octavo import kernels
 from octavo.distributed import ColumnParallel, Parallel, RowParallel, shard, tensor_parallel
 from octavo.distributed.tensor_parallel import tokens as tokens_of
-from octavo.distributed.traffic import Traffic
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import QuantSpec
 from octavo.models.config import ModelConfig
@@ -23,6 +22,7 @@ from octavo.nn import Linear
 from octavo.nn.attached_codes import attached_codes
 from octavo.nn.weight_codes import quantize_matrix
 from octavo.tensor import FP8Tensor
+from octavo_bench.traffic import Traffic
 
 ROW = QuantSpec("e4m3", "row", "power_of_two")
 

@@ -80,7 +80,7 @@ def test_codes_of_h(target, gated, device):
 def test_kinds_and_dtypes(dtype, kind, device):
     dh, gate, up = inputs(device, 6, 200, dtype=dtype)
     check(fused.activation(kind, gate, up, ROW), reference.activation(kind, gate, up, ROW))
-    arguments = (kind, dh, gate, up, ROW, ROW, ROW, None, None, None)
+    arguments = (kind, dh, gate, up, (ROW, ROW, ROW), (None, None, None))
     for got, expected in zip(
         fused.activation_backward(*arguments), reference.activation_backward(*arguments), strict=True
     ):
@@ -102,7 +102,7 @@ def test_codes_of_the_gradients(target, gated, folded, device):
     assert fused.refuses(cols, gated, rows=target, columns=target, hidden=target) is None
     n = cols * (1 + gated)
     folds = (torch.rand(1, n, device=device), torch.rand(rows, 1, device=device)) if folded else (None, None)
-    arguments = ("silu", dh, gate, up, target, target, target, None, *folds)
+    arguments = ("silu", dh, gate, up, (target, target, target), (*folds, None))
     for got, expected in zip(
         fused.activation_backward(*arguments), reference.activation_backward(*arguments), strict=True
     ):
@@ -115,7 +115,7 @@ def test_codes_of_the_gradients(target, gated, folded, device):
 @pytest.mark.parametrize("hidden", [None, ROW], ids=str)
 def test_targets_of_one_matrix_may_differ_or_be_missing(rows, columns, hidden, device):
     dh, gate, up = inputs(device, 40, 70)
-    arguments = ("silu", dh, gate, up, rows, columns, hidden, None, None, None)
+    arguments = ("silu", dh, gate, up, (rows, columns, hidden), (None, None, None))
     for got, expected in zip(
         fused.activation_backward(*arguments), reference.activation_backward(*arguments), strict=True
     ):
@@ -132,7 +132,7 @@ def test_with_the_forwards_scale_h_has_the_forwards_codes(kind, fmt, gated, devi
     gate[3, 5], gate[4, 6] = torch.nan, torch.inf
     forward = fused.activation(kind, gate, up, ROW._replace(format=fmt))
     hidden = COLUMN._replace(format=fmt)
-    *_, got = fused.activation_backward(kind, dh, gate, up, ROW, ROW, hidden, forward.scale, None, None)
+    *_, got = fused.activation_backward(kind, dh, gate, up, (ROW, ROW, hidden), (None, None, forward.scale))
     assert codes_apart(got.codes, forward.t().codes) == (0, 0)
     assert torch.equal(got.scale, forward.t().scale) and got.granularity == forward.t().granularity
 
@@ -140,7 +140,7 @@ def test_with_the_forwards_scale_h_has_the_forwards_codes(kind, fmt, gated, devi
 def test_the_scale_of_h_is_taken_as_it_is_given(device):
     dh, gate, up = inputs(device, 10)
     scale = reference.activation("silu", gate, up, ROW).scale * 4
-    arguments = ("silu", dh, gate, up, None, None, COLUMN, scale, None, None)
+    arguments = ("silu", dh, gate, up, (None, None, COLUMN), (None, None, scale))
     got, expected = fused.activation_backward(*arguments)[2], reference.activation_backward(*arguments)[2]
     assert torch.equal(got.scale, scale.t())
     check(got, expected)
@@ -155,7 +155,7 @@ def test_nan_and_infinities_stay_where_they_are(target, kind, device):
     gate[0, 0], up[1, 1], dh[2, 2], gate[3, 3], up[4, 4] = torch.nan, torch.nan, torch.nan, torch.inf, -torch.inf
     gate[5, 5], dh[6, 6], gate[7], gate[8, 0], gate[8, 1] = -torch.inf, torch.inf, torch.nan, -3e4, 3e4
     check(fused.activation(kind, gate, up, target), reference.activation(kind, gate, up, target))
-    arguments = (kind, dh, gate, up, target, target, target, None, None, None)
+    arguments = (kind, dh, gate, up, (target, target, target), (None, None, None))
     for got, expected in zip(
         fused.activation_backward(*arguments), reference.activation_backward(*arguments), strict=True
     ):
@@ -174,7 +174,9 @@ def test_maxima_are_those_of_what_is_written(device):
     """So nothing but the largest element has the largest code, and nothing saturates."""
     dh, gate, up = inputs(device)
     target = QuantSpec("e4m3", "row", "float32")
-    rows, columns, hidden = fused.activation_backward("silu", dh, gate, up, target, target, target, None, None, None)
+    rows, columns, hidden = fused.activation_backward(
+        "silu", dh, gate, up, (target, target, target), (None, None, None)
+    )
     for made in (rows, columns, hidden):
         largest = made.codes.float().abs().amax(1)
         assert torch.equal(largest[largest > 0], torch.full_like(largest[largest > 0], 448.0))
@@ -245,7 +247,7 @@ def test_gradients_from_codes_are_those_of_their_values(target, gated, rows, col
     n = cols * (1 + gated)
     folds = torch.rand(1, n, device=device), torch.rand(rows, 1, device=device)
     for h, scale in ((target, None), (COLUMN, hidden.scale)):
-        rest = target, target, h, scale, *folds
+        rest = (target, target, h), (*folds, scale)
         made = fused.activation_backward("silu", dh, *pair, *rest)
         alike = fused.activation_backward("silu", dh, *values, *rest)
         expected = reference.activation_backward("silu", dh, *pair, *rest)
@@ -262,8 +264,8 @@ def test_the_operators_run_in_triton_on_a_gpu():
     dh, gate, up = inputs("cuda", 300, 1000)
     with record() as ledger:
         got = contract.activation("silu", gate, up, ROW)
-        contract.activation_backward("silu", dh, gate, up, rows=ROW, columns=ROW, hidden=ROW)
+        contract.activation_backward("silu", dh, gate, up, contract.Targets(ROW, ROW, ROW))
         codes = contract.activation_and_inputs("silu", gate, up, ROW)[1]
-        contract.activation_backward("silu", dh, *codes, rows=ROW, columns=ROW, hidden=ROW)
+        contract.activation_backward("silu", dh, *codes, contract.Targets(ROW, ROW, ROW))
     assert not ledger.fallbacks
     check(got, reference.activation("silu", gate, up, ROW), allowed=30)

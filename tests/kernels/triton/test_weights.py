@@ -29,3 +29,16 @@ def test_refusals():
     assert "dtype" in triton_weights.refuses([torch.zeros(2, 2), torch.zeros(2, 2).bfloat16()])
     assert "more than" in triton_weights.refuses([torch.zeros(1, triton_weights.LONGEST_ROW + 1)])
     assert "not contiguous" in triton_weights.refuses([torch.zeros(4, 4).t()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [(130,), (128, 128), (256, 128, 24), (24, 7), (128, 128, 128, 5)], ids=str)
+@pytest.mark.parametrize("cols", [64, 33])
+def test_a_stack_again_from_its_scales(cols, rows, dtype, device):
+    weights = [torch.randn(n, cols, dtype=dtype, device=device) * 10.0**i for i, n in enumerate(rows)]
+    weights[0][0, 0], weights[-1][-1] = float("inf"), 0.0
+    target = QuantSpec("e4m3", "row", "power_of_two")
+    expected = quantize(torch.cat(weights), target.fmt, target.tile, target.scaling)
+    out = triton_weights.requantize_transposed(weights, expected.scale, target, expected.codes)
+    assert out.codes.is_contiguous() and torch.equal(out.codes.view(torch.uint8), expected.codes.view(torch.uint8).t())
+    assert torch.equal(out.scale, torch.ones(cols, 1, device=device))

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shutil
+import sqlite3
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from synthetic import synthetic_run
 
 from octavo.errors import StoreError
-from octavo.monitor.dashboard import runs
+from octavo.monitor.dashboard import answers, runs
 from octavo.monitor.dashboard.runs import RunFolder, RunSelection
-from octavo.monitor.store import FILE
+from octavo.monitor.store import FILE, STATS, RunReader, schema
 
 
 @pytest.fixture(autouse=True)
@@ -82,3 +87,85 @@ def test_chosen_runs_have_names_that_differ(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="twice"):
         RunSelection([tmp_path / "a/x", tmp_path / "b" / ".." / "a/x"])
     known.close()
+
+
+def half_born(folder: Path) -> Path:
+    """A store whose writer was killed between its tables and its first session."""
+    folder.mkdir()
+    with contextlib.closing(sqlite3.connect(folder / FILE)) as database:
+        schema.create(database, STATS, 0.0)
+    return folder
+
+
+def endless(folder: Path) -> Path:
+    """A store of an attacker: a table is a view without an end."""
+    half_born(folder)
+    with contextlib.closing(sqlite3.connect(folder / FILE)) as database:
+        database.execute("DROP TABLE events")
+        rows = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i AS id, i AS step FROM n"
+        database.execute(f"CREATE VIEW events AS {rows}")
+        database.commit()
+    return folder
+
+
+def damaged(folder: Path) -> Path:
+    """A store with a cell that is not what its column says."""
+    synthetic_run(folder, layers=1, steps=5)
+    with contextlib.closing(sqlite3.connect(folder / FILE)) as database:
+        database.execute("UPDATE plan SET json = '{\"layers\": [1]}'")
+        database.commit()
+    return folder
+
+
+def truncated(folder: Path) -> Path:
+    synthetic_run(folder, layers=1, steps=5)
+    content = (folder / FILE).read_bytes()
+    (folder / FILE).write_bytes(content[: len(content) // 2])
+    return folder
+
+
+BAD = {
+    half_born: "contains no run yet",
+    endless: "no table 'events'",
+    damaged: "damaged or of another program",
+    truncated: "cannot be read",
+}
+
+
+@pytest.mark.parametrize("make", BAD)
+def test_one_bad_store_is_one_row_that_says_so(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    synthetic_run(tmp_path / "good", layers=1, steps=5)
+    make(tmp_path / "bad")
+    for known in (RunFolder(tmp_path), RunSelection([tmp_path / "good", tmp_path / "bad"])):
+        rows = {row["id"]: row for row in json.loads(answers.answer(known, "runs", {}).body)["runs"]}
+        assert "error" not in rows["good"] and rows["good"]["step"] == 5
+        assert BAD[make] in rows["bad"]["error"] and "bad" in rows["bad"]["error"]
+        compared = json.loads(answers.answer(known, "compare", {"run": ["good", "bad"]}).body)["runs"]
+        assert [("error" in row) for row in compared] == [False, True]
+
+
+def test_a_query_has_a_time_limit(tmp_path: Path) -> None:
+    synthetic_run(tmp_path / "run", layers=1, steps=5)
+    reader = RunReader(tmp_path / "run", seconds=0.05)
+    slow = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT COUNT(*) FROM n"
+    with pytest.raises(StoreError, match=r"too large to be shown: a query took 0\.05 s"):
+        reader._all(slow)
+    assert reader.last_step == 5
+
+
+def test_a_store_of_a_million_events_is_listed_in_two_seconds(tmp_path: Path) -> None:
+    synthetic_run(tmp_path / "run", layers=1, steps=5)
+    with contextlib.closing(sqlite3.connect(tmp_path / "run" / FILE)) as database:
+        rows = (f"WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT {10**6}) "
+                "SELECT NULL, 5, i, 'warning', 'user', NULL, NULL, i, NULL, NULL, 'text ' || i FROM n")  # fmt: skip
+        database.execute(f"INSERT INTO events {rows}")
+        database.commit()
+    known = RunFolder(tmp_path)
+    seconds = []
+    for name, values in (("runs", {}), ("run", {"run": ["run"]}), ("events", {"run": ["run"]})):
+        start = time.process_time()
+        answer = json.loads(answers.answer(known, name, values).body)
+        seconds.append(time.process_time() - start)
+    assert answer["count"] >= 10**6 and len(answer["events"]) == answers.EVENTS
+    assert answer["events"][-1]["text"] == f"text {10**6}"
+    assert max(seconds) < 2, seconds

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -253,3 +256,25 @@ def test_the_command_serves_needs_no_torch_and_ends_at_an_interrupt(folder: Path
     finally:
         killer.cancel()
         process.kill()
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n"])
+def test_a_connection_that_completes_no_request_is_closed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    import uvicorn
+
+    monkeypatch.setattr(server, "SLOW_SECONDS", 0.2)
+    with server.bound(0) as listener:
+        config = uvicorn.Config(server.application(folder), http=server._timed_protocol(), log_level="error")
+        running = uvicorn.Server(config)
+        thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        with socket.create_connection(listener.getsockname(), timeout=20) as client:
+            for byte in sent:  # drop by drop
+                client.send(bytes([byte]))
+                time.sleep(0.005)
+            with contextlib.suppress(ConnectionError):
+                assert client.recv(1) == b""  # closed; a timeout would raise
+        running.should_exit = True
+        thread.join(20)

@@ -5,6 +5,8 @@ may be blocked in a collective. The first rank to detect a fault (`octavo.distri
 the reason; all ranks then end their processes.
 
 torchrun sends SIGTERM to all ranks once one has died: the dead one is then named within seconds.
+
+A store call never returns if the host of the store has stopped, so that a second thread watches the first.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from octavo._util.terminal import printable
 from octavo.distributed.health.watch import BEAT, UNHURRIED, RankFailure, RankMonitor, Report, at
 from octavo.errors import ConfigError, DataError, OctavoError, RunError
 
@@ -42,7 +45,14 @@ class Heartbeat:
     """
 
     def __init__(
-        self, store: Store, rank: int, ranks: int, *, timeout: float, groups: Sequence[dist.ProcessGroup] = ()
+        self,
+        store: Store,
+        rank: int,
+        ranks: int,
+        *,
+        timeout: float,
+        groups: Sequence[dist.ProcessGroup] = (),
+        host: int | None = None,
     ) -> None:
         """Prepare the heartbeat of a rank.
 
@@ -52,18 +62,22 @@ class Heartbeat:
             ranks: number of ranks.
             timeout: seconds without a report of a rank, or without progress of any, after which all stop.
             groups: process groups whose collectives are counted.
+            host: rank that hosts the store; None if torchrun does.
         """
         self.step = 0
         """Step in progress, counted from 1."""
+        self.saves_on_signal = False
+        """Whether the main thread stops all ranks after SIGTERM, once it has saved a checkpoint."""
         self.rank, self.ranks = rank, ranks
-        self._store, self._groups = store, groups
+        self._store, self._groups, self._host = store, groups, host
         self._monitor = RankMonitor(
             ranks=ranks, timeout=timeout, beat=max(BEAT, ranks / 100)
         )  # limits the load of the store
-        self._beats = 0
-        self._all_began = False
-        self._closing = threading.Event()
+        self._beats = self._rounds = 0
+        self._all_began = self._is_failing = False
+        self._closing, self._closed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="octavo heartbeat", daemon=True)
+        self._watcher = threading.Thread(target=self._watch_store, name="octavo heartbeat watcher", daemon=True)
         self._signal = _Signal()
 
     @property
@@ -77,6 +91,7 @@ class Heartbeat:
         self._beat()
 
     def __enter__(self) -> Heartbeat:
+        self._watcher.start()
         self._beat()
         self._signal.catch()
         self._thread.start()
@@ -102,9 +117,11 @@ class Heartbeat:
                 self._signal.release()
             with suppress(RuntimeError):  # the store may have ended before
                 self._beat(left=True)
+            self._closed.set()
+            self._watcher.join()
 
     def _fail(self, error: Exception) -> None:
-        where, self.step = self.where, UNHURRIED
+        self._is_failing = True
         # Errors of input are the same on all ranks. Others may come from a collective in which a rank was missing: then
         # the thread ends this process meanwhile.
         if not isinstance(error, ConfigError | DataError):
@@ -113,7 +130,7 @@ class Heartbeat:
         self._closing.set()
         self._thread.join()
         is_ours = isinstance(error, OctavoError)
-        text = f"{where}: {error}" if is_ours else f"{where}: {type(error).__name__}: {error}"
+        text = f"{self.where}: {error}" if is_ours else f"{self.where}: {type(error).__name__}: {error}"
         if not self._record(RankFailure(text, (self.rank,))):
             raise SystemExit(1)
         raise (type(error) if is_ours else RunError)(text) from error
@@ -126,9 +143,30 @@ class Heartbeat:
                 self._beat()
                 self._monitor.update(self._reports(), time.monotonic())
                 self._judge()
-            except RuntimeError as error:
+                self._rounds += 1
+            except RuntimeError:
                 if not self._closing.is_set():
-                    end(f"{self.where}: the ranks' store is gone, and torchrun or rank 0 with it ({error}).")
+                    end(self._store_failure("is closed"))
+
+    def _watch_store(self) -> None:
+        """End the process if a round of the heartbeat takes longer than the timeout."""
+        rounds, since = -1, time.monotonic()
+        checked = since
+        while not self._closed.wait(self._monitor.beat):
+            before, checked = checked, time.monotonic()
+            was_paused = checked - before > self._monitor.patience / 2  # this process itself
+            if rounds != self._rounds or was_paused:
+                rounds, since = self._rounds, checked
+            elif checked - since > self._monitor.timeout:
+                end(self._store_failure(f"has not answered for {checked - since:.0f} s"))
+
+    def _store_failure(self, what: str) -> str:
+        """Return why this rank ends that cannot reach the store, with the last step known of its host."""
+        if self._host is None:
+            return f"torchrun is gone: the ranks' store, which it hosts, {what}, {at(self.step)}."
+        known = self._monitor.seen.get(self._host)
+        step = known.report.step if known is not None and known.report.step > 0 else self.step
+        return f"rank {self._host} of {self.ranks} is gone: the ranks' store, which it hosts, {what}, {at(step)}."
 
     def _judge(self) -> None:
         """End the process if a rank has recorded a failure, or if this one reaches one."""
@@ -137,7 +175,7 @@ class Heartbeat:
         failure = self._monitor.diagnose()
         if failure is not None:
             self._stop(failure, prints=self._record(failure))
-        elif self._signal.came and self._monitor.is_sure:
+        elif self._signal.came and self._monitor.is_sure and not self.saves_on_signal:
             reason = "terminated by SIGTERM."
             end(reason if self._record(RankFailure(reason)) else "", code=128 + signal.SIGTERM)
 
@@ -160,7 +198,8 @@ class Heartbeat:
 
     def _beat(self, *, left: bool = False) -> None:
         self._beats += 1
-        self._store.set(str(self.rank), json.dumps(Report(self._beats, self.step, _begun(self._groups), left)))
+        step = UNHURRIED if self._is_failing else self.step
+        self._store.set(str(self.rank), json.dumps(Report(self._beats, step, _begun(self._groups), left)))
 
     def _reports(self) -> dict[int, Report]:
         """Return the reports of all ranks that have one."""
@@ -225,7 +264,7 @@ def end(error: str, code: int = 1, *, note: str = "") -> None:
     words += [note.rstrip()] if note else []
     if words:
         cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # a live table hides it
-        print(cursor + "\n".join(words), file=sys.stderr, flush=True)
+        print(cursor + "\n".join(map(printable, words)), file=sys.stderr, flush=True)
     os._exit(code)
 
 

@@ -7,7 +7,7 @@ each block and on the model, and keeps state dicts free of FP8.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, cast
 
@@ -48,17 +48,26 @@ BF16_GRADIENTS_POLICY = replace(BF16_POLICY, reduce_dtype=torch.bfloat16)
 passes that defer the reduction (`set_requires_gradient_sync`, pipelines), which would accumulate in BF16."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class FullyShardOptions:
+    """Arguments of `fully_shard` that FP8 weights can be gathered with."""
+
+    reshard_after_forward: bool | None = None
+    """Not a number."""
+    mp_policy: MixedPrecisionPolicy = BF16_POLICY
+    """`BF16_GRADIENTS_POLICY` moves fewer bytes where `reduce` is given."""
+    offload_policy: OffloadPolicy | None = None
+    ignored_params: set[nn.Parameter] | None = None
+
+
 def shard(
     model: nn.Module,
     mesh: DeviceMesh | None = None,
     *,
     blocks: Sequence[nn.Module] | None = None,
-    reshard_after_forward: bool | None = None,
-    mp_policy: MixedPrecisionPolicy = BF16_POLICY,
-    offload_policy: OffloadPolicy | None = None,
-    ignored_params: set[nn.Parameter] | None = None,
     reduce: str | Scheme | None = None,
     by_rows: Sequence[nn.Embedding] = (),
+    **fsdp: Any,
 ) -> ShardPlan:
     """Shard a model over the ranks of a mesh, in place: `fully_shard` on each block, then on the model.
 
@@ -70,15 +79,12 @@ def shard(
         mesh: 1-D; or 2-D with names, the first replicated and the second sharded (HSDP). By default all ranks.
         blocks: units of gathering, in execution order: the weights of one are gathered while the previous one computes.
             By default the children of the `nn.ModuleList` with the most parameters.
-        reshard_after_forward: as for `fully_shard`; not a number.
-        mp_policy: `BF16_POLICY` by default; `BF16_GRADIENTS_POLICY` moves fewer bytes where `reduce` is given.
-        offload_policy: as for `fully_shard`.
-        ignored_params: as for `fully_shard`.
         reduce: gradient reduction over the ranks that share the shards, as for `set_reduction`; by default FSDP2's
             reduce-scatter in the policy's `reduce_dtype`.
         by_rows: embeddings of which only looked-up rows are sent (see `embedding`), worthwhile where a rank has fewer
             tokens than the vocabulary has rows. Nothing else may read their weights. Their gradients are averaged in
             FP32, regardless of `reduce`.
+        fsdp: fields of `FullyShardOptions`, arguments of `fully_shard`.
 
     Returns:
         How each parameter is gathered.
@@ -88,17 +94,17 @@ def shard(
         UnsupportedError: fused layers are in different blocks, the model is sharded already, or `reshard_after_forward`
             is a number; or an embedding of `by_rows` uses options beyond row lookup, is shared, or is to be offloaded.
     """
+    options = FullyShardOptions(**fsdp)
+    offload, ignored = options.offload_policy, set(options.ignored_params or ())
     mesh = _all_ranks() if mesh is None else mesh
     parts = _blocks(model, blocks)
-    _check(model, parts, reshard_after_forward)
-    embeddings = _row_embeddings(model, by_rows, offload_policy)
-    ignored = set(ignored_params or ())
-    plan = _prepare(model, parts, mesh, mp_policy.param_dtype, ignored, embeddings)
-    ignored |= set(_row_embeddings(model, by_rows, offload_policy))  # new parameter objects now
-    settings: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "mp_policy": mp_policy}
-    settings |= {"offload_policy": offload_policy or OffloadPolicy(), "ignored_params": ignored or None}
+    _check(model, parts, options.reshard_after_forward)
+    embeddings = _row_embeddings(model, by_rows, offload)
+    plan = _prepare(model, parts, mesh, options.mp_policy.param_dtype, ignored, embeddings)
+    ignored |= set(_row_embeddings(model, by_rows, offload))  # new parameter objects now
+    settings = vars(options) | {"offload_policy": offload or OffloadPolicy(), "ignored_params": ignored or None}
     for module in (*parts, model):
-        fully_shard(module, **settings)
+        fully_shard(module, mesh=mesh, **settings)
     gather_ahead(model, parts)
     if reduce is not None:
         set_reduction(model, reduce)

@@ -21,9 +21,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import _functional_collectives as functional
 
+from octavo._util.autograd import first_order
 from octavo.errors import UnsupportedError
 from octavo.kernels import QuantSpec
 from octavo.kernels.quant_spec import laid_out
@@ -142,7 +142,7 @@ class _GatherCodes(torch.autograd.Function):
         return y, all_codes, all_scales
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         dx = None if grads[0] is None else _reduce_scatter(grads[0], ctx.group).to(ctx.x_dtype)
         return dx, *(None,) * 5
@@ -157,7 +157,7 @@ class _Collective(torch.autograd.Function):
         return forward(x, group)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.backward_move(grads[0], ctx.group), None, None, None
 
@@ -169,7 +169,7 @@ class _CopyToRegion(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return all_reduce_sum(grads[0].to(ctx.dtype), ctx.group).to(grads[0].dtype), None, None
 

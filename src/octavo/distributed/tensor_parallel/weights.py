@@ -15,11 +15,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from octavo._util.autograd import first_order
 from octavo.distributed.checkpoint import plain_values_hook
 from octavo.distributed.tensor_parallel.tokens import all_reduce_sum
 from octavo.errors import UnsupportedError
@@ -131,7 +131,7 @@ class _Local(torch.autograd.Function):
         return part / mesh.size() if by_all else part.detach()
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         grad = grads[0] if ctx.group is None else all_reduce_sum(grads[0], ctx.group)
         return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -33,14 +34,11 @@ def activation_backward(
     dh: Tensor,
     gate: Tensor | Quantized,
     up: Tensor | Quantized | None,
-    rows: QuantSpec | None,
-    columns: QuantSpec | None,
-    hidden: QuantSpec | None,
-    hidden_scale: Tensor | None,
-    row_fold: Tensor | None,
-    column_fold: Tensor | None,
+    targets: Sequence[QuantSpec | None],
+    factors: Sequence[Tensor | None],
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
     """See `octavo.kernels.activation.activation_backward`."""
+    (rows, columns, hidden), (row_fold, column_fold, hidden_scale) = targets, factors
     gate, up = _values(gate), None if up is None else _values(up)
     gradients = [d for d in _gradients(kind, dh, gate, up) if d is not None]
     h_t = None

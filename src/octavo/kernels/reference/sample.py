@@ -1,137 +1,168 @@
-"""`sample` as it is defined, its moments in FP64."""
+"""`sample` as it is defined, in NumPy: a few calls on the sampled rows. Moments, powers and ratios are FP64.
+
+A GPU without Triton kernels copies the sample to the host, and waits for it: its CUDA graphs cannot hold this.
+"""
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.kernels.sample import (
-    BINS,
-    DETAILED,
-    LOWEST,
-    PHASE,
-    SAMPLED,
-    STATS,
-    WIDTH,
-    SampleInput,
-    count,
-    limits,
-    sampled_rows,
-)
+from octavo.kernels.sample import BINS, DETAILED, LOWEST, PHASE, SAMPLED, STATS, WIDTH, SampleInput, limits, rows_at
+from octavo.numerics import Format
 
-_ALWAYS = STATS[:-1]
-"""What is written without bins, too: all but sqnr."""
+_SQNR = STATS.index("sqnr")
+_GROWING = STATS.index("amax"), STATS.index("nonfinite")
+
+Floats = NDArray[np.float32]
+
+
+class _Read(NamedTuple):
+    """Copies on the host of what the statistics of a tensor (R, C) are made of, n rows of it sampled."""
+
+    x: Floats
+    """(n, C), FP32."""
+    quantised: Floats
+    """x * fold, what is quantised."""
+    scale: Floats
+    """Of each sampled element, broadcastable to (n, C)."""
+    largest: np.float32
+    """The largest scale."""
 
 
 def sample(looked: SampleInput, row: Tensor) -> None:
     """See `octavo.kernels.sample.sample`."""
-    found = torch.stack([*_stats(looked, row)])
-    before = row[: len(_ALWAYS)]
-    found = torch.where(_grows(row.device), torch.fmax(found, before), found)
-    looks = row[PHASE] >= 0
-    row[: len(_ALWAYS)] = torch.where(looks, found, before)
-    row[SAMPLED] = torch.where(looks, float(looked.x.shape[1] * count(looked.shape[0])), row[SAMPLED])
-    if len(row) > WIDTH and (row.is_cuda or row[DETAILED] > 0):
-        asks = looks & (row[DETAILED] > 0)
-        for at, new in zip((slice(len(_ALWAYS), len(STATS)), slice(WIDTH, None)), detail(looked, row), strict=True):
-            row[at] = torch.where(asks, new, row[at])
+    written: Floats = row.cpu().numpy()
+    if written[PHASE] < 0:
+        return
+    scales = looked.scale.to("cpu", copy=True).numpy()
+    with np.errstate(all="ignore"):
+        read = _read(looked, scales, int(written[PHASE]))
+        found = _stats(looked, read, scales)
+        for grows in _GROWING:
+            found[grows] = np.fmax(found[grows], written[grows])
+        written[:_SQNR], written[SAMPLED] = found, read.x.size
+        if len(written) > WIDTH and written[DETAILED] > 0:
+            written[_SQNR], written[WIDTH:] = _detail(looked, read)
+    if not row.is_cpu:
+        row.copy_(torch.from_numpy(written))
 
 
-@cache
-def _grows(device: torch.device) -> Tensor:
-    """Return which statistics are the largest of all micro-batches, a flag each."""
-    return torch.tensor([name in ("amax", "nonfinite") for name in _ALWAYS], device=device)
-
-
-def _read(looked: SampleInput, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sample, FP32 (count(R), C), what is quantised of it, with its fold, and the scales, broadcastable."""
-    rows = sampled_rows(looked.shape[0], row)
-    scale = scales_of(looked, rows)
-    x = (looked.x if looked.rows is not None else _rows_of(looked.x, rows)).float()
+def _read(looked: SampleInput, scales: Floats, phase: int) -> _Read:
+    total, cols = looked.shape
+    rows = rows_at(total, phase)
+    height, width = looked.target.tile.tile(total, cols)
+    scale = scales[rows // height]
+    scale = scale if scale.shape[1] == 1 else scale.repeat(width, axis=1)[:, :cols]
+    x = _values(looked.x if looked.rows is not None else _rows_of(looked.x, torch.from_numpy(rows)))
     x = x * scale if looked.is_coded else x
-    return x, x if looked.fold is None else x * looked.fold, scale
+    quantised = x if looked.fold is None else x * _values(looked.fold)
+    return _Read(x, quantised, scale, scales.max())
 
 
-def _stats(looked: SampleInput, row: Tensor) -> list[Tensor]:
-    """Return the statistics in the order of `_ALWAYS`, FP32 and of no dimension."""
-    total_rows, cols = looked.shape
-    x, read, scale_of_each = _read(looked, row)
-    y = (read * (1 / scale_of_each)).abs()
-    magnitude = x.abs()
-    finite = magnitude < torch.inf
-    zeroed, normal, largest = limits(looked.target.fmt)
-    flushed = finite & (read != 0) & (y <= zeroed)
-    subnormal = finite & (y > zeroed) & (y < normal)
-    saturated = finite & (y > largest)
-    *shares, broken = _shares(torch.stack([flag.sum() for flag in (flushed, subnormal, saturated, ~finite)]), x.numel())
+def _stats(looked: SampleInput, read: _Read, scales: Floats) -> list[Any]:
+    """Return all of `STATS` but sqnr."""
+    x, r, size = read.x, read.quantised, read.x.size
+    y = r * (1 / read.scale)
+    amax = _magnitude(x)
+    if not amax < np.inf:  # all that follows is of what is finite
+        finite = np.abs(x) < np.inf
+        x, r, y = x[finite], r[finite], y[finite]
+        amax = _magnitude(x)
+    flushed, subnormal, saturated = _counts(r, np.abs(y, out=y), looked.target.fmt)
+    broken = (size - x.size) / size
     if looked.edges is not None:
-        lost = (~torch.isfinite(looked.edges.float())).all(dim=1).sum()
-        broken = torch.maximum(broken, _shares(lost[None], total_rows * cols)[0])
-    if looked.is_coded:
-        shares[0], shares[2] = (share * torch.nan for share in shares[::2])
-    scale = looked.scale.max()
-    return [_amax(looked, magnitude, finite, scale), scale, *shares, broken, *_moments(x, finite)]
+        rows, cols = looked.shape
+        broken = max(broken, _lost(_values(looked.edges)) / (rows * cols))
+    known = np.nan if looked.is_coded else 1.0
+    shares = known * flushed / size, subnormal / size, known * saturated / size, broken
+    return [max(amax, _amax(looked, scales, read.largest)), read.largest, *shares, *_moments(x)]
 
 
-def detail(looked: SampleInput, row: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sqnr in dB (1,), NaN where nothing was lost or nothing is known, and the bins (BINS,), FP32."""
-    x, read, scale = _read(looked, row)
-    y, fmt = read * (1 / scale), looked.target.fmt
-    finite = (x.abs() < torch.inf) & (y.abs() < torch.inf)
-    codes = y.clamp(-fmt.max, fmt.max).to(fmt.dtype).float()
-    signal, noise = (torch.where(finite, part, 0.0).double() for part in (read, read - codes * scale))
-    ratio = signal.square().sum() / noise.square().sum()
-    sqnr = torch.where((ratio > 0) & (ratio < torch.inf), 10 * ratio.log10(), torch.nan).float()
-    place = torch.where(y == 0, 0, (torch.frexp(y).exponent - 1 - LOWEST).clamp(0, BINS - 1))
-    counted = (finite & (read != 0)).float()
-    bins = torch.zeros(BINS, device=y.device).scatter_add_(0, place.flatten().long(), counted.flatten())
-    return (sqnr * torch.nan if looked.is_coded else sqnr)[None], bins
+def _counts(r: Floats, y: Floats, fmt: Format) -> tuple[Any, Any, Any]:
+    """Return how many elements are flushed, subnormal and saturated."""
+    zeroed, normal, largest = limits(fmt)
+    small = y <= zeroed
+    subnormal = np.count_nonzero(y < normal) - np.count_nonzero(small)
+    flushed = np.count_nonzero(np.logical_and(small, r != 0, out=small))
+    return flushed, subnormal, np.count_nonzero(y > largest)
 
 
-def scales_of(looked: SampleInput, rows: Tensor) -> Tensor:
-    """Return the scale of each sampled element, broadcastable to (len(rows), C)."""
-    total_rows, cols = looked.shape
-    height, width = looked.target.tile.tile(total_rows, cols)
-    scale = looked.scale[rows // height]
-    return scale if scale.shape[1] == 1 else scale.repeat_interleave(width, dim=1)[:, :cols]
+def _moments(x: Floats) -> tuple[np.float64, np.float64, np.float64]:
+    """Return mean, variance and kurtosis of finite elements: NaN of none."""
+    number = np.float64(x.size)
+    off = x.astype(np.float64).ravel()
+    mean = off.sum() / number
+    off -= mean
+    off *= off
+    variance = off.sum() / number
+    off *= off  # no dot product: that may wait for the threads of a BLAS
+    return mean, variance, off.sum() / number / (variance * variance)
 
 
-def _amax(looked: SampleInput, magnitude: Tensor, finite: Tensor, scale: Tensor) -> Tensor:
-    largest = torch.where(finite, magnitude, 0.0).max()
-    if looked.bound:
-        largest = torch.where(scale > 2.0**-126, torch.maximum(largest, scale * looked.bound), largest)
-    total_rows, cols = looked.shape
-    height, width = looked.target.tile.tile(total_rows, cols)
+def _amax(looked: SampleInput, scales: Floats, largest: np.float32) -> np.float32:
+    """Return the largest magnitude under the largest scale, or what that scale says of it."""
+    bound = np.float32(looked.bound) * largest if largest > 2.0**-126 else np.float32(0)
     if not looked.reads_tile:
-        return largest
-    at = looked.scale.flatten().argmax()  # the first of the largest
-    top, left = at // looked.scale.shape[1] * height, at % looked.scale.shape[1] * width
-    across = torch.arange(height, device=at.device) + top, torch.arange(width, device=at.device) + left
-    inside = (across[0] < total_rows)[:, None] & (across[1] < cols)
-    tile = _rows_of(looked.x, across[0].clamp(max=total_rows - 1)).float()[:, across[1].clamp(max=cols - 1)].abs()
-    tile = tile * scale if looked.is_coded else tile
-    return torch.maximum(largest, torch.where(inside & (tile < torch.inf), tile, 0.0).max())
+        return bound
+    height, width = looked.target.tile.tile(*looked.shape)
+    down, across = divmod(int(scales.argmax()), scales.shape[1])
+    tile = _values(looked.x[down * height : (down + 1) * height, across * width : (across + 1) * width])
+    tile = tile * largest if looked.is_coded else tile
+    met = _magnitude(tile)
+    return max(bound, met if met < np.inf else _magnitude(tile[np.abs(tile) < np.inf]))
+
+
+def _detail(looked: SampleInput, read: _Read) -> tuple[float, Floats]:
+    """Return sqnr in dB, NaN where nothing was lost or nothing is known, and the bins (BINS,)."""
+    fmt, r, y = looked.target.fmt, read.quantised, read.quantised * (1 / read.scale)
+    finite = (np.abs(read.x) < np.inf) & (np.abs(y) < np.inf)
+    codes = torch.from_numpy(np.clip(y, -fmt.max, fmt.max)).to(fmt.dtype).float().numpy()
+    signal, noise = (np.where(finite, part, 0.0).astype(np.float64) for part in (r, r - codes * read.scale))
+    ratio = np.square(signal).sum() / np.square(noise).sum()
+    known = 0 < ratio < np.inf and not looked.is_coded
+    place = np.where(y == 0, 0, np.clip(np.frexp(y)[1] - 1 - LOWEST, 0, BINS - 1))
+    bins = np.bincount(place[finite & (r != 0)], minlength=BINS)
+    return 10 * np.log10(ratio) if known else np.nan, bins.astype(np.float32)
+
+
+def _lost(edges: Floats) -> int:
+    """Return how many rows (R, 2) hold nothing finite."""
+    finite = np.isfinite(edges)
+    return 0 if finite.all() else int(np.count_nonzero(~(finite[:, 0] | finite[:, 1])))
+
+
+def _magnitude(x: Floats) -> np.float32:
+    """Return the largest magnitude, 0 of nothing; NaN or infinite where any element is."""
+    return np.maximum(x.max(), -x.min()) if x.size else np.float32(0)
 
 
 def _rows_of(x: Tensor, rows: Tensor) -> Tensor:
     """Return some rows of a matrix; PyTorch has no index of FP8 tensors."""
-    return x.view(torch.uint8)[rows].view(x.dtype) if x.element_size() == 1 else x[rows]
+    bits = x.view(torch.uint8) if x.element_size() == 1 else x
+    return bits.index_select(0, rows.to(x.device)).view(x.dtype)
 
 
-def _shares(found: Tensor, total: int) -> list[Tensor]:
-    """Return what share of a total each count is, FP32."""
-    return [*(found.double() / total).float()]
+def _values(x: Tensor) -> Floats:
+    """Return a copy of a tensor as FP32 of NumPy, which knows neither BF16 nor FP8.
+
+    NumPy sees nothing but copies: a storage that it has seen can never be resized, as FSDP does with weights.
+    """
+    x = x.detach().to("cpu", copy=True)
+    if x.dtype == torch.bfloat16:
+        bits: NDArray[np.int32] = np.left_shift(x.view(torch.int16).numpy(), 16, dtype=np.int32)
+        return bits.view(np.float32)
+    found: Floats = _decoded(x.dtype)[x.view(torch.uint8).numpy()] if x.element_size() == 1 else x.float().numpy()
+    return found
 
 
-def _moments(x: Tensor, finite: Tensor) -> list[Tensor]:
-    """Return mean, variance and kurtosis of what is finite. Powers are of x over a power of two: none leaves FP64."""
-    kept = torch.where(finite, x, 0.0).double()
-    number = finite.sum()
-    mean = kept.sum() / number
-    off = torch.where(finite, kept - mean, 0.0)
-    square = off * off
-    second = square.sum() / number
-    fourth = (square * square).sum() / number
-    return [mean.float(), second.float(), (fourth / (second * second)).float()]
+@cache
+def _decoded(dtype: torch.dtype) -> Floats:
+    """Return the values of all codes of a format."""
+    values: Floats = torch.arange(256, dtype=torch.uint8).view(dtype).float().numpy()
+    return values

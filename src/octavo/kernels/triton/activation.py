@@ -8,6 +8,7 @@ the bit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from octavo.kernels.triton.codes import (
     to_codes,
 )
 from octavo.kernels.triton.launch import Kernel
-from octavo.kernels.triton.output import Output, begin_searches
+from octavo.kernels.triton.output import Output, begin_searches, end_searches
 from octavo.kernels.triton.shape import Shape, next_power_of_2, row_warps
 from octavo.numerics import Quantized
 
@@ -85,7 +86,7 @@ def activation_and_inputs(
     """See `octavo.kernels.activation.activation_and_inputs`: h, and by `inputs` gate, and up if there is one."""
     gate, up = contiguous_rows(gate), up if up is None else contiguous_rows(up)
     rows, cols = gate.shape
-    output = Output(target, rows, cols, gate.device, from_amax=True)
+    output = Output(target, rows, cols, gate.device)
     kept = [Output(None if x is None else inputs, rows, cols, gate.device) for x in (gate, up)]
     made = [each.quantized for each in (output, *kept) if each.quantized is not None]
     kept_memory = *kept[0].arguments[:2], *kept[1].arguments[:2]
@@ -117,19 +118,16 @@ def activation_backward(
     dh: Tensor,
     gate: Tensor | Quantized,
     up: Tensor | Quantized | None,
-    rows: QuantSpec | None,
-    columns: QuantSpec | None,
-    hidden: QuantSpec | None,
-    hidden_scale: Tensor | None,
-    row_fold: Tensor | None,
-    column_fold: Tensor | None,
+    targets: Sequence[QuantSpec | None],
+    factors: Sequence[Tensor | None],
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
     """See `octavo.kernels.activation.activation_backward`."""
+    (rows, columns, hidden), (row_fold, column_fold, hidden_scale) = targets, factors
     m, f = dh.shape
     n = f if up is None else 2 * f
-    row = Output(rows, m, n, dh.device, from_amax=True)
-    column = Output(columns, m, n, dh.device, transposed=True, from_amax=True)
-    h_t = Output(hidden, m, f, dh.device, transposed=True, scale=hidden_scale, from_amax=True)
+    row = Output(rows, m, n, dh.device)
+    column = Output(columns, m, n, dh.device, transposed=True)
+    h_t = Output(hidden, m, f, dh.device, transposed=True, scale=hidden_scale)
     outputs = row, column, h_t
     folds = (None if fold is None else fold.contiguous() for fold in (row_fold, column_fold))
     sources = *_sources(dh, gate, up), m, f, *folds
@@ -141,6 +139,7 @@ def activation_backward(
             *sources, *row.arguments[2:], *column.arguments[2:], *h_t.arguments[2:],
             KIND=kind, ROW_MODE=modes[0], COLUMN_MODE=modes[1], HIDDEN_MODE=modes[2], **shape.strip(m, f),
         )  # fmt: skip
+        end_searches(*outputs)
     if any(output.mode != NONE.value for output in outputs):
         shape = BACKWARD_TILED if any(output.is_tiled for output in outputs) else BACKWARD_WRITE
         across, down = shape.grid(m, f)
@@ -468,7 +467,7 @@ def _emit_half(
         emit(
             (d[0] * f, d[1] * f, d[2] * f, d[3] * f), row_codes, total_r, total_c,
             row_scale, row_stride_r, row_stride_c, row_inverse, rows, cols, in_rows, in_cols, tile_r, tile_c,
-            MODE=ROW_MODE, POWER_OF_TWO=ROW_POWER_OF_TWO, TRANSPOSED=False, FROM_AMAX=True,
+            MODE=ROW_MODE, POWER_OF_TWO=ROW_POWER_OF_TWO, TRANSPOSED=False,
         )  # fmt: skip
     if COLUMN_MODE != NONE:
         f0, f1 = factors(column_fold, rows[0], in_rows[0])[:, None], factors(column_fold, rows[1], in_rows[1])[:, None]
@@ -477,7 +476,7 @@ def _emit_half(
             (d[0] * f0, d[1] * f1, d[2] * f2, d[3] * f3), column_codes, total_r, total_c,
             column_scale, column_stride_r, column_stride_c, column_inverse, rows, cols, in_rows, in_cols,
             tile_r, tile_c,
-            MODE=COLUMN_MODE, POWER_OF_TWO=COLUMN_POWER_OF_TWO, TRANSPOSED=True, FROM_AMAX=True,
+            MODE=COLUMN_MODE, POWER_OF_TWO=COLUMN_POWER_OF_TWO, TRANSPOSED=True,
         )  # fmt: skip
 
 
@@ -540,7 +539,7 @@ def _backward_write_kernel(
                 (h0, h1, h2, h3), hidden_codes, total_r, half,
                 hidden_scale, hidden_stride_r, hidden_stride_c, hidden_inverse,
                 rows, cols, in_rows, in_cols, tile_r, tile_c,
-                MODE=HIDDEN_MODE, POWER_OF_TWO=HIDDEN_POWER_OF_TWO, TRANSPOSED=True, FROM_AMAX=True,
+                MODE=HIDDEN_MODE, POWER_OF_TWO=HIDDEN_POWER_OF_TWO, TRANSPOSED=True,
             )  # fmt: skip
 
 

@@ -199,7 +199,7 @@ def _write_kernel(
     single.write_strip(
         x_ptr + number * batch_stride, stride, total_r, total_c, 0, total_r, total_c, row_fold, column_fold,
         row_codes, row_scale, row_stride_r, row_stride_c, row_inverse,
-        column_codes, column_scale, column_stride_r, column_stride_c, column_inverse, None, None,
+        column_codes, column_scale, column_stride_r, column_stride_c, column_inverse,
         ROW_MODE=ROW_MODE, ROW_POWER_OF_TWO=ROW_POWER_OF_TWO,
         COLUMN_MODE=COLUMN_MODE, COLUMN_POWER_OF_TWO=COLUMN_POWER_OF_TWO, FROM_AMAX=False,
         HEIGHT=HEIGHT, WIDTH=WIDTH, STEPS=STEPS, STAGES=STAGES, EVEN=EVEN,

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.triton.launch import Kernel
-from octavo.kernels.triton.telemetry import count_quarters
 
 INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 """Triton's interpreter truncates mantissas when it casts to FP8, and has neither -0 nor NaN right."""
@@ -360,7 +359,7 @@ def store_quarter(y, codes_ptr, total_c, rows, cols, in_rows, in_cols, FORMAT: t
 @triton.jit
 def emit(
     x, codes_ptr, total_r, total_c, scale_ptr, stride_r, stride_c, inverse_ptr, rows, cols, in_rows, in_cols,
-    tile_r, tile_c, MODE: tl.constexpr, POWER_OF_TWO: tl.constexpr, TRANSPOSED: tl.constexpr, stats_ptr=None,
+    tile_r, tile_c, MODE: tl.constexpr, POWER_OF_TWO: tl.constexpr, TRANSPOSED: tl.constexpr,
     EVEN: tl.constexpr = False, FROM_AMAX: tl.constexpr = False,
 ):  # fmt: skip
     """Quantise a tile of a (total_r, total_c) matrix and write its codes, transposed or not, and scales of its own.
@@ -370,7 +369,6 @@ def emit(
     stride_r, stride_c: of the scales, as the untransposed matrix has them.
     tile_r, tile_c: which tile this is.
     TRANSPOSED: codes_ptr has memory for total_r rounded up to a multiple of 4 (see `store_words`).
-    stats_ptr: where to count what is lost (`octavo.kernels.telemetry`), or None.
     EVEN: the matrix is so many such tiles high.
     FROM_AMAX: inverse_ptr has the maxima, and scales are made of them here.
     """
@@ -405,8 +403,6 @@ def emit(
         )  # fmt: skip
         i1, i2, i3 = i0, i0, i0
     y = (x[0] * i0, x[1] * i1, x[2] * i2, x[3] * i3)
-    if stats_ptr is not None:
-        count_quarters(x, y, stats_ptr, FORMAT)
     if TRANSPOSED:
         store_words(pack(y, FORMAT), codes_ptr, total_r, cols, in_cols, in_rows[0], tile_r, EVEN)
     else:

@@ -21,6 +21,18 @@ _UNTRACED = ("enable_fp_fusion", "maxnreg")
 """Options of Triton that a tracer does not know. Kernels that are traced do not need them: none adds a product."""
 
 
+def as_laid_out(x: Tensor) -> Tensor:
+    """Return x; traced, x in the strides that it has in the trace.
+
+    A compiler chooses strides by itself, and where a view of its choice is impossible, copies x for each kernel.
+    """
+    if type(x) in PLAIN:
+        return x
+    from torch._inductor.inductor_prims import force_stride_order
+
+    return force_stride_order(x, x.stride())  # type: ignore[no-any-return]
+
+
 def _has_hooks() -> bool:
     """Return whether Triton has launch hooks, such as those of a profiler."""
     hook = knobs.runtime.launch_enter_hook
@@ -82,16 +94,21 @@ class Kernel:
         """Return the device and the properties that Triton specialises on, or None for arguments of other types."""
         if self._is_constexpr is None:
             return None
-        key: list[Any] = [like.get_device()]
+        key: list[Any] = [like.get_device(), *meta.items()]
+        addresses = 0
         for x, is_constexpr in zip(arguments, self._is_constexpr, strict=False):
             kind = type(x)
             if kind in PLAIN:
-                key += (x.dtype, x.data_ptr() % 16)
-            elif is_constexpr or x is None or kind is bool:
+                key.append(x.dtype)
+                addresses |= x.data_ptr()
+            elif x is None or is_constexpr or kind is bool:
                 key.append(x)
             elif kind is int:
                 key.append(1 if x == 1 else -(x % 16 == 0) if -(2**31) <= x < 2**31 else x)
+            elif kind is float:
+                key.append(kind)
             else:
                 return None
-        key += meta.items()
+        if addresses % 16:
+            key += (x.data_ptr() % 16 for x in arguments if type(x) in PLAIN)
         return tuple(key)

@@ -17,7 +17,8 @@ from octavo.numerics import Granularity, Quantized
 class Output:
     """Codes and scales of a (rows, cols) matrix, or of its transpose, that a kernel is about to write.
 
-    Where it `searches`, a first pass leaves maxima in the memory of `inverse`, and `end_searches` makes scales of them.
+    Where it `searches`, a first pass leaves maxima in the memory of `inverse`. The programs that write make scales of
+    them (`FROM_AMAX`), or `end_searches` does, in a launch of its own, where many programs would make each scale again.
     A transpose is written in words of four codes, so its memory is rounded up to that; `quantized` is without the
     surplus.
     """
@@ -37,13 +38,11 @@ class Output:
         transposed: bool = False,
         scale: Tensor | None = None,
         in_sight: bool = False,
-        from_amax: bool = False,
     ) -> None:
         """Allocate the memory.
 
         Args:
             scale: power-of-two scales, one a row of the matrix, where they are known already: nothing is searched.
-            from_amax: the programs that write make the scales, of the maxima in the memory of `inverse`.
             in_sight: the programs that write see tiles of 128 rows whole: their maxima are not searched either.
         """
         self.mode: int = NONE.value
@@ -63,9 +62,7 @@ class Output:
         written = empty_scale(target, *shape, device)
         self._written = Quantized(self._codes, written, tile)
         self._strides = (written.t() if transposed else written).stride()
-        if scale is not None and from_amax:  # a maximum that gives this scale, which the kernel writes again
-            self.inverse = (scale * (target.fmt.max * 129 / 256)).reshape(-1)
-        elif scale is not None:
+        if scale is not None:
             self.inverse = scale.reshape(-1).reciprocal()  # exact
             written.copy_(scale.reshape(written.shape))
         else:

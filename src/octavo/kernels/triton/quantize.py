@@ -33,10 +33,9 @@ from octavo.kernels.triton.codes import (
     search,
     to_codes,
 )
-from octavo.kernels.triton.launch import Kernel
+from octavo.kernels.triton.launch import Kernel, as_laid_out
 from octavo.kernels.triton.output import Output, begin_searches
 from octavo.kernels.triton.shape import Shape, next_power_of_2, row_warps
-from octavo.kernels.triton.telemetry import count
 from octavo.numerics import Quantized
 
 LONGEST_ROW = 16384
@@ -75,19 +74,18 @@ def quantize_pair(
     columns: QuantSpec | None,
     row_fold: Tensor | None = None,
     column_fold: Tensor | None = None,
-    stats: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Quantized | None, Quantized | None]:
-    """See `octavo.kernels.quantize.quantize_pair`. stats: of each target, where `kernels.telemetry` counts."""
-    sources = [contiguous_rows(source) for source in sources]
+    """See `octavo.kernels.quantize.quantize_pair`."""
+    sources = [as_laid_out(contiguous_rows(source)) for source in sources]
     total_r, total_c = sources[0].shape
     if len(sources) > 1:
         total_c = sum(source.shape[1] for source in sources)
     elif columns is None and rows is not None and rows.granularity == "row" and total_c <= LONGEST_ROW:
-        return _quantize_rows(sources[0], rows, row_fold, stats[0]), None
+        return _quantize_rows(sources[0], rows, row_fold), None
     row_fold, column_fold = (fold if fold is None else fold.contiguous() for fold in (row_fold, column_fold))
     device = sources[0].device
-    row_output = Output(rows, total_r, total_c, device, in_sight=True, from_amax=True)
-    column_output = Output(columns, total_r, total_c, device, transposed=True, in_sight=True, from_amax=True)
+    row_output = Output(rows, total_r, total_c, device, in_sight=True)
+    column_output = Output(columns, total_r, total_c, device, transposed=True, in_sight=True)
     tiled = row_output.is_tiled or column_output.is_tiled
     if tiled and any(source.shape[1] % SIDE.value for source in sources[:-1]):
         # A tile of scales would straddle two sources.
@@ -99,16 +97,16 @@ def quantize_pair(
         for source, offset in placed:
             _search(source, offset, row_output, column_output, row_fold, column_fold)
     for source, offset in reversed(placed):
-        _write(source, offset, (total_r, total_c), row_output, column_output, row_fold, column_fold, stats)
+        _write(source, offset, (total_r, total_c), row_output, column_output, row_fold, column_fold)
     return row_output.quantized, column_output.quantized
 
 
-def _quantize_rows(x: Tensor, target: QuantSpec, fold: Tensor | None, stats: Tensor | None) -> Quantized:
+def _quantize_rows(x: Tensor, target: QuantSpec, fold: Tensor | None) -> Quantized:
     rows, cols = x.shape
     out = empty(target, rows, cols, x.device)
     size = next_power_of_2(cols)
     ROWS[(rows,)](
-        x, x.stride(0), fold, out.codes, out.scale, stats, cols,
+        x, x.stride(0), fold, out.codes, out.scale, cols,
         POWER_OF_TWO=target.scaling == "power_of_two", SIZE=size, num_warps=row_warps(size),
     )  # fmt: skip
     return out
@@ -128,7 +126,7 @@ def _search(
 
 def _write(
     x: Tensor, offset: int, total: tuple[int, int], row: Output, column: Output,
-    row_fold: Tensor | None, column_fold: Tensor | None, stats: tuple[Tensor | None, Tensor | None],
+    row_fold: Tensor | None, column_fold: Tensor | None,
 ) -> None:  # fmt: skip
     rows, cols = x.shape
     shape = TILED if row.is_tiled or column.is_tiled else WRITE
@@ -136,7 +134,7 @@ def _write(
         shape = HIGH
     across, down = shape.grid(rows, cols)
     WRITE_STRIP[(across * down,)](
-        x, x.stride(0), rows, cols, offset, *total, row_fold, column_fold, *row.arguments, *column.arguments, *stats,
+        x, x.stride(0), rows, cols, offset, *total, row_fold, column_fold, *row.arguments, *column.arguments,
         ROW_MODE=row.mode, ROW_POWER_OF_TWO=row.power_of_two,
         COLUMN_MODE=column.mode, COLUMN_POWER_OF_TWO=column.power_of_two, FROM_AMAX=True,
         **shape.strip(rows, cols),
@@ -144,9 +142,7 @@ def _write(
 
 
 @triton.jit
-def _rows_kernel(
-    x_ptr, stride, fold_ptr, codes_ptr, scale_ptr, stats_ptr, cols, POWER_OF_TWO: tl.constexpr, SIZE: tl.constexpr
-):
+def _rows_kernel(x_ptr, stride, fold_ptr, codes_ptr, scale_ptr, cols, POWER_OF_TWO: tl.constexpr, SIZE: tl.constexpr):
     """One row a program, held whole."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, SIZE)
@@ -156,10 +152,8 @@ def _rows_kernel(
         x = x * tl.load(fold_ptr + columns, mask=there, other=1.0)
     scale, inverse = scale_of(amax(x, 0), codes_ptr.dtype.element_ty, POWER_OF_TWO)
     tl.store(scale_ptr + row, scale)
-    y = x * inverse
-    tl.store(codes_ptr + row * cols + columns, to_codes(y, codes_ptr.dtype.element_ty), mask=there)
-    if stats_ptr is not None:
-        count(x, y, stats_ptr, codes_ptr.dtype.element_ty)
+    codes = to_codes(x * inverse, codes_ptr.dtype.element_ty)
+    tl.store(codes_ptr + row * cols + columns, codes, mask=there)
 
 
 @triton.jit
@@ -199,7 +193,7 @@ def search_strip(
 def write_strip(
     x_ptr, stride, total_r, source_c, offset, rows_out, cols_out, row_fold, column_fold,
     row_codes, row_scale, row_stride_r, row_stride_c, row_inverse,
-    column_codes, column_scale, column_stride_r, column_stride_c, column_inverse, row_stats, column_stats,
+    column_codes, column_scale, column_stride_r, column_stride_c, column_inverse,
     ROW_MODE: tl.constexpr, ROW_POWER_OF_TWO: tl.constexpr,
     COLUMN_MODE: tl.constexpr, COLUMN_POWER_OF_TWO: tl.constexpr, FROM_AMAX: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
@@ -224,7 +218,7 @@ def write_strip(
                 (x0 * row_factors, x1 * row_factors, x2 * row_factors, x3 * row_factors), row_codes, rows_out, cols_out,
                 row_scale, row_stride_r, row_stride_c, row_inverse, rows, cols,
                 in_rows, in_cols, tile_r, tile_c, MODE=ROW_MODE, POWER_OF_TWO=ROW_POWER_OF_TWO,
-                TRANSPOSED=False, stats_ptr=row_stats, EVEN=EVEN, FROM_AMAX=FROM_AMAX,
+                TRANSPOSED=False, EVEN=EVEN, FROM_AMAX=FROM_AMAX,
             )  # fmt: skip
         if COLUMN_MODE != NONE:
             f0 = factors(column_fold, rows[0], in_rows[0])[:, None]
@@ -235,7 +229,7 @@ def write_strip(
                 (x0 * f0, x1 * f1, x2 * f2, x3 * f3), column_codes, rows_out, cols_out,
                 column_scale, column_stride_r, column_stride_c, column_inverse, rows, cols,
                 in_rows, in_cols, tile_r, tile_c, MODE=COLUMN_MODE, POWER_OF_TWO=COLUMN_POWER_OF_TWO,
-                TRANSPOSED=True, stats_ptr=column_stats, EVEN=EVEN, FROM_AMAX=FROM_AMAX,
+                TRANSPOSED=True, EVEN=EVEN, FROM_AMAX=FROM_AMAX,
             )  # fmt: skip
 
 

@@ -11,14 +11,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.quant_spec import QuantSpec, empty
-from octavo.kernels.triton.codes import amax, scale_of, to_codes
+from octavo.kernels.quant_spec import QuantSpec, contiguous_rows, empty
+from octavo.kernels.triton.codes import amax, inside, load_tile, pack, quads, scale_of, store_words, to_codes
 from octavo.kernels.triton.launch import Kernel
-from octavo.kernels.triton.shape import next_power_of_2, row_warps
-from octavo.numerics import Quantized
+from octavo.kernels.triton.shape import Shape, next_power_of_2, row_warps
+from octavo.numerics import PER_ROW, Quantized
 
 LONGEST_ROW = 32768
 """Elements of a row that one program still holds."""
+STACKED = 3
+"""Matrices that one launch quantises as a stack."""
+TILE = Shape(128, 64, warps=4)
+"""Of a transpose, in which each matrix but the last must consist of whole tiles."""
 
 _TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -47,6 +51,25 @@ def quantize_rows_of(weights: Sequence[Tensor], target: QuantSpec) -> Quantized:
         POWER_OF_TWO=target.scaling == "power_of_two", SIZE=size, num_warps=row_warps(size),
     )  # fmt: skip
     return out
+
+
+def requantize_transposed(weights: Sequence[Tensor], scale: Tensor, target: QuantSpec, after: Tensor) -> Quantized:
+    """See `octavo.kernels.quantize.requantize_transposed`."""
+    ends = list(itertools.accumulate(weight.shape[0] for weight in weights))
+    if len(weights) > 1 and (refuses(weights) or len(weights) > STACKED or any(end % TILE.height for end in ends[:-1])):
+        weights, ends = [torch.cat(list(weights))], ends[-1:]
+    weights = [contiguous_rows(weight) for weight in weights]
+    rows, cols = ends[-1], weights[0].shape[1]
+    surplus = -rows % 4
+    codes = torch.empty(cols, rows + surplus, dtype=target.fmt.dtype, device=scale.device)
+    ones = torch.empty(cols, 1, dtype=torch.float32, device=scale.device)
+    first, second, third = [*weights, None, None][:3]
+    strides = [*(weight.stride(0) for weight in weights), 0, 0][:3]
+    _requantize_kernel[TILE.grid(rows, cols)](
+        first, second, third, *strides, ends[0], ends[min(1, len(ends) - 1)], scale, codes, ones, after, rows, cols,
+        EVEN=TILE.strip(rows, cols)["EVEN"], HEIGHT=TILE.height, WIDTH=TILE.width, num_warps=TILE.warps,
+    )  # fmt: skip
+    return Quantized(codes[:, :rows].contiguous() if surplus else codes, ones, PER_ROW)
 
 
 class Rows(NamedTuple):
@@ -108,6 +131,48 @@ def _stack_kernel(
     scale, inverse = scale_of(amax(x, 0), codes_ptr.dtype.element_ty, POWER_OF_TWO)
     tl.store(scale_ptr + row, scale)
     tl.store(codes_ptr + row * cols + columns, to_codes(x * inverse, codes_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _load_quads(x_ptr, stride, scale_ptr, start, rows, cols, in_rows, in_cols):
+    """A quarter of a tile of a weight whose first row is row `start` of the stack, divided by its rows' scales."""
+    x = load_tile(x_ptr, stride, rows - start, cols, in_rows, in_cols)
+    bits = tl.load(scale_ptr + rows, mask=in_rows, other=1.0).to(tl.int32, bitcast=True)
+    return x * ((254 << 23) - bits).to(tl.float32, bitcast=True)[:, None]  # a power of two: the inverse is exact
+
+
+@Kernel
+@triton.jit
+def _requantize_kernel(
+    first, second, third, first_stride, second_stride, third_stride, first_end, second_end,
+    scale_ptr, codes_ptr, ones_ptr, after, total_r, total_c,
+    EVEN: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """A tile per program, of whichever weight it belongs to. `after` is not read, as in `transpose_tile`."""
+    tile_r = tl.program_id(1)
+    rows, in_rows = quads(tile_r, total_r, HEIGHT, EVEN)
+    cols = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    in_cols = inside(cols, total_c, EVEN)
+    tl.store(ones_ptr + cols, tl.full((WIDTH,), 1.0, tl.float32), mask=in_cols & (tile_r == 0))
+    x_ptr = first
+    stride = tl.full((), first_stride, tl.int64)
+    start = tl.full((), 0, tl.int32)
+    if second is not None:
+        if tile_r * HEIGHT >= first_end:
+            x_ptr = second
+            stride = tl.full((), second_stride, tl.int64)
+            start = tl.full((), first_end, tl.int32)
+    if third is not None:
+        if tile_r * HEIGHT >= second_end:
+            x_ptr = third
+            stride = tl.full((), third_stride, tl.int64)
+            start = tl.full((), second_end, tl.int32)
+    y0 = _load_quads(x_ptr, stride, scale_ptr, start, rows[0], cols, in_rows[0], in_cols)
+    y1 = _load_quads(x_ptr, stride, scale_ptr, start, rows[1], cols, in_rows[1], in_cols)
+    y2 = _load_quads(x_ptr, stride, scale_ptr, start, rows[2], cols, in_rows[2], in_cols)
+    y3 = _load_quads(x_ptr, stride, scale_ptr, start, rows[3], cols, in_rows[3], in_cols)
+    words = pack((y0, y1, y2, y3), codes_ptr.dtype.element_ty)
+    store_words(words, codes_ptr, total_r, cols, in_cols, in_rows[0], tile_r)
 
 
 @Kernel

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo._util.config_reader import blaming
+from octavo._util.terminal import printable
 from octavo.errors import ConfigError, StoreError, did_you_mean
 from octavo.monitor.dashboard.packing import pack, to_json
 from octavo.monitor.dashboard.runs import RunCollection
@@ -142,9 +144,9 @@ def histograms(known: RunCollection, query: Query) -> Answer:
 
 def events(known: RunCollection, query: Query) -> Answer:
     """The newest events, oldest first."""
-    found = known.open(query.text("run")).events()
-    newest = [event._asdict() for event in found[-EVENTS:]]
-    return Answer(to_json({"count": len(found), "events": newest}), True)
+    opened = known.open(query.text("run"))
+    newest = [event._asdict() for event in opened.events(newest=EVENTS)]
+    return Answer(to_json({"count": opened.event_count(), "events": newest}), True)
 
 
 def performance(known: RunCollection, query: Query) -> Answer:
@@ -156,10 +158,11 @@ def performance(known: RunCollection, query: Query) -> Answer:
 def compare(known: RunCollection, query: Query) -> Answer:
     """Configuration differences of some runs, and the state of each."""
     names = query.several("run")[:MAX_COMPARED]
-    opened = [known.open(name) for name in names]
+    entries = [_entry(known, name) for name in names]
+    opened = [known.open(entry["id"]) for entry in entries if "error" not in entry]
     differences = [difference._asdict() for difference in config_difference(opened)] if len(opened) > 1 else []
     keys = sorted({key for each in opened for key in each.keys()} - {"time"})  # noqa: SIM118 (a method of the reader)
-    body = {"runs": [_entry(known, name) for name in names], "differences": differences, "keys": keys}
+    body = {"runs": entries, "differences": differences, "keys": keys}
     return Answer(to_json(body), True)
 
 
@@ -170,15 +173,30 @@ ANSWERS: dict[str, Callable[[RunCollection, Query], Answer]] = {
 """Answers by the last part of their URL."""
 
 
+def answer(known: RunCollection, name: str, values: Mapping[str, Sequence[str]]) -> Answer:
+    """Return the answer `name` to a request.
+
+    Raises:
+        ConfigError: a value of the request is missing or invalid.
+        StoreError: there is no such run, or it cannot be read, or is damaged.
+    """
+    with blaming(", ".join(values.get("run", ["the folder"])), StoreError):
+        return ANSWERS[name](known, Query(values))
+
+
 def _entry(known: RunCollection, name: str) -> dict[str, Any]:
     """Return an entry of the list of runs; for an unreadable run, with the error."""
     try:
-        opened = known.open(name)
-        found = verdict(opened)
-        last = opened.last_step
-        recent = opened.scalars(first=last - RECENT)
+        with blaming(name, StoreError):
+            return _described(known.open(name), name)
     except StoreError as error:
-        return {"id": name, "name": name, "error": str(error)}
+        return {"id": name, "name": name, "error": printable(error)}
+
+
+def _described(opened: RunReader, name: str) -> dict[str, Any]:
+    found = verdict(opened)
+    last = opened.last_step
+    recent = opened.scalars(first=last - RECENT)
     loop = opened.config.get("run")
     key = loss_key(recent)
     return {

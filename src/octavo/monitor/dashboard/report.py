@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from urllib.parse import urlencode
 
 from octavo.errors import StoreError
 from octavo.monitor.dashboard import page
-from octavo.monitor.dashboard.answers import ANSWERS, Query
+from octavo.monitor.dashboard.answers import answer
 from octavo.monitor.dashboard.runs import RunCollection, RunSelection
 from octavo.monitor.store import OF_CODES
 
@@ -31,13 +32,19 @@ Request = tuple[str, list[tuple[str, str]]]
 def report(runs: Sequence[str | Path], output: str | Path) -> Path:
     """Write a report of one run, or of several side by side, and return its path.
 
+    A run that cannot be read is an entry with its error, and a warning.
+
     Raises:
-        StoreError: a run does not exist, or the file cannot be written.
+        StoreError: no run can be read, or the file cannot be written.
         UnsupportedError: plotly is not installed.
     """
     script = page.plotly().read_text("utf-8")
     known = RunSelection(runs)
     try:
+        if not known.readable():
+            raise known.failures[known.names()[0]]
+        for error in known.failures.values():
+            warnings.warn(f"{error} The report says so in its place.", stacklevel=2)
         held = {_request_key(*request): _answer(known, *request) for request in _requests(known)}
     finally:
         known.close()
@@ -56,16 +63,15 @@ def report(runs: Sequence[str | Path], output: str | Path) -> Path:
     return _write(Path(output), html)
 
 
-def _requests(known: RunCollection) -> Iterator[Request]:
+def _requests(known: RunSelection) -> Iterator[Request]:
     """Yield the requests that the page of a report can make."""
-    names = known.names()
     yield "runs", []
-    yield "compare", [("run", name) for name in names]
-    for name in names:
+    yield "compare", [("run", name) for name in known.names()]
+    for name in known.readable():
         of = ("run", name)
         opened = known.open(name)
-        for answer in ("live", "run", "events"):
-            yield answer, [of]
+        for request in ("live", "run", "events"):
+            yield request, [of]
         yield "scalars", [of, ("points", str(POINTS))]
         yield "performance", [of, ("points", str(POINTS))]
         for stat in opened.stats:
@@ -82,7 +88,7 @@ def _answer(known: RunCollection, name: str, parameters: list[tuple[str, str]]) 
     values: dict[str, list[str]] = {}
     for key, value in parameters:
         values.setdefault(key, []).append(value)
-    found = ANSWERS[name](known, Query(values))
+    found = answer(known, name, values)
     if found.is_json:
         return {"json": json.loads(found.body)}
     return {"arrays": base64.b64encode(found.body).decode()}
@@ -96,6 +102,8 @@ def _request_key(name: str, parameters: list[tuple[str, str]]) -> str:
 
 def _write(path: Path, text: str) -> Path:
     """Write a file atomically."""
+    if path.is_dir():
+        raise StoreError(f"{path}: cannot be written: it is a directory. Name a file in it.")
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,9 +10,12 @@ from typing import Protocol
 
 from octavo.errors import StoreError, did_you_mean
 from octavo.monitor.store import FILE, RunReader, find_runs
+from octavo.monitor.store.writer import file_of
 
 RESCAN_SECONDS = 2.0
 """Seconds for which the list of runs is cached, so that requests need not walk the folder."""
+QUERY_SECONDS = 10.0
+"""Longest time of a query: a store too large to be shown must not block the others."""
 
 
 class RunCollection(Protocol):
@@ -100,7 +103,7 @@ class RunFolder:
         if known is None or known[0] != identity:
             if known is not None:
                 known[1].close()
-            self._readers[name] = known = (identity, RunReader(file))
+            self._readers[name] = known = (identity, RunReader(file, seconds=QUERY_SECONDS))
         return known[1]
 
 
@@ -108,28 +111,42 @@ class RunSelection:
     """Readers of runs named one by one, anywhere.
 
     Raises:
-        StoreError: a run does not exist, or is named twice.
+        StoreError: a run is named twice.
     """
 
     def __init__(self, runs: Sequence[str | Path]) -> None:
-        readers = [RunReader(run) for run in runs]
-        self._readers = dict(zip(_distinct([reader.path.parent for reader in readers]), readers, strict=True))
+        files = [file_of(run) for run in runs]
+        self._names = _distinct([file.parent for file in files])
+        self._readers: dict[str, RunReader] = {}
+        self.failures: dict[str, StoreError] = {}
+        """Errors of the runs that cannot be read, by name."""
+        for name, file in zip(self._names, files, strict=True):
+            try:
+                self._readers[name] = RunReader(file, seconds=QUERY_SECONDS)
+            except StoreError as error:
+                self.failures[name] = error
 
     @property
     def title(self) -> str:
         """Names of the runs."""
-        return ", ".join(self._readers)
+        return ", ".join(self._names)
 
     def names(self) -> list[str]:
         """Return the names in the given order."""
+        return self._names
+
+    def readable(self) -> list[str]:
+        """Return the names of the runs that can be opened."""
         return list(self._readers)
 
     def open(self, name: str) -> RunReader:
         """Return the reader of a run.
 
         Raises:
-            StoreError: unknown name.
+            StoreError: unknown name, or the run cannot be read.
         """
+        if name in self.failures:
+            raise self.failures[name]
         if name not in self._readers:
             raise StoreError(f"no run '{name}' here.{did_you_mean(name, self._readers)}")
         return self._readers[name]

@@ -7,15 +7,15 @@ HEAD are accepted, and files are looked up in a list, never by path.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.errors import ConfigError, OctavoError, StoreError
-from octavo.monitor.dashboard import page
-from octavo.monitor.dashboard.answers import ANSWERS, Query
+from octavo.errors import ConfigError, OctavoError
+from octavo.monitor.dashboard import answers, page
 from octavo.monitor.dashboard.packing import to_json
 from octavo.monitor.dashboard.runs import RunFolder
 
@@ -29,6 +29,8 @@ HOST = "127.0.0.1"
 NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 """Accepted names in `Host`."""
 _TRIES = 20
+SLOW_SECONDS = 10.0
+"""A connection that for so long neither completes a request nor takes more of its answer is closed."""
 
 
 def application(root: str | Path) -> Starlette:
@@ -65,14 +67,15 @@ def application(root: str | Path) -> Starlette:
 
     def answer(request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in ANSWERS:
+        if name not in answers.ANSWERS:
             return _error(f"unknown request '{name}'", 404)
-        query = Query({key: request.query_params.getlist(key) for key in request.query_params})
         try:
-            found = ANSWERS[name](known, query)
+            found = answers.answer(
+                known, name, {key: request.query_params.getlist(key) for key in request.query_params}
+            )
         except ConfigError as error:
             return _error(str(error), 400)
-        except (StoreError, OctavoError) as error:
+        except OctavoError as error:
             return _error(str(error), 404)
         return Response(found.body, media_type="application/json" if found.is_json else "application/octet-stream")
 
@@ -112,7 +115,12 @@ def serve(root: str | Path, *, port: int | None = None, ready: Callable[[str], N
     with bound(port) as listener:
         ready(f"http://{HOST}:{listener.getsockname()[1]}")
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=1
+            app,
+            http=_timed_protocol(),
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=1,
         )
         uvicorn.Server(config).run(sockets=[listener])
 
@@ -140,6 +148,31 @@ def bound(port: int | None) -> Iterator[socket.socket]:
             return
         taken = f"{wanted[0]}" if len(wanted) == 1 else f"{wanted[0]} to {wanted[-1]}"
         raise ConfigError(f"--port {taken}: already in use. Choose another, or 0 for any free port.")
+
+
+def _timed_protocol() -> type[asyncio.Protocol]:
+    """Return uvicorn's protocol with `SLOW_SECONDS`: its own timeouts begin after the first answer."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class TimedProtocol(H11Protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._seen: tuple[Any, int] = (None, 0)
+            self._timer = self.loop.call_later(SLOW_SECONDS, self._check)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._timer.cancel()
+            super().connection_lost(exc)
+
+        def _check(self) -> None:
+            before, self._seen = self._seen, (self.cycle, self.transport.get_write_buffer_size())
+            is_computing = self.cycle is not None and not self.cycle.response_complete and not self._seen[1]
+            if self._seen == before and not is_computing:
+                self.transport.abort()
+            else:
+                self._timer = self.loop.call_later(SLOW_SECONDS, self._check)
+
+    return TimedProtocol
 
 
 def _error(message: str, status: int) -> Response:

@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import StoreError
+from octavo.guard import GuardConfig
 from octavo.monitor.store import RunReader, Series
 
 LEVELS = ("healthy", "watch", "unhealthy", "unknown")
-LIMITS = {"nonfinite": 0.0, "saturated": 1e-3, "flushed": 5e-2}
-"""Limits of the shares of a tensor's elements, mean over the newest snapshots."""
+LIMITS = GuardConfig()
+"""Limits of the shares of a tensor's elements, mean over the newest snapshots: those of guardrails."""
 GAP_LIMIT = 1.0
 """Limit of the loss above the BF16 twin's, in percent."""
 GAP_STEPS = 50
@@ -55,7 +56,7 @@ def verdict(run: RunReader) -> RunVerdict:
     """Return the present verdict. Reads only the newest rows, however long the run."""
     last = run.last_step
     losses = _recent(run, last)
-    found = worst_first([*of_state(run), *of_tensors(run), *of_loss(run), *of_events(run)])
+    found = worst_first([*of_state(run), *of_tensors(run), *of_loss(run), *of_precision(run), *of_events(run)])
     if not last:
         return RunVerdict("unknown", "No measurements yet: no step was completed.", found)
     level = found[0].level if found else "healthy"
@@ -83,8 +84,8 @@ def newest(series: Series | None) -> float:
 
 
 def _recent(run: RunReader, last: int) -> dict[str, Series]:
-    """Return the scalars of the last tenth of the run, but at least 200 steps."""
-    return run.scalars(first=last - max(int(SHARE * last), 200) + 1)
+    """Return the scalars of the last tenth of the run, but of at least 200 and at most 2,000 steps."""
+    return run.scalars(first=last - min(max(int(SHARE * last), 200), 2000) + 1)
 
 
 def _facts(run: RunReader, losses: dict[str, Series], last: int) -> str:
@@ -168,25 +169,48 @@ def _rise(run: RunReader, key: str, recent: Series, last: int) -> float:
 
 
 def of_tensors(run: RunReader) -> Iterator[RunFinding]:
-    """Yield, for each of `LIMITS`, the tensor that exceeds it most."""
+    """Yield, for each share with a limit, the tensor that exceeds it most."""
     try:
         step, _ = run.snapshot()
     except StoreError:
         return
     values = _newest_snapshots(run, step)
     tensors = run.tensors
-    for stat, limit in LIMITS.items():
+    for stat in _PREDICATES:
         if stat not in run.stats:
             continue
+        limits = np.array([_limit(stat, row.role) for row in tensors])
         shares = values[:, run.stats.index(stat)]
-        over = np.flatnonzero(np.nan_to_num(shares) > limit)
+        over = np.flatnonzero(np.nan_to_num(shares) > limits)
         if not len(over):
             continue
-        worst = tensors[int(over[np.argmax(shares[over])])]
+        number = int(over[np.argmax(shares[over] / np.maximum(limits[over], 1e-12))])
+        worst, limit = tensors[number], limits[number]
         others = f", and {len(over) - 1} more tensors" if len(over) > 1 else ""
         bound = f" (limit {percent(limit)})" if limit else ""
-        text = f"{percent(float(np.nanmax(shares)))} of {worst.layer} {worst.role} {_PREDICATES[stat]}{bound}{others}"
+        text = f"{percent(float(shares[number]))} of {worst.layer} {worst.role} {_PREDICATES[stat]}{bound}{others}"
         yield RunFinding("unhealthy" if stat == "nonfinite" else "watch", text, worst.layer, "layers")
+
+
+def _limit(stat: str, role: str) -> float:
+    if stat == "nonfinite":
+        return 0.0
+    if stat == "flushed" and role == "grad_output":
+        return LIMITS.flushed_gradient
+    return float(getattr(LIMITS, stat))
+
+
+def of_precision(run: RunReader) -> Iterator[RunFinding]:
+    """Yield a finding if layers that began in FP8 have left it."""
+    began, now = (run.document("plan", first=is_first).get("layers", []) for is_first in (True, False))
+    in_fp8 = {layer["name"] for layer in now if "fp8" in layer["precision"]}
+    before = [layer["name"] for layer in began if "fp8" in layer["precision"]]
+    left = [name for name in before if name not in in_fp8]
+    if left:
+        which = f"all {len(before)} FP8 layers have" if len(left) == len(before) else f"{', '.join(left[:3])}"
+        more = f" and {len(left) - 3} more layers" if 3 < len(left) < len(before) else ""
+        have = "" if len(left) == len(before) else " has" if len(left) == 1 else " have"
+        yield RunFinding("watch", f"{which}{more}{have} left FP8 for BF16", left[0], "plan")
 
 
 def _newest_snapshots(run: RunReader, step: int) -> NDArray[np.float32]:
@@ -207,16 +231,19 @@ def of_events(run: RunReader) -> Iterator[RunFinding]:
     """Yield the number of errors and of warnings, with the last of each."""
     last = run.last_step
     for level, plural in (("error", "errors"), ("warning", "warnings")):
-        events = run.events(level=level)
-        if not events:
+        count = run.event_count(level)
+        if not count:
             continue
-        newest = events[-1]
+        (newest,) = run.events(level=level, newest=1)
         is_recent = newest.step >= (1 - SHARE) * last
         severity = ("unhealthy" if level == "error" else "watch") if is_recent else "healthy"
-        count = f"{len(events)} {level if len(events) == 1 else plural}"
+        counted = f"{count} {level if count == 1 else plural}"
         action = f", {newest.action}" if newest.action else ""
         yield RunFinding(
-            severity, f"{count}, the last at step {newest.step:,}: {newest.text}{action}", newest.layer or "", "events"
+            severity,
+            f"{counted}, the last at step {newest.step:,}: {newest.text}{action}",
+            newest.layer or "",
+            "events",
         )
 
 

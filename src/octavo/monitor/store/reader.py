@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import sqlite3
 import threading
@@ -16,10 +18,11 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo._util.config_reader import blaming, shown
 from octavo.errors import StoreError, did_you_mean
 from octavo.monitor.store import schema
 from octavo.monitor.store.schema import TensorRow
-from octavo.monitor.store.series import Ranges, Series, Steps, gaps, pooled, sampled, starts
+from octavo.monitor.store.series import Ranges, Series, Steps, gaps, pooled, starts
 from octavo.monitor.store.writer import file_of, unusable
 
 Floats = NDArray[np.float32]
@@ -80,16 +83,19 @@ class RunReader:
 
     Args:
         path: the file, or the directory of the run.
+        seconds: longest time of a query, for readers of many runs; by default unlimited.
 
     Raises:
-        StoreError: there is no run, or the file is from another program or a newer Octavo.
+        StoreError: there is no run, or the file is damaged, from another program or a newer Octavo. From any method:
+            the file cannot be read, or a query takes longer than `seconds`.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, seconds: float | None = None) -> None:
         self.path = file_of(path)
         self._lock = threading.Lock()
+        self._seconds, self._deadline = seconds, math.inf
         self._connection = self._open()
-        self.stats: tuple[str, ...] = tuple(json.loads(self._one("SELECT value FROM meta WHERE key = 'stats'")[0]))
+        self.stats = self._stats()
         """Column names of a snapshot."""
 
     # Documents and state
@@ -124,11 +130,12 @@ class RunReader:
         """The results; empty until the run has finished."""
         return self.document("summary")
 
-    def document(self, name: str) -> dict[str, Any]:
-        """Return the newest version of one of `schema.DOCUMENTS`; empty if there is none."""
+    def document(self, name: str, *, first: bool = False) -> dict[str, Any]:
+        """Return the newest version of one of `schema.DOCUMENTS`, or the first one; empty if there is none."""
         if name not in schema.DOCUMENTS:
             raise StoreError(f"{self.path}: unknown document '{name}'.{did_you_mean(name, schema.DOCUMENTS)}")
-        found = self._all(f"SELECT json FROM {name} ORDER BY rowid DESC LIMIT 1")
+        order = "ASC" if first else "DESC"
+        found = self._all(f"SELECT json FROM {name} ORDER BY rowid {order} LIMIT 1")
         return dict(json.loads(found[0][0])) if found else {}
 
     @property
@@ -197,19 +204,20 @@ class RunReader:
         """Return several scalars, by default all, each as `scalar` does."""
         wanted = None if keys is None else list(keys)
         chosen = "" if wanted is None else f" AND key IN ({', '.join('?' * len(wanted))})"
-        rows = self._all(
-            f"SELECT key, step, value FROM scalars WHERE step BETWEEN ? AND ?{chosen} ORDER BY step",
-            (first, _FOREVER if last is None else last, *(wanted or [])),
-        )
-        found: dict[str, tuple[list[int], list[float | None]]] = {key: ([], []) for key in wanted or []}
-        for key, step, value in rows:
-            steps, values = found.setdefault(key, ([], []))
-            steps.append(step)
-            values.append(value)
-        return {
-            key: sampled(np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64), points)
-            for key, (steps, values) in sorted(found.items())
-        }
+        where = f"FROM scalars WHERE step BETWEEN ? AND ?{chosen}"
+        given = (first, _FOREVER if last is None else last, *(wanted or []))
+        query = f"SELECT key, step, step, value, value {where} ORDER BY step"
+        if points is not None:
+            low, high = self._all(f"SELECT MIN(step), MAX(step) {where}", given)[0]
+            if low is not None and high - low >= points:
+                # Merged by SQLite, so that a long run takes no more memory here than a short one.
+                bucket = f"(step - {low}) * {max(points // 2, 1)} / {high - low + 1}"
+                columns = "MIN(step), MAX(step), MIN(value), MAX(value)"
+                query = f"SELECT key, {columns} {where} GROUP BY key, {bucket} ORDER BY MIN(step)"
+        found: dict[str, list[tuple[Any, ...]]] = {key: [] for key in wanted or []}
+        for key, *bucket_of in self._all(query, given):
+            found.setdefault(key, []).append(tuple(bucket_of))
+        return {key: Series.of(rows) for key, rows in sorted(found.items())}
 
     def system(self, *, first: float = 0.0, last: float | None = None) -> list[dict[str, float]]:
         """Return the system readings between two times (seconds since 1970), each with its time `t`."""
@@ -225,15 +233,26 @@ class RunReader:
         level: str | None = None,
         rule: str | None = None,
         layer: str | None = None,
+        newest: int | None = None,
     ) -> list[RunEvent]:
-        """Return the events with an `id` above `after`, in order; optionally of one level, rule or layer."""
+        """Return the events with an `id` above `after`, in order; optionally of one level, rule or layer.
+
+        Args:
+            newest: largest number of events, the newest; by default all.
+        """
         chosen = {"level": level, "rule": rule, "layer": layer}
         given = {key: value for key, value in chosen.items() if value is not None}
         where = "".join(f" AND {key} = ?" for key in given)
-        return [
-            RunEvent(*row)
-            for row in self._all(f"SELECT * FROM events WHERE id > ?{where} ORDER BY id", (after, *given.values()))
-        ]
+        rows = self._all(
+            f"SELECT * FROM events WHERE id > ?{where} ORDER BY id DESC LIMIT ?",
+            (after, *given.values(), -1 if newest is None else newest),
+        )
+        return [RunEvent(*row) for row in reversed(rows)]
+
+    def event_count(self, level: str | None = None) -> int:
+        """Return the number of events, optionally of one level."""
+        where, values = ("", ()) if level is None else (" WHERE level = ?", (level,))
+        return int(self._all(f"SELECT COUNT(*) FROM events{where}", values)[0][0])
 
     # Tensors
 
@@ -390,6 +409,8 @@ class RunReader:
             if schema.is_empty(connection):
                 raise StoreError(f"{self.path}: contains no run yet.")
             schema.check(connection, self.path)
+            if not connection.execute("SELECT 1 FROM sessions LIMIT 1").fetchone():
+                raise StoreError(f"{self.path}: contains no run yet: its writer ended before it began one.")
         except sqlite3.Error as error:
             raise unusable(self.path, error, "read") from error
         return connection
@@ -405,21 +426,37 @@ class RunReader:
         uri = f"file:{quote(str(self.path.resolve()))}?{how}"
         connection = sqlite3.connect(uri, uri=True, timeout=30, isolation_level=None, check_same_thread=False)
         connection.execute("PRAGMA query_only = ON")
+        connection.execute("PRAGMA trusted_schema = OFF")
+        if self._seconds is not None:
+            connection.set_progress_handler(lambda: time.monotonic() > self._deadline, 20_000)
         return connection
 
+    def _stats(self) -> tuple[str, ...]:
+        with blaming(self.path, StoreError):
+            found = json.loads(self._one("SELECT value FROM meta WHERE key = 'stats'")[0])
+            if not found or not all(isinstance(name, str) for name in found):
+                raise ValueError(f"statistics {shown(found)}")
+            return tuple(found)
+
     def _all(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        try:
-            with self._lock:
-                return self._connection.execute(query, values).fetchall()
-        except sqlite3.Error as error:
-            raise unusable(self.path, error, "read") from error
+        with self._querying():
+            return self._connection.execute(query, values).fetchall()
 
     def _each(self, query: str, values: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
         """Yield large rows one by one. The reader stays locked until the last one."""
+        with self._querying():
+            yield from self._connection.execute(query, values)
+
+    @contextlib.contextmanager
+    def _querying(self) -> Iterator[None]:
+        """Lock the connection, limit the time, and raise errors of SQLite as those of this file."""
         try:
             with self._lock:
-                yield from self._connection.execute(query, values)
-        except sqlite3.Error as error:
+                self._deadline = math.inf if self._seconds is None else time.monotonic() + self._seconds
+                yield
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            if "interrupted" in str(error):
+                raise StoreError(f"{self.path}: too large to be shown: a query took {self._seconds:g} s.") from error
             raise unusable(self.path, error, "read") from error
 
     def _one(self, query: str) -> tuple[Any, ...]:

@@ -167,10 +167,10 @@ def is_empty(connection: sqlite3.Connection) -> bool:
 
 
 def check(connection: sqlite3.Connection, path: Path) -> None:
-    """Check that a file is a run of a readable version.
+    """Check that a file is a run of a readable version, with its tables and nothing else.
 
     Raises:
-        StoreError: the file is from another program or a newer Octavo.
+        StoreError: the file is from another program or a newer Octavo, or damaged.
     """
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (version,) = connection.execute("PRAGMA user_version").fetchone()
@@ -181,3 +181,10 @@ def check(connection: sqlite3.Connection, path: Path) -> None:
             f"{path}: written by a newer Octavo (run store version {version}; this one reads up to {VERSION})."
             " Update octavo to open it."
         )
+    kinds = dict(connection.execute("SELECT name, type FROM sqlite_master WHERE type != 'index'").fetchall())
+    for table in TABLES:
+        columns = {row[1] for row in connection.execute(f"PRAGMA table_info({table.name})")}
+        if kinds.get(table.name) != "table" or columns != {name for name, _, _ in table.columns}:
+            raise StoreError(f"{path}: damaged: it has no table '{table.name}', or one of other columns.")
+    if strange := sorted(kinds.keys() - {table.name for table in TABLES} - {"sqlite_sequence", "sqlite_stat1"}):
+        raise StoreError(f"{path}: has the {kinds[strange[0]]} '{strange[0]}', which Octavo did not make.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,13 @@ class Series:
     """(n,) minimum; NaN if all values are NaN."""
     high: Values
     """(n,) maximum."""
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[Any, ...]]) -> Series:
+        """Convert (first, last, low, high) of each bucket; None is NaN."""
+        first, last, low, high = zip(*rows, strict=True) if rows else ((), (), (), ())
+        steps = np.array(first, dtype=np.int64), np.array(last, dtype=np.int64)
+        return cls(*steps, np.array(low, dtype=np.float64), np.array(high, dtype=np.float64))
 
     def __len__(self) -> int:
         return len(self.first)

@@ -20,6 +20,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from octavo._util.config_reader import blaming, shown
 from octavo.errors import StoreError
 from octavo.monitor.store import schema
 from octavo.monitor.store.schema import TensorRow
@@ -49,6 +50,7 @@ class RunWriter:
     Args:
         path: the file, or its directory (for `run.sqlite`); created if missing.
         keep_until: append to an existing run, after deleting its records past this step.
+        keep_events: number of the last event to keep, of those up to that step.
         overwrite: replace an existing run. Open readers see the new one.
         stats: column names of a snapshot.
 
@@ -62,6 +64,7 @@ class RunWriter:
         path: str | Path,
         *,
         keep_until: int | None = None,
+        keep_events: int | None = None,
         overwrite: bool = False,
         stats: Sequence[str] = schema.STATS,
     ) -> None:
@@ -74,7 +77,7 @@ class RunWriter:
         self._depth = 0
         self._closed = False
         self._connection = self._open()
-        self._begin(keep_until, overwrite)
+        self._begin(keep_until, keep_events, overwrite)
 
     # Documents and labels
 
@@ -182,6 +185,10 @@ class RunWriter:
         with self.batch():
             self._execute("INSERT INTO system VALUES (?, ?)", (time.time() if t is None else t, to_json(values)))
 
+    def newest_event(self) -> int:
+        """Return the number of the last event; 0 if there is none."""
+        return int(self._execute("SELECT COALESCE(MAX(id), 0) FROM events").fetchone()[0])
+
     def cut(self, keep_until: int, *, keep_events: bool = False) -> None:
         """Delete the records past a step, to which the run goes back.
 
@@ -250,10 +257,12 @@ class RunWriter:
             raise unusable(self.path, error, "written") from error
         return connection
 
-    def _begin(self, keep_until: int | None, overwrite: bool) -> None:
+    def _begin(self, keep_until: int | None, keep_events: int | None, overwrite: bool) -> None:
         with self.batch():
             if keep_until is not None:
                 self.cut(keep_until)
+                if keep_events is not None:
+                    self._execute("DELETE FROM events WHERE id > ?", (keep_events,))
                 self._take_over()
             elif overwrite:
                 self._empty()
@@ -274,10 +283,12 @@ class RunWriter:
         self._execute("UPDATE meta SET value = ? WHERE key = 'created'", (repr(time.time()),))
 
     def _take_over(self) -> None:
-        (stored,) = self._execute("SELECT value FROM meta WHERE key = 'stats'").fetchone()
-        if tuple(json.loads(stored)) != self.stats:
+        with blaming(self.path, StoreError):
+            (stored,) = self._execute("SELECT value FROM meta WHERE key = 'stats'").fetchone()
+            kept = tuple(json.loads(stored))
+        if kept != self.stats:
             raise StoreError(
-                f"{self.path}: has the statistics {', '.join(json.loads(stored))}, but those to append are"
+                f"{self.path}: has the statistics {shown(kept)}, but those to append are"
                 f" {', '.join(self.stats)}. Start a new file."
             )
         tensors = self._execute("SELECT layer, role, idx FROM tensors ORDER BY idx").fetchall()

@@ -1,4 +1,4 @@
-"""Memory costs of a recipe: each pass over a matrix that a linear layer makes, and what it keeps for backward.
+"""Memory traffic of a recipe: each pass over a matrix that a linear layer makes, and what it keeps for backward.
 
 Counted as `octavo.nn.functional` works, in bytes: inputs and gradients are BF16, weights FP32, codes one byte, scales
 FP32. Reads are the fewest that the scales allow. A maximum over a row, or over a tile of up to 128 x 128, is known to

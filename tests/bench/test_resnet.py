@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from octavo.models.resnet import ResNet
+from octavo_bench.resnet import ResNet
 
 
 def test_parameters_and_convolutions_of_resnet_50():

@@ -14,7 +14,7 @@ from octavo import kernels
 from octavo.kernels import QuantSpec
 from octavo.nn.functional import Quantizer, linear, spec_of
 from octavo.recipes import Fprop, Operand, Recipe, Wgrad, load, names
-from octavo.recipes.costs import Pass, Shape, kept_bytes, kept_weight_bytes, operand_of, passes
+from octavo_bench.passes import Pass, Shape, kept_bytes, kept_weight_bytes, operand_of, passes
 
 SHAPE = Shape(m=40, n=272, k=144)
 M, N, K = SHAPE

@@ -1,0 +1,142 @@
+"""Text that every machine has: the sources, headers and documentation installed on it, in four languages, as bytes.
+
+A machine without a network has no corpus, but some hundred megabytes of these. Documents are taken once each, in an
+order given by a hash of their content, so that the same files make the same text whatever the order of folders.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.data import ByteTokenizer
+from octavo.data.sources import FEWEST_LETTERS, LARGEST, LONGEST_LINE
+from octavo.errors import DataError
+
+LANGUAGES: Mapping[str, tuple[str, ...]] = {
+    "python": (".py", ".pyi"),
+    "c++": (".h", ".hpp", ".hh", ".hxx", ".cuh", ".cu", ".c", ".cc", ".cpp", ".cxx", ".inl", ".ipp", ".inc", ".tcc"),
+    "english": (".md", ".rst", ".txt", "METADATA", "README"),
+    "other": (".js", ".mjs", ".ts", ".css", ".html", ".pl", ".pm", ".sh", ".cmake", ".proto", ".lua", ".tcl", ".vim"),
+}
+"""Endings of file names by language; a name without a dot is a whole name."""
+HELDOUT_SHARE = 0.03
+HELDOUT_BYTES = 2**20
+"""Largest held-out text per language: its first documents by hash, up to the one that reaches this."""
+SKIPPED = frozenset({"__pycache__", ".git", "node_modules"})
+
+
+@dataclass(frozen=True, slots=True)
+class InstalledText:
+    """Training text and held-out texts as token ids, int16, each document followed by the end-of-document id."""
+
+    train: Tensor
+    """All languages in one order, (tokens,)."""
+    heldout: dict[str, Tensor]
+    """By language."""
+    digest: str
+    """Twelve digits that identify training and held-out text."""
+
+    def on(self, device: torch.device) -> InstalledText:
+        """Return the text on a device."""
+        heldout = {language: ids.to(device) for language, ids in self.heldout.items()}
+        return InstalledText(self.train.to(device), heldout, self.digest)
+
+
+def installed_text(roots: Iterable[Path] | None = None, limit: int | None = None) -> InstalledText:
+    """Return the installed text.
+
+    About 3 % of the documents of each language, selected by hash, are kept for the held-out texts.
+
+    Args:
+        roots: folders to read; by default those of `default_roots`.
+        limit: largest number of bytes of training text per language; of held-out text an eighth of it.
+
+    Raises:
+        DataError: a folder holds no text, or no language has held-out text.
+    """
+    folders = default_roots() if roots is None else tuple(roots)
+    by_language: dict[str, dict[bytes, bytes]] = {language: {} for language in LANGUAGES}
+    for language, path in _files(folders):
+        text = _read(path)
+        if text is not None:
+            by_language[language].setdefault(hashlib.blake2b(text, digest_size=16).digest(), text)
+    train: dict[bytes, bytes] = {}
+    heldout: dict[str, Tensor] = {}
+    for language, documents in by_language.items():
+        ordered = sorted(documents)
+        kept = [key for key in ordered if _is_heldout(key)]
+        if first := _within(kept, documents, HELDOUT_BYTES if limit is None else min(HELDOUT_BYTES, limit // 8)):
+            heldout[language] = _encode(documents[key] for key in first)
+        train |= {key: documents[key] for key in _within([k for k in ordered if not _is_heldout(k)], documents, limit)}
+    if not train or not heldout:
+        raise DataError(f"{', '.join(map(str, folders))}: too little text to train on and to hold some out.")
+    digest = hashlib.blake2b(b"".join(sorted(train)), digest_size=6)
+    digest.update(b"".join(ids.numpy().tobytes() for ids in heldout.values()))
+    return InstalledText(_encode(train[key] for key in sorted(train)), heldout, digest.hexdigest())
+
+
+def default_roots() -> tuple[Path, ...]:
+    """Return the folders of the standard library, of installed packages, of headers and of documentation."""
+    paths = sysconfig.get_paths()
+    named = (paths["stdlib"], paths["purelib"], paths["platlib"], "/usr/include", "/usr/local/cuda/include")
+    found = dict.fromkeys(Path(name).resolve() for name in (*named, "/usr/share"))
+    return tuple(path for path in found if path.is_dir())
+
+
+def _files(roots: Iterable[Path]) -> Iterator[tuple[str, Path]]:
+    languages = {ending: language for language, endings in LANGUAGES.items() for ending in endings}
+    for root in roots:
+        for folder, folders, names in os.walk(root):
+            folders[:] = [name for name in folders if name not in SKIPPED]
+            for name in names:
+                language = languages.get(Path(name).suffix or name)
+                if language is not None:
+                    yield language, Path(folder, name)
+
+
+def _read(path: Path) -> bytes | None:
+    """Return a file that is text: UTF-8, not too large, no very long line, enough letters."""
+    try:
+        if path.is_symlink() or not 0 < path.stat().st_size <= LARGEST:
+            return None
+        text = path.read_bytes()
+        text.decode("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    values = np.frombuffer(text, np.uint8)
+    ends = np.flatnonzero(values == ord("\n"))
+    longest = int(np.diff(ends, prepend=-1, append=len(values)).max())
+    return text if longest <= LONGEST_LINE and _IS_LETTER[values].mean() >= FEWEST_LETTERS else None
+
+
+_IS_LETTER = np.array([chr(value).isalpha() or value >= 128 for value in range(256)])
+
+
+def _is_heldout(key: bytes) -> bool:
+    return int.from_bytes(key[:4], "big") < HELDOUT_SHARE * 2**32
+
+
+def _within(keys: list[bytes], documents: Mapping[bytes, bytes], limit: int | None) -> list[bytes]:
+    """Return the first keys, until their documents reach `limit` bytes."""
+    if limit is None:
+        return keys
+    before = np.cumsum([0, *(len(documents[key]) for key in keys)])[:-1]
+    return keys[: int(np.searchsorted(before, limit))]
+
+
+def _encode(texts: Iterable[bytes]) -> Tensor:
+    end = np.array([ByteTokenizer.end_of_document], np.int16)
+    parts: list[NDArray[np.int16]] = []
+    for text in texts:
+        parts += [np.frombuffer(text, np.uint8).astype(np.int16), end]
+    return torch.from_numpy(np.concatenate(parts))

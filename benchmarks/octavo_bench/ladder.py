@@ -1,0 +1,267 @@
+"""What the pairs of `octavo bench parity` show: gaps with intervals that hold at any time, verdicts, tables.
+
+docs/explanation/parity-protocol.md has the reasons and the sources of the formulas.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from octavo.models.config import ModelConfig
+from octavo_bench.evidence import LEVEL, at_any_time, errors_at_any_time, over_seeds, student
+from octavo_bench.installed_text import HELDOUT_BYTES, HELDOUT_SHARE
+from octavo_bench.lanes import BF16, NULL, Training
+from octavo_bench.render import grouped, table
+from octavo_bench.results import SUBJECTS, Result, Row, load
+
+PROTOCOL = 1
+"""Number of the protocol. Runs of another are not pooled with these."""
+KIND = "ladder"
+"""Kind of the result files that hold the runs."""
+GATE = 0.10
+"""Percent: a recipe passes when the interval of its gap lies within plus and minus this."""
+AIM = 0.05
+"""Percent: the half width that a study aims at."""
+ALL = "mean of the recipes"
+BLOCK = ("model", "tokens", "seed", "text", "machine")
+"""Keys that the runs of a block share."""
+
+
+def _llama(dim: int, layers: int, ffn: int, sequence: int) -> ModelConfig:
+    return ModelConfig(vocab=272, dim=dim, layers=layers, heads=max(1, dim // 64), ffn=ffn, sequence=sequence)
+
+
+SIZES = {
+    "tiny": Training(model=_llama(32, 1, 64, 32), batch=8, lr=3e-3, tokens_per_parameter=1.0),
+    "1m": Training(model=_llama(128, 4, 384, 512), batch=32, lr=3e-3),
+    "3m": Training(model=_llama(256, 4, 768, 512), batch=64, lr=2e-3),
+    "10m": Training(model=_llama(384, 6, 1024, 512), batch=128, lr=1.5e-3),
+    "30m": Training(model=_llama(512, 9, 1408, 1024), batch=128, lr=1e-3, together=False),
+    "130m": Training(model=_llama(1024, 10, 2816, 1024), batch=128, lr=8e-4, tokens_per_parameter=8.0, together=False),
+    "350m": Training(model=_llama(1024, 24, 3328, 1024), batch=64, lr=6e-4, tokens_per_parameter=4.0, together=False),
+}
+"""The sizes of the ladder by name; `tiny`, which tries the command on a CPU, is none of the evidence."""
+_POWER = 0.8416
+"""The 80 % quantile of the normal distribution."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """The paired gap of an arm, in percent of BF16's held-out loss."""
+
+    arm: str
+    differences: tuple[float, ...]
+    """One per block."""
+    failures: int
+    """Blocks in which this arm's loss was not finite and BF16's was."""
+
+    @property
+    def mean(self) -> float:
+        """Mean over the blocks."""
+        return fmean(self.differences)
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation over the blocks; None for one."""
+        return stdev(self.differences) if len(self.differences) > 1 else None
+
+    @property
+    def half_width(self) -> float | None:
+        """Half of the 95 % interval that holds at any time; None while it is unbounded."""
+        return at_any_time(self.differences).half_width
+
+    @property
+    def half_width_once(self) -> float | None:
+        """Half of the 95 % interval for a single look: Student's t."""
+        return over_seeds(self.differences).half_width
+
+    @property
+    def visible(self) -> float | None:
+        """Smallest true gap that this many pairs show, by an interval without 0, in four studies of five."""
+        if self.half_width is None or self.spread is None:
+            return None
+        return self.half_width + _POWER * self.spread / math.sqrt(len(self.differences))
+
+    @property
+    def wanted(self) -> int | None:
+        """Number of pairs with which half of the interval at any time is `AIM`, if pairs go on to spread like this."""
+        return None if not self.spread else pairs_for(AIM / self.spread)
+
+    @property
+    def verdict(self) -> str:
+        """Verdict by the gate."""
+        if self.failures:
+            return "fails: diverged"
+        if self.half_width is None:
+            return "open"
+        low, high = self.mean - self.half_width, self.mean + self.half_width
+        if low >= -GATE and high <= GATE:
+            return "passes"
+        if low > GATE or high < -GATE:
+            return "fails"
+        return "a gap, of open size" if low > 0 or high < 0 else "open"
+
+
+def pairs_for(half_width: float) -> int:
+    """Return the least number of pairs whose interval at any time has this half width, in spreads of the pairs."""
+    pairs = 5
+    while (errors_at_any_time(pairs) or math.inf) > half_width * math.sqrt(pairs):
+        pairs += max(1, pairs // 50)
+    return pairs
+
+
+def gaps(rows: Sequence[Row], loss: str = "heldout_loss") -> list[Gap]:
+    """Return the gaps of one model's arms: the null, the mean of the recipes, and each recipe.
+
+    A recipe is compared with the mean of both BF16 runs of its block, the null with the first. A block whose BF16 did
+    not stay finite is left out. The mean of the recipes takes blocks that have all of them.
+
+    Args:
+        rows: runs of one model and one number of tokens.
+        loss: key of the compared loss.
+    """
+    recipes = [recipe for recipe in dict.fromkeys(row["recipe"] for row in rows) if recipe not in (BF16, NULL)]
+    found: dict[str, list[float]] = {arm: [] for arm in (NULL, ALL, *recipes)}
+    failures = dict.fromkeys(found, 0)
+    for block in blocks(rows):
+        if any("error" in block.get(arm, {"error": ""}) for arm in (BF16, NULL)):
+            continue
+        first, second = block[BF16]["heldout_loss"], block[NULL]["heldout_loss"]
+        found[NULL].append(100 * (second / first - 1))
+        own = {}
+        for recipe in recipes:
+            if "error" in block.get(recipe, {}):
+                failures[recipe] += 1
+            elif recipe in block:
+                own[recipe] = 100 * (block[recipe][loss] / fmean((first, second)) - 1)
+                found[recipe].append(own[recipe])
+        if len(own) == len(recipes) > 1:
+            found[ALL].append(fmean(own.values()))
+    return [Gap(arm, tuple(values), failures[arm]) for arm, values in found.items() if values or failures[arm]]
+
+
+def blocks(rows: Sequence[Row]) -> list[dict[str, Row]]:
+    """Return the runs of each block by arm."""
+    return [{row["recipe"]: row for row in of_block} for of_block in grouped(rows, *BLOCK).values()]
+
+
+def report(rows: Sequence[Row]) -> str:
+    """Return, per model, a table of the gaps with intervals and verdicts, and the losses by language."""
+    by_model = sorted(grouped(rows, "model", "tokens").items(), key=lambda item: item[0][1])
+    if not by_model:
+        return "No pairs yet."
+    return "\n\n".join(_of_model(model, tokens, own) for (model, tokens), own in by_model)
+
+
+HEADER = (
+    "recipe",
+    "pairs",
+    "gap",
+    "95 % at any time",
+    "95 % for one look",
+    "spread of pairs",
+    "smallest gap that would show",
+    f"pairs for ± {AIM:.2f} %",
+    f"within ± {GATE:.2f} %",
+    "gap of its weights in BF16",
+)
+
+
+def _of_model(model: str, tokens: int, rows: Sequence[Row]) -> str:
+    in_bf16 = {gap.arm: gap for gap in gaps(_with_bf16(rows), "heldout_bf16_loss")}
+    body = [_line(gap, in_bf16.get(gap.arm)) for gap in gaps(rows)]
+    hours = sum(row.get("seconds", 0.0) for row in rows) / 3600
+    losses = [row["heldout_loss"] for row in rows if row["recipe"] == BF16 and "error" not in row]
+    bf16 = f"BF16's held-out loss is {fmean(losses):.4f} nats per token" if losses else "BF16 has no finite loss"
+    spread = f", its seeds spread by {100 * stdev(losses) / fmean(losses):.2f} %" if len(losses) > 1 else ""
+    return f"**{model}, {tokens:,} tokens**\n\n{table(HEADER, body)}\n\n{bf16}{spread}. Hours of training: {hours:.2f}."
+
+
+def _with_bf16(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows that have the loss of their weights in BF16, with the BF16 runs."""
+    return [row for row in rows if "heldout_bf16_loss" in row or row["recipe"] in (BF16, NULL)]
+
+
+def _line(gap: Gap, in_bf16: Gap | None) -> tuple[str, ...]:
+    verdict = "" if gap.arm == NULL else gap.verdict
+    if not gap.differences:
+        return gap.arm, "0", "", "", "", "", "", "", verdict, ""
+    return (
+        gap.arm,
+        str(len(gap.differences)),
+        f"{gap.mean:+.3f} %",
+        _percent(gap.half_width, "± ") or "unbounded",
+        _percent(gap.half_width_once, "± "),
+        _percent(gap.spread),
+        _percent(gap.visible),
+        f"{gap.wanted:,}" if gap.wanted else "",
+        verdict,
+        f"{in_bf16.mean:+.3f} % ± {in_bf16.half_width:.3f} %" if in_bf16 and in_bf16.half_width else "",
+    )
+
+
+def _percent(value: float | None, sign: str = "") -> str:
+    return "" if value is None else f"{sign}{value:.3f} %"
+
+
+def size_table() -> str:
+    """Return the sizes of the ladder and how they are trained."""
+    header = ("size", "parameters", "dim", "layers", "ffn", "sequence", "tokens per parameter", "tokens", "steps")
+    body = []
+    for name, own in SIZES.items():
+        if name == "tiny":
+            continue
+        model, ratio = own.model, f"{own.tokens_per_parameter:g}"
+        shape = (f"{model.dim:,}", str(model.layers), f"{model.ffn_dim:,}", f"{model.sequence:,}")
+        rest = (f"{own.batch * model.sequence:,}", f"{own.lr:g}")
+        body.append((f"`{name}`", f"{own.parameters:,}", *shape, ratio, f"{own.tokens:,}", f"{own.steps:,}", *rest))
+    return table((*header, "tokens per step", "peak learning rate"), body)
+
+
+def constant_table() -> str:
+    """Return what the protocol fixes in numbers."""
+    own = next(iter(SIZES.values()))
+    body = (
+        ("protocol", str(PROTOCOL)),
+        ("gate for the mean gap", f"± {GATE:.2f} %"),
+        ("confidence of an interval", f"{1 - LEVEL:.0%}".replace("%", " %")),
+        ("half width to aim at", f"± {AIM:.2f} %"),
+        ("warm-up of the learning rate", f"{100 * own.warmup:g} % of the steps"),
+        ("documents held out", f"{100 * HELDOUT_SHARE:g} %, up to {HELDOUT_BYTES:,} bytes per language"),
+    )
+    return table(("fixed", "value"), body)
+
+
+def interval_table() -> str:
+    """Return half widths of the 95 % intervals, and gaps that would show, in spreads of the pairs."""
+    header = ("pairs", "half of the interval at any time", "for one look", "gap that shows in four studies of five")
+    body = []
+    for pairs in (8, 16, 32, 64, 128, 256, 512):
+        errors = errors_at_any_time(pairs) or math.inf
+        widths = [factor / math.sqrt(pairs) for factor in (errors, student(pairs - 1), errors + _POWER)]
+        body.append((str(pairs), *(f"{width:.2f}" for width in widths)))
+    return table(header, body)
+
+
+def evidence(directory: Path) -> str:
+    """Return what all pairs in the result files of a directory show, and where they come from; empty without pairs."""
+    rows = read_rows(directory)
+    return f"{report(rows)}\n\n" + "\n".join(result.origin for result in _files(directory)) if rows else ""
+
+
+def read_rows(*directories: Path) -> list[Row]:
+    """Return the runs in all result files of this kind and protocol, each once."""
+    runs: dict[tuple[Any, ...], Row] = {}
+    for row in (row for directory in directories for result in _files(directory) for row in result.rows):
+        if row["protocol"] == PROTOCOL:
+            runs.setdefault(tuple(row[key] for key in SUBJECTS[KIND]), row)
+    return [*runs.values()]
+
+
+def _files(directory: Path) -> list[Result]:
+    return [load(path) for path in sorted(directory.glob(f"*-{KIND}.json"))]

@@ -1,0 +1,397 @@
+"""Robustness: what a hostile or unlucky user does, counted by class.
+
+A row has a class, how often it was `tried`, how often Octavo `survived` it, and how often its message `named` the file
+or flag at fault. A class is a function in `CLASSES`; malformed files and command lines run in this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from octavo.cli.flags import positive
+from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, known
+from octavo_bench.malformed import ESCAPE, damage
+
+TEXT = "\n\n".join(f"{i} apples and {i * i % 89} pears\nand {i % 7} plums" for i in range(1500))
+SECONDS = 60
+"""A command that takes longer hangs."""
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+class _TooSlow(BaseException):
+    """Ends a command that hangs; no handler of `Exception` catches it."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    code: int
+    out: str
+    error: str
+
+    @property
+    def fault(self) -> str:
+        """What is wrong with how it ended; empty for a result, or an error in one line."""
+        lines = self.error.splitlines()
+        errors = [line for line in lines if line.startswith("octavo: error: ")]
+        if self.code < 0:
+            return "hangs"
+        if "Traceback" in self.error or "(unexpected;" in self.error:
+            return "unexpected"
+        if found := _CONTROL.search(self.out + self.error):
+            return f"a control character reaches the terminal: {found[0]!r}"
+        if self.code and len(errors) != 1 and not self.out:
+            return "no error in one line"
+        return "" if not errors or errors[-1] == lines[-1] else "the error is not the last line"
+
+
+def run(arguments: Sequence[str], *, seconds: int = SECONDS) -> Ended:
+    """Run a command line in this process, with captured output; code -1 if it takes longer than `seconds`."""
+    from octavo.cli.main import main
+
+    out, error = io.StringIO(), io.StringIO()
+
+    def stop(*_: object) -> None:
+        raise _TooSlow
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    code = 0
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+            main(list(arguments))
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
+    except _TooSlow:
+        code = -1
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    return Ended(code, out.getvalue(), error.getvalue())
+
+
+# --- malformed files ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FileKind:
+    """A file that the command line reads."""
+
+    name: str
+    path: str
+    """In the workspace; {step} is the checkpoint."""
+    commands: tuple[str, ...]
+    """Command lines that read it, in the workspace; one is drawn."""
+
+
+_CHECKPOINT = "run/checkpoints/step-000002"
+_EVAL, _RESUME = "eval run --tokens 64 --device cpu", "train run/config.json --resume --steps 3 --device cpu"
+_EXPORT = "export run --out served --overwrite"
+FILES = (
+    FileKind("run file, TOML", "run.toml", ("plan run.toml", "train run.toml --dry-run")),
+    FileKind("run file, JSON", "run/config.json", ("plan run/config.json", _RESUME, "doctor run --only loss")),
+    FileKind("recipe, TOML", "recipe.toml", ("recipes recipe.toml", "plan --preset tiny --recipe recipe.toml")),
+    FileKind("recipe, JSON", "recipe.json", ("recipes recipe.json --json", "plan --preset tiny --recipe recipe.json")),
+    FileKind("calibration", "scales.json", (
+        "calibrate --undo scales.json",
+        "train run.toml --recipe static --scales scales.json --steps 1 --out other --device cpu",
+    )),
+    FileKind("checkpoint state", f"{_CHECKPOINT}/state.json", (_EVAL, _RESUME, _EXPORT)),
+    FileKind("checkpoint tensors", f"{_CHECKPOINT}/fp8.safetensors", (_EVAL, _RESUME, _EXPORT)),
+    FileKind("checkpoint generators", f"{_CHECKPOINT}/random.safetensors", (_RESUME,)),
+    FileKind("metrics", "run/metrics.jsonl", (_RESUME,)),
+    FileKind("plan", "run/plan.json", (_EVAL, _EXPORT)),
+    FileKind("summary", "run/summary.json", (_EVAL,)),
+    FileKind("store", "run/run.sqlite", (
+        "report run", "dump run --to csv", "dump run --to tensorboard", "doctor run --only events", _RESUME,
+    )),
+    FileKind("token files, metadata", "tokens/meta.json", (_EVAL, _RESUME)),
+    FileKind("token files, ids", "tokens/heldout.bin", (_EVAL,)),
+    FileKind("tokenizer", "tokenizer.json", ("plan run.toml --tokenizer tokenizer.json",)),
+    FileKind("text", "text.txt", ("eval run --data text.txt --tokens 64 --device cpu",)),
+    FileKind("text, JSON lines", "text.jsonl", ("eval run --data text.jsonl --tokens 64 --device cpu",)),
+    FileKind("exported model", "served/config.json", ("eval served --data text.txt --tokens 64 --device cpu",)),
+    FileKind("exported weights", "served/model.safetensors", ("eval served --data text.txt --tokens 64 --device cpu",)),
+)  # fmt: skip
+
+
+def workspace(place: Path) -> None:
+    """Make one good file of each of `FILES` in an empty folder: those of a tiny run of two steps."""
+    (place / "text.txt").write_text(TEXT, "utf-8")
+    (place / "text.jsonl").write_text(
+        "".join(json.dumps({"text": part}) + "\n" for part in TEXT.split("\n\n")), "utf-8"
+    )
+    (place / "run.toml").write_text(_RUN.format(place=place), "utf-8")
+    (place / "recipe.toml").write_text(_RECIPE, "utf-8")
+    (place / "recipe.json").write_text('{"base": "delayed", "history": {"length": 4}, "modules": {"*.w1": "bf16"}}')
+    for arguments in (
+        "train run.toml --device cpu",
+        "calibrate run --recipe static --batches 1 -o scales.json",
+        "calibrate run --recipe static --batches 2 -o scales.json",
+        _EXPORT,
+    ):
+        with contextlib.chdir(place):
+            ended = run(arguments.split())
+        if ended.code:
+            raise RuntimeError(f"octavo {arguments}: {ended.error}")
+    from octavo.data.bpe import BPETokenizer
+
+    BPETokenizer.train([TEXT], 272).save(place / "tokenizer.json")
+    (found,) = (place / "cache").iterdir()
+    (place / "tokens").symlink_to(found.relative_to(place))
+
+
+_RUN = """\
+[model]
+dim = 32
+layers = 1
+heads = 2
+ffn = 64
+[data]
+source = "{place}/text.txt"
+cache = "{place}/cache"
+heldout = 0.2
+sequence = 32
+[optimizer]
+lr = 1e-3
+betas = [0.9, 0.95]
+[run]
+steps = 2
+batch = 2
+eval_tokens = 64
+log_every = 1
+out = "run"
+twin = false
+[guard]
+mode = "watch"
+"""
+_RECIPE = """\
+base = "folded"
+[wgrad]
+precision = "bf16"
+[modules]
+"layers.0.*" = "bf16"
+[modules."layers.1.*"]
+base = "tensorwise"
+"""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One malformed input and how Octavo ended on it."""
+
+    kind: str
+    """The file's kind, or the command."""
+    about: str
+    """What is malformed."""
+    command: str
+    ended: Ended
+    fault: str
+    """Empty if it survived."""
+    is_named: bool
+
+    def __str__(self) -> str:
+        last = self.ended.error.strip().splitlines()[-1:] or ["(no error)"]
+        verdict = self.fault or ("ok" if self.is_named else "not named")
+        return ascii(f"{verdict:<24} {self.kind}: {self.about} | {self.command} | {self.ended.code} {last[0][:300]}")
+
+
+def malformed_files(tried: int, seed: int) -> Iterator[Trial]:
+    """Damage one file after another, run a command that reads it, and judge how that ends."""
+    with tempfile.TemporaryDirectory(prefix="octavo-") as folder:
+        good = Path(folder, "good")
+        good.mkdir()
+        workspace(good)
+        for number in range(tried):
+            kind = FILES[number % len(FILES)]
+            draw = Random(f"{seed} {number} {kind.name}")
+            place = Path(folder, "bad")
+            shutil.rmtree(place, ignore_errors=True)
+            shutil.copytree(good, place, symlinks=True)
+            _move(good, place)
+            with contextlib.chdir(place):
+                yield _damaged(kind, draw)
+
+
+def _move(good: Path, place: Path) -> None:
+    """Let the copied run read the copied text."""
+    for name in ("run.toml", "run/config.json", f"{_CHECKPOINT}/state.json"):
+        file = place / name
+        file.write_text(file.read_text("utf-8").replace(str(good), str(place)), "utf-8")
+    source = good / "text.txt"
+    status = source.stat()
+    os.utime(place / "text.txt", ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def _damaged(kind: FileKind, draw: Random) -> Trial:
+    path = Path(kind.path)
+    done = damage(draw, path)
+    command = draw.choice(kind.commands)
+    ended = run(command.split())
+    fault = ended.fault
+    is_rejected = ended.code != 0
+    if done.is_malformed and not is_rejected and kind.name not in _HEALED:
+        fault = fault or "accepted"
+    names = (path.name, path.parent.name if path.parent.name != "." else path.name)
+    is_named = not is_rejected or any(name in ended.error + ended.out for name in names)
+    return Trial(kind.name, done.name, command, ended, fault, is_named)
+
+
+_HEALED = ("token files, metadata", "token files, ids")
+"""Caches: made again if damaged."""
+
+
+# --- malformed command lines ----------------------------------------------------------------------------------------
+
+_VALUES = (
+    *("nan", "inf", "-inf", "-1", "0", "1e400", "9" * 30, "", " ", ESCAPE, "x" * 5000, "../..", "/", "/dev/null"),
+    *(".", "--", "-", "[", "{}", "None", "true", "1,2", "0x10", "1e3", "cuda:99", "cpu:x", "meta", "folded.toml"),
+    *("run", "run.toml", "missing.toml", "\u00fc", "\udce9", "a=b", "%s", "$HOME", "~", "1 2", "*", "auto", "0.5"),
+)
+_COMMANDS = (
+    "train",
+    "plan",
+    "calibrate",
+    "doctor",
+    "recipes",
+    "dump",
+    "dashboard",
+    "report",
+    "localize",
+    "export",
+    "eval",
+)
+_ALWAYS = {
+    "train": ("--dry-run",),
+    "doctor": ("--only", "driver"),
+    "dashboard": ("--port", "99999"),
+    "localize": ("missing",),
+}
+"""Arguments that keep a command line which happens to be valid from training, serving or measuring."""
+
+
+def malformed_commands(tried: int, seed: int) -> Iterator[Trial]:
+    """Run command lines with flags and values drawn by chance, beside good files."""
+    with tempfile.TemporaryDirectory(prefix="octavo-") as folder, contextlib.chdir(folder):
+        workspace(Path(folder))
+        for number in range(tried):
+            draw = Random(f"{seed} {number}")
+            command = draw.choice(_COMMANDS)
+            words = [command, *_words(command, draw), *_ALWAYS.get(command, ())]
+            ended = run(words)
+            shown = " ".join(word if len(word) < 60 else f"{word[:20]}..." for word in words)
+            yield Trial(command, shown, shown, ended, ended.fault, _names(words, ended))
+
+
+def _names(words: Sequence[str], ended: Ended) -> bool:
+    """Return whether an error names one of the words, or the one that is missing."""
+    if not ended.code or "\noctavo: error" not in f"\n{ended.error}":
+        return True
+    text = ended.error.casefold()
+    parts = [part for word in words[1:] for part in (word, word.lstrip("-").partition("=")[0]) if part.strip()]
+    return any(ascii(part)[1:-1][:40].casefold() in text or part[:40].casefold() in text for part in parts) or (
+        "--" in text or "requires" in text
+    )
+
+
+def _words(command: str, draw: Random) -> list[str]:
+    """Return a few flags of a command, some misspelt, each with a value drawn by chance."""
+    flags = _flags(command)
+    words = ["run.toml" if command in ("train", "plan") else "run"] if draw.random() < 0.6 else []
+    for _ in range(draw.randrange(1, 4)):
+        flag = draw.choice(flags)
+        match draw.randrange(8):
+            case 0:
+                words.append(flag[: max(3, len(flag) - 2)])
+            case 1:
+                words.append(draw.choice(_VALUES))
+            case 2:
+                words.append(f"{flag}={draw.choice(_VALUES)}")
+            case _:
+                words += [flag, draw.choice(_VALUES)]
+    return words
+
+
+def _flags(command: str) -> list[str]:
+    from octavo.cli.main import app
+
+    arguments = app[command].assemble_argument_collection()
+    return sorted({name for argument in arguments for name in argument.names if name.startswith("--")})
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+CLASSES: dict[str, tuple[int, Callable[[int, int], Iterator[Trial]]]] = {
+    "malformed files": (300, malformed_files),
+    "malformed command lines": (600, malformed_commands),
+}
+"""How many are tried, and the function that tries them: (tried, seed) -> trials."""
+
+
+def rows_of(
+    classes: Sequence[str], *, share: float = 1.0, seed: int = 0, report: Callable[[str], None] = lambda _: None
+) -> list[dict[str, Any]]:
+    """Return a row per class; those that did not survive, or are not named, are reported.
+
+    Args:
+        classes: some of `CLASSES`.
+        share: of the trials, from 0 to 1; at least one of each class.
+        seed: gives the same trials again.
+        report: is told each trial that fell, and each row.
+    """
+    rows = []
+    for name in classes:
+        count, trials_of = CLASSES[name]
+        trials = []
+        for trial in trials_of(max(1, round(count * share)), seed):
+            trials.append(trial)
+            if trial.fault or not trial.is_named:
+                report(str(trial))
+        survived, named = sum(not trial.fault for trial in trials), sum(trial.is_named for trial in trials)
+        rows.append({"class": name, "tried": len(trials), "survived": survived, "named": named, "seed": seed})
+        report(_line(rows[-1]))
+    return rows
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return f"{row['class']}: {row['tried']} tried, {row['survived']} survived, {row['named']} named"
+
+
+def command(*, only: Names = (), share: float = 1.0, seed: int = 0, output: Output = TO_STDOUT) -> int:
+    """Try malformed files and command lines: each must end in a result, or in one line that names what is wrong.
+
+    Exits with 1 if one did not survive or was not named.
+
+    Examples:
+
+        octavo bench robustness
+        octavo bench robustness --only "malformed files" --share 0.1
+
+    Parameters
+    ----------
+    only
+        Classes to try; all by default.
+    share
+        Share of the trials, from 0 to 1.
+    seed
+        Seed of the trials.
+    """
+    positive("--share", int(share > 0))
+    chosen = [known("--only", name, list(CLASSES), "class") for name in only or CLASSES]
+    rows = rows_of(chosen, share=share, seed=seed, report=output.say)
+    line = command_line("octavo bench robustness", only=only, share=None if share == 1 else share, seed=seed or None)
+    fell = any(row["survived"] < row["tried"] or row["named"] < row["tried"] for row in rows)
+    return output.finish("robustness", rows, line, device="cpu") or int(fell)

@@ -1,0 +1,48 @@
+"""Sizes and SHA-256 of files, as an index holds them, and their check before anything is read."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import CheckpointError
+
+
+def file_entry(path: Path) -> dict[str, Any]:
+    """Return `bytes` and `sha256` of a file."""
+    with path.open("rb") as file:
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def check_file(path: Path, entry: Mapping[str, Any], remedy: str = "") -> None:
+    """Compare a file with its entry; one without `sha256` has the size alone.
+
+    Args:
+        path: the file.
+        entry: as `file_entry` gives it.
+        remedy: what to do about a damaged file, appended to the message.
+
+    Raises:
+        CheckpointError: the file cannot be read, is truncated or was changed.
+    """
+    try:
+        size = path.stat().st_size
+        if size != entry["bytes"]:
+            raise CheckpointError(f"{path}: truncated, {size} of {entry['bytes']} bytes.{remedy}")
+        if "sha256" in entry and file_entry(path) != entry:
+            raise CheckpointError(f"{path}: damaged: its SHA-256 is not the one in the checkpoint's index.{remedy}")
+    except OSError as error:
+        hint = remedy if isinstance(error, FileNotFoundError) else ""  # the others may pass, or be for want of rights
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}).{hint}") from error
+
+
+def flush(path: Path) -> None:
+    """Flush a file, or the entries of a directory, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,219 @@
+"""Files of a sharded checkpoint: safetensors of torch.distributed.checkpoint, and an index. Nothing is pickled.
+
+    index.json                                        size and SHA-256 of every file; written last
+    shard-00001-model-00001-of-00002.safetensors      tensors of rank 0, with the offsets of its shards in the header
+
+Any number of ranks can read it.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from octavo._util.checksums import check_file, file_entry, flush
+from octavo.errors import CheckpointError, NonFiniteError, OctavoError
+from octavo.tensor import local, non_finite
+
+INDEX = "index.json"
+FILE_BYTES = 1 << 30
+"""Tensors are written into a new file beyond this size: writing takes twice the memory of a file."""
+
+T = TypeVar("T")
+
+
+def write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors into a folder that all ranks share. All ranks call it.
+
+    Raises:
+        CheckpointError: a rank could not write.
+    """
+    _raised(folder, lambda: state_dict_saver.save(dict(tensors), storage_writer=_Writer(folder, tensors)))
+
+
+def write_async(folder: Path, tensors: Mapping[str, Tensor], group: Any) -> Any:
+    """Write in the background, after a copy to the host; return a future."""
+    return state_dict_saver.async_save(dict(tensors), storage_writer=_Writer(folder, tensors), process_group=group)
+
+
+def read(folder: Path, tensors: Mapping[str, Tensor], finite: Callable[[str], bool], *, alone: bool = False) -> None:
+    """Read into these tensors, sharded or not; files must have been checked. All ranks call it, unless `alone`.
+
+    Args:
+        folder: where they are.
+        tensors: by name, to be overwritten.
+        finite: (name) -> whether the tensor may have neither a NaN nor an infinity.
+        alone: read in this process only.
+
+    Raises:
+        CheckpointError: a tensor is missing, incomplete, or of another shape or dtype, on any rank.
+        NonFiniteError: a tensor that must be finite is not.
+    """
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # about reading in one process
+        _raised(
+            folder,
+            lambda: state_dict_loader.load(
+                dict(tensors),
+                storage_reader=HuggingFaceStorageReader(str(folder)),
+                planner=_Planner(finite),
+                no_dist=alone,
+            ),
+        )
+
+
+def read_index(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the entry of each file of a folder.
+
+    Raises:
+        CheckpointError: there is no index, it is malformed, or the folder has the pickled one of earlier versions.
+    """
+    path = folder / INDEX
+    if not path.exists() and (folder / ".metadata").exists():
+        raise CheckpointError(
+            f"{folder}: was written by an earlier version, with a pickle as index, which can run code when it is read."
+            " If you trust it, convert it once: docs/how-to/train-on-many-gpus.md, 'Checkpoints of earlier versions'."
+        )
+    try:
+        files = json.loads(path.read_text(encoding="utf-8"))["files"]
+        return {name: {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])} for name, entry in files.items()}
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}): the checkpoint is not complete.") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: truncated or malformed ({error}).") from error
+
+
+def check_files(folder: Path, *, rank: int = 0, ranks: int = 1) -> None:
+    """Check this rank's share of the files, by their checksums.
+
+    Raises:
+        CheckpointError: one of them is missing or damaged, or a file is not in the index.
+    """
+    index = read_index(folder)
+    for path in folder.glob("*.safetensors"):
+        if path.name not in index:
+            raise CheckpointError(f"{path}: is not in {folder / INDEX}: it is not of this checkpoint.")
+    for name in sorted(index)[rank::ranks]:
+        check_file(folder / name, index[name])
+
+
+def shapes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return shape and dtype of each whole tensor.
+
+    Raises:
+        CheckpointError: a file is malformed, or a tensor is incomplete.
+    """
+    metadata = _raised(folder, HuggingFaceStorageReader(str(folder)).read_metadata)
+    _check_complete(metadata)
+    known: Mapping[str, Any] = metadata.state_dict_metadata
+    return {name: (entry.size, entry.properties.dtype) for name, entry in known.items()}
+
+
+class _Writer(HuggingFaceStorageWriter):
+    """Writes each rank's shards, and the index once all files are on disk."""
+
+    def __init__(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(str(folder), save_distributed=True)
+        self._folder, self._numbers = folder, _file_numbers(tensors)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        (self._folder / INDEX).unlink(missing_ok=True)  # from here on the folder is incomplete
+        return super().prepare_local_plan(plan)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        own = replace(plan, storage_data={**plan.storage_data, "fqn_to_index_mapping": self._numbers})
+        results = super().write_data(own, planner).value()
+        files = {result.storage_data.relative_path for result in results}
+        entries = {name: file_entry(self._folder / name) for name in files}
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([replace(r, storage_data=(n := r.storage_data.relative_path, entries[n])) for r in results])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        files = dict(result.storage_data for of_rank in results for result in of_rank)
+        for path in self._folder.iterdir():
+            if path.name not in files:
+                if path.suffix == ".safetensors":
+                    path.unlink()  # of an earlier checkpoint, by more ranks
+                else:
+                    files[path.name] = file_entry(path)  # settings, written before
+        path = self._folder / INDEX
+        path.write_text(json.dumps({"files": dict(sorted(files.items()))}, indent=1) + "\n", encoding="utf-8")
+        flush(path)
+        flush(self._folder)
+
+
+class _Planner(DefaultLoadPlanner):
+    """Refuses tensors that are incomplete or of another dtype, which would be converted, and non-finite values."""
+
+    def __init__(self, finite: Callable[[str], bool]) -> None:
+        super().__init__()
+        self._finite = finite
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        assert metadata is not None
+        _check_complete(metadata)
+        known: Mapping[str, Any] = metadata.state_dict_metadata
+        for name, tensor in state_dict.items():
+            if name in known and (dtype := known[name].properties.dtype) != tensor.dtype:
+                raise CheckpointError(f"'{name}' is {dtype} there and {tensor.dtype} here.")
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        super().commit_tensor(read_item, tensor)
+        if self._finite(read_item.dest_index.fqn) and (count := int(non_finite(tensor))):
+            raise NonFiniteError(
+                f"{count} of {tensor.numel()} values of '{read_item.dest_index.fqn}' are NaN or infinite."
+            )
+
+
+def _check_complete(metadata: Metadata) -> None:
+    known: Mapping[str, Any] = metadata.state_dict_metadata
+    for name, entry in known.items():
+        found, size = sum(prod(chunk.sizes) for chunk in entry.chunks), prod(entry.size)
+        if found != size:
+            raise CheckpointError(f"'{name}' is incomplete: {found} of {size} values.")
+
+
+def _file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the number of the file of each tensor of this rank, from 1."""
+    numbers, size = {}, 0
+    for name, tensor in tensors.items():
+        numbers[name] = 1 + size // FILE_BYTES
+        size += local(tensor).nbytes
+    return numbers
+
+
+def _raised(folder: Path, action: Callable[[], T]) -> T:
+    """Run an action of torch.distributed.checkpoint, with its errors as Octavo's."""
+    try:
+        return action()
+    except CheckpointException as error:
+        rank, (reason, _) = next(iter(error.failures.items()))
+        if isinstance(reason, OctavoError):
+            raise type(reason)(f"{folder}: {reason}") from error
+        if isinstance(reason, OSError):
+            raise CheckpointError(f"{folder}: {reason.strerror or reason} (rank {rank}).") from error
+        raise CheckpointError(
+            f"{folder} does not fit this model, its optimizer, or the ranks it is sharded over (rank {rank}: {reason})."
+        ) from error
+    except (SafetensorError, ValueError, KeyError, TypeError, OSError) as error:
+        raise CheckpointError(f"{folder}: cannot be read ({error}).") from error

@@ -1,0 +1,200 @@
+"""Cheap invariants of parameters and optimizer moments: finite, changed as updates change them, equal on all ranks.
+
+A check reads norms of everything in a few fused launches, and a fixed sample of each parameter. The sample tells by how
+much a parameter changed since the check before, without a copy of it. Results are copied asynchronously.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from octavo.kernels.download import Download
+from octavo.tensor import FP8Tensor, is_distributed, local
+
+SAMPLE = 4096
+"""Elements sampled per parameter."""
+PRINT = 8
+"""Sampled elements in a fingerprint."""
+
+
+class ParameterStats(NamedTuple):
+    """Invariants of each parameter at a step; NaN where not measured."""
+
+    names: Sequence[str]
+    steps: int
+    """Steps since the check before; 0 for the first one, whose changes are unknown."""
+    norm: NDArray[np.float64]
+    """L2 norm; NaN or infinite if an element is. Of FP8 weights: of their scales."""
+    change: NDArray[np.float64]
+    """Root mean square change of an element since the check before."""
+    first: NDArray[np.float64]
+    """L2 norm of the optimizer's first moment."""
+    second: NDArray[np.float64]
+    """L2 norm of its second moment."""
+    disagreement: NDArray[np.float64]
+    """Difference of the norm between ranks that hold the same parameter."""
+
+
+class _Values(NamedTuple):
+    sample: Tensor
+    """FP32 (S,), the sampled elements of all parameters."""
+    norm: Tensor
+    """FP64 (P,)."""
+    of: Tensor
+    """int64 (S,), the parameter of each sampled element."""
+    elements: Tensor
+    """FP64 (P,)."""
+
+
+class ParameterCheck:
+    """Measures the parameters of a model every few steps.
+
+    Args:
+        model: the model, on its device, converted and sharded.
+        optimizer: its optimizer, whose moments are checked; any other state is left alone.
+        every: steps between checks.
+        group: ranks that hold the same parameters, or shards of them; all measure the same steps.
+        has_replicas: ranks of the group hold the same values.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        every: int,
+        group: dist.ProcessGroup | None = None,
+        has_replicas: bool = False,
+    ) -> None:
+        self._model, self._optimizer, self._every = model, optimizer, every
+        self._group, self._has_replicas = group, has_replicas
+        self._known: _Values | None = None
+        self._at = self._before = 0
+        self._pending: dict[int, tuple[Sequence[str], int, Download]] = {}
+
+    @torch.no_grad()
+    def measure(self, step: int, *, now: bool = False) -> None:
+        """Queue the measurement of a step, if it is due or wanted `now`."""
+        if (step % self._every and not now) or step in self._pending or step == self._at:
+            return
+        before, names = self._known, self._read(step)
+        if not names or self._known is None:
+            return
+        sample, norm, of, elements = self._known
+        change, steps = torch.full_like(norm, torch.nan), 0
+        if before is not None and before.sample.shape == sample.shape:
+            squares = torch.zeros_like(norm).index_add_(0, of, (sample - before.sample).double().square())
+            # The norm sees every element: one that is not in the sample, as of a flipped bit, too.
+            sampled = (squares / torch.bincount(of, minlength=len(names))).sqrt()
+            change = torch.maximum(sampled, (norm - before.norm).abs() / elements.sqrt())
+            steps = step - self._before
+        moments = [_norms(_moments(self._model, self._optimizer, names, key)) for key in ("exp_avg", "exp_avg_sq")]
+        table = torch.stack([norm, change, *moments, torch.zeros_like(norm)])
+        self._pending[step] = (names, steps, Download(self._merged(table)))
+
+    def arrived(self, step: int) -> ParameterStats | None:
+        """Return the measurement of a step, once; None if it was not measured. Waits for it."""
+        if step not in self._pending:
+            return None
+        names, steps, copy = self._pending.pop(step)
+        return ParameterStats(names, steps, *copy.result().numpy().copy())
+
+    @torch.no_grad()
+    def restart(self, done: int) -> None:
+        """Compare with the values of now from here on: the run was rolled back, or resumed, to `done` steps."""
+        self._pending.clear()
+        self._read(done)
+
+    def nonfinite(self) -> str:
+        """Return the first parameter that holds a NaN or infinity; empty if there is none. Waits for the device."""
+        names, weights = _weights(self._model)
+        norms = _norms(weights)
+        if self._group is not None:
+            norms = norms.isfinite().logical_not().double()
+            dist.all_reduce(norms, op=dist.ReduceOp.MAX, group=self._group)
+            return next((name for name, is_bad in zip(names, norms.tolist(), strict=True) if is_bad), "")
+        return next((name for name, norm in zip(names, norms.tolist(), strict=True) if not np.isfinite(norm)), "")
+
+    def fingerprints(self) -> dict[str, list[float]]:
+        """Return some elements of each parameter, to compare with after a resume; empty if the model is sharded."""
+        names, weights = _weights(self._model)
+        if any(is_distributed(parameter) for parameter in self._model.parameters()):
+            return {}
+        return {name: _sample(weight)[-PRINT:].tolist() for name, weight in zip(names, weights, strict=True)}
+
+    def _read(self, step: int) -> list[str]:
+        names, weights = _weights(self._model)
+        sizes = [_stride(weight)[1] for weight in weights]
+        self._before, self._at = self._at, step
+        if not names:
+            return names
+        if self._known is None or len(self._known.of) != sum(sizes):
+            device = weights[0].device
+            of = torch.repeat_interleave(torch.tensor(sizes)).to(device)
+            elements = torch.tensor([weight.numel() for weight in weights], dtype=torch.float64, device=device)
+        else:
+            of, elements = self._known.of, self._known.elements
+        sample = torch.cat([_sample(weight) for weight in weights])
+        self._known = _Values(sample, _norms(weights), of, elements)
+        return names
+
+    def _merged(self, table: Tensor) -> Tensor:
+        """Return the largest values over ranks, and the disagreement of replicas; NaN counts as infinite."""
+        if self._group is None:
+            return table
+        infinite = table.new_full((), torch.inf)
+        norm = torch.where(table[0].isnan(), infinite, table[0])
+        both = torch.cat([torch.where(table.isnan(), -infinite, table), norm[None], -norm[None]])
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group)
+        known = torch.where(both[:5] == -torch.inf, table.new_full((), torch.nan), both[:5])
+        known[0] = both[5]
+        known[4] = (both[5] + both[6]).nan_to_num(0.0) if self._has_replicas else 0.0
+        return known
+
+
+def _weights(model: nn.Module) -> tuple[list[str], list[Tensor]]:
+    """Return the trained parameters that this rank holds some of, as plain tensors."""
+    named = [(name, _plain(p)) for name, p in model.named_parameters() if p.requires_grad]
+    return [name for name, tensor in named if tensor.numel()], [tensor for _, tensor in named if tensor.numel()]
+
+
+def _plain(parameter: Tensor) -> Tensor:
+    own = local(parameter.detach())
+    return own.scale if isinstance(own, FP8Tensor) else own
+
+
+def _moments(
+    model: nn.Module, optimizer: torch.optim.Optimizer, names: Sequence[str], key: str
+) -> Iterator[Tensor | None]:
+    """Yield a moment of each parameter, or its scales if it is stored in FP8; None without one."""
+    parameters: Mapping[str, Tensor] = dict(model.named_parameters())
+    for name in names:
+        state = optimizer.state.get(parameters[name], {})
+        found = (local(state[own]) for own in (key, f"{key}_scale") if isinstance(state.get(own), Tensor))
+        yield next((each for each in found if each.is_floating_point() and each.element_size() > 1), None)
+
+
+def _norms(tensors: Iterator[Tensor | None] | Sequence[Tensor | None]) -> Tensor:
+    """Return the L2 norm of each tensor, FP64; NaN for None."""
+    given = list(tensors)
+    known = [tensor.float() if tensor.element_size() < 4 else tensor for tensor in given if tensor is not None]
+    norms = iter(torch._foreach_norm(known) if known else ())
+    like = next((tensor.device for tensor in known), torch.device("cpu"))
+    missing = torch.full((), torch.nan, dtype=torch.float64, device=like)
+    return torch.stack([missing if tensor is None else next(norms).double() for tensor in given])
+
+
+def _stride(weight: Tensor) -> tuple[int, int]:
+    """Return stride and number of the sampled elements; an odd stride visits all columns of a matrix."""
+    stride = max(weight.numel() // SAMPLE, 1) | 1
+    return stride, -(-weight.numel() // stride)
+
+
+def _sample(weight: Tensor) -> Tensor:
+    return weight.reshape(-1)[:: _stride(weight)[0]].float()

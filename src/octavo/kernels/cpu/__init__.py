@@ -1,1 +1,0 @@
-"""Kernels for a CPU where calls of PyTorch would cost more than what they compute: in NumPy, after `reference/`."""

@@ -1,0 +1,93 @@
+"""Signals: the first saves and stops, the second aborts, and both leave an outcome and an exit code."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from octavo.errors import Interrupted
+from octavo.monitor.store.reader import RunReader
+from octavo.train import checkpoint, train
+from octavo.train.config import RunConfig
+from octavo.train.events import Event, Logged
+from octavo.train.files import read_metrics
+from octavo.train.stopping import StopSignals
+
+Configure = Callable[..., RunConfig]
+RUN = {"steps": 6, "log_every": 1, "checkpoint_every": 0, "twin": False}
+
+
+class Signals:
+    """Sends this process a signal while a step is logged."""
+
+    def __init__(self, number: int, at: int) -> None:
+        self._number, self._at = number, at
+
+    def report(self, event: Event) -> None:
+        if isinstance(event, Logged) and event.step == self._at:
+            os.kill(os.getpid(), self._number)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_a_checkpoint_and_the_run_goes_on_bit_for_bit(
+    configure: Configure, tmp_path: Path, number: signal.Signals, code: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    straight, stopped = (configure(run={**RUN, "out": str(tmp_path / name)}) for name in ("straight", "stopped"))
+    expected = train(straight)
+    before = signal.getsignal(number)
+    with pytest.raises(Interrupted) as error:
+        train(stopped, reporters=[Signals(number, 2)])
+    assert error.value.exit_code == code
+    assert signal.getsignal(number) is before
+    assert "saving a checkpoint after this step" in capfd.readouterr().err
+    assert [path.name for path in checkpoint.find(stopped.run.out / "checkpoints")] == ["step-000003"]
+    assert RunReader(stopped.run.out).state() == "interrupted"
+    assert train(stopped, resume=True)["heldout_loss_fp8"] == expected["heldout_loss_fp8"]
+    assert len(read_metrics(stopped.run.out / "metrics.jsonl")) == 6 + 1
+
+
+def test_the_second_signal_raises_unless_it_is_the_first_one_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.train.stopping.os.write", lambda *_: 0)
+    with StopSignals() as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.asked == signal.SIGINT
+        monkeypatch.setattr("octavo.train.stopping.ONE", -1.0)
+        with pytest.raises(Interrupted):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_two_signals_end_the_command_in_one_line_with_its_code(configure: Configure, tmp_path: Path) -> None:
+    config = configure(run={**RUN, "steps": 100_000})
+    slow = "import time; from octavo.train.train_state import TrainState as T; f = T.step\n"
+    slow += "def step(self, *a, **k):\n time.sleep(60 if k['step'] == 3 else 0); return f(self, *a, **k)\n"
+    slow += "T.step = step\nfrom octavo.cli.main import main; main()"
+    flags = ["--preset", "tiny", "--source", str(config.data.source), "--cache", str(config.data.cache)]
+    flags += ["--out", str(config.run.out), "--steps", "100000", "--log-every", "1", "--device", "cpu", "--no-twin"]
+    known = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": known}
+    run = subprocess.Popen([sys.executable, "-c", slow, "train", *flags], **pipes)  # type: ignore[call-overload]
+    log = config.run.out / "metrics.jsonl"
+    deadline = time.monotonic() + 100
+    while not (log.exists() and log.read_text().count("\n") >= 2):
+        assert run.poll() is None and time.monotonic() < deadline, run.communicate()
+        time.sleep(0.1)
+    run.send_signal(signal.SIGTERM)
+    time.sleep(1.2)
+    run.send_signal(signal.SIGTERM)
+    errors = run.communicate(timeout=50)[1]
+    assert run.returncode == 143, errors
+    assert "Traceback" not in errors
+    assert re.search(r"^octavo: interrupted\. There is no checkpoint yet", errors, re.MULTILINE)
+    assert RunReader(config.run.out).state() == "interrupted"
