@@ -82,12 +82,13 @@ def hero_data(directory: Path) -> dict[str, Any]:
 
 def curves(directory: Path) -> dict[str, Any]:
     """Return the losses of a run in FP8 and of its BF16 baseline: the largest pair of the parity study, or the demo."""
-    rows = [row for row in ladder.read_rows(directory) if "training_loss" in row]
+    whole = [row for row in ladder.read_rows(directory) if row.get("condition") == "whole" and not row.get("pilot")]
+    rows = [row for row in whole if "training_loss" in row]
     pairs = [block for block in ladder.blocks(rows) if "folded" in block and "bf16" in block]
     if pairs:
         pair = max(pairs, key=lambda block: int(block["bf16"]["tokens"]))
         model, tokens = pair["bf16"]["model"], pair["bf16"]["tokens"]
-        own = [row for row in ladder.read_rows(directory) if (row["model"], row["tokens"]) == (model, tokens)]
+        own = [row for row in whole if (row["model"], row["tokens"]) == (model, tokens)]
         gap = next((gap for gap in ladder.gaps(own) if gap.arm == "folded"), None)
         lanes = {lane: pair[recipe]["training_loss"] for lane, recipe in (("fp8", "folded"), ("bf16", "bf16"))}
         at = {

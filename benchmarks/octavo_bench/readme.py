@@ -78,8 +78,9 @@ def _several(measured: Measured) -> str:
 
 def _accuracy(measured: Measured, directory: Path) -> str:
     """Return the gap of the largest model whose interval is bounded, of the parity study or of pairs of seeds."""
-    rows = ladder.read_rows(directory)
-    for (model, tokens), own in sorted(grouped(rows, "model", "tokens").items(), key=lambda item: -item[0][1]):
+    rows = [row for row in ladder.read_rows(directory) if not row.get("pilot")]
+    for own in reversed(ladder.studies(rows)):
+        model, tokens = own[0]["model"], own[0]["tokens"]
         found = next((gap for gap in ladder.gaps(own) if gap.arm == "folded"), None)
         if found is not None and found.half_width is not None:
             within = f"± {found.half_width:.2f} % (95 % over {len(found.differences)} pairs)"
