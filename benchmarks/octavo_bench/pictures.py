@@ -82,7 +82,7 @@ def hero_data(directory: Path) -> dict[str, Any]:
 
 def curves(directory: Path) -> dict[str, Any]:
     """Return the losses of a run in FP8 and of its BF16 baseline: the largest pair of the parity study, or the demo."""
-    whole = [row for row in ladder.read_rows(directory) if row.get("condition") == "whole" and not row.get("pilot")]
+    whole = [row for row in ladder.read_rows(directory) if row["condition"] == "whole"]
     rows = [row for row in whole if "training_loss" in row]
     pairs = [block for block in ladder.blocks(rows) if "folded" in block and "bf16" in block]
     if pairs:

@@ -78,8 +78,7 @@ def _several(measured: Measured) -> str:
 
 def _accuracy(measured: Measured, directory: Path) -> str:
     """Return the gap of the largest model whose interval is bounded, of the parity study or of pairs of seeds."""
-    rows = [row for row in ladder.read_rows(directory) if not row.get("pilot")]
-    for own in reversed(ladder.studies(rows)):
+    for own in reversed(ladder.studies(ladder.read_rows(directory))):
         model, tokens = own[0]["model"], own[0]["tokens"]
         found = next((gap for gap in ladder.gaps(own) if gap.arm == "folded"), None)
         if found is not None and found.half_width is not None:
