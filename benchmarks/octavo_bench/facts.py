@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
-import io
 import math
 import re
+import subprocess
+import sys
 import typing
 from collections.abc import Callable, Iterator
 from math import prod
@@ -369,9 +369,10 @@ def readme_plan() -> str:
     code = re.search(r"^```python\n(.*?\nprint\(octavo\.plan[^\n]*\n)", README.read_text(encoding="utf-8"), re.M | re.S)
     if code is None:
         raise ConfigError(f"{README}: has no example that prints a plan.")
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(compile(code[1], str(README), "exec"), {"__name__": "readme"})  # noqa: S102 (the README is ours)
-    return f"```text\n{printed.getvalue().rstrip()}\n```"
+    run = subprocess.run([sys.executable, "-c", code[1]], capture_output=True, text=True, encoding="utf-8")
+    if run.returncode:
+        raise ConfigError(f"{README}: the example that prints a plan fails:\n{run.stderr.strip()}")
+    return f"```text\n{run.stdout.rstrip()}\n```"
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -83,7 +83,8 @@ def _accuracy(measured: Measured, directory: Path) -> str:
         found = next((gap for gap in ladder.gaps(own) if gap.arm == "folded"), None)
         if found is not None and found.half_width is not None:
             within = f"± {found.half_width:.2f} % (95 % over {len(found.differences)} pairs)"
-            return _gap_line(found.mean, f" {within}", model, tokens)
+            loss = ladder.LOSSES[ladder.decisive(own)].capitalize()
+            return _gap_line(found.mean, f" {within}", model, tokens, loss)
     studies = _pairs(measured)
     if not studies:
         return ""
@@ -93,9 +94,9 @@ def _accuracy(measured: Measured, directory: Path) -> str:
     return _gap_line(interval.mean, within, model, tokens)
 
 
-def _gap_line(mean: float, within: str, model: str, tokens: int) -> str:
+def _gap_line(mean: float, within: str, model: str, tokens: int, loss: str = "Held-out loss") -> str:
     trained = f"a Llama of {_parameters(model)}, {tokens / 1e6:.0f} M tokens"
-    return f"**Held-out loss {mean:+z.2f} %{within} beside BF16**: {trained}."
+    return f"**{loss} {mean:+z.2f} %{within} beside BF16**: {trained}."
 
 
 def _memory(measured: Measured) -> str:

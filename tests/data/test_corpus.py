@@ -65,7 +65,7 @@ def test_the_listing_changes_with_names_sizes_and_times_alone(tmp_path: Path) ->
         ({"a.jsonl": '{"text": "x"}\n{"body": "x"}\n'}, "a.jsonl", ["a.jsonl:2", "'text'", "body"]),
         ({"a.jsonl": '{"text": "x"}\n\n{"text": 3}\n'}, "a.jsonl", ["a.jsonl:3", "string"]),
         ({"a.jsonl": "[1]\n"}, "a.jsonl", ["a.jsonl:1", "'text'"]),
-        ({"a.jsonl": "{nonsense\n"}, "a.jsonl", ["a.jsonl:1", "JSON"]),
+        ({"a.jsonl": "{nonsense\n"}, "a.jsonl", ["a.jsonl:1", "malformed json"]),
         ({"a.jsonl": '{"text": "\\ud800"}\n'}, "a.jsonl", ["a.jsonl:1", "surrogate"]),
         ({"a.parquet": "nonsense"}, "a.parquet", ["a.parquet", "Parquet"]),
     ],

@@ -54,7 +54,7 @@ def test_a_file_by_hand_is_taken(tmp_path):
         ({"scales": {"0.input": GOOD}}, r"1 of 2 static scales are missing, the first that of '0\.grad_output'"),
         ({"scales": {"0.input": GOOD, "0.grad_output": GOOD}}, r"'0\.grad_output' was made for e4m3 with"),
         ({"scales": {"0.input": {**GOOD, "scale": 0.0}, "0.grad_output": GRADIENT}}, r"'0\.input' is 0\.0: it must be"),
-        ({"scales": {"0.input": {**GOOD, "scale": 1e999}, "0.grad_output": GRADIENT}}, r"'0\.input' is inf"),
+        ({"scales": {"0.input": {**GOOD, "scale": 1e999}, "0.grad_output": GRADIENT}}, r"0\.input: .*, got inf"),
     ],
     ids=lambda value: str(value)[:30],
 )

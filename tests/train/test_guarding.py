@@ -189,7 +189,7 @@ def test_a_nan_in_the_twin_ends_the_twin_and_not_the_run(configure: Configure, t
     config = guarded(configure, str(tmp_path / "run"), run={"checkpoint_every": 18})
     summary, keeper = carry_out(config, strike)
     (event,) = [event for event in keeper.of(GuardEvent) if event.rule == "twin"]
-    assert event.step == AT and "goes on without its BF16 twin" in event.text
+    assert event.step == AT and "goes on without its BF16 baseline" in event.text
     assert summary["heldout_loss_fp8"] > 0 and summary["heldout_loss_bf16"] is None
     plain, _ = carry_out(guarded(configure, str(tmp_path / "plain")))
     assert summary["heldout_loss_fp8"] == plain["heldout_loss_fp8"]

@@ -36,7 +36,7 @@ NORMAL = 1.4826
 TAIL, RARE = 256, 1e-5
 """Excesses of the loss over its level that the tail is estimated from, and how seldom one may be a spike by chance."""
 RECENT, BEFORE = 16, 46
-"""Steps that the drift of the loss compares; half as many recent ones, too, for quicker drifts."""
+"""Steps that the drift of the loss compares; half as many recent ones, too, for faster drifts."""
 SHORT = 4
 """Steps whose mean is compared by the other slow rules."""
 LEAST_DRIFT, LEAST_GAP, LEAST_SHIFT = 0.003, 0.2, 0.02

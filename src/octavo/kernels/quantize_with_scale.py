@@ -76,8 +76,8 @@ def _check(sources: Sequence[Tensor], cell: ScaleRef, rows: QuantSpec | None, co
     asked = {target for target in (rows, columns) if target is not None}
     if len(asked) != 1 or any((t.granularity, t.rounding) != ("tensor", "nearest") for t in asked):
         raise ConfigError(
-            f"quantize_with_scale makes codes with one scale per tensor, to nearest, alike for both results, got "
-            f"'{rows or ''}' and '{columns or ''}'."
+            "quantize_with_scale makes codes with one scale per tensor, rounded to nearest, alike for both results, "
+            f"got '{rows or ''}' and '{columns or ''}'."
         )
     if cell.memory.device != sources[0].device:
         raise ConfigError(

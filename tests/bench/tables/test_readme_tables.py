@@ -56,7 +56,7 @@ def test_without_results_nothing_is_said(tmp_path: Path) -> None:
 
 
 def test_a_bounded_interval_of_the_parity_study_comes_first(directory: Path, result: MakeResult) -> None:
-    keys = {"protocol": 1, "model": "llama-7m", "tokens": 2 * 10**6, "text": "t", "machine": "m"}
+    keys = {"protocol": 2, "model": "llama-7m", "tokens": 2 * 10**6, "condition": "whole", "text": "t", "machine": "m"}
     losses = {"bf16": 2.0, "bf16 + 1 ulp": 2.0, "folded": 2.002}
     rows = [
         {**keys, "seed": seed, "recipe": arm, "heldout_loss": loss * (1 + 1e-4 * (seed % 2))}
