@@ -73,7 +73,9 @@ def faults(result: Result) -> str:
 
 def faults_summary(result: Result) -> str:
     """Return in words how many faults were noted and attributed, what acting cost, and what was not seen."""
-    rows = _struck(result)
+    rows = [row for row in _struck(result) if "costs" in row]
+    if not rows:
+        return "*Not measured yet on a trained model.*"
     noted = [row for row in rows if row.get("costs") and row["is_noted"]]
     expected = [(row, *row["expected"].partition(" ")[::2]) for row in noted]
     in_layer = [(row, layer) for row, _, layer in expected if layer]

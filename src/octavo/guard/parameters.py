@@ -99,6 +99,10 @@ class ParameterCheck:
             # The norm sees every element: one that is not in the sample, as of a flipped bit, too.
             sampled = (squares / torch.bincount(of, minlength=len(names))).sqrt()
             change = torch.maximum(sampled, (norm - before.norm).abs() / elements.sqrt())
+            # Of FP8 weights only scales are read, and these may stay for many steps, or double in one.
+            parameters = dict(self._model.named_parameters())
+            is_fp8 = [isinstance(local(parameters[name].detach()), FP8Tensor) for name in names]
+            change = change.masked_fill(torch.tensor(is_fp8, device=change.device), torch.nan)
             steps = step - self._before
         moments = [_norms(_moments(self._model, self._optimizer, names, key)) for key in ("exp_avg", "exp_avg_sq")]
         table = torch.stack([norm, change, *moments, torch.zeros_like(norm)])
