@@ -102,7 +102,7 @@ def curves(directory: Path) -> dict[str, Any]:
         lane: {"tokens": [line["tokens"] for line in lines], "loss": [line[f"loss_{lane}"] for line in lines]}
         for lane in ("fp8", "bf16")
     }
-    model = f"the demo's Llama of {demo['parameters'] / 1e6:.1f} M parameters"
+    model = f"demo, Llama of {demo['parameters'] / 1e6:.1f} M"
     return {"model": model, "gap_percent": demo["gap_percent"], "pairs": 1, **at}
 
 
