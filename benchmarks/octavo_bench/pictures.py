@@ -282,7 +282,11 @@ def draw_dashboard(data: list[str], out: Path, run: Path) -> None:
 
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """Serve a folder of runs and give the address."""
+    """Serve a folder of runs and give the address.
+
+    Raises:
+        UnsupportedError: the server does not start within 20 seconds.
+    """
     import threading
     import time
 
@@ -294,7 +298,10 @@ def served(folder: Path) -> Iterator[str]:
         server = uvicorn.Server(uvicorn.Config(application(folder), log_level="warning", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
+        end = time.monotonic() + 20
         while not server.started:
+            if time.monotonic() > end:
+                raise UnsupportedError("the dashboard's server did not start within 20 seconds.")
             time.sleep(0.01)
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"

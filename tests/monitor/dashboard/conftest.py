@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 from synthetic import synthetic_run
 
 from octavo.monitor.dashboard.packing import ALIGNMENT
+from octavo_bench.pictures import served
 
 Unpacked = tuple[dict[str, Any], dict[str, np.ndarray]]
 Serve = Callable[[Path], str]
@@ -35,28 +34,8 @@ def serve() -> Iterator[Serve]:
 
     Servers outlive the pages that use them: a page without a server reports errors, which fail its test.
     """
-    uvicorn = pytest.importorskip("uvicorn")
-    pytest.importorskip("starlette")
-    pytest.importorskip("plotly")
-    from octavo.monitor.dashboard.server import application, bound
-
-    @contextmanager
-    def served(root: Path) -> Iterator[str]:
-        with bound(0) as listener:
-            config = uvicorn.Config(application(root), log_level="warning", timeout_graceful_shutdown=1)
-            server = uvicorn.Server(config)
-            thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-            thread.start()
-            end = time.monotonic() + 20
-            while not server.started:
-                assert time.monotonic() < end, "the server did not start"
-                time.sleep(0.01)
-            try:
-                yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-            finally:
-                server.should_exit = True
-                thread.join(10)
-
+    for package in ("uvicorn", "starlette", "plotly"):
+        pytest.importorskip(package)
     with ExitStack() as servers:
         yield lambda root: servers.enter_context(served(root))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -44,10 +44,8 @@ def quantize_rows_of(weights: Sequence[Tensor], target: QuantSpec) -> Quantized:
     ends = list(itertools.accumulate(weight.shape[0] for weight in weights))
     out = empty(target, ends[-1], cols, weights[0].device)
     size = next_power_of_2(cols)
-    first, second, third = [*weights, None, None][:3]
-    strides = [*(weight.stride(0) for weight in weights), 0, 0][:3]
     _stack_kernel[(ends[-1],)](
-        first, second, third, *strides, ends[0], ends[min(1, len(ends) - 1)], out.codes, out.scale, cols,
+        *_stack_arguments(weights, ends), out.codes, out.scale, cols,
         POWER_OF_TWO=target.scaling == "power_of_two", SIZE=size, num_warps=row_warps(size),
     )  # fmt: skip
     return out
@@ -64,13 +62,21 @@ def requantize_transposed(weights: Sequence[Tensor], scale: Tensor, target: Quan
     surplus = -rows % 4
     codes = torch.empty(cols, rows + surplus, dtype=target.fmt.dtype, device=scale.device)
     ones = torch.empty(cols, 1, dtype=torch.float32, device=scale.device)
-    first, second, third = [*weights, None, None][:3]
-    strides = [*(weight.stride(0) for weight in weights), 0, 0][:3]
     _requantize_kernel[TILE.grid(rows, cols)](
-        first, second, third, *strides, ends[0], ends[min(1, len(ends) - 1)], scale, codes, ones, after, rows, cols,
+        *_stack_arguments(weights, ends), scale, codes, ones, after, rows, cols,
         EVEN=TILE.strip(rows, cols)["EVEN"], HEIGHT=TILE.height, WIDTH=TILE.width, num_warps=TILE.warps,
     )  # fmt: skip
     return Quantized(codes[:, :rows].contiguous() if surplus else codes, ones, PER_ROW)
+
+
+def _stack_arguments(weights: Sequence[Tensor], ends: Sequence[int]) -> tuple[Any, ...]:
+    """Return what a kernel takes for up to three matrices: themselves, strides of their rows, where the first two end.
+
+    Args:
+        ends: rows of the stack up to the end of each.
+    """
+    strides = [weight.stride(0) for weight in weights]
+    return *[*weights, None, None][:3], *[*strides, 0, 0][:3], ends[0], ends[min(1, len(ends) - 1)]
 
 
 class Rows(NamedTuple):
