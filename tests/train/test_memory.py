@@ -65,6 +65,7 @@ def test_there_is_nothing_to_compare_without_a_gpu() -> None:
 def test_a_step_of_a_run_takes_on_a_gpu_what_was_predicted() -> None:
     model = replace(CONFIG.model, dim=1024, ffn=4096, layers=4, heads=8, kv_heads=8)
     config = replace(CONFIG, model=model, run=replace(CONFIG.run, batch=64, accumulate=1))
+    torch._C._cuda_clearCublasWorkspaces()  # an earlier test's would not be counted
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     (lane,), _ = make_states(config, recipes.load(config.run.recipe), torch.device("cuda"))
@@ -72,4 +73,4 @@ def test_a_step_of_a_run_takes_on_a_gpu_what_was_predicted() -> None:
     for step in (1, 2):
         lane.step(tokens, tokens, step=step, lr=1e-3)
     peak = torch.cuda.max_memory_allocated() - before
-    assert forecast_run(config).peak == pytest.approx(peak, rel=0.05, abs=2**26)  # cuBLAS may have its workspace
+    assert forecast_run(config).peak == pytest.approx(peak, rel=0.05)
