@@ -1,8 +1,8 @@
 """The recipes `served` and `served_block` against what inference engines compute, written down from their sources.
 
 vLLM 0.32: model_executor/layers/quantization/input_quant_fp8.py per token (its operator for eager mode, in
-csrc/quantization/w8a8/fp8/common.cu, divides instead), w8a8/fp8/per_token_group_quant.cu per 128 values. SGLang: sgl-kernel/csrc/gemm/per_token_quant_fp8.cu per token,
-per_token_group_quant_8bit.cu per 128 values.
+csrc/quantization/w8a8/fp8/common.cu, divides instead), w8a8/fp8/per_token_group_quant.cu per 128 values.
+SGLang: sgl-kernel/csrc/gemm/per_token_quant_fp8.cu per token, per_token_group_quant_8bit.cu per 128 values.
 """
 
 import numpy as np

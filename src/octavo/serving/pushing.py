@@ -103,7 +103,7 @@ class Mismatch(NamedTuple):
 def mismatch(trainer: Tensor, engine: Tensor, mask: Tensor | None = None) -> Mismatch:
     """Return the mismatch of a trainer and the engine that sampled its tokens.
 
-    The estimator is unbiased, and no token's share is negative (k3 of J. Schulman, 'Approximating KL divergence', 2020).
+    The estimator is unbiased, and no token's share is negative (k3 in J. Schulman, 'Approximating KL divergence').
 
     Args:
         trainer: log-probabilities of the sampled tokens, any shape.
