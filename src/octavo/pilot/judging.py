@@ -97,9 +97,9 @@ class Advice(NamedTuple):
 
 def advise(pilot: Pilot) -> list[Advice]:
     """Return what each rule recommends, those of the recipe to take where there is one."""
-    found = [_adopt(pilot)]
-    for rule in RULES if pilot.best is not None else ():
-        found.append(rule(pilot, pilot.plans[pilot.best], pilot.measured[pilot.best]))
+    found: list[Advice | None] = [_adopt(pilot)]
+    if (best := pilot.best) is not None:
+        found += [rule(pilot, pilot.plans[best], pilot.measured[best]) for rule in RULES]
     return [advice for advice in (*found, _host(pilot), _baseline(pilot)) if advice is not None]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from octavo import memory
 from octavo.conversion import Plan, convert, make_plan
@@ -64,7 +65,7 @@ def peak_gib(workload: Workload, precision: str, how: Conditions) -> float | Non
     """Return the predicted peak of a step by autocast with AdamW; None where the model cannot be traced."""
 
     def program() -> memory.Program:
-        model = workload.build()
+        model = _uninitialised(workload)
         if precision != "bf16":
             convert(model, precision, tokens=how.rows)
         optimizer = torch.optim.AdamW(model.parameters(), how.lr)
@@ -85,3 +86,17 @@ def peak_gib(workload: Workload, precision: str, how: Conditions) -> float | Non
         return memory.forecast(program).peak / 2**30
     except (RuntimeError, NotImplementedError, TypeError, ValueError, ConfigError):
         return None  # a model that reads values has none while it is traced
+
+
+def _uninitialised(workload: Workload) -> nn.Module:
+    """Build a model without initialising it, which takes minutes while every operation is recorded."""
+    with torch.device("meta"):
+        model = workload.build()
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        for name, tensor in tensors:  # a tied one stays tied
+            empty = torch.zeros_like(tensor, device="cpu")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            setattr(module, name, made.setdefault(id(tensor), nn.Parameter(empty) if is_parameter else empty))
+    return model
