@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from octavo.conversion.fusion_patterns import FusionPattern, full_name
+from octavo.conversion.fusion_patterns import FusionPattern, reader_of
 from octavo.conversion.mode import keep, suspended
 from octavo.conversion.plan import Plan, make_plan, refuse_fallbacks
 from octavo.conversion.policy import Policy
@@ -97,8 +97,8 @@ def _join(module: nn.Module, structure: FusionPattern, plan: Plan) -> None:
         adopt(module, None if operand is None else spec_of(operand), structure.norm_inputs)
         return
     if structure.kind == "attention":
-        reader = full_name(structure.name.rpartition(".")[0], structure.layers[0])
-        cast(ScaledDotProduct, module).keep_codes(plan.recipes[reader])
+        core = cast(ScaledDotProduct, module)
+        core.keep_codes(plan.recipes[reader_of(structure.name, core)])
         return
     if structure.kind == "mlp":
         roles = MLPRoles(structure.activation, structure.layers[:-1], structure.layers[-1])

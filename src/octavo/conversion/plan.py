@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from octavo.conversion.fusion_patterns import FusionPattern, find_gates, find_mlps, find_structures, full_name
+from octavo.conversion.fusion_patterns import FusionPattern, find_gates, find_mlps, find_structures, full_name, reader_of
 from octavo.conversion.gain import predicted_gain
 from octavo.conversion.mode import suspended
 from octavo.conversion.policy import Policy
@@ -23,7 +23,9 @@ from octavo.errors import ConfigError, UnsupportedError, did_you_mean
 from octavo.kernels.dispatch import on_gpu, planning_for
 from octavo.kernels.explain import GPUS, gemm_kernel
 from octavo.kernels.gemm import EMULATED
+from octavo.nn.attention import ScaledDotProduct
 from octavo.nn.conv import AnyConvolution, unsupported_reason_recipe
+from octavo.nn.functional import requantises_exactly
 from octavo.nn.operands import dtype_note
 from octavo.recipes import GEMMS, Evidence, Recipe, RecipeLike, load
 
@@ -153,6 +155,7 @@ def make_plan(
         for name, layer in layers
     )
     rows = plan_weights(model, layers_by_name, rows, recipes, policy.weights)
+    rows = _without_second_copies(model, rows, recipes, policy)
     chosen = {row.name: recipes[row.name] for row in rows if row.is_fp8}
     linears = {row.name: recipes[row.name] for row in rows if row.is_fp8 and row.kind == "linear"}
     keep_input = {row.name for row in rows if row.keeps_input}
@@ -170,6 +173,19 @@ def make_plan(
         policy=policy,
         unapplied=unapplied,
         notes=tuple(_notes(rows, {layers_by_name[name].weight.dtype for name in chosen}, device, recipe)),
+    )
+
+
+def _without_second_copies(
+    model: nn.Module, rows: tuple[LayerPlan, ...], recipes: dict[str, Recipe], policy: Policy
+) -> tuple[LayerPlan, ...]:
+    """Let layers that read attention's output quantise it again in backward: attention keeps that tensor anyway."""
+    if not policy.fuse or policy.attention_output == "fp8":
+        return rows
+    readers = {reader_of(name, core) for name, core in model.named_modules() if isinstance(core, ScaledDotProduct)}
+    readers = {name for name in readers if name in recipes and requantises_exactly(recipes[name])}
+    return tuple(
+        replace(row, keeps_input=True) if row.is_fp8 and row.name in readers else row for row in rows
     )
 
 
@@ -195,7 +211,7 @@ def refuse_fallbacks(plan: Plan) -> None:
         UnsupportedError: naming the first layer that would run on the reference kernel, or the first option of the
             policy that does nothing somewhere, and the reason.
     """
-    if plan.unapplied:
+    if plan.unapplied and plan.policy.memory != "low":  # which asks for whatever the model has
         raise UnsupportedError(
             f"{plan.unapplied[0]}. Leave the option out, or convert with strict=False to go without it there."
         )

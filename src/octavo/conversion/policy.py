@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import cast, get_args
+from typing import Literal, cast, get_args
 
 from torch import Tensor, nn
 
@@ -66,6 +66,9 @@ class Policy:
     """Whether `nn.Conv1d` and `nn.Conv2d` are converted, 1x1 and larger ones."""
     fuse: bool = True
     """Whether layers that share an input, MLPs and norms are computed together where they are recognised."""
+    memory: Literal["exact", "low"] = "exact"
+    """What layers keep from forward to backward. `exact`: nothing twice, and FP8 codes where no gradient changes by it.
+    `low`: FP8 wherever possible; it sets the next three options to `fp8`, each where the model has what it is for."""
     activation_inputs: ActivationInputs = "bf16"
     """What MLPs that are computed together keep the inputs of their activation in, the outputs of gate and up, from
     forward to backward. They are about half of a Llama's saved activations: `fp8` halves those, and backward reads
@@ -97,6 +100,11 @@ class Policy:
     def __post_init__(self) -> None:
         if isinstance(self.keep, str):
             raise ConfigError(f"policy: keep = {self.keep!r}: it is a list of patterns, [{self.keep!r}], or a mapping.")
+        if self.memory not in ("exact", "low"):
+            raise ConfigError(f"memory = {self.memory!r}: it is 'exact' or 'low'.")
+        if self.memory == "low":
+            for name in ("activation_inputs", "norm_inputs", "attention_output"):
+                object.__setattr__(self, name, "fp8")
         if self.activation_inputs not in get_args(ActivationInputs):
             raise ConfigError(f"activation_inputs = {self.activation_inputs!r}: it is 'bf16' or 'fp8'.")
         if self.norm_inputs not in get_args(NormInputs):

@@ -112,6 +112,8 @@ class LoopConfig:
 
     With the last two the optimizer is always one of `octavo.optim`, with master weights. The baseline's are FP32.
     """
+    memory: Literal["exact", "low"] = "exact"
+    """What FP8 layers keep for backward: `exact`, or `low`: activations in FP8 too, gradients rounded once more."""
     scales: str = ""
     """Calibration file: required by the recipe `static`, initial scales for `delayed`."""
     recalibrate_every: int = 0
