@@ -17,7 +17,10 @@ README = (ROOT / "README.md").read_text()
 
 def test_the_first_blocks_are_one_line_to_install_and_the_two_commands() -> None:
     blocks = re.findall(r"^```bash\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    assert [block.splitlines() for block in blocks[:2]] == [["pip install ."], ["make demo", "make test"]]
+    assert [block.splitlines() for block in blocks[:2]] == [
+        ['pip install ".[dashboard,serving]"'],
+        ["make demo", "make test"],
+    ]
 
 
 def test_the_order_of_the_readme() -> None:
