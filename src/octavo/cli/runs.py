@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -47,7 +48,8 @@ def dashboard(
 
             webbrowser.open(address)
 
-    serve(folder, port=port, ready=ready)
+    with suppress(KeyboardInterrupt):  # the way to end it
+        serve(folder, port=port, ready=ready)
     return 0
 
 

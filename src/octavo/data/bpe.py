@@ -157,5 +157,5 @@ def _package() -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise DataError("a BPE tokenizer needs the package tokenizers: pip install octavo[bpe]") from error
+        raise DataError('a BPE tokenizer needs the package tokenizers: pip install "octavo[bpe]"') from error
     return tokenizers
