@@ -120,6 +120,8 @@ class LoopConfig:
     """Saturated share of a tensor above which its static scale is updated, checked every ten steps; 0: never."""
     min_gain: float = 1.0
     """On a GPU, layers with a smaller predicted speedup stay in BF16; 0 converts all layers."""
+    allow_reference: bool = False
+    """On a GPU without FP8, or without a fast kernel for the recipe, run the reference kernels, slowly."""
     bf16_first_steps: int = 0
     """Number of initial steps that the FP8 model makes in BF16."""
     bf16_last_share: float = 0.0

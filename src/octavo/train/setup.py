@@ -130,7 +130,8 @@ def convert_as(
         policy: by default `policy_of`.
     """
     policy, scales = policy or policy_of(config, recipe), config.run.scales or None
-    return convert(model, recipe, policy=policy, tokens=tokens_of(config, ranks), scales=scales)
+    allow, tokens = config.run.allow_reference, tokens_of(config, ranks)
+    return convert(model, recipe, policy=policy, tokens=tokens, allow_reference=allow, scales=scales)
 
 
 def tokens_of(config: RunConfig, ranks: Ranks) -> int:
