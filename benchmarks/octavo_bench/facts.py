@@ -58,6 +58,12 @@ def recipe_table() -> str:
     return table(header, rows)
 
 
+def alias_table() -> str:
+    """Return the other names of presets, and what they stand for."""
+    rows = [(f"`{alias}`", f"`{name}`", recipes.about(name)) for alias, name in recipes.ALIASES.items()]
+    return table(("alias", "recipe", "what it is"), rows)
+
+
 def preset_table() -> str:
     """Return the presets, each with the sentence that its code says about itself."""
     from octavo.recipes.presets import PRESETS
@@ -400,6 +406,7 @@ def readme_plan() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "readme-plan": readme_plan,
     "recipes": preset_table,
+    "recipe-aliases": alias_table,
     "recipe-operands": recipe_table,
     "recipe-costs": summary_table,
     "recipe-numerics": operand_tables,

@@ -165,5 +165,6 @@ def recipes(
         width = max(map(len, known.names()))
         for each in known.names():
             say(f"{each:<{width}}  {known.about(each)}")
-        say("\n`octavo recipes NAME` explains one: formats, scales and rounding of each operand.")
+        say(f"\nAliases: {', '.join(f'{alias} = {name}' for alias, name in known.ALIASES.items())}.")
+        say("`octavo recipes NAME` explains one: formats, scales and rounding of each operand.")
     return 0
