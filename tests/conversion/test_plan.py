@@ -303,6 +303,19 @@ def test_the_plan_claims_nothing_that_a_recipe_cannot_do(recipe):
     assert ("emulated: no faster than BF16" in text) == (recipe == "mxfp8")
 
 
+def test_the_share_of_products_in_fp8_is_that_of_their_operations_and_of_their_time():
+    model = nn.Sequential(nn.Linear(4096, 4096, bias=False), nn.Linear(4096, 8192, bias=False))
+    half = {"modules": {"1": {"wgrad": {"precision": "bf16"}}}}
+    assert make_plan(model, half).fp8_shares == {"fp8_flops": pytest.approx((1 + 2 * 2 / 3) / 3)}
+    plan = make_plan(model, {"modules": {"1": "bf16"}}, device="h200")
+    gain = plan.layers[0].gain
+    assert plan.fp8_shares == {
+        "fp8_flops": pytest.approx(1 / 3),
+        "fp8_time": pytest.approx(1 / gain / (1 / gain + 2)),
+    }
+    assert make_plan(nn.Sequential(nn.ReLU())).fp8_shares == {}
+
+
 def test_evidence_of_a_precision_map_is_in_the_plan(model):
     evidence = {"reason": "over the loss budget", "loss_change": 2e-4, "turned": {"fprop": 1e-3}}
     modules = {"layers.0.up": "bf16", "layers.1.*": "folded", "layers.1.down": "folded"}

@@ -397,9 +397,15 @@ class Trainer:
             tokens_per_second=(self.done - self._since_step) * per_step / elapsed,
             loss_scale={state.name: float(state.loss_scale.scale) for state in self._scaled()},
             overflows={state.name: int(state.loss_scale.overflows) for state in self._scaled()},
+            fp8=self._fp8_shares(),
         )
         self._restart_clock()
         self.emit(event)
+
+    def _fp8_shares(self) -> dict[str, float]:
+        """Return the shares of products in FP8 in the step that was just made."""
+        shares = {} if self.setup.plan is None else self.setup.plan.fp8_shares
+        return dict.fromkeys(shares, 0.0) if self.is_bf16(self.done - 1) else shares
 
     def _scaled(self) -> list[TrainState]:
         return [state for state in self.setup.states if state.loss_scale.skips]
