@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from octavo.conversion.fusion_patterns import FusionPattern, reader_of
 from octavo.conversion.mode import keep, suspended
-from octavo.conversion.plan import Plan, layers_of, make_plan, refuse_fallbacks
+from octavo.conversion.plan import Plan, layers_of, make_plan, refuse_reference, refuse_unapplied
 from octavo.conversion.policy import Policy
 from octavo.conversion.weights import check_free, make_plain, store
 from octavo.errors import NonFiniteError
@@ -37,6 +38,7 @@ def convert(
     policy: Policy | None = None,
     tokens: int = 8192,
     strict: bool = False,
+    allow_reference: bool = False,
     scales: str | Path | None = None,
 ) -> Plan:
     """Make a model's linear layers and convolutions compute in FP8, in place, and return the plan that was carried out.
@@ -46,18 +48,22 @@ def convert(
     layer that the plan leaves in BF16 is turned back.
 
     Args:
-        strict: refuse, rather than run slowly, where a GPU has no fast kernel for the recipe; and refuse where the
-            policy asks for activations in FP8 that would not be (`Plan.unapplied`).
+        strict: refuse where the policy asks for activations in FP8 that would not be (`Plan.unapplied`).
+        allow_reference: on a GPU without FP8, or without a fast kernel for the recipe, run the reference kernels: the
+            same codes, some hundred times slower than BF16.
         scales: a calibration file (`octavo.scales(model).save`), which `static` needs and `delayed` may start from.
 
     Raises:
         ConfigError: an unknown recipe, a pattern that matches no layer, or a static scale that is missing.
         NonFiniteError: a weight to be converted holds a NaN or an infinity; nothing has been changed.
-        UnsupportedError: under `strict`, a layer would fall back, or an option of the policy does nothing somewhere.
+        UnsupportedError: the device cannot run the recipe in FP8, and `allow_reference` is false; or under `strict`,
+            an option of the policy does nothing somewhere.
     """
-    plan = make_plan(model, recipe, policy=policy, tokens=tokens)
+    plan = replace(make_plan(model, recipe, policy=policy, tokens=tokens), allow_reference=allow_reference)
+    if not allow_reference:
+        refuse_reference(plan)
     if strict:
-        refuse_fallbacks(plan)
+        refuse_unapplied(plan)
     if not plan.fp8_layers or plan.is_little:
         for note in plan.notes:
             warn_once(f"octavo.convert: {note}")

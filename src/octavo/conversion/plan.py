@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -13,7 +14,14 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from octavo.conversion.fusion_patterns import FusionPattern, find_gates, find_mlps, find_structures, full_name, reader_of
+from octavo.conversion.fusion_patterns import (
+    FusionPattern,
+    find_gates,
+    find_mlps,
+    find_structures,
+    full_name,
+    reader_of,
+)
 from octavo.conversion.gain import predicted_gain
 from octavo.conversion.heads import find_heads
 from octavo.conversion.mode import suspended
@@ -22,8 +30,9 @@ from octavo.conversion.unapplied import find_unapplied
 from octavo.conversion.unconverted import Unconverted, find_unconverted
 from octavo.conversion.weights import plan_weights
 from octavo.errors import ConfigError, UnsupportedError, did_you_mean
-from octavo.kernels.dispatch import on_gpu, planning_for
-from octavo.kernels.explain import GPUS, gemm_kernel
+from octavo.kernels.devices import GPUS
+from octavo.kernels.dispatch import architecture, is_planning, on_gpu, planning_for, rates, triton_unsupported_reason
+from octavo.kernels.explain import gemm_kernel
 from octavo.kernels.gemm import EMULATED
 from octavo.nn.attention import ScaledDotProduct
 from octavo.nn.conv import AnyConvolution, unsupported_reason_recipe
@@ -48,7 +57,7 @@ class LayerPlan:
     kernels: str
     """The kernel of each FP8 GEMM; `-` where there is none."""
     gain: float | None
-    """Predicted BF16 time / FP8 time on a Hopper GPU; None on other devices and for layers in BF16."""
+    """Predicted BF16 time / FP8 time on this GPU; None if Octavo has no rates of it, and for layers in BF16."""
     reason: str
     """Why it stays in BF16, or what to know of its kernels."""
 
@@ -81,6 +90,8 @@ class Plan:
     """What is computed together."""
     policy: Policy = field(default_factory=Policy, repr=False)
     """The policy that it was made with."""
+    allow_reference: bool = False
+    """Whether `convert` was asked to run reference kernels on a GPU."""
     unapplied: tuple[str, ...] = ()
     """Where the policy asks for activations in FP8 and they are not: a line each, with the reason."""
     notes: tuple[str, ...] = ()
@@ -110,6 +121,23 @@ class Plan:
     def is_little(self) -> bool:
         """Whether less than half of these FLOPs is in FP8, as weights are left that no layer reads."""
         return bool(self.unconverted) and self.share < 0.5
+
+    @property
+    def fp8_shares(self) -> dict[str, float]:
+        """Shares of the layers' products that are in FP8, with as many rows in every layer.
+
+        `fp8_flops`, and where gains are predicted `fp8_time`: of the time of all products and their passes.
+        """
+        flops = {layer.name: math.prod(layer.shape) for layer in self.layers}
+        total = sum(flops.values())
+        if not total:
+            return {}
+        counted = sum(flops[layer.name] * layer.precision.split(" / ").count("fp8") / 3 for layer in self.layers)
+        found = {"fp8_flops": counted / total}
+        if any(layer.gain for layer in self.layers):
+            fp8 = sum(flops[layer.name] / layer.gain for layer in self.layers if layer.gain)
+            found["fp8_time"] = fp8 / (fp8 + sum(flops[layer.name] for layer in self.layers if not layer.gain))
+        return found
 
     @property
     def saved_bytes(self) -> int:
@@ -145,7 +173,8 @@ def make_plan(
         recipe: a name, a file, a mapping or a Recipe; `modules` in it overrides it by name pattern.
         policy: what stays in BF16; the default keeps heads, embeddings, routers and small layers.
         tokens: tokens of one forward, for the predicted gain; of a convolution the output pixels.
-        device: where it will run; by default where the model is. `h100` or `h200` need not be here.
+        device: where it will run; by default where the model is. Those of `octavo.kernels.devices.GPUS` need not be
+            here.
 
     Raises:
         ConfigError: an unknown recipe, a pattern of a recipe that matches no linear layer and no convolution, one of
@@ -153,8 +182,8 @@ def make_plan(
             with a recipe that cannot compute with their codes.
         UnsupportedError: `device` is not there to be asked what it can run.
     """
-    if (gpu := GPUS.get(str(device))) is not None:
-        with planning_for(gpu):
+    if str(device) in GPUS:
+        with planning_for(str(device)):
             return replace(make_plan(model, recipe, policy=policy, tokens=tokens, device="cuda"), device=str(device))
     recipe, policy = load(recipe), policy or Policy()
     policy.check_patterns(model)
@@ -212,9 +241,7 @@ def _without_second_copies(
         return rows
     readers = {reader_of(name, core) for name, core in model.named_modules() if isinstance(core, ScaledDotProduct)}
     readers = {name for name in readers if name in recipes and requantises_exactly(recipes[name])}
-    return tuple(
-        replace(row, keeps_input=True) if row.is_fp8 and row.name in readers else row for row in rows
-    )
+    return tuple(replace(row, keeps_input=True) if row.is_fp8 and row.name in readers else row for row in rows)
 
 
 def _notes(plan: Plan, dtypes: set[torch.dtype], device: torch.device) -> Iterator[str]:
@@ -226,6 +253,14 @@ def _notes(plan: Plan, dtypes: set[torch.dtype], device: torch.device) -> Iterat
             f"Little will run in FP8: {plan.share:.0%} of the FLOPs of products with weights. The largest weight that "
             f"no layer reads is {largest.name}: {largest.reason}"
         )
+    if reason := device_unsupported_reason(device):
+        yield f"{architecture(device).name}: {reason}. `octavo.convert` refuses it unless allow_reference=True"
+    elif on_gpu(device) and dtypes:
+        known = rates(device)
+        if known is None:
+            yield "No gain is predicted: Octavo has no rates of this GPU. `octavo bench step` measures"
+        elif known.derived:
+            yield f"Gains are predicted from {known.derived}"
     if not dtypes and (recipe.is_fp8 or recipe.modules):
         reasons = Counter(row.reason for row in rows).most_common(1)
         alike = [f"{reason} ({count} of {len(rows)} layers)" for reason, count in reasons]
@@ -237,22 +272,53 @@ def _notes(plan: Plan, dtypes: set[torch.dtype], device: torch.device) -> Iterat
             yield f"Weights are {dtype}. Without autocast {note}"
 
 
-def refuse_fallbacks(plan: Plan) -> None:
-    """Raise where the plan does less than it was asked to: by a slow kernel on a GPU, or by activations not in FP8.
+def refuse_unapplied(plan: Plan) -> None:
+    """Raise where the policy asks for activations in FP8 that would not be.
 
     Raises:
-        UnsupportedError: naming the first layer that would run on the reference kernel, or the first option of the
-            policy that does nothing somewhere, and the reason.
+        UnsupportedError: naming the first option that does nothing somewhere, and the reason.
     """
     if plan.unapplied and plan.policy.memory != "low":  # which asks for whatever the model has
         raise UnsupportedError(
             f"{plan.unapplied[0]}. Leave the option out, or convert with strict=False to go without it there."
         )
+
+
+def device_unsupported_reason(device: torch.device) -> str | None:
+    """Return why a device other than a CPU would run FP8 layers as the reference; None where `OCTAVO_TRITON=0` asks."""
+    found = architecture(device)
+    if is_planning():
+        return found.refused or found.no_triton or None
+    if device.type in ("cpu", "meta"):
+        return None
+    asked = os.environ.get("OCTAVO_TRITON") == "0"
+    return found.refused or (None if asked else triton_unsupported_reason(device))
+
+
+def refuse_reference(plan: Plan) -> None:
+    """Raise where a GPU, or another accelerator, would run the reference kernels: some hundred times slower than BF16.
+
+    Raises:
+        UnsupportedError: naming the device, or the first layer whose recipe it has no kernel for, and the reason.
+    """
+    if plan.device in GPUS:
+        with planning_for(plan.device):
+            refuse_reference(replace(plan, device="cuda"))
+        return
+    device = torch.device(plan.device)
+    if not plan.fp8_layers or device.type in ("cpu", "meta"):
+        return
+    instead = "allow_reference=True (--allow-reference) runs the reference kernels, slowly."
+    if reason := device_unsupported_reason(device):
+        raise UnsupportedError(
+            f"{plan.device} ({architecture(device).name}) cannot train in FP8: {reason}. Train in BF16 (recipe 'bf16')"
+            f" or on a CPU; {instead}"
+        )
     for layer in plan.layers:
-        if layer.is_fp8 and plan.device.startswith("cuda") and "reference" in layer.kernels:
+        if layer.is_fp8 and "reference" in layer.kernels:
             raise UnsupportedError(
                 f"{layer.name}: recipe '{layer.recipe}' has no fast kernel on {plan.device} ({layer.reason}). "
-                "Choose another recipe, or convert with strict=False to run it slowly."
+                f"Choose another recipe; {instead}"
             )
 
 
@@ -298,7 +364,8 @@ def _plan_layer(
 ) -> LayerPlan:  # fmt: skip
     """Return the row of one layer. `kept`: why the policy keeps it in BF16. `found`: of a precision map."""
     kind, shape, taps = _gemm_of(layer)
-    gain = predicted_gain(recipe, *shape, tokens, taps) if on_gpu(device) and recipe.is_fp8 else None
+    known = rates(device) if recipe.is_fp8 else None
+    gain = predicted_gain(recipe, *shape, tokens, taps, rates=known) if known else None
     if kept is None and taps:
         kept = unsupported_reason_recipe(recipe)
     if kept is None and not recipe.is_fp8:
