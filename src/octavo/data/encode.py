@@ -67,6 +67,12 @@ class Written:
     heldout_bytes: int
     unigram_entropy: float
     content_sha256: str
+    overlong: int = 0
+
+
+def suffix_of(vocab: int) -> str:
+    """Return the suffix of token files: 16-bit ids in `.bin`, 32-bit ids in `.u32`."""
+    return ".bin" if vocab <= 1 << 16 else ".u32"
 
 
 class Side:
@@ -92,7 +98,7 @@ class Side:
             ids = np.concatenate(self._pending)
             self._pending.clear()
             self.counts += np.bincount(ids, minlength=len(self.counts))
-            self._stream.write(ids.astype("<u2", copy=False).tobytes())
+            self._stream.write(ids.astype(ids.dtype.newbyteorder("<"), copy=False).tobytes())
 
 
 def encode_split(
@@ -160,8 +166,8 @@ def _pass(
     digests = array("Q")
     done, size = 0, corpus.size
     with (
-        (folder / "train.bin").open("wb") as train_stream,
-        (folder / "heldout.bin").open("wb") as heldout_stream,
+        (folder / f"train{suffix_of(tokenizer.vocab)}").open("wb") as train_stream,
+        (folder / f"heldout{suffix_of(tokenizer.vocab)}").open("wb") as heldout_stream,
     ):
         train, heldout = Side(train_stream, tokenizer.vocab), Side(heldout_stream, tokenizer.vocab)
         for batch in _batches(corpus.documents()):
@@ -193,7 +199,7 @@ def _place(
 
 
 def _closed(ids: Tokens, tokenizer: Tokenizer) -> Tokens:
-    return np.append(ids, np.uint16(tokenizer.end_of_document))
+    return np.append(ids, ids.dtype.type(tokenizer.end_of_document))
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:

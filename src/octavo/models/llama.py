@@ -138,8 +138,9 @@ def rotary_tables(
 ) -> tuple[Tensor, Tensor]:
     """Return cosines and sines (T, E/2) in FP32: pair i of position t is rotated by `t * theta^(-2i/E)`.
 
-    With `scaling` (`ModelConfig.rope_scaling`) wavelengths beyond the original length are multiplied by `factor`, those below it, divided by
-    `high_freq_factor`, are kept, and those between interpolated (Llama 3.1: Grattafiori et al. 2024, arXiv 2407.21783).
+    With `scaling` (`ModelConfig.rope_scaling`) channels that turn less than `low_freq_factor` times in the original
+    length turn `factor` times slower, those of more than `high_freq_factor` as before, and those between are
+    interpolated (Llama 3.1: Grattafiori et al. 2024, arXiv 2407.21783).
     """
     frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     if scaling:

@@ -16,6 +16,7 @@ from octavo._util import config_reader
 from octavo.errors import ConfigError, did_you_mean
 from octavo.guard.config import GuardConfig
 from octavo.models.config import ModelConfig
+from octavo.models.hugging_face import read_settings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +25,8 @@ class DataConfig:
 
     source: str = "python"
     """`python` (standard library), `python-packages` (and installed packages), `english`, or a file or folder."""
+    format: Literal["text", "chat"] = "text"
+    """`chat`: lines of .jsonl with `messages`; loss on answers only, whole conversations packed into sequences."""
     tokenizer: str = "bytes"
     """`bytes`, `bpe-SIZE` for a byte-pair encoding trained on the source, or a tokenizer's .json file."""
     sequence: int = 256
@@ -99,6 +102,8 @@ class OptimizerConfig:
 class LoopConfig:
     """Length, batch, precision, device and output of a run."""
 
+    start_from: str = ""
+    """Directory of the initial weights, tokenizer and shape: safetensors of a Llama, Mistral or Qwen, or an export."""
     steps: int = 300
     """Number of optimizer steps."""
     batch: int = 16
@@ -163,6 +168,22 @@ class LoopConfig:
         _within("run", self, "bf16_last_share", low=0, high=1)
         if self.batch % self.accumulate:
             raise ConfigError(f"run.accumulate: {self.accumulate} does not divide run.batch {self.batch}.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraConfig:
+    """Low-rank updates of frozen weights (LoRA)."""
+
+    rank: int = 0
+    """Rank of the updates; 0 trains all weights."""
+    alpha: float = 16.0
+    """Updates are multiplied by alpha / rank."""
+    layers: str = "layers.*"
+    """Name pattern of the linear layers with updates."""
+
+    def __post_init__(self) -> None:
+        _within("lora", self, "rank", low=0, high=2**31)
+        _positive("lora", self, "alpha")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,6 +254,8 @@ class RunConfig:
     """The optimizer, its schedule and gradient clipping."""
     run: LoopConfig = field(default_factory=LoopConfig)
     """Length, batch, precision, device and output."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Low-rank updates of frozen weights, in place of training all."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """Parallelism over ranks started by torchrun."""
     guard: GuardConfig = field(default_factory=GuardConfig)
@@ -241,6 +264,10 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.model.sequence < self.data.sequence:
             raise ConfigError(f"data.sequence: {self.data.sequence} exceeds model.sequence {self.model.sequence}.")
+        if self.data.format == "chat" and self.model.documents != "separate":
+            raise ConfigError("data.format: 'chat' needs model.documents 'separate', its default.")
+        if self.run.start_from and self.model.architecture != "llama":
+            raise ConfigError("run.start_from: needs model.architecture 'llama'.")
 
     @property
     def tokens(self) -> int:
@@ -329,10 +356,34 @@ def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_defaults(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Fill in the model's vocabulary and sequence length from the data section."""
+    """Fill in the model's vocabulary and sequence length from the data section, or its shape from `run.start_from`."""
+    settings = _started(settings, where)
     data = config_reader.read(DataConfig, settings.get("data", {}), f"{where}: data")
-    decided = {"vocab": _vocabulary(data.tokenizer), "sequence": data.sequence}
+    documents = "separate" if data.format == "chat" else "joined"
+    decided = {"vocab": _vocabulary(data.tokenizer), "sequence": data.sequence, "documents": documents}
     return _merge({"model": decided}, settings)
+
+
+def _started(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Return the settings with the shape and the tokenizer of the weights that a run starts from, if it does.
+
+    They replace those given: no others fit. A complete configuration, that of a run, needs the directory no longer.
+    """
+    given = settings.get("run", {}).get("start_from")
+    if not given or not isinstance(given, str):
+        return settings
+    directory = Path(given).expanduser()
+    if not directory.is_dir() and settings.get("model", {}).keys() >= {"vocab", "dim", "layers", "heads"}:
+        return settings
+    shape = read_settings(directory)
+    tokenizer, named = directory / "tokenizer.json", settings.get("data", {}).get("tokenizer", "")
+    if not tokenizer.is_file() and not str(named).endswith(".json"):
+        raise ConfigError(
+            f"{where}: {directory}: has no tokenizer.json, and its weights know the ids of no other tokenizer. Save one"
+            " there (transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)), or set data.tokenizer."
+        )
+    own = {"data": {"tokenizer": str(tokenizer)}} if tokenizer.is_file() else {}
+    return _merge(settings, {"model": shape, **own})
 
 
 def _vocabulary(tokenizer: str) -> int:

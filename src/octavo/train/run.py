@@ -23,6 +23,7 @@ from octavo._util.config_reader import blaming
 from octavo._util.rng import generator_states, restore_generators
 from octavo.conversion import enable
 from octavo.data import TokenFiles
+from octavo.data.chat import TASKS
 from octavo.errors import CheckpointError, DivergedError, Interrupted, RunError
 from octavo.guard import GuardEvent
 from octavo.kernels.transfers import upload
@@ -34,7 +35,7 @@ from octavo.train.calibrate import recalibration_of
 from octavo.train.config import RunConfig, is_bf16, learning_rate
 from octavo.train.device import DeviceTimer, gc_frozen
 from octavo.train.directory import RunDirectory, check_directory, rescue_path
-from octavo.train.evaluate import heldout_losses
+from octavo.train.evaluate import accuracy_by_task, answers_given, heldout_losses
 from octavo.train.events import (
     Evaluated,
     Event,
@@ -511,9 +512,18 @@ class Trainer:
             "fallbacks": totals["fallbacks"],
             "skipped_steps": {state.name: int(state.loss_scale.overflows) for state in self._scaled()},
             "seconds": totals["seconds"],
+            "tasks": self._tasks(),
         }
         memory = peaks(self.config, self.setup.device, ranks=self.ranks.count)
         return summarise(self.config, facts, heldout, _facts(self.setup.corpus), self._history(), memory)
+
+    def _tasks(self) -> dict[str, Any]:
+        """Return the accuracy by task on held-out conversations; none for text."""
+        if self.config.data.format != "chat":
+            return {}
+        right = {state.name: answers_given(state, self.setup.heldout) for state in self.setup.states}
+        named = json.loads((self.setup.corpus.directory / TASKS).read_text(encoding="utf-8"))
+        return accuracy_by_task(named[: len(next(iter(right.values())))], right)
 
     def _devices(self) -> str:
         device, count = devices.describe(self.setup.device), self.ranks.count
