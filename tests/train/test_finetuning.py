@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import octavo
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.evaluation.run import EvalSettings, evaluate_run
 from octavo.models.hugging_face import read_settings
@@ -90,9 +91,11 @@ def test_lora_over_one_byte_weights_is_trained_resumed_evaluated_and_merged(base
     merged = set_up(config(base, tmp_path / "c", run={"start_from": str(tmp_path / "merged"), "recipe": "bf16"}))
     state = states_of(find(tmp_path / "a"), settings_of(find(tmp_path / "a"), "", {}))[0]
     inputs = next(merged.loader)[0]
-    with torch.no_grad():
-        expected, values = state.logits(inputs), merged.states[0].logits(inputs)
-    assert (expected - values).norm() < 0.1 * expected.norm()  # FP8's rounding: merged weights are rounded once more
+    with torch.no_grad(), octavo.disabled(state.model):
+        expected, values = state.logits(inputs).float(), merged.states[0].logits(inputs).float()
+    assert (expected - values).norm() < 0.04 * expected.norm()  # rounding to BF16; that to FP8 is five times as much
+    codes = export_run(tmp_path / "a", tmp_path / "codes")
+    assert len(codes.fp8_layers) == 14
 
 
 def test_parts_of_a_batch_weigh_by_their_answers(base: Path, tmp_path: Path) -> None:
@@ -120,7 +123,7 @@ def test_the_shape_and_tokenizer_are_those_of_the_weights(base: Path, tmp_path: 
         assert named.model.vocab == 272
     finally:
         (tmp_path / "tokenizer.json").rename(base / "export" / "tokenizer.json")
-    with pytest.raises(ConfigError, match=r"contains no config\.json.*octavo export"):
+    with pytest.raises(ConfigError, match="is a run. *Export it first: octavo export"):
         config(base, tmp_path, run={"start_from": str(base / "run")})
     gone = found.run.start_from + "-gone"
     complete = {"model": {name: getattr(found.model, name) for name in ("vocab", "dim", "layers", "heads")}}

@@ -50,10 +50,10 @@ def read_settings(directory: Path) -> dict[str, Any]:
         ConfigError: there is no config.json, it is malformed, or of a model that differs from a Llama, which it names.
     """
     path = directory / "config.json"
+    if (directory / "checkpoints").exists():
+        raise ConfigError(f"{directory}: is a run. Export it first: octavo export {directory} --format plain")
     if not path.is_file():
-        run = (directory / "run.sqlite").exists() or (directory / "checkpoints").exists()
-        remedy = f"Export the run first: octavo export {directory} --format plain." if run else ""
-        raise ConfigError(f"{directory}: contains no config.json of Hugging Face. {remedy}".strip())
+        raise ConfigError(f"{directory}: contains no config.json of Hugging Face.")
     known = read_file(path)
     with blaming(path):
         if reason := _unsupported_reason(known):

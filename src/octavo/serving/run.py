@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from octavo.conversion import revert
 from octavo.data import load_tokenizer
 from octavo.data.bpe import END_OF_DOCUMENT, BPETokenizer
 from octavo.data.chat import ChatFormat
@@ -49,10 +50,12 @@ def export_run(
         texts["tokenizer_config.json"]["chat_template"] = ChatFormat.of(data.tokenizer, data.sequence).template
     more = {"eos_token_id": tokenizer.end_of_document}
     model = model_of(found, config)
-    merge_lora(model)
-    return export(
-        model, directory, format or format_of(config), dtype=dtype, overwrite=overwrite, config=more, texts=texts
-    )
+    format = format or format_of(config)
+    if config.lora.rank:
+        if format == "plain":  # codes would round the sums
+            revert(model)
+        merge_lora(model)
+    return export(model, directory, format, dtype=dtype, overwrite=overwrite, config=more, texts=texts)
 
 
 def format_of(config: RunConfig) -> str:
