@@ -1,12 +1,13 @@
 """`octavo bench finetune`: fine-tuning in FP8 beside BF16, from one model that was trained for it.
 
-A small model learns words of letters by heart: repeated, in capitals, rotated. Then it is fine-tuned on conversations
-that ask for one of these, all weights or LoRA, each in FP8 and in BF16 from the same weights on the same batches. A
-held-out answer is right if greedy decoding gives it, letter by letter.
+A small model is trained on lines with random words, repeated, in capitals, or with spaces. Then it is fine-tuned on
+conversations that ask for one of these, all weights or LoRA, each in FP8 and in BF16 from the same weights on the same
+batches. A held-out answer is right if greedy decoding gives it, letter by letter.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -24,11 +25,11 @@ from octavo_bench.results import Row
 TASKS: dict[str, Callable[[str], str]] = {
     "copy": lambda word: word,
     "capitals": str.upper,
-    "rotate": lambda word: word[1:] + word[0],
+    "spaces": " ".join,
 }
 METHODS: dict[str, dict[str, Any]] = {
     "all weights": {},
-    "LoRA": {"lora": LoraConfig(rank=8, alpha=16.0), "weights": "fp8", "lr": 1e-2},
+    "LoRA": {"lora": LoraConfig(rank=8, alpha=16.0), "weights": "fp8", "lr": 5e-3},
 }
 """Changes of the run by method: LoRA is over frozen one-byte weights."""
 LETTERS, LENGTH = "abcdefghijklmnop", 4
@@ -46,10 +47,11 @@ def words(seed: int, count: int) -> Iterator[str]:
 def write_texts(folder: Path, count: int) -> tuple[Path, Path]:
     """Write the text of the first training and the conversations; return their files."""
     text, chat = folder / "text.jsonl", folder / "chat.jsonl"
-    lines = [
-        " ".join(f"{task} {word} {change(word)}." for task, change in TASKS.items()) for word in words(0, 10 * count)
-    ]
-    text.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines), encoding="utf-8")
+    cases = zip(words(0, 20 * count), itertools.cycle(TASKS.items()), strict=False)
+    known = [f"{task} {word}\n{change(word)}\n" for word, (task, change) in cases]
+    random.Random(2).shuffle(known)
+    with text.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps({"text": "".join(known[i : i + 8])}) + "\n" for i in range(0, len(known), 8))
     with chat.open("w", encoding="utf-8") as file:
         for number, word in enumerate(words(1, count)):
             task = [*TASKS][number % len(TASKS)]
@@ -99,16 +101,9 @@ def finetune(folder: Path, base: Path, chat: Path, method: str, seed: int, steps
 def rows_of(summary: dict[str, Any], method: str, seed: int) -> Iterator[Row]:
     """Yield a row per task: accuracies in percent with standard errors, and FP8 minus BF16, paired by conversation."""
     for task, found in summary["tasks"].items():
-        percent = {key: 100 * value for key, value in found.items() if key != "conversations"}
+        figures = {key: 100 * value for key, value in found.items() if key != "samples"}
         losses = {key: summary[key] for key in ("heldout_loss_fp8", "heldout_loss_bf16")}
-        yield {
-            "method": method,
-            "task": task,
-            "seed": seed,
-            "conversations": found["conversations"],
-            **percent,
-            **losses,
-        }
+        yield {"method": method, "task": task, "seed": seed, "samples": found["samples"], **figures, **losses}
 
 
 def within_error(row: Row) -> bool:
@@ -116,7 +111,7 @@ def within_error(row: Row) -> bool:
 
     Where both answer alike the error is 0; then one conversation counts as the error.
     """
-    error = max(row["difference_error"], 100 / row["conversations"])
+    error = max(row["difference_error"], 100 / row["samples"])
     return math.isclose(row["difference"], 0) or abs(row["difference"]) <= 2 * error
 
 
@@ -152,10 +147,8 @@ def command(
                 found = [*rows_of(finetune(folder, base, chat, method, seed, steps), method, seed)]
                 rows += found
                 for row in found:
-                    shown = [f"{row[m]:.1f} ± {row[f'{m}_error']:.1f} %" for m in ("fp8", "bf16", "difference")]
+                    shown = [f"{m} {row[m]:.1f} ± {row[f'{m}_error']:.1f} %" for m in ("fp8", "bf16", "difference")]
                     near = "" if within_error(row) else ", beyond two standard errors"
-                    output.say(
-                        f"{method}, seed {seed}, {row['task']}: FP8 {shown[0]}, BF16 {shown[1]}, {shown[2]}{near}"
-                    )
+                    output.say(f"{method}, seed {seed}, {row['task']}: {', '.join(shown)}{near}")
     again = command_line("octavo bench finetune", seeds=seeds, pretraining=pretraining, steps=steps, count=count)
     return output.finish("finetune", rows, again, device="cpu")

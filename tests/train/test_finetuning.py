@@ -153,7 +153,7 @@ def test_accuracies_have_paired_errors() -> None:
     right = {"fp8": torch.tensor([1, 1, 0, 0, 1]).bool(), "bf16": torch.tensor([1, 0, 0, 1, 1]).bool()}
     found = accuracy_by_task(["", "", "", "", "b"], right)
     assert found["answers"] == pytest.approx(
-        {"conversations": 4, "fp8": 0.5, "fp8_error": (1 / 12) ** 0.5, "bf16": 0.5, "bf16_error": (1 / 12) ** 0.5,
+        {"samples": 4, "fp8": 0.5, "fp8_error": (1 / 12) ** 0.5, "bf16": 0.5, "bf16_error": (1 / 12) ** 0.5,
          "difference": 0.0, "difference_error": (2 / 12) ** 0.5}
     )  # fmt: skip
-    assert found["b"]["conversations"] == 1 and found["b"]["fp8_error"] == 0
+    assert found["b"]["samples"] == 1 and found["b"]["fp8_error"] == 0

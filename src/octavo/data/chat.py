@@ -75,15 +75,15 @@ class ChatFormat:
         Raises:
             DataError: the template refuses the messages, or rewrites those before an answer.
         """
-        whole, done = self._text(messages, tools), 0
+        whole, done = self.text(messages, tools), 0
         found: list[tuple[str, bool]] = []
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._text(messages[:index], tools, add_generation_prompt=True)
+            before = self.text(messages[:index], tools, add_generation_prompt=True)
             if not whole.startswith(before):
                 raise DataError(f"the chat template changes the messages before answer {index}")
-            end = self._end(whole, len(before), self._text(messages[: index + 1], tools), message["content"])
+            end = self._end(whole, len(before), self.text(messages[: index + 1], tools), message["content"])
             found += [(whole[done : len(before)], False), (whole[len(before) : end], True)]
             done = end
         return [*found, (whole[done:], False)]
@@ -97,7 +97,14 @@ class ChatFormat:
         turn = until[until.rindex(content) + len(content) :]
         return end + len(turn) if whole.startswith(turn, end) else end
 
-    def _text(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, add_generation_prompt: bool = False) -> str:
+    def text(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, *, add_generation_prompt: bool = False
+    ) -> str:
+        """Return the text of messages, with `add_generation_prompt` up to where an answer begins.
+
+        Raises:
+            DataError: the template refuses them.
+        """
         from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 

@@ -76,7 +76,7 @@ def accuracy_by_task(tasks: Sequence[str], right: Mapping[str, Tensor]) -> dict[
         values = {model: answered[of_task].double() for model, answered in right.items()}
         if values.keys() >= {"fp8", "bf16"}:
             values["difference"] = values["fp8"] - values["bf16"]
-        found[task or "answers"] = {"conversations": int(of_task.sum())} | {
+        found[task or "answers"] = {"samples": int(of_task.sum())} | {
             f"{name}{suffix}": float(of(x)) for name, x in values.items() for suffix, of in _MEASURED.items()
         }
     return found
