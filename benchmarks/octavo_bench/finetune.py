@@ -7,7 +7,6 @@ batches. A held-out answer is right if greedy decoding gives it, letter by lette
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import random
@@ -47,11 +46,11 @@ def words(seed: int, count: int) -> Iterator[str]:
 def write_texts(folder: Path, count: int) -> tuple[Path, Path]:
     """Write the text of the first training and the conversations; return their files."""
     text, chat = folder / "text.jsonl", folder / "chat.jsonl"
-    cases = zip(words(0, 20 * count), itertools.cycle(TASKS.items()), strict=False)
-    known = [f"{task} {word}\n{change(word)}\n" for word, (task, change) in cases]
-    random.Random(2).shuffle(known)
-    with text.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps({"text": "".join(known[i : i + 8])}) + "\n" for i in range(0, len(known), 8))
+    rng = random.Random(2)
+    with text.open("w", encoding="utf-8") as file:  # one word per line, so that repeating it is learned soon
+        for word in words(0, 10 * count):
+            said = [f"{task} {word}\n{change(word)}\n" for task, change in rng.sample([*TASKS.items()], len(TASKS))]
+            file.write(json.dumps({"text": "".join(said)}) + "\n")
     with chat.open("w", encoding="utf-8") as file:
         for number, word in enumerate(words(1, count)):
             task = [*TASKS][number % len(TASKS)]

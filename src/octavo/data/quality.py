@@ -7,17 +7,13 @@ consecutive ids, and locality-sensitive hashing by bands of bins.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.data.tokenizer import Tokens
-
-if TYPE_CHECKING:
-    from octavo.data.statistics import CorpusStatistics
-    from octavo.data.tokens import TokenFiles
 
 SHINGLE_BYTES, SHINGLE_TOKENS = 24, 5
 """Width of a shingle in bytes of text, and its least width in ids."""
@@ -30,7 +26,15 @@ MOST_DOCUMENTS = 1 << 20
 _CHUNK = 1 << 22
 _ABSENT = np.uint64(2**64 - 1)
 
-LIMITS = {"duplicates": 0.01, "near duplicates": 0.05, "held out": 0.02, "empty": 0.01, "foreign": 0.05, "longest": 0.1}
+LIMITS = {
+    "duplicates": 0.01,
+    "near duplicates": 0.05,
+    "held out": 0.02,
+    "empty": 0.01,
+    "foreign": 0.05,
+    "overlong": 0.02,
+    "longest": 0.1,
+}
 """Shares beyond which a text is judged: of documents; `longest`: of the tokens, in one document."""
 
 _SCRIPTS = {
@@ -121,29 +125,27 @@ class Letters:
         return self._documents.total() - (self._documents[next(iter(self.shares))] if self._letters else 0)
 
 
-def judge(files: TokenFiles, found: CorpusStatistics) -> Iterator[tuple[str, float, float]]:
-    """Yield what is wrong with a text: a sentence, the share and its limit."""
-    shares: dict[str, tuple[Any, int, str]] = {
-        "duplicates": (found.duplicate_documents, found.documents, "documents equal an earlier one"),
-        "near duplicates": (
-            found.near_duplicate_documents,
-            found.documents,
-            "documents differ little from an earlier one",
-        ),
-        "held out": (
-            found.heldout_near_duplicates,
-            found.heldout_documents,
-            "held-out documents are in the training text",
-        ),
-        "empty": (found.empty_documents, found.sampled_documents, "documents have no letter"),
-        "foreign": (found.foreign_documents, found.sampled_documents, "documents are in another script than the text"),
-    }
-    for name, (count, of, what) in shares.items():
-        if count > LIMITS[name] * of:
-            yield f"{count:,} of {of:,} {what}", count / of, LIMITS[name]
-    longest = found.document_tokens_percentiles["100"] / found.tokens
-    if found.documents > 1 and longest > LIMITS["longest"]:
+def judge(corpus: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
+    """Yield what is wrong with a text: a sentence, the share and its limit.
+
+    Args:
+        corpus: fields of `CorpusStatistics` and `TokenFiles`, as a run's store has them; missing ones are not judged.
+    """
+    for name, (count, of, what) in _JUDGED.items():
+        found, among = corpus.get(count, 0), corpus.get(of, 0)
+        if found > LIMITS[name] * among:
+            yield f"{found:,} of {among:,} {what}", found / among, LIMITS[name]
+    longest = corpus.get("document_tokens_percentiles", {}).get("100", 0) / corpus.get("tokens", 1)
+    if corpus.get("documents", 0) > 1 and longest > LIMITS["longest"]:
         yield f"one document has {100 * longest:.0f} % of the tokens", longest, LIMITS["longest"]
-    if files.overlong:
-        share = files.overlong / (files.documents + files.heldout_documents)
-        yield f"{files.overlong:,} conversations are longer than a sequence, and cut there", share, 0.0
+
+
+_JUDGED = {
+    "duplicates": ("duplicate_documents", "documents", "documents equal an earlier one"),
+    "near duplicates": ("near_duplicate_documents", "documents", "documents differ little from an earlier one"),
+    "held out": ("heldout_near_duplicates", "heldout_documents", "held-out documents are in the training text"),
+    "empty": ("empty_documents", "sampled_documents", "documents have no letter"),
+    "foreign": ("foreign_documents", "sampled_documents", "documents are in another script than the text"),
+    "overlong": ("overlong", "documents", "conversations are longer than a sequence, and cut"),
+}
+"""Counts that are judged, the count that each is a share of, and what it means."""

@@ -24,7 +24,7 @@ from octavo.data.encode import Progress, Written, check_fraction, encode_split, 
 from octavo.data.tokenizer import Tokenizer
 from octavo.errors import ConfigError, DataError
 
-VERSION = 1
+VERSION = 2
 """Increases whenever the same corpus and tokenizer would give other files."""
 
 
@@ -64,6 +64,8 @@ class TokenFiles:
     """Suffix of the files: 16-bit ids in `.bin`, 32-bit ids in `.u32`."""
     overlong: int = 0
     """Conversations that were cut at the end of a sequence."""
+    heldout_sources: tuple[tuple[str, int], ...] = ()
+    """Sources of the held-out text (folders, or files of several documents) with the first token of each."""
 
     @property
     def train(self) -> Path:

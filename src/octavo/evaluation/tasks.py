@@ -21,7 +21,7 @@ from octavo.conversion import disabled
 from octavo.data.bpe import BPETokenizer
 from octavo.data.chat import ChatFormat
 from octavo.data.tokenizer import Tokenizer
-from octavo.errors import ConfigError, UnsupportedError, did_you_mean
+from octavo.errors import ConfigError, UnsupportedError
 from octavo.evaluation.run import EvalSettings, LoadedRun
 from octavo.evaluation.served import check_installed, is_served, load
 from octavo.monitor.store.writer import replace_document

@@ -24,6 +24,7 @@ from octavo._util.rng import generator_states, restore_generators
 from octavo.conversion import enable
 from octavo.data import TokenFiles
 from octavo.data.chat import TASKS
+from octavo.data.quality import judge
 from octavo.errors import CheckpointError, DivergedError, Interrupted, RunError
 from octavo.guard import GuardEvent
 from octavo.kernels.transfers import upload
@@ -31,6 +32,7 @@ from octavo.monitor.measurements import TelemetrySource, arrived, histograms_of,
 from octavo.nn.scaling_state import scales
 from octavo.train import checkpoint
 from octavo.train import device as devices
+from octavo.train.batches import BatchDrift, SourceLosses
 from octavo.train.calibrate import recalibration_of
 from octavo.train.config import RunConfig, is_bf16, learning_rate
 from octavo.train.device import DeviceTimer, gc_frozen
@@ -116,6 +118,8 @@ class Trainer:
         self._records: tuple[MetricsFile, StoreReporter] | None = None
         """The files that are cut to a checkpoint when a run resumes, on the first rank."""
         self._resumed: checkpoint.Checkpoint | None = None
+        self._drift = BatchDrift(setup.corpus.train, setup.config.model.vocab, setup.end_of_document)
+        self._sources = SourceLosses(setup.corpus.heldout_sources, setup.config.data.sequence)
         self.start_telemetry()
         self._recalibration = recalibration_of(self.config, self.setup.states[0].model)
         self._guarded = GuardedRun(self)
@@ -181,6 +185,7 @@ class Trainer:
         try:
             self._open_directory()
             self.emit(self._start_event())
+            self._judge_text()
             self._set_precision(self.done - 1)
             with kernels.record() as self._ledger, gc_frozen(self.setup.device) as after_step:
                 self._finish_resumed_step()
@@ -219,6 +224,7 @@ class Trainer:
         lr = self._guarded.guard.lr(self._learning_rate())
         self._apply_precision_schedule()
         inputs_BT, targets_BT = next(self.setup.loader)
+        batch_BT = inputs_BT
         models = [state.model for state in self.setup.states]
         inputs_BT = self.ranks.send_tokens(inputs_BT, device, models, run.accumulate)
         targets_BT = upload(targets_BT, device)
@@ -249,7 +255,7 @@ class Trainer:
         if log or save or device.type == "cpu":
             self._check()
         if log:
-            self._log(metrics, timers, lr)
+            self._log(metrics, timers, lr, self._drift.measure(batch_BT))
         if save:
             self._check_directory()
             self._save(self.checkpoints)
@@ -375,7 +381,18 @@ class Trainer:
             f" and the log are saved: go on with octavo train {out / 'config.json'} --resume"
         )
 
-    def _log(self, metrics: Mapping[str, StepMetrics], timers: Mapping[str, DeviceTimer], lr: float) -> None:
+    def _judge_text(self) -> None:
+        """Emit what is wrong with the text, once per run."""
+        for text, value, limit in judge(self._corpus()) if not self.done else ():
+            self.emit(GuardEvent(0, "warning", "data", text, value=value, limit=limit, cause="data"))
+
+    def _log(
+        self,
+        metrics: Mapping[str, StepMetrics],
+        timers: Mapping[str, DeviceTimer],
+        lr: float,
+        batch: Mapping[str, float],
+    ) -> None:
         milliseconds = {name: timer.milliseconds() for name, timer in timers.items()}
         per_step = self.config.run.batch * self.config.data.sequence
         elapsed = time.perf_counter() - self._since
@@ -389,9 +406,15 @@ class Trainer:
             tokens_per_second=(self.done - self._since_step) * per_step / elapsed,
             loss_scale={state.name: float(state.loss_scale.scale) for state in self._scaled()},
             overflows={state.name: int(state.loss_scale.overflows) for state in self._scaled()},
+            batch=batch,
         )
         self._restart_clock()
         self.emit(event)
+        if (found := self._drift.drifts(batch["batch_divergence"])) is not None:
+            text = f"batches drift: their ids are distributed otherwise than before ({found[0]:.3g} nats per id)"
+            self.emit(
+                GuardEvent(self.done, "warning", "batch drift", text, value=found[0], limit=found[1], cause="data")
+            )
 
     def _scaled(self) -> list[TrainState]:
         return [state for state in self.setup.states if state.loss_scale.skips]
@@ -403,7 +426,12 @@ class Trainer:
         """Return the held-out loss of each sequence by model."""
         losses = {state.name: heldout_losses(state, self.setup.heldout) for state in self.setup.states}
         loss = {name: float(of_sequence.mean()) for name, of_sequence in losses.items()}
-        self.emit(Evaluated(step=self.done, loss=loss))
+        first = self.setup.states[0].name
+        by_source = self._sources.by_source(losses[first])
+        self.emit(Evaluated(step=self.done, loss=loss, by_source=by_source))
+        for source, value, limit in self._sources.rises(loss[first], by_source):
+            text = f"the held-out loss of source '{source}' rises, although that of the whole text does not"
+            self.emit(GuardEvent(self.done, "warning", "source", text, value=value, limit=limit, cause="data"))
         for name, value in loss.items():
             if not math.isfinite(value):
                 raise DivergedError(
@@ -496,7 +524,7 @@ class Trainer:
             device=self._devices(),
             parameters=self.setup.states[0].size,
             plan=self.setup.plan,
-            corpus={**_facts(self.setup.corpus), **config_reader.to_dict(self.setup.statistics)},
+            corpus=self._corpus(),
             first_step=self.done,
             tensors=self._guarded.rows,
         )
@@ -516,6 +544,9 @@ class Trainer:
         }
         memory = peaks(self.config, self.setup.device, ranks=self.ranks.count)
         return summarise(self.config, facts, heldout, _facts(self.setup.corpus), self._history(), memory)
+
+    def _corpus(self) -> dict[str, Any]:
+        return {**_facts(self.setup.corpus), **config_reader.to_dict(self.setup.statistics)}
 
     def _tasks(self) -> dict[str, Any]:
         """Return the accuracy by task on held-out conversations; none for text."""

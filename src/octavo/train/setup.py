@@ -54,6 +54,8 @@ class Setup:
     """The tokenized text."""
     statistics: CorpusStatistics
     """Statistics of the text."""
+    end_of_document: int
+    """Id that ends a document."""
     ranks: Ranks = SINGLE_PROCESS
     """The ranks of the run."""
 
@@ -72,15 +74,15 @@ def set_up(config: RunConfig, ranks: Ranks = SINGLE_PROCESS) -> Setup:
     replays(config, device, ranks)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-    loader, heldout, corpus, statistics = ranks.first_per_host("text", lambda: _text(config, ranks))
+    loader, heldout, corpus, statistics, end = ranks.first_per_host("text", lambda: _text(config, ranks))
     torch.manual_seed(config.run.seed)
     states, plan = make_states(config, recipe, device, ranks)
     if ranks.count > 1:
         torch.manual_seed(config.run.seed + ranks.rank)  # each rank draws for its own part
-    return Setup(config, device, states, plan, loader, heldout, corpus, statistics, ranks)
+    return Setup(config, device, states, plan, loader, heldout, corpus, statistics, end, ranks)
 
 
-def _text(config: RunConfig, ranks: Ranks) -> tuple[Loader, list[Batch], TokenFiles, CorpusStatistics]:
+def _text(config: RunConfig, ranks: Ranks) -> tuple[Loader, list[Batch], TokenFiles, CorpusStatistics, int]:
     data, run = config.data, config.run
     cache = data.cache.expanduser()
     tokenizer = load_tokenizer(data.tokenizer, source=data.source, cache_dir=cache)
@@ -94,7 +96,7 @@ def _text(config: RunConfig, ranks: Ranks) -> tuple[Loader, list[Batch], TokenFi
     loader = Loader(files.train, own, data.sequence, run.seed, rank=ranks.part, world=ranks.parts)
     part = run.batch // run.accumulate
     heldout = list(heldout_batches(files.heldout, part, data.sequence, limit_tokens=run.eval_tokens))
-    return loader, heldout, files, corpus_statistics(files, tokenizer)
+    return loader, heldout, files, corpus_statistics(files, tokenizer), tokenizer.end_of_document
 
 
 def token_files(data: DataConfig, tokenizer: Tokenizer) -> TokenFiles:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.data.quality import judge
 from octavo.errors import StoreError
 from octavo.guard import GuardConfig
 from octavo.monitor.store import RunReader, Series
@@ -64,7 +65,15 @@ def verdict(run: RunReader) -> RunVerdict:
     last = run.last_step
     losses = _recent(run, last)
     found = worst_first(
-        [*of_state(run), *of_tensors(run), *of_loss(run), *of_precision(run), *of_tasks(run), *of_events(run)]
+        [
+            *of_state(run),
+            *of_tensors(run),
+            *of_loss(run),
+            *of_precision(run),
+            *of_tasks(run),
+            *of_data(run),
+            *of_events(run),
+        ]
     )
     if not last:
         return RunVerdict("unknown", "No measurements yet: no step was completed.", found)
@@ -223,6 +232,11 @@ def of_precision(run: RunReader) -> Iterator[RunFinding]:
         more = f" and {len(left) - 3} more layers" if 3 < len(left) < len(before) else ""
         have = "" if len(left) == len(before) else " has" if len(left) == 1 else " have"
         yield RunFinding("watch", f"{which}{more}{have} left FP8 for BF16", left[0], "plan")
+
+
+def of_data(run: RunReader) -> Iterator[RunFinding]:
+    """Yield what is wrong with the text; for information, since the run goes on with it."""
+    yield from (RunFinding("healthy", f"data: {text}", view="settings") for text, _, _ in judge(run.document("corpus")))
 
 
 def of_tasks(run: RunReader) -> Iterator[RunFinding]:
