@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ def test_documents_leak_neither_loss_nor_attention(tmp_path: Path) -> None:
             starts = [*torch.where(row < 0)[0].tolist(), 96]
             assert starts[0] == 0 and len(starts) > 3
             sums, count = torch.zeros(()), 0
-            for start, end in zip(starts, starts[1:], strict=False):
+            for start, end in itertools.pairwise(starts):
                 document = torch.where(row < 0, ~row, row)[None, start:end]
                 known = target[None, start:end]
                 if (known >= 0).any():
@@ -131,7 +132,7 @@ def test_what_is_no_conversation_is_refused(lines: list[Any], said: str, tmp_pat
 
 def test_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(DataError, match="data.format 'text'"):
+    with pytest.raises(DataError, match=r"data\.format 'text'"):
         prepare(tmp_path, BYTES, tmp_path / "cache", chat=ChatFormat(sequence=64))
 
 

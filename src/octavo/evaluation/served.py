@@ -60,8 +60,8 @@ def evaluate_served(
         check_same_tokenizer(directory, loaded)
         if loaded.config.data.format == "chat" and not settings.data:
             raise UnsupportedError(
-                f"--run {run}: was trained on conversations, which transformers cannot keep apart in a sequence. Compare"
-                " them with --tasks, or on a text with --data."
+                f"--run {run}: was trained on conversations, which transformers cannot keep apart in a sequence. Use"
+                " --tasks, or a text with --data."
             )
         text, notes = loaded.text(settings)
     _check_vocabulary(directory, known, text)

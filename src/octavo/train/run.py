@@ -384,7 +384,7 @@ class Trainer:
     def _judge_text(self) -> None:
         """Emit what is wrong with the text, once per run."""
         for text, value, limit in judge(self._corpus()) if not self.done else ():
-            self.emit(GuardEvent(0, "warning", "data", text, value=value, limit=limit, cause="data"))
+            self.emit(GuardEvent(0, "warning", "data", text, value=value, limit=limit))
 
     def _log(
         self,
@@ -412,9 +412,7 @@ class Trainer:
         self.emit(event)
         if (found := self._drift.drifts(batch["batch_divergence"])) is not None:
             text = f"batches drift: their ids are distributed otherwise than before ({found[0]:.3g} nats per id)"
-            self.emit(
-                GuardEvent(self.done, "warning", "batch drift", text, value=found[0], limit=found[1], cause="data")
-            )
+            self.emit(GuardEvent(self.done, "warning", "batch drift", text, value=found[0], limit=found[1]))
 
     def _scaled(self) -> list[TrainState]:
         return [state for state in self.setup.states if state.loss_scale.skips]
@@ -431,7 +429,7 @@ class Trainer:
         self.emit(Evaluated(step=self.done, loss=loss, by_source=by_source))
         for source, value, limit in self._sources.rises(loss[first], by_source):
             text = f"the held-out loss of source '{source}' rises, although that of the whole text does not"
-            self.emit(GuardEvent(self.done, "warning", "source", text, value=value, limit=limit, cause="data"))
+            self.emit(GuardEvent(self.done, "warning", "source", text, value=value, limit=limit))
         for name, value in loss.items():
             if not math.isfinite(value):
                 raise DivergedError(
