@@ -27,7 +27,7 @@ TASKS: dict[str, Callable[[str], str]] = {
     "spaces": " ".join,
 }
 METHODS: dict[str, dict[str, Any]] = {
-    "all weights": {},
+    "all weights": {"lr": 3e-3},
     "LoRA": {"lora": LoraConfig(rank=8, alpha=16.0), "weights": "fp8", "lr": 5e-3},
 }
 """Changes of the run by method: LoRA is over frozen one-byte weights."""
@@ -87,7 +87,7 @@ def finetune(folder: Path, base: Path, chat: Path, method: str, seed: int, steps
             source=str(chat), format="chat", tokenizer=str(base / "tokenizer.json"), sequence=SEQUENCE, heldout=0.25,
             cache=folder / "cache",
         ),
-        optimizer=OptimizerConfig(lr=change.get("lr", 1e-3), weight_decay=0.0),
+        optimizer=OptimizerConfig(lr=change["lr"], weight_decay=0.0),
         lora=change.get("lora", LoraConfig()),
         run=LoopConfig(
             start_from=str(base), steps=steps, batch=8, seed=seed, weights=change.get("weights", "fp32"), device="cpu",
@@ -115,7 +115,7 @@ def within_error(row: Row) -> bool:
 
 
 def command(
-    *, seeds: str = "0,1,2", pretraining: int = 900, steps: int = 120, count: int = 1200, output: Output = TO_STDOUT
+    *, seeds: str = "0,1,2", pretraining: int = 1500, steps: int = 200, count: int = 1200, output: Output = TO_STDOUT
 ) -> int:
     """Fine-tune a small model in FP8 and in BF16, on a CPU in a few minutes, and compare accuracies by task.
 

@@ -91,7 +91,7 @@ def test_files_of_another_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no \.safetensors"):
         build(config, 0, tmp_path / "none")
     (tmp_path / "none" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="is a run. *Export"):
+    with pytest.raises(ConfigError, match=r"is a run\. Export"):
         read_settings(tmp_path / "none")
 
 

@@ -123,7 +123,7 @@ def test_the_shape_and_tokenizer_are_those_of_the_weights(base: Path, tmp_path: 
         assert named.model.vocab == 272
     finally:
         (tmp_path / "tokenizer.json").rename(base / "export" / "tokenizer.json")
-    with pytest.raises(ConfigError, match="is a run. *Export it first: octavo export"):
+    with pytest.raises(ConfigError, match=r"is a run\. Export it first: octavo export"):
         config(base, tmp_path, run={"start_from": str(base / "run")})
     gone = found.run.start_from + "-gone"
     complete = {"model": {name: getattr(found.model, name) for name in ("vocab", "dim", "layers", "heads")}}

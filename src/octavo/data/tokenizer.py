@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from octavo.errors import DataError, did_you_mean
 
-Tokens = NDArray[np.uint16] | NDArray[np.uint32]
+Tokens = NDArray[np.unsignedinteger]
 """Ids: uint16, or uint32 for vocabularies of more than 65,536."""
 
 

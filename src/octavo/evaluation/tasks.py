@@ -186,7 +186,7 @@ def _model(logits: Logits, tokenizer: Tokenizer, longest: int, device: torch.dev
     from lm_eval.api.model import TemplateLM
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-    class Model(TemplateLM):  # type: ignore[misc, no-any-unimported]
+    class Model(TemplateLM):  # type: ignore[misc]
         tokenizer_name = tokenizer.fingerprint
         talks = chat is not None
         eot_token_id = tokenizer.end_of_document

@@ -165,8 +165,8 @@ class LoopConfig:
         _within("run", self, "min_gain", low=0, high=math.inf)
         _within("run", self, "recalibrate_every", low=0, high=2**63 - 1)
         _within("run", self, "recalibrate_above", low=0, high=1)
-        or_zero = ("eval_every", "checkpoint_every", "telemetry_every", "histograms_every", "tracker_tensors", "seed")
-        or_zero += ("bf16_first_steps",)
+        or_zero = ["eval_every", "checkpoint_every", "telemetry_every", "histograms_every", "tracker_tensors", "seed"]
+        or_zero += ["bf16_first_steps"]
         _within("run", self, *or_zero, low=0, high=2**63 - 1)
         _within("run", self, "bf16_last_share", low=0, high=1)
         if self.batch % self.accumulate:

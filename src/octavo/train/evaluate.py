@@ -63,22 +63,23 @@ def answers_given(state: TrainState, batches: Iterable[tuple[Tensor, Tensor]]) -
     return torch.cat(found)
 
 
-def accuracy_by_task(tasks: Sequence[str], right: Mapping[str, Tensor]) -> dict[str, dict[str, float | int]]:
+def accuracy_by_task(tasks: Sequence[str], right: Mapping[str, Tensor]) -> dict[str, dict[str, float]]:
     """Return for each task the accuracy of each model and of FP8 minus BF16, paired, with standard errors (`_error`).
 
     Args:
         tasks: task of each conversation.
         right: by model: whether each conversation was answered, bool.
     """
-    found: dict[str, dict[str, float | int]] = {}
+    found: dict[str, dict[str, float]] = {}
     for task in dict.fromkeys(tasks):
         of_task = torch.tensor([name == task for name in tasks])
         values = {model: answered[of_task].double() for model, answered in right.items()}
         if values.keys() >= {"fp8", "bf16"}:
             values["difference"] = values["fp8"] - values["bf16"]
-        found[task or "answers"] = {"samples": int(of_task.sum())} | {
-            f"{name}{suffix}": float(of(x)) for name, x in values.items() for suffix, of in _MEASURED.items()
-        }
+        row: dict[str, float] = {"samples": int(of_task.sum())}
+        for name, x in values.items():
+            row |= {name: float(x.mean()), f"{name}_error": standard_error(x)}
+        found[task or "answers"] = row
     return found
 
 
@@ -90,9 +91,6 @@ def heldout_loss(state: TrainState, batches: Iterable[tuple[Tensor, Tensor]]) ->
 def standard_error(values: Tensor) -> float:
     """Return the standard error of the mean of independent values; 0 for a single value."""
     return float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-
-
-_MEASURED = {"": torch.mean, "_error": standard_error}
 
 
 def perplexity(loss: float) -> float:
