@@ -184,7 +184,7 @@ def _normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Normal numbers that depend on the shape alone, rows of very different sizes."""
     generator = torch.Generator().manual_seed(sum(shape))
     sizes = torch.exp2(torch.randint(-6, 7, (shape[0], *(1 for _ in shape[1:])), generator=generator))
-    return (torch.randn(shape, generator=generator) * sizes).to(dtype)
+    return (torch.randn(shape, generator=generator, dtype=torch.float32) * sizes).to(dtype)
 
 
 def _hard(rows: int, cols: int) -> Tensor:

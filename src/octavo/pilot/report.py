@@ -27,7 +27,7 @@ Rows = list[tuple[str, ...]]
 
 def to_dict(pilot: Pilot) -> dict[str, Any]:
     """Return everything as plain data: what was measured, and the recommendation."""
-    about = {key: value for key, value in vars(pilot).items() if key not in ("measured", "plans")}
+    about = {key: value for key, value in vars(pilot).items() if key not in ("measured", "plans", "rates")}
     lanes = [
         {**asdict(found), "speedup": round(pilot.speedup(name), 3), "loss_gap_percent": pilot.gap(name)}
         for name, found in pilot.measured.items()
@@ -79,7 +79,8 @@ def to_html(pilot: Pilot, output: Path) -> Path:
 
 
 _STYLE = (
-    "body{font:15px/1.5 system-ui;max-width:70em;margin:2em auto;padding:0 1em}table{border-collapse:collapse;margin:1em 0}"
+    "body{font:15px/1.5 system-ui;max-width:70em;margin:2em auto;padding:0 1em}"
+    "table{border-collapse:collapse;margin:1em 0}"
     "td,th{padding:.3em .8em;border-bottom:1px solid #ccc;text-align:left;vertical-align:top}"
 )
 

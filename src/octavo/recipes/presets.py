@@ -154,3 +154,12 @@ PRESETS = {
         bf16,
     )
 }
+ALIASES = {
+    "current": "tensorwise",
+    "hybrid": "tensorwise",
+    "per-tensor": "tensorwise",
+    "e4m3": "tensorwise_e4m3",
+    "blockwise": "block",
+}
+"""Names that guides on FP8 training use -> the preset that they stand for: current per-tensor scales with E4M3 forward
+and E5M2 gradients (Transformer Engine's HYBRID), E4M3 everywhere, DeepSeek-V3's blocks."""

@@ -59,8 +59,8 @@ def quantize_with_scale(
     codes_t = (
         None if columns is None else torch.empty(total[1], total[0] + surplus, dtype=target.fmt.dtype, device=device)
     )
-    scale = torch.empty(1, 1, device=device)
-    work = torch.empty(_SIZE, device=device)
+    scale = torch.empty(1, 1, device=device, dtype=torch.float32)
+    work = torch.empty(_SIZE, device=device, dtype=torch.float32)
     _begin_kernel[(1,)](cell, work, num_warps=1)
     offsets = [sum(source.shape[1] for source in sources[:i]) for i in range(len(sources))]
     placed = list(zip(sources, offsets, strict=True))
