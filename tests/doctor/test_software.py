@@ -33,6 +33,12 @@ def test_versions_are_held_against_what_is_known(versions: dict[str, str | None]
     assert bool(found.remedy) == (verdict != "ok")
 
 
+def test_without_a_gpu_no_triton_is_warned_of() -> None:
+    found = software.judge_versions({**GOOD, "triton": "3.9.0"}, on_gpu=False)
+    assert found.verdict == "ok" and "triton 3.9.0" in found.seen
+    assert "not tested" not in software.software.look(Machine(torch.device("cpu"))).seen
+
+
 def test_the_fault_of_triton_that_octavo_avoids_is_known() -> None:
     assert any("11111" in row["known"] for row in software.judge_versions(GOOD).rows)
 

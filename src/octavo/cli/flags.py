@@ -97,6 +97,8 @@ def with_flags_of(
             return command(*arguments, settings=settings, **keywords)
 
         own = inspect.signature(command, eval_str=True)
+        taken = own.parameters.keys()
+        flags[:] = [dataclasses.replace(flag, is_unique=flag.is_unique and flag.name not in taken) for flag in flags]
         kept = [p for p in own.parameters.values() if p.name != "settings"]
 
         def show_all(all_of_them: bool = True) -> None:

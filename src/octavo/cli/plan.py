@@ -26,7 +26,7 @@ def plan(
     /,
     *,
     preset: str | None = None,
-    gpu: Literal["h100", "h200"] | None = None,
+    gpu: Literal["a100", "l40s", "h100", "h200", "b200", "rtx5090", "mi300x", "mi355x", "max1550"] | None = None,
     memory: Annotated[bool, Parameter(negative=())] = False,
     gpus: int = 1,
     fits: float | None = None,
@@ -53,7 +53,7 @@ def plan(
     preset
         demo (demo-cuda or demo-cpu, depending on the device), tiny, or parity-cuda. FILE overrides it.
     gpu
-        Plan for this GPU, which need not be here, with the predicted gain of each layer.
+        Plan for this GPU, which need not be here, with the predicted gain of each layer where its rates are known.
     memory
         Predict the peak GPU memory instead, by kind.
     gpus
@@ -166,5 +166,6 @@ def recipes(
         width = max(map(len, known.names()))
         for each in known.names():
             say(f"{each:<{width}}  {known.about(each)}")
-        say("\n`octavo recipes NAME` explains one: formats, scales and rounding of each operand.")
+        say(f"\nAliases: {', '.join(f'{alias} = {name}' for alias, name in known.ALIASES.items())}.")
+        say("`octavo recipes NAME` explains one: formats, scales and rounding of each operand.")
     return 0

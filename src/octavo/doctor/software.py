@@ -70,12 +70,13 @@ OPTIONAL = {
 )
 def software(machine: Machine) -> Finding:
     """Compare the installed versions with `KNOWN`."""
-    return judge_versions(versions())
+    return judge_versions(versions(), on_gpu=machine.device.type == "cuda")
 
 
-def judge_versions(found: Mapping[str, str | None]) -> Finding:
-    """Return the finding for versions by package; None for a missing one."""
-    known = [(k, found[k.package]) for k in KNOWN if _is_between(k, found.get(k.package))]
+def judge_versions(found: Mapping[str, str | None], *, on_gpu: bool = True) -> Finding:
+    """Return the finding for versions by package; None for a missing one. Without a GPU no Triton compiles anything."""
+    judged = [k for k in KNOWN if on_gpu or k.package != "triton"]
+    known = [(k, found[k.package]) for k in judged if _is_between(k, found.get(k.package))]
     bad = [(k, version) for k, version in known if k.verdict != Verdict.OK]
     rows = [{"package": k.package, "version": version, "known": k.what} for k, version in known]
     installed: dict[str, Any] = {name: version for name, version in found.items() if version is not None}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.conversion.gain import predicted_ms
+from octavo.kernels.devices import H200
 from octavo.nn import Linear
 from octavo.nn.hooks import hooked
 from octavo.sensitivity.loss import Loss, ReportPasses
@@ -68,13 +69,15 @@ def calls_of(
 
 
 def predicted(switch: PrecisionSwitch, calls: Mapping[str, Call]) -> dict[str, dict[Choice, float]]:
-    """Return the predicted milliseconds of the three GEMMs per layer and choice (`octavo.conversion.gain`)."""
+    """Return the milliseconds of the three GEMMs per layer and choice, predicted for an H200 (`conversion.gain`)."""
     found = {}
     for name, call in calls.items():
         weight = weight_of(switch.layers[name])
         taps = weight[0, 0].numel() if weight.dim() > 2 else 0
         shape = weight.shape[0], weight[0].numel(), call.rows, taps
-        found[name] = {choice: predicted_ms(recipe, *shape) for choice, recipe in switch.offered[name].items()}
+        found[name] = {
+            choice: predicted_ms(recipe, *shape, rates=H200) for choice, recipe in switch.offered[name].items()
+        }
     return found
 
 
