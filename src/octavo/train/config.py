@@ -16,6 +16,7 @@ from octavo._util import config_reader
 from octavo.errors import ConfigError, did_you_mean
 from octavo.guard.config import GuardConfig
 from octavo.models.config import ModelConfig
+from octavo.models.hugging_face import read_settings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +25,8 @@ class DataConfig:
 
     source: str = "python"
     """`python` (standard library), `python-packages` (and installed packages), `english`, or a file or folder."""
+    format: Literal["text", "chat"] = "text"
+    """`chat`: lines of .jsonl with `messages`; loss on answers only, whole conversations packed into sequences."""
     tokenizer: str = "bytes"
     """`bytes`, `bpe-SIZE` for a byte-pair encoding trained on the source, or a tokenizer's .json file."""
     sequence: int = 256
@@ -115,6 +118,8 @@ class OptimizerConfig:
 class LoopConfig:
     """Length, batch, precision, device and output of a run."""
 
+    start_from: str = ""
+    """Directory of the initial weights, tokenizer and shape: safetensors of a Llama, Mistral or Qwen, or an export."""
     steps: int = 300
     """Number of optimizer steps."""
     batch: int = 16
@@ -170,6 +175,8 @@ class LoopConfig:
     """Number of checkpoints to keep."""
     tracker: Literal["none", "wandb", "trackio", "mlflow"] = "none"
     """Experiment tracker that gets a few aggregates per step; `run.sqlite` has everything."""
+    tracker_tensors: int = 0
+    """Steps between statistics of all FP8 tensors sent to the tracker, a series each; 0: aggregates only."""
     out: Path = Path("runs/run")
     """Output directory of the run."""
 
@@ -178,11 +185,28 @@ class LoopConfig:
         _within("run", self, "min_gain", low=0, high=math.inf)
         _within("run", self, "recalibrate_every", low=0, high=2**63 - 1)
         _within("run", self, "recalibrate_above", low=0, high=1)
-        or_zero = "eval_every", "checkpoint_every", "telemetry_every", "histograms_every", "seed", "bf16_first_steps"
+        or_zero = ["eval_every", "checkpoint_every", "telemetry_every", "histograms_every", "tracker_tensors", "seed"]
+        or_zero += ["bf16_first_steps"]
         _within("run", self, *or_zero, low=0, high=2**63 - 1)
         _within("run", self, "bf16_last_share", low=0, high=1)
         if self.batch % self.accumulate:
             raise ConfigError(f"run.accumulate: {self.accumulate} does not divide run.batch {self.batch}.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraConfig:
+    """Low-rank updates of frozen weights (LoRA)."""
+
+    rank: int = 0
+    """Rank of the updates; 0 trains all weights."""
+    alpha: float = 16.0
+    """Updates are multiplied by alpha / rank."""
+    layers: str = "layers.*"
+    """Name pattern of the linear layers with updates."""
+
+    def __post_init__(self) -> None:
+        _within("lora", self, "rank", low=0, high=2**31)
+        _positive("lora", self, "alpha")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -253,6 +277,8 @@ class RunConfig:
     """The optimizer, its schedule and gradient clipping."""
     run: LoopConfig = field(default_factory=LoopConfig)
     """Length, batch, precision, device and output."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Low-rank updates of frozen weights, in place of training all."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """Parallelism over ranks started by torchrun."""
     guard: GuardConfig = field(default_factory=GuardConfig)
@@ -266,6 +292,10 @@ class RunConfig:
                 "optimizer.schedule: 'plateau' looks at the held-out loss: set run.eval_every to the steps between"
                 " evaluations, some hundred in a run of thousands."
             )
+        if self.data.format == "chat" and self.model.documents != "separate":
+            raise ConfigError("data.format: 'chat' needs model.documents 'separate', its default.")
+        if self.run.start_from and self.model.architecture != "llama":
+            raise ConfigError("run.start_from: needs model.architecture 'llama'.")
 
     @property
     def tokens(self) -> int:
@@ -387,10 +417,34 @@ def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_defaults(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Fill in the model's vocabulary and sequence length from the data section."""
+    """Fill in the model's vocabulary and sequence length from the data section, or its shape from `run.start_from`."""
+    settings = _started(settings, where)
     data = config_reader.read(DataConfig, settings.get("data", {}), f"{where}: data")
-    decided = {"vocab": _vocabulary(data.tokenizer), "sequence": data.sequence}
+    documents = "separate" if data.format == "chat" else "joined"
+    decided = {"vocab": _vocabulary(data.tokenizer), "sequence": data.sequence, "documents": documents}
     return _merge({"model": decided}, settings)
+
+
+def _started(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Return the settings with the shape and the tokenizer of the weights that a run starts from, if it does.
+
+    They replace those given: no others fit. A complete configuration, that of a run, needs the directory no longer.
+    """
+    given = settings.get("run", {}).get("start_from")
+    if not given or not isinstance(given, str):
+        return settings
+    directory = Path(given).expanduser()
+    if not directory.is_dir() and settings.get("model", {}).keys() >= {"vocab", "dim", "layers", "heads"}:
+        return settings
+    shape = read_settings(directory)
+    tokenizer, named = directory / "tokenizer.json", settings.get("data", {}).get("tokenizer", "")
+    if not tokenizer.is_file() and not str(named).endswith(".json"):
+        raise ConfigError(
+            f"{where}: {directory}: has no tokenizer.json, and its weights know the ids of no other tokenizer. Save one"
+            " there (transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)), or set data.tokenizer."
+        )
+    own = {"data": {"tokenizer": str(tokenizer)}} if tokenizer.is_file() else {}
+    return _merge(settings, {"model": shape, **own})
 
 
 def _vocabulary(tokenizer: str) -> int:

@@ -97,6 +97,7 @@ def peaks(config: RunConfig, device: torch.device, *, ranks: int = 1) -> dict[st
 
 
 def _program(config: RunConfig) -> memory.Program:
+    config = replace(config, run=replace(config.run, start_from=""))  # values do not matter
     states, _ = make_states(config, recipes.load(config.run.recipe), torch.device("cpu"))
     shape = config.run.batch, config.data.sequence
     tokens, targets = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)

@@ -82,6 +82,11 @@ export function overviewView() {
       card("tokens per second", short(last("tokens_per_second")), models > 1 ? "both models, alternating" : ""),
       card("tokens", short(last("tokens"))),
       card("recipe", run.plan.recipe ?? run.config.run?.recipe ?? "–", run.env.device ?? ""),
+      ...Object.entries(run.summary.tasks ?? {}).map(([task, found]) => {
+        const [lane, other] = Object.keys(found).filter((key) => `${key}_error` in found && key !== "difference");
+        const shown = (key) => `${percent(100 * found[key])} ± ${percent(100 * found[`${key}_error`])}`;
+        return card(task, shown(lane), other ? `${other.replace("_", " ").toUpperCase()} ${shown(other)}` : "");
+      }),
     ].filter(Boolean);
   }
 
