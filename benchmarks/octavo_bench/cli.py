@@ -34,6 +34,7 @@ COMMANDS = {
     "tiers": "study:tiers",
     "stress": "stress:command",
     "portability": "portability:command",
+    "localize": "localize:command",
     "faults": "faults:command",
     "robustness": "robustness:command",
     "optimizer": "optimizer:command",
