@@ -22,7 +22,7 @@ from octavo.doctor.subjects import Trial, a_gpu, fp8_layers
 from octavo.nn import Conv1d, Conv2d, Linear
 from octavo.nn.hooks import hooked
 from octavo.recipes import Recipe
-from octavo.train.profile import profile
+from octavo.train.timing import busy, kernels_of
 
 
 @check(
@@ -161,7 +161,7 @@ class Clock:
 
     def busy(self, step: Callable[[], Any], trace: Path | None) -> float:
         """Return the mean seconds per step with at least one kernel running, and write a trace."""
-        return profile(step, STEPS, None if trace is None else trace / TRACE).busy / 1e3
+        return busy(kernels_of(step, STEPS, None if trace is None else trace / TRACE)) / 1e6 / STEPS
 
 
 @check(
