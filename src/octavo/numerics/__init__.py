@@ -13,8 +13,7 @@ from octavo.numerics.granularity import (
     granularity_named,
     tile_amax,
 )
-from octavo.numerics.quantize import Quantized, Rounding, dequantize, quantize, to_codes
-from octavo.numerics.random import random_bits, random_words
+from octavo.numerics.quantize import Quantized, Rounding, dequantize, quantize, random_bits, random_words, to_codes
 from octavo.numerics.scaling import Scaling, from_e8m0, scale_from_amax, to_e8m0
 
 __all__ = [
