@@ -104,7 +104,7 @@ class autocast(TorchFunctionMode):
         """Return why a product stays as it is, or None. Without numbers: compilers may have made variables of them."""
         if not self.recipe.is_fp8:
             return "the recipe says bf16"
-        return _kept_by_plan(product) or _no_operands(product) or self._too_small(product)
+        return getattr(product.weight, _KEPT, None) or _no_operands(product) or self._too_small(product)
 
     def _too_small(self, product: MatmulCall) -> str | None:
         rules, device = self.operators, product.tensors[0].device
@@ -146,10 +146,6 @@ def keep(weight: Tensor, reason: str | None) -> None:
         setattr(weight, _KEPT, reason)
     elif hasattr(weight, _KEPT):
         delattr(weight, _KEPT)
-
-
-def _kept_by_plan(product: MatmulCall) -> str | None:
-    return getattr(product.weight, _KEPT, None)
 
 
 def _no_operands(product: MatmulCall) -> str | None:

@@ -62,7 +62,8 @@ def nonfinite(trial: Trial) -> Finding:
     if not math.isfinite(value):
         return failure(f"the loss is {value}, but every operand of the FP8 layers is finite", remedy=OUTSIDE)
     if gradients:
-        return failure(f"the gradient of {gradients[0]} is not finite{_more(gradients)}", rows=_named(gradients))
+        rows = [{"gradient": name} for name in gradients]
+        return failure(f"the gradient of {gradients[0]} is not finite{_more(gradients)}", rows=rows)
     return ok(f"loss {value:.4f}; parameters, operands and gradients are finite", loss=value)
 
 
@@ -74,10 +75,6 @@ def _in_parameters(model: nn.Module) -> list[tuple[str, int]]:
 
 def _is_finite(x: Tensor) -> bool:
     return bool(torch.isfinite(x).all())
-
-
-def _named(names: list[str]) -> list[dict[str, str]]:
-    return [{"gradient": name} for name in names]
 
 
 def _more(found: Sequence[object]) -> str:
@@ -133,7 +130,11 @@ def _cosines(trial: Trial) -> dict[str, float]:
 )
 def fast_sums(trial: Trial) -> Finding:
     """If a recipe accumulates fast, compute the loss with slow accumulation too."""
-    fast = [name for name, layer in trial.layers.items() if _sums_fast(layer.recipe)]
+    fast = [
+        name
+        for name, layer in trial.layers.items()
+        if any(layer.recipe.gemm(gemm).accumulate == "fast" for gemm in GEMMS)
+    ]
     if not fast:
         return skipped("all recipes in use accumulate slow")
     if trial.device.type != "cuda":
@@ -150,10 +151,6 @@ def judge_sums(fast: float, slow: float, layers: int) -> Finding:
     found = ok if abs(gap) <= GAP_LIMIT else warning if abs(gap) <= 5 * GAP_LIMIT else failure
     seen = f"loss {fast:.4f}, {slow:.4f} with slow sums ({gap:+z.2f} %); {layers} layers sum fast"
     return found(seen, loss=fast, loss_slow=slow, gap_percent=gap, layers=layers)
-
-
-def _sums_fast(recipe: object) -> bool:
-    return any(getattr(recipe, gemm).accumulate == "fast" for gemm in GEMMS)
 
 
 # Serving: the codes that fprop reads are compared bit for bit with those that the specification (`octavo.numerics`)

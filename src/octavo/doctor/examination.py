@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 from collections import Counter
@@ -22,7 +21,7 @@ from octavo.errors import ConfigError, OctavoError, did_you_mean
 from octavo.monitor.store import FILE, RunReader
 from octavo.monitor.system import PREFIXES
 from octavo.train import device as devices
-from octavo.train.config import RunConfig, assemble, load_file, load_preset
+from octavo.train.config import assemble, load_file, load_preset
 
 CHECKS: dict[str, tuple[Check[Any], ...]] = {
     "machine": (
@@ -191,14 +190,9 @@ def _of_run(directory: Path, flags: Settings, trace: Path | None) -> dict[Kind, 
     reader, file = RunReader(directory), directory / "config.json"
     found: dict[Kind, Callable[[], Any]] = {"run": lambda: reader}
     if file.exists() and reader.state() != "running":
-        config = _in_place(assemble(load_file(file), flags), directory)
+        config = assemble(load_file(file), flags).with_run(out=directory)  # to which it may have been moved
         found["model"] = partial(subjects.trial_of_config, config, trace=trace)
     return found
-
-
-def _in_place(config: RunConfig, directory: Path) -> RunConfig:
-    """Return the configuration with the run's present directory, to which it may have been moved."""
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, out=directory))
 
 
 def _flags(recipe: str | None, device: str) -> Settings:

@@ -23,8 +23,7 @@ def forecast_run(config: RunConfig, *, gpus: int = 1) -> memory.Forecast:
     Raises:
         ConfigError: unknown recipe, or fewer than one GPU.
     """
-    run = replace(config.run, compile="off" if config.run.compile == "off" else "on", graph="off")
-    planned = replace(config, run=run)
+    planned = config.with_run(compile="off" if config.run.compile == "off" else "on", graph="off")
     return memory.forecast(lambda: _program(planned), gpus=gpus)
 
 
