@@ -67,14 +67,10 @@ OPTIONAL = {
     "versions",
     symptom="an error or wrong numbers right after installation",
     remedy="Install versions that were tested together: torch 2.11 to 2.13 with triton 3.6.",
+    read=lambda _: versions(),
 )
-def software(machine: Machine) -> Finding:
-    """Compare the installed versions with `KNOWN`."""
-    return judge_versions(versions())
-
-
-def judge_versions(found: Mapping[str, str | None]) -> Finding:
-    """Return the finding for versions by package; None for a missing one."""
+def software(found: Mapping[str, str | None]) -> Finding:
+    """Compare the installed versions, by package, with `KNOWN`; None for a missing one."""
     known = [(k, found[k.package]) for k in KNOWN if _is_between(k, found.get(k.package))]
     bad = [(k, version) for k, version in known if k.verdict != Verdict.OK]
     rows = [{"package": k.package, "version": version, "known": k.what} for k, version in known]
@@ -140,14 +136,10 @@ SLOW: dict[str, tuple[tuple[str, ...], str]] = {
     "variables",
     symptom="the same run is slower here than elsewhere, or than before",
     remedy="Unset them, unless they are intended.",
+    read=lambda machine: machine.environ,
 )
-def variables(machine: Machine) -> Finding:
+def variables(environ: Mapping[str, str]) -> Finding:
     """Find variables that slow a run down."""
-    return judge_variables(machine.environ)
-
-
-def judge_variables(environ: Mapping[str, str]) -> Finding:
-    """Return the finding for an environment."""
     in_force = {name: value for name, value in sorted(environ.items()) if name in SLOW or name.startswith(PREFIXES)}
     slow = [name for name, (values, _) in SLOW.items() if in_force.get(name) in values]
     if slow:
