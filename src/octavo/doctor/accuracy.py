@@ -90,16 +90,11 @@ COSINE = 0.9
     symptom="the loss in FP8 stays above the loss in BF16",
     remedy="Use a finer recipe (block), or keep the named layer, or its block, in BF16: octavo localize finds which.",
     needs=fp8_layers,
+    read=lambda trial: (*map(float, trial.losses()), _cosines(trial)),
 )
-def drift(trial: Trial) -> Finding:
-    """Compare loss and gradients of one batch. The loss limits are the dashboard's."""
-    fp8, high = (float(loss) for loss in trial.losses())
-    cosines = _cosines(trial)
-    return judge_drift(fp8, high, cosines)
-
-
-def judge_drift(fp8: float, high: float, cosines: Mapping[str, float]) -> Finding:
-    """Return the finding for two losses and the cosines of the layers' gradients."""
+def drift(read: tuple[float, float, Mapping[str, float]]) -> Finding:
+    """Judge a batch's loss in FP8 and without, and its gradients' cosines. The loss limits are the dashboard's."""
+    fp8, high, cosines = read
     worst = min(cosines, key=lambda name: (not math.isnan(cosines[name]), cosines[name]), default="none")
     cosine = cosines.get(worst, 1.0)
     gap = 100 * (fp8 - high) / abs(high) if high else 0.0
@@ -158,23 +153,23 @@ def judge_sums(fast: float, slow: float, layers: int) -> Finding:
 # quantised BF16 copies of the weights itself, which exporting codes avoids.
 
 
+def _code_rows(trial: Trial) -> list[dict[str, Any]]:
+    names = {id(module): name for name, module in trial.model.named_modules()}
+    layers = [module for module in trial.model.modules() if isinstance(module, Linear) and module.recipe.fprop.is_fp8]
+    with torch.no_grad():
+        rows = [_code_row(names[id(group[0])], group) for group in fusion_groups(trial.model, layers)]
+    return [row for row in rows if row is not None]
+
+
 @check(
     "serving",
     symptom="the served model answers differently from the trained one",
     remedy="A weight was written while its codes were reused: end the octavo.nn.reuse_weight_codes block before that.",
     needs=fp8_layers,
+    read=_code_rows,
 )
-def serving(trial: Trial) -> Finding:
-    """Compare the codes and scales that fprop reads with those to be served."""
-    names = {id(module): name for name, module in trial.model.named_modules()}
-    layers = [module for module in trial.model.modules() if isinstance(module, Linear) and module.recipe.fprop.is_fp8]
-    with torch.no_grad():
-        rows = [_code_row(names[id(group[0])], group) for group in fusion_groups(trial.model, layers)]
-    return judge_codes([row for row in rows if row is not None])
-
-
-def judge_codes(rows: list[dict[str, Any]]) -> Finding:
-    """Return the finding for groups of weights: `weights`, `codes`, `differ`, `scales_differ`, `differ_from_bf16`."""
+def serving(rows: list[dict[str, Any]]) -> Finding:
+    """Compare the codes and scales that fprop reads with those to be served: a row per group of weights."""
     if not rows:
         return skipped("no GEMM of the forward reads a weight in FP8")
     wrong = [row for row in rows if row["differ"] or row["scales_differ"]]
