@@ -20,10 +20,10 @@ from octavo.cli.flags import positive
 from octavo.errors import ConfigError, did_you_mean
 from octavo.models.config import ModelConfig
 from octavo.train.device import WARM_UP_STEPS, gc_frozen
+from octavo.train.profile import profile
 from octavo.train.timing import milliseconds, synchronize
 from octavo_bench.cli import TO_STDOUT, Names, Output, command_line
 from octavo_bench.implementations import BF16
-from octavo_bench.profile import profile
 from octavo_bench.ranks import any_rank, process_group, under_torchrun
 from octavo_bench.results import Row, failure
 from octavo_bench.sharded import Implementation, Layout, implementations, lay_out, part_of_batch

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from octavo._util.terminal import Report, progress, silent
 from octavo.conversion.policy import Policy
 from octavo.errors import DataError
 from octavo.models.factory import count_parameters, model_name
-from octavo.sensitivity.localisation import Report, products
+from octavo.sensitivity.localisation import products
 from octavo.sensitivity.loss import Loss, losses
 from octavo.sensitivity.precision_switch import Choice, switchable
 from octavo.sensitivity.result import Localisation
@@ -35,7 +36,7 @@ def verify(
     maps: int,
     policy: Policy | None = None,
     scales: str | None = None,
-    report: Report = lambda doing: None,
+    report: Report = silent,
 ) -> list[dict[str, Any]]:
     """Return a row for single layers and a row for random maps, as in the result kind `localize`.
 
@@ -51,7 +52,7 @@ def verify(
         batches: data not used for `found`.
         loss: see `Loss`.
         maps: number of single layers, drawn at random, and of random maps.
-        report: called before each measurement.
+        report: called before each measurement, with the share that is done.
     """
     names = [layer.name for layer in found.layers if ("fprop",) in layer.recipes]
     predicted = {layer.name: layer.change.mean for layer in found.layers}
@@ -60,10 +61,12 @@ def verify(
     on_gpu = next(model.parameters()).is_cuda
     with switchable(model, found.recipe, policy, 8192, scales) as switch, products("high" if on_gpu else "highest"):
         before = losses(model, batches, loss)
+        done, total = 1, 1 + sum(map(len, groups.values()))  # forward passes over the batches
         for title, group in groups.items():
             measured, errors = [], []
             for number, inside in enumerate(group):
-                report(f"verify, {title} {number + 1} of {len(group)}")
+                report(f"verify, {title} {number + 1} of {len(group)}", done / total)
+                done += 1
                 chosen: dict[str, Choice] = dict.fromkeys(inside, ("fprop",))
                 with switch.using(chosen):
                     change = losses(model, batches, loss) - before
@@ -118,7 +121,7 @@ def _ranks(values: Sequence[float]) -> np.ndarray[Any, Any]:
 
 
 def verify_run(
-    run: Path, settings: Settings, maps: int, verify_tokens: int, report: Report = lambda doing: None
+    run: Path, settings: Settings, maps: int, verify_tokens: int, report: Report = silent
 ) -> list[dict[str, Any]]:
     """Return the rows of a run's newest weights, localised and verified on different held-out text.
 
@@ -183,7 +186,9 @@ def command(
     device
         cuda or cpu; auto takes the GPU if there is one.
     """
-    rows = verify_run(run, Settings(recipe=recipe, tokens=tokens, device=device), maps, verify_tokens, output.say)
+    settings = Settings(recipe=recipe, tokens=tokens, device=device)
+    with progress() as report:
+        rows = verify_run(run, settings, maps, verify_tokens, report)
     for row in rows:
         output.say(
             f"{row['maps']}, {len(row['predicted'])} on {row['heldout_tokens']:,} other tokens: "

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from octavo.errors import RunError, UnsupportedError
-from octavo_bench import implementations, profile, rates, results, step
+from octavo.train import profile
+from octavo_bench import implementations, rates, results, step
 from octavo_bench.implementations import Implementation
 from octavo_bench.workloads import WORKLOADS
 
@@ -78,6 +79,12 @@ def test_a_step_of_nan_is_not_a_measurement(monkeypatch: pytest.MonkeyPatch) -> 
 
     _with(monkeypatch, bf16=implementations._leave, poisoned=poison)
     assert "gradients are not finite" in bench(WORKLOADS["tiny"])[1]["error"]
+
+
+def test_a_row_in_which_nothing_ran_in_fp8_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    _with(monkeypatch, **{"bf16": implementations._leave, "octavo folded": implementations._leave})
+    row = bench(WORKLOADS["tiny"])[1]
+    assert "no product ran in FP8" in row["error"] and "ms" not in row
 
 
 PROFILE = profile.Profile(

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 
-from octavo._util import terminal
-from octavo._util.terminal import say
+from octavo._util.terminal import progress, say
 from octavo.cli.flags import positive
 from octavo.errors import ConfigError
-
-if TYPE_CHECKING:
-    from octavo.sensitivity.localisation import Report
 
 
 @Parameter(name="*")
@@ -76,22 +70,9 @@ def localize(
     given = {} if how.tokens is None else {"tokens": positive("--tokens", how.tokens)}
     measure = {"auto": None, "measured": True, "predicted": False}[how.times]
     settings = Settings(recipe=recipe, budget=budget, device=device, measure=measure, **given)
-    with _progress() as report:
+    with progress() as report:
         found = localize_run(run, settings, report)
     say(found.to_json() if json_output else found)
     if output is not None:
         say(f"written: {found.save(output)}", to_stderr=True)
     return 0
-
-
-@contextmanager
-def _progress() -> Iterator[Report]:
-    """Show progress on a terminal."""
-    from rich.status import Status
-
-    console = terminal.console(stderr=True)
-    if not console.is_terminal:
-        yield lambda doing: None
-        return
-    with Status("reading the run", console=console) as status:
-        yield lambda doing: status.update(doing)

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from octavo._util.terminal import Report
 from octavo.conversion import revert
 from octavo.recipes import Recipe, load
-from octavo.sensitivity.localisation import Report, localize, parse_budget
+from octavo.sensitivity.localisation import localize, parse_budget
 from octavo.sensitivity.result import Localisation
 from octavo.train import checkpoint
 from octavo.train.files import read_metrics

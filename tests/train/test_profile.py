@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo_bench.profile import Kernel, Profile, category, summarise
+from octavo.train.profile import Kernel, Profile, category, summarise
 
 
 @pytest.mark.parametrize(
