@@ -18,6 +18,7 @@ All are custom operators: on a GPU PyTorch's grouped GEMM and Triton, elsewhere 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels import ledger
-from octavo.kernels.dispatch import launches_on, uses_triton
+from octavo.kernels.dispatch import run_twin
 from octavo.kernels.operator import call, define_packed
 from octavo.kernels.padding import padded_ends, padded_length
 from octavo.kernels.quant_spec import QuantSpec
@@ -170,13 +171,10 @@ def _quantize_groups(
     x: Tensor, ends: Tensor, rows: QuantSpec | None, columns: QuantSpec | None, *folds: Tensor | None
 ) -> list[Quantized | None]:
     _check_ends(ends, x.shape[0])
-    if x.numel() and ends.shape[0] and uses_triton(x, "quantize_groups"):
-        from octavo.kernels.triton import grouped as fast
-
-        with launches_on(x.device):
-            made = fast.quantize_groups(x, ends, rows, columns, *folds)
-    else:
-        made = reference.quantize_groups(x, ends, rows, columns, *folds)
+    arguments, first = (x, ends, rows, columns, *folds), x if len(ends) else ends
+    made: Sequence[tuple[Tensor, Tensor] | None] = run_twin(
+        "grouped.quantize_groups", first, arguments, "quantize_groups"
+    )
     return [None if pair is None else Quantized(*pair, PER_ROW) for pair in made]
 
 
@@ -191,12 +189,7 @@ def _check_ends(ends: Tensor, tokens: int) -> None:
 
 
 def _transpose_groups(codes: Tensor, ends: Tensor) -> list[Tensor]:
-    if codes.numel() and ends.shape[0] and uses_triton(codes, "transpose_groups"):
-        from octavo.kernels.triton import grouped as fast
-
-        with launches_on(codes.device):
-            return [fast.transpose_groups(codes, ends)]
-    return [reference.transpose_groups(codes, ends)]
+    return [run_twin("grouped.transpose_groups", codes if len(ends) else ends, (codes, ends), "transpose_groups")]
 
 
 def _transpose_groups_shape(codes: Tensor, ends: Tensor) -> list[Tensor]:
