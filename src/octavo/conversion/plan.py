@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Literal, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from octavo.conversion.experts import FoundExperts, find_experts, no_grouped_kernel
 from octavo.conversion.fusion_patterns import FusionPattern, find_gates, find_mlps, find_structures, full_name
 from octavo.conversion.gain import predicted_gain
 from octavo.conversion.mode import suspended
@@ -24,6 +25,8 @@ from octavo.kernels.dispatch import on_gpu, planning_for
 from octavo.kernels.explain import GPUS, gemm_kernel
 from octavo.kernels.gemm import EMULATED
 from octavo.nn.conv import AnyConvolution, unsupported_reason_recipe
+from octavo.nn.experts import FIRST, SECOND, ExpertRoles, unfused_reason
+from octavo.nn.grouped import unsupported_reason as unsupported_reason_grouped
 from octavo.nn.operands import dtype_note
 from octavo.recipes import GEMMS, Evidence, Recipe, RecipeLike, load
 
@@ -34,9 +37,11 @@ class LayerPlan:
 
     name: str
     kind: str = "linear"
-    """`linear`, or the convolution and its kernel, as in `conv2d 3x3`."""
+    """`linear`, the convolution and its kernel, as in `conv2d 3x3`, or the number of experts, as in `128 experts`."""
     shape: tuple[int, int]
     """(N, K) of its GEMM: output features, input features; of a convolution channels out, and in times kernel."""
+    count: int = 1
+    """Number of such matrices: experts."""
     recipe: str
     precision: str
     """fprop / dgrad / wgrad, each fp8 or bf16."""
@@ -74,6 +79,8 @@ class Plan:
     """Layer name -> the recipe it runs by."""
     structures: tuple[FusionPattern, ...] = ()
     """What is computed together."""
+    experts: dict[str, ExpertRoles] = field(default_factory=dict)
+    """Modules of experts that compute in FP8, by full name, and what their parameters are."""
     policy: Policy = field(default_factory=Policy, repr=False)
     """The policy that it was made with."""
     unapplied: tuple[str, ...] = ()
@@ -135,8 +142,10 @@ def make_plan(
     layers = list(_layers(model))
     layers_by_name = dict(layers)
     device = torch.device(device) if device is not None else _device_of(model)
-    _check_patterns(recipe, policy, [name for name, _ in layers])
-    recipes = {name: _recipe_for(name, recipe) for name, _ in layers}
+    experts = find_experts(model)
+    names = [*layers_by_name, *(full_name(name, product) for name in experts for product in (FIRST, SECOND))]
+    _check_patterns(recipe, policy, names)
+    recipes = {name: _recipe_for(name, recipe) for name in names}
     mlps = find_mlps(model)
     in_mlps = find_gates(model) | {
         full_name(name, child) for name, roles in mlps.items() for child in (*roles.inner, roles.down)
@@ -153,6 +162,11 @@ def make_plan(
         for name, layer in layers
     )
     rows = plan_weights(model, layers_by_name, rows, recipes, policy.weights)
+    ordered = {name: number for number, (name, _) in enumerate(model.named_modules())}
+    expert_rows = [
+        row for name, found_ in experts.items() for row in plan_experts(model, name, found_, recipes, policy, device)
+    ]
+    rows = tuple(sorted((*rows, *expert_rows), key=lambda row: ordered[_owner(row)]))
     chosen = {row.name: recipes[row.name] for row in rows if row.is_fp8}
     linears = {row.name: recipes[row.name] for row in rows if row.is_fp8 and row.kind == "linear"}
     keep_input = {row.name for row in rows if row.keeps_input}
@@ -167,10 +181,54 @@ def make_plan(
         layers=rows,
         recipes=chosen,
         structures=structures,
+        experts={_owner(row): experts[_owner(row)].roles for row in expert_rows if row.is_fp8},  # type: ignore[misc]
         policy=policy,
         unapplied=unapplied,
-        notes=tuple(_notes(rows, {layers_by_name[name].weight.dtype for name in chosen}, device, recipe)),
+        notes=tuple(_notes(rows, {_weight(model, row).dtype for row in rows if row.is_fp8}, device, recipe)),
     )
+
+
+def _owner(row: LayerPlan) -> str:
+    """Return the full name of the module that a row is about: that of experts has two."""
+    return row.name if row.count == 1 else row.name.rpartition(".")[0]
+
+
+def _weight(model: nn.Module, row: LayerPlan) -> Tensor:
+    module = model.get_submodule(_owner(row))
+    return cast(Tensor, module.weight) if row.count == 1 else next(module.parameters())
+
+
+def plan_experts(
+    model: nn.Module, name: str, found: FoundExperts, recipes: dict[str, Recipe], policy: Policy, device: torch.device
+) -> Iterator[LayerPlan]:
+    """Yield the rows of both products of a module of experts."""
+    names = full_name(name, FIRST), full_name(name, SECOND)
+    blocks = policy.blocks_to_keep(model)
+    kept = next((why for block, why in blocks.items() if f"{name}.".startswith(f"{block}.")), None)
+    kept = kept or policy.reason_to_keep_experts(name, model.get_submodule(name), found) or no_grouped_kernel(device)
+    reasons = {each: kept or unsupported_reason_grouped(recipes[each]) for each in names}
+    fused = all(reason is None and recipes[each].is_fp8 for each, reason in reasons.items()) and found.roles
+    why = fused and unfused_reason(found.roles, *(recipes[each] for each in names))
+    for each, shape in zip(names, (found.first, found.second), strict=True):
+        recipe, reason = recipes[each], reasons[each]
+        if reason is None and not recipe.is_fp8:
+            reason = "the recipe says bf16"
+        if reason is not None:
+            recipe = load("bf16")
+        elif fused:
+            reason = f"product by product: {why}" if why else f"fused: sort, gate, up, {found.roles.kind}, down, sum"
+        kernel = "scaled_grouped_mm" if on_gpu(device) else "reference"
+        yield LayerPlan(
+            name=each,
+            kind=f"{found.count} experts",
+            shape=shape,
+            count=found.count,
+            recipe=recipe.name,
+            precision=" / ".join(recipe.gemm(gemm).precision for gemm in GEMMS),
+            kernels=" / ".join(kernel if recipe.gemm(gemm).is_fp8 else "-" for gemm in GEMMS),
+            gain=None,
+            reason=reason or "",
+        )
 
 
 def _notes(
@@ -323,8 +381,8 @@ def table_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 def footer(plan: Plan) -> list[str]:
     """Return the lines below a plan's table: counts, weights in FP8, what is fused, options without effect."""
-    weights = sum(layer.shape[0] * layer.shape[1] for layer in plan.layers)
-    fp8_weights = sum(layer.shape[0] * layer.shape[1] for layer in plan.layers if layer.is_fp8)
+    weights = sum(layer.count * layer.shape[0] * layer.shape[1] for layer in plan.layers)
+    fp8_weights = sum(layer.count * layer.shape[0] * layer.shape[1] for layer in plan.layers if layer.is_fp8)
     share = fp8_weights / weights if weights else 0.0
     layers = "linear layers" if all(layer.kind == "linear" for layer in plan.layers) else "layers"
     total = f"{plan.fp8_layers} of {len(plan.layers)} {layers} in FP8 ({share:.0%} of their weights)"

@@ -143,7 +143,7 @@ class Experts(nn.Module):
             routing = Routing(order, order[:, None], counts.cumsum(0, dtype=torch.int32))
             return self.compute(rows, routing, None)
         if getattr(self, "_is_expert_parallel", False):
-            raise UnsupportedError("experts that transformers shards itself are not computed in FP8: octavo.revert them.")
+            raise UnsupportedError("experts that transformers itself shards over ranks cannot compute in FP8.")
         x, ids, weights = given
         routing = route(ids.reshape(-1, ids.shape[-1]), self.products[0].parts[0].shape[0])
         y = self.compute(x.reshape(-1, x.shape[-1]), routing, weights.reshape(-1, ids.shape[-1]))
@@ -191,8 +191,6 @@ class Experts(nn.Module):
     def _activate(self, y: Tensor) -> Tensor:
         roles = self.expert_roles
         if not roles.kind:
-            if roles.is_interleaved:
-                y = y.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
             return cast(Tensor, self._apply_gate(y))  # type: ignore[operator]
         gate, *up = y.chunk(2, dim=1) if roles.is_gated else (y,)
         h = _VALUES[roles.kind](gate)

@@ -10,6 +10,7 @@ from torch import Tensor
 from octavo.kernels.activation import INPUTS
 from octavo.kernels.quant_spec import QuantSpec, contiguous_rows, empty
 from octavo.kernels.triton.activation import value_and_slope
+from octavo.kernels.triton.cast import to_dtype
 from octavo.kernels.triton.codes import INTERPRETED, SIDE, amax, scale_of, to_codes
 from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.shape import next_power_of_2, row_warps
@@ -90,7 +91,7 @@ def _combine_kernel(y_ptr, out_ptr, place_ptr, total_c, COPIES: tl.constexpr, SI
     for copy in tl.static_range(COPIES):
         row = tl.load(place_ptr + token * COPIES + copy).to(tl.int64)
         total += tl.load(y_ptr + row * total_c + cols, mask=there, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * total_c + cols, total.to(out_ptr.dtype.element_ty), mask=there)
+    tl.store(out_ptr + token * total_c + cols, to_dtype(total, out_ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -125,11 +126,11 @@ def _activation_backward_kernel(
         up = _load_row(up_ptr, up_scale, up_stride, row, total_r, total_c, SIZE)
         h = value * up
         where = d_inputs_ptr + row * 2 * total_c + cols
-        tl.store(where, (weighted * up * slope).to(OUT), mask=there)
-        tl.store(where + total_c, (weighted * value).to(OUT), mask=there)
+        tl.store(where, to_dtype(weighted * up * slope, OUT), mask=there)
+        tl.store(where + total_c, to_dtype(weighted * value, OUT), mask=there)
     else:
         h = value
-        tl.store(d_inputs_ptr + row * total_c + cols, (weighted * slope).to(OUT), mask=there)
+        tl.store(d_inputs_ptr + row * total_c + cols, to_dtype(weighted * slope, OUT), mask=there)
     tl.store(d_weight_ptr + row, tl.sum(dh * h, axis=0))
     codes = to_codes(h * (1.0 / tl.load(scale_ptr + row)), codes_ptr.dtype.element_ty)
     tl.store(codes_ptr + row * total_c + cols, codes, mask=there)
