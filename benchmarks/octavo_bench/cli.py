@@ -36,6 +36,7 @@ COMMANDS = {
     "portability": "portability:command",
     "faults": "faults:command",
     "robustness": "robustness:command",
+    "moe": "moe:command",
     "optimizer": "optimizer:command",
     "memory": "memory:command",
     "reduce": "reduce:command",
