@@ -1,4 +1,4 @@
-"""Reference models in plain PyTorch: a Llama and a GPT, built from one `ModelConfig`.
+"""Reference models in plain PyTorch: a Llama, a GPT and a mixture of experts, built from one `ModelConfig`.
 
 `ModelConfig` and `flops_per_token` do not need torch; the rest is imported on first use, so that the command line
 starts fast.
@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from octavo.models.factory import build, count_parameters
     from octavo.models.gpt import GPT
     from octavo.models.llama import Llama
+    from octavo.models.moe import MoE
 
-__all__ = ["GPT", "Llama", "ModelConfig", "build", "count_parameters", "flops_per_token"]
+__all__ = ["GPT", "Llama", "MoE", "ModelConfig", "build", "count_parameters", "flops_per_token"]
 
 _HOME = {
     "GPT": "octavo.models.gpt",
     "Llama": "octavo.models.llama",
+    "MoE": "octavo.models.moe",
     "build": "octavo.models.factory",
     "count_parameters": "octavo.models.factory",
 }

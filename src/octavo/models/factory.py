@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from octavo.models.config import ModelConfig
 from octavo.models.gpt import GPT
 from octavo.models.llama import Llama
+from octavo.models.moe import MoE
 
 
 def build(config: ModelConfig, seed: int) -> nn.Module:
@@ -20,9 +21,12 @@ def build(config: ModelConfig, seed: int) -> nn.Module:
     Weights depend on the seed only, bit for bit; the global random state is not changed.
     """
     with _SkipInit():
-        model: Llama | GPT = Llama(config) if config.architecture == "llama" else GPT(config)
+        model = _MODELS[config.architecture](config)
     model.reset_parameters(torch.Generator().manual_seed(seed))
     return model
+
+
+_MODELS: dict[str, type[Llama] | type[GPT]] = {"llama": Llama, "gpt": GPT, "moe": MoE}
 
 
 class _SkipInit(TorchFunctionMode):

@@ -170,14 +170,10 @@ class Experts(nn.Module):
 
     def _by_products(self, x: Tensor, routing: Routing, weights: Tensor | None) -> Tensor:
         first, second = self.products
-        rows: Tensor = _Rows.apply(x, *routing[:2])  # type: ignore[no-untyped-call]
+        rows, sorted_ = dispatch(x, weights, routing)
         y = self._activate(self._biased(first(rows, routing.ends), 0, routing.ends))
         y = self._biased(second(y, routing.ends), 1, routing.ends)
-        if weights is not None:
-            sorted_ = weights.new_zeros(len(y)).scatter(0, routing.place.flatten().long(), weights.flatten())
-            y = y * sorted_[:, None].to(y.dtype)
-        result: Tensor = _Sums.apply(y, *routing[:2])  # type: ignore[no-untyped-call]
-        return result
+        return collect(y if weights is None else y * sorted_[:, None].to(y.dtype), routing)
 
     def _biased(self, y: Tensor, number: int, ends: Tensor) -> Tensor:
         if not self.expert_roles.biases:
@@ -252,6 +248,21 @@ def _class_for(parent: type[nn.Module]) -> type[Experts]:
 def _rebuild(parent: type[nn.Module], *arguments: Any) -> Experts:
     cls = _class_for(parent)
     return cls.__new__(cls, *arguments)
+
+
+def dispatch(x: Tensor, weights: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Return tokens (T, D) and their routing weights (T, S), None for 1, as sorted rows: (R, D) and (R,)."""
+    rows: Tensor = _Rows.apply(x, *routing[:2])  # type: ignore[no-untyped-call]
+    if weights is None:
+        return rows, rows.new_ones(len(rows))
+    empty = weights.new_zeros(len(rows))
+    return rows, empty.scatter(0, routing.place.flatten().long(), weights.flatten())
+
+
+def collect(y: Tensor, routing: Routing) -> Tensor:
+    """Return the sums (T, D) of the sorted rows (R, D) of each token."""
+    result: Tensor = _Sums.apply(y, *routing[:2])  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Rows(torch.autograd.Function):
