@@ -1,7 +1,7 @@
 """Time experts: one layer of a mixture beside PyTorch's BF16 grouped GEMM, and layers of a Qwen3-MoE in the Trainer.
 
-The rivals of the layer compute what it computes: tokens are sorted, gathered, multiplied by `torch._grouped_mm`, weighted
-and summed. The best of them, eager or compiled, is the baseline. Routing is uniform and drawn once. What backward keeps
+The rivals of the layer compute the same: tokens are sorted, gathered, multiplied by `torch._grouped_mm`, weighted and
+summed. The best of them, eager or compiled, is the baseline. Routing is uniform and drawn once. What backward keeps
 is the memory of tensors that autograd saves, weights not counted, and codes of weights apart.
 """
 
@@ -11,11 +11,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from cyclopts import Parameter
 from torch import Tensor, nn
 
 from octavo import Policy, convert
@@ -106,7 +105,9 @@ def bench_layers(shapes: Sequence[Shape], device: str, repeats: int, report: Cal
             except Exception as error:  # one that fails must not lose the others
                 row["error"] = failure(error)
             torch._dynamo.reset()
-            best = min((r["ms"] for r in [*found, row] if r["implementation"].startswith(RIVAL) and "ms" in r), default=0)
+            best = min(
+                (r["ms"] for r in [*found, row] if r["implementation"].startswith(RIVAL) and "ms" in r), default=0
+            )
             if "ms" in row:
                 row["ratio_to_bf16"] = round(best / row["ms"], 3) if best else 0.0
             found.append(row)
@@ -194,7 +195,12 @@ def bench_trainer(device: str, recipe: str, report: Callable[[Row], None]) -> li
 def _model(device: str) -> nn.Module:
     from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    sizes: dict[str, Any] = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "vocab_size": 151936}
+    sizes: dict[str, Any] = {
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "vocab_size": 151936,
+    }
     heads: dict[str, Any] = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
     if device == "cpu":
         sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 4, "vocab_size": 128}
@@ -233,7 +239,7 @@ def _train(device: str, precision: str, compiled: bool) -> Row:
             synchronize(device)
             times[-1] += time.perf_counter()
 
-    vocabulary = model.config.vocab_size  # type: ignore[union-attr]
+    vocabulary = int(cast(Any, model).config.vocab_size)
     tokens = torch.randint(vocabulary, (2 * (WARM_UP_STEPS + STEPS), length), device="cpu")
     with tempfile.TemporaryDirectory() as place:
         arguments = TrainingArguments(
@@ -242,7 +248,7 @@ def _train(device: str, precision: str, compiled: bool) -> Row:
             disable_tqdm=True, use_cpu=device == "cpu", dataloader_pin_memory=False,
         )  # fmt: skip
         data = [{"input_ids": row, "labels": row} for row in tokens]
-        trained = Trainer(model, arguments, train_dataset=data, callbacks=[Clock()]).train()  # type: ignore[arg-type]
+        trained = Trainer(model, arguments, train_dataset=data, callbacks=[Clock()]).train()
     ms = 1e3 * statistics.median(times[WARM_UP_STEPS:])
     peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
     row = {"ms": round(ms, 2), "loss": round(trained.training_loss, 4), "fp8_share": round(share, 4)}
@@ -297,7 +303,7 @@ def command(
         Calls of a layer that are timed; the median counts.
     """
     device = device_named(device)
-    parts: Sequence[Annotated[str, Parameter()]] = only or ("layer", "trainer")
+    parts = only or ("layer", "trainer")
     line = command_line("octavo bench moe", only=only, recipe=recipe, repeats=repeats)
     rows, show = list[Row](), output.lines(_name, _figures)
 

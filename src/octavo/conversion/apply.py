@@ -41,7 +41,7 @@ def convert(
     strict: bool = False,
     scales: str | Path | None = None,
 ) -> Plan:
-    """Make a model's linear layers, convolutions and experts compute in FP8, in place, and return the plan that was carried out.
+    """Make a model's linear layers, convolutions and experts compute in FP8, in place, and return the plan carried out.
 
     Call it before the optimizer or after it: the parameters are the same objects. With `Policy(weights="fp8")` call it
     before: the same objects then are FP8 tensors. A model that is already converted is converted again to `recipe`; a
@@ -78,8 +78,8 @@ def convert(
         if name in layers:
             _adopt(layers[name], recipe)
     for name, roles in plan.experts.items():
-        chosen = (plan.recipes.get(full_name(name, product), load("bf16")) for product in (FIRST, SECOND))
-        adopt_experts(model.get_submodule(name), roles, *chosen, plan.policy.activation_inputs)
+        first, second = (plan.recipes.get(full_name(name, product), load("bf16")) for product in (FIRST, SECOND))
+        adopt_experts(model.get_submodule(name), roles, first, second, plan.policy.activation_inputs)
     for row in plan.layers:
         if row.name not in layers:
             continue
@@ -192,7 +192,7 @@ def _check_finite(name: str, weight: Tensor, attribute: str = "weight") -> None:
     count = int((~torch.isfinite(weight)).sum())
     row, column = (int(i) for i in torch.nonzero(~torch.isfinite(weight))[0])
     raise NonFiniteError(
-        f"{'.'.join(filter(None, (name, attribute)))} holds {count} value(s) that are NaN or infinite, the first at row "
-        f"{row}, column {column}. "
+        f"{'.'.join(filter(None, (name, attribute)))} holds {count} value(s) that are NaN or infinite, the first at "
+        f"row {row}, column {column}. "
         "Load a good checkpoint, or find the step that produced them; nothing was converted."
     )

@@ -62,6 +62,11 @@ class LayerPlan:
     """What a precision map says of it."""
 
     @property
+    def is_experts(self) -> bool:
+        """Whether it is a product of a module of experts, and named below that."""
+        return self.kind.endswith(" experts")
+
+    @property
     def is_fp8(self) -> bool:
         """Whether any of its GEMMs runs in FP8."""
         return "fp8" in self.precision
@@ -190,12 +195,12 @@ def make_plan(
 
 def _owner(row: LayerPlan) -> str:
     """Return the full name of the module that a row is about: that of experts has two."""
-    return row.name if row.count == 1 else row.name.rpartition(".")[0]
+    return row.name.rpartition(".")[0] if row.is_experts else row.name
 
 
 def _weight(model: nn.Module, row: LayerPlan) -> Tensor:
     module = model.get_submodule(_owner(row))
-    return cast(Tensor, module.weight) if row.count == 1 else next(module.parameters())
+    return next(module.parameters()) if row.is_experts else cast(Tensor, module.weight)
 
 
 def plan_experts(
@@ -207,16 +212,14 @@ def plan_experts(
     kept = next((why for block, why in blocks.items() if f"{name}.".startswith(f"{block}.")), None)
     kept = kept or policy.reason_to_keep_experts(name, model.get_submodule(name), found) or no_grouped_kernel(device)
     reasons = {each: kept or unsupported_reason_grouped(recipes[each]) for each in names}
-    fused = all(reason is None and recipes[each].is_fp8 for each, reason in reasons.items()) and found.roles
-    why = fused and unfused_reason(found.roles, *(recipes[each] for each in names))
+    runs = all(reason is None and recipes[each].is_fp8 for each, reason in reasons.items())
+    how = _how(found.roles, recipes[names[0]], recipes[names[1]]) if runs and found.roles else ""
     for each, shape in zip(names, (found.first, found.second), strict=True):
         recipe, reason = recipes[each], reasons[each]
         if reason is None and not recipe.is_fp8:
             reason = "the recipe says bf16"
         if reason is not None:
             recipe = load("bf16")
-        elif fused:
-            reason = f"product by product: {why}" if why else f"fused: sort, gate, up, {found.roles.kind}, down, sum"
         kernel = "scaled_grouped_mm" if on_gpu(device) else "reference"
         yield LayerPlan(
             name=each,
@@ -227,8 +230,14 @@ def plan_experts(
             precision=" / ".join(recipe.gemm(gemm).precision for gemm in GEMMS),
             kernels=" / ".join(kernel if recipe.gemm(gemm).is_fp8 else "-" for gemm in GEMMS),
             gain=None,
-            reason=reason or "",
+            reason=reason or how,
         )
+
+
+def _how(roles: ExpertRoles, first: Recipe, second: Recipe) -> str:
+    why = unfused_reason(roles, first, second)
+    inner = "gate, up" if roles.is_gated else "up"
+    return f"product by product: {why}" if why else f"fused: sort, {inner}, {roles.kind}, down, sum"
 
 
 def _notes(

@@ -19,8 +19,8 @@ class ModelConfig:
     """
 
     architecture: Architecture = "llama"
-    """`llama` (RMSNorm, rotary, SwiGLU, no biases), `gpt` (LayerNorm, learned positions, GELU, biases) or `moe` (a Llama
-    with a mixture of experts in each block)."""
+    """`llama` (RMSNorm, rotary, SwiGLU, no biases), `gpt` (LayerNorm, learned positions, GELU, biases) or `moe` (a
+    Llama with a mixture of experts in each block)."""
     vocab: int
     """Number of token ids; a multiple of 16 lets the head run in FP8."""
     dim: int
@@ -32,8 +32,8 @@ class ModelConfig:
     kv_heads: int | None = None
     """Number of key and value heads (grouped queries, `llama` only); None means `heads`."""
     ffn: int | None = None
-    """Hidden width of the feed-forward; None means 8/3 `dim` rounded up (`llama`), 4 `dim` (`gpt`), or for each expert a
-    Llama's divided by the experts that a token goes to (`moe`)."""
+    """Hidden width of the feed-forward; None means 8/3 `dim` rounded up (`llama`), 4 `dim` (`gpt`), or for each expert
+    a Llama's divided by the experts that a token goes to (`moe`)."""
     sequence: int
     """Longest sequence, in tokens."""
     rope_theta: float = 10000.0

@@ -8,8 +8,8 @@ gets their outputs, weighted by these scores over their sum; no token is dropped
     bias    each expert has a bias that is added to its scores for the choice alone. After an optimizer step it grows by
             `balance_rate` where the expert had fewer tokens than the mean, and falls where it had more (Wang et al.
             2024, "Auxiliary-loss-free load balancing").
-    loss    `balance_loss` times X sum_e f_e p_e joins the loss in training, f_e the share of rows and p_e the mean score
-            of expert e (Fedus et al. 2022, Switch Transformer); it is 1 where all are equally busy.
+    loss    `balance_loss` times X sum_e f_e p_e joins the loss in training, f_e the share of rows and p_e the mean
+            score of expert e (Fedus et al. 2022, Switch Transformer); it is 1 where all are equally busy.
 
 Experts are plain parameters (X, 2 F, D) and (X, D, F); the products are PyTorch's grouped GEMMs until `octavo.convert`.
 """

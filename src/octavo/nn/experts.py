@@ -17,6 +17,7 @@ products are computed by `GroupedLinear`, and what lies between them by PyTorch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -31,13 +32,14 @@ from octavo.kernels.experts import Routing, activation_backward, combine, quanti
 from octavo.kernels.grouped import Padded, grouped_gemm, grouped_wgrad, quantize_groups, transpose_groups
 from octavo.nn import telemetry_experts
 from octavo.nn.functional import compute_dtype, spec_of
-from octavo.nn.grouped import GroupedLinear
+from octavo.nn.grouped import GroupedLinear, grouped_linear
 from octavo.nn.mlp import ActivationInputs
 from octavo.nn.operands import check_dtypes
 from octavo.nn.telemetry_ops import Source, stats_buffer_of
 from octavo.nn.weight_codes import quantize_weights
 from octavo.numerics import PER_ROW, Quantized
-from octavo.recipes import Recipe, reused_from
+from octavo.recipes import Recipe, load, reused_from
+from octavo.tensor import is_distributed, local
 
 FIRST, SECOND = "gate_up_gemm", "down_gemm"
 """Names of the products of adopted experts, children of theirs without parameters."""
@@ -107,14 +109,20 @@ class Product(GroupedLinear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """(E, N, K), gate above up: the parameter itself where it is stored so."""
-        return self._stacked(self.parts)
+        """(E, N, K), gate above up: the parameter itself where it is stored so; of sharded experts those here."""
+        return self._stacked([_here(part) for part in self.parts])
 
     @property
     def gradient(self) -> Tensor | None:
         """The gradient of `weight`, None where there is none yet."""
-        gradients = [part.grad for part in self.parts]
-        return None if any(each is None for each in gradients) else self._stacked(cast(list[Tensor], gradients))
+        gradients = [local(part.grad) for part in self.parts if part.grad is not None]
+        return self._stacked(gradients) if len(gradients) == len(self.names) else None
+
+    def multiply(self, rows: Tensor, ends: Tensor, factor: float) -> Tensor:
+        """Return `forward` of sorted rows, with the gradient of the weights multiplied by a factor."""
+        recipe = self.recipe if self.enabled else load("bf16")
+        weight = scaled_gradient(self.weight, factor)
+        return grouped_linear(rows, weight, ends, recipe, stats_buffer_of([self]))
 
     def _stacked(self, parts: list[Tensor]) -> Tensor:
         stack = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2 if self.roles.is_transposed else 1)
@@ -122,6 +130,29 @@ class Product(GroupedLinear):
         if self.roles.is_interleaved and self.names == self.roles.inner:
             stack = stack.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
         return stack if stack.is_contiguous() else stack.contiguous()
+
+
+def _here(parameter: Tensor) -> Tensor:
+    """Return the part of a parameter on this rank, with autograd."""
+    return cast(Any, parameter).to_local() if is_distributed(parameter) else parameter
+
+
+def scaled_gradient(x: Tensor, factor: float) -> Tensor:
+    """Return x, whose gradient is multiplied by a factor."""
+    result: Tensor = x if factor == 1 else _ScaledGradient.apply(x, factor)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return dy * ctx.factor, None
 
 
 class Experts(nn.Module):
@@ -132,6 +163,8 @@ class Experts(nn.Module):
     expert_roles: ExpertRoles
     expert_inputs: ActivationInputs
     """What the inputs of the activation are kept in for backward."""
+    exchange: Callable[[Experts, Tensor, Tensor, Tensor], Tensor] | None = None
+    """Computes (self, x, ids, weights) where other ranks have some of the experts."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return what the module returned: (T, D), or of sorted rows (R, D)."""
@@ -145,9 +178,12 @@ class Experts(nn.Module):
         if getattr(self, "_is_expert_parallel", False):
             raise UnsupportedError("experts that transformers itself shards over ranks cannot compute in FP8.")
         x, ids, weights = given
-        routing = route(ids.reshape(-1, ids.shape[-1]), self.products[0].parts[0].shape[0])
-        y = self.compute(x.reshape(-1, x.shape[-1]), routing, weights.reshape(-1, ids.shape[-1]))
-        return y.to(x.dtype).view(x.shape)
+        flat, ids = x.reshape(-1, x.shape[-1]), ids.reshape(-1, ids.shape[-1])
+        weights = weights.reshape(ids.shape)
+        if self.exchange is not None:
+            return self.exchange(self, flat, ids, weights).to(x.dtype).view(x.shape)
+        routing = route(ids, self.products[0].parts[0].shape[0])
+        return self.compute(flat, routing, weights).to(x.dtype).view(x.shape)
 
     @property
     def products(self) -> tuple[Product, Product]:
@@ -161,24 +197,41 @@ class Experts(nn.Module):
             routing: where each token goes to.
             weights: (T, S), the routing weights; None for 1.
         """
-        first, second = self.products
-        fused = unfused_reason(self.expert_roles, first.recipe, second.recipe) is None
-        if not (fused and first.enabled and second.enabled):
-            return self._by_products(x, routing, weights)
-        options = Options(self.expert_roles.kind, first.recipe, compute_dtype(x), self.expert_inputs == "fp8")
-        return experts(x, weights, (first.weight, second.weight), routing, options, (first, second))
-
-    def _by_products(self, x: Tensor, routing: Routing, weights: Tensor | None) -> Tensor:
-        first, second = self.products
+        if (options := self.options(x)) is not None:
+            first, second = self.products
+            return experts(x, weights, (first.weight, second.weight), routing, options, (first, second))
         rows, sorted_ = dispatch(x, weights, routing)
-        y = self._activate(self._biased(first(rows, routing.ends), 0, routing.ends))
-        y = self._biased(second(y, routing.ends), 1, routing.ends)
-        return collect(y if weights is None else y * sorted_[:, None].to(y.dtype), routing)
+        return collect(self._rows(rows, routing.ends, sorted_), routing)
 
-    def _biased(self, y: Tensor, number: int, ends: Tensor) -> Tensor:
+    def options(self, x: Tensor) -> Options | None:
+        """Return how tokens x are computed by one function, None where they are not."""
+        first, second = self.products
+        if not (first.enabled and second.enabled) or unfused_reason(self.expert_roles, first.recipe, second.recipe):
+            return None
+        return Options(self.expert_roles.kind, first.recipe, compute_dtype(x), self.expert_inputs == "fp8")
+
+    def by_products(self, x: Tensor, routing: Routing, weights: Tensor, factor: float) -> Tensor:
+        """Return y (A, D) for rows x (A, D), product by product.
+
+        Args:
+            routing: with one expert per row.
+            weights: (A, 1), the routing weights.
+            factor: what the gradients of parameters are multiplied by.
+        """
+        rows, sorted_ = dispatch(x, weights, routing)
+        return collect(self._rows(rows, routing.ends, sorted_, factor), routing)
+
+    def _rows(self, rows: Tensor, ends: Tensor, weights: Tensor, factor: float = 1.0) -> Tensor:
+        first, second = self.products
+        y = self._activate(self._biased(first.multiply(rows, ends, factor), 0, ends, factor))
+        y = self._biased(second.multiply(y, ends, factor), 1, ends, factor)
+        return y * weights[:, None].to(y.dtype)
+
+    def _biased(self, y: Tensor, number: int, ends: Tensor, factor: float) -> Tensor:
         if not self.expert_roles.biases:
             return y
         bias = getattr(self, self.expert_roles.biases[number])
+        bias = scaled_gradient(_here(bias), factor)
         if number == 0 and self.expert_roles.is_interleaved:
             bias = bias.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
         expert = torch.searchsorted(ends, torch.arange(len(y), dtype=torch.int32, device=y.device), right=True)
@@ -187,10 +240,10 @@ class Experts(nn.Module):
     def _activate(self, y: Tensor) -> Tensor:
         roles = self.expert_roles
         if not roles.kind:
-            return cast(Tensor, self._apply_gate(y))  # type: ignore[operator]
+            return cast(Tensor, cast(Any, self)._apply_gate(y))
         gate, *up = y.chunk(2, dim=1) if roles.is_gated else (y,)
-        h = _VALUES[roles.kind](gate)
-        return h * up[0] if up else h
+        h: Tensor = _VALUES[roles.kind](gate)
+        return h if not up else h * up[0]
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows of this module."""
@@ -204,7 +257,7 @@ class Experts(nn.Module):
         return _rebuild, (type(self).parent, *reduced[1][1:]), *reduced[2:]
 
 
-_VALUES = {
+_VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -221,7 +274,7 @@ def adopt(module: nn.Module, roles: ExpertRoles, recipe: Recipe, second: Recipe,
         inputs: what the inputs of the activation are kept in for backward.
     """
     module.__class__ = _class_for(type(module))
-    module.expert_roles, module.expert_inputs = roles, inputs
+    vars(module).update(expert_roles=roles, expert_inputs=inputs)
     module.add_module(FIRST, Product(module, roles.inner, roles, recipe))
     module.add_module(SECOND, Product(module, (roles.down,), roles, second))
 
@@ -230,7 +283,7 @@ def release(module: Experts) -> None:
     """Undo `adopt`, in place."""
     for name in (FIRST, SECOND):
         module._modules.pop(name, None)
-    for name in ("expert_roles", "expert_inputs"):
+    for name in ("expert_roles", "expert_inputs", "exchange"):
         module.__dict__.pop(name, None)
     module.__class__ = type(module).parent  # type: ignore[assignment]
 

@@ -34,8 +34,8 @@ def activation_backward(
     kind: str, dh: Tensor, gate: Tensor | Quantized, up: Tensor | Quantized | None, weights: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `octavo.kernels.experts.activation_backward`: d inputs, codes of h, d weights."""
-    gate, up = (x if x is None or isinstance(x, Tensor) else dequantize(x) for x in (gate, up))
-    assert gate is not None
+    gate = gate if isinstance(gate, Tensor) else dequantize(gate)
+    up = up if up is None or isinstance(up, Tensor) else dequantize(up)
     f, slope = value_and_slope(kind, gate.float())
     h = f if up is None else f * up.float()
     d_weights = (dh.float() * h).sum(1)
