@@ -106,7 +106,7 @@ def begin_searches(*outputs: Output) -> None:
         return
     zeros = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
     for (output, scale), part in zip(searching, zeros.split(sizes), strict=True):
-        output.inverse = part[: scale.numel()]
+        output.inverse = part if part.numel() == scale.numel() else part[: scale.numel()]
 
 
 def end_searches(*outputs: Output) -> None:
