@@ -1,4 +1,4 @@
-"""The experts contract: what lies between the grouped GEMMs of a mixture of experts.
+"""The experts contract: the passes beside the grouped GEMMs of a mixture of experts.
 
 T: tokens. S: experts per token. R = T S: rows, one for each pair of a token and its expert, sorted by expert. E:
 experts. D: width. F: hidden width of an expert.

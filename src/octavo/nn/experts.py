@@ -12,7 +12,7 @@ the inputs of the activation (R, 2 F), in BF16 or in codes, and a few numbers pe
 made where a product reads them, in codes, and nowhere kept.
 
 Where something else is asked for - another recipe with row scales, biases, an activation of the module's own - the two
-products are computed by `GroupedLinear`, and what lies between them by PyTorch.
+products are computed by `GroupedLinear`, and the rest by PyTorch.
 """
 
 from __future__ import annotations
@@ -230,8 +230,7 @@ class Experts(nn.Module):
     def _biased(self, y: Tensor, number: int, ends: Tensor, factor: float) -> Tensor:
         if not self.expert_roles.biases:
             return y
-        bias = getattr(self, self.expert_roles.biases[number])
-        bias = scaled_gradient(_here(bias), factor)
+        bias = scaled_gradient(_here(self.get_parameter(self.expert_roles.biases[number])), factor)
         if number == 0 and self.expert_roles.is_interleaved:
             bias = bias.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
         expert = torch.searchsorted(ends, torch.arange(len(y), dtype=torch.int32, device=y.device), right=True)

@@ -17,7 +17,7 @@ from octavo.numerics import dequantize
 from octavo.serving import files
 from octavo.serving.engine_models import EngineModel, engine_model
 from octavo.serving.formats import COMPRESSED_TENSORS, FORMATS, Format
-from octavo.serving.layers import ServedLayer, served_layers, unserved_layers
+from octavo.serving.layers import ServedLayer, served_experts, served_layers, unserved_layers
 from octavo.serving.notes import notes
 from octavo.tensor import FP8Tensor, is_distributed
 
@@ -91,7 +91,10 @@ def export(
         raise ConfigError(f"format: '{format}' is not one of {', '.join(FORMATS)}.{did_you_mean(format, FORMATS)}")
     files.check_free(Path(directory), overwrite)  # fail early
     writer, target = FORMATS[format], engine_model(model, dtype)
-    layers = [] if writer is None else _layers(model, format, writer)
+    experts = {} if writer is None else served_experts(model, target.experts)
+    if experts and target.rename_with_experts is not None:
+        target = target._replace(rename=target.rename_with_experts)
+    layers = [] if writer is None else _layers(model, format, writer, experts)
     coded = [layer for layer in layers if layer.name != target.head]
     renamed = [replace(layer, name=target.rename(layer.name)) for layer in coded]
     left = unserved_layers(model, coded) if layers else {}
@@ -99,7 +102,8 @@ def export(
         left[target.head] = "engines compute the head in high precision, from the values of its codes"
     others = {target.rename(name): reason for name, reason in left.items()}
     quantization = {} if writer is None else {"quantization_config": writer.config(renamed, others)}
-    tensors = dict(_tensors(model, {layer.name: layer for layer in layers}, writer, target, dtype))
+    stored = {layer.name: layer for layer in layers}, experts
+    tensors = dict(_tensors(model, *stored, writer, target, dtype))
     contents = {"config.json": {**target.config, **(config or {}), **quantization}, **(texts or {})}
     return Exported(
         directory=str(directory),
@@ -112,9 +116,11 @@ def export(
     )
 
 
-def _layers(model: nn.Module, format: str, writer: Format) -> list[ServedLayer]:
+def _layers(
+    model: nn.Module, format: str, writer: Format, experts: Mapping[str, Sequence[ServedLayer]]
+) -> list[ServedLayer]:
     """Return the layers in FP8; checks that the format can store each."""
-    layers = served_layers(model)
+    layers = [*served_layers(model), *(layer for parts in experts.values() for layer in parts)]
     if not layers:
         raise ConfigError("export: no linear layer is in FP8. Call octavo.convert first, or use the format 'plain'.")
     for layer in layers:
@@ -134,6 +140,7 @@ def _supports_all(writer: Format, layers: Sequence[ServedLayer]) -> bool:
 def _tensors(
     model: nn.Module,
     layers: Mapping[str, ServedLayer],
+    experts: Mapping[str, Sequence[ServedLayer]],
     writer: Format | None,
     target: EngineModel,
     dtype: torch.dtype,
@@ -147,6 +154,11 @@ def _tensors(
         seen.add(id(tensor))
         if is_distributed(tensor):
             raise UnsupportedError(f"export: '{name}' is sharded over ranks. Export a checkpoint: octavo export RUN.")
+        if writer is not None and name in experts:
+            for expert in experts[name]:
+                for part, stored in writer.tensors(expert).items():
+                    yield f"{target.rename(expert.name)}.{part}", stored.detach().cpu()
+            continue
         layer = layers.get(module) if last == "weight" else None
         if layer is not None and module == target.head:
             parts = {last: dequantize(layer.weight, dtype)}
