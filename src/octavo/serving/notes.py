@@ -59,8 +59,8 @@ def _experts(layers: Sequence[ServedLayer]) -> Iterator[str]:
     for layer in layers:
         if re.search(r"\.experts\.\d+\.", layer.name):
             yield (
-                f"{layer.name} is in FP8, one tensor per expert, as vLLM and SGLang load it; transformers loads experts "
-                "in high precision only (octavo.Policy(keep=['*.experts']), or the format 'plain')."
+                f"{layer.name} is in FP8, one tensor per expert, as vLLM and SGLang load it; transformers loads "
+                "experts in high precision only (octavo.Policy(keep=['*.experts']), or the format 'plain')."
             )
 
 
