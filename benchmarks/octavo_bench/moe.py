@@ -7,17 +7,23 @@ is the memory of tensors that autograd saves, weights not counted, and codes of 
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from octavo import Policy, convert
+from octavo.conversion import enable
+from octavo.distributed import expert_parallel, rank_loads
 from octavo.kernels import record
 from octavo.train.timing import milliseconds, synchronize, warm_up
 from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named
@@ -255,6 +261,48 @@ def _train(device: str, precision: str, compiled: bool) -> Row:
     return row | {"peak_gib": round(peak, 2)}
 
 
+# --- on several ranks ------------------------------------------------------------------------------------------------
+
+
+def bench_parallel(shapes: Sequence[Shape], device: str, repeats: int, report: Callable[[Row], None]) -> None:
+    """Time experts that are divided over the ranks of torchrun, in FP8 and in BF16, on tokens of every rank."""
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    ranks = dist.get_world_size()
+    for shape in shapes:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"experts": Mixture(shape, device)})
+        convert(model, "folded", policy=Policy(min_gain=0))
+        expert_parallel(model, init_device_mesh(device, (ranks,)))
+        torch.manual_seed(dist.get_rank())
+        x, ids, weights, dy = _inputs(shape, device)
+        inputs, base = [x, weights, *model.parameters()], 0.0
+        for precision in ("bf16", "folded"):
+            row: Row = {"workload": f"{shape.name} per rank, {ranks} ranks", "implementation": f"octavo {precision}"}
+            try:
+                enable(model, precision != "bf16")
+                step = partial(_step, model["experts"], (x, ids, weights), inputs, dy)
+                for _ in range(3):
+                    step()
+                dist.barrier()
+                row["ms"] = round(statistics.median(milliseconds(step, device, repeats)), 3)
+                base = row["ms"] if precision == "bf16" else base
+                row |= {
+                    "ratio_to_bf16": round(base / row["ms"], 3),
+                    "rank_load": round(rank_loads(model)["experts"], 3),
+                }
+            except Exception as error:
+                row["error"] = failure(error)
+            if dist.get_rank() == 0:
+                report(row)
+    dist.destroy_process_group()
+
+
+def _step(module: nn.Module, given: tuple[Tensor, ...], inputs: list[Tensor], dy: Tensor) -> None:
+    torch.autograd.grad(module(*given), inputs, dy)
+
+
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
@@ -290,11 +338,12 @@ def command(
         octavo bench moe
         octavo bench moe --only layer
         octavo bench moe --only trainer --recipe folded_fast
+        torchrun --nproc-per-node 2 -m octavo bench moe --only parallel
 
     Parameters
     ----------
     only
-        layer, trainer or profile; the first two by default.
+        layer, trainer, profile or parallel; the first two by default.
     recipe
         Recipe in the Trainer.
     device
@@ -318,6 +367,8 @@ def command(
             output.say(each)
     if "layer" in parts:
         bench_layers(shapes, device, repeats, report)
+    if "parallel" in parts:
+        bench_parallel(shapes, device, repeats, report)
     if "trainer" in parts:
         bench_trainer(device, recipe, report)
     return output.finish("moe", rows, line, device=device) if rows else 0
