@@ -83,7 +83,7 @@ class Block(nn.Module):
 
     def feed(self, config: ModelConfig) -> nn.Module:
         """Return a new feed-forward."""
-        return FeedForward(config.dim, config.ffn_dim)
+        return FeedForward(config)
 
     def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
         """Return the residual stream after this block, in the shape and dtype of `x_BTD`."""
@@ -120,8 +120,10 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: `w2(silu(w1(x)) * w3(x))`."""
 
-    def __init__(self, dim: int, ffn: int) -> None:
+    def __init__(self, config: ModelConfig, ffn: int | None = None) -> None:
+        """Make the layers. ffn: the hidden width; None means `config.ffn_dim`."""
         super().__init__()
+        dim, ffn = config.dim, ffn or config.ffn_dim
         self.w1 = nn.Linear(dim, ffn, bias=False)
         self.w2 = nn.Linear(ffn, dim, bias=False)
         self.w3 = nn.Linear(dim, ffn, bias=False)

@@ -86,7 +86,7 @@ class Mixture(nn.Module):
         self.router = nn.Linear(config.dim, config.experts, bias=False)
         self.experts = Experts(config.experts, config.dim, config.ffn_dim)
         shared = config.shared_experts * config.ffn_dim
-        self.shared = FeedForward(config.dim, shared) if shared else None
+        self.shared = FeedForward(config, shared) if shared else None
         self.register_buffer("bias", torch.zeros(config.experts))
         self.register_buffer("counts", torch.zeros(config.experts), persistent=False)
 

@@ -147,12 +147,13 @@ class _ScaledGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
         ctx.factor = factor
+        ctx.set_materialize_grads(False)
         return x.view_as(x)
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return dy * ctx.factor, None
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None if dy is None else dy * ctx.factor, None
 
 
 class Experts(nn.Module):
@@ -323,12 +324,13 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, source: Tensor, place: Tensor) -> Tensor:
         ctx.save_for_backward(place)
+        ctx.set_materialize_grads(False)
         return x[source]
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return combine(dy.contiguous(), *ctx.saved_tensors), None, None
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None if dy is None else combine(dy.contiguous(), *ctx.saved_tensors), None, None
 
 
 class _Sums(torch.autograd.Function):
@@ -337,12 +339,13 @@ class _Sums(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, source: Tensor, place: Tensor) -> Tensor:
         ctx.save_for_backward(source)
+        ctx.set_materialize_grads(False)
         return combine(y.contiguous(), place)
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return dy[ctx.saved_tensors[0]], None, None
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None if dy is None else dy[ctx.saved_tensors[0]], None, None
 
 
 # --- one function for all of it ---------------------------------------------------------------------------------------
