@@ -33,6 +33,12 @@ def test_versions_are_held_against_what_is_known(versions: dict[str, str | None]
     assert bool(found.remedy) == (verdict != "ok")
 
 
+def test_without_a_gpu_no_triton_is_warned_of() -> None:
+    found = software.judge_versions({**GOOD, "triton": "3.9.0"}, on_gpu=False)
+    assert found.verdict == "ok" and "triton 3.9.0" in found.seen
+    assert "not tested" not in software.software.look(Machine(torch.device("cpu"))).seen
+
+
 def test_the_fault_of_triton_that_octavo_avoids_is_known() -> None:
     assert any("11111" in row["known"] for row in software.judge_versions(GOOD).rows)
 
@@ -41,7 +47,7 @@ def test_only_a_gpu_misses_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "_version", lambda name: None)
     here, there = (software.packages.look(Machine(torch.device(kind))) for kind in ("cpu", "cuda"))
     assert here.verdict == "ok" and "tokenizers (BPE tokenizers)" in here.seen, here
-    assert there.verdict == "warning" and there.remedy == "pip install triton; pip install 'octavo[energy]'.", there
+    assert there.verdict == "warning" and there.remedy == 'pip install triton; pip install "octavo[energy]".', there
 
 
 @pytest.mark.parametrize("name", SLOW)

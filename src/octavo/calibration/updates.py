@@ -110,7 +110,7 @@ class Recalibration:
             self._telemetry.restart(done)
 
     def step(self, values: NDArray[Any] | None = None) -> dict[str, Calibrated]:
-        """Count a step and update scales if due; return the updated ones.
+        """Count a step and update scales if due; return the updated ones, on the first rank with their previous ones.
 
         Args:
             values: if `rows` were given, the values of this step, whenever `updates.looks` returns True for it.
@@ -138,7 +138,8 @@ class Recalibration:
             scaling_state.save(self._path)
         made = scaling_state.recalibrate(names, self.updates.margin, how)
         if made and is_first_rank():
-            calibration.update(self._path, made)
+            written = calibration.update(self._path, made)
+            return {name: written[name] for name in made}
         return made
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.kernels.activation import KINDS
-from octavo.kernels.dispatch import capability, on_gpu
+from octavo.kernels.dispatch import architecture, on_gpu
 from octavo.kernels.reference.activation import value
 from octavo.nn.experts import ExpertRoles, Experts, release
 from octavo.nn.probe import computes, shallow_copy
@@ -39,8 +39,8 @@ class FoundExperts:
     """(N, K) of the first product of an expert."""
     second: tuple[int, int]
     """(N, K) of the second."""
-    roles: ExpertRoles | None
-    """What its parameters are; None where its forward is none that is known."""
+    roles: ExpertRoles
+    """What its parameters are."""
 
 
 def find_experts(model: nn.Module) -> dict[str, FoundExperts]:
@@ -51,6 +51,8 @@ def find_experts(model: nn.Module) -> dict[str, FoundExperts]:
         if stacks is None:
             continue
         roles = module.expert_roles if isinstance(module, Experts) else _roles_of(module)
+        if roles is None:
+            continue
         experts = next(iter(stacks.values())).shape[0]
         first, second = _sizes(stacks, roles)
         found[name] = FoundExperts(count=experts, first=first, second=second, roles=roles)
@@ -61,8 +63,8 @@ def no_grouped_kernel(device: torch.device) -> str | None:
     """Return why a device has no grouped FP8 GEMM, where the reference would be slower than BF16; None on a CPU."""
     if not on_gpu(device):
         return None
-    major, minor = capability(device)
-    return None if major >= 9 else f"compute capability {major}.{minor}: grouped FP8 GEMMs start with 9.0"
+    found = architecture(device)
+    return None if found.grouped else f"{found.name}: it has no grouped FP8 GEMM that Octavo was run with"
 
 
 def _stacks(module: nn.Module) -> dict[str, Tensor] | None:
@@ -76,10 +78,7 @@ def _stacks(module: nn.Module) -> dict[str, Tensor] | None:
     return stacks if len(others) in (0, 2) and all(p.dim() == 2 for p in others.values()) else None
 
 
-def _sizes(stacks: dict[str, Tensor], roles: ExpertRoles | None) -> tuple[tuple[int, int], tuple[int, int]]:
-    if roles is None:
-        first, *_, second = stacks.values()
-        return (first.shape[1], first.shape[2]), (second.shape[1], second.shape[2])
+def _sizes(stacks: dict[str, Tensor], roles: ExpertRoles) -> tuple[tuple[int, int], tuple[int, int]]:
     shapes = [sorted_shape(stacks[name], roles) for name in (*roles.inner, roles.down)]
     return (sum(n for n, _ in shapes[:-1]), shapes[0][1]), shapes[-1]
 

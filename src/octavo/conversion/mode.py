@@ -22,6 +22,8 @@ from octavo.conversion.matmul_ops import PARSERS, MatmulCall
 from octavo.conversion.operators import Operators
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.bmm import batched_unsupported_reason
+from octavo.kernels.devices import Rates
+from octavo.kernels.dispatch import rates
 from octavo.nn.functional import compute_dtype
 from octavo.recipes import RecipeLike, load
 
@@ -59,7 +61,7 @@ class autocast(TorchFunctionMode):
         self._watched = self.operators.watched()
         self._active = enabled
         self._silenced: list[list[autocast]] = []
-        self._gains: dict[tuple[int, int, int, int, int], float] = {}
+        self._gains: dict[tuple[Rates, int, int, int, int, int], float] = {}
 
     def __enter__(self) -> AutocastReport:
         """Begin the block and return its report, which goes on where an earlier block of the same object ended."""
@@ -112,18 +114,18 @@ class autocast(TorchFunctionMode):
             return "a batch whose sizes are no multiples of `multiple`"
         if device.type != "cuda":
             return None
-        if self._gain(*product.sizes, product.taps, product.batch) < rules.min_gain:
+        if (known := rates(device)) and self._gain(known, *product.sizes, product.taps, product.batch) < rules.min_gain:
             return "too small to gain: below `min_gain`"
         if product.batch > rules.max_loop and (reason := self._why_looped(device)) is not None:
             return f"a batch of more than `max_loop`: {reason}"
         return None
 
-    def _gain(self, rows: int, cols: int, terms: int, taps: int, batch: int) -> float:
+    def _gain(self, known: Rates, rows: int, cols: int, terms: int, taps: int, batch: int) -> float:
         if torch.compiler.is_compiling():  # what it traces must not change what it looks at
-            return predicted_gain(self.recipe, cols, terms, rows, taps, batch)
-        key = rows, cols, terms, taps, batch
+            return predicted_gain(self.recipe, cols, terms, rows, taps, batch, rates=known)
+        key = known, rows, cols, terms, taps, batch
         if key not in self._gains:
-            self._gains[key] = predicted_gain(self.recipe, cols, terms, rows, taps, batch)
+            self._gains[key] = predicted_gain(self.recipe, cols, terms, rows, taps, batch, rates=known)
         return self._gains[key]
 
     def _why_looped(self, device: torch.device) -> str | None:

@@ -17,6 +17,8 @@ from octavo.monitor.system import SystemProbe
 LOAD_SECONDS = 1.0
 _UNCORRECTED, _SINCE_START, _OF_MULTIPROCESSORS = 1, 0, 1
 """NVML constants."""
+_MOST_LINKS = 18
+"""NVLinks of a GPU: as many as any has."""
 BRAKES = {
     0x08: "hardware slowdown",
     0x20: "thermal limit (software)",
@@ -54,6 +56,19 @@ class Gpu(SystemProbe):
             "default_power_limit_watts": None if default is None else default / 1e3,
             "highest_clock_mhz": self._ask("nvmlDeviceGetMaxClockInfo", _OF_MULTIPROCESSORS),
         }
+
+    def link_gb_per_s(self) -> float | None:
+        """Return what the links of this GPU are made for, GB/s in one direction: NVLink if it is up, else PCIe.
+
+        Per NVLink 20 GB/s in version 1, 25 up to version 4, 50 from 5 on; PCIe by generation and width. None without
+        NVML.
+        """
+        up = [self._ask("nvmlDeviceGetNvLinkVersion", link) for link in range(_MOST_LINKS)
+              if self._ask("nvmlDeviceGetNvLinkState", link) == 1]  # fmt: skip
+        if rates := [20.0 if version < 2 else 25.0 if version < 5 else 50.0 for version in up if version]:
+            return sum(rates)
+        lanes, generation = (self._ask(f"nvmlDeviceGetMaxPcieLink{what}") for what in ("Width", "Generation"))
+        return None if not lanes or not generation else lanes * 0.985 * 2.0 ** (generation - 3)
 
     def memory_errors(self) -> dict[str, Any]:
         """Return the state of ECC, uncorrected errors since the driver started, and row remapping."""

@@ -19,6 +19,8 @@ from octavo import kernels
 from octavo.conversion.gain import predicted_gain
 from octavo.doctor.check import Finding, check, failure, ok, skipped, warning
 from octavo.doctor.subjects import Trial, a_gpu, fp8_layers
+from octavo.kernels.devices import H200, Rates
+from octavo.kernels.dispatch import rates
 from octavo.nn import Conv1d, Conv2d, Linear
 from octavo.nn.hooks import hooked
 from octavo.recipes import Recipe
@@ -78,8 +80,11 @@ Layer = Linear | Conv1d | Conv2d
     needs=fp8_layers,
 )
 def shapes(trial: Trial) -> Finding:
-    """Predict the gain of every FP8 layer on an H200, for its tokens per step."""
-    return judge_shapes(_shape_rows(trial), on_gpu=trial.device.type == "cuda")
+    """Predict the gain of every FP8 layer for its tokens per step, on this GPU; on an H200 where there is none."""
+    on_gpu = trial.device.type == "cuda"
+    if on_gpu and rates(trial.device) is None:
+        return skipped("Octavo has no rates of this GPU to predict a gain with; `octavo bench step` measures it")
+    return judge_shapes(_shape_rows(trial), on_gpu=on_gpu)
 
 
 def judge_shapes(rows: list[dict[str, Any]], *, on_gpu: bool) -> Finding:
@@ -110,13 +115,14 @@ def _shape_rows(trial: Trial) -> list[dict[str, Any]]:
     hooks = (layer.register_forward_hook(count(name, layer)) for name, layer in trial.layers.items())
     with hooked(hooks), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         trial.loss()
-    return [_shape_row(name, trial.layers[name], seen) for name, seen in tokens.items()]
+    known = rates(trial.device) or H200
+    return [_shape_row(name, trial.layers[name], seen, known) for name, seen in tokens.items()]
 
 
-def _shape_row(name: str, layer: Layer, tokens: int) -> dict[str, Any]:
+def _shape_row(name: str, layer: Layer, tokens: int, known: Rates) -> dict[str, Any]:
     out, features = layer.weight.shape[0], math.prod(layer.weight.shape[1:])
     taps = 0 if isinstance(layer, Linear) else math.prod(layer.kernel_size)
-    gain = predicted_gain(layer.recipe, out, features, tokens, taps)
+    gain = predicted_gain(layer.recipe, out, features, tokens, taps, rates=known)
     multiple = _multiple(layer.recipe)
     pads = multiple if any(size % multiple for size in (out, features, tokens)) else 0
     return {"layer": name, "shape": f"{out} x {features}", "tokens": tokens, "gain": round(gain, 3), "pads": pads}

@@ -202,7 +202,9 @@ class Loop(Guarded):
 
     def _convert(self, recipe: Recipe) -> None:
         assert self.plan is not None
-        self.plan = convert(self.model, recipe, policy=self.plan.policy, tokens=self.plan.tokens)
+        plan = self.plan
+        allow = plan.allow_reference
+        self.plan = convert(self.model, recipe, policy=plan.policy, tokens=plan.tokens, allow_reference=allow)
 
     def _start_telemetry(self) -> None:
         telemetry = Telemetry(self.model)

@@ -65,7 +65,7 @@ class Recording(NamedTuple):
         slots = [*tensors, stream, *self.slots]
         for call, arguments, outputs, finished in self.steps:
             made = call(*arguments(slots))
-            if type(outputs) is int:
+            if isinstance(outputs, int):
                 slots[outputs] = made
             elif outputs is not None:
                 for slot, part in zip(outputs, made, strict=True):
@@ -173,7 +173,7 @@ class _Recorder(TorchDispatchMode):
     """Collects the steps of a function while it runs."""
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.inputs = len(tensors)
         self.slots: list[Any] = []
         self.steps: list[tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...] | int | None]] = []

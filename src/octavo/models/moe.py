@@ -36,11 +36,13 @@ class MoE(Llama):
         """Return a new block."""
         return MoEBlock(config)
 
-    def run_blocks(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> tuple[Tensor, Tensor | None]:
+    def run_blocks(
+        self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, mask_B1TT: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the residual stream after all blocks, and the balance loss of the model in training."""
         balance = x_BTD.new_zeros((), dtype=torch.float32)
         for block in self.layers:
-            x_BTD, part = block(x_BTD, cos_TE, sin_TE)
+            x_BTD, part = block(x_BTD, cos_TE, sin_TE, mask_B1TT)
             balance = balance + part
         in_loss = self.training and self.config.balance_loss > 0
         return x_BTD, balance * self.config.balance_loss if in_loss else None
@@ -67,9 +69,11 @@ class MoEBlock(Block):
         """Return a new feed-forward."""
         return Mixture(config)
 
-    def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, mask_B1TT: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the residual stream after this block, and its balance loss, FP32 ()."""
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TE, sin_TE)
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TE, sin_TE, mask_B1TT)
         y_BTD, balance = self.feed_forward(self.ffn_norm(x_BTD))
         return x_BTD + y_BTD, balance
 

@@ -343,6 +343,13 @@ def read_weights(
     return WeightCodes((Quantized(*attached, recipe.fprop.weight.tile),), rows)
 
 
+def requantises_exactly(recipe: Recipe) -> bool:
+    """Return whether the codes of an input follow from its values and fprop's scale, for wgrad as for fprop."""
+    operand = recipe.fprop.input
+    follow = (operand.granularity, operand.scaling, operand.rounding) == ("row", "power_of_two", "nearest")
+    return follow and recipe.fprop.is_fp8 and recipe.wgrad.is_fp8 and recipe.wgrad.input.is_folded
+
+
 def known_codes(codes: WeightCodes | None, weights: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
     """Return codes and scale of weights where these are known, and not those of another number of layers."""
     if codes is None or codes.rows != tuple(weight.shape[0] for weight in weights):
@@ -508,6 +515,9 @@ def wgrad(
     """Return dW (N, K) of the stack. kept: what `read_input` kept of X."""
     if h is None:
         return torch.cat([product(dy_MN.t(), kept[0]) for dy_MN in dys])
+    if kept[0].element_size() > 1 and requantises_exactly(recipe):
+        x_KM = kernels.requantize_transposed(kept[:1], kept[1], spec_of(recipe.fprop.input), h.codes)
+        return kernels.gemm(h, x_KM, dtype, recipe.wgrad.accumulate)
     if kept[0].element_size() > 1:
         return wgrad_of_input(h, kept[0], spec_of(recipe.wgrad.input), dtype, recipe.wgrad.accumulate)
     return kernels.gemm(h, transposed_input(kept, recipe, h.codes), dtype, recipe.wgrad.accumulate)

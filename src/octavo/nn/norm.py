@@ -219,9 +219,9 @@ def _gives_rms_norm(module: nn.Module, dtype: torch.dtype, tolerance: float) -> 
     """Run the module's forward, with another weight, on rows that eps changes not at all, by half and very much."""
     eps, width = cast(float, _eps_of(module)), cast(Tensor, module.weight).shape[0]
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(width, generator=generator, device="cpu").to(dtype)
-    rows = torch.tensor([[[1.0], [30.0]], [[eps**0.5], [eps]]], device="cpu")
-    x = (torch.randn(2, 2, width, generator=generator, device="cpu") * rows).to(dtype)
+    weight = torch.randn(width, generator=generator, device="cpu", dtype=torch.float32).to(dtype)
+    rows = torch.tensor([[[1.0], [30.0]], [[eps**0.5], [eps]]], device="cpu", dtype=torch.float32)
+    x = (torch.randn(2, 2, width, generator=generator, device="cpu", dtype=torch.float32) * rows).to(dtype)
 
     def probe(training: bool) -> nn.Module:
         made = shallow_copy(module, training)
