@@ -38,6 +38,7 @@ COMMANDS = {
     "localize": "localize:command",
     "faults": "faults:command",
     "robustness": "robustness:command",
+    "moe": "moe:command",
     "optimizer": "optimizer:command",
     "memory": "memory:command",
     "reduce": "reduce:command",

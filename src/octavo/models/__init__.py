@@ -1,4 +1,4 @@
-"""Reference models in plain PyTorch: a Llama and a GPT, built from one `ModelConfig`.
+"""Reference models in plain PyTorch: a Llama, a GPT and a mixture of experts, built from one `ModelConfig`.
 
 `ModelConfig` and `flops_per_token` do not need torch; the rest is imported on first use, so that the command line
 starts fast.
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from octavo.models.factory import build, count_parameters
     from octavo.models.gpt import GPT
     from octavo.models.llama import Llama
+    from octavo.models.moe import MoE
 
-__all__ = ["GPT", "Llama", "ModelConfig", "build", "count_parameters", "flops_per_token"]
+__all__ = ["GPT", "Llama", "MoE", "ModelConfig", "build", "count_parameters", "flops_per_token"]
 
-__getattr__ = lazy(__name__, {"gpt": "GPT", "llama": "Llama", "factory": "build count_parameters"})
+__getattr__ = lazy(__name__, {"gpt": "GPT", "llama": "Llama", "moe": "MoE", "factory": "build count_parameters"})
