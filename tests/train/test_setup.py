@@ -113,7 +113,7 @@ def test_each_level_of_fp8_lm_trains(configure: Configure, tmp_path: Path) -> No
         found.append(train(configure(model=MODEL, run=run, optimizer={"lr": 3e-3})))
     assert all(summary["heldout_loss_fp8"] < 2.0 for summary in found)
     weights, states = ([summary[f"{of}_bytes_per_parameter"] for summary in found] for of in ("weight", "optimizer"))
-    assert weights[0] == weights[1] == 2 > weights[2] and states[0] > 2 * states[1]
+    assert weights[0] == weights[1] == 2 > weights[2] and states[0] > 1.5 * states[1]
 
 
 def test_a_run_in_fp8_weights_reaches_the_loss_of_bf16_weights(configure: Configure, tmp_path: Path) -> None:
