@@ -204,6 +204,9 @@ class ParallelConfig:
     """Format of activations sent between stages; `fp8` with a scale per token, `stored` unchanged."""
     reduce: Literal["fp32", "bf16", "bf16-plain", "fp8-block", "fp8-lm", "two-level"] | None = None
     """Gradient reduction over the ranks that share a replica; by default `bf16` where that loses nothing."""
+    states: Literal["sharded", "greedy"] = "sharded"
+    """Where optimizer states are: `sharded` with the weights, or whole on one rank each (`GreedyZeRO`), while every rank
+    has all weights; `greedy` takes `data` = all ranks."""
     gather: Literal["bf16", "stored"] = "bf16"
     """Format in which parameters that are not FP8 codes are gathered; `stored`: as in a single process."""
     embedding: Literal["whole", "rows"] = "whole"
