@@ -124,8 +124,8 @@ class LoopConfig:
     recipe: str = "folded"
     """FP8 recipe: a name listed by `octavo recipes`, or the path of a recipe file."""
     level: Literal[0, 1, 2, 3] = 0
-    """FP8-LM's levels as defaults of other keys (`LEVELS`), each with those before it. 1: gradients and their reduction;
-    2: optimizer states; 3: weights, and what ranks send. What a file or a flag sets itself stays."""
+    """FP8-LM's levels as defaults of other keys, each with those before it. 1: gradients and their reduction; 2: optimizer
+    states; 3: weights, and what ranks send. What a file or a flag sets itself stays."""
     weights: Literal["fp32", "bf16", "fp8"] = "fp32"
     """Storage of weights: FP32 under autocast; BF16; or `fp8`, BF16 with FP8 layers' weights in one byte.
 
@@ -205,8 +205,8 @@ class ParallelConfig:
     reduce: Literal["fp32", "bf16", "bf16-plain", "fp8-block", "fp8-lm", "two-level"] | None = None
     """Gradient reduction over the ranks that share a replica; by default `bf16` where that loses nothing."""
     states: Literal["sharded", "greedy"] = "sharded"
-    """Where optimizer states are: `sharded` with the weights, or whole on one rank each (`GreedyZeRO`), while every rank
-    has all weights; `greedy` takes `data` = all ranks."""
+    """Optimizer states: `sharded` with the weights; `greedy`: each whole on one rank, where every rank has all weights
+    (`octavo.distributed.GreedyZeRO`; `data` is the number of ranks)."""
     gather: Literal["bf16", "stored"] = "bf16"
     """Format in which parameters that are not FP8 codes are gathered; `stored`: as in a single process."""
     embedding: Literal["whole", "rows"] = "whole"
