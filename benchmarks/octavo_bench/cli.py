@@ -32,6 +32,7 @@ COMMANDS = {
     "parity": "parity:parity",
     "compare": "study:compare",
     "tiers": "study:tiers",
+    "finetune": "finetune:command",
     "stress": "stress:command",
     "portability": "portability:command",
     "faults": "faults:command",

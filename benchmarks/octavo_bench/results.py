@@ -96,6 +96,18 @@ KINDS: dict[str, dict[str, type]] = {
         "cause": str,
         "recovered": bool,
     },
+    "finetune": {
+        "method": str,
+        "task": str,
+        "seed": int,
+        "samples": int,
+        "fp8": float,
+        "fp8_error": float,
+        "bf16": float,
+        "bf16_error": float,
+        "difference": float,
+        "difference_error": float,
+    },
     "robustness": {"class": str, "tried": int, "survived": int, "named": int, "seed": int},
     "localize": {"workload": str, "layers": int, "predicted": list, "measured": list, "rank_correlation": float},
 }

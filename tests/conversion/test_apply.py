@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -175,12 +176,42 @@ def test_a_policy_that_keeps_a_converted_layer_turns_it_back(model, converted):
 
 def test_subclasses_are_left_alone_and_the_plan_says_why():
     class Lora(nn.Linear):
-        pass
+        def forward(self, x):
+            return super().forward(x) * 2
 
     model = nn.Sequential(Lora(64, 64), nn.Linear(64, 64))
     plan = convert(model)
     assert type(model[0]) is Lora and type(model[1]) is Linear
     assert plan.layers[0].reason == "Lora is a subclass of nn.Linear with a forward of its own"
+
+
+class Named(nn.Linear):
+    """A class of a library, such as torchtitan's, that computes as nn.Linear does."""
+
+    note = "mine"
+
+
+def test_a_subclass_that_keeps_the_forward_is_converted_and_remains_what_it_was(tmp_path):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model = nn.Sequential(Named(64, 64), nn.Linear(64, 64))
+    model.load_state_dict(plain.state_dict())
+    x = torch.randn(8, 64)
+    assert convert(model).fp8_layers == convert(plain).fp8_layers == 2
+    assert isinstance(model[0], Named) and isinstance(model[0], Linear) and model[0].note == "mine"
+    assert torch.equal(model(x), plain(x))
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert isinstance(twin[0], Named) and twin[0].recipe == model[0].recipe and torch.equal(twin(x), plain(x))
+    assert convert(model, "rowwise").fp8_layers == 2 and model[0].recipe.name == "rowwise"
+    assert revert(model) == 2 and type(model[0]) is Named
+
+
+def test_a_weight_that_is_computed_stays_as_it_is():
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)), nn.Linear(64, 64))
+    plan = convert(model)
+    assert [layer.is_fp8 for layer in plan.layers] == [False, True]
+    assert plan.layers[0].reason == "its weight is computed, by a parametrization for example"
+    model(torch.randn(8, 64)).sum().backward()
 
 
 def test_subclasses_of_our_own_layer_are_left_alone_too():

@@ -26,7 +26,7 @@ layers.*.router (2)  256 x 64  bf16    bf16                   {ROUTER}
 layers.*.tiny (2)    8 x 64    bf16    bf16                   fewer than 32 features
 lm_head              96 x 64   bf16    bf16                   {HEAD}
 
-4 of 9 linear layers in FP8 (45% of their weights) on cpu
+4 of 9 linear layers in FP8 (45% of their weights, 45% of all parameters) on cpu
 norm: fused: norm + quantise""".lstrip()
 
 
@@ -68,7 +68,7 @@ def test_the_plan_of_bf16_keeps_everything_and_says_so(model):
     assert plan.fp8_layers == 0 and plan.recipes == {}
     assert of(plan, "layers.0.up").reason == "the recipe says bf16"
     assert of(plan, "layers.0.router").reason.startswith("router")
-    assert str(plan).endswith("0 of 9 linear layers in FP8 (0% of their weights) on cpu")
+    assert str(plan).endswith("0 of 9 linear layers in FP8 (0% of their weights, 0% of all parameters) on cpu")
 
 
 def test_recipes_by_pattern_the_last_match_wins(model):
@@ -118,7 +118,9 @@ def test_root_module_that_is_a_linear_layer():
 
 def test_models_without_linear_layers():
     for empty in (nn.MaxPool2d(3), nn.Sequential(), nn.Identity()):
-        assert "\n0 of 0 linear layers in FP8 (0% of their weights) on cpu\n" in str(make_plan(empty))
+        assert "\n0 of 0 linear layers in FP8 (0% of their weights, 0% of all parameters) on cpu\n" in str(
+            make_plan(empty)
+        )
 
 
 def test_a_model_on_the_meta_device():

@@ -47,7 +47,7 @@ def test_only_a_gpu_misses_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "_version", lambda name: None)
     here, there = (software.packages.look(Machine(torch.device(kind))) for kind in ("cpu", "cuda"))
     assert here.verdict == "ok" and "tokenizers (BPE tokenizers)" in here.seen, here
-    assert there.verdict == "warning" and there.remedy == "pip install triton; pip install 'octavo[energy]'.", there
+    assert there.verdict == "warning" and there.remedy == 'pip install triton; pip install "octavo[energy]".', there
 
 
 @pytest.mark.parametrize("name", SLOW)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from octavo._util.terminal import silent
 from octavo.errors import CheckpointError, ConfigError, DataError
 from octavo.sensitivity.run import Settings, localize_run, progress_of
 from octavo_bench import results
@@ -25,7 +26,9 @@ def run(tmp_path_factory: pytest.TempPathFactory, train_run: Callable[..., Path]
 
 def test_of_a_run(run):
     told = []
-    found, rows = localize_run(run, Settings(recipe="tensorwise", tokens=1024, device="cpu"), told.append)
+    found, rows = localize_run(
+        run, Settings(recipe="tensorwise", tokens=1024, device="cpu"), lambda doing, _: told.append(doing)
+    )
     assert (len(found.layers), found.recipe.name, found.timing, rows) == (LAYERS, "tensorwise", "predicted", [])
     assert found.loss == pytest.approx(math.log(272), rel=0.1) and found.budget == pytest.approx(found.loss / 1000)
     assert "loss, layers.0.attention.wq" in told and "gradient, layers.0.feed_forward.w2 dgrad" in told
@@ -33,7 +36,7 @@ def test_of_a_run(run):
 
 
 def test_the_recipe_is_that_of_the_run(run):
-    found, _ = localize_run(run / "checkpoints" / "step-000003", Settings(tokens=256, device="cpu"), lambda doing: None)
+    found, _ = localize_run(run / "checkpoints" / "step-000003", Settings(tokens=256, device="cpu"), silent)
     assert found.recipe.name == "folded"
 
 
@@ -80,7 +83,7 @@ def test_what_is_not_there(octavo, run, tmp_path):
     with pytest.raises(CheckpointError, match="contains no checkpoint"):
         octavo(["localize", tmp_path])
     with pytest.raises(DataError, match="Leave some to verify on"):
-        localize_run(run, Settings(tokens=10**7, maps=2, device="cpu"), lambda doing: None)
+        localize_run(run, Settings(tokens=10**7, maps=2, device="cpu"), silent)
 
 
 def test_progress_is_the_slope_against_the_logarithm():

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from octavo._util import terminal
-from octavo._util.terminal import say
+from octavo._util.terminal import progress, say
 from octavo.cli.bench import benchmarks
 from octavo.cli.flags import positive
 from octavo.errors import ConfigError
-
-if TYPE_CHECKING:
-    from octavo.sensitivity.localisation import Report
-
 
 Write = Annotated[
     Path | None,
@@ -97,7 +90,7 @@ def localize(
     }
     measure = {"auto": None, "measured": True, "predicted": False}[times]
     settings = Settings(recipe=recipe, budget=budget, device=device, measure=measure, maps=verify, **given)
-    with _progress() as report:
+    with progress() as report:
         found, rows = localize_run(run, settings, report)
     if json_output:
         say(json.dumps({**json.loads(found.to_json()), "verified": rows}, indent=1))
@@ -122,16 +115,3 @@ def _verified(row: dict[str, Any]) -> str:
         f"verified by {row['maps']}, {len(row['predicted'])} on {row['heldout_tokens']:,} other tokens: "
         f"rank correlation {row['rank_correlation']:.3f} (each measured ± {row['error']:.0e})"
     )
-
-
-@contextmanager
-def _progress() -> Iterator[Report]:
-    """Show progress on a terminal."""
-    from rich.status import Status
-
-    console = terminal.console(stderr=True)
-    if not console.is_terminal:
-        yield lambda doing: None
-        return
-    with Status("reading the run", console=console) as status:
-        yield lambda doing: status.update(doing)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from octavo._util.terminal import console, say
+from octavo._util.terminal import console, progress, say
 from octavo.cli.flags import COMMON, configure, positive, with_flags_of
 from octavo.errors import ConfigError
 from octavo.train.config import RunConfig
@@ -120,10 +120,11 @@ def _memory(config: RunConfig, gpus: int, fits: float | None, json_output: bool)
     if fits is not None and not 0 < fits < math.inf:
         raise ConfigError(f"--fits {fits}: must be a positive number of GiB.")
     model, forecast = config.model, None
-    if fits is None:
-        forecast = forecast_run(config, gpus=gpus)
-    elif (found := largest_model(config, fits, gpus=gpus)) is not None:
-        model, forecast = found
+    with progress() as report:
+        if fits is None:
+            forecast = forecast_run(config, gpus=gpus, report=report)
+        elif (found := largest_model(config, fits, gpus=gpus, report=report)) is not None:
+            model, forecast = found
     if forecast is None:
         say(f"no model of these proportions fits {fits} GiB", to_stderr=True)
         return 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,9 +13,7 @@ from octavo._util.terminal import say
 
 
 def dashboard(
-    folder: Path = Path("runs"),
-    /,
-    *,
+    *folders: Path,
     port: int | None = None,
     open_browser: Annotated[bool, Parameter(name="--open", negative=())] = False,
 ) -> int:
@@ -28,11 +27,12 @@ def dashboard(
         octavo dashboard
         octavo dashboard runs/demo --open
         octavo dashboard runs/ --port 8000
+        octavo dashboard /mnt/node1/runs /mnt/node2/runs
 
     Parameters
     ----------
-    folder
-        Folder with runs at any depth, or one run.
+    folders
+        Folders with runs at any depth, such as those of several machines, or one run; by default runs.
     port
         Port number; 0 for any free port. By default 7117 or the next free one.
     open_browser
@@ -40,14 +40,17 @@ def dashboard(
     """
     from octavo.monitor.dashboard.server import serve
 
+    roots = folders or (Path("runs"),)
+
     def ready(address: str) -> None:
-        say(f"{folder}: {address} (Ctrl-C to end)")
+        say(f"{', '.join(map(str, roots))}: {address} (Ctrl-C to end)")
         if open_browser:
             import webbrowser
 
             webbrowser.open(address)
 
-    serve(folder, port=port, ready=ready)
+    with suppress(KeyboardInterrupt):  # the way to end it
+        serve(*roots, port=port, ready=ready)
     return 0
 
 

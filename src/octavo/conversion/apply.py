@@ -11,9 +11,9 @@ from typing import cast
 import torch
 from torch import nn
 
-from octavo.conversion.fusion_patterns import FusionPattern, full_name
+from octavo.conversion.fusion_patterns import FusionPattern, reader_of
 from octavo.conversion.mode import keep, suspended
-from octavo.conversion.plan import Plan, make_plan, refuse_reference, refuse_unapplied
+from octavo.conversion.plan import Plan, layers_of, make_plan, refuse_reference, refuse_unapplied
 from octavo.conversion.policy import Policy
 from octavo.conversion.weights import check_free, make_plain, store
 from octavo.errors import NonFiniteError
@@ -24,6 +24,7 @@ from octavo.nn.conv import AnyConvolution, Conv1d, Conv2d, Convolution
 from octavo.nn.fp8_weights import values
 from octavo.nn.functional import spec_of
 from octavo.nn.fused import FusedMLP, MLPRoles, fuse, unfuse
+from octavo.nn.linear import is_adopted, is_transposed
 from octavo.nn.norm import Norm, adopt
 from octavo.nn.scaling_state import attach_scaling_state
 from octavo.nn.shared import SharedInput
@@ -63,10 +64,10 @@ def convert(
         refuse_reference(plan)
     if strict:
         refuse_unapplied(plan)
-    if not plan.fp8_layers:
+    if not plan.fp8_layers or plan.is_little:
         for note in plan.notes:
             warn_once(f"octavo.convert: {note}")
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | AnyConvolution)}
+    layers = layers_of(model)
     for name in plan.recipes:
         _check_finite(name, layers[name])
     calibrated = None if scales is None else calibration.read(Path(scales))
@@ -83,17 +84,17 @@ def convert(
             layer.keeps_input = row.keeps_input
     for structure in plan.structures:
         _join(model.get_submodule(structure.name), structure, plan)
-    book = attach_scaling_state({name: module for name, module in layers.items() if type(module) is Linear}, model)
+    book = attach_scaling_state({name: module for name, module in layers.items() if is_adopted(module)}, model)
     if book is not None and calibrated is not None:
         book.start_from(calibrated)
     return plan
 
 
 def _adopt(layer: nn.Linear | AnyConvolution, recipe: Recipe) -> None:
-    if isinstance(layer, nn.Linear):
-        Linear.adopt(layer, recipe)
-    else:
+    if isinstance(layer, AnyConvolution):
         (Conv1d if isinstance(layer, nn.Conv1d) else Conv2d).adopt(layer, recipe)
+    else:
+        Linear.adopt(layer, recipe)
 
 
 def _join(module: nn.Module, structure: FusionPattern, plan: Plan) -> None:
@@ -103,8 +104,8 @@ def _join(module: nn.Module, structure: FusionPattern, plan: Plan) -> None:
         adopt(module, None if operand is None else spec_of(operand), structure.norm_inputs)
         return
     if structure.kind == "attention":
-        reader = full_name(structure.name.rpartition(".")[0], structure.layers[0])
-        cast(ScaledDotProduct, module).keep_codes(plan.recipes[reader])
+        core = cast(ScaledDotProduct, module)
+        core.keep_codes(plan.recipes[reader_of(structure.name, core)])
         return
     if structure.kind == "mlp":
         roles = MLPRoles(structure.activation, structure.layers[:-1], structure.layers[-1])
@@ -123,7 +124,7 @@ def revert(model: nn.Module) -> int:
     """
     count = _release(model)
     for module in model.modules():
-        if type(module) is nn.Linear:
+        if isinstance(module, nn.Linear) and not isinstance(module, Linear):
             make_plain(module)
     return count
 
@@ -137,7 +138,7 @@ def _release(model: nn.Module) -> int:
             module.release()
         elif isinstance(module, ScaledDotProduct):
             module.keep_values()
-        elif isinstance(module, nn.Linear | AnyConvolution):
+        elif isinstance(module, nn.Linear | AnyConvolution) or is_transposed(module):
             keep(module.weight, None)
     layers = _fp8_layers(model)
     for layer in layers:
@@ -171,7 +172,7 @@ def disabled(model: nn.Module) -> Iterator[None]:
 
 def _fp8_layers(model: nn.Module) -> list[Linear | Convolution]:
     layers = [module for module in model.modules() if isinstance(module, Linear | Convolution)]
-    return [layer for layer in layers if type(layer) in (Linear, Conv1d, Conv2d)]  # subclasses are their users' own
+    return [m for m in layers if is_adopted(m) or type(m) in (Conv1d, Conv2d)]  # subclasses are their users' own
 
 
 def _check_finite(name: str, layer: nn.Linear | AnyConvolution) -> None:

@@ -9,23 +9,35 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 
-from octavo.conversion.fusion_patterns import FusionPattern, find_gates, find_mlps, find_structures, full_name
+from octavo.conversion.fusion_patterns import (
+    FusionPattern,
+    find_gates,
+    find_mlps,
+    find_structures,
+    full_name,
+    reader_of,
+)
 from octavo.conversion.gain import predicted_gain
+from octavo.conversion.heads import find_heads
 from octavo.conversion.mode import suspended
 from octavo.conversion.policy import Policy
 from octavo.conversion.unapplied import find_unapplied
+from octavo.conversion.unconverted import Unconverted, find_unconverted
 from octavo.conversion.weights import plan_weights
 from octavo.errors import ConfigError, UnsupportedError, did_you_mean
 from octavo.kernels.devices import GPUS
 from octavo.kernels.dispatch import architecture, is_planning, on_gpu, planning_for, rates, triton_unsupported_reason
 from octavo.kernels.explain import gemm_kernel
 from octavo.kernels.gemm import EMULATED
+from octavo.nn.attention import ScaledDotProduct
 from octavo.nn.conv import AnyConvolution, unsupported_reason_recipe
+from octavo.nn.functional import requantises_exactly
+from octavo.nn.linear import is_transposed
 from octavo.nn.operands import dtype_note
 from octavo.recipes import GEMMS, Evidence, Recipe, RecipeLike, load
 
@@ -36,7 +48,7 @@ class LayerPlan:
 
     name: str
     kind: str = "linear"
-    """`linear`, or the convolution and its kernel, as in `conv2d 3x3`."""
+    """`linear`, `stored as K x N` of a transposed one, or the convolution and its kernel, as in `conv2d 3x3`."""
     shape: tuple[int, int]
     """(N, K) of its GEMM: output features, input features; of a convolution channels out, and in times kernel."""
     recipe: str
@@ -83,12 +95,32 @@ class Plan:
     unapplied: tuple[str, ...] = ()
     """Where the policy asks for activations in FP8 and they are not: a line each, with the reason."""
     notes: tuple[str, ...] = ()
-    """What else a user may not expect: nothing in FP8, or weights in FP16, or in FP32 on a GPU."""
+    """What else a user may not expect: nothing or little in FP8, weights in FP16, or in FP32 on a GPU."""
+    unconverted: tuple[Unconverted, ...] = ()
+    """Weights that no layer reads which could be converted."""
+    parameters: int = 0
+    """The number of all parameters of the model."""
 
     @property
     def fp8_layers(self) -> int:
         """The count of layers that run in FP8."""
         return sum(layer.is_fp8 for layer in self.layers)
+
+    @property
+    def fp8_weights(self) -> int:
+        """The number of weights of layers that run in FP8."""
+        return sum(math.prod(layer.shape) for layer in self.layers if layer.is_fp8)
+
+    @property
+    def share(self) -> float:
+        """The share of FP8 in the FLOPs that a token costs in products with weights; of a convolution, per pixel."""
+        layers = sum(math.prod(layer.shape) for layer in self.layers)
+        return self.fp8_weights / max(layers + sum(weight.multiplied for weight in self.unconverted), 1.0)
+
+    @property
+    def is_little(self) -> bool:
+        """Whether less than half of these FLOPs is in FP8, as weights are left that no layer reads."""
+        return bool(self.unconverted) and self.share < 0.5
 
     @property
     def fp8_shares(self) -> dict[str, float]:
@@ -117,7 +149,8 @@ class Plan:
         body = {"recipe": self.recipe.name, "device": self.device, "tokens": self.tokens}
         layers = [asdict(layer) for layer in self.layers]
         structures = [asdict(structure) for structure in self.structures]
-        said = {"unapplied": self.unapplied, "notes": self.notes}
+        said: dict[str, Any] = {"unapplied": self.unapplied, "notes": self.notes, "parameters": self.parameters}
+        said["unconverted"] = [asdict(weight) for weight in self.unconverted]
         return json.dumps({**body, "layers": layers, "structures": structures, **said}, indent=1)
 
     def __str__(self) -> str:
@@ -154,7 +187,7 @@ def make_plan(
             return replace(make_plan(model, recipe, policy=policy, tokens=tokens, device="cuda"), device=str(device))
     recipe, policy = load(recipe), policy or Policy()
     policy.check_patterns(model)
-    layers = list(_layers(model))
+    layers = list(layers_of(model).items())
     layers_by_name = dict(layers)
     device = torch.device(device) if device is not None else _device_of(model)
     _check_patterns(recipe, policy, [name for name, _ in layers])
@@ -163,10 +196,10 @@ def make_plan(
     in_mlps = find_gates(model) | {
         full_name(name, child) for name, roles in mlps.items() for child in (*roles.inner, roles.down)
     }
-    blocks = policy.blocks_to_keep(model)
+    blocks, heads = policy.blocks_to_keep(model), find_heads(model)
     kept = {
         name: next((why for block, why in blocks.items() if f"{name}.".startswith(f"{block}.")), None)
-        or policy.reason_to_keep(name, layer, name in in_mlps)
+        or policy.reason_to_keep(name, layer, name in in_mlps, id(layer) in heads)
         for name, layer in layers
     }
     found = {name: _evidence_for(name, recipe) for name, _ in layers}
@@ -175,6 +208,7 @@ def make_plan(
         for name, layer in layers
     )
     rows = plan_weights(model, layers_by_name, rows, recipes, policy.weights)
+    rows = _without_second_copies(model, rows, recipes, policy)
     chosen = {row.name: recipes[row.name] for row in rows if row.is_fp8}
     linears = {row.name: recipes[row.name] for row in rows if row.is_fp8 and row.kind == "linear"}
     keep_input = {row.name for row in rows if row.keeps_input}
@@ -182,7 +216,8 @@ def make_plan(
     together = find_structures(model, linears, mlps, *kept_in, keep_input)
     structures = tuple(together) if policy.fuse and linears else ()
     unapplied = tuple(find_unapplied(model, policy, linears, mlps, structures, keep_input))
-    return Plan(
+    known = {id(layer.weight) for _, layer in layers}
+    plan = Plan(
         recipe=recipe,
         device=str(device),
         tokens=tokens,
@@ -191,14 +226,33 @@ def make_plan(
         structures=structures,
         policy=policy,
         unapplied=unapplied,
-        notes=tuple(_notes(rows, {layers_by_name[name].weight.dtype for name in chosen}, device, recipe)),
+        unconverted=tuple(find_unconverted(model, known, policy.min_features)),
+        parameters=sum(p.numel() for p in model.parameters()),
     )
+    dtypes = {layers_by_name[name].weight.dtype for name in chosen}
+    return replace(plan, notes=tuple(_notes(plan, dtypes, device)))
 
 
-def _notes(
-    rows: tuple[LayerPlan, ...], dtypes: set[torch.dtype], device: torch.device, recipe: Recipe
-) -> Iterator[str]:
+def _without_second_copies(
+    model: nn.Module, rows: tuple[LayerPlan, ...], recipes: dict[str, Recipe], policy: Policy
+) -> tuple[LayerPlan, ...]:
+    """Let layers that read attention's output quantise it again in backward: attention keeps that tensor anyway."""
+    if not policy.fuse or policy.attention_output == "fp8":
+        return rows
+    readers = {reader_of(name, core) for name, core in model.named_modules() if isinstance(core, ScaledDotProduct)}
+    readers = {name for name in readers if name in recipes and requantises_exactly(recipes[name])}
+    return tuple(replace(row, keeps_input=True) if row.is_fp8 and row.name in readers else row for row in rows)
+
+
+def _notes(plan: Plan, dtypes: set[torch.dtype], device: torch.device) -> Iterator[str]:
     """Yield what a user may not expect. dtypes: of the weights in FP8 layers."""
+    rows, recipe = plan.layers, plan.recipe
+    if plan.is_little:
+        largest = max(plan.unconverted, key=lambda weight: weight.multiplied)
+        yield (
+            f"Little will run in FP8: {plan.share:.0%} of the FLOPs of products with weights. The largest weight that "
+            f"no layer reads is {largest.name}: {largest.reason}"
+        )
     if reason := device_unsupported_reason(device):
         yield f"{architecture(device).name}: {reason}. `octavo.convert` refuses it unless allow_reference=True"
     elif on_gpu(device) and dtypes:
@@ -224,7 +278,7 @@ def refuse_unapplied(plan: Plan) -> None:
     Raises:
         UnsupportedError: naming the first option that does nothing somewhere, and the reason.
     """
-    if plan.unapplied:
+    if plan.unapplied and plan.policy.memory != "low":  # which asks for whatever the model has
         raise UnsupportedError(
             f"{plan.unapplied[0]}. Leave the option out, or convert with strict=False to go without it there."
         )
@@ -268,11 +322,13 @@ def refuse_reference(plan: Plan) -> None:
             )
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear | AnyConvolution]]:
-    """Yield each layer with a GEMM once, by its first name; a layer used in two places is one layer."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | AnyConvolution):
-            yield name, module
+def layers_of(model: nn.Module) -> dict[str, nn.Linear | AnyConvolution]:
+    """Return each layer with a GEMM once, by its first name; a layer used in two places is one layer."""
+    return {
+        name: cast(nn.Linear, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | AnyConvolution) or is_transposed(module)
+    }
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -341,6 +397,8 @@ def _said(found: Evidence | None) -> str:
 
 def _gemm_of(layer: nn.Linear | AnyConvolution) -> tuple[str, tuple[int, int], int]:
     """Return what a layer is, (N, K) of its GEMM, and the pixels of a convolution's patch, 0 for a linear layer."""
+    if is_transposed(layer):
+        return "stored as K x N", (layer.weight.shape[1], layer.weight.shape[0]), 0
     if isinstance(layer, nn.Linear):
         return "linear", (layer.out_features, layer.in_features), 0
     taps, kernel = math.prod(layer.kernel_size), "x".join(map(str, layer.kernel_size))
@@ -379,19 +437,25 @@ def _table(plan: Plan) -> list[str]:
 def table_rows(plan: Plan) -> list[tuple[str, ...]]:
     """Return the titles and the rows of a plan's table; without a predicted gain there is no column for it."""
     rows = [("layer", "N x K", "recipe", "fprop / dgrad / wgrad", "gain", "why"), *_alike(plan.layers)]
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for weight in plan.unconverted:
+        key = _pattern(weight.name), " x ".join(map(str, weight.shape)), weight.reason
+        groups.setdefault(key, []).append(weight.name)
+    rows += [(_counted(key[0], names), key[1], "-", "not converted", "-", key[2]) for key, names in groups.items()]
     has_gain = any(layer.gain for layer in plan.layers)
     return rows if has_gain else [(*row[:4], row[5]) for row in rows]
 
 
 def footer(plan: Plan) -> list[str]:
     """Return the lines below a plan's table: counts, weights in FP8, what is fused, options without effect."""
-    weights = sum(layer.shape[0] * layer.shape[1] for layer in plan.layers)
-    fp8_weights = sum(layer.shape[0] * layer.shape[1] for layer in plan.layers if layer.is_fp8)
-    share = fp8_weights / weights if weights else 0.0
-    layers = "linear layers" if all(layer.kind == "linear" for layer in plan.layers) else "layers"
-    total = f"{plan.fp8_layers} of {len(plan.layers)} {layers} in FP8 ({share:.0%} of their weights)"
+    weights = sum(math.prod(layer.shape) for layer in plan.layers)
+    layers = "layers" if any("conv" in layer.kind for layer in plan.layers) else "linear layers"
+    share = f"{plan.fp8_weights / max(weights, 1):.0%} of their weights"
+    if plan.unconverted:
+        share += f", {plan.share:.0%} of the FLOPs of products with weights"
+    share += f", {plan.fp8_weights / max(plan.parameters, 1):.0%} of all parameters"
     return [
-        f"{total} on {plan.device}",
+        f"{plan.fp8_layers} of {len(plan.layers)} {layers} in FP8 ({share}) on {plan.device}",
         *_stored(plan),
         *_together(plan.structures),
         *plan.unapplied,

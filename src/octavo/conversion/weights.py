@@ -14,6 +14,7 @@ from octavo.errors import ConfigError
 from octavo.kernels.dispatch import is_plain
 from octavo.nn.conv import AnyConvolution
 from octavo.nn.fp8_weights import recipes_for_fp8_weights, unsupported_reason
+from octavo.nn.linear import is_transposed
 from octavo.recipes import Recipe
 from octavo.tensor import FP8Tensor
 
@@ -54,6 +55,9 @@ def plan_weights(
             saves = 0 if id(weight) in seen else weight.nbytes - codes_and_scales
             result.append(replace(row, weight="fp8", saves=saves))
             seen.add(id(weight))
+        elif weights == "fp8" and row.is_fp8 and is_transposed(layers[row.name]):
+            note = "its weight is stored as (K, N), and stays as it is"
+            result.append(replace(row, reason="; ".join(filter(None, (row.reason, note)))))
         else:
             result.append(row)
     return tuple(result)

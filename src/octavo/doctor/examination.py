@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from octavo.doctor import accuracy, collectives, hardware, kernels, run, software, speed, subjects
+from octavo.doctor import accuracy, collectives, data, hardware, kernels, run, software, speed, subjects
 from octavo.doctor.check import Check, Result, Verdict, failure, run_check
 from octavo.doctor.subjects import Machine
 from octavo.errors import ConfigError, OctavoError, did_you_mean
@@ -40,6 +40,7 @@ CHECKS: dict[str, tuple[Check[Any], ...]] = {
         collectives.collectives,
     ),
     "model": (
+        data.data,
         speed.layers,
         accuracy.nonfinite,
         speed.fallback,

@@ -106,7 +106,7 @@ def packages(machine: Machine) -> Finding:
     missing = [name for name, version in found.items() if version is None]
     rows = [{"package": name, "version": found[name] or "-", "for": purpose} for name, purpose in OPTIONAL.items()]
     listed = ", ".join(f"{name} ({OPTIONAL[name]})" for name in missing)
-    needed = {"triton": "pip install triton", "nvidia-ml-py": "pip install 'octavo[energy]'"}
+    needed = {"triton": "pip install triton", "nvidia-ml-py": 'pip install "octavo[energy]"'}
     missed = [name for name in missing if name in needed and machine.device.type == "cuda"]
     if missed:
         return warning(f"missing: {listed}", remedy=f"{'; '.join(needed[name] for name in missed)}.", rows=rows)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo._util.config_reader import to_dict
 from octavo._util.rng import untouched_generators
 from octavo.conversion import convert, disabled
 from octavo.errors import ConfigError, UnsupportedError
@@ -45,6 +46,8 @@ class Trial:
     """Runs a full training step on that batch: forward, backward, and the optimizer if there is one."""
     trace: Path | None = None
     """Directory for a trace of a few steps."""
+    corpus: Mapping[str, Any] = field(default_factory=dict)
+    """Statistics of the text; empty without one."""
 
     @property
     def device(self) -> torch.device:
@@ -115,7 +118,7 @@ def _of_setup(setup: Setup, trace: Path | None) -> Trial:
     def step() -> None:
         lane.step(inputs_BT, targets_BT, step=1, lr=0.0, accumulate=run.accumulate)
 
-    return Trial(lane.model, loss, step, trace)
+    return Trial(lane.model, loss, step, trace, {**to_dict(setup.corpus), **to_dict(setup.statistics)})
 
 
 def trial_of_function(name: str, *, recipe: str, device: torch.device, trace: Path | None = None) -> Trial:

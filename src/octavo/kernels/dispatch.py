@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -128,6 +129,18 @@ _HERE = nullcontext()
 @cache
 def _has_one_gpu() -> bool:
     return torch.cuda.device_count() == 1
+
+
+def launches_on_current(x: Tensor) -> bool:
+    """Return whether x is on the current GPU, where Triton launches by itself."""
+    return _has_one_gpu() or x.get_device() == torch.cuda.current_device()
+
+
+def has_launch_hooks() -> bool:
+    """Return whether Triton has launch hooks, such as those of a profiler."""
+    knobs = sys.modules.get("triton.knobs")
+    hook = None if knobs is None else knobs.runtime.launch_enter_hook
+    return bool(getattr(hook, "calls", hook is not None))
 
 
 def launches_on(device: torch.device) -> AbstractContextManager[object]:

@@ -66,7 +66,7 @@ def probe_operand(granularity: str, fmt: str, device: torch.device | str) -> Qua
     if is_planning():
         with FakeTensorMode():
             codes = torch.empty(128, 128, dtype=format_named(fmt).dtype, device="cuda")
-            return Quantized(codes, torch.empty(tile.scale_shape(128, 128), device="cuda"), tile)
+            return Quantized(codes, torch.empty(tile.scale_shape(128, 128), device="cuda", dtype=torch.float32), tile)
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise UnsupportedError(f"there is no CUDA device here to ask what it can run: name one of {', '.join(GPUS)}.")
-    return quantize(torch.ones(128, 128, device=device), format_named(fmt), tile)
+    return quantize(torch.ones(128, 128, device=device, dtype=torch.float32), format_named(fmt), tile)

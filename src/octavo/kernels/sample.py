@@ -110,7 +110,7 @@ class Limits(NamedTuple):
 @cache
 def limits(fmt: Format) -> Limits:
     """Return the limits of a format."""
-    binade = 2.0 ** int(torch.tensor(fmt.max).log2().floor())
+    binade = 2.0 ** int(torch.tensor(fmt.max, dtype=torch.float32).log2().floor())
     half = fmt.smallest_subnormal / 2
     return Limits(half, fmt.smallest_normal - half, fmt.max + fmt.epsilon * binade / 2)
 

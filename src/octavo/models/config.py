@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from octavo.errors import ConfigError, did_you_mean
 
 Architecture = Literal["llama", "gpt"]
+ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +41,16 @@ class ModelConfig:
     """Whether the head shares the weight of the token embedding."""
     norm_eps: float = 1e-5
     """Added to the variance in the norms."""
+    head_size: int | None = None
+    """Channels of one head (`llama` only); None means `dim / heads`."""
+    qkv_bias: bool = False
+    """Whether queries, keys and values have biases, as in Qwen 2 (`llama` only)."""
+    qk_norm: bool = False
+    """Whether queries and keys of each head are normalised, as in Qwen 3 (`llama` only)."""
+    rope_scaling: dict[str, float] = field(default_factory=dict)
+    """Llama 3's stretched wavelengths: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings."""
+    documents: Literal["joined", "separate"] = "joined"
+    """`separate`: attention does not leave a document (`llama` only). Chat data set it."""
 
     def __post_init__(self) -> None:
         if self.architecture not in get_args(Architecture):
@@ -55,6 +66,7 @@ class ModelConfig:
             "sequence",
             "rope_theta",
             "norm_eps",
+            "head_size",
         ):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -62,22 +74,36 @@ class ModelConfig:
         self._check_heads()
 
     def _check_heads(self) -> None:
-        if self.dim % self.heads:
+        if self.head_size is None and self.dim % self.heads:
             raise ConfigError(f"model.heads: {self.heads} heads do not divide dim {self.dim}.")
         if self.heads % self.key_value_heads:
             raise ConfigError(f"model.kv_heads: {self.kv_heads} does not divide heads {self.heads}.")
+        of_llama: dict[str, object] = {
+            "head_size": None,
+            "qkv_bias": False,
+            "qk_norm": False,
+            "rope_scaling": {},
+            "documents": "joined",
+        }
+        for name, without in of_llama.items() if self.architecture == "gpt" else ():
+            if getattr(self, name) != without:
+                raise ConfigError(f"model.{name}: {getattr(self, name)!r} needs architecture 'llama'.")
+        if self.rope_scaling and self.rope_scaling.keys() != set(ROPE_SCALING):
+            raise ConfigError(
+                f"model.rope_scaling: needs {', '.join(ROPE_SCALING)}; has {', '.join(self.rope_scaling)}."
+            )
         if self.architecture == "gpt" and self.key_value_heads != self.heads:
             raise ConfigError("model.kv_heads: grouped queries need architecture 'llama'; leave it out for 'gpt'.")
         if self.architecture == "llama" and self.head_dim % 2:
             raise ConfigError(
-                f"model.heads: dim {self.dim} / heads {self.heads} = {self.head_dim} is odd; "
+                f"model.heads: dim {self.dim} / heads {self.heads} gives heads of {self.head_dim}, which is odd; "
                 "rotary positions turn pairs of channels, choose an even head size."
             )
 
     @property
     def head_dim(self) -> int:
         """Channels of one head."""
-        return self.dim // self.heads
+        return self.dim // self.heads if self.head_size is None else self.head_size
 
     @property
     def key_value_heads(self) -> int:

@@ -106,7 +106,8 @@ class Monitor:
         directory: directory of the run, created if missing.
         config: settings of the run as a nested mapping, stored for reference and for comparing runs.
         plan: return value of `octavo.convert`.
-        trackers: `wandb`, `trackio`, `mlflow`; each receives a few aggregates per step.
+        trackers: `wandb`, `trackio`, `mlflow`; each receives a few aggregates per step, and as
+            `mlflow:100` all statistics of tensors every 100 steps.
         resume_from: number of steps completed: continues the run in `directory`, deleting its records past them; 0
             replaces the run.
         telemetry: source of tensor statistics; by default `octavo.nn.telemetry.Telemetry(model, histograms_every=100)`

@@ -187,8 +187,8 @@ class Telemetry:
         pages = sum(1 + 2 * len(group) for group in groups)
         width = WIDTH + BINS if self.histograms_every else WIDTH
         with torch.inference_mode(False):  # it is written to outside of it too
-            self._buffer = torch.full((pages + len(layers), width), torch.nan, device=device)
-            self._one = torch.ones(1, 1, device=device)
+            self._buffer = torch.full((pages + len(layers), width), torch.nan, device=device, dtype=torch.float32)
+            self._one = torch.ones(1, 1, device=device, dtype=torch.float32)
         self._of_gradients = self._buffer.data[pages:]
         places: list[tuple[Row, int]] = []
         top = 0

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from octavo._util.terminal import Report
 from octavo.conversion import revert
 from octavo.errors import DataError
 from octavo.models.factory import count_parameters, model_name
 from octavo.recipes import load
-from octavo.sensitivity.localisation import Report, localize, parse_budget
+from octavo.sensitivity.localisation import localize, parse_budget
 from octavo.sensitivity.result import Localisation
 from octavo.sensitivity.verify import verify
 from octavo.train.files import read_metrics

@@ -14,7 +14,7 @@ from octavo.conversion.gain import predicted_ms
 from octavo.kernels.devices import H200
 from octavo.nn import Linear
 from octavo.nn.hooks import hooked
-from octavo.sensitivity.loss import Loss
+from octavo.sensitivity.loss import Loss, ReportPasses
 from octavo.sensitivity.precision_switch import Choice, Layer, PrecisionSwitch, weight_of
 from octavo.train.timing import milliseconds, warm_up
 
@@ -82,7 +82,7 @@ def predicted(switch: PrecisionSwitch, calls: Mapping[str, Call]) -> dict[str, d
 
 
 def measured(
-    switch: PrecisionSwitch, calls: Mapping[str, Call], dtype: torch.dtype | None, report: Callable[[str], None]
+    switch: PrecisionSwitch, calls: Mapping[str, Call], dtype: torch.dtype | None, report: ReportPasses
 ) -> dict[str, dict[Choice, float]]:
     """Return the milliseconds of forward and backward per layer and choice, including weight quantisation or cast.
 
@@ -102,7 +102,7 @@ def measured(
         kind = type(layer), weight.shape, weight.dtype, weight.requires_grad, call, *_settings(layer)
         key = (*kind, *(recipe.name for recipe in switch.offered[name].values()))
         if key not in known:
-            report(f"time, {name}")
+            report(f"time, {name}", 1)
             known[key] = dict(_measure(switch, name, call, dtype))
         found[name] = known[key]
     return found

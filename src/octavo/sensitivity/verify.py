@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from octavo._util.terminal import Report, silent
 from octavo.conversion.policy import Policy
-from octavo.sensitivity.localisation import Report, products
+from octavo.sensitivity.localisation import products
 from octavo.sensitivity.loss import Loss, losses
 from octavo.sensitivity.precision_switch import Choice, switchable
 from octavo.sensitivity.result import Localisation
@@ -28,7 +29,7 @@ def verify(
     maps: int,
     policy: Policy | None = None,
     scales: str | None = None,
-    report: Report = lambda doing: None,
+    report: Report = silent,
 ) -> list[dict[str, Any]]:
     """Return a row for single layers and a row for random maps, as in the result kind `localize`.
 
@@ -44,7 +45,7 @@ def verify(
         batches: data not used for `found`.
         loss: see `Loss`.
         maps: number of single layers, drawn at random, and of random maps.
-        report: called before each measurement.
+        report: called before each measurement, with the share that is done.
     """
     names = [layer.name for layer in found.layers if ("fprop",) in layer.recipes]
     predicted = {layer.name: layer.change.mean for layer in found.layers}
@@ -53,10 +54,12 @@ def verify(
     on_gpu = next(model.parameters()).is_cuda
     with switchable(model, found.recipe, policy, 8192, scales) as switch, products("high" if on_gpu else "highest"):
         before = losses(model, batches, loss)
+        done, total = 1, 1 + sum(map(len, groups.values()))  # forward passes over the batches
         for title, group in groups.items():
             measured, errors = [], []
             for number, inside in enumerate(group):
-                report(f"verify, {title} {number + 1} of {len(group)}")
+                report(f"verify, {title} {number + 1} of {len(group)}", done / total)
+                done += 1
                 chosen: dict[str, Choice] = dict.fromkeys(inside, ("fprop",))
                 with switch.using(chosen):
                     change = losses(model, batches, loss) - before

@@ -87,10 +87,9 @@ def export(
         ConfigError: an unknown format, no layer in FP8, or the directory is not empty.
         UnsupportedError: the format cannot store a layer, no engine supports the model, or it is sharded over ranks.
     """
-    if format not in FORMATS:
-        raise ConfigError(f"format: '{format}' is not one of {', '.join(FORMATS)}.{did_you_mean(format, FORMATS)}")
+    writer = _writer(format)
     files.check_free(Path(directory), overwrite)  # fail early
-    writer, target = FORMATS[format], engine_model(model, dtype)
+    target = engine_model(model, dtype)
     layers = [] if writer is None else _layers(model, format, writer)
     coded = [layer for layer in layers if layer.name != target.head]
     renamed = [replace(layer, name=target.rename(layer.name)) for layer in coded]
@@ -99,7 +98,8 @@ def export(
         left[target.head] = "engines compute the head in high precision, from the values of its codes"
     others = {target.rename(name): reason for name, reason in left.items()}
     quantization = {} if writer is None else {"quantization_config": writer.config(renamed, others)}
-    tensors = dict(_tensors(model, {layer.name: layer for layer in layers}, writer, target, dtype))
+    named = {layer.name: layer for layer in layers}
+    tensors = {name: tensor.cpu() for name, tensor in _tensors(model, named, writer, target, dtype)}
     contents = {"config.json": {**target.config, **(config or {}), **quantization}, **(texts or {})}
     return Exported(
         directory=str(directory),
@@ -110,6 +110,25 @@ def export(
         other_layers=others,
         notes=notes(renamed, others, tensors),
     )
+
+
+def served_tensors(
+    model: nn.Module, format: str = COMPRESSED_TENSORS, *, dtype: torch.dtype = torch.bfloat16
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that `export` writes, by their exported names, on the model's device.
+
+    Raises:
+        ConfigError, UnsupportedError: as `export`.
+    """
+    writer, target = _writer(format), engine_model(model, dtype)
+    layers = [] if writer is None else _layers(model, format, writer)
+    yield from _tensors(model, {layer.name: layer for layer in layers}, writer, target, dtype)
+
+
+def _writer(format: str) -> Format | None:
+    if format not in FORMATS:
+        raise ConfigError(f"format: '{format}' is not one of {', '.join(FORMATS)}.{did_you_mean(format, FORMATS)}")
+    return FORMATS[format]
 
 
 def _layers(model: nn.Module, format: str, writer: Format) -> list[ServedLayer]:
@@ -138,7 +157,7 @@ def _tensors(
     target: EngineModel,
     dtype: torch.dtype,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors by their exported names, on the CPU; a tensor with two names by its first."""
+    """Yield all tensors by their exported names; a tensor with two names by its first."""
     seen = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         module, _, last = name.rpartition(".")
@@ -156,4 +175,4 @@ def _tensors(
             values = tensor.dequantize(dtype) if isinstance(tensor, FP8Tensor) else tensor
             parts = {last: values.to(dtype) if values.is_floating_point() else values}
         for part, stored in parts.items():
-            yield f"{target.rename(module)}.{part}", stored.detach().cpu()
+            yield f"{target.rename(module)}.{part}", stored.detach()

@@ -13,6 +13,7 @@ from octavo.nn import GroupedLinear, Linear
 from octavo.nn.conv import AnyConvolution, Convolution
 from octavo.nn.functional import spec_of
 from octavo.nn.fusion_groups import fusion_groups
+from octavo.nn.linear import is_adopted, is_transposed
 from octavo.nn.weight_codes import quantize_weights
 from octavo.numerics import Quantized
 from octavo.recipes import Operand
@@ -48,7 +49,9 @@ def served_layers(model: nn.Module) -> list[ServedLayer]:
         UnsupportedError: weights are sharded or rounded stochastically, or a block of scales spans two layers.
     """
     layers = {
-        name: layer for name, layer in model.named_modules() if type(layer) is Linear and layer.recipe.fprop.is_fp8
+        name: layer
+        for name, layer in model.named_modules()
+        if is_adopted(layer) and not is_transposed(layer) and layer.recipe.fprop.is_fp8
     }
     names = {id(layer): name for name, layer in layers.items()}
     found: dict[str, ServedLayer] = {}
@@ -69,7 +72,7 @@ def unserved_layers(model: nn.Module, served: Sequence[ServedLayer]) -> dict[str
 
 
 def _reason(layer: nn.Module) -> str:
-    if isinstance(layer, Convolution | GroupedLinear):
+    if isinstance(layer, Convolution | GroupedLinear) or is_transposed(layer):
         return "no format stores it in FP8"
     if isinstance(layer, Linear):
         return f"recipe '{layer.recipe.name}' computes its fprop in BF16"

@@ -57,6 +57,13 @@ def _facts(event: Finished) -> Iterator[tuple[str, str]]:
         if loss is not None:
             surprise = summary[f"perplexity_{model}"]
             yield f"held-out loss {title}", f"{loss:.4f} nats per token, perplexity {surprise:.3f}"
+    for task, found in summary.get("tasks", {}).items():
+        shown = (
+            f"{title} {100 * found[m]:.1f} ± {100 * found[f'{m}_error']:.1f} %"
+            for m, title in _MODELS.items()
+            if m in found
+        )
+        yield f"answered {task}"[:21], f"{', '.join(shown)} of {found['samples']:,}"
     if summary["gap_percent"] is not None:
         yield "gap", f"{summary['gap_percent']:+z.3f} % (FP8 against BF16, held-out)"
     if summary["unigram_entropy"] is not None:

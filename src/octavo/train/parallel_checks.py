@@ -164,6 +164,10 @@ def _tensor_conflicts(config: RunConfig) -> Iterator[_Conflict]:
     if recipes.load(run.recipe).has_stored_scales:
         reason = "it keeps a scale per tensor from step to step, and each rank has part of a tensor"
         yield _Conflict("run.recipe", run.recipe, reason, _STATELESS_RECIPES)
+    yield from _model_conflicts(config)
+    if config.model.qkv_bias or config.model.qk_norm:
+        reason = "biases and norms of heads are not split"
+        yield _Conflict("model.qkv_bias, model.qk_norm", "true", reason, "parallel.shard")
     if parallel.embedding != "whole":
         reason = "each tensor-parallel rank has the embedding, and looks up its own tokens"
         yield _Conflict("parallel.embedding", parallel.embedding, reason, "'whole'")
@@ -178,9 +182,8 @@ def _greedy_conflicts(config: RunConfig, ranks: int) -> Iterator[_Conflict]:
     if parallel.embedding != "whole":
         yield _Conflict("parallel.embedding", parallel.embedding, "each rank has the whole embedding", "'whole'")
     if optimizer.gradients != "wide":
-        yield _Conflict(
-            "optimizer.gradients", optimizer.gradients, "they are reduced before they are rounded", "'wide'"
-        )
+        reason = "they are reduced before they are rounded"
+        yield _Conflict("optimizer.gradients", optimizer.gradients, reason, "'wide'")
     if optimizer.loss_scale != "none":
         reason = "an overflow must be known before gradients are sent"
         yield _Conflict("optimizer.loss_scale", optimizer.loss_scale, reason, "'none'")
@@ -189,10 +192,20 @@ def _greedy_conflicts(config: RunConfig, ranks: int) -> Iterator[_Conflict]:
         yield _Conflict("optimizer.clip_per_group", "given", reason, "optimizer.clip alone")
 
 
+def _model_conflicts(config: RunConfig) -> Iterator[_Conflict]:
+    """Yield what a model must not have if its layers are split or in several stages."""
+    if config.lora.rank:
+        yield _Conflict("lora.rank", config.lora.rank, "updates of layers are not split", "parallel.shard")
+    if config.data.format == "chat":
+        reason = "the mask of documents is made of all tokens, by the model as a whole"
+        yield _Conflict("data.format", "chat", reason, "parallel.shard")
+
+
 def _pipeline_conflicts(config: RunConfig) -> Iterator[_Conflict]:
     model, run, optimizer, parallel = config.model, config.run, config.optimizer, config.parallel
     if model.architecture != "llama":
         yield _Conflict("model.architecture", model.architecture, "only a Llama is split into stages", "'llama'")
+    yield from _model_conflicts(config)
     if model.tie_embeddings:
         reason = "the embedding is also the head, which is in another stage"
         yield _Conflict("model.tie_embeddings", "true", reason, "false")

@@ -23,6 +23,8 @@ from octavo._util.config_reader import blaming
 from octavo._util.rng import generator_states, restore_generators
 from octavo.conversion import enable
 from octavo.data import TokenFiles
+from octavo.data.chat import TASKS
+from octavo.data.quality import judge
 from octavo.errors import CheckpointError, DivergedError, Interrupted, RunError
 from octavo.guard import GuardEvent
 from octavo.kernels.transfers import upload
@@ -30,11 +32,12 @@ from octavo.monitor.measurements import TelemetrySource, arrived, histograms_of,
 from octavo.nn.scaling_state import scales
 from octavo.train import checkpoint
 from octavo.train import device as devices
+from octavo.train.batches import BatchDrift, SourceLosses
 from octavo.train.calibrate import recalibration_of
 from octavo.train.config import RunConfig, is_bf16, learning_rate, warm_up_note
 from octavo.train.device import DeviceTimer, gc_frozen
 from octavo.train.directory import RunDirectory, check_directory, rescue_path
-from octavo.train.evaluate import heldout_losses
+from octavo.train.evaluate import accuracy_by_task, answers_given, heldout_losses
 from octavo.train.events import (
     Evaluated,
     Event,
@@ -117,6 +120,8 @@ class Trainer:
         self._records: tuple[MetricsFile, StoreReporter] | None = None
         """The files that are cut to a checkpoint when a run resumes, on the first rank."""
         self._resumed: checkpoint.Checkpoint | None = None
+        self._drift = BatchDrift(setup.corpus.train, setup.config.model.vocab, setup.end_of_document)
+        self._sources = SourceLosses(setup.corpus.heldout_sources, setup.config.data.sequence)
         self.start_telemetry()
         self._recalibration = recalibration_of(self.config, self.setup.states[0].model)
         self._guarded = GuardedRun(self)
@@ -191,6 +196,7 @@ class Trainer:
             self.emit(self._start_event())
             if not self.done and (note := warm_up_note(self.config.optimizer)):
                 self.emit(GuardEvent(0, "warning", "warm-up", note))
+            self._judge_text()
             self._set_precision(self.done - 1)
             with kernels.record() as self._ledger, gc_frozen(self.setup.device) as after_step:
                 self._finish_resumed_step()
@@ -229,6 +235,7 @@ class Trainer:
         lr = self._guarded.guard.lr(self._learning_rate())
         self._apply_precision_schedule()
         inputs_BT, targets_BT = next(self.setup.loader)
+        batch_BT = inputs_BT
         models = [state.model for state in self.setup.states]
         inputs_BT = self.ranks.send_tokens(inputs_BT, device, models, run.accumulate)
         targets_BT = upload(targets_BT, device)
@@ -259,7 +266,7 @@ class Trainer:
         if log or save or device.type == "cpu":
             self._check()
         if log:
-            self._log(metrics, timers, lr)
+            self._log(metrics, timers, lr, self._drift.measure(batch_BT))
         if save:
             self._check_directory()
             self._save(self.checkpoints)
@@ -388,7 +395,18 @@ class Trainer:
             f" and the log are saved: go on with octavo train {out / 'config.json'} --resume"
         )
 
-    def _log(self, metrics: Mapping[str, StepMetrics], timers: Mapping[str, DeviceTimer], lr: float) -> None:
+    def _judge_text(self) -> None:
+        """Emit what is wrong with the text, once per run."""
+        for text, value, limit in judge(self._corpus()) if not self.done else ():
+            self.emit(GuardEvent(0, "warning", "data", text, value=value, limit=limit))
+
+    def _log(
+        self,
+        metrics: Mapping[str, StepMetrics],
+        timers: Mapping[str, DeviceTimer],
+        lr: float,
+        batch: Mapping[str, float],
+    ) -> None:
         milliseconds = {name: timer.milliseconds() for name, timer in timers.items()}
         per_step = self.config.run.batch * self.config.data.sequence
         elapsed = time.perf_counter() - self._since
@@ -403,9 +421,13 @@ class Trainer:
             loss_scale={state.name: float(state.loss_scale.scale) for state in self._scaled()},
             overflows={state.name: int(state.loss_scale.overflows) for state in self._scaled()},
             fp8=self._fp8_shares(),
+            batch=batch,
         )
         self._restart_clock()
         self.emit(event)
+        if (found := self._drift.drifts(batch["batch_divergence"])) is not None:
+            text = f"batches drift: their ids are distributed otherwise than before ({found[0]:.3g} nats per id)"
+            self.emit(GuardEvent(self.done, "warning", "batch drift", text, value=found[0], limit=found[1]))
 
     def _fp8_shares(self) -> dict[str, float]:
         """Return the shares of products in FP8 in the step that was just made."""
@@ -422,7 +444,12 @@ class Trainer:
         """Return the held-out loss of each sequence by model."""
         losses = {state.name: heldout_losses(state, self.setup.heldout) for state in self.setup.states}
         loss = {name: float(of_sequence.mean()) for name, of_sequence in losses.items()}
-        self.emit(Evaluated(step=self.done, loss=loss))
+        first = self.setup.states[0].name
+        by_source = self._sources.by_source(losses[first])
+        self.emit(Evaluated(step=self.done, loss=loss, by_source=by_source))
+        for source, value, limit in self._sources.rises(loss[first], by_source):
+            text = f"the held-out loss of source '{source}' rises, although that of the whole text does not"
+            self.emit(GuardEvent(self.done, "warning", "source", text, value=value, limit=limit))
         for name, value in loss.items():
             if not math.isfinite(value):
                 raise DivergedError(
@@ -525,7 +552,7 @@ class Trainer:
             device=self._devices(),
             parameters=self.setup.states[0].size,
             plan=self.setup.plan,
-            corpus={**_facts(self.setup.corpus), **config_reader.to_dict(self.setup.statistics)},
+            corpus=self._corpus(),
             first_step=self.done,
             tensors=self._guarded.rows,
         )
@@ -541,9 +568,21 @@ class Trainer:
             "fallbacks": totals["fallbacks"],
             "skipped_steps": {state.name: int(state.loss_scale.overflows) for state in self._scaled()},
             "seconds": totals["seconds"],
+            "tasks": self._tasks(),
         }
         memory = peaks(self.config, self.setup.device, ranks=self.ranks.count)
         return summarise(self.config, facts, heldout, _facts(self.setup.corpus), self._history(), memory)
+
+    def _corpus(self) -> dict[str, Any]:
+        return {**_facts(self.setup.corpus), **config_reader.to_dict(self.setup.statistics)}
+
+    def _tasks(self) -> dict[str, Any]:
+        """Return the accuracy by task on held-out conversations; none for text."""
+        if self.config.data.format != "chat":
+            return {}
+        right = {state.name: answers_given(state, self.setup.heldout) for state in self.setup.states}
+        named = json.loads((self.setup.corpus.directory / TASKS).read_text(encoding="utf-8"))
+        return accuracy_by_task(named[: len(next(iter(right.values())))], right)
 
     def _devices(self) -> str:
         device, count = devices.describe(self.setup.device), self.ranks.count

@@ -148,12 +148,21 @@ class TrainState:
         """Run forward, and backward if gradients are enabled, part by part; return the mean loss of all ranks."""
         loss = torch.zeros((), device=self.device)
         with self._accumulating(parts):
-            for inputs, targets in _parts(inputs_BT, targets_BT, parts):
+            weights = self._weights(targets_BT, parts)
+            for index, (inputs, targets) in enumerate(_parts(inputs_BT, targets_BT, parts)):
                 part = self.loss(inputs, targets) / parts
+                part = part if weights is None else part * weights[index]
                 if torch.is_grad_enabled():
                     scaled(part).backward()
                 loss += part.detach().float()
         return self.ranks.mean(loss)
+
+    def _weights(self, targets_BT: Tensor, parts: int) -> Tensor | None:
+        """Return the number of targets of each part as a share of the mean part of all ranks; None if all are equal."""
+        if self.model.config.documents == "joined":  # type: ignore[union-attr]
+            return None
+        counts = torch.stack([(part >= 0).sum() for part in targets_BT.chunk(parts)]).float()
+        return counts * parts / self.ranks.mean(counts.sum())
 
     def _gradients(self) -> list[Tensor | None]:
         if isinstance(self.optimizer, Optimizer):
@@ -184,6 +193,12 @@ class TrainState:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             loss: Tensor = self.model(inputs_BT, targets_BT, **options)
         return loss
+
+    def logits(self, inputs_BT: Tensor) -> Tensor:
+        """Return the model's logits (B, T, V)."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
+            logits_BTV: Tensor = self.model(inputs_BT)
+        return logits_BTV
 
     def weight_bytes(self) -> float:
         """Return the bytes per parameter of the weights, scales included."""

@@ -316,7 +316,12 @@ def test_a_gradient_that_arrives_as_codes_is_as_good_as_one_in_bf16(recipe):
     layer = nn.Linear(32, 32)
     octavo.convert(layer, recipe)
     assert _rounds_gradient(layer)
-    octavo.convert(layer, "tensorwise")  # E5M2 gradients with FP32 scales
+    for other in (
+        "tensorwise",
+        {"fprop": {"weight": {"scaling": "float32"}}, "dgrad": {"weight": {"scaling": "float32"}}},
+    ):
+        octavo.convert(layer, other)  # E5M2 gradients; scales of another kind, folded into the gradient
+        assert not _rounds_gradient(layer)
     assert not _rounds_gradient(layer) and not _rounds_gradient(nn.Linear(32, 32))
 
 

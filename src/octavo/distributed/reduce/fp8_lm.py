@@ -75,8 +75,8 @@ class FP8LM(Scheme):
         """Return the agreed factors that tensors are multiplied by, FP32 (tensors,), and update mu."""
         device = tensors[0].device
         for name in names:
-            self.mu[name] = self.mu.get(name, torch.tensor(group.size() ** -0.5)).to(device)
-            self.saturated[name] = self.saturated.get(name, torch.tensor(0.0)).to(device)
+            self.mu[name] = self.mu.get(name, torch.tensor(group.size() ** -0.5, dtype=torch.float32)).to(device)
+            self.saturated[name] = self.saturated.get(name, torch.tensor(0.0, dtype=torch.float32)).to(device)
         amax = torch.cat([tile_amax(tensor[None], PER_TENSOR).view(1) for tensor in tensors])
         saturated = torch.stack([self.saturated[name] for name in names])
         agreed = torch.cat([amax, saturated])

@@ -293,12 +293,16 @@ def _target_now(columns: Sequence[nn.Module]) -> QuantSpec | None:
 
 
 def _rounds_gradient(layer: nn.Module) -> bool:
-    """Return whether both backward GEMMs of a layer round its gradient to E4M3 with power-of-two scales."""
+    """Return whether both backward GEMMs of a layer round its gradient to E4M3, and all their scales are powers of two.
+
+    Those of the other operand too: folded, they are multiplied into the gradient.
+    """
     if not isinstance(layer, Linear) or not layer.enabled:
         return False
-    read = [gemm.grad_output for gemm in (layer.recipe.dgrad, layer.recipe.wgrad) if gemm.is_fp8]
-    kinds = {(operand.format, operand.scaling, operand.rounding, operand.scale_from) for operand in read}
-    return len(read) == 2 and kinds == {("e4m3", "power_of_two", "nearest", "current")}
+    pairs = [(gradient, other) for name, gradient, other in layer.recipe.gemms() if name != "fprop"]
+    kinds = {(gradient.format, gradient.rounding, gradient.scale_from) for gradient, _ in pairs}
+    scalings = {operand.scaling for pair in pairs for operand in pair}
+    return len(pairs) == 2 and kinds == {("e4m3", "nearest", "current")} and scalings == {"power_of_two"}
 
 
 def _check_recipe(layer: nn.Module, name: str) -> None:

@@ -352,6 +352,22 @@ class _Span:
         self.count += 1
 
 
+def replace_document(directory: str | Path, name: str, content: Mapping[str, Any]) -> None:
+    """Write a new version of a document of a run that has ended.
+
+    Raises:
+        StoreError: there is no run, or it cannot be written.
+    """
+    path = file_of(directory)
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=rw", uri=True)) as connection, connection:
+            table = schema.DOCUMENTS[schema.DOCUMENTS.index(name)]  # never another text
+            last = f"SELECT COALESCE(MAX(step), 0), ?, ? FROM {table}"
+            connection.execute(f"INSERT INTO {table} {last}", (time.time(), to_json(content)))
+    except sqlite3.Error as error:
+        raise unusable(path, error, "written") from error
+
+
 def file_of(path: str | Path) -> Path:
     """Return the file of a run given by its file or its directory."""
     path = Path(path)
