@@ -31,7 +31,7 @@ from octavo.nn.calibration import Calibrated, Origin, Statistics
 from octavo.numerics import E4M3, E5M2, Format
 from octavo.recipes import Recipe
 from octavo.recipes.spec import MOST_MARGIN
-from octavo.train.config import RunConfig
+from octavo.train.config import LEVELS, RunConfig
 from octavo_bench import ladder
 from octavo_bench.passes import Pass, Shape, kept_bytes, kept_weight_bytes, operand_names, operand_of, passes
 from octavo_bench.render import table
@@ -264,6 +264,27 @@ def device_table() -> str:
     return table(header, rows)
 
 
+def level_table() -> str:
+    """Return what each level of FP8-LM sets in a run file, and what it takes: bytes per parameter of large matrices."""
+    from octavo.optim import bytes_per_parameter
+
+    dtypes = {"fp32": torch.bfloat16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+    keys = {"weights": "bf16", "gradients": "wide", "states": "fp32", "reduce": "bf16"}
+    rows = []
+    for level in (0, *LEVELS):
+        added = LEVELS.get(level, {"run": {"weights": "bf16"}})
+        keys |= {key: value for section in added.values() for key, value in section.items()}
+        gradient = torch.float8_e4m3fn if keys["gradients"] == "fp8" else torch.bfloat16
+        taken = bytes_per_parameter(keys["states"], weight=dtypes[keys["weights"]], gradient=gradient)
+        states = taken["total"] - taken["weight"] - taken["gradient"]
+        sent = 1 if keys["reduce"].startswith("fp8") else 2
+        said = "; ".join(f'`{section}.{key} = "{value}"`' for section, of in added.items() for key, value in of.items())
+        cells = (taken["weight"], taken["gradient"], states, taken["total"], sent)
+        rows.append((str(level), said, *(f"{value:.3g}" for value in cells)))
+    titles = ("weight", "gradient", "states and master", "total", "sent per gradient")
+    return table(("level", "sets", *titles), rows)
+
+
 DECADES = 4
 """Orders of magnitude below the largest value that a margin should leave at full precision."""
 
@@ -412,6 +433,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "recipe-numerics": operand_tables,
     "errors": error_table,
     "devices": device_table,
+    "fp8-lm-levels": level_table,
     "operators": operator_table,
     "optimizer-states": optimizer_state_table,
     "activations": activation_table,

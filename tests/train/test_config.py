@@ -139,6 +139,37 @@ def test_every_tier_of_optimizer_states_can_be_asked_for() -> None:
     assert set(typing.get_args(typing.get_type_hints(OptimizerConfig)["states"])) == set(TIERS)
 
 
+@pytest.mark.parametrize(
+    ("level", "gradients", "reduce", "states", "weights", "activations"),
+    [
+        (0, "wide", None, "fp32", "fp32", "bf16"),
+        (1, "fp8", "fp8-lm", "fp32", "bf16", "bf16"),
+        (2, "fp8", "fp8-lm", "fp8-lm", "bf16", "bf16"),
+        (3, "fp8", "fp8-lm", "fp8-lm", "fp8", "fp8"),
+    ],
+)
+def test_a_level_sets_what_no_other_layer_does(
+    level: int, gradients: str, reduce: str | None, states: str, weights: str, activations: str
+) -> None:
+    keys = {"gradients": gradients, "reduce": reduce, "states": states, "weights": weights, "activations": activations}
+    config = with_settings(run={"level": level})
+    found = {
+        **{key: getattr(config.optimizer, key) for key in ("gradients", "states")},
+        **{key: getattr(config.parallel, key) for key in ("reduce", "activations")},
+        "weights": config.run.weights,
+    }
+    assert found == keys
+    own = with_settings(run={"level": level, "weights": "fp32"}, optimizer={"states": "exact"})
+    assert (own.run.weights, own.optimizer.states, own.optimizer.gradients) == ("fp32", "exact", keys["gradients"])
+    assert assemble(("again", config_reader.to_dict(config))) == config
+
+
+def test_a_level_that_is_none_is_refused() -> None:
+    for wrong in (4, "three"):
+        with pytest.raises(ConfigError, match="run: level"):
+            with_settings(run={"level": wrong})
+
+
 def rate(step: int, *, steps: int = 100, warmup: float = 0.1, floor: float = 0.1, heldout=(), **other: Any) -> float:
     return learning_rate(OptimizerConfig(lr=2.0, warmup=warmup, min_lr=floor, **other), step, steps, heldout)
 

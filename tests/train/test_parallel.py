@@ -127,6 +127,20 @@ def test_the_losses_are_those_of_one_process_that_takes_as_large_parts(
     assert "e4m3 row" in {parameter["sent"] for parameter in sharding["parameters"]}
 
 
+def test_states_that_are_whole_on_one_rank_train_as_one_process_and_resume(make: Configure) -> None:
+    config = make("greedy", parallel={"data": 2, "states": "greedy", "embedding": "whole"})
+    ended = two_ranks("kill", 1, 5, config, restarts=1)
+    assert ended.code == 0, ended.errors
+    assert "resumed after step 4" in ended.errors
+    alone = make("one for greedy", run={"accumulate": 2})
+    summary = train(alone)
+    assert losses(config) == pytest.approx(losses(alone), rel=ERROR)
+    told = json.loads(ended.out)
+    share = told["optimizer_bytes_per_parameter"] / summary["optimizer_bytes_per_parameter"]
+    assert 0.3 < share < 0.7
+    assert not (config.run.out / "sharding.json").exists()
+
+
 def copied(two: tuple[RunConfig, Ended], make: Configure, name: str, *, step: int, **sections: Any) -> RunConfig:
     """Return a run whose directory is that of the two ranks after a step."""
     config = make(name, **sections)
@@ -275,6 +289,28 @@ def test_what_cannot_be_is_refused_before_anything_is_started(
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(ranks, 4)))
     with pytest.raises(ConfigError, match=message), ranks_of(make("refused", **sections)):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"parallel": {"data": 1}}, r"parallel\.data: '1'.*all weights. Take 2"),
+        ({"optimizer": {"gradients": "fp8"}}, r"optimizer\.gradients: 'fp8'.*reduced before"),
+        ({"optimizer": {"loss_scale": "dynamic"}}, r"optimizer\.loss_scale"),
+        ({"optimizer": {"clip_per_group": {"*": 1.0}}}, r"optimizer\.clip_per_group"),
+        ({"parallel": {"embedding": "rows"}}, r"parallel\.embedding"),
+        ({"parallel": {"reduce": "two-level"}}, r"parallel\.reduce"),
+    ],
+)
+def test_what_does_not_go_with_whole_states_is_refused(
+    make: Configure, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    parallel = {"data": 2, "states": "greedy", "embedding": "whole", **sections.get("parallel", {})}
+    given = {**sections, "parallel": parallel}
+    with pytest.raises(ConfigError, match=message), ranks_of(make("refused", **given)):
         pass
 
 

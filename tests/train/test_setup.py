@@ -106,6 +106,16 @@ def test_o3_learns_too(configure: Configure) -> None:
 STEPS = {"steps": 60, "batch": 8, "log_every": 60, "twin": False}
 
 
+def test_each_level_of_fp8_lm_trains(configure: Configure, tmp_path: Path) -> None:
+    found = []
+    for level in (1, 2, 3):
+        run = {**STEPS, "level": level, "out": str(tmp_path / str(level))}
+        found.append(train(configure(model=MODEL, run=run, optimizer={"lr": 3e-3})))
+    assert all(summary["heldout_loss_fp8"] < 2.0 for summary in found)
+    weights, states = ([summary[f"{of}_bytes_per_parameter"] for summary in found] for of in ("weight", "optimizer"))
+    assert weights[0] == weights[1] == 2 > weights[2] and states[0] > 1.5 * states[1]
+
+
 def test_a_run_in_fp8_weights_reaches_the_loss_of_bf16_weights(configure: Configure, tmp_path: Path) -> None:
     losses, summaries = {}, {}
     for weights in ("fp32", "bf16", "fp8"):

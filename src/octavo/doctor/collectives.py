@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -65,7 +65,7 @@ def judge(found: Answers, ranks: int, nominal: float | None = None) -> Finding:
         return failure("; ".join(found.errors[:3]), wrong=list(found.errors), ranks=ranks)
     seen = f"{ranks} GPUs sum, gather, scatter and exchange FP32, BF16 and bytes correctly"
     seen += f"; a gather runs at {found.gb_per_s:.1f} GB/s" + (f" of {nominal:.0f} nominal" if nominal else "")
-    numbers = {"ranks": ranks, "gb_per_s": found.gb_per_s, "nominal_gb_per_s": nominal}
+    numbers: dict[str, Any] = {"ranks": ranks, "gb_per_s": found.gb_per_s, "nominal_gb_per_s": nominal}
     if nominal and found.gb_per_s < LEAST * nominal:
         remedy = (
             "Look at the topology (nvidia-smi topo -m) and at what NCCL uses (NCCL_DEBUG=INFO): NCCL_P2P_DISABLE, links"

@@ -128,6 +128,9 @@ class LoopConfig:
     """Number of parts that a batch is split into to save memory; their gradients are averaged."""
     recipe: str = "folded"
     """FP8 recipe: a name listed by `octavo recipes`, or the path of a recipe file."""
+    level: Literal[0, 1, 2, 3] = 0
+    """FP8-LM's levels as defaults of other keys, each with those before it. 1: gradients and their reduction; 2: the
+    optimizer's states; 3: weights, and what ranks send. What a file or a flag sets itself stays."""
     weights: Literal["fp32", "bf16", "fp8"] = "fp32"
     """Storage of weights: FP32 under autocast; BF16; or `fp8`, BF16 with FP8 layers' weights in one byte.
 
@@ -227,6 +230,9 @@ class ParallelConfig:
     """Format of activations sent between stages; `fp8` with a scale per token, `stored` unchanged."""
     reduce: Literal["fp32", "bf16", "bf16-plain", "fp8-block", "fp8-lm", "two-level"] | None = None
     """Gradient reduction over the ranks that share a replica; by default `bf16` where that loses nothing."""
+    states: Literal["sharded", "greedy"] = "sharded"
+    """Optimizer states: `sharded` with the weights; `greedy`: each whole on one rank, where every rank has all weights
+    (`octavo.distributed.GreedyZeRO`; `data` is the number of ranks)."""
     gather: Literal["bf16", "stored"] = "bf16"
     """Format in which parameters that are not FP8 codes are gathered; `stored`: as in a single process."""
     embedding: Literal["whole", "rows"] = "whole"
@@ -420,8 +426,19 @@ def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
+LEVELS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"run": {"weights": "bf16"}, "optimizer": {"gradients": "fp8"}, "parallel": {"reduce": "fp8-lm"}},
+    2: {"optimizer": {"states": "fp8-lm"}},
+    3: {"run": {"weights": "fp8"}, "parallel": {"activations": "fp8"}},
+}
+"""What each level of FP8-LM (arXiv 2310.18313, section 2) adds to the one before: sections, keys, values."""
+
+
 def _with_defaults(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Fill in the model's vocabulary and sequence length from the data section, or its shape from `run.start_from`."""
+    """Fill in the keys of `run.level`, the model's vocabulary and length from the data, its shape from `start_from`."""
+    level = settings.get("run", {}).get("level", 0) if isinstance(settings.get("run", {}), Mapping) else 0
+    for each in sorted((each for each in LEVELS if each <= level), reverse=True) if isinstance(level, int) else ():
+        settings = _merge(LEVELS[each], settings)
     settings = _started(settings, where)
     data = config_reader.read(DataConfig, settings.get("data", {}), f"{where}: data")
     documents = "separate" if data.format == "chat" else "joined"

@@ -222,11 +222,20 @@ class Ranks:
         All ranks call it.
         """
         name = self.parallel.reduction
+        if self.is_greedy:
+            from octavo.distributed import reduction
+
+            return reduction(name)
         if self.mesh is None or name == "fp32" or (self.parallel.reduce is None and _shards(self.mesh) == 1):
             return None
         from octavo.distributed import reduction
 
         return reduction(name, self._two_level_mesh() if name == "two-level" else None)
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if every rank has all weights, and each optimizer state is whole on one rank."""
+        return self.count > 1 and self.parallel.states == "greedy"
 
     def shard(
         self, model: nn.Module, reduction: Scheme | None = None, *, reshard: bool | None = None
@@ -238,7 +247,7 @@ class Ranks:
             reduction: result of `reduction`.
             reshard: free gathered parameters after forward and gather them again for backward.
         """
-        if self.mesh is None:
+        if self.mesh is None or self.is_greedy:
             return None
         from torch.distributed.fsdp import MixedPrecisionPolicy
 

@@ -43,7 +43,9 @@ def check_parallel(config: RunConfig, ranks: int, ranks_per_host: int) -> None:
             "run.bf16_first_steps, run.bf16_last_share: on several ranks the weights of FP8 layers are gathered as FP8"
             " codes, in BF16 steps too. Leave both at 0, or train in one process."
         )
-    if parallel.reduce not in (None, "fp32") and shards == 1 and parallel.data > 1:
+    if parallel.states == "greedy":
+        _raise_first(_greedy_conflicts(config, ranks), "parallel.states = 'greedy'")
+    elif parallel.reduce not in (None, "fp32") and shards == 1 and parallel.data > 1:
         raise ConfigError(
             f"parallel.reduce: '{parallel.reduce}' applies to ranks that share the shards of a model. With data ="
             f" {parallel.data} on {ranks} ranks nothing is sharded: copies are summed in FP32. Take a smaller data, or"
@@ -169,6 +171,25 @@ def _tensor_conflicts(config: RunConfig) -> Iterator[_Conflict]:
     if parallel.embedding != "whole":
         reason = "each tensor-parallel rank has the embedding, and looks up its own tokens"
         yield _Conflict("parallel.embedding", parallel.embedding, reason, "'whole'")
+
+
+def _greedy_conflicts(config: RunConfig, ranks: int) -> Iterator[_Conflict]:
+    parallel, optimizer = config.parallel, config.optimizer
+    if parallel.data != ranks:
+        yield _Conflict("parallel.data", parallel.data, f"each of the {ranks} ranks has all weights", f"{ranks}")
+    if parallel.reduce == "two-level":
+        yield _Conflict("parallel.reduce", "two-level", "it sends gradients to the ranks that own them", "'fp8-block'")
+    if parallel.embedding != "whole":
+        yield _Conflict("parallel.embedding", parallel.embedding, "each rank has the whole embedding", "'whole'")
+    if optimizer.gradients != "wide":
+        reason = "they are reduced before they are rounded"
+        yield _Conflict("optimizer.gradients", optimizer.gradients, reason, "'wide'")
+    if optimizer.loss_scale != "none":
+        reason = "an overflow must be known before gradients are sent"
+        yield _Conflict("optimizer.loss_scale", optimizer.loss_scale, reason, "'none'")
+    if optimizer.clip_per_group:
+        reason = "groups are clipped before the step, in which gradients are reduced"
+        yield _Conflict("optimizer.clip_per_group", "given", reason, "optimizer.clip alone")
 
 
 def _model_conflicts(config: RunConfig) -> Iterator[_Conflict]:

@@ -50,21 +50,33 @@ def groups_of(names: Iterable[str], patterns: Mapping[str, float], where: str) -
 
 
 def make_optimizer(
-    trained: Mapping[str, nn.Parameter], config: OptimizerConfig, lr_factors: Mapping[str, float], seed: int
+    trained: Mapping[str, nn.Parameter],
+    config: OptimizerConfig,
+    lr_factors: Mapping[str, float],
+    seed: int,
+    *,
+    clips: bool = False,
 ) -> torch.optim.Optimizer:
     """Build the optimizer: PyTorch's fused AdamW if weights and moments are FP32, else one of `octavo.optim`.
 
     PyTorch's keeps no master weights: BF16 weights would lose every update below half a unit in the last place.
+
+    Args:
+        trained: parameters by name.
+        config: settings.
+        lr_factors: factor on the learning rate by name.
+        seed: of stochastic rounding.
+        clips: clip in the step, as with gradients in FP8; never PyTorch's.
     """
     groups = _groups(trained, config.weight_decay, lr_factors)
     lr, betas, eps = config.lr, config.betas, config.eps
     is_fp32 = all(is_plain(local(weight)) and weight.dtype == torch.float32 for weight in trained.values())
-    if is_fp32 and (config.name, config.states, config.gradients) == ("adamw", "fp32", "wide"):
+    if is_fp32 and not clips and (config.name, config.states, config.gradients) == ("adamw", "fp32", "wide"):
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
     # High-precision gradients are clipped and checked by `TrainState`; the optimizer need not read them again for that.
-    fp8 = config.gradients == "fp8"
-    settings: dict[str, Any] = {"gradients": config.gradients, "clip": config.clip or None if fp8 else None}
-    settings |= {"states": config.states, "seed": seed, "skip_nonfinite": fp8}
+    clips = clips or config.gradients == "fp8"
+    settings: dict[str, Any] = {"gradients": config.gradients, "clip": config.clip or None if clips else None}
+    settings |= {"states": config.states, "seed": seed, "skip_nonfinite": clips}
     settings |= {"keep": _keep_fp32} if config.states == "fp32" else {}
     if config.name == "lion":
         return Lion(groups, lr=lr, betas=betas, **settings)

@@ -152,6 +152,11 @@ class Trainer:
         newest = checkpoint.find(self.checkpoints)[-1]
         found = checkpoint.load(newest, ranks=self.ranks, place=None if self.ranks.count == 1 else self._place)
         check_same_run(found.state["config"], self.config, found.path)
+        if self.ranks.is_greedy and found.state.get("ranks") != self.ranks.count:
+            raise CheckpointError(
+                f"{found.path}: with parallel.states = 'greedy' each rank saved the states of its own tensors:"
+                f" resume with {found.state.get('ranks')} ranks, not {self.ranks.count}."
+            )
         if found.step > self.config.run.steps:
             raise CheckpointError(f"{found.path}: is past the end of this run of {self.config.run.steps} steps.")
         if "guard" in found.state:

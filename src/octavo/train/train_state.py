@@ -77,8 +77,9 @@ class TrainState:
             device=self.device,
             group=ranks.pipeline_group,
         )
-        self.optimizer = make_optimizer(trained, config, lr_factors, seed)
-        self._clips_in_step = config.gradients == "fp8"
+        self.optimizer = make_optimizer(trained, config, lr_factors, seed, clips=ranks.is_greedy)
+        self._clips_in_step = config.gradients == "fp8" or ranks.is_greedy
+        self._stepped = self._spread_states()
         self._graphs = graphs
         passes = self._train, self.model, self._trained, self.optimizer
         self.replay = None if graphs is None else graphs.replay(*passes)
@@ -93,6 +94,14 @@ class TrainState:
         self.reduction = self.ranks.reduction()
         self.shard_plan = self.ranks.shard(model, self.reduction)
 
+    def _spread_states(self) -> torch.optim.Optimizer:
+        """Return what steps: the optimizer, or with `parallel.states = "greedy"` its wrapper over the ranks."""
+        if not self.ranks.is_greedy or not isinstance(self.optimizer, Optimizer):
+            return self.optimizer
+        from octavo.distributed import GreedyZeRO
+
+        return GreedyZeRO(self.optimizer, reduction=self.reduction)
+
     def holds(self, name: str) -> bool:
         """Return True if this rank has some of the tensor of this name in checkpoints."""
         return True
@@ -105,7 +114,7 @@ class TrainState:
         norm = None if self._clips_in_step else self._clip()
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_factor"]
-        self.loss_scale.step(self.optimizer)
+        self.loss_scale.step(self._stepped)
         if isinstance(self.model, MoE):
             self.model.balance(self.ranks.mean)
         self.optimizer.zero_grad(set_to_none=True)
@@ -121,7 +130,10 @@ class TrainState:
         reduction = {} if self.reduction is None else self.reduction.state_dict()
         with torch.set_grad_enabled(backward):
             loss = self._pass(inputs_BT, targets_BT, accumulate, lambda loss: loss)
-        norm = self._norm(self._gradients())
+        gradients = self._gradients()
+        if self.ranks.is_greedy:  # reduced by no hook
+            gradients = [None if each is None else self.ranks.mean(each) for each in gradients]
+        norm = self._norm(gradients)
         self.optimizer.zero_grad(set_to_none=True)
         if self.reduction is not None:  # its error feedback has seen these gradients
             self.reduction.load_state_dict(reduction)

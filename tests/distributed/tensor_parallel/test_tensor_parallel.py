@@ -14,13 +14,17 @@ import octavo
 from octavo import kernels
 from octavo.distributed import ColumnParallel, Parallel, RowParallel, shard, tensor_parallel
 from octavo.distributed.tensor_parallel import tokens as tokens_of
+from octavo.distributed.tensor_parallel.layers import _rounds_gradient
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import QuantSpec
 from octavo.models.config import ModelConfig
 from octavo.models.llama import Llama
 from octavo.nn import Linear
 from octavo.nn.attached_codes import attached_codes
+from octavo.nn.functional import linear
 from octavo.nn.weight_codes import quantize_matrix
+from octavo.numerics import dequantize, sqnr_db
+from octavo.recipes import load
 from octavo.tensor import FP8Tensor
 from octavo_bench.traffic import Traffic
 
@@ -289,11 +293,36 @@ def test_a_cut_model_is_as_near_to_the_truth_as_one_process(on_two, how):
 def test_tokens_are_gathered_as_codes_with_a_byte_an_element(on_two):
     tokens, width = 2 * SHAPE["sequence"], SHAPE["dim"]
     gathers = 2 * SHAPE["layers"]  # before attention and before the feed-forward
-    backward = gathers * tokens * width * 2  # of the gradients of what was scattered, in BF16
-    assert on_two[0]["folded"]["traffic"]["all_gather"] == gathers * tokens * (width + 4) + backward
-    assert on_two[0]["bf16"]["traffic"]["all_gather"] == gathers * tokens * 2 * width + backward
-    for how in ("folded", "bf16"):
-        assert on_two[0][how]["traffic"]["reduce_scatter"] == 2 * backward
+    once = {"folded": gathers * tokens * (width + 4), "bf16": gathers * tokens * 2 * width}
+    for how, sent in once.items():  # forward, and the gradients of what was scattered in backward
+        assert on_two[0][how]["traffic"]["all_gather"] == 2 * sent
+        assert on_two[0][how]["traffic"]["reduce_scatter"] == 2 * once["bf16"]
+
+
+@pytest.mark.parametrize("recipe", ["folded", "rowwise", "block"])
+def test_a_gradient_that_arrives_as_codes_is_as_good_as_one_in_bf16(recipe):
+    """Rounding to E4M3 with a power of two per token commutes with the folds, but for what they make subnormal."""
+    spread = (torch.randn(512, 1).exp(), (1.5 * torch.randn(512, 1)).exp() * torch.randn(1, 256).exp())
+    x, dy = (scale * torch.randn(512, 256) for scale in spread)
+    x, dy, w = x.bfloat16(), dy.bfloat16(), torch.randn(256, 256).bfloat16()
+    rounded = dequantize(kernels.quantize(dy, "e4m3", "row"), torch.bfloat16)
+    found = []
+    for gradient in (dy, rounded):
+        leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+        linear(*leaves, None, load(recipe)).backward(gradient)
+        found.append([leaf.grad for leaf in leaves])
+    for own, sent, least in zip(*found, (80, 60), strict=True):
+        assert sqnr_db(own, sent) > least
+    layer = nn.Linear(32, 32)
+    octavo.convert(layer, recipe)
+    assert _rounds_gradient(layer)
+    for other in (
+        "tensorwise",
+        {"fprop": {"weight": {"scaling": "float32"}}, "dgrad": {"weight": {"scaling": "float32"}}},
+    ):
+        octavo.convert(layer, other)  # E5M2 gradients; scales of another kind, folded into the gradient
+        assert not _rounds_gradient(layer)
+    assert not _rounds_gradient(layer) and not _rounds_gradient(nn.Linear(32, 32))
 
 
 def test_the_plan_says_what_is_sent_and_why(on_two):

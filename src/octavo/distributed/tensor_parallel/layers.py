@@ -88,7 +88,8 @@ class Parallel(ParallelStyle):
         if columns:
             module.register_forward_pre_hook(lambda _, args: (self._gather_input(args, columns, group), *args[1:]))
         if self.rows:
-            module.register_forward_hook(lambda _, args, result: self._reduce_output(result, group))
+            rows = [layers[name] for name in self.rows]
+            module.register_forward_hook(lambda _, args, result: self._reduce_output(result, rows, group))
         return module
 
     def _gather_input(self, args: tuple[Any, ...], columns: Sequence[nn.Module], group: dist.ProcessGroup) -> Tensor:
@@ -99,13 +100,15 @@ class Parallel(ParallelStyle):
             return copy_to_region(args[0], target, group)
         return all_gather_values(args[0], group) if target is None else all_gather_codes(args[0], target, group)
 
-    def _reduce_output(self, result: Any, group: dist.ProcessGroup) -> Tensor:
+    def _reduce_output(self, result: Any, rows: Sequence[nn.Module], group: dist.ProcessGroup) -> Tensor:
         if not isinstance(result, Tensor):
             raise UnsupportedError(
                 f"tensor parallel: a module with row-parallel layers returned {type(result).__name__}: only a tensor "
                 "can be summed over the ranks."
             )
-        return reduce_scatter_tokens(result, group) if self.sequence else reduce_from_region(result, group)
+        if not self.sequence:
+            return reduce_from_region(result, group)
+        return reduce_scatter_tokens(result, group, codes=all(map(_rounds_gradient, rows)))
 
 
 class ColumnParallel(Parallel):
@@ -287,6 +290,19 @@ def _target_now(columns: Sequence[nn.Module]) -> QuantSpec | None:
     found = {codes_or_reason(layer) for layer in columns}
     one = found.pop() if len(found) == 1 else None
     return one if isinstance(one, QuantSpec) else None
+
+
+def _rounds_gradient(layer: nn.Module) -> bool:
+    """Return whether both backward GEMMs of a layer round its gradient to E4M3, and all their scales are powers of two.
+
+    Those of the other operand too: folded, they are multiplied into the gradient.
+    """
+    if not isinstance(layer, Linear) or not layer.enabled:
+        return False
+    pairs = [(gradient, other) for name, gradient, other in layer.recipe.gemms() if name != "fprop"]
+    kinds = {(gradient.format, gradient.rounding, gradient.scale_from) for gradient, _ in pairs}
+    scalings = {operand.scaling for pair in pairs for operand in pair}
+    return len(pairs) == 2 and kinds == {("e4m3", "nearest", "current")} and scalings == {"power_of_two"}
 
 
 def _check_recipe(layer: nn.Module, name: str) -> None:

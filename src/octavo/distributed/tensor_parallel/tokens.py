@@ -5,7 +5,7 @@ and all tokens inside of them:
 
     all_gather_codes        (B, t, K) per rank -> codes (B T, K), scales of all   backward: reduce-scatter
     all_gather_values       (B, t, K) -> (B, T, K)                                backward: reduce-scatter
-    reduce_scatter_tokens   (B, T, N), a partial sum -> (B, t, N), the sum        backward: all-gather
+    reduce_scatter_tokens   (B, T, N), a partial sum -> (B, t, N), the sum        backward: all-gather, of codes too
 
 Without it every rank has all tokens everywhere: `copy_to_region`, `reduce_from_region` (arXiv 1909.08053, section 3).
 
@@ -62,13 +62,21 @@ def all_gather_values(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return result
 
 
-def reduce_scatter_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def reduce_scatter_tokens(x: Tensor, group: dist.ProcessGroup, *, codes: bool = False) -> Tensor:
     """Return this rank's tokens (B, t, N) of the sum over the ranks of x (B, T, N).
+
+    Args:
+        x: a partial sum.
+        group: the ranks.
+        codes: gather its gradient as E4M3 codes with a power-of-two scale per token, one byte per value. Layers whose
+            recipe rounds it to such codes lose nothing: rounding again is exact, but for values that a folded scale
+            moves below the format's smallest normal.
 
     Raises:
         UnsupportedError: the ranks do not divide T.
     """
-    result: Tensor = _Collective.apply(x, group, _reduce_scatter, _all_gather)  # type: ignore[no-untyped-call]
+    backward = _all_gather_rounded if codes else _all_gather
+    result: Tensor = _Collective.apply(x, group, _reduce_scatter, backward)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -207,6 +215,18 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     own = torch.empty(parts.shape[0] // ranks, *parts.shape[1:], dtype=x.dtype, device=x.device)
     dist.reduce_scatter_tensor(own, parts, group=group)
     return own
+
+
+_GRADIENT = QuantSpec("e4m3", "row", "power_of_two")
+
+
+def _all_gather_rounded(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return (B, T, N) of all ranks from x (B, t, N) of each, sent as codes and scales; in the dtype of x."""
+    made = quantize_matrix(x.reshape(-1, x.shape[-1]), _GRADIENT)
+    codes = _all_gather(made.codes.view(torch.uint8).view(x.shape), group).view(made.codes.dtype).flatten(0, 1)
+    scale = _all_gather(made.scale.reshape(*x.shape[:-1], 1), group).flatten(0, 1)
+    values = dequantize(Quantized(codes, scale, _GRADIENT.tile), x.dtype)
+    return values.view(x.shape[0], -1, x.shape[-1])
 
 
 def _check_tokens(x: Tensor, ranks: int) -> None:
