@@ -78,7 +78,13 @@ class ModelConfig:
             raise ConfigError(f"model.heads: {self.heads} heads do not divide dim {self.dim}.")
         if self.heads % self.key_value_heads:
             raise ConfigError(f"model.kv_heads: {self.kv_heads} does not divide heads {self.heads}.")
-        of_llama: dict[str, object] = {"head_size": None, "qkv_bias": False, "qk_norm": False, "rope_scaling": {}, "documents": "joined"}
+        of_llama: dict[str, object] = {
+            "head_size": None,
+            "qkv_bias": False,
+            "qk_norm": False,
+            "rope_scaling": {},
+            "documents": "joined",
+        }
         for name, without in of_llama.items() if self.architecture == "gpt" else ():
             if getattr(self, name) != without:
                 raise ConfigError(f"model.{name}: {getattr(self, name)!r} needs architecture 'llama'.")
