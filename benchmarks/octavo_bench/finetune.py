@@ -1,8 +1,8 @@
 """`octavo bench finetune`: fine-tuning in FP8 beside BF16, from one model that was trained for it.
 
 A small model is trained on text in which random words are repeated, in capitals, or with spaces. Then it is fine-tuned
-on conversations that ask for these by other verbs, all weights or LoRA, each in FP8 and in BF16 from the same weights on
-the same batches. A held-out answer is right if greedy decoding gives it, letter by letter.
+on conversations that ask for these by other verbs, all weights or LoRA, each in FP8 and in BF16 from the same weights
+on the same batches. A held-out answer is right if greedy decoding gives it, letter by letter.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from octavo_bench import finetune, results
 from octavo_bench.cli import Output
 
@@ -26,7 +28,8 @@ def test_a_difference_is_within_two_errors_or_one_answer() -> None:
     assert finetune.within_error({**row, "difference": -2.0, "difference_error": 0.0})
 
 
-def test_a_session_of_a_few_steps_is_a_result(tmp_path: Path) -> None:
+def test_a_session_of_a_few_steps_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finetune, "METHODS", {"LoRA": finetune.METHODS["LoRA"]})
     output = Output(write=tmp_path)
     assert finetune.command(seeds="0", pretraining=2, steps=1, count=60, output=output) == 0
     (path,) = tmp_path.glob("*-finetune.json")
