@@ -78,15 +78,18 @@ def _said(default: Any) -> str:
     return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 
-def with_flags_of(cls: type, common: Collection[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def with_flags_of(
+    cls: type, common: Collection[str] = (), without: Collection[str] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add a flag for every field of the nested dataclass `cls` to a command.
 
     The command receives the given ones as a nested mapping, its argument `settings`.
 
     Args:
         common: the fields, as `section.name`, that `--help` lists; all after `show_all` of the command.
+        without: fields that the command does not take.
     """
-    flags = list(_flags(cls))
+    flags = [flag for flag in _flags(cls) if f"{flag.section}.{flag.name}" not in without]
     titles = field_docs(cls).items()
     groups = {name: Group(f"{name}: {title}", sort_key=i) for i, (name, title) in enumerate(titles, 1)}
 
@@ -100,6 +103,8 @@ def with_flags_of(cls: type, common: Collection[str] = ()) -> Callable[[Callable
             return command(*arguments, settings=settings, **keywords)
 
         own = inspect.signature(command, eval_str=True)
+        taken = own.parameters.keys()
+        flags[:] = [dataclasses.replace(flag, is_unique=flag.is_unique and flag.name not in taken) for flag in flags]
         kept = [p for p in own.parameters.values() if p.name != "settings"]
 
         def show_all(all_of_them: bool = True) -> None:

@@ -104,7 +104,7 @@ def find_structures(
                 yield FusionPattern(name=name, kind="norm", makes_codes=makes_codes, norm_inputs=norm_inputs)
             continue
         if isinstance(module, ScaledDotProduct):
-            reader = full_name(name.rpartition(".")[0], module.reader)
+            reader = reader_of(name, module)
             if attention_output == "fp8" and not attention_unsupported_reason(
                 recipes.get(reader), reader in keep_input
             ):
@@ -165,6 +165,11 @@ def full_name(module: str, child: str) -> str:
     return f"{module}.{child}" if module else child
 
 
+def reader_of(name: str, attention: ScaledDotProduct) -> str:
+    """Return the full name of the layer that reads the output of an attention of this name."""
+    return full_name(name.rpartition(".")[0], attention.reader)
+
+
 def _width(norm: nn.Module) -> int:
     """Return the width of what a norm gives."""
     weight = getattr(norm, "weight", None)
@@ -205,7 +210,7 @@ def _possible_roles(layers: dict[str, nn.Linear]) -> Iterator[MLPRoles]:
 
 def _is_mlp(module: nn.Module, roles: MLPRoles) -> bool:
     """Return whether the forward of a module is the MLP of these roles."""
-    x = _random(0, 2, 4, _WIDTH) * torch.tensor([1e-2, 1.0, 1.0, 1e3], device="cpu")[:, None]
+    x = _random(0, 2, 4, _WIDTH) * torch.tensor([1e-2, 1.0, 1.0, 1e3], device="cpu", dtype=torch.float32)[:, None]
     return computes(
         lambda training: _tiny_copy(module, roles, training), lambda probe, x: _formula(probe, roles, x), x, 1e-5
     )

@@ -104,7 +104,7 @@ def check_installed(known: dict[str, Any]) -> None:
     if missing:
         raise UnsupportedError(
             f"octavo eval: exported models are loaded by transformers. Not installed: {', '.join(missing)}. "
-            "pip install octavo[serving]"
+            'pip install "octavo[serving]"'
         )
 
 

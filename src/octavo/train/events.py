@@ -67,6 +67,8 @@ class Logged:
     """By model, with dynamic loss scaling: the scale of the next step."""
     overflows: Mapping[str, int] = field(default_factory=dict)
     """By model, with dynamic loss scaling: steps skipped so far."""
+    fp8: Mapping[str, float] = field(default_factory=dict)
+    """`Plan.fp8_shares` of the FP8 model in this step; zeros in a step in BF16."""
     batch: Mapping[str, float] = field(default_factory=dict)
     """Statistics of the step's batch, see `BatchDrift.measure`."""
 
@@ -83,7 +85,7 @@ class Logged:
             f"{name}_{model}": _finite(value) for name, values in named.items() for model, value in values.items()
         }
         rest = {"gap_percent": _finite(gap_percent(self.loss)), "lr": self.lr, "tokens": self.tokens, **self.batch}
-        return {"step": self.step, **by_model, **rest, "tokens_per_second": self.tokens_per_second}
+        return {"step": self.step, **by_model, **self.fp8, **rest, "tokens_per_second": self.tokens_per_second}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from octavo.train import checkpoint
 from octavo.train import device as devices
 from octavo.train.batches import BatchDrift, SourceLosses
 from octavo.train.calibrate import recalibration_of
-from octavo.train.config import RunConfig, is_bf16, learning_rate
+from octavo.train.config import RunConfig, is_bf16, learning_rate, warm_up_note
 from octavo.train.device import DeviceTimer, gc_frozen
 from octavo.train.directory import RunDirectory, check_directory, rescue_path
 from octavo.train.evaluate import accuracy_by_task, answers_given, heldout_losses
@@ -114,6 +113,8 @@ class Trainer:
         self.telemetry: TelemetrySource | None = None
         self._measured: NDArray[np.float32] | None = None
         """The newest telemetry values that have arrived."""
+        self._heldout: dict[int, float] = {}
+        """Step -> held-out loss of the first model."""
         self._refused: set[str] = set()
         self._records: tuple[MetricsFile, StoreReporter] | None = None
         """The files that are cut to a checkpoint when a run resumes, on the first rank."""
@@ -138,6 +139,7 @@ class Trainer:
     def go_back(self, step: int) -> None:
         """Continue counting from an earlier step, after a rollback."""
         self.done = step
+        self._heldout = {at: loss for at, loss in self._heldout.items() if at <= step}
         self._restart_clock()
 
     def resume(self) -> None:
@@ -166,6 +168,7 @@ class Trainer:
         with blaming(found.path / "state.json", CheckpointError):
             self.setup.loader.load_state_dict(found.state["loader"])
             self._earlier = {**found.state["totals"]}
+            self._heldout = {int(step): float(loss) for step, loss in found.state.get("heldout", {}).items()}
         self._resumed, self.done, self._since_step = found, found.step, found.step
         if self.telemetry is not None:
             self.telemetry.restart(found.step)
@@ -185,6 +188,8 @@ class Trainer:
         try:
             self._open_directory()
             self.emit(self._start_event())
+            if not self.done and (note := warm_up_note(self.config.optimizer)):
+                self.emit(GuardEvent(0, "warning", "warm-up", note))
             self._judge_text()
             self._set_precision(self.done - 1)
             with kernels.record() as self._ledger, gc_frozen(self.setup.device) as after_step:
@@ -285,6 +290,10 @@ class Trainer:
             origin = next(iter(made.values())).origin
             text = f"static scales of {len(made)} tensors were recalibrated{f': {origin.how}' if origin else ''}"
             self.emit(GuardEvent(self.done, "info", "recalibration", text, action="scales recalibrated"))
+            for name, new in made.items():
+                old, (layer, _, role) = new.previous[0].scale if new.previous else None, name.rpartition(".")
+                text = f"static scale {new.scale:.4g}, before {'unknown' if old is None else f'{old:.4g}'}"
+                self.emit(GuardEvent(self.done, "info", "scale", text, "", layer, role, new.scale, old))
 
     def emit_tensors(self) -> None:
         """Emit the tensor statistics of all steps that have arrived."""
@@ -306,8 +315,7 @@ class Trainer:
             self.telemetry.detach()
 
     def _learning_rate(self) -> float:
-        o = self.config.optimizer
-        return learning_rate(self.done, steps=self.config.run.steps, peak=o.lr, warmup=o.warmup, floor=o.min_lr)
+        return learning_rate(self.config.optimizer, self.done, self.config.run.steps, [*self._heldout.values()])
 
     def _apply_precision_schedule(self) -> None:
         """Set the scheduled precision of the next step and emit a change."""
@@ -373,7 +381,7 @@ class Trainer:
         out = self.ranks.broadcast(rescue_path(self.directory))
         self._save(out / "checkpoints")
         if self.ranks.is_first:
-            write_json(out / "config.json", config_reader.to_dict(_with_out(self.config, out)))
+            write_json(out / "config.json", config_reader.to_dict(self.config.with_run(out=out)))
             if self._records is not None:
                 self._records[0].copy_to(out / "metrics.jsonl")
         raise RunError(
@@ -406,6 +414,7 @@ class Trainer:
             tokens_per_second=(self.done - self._since_step) * per_step / elapsed,
             loss_scale={state.name: float(state.loss_scale.scale) for state in self._scaled()},
             overflows={state.name: int(state.loss_scale.overflows) for state in self._scaled()},
+            fp8=self._fp8_shares(),
             batch=batch,
         )
         self._restart_clock()
@@ -413,6 +422,11 @@ class Trainer:
         if (found := self._drift.drifts(batch["batch_divergence"])) is not None:
             text = f"batches drift: their ids are distributed otherwise than before ({found[0]:.3g} nats per id)"
             self.emit(GuardEvent(self.done, "warning", "batch drift", text, value=found[0], limit=found[1]))
+
+    def _fp8_shares(self) -> dict[str, float]:
+        """Return the shares of products in FP8 in the step that was just made."""
+        shares = {} if self.setup.plan is None else self.setup.plan.fp8_shares
+        return dict.fromkeys(shares, 0.0) if self.is_bf16(self.done - 1) else shares
 
     def _scaled(self) -> list[TrainState]:
         return [state for state in self.setup.states if state.loss_scale.skips]
@@ -436,10 +450,19 @@ class Trainer:
                     f"the held-out loss of the {name.upper()} model is {value} after step {self.done}."
                     f" {self._way_back()} Try a lower --lr, or --recipe bf16 to compare."
                 )
+        self._watch_plateau(next(iter(loss.values())))
         by_model = {name: of_sequence.tolist() for name, of_sequence in losses.items()}
         if self.done == self.config.run.steps and self.ranks.is_first:
             write_json(self.directory / "heldout.json", by_model)
         return by_model
+
+    def _watch_plateau(self, loss: float) -> None:
+        """Note a held-out loss; emit an event if the schedule halves the learning rate because of it."""
+        before = self._learning_rate()
+        self._heldout[self.done] = loss
+        if self.config.optimizer.schedule == "plateau" and (after := self._learning_rate()) != before:
+            text = f"the held-out loss has stopped falling: the learning rate is {after:.3g} in place of {before:.3g}"
+            self.emit(GuardEvent(self.done, "info", "schedule", text, action="learning rate halved"))
 
     def _save(self, checkpoints: Path) -> None:
         """Write a checkpoint.
@@ -460,6 +483,7 @@ class Trainer:
             "config": config_reader.to_dict(self.config),
             "loader": self.setup.loader.state_dict(),
             "totals": self._totals(),
+            "heldout": {str(step): loss for step, loss in self._heldout.items()},
             "versions": devices.versions(),
             "guard": self._guarded.guard.state_dict(),
         }
@@ -571,7 +595,3 @@ def _facts(corpus: TokenFiles) -> dict[str, Any]:
     """Return the facts of the corpus without its path on this machine."""
     facts = config_reader.to_dict(corpus)
     return {key: value for key, value in facts.items() if key != "directory"}
-
-
-def _with_out(config: RunConfig, out: Path) -> RunConfig:
-    return replace(config, run=replace(config.run, out=out))

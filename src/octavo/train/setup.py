@@ -145,7 +145,8 @@ def convert_as(
         policy: by default `policy_of`.
     """
     policy, scales = policy or policy_of(config, recipe), config.run.scales or None
-    return convert(model, recipe, policy=policy, tokens=tokens_of(config, ranks), scales=scales)
+    allow, tokens = config.run.allow_reference, tokens_of(config, ranks)
+    return convert(model, recipe, policy=policy, tokens=tokens, allow_reference=allow, scales=scales)
 
 
 def tokens_of(config: RunConfig, ranks: Ranks) -> int:
@@ -162,7 +163,7 @@ def policy_of(config: RunConfig, recipe: recipes.Recipe) -> Policy:
     fp8 = config.run.weights == "fp8"
     if fp8 and not recipe.is_fp8:
         raise ConfigError(f"run.weights: 'fp8' is for layers in FP8, and recipe '{recipe.name}' has none. Take 'bf16'.")
-    return Policy(min_gain=config.run.min_gain, weights="fp8" if fp8 else "as_they_are")
+    return Policy(min_gain=config.run.min_gain, weights="fp8" if fp8 else "as_they_are", memory=config.run.memory)
 
 
 def hold_as(weights: str, model: nn.Module) -> None:
