@@ -1,8 +1,8 @@
 """`octavo bench finetune`: fine-tuning in FP8 beside BF16, from one model that was trained for it.
 
-A small model is trained on lines with random words, repeated, in capitals, or with spaces. Then it is fine-tuned on
-conversations that ask for one of these, all weights or LoRA, each in FP8 and in BF16 from the same weights on the same
-batches. A held-out answer is right if greedy decoding gives it, letter by letter.
+A small model is trained on text in which random words are repeated, in capitals, or with spaces. Then it is fine-tuned
+on conversations that ask for these by other verbs, all weights or LoRA, each in FP8 and in BF16 from the same weights
+on the same batches. A held-out answer is right if greedy decoding gives it, letter by letter.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from octavo.train.config import DataConfig, LoopConfig, LoraConfig, OptimizerCon
 from octavo_bench.cli import TO_STDOUT, Output, command_line, numbers
 from octavo_bench.results import Row
 
-TASKS: dict[str, Callable[[str], str]] = {
-    "copy": lambda word: word,
-    "capitals": str.upper,
-    "spaces": " ".join,
+TASKS: dict[str, tuple[str, Callable[[str], str]]] = {
+    "say": ("copy", lambda word: word),
+    "shout": ("capitals", str.upper),
+    "spell": ("spaces", " ".join),
 }
+"""Verbs of the fine-tuning: what they ask for was learned under another name."""
 METHODS: dict[str, dict[str, Any]] = {
-    "all weights": {"lr": 3e-3},
+    "all weights": {"lr": 2e-3},
     "LoRA": {"lora": LoraConfig(rank=8, alpha=16.0), "weights": "fp8", "lr": 5e-3},
 }
 """Changes of the run by method: LoRA is over frozen one-byte weights."""
@@ -49,13 +50,14 @@ def write_texts(folder: Path, count: int) -> tuple[Path, Path]:
     rng = random.Random(2)
     with text.open("w", encoding="utf-8") as file:  # one word per line, so that repeating it is learned soon
         for word in words(0, 10 * count):
-            said = [f"{task} {word}\n{change(word)}\n" for task, change in rng.sample([*TASKS.items()], len(TASKS))]
+            order = rng.sample(list(TASKS.values()), len(TASKS))
+            said = [f"user:\n{known} {word}\nassistant:\n{change(word)}\n" for known, change in order]
             file.write(json.dumps({"text": "".join(said)}) + "\n")
     with chat.open("w", encoding="utf-8") as file:
         for number, word in enumerate(words(1, count)):
             task = [*TASKS][number % len(TASKS)]
             asked = {"role": "user", "content": f"{task} {word}"}
-            answer = {"role": "assistant", "content": TASKS[task](word)}
+            answer = {"role": "assistant", "content": TASKS[task][1](word)}
             file.write(json.dumps({"messages": [asked, answer], "task": task}) + "\n")
     return text, chat
 
@@ -115,7 +117,7 @@ def within_error(row: Row) -> bool:
 
 
 def command(
-    *, seeds: str = "0,1,2", pretraining: int = 1500, steps: int = 200, count: int = 1200, output: Output = TO_STDOUT
+    *, seeds: str = "0,1", pretraining: int = 1200, steps: int = 80, count: int = 1200, output: Output = TO_STDOUT
 ) -> int:
     """Fine-tune a small model in FP8 and in BF16, on a CPU in a few minutes, and compare accuracies by task.
 

@@ -99,6 +99,18 @@ def _struck(result: Result) -> list[Row]:
     return [row for row in result.rows if row["fault"] and "error" not in row]
 
 
+finetune = by_columns(
+    (
+        ("trained", "{method}"),
+        ("task", "{task}"),
+        ("seed", "{seed}"),
+        ("FP8", "{fp8:.1f} ± {fp8_error:.1f} %"),
+        ("BF16", "{bf16:.1f} ± {bf16_error:.1f} %"),
+        ("difference", "{difference:+z.1f} ± {difference_error:.1f} %"),
+        ("held-out answers", "{samples}"),
+    ),
+    names=3,
+)
 robustness = by_columns(
     (("class", "{class}"), ("tried", "{tried}"), ("survived", "{survived}"), ("named", "{named}")),
     names=1,
@@ -700,6 +712,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "stress": ("stress", stress),
     "faults": ("faults", faults),
     "robustness": ("robustness", robustness),
+    "finetune": ("finetune", finetune),
     "faults-summary": ("faults", faults_summary),
     "localize": ("localize", localize),
     "step": ("step", step),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.cli.eval import eval_
+from octavo.cli.eval import TaskFlags, TextFlags, eval_
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.evaluation import tasks
 from octavo.evaluation.run import EvalSettings
@@ -57,7 +57,7 @@ def test_a_missing_harness_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     with pytest.raises(UnsupportedError, match=r"pip install octavo\[tasks\]"):
         evaluate_tasks(tmp_path, ["t"], EvalSettings(device="cpu"))
     with pytest.raises(ConfigError, match="leave out --data"):
-        eval_(tmp_path, data="x", tasks=("t",))
+        eval_(tmp_path, text=TextFlags(data="x"), tasks=TaskFlags(tasks=("t",)))
 
 
 def test_a_run_and_its_export_on_task_files(tmp_path: Path) -> None:

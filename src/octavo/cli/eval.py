@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,18 +19,43 @@ if TYPE_CHECKING:
     from octavo.evaluation.text import EvalText
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextFlags:
+    """Flags for the text to evaluate on."""
+
+    data: str = ""
+    """Text to evaluate on, in place of the run's held-out text: a file, a folder, python or english."""
+    tokens: int | None = None
+    """Number of tokens, from the beginning of the text; by default all."""
+    sequence: int | None = None
+    """Tokens per sequence; by default as in training, or the maximum of an exported model."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskFlags:
+    """Flags for tasks to evaluate on."""
+
+    tasks: Annotated[tuple[str, ...], Parameter(negative=(), consume_multiple=True)] = ()
+    """Tasks of lm-eval to evaluate on, in place of text (needs octavo[tasks]): FP8 beside BF16, with errors."""
+    task_files: Path | None = None
+    """Folder with task files (.yaml) of your own, which the tasks are then taken from."""
+    limit: int | None = None
+    """Samples per task; by default all."""
+
+
+ALL_TEXT, NO_TASKS = TextFlags(), TaskFlags()
+
+
 def eval_(
     model: Path,
     /,
     *,
-    data: str = "",
+    text: TextFlags = ALL_TEXT,
     run: Path | None = None,
     step: int | None = None,
-    tokens: int | None = None,
-    sequence: int | None = None,
-    tasks: Annotated[tuple[str, ...], Parameter(negative=(), consume_multiple=True)] = (),
-    task_files: Path | None = None,
-    limit: int | None = None,
+    tasks: TaskFlags = NO_TASKS,
     device: str = "auto",
     json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> int:
@@ -50,22 +76,10 @@ def eval_(
     ----------
     model
         Directory of a run or of one of its checkpoints, or a model written by octavo export (needs transformers).
-    data
-        Text to evaluate on, in place of the run's held-out text: a file, a folder, python or english.
     run
         For an exported model: its original run, which is evaluated too, on its held-out text.
     step
         Step of the checkpoint; by default the newest.
-    tokens
-        Number of tokens, from the beginning of the text; by default all.
-    sequence
-        Tokens per sequence; by default as in training, or the maximum of an exported model.
-    tasks
-        Tasks of lm-eval to evaluate on, in place of text (needs octavo[tasks]); FP8 beside BF16, with standard errors.
-    task_files
-        Folder with task files (.yaml) of your own.
-    limit
-        Samples per task; by default all.
     device
         cuda or cpu; auto uses the GPU if there is one.
     json_output
@@ -75,19 +89,19 @@ def eval_(
         raise ConfigError(f"{model}: no such directory. Name the directory of a run or of an exported model.")
     if run is not None and not run.is_dir():
         raise ConfigError(f"--run {run}: no such directory. Name the directory of a run of `octavo train`.")
-    for name, count in (("tokens", tokens), ("sequence", sequence), ("limit", limit)):
+    for name, count in (("tokens", text.tokens), ("sequence", text.sequence), ("limit", tasks.limit)):
         if count is not None and count < 1:
             raise ConfigError(f"--{name} {count}: must be positive.")
     from octavo.evaluation.run import EvalSettings, evaluate_run
     from octavo.evaluation.served import evaluate_served, is_served
 
-    if tasks and (data or run or tokens or sequence):
+    if tasks.tasks and (text != ALL_TEXT or run):
         raise ConfigError("--tasks: have texts of their own: leave out --data, --run, --tokens and --sequence.")
-    settings = EvalSettings(data=data, tokens=tokens, sequence=sequence or 0, step=step, device=device)
-    if tasks:
+    settings = EvalSettings(data=text.data, tokens=text.tokens, sequence=text.sequence or 0, step=step, device=device)
+    if tasks.tasks:
         from octavo.evaluation.tasks import evaluate_tasks
 
-        by_task = evaluate_tasks(model, tasks, settings, files=task_files, limit=limit)
+        by_task = evaluate_tasks(model, tasks.tasks, settings, files=tasks.task_files, limit=tasks.limit)
         terminal.say(by_task.to_json() if json_output else by_task)
         return 0
     served = is_served(model)
