@@ -23,7 +23,7 @@ from octavo.recipes import load
 from octavo.tensor import FP8Tensor
 
 SOURCE = Path(octavo.__file__).parent
-EXCHANGES = {"_Collective", "_CopyToRegion", "_Local", "_Exchange"}
+EXCHANGES = {"_Collective", "_CopyToRegion", "_Exchange"}
 """Functions whose backward is a collective: a rank without a gradient takes part in it, with zeros."""
 
 
