@@ -13,7 +13,14 @@ from typing import Literal
 import torch
 from torch import nn
 
-from octavo.conversion.fusion_patterns import FusionPattern, find_gates, find_mlps, find_structures, full_name, reader_of
+from octavo.conversion.fusion_patterns import (
+    FusionPattern,
+    find_gates,
+    find_mlps,
+    find_structures,
+    full_name,
+    reader_of,
+)
 from octavo.conversion.gain import predicted_gain
 from octavo.conversion.mode import suspended
 from octavo.conversion.policy import Policy
@@ -184,9 +191,7 @@ def _without_second_copies(
         return rows
     readers = {reader_of(name, core) for name, core in model.named_modules() if isinstance(core, ScaledDotProduct)}
     readers = {name for name in readers if name in recipes and requantises_exactly(recipes[name])}
-    return tuple(
-        replace(row, keeps_input=True) if row.is_fp8 and row.name in readers else row for row in rows
-    )
+    return tuple(replace(row, keeps_input=True) if row.is_fp8 and row.name in readers else row for row in rows)
 
 
 def _notes(

@@ -137,5 +137,10 @@ def switchable(
 
 
 def _one_by_one(policy: Policy) -> Policy:
-    kept: dict[str, Any] = {"memory": "exact", "activation_inputs": "bf16", "norm_inputs": "bf16", "attention_output": "bf16"}
+    kept: dict[str, Any] = {
+        "memory": "exact",
+        "activation_inputs": "bf16",
+        "norm_inputs": "bf16",
+        "attention_output": "bf16",
+    }
     return replace(policy, fuse=False, min_gain=0.0, weights="as_they_are", requantise=(), **kept)

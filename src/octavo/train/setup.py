@@ -147,8 +147,8 @@ def policy_of(config: RunConfig, recipe: recipes.Recipe) -> Policy:
     fp8 = config.run.weights == "fp8"
     if fp8 and not recipe.is_fp8:
         raise ConfigError(f"run.weights: 'fp8' is for layers in FP8, and recipe '{recipe.name}' has none. Take 'bf16'.")
-    weights: Weights = "fp8" if fp8 else "as_they_are"
-    return Policy(min_gain=config.run.min_gain, weights=weights, memory=config.run.memory)
+    run = config.run
+    return Policy(min_gain=run.min_gain, weights="fp8" if fp8 else "as_they_are", memory=run.memory)
 
 
 def hold_as(weights: str, model: nn.Module) -> None:

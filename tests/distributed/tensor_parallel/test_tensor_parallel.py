@@ -90,7 +90,8 @@ def two_ranks(rank, count):
         "tied": compare(mesh, policy=octavo.Policy(keep_defaults=False), tie_embeddings=True),
     }
     return {**found, "gathered": gathered(rank, mesh), "lone": lone(rank, mesh), "once": quantised_once(rank, mesh),
-            "trained": trained(mesh), "frozen": frozen(mesh), "compiled": compiled(count), "refused": refusals(mesh)}  # fmt: skip
+            "trained": trained(mesh), "frozen": frozen(mesh), "compiled": compiled(count),
+            "refused": refusals(mesh)}  # fmt: skip
 
 
 def gathered(rank, mesh):

@@ -95,16 +95,17 @@ class LocalParameters:
     def _enter(self) -> None:
         self._leave()  # an earlier forward may have ended without calling hooks
         for trained in (True, False):  # apart: in one step of autograd all would be taken to need a gradient
-            held, kinds = [], []
-            for module, gradient in self._modules:
-                for name, parameter in module._parameters.items():
-                    if isinstance(parameter, DTensor) and parameter.requires_grad == trained:
-                        held.append((module, name, parameter))
-                        kinds.append(gradient)
+            held = [
+                (module, name, parameter, gradient)
+                for module, gradient in self._modules
+                for name, parameter in module._parameters.items()
+                if isinstance(parameter, DTensor) and parameter.requires_grad == trained
+            ]
             if held:  # none are where a module around this one has replaced them
-                self._held += held
-                parts = _Locals.apply(tuple(kinds), self._mesh, *(parameter for *_, parameter in held))
-                for (module, name, _), part in zip(held, parts, strict=True):
+                _, _, parameters, kinds = zip(*held, strict=True)
+                parts = _Locals.apply(kinds, self._mesh, *parameters)  # type: ignore[no-untyped-call]
+                for (module, name, parameter, _), part in zip(held, parts, strict=True):
+                    self._held.append((module, name, parameter))
                     module._parameters[name] = part
 
     def _leave(self) -> None:
