@@ -130,6 +130,8 @@ def _measure(session: Session, implementation: Implementation) -> Row:
         raise NonFiniteError(f"{implementation.name}: its gradients are not finite, so its time means nothing.")
     if profiled is not None and session.trace is not None:
         _write_trace(session.trace, workload.name, implementation.name, profiled)
+    if implementation.name.startswith("octavo") and not ledger.gemms:
+        raise UnsupportedError(f"{implementation.name}: no product ran in FP8, so its time would be BF16's.")
     ms = statistics.median(times)
     return {
         "ms": round(ms, 3),

@@ -75,7 +75,7 @@ def test_compiled_as_in_eager(recipe):
     quantizers = [quantizer(recipe, keeps_input) for keeps_input in (False, True)]
 
     def call(keeps_input):
-        return linears(x, weights, [None], quantizers[keeps_input])[0]
+        return linears(x, weights, [None], quantizers[int(keeps_input)])[0]
 
     want, _ = run(call, True, [x, *weights])
     got, kept = run(torch.compile(call, fullgraph=True, backend="aot_eager_decomp_partition"), True, [x, *weights])

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from octavo.conversion.fusion_patterns import FusionPattern, reader_of
+from octavo.conversion.fusion_patterns import FusionPattern, full_name, reader_of
 from octavo.conversion.mode import keep, suspended
-from octavo.conversion.plan import Plan, make_plan, refuse_fallbacks
+from octavo.conversion.plan import Plan, layers_of, make_plan, refuse_reference, refuse_unapplied
 from octavo.conversion.policy import Policy
 from octavo.conversion.weights import check_free, make_plain, store
 from octavo.errors import NonFiniteError
@@ -20,13 +21,17 @@ from octavo.kernels.ledger import warn_once
 from octavo.nn import GroupedLinear, Linear, calibration
 from octavo.nn.attention import ScaledDotProduct
 from octavo.nn.conv import AnyConvolution, Conv1d, Conv2d, Convolution
+from octavo.nn.experts import FIRST, SECOND, Experts
+from octavo.nn.experts import adopt as adopt_experts
+from octavo.nn.experts import release as release_experts
 from octavo.nn.fp8_weights import values
 from octavo.nn.functional import spec_of
 from octavo.nn.fused import FusedMLP, MLPRoles, fuse, unfuse
+from octavo.nn.linear import is_adopted, is_transposed
 from octavo.nn.norm import Norm, adopt
 from octavo.nn.scaling_state import attach_scaling_state
 from octavo.nn.shared import SharedInput
-from octavo.recipes import Recipe, RecipeLike
+from octavo.recipes import Recipe, RecipeLike, load
 
 
 def convert(
@@ -36,40 +41,55 @@ def convert(
     policy: Policy | None = None,
     tokens: int = 8192,
     strict: bool = False,
+    allow_reference: bool = False,
     scales: str | Path | None = None,
 ) -> Plan:
-    """Make a model's linear layers and convolutions compute in FP8, in place, and return the plan that was carried out.
+    """Make a model's linear layers, convolutions and experts compute in FP8, in place, and return the plan carried out.
 
     Call it before the optimizer or after it: the parameters are the same objects. With `Policy(weights="fp8")` call it
     before: the same objects then are FP8 tensors. A model that is already converted is converted again to `recipe`; a
     layer that the plan leaves in BF16 is turned back.
 
     Args:
-        strict: refuse, rather than run slowly, where a GPU has no fast kernel for the recipe; and refuse where the
-            policy asks for activations in FP8 that would not be (`Plan.unapplied`).
+        strict: refuse where the policy asks for activations in FP8 that would not be (`Plan.unapplied`).
+        allow_reference: on a GPU without FP8, or without a fast kernel for the recipe, run the reference kernels: the
+            same codes, some hundred times slower than BF16.
         scales: a calibration file (`octavo.scales(model).save`), which `static` needs and `delayed` may start from.
 
     Raises:
         ConfigError: an unknown recipe, a pattern that matches no layer, or a static scale that is missing.
         NonFiniteError: a weight to be converted holds a NaN or an infinity; nothing has been changed.
-        UnsupportedError: under `strict`, a layer would fall back, or an option of the policy does nothing somewhere.
+        UnsupportedError: the device cannot run the recipe in FP8, and `allow_reference` is false; or under `strict`,
+            an option of the policy does nothing somewhere.
     """
-    plan = make_plan(model, recipe, policy=policy, tokens=tokens)
+    plan = replace(make_plan(model, recipe, policy=policy, tokens=tokens), allow_reference=allow_reference)
+    if not allow_reference:
+        refuse_reference(plan)
     if strict:
-        refuse_fallbacks(plan)
-    if not plan.fp8_layers:
+        refuse_unapplied(plan)
+    if not plan.fp8_layers or plan.is_little:
         for note in plan.notes:
             warn_once(f"octavo.convert: {note}")
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | AnyConvolution)}
+    layers = layers_of(model)
     for name in plan.recipes:
-        _check_finite(name, layers[name])
+        if name in layers:
+            _check_finite(name, layers[name].weight)
+    for name in plan.experts:
+        for parameter, weight in model.get_submodule(name).named_parameters():
+            _check_finite(f"{name}.{parameter}", weight, "")
     calibrated = None if scales is None else calibration.read(Path(scales))
     calibration.check(plan.recipes, calibrated)
     check_free([layers[row.name].weight for row in plan.layers if row.saves])
     _release(model)
     for name, recipe in plan.recipes.items():
-        _adopt(layers[name], recipe)
+        if name in layers:
+            _adopt(layers[name], recipe)
+    for name, roles in plan.experts.items():
+        first, second = (plan.recipes.get(full_name(name, product), load("bf16")) for product in (FIRST, SECOND))
+        adopt_experts(model.get_submodule(name), roles, first, second, plan.policy.activation_inputs)
     for row in plan.layers:
+        if row.name not in layers:
+            continue
         layer = layers[row.name]
         store(layer, row.weight, row.is_fp8)
         keep(layer.weight, None if row.is_fp8 else row.reason)
@@ -77,17 +97,17 @@ def convert(
             layer.keeps_input = row.keeps_input
     for structure in plan.structures:
         _join(model.get_submodule(structure.name), structure, plan)
-    book = attach_scaling_state({name: module for name, module in layers.items() if type(module) is Linear}, model)
+    book = attach_scaling_state({name: module for name, module in layers.items() if is_adopted(module)}, model)
     if book is not None and calibrated is not None:
         book.start_from(calibrated)
     return plan
 
 
 def _adopt(layer: nn.Linear | AnyConvolution, recipe: Recipe) -> None:
-    if isinstance(layer, nn.Linear):
-        Linear.adopt(layer, recipe)
-    else:
+    if isinstance(layer, AnyConvolution):
         (Conv1d if isinstance(layer, nn.Conv1d) else Conv2d).adopt(layer, recipe)
+    else:
+        Linear.adopt(layer, recipe)
 
 
 def _join(module: nn.Module, structure: FusionPattern, plan: Plan) -> None:
@@ -117,26 +137,30 @@ def revert(model: nn.Module) -> int:
     """
     count = _release(model)
     for module in model.modules():
-        if type(module) is nn.Linear:
+        if isinstance(module, nn.Linear) and not isinstance(module, Linear):
             make_plain(module)
     return count
 
 
 def _release(model: nn.Module) -> int:
     """Turn every FP8 layer back into PyTorch's, and leave what its weight is stored in."""
-    for module in model.modules():
+    count = 0
+    for module in list(model.modules()):
         if isinstance(module, FusedMLP):
             unfuse(module)
+        elif isinstance(module, Experts):
+            release_experts(module)
+            count += 2
         elif isinstance(module, Norm):
             module.release()
         elif isinstance(module, ScaledDotProduct):
             module.keep_values()
-        elif isinstance(module, nn.Linear | AnyConvolution):
+        elif isinstance(module, nn.Linear | AnyConvolution) or is_transposed(module):
             keep(module.weight, None)
     layers = _fp8_layers(model)
     for layer in layers:
         layer.release()
-    return len(layers)
+    return len(layers) + count
 
 
 def enable(
@@ -165,17 +189,17 @@ def disabled(model: nn.Module) -> Iterator[None]:
 
 def _fp8_layers(model: nn.Module) -> list[Linear | Convolution]:
     layers = [module for module in model.modules() if isinstance(module, Linear | Convolution)]
-    return [layer for layer in layers if type(layer) in (Linear, Conv1d, Conv2d)]  # subclasses are their users' own
+    return [m for m in layers if is_adopted(m) or type(m) in (Conv1d, Conv2d)]  # subclasses are their users' own
 
 
-def _check_finite(name: str, layer: nn.Linear | AnyConvolution) -> None:
-    weight = values(layer.weight.detach(), layer.weight.dtype).flatten(1)
+def _check_finite(name: str, weight: Tensor, attribute: str = "weight") -> None:
+    weight = values(weight.detach(), weight.dtype).flatten(1)
     if weight.is_meta or bool(torch.isfinite(weight).all()):
         return
     count = int((~torch.isfinite(weight)).sum())
     row, column = (int(i) for i in torch.nonzero(~torch.isfinite(weight))[0])
     raise NonFiniteError(
-        f"{'.'.join(filter(None, (name, 'weight')))} holds {count} value(s) that are NaN or infinite, the first at row "
-        f"{row}, column {column}. "
+        f"{'.'.join(filter(None, (name, attribute)))} holds {count} value(s) that are NaN or infinite, the first at "
+        f"row {row}, column {column}. "
         "Load a good checkpoint, or find the step that produced them; nothing was converted."
     )

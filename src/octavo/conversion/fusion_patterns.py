@@ -210,7 +210,7 @@ def _possible_roles(layers: dict[str, nn.Linear]) -> Iterator[MLPRoles]:
 
 def _is_mlp(module: nn.Module, roles: MLPRoles) -> bool:
     """Return whether the forward of a module is the MLP of these roles."""
-    x = _random(0, 2, 4, _WIDTH) * torch.tensor([1e-2, 1.0, 1.0, 1e3], device="cpu")[:, None]
+    x = _random(0, 2, 4, _WIDTH) * torch.tensor([1e-2, 1.0, 1.0, 1e3], device="cpu", dtype=torch.float32)[:, None]
     return computes(
         lambda training: _tiny_copy(module, roles, training), lambda probe, x: _formula(probe, roles, x), x, 1e-5
     )

@@ -9,12 +9,15 @@ from types import MappingProxyType
 from typing import Literal, cast, get_args
 
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from octavo.conversion.experts import FoundExperts
 from octavo.conversion.weights import Weights
 from octavo.errors import ConfigError, did_you_mean
 from octavo.nn import Conv1d, Conv2d, Linear
 from octavo.nn.attention import AttentionOutput
 from octavo.nn.conv import unsupported_reason
+from octavo.nn.linear import is_adopted, is_transposed
 from octavo.nn.mlp import ActivationInputs
 from octavo.nn.norm import NormInputs
 from octavo.nn.operands import REAL
@@ -22,6 +25,8 @@ from octavo.recipes import Recipe
 
 _HEAD = "output head: its error goes straight into the loss"
 _ROUTER = "router: a small error sends a token to another expert"
+_GROUPED = 16
+"""Features of which grouped FP8 GEMMs take a multiple."""
 
 
 DEFAULTS = MappingProxyType(
@@ -170,18 +175,45 @@ class Policy:
                     "`*` matches anything, dots included: '*.up' is the layer 'up' of every block."
                 )
 
-    def reason_to_keep(self, name: str, layer: nn.Module, in_mlp: bool = False) -> str | None:
-        """Return why this layer stays in BF16, or None. `in_mlp`: it belongs to an MLP, whose gate routes nothing."""
-        for pattern, reason in self.patterns.items():
-            if _matches(name, pattern) and not (in_mlp and reason == _ROUTER):
-                return reason
-        unfit = self._linear(layer) if isinstance(layer, nn.Linear) else self._convolution(layer)
+    def reason_to_keep(self, name: str, layer: nn.Module, in_mlp: bool = False, is_head: bool = False) -> str | None:
+        """Return why this layer stays in BF16, or None.
+
+        Args:
+            in_mlp: it belongs to an MLP, whose gate routes nothing.
+            is_head: the model says that it is an output head (`octavo.conversion.heads`).
+        """
+        if (reason := self._pattern_reason(name, in_mlp)) is not None:
+            return reason
+        if is_head and self.keep_defaults:
+            return _HEAD
+        is_linear = isinstance(layer, nn.Linear) or is_transposed(layer)
+        unfit = self._linear(layer) if is_linear else self._convolution(layer)
         if unfit is not None:
             return unfit
         if (dtype := cast(Tensor, layer.weight).dtype) not in REAL:
             return f"its weight is {dtype}, no real floating-point number"
         if self.filter is not None and not self.filter(name, layer):
             return "left out by the policy's filter"
+        return None
+
+    def reason_to_keep_experts(self, name: str, module: nn.Module, found: FoundExperts) -> str | None:
+        """Return why a module of experts stays in BF16, or None."""
+        if (reason := self._pattern_reason(name)) is not None:
+            return reason
+        sizes = (*found.first, *found.second)
+        if min(sizes) < self.min_features:
+            return f"fewer than {self.min_features} features"
+        if any(size % _GROUPED for size in sizes):
+            return f"{sizes} features: grouped FP8 GEMMs take multiples of {_GROUPED}"
+        dtypes = {parameter.dtype for parameter in module.parameters()}
+        if not dtypes <= set(REAL):
+            return f"its weights are {dtypes}, no real floating-point numbers"
+        return None if self.filter is None or self.filter(name, module) else "left out by the policy's filter"
+
+    def _pattern_reason(self, name: str, in_mlp: bool = False) -> str | None:
+        for pattern, reason in self.patterns.items():
+            if _matches(name, pattern) and not (in_mlp and reason == _ROUTER):
+                return reason
         return None
 
     def keeps_input(self, name: str, recipe: Recipe) -> bool:
@@ -200,10 +232,16 @@ class Policy:
             )
         return True
 
-    def _linear(self, layer: nn.Linear) -> str | None:
-        if type(layer) not in (nn.Linear, Linear):
+    def _linear(self, layer: nn.Module) -> str | None:
+        if isinstance(layer, Linear) and not is_adopted(layer):
+            return f"{type(layer).__name__} is a subclass of octavo.nn.Linear: it computes as its author wrote it"
+        if type(layer).forward not in (nn.Linear.forward, Linear.forward) and not is_transposed(layer):
             return f"{type(layer).__name__} is a subclass of nn.Linear with a forward of its own"
-        if min(layer.in_features, layer.out_features) < self.min_features:
+        if "weight" not in layer._parameters:
+            return "its weight is computed, by a parametrization for example"
+        if isinstance(layer, NonDynamicallyQuantizableLinear):
+            return "nn.MultiheadAttention reads its weight and never calls it; octavo.autocast computes such products"
+        if min(cast(Tensor, layer.weight).shape) < self.min_features:
             return f"fewer than {self.min_features} features"
         return None
 

@@ -14,6 +14,7 @@ from octavo.errors import ConfigError
 from octavo.kernels.dispatch import is_plain
 from octavo.nn.conv import AnyConvolution
 from octavo.nn.fp8_weights import recipes_for_fp8_weights, unsupported_reason
+from octavo.nn.linear import is_transposed
 from octavo.recipes import Recipe
 from octavo.tensor import FP8Tensor
 
@@ -38,7 +39,7 @@ def plan_weights(
         ConfigError: a recipe cannot read the codes of an FP8 weight, or a weight is of a class that nobody knows here.
     """
     linears = {row.name: layers[row.name] for row in rows if row.is_fp8 and row.kind == "linear"}
-    wanted = {name: layer for name, layer in linears.items() if weights == "fp8" or _is_fp8(layer)}
+    wanted = {name: one for name, one in linears.items() if weights == "fp8" or isinstance(one.weight, FP8Tensor)}
     for name, layer in wanted.items():
         _check(name, layer, recipes[name])
     others = dict(_read_by_others(model, wanted))
@@ -54,6 +55,9 @@ def plan_weights(
             saves = 0 if id(weight) in seen else weight.nbytes - codes_and_scales
             result.append(replace(row, weight="fp8", saves=saves))
             seen.add(id(weight))
+        elif weights == "fp8" and row.is_fp8 and is_transposed(layers[row.name]):
+            note = "its weight is stored as (K, N), and stays as it is"
+            result.append(replace(row, reason="; ".join(filter(None, (row.reason, note)))))
         else:
             result.append(row)
     return tuple(result)
@@ -119,10 +123,6 @@ def _check(name: str, layer: Layer, recipe: Recipe) -> None:
         raise ConfigError(
             f"policy: weights = 'fp8': {where} is a {type(weight).__name__}. Convert the model before it is sharded."
         )
-
-
-def _is_fp8(layer: Layer) -> bool:
-    return isinstance(layer.weight, FP8Tensor)
 
 
 def _read_by_others(model: nn.Module, wanted: Mapping[str, Layer]) -> Iterator[tuple[int, str]]:

@@ -9,6 +9,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from octavo.errors import UnsupportedError
+from octavo.kernels.devices import GPUS
 from octavo.kernels.dispatch import is_planning, triton_unsupported_reason
 from octavo.kernels.gemm import KERNELS, choose
 from octavo.numerics import Quantized, format_named, granularity_named, quantize
@@ -19,11 +20,10 @@ TWINS = (
     "grouped",
 )  # fmt: skip
 """Operations that have two kernels: Triton's and the reference."""
-GPUS = {"h100": (9, 0), "h200": (9, 0)}
-"""GPUs that can be planned for where there is none, with their compute capability (`dispatch.planning_for`)."""
 _PROBES = {
     "scaled_mm.tensor": ("tensor", "tensor"),
     "scaled_mm.row": ("row", "row"),
+    "scaled_mm.mx": ("1x32", "1x32"),
     "emulated.1x32": ("1x32", "1x32"),
     "reference": ("128x128", "128x128"),
 }
@@ -66,7 +66,7 @@ def probe_operand(granularity: str, fmt: str, device: torch.device | str) -> Qua
     if is_planning():
         with FakeTensorMode():
             codes = torch.empty(128, 128, dtype=format_named(fmt).dtype, device="cuda")
-            return Quantized(codes, torch.empty(tile.scale_shape(128, 128), device="cuda"), tile)
+            return Quantized(codes, torch.empty(tile.scale_shape(128, 128), device="cuda", dtype=torch.float32), tile)
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise UnsupportedError(f"there is no CUDA device here to ask what it can run: name one of {', '.join(GPUS)}.")
-    return quantize(torch.ones(128, 128, device=device), format_named(fmt), tile)
+    return quantize(torch.ones(128, 128, device=device, dtype=torch.float32), format_named(fmt), tile)

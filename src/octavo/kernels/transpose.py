@@ -47,7 +47,7 @@ def _transpose_folded(codes: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
 
         with launches_on(codes.device):
             return fast(codes, after)
-    return codes.t().contiguous(), torch.ones(codes.shape[1], 1, device=codes.device)
+    return codes.t().contiguous(), torch.ones(codes.shape[1], 1, device=codes.device, dtype=torch.float32)
 
 
 def _in_graph(codes: Tensor, after: Tensor | None) -> bool:

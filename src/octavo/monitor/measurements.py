@@ -38,7 +38,7 @@ class AsyncScalars:
         self._known = {key: float(value) for key, value in plain.items() if key not in on_gpu}
         self._keys = list(on_gpu)
         scalar = [value.reshape(()).float() for value in on_gpu.values()]
-        self._copy = AsyncHostCopy(torch.stack(scalar) if scalar else torch.empty(0))
+        self._copy = AsyncHostCopy(torch.stack(scalar) if scalar else torch.empty(0, dtype=torch.float32))
 
     def has_arrived(self) -> bool:
         """Return True if `read` would not wait."""

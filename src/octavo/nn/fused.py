@@ -11,7 +11,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from octavo.nn.attached_codes import attached_codes
 from octavo.nn.functional import Quantizer, compute_dtype, spec_of
 from octavo.nn.hooks import has_hooks
-from octavo.nn.linear import Linear
+from octavo.nn.linear import Linear, is_adopted
 from octavo.nn.mlp import ActivationInputs, mlp
 from octavo.nn.telemetry_ops import stats_buffer_of
 from octavo.recipes import Recipe
@@ -78,7 +78,7 @@ class FusedMLP(nn.Module):
         recipes = dict.fromkeys(roles.inner, inner) | {roles.down: outer}
         layers = [self.get_submodule(name) for name in recipes]
         same = all(
-            type(layer) is Linear and layer.enabled and layer.recipe is recipe
+            is_adopted(layer) and layer.enabled and layer.recipe is recipe
             for layer, recipe in zip(layers, recipes.values(), strict=True)
         )
         watched = _has_any_global_hook() or any(has_hooks(child) for child in self.modules() if child is not self)

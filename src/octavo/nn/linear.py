@@ -5,7 +5,8 @@ Its parameters stay the master weights, or its weight is an `FP8Tensor` and the 
 
 from __future__ import annotations
 
-from typing import Any, Self
+import sys
+from typing import Any, Self, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +27,12 @@ class Linear(nn.Linear):
     """A linear layer computed by a recipe.
 
     Parameters, names, state_dict, hooks and flags are those of `nn.Linear`, so that a layer becomes one of these and
-    back by changing its class (`adopt`, `release`). The weight is quantised in each forward (`octavo.nn.weight_codes`).
+    back by changing its class (`adopt`, `release`); a layer of a class derived from `nn.Linear` remains one of that.
+    The weight is quantised in each forward (`octavo.nn.weight_codes`).
     """
+
+    parent: type[nn.Linear] = nn.Linear
+    """The class that the layer was, and will be."""
 
     recipe: Recipe
     enabled: bool
@@ -62,30 +67,36 @@ class Linear(nn.Linear):
         check({"": self.recipe}, None)
         attach_scaling_state({"": self})
 
+    @property
+    def matrix(self) -> Tensor:
+        """The weight as GEMMs read it, (N, K)."""
+        return self.weight
+
     @classmethod
     def adopt(cls, module: nn.Linear, recipe: Recipe) -> None:
         """Turn an `nn.Linear` into this class in place; everything attached to it stays."""
-        module.__class__ = cls
+        if not isinstance(module, cls):
+            module.__class__ = _class_for(type(module))
         assert isinstance(module, cls)
         module._start(recipe)
 
     def release(self) -> None:
-        """Turn this layer back into an `nn.Linear` in place."""
+        """Turn this layer back into an `nn.Linear`, or its own class, in place."""
         for name in _FIELDS:
             self.__dict__.pop(name, None)
-        self.__class__ = nn.Linear  # type: ignore[assignment]
+        self.__class__ = self.parent  # type: ignore[assignment]
 
     def forward(self, input: Tensor) -> Tensor:
         """Return x W^T + b for x (..., K), in x's dtype, or in autocast's where that is on."""
         if not self.enabled:
-            return F.linear(input, values(self.weight, self.weight.dtype), self.bias)
+            return F.linear(input, values(self.matrix, self.weight.dtype), self.bias)
         if self.shared is not None:
             return self.shared.output(self, input)
         recipe = self.recipe
         given = attached_codes(input, spec_of(recipe.fprop.input))
         scales = None if self.scaling_slot is None else self.scaling_slot.cells
         quantizer = Quantizer(recipe, compute_dtype(input), scales, stats_buffer_of([self]), self.keeps_input)
-        return linears(input, [self.weight], [self.bias], quantizer, given, self.weight_codes)[0]
+        return linears(input, [self.matrix], [self.bias], quantizer, given, self.weight_codes)[0]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -103,6 +114,61 @@ class Linear(nn.Linear):
     def _start(self, recipe: Recipe) -> None:
         self.recipe, self.enabled, self.shared, self.keeps_input = recipe, True, None, False
         self.scaling_state, self.scaling_slot = None, None
+
+
+class TransposedLinear(Linear):
+    """A linear layer whose weight is stored as (K, N): `Conv1D` of transformers, which GPT-2 is made of."""
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight as GEMMs read it, (N, K), a view."""
+        return self.weight.t()
+
+    @property
+    def in_features(self) -> int:  # type: ignore[override]
+        """K."""
+        return self.weight.shape[0]
+
+    @property
+    def out_features(self) -> int:  # type: ignore[override]
+        """N."""
+        return self.weight.shape[1]
+
+    def __repr__(self) -> str:
+        return nn.Module.__repr__(self)
+
+
+def is_transposed(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return whether a module is a linear layer whose weight is (K, N), converted or not."""
+    if isinstance(module, TransposedLinear):
+        return True
+    theirs = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    return theirs is not None and type(module) is theirs
+
+
+def is_adopted(module: nn.Module) -> TypeGuard[Linear]:
+    """Return whether a module computes as `Linear` does, in no class that a user has derived from that."""
+    return isinstance(module, Linear) and "parent" in vars(type(module))
+
+
+_CLASSES: dict[type[nn.Linear], type[Linear]] = {nn.Linear: Linear}
+
+
+def _class_for(parent: type[nn.Linear]) -> type[Linear]:
+    if parent not in _CLASSES:
+        kind = Linear if issubclass(parent, nn.Linear) else TransposedLinear
+        names = {"parent": parent, "__module__": parent.__module__, "__doc__": parent.__doc__, "__reduce__": _reduce}
+        _CLASSES[parent] = type(parent.__name__, (kind, parent), names)
+    return _CLASSES[parent]
+
+
+def _reduce(self: Linear) -> tuple[Any, ...]:
+    return _rebuild, (self.parent,), self.__getstate__()  # no file can name a class that was made while running
+
+
+def _rebuild(parent: type[nn.Linear]) -> Linear:
+    cls = _class_for(parent)
+    return cls.__new__(cls)
 
 
 _FIELDS = (

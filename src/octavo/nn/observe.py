@@ -150,7 +150,7 @@ class _Tally:
     def __init__(self, device: torch.device) -> None:
         with torch.inference_mode(False):  # they are written to outside of it too
             self.lost = torch.zeros(len(ROLES), 3, dtype=torch.int64, device=device)
-            self.amax = torch.zeros(len(ROLES), device=device)
+            self.amax = torch.zeros(len(ROLES), device=device, dtype=torch.float32)
             self.first = torch.zeros(len(ROLES), dtype=torch.int64, device=device)
         self.elements = [0] * len(ROLES)
         self.operands = [""] * len(ROLES)
@@ -296,7 +296,7 @@ def _output_matrix(layer: Layer, y: Tensor) -> Tensor:
 def _weight_matrix(layer: Layer) -> Tensor:
     """Return the weight of a layer as (N, K)."""
     if isinstance(layer, Linear):
-        return values(layer.weight.detach(), layer.weight.dtype)
+        return values(layer.matrix.detach(), layer.weight.dtype)
     return layer.weight.movedim(1, -1).flatten(1)
 
 

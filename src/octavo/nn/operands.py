@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo._util.compiler import assume_constant_result
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.ledger import warn_once
+from octavo.tensor import is_distributed
 
 REAL = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 """Dtypes of operands that are quantised. A cast would drop imaginary parts, and results would be cast to integers."""
@@ -18,8 +19,15 @@ def check_operands(x: Tensor, weight: Tensor) -> None:
 
     Raises:
         ConfigError: a dtype is an integer, complex or FP8 without scales, or K differs.
+        UnsupportedError: the weight is a DTensor, of which this rank has a part.
     """
     check_dtypes(x, weight)
+    if type(weight) is not nn.Parameter and is_distributed(weight):
+        raise UnsupportedError(
+            f"a weight of shape {tuple(weight.shape)} is a DTensor, {weight.placements}: FP8 layers compute with plain "  # type: ignore[attr-defined]
+            "tensors. For tensor parallelism use octavo.distributed.Parallel in place of PyTorch's parallelize_module; "
+            "under fully_shard call the module that is sharded, not a child of it."
+        )
     if x.dim() == 0 or x.shape[-1] != weight.shape[-1]:
         raise ConfigError(
             f"an input of shape {tuple(x.shape)} cannot be multiplied by a weight of shape {tuple(weight.shape)}: its "

@@ -104,8 +104,8 @@ class ScalingState:
                     self._entries[row] = _Entry(full, operand, recipe)
         cells = len(groups) * len(STORED_SCALE_ROLES)
         length = max((entry.recipe.history.length for entry in self._entries.values()), default=1)
-        self.cells = torch.zeros(cells, 2, device=device)
-        self.history = torch.zeros(length, cells, device=device)
+        self.cells = torch.zeros(cells, 2, device=device, dtype=torch.float32)
+        self.history = torch.zeros(length, cells, device=device, dtype=torch.float32)
         self._pages = [ScalingSlot(number, self._cells_of(number)) for number in range(len(groups))]
         self._rows = self._find_rows()
         self._layers = [ref(layer) for layer in layers]

@@ -93,7 +93,7 @@ class SharedInput:
     def _compute(self, layers: Sequence[Linear], x: Tensor) -> list[Tensor]:
         recipe = layers[0].recipe
         given = attached_codes(x, spec_of(recipe.fprop.input))
-        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+        weights, biases = [layer.matrix for layer in layers], [layer.bias for layer in layers]
         codes = layers[0].weight_codes if len(layers) == len(self.layers) else None
         keeps = all(layer.keeps_input for layer in layers)
         scales = None if layers[0].scaling_slot is None else layers[0].scaling_slot.cells

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from octavo import kernels
 from octavo.kernels import QuantSpec
 from octavo.nn.fp8_weights import codes_of, has_fp8_weight
 from octavo.numerics import Quantized
+
+if TYPE_CHECKING:
+    from octavo.nn.linear import Linear
 
 
 class WeightCodes(NamedTuple):
@@ -145,11 +148,11 @@ def reuse_weight_codes(model: nn.Module) -> Iterator[None]:
             layer.weight_codes = codes
 
 
-def _codes_to_reuse(group: Sequence[nn.Module]) -> WeightCodes | None:
+def _codes_to_reuse(group: Sequence[Linear]) -> WeightCodes | None:
     from octavo.nn.functional import spec_of
 
-    weights: list[Tensor] = [layer.get_parameter("weight") for layer in group]
-    target = spec_of(group[0].recipe.fprop.weight)  # type: ignore[union-attr,arg-type]
+    weights: list[Tensor] = [layer.matrix for layer in group]
+    target = spec_of(group[0].recipe.fprop.weight)
     plain = all(type(weight) in (Tensor, nn.Parameter) for weight in weights)
     same = all(layer.recipe is group[0].recipe for layer in group)
     return quantize_weights(weights, target) if plain and same and target.rounding == "nearest" else None

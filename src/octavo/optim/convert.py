@@ -114,7 +114,7 @@ def export(optimizer: Optimizer, groups: Sequence[int] | None = None) -> dict[st
     exported = []
     for index in chosen:
         rule = optimizer.param_groups[index].get("rule", optimizer.rule)
-        settings = _PYTORCHS.get(rule, torch.optim.AdamW)([torch.zeros(1, 1)]).param_groups[0]
+        settings = _PYTORCHS.get(rule, torch.optim.AdamW)([torch.zeros(1, 1, dtype=torch.float32)]).param_groups[0]
         own = {key: value for key, value in packed[index].items() if key not in (*_OWN, "clip", "rule")}
         exported.append({**settings, **own, "params": [numbers[number] for number in packed[index]["params"]]})
     return {"state": state, "param_groups": exported}
@@ -128,7 +128,7 @@ def import_(optimizer: Optimizer, state_dict: Mapping[str, Any], groups: Sequenc
         state = optimizer.state[entry.parameter]
         known = {ours: torch.as_tensor(saved[theirs]) for ours, theirs in names.items() if theirs in saved}
         # PyTorch's Muon does not count steps; the number affects only the random bits.
-        known.setdefault("step", state["step"].clone() if state else torch.zeros(()))
+        known.setdefault("step", state["step"].clone() if state else torch.zeros((), dtype=torch.float32))
         set_values(optimizer, entry, {**known, **({"master": master(optimizer, entry)} if state else {})})
     chosen = range(len(optimizer.param_groups)) if groups is None else groups
     for index, other in zip(chosen, state_dict["param_groups"], strict=True):
@@ -244,7 +244,7 @@ def _plain(value: Any) -> Any:
 
 def _slot(optimizer: Optimizer, entry: Entry) -> tuple[Slot, Layout]:
     layout, parameter = optimizer.layout_of(entry), entry.parameter
-    nothing = torch.empty(0)
+    nothing = torch.empty(0, dtype=torch.float32)
     return slot_of(0, entry.number, parameter, nothing, optimizer.state[parameter], layout), layout
 
 

@@ -352,7 +352,7 @@ class Optimizer(torch.optim.Optimizer):
         """Return the state of a parameter before its first step, with the master not initialised."""
         parameter = entry.parameter
         rows, cols = matrix_shape(parameter)
-        state = {"step": torch.zeros((), device=parameter.device)}
+        state = {"step": torch.zeros((), device=parameter.device, dtype=torch.float32)}
         for name, (shape, dtype) in state_tensors(self.layout_of(entry), rows, cols).items():
             if name.endswith("_scale"):
                 state[name] = torch.zeros(shape, dtype=dtype, device=parameter.device)

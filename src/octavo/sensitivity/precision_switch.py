@@ -120,7 +120,7 @@ def switchable(
         raise ConfigError("the model is converted already. Localise before octavo.convert, or after octavo.revert.")
     policy = _one_by_one(policy or Policy())
     modes = {module: module.training for module in model.modules()}
-    plan = convert(model, recipe, policy=policy, tokens=tokens, scales=scales)
+    plan = convert(model, recipe, policy=policy, tokens=tokens, allow_reference=True, scales=scales)
     try:
         rows = {row.name: row for row in plan.layers if row.is_fp8}
         if not rows:

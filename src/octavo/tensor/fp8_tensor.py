@@ -173,9 +173,12 @@ def implements(*operators: Any) -> Callable[[Implementation], Implementation]:
 
 
 def _undefined(operation: str) -> UnsupportedError:
+    written = operation.partition(".")[2].partition(".")[0].endswith("_")
     return UnsupportedError(
-        f"{operation} is not defined for an FP8Tensor: it would have to leave FP8. "
-        "Call .dequantize() first if that is meant."
+        f"{operation} is not defined for an FP8Tensor: "
+        + ("the sum would be rounded to FP8 again. " if written else "it would have to leave FP8. ")
+        + "Call .dequantize() first if that is meant"
+        + ("; before adapters are merged into a model's weights, octavo.revert(model)." if written else ".")
     )
 
 

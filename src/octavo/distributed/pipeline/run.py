@@ -159,7 +159,10 @@ class Pipeline:
     def _prepared(self, index: int, stage: nn.Module, shape: tuple[int, int]) -> PipelineStage:
         """Return a stage for schedules, with its shapes, so that PyTorch need not run it to infer them."""
         stream_BTD = torch.empty((*shape, self._width), dtype=self._stream, device="meta", requires_grad=True)
-        tokens_BT, loss = torch.empty(shape, dtype=torch.int64, device="meta"), torch.empty(1, device="meta")
+        tokens_BT, loss = (
+            torch.empty(shape, dtype=torch.int64, device="meta"),
+            torch.empty(1, device="meta", dtype=torch.float32),
+        )
         return PipelineStage(
             stage,
             index,

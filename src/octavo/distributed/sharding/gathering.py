@@ -14,6 +14,7 @@ from octavo.conversion.fusion_patterns import full_name
 from octavo.kernels import QuantSpec
 from octavo.nn import Linear
 from octavo.nn.functional import spec_of
+from octavo.nn.linear import is_adopted, is_transposed
 from octavo.recipes import Recipe, reused_from
 from octavo.tensor import FP8Tensor, local
 
@@ -97,9 +98,11 @@ def is_fp8_weight(uses: Sequence[ParameterUse]) -> bool:
 
 def codes_or_reason(parameter: Tensor, uses: Sequence[ParameterUse], ranks: int) -> QuantSpec | str:
     """Return the codes that the weight of an FP8 layer is sent as, or the reason why its values are sent."""
-    others = [use.full_name for use in uses if not (type(use.module) is Linear and use.attribute == "weight")]
+    others = [use.full_name for use in uses if not (is_adopted(use.module) and use.attribute == "weight")]
     if others:
         return f"shared with {others[0]}, which reads its values"
+    if any(is_transposed(use.module) for use in uses):
+        return "stored as (K, N): its scales are of columns, of which each rank has a part"
     parameter = local(parameter)  # under tensor parallel, this rank's part
     if isinstance(parameter, FP8Tensor):
         return QuantSpec(parameter.format, parameter.granularity.name, parameter.scaling)

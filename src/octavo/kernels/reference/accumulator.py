@@ -48,7 +48,7 @@ def matmul(a_codes: Tensor, b_codes: Tensor, accumulate: Literal["slow", "fast"]
     """
     if accumulate == "fast":
         return chain(a_codes, b_codes)
-    total = torch.zeros(a_codes.shape[0], b_codes.shape[0], device=a_codes.device)
+    total = torch.zeros(a_codes.shape[0], b_codes.shape[0], device=a_codes.device, dtype=torch.float32)
     for start in range(0, a_codes.shape[1], CHAIN):
         total += chain(a_codes[:, start : start + CHAIN], b_codes[:, start : start + CHAIN])
     return total
@@ -62,7 +62,7 @@ def chain(a_codes: Tensor, b_codes: Tensor) -> Tensor:
     a, b = a_codes.float(), b_codes.float()
     a_finite, b_finite = a.nan_to_num(0.0, 0.0, 0.0), b.nan_to_num(0.0, 0.0, 0.0)
     a_exponent, b_exponent = _exponents(a_finite, a_codes), _exponents(b_finite, b_codes)
-    result = torch.empty(a.shape[0], b.shape[0], device=a.device)
+    result = torch.empty(a.shape[0], b.shape[0], device=a.device, dtype=torch.float32)
     for m, n in _tiles(result):
         result[m, n] = _chain_of_tile(a_finite[m], a_exponent[m], b_finite[n], b_exponent[n])
     if bool(a.isfinite().all()) and bool(b.isfinite().all()):
@@ -73,7 +73,7 @@ def chain(a_codes: Tensor, b_codes: Tensor) -> Tensor:
 
 def _exponents(values: Tensor, codes: Tensor) -> Tensor:
     """Return the exponent of each value as the tensor core reads it from the code, int8."""
-    smallest = _exponent(torch.tensor(format_of(codes).smallest_normal, device=codes.device))
+    smallest = _exponent(torch.tensor(format_of(codes).smallest_normal, device=codes.device, dtype=torch.float32))
     return torch.where(values == 0, _ZERO, torch.maximum(_exponent(values), smallest)).to(torch.int8)
 
 
@@ -84,7 +84,7 @@ def _exponent(x: Tensor) -> Tensor:
 
 def _chain_of_tile(a: Tensor, a_exponent: Tensor, b: Tensor, b_exponent: Tensor) -> Tensor:
     """Return the accumulators (M, N) of a tile after all of K."""
-    accumulator = torch.zeros(a.shape[0], b.shape[0], device=a.device)
+    accumulator = torch.zeros(a.shape[0], b.shape[0], device=a.device, dtype=torch.float32)
     for start in range(0, a.shape[1], PRODUCTS):
         step = slice(start, start + PRODUCTS)
         products = a[:, step].t()[:, :, None] * b[:, step].t()[:, None, :]
@@ -132,7 +132,7 @@ def gemm(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> Tens
     if a.granularity.cols is None and b.granularity.cols is None:
         total = matmul(a.codes, b.codes, "fast" if fast else "slow")
         return (total * (_scale(a, 0) * _scale(b, 0).t())).to(out_dtype)
-    total = torch.zeros(a.codes.shape[0], b.codes.shape[0], device=a.codes.device)
+    total = torch.zeros(a.codes.shape[0], b.codes.shape[0], device=a.codes.device, dtype=torch.float32)
     for tile, start in enumerate(range(0, a.codes.shape[1], CHAIN)):
         part = chain(a.codes[:, start : start + CHAIN], b.codes[:, start : start + CHAIN])
         total += part * (_scale(a, tile) * _scale(b, tile).t())

@@ -80,7 +80,7 @@ def round_root(x: Tensor, bits: Tensor, fmt: Float, random: Tensor) -> Tensor:
     """
     below = bits & -(1 << fmt.dropped)
     a, b = ((below + step).view(torch.float32) * (1 / fmt.shift) for step in (0, 1 << fmt.dropped))
-    up = (random + 0.5) * 2.0**-16 * ((b - a) * (b + a)) < (x - a) * (x + a)
+    up = (random.float() + 0.5) * 2.0**-16 * ((b - a) * (b + a)) < (x - a) * (x + a)
     return (below >> fmt.dropped) + up.int()
 
 

@@ -25,7 +25,7 @@ def pack(x: Tensor, messages: int, length: int) -> Tensor:
 
 def add(messages: Tensor, length: int, out: Tensor, factor: float) -> None:
     """See `octavo.kernels.wire.add`."""
-    total = torch.zeros(messages.shape[0], length, device=messages.device)
+    total = torch.zeros(messages.shape[0], length, device=messages.device, dtype=torch.float32)
     for term in messages.unbind(1):
         total += decode(term, length) if term.dtype == torch.uint8 else term
     out.copy_((total * factor).flatten()[: out.numel()])

@@ -44,10 +44,10 @@ def sample(looked: SampleInput, row: Tensor) -> None:
     number = count(rows)
     stretches = cdiv(cols, BLOCK)
     programs = [number * stretches, cdiv(scale.numel(), BLOCK), 0 if edges is None else cdiv(rows, BLOCK)]
-    work = torch.empty(sum(programs), 16, device=x.device)
+    work = torch.empty(sum(programs), 16, device=x.device, dtype=torch.float32)
     detailed = len(row) > WIDTH
     bins = torch.empty(programs[0] if detailed else 0, BINS, dtype=torch.int32, device=x.device)
-    powers = torch.empty(programs[0] if detailed else 0, 4, device=x.device)
+    powers = torch.empty(programs[0] if detailed else 0, 4, device=x.device, dtype=torch.float32)
     tensor: tuple[Any, ...] = (x, rows, cols, x.stride(0), x.stride(1))
     scales: tuple[Any, ...] = (scale, *scale.shape, *scale.stride(), height, width)
     edge = (x, 0, 0) if edges is None else (edges, *edges.stride())

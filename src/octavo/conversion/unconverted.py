@@ -1,0 +1,80 @@
+"""Weights that no layer of a plan reads: what a model multiplies by outside of linear layers and convolutions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from octavo.nn import GroupedLinear
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unconverted:
+    """A weight that stays as it is, because no layer that can be converted reads it."""
+
+    name: str
+    shape: tuple[int, ...]
+    reason: str
+    active: float = 1.0
+    """The share of it that one token is multiplied by: of experts, those that it is sent to."""
+
+    @property
+    def multiplied(self) -> float:
+        """The number of its elements that one token is multiplied by."""
+        return self.active * math.prod(self.shape)
+
+
+def find_unconverted(model: nn.Module, known: Collection[int], smallest: int) -> Iterator[Unconverted]:
+    """Yield the weights that no planned layer reads. Tables that are looked up are none.
+
+    Args:
+        known: `id` of the weights that planned layers read.
+        smallest: weights with a dimension below this are left out, as layers are (`Policy.min_features`).
+    """
+    seen = set(known)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag | GroupedLinear):
+            continue
+        packed = {k: b for k, b in module._buffers.items() if b is not None and not b.is_floating_point()}
+        tensors = module._parameters if module._parameters else packed if _holds_codes(packed) else {}
+        for own, tensor in tensors.items():
+            if tensor is None or id(tensor) in seen or "embed" in own:
+                continue
+            shape = [size for size in tensor.shape if size != 1]
+            if len(shape) < 2 or min(shape[-2:]) < smallest:
+                continue
+            seen.add(id(tensor))
+            reason, active = _reason(module, tensor, len(shape))
+            yield Unconverted(name=f"{name}.{own}".lstrip("."), shape=tuple(tensor.shape), reason=reason, active=active)
+
+
+def _holds_codes(packed: dict[str, Tensor]) -> bool:
+    return any(name in ("weight", "qweight", "weight_packed", "packed_weight") for name in packed)
+
+
+def _reason(module: nn.Module, tensor: Tensor, dims: int) -> tuple[str, float]:
+    """Return why a weight stays as it is, and the share of it that one token meets."""
+    kind = type(module).__name__
+    if not tensor.is_floating_point():
+        return f"{kind} holds quantised weights already", 1.0
+    if isinstance(module, nn.MultiheadAttention):
+        return "nn.MultiheadAttention multiplies by it itself: there is no layer to convert", 1.0
+    if isinstance(module, nn.RNNBase):
+        return f"{kind} multiplies by it itself, step by step", 1.0
+    if dims == 3:
+        reason = f"matrices of {kind} in one tensor, whose forward is no mixture of experts that is known: "
+        return f"{reason}octavo.nn.GroupedLinear computes experts in FP8", active_share(module, tensor.shape[0])
+    return f"a parameter of {kind}, whose products are not known", 1.0
+
+
+def active_share(module: nn.Module, experts: int) -> float:
+    """Return the share of its experts that a mixture sends one token to, as far as it says; 1 where it does not."""
+    for owner in (module, getattr(module, "config", None)):
+        for name in ("num_experts_per_tok", "top_k", "num_selected_experts"):
+            count = getattr(owner, name, None)
+            if isinstance(count, int) and 0 < count <= experts:
+                return count / experts
+    return 1.0

@@ -1,0 +1,76 @@
+"""The plan shows what it does not convert, and counts it."""
+
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo.conversion import Policy, make_plan
+
+
+def test_attention_of_pytorch():
+    plan = make_plan(nn.TransformerEncoderLayer(64, 4, 128))
+    (weight,) = plan.unconverted
+    assert (weight.name, weight.shape) == ("self_attn.in_proj_weight", (192, 64))
+    row = next(layer for layer in plan.layers if layer.name == "self_attn.out_proj")
+    assert not row.is_fp8 and row.reason.startswith("nn.MultiheadAttention reads its weight and never calls it")
+    total = 2 * 128 * 64
+    assert plan.share == total / (total + 192 * 64 + 64 * 64)
+    text = str(plan)
+    assert "self_attn.in_proj_weight  192 x 64  -       not converted" in text
+    assert f"{plan.share:.0%} of the FLOPs of products with weights" in text
+    assert '"unconverted": [' in plan.to_json()
+
+
+def test_little_in_fp8_is_said_and_warned_of(monkeypatch):
+    said = []
+    monkeypatch.setattr("octavo.conversion.apply.warn_once", said.append)
+    model = nn.ModuleDict({"lstm": nn.LSTM(64, 64), "out": nn.Linear(64, 64)})
+    plan = octavo.convert(model)
+    assert plan.share == 1 / 9 and len(plan.unconverted) == 2
+    note = next(note for note in plan.notes if note.startswith("Little will run in FP8: 11% of the FLOPs"))
+    assert "lstm.weight_ih_l0: LSTM multiplies by it itself, step by step" in note
+    assert said == [f"octavo.convert: {note}"]
+    said.clear()
+    octavo.convert(nn.Sequential(nn.Linear(64, 64)))
+    assert said == []
+
+
+class Packed(nn.Module):
+    """A layer of a library that has quantised its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("qweight", torch.zeros(64, 64, dtype=torch.int32))
+
+
+class Experts(nn.Module):
+    top_k = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.zeros(8, 64, 64))
+
+
+@pytest.mark.parametrize(
+    ("module", "reason", "active"),
+    [
+        (Packed(), "Packed holds quantised weights already", 1.0),
+        (Experts(), "matrices of Experts in one tensor", 0.25),
+        (nn.Bilinear(64, 64, 64), "matrices of Bilinear", 1.0),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_each_kind_has_its_reason(module, reason, active):
+    policy = Policy(min_features=1)
+    (weight,) = make_plan(nn.ModuleDict({"inner": module}), policy=policy).unconverted
+    assert weight.reason.startswith(reason) and weight.active == active
+
+
+def test_tables_small_parameters_and_layers_are_no_rows():
+    model = nn.ModuleDict({"table": nn.Embedding(96, 64), "norm": nn.LayerNorm(64), "layer": nn.Linear(64, 64)})
+    model.position_embedding = nn.Parameter(torch.zeros(1, 48, 64))
+    model.token = nn.Parameter(torch.zeros(1, 1, 64))
+    plan = make_plan(model)
+    assert plan.unconverted == () and plan.share == 1.0
+    assert plan.parameters == 96 * 64 + 2 * 64 + 65 * 64 + 48 * 64 + 64
