@@ -26,6 +26,7 @@ COMMANDS = {
     "demo": "demo:command",
     "step": "step:command",
     "host": "step:host",
+    "hf": "hf:command",
     "gemm": "gemm:command",
     "kernels": "kernels:command",
     "telemetry": "telemetry:command",

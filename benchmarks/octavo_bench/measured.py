@@ -306,7 +306,11 @@ PARTS = (
     ("communication ms", "{communication_ms:.1f}"),
     ("idle ms", "{idle_ms:.1f}"),
 )
-LIMITS = (("of BF16's datasheet peak", "{mfu_bf16:.2f}"), ("fraction of floor", "{fraction_of_floor:.2f}"))
+LIMITS = (
+    ("mJ per token", "{mj_per_token:.2f}"),
+    ("of BF16's datasheet peak", "{mfu_bf16:.2f}"),
+    ("fraction of floor", "{fraction_of_floor:.2f}"),
+)
 
 
 def step(result: Result) -> str:
@@ -399,6 +403,18 @@ host = by_columns(
         ("compiled pieces per block", "{pieces_per_block:.1f}"),
     ),
     names=2,
+)
+
+hf = by_columns(
+    (
+        ("model", "{model}"),
+        ("mode", "{mode}"),
+        ("implementation", "{implementation}"),
+        ("tokens/s", "{tokens_per_s:,.0f}"),
+        ("times BF16's speed", "{ratio_to_bf16:.2f}"),
+        ("peak GiB", "{peak_gib:.1f}"),
+    ),
+    names=3,
 )
 
 TELEMETRY = (
@@ -718,6 +734,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "step": ("step", step),
     "step-summary": ("step", step_summary),
     "host": ("host", host),
+    "hf": ("hf", hf),
     "gemm": ("gemm", gemm),
     "kernels": ("kernels", kernels),
     "moe": ("moe", moe),

@@ -56,6 +56,14 @@ KINDS: dict[str, dict[str, type]] = {
     "stress": {"case": str, "recipe": str, "nonfinite": int},
     "step": {"workload": str, "implementation": str, "ms": float, "ratio_to_bf16": float, "peak_gib": float},
     "host": {"implementation": str, "mode": str, "ms_per_block": float, "launches_per_block": float},
+    "hf": {
+        "model": str,
+        "mode": str,
+        "implementation": str,
+        "tokens_per_s": float,
+        "ratio_to_bf16": float,
+        "peak_gib": float,
+    },
     "gemm": {"shape": str, "kernel": str, "operands": str, "accumulate": str, "tflops": float, "ratio_to_bf16": float},
     "kernels": {
         "kernel": str,
@@ -115,7 +123,7 @@ KINDS: dict[str, dict[str, type]] = {
 """Keys that every row of a kind must have. Other keys are welcome: they are kept, and read where a table shows them."""
 
 MAY_FAIL = (
-    *("step", "host", "gemm", "kernels", "stress", "optimizer", "ablation"),
+    *("step", "host", "hf", "gemm", "kernels", "stress", "optimizer", "ablation"),
     *("moe", "reduce", "distributed", "rank", "memory", "scaling", "faults", "ladder"),
 )
 """Kinds whose rows may have `error`, a text, in place of their figures: a failure is a result."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import octavo
 from octavo.distributed import BF16_GRADIENTS_POLICY, BF16_POLICY, send_tokens, shard, tensor_parallel
@@ -202,7 +202,8 @@ class Whole:
     """Every rank has all layers, or its cut of each."""
 
     def __init__(self, model: Llama, implementation: Implementation, data: DeviceMesh) -> None:
-        implementation.shard(model, data)
+        self._alone = data.size() == 1  # no other rank has shards: weights are gathered once per step, by each of all
+        implementation.shard(model, data, **({"reshard_after_forward": False} if self._alone else {}))
         self._device = next(model.parameters()).device
         self.model, self.modules, self.blocks = model, [model], list(model.layers)
 
@@ -211,7 +212,9 @@ class Whole:
         losses = []
         tokens_BT = send_tokens(tokens_BT, self._device, self.model, parts=len(tokens_BT))
         targets_BT = upload(targets_BT, self._device)
-        for tokens_1T, targets_1T in zip(tokens_BT.split(1), targets_BT.split(1), strict=True):
+        for part, (tokens_1T, targets_1T) in enumerate(zip(tokens_BT.split(1), targets_BT.split(1), strict=True), 1):
+            if self._alone and isinstance(self.model, FSDPModule):
+                self.model.set_reshard_after_backward(part == len(tokens_BT))
             loss = self.model(tokens_1T, targets_1T) / len(tokens_BT)
             loss.backward()
             losses.append(loss.detach())

@@ -26,6 +26,7 @@ from octavo import kernels
 from octavo.cli.flags import positive
 from octavo.errors import NonFiniteError, RunError, UnsupportedError, did_you_mean
 from octavo.models.flops import datasheet_tflops
+from octavo.monitor.system import SystemProbe
 from octavo.train.profile import Profile, profile
 from octavo.train.timing import milliseconds, warm_up
 from octavo_bench import host as host_bench
@@ -122,7 +123,7 @@ def _measure(session: Session, implementation: Implementation) -> Row:
         warm_up(training.step, device, seconds=session.warm_up_s)
         with kernels.record() as ledger:
             training.step()
-        times, peak = _time(training, session)
+        times, peak, energy = _time(training, session)
         profiled = profile(training.step) if device == "cuda" else None
         last_norm = _gradient_norm(training)
     if not math.isfinite(first_norm + last_norm):  # NaN draws less power than numbers: its time would be too good
@@ -137,6 +138,7 @@ def _measure(session: Session, implementation: Implementation) -> Row:
         "peak_gib": round(peak, 2),
         "tokens_per_s": round(workload.tokens / ms * 1e3),
         "spread_ms": round(max(times) - min(times), 3),
+        **energy,
         **({} if profiled is None else profiled.spent(ms)),
         "fp8_gemms": dict(ledger.gemms),
         "weights_quantised": ledger.weights,
@@ -146,13 +148,23 @@ def _measure(session: Session, implementation: Implementation) -> Row:
     }
 
 
-def _time(training: Training, session: Session) -> tuple[list[float], float]:
-    """Return the milliseconds of each step, and the peak of allocated memory in GiB."""
-    if session.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+def _time(training: Training, session: Session) -> tuple[list[float], float, Row]:
+    """Return the milliseconds of each step, the peak of allocated memory in GiB, and the energy as a row has it."""
+    if session.device != "cuda":
+        return milliseconds(training.step, session.device, session.steps), 0.0, {}
+    torch.cuda.reset_peak_memory_stats()
+    probe = SystemProbe(torch.cuda.current_device())
     times = milliseconds(training.step, session.device, session.steps)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if session.device == "cuda" else 0.0
-    return times, peak
+    energy = energy_per_token(probe, session.steps * session.workload.tokens)
+    return times, torch.cuda.max_memory_allocated() / 2**30, energy
+
+
+def energy_per_token(probe: SystemProbe, tokens: int) -> Row:
+    """Return the millijoules per token that a GPU took since a probe of it was made, or why they are not known."""
+    joules = probe.sample().get("gpu_energy_joules")
+    if joules is None:
+        return {"energy_missing": probe.missing or "NVML of this GPU counts no energy"}
+    return {"mj_per_token": round(1e3 * joules / tokens, 3)}
 
 
 def _gradient_norm(training: Training) -> float:
@@ -285,8 +297,10 @@ def _figures(row: Row) -> str:
         return f"{100 * row['drift']:+z.1f} % when timed again at the end"
     parts = ("gemm", "attention", "elementwise", "optimizer", "communication", "idle")
     spent = " ".join(f"{part} {row[f'{part}_ms']:.1f}" for part in parts if f"{part}_ms" in row)
+    energy = f"  {row['mj_per_token']:.2f} mJ/token" if "mj_per_token" in row else ""
+    energy = f"  energy not known: {row['energy_missing']}" if "energy_missing" in row else energy
     floor = f"  {row['fraction_of_floor']:.2f} of floor" if "fraction_of_floor" in row else ""
-    figures = f"{row['ms']:>9.2f} ms  {row['ratio_to_bf16']:.2f} x BF16  {row['peak_gib']:.1f} GiB{floor}"
+    figures = f"{row['ms']:>9.2f} ms  {row['ratio_to_bf16']:.2f} x BF16  {row['peak_gib']:.1f} GiB{energy}{floor}"
     return f"{figures}  {spent}".rstrip()
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _KINDS = {
     "_allgather_base_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
     "allgather_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
     "reduce_scatter_": "reduce_scatter",
@@ -39,7 +39,8 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = _KINDS.get(func._schema.name.removeprefix("c10d::")) if func.namespace == "c10d" else None
         if kind is not None:
-            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and type(leaf) is torch.Tensor]
+            # The lists of tensors that are received and sent, one after the other; or single tensors.
+            parts = [[t for t in tree_leaves(a) if type(t) is torch.Tensor] for a in args]
             self.calls[kind] = self.calls.get(kind, 0) + 1
-            self.bytes[kind] = self.bytes.get(kind, 0) + max((t.nbytes for t in tensors), default=0)
+            self.bytes[kind] = self.bytes.get(kind, 0) + max(sum(t.nbytes for t in part) for part in parts)
         return func(*args, **(kwargs or {}))

@@ -123,3 +123,14 @@ def test_a_gpu_says_where_time_goes(tmp_path: Path) -> None:
         assert all(row[f"{part}_ms"] >= 0 for part in parts) and row["optimizer_ms"] > 0
         assert row["peak_gib"] > 0 and row["floor_ms"] > 0
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_energy_is_per_token_or_says_why_it_is_not_known() -> None:
+    class Probe:
+        missing = "nvidia-ml-py is not installed"
+
+        def __init__(self, found: dict[str, float]) -> None:
+            self.sample = lambda: found
+
+    assert step.energy_per_token(Probe({"gpu_energy_joules": 3.2}), 400) == {"mj_per_token": 8.0}  # type: ignore[arg-type]
+    assert step.energy_per_token(Probe({}), 400) == {"energy_missing": Probe.missing}  # type: ignore[arg-type]

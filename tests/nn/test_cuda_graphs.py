@@ -137,6 +137,20 @@ def test_a_captured_step_quantises_the_weights_it_finds(name, recipe):
         assert apart(got[0], before) > 0.1
 
 
+@every_recipe
+def test_what_pytorch_graphs_for_a_user_sees_new_weights(recipe):
+    """`make_graphed_callables`, as documented: forward and backward are a graph each."""
+    model = made("block", recipe)
+    graphed = torch.cuda.make_graphed_callables(model, (inputs(),))
+    for _ in range(2):
+        change_weights(model)
+        x = inputs()
+        got = [forward_and_backward(model, x, graphed).detach(), *gradients(model, x)]
+        twin, leaf = twin_of(model, "block", recipe), inputs()
+        expected = [forward_and_backward(twin, leaf).detach(), *gradients(twin, leaf)]
+        assert all(apart(one, other) < SAME for one, other in zip(got, expected, strict=True))
+
+
 def train(step: Callable[[], Tensor], after: Callable[[], None], steps: int) -> list[float]:
     losses = []
     for _ in range(steps):

@@ -73,6 +73,7 @@ def compare(mesh, recipe="folded", sequence=True, policy=None, **shape):
         "losses": (loss.item(), alone_loss.item(), exact_loss.item()),
         "errors": (errors(gradients(model), right), errors(gradients(alone), right)),
         "traffic": traffic.bytes,
+        "calls": traffic.calls,
         "sent": {row.name: row.sent for row in plan.layers},
         "reasons": {row.reason for row in plan.layers},
         "logits": ((logits[0] - logits[1]).norm() / logits[1].norm()).item(),
@@ -93,7 +94,8 @@ def two_ranks(rank, count):
         "tied": compare(mesh, policy=octavo.Policy(keep_defaults=False), tie_embeddings=True),
     }
     return {**found, "gathered": gathered(rank, mesh), "lone": lone(rank, mesh), "once": quantised_once(rank, mesh),
-            "trained": trained(mesh), "compiled": compiled(count), "refused": refusals(mesh)}  # fmt: skip
+            "trained": trained(mesh), "frozen": frozen(mesh), "compiled": compiled(count),
+            "refused": refusals(mesh)}  # fmt: skip
 
 
 def gathered(rank, mesh):
@@ -130,6 +132,17 @@ def lone(rank, mesh):
         "bias": ((whole(down.bias.grad) - bias).norm() / bias.norm()).item(),
         "restored": isinstance(up.weight, DTensor),
     }
+
+
+def frozen(mesh):
+    """Return which parameters of a cut model have a gradient; a projection and a norm of each block are frozen."""
+    model = llama()
+    tensor_parallel(model, mesh)
+    for block in model.layers:
+        for parameter in (block.attention.wq.weight, block.ffn_norm.weight):
+            parameter.requires_grad_(False)
+    loss_of(model, *batch(0, 2)).backward()
+    return {name: (p.grad is not None, p.requires_grad) for name, p in model.named_parameters()}
 
 
 def quantised_once(rank, mesh):
@@ -323,6 +336,19 @@ def test_a_gradient_that_arrives_as_codes_is_as_good_as_one_in_bf16(recipe):
         octavo.convert(layer, other)  # E5M2 gradients; scales of another kind, folded into the gradient
         assert not _rounds_gradient(layer)
     assert not _rounds_gradient(layer) and not _rounds_gradient(nn.Linear(32, 32))
+
+
+def test_a_block_takes_few_collectives(on_two):
+    """Codes and scales are one gather, and the gradients of both norms of a block one sum."""
+    layers, how = SHAPE["layers"], on_two[0]["folded"]["calls"]
+    assert how["all_gather"] == how["reduce_scatter"] == 4 * layers  # two forward, two backward
+    ends = 2 + 3  # the two sums of the loss, the gradients of embedding, last norm and head
+    assert how["all_reduce"] == layers + ends
+
+
+def test_what_is_frozen_has_no_gradient(on_two):
+    assert all(has == needs for has, needs in on_two[0]["frozen"].values())
+    assert {needs for _, needs in on_two[0]["frozen"].values()} == {True, False}
 
 
 def test_the_plan_says_what_is_sent_and_why(on_two):

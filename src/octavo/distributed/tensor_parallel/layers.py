@@ -187,6 +187,10 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True
     ]
     for block in blocks.values():
         parallelize_module(block, mesh, styles)
+        inside = [one for name in styles for one in block.get_submodule(name).modules() if one._parameters]
+        norms = {one for name in styles if name.endswith("norm") for one in block.get_submodule(name).modules()}
+        for_norms = SUMMED if sequence else SAME
+        LocalParameters(block, [(one, for_norms if one in norms else ADDED_BY_ALL) for one in inside], mesh)
     _place_ends(model, mesh, sequence)
     return TensorParallelPlan(ranks=mesh.size(), sequence=sequence, layers=tuple(rows))
 

@@ -15,7 +15,7 @@ B: batch, T: tokens, t: tokens of a rank, K and N: features. Tokens are distribu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -136,10 +136,11 @@ class _GatherCodes(torch.autograd.Function):
         if codes is None:
             made = quantize_matrix(x.reshape(rows, x.shape[-1]), target)
         shape = x.shape[:-1]
-        all_codes = _all_gather(made.codes.view(torch.uint8).reshape(*shape, -1), group).view(made.codes.dtype)
-        all_scales = _all_gather(made.scale.contiguous().reshape(*shape, -1), group)
+        # As bytes: gloo takes tensors of one collective to have one dtype.
+        sent = [part.contiguous().view(torch.uint8).reshape(*shape, -1) for part in (made.codes, made.scale)]
+        all_codes, all_scales = (gathered.flatten(0, 1) for gathered in _all_gathers(sent, group))
+        all_codes, all_scales = all_codes.view(made.codes.dtype), all_scales.view(made.scale.dtype)
         ctx.group, ctx.x_dtype = group, x.dtype
-        all_codes, all_scales = all_codes.flatten(0, 1), all_scales.flatten(0, 1)
         wide = (x.shape[0], x.shape[1] * group.size(), x.shape[2])
         if torch.compiler.is_compiling():
             y = dequantize(Quantized(all_codes, all_scales, target.tile)).to(dtype).view(wide)
@@ -191,15 +192,39 @@ def all_reduce_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
+def all_reduce_sums(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """Return the sums of tensors over the ranks, in new memory. Vectors of one dtype are sent as one."""
+    sums: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(x.dtype for x in tensors):
+        vectors = [i for i, x in enumerate(tensors) if x.dim() == 1 and x.dtype == dtype]
+        if len(vectors) > 1:
+            whole = all_reduce_sum(torch.cat([tensors[i] for i in vectors]), group)
+            sums.update(zip(vectors, whole.split([len(tensors[i]) for i in vectors]), strict=True))
+    return [sums[i] if i in sums else all_reduce_sum(x, group) for i, x in enumerate(tensors)]
+
+
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return (B, T, ...) of all ranks from x (B, t, ...) of each."""
-    x = x.contiguous()
+    return _all_gathers([x], group)[0]
+
+
+def _all_gathers(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """Return (B, T, ...) of all ranks for each tensor (B, t, ...), by one collective."""
+    tensors = [x.contiguous() for x in tensors]
     if torch.compiler.is_compiling():
-        received = functional.all_gather_tensor(x, 0, group)
+        received = functional.all_gather_into_tensor_coalesced(tensors, group)
     else:
-        received = torch.empty(group.size() * x.shape[0], *x.shape[1:], dtype=x.dtype, device=x.device)
-        dist.all_gather_into_tensor(received, x, group=group)
-    parts: Tensor = received.unflatten(0, (group.size(), -1))
+        received = [x.new_empty(group.size() * x.shape[0], *x.shape[1:]) for x in tensors]
+        if len(tensors) == 1:
+            dist.all_gather_into_tensor(received[0], tensors[0], group=group)
+        else:
+            group.allgather_into_tensor_coalesced(received, tensors).wait()
+    return [_in_order(all_of_them, x, group.size()) for all_of_them, x in zip(received, tensors, strict=True)]
+
+
+def _in_order(received: Tensor, x: Tensor, ranks: int) -> Tensor:
+    """Return (B, T, ...) from the tokens (ranks B, t, ...) of one rank after another."""
+    parts: Tensor = received.unflatten(0, (ranks, -1))
     if x.shape[0] == 1:  # the tokens are contiguous already
         return parts.view(1, -1, *x.shape[2:])
     return parts.transpose(0, 1).flatten(1, 2)

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from octavo._util.autograd import first_order
 from octavo.distributed.checkpoint import plain_values_hook
-from octavo.distributed.tensor_parallel.tokens import all_reduce_sum
+from octavo.distributed.tensor_parallel.tokens import all_reduce_sums
 from octavo.errors import UnsupportedError
 from octavo.tensor import FP8Tensor, columns_of, is_distributed, local, rows_of
 
@@ -78,6 +78,9 @@ def _part(values: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
 class LocalParameters:
     """Replaces DTensor parameters of some modules by local shards, during each forward of `around`.
 
+    Where there is one around a block, those of the modules inside it find nothing left to replace: the block's
+    parameters take one step of autograd together, and small gradients one all-reduce.
+
     Args:
         around: the module whose forward it is. FSDP2 gathers its weights before.
         modules: modules with the parameters, each with the kind of gradient of its replicated parameters.
@@ -91,11 +94,19 @@ class LocalParameters:
 
     def _enter(self) -> None:
         self._leave()  # an earlier forward may have ended without calling hooks
-        for module, gradient in self._modules:
-            for name, parameter in module._parameters.items():
-                if isinstance(parameter, DTensor):
+        for trained in (True, False):  # apart: in one step of autograd all would be taken to need a gradient
+            held = [
+                (module, name, parameter, gradient)
+                for module, gradient in self._modules
+                for name, parameter in module._parameters.items()
+                if isinstance(parameter, DTensor) and parameter.requires_grad == trained
+            ]
+            if held:  # none are where a module around this one has replaced them
+                _, _, parameters, kinds = zip(*held, strict=True)
+                parts = _Locals.apply(kinds, self._mesh, *parameters)  # type: ignore[no-untyped-call]
+                for (module, name, parameter, _), part in zip(held, parts, strict=True):
                     self._held.append((module, name, parameter))
-                    module._parameters[name] = _Local.apply(parameter, gradient, self._mesh)
+                    module._parameters[name] = part
 
     def _leave(self) -> None:
         for module, name, parameter in self._held:
@@ -118,24 +129,38 @@ SUMMED, SAME, ADDED_BY_ALL = "summed", "same", "added by all"
 bias of a row-parallel layer) that each rank adds to a sum over the ranks, which it must enter once."""
 
 
-class _Local(torch.autograd.Function):
-    """Local shard of a parameter."""
+class _Locals(torch.autograd.Function):
+    """Local shards of parameters: one step of autograd for all of them."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Any, gradient: str, mesh: DeviceMesh) -> Tensor:
-        ctx.mesh, ctx.placements = parameter.device_mesh, parameter.placements
-        ctx.shape, ctx.stride = parameter.shape, parameter.stride()
-        ctx.group = mesh.get_group() if gradient == SUMMED and parameter.placements[-1] == REPLICATED else None
-        part = local(parameter)
-        by_all = gradient == ADDED_BY_ALL and parameter.placements[-1] == REPLICATED
-        return part / mesh.size() if by_all else part.detach()
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        kinds, mesh, *parameters = arguments
+        ctx.wholes = [(p.device_mesh, p.placements, p.shape, p.stride()) for p in parameters]
+        replicated = [p.placements[-1] == REPLICATED for p in parameters]
+        ctx.summed = [every and kind == SUMMED for every, kind in zip(replicated, kinds, strict=True)]
+        ctx.group = mesh.get_group()
+        ctx.set_materialize_grads(False)  # what nobody used has no gradient, unless ranks sum it
+        parts = [local(parameter) for parameter in parameters]
+        ctx.parts = [(part.shape, part.dtype, part.device) for part in parts]
+        return tuple(
+            part / mesh.size() if every and kind == ADDED_BY_ALL else part.detach()
+            for part, every, kind in zip(parts, replicated, kinds, strict=True)
+        )
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        grad = grads[0] if ctx.group is None else all_reduce_sum(grads[0], ctx.group)
-        return (
-            DTensor.from_local(grad, ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride),
-            None,
-            None,
-        )
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        summed = [i for i, is_summed in enumerate(ctx.summed) if is_summed]
+        shares = [_or_zeros(grads[i], ctx.parts[i]) for i in summed]  # a rank without one takes part
+        totals = dict(zip(summed, all_reduce_sums(shares, ctx.group), strict=True))
+        found: list[Any] = []
+        for i, (mesh, placements, shape, stride) in enumerate(ctx.wholes):
+            part = totals.get(i, grads[i])
+            whole = {"run_check": False, "shape": shape, "stride": stride}
+            found.append(None if part is None else DTensor.from_local(part, mesh, placements, **whole))
+        return None, None, *found
+
+
+def _or_zeros(grad: Tensor | None, like: tuple[Any, ...]) -> Tensor:
+    shape, dtype, device = like
+    return torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
