@@ -28,6 +28,7 @@ from octavo.nn.norm import Norm, adopt
 from octavo.nn.scaling_state import attach_scaling_state
 from octavo.nn.shared import SharedInput
 from octavo.recipes import Recipe, RecipeLike
+from octavo.tensor import FP8Tensor
 
 
 def convert(
@@ -38,6 +39,7 @@ def convert(
     tokens: int = 8192,
     strict: bool = False,
     scales: str | Path | None = None,
+    device: torch.device | str | None = None,
 ) -> Plan:
     """Make a model's linear layers and convolutions compute in FP8, in place, and return the plan that was carried out.
 
@@ -48,6 +50,7 @@ def convert(
     Args:
         strict: refuse, rather than run slowly, where a GPU has no fast kernel for the recipe; and refuse where the
             policy asks for activations in FP8 that would not be (`Plan.unapplied`).
+        device: where the model will run; by default where it is.
         scales: a calibration file (`octavo.scales(model).save`), which `static` needs and `delayed` may start from.
 
     Raises:
@@ -55,7 +58,7 @@ def convert(
         NonFiniteError: a weight to be converted holds a NaN or an infinity; nothing has been changed.
         UnsupportedError: under `strict`, a layer would fall back, or an option of the policy does nothing somewhere.
     """
-    plan = make_plan(model, recipe, policy=policy, tokens=tokens)
+    plan = make_plan(model, recipe, policy=policy, tokens=tokens, device=device)
     if strict:
         refuse_fallbacks(plan)
     if not plan.fp8_layers or plan.is_little:
@@ -115,11 +118,15 @@ def revert(model: nn.Module) -> int:
     """Turn every FP8 layer back into PyTorch's, in place; return how many there were.
 
     A weight that is stored in FP8 becomes a plain parameter of the values of its codes.
+
+    Raises:
+        ConfigError: such a weight is in use, by compiled code or by a graph that has not run backward.
     """
+    ours = [m for m in model.modules() if isinstance(m, nn.Linear) and (is_adopted(m) or not isinstance(m, Linear))]
+    check_free([m.weight for m in ours if isinstance(m.weight, FP8Tensor)])
     count = _release(model)
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and not isinstance(module, Linear):
-            make_plain(module)
+    for module in ours:
+        make_plain(module)
     return count
 
 
