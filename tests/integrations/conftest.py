@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,3 +43,25 @@ class Sequences(torch.utils.data.Dataset[dict[str, Tensor]]):
 @pytest.fixture
 def sequences() -> Sequences:
     return Sequences()
+
+
+CLIENTS = ("accelerate", "deepspeed", "diffusers", "lightning", "peft", "torchtitan", "transformers", "trl")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Name each client with its version, the pinned one, and what came of its tests."""
+    root = Path(__file__).parents[2]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    pins = dict(line.split("==") for name in ("clients", "deepspeed", "titan") for line in extras[name])
+    terminalreporter.section("clients")
+    for client in CLIENTS:
+        try:
+            version = importlib.metadata.version(client)
+        except importlib.metadata.PackageNotFoundError:
+            version = "not installed"
+        counts = {
+            outcome: sum(f"test_{client}.py" in report.nodeid for report in terminalreporter.getreports(outcome))
+            for outcome in ("passed", "failed", "error", "skipped")
+        }
+        came = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count) or "no tests ran"
+        terminalreporter.write_line(f"{client} {version} (pinned {pins[client]}): {came}")
