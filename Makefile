@@ -7,6 +7,10 @@ DEMO ?= runs/demo
 # SYSTEM_TORCH=1 takes PyTorch from the machine's own Python: an offline machine, a CUDA container.
 SYSTEM_TORCH ?=
 
+# LATEST=1 lets `make clients` take the newest versions instead of the pinned ones.
+LATEST ?=
+CLIENTS := accelerate datasets diffusers lightning peft transformers trl
+
 BIN := $(VENV)/bin
 ifneq ($(filter-out 0,$(SYSTEM_TORCH)),)
 VENV_FLAGS := --system-site-packages
@@ -16,7 +20,7 @@ endif
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test kernels lint format types layers tables docs site wheel check wheels clean
+.PHONY: help demo test clients kernels lint format types layers tables docs site wheel check wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -26,7 +30,12 @@ demo: $(VENV)/installed ## train a small Llama in FP8 and its BF16 baseline on r
 
 test: $(VENV)/installed-dev ## run every test
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 \
-		--dist loadfile --no-loadscope-reorder
+		--dist loadfile --no-loadscope-reorder --ignore=tests/integrations
+
+clients: $(VENV)/installed-dev ## the training loops of others, at pinned versions; LATEST=1: at the newest ones
+	@$(PIP_INSTALL) -e '.[dev,clients]'
+	$(if $(LATEST),@$(PIP_INSTALL) --upgrade $(CLIENTS))
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations
 
 kernels: $(VENV)/installed-dev ## compile every Triton kernel for an H200, without one
 	PYTHONOPTIMIZE=1 PYTHONPATH=tests/kernels/triton OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p compile_only \

@@ -170,7 +170,9 @@ def test_lanes_together_and_alone_agree_bit_for_bit(compiled: bool) -> None:
     device = torch.device("cuda")
     size = replace(ladder.SIZES["1m"], tokens_per_parameter=0.5, branch=0.5)
     own = text()
-    own = InstalledText(own.train.repeat(30), {"python": own.train[:1200], "english": own.train[-600:]}, "digest").on(device)
+    own = InstalledText(own.train.repeat(30), {"python": own.train[:1200], "english": own.train[-600:]}, "digest").on(
+        device
+    )
     with allow_many_compilations():
         lanes = [
             Lane(arm, size, own, device, compiled=compiled) for arm in (BF16, NULL, "folded", "tensorwise", "block")

@@ -394,3 +394,16 @@ def test_rule_7_a_fallback_is_refused_and_changes_nothing(model, on, monkeypatch
 def test_strict_on_a_cpu_refuses_nothing(model, converted):
     convert(model, "block", strict=True)
     assert fp8(model) == converted
+
+
+def test_weights_that_are_in_use_are_not_made_plain():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    convert(model, policy=Policy(weights="fp8"))
+    for p in model.parameters():
+        p.requires_grad_(False)
+    y = model(torch.randn(4, 64, requires_grad=True))
+    with pytest.raises(ConfigError, match="in use"):
+        revert(model)
+    assert all(isinstance(layer, Linear) for layer in model), "nothing has changed"
+    del y
+    assert revert(model) == 2 and type(model[0].weight) is nn.Parameter

@@ -511,3 +511,21 @@ def test_a_layer_whose_output_is_not_used_has_no_gradient(recipe):
     assert found[0][0] is not None and found[0][2] is not None
     if recipe == "folded":  # a scale per row: those of the stack are those of its parts
         assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][2], found[1][2])
+
+
+def test_a_member_whose_forward_brings_its_weight_computes_alone():
+    """As accelerate's offloading does: the weight is there while its own forward runs, and only then."""
+    model, x = shared(), torch.randn(6, 136)
+    expected = model(x)
+    weight, own = model.k.weight, model.k.forward
+    model.k.weight = nn.Parameter(torch.empty_like(weight, device="meta"))
+
+    def forward(y: Tensor) -> Tensor:
+        away, model.k.weight = model.k.weight, weight
+        try:
+            return own(y)
+        finally:
+            model.k.weight = away
+
+    model.k.forward = forward
+    torch.testing.assert_close(model(x), expected)

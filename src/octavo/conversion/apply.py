@@ -32,6 +32,7 @@ from octavo.nn.norm import Norm, adopt
 from octavo.nn.scaling_state import attach_scaling_state
 from octavo.nn.shared import SharedInput
 from octavo.recipes import Recipe, RecipeLike, load
+from octavo.tensor import FP8Tensor
 
 
 def convert(
@@ -43,6 +44,7 @@ def convert(
     strict: bool = False,
     allow_reference: bool = False,
     scales: str | Path | None = None,
+    device: torch.device | str | None = None,
 ) -> Plan:
     """Make a model's linear layers, convolutions and experts compute in FP8, in place, and return the plan carried out.
 
@@ -54,6 +56,7 @@ def convert(
         strict: refuse where the policy asks for activations in FP8 that would not be (`Plan.unapplied`).
         allow_reference: on a GPU without FP8, or without a fast kernel for the recipe, run the reference kernels: the
             same codes, some hundred times slower than BF16.
+        device: where the model will run; by default where it is.
         scales: a calibration file (`octavo.scales(model).save`), which `static` needs and `delayed` may start from.
 
     Raises:
@@ -62,7 +65,8 @@ def convert(
         UnsupportedError: the device cannot run the recipe in FP8, and `allow_reference` is false; or under `strict`,
             an option of the policy does nothing somewhere.
     """
-    plan = replace(make_plan(model, recipe, policy=policy, tokens=tokens), allow_reference=allow_reference)
+    plan = make_plan(model, recipe, policy=policy, tokens=tokens, device=device)
+    plan = replace(plan, allow_reference=allow_reference)
     if not allow_reference:
         refuse_reference(plan)
     if strict:
@@ -134,11 +138,15 @@ def revert(model: nn.Module) -> int:
     """Turn every FP8 layer back into PyTorch's, in place; return how many there were.
 
     A weight that is stored in FP8 becomes a plain parameter of the values of its codes.
+
+    Raises:
+        ConfigError: such a weight is in use, by compiled code or by a graph that has not run backward.
     """
+    ours = [m for m in model.modules() if isinstance(m, nn.Linear) and (is_adopted(m) or not isinstance(m, Linear))]
+    check_free([m.weight for m in ours if isinstance(m.weight, FP8Tensor)])
     count = _release(model)
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and not isinstance(module, Linear):
-            make_plain(module)
+    for module in ours:
+        make_plain(module)
     return count
 
 

@@ -186,8 +186,10 @@ class Policy:
             return reason
         if is_head and self.keep_defaults:
             return _HEAD
-        is_linear = isinstance(layer, nn.Linear) or is_transposed(layer)
-        unfit = self._linear(layer) if is_linear else self._convolution(layer)
+        if isinstance(layer, nn.Linear) or is_transposed(layer):
+            unfit = self._linear(layer)
+        else:
+            unfit = self._convolution(layer)
         if unfit is not None:
             return unfit
         if (dtype := cast(Tensor, layer.weight).dtype) not in REAL:
@@ -232,7 +234,7 @@ class Policy:
             )
         return True
 
-    def _linear(self, layer: nn.Module) -> str | None:
+    def _linear(self, layer: nn.Linear) -> str | None:
         if isinstance(layer, Linear) and not is_adopted(layer):
             return f"{type(layer).__name__} is a subclass of octavo.nn.Linear: it computes as its author wrote it"
         if type(layer).forward not in (nn.Linear.forward, Linear.forward) and not is_transposed(layer):
@@ -241,7 +243,8 @@ class Policy:
             return "its weight is computed, by a parametrization for example"
         if isinstance(layer, NonDynamicallyQuantizableLinear):
             return "nn.MultiheadAttention reads its weight and never calls it; octavo.autocast computes such products"
-        if min(cast(Tensor, layer.weight).shape) < self.min_features:
+        sizes = layer.weight.shape if is_transposed(layer) else (layer.in_features, layer.out_features)
+        if min(sizes) < self.min_features:
             return f"fewer than {self.min_features} features"
         return None
 

@@ -93,8 +93,9 @@ def check_free(weights: Sequence[Tensor]) -> None:
     for weight in weights:
         if weakref.getweakrefs(weight) or weight._use_count() > 2:  # type: ignore[attr-defined]
             raise ConfigError(
-                "a weight is in use, by compiled code or by a graph that has not run backward, so that it cannot be "
-                "stored in FP8 now: convert before the model runs. Nothing was converted."
+                "a weight is in use, by compiled code or by a graph that has not run backward, so that what it is "
+                "stored in cannot change now: convert before the model runs, or drop the outputs of earlier forwards. "
+                "Nothing was converted."
             )
 
 

@@ -10,9 +10,9 @@ from torch.utils.hooks import RemovableHandle
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks of its own, which only a call of it runs."""
+    """Return whether a module has hooks of its own, or a forward, as accelerate gives it, which only a call runs."""
     own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(own)
+    return any(own) or "forward" in vars(module)
 
 
 @contextmanager

@@ -24,9 +24,9 @@ def check_operands(x: Tensor, weight: Tensor) -> None:
     check_dtypes(x, weight)
     if type(weight) is not nn.Parameter and is_distributed(weight):
         raise UnsupportedError(
-            f"a weight of shape {tuple(weight.shape)} is a DTensor, {weight.placements}: FP8 layers compute with plain "  # type: ignore[attr-defined]
-            "tensors. For tensor parallelism use octavo.distributed.Parallel in place of PyTorch's parallelize_module; "
-            "under fully_shard call the module that is sharded, not a child of it."
+            f"a weight of shape {tuple(weight.shape)} is a DTensor, and FP8 layers compute with plain tensors. For "
+            "tensor parallelism give parallelize_module the styles of octavo.distributed: Parallel, ColumnParallel, "
+            "RowParallel. Under fully_shard call the module that is sharded, not a child of it."
         )
     if x.dim() == 0 or x.shape[-1] != weight.shape[-1]:
         raise ConfigError(

@@ -67,7 +67,8 @@ class SharedInput:
     def output(self, layer: Linear, x: Tensor) -> Tensor:
         """Return the output of one layer for x; a call of the first computes those of all.
 
-        A hook before a forward may bring the weight along, as DeepSpeed's ZeRO-3 does: that layer computes alone.
+        A hook before a forward, or a forward of its own, may bring the weight along, as DeepSpeed's ZeRO-3 and the
+        offloading of accelerate do: that layer computes alone.
         """
         members = {i: m for i, m in enumerate(self.layers) if _joins(m, layer)}
         position = next((i for i, member in members.items() if member is layer), None)
@@ -109,7 +110,8 @@ class SharedInput:
 
 def _joins(layer: Linear, other: Linear) -> bool:
     """Return whether a layer is computed together with another one of its group."""
-    return layer.enabled and layer.recipe is other.recipe and not layer._forward_pre_hooks
+    brings_weight = bool(layer._forward_pre_hooks) or "forward" in vars(layer)  # DeepSpeed's way, and accelerate's
+    return layer.enabled and layer.recipe is other.recipe and not brings_weight
 
 
 _steps = 0

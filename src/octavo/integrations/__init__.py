@@ -1,0 +1,8 @@
+"""Octavo inside other libraries' training loops: one module per library, which imports that library and nothing else.
+
+    octavo.integrations.transformers    `OctavoCallback`, for the Trainer of transformers and those of TRL
+    octavo.integrations.lightning       `OctavoPrecision`, a precision plugin of Lightning; `FabricPrecision`, of Fabric
+    octavo.integrations.torchtitan      `OctavoConverter`, a converter of torchtitan's model config
+
+Other loops need none: convert the model before it is wrapped, and train under BF16 autocast.
+"""

@@ -1,0 +1,81 @@
+"""Training by the `Trainer` of transformers, or one of TRL, in FP8: `Trainer(..., callbacks=[OctavoCallback()])`."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from octavo.conversion import Plan, Policy, convert
+from octavo.kernels import record
+from octavo.kernels.ledger import Ledger
+from octavo.recipes import RecipeLike
+
+
+class OctavoCallback(TrainerCallback):
+    """Conversion of the trained model, and a report of what ran in FP8.
+
+    The model is converted when the trainer is made: before the optimizer, sharding, and `torch_compile`. Set
+    `TrainingArguments(bf16=True)`. Checkpoints hold the model as it was, and `from_pretrained` loads them.
+
+    Each log has three more values: `fp8_layers`; `fp8_gemms`, the FP8 GEMMs of the first step since the last log on
+    this rank; and `fp8_fallbacks`, the number of reasons why any of these ran on a slow kernel, which the log of
+    `octavo` names.
+    """
+
+    plan: Plan | None = None
+    """What was converted."""
+
+    def __init__(self, recipe: RecipeLike = "folded", policy: Policy | None = None, *, strict: bool = False) -> None:
+        """Take what `octavo.convert` takes."""
+        self.recipe, self.policy, self.strict = recipe, policy, strict
+        self._ledger: Ledger | None = None
+        self._recording = ExitStack()
+        self._converted: nn.Module | None = None
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        """Convert the model."""
+        self._convert(given.get("model"), args)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Convert a model that is not the one of `on_init_end`: of `model_init`, or of a callback that came later."""
+        self._convert(given.get("model"), args)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Count the GEMMs of this step, if it is the first since the last log."""
+        if self._ledger is None:
+            self._ledger = self._recording.enter_context(record())
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        """Stop counting."""
+        self._recording.close()
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        """Stop counting, also where a step was not finished."""
+        self._recording.close()
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        """Add what ran in FP8 to the log."""
+        if self.plan is None or self._ledger is None:
+            return
+        counts = {
+            "fp8_layers": self.plan.fp8_layers,
+            "fp8_gemms": sum(self._ledger.gemms.values()),
+            "fp8_fallbacks": len(self._ledger.fallbacks),
+        }
+        given.get("logs", {}).update(counts)
+        if state.log_history:
+            state.log_history[-1].update(counts)
+        self._recording.close()
+        self._ledger = None
+
+    def _convert(self, model: nn.Module | None, args: TrainingArguments) -> None:
+        if model is not None and model is not self._converted:
+            self.plan = convert(model, self.recipe, policy=self.policy, strict=self.strict, device=args.device)
+            self._converted = model

@@ -1,0 +1,74 @@
+"""DeepSpeed's engine with ZeRO-1, 2 and 3: the losses of training without it, on one rank."""
+
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed", reason="needs deepspeed (octavo[deepspeed])")
+
+import deepspeed
+
+import octavo
+from octavo import kernels
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    before = {name: os.environ.get(name) for name in place}
+    os.environ.update(place)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, for minutes
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    yield
+    torch.distributed.destroy_process_group()
+    for name, value in before.items():
+        os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def batches(data: Any) -> Iterator[dict[str, torch.Tensor]]:
+    for step in range(STEPS):
+        yield torch.utils.data.default_collate([data[8 * step + i] for i in range(8)])
+
+
+def alone(model: Any, data: Any) -> list[float]:
+    octavo.convert(model)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0), []
+    for batch in batches(data):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_converted_model_learns_as_without_it(llama, sequences, stage):
+    model = llama()
+    octavo.convert(model)
+    settings = {
+        "train_micro_batch_size_per_gpu": 8,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    losses = []
+    with kernels.record() as ledger:
+        for batch in batches(sequences):
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    assert sum(ledger.gemms.values()) >= STEPS * 2 * 15
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(alone(llama(), sequences)), rtol=1e-2, atol=0)
+    assert losses[-1] < losses[0]

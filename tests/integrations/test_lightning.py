@@ -1,0 +1,96 @@
+"""Lightning's Trainer and Fabric with Octavo's precision plugin."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lightning", reason="needs lightning (octavo[clients])")
+
+import lightning
+from lightning.fabric import Fabric
+
+import octavo
+from octavo.integrations.lightning import FabricPrecision, OctavoPrecision
+from octavo.nn import Linear
+
+FP8_LAYERS = 14
+
+
+class Module(lightning.LightningModule):
+    """What a user of Lightning writes."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.losses = model, []
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = self.model(**batch).loss
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+def fit(model: Any, data: Any, out: Path, resume: Path | None = None, **options: Any) -> Module:
+    module = Module(model)
+    trainer = lightning.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, default_root_dir=out, **options,
+    )  # fmt: skip
+    loader = torch.utils.data.DataLoader(data, batch_size=4)
+    trainer.fit(module, loader, ckpt_path=resume, **({} if resume is None else {"weights_only": True}))
+    trainer.save_checkpoint(out / "last.ckpt")
+    return module
+
+
+def test_a_plugin_trains_in_fp8_with_the_loss_of_bf16(llama, sequences, tmp_path):
+    baseline = fit(llama(), sequences, tmp_path / "bf16", max_steps=50, precision="bf16-mixed").losses
+    plugin = OctavoPrecision(device="cpu")
+    run = fit(llama(), sequences, tmp_path / "fp8", max_steps=50, plugins=plugin)
+    assert plugin.plan is not None and plugin.plan.fp8_layers == FP8_LAYERS
+    assert sum(isinstance(m, Linear) for m in run.modules()) == FP8_LAYERS
+    assert all(p.dtype == torch.float32 for p in run.parameters())
+    assert baseline[-1] < 0.5 * baseline[0] and abs(run.losses[-1] - baseline[-1]) < 0.05 * baseline[-1]
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(llama, sequences, tmp_path):
+    sequences = torch.utils.data.Subset(sequences, range(16))  # Lightning resumes where an epoch ends
+    whole = fit(llama(), sequences, tmp_path, max_epochs=2, plugins=OctavoPrecision(device="cpu"))
+    fit(llama(), sequences, tmp_path, max_epochs=1, plugins=OctavoPrecision(device="cpu"))
+    plugin = OctavoPrecision(device="cpu")
+    resumed = fit(llama(), sequences, tmp_path, tmp_path / "last.ckpt", max_epochs=2, plugins=plugin)
+    assert len(resumed.losses) == 4 and resumed.losses == whole.losses[4:]
+    assert all(torch.equal(p, q) for p, q in zip(resumed.parameters(), whole.parameters(), strict=True))
+
+
+def test_bf16_true_whose_default_dtype_is_bf16(llama, sequences, tmp_path):
+    class Converted(Module):
+        def configure_model(self) -> None:
+            octavo.convert(self.model)
+
+    module = Converted(llama())
+    trainer = lightning.Trainer(
+        max_steps=4, accelerator="cpu", precision="bf16-true", logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(module, torch.utils.data.DataLoader(sequences, batch_size=4))
+    assert sum(isinstance(m, Linear) for m in module.modules()) == FP8_LAYERS
+    assert all(p.dtype == torch.bfloat16 for p in module.parameters()) and module.losses[-1] < module.losses[0]
+
+
+def test_fabric(llama, sequences):
+    plugin = FabricPrecision("rowwise", device="cpu")
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=plugin)
+    model = llama()
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+    losses = []
+    for batch in fabric.setup_dataloaders(torch.utils.data.DataLoader(sequences, batch_size=8)):
+        loss = model(**batch).loss
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert plugin.plan is not None and plugin.plan.fp8_layers == FP8_LAYERS and losses[-1] < 0.7 * losses[0]

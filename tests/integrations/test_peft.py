@@ -1,0 +1,95 @@
+"""LoRA of PEFT over a frozen base in FP8: one byte per weight, and a merge that loses nothing."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("peft", reason="needs peft (octavo[clients])")
+
+from peft import LoraConfig, get_peft_model
+
+import octavo
+from octavo import FP8Tensor, Policy, kernels
+from octavo.errors import UnsupportedError
+from octavo.nn import Linear
+
+FP8_LAYERS = 14
+
+TARGETS = ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def adapted(model: nn.Module, policy: Policy | None = None) -> Any:
+    octavo.convert(model, policy=policy)
+    return get_peft_model(model, LoraConfig(r=8, target_modules=TARGETS, lora_dropout=0.0))
+
+
+def batch(data: Any) -> dict[str, torch.Tensor]:
+    return torch.utils.data.default_collate([data[i] for i in range(8)])
+
+
+def train(model: Any, data: Any, steps: int = 10) -> list[float]:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        loss = model(**batch(data)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def logits(model: Any, data: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=batch(data)["input_ids"]).logits
+
+
+def test_a_frozen_base_has_no_wgrad_and_one_byte_per_weight(llama, sequences):
+    model = adapted(llama(), Policy(weights="fp8"))
+    base = [m for m in model.modules() if isinstance(m, Linear)]
+    assert len(base) == FP8_LAYERS and all(isinstance(m.weight, FP8Tensor) for m in base)
+    assert all(m.weight.nbytes == m.weight.numel() + 4 * m.weight.shape[0] for m in base)
+    with kernels.record() as ledger:
+        losses = train(model, sequences, 1)
+    # fprop of 14 layers; dgrad of o, gate, up and down of each block, and one of q, k and v together of the second: the
+    # input of the first needs no gradient, as the embedding is frozen.
+    assert sum(ledger.gemms.values()) == FP8_LAYERS + 2 * 4 + 1 and not ledger.weights
+    losses += train(model, sequences)
+    assert losses[-1] < 0.95 * losses[0]
+    assert all(m.weight.grad is None for m in base)
+
+
+@pytest.mark.parametrize("weights", ["as_they_are", "fp8"])
+def test_its_loss_is_near_that_of_a_base_in_bf16(llama, sequences, weights):
+    torch.manual_seed(1)
+    expected = train(get_peft_model(llama(), LoraConfig(r=8, target_modules=TARGETS, lora_dropout=0.0)), sequences, 30)
+    torch.manual_seed(1)
+    got = train(adapted(llama(), Policy(weights=weights)), sequences, 30)
+    assert abs(got[-1] - expected[-1]) < 0.05 * expected[-1]
+
+
+def test_adapters_merge_into_plain_weights_and_out_again(llama, sequences):
+    model = adapted(llama())
+    train(model, sequences)
+    before = logits(model, sequences)
+    model.merge_adapter()
+    merged = logits(model, sequences)
+    assert not torch.equal(merged, before), "what FP8 rounds is another matrix"
+    assert (merged - before).abs().max() < 0.1 * before.abs().max()
+    model.unmerge_adapter()
+    torch.testing.assert_close(logits(model, sequences), before, rtol=0, atol=0.02)
+
+
+def test_a_merge_into_fp8_weights_is_refused_and_the_way_named_there_loses_nothing(llama, sequences):
+    model = adapted(llama(), Policy(weights="fp8"))
+    train(model, sequences)
+    with pytest.raises(UnsupportedError, match=r"octavo\.revert\(model\)"):
+        model.merge_and_unload()
+    assert octavo.revert(model) == FP8_LAYERS
+    before = logits(model, sequences)
+    merged = model.merge_and_unload()
+    assert all(type(p) is nn.Parameter for p in merged.parameters())
+    torch.testing.assert_close(logits(merged, sequences), before, rtol=1e-4, atol=1e-5)
+    assert octavo.convert(merged).fp8_layers == FP8_LAYERS

@@ -1,0 +1,84 @@
+"""The Trainer of transformers, as its users call it: with one callback more."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers (octavo[clients])")
+pytest.importorskip("accelerate", reason="needs accelerate (octavo[clients])")
+
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+
+import octavo
+from octavo.integrations.transformers import OctavoCallback
+from octavo.nn import Linear
+
+FP8_LAYERS = 14
+
+
+def trainer(model: Any, data: Any, out: Path, steps: int, *callbacks: Any, **options: Any) -> Trainer:
+    settings: dict[str, Any] = {
+        "max_steps": steps, "per_device_train_batch_size": 4, "learning_rate": 3e-3, "lr_scheduler_type": "constant",
+        "logging_steps": 5, "save_strategy": "no", "report_to": [], "use_cpu": True, "bf16": True, "disable_tqdm": True,
+        "seed": 1, "data_seed": 1, **options,
+    }  # fmt: skip
+    arguments = TrainingArguments(output_dir=str(out), **settings)
+    return Trainer(model=model, args=arguments, train_dataset=data, callbacks=list(callbacks))
+
+
+def losses(run: Trainer) -> list[float]:
+    return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+
+
+def test_one_line_more_trains_in_fp8_with_the_loss_of_bf16_and_says_what_ran(llama, sequences, tmp_path):
+    baseline = trainer(llama(), sequences, tmp_path / "bf16", 50)
+    baseline.train()
+    run = trainer(llama(), sequences, tmp_path / "fp8", 50, OctavoCallback())
+    assert sum(isinstance(m, Linear) for m in run.model.modules()) == FP8_LAYERS, "before the optimizer is made"
+    run.train()
+    expected, got = losses(baseline)[-1], losses(run)[-1]
+    assert expected < 0.5 * losses(baseline)[0], "it learns"
+    assert abs(got - expected) < 0.05 * expected
+    logged = [entry for entry in run.state.log_history if "loss" in entry]
+    # Of each of 2 layers: fprop 7, dgrad and wgrad of q, k, v together, of o, of gate and up together, of down.
+    assert all(entry["fp8_layers"] == FP8_LAYERS and entry["fp8_gemms"] == 2 * 15 for entry in logged)
+    assert all(entry["fp8_fallbacks"] == 0 for entry in logged)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(llama, sequences, tmp_path):
+    whole = trainer(llama(), sequences, tmp_path / "whole", 8, OctavoCallback())
+    whole.train()
+    options = {"save_strategy": "steps", "save_steps": 4}
+    trainer(llama(), sequences, tmp_path / "cut", 4, OctavoCallback(), **options).train()
+    resumed = trainer(llama(), sequences, tmp_path / "cut", 8, OctavoCallback(), **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert all(torch.equal(p, q) for p, q in zip(resumed.model.parameters(), whole.model.parameters(), strict=True))
+    plain = LlamaForCausalLM.from_pretrained(tmp_path / "cut" / "checkpoint-8")
+    assert not any(isinstance(m, Linear) for m in plain.modules())
+    assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), whole.model.parameters(), strict=True))
+
+
+def test_recipe_and_policy_and_a_callback_that_comes_late(llama, sequences, tmp_path):
+    callback = OctavoCallback("rowwise", octavo.Policy(keep=["*.down_proj"]))
+    run = trainer(llama(), sequences, tmp_path, 5)
+    run.add_callback(callback)
+    run.train()
+    assert callback.plan is not None and callback.plan.recipe.name == "rowwise"
+    assert callback.plan.fp8_layers == FP8_LAYERS - 2
+    assert run.state.log_history[0]["fp8_layers"] == FP8_LAYERS - 2
+
+
+def test_weights_in_fp8_with_their_optimizer(llama, sequences, tmp_path):
+    model = llama()
+    octavo.convert(model, policy=octavo.Policy(weights="fp8"))
+    optimizer = octavo.optim.AdamW(model.parameters(), lr=3e-3)
+    settings = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=20, logging_steps=5, report_to=[], use_cpu=True, bf16=True,
+        disable_tqdm=True, save_strategy="no", lr_scheduler_type="constant",
+    )  # fmt: skip
+    run = Trainer(model=model, args=settings, train_dataset=sequences, optimizers=(optimizer, None))
+    run.train()
+    assert losses(run)[-1] < 0.7 * losses(run)[0]
+    assert sum(isinstance(p, octavo.FP8Tensor) for p in model.parameters()) == FP8_LAYERS
