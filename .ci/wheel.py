@@ -27,7 +27,7 @@ OWN = f"{sys.version_info.major}.{sys.version_info.minor}"
 FIRST_LOSS = 90
 """Seconds from the installation to the first FP8 loss."""
 HELP = 0.3
-"""Seconds of CPU of `octavo --help`, the least of three calls."""
+"""Seconds of CPU of `octavo --help`, the least of five calls."""
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -112,9 +112,9 @@ def ten_steps(environment: Environment, wheel: Path, *constraints: str | Path) -
 
 
 def cpu_of_help(environment: Environment) -> float:
-    """Return the seconds of CPU of `octavo --help`, the least of three calls."""
+    """Return the seconds of CPU of `octavo --help`, the least of five calls."""
     took = []
-    for _ in range(3):
+    for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         environment.run("octavo", "--help")
         after = resource.getrusage(resource.RUSAGE_CHILDREN)

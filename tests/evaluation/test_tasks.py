@@ -54,7 +54,7 @@ def test_differences_are_paired_by_sample() -> None:
 
 def test_a_missing_harness_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
-    with pytest.raises(UnsupportedError, match=r"pip install octavo\[tasks\]"):
+    with pytest.raises(UnsupportedError, match=r'pip install "octavo\[tasks\]"'):
         evaluate_tasks(tmp_path, ["t"], EvalSettings(device="cpu"))
     with pytest.raises(ConfigError, match="leave out --data"):
         eval_(tmp_path, text=TextFlags(data="x"), tasks=TaskFlags(tasks=("t",)))

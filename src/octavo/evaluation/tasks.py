@@ -98,7 +98,7 @@ def _harness() -> Any:
     try:
         import lm_eval
     except ImportError as error:
-        raise UnsupportedError("octavo eval: --tasks needs lm-eval: pip install octavo[tasks]") from error
+        raise UnsupportedError('octavo eval: --tasks needs lm-eval: pip install "octavo[tasks]"') from error
     return lm_eval
 
 
