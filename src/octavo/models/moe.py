@@ -49,7 +49,7 @@ class MoE(Llama):
 
     @torch.no_grad()
     def balance(self, mean: Callable[[Tensor], Tensor]) -> None:
-        """Move the biases of all routers after an optimizer step, and count anew.
+        """Move the biases of all routers after an optimizer step, and start counting again.
 
         Args:
             mean: returns the mean of a tensor over ranks.
