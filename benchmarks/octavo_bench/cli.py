@@ -35,6 +35,7 @@ COMMANDS = {
     "finetune": "finetune:command",
     "stress": "stress:command",
     "portability": "portability:command",
+    "localize": "localize:command",
     "faults": "faults:command",
     "robustness": "robustness:command",
     "moe": "moe:command",

@@ -307,7 +307,7 @@ def _percent(share: float) -> str:
 
 SHAPE = Shape(8192, 4096, 4096)
 """The layer that scales are counted for."""
-_SCALES = {"power_of_two": "a power of two", "float32": "FP32"}
+_SCALES = {"power_of_two": "a power of two", "float32": "FP32", "engine": "FP32, as engines"}
 _HEADER = ("operand", "format", "granularity", "scale", "made", "read", "written")
 _SUMMARY = ("recipe", "input", "gradient", "weight", "kept of the input", "kept of the weight")
 

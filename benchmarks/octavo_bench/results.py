@@ -166,9 +166,14 @@ class Result:
 
     @property
     def origin(self) -> str:
-        """Origin of its figures: machine, software, command and file."""
+        """Origin of its figures: machine, software, file and command; several commands in a fold."""
         software = ", ".join(f"{key} {value}" for key, value in self.versions.items())
-        return f"Measured on {self.hardware} ({software}) with `{self.command}`: `{self.file_name}`."
+        commands = self.command.split("; ")
+        if len(commands) == 1:
+            return f"Measured on {self.hardware} ({software}) with `{self.command}`: `{self.file_name}`."
+        measured = f"Measured on {self.hardware} ({software}): `{self.file_name}`."
+        fold = ["<details>", "<summary>Commands</summary>", "", "```text", *commands, "```", "", "</details>"]
+        return "\n".join([measured, "", *fold])
 
 
 def _check_row(row: Mapping[str, Any], required: Mapping[str, type], where: str) -> None:

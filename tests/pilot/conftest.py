@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from octavo.conversion import make_plan
+from octavo.kernels.devices import H200
 from octavo.pilot.judging import Pilot
 from octavo.pilot.measuring import Measurement
 from octavo.pilot.workload import load_workload
@@ -51,7 +52,7 @@ def make_pilot(python_file):
         about = {
             "workload": "mine", "unit": "token", "tokens": 8192, "samples": 8, "data": "random", "device": "a GPU",
             "predicted_for": "", "capacity_gib": 100.0, "parameters": 10**9, "rows": 8192, "elsewhere": 0.2,
-            "compiled": False,
+            "compiled": False, "rates": H200,
         }  # fmt: skip
         return Pilot(**(about | changed), measured=found, plans=plans)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
+from octavo.kernels.devices import H200
 from octavo.pilot import Settings, load_workload, run_pilot
 from octavo.pilot.measuring import Conditions, count_flops, measure
 from octavo.pilot.predicting import plan_for, products_ms
@@ -69,8 +70,8 @@ def test_no_steps_predict_from_shapes_alone(tmp_path):
     assert pilot.adopts and pilot.best == "folded" and pilot.parameters == 4 * 4096 * 4097
     how = Conditions(device=CPU, rows=16384)
     plan = plan_for(workload, "folded", how, "h200")
-    base = products_ms(plan, 16384, in_bf16=True)
-    assert pilot.speedup("folded") == pytest.approx(1.12 * base / (products_ms(plan, 16384) + 0.12 * base))
+    base = products_ms(plan, 16384, H200, in_bf16=True)
+    assert pilot.speedup("folded") == pytest.approx(1.12 * base / (products_ms(plan, 16384, H200) + 0.12 * base))
     assert pilot.base.peak_gib > 4 * 4 * 4096 * 4096 * 3 / 2**30  # weights and moments
 
 

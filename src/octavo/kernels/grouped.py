@@ -18,6 +18,7 @@ All are custom operators: on a GPU PyTorch's grouped GEMM and Triton, elsewhere 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels import ledger
-from octavo.kernels.dispatch import launches_on, uses_triton
+from octavo.kernels.dispatch import run_twin
 from octavo.kernels.operator import call, define_packed
 from octavo.kernels.padding import padded_ends, padded_length
 from octavo.kernels.quant_spec import QuantSpec
@@ -173,13 +174,10 @@ def _quantize_groups(
 ) -> list[Quantized | None]:
     """`folds`: those of rows and of columns, and the source."""
     _check_ends(ends, len(x if folds[2] is None else folds[2]))
-    if x.numel() and ends.shape[0] and uses_triton(x, "quantize_groups"):
-        from octavo.kernels.triton import grouped as fast
-
-        with launches_on(x.device):
-            made = fast.quantize_groups(x, ends, rows, columns, *folds)
-    else:
-        made = reference.quantize_groups(x, ends, rows, columns, *folds)
+    arguments, first = (x, ends, rows, columns, *folds), x if len(ends) else ends
+    made: Sequence[tuple[Tensor, Tensor] | None] = run_twin(
+        "grouped.quantize_groups", first, arguments, "quantize_groups"
+    )
     return [None if pair is None else Quantized(*pair, PER_ROW) for pair in made]
 
 
@@ -194,12 +192,8 @@ def _check_ends(ends: Tensor, tokens: int) -> None:
 
 
 def _transpose_groups(codes: Tensor, ends: Tensor, source: Tensor | None) -> list[Tensor]:
-    if codes.numel() and ends.shape[0] and uses_triton(codes, "transpose_groups"):
-        from octavo.kernels.triton import grouped as fast
-
-        with launches_on(codes.device):
-            return [fast.transpose_groups(codes, ends, source)]
-    return [reference.transpose_groups(codes, ends, source)]
+    first, arguments = codes if len(ends) else ends, (codes, ends, source)
+    return [run_twin("grouped.transpose_groups", first, arguments, "transpose_groups")]
 
 
 def _transpose_groups_shape(codes: Tensor, ends: Tensor, source: Tensor | None) -> list[Tensor]:

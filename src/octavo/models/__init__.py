@@ -6,9 +6,9 @@ starts fast.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from octavo._util.lazy import lazy
 from octavo.models.config import ModelConfig
 from octavo.models.flops import flops_per_token
 
@@ -20,16 +20,4 @@ if TYPE_CHECKING:
 
 __all__ = ["GPT", "Llama", "MoE", "ModelConfig", "build", "count_parameters", "flops_per_token"]
 
-_HOME = {
-    "GPT": "octavo.models.gpt",
-    "Llama": "octavo.models.llama",
-    "MoE": "octavo.models.moe",
-    "build": "octavo.models.factory",
-    "count_parameters": "octavo.models.factory",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'octavo.models' has no attribute '{name}'")
-    return getattr(importlib.import_module(_HOME[name]), name)
+__getattr__ = lazy(__name__, {"gpt": "GPT", "llama": "Llama", "moe": "MoE", "factory": "build count_parameters"})

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from octavo.conversion import Plan
 from octavo.doctor.accuracy import COSINE
+from octavo.kernels.devices import Rates
 from octavo.monitor.dashboard.verdict import GAP_LIMIT
 from octavo.pilot.measuring import Measurement, losses_apart
 from octavo.pilot.predicting import products_ms
@@ -44,6 +45,8 @@ class Pilot:
     elsewhere: float | None
     """Share of a step's FLOPs outside linear layers."""
     compiled: bool
+    rates: Rates | None
+    """Of the GPU; None if they are not known."""
     measured: dict[str, Measurement]
     """By precision, BF16 first."""
     plans: dict[str, Plan] = field(repr=False)
@@ -97,9 +100,9 @@ class Advice(NamedTuple):
 
 def advise(pilot: Pilot) -> list[Advice]:
     """Return what each rule recommends, those of the recipe to take where there is one."""
-    found = [_adopt(pilot)]
-    for rule in RULES if pilot.best is not None else ():
-        found.append(rule(pilot, pilot.plans[pilot.best], pilot.measured[pilot.best]))
+    found: list[Advice | None] = [_adopt(pilot)]
+    if (best := pilot.best) is not None:
+        found += [rule(pilot, pilot.plans[best], pilot.measured[best]) for rule in RULES]
     return [advice for advice in (*found, _host(pilot), _baseline(pilot)) if advice is not None]
 
 
@@ -160,12 +163,15 @@ def _policy(pilot: Pilot, plan: Plan, found: Measurement) -> Advice:
 
 
 def _batch(pilot: Pilot, plan: Plan, found: Measurement) -> Advice:
-    gains = {
-        times: products_ms(plan, times * pilot.rows, in_bf16=True) / products_ms(plan, times * pilot.rows)
-        for times in (1, 2, 4)
-    }
-    said = ", ".join(f"{gain:.2f} at {times} times" for times, gain in gains.items())
-    reason = f"predicted gain of the linear layers by tokens: {said}"
+    gains, reason = {1: 1.0, 4: 1.0}, "no rates of this GPU are known"
+    if (rates := pilot.rates) is not None:
+        rows = {times: times * pilot.rows for times in (1, 2, 4)}
+        gains = {
+            times: products_ms(plan, count, rates, in_bf16=True) / products_ms(plan, count, rates)
+            for times, count in rows.items()
+        }
+        said = ", ".join(f"{gain:.2f} at {times} times" for times, gain in gains.items())
+        reason = f"predicted gain of the linear layers by tokens: {said}"
     if found.peak_gib is None:
         return Advice("batch", f"{pilot.samples}", f"{reason}; memory not known", "a measurement on the GPU")
     resident = found.resident_gib if found.resident_gib is not None else 16 * pilot.parameters / 2**30

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from octavo import memory
 from octavo.conversion import Plan, convert, make_plan
 from octavo.conversion.gain import predicted_ms
 from octavo.errors import ConfigError
+from octavo.kernels.devices import GPUS, H200, Rates
 from octavo.pilot.measuring import PRECISIONS, Conditions, Measurement
 from octavo.pilot.workload import Workload
 from octavo.recipes import load
@@ -16,8 +18,8 @@ CAPACITY_GIB = {"h100": 79.1, "h200": 139.8}
 """Memory that PyTorch sees."""
 _OTHER_TFLOPS = 350.0
 """Rate of attention and other products outside linear layers, on Hopper, forward and backward."""
-_REST = {"h100": 0.17, "h200": 0.12}
-"""Time of element-wise kernels as a share of the products' in BF16; the H100's memory is slower."""
+_REST = 0.12
+"""Share that element-wise kernels take beside the products in BF16 on an H200; elsewhere by the rate of a copy."""
 
 
 def plan_for(workload: Workload, recipe: str, how: Conditions, gpu: str) -> Plan:
@@ -27,15 +29,12 @@ def plan_for(workload: Workload, recipe: str, how: Conditions, gpu: str) -> Plan
     return make_plan(model, recipe, tokens=how.rows, device=gpu)
 
 
-def products_ms(plan: Plan, rows: int, *, in_bf16: bool = False) -> float:
+def products_ms(plan: Plan, rows: int, rates: Rates, *, in_bf16: bool = False) -> float:
     """Return the predicted milliseconds of all linear layers of a step, forward and backward, quantisation included."""
     bf16 = load("bf16")
     chosen = {} if in_bf16 else plan.recipes
-    return sum(
-        predicted_ms(chosen.get(layer.name, bf16), *layer.shape, rows)
-        for layer in plan.layers
-        if layer.kind == "linear"
-    )
+    linears = (layer for layer in plan.layers if layer.kind == "linear")
+    return sum(predicted_ms(chosen.get(layer.name, bf16), *layer.shape, rows, rates=rates) for layer in linears)
 
 
 def predict(
@@ -49,9 +48,11 @@ def predict(
     """
     is_fp8 = found.precision not in PRECISIONS
     other = 1e3 * flops[1] / (_OTHER_TFLOPS * 1e12)
-    base = products_ms(plan, how.rows, in_bf16=True)
-    products = products_ms(plan, how.rows) if is_fp8 else base
-    found.step_ms = products + other + _REST[plan.device] * (base + other)
+    rates = GPUS[plan.device].rates
+    assert rates is not None  # those of `CAPACITY_GIB` have rates
+    base = products_ms(plan, how.rows, rates, in_bf16=True)
+    products = products_ms(plan, how.rows, rates) if is_fp8 else base
+    found.step_ms = products + other + _REST * H200.copy / rates.copy * (base + other)
     found.phases, found.parts = (
         {},
         {"gemm": products, "attention": other, "elementwise": found.step_ms - products - other},
@@ -64,7 +65,7 @@ def peak_gib(workload: Workload, precision: str, how: Conditions) -> float | Non
     """Return the predicted peak of a step by autocast with AdamW; None where the model cannot be traced."""
 
     def program() -> memory.Program:
-        model = workload.build()
+        model = _uninitialised(workload)
         if precision != "bf16":
             convert(model, precision, tokens=how.rows)
         optimizer = torch.optim.AdamW(model.parameters(), how.lr)
@@ -85,3 +86,17 @@ def peak_gib(workload: Workload, precision: str, how: Conditions) -> float | Non
         return memory.forecast(program).peak / 2**30
     except (RuntimeError, NotImplementedError, TypeError, ValueError, ConfigError):
         return None  # a model that reads values has none while it is traced
+
+
+def _uninitialised(workload: Workload) -> nn.Module:
+    """Build a model without initialising it, which takes minutes while every operation is recorded."""
+    with torch.device("meta"):
+        model = workload.build()
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        for name, tensor in tensors:  # a tied one stays tied
+            empty = torch.zeros_like(tensor, device="cpu")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            setattr(module, name, made.setdefault(id(tensor), nn.Parameter(empty) if is_parameter else empty))
+    return model

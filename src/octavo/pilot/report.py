@@ -27,7 +27,7 @@ Rows = list[tuple[str, ...]]
 
 def to_dict(pilot: Pilot) -> dict[str, Any]:
     """Return everything as plain data: what was measured, and the recommendation."""
-    about = {key: value for key, value in vars(pilot).items() if key not in ("measured", "plans")}
+    about = {key: value for key, value in vars(pilot).items() if key not in ("measured", "plans", "rates")}
     lanes = [
         {**asdict(found), "speedup": round(pilot.speedup(name), 3), "loss_gap_percent": pilot.gap(name)}
         for name, found in pilot.measured.items()
@@ -66,7 +66,7 @@ def to_html(pilot: Pilot, output: Path) -> Path:
     advice = _html_table([("about", "decision", "reason", "what would change it"), *map(_cells, advise(pilot))])
     body = [
         f"<h1>FP8 pilot: {html.escape(pilot.workload)}</h1>",
-        *(f"<p>{html.escape(line)}</p>" for line in (*_header(pilot)[1:], *_notes(pilot))),
+        *(f"<p>{html.escape(line)}</p>" for line in (*_header(pilot), *_notes(pilot))),
         f"<h2>Recommendation</h2>{advice}<h2>Measurements</h2>{_html_table(speed_rows(pilot))}",
         _html_table(phase_rows(pilot)),
         plots,
@@ -79,7 +79,8 @@ def to_html(pilot: Pilot, output: Path) -> Path:
 
 
 _STYLE = (
-    "body{font:15px/1.5 system-ui;max-width:70em;margin:2em auto;padding:0 1em}table{border-collapse:collapse}"
+    "body{font:15px/1.5 system-ui;max-width:70em;margin:2em auto;padding:0 1em}"
+    "table{border-collapse:collapse;margin:1em 0}"
     "td,th{padding:.3em .8em;border-bottom:1px solid #ccc;text-align:left;vertical-align:top}"
 )
 
@@ -168,19 +169,15 @@ def _html_table(rows: Sequence[Sequence[str]]) -> str:
 
 def _figures(pilot: Pilot) -> Iterator[dict[str, Any]]:
     """Yield plots as Plotly takes them: time by phase or kind, losses, errors per layer."""
-    found = {name: lane for name, lane in pilot.measured.items() if lane.phases or lane.parts}
-    kinds = dict.fromkeys(kind for lane in found.values() for kind in lane.parts or lane.phases)
-    stacked = [
-        {
-            "type": "bar",
-            "name": kind,
-            "x": list(found),
-            "y": [(lane.parts or lane.phases).get(kind) for lane in found.values()],
-        }
-        for kind in kinds
-    ]
-    if stacked:
-        yield {"data": stacked, "layout": {"title": {"text": "Milliseconds per step"}, "barmode": "stack"}}
+    for title, field in (("Milliseconds per step, by phase", "phases"), ("By kind of kernel", "parts")):
+        times = {name: ms for name, lane in pilot.measured.items() if (ms := getattr(lane, field))}
+        kinds = dict.fromkeys(kind for ms in times.values() for kind in ms if kind not in ("idle", "communication"))
+        bars = [
+            {"type": "bar", "name": kind, "x": list(times), "y": [ms.get(kind) for ms in times.values()]}
+            for kind in kinds
+        ]
+        if bars:
+            yield {"data": bars, "layout": {"title": {"text": title}, "barmode": "stack"}}
     curves = [{"name": name, "y": lane.losses} for name, lane in pilot.measured.items() if lane.losses]
     if curves:
         yield {"data": curves, "layout": {"title": {"text": "Loss by step, on the same batches"}}}

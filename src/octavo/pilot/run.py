@@ -10,6 +10,7 @@ import torch
 
 from octavo.conversion import Plan
 from octavo.errors import ConfigError, did_you_mean
+from octavo.kernels.devices import GPUS, rates_named
 from octavo.models.factory import count_parameters
 from octavo.pilot import predicting
 from octavo.pilot.judging import Pilot
@@ -94,6 +95,7 @@ def run_pilot(workload: Workload, settings: Settings, report: Callable[[str], No
         rows=how.rows,
         elsewhere=flops[1] / flops[0] if flops and flops[0] else None,
         compiled=how.compile,
+        rates=rates_named(torch.cuda.get_device_name(device)) if is_gpu else GPUS[settings.gpu].rates,
         measured=found,
         plans={name: (plans.get(name) if is_gpu else None) or plan for name, plan in predicted.items()},
     )
