@@ -169,7 +169,7 @@ def _kept(module: nn.Module, given: tuple[Tensor, ...]) -> Row:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         module(x, ids, weights)
     both = [sum(size for size, is_weight in seen.values() if is_weight is wanted) for wanted in (False, True)]
-    return {"kept_mib": round(both[0] / 2**20, 1), "kept_weight_codes_mib": round(both[1] / 2**20, 1)}
+    return {"kept_mib": round(both[0] / 2**20, 3), "kept_weight_codes_mib": round(both[1] / 2**20, 3)}
 
 
 # --- in the Trainer --------------------------------------------------------------------------------------------------
@@ -247,10 +247,11 @@ def _train(device: str, precision: str, compiled: bool) -> Row:
 
     vocabulary = int(cast(Any, model).config.vocab_size)
     tokens = torch.randint(vocabulary, (2 * (WARM_UP_STEPS + STEPS), length), device="cpu")
+    optimizer = "adamw_torch_fused" if device == "cuda" else "adamw_torch"
     with tempfile.TemporaryDirectory() as place:
         arguments = TrainingArguments(
             place, max_steps=WARM_UP_STEPS + STEPS, per_device_train_batch_size=2, bf16=device == "cuda",
-            torch_compile=compiled, optim="adamw_torch", save_strategy="no", report_to=[], logging_strategy="no",
+            torch_compile=compiled, optim=optimizer, save_strategy="no", report_to=[], logging_strategy="no",
             disable_tqdm=True, use_cpu=device == "cpu", dataloader_pin_memory=False,
         )  # fmt: skip
         data = [{"input_ids": row, "labels": row} for row in tokens]
