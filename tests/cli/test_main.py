@@ -225,6 +225,7 @@ def test_plan_for_a_gpu_that_is_not_here(octavo: Octavo) -> None:
     layers = json.loads(done.stdout)["layers"]
     assert all(layer["gain"] > 1 for layer in layers if "fp8" in layer["precision"])
     assert json.loads(done.stdout)["device"] == "h100"
+    assert done.stderr == "" and not any("autocast" in note for note in json.loads(done.stdout)["notes"])
     assert "h200" in octavo("plan", "--preset", "tiny", "--gpu", "a101").stderr
     assert "no FP8 tensor cores" in octavo("plan", "--preset", "tiny", "--gpu", "a100").stdout
     choices = re.search(r"--gpu +.*?\[choices: ([^\]]*)\]", octavo("plan", "--help").stdout, re.S)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo.doctor import software
-from octavo.doctor.software import SLOW, judge_variables
+from octavo.doctor.software import SLOW, variables
 from octavo.doctor.subjects import Machine
 
 GOOD = {"octavo": "0.1.0", "python": "3.12.3", "torch": "2.11.0+cu130", "cuda": "13.0", "triton": "3.6.0"}
@@ -52,15 +52,15 @@ def test_only_a_gpu_misses_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", SLOW)
 def test_a_variable_that_makes_a_run_slow_is_named_with_the_reason(name: str) -> None:
-    found = judge_variables({name: SLOW[name][0][0], "HOME": "/home/me"})
+    found = variables.look({name: SLOW[name][0][0], "HOME": "/home/me"})
     assert found.verdict == "warning" and found.seen.startswith(f"{name}=") and SLOW[name][1] in found.seen, found
     assert f"unset {name}" in found.remedy
 
 
 def test_other_values_and_other_variables_are_well() -> None:
-    finding = judge_variables({"OCTAVO_TRITON": "1", "CUDA_LAUNCH_BLOCKING": "0", "HOME": "/home/me"})
+    finding = variables.look({"OCTAVO_TRITON": "1", "CUDA_LAUNCH_BLOCKING": "0", "HOME": "/home/me"})
     assert finding.verdict == "ok", finding
-    assert judge_variables({}).seen == "none relevant"
+    assert variables.look({}).seen == "none relevant"
 
 
 OLD = "The NVIDIA driver on your system is too old (found version 11040)."

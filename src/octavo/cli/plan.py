@@ -83,8 +83,13 @@ def plan(
     hold_as(config.run.weights, model)
     tokens = config.run.batch // config.run.accumulate * config.data.sequence
     policy = policy_of(config, recipe)
-    with torch.autocast("cuda" if gpu else here.type, torch.bfloat16):  # as a run computes
+    kind = "cuda" if gpu else here.type
+    before = torch.is_autocast_enabled(kind)
+    torch.set_autocast_enabled(kind, True)  # as a run computes; torch.autocast refuses a GPU that is not here
+    try:
         planned = make_plan(model, recipe, policy=policy, tokens=tokens, device=gpu or here)
+    finally:
+        torch.set_autocast_enabled(kind, before)
     if json_output:
         say(planned.to_json())
     else:

@@ -12,8 +12,9 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from octavo.conversion.experts import FoundExperts, find_experts, no_grouped_kernel
 from octavo.conversion.fusion_patterns import (
     FusionPattern,
     find_gates,
@@ -27,7 +28,7 @@ from octavo.conversion.heads import find_heads
 from octavo.conversion.mode import suspended
 from octavo.conversion.policy import Policy
 from octavo.conversion.unapplied import find_unapplied
-from octavo.conversion.unconverted import Unconverted, find_unconverted
+from octavo.conversion.unconverted import Unconverted, active_share, find_unconverted
 from octavo.conversion.weights import plan_weights
 from octavo.errors import ConfigError, UnsupportedError, did_you_mean
 from octavo.kernels.devices import GPUS
@@ -36,7 +37,9 @@ from octavo.kernels.explain import gemm_kernel
 from octavo.kernels.gemm import EMULATED
 from octavo.nn.attention import ScaledDotProduct
 from octavo.nn.conv import AnyConvolution, unsupported_reason_recipe
+from octavo.nn.experts import FIRST, SECOND, ExpertRoles, unfused_reason
 from octavo.nn.functional import requantises_exactly
+from octavo.nn.grouped import unsupported_reason as unsupported_reason_grouped
 from octavo.nn.linear import is_transposed
 from octavo.nn.operands import dtype_note
 from octavo.recipes import GEMMS, Evidence, Recipe, RecipeLike, load
@@ -48,9 +51,14 @@ class LayerPlan:
 
     name: str
     kind: str = "linear"
-    """`linear`, `stored as K x N` of a transposed one, or the convolution and its kernel, as in `conv2d 3x3`."""
+    """`linear`, `stored as K x N` of a transposed one, the convolution and its kernel, as in `conv2d 3x3`, or the
+    number of experts, as in `128 experts`."""
     shape: tuple[int, int]
     """(N, K) of its GEMM: output features, input features; of a convolution channels out, and in times kernel."""
+    count: int = 1
+    """Number of such matrices: experts."""
+    active: float = 1.0
+    """The share of them that one token is multiplied by: of experts, those that it is sent to."""
     recipe: str
     precision: str
     """fprop / dgrad / wgrad, each fp8 or bf16."""
@@ -71,6 +79,21 @@ class LayerPlan:
     """What a precision map says of it."""
 
     @property
+    def weights(self) -> int:
+        """The number of its weights."""
+        return self.count * math.prod(self.shape)
+
+    @property
+    def multiplied(self) -> float:
+        """The number of weights that one token is multiplied by."""
+        return self.active * self.weights
+
+    @property
+    def is_experts(self) -> bool:
+        """Whether it is a product of a module of experts, and named below that."""
+        return self.kind.endswith(" experts")
+
+    @property
     def is_fp8(self) -> bool:
         """Whether any of its GEMMs runs in FP8."""
         return "fp8" in self.precision
@@ -88,6 +111,8 @@ class Plan:
     """Layer name -> the recipe it runs by."""
     structures: tuple[FusionPattern, ...] = ()
     """What is computed together."""
+    experts: dict[str, ExpertRoles] = field(default_factory=dict)
+    """Modules of experts that compute in FP8, by full name, and what their parameters are."""
     policy: Policy = field(default_factory=Policy, repr=False)
     """The policy that it was made with."""
     allow_reference: bool = False
@@ -109,13 +134,14 @@ class Plan:
     @property
     def fp8_weights(self) -> int:
         """The number of weights of layers that run in FP8."""
-        return sum(math.prod(layer.shape) for layer in self.layers if layer.is_fp8)
+        return sum(layer.weights for layer in self.layers if layer.is_fp8)
 
     @property
     def share(self) -> float:
         """The share of FP8 in the FLOPs that a token costs in products with weights; of a convolution, per pixel."""
-        layers = sum(math.prod(layer.shape) for layer in self.layers)
-        return self.fp8_weights / max(layers + sum(weight.multiplied for weight in self.unconverted), 1.0)
+        fp8 = sum(layer.multiplied for layer in self.layers if layer.is_fp8)
+        others = sum(weight.multiplied for weight in self.unconverted)
+        return fp8 / max(sum(layer.multiplied for layer in self.layers) + others, 1.0)
 
     @property
     def is_little(self) -> bool:
@@ -128,7 +154,7 @@ class Plan:
 
         `fp8_flops`, and where gains are predicted `fp8_time`: of the time of all products and their passes.
         """
-        flops = {layer.name: math.prod(layer.shape) for layer in self.layers}
+        flops = {layer.name: layer.multiplied for layer in self.layers}
         total = sum(flops.values())
         if not total:
             return {}
@@ -190,8 +216,10 @@ def make_plan(
     layers = list(layers_of(model).items())
     layers_by_name = dict(layers)
     device = torch.device(device) if device is not None else _device_of(model)
-    _check_patterns(recipe, policy, [name for name, _ in layers])
-    recipes = {name: _recipe_for(name, recipe) for name, _ in layers}
+    experts = find_experts(model)
+    names = [*layers_by_name, *(full_name(name, product) for name in experts for product in (FIRST, SECOND))]
+    _check_patterns(recipe, policy, names)
+    recipes = {name: _recipe_for(name, recipe) for name in names}
     mlps = find_mlps(model)
     in_mlps = find_gates(model) | {
         full_name(name, child) for name, roles in mlps.items() for child in (*roles.inner, roles.down)
@@ -209,6 +237,11 @@ def make_plan(
     )
     rows = plan_weights(model, layers_by_name, rows, recipes, policy.weights)
     rows = _without_second_copies(model, rows, recipes, policy)
+    ordered = {name: number for number, (name, _) in enumerate(model.named_modules())}
+    expert_rows = [
+        row for name, found_ in experts.items() for row in plan_experts(model, name, found_, recipes, policy, device)
+    ]
+    rows = tuple(sorted((*rows, *expert_rows), key=lambda row: ordered[_owner(row)]))
     chosen = {row.name: recipes[row.name] for row in rows if row.is_fp8}
     linears = {row.name: recipes[row.name] for row in rows if row.is_fp8 and row.kind == "linear"}
     keep_input = {row.name for row in rows if row.keeps_input}
@@ -217,6 +250,7 @@ def make_plan(
     structures = tuple(together) if policy.fuse and linears else ()
     unapplied = tuple(find_unapplied(model, policy, linears, mlps, structures, keep_input))
     known = {id(layer.weight) for _, layer in layers}
+    known |= {id(parameter) for name in experts for parameter in model.get_submodule(name).parameters()}
     plan = Plan(
         recipe=recipe,
         device=str(device),
@@ -224,13 +258,62 @@ def make_plan(
         layers=rows,
         recipes=chosen,
         structures=structures,
+        experts={_owner(row): experts[_owner(row)].roles for row in expert_rows if row.is_fp8},
         policy=policy,
         unapplied=unapplied,
         unconverted=tuple(find_unconverted(model, known, policy.min_features)),
         parameters=sum(p.numel() for p in model.parameters()),
     )
-    dtypes = {layers_by_name[name].weight.dtype for name in chosen}
+    dtypes = {_weight(model, row).dtype for row in rows if row.is_fp8}
     return replace(plan, notes=tuple(_notes(plan, dtypes, device)))
+
+
+def _owner(row: LayerPlan) -> str:
+    """Return the full name of the module that a row is about: that of experts has two."""
+    return row.name.rpartition(".")[0] if row.is_experts else row.name
+
+
+def _weight(model: nn.Module, row: LayerPlan) -> Tensor:
+    module = model.get_submodule(_owner(row))
+    return next(module.parameters()) if row.is_experts else cast(Tensor, module.weight)
+
+
+def plan_experts(
+    model: nn.Module, name: str, found: FoundExperts, recipes: dict[str, Recipe], policy: Policy, device: torch.device
+) -> Iterator[LayerPlan]:
+    """Yield the rows of both products of a module of experts."""
+    names = full_name(name, FIRST), full_name(name, SECOND)
+    blocks = policy.blocks_to_keep(model)
+    kept = next((why for block, why in blocks.items() if f"{name}.".startswith(f"{block}.")), None)
+    kept = kept or policy.reason_to_keep_experts(name, model.get_submodule(name), found) or no_grouped_kernel(device)
+    reasons = {each: kept or unsupported_reason_grouped(recipes[each]) for each in names}
+    runs = all(reason is None and recipes[each].is_fp8 for each, reason in reasons.items())
+    how = _how(found.roles, recipes[names[0]], recipes[names[1]]) if runs else ""
+    for each, shape in zip(names, (found.first, found.second), strict=True):
+        recipe, reason = recipes[each], reasons[each]
+        if reason is None and not recipe.is_fp8:
+            reason = "the recipe says bf16"
+        if reason is not None:
+            recipe = load("bf16")
+        kernel = "scaled_grouped_mm" if on_gpu(device) else "reference"
+        yield LayerPlan(
+            name=each,
+            kind=f"{found.count} experts",
+            shape=shape,
+            count=found.count,
+            active=active_share(model.get_submodule(name), found.count),
+            recipe=recipe.name,
+            precision=" / ".join(recipe.gemm(gemm).precision for gemm in GEMMS),
+            kernels=" / ".join(kernel if recipe.gemm(gemm).is_fp8 else "-" for gemm in GEMMS),
+            gain=None,
+            reason=reason or how,
+        )
+
+
+def _how(roles: ExpertRoles, first: Recipe, second: Recipe) -> str:
+    why = unfused_reason(roles, first, second)
+    inner = "gate, up" if roles.is_gated else "up"
+    return f"product by product: {why}" if why else f"fused: sort, {inner}, {roles.kind}, down, sum"
 
 
 def _without_second_copies(
@@ -448,7 +531,7 @@ def table_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 def footer(plan: Plan) -> list[str]:
     """Return the lines below a plan's table: counts, weights in FP8, what is fused, options without effect."""
-    weights = sum(math.prod(layer.shape) for layer in plan.layers)
+    weights = sum(layer.weights for layer in plan.layers)
     layers = "layers" if any("conv" in layer.kind for layer in plan.layers) else "linear layers"
     share = f"{plan.fp8_weights / max(weights, 1):.0%} of their weights"
     if plan.unconverted:

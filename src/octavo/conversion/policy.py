@@ -11,6 +11,7 @@ from typing import Literal, cast, get_args
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from octavo.conversion.experts import FoundExperts
 from octavo.conversion.weights import Weights
 from octavo.errors import ConfigError, did_you_mean
 from octavo.nn import Conv1d, Conv2d, Linear
@@ -24,6 +25,8 @@ from octavo.recipes import Recipe
 
 _HEAD = "output head: its error goes straight into the loss"
 _ROUTER = "router: a small error sends a token to another expert"
+_GROUPED = 16
+"""Features of which grouped FP8 GEMMs take a multiple."""
 
 
 DEFAULTS = MappingProxyType(
@@ -179,9 +182,8 @@ class Policy:
             in_mlp: it belongs to an MLP, whose gate routes nothing.
             is_head: the model says that it is an output head (`octavo.conversion.heads`).
         """
-        for pattern, reason in self.patterns.items():
-            if _matches(name, pattern) and not (in_mlp and reason == _ROUTER):
-                return reason
+        if (reason := self._pattern_reason(name, in_mlp)) is not None:
+            return reason
         if is_head and self.keep_defaults:
             return _HEAD
         is_linear = isinstance(layer, nn.Linear) or is_transposed(layer)
@@ -192,6 +194,26 @@ class Policy:
             return f"its weight is {dtype}, no real floating-point number"
         if self.filter is not None and not self.filter(name, layer):
             return "left out by the policy's filter"
+        return None
+
+    def reason_to_keep_experts(self, name: str, module: nn.Module, found: FoundExperts) -> str | None:
+        """Return why a module of experts stays in BF16, or None."""
+        if (reason := self._pattern_reason(name)) is not None:
+            return reason
+        sizes = (*found.first, *found.second)
+        if min(sizes) < self.min_features:
+            return f"fewer than {self.min_features} features"
+        if any(size % _GROUPED for size in sizes):
+            return f"{sizes} features: grouped FP8 GEMMs take multiples of {_GROUPED}"
+        dtypes = {parameter.dtype for parameter in module.parameters()}
+        if not dtypes <= set(REAL):
+            return f"its weights are {dtypes}, no real floating-point numbers"
+        return None if self.filter is None or self.filter(name, module) else "left out by the policy's filter"
+
+    def _pattern_reason(self, name: str, in_mlp: bool = False) -> str | None:
+        for pattern, reason in self.patterns.items():
+            if _matches(name, pattern) and not (in_mlp and reason == _ROUTER):
+                return reason
         return None
 
     def keeps_input(self, name: str, recipe: Recipe) -> bool:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from octavo._util.files import write_text
 from octavo.data.corpus import open_corpus
 from octavo.data.tokenizer import Tokens
 from octavo.errors import ConfigError, DataError
@@ -102,17 +101,7 @@ class BPETokenizer:
         Raises:
             DataError: the file cannot be written; no partial file remains.
         """
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                    stream.write(self.to_json())
-                Path(temporary).replace(path)
-            finally:
-                Path(temporary).unlink(missing_ok=True)
-        except OSError as error:
-            raise DataError(f"{path}: cannot be written ({error.strerror}).") from error
+        write_text(path, self.to_json(), DataError, mkdir=True)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the ids of each text without the end of document; uint16, or uint32 beyond 65,536 ids."""

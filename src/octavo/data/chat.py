@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from octavo._util.config_reader import parse, read_file, read_text
 from octavo.data.corpus import Corpus
-from octavo.data.encode import Progress, Written, digest, threshold, unigram_entropy
+from octavo.data.encode import Progress, SplitTotals, digest, threshold, unigram_entropy
 from octavo.data.loader import FIRST, IDS, NO_TARGET
 from octavo.data.tokenizer import Tokenizer
 from octavo.errors import DataError
@@ -141,7 +141,7 @@ class ChatFormat:
 
 def encode_chat(
     corpus: Corpus, tokenizer: Tokenizer, folder: Path, fraction: float, chat: ChatFormat, progress: Progress | None
-) -> Written:
+) -> SplitTotals:
     """Write `train.u32`, `heldout.u32` and `TASKS` of the conversations of a corpus into `folder`.
 
     Raises:
@@ -174,7 +174,7 @@ def encode_chat(
     (folder / TASKS).write_text(json.dumps(tasks) + "\n", encoding="utf-8")
     content = hashlib.sha256(np.array([key for key, *_ in lines], dtype="<u8").tobytes()).hexdigest()
     (train_tokens, train), (heldout_tokens, heldout) = counts
-    return Written(
+    return SplitTotals(
         documents=len(sides[0]),
         heldout_documents=len(sides[1]),
         train_tokens=train_tokens,

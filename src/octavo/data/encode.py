@@ -56,19 +56,29 @@ BATCH_CHARACTERS = 4_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Written:
-    """Totals of one pass; fields as in `TokenFiles`."""
+class SplitTotals:
+    """Totals of a corpus that was encoded and split."""
 
     documents: int
+    """Documents with a part in `train.bin`."""
     heldout_documents: int
+    """Documents with a part in `heldout.bin`."""
     train_tokens: int
+    """Ids in `train.bin`."""
     heldout_tokens: int
+    """Ids in `heldout.bin`."""
     train_bytes: int
+    """UTF-8 bytes of the training text."""
     heldout_bytes: int
+    """UTF-8 bytes of the held-out text; with the loss it gives bits per byte, which is comparable across tokenizers."""
     unigram_entropy: float
+    """Nats per held-out token of a model that knows only the frequency of each id: a baseline."""
     content_sha256: str
+    """Digest of all texts in order: equal on machines with the same corpus."""
     overlong: int = 0
+    """Conversations that were cut at the end of a sequence."""
     heldout_sources: tuple[tuple[str, int], ...] = ()
+    """Sources of the held-out text (folders, or files of several documents) with the first token of each."""
 
 
 def suffix_of(vocab: int) -> str:
@@ -110,7 +120,7 @@ class Side:
 
 def encode_split(
     corpus: Corpus, tokenizer: Tokenizer, folder: Path, fraction: float, progress: Progress | None
-) -> Written:
+) -> SplitTotals:
     """Write `train.bin` and `heldout.bin` of `corpus` into `folder`.
 
     One pass is enough if the hash leaves documents on both sides. With few documents the limit may have to move,
@@ -121,7 +131,7 @@ def encode_split(
     moved = threshold(digests, fraction)
     if moved != limit:
         digests, train, heldout = _pass(corpus, tokenizer, folder, fraction, moved, progress)
-    return Written(
+    return SplitTotals(
         documents=train.documents,
         heldout_documents=heldout.documents,
         train_tokens=int(train.counts.sum()),

@@ -6,18 +6,19 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo._util import config_reader
+from octavo._util.files import write_text
 from octavo.data.loader import FIRST, IDS, open_tokens
 from octavo.data.quality import SHINGLE_BYTES, SHINGLE_TOKENS, Letters, near_duplicates, signatures
 from octavo.data.tokenizer import Tokenizer, Tokens
 from octavo.data.tokens import TokenFiles
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, DataError
 
 FILE = "statistics-2.json"
 """File in the token folder. The number increases whenever the same tokens would give other statistics."""
@@ -78,7 +79,8 @@ def corpus_statistics(files: TokenFiles, tokenizer: Tokenizer) -> CorpusStatisti
         return config_reader.read(CorpusStatistics, config_reader.read_file(path), str(path))
     except ConfigError:  # missing, or truncated by a killed process
         found = measure(open_tokens(files.train), tokenizer, files.train_bytes, open_tokens(files.heldout))
-    _keep(path, found)
+    with suppress(DataError):  # they are measured again next time
+        write_text(path, json.dumps(dataclasses.asdict(found), indent=2) + "\n", DataError)
     return found
 
 
@@ -181,12 +183,3 @@ def _sample(ids: Tokens, ends: NDArray[np.int64], tokenizer: Tokenizer) -> tuple
 
 def _bounds(ends: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
     return zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)
-
-
-def _keep(path: Path, statistics: CorpusStatistics) -> None:
-    temporary = path.with_name(f".writing-{path.name}")
-    try:
-        temporary.write_text(json.dumps(dataclasses.asdict(statistics), indent=2) + "\n", encoding="utf-8")
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)

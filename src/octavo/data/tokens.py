@@ -20,7 +20,7 @@ from typing import Any
 from octavo._util import config_reader
 from octavo.data.chat import ChatFormat, encode_chat
 from octavo.data.corpus import Corpus, open_corpus
-from octavo.data.encode import Progress, Written, check_fraction, encode_split, suffix_of
+from octavo.data.encode import Progress, SplitTotals, check_fraction, encode_split, suffix_of
 from octavo.data.tokenizer import Tokenizer
 from octavo.errors import ConfigError, DataError
 
@@ -29,7 +29,7 @@ VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TokenFiles:
+class TokenFiles(SplitTotals):
     """A tokenized corpus on disk, and its metadata."""
 
     directory: Path
@@ -40,32 +40,12 @@ class TokenFiles:
     """Name of the tokenizer."""
     vocab: int
     """Size of the embedding."""
-    documents: int
-    """Documents with a part in `train.bin`."""
-    heldout_documents: int
-    """Documents with a part in `heldout.bin`."""
-    train_tokens: int
-    """Ids in `train.bin`."""
-    heldout_tokens: int
-    """Ids in `heldout.bin`."""
-    train_bytes: int
-    """UTF-8 bytes of the training text."""
-    heldout_bytes: int
-    """UTF-8 bytes of the held-out text; with the loss it gives bits per byte, which is comparable across tokenizers."""
-    unigram_entropy: float
-    """Nats per held-out token of a model that knows only the frequency of each id: a baseline."""
     heldout_share: float
     """The requested share of documents."""
     listing_sha256: str
     """Digest of names, sizes and modification times of the files."""
-    content_sha256: str
-    """Digest of all texts in order: equal on machines with the same corpus."""
     suffix: str = ".bin"
     """Suffix of the files: 16-bit ids in `.bin`, 32-bit ids in `.u32`."""
-    overlong: int = 0
-    """Conversations that were cut at the end of a sequence."""
-    heldout_sources: tuple[tuple[str, int], ...] = ()
-    """Sources of the held-out text (folders, or files of several documents) with the first token of each."""
 
     @property
     def train(self) -> Path:
@@ -168,7 +148,7 @@ def _publish(folder: Path, directory: Path) -> None:
             raise
 
 
-def _meta(corpus: Corpus, tokenizer: Tokenizer, written: Written, heldout: float, listing: str) -> dict[str, Any]:
+def _meta(corpus: Corpus, tokenizer: Tokenizer, written: SplitTotals, heldout: float, listing: str) -> dict[str, Any]:
     values = dataclasses.asdict(written)
     return {
         "source": corpus.source,

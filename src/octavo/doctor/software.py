@@ -141,14 +141,10 @@ SLOW: dict[str, tuple[tuple[str, ...], str]] = {
     "variables",
     symptom="the same run is slower here than elsewhere, or than before",
     remedy="Unset them, unless they are intended.",
+    read=lambda machine: machine.environ,
 )
-def variables(machine: Machine) -> Finding:
+def variables(environ: Mapping[str, str]) -> Finding:
     """Find variables that slow a run down."""
-    return judge_variables(machine.environ)
-
-
-def judge_variables(environ: Mapping[str, str]) -> Finding:
-    """Return the finding for an environment."""
     in_force = {name: value for name, value in sorted(environ.items()) if name in SLOW or name.startswith(PREFIXES)}
     slow = [name for name, (values, _) in SLOW.items() if in_force.get(name) in values]
     if slow:

@@ -24,7 +24,7 @@ from octavo.kernels.dispatch import rates
 from octavo.nn import Conv1d, Conv2d, Linear
 from octavo.nn.hooks import hooked
 from octavo.recipes import Recipe
-from octavo.train.profile import profile
+from octavo.train.timing import busy, kernels_of
 
 
 @check(
@@ -167,18 +167,7 @@ class Clock:
 
     def busy(self, step: Callable[[], Any], trace: Path | None) -> float:
         """Return the mean seconds per step with at least one kernel running, and write a trace."""
-        return profile(step, STEPS, None if trace is None else trace / TRACE).busy / 1e3
-
-
-@check(
-    "launches",
-    symptom="the GPU is underused; a larger batch takes no more time",
-    remedy="Compile (--compile on), use more tokens per step, or capture the step in a CUDA graph.",
-    needs=a_gpu,
-)
-def launches(trial: Trial) -> Finding:
-    """Time a few steps on host and device; with `--trace DIR`, write a Chrome trace."""
-    return judge_timing(measure(trial.step, Clock(), trial.trace))
+        return busy(kernels_of(step, STEPS, None if trace is None else trace / TRACE)) / 1e6 / STEPS
 
 
 def measure(step: Callable[[], Any], clock: Clock, trace: Path | None = None) -> Timing:
@@ -196,8 +185,15 @@ def measure(step: Callable[[], Any], clock: Clock, trace: Path | None = None) ->
     return Timing(host / STEPS, whole / STEPS, clock.busy(step, trace))
 
 
-def judge_timing(timing: Timing) -> Finding:
-    """Return the finding for a timing."""
+@check(
+    "launches",
+    symptom="the GPU is underused; a larger batch takes no more time",
+    remedy="Compile (--compile on), use more tokens per step, or capture the step in a CUDA graph.",
+    needs=a_gpu,
+    read=lambda trial: measure(trial.step, Clock(), trial.trace),
+)
+def launches(timing: Timing) -> Finding:
+    """Judge the time of a few steps on host and device; with `--trace DIR`, a Chrome trace is written."""
     busy, host = timing.busy / timing.step, timing.host / timing.step
     numbers: dict[str, Any] = {"host_ms": 1e3 * timing.host, "step_ms": 1e3 * timing.step, "busy_ms": 1e3 * timing.busy}
     seen = f"a step takes {numbers['step_ms']:.2f} ms, with the device busy for {numbers['busy_ms']:.2f} ms"
@@ -222,22 +218,23 @@ class CodeLine(NamedTuple):
     code: str
 
 
+def _syncs_of_a_step(trial: Trial) -> Counter[CodeLine]:
+    """Run a step in PyTorch's sync debug mode, which does not report torch.cuda.synchronize()."""
+    trial.step()  # one-time setup in the first step may wait
+    with recorded_syncs() as places:
+        trial.step()
+    return places
+
+
 @check(
     "host syncs",
     symptom="the GPU is idle between steps, or within one",
     remedy="Keep values on the device, and read them (.item(), .cpu(), print, if) only when a step is logged.",
     needs=a_gpu,
+    read=_syncs_of_a_step,
 )
-def syncs(trial: Trial) -> Finding:
-    """Run a step in PyTorch's sync debug mode, which does not report torch.cuda.synchronize()."""
-    trial.step()  # one-time setup in the first step may wait
-    with recorded_syncs() as places:
-        trial.step()
-    return judge_syncs(places)
-
-
-def judge_syncs(places: Counter[CodeLine]) -> Finding:
-    """Return the finding for the lines that waited in one step, with counts."""
+def syncs(places: Counter[CodeLine]) -> Finding:
+    """Judge the lines that waited in one step, with counts."""
     if not places:
         return ok("no host sync in a step", waits=0)
     rows = [{"place": f"{p.file}:{p.line}", "code": p.code, "waits": count} for p, count in places.most_common()]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +59,24 @@ def uses_triton(x: Tensor, operation: str, refused: str | None = None) -> bool:
     if reason is not None:
         ledger.fall_back(f"{operation} ran as reference: {reason}")
     return reason is None
+
+
+def run_twin(twin: str, x: Tensor, arguments: Sequence[Any], operation: str, refused: str | None = None) -> Any:
+    """Call a function of `kernels/triton/` where `operation` on x runs there, else its twin in `kernels/reference/`.
+
+    Args:
+        twin: file and function, as in `rotary.rotate`. Of a tensor without elements the reference takes care.
+        operation, refused: as for `uses_triton`.
+    """
+    folder = "triton" if x.numel() and uses_triton(x, operation, refused) else "reference"
+    file, _, function = twin.partition(".")
+    with launches_on(x.device):
+        return getattr(_twin_file(folder, file), function)(*arguments)
+
+
+@cache
+def _twin_file(folder: str, name: str) -> ModuleType:
+    return importlib.import_module(f"octavo.kernels.{folder}.{name}")  # on first use: Triton may be missing
 
 
 @cache

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from octavo.models.config import ModelConfig
 from octavo.models.gpt import GPT
 from octavo.models.llama import Llama
+from octavo.models.moe import MoE
 from octavo.models.pretrained import load_weights
 
 
@@ -23,12 +24,15 @@ def build(config: ModelConfig, seed: int, start_from: Path | None = None) -> nn.
     directory `start_from`, see `pretrained.load_weights`.
     """
     with _SkipInit():
-        model: Llama | GPT = Llama(config) if config.architecture == "llama" else GPT(config)
+        model = _MODELS[config.architecture](config)
     if start_from is not None and isinstance(model, Llama):
         load_weights(model, start_from)
         return model
     model.reset_parameters(torch.Generator().manual_seed(seed))
     return model
+
+
+_MODELS: dict[str, type[Llama] | type[GPT]] = {"llama": Llama, "gpt": GPT, "moe": MoE}
 
 
 class _SkipInit(TorchFunctionMode):

@@ -15,14 +15,14 @@ from octavo.nn.hooks import has_hooks
 from octavo.recipes import RecipeLike
 
 STD = 0.02
-RESIDUAL_OUTPUTS = ("wo.weight", "w2.weight")
+RESIDUAL_OUTPUTS = ("wo.weight", "w2.weight", "experts.down")
 
 
 @torch.no_grad()
 def reset_parameters(model: nn.Module, layers: int, generator: torch.Generator) -> None:
     """Initialise all parameters of `model`, in the order of `named_parameters`, bitwise reproducible from a seed.
 
-    Matrices are normal with standard deviation 0.02. The two that write to the residual stream (`wo`, `w2`)
+    Matrices are normal with standard deviation 0.02. Those that write to the residual stream (`wo`, `w2`)
     are scaled by `1 / sqrt(2 * layers)`, so that the stream's variance does not grow with depth (Radford et
     al. 2019, GPT-2). Norm weights are one, biases zero. A tied weight is initialised once.
     """

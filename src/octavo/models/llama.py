@@ -32,7 +32,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab, config.dim)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(self.block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.lm_head = nn.Linear(config.dim, config.vocab, bias=False)
         if config.tie_embeddings:
@@ -40,6 +40,10 @@ class Llama(nn.Module):
         cos_TE, sin_TE = rotary_tables(config.head_dim, config.sequence, config.rope_theta, config.rope_scaling)
         self.register_buffer("rope_cos", cos_TE, persistent=False)
         self.register_buffer("rope_sin", sin_TE, persistent=False)
+
+    def block(self, config: ModelConfig) -> nn.Module:
+        """Return a new block."""
+        return Block(config)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Initialise all parameters from `generator`."""
@@ -64,10 +68,17 @@ class Llama(nn.Module):
         mask_B1TT = None
         if self.config.documents == "separate":
             tokens_BT, mask_B1TT = separate_documents(tokens_BT)
-        x_BTD = self.tok_embeddings(tokens_BT)
+        x_BTD, balance = self.run_blocks(self.tok_embeddings(tokens_BT), cos_TE, sin_TE, mask_B1TT)
+        output = head_output(self.norm(x_BTD), self.lm_head, targets_BT, by_sequence, hits)
+        return output if balance is None or targets_BT is None else output + balance
+
+    def run_blocks(
+        self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, mask_B1TT: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the residual stream after all blocks, and what joins the loss: nothing here."""
         for block in self.layers:
             x_BTD = block(x_BTD, cos_TE, sin_TE, mask_B1TT)
-        return head_output(self.norm(x_BTD), self.lm_head, targets_BT, by_sequence, hits)
+        return x_BTD, None
 
 
 class Block(nn.Module):
@@ -78,7 +89,11 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = self.feed(config)
+
+    def feed(self, config: ModelConfig) -> nn.Module:
+        """Return a new feed-forward."""
+        return FeedForward(config)
 
     def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, mask_B1TT: Tensor | None = None) -> Tensor:
         """Return the residual stream after this block, in the shape and dtype of `x_BTD`."""
@@ -117,11 +132,13 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: `w2(silu(w1(x)) * w3(x))`."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, ffn: int | None = None) -> None:
+        """Make the layers. ffn: the hidden width; None means `config.ffn_dim`."""
         super().__init__()
-        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
-        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
-        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        dim, ffn = config.dim, ffn or config.ffn_dim
+        self.w1 = nn.Linear(dim, ffn, bias=False)
+        self.w2 = nn.Linear(ffn, dim, bias=False)
+        self.w3 = nn.Linear(dim, ffn, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Return the output, (B,T,D)."""

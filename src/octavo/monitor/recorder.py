@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.guard import GuardEvent
 from octavo.kernels.sample import LOWEST
 from octavo.monitor.background import Background
 from octavo.monitor.store import RunWriter, TensorRow
@@ -105,6 +106,13 @@ class Recorder:
         """Write an event; `details` as of `RunWriter.write_event`."""
         now = time.time()
         self._store.submit(lambda: self._writer.write_event(step, rule, text, **{"t": now, **details}), may_drop=False)
+
+    def guard_event(self, event: GuardEvent) -> None:
+        """Write an event of guardrails."""
+        text = f"{event.cause}: {event.text}" if event.cause else event.text
+        where = {"layer": event.layer or None, "role": event.role or None, "action": event.action or None}
+        numbers = {"level": event.level, "value": event.value, "limit": event.limit}
+        self.event(event.step, event.rule, text, **numbers, **where)
 
     def go_back(self, step: int) -> None:
         """Delete the measurements past a step. Events stay, since they give the reason."""

@@ -16,6 +16,7 @@ from torch import nn
 from octavo.errors import UnsupportedError
 from octavo.models.hugging_face import stored_config, stored_name
 from octavo.models.llama import Llama
+from octavo.models.moe import MoE
 
 
 class EngineModel(NamedTuple):
@@ -27,6 +28,10 @@ class EngineModel(NamedTuple):
     """config.json, without its quantisation."""
     head: str
     """Full name of the head in the model; empty without one. Engines always compute it in high precision."""
+    experts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Names of the layers of an expert, of which engines expect one tensor each."""
+    rename_with_experts: Callable[[str], str] | None = None
+    """`rename` where experts are stored so; None: the same."""
 
 
 def engine_model(model: nn.Module, dtype: torch.dtype) -> EngineModel:
@@ -39,7 +44,7 @@ def engine_model(model: nn.Module, dtype: torch.dtype) -> EngineModel:
         UnsupportedError: no engine supports such a model.
     """
     name = str(dtype).removeprefix("torch.")
-    if isinstance(model, Llama):
+    if isinstance(model, Llama) and not isinstance(model, MoE):
         return EngineModel(stored_name, {**stored_config(model.config), "dtype": name, "torch_dtype": name}, "lm_head")
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
@@ -51,4 +56,11 @@ def engine_model(model: nn.Module, dtype: torch.dtype) -> EngineModel:
     known.pop("quantization_config", None)  # from the checkpoint it was loaded from
     last = getattr(model, "get_output_embeddings", lambda: None)()
     head = next((name for name, module in model.named_modules() if module is last), "")
-    return EngineModel(str, {**known, "architectures": [type(model).__name__], "dtype": name}, head)
+    settings = {**known, "architectures": [type(model).__name__], "dtype": name}
+    if known.get("model_type") == "mixtral":
+        return EngineModel(str, settings, head, ("w1", "w3", "w2"), _mixtral_name)
+    return EngineModel(str, settings, head)
+
+
+def _mixtral_name(module: str) -> str:
+    return module.replace(".mlp", ".block_sparse_moe")

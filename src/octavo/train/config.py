@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -301,6 +301,10 @@ class RunConfig:
     def tokens(self) -> int:
         """Number of training tokens per model."""
         return self.run.steps * self.run.batch * self.data.sequence
+
+    def with_run(self, **changes: Any) -> RunConfig:
+        """Return the configuration with changes to its section `run`."""
+        return replace(self, run=replace(self.run, **changes))
 
 
 def assemble(*layers: tuple[str, Mapping[str, Any]]) -> RunConfig:

@@ -81,7 +81,8 @@ def _facts(event: Finished) -> Iterator[tuple[str, str]]:
         taken = f"{summary['optimizer_bytes_per_parameter']:.2f} bytes per parameter"
         yield "optimizer states", f"{summary['optimizer_states']}, {taken}"
     if summary["heldout_loss_fp8"] is not None:
-        yield "FP8 GEMMs run", _gemms(summary["fp8_gemms"])
+        gemms = (f"{count:,} {kernel}" for kernel, count in sorted(summary["fp8_gemms"].items()))
+        yield "FP8 GEMMs run", ", ".join(gemms) or "none"
         yield "fallbacks", "; ".join(summary["fallbacks"]) or "none"
     files = "summary.json, metrics.jsonl, run.sqlite, plan.json, config.json, checkpoints"
     yield "stored in", f"{event.directory} ({files})"
@@ -94,10 +95,6 @@ def _speed(summary: Mapping[str, Any]) -> str:
         if summary[f"step_milliseconds_{model}"] is not None
     ]
     return ", ".join([f"{summary['tokens_per_second'] or math.nan:,.0f} tokens/s", *times])
-
-
-def _gemms(gemms: Mapping[str, int]) -> str:
-    return ", ".join(f"{count:,} {kernel}" for kernel, count in sorted(gemms.items())) or "none"
 
 
 def _next(event: Finished) -> Sequence[tuple[str, str]]:

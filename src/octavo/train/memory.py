@@ -25,8 +25,7 @@ def forecast_run(config: RunConfig, *, gpus: int = 1, report: Report = silent) -
     Raises:
         ConfigError: unknown recipe, or fewer than one GPU.
     """
-    run = replace(config.run, compile="off" if config.run.compile == "off" else "on", graph="off")
-    planned = replace(config, run=run)
+    planned = config.with_run(compile="off" if config.run.compile == "off" else "on", graph="off")
     return memory.forecast(lambda: _program(planned), gpus=gpus, report=report)
 
 
@@ -97,7 +96,7 @@ def peaks(config: RunConfig, device: torch.device, *, ranks: int = 1) -> dict[st
 
 
 def _program(config: RunConfig) -> memory.Program:
-    config = replace(config, run=replace(config.run, start_from=""))  # values do not matter
+    config = config.with_run(start_from="")  # values do not matter
     states, _ = make_states(config, recipes.load(config.run.recipe), torch.device("cpu"))
     shape = config.run.batch, config.data.sequence
     tokens, targets = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)

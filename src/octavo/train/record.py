@@ -119,11 +119,7 @@ class StoreReporter:
             self._recorder.tensors(event.tensors)
 
     def _guard_event(self, event: GuardEvent) -> None:
-        details = {"layer": event.layer or None, "role": event.role or None, "action": event.action or None}
-        text = f"{event.cause}: {event.text}" if event.cause else event.text
-        self._recorder.event(
-            event.step, event.rule, text, level=event.level, value=event.value, limit=event.limit, **details
-        )
+        self._recorder.guard_event(event)
         if event.rule == "shadow" and event.value is not None:
             self._recorder.step(event.step, {"shadow_gap_percent": event.value})
 

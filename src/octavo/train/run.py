@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -382,7 +381,7 @@ class Trainer:
         out = self.ranks.broadcast(rescue_path(self.directory))
         self._save(out / "checkpoints")
         if self.ranks.is_first:
-            write_json(out / "config.json", config_reader.to_dict(_with_out(self.config, out)))
+            write_json(out / "config.json", config_reader.to_dict(self.config.with_run(out=out)))
             if self._records is not None:
                 self._records[0].copy_to(out / "metrics.jsonl")
         raise RunError(
@@ -596,7 +595,3 @@ def _facts(corpus: TokenFiles) -> dict[str, Any]:
     """Return the facts of the corpus without its path on this machine."""
     facts = config_reader.to_dict(corpus)
     return {key: value for key, value in facts.items() if key != "directory"}
-
-
-def _with_out(config: RunConfig, out: Path) -> RunConfig:
-    return replace(config, run=replace(config.run, out=out))

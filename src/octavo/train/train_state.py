@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from octavo.errors import DivergedError
 from octavo.guard.diagnosis import Probe
 from octavo.models import count_parameters
+from octavo.models.moe import MoE
 from octavo.optim import Optimizer
 from octavo.tensor import local
 from octavo.train.config import OptimizerConfig
@@ -105,6 +106,8 @@ class TrainState:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_factor"]
         self.loss_scale.step(self.optimizer)
+        if isinstance(self.model, MoE):
+            self.model.balance(self.ranks.mean)
         self.optimizer.zero_grad(set_to_none=True)
         norm = self.optimizer.grad_norm if norm is None else whole(norm)  # type: ignore[attr-defined]
         scale = self.loss_scale

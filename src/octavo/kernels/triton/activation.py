@@ -201,7 +201,7 @@ def times(x, y):
 
 
 @triton.jit
-def _value_and_slope(x, KIND: tl.constexpr):
+def value_and_slope(x, KIND: tl.constexpr):
     """f(x) and f'(x) of FP32 values, operation by operation as in `reference/activation.py`."""
     if KIND == "silu":
         share = _sigmoid(x)
@@ -227,7 +227,7 @@ def _value_and_slope(x, KIND: tl.constexpr):
 def _hidden(gate_ptr, up_ptr, gate_stride, up_stride, rows, cols, in_rows, in_cols, KIND: tl.constexpr):
     """Tiles of h, gate and up. Where there is no up, up is gate again."""
     gate = load_tile(gate_ptr, gate_stride, rows, cols, in_rows, in_cols)
-    h, _ = _value_and_slope(gate, KIND)
+    h, _ = value_and_slope(gate, KIND)
     up = gate
     if up_ptr is not None:
         up = load_tile(up_ptr, up_stride, rows, cols, in_rows, in_cols)
@@ -267,7 +267,7 @@ def _gradients(
     """Tiles of d gate, d up and h. Where there is no up, d up is d gate again."""
     dh = load_tile(dh_ptr, dh_stride, rows, cols, in_rows, in_cols)
     gate = _load_values(gate_ptr, gate_scale, gate_stride, total_r, rows, cols, in_rows, in_cols, tiles)
-    h, slope = _value_and_slope(gate, KIND)
+    h, slope = value_and_slope(gate, KIND)
     if up_ptr is not None:
         up = _load_values(up_ptr, up_scale, up_stride, total_r, rows, cols, in_rows, in_cols, tiles)
         d_gate = dh * up * slope
@@ -302,7 +302,7 @@ def _forward_rows_kernel(
     gate = tl.load(gate_ptr + row * gate_stride + cols, mask=there, other=0.0).to(tl.float32)
     if gate_codes is not None:
         _keep_row(gate, gate_codes, gate_scale, row, total_r, total_c, SIZE)
-    h, _ = _value_and_slope(gate, KIND)
+    h, _ = value_and_slope(gate, KIND)
     if up_ptr is not None:
         up = tl.load(up_ptr + row * up_stride + cols, mask=there, other=0.0).to(tl.float32)
         if up_codes is not None:

@@ -279,7 +279,7 @@ def of_events(run: RunReader) -> Iterator[RunFinding]:
         action = f", {newest.action}" if newest.action else ""
         yield RunFinding(
             severity,
-            f"{counted}, the last at step {newest.step:,}: {newest.text}{action}",
+            f"{counted}{', the last' * (count > 1)} at step {newest.step:,}: {newest.text}{action}",
             newest.layer or "",
             "events",
         )
