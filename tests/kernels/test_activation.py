@@ -269,5 +269,5 @@ def test_what_cannot_be_is_refused():
         activation_backward("silu", dh, codes[0], codes[1]._replace(scale=torch.ones(6, 2)), Targets())
     with pytest.raises(ConfigError, match="rounds to nearest"):
         activation_and_inputs("silu", gate, None, ROW._replace(rounding="stochastic"))
-    with pytest.raises(ConfigError, match=r"factors\.hidden holds one power of two per token"):
+    with pytest.raises(ConfigError, match=r"factors\.hidden holds one scale per token"):
         activation_backward("silu", dh, gate, up, Targets(hidden=ROW), Factors(hidden=torch.ones(6, 1)))

@@ -79,6 +79,23 @@ def test_text_in_place_of_random_tokens(tmp_path):
         load_workload(tmp_path, Shape(4, 32, text)).batches()
 
 
+def test_a_run_file_with_its_text(tmp_path):
+    (tmp_path / "text.txt").write_text("\n".join(f"{i} apples and {i * i % 89} pears" for i in range(500)))
+    data = {
+        "source": str(tmp_path / "text.txt"),
+        "tokenizer": "bytes",
+        "sequence": 16,
+        "cache": str(tmp_path / "cache"),
+    }
+    run = {"model": {"dim": 32, "layers": 1, "heads": 2}, "data": data, "run": {"batch": 2}}
+    (tmp_path / "mine.json").write_text(json.dumps(run))
+    workload = load_workload(tmp_path / "mine.json")
+    model, batch = workload.build(), next(workload.batches())
+    assert (workload.name, workload.tokens) == ("mine", 32) and same(model, workload.build())
+    assert workload.loss(model, batch).item() == pytest.approx(5.6, abs=0.5)  # log 258
+    assert workload.decode(model, batch)().shape[:2] == (1, 1)
+
+
 def test_what_is_no_workload_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no such file"):
         load_workload(tmp_path / "nothing.py")

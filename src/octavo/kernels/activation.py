@@ -129,12 +129,10 @@ def activation_backward(
     shapes = (1, f if up is None else 2 * f), (m, 1), (m, 1)
     for name, factor, shape in zip(Factors._fields, factors, shapes, strict=True):
         _check_factors(f"factors.{name}", factor, shape)
-    if factors.hidden is not None and (
-        hidden is None or (hidden.granularity, hidden.scaling) != ("column", "power_of_two")
-    ):
+    if factors.hidden is not None and (hidden is None or hidden.granularity != "column"):
         raise ConfigError(
-            f"factors.hidden holds one power of two per token, but targets.hidden is '{hidden}': the forward's codes "
-            "transposed have the granularity 'column' and power-of-two scales. Say so, or leave factors.hidden out."
+            f"factors.hidden holds one scale per token, but targets.hidden is '{hidden}': the forward's codes "
+            "transposed have the granularity 'column'. Say so, or leave factors.hidden out."
         )
     arguments = dh, gate, up, kind, targets, factors
     return ActivationGradients(*call("activation_backward", _activation_backward, arguments, targets))

@@ -171,7 +171,7 @@ def _backward(options: tuple[Any, ...], *tensors: Any) -> Result:
         Factors(
             rows=weight_fold(weight, inner) if needs_x else None,
             columns=input_fold(scale_of(kept), inner) if any(needs_inner) else None,
-            hidden=hidden_scale if needs_down and _scale_tells_codes(outer) else None,
+            hidden=hidden_scale if needs_down and _scale_tells_codes(outer, keeps_codes) else None,
         ),
     )
     dx = None
@@ -221,8 +221,12 @@ def _hidden_target(outer: Recipe) -> QuantSpec:
     return spec_of(outer.wgrad.input)
 
 
-def _scale_tells_codes(outer: Recipe) -> bool:
-    """Return whether the codes of fprop follow from its scales: those per row and powers of two do."""
+def _scale_tells_codes(outer: Recipe, keeps_codes: bool) -> bool:
+    """Return whether h is quantised by the scales of fprop, which are folded into dY: per row.
+
+    Its codes follow from them, but where 1 / scale is not what fprop multiplied by; from h of rounded inputs they are
+    others anyway, whose own scales would not be those that are folded.
+    """
     operand = outer.fprop.input
     reused = reused_from(outer, "wgrad", "input") is not None
-    return reused and (operand.granularity, operand.scaling) == ("row", "power_of_two")
+    return reused and operand.granularity == "row" and (operand.scaling != "float32" or keeps_codes)

@@ -109,7 +109,7 @@ def advise(pilot: Pilot) -> list[Advice]:
 def _adopt(pilot: Pilot) -> Advice:
     if pilot.best is None:
         faults = (f"{name}: {fault}" for name in pilot.plans if (fault := _fault(pilot, name)))
-        changes = "a recipe that this GPU has kernels for, or larger layers: octavo plan, octavo doctor"
+        changes = "more tokens per forward, larger layers, or a recipe that this GPU has kernels for: octavo plan"
         return Advice("adopt", "no", "; ".join(faults), changes)
     how = f"predicted for an {pilot.predicted_for.upper()}" if pilot.predicted_for else "measured"
     layers = pilot.plans[pilot.best].layers

@@ -43,7 +43,7 @@ def activation_backward(
     gradients = [d for d in _gradients(kind, dh, gate, up) if d is not None]
     h_t = None
     if hidden is not None and hidden_scale is not None:
-        codes = to_codes(_hidden(kind, gate, up) * (1 / hidden_scale), hidden.fmt)  # exact: a power of two
+        codes = to_codes(_hidden(kind, gate, up) * (1 / hidden_scale), hidden.fmt)
         h_t = Quantized(codes.t().contiguous(), hidden_scale.reshape(1, -1).clone(), PER_COLUMN)
     elif hidden is not None:
         _, h_t = quantize_pair([_hidden(kind, gate, up)], None, hidden)

@@ -42,7 +42,7 @@ class Output:
         """Allocate the memory.
 
         Args:
-            scale: power-of-two scales, one a row of the matrix, where they are known already: nothing is searched.
+            scale: scales, one per row of the matrix, where they are known already: nothing is searched.
             in_sight: the programs that write see tiles of 128 rows whole: their maxima are not searched either.
         """
         self.mode: int = NONE.value
@@ -63,7 +63,7 @@ class Output:
         self._written = Quantized(self._codes, written, tile)
         self._strides = (written.t() if transposed else written).stride()
         if scale is not None:
-            self.inverse = scale.reshape(-1).reciprocal()  # exact
+            self.inverse = scale.reshape(-1).reciprocal()
             written.copy_(scale.reshape(written.shape))
         else:
             self.searches = self.mode != ROW_TILE.value and not (in_sight and self.is_high)
