@@ -190,30 +190,30 @@ def test_halfway_down_is_the_mean_of_peak_and_floor() -> None:
 
 
 def test_linear_leaves_what_is_left_of_the_run() -> None:
-    assert rate(25, steps=101, warmup=0.0, floor=0.0, schedule="linear") == pytest.approx(2.0 * 0.75)
-    assert [rate(s, schedule="linear") for s in (10, 99)] == pytest.approx([2.0, 0.2])
+    assert rate(25, steps=101, warmup=0.0, floor=0.0, lr_schedule="linear") == pytest.approx(2.0 * 0.75)
+    assert [rate(s, lr_schedule="linear") for s in (10, 99)] == pytest.approx([2.0, 0.2])
 
 
 def test_wsd_stays_at_the_peak_and_falls_in_a_line_over_the_last_share() -> None:
-    rates = [rate(s, steps=101, warmup=0.1, floor=0.0, schedule="wsd", decay=0.2) for s in range(101)]
+    rates = [rate(s, steps=101, warmup=0.1, floor=0.0, lr_schedule="wsd", decay=0.2) for s in range(101)]
     assert rates[10:81] == pytest.approx([2.0] * 71) and rates[9] <= 2.0
     assert rates[80:] == pytest.approx([2.0 * (1 - i / 20) for i in range(21)])
 
 
 def test_on_a_plateau_the_rate_is_halved_and_ends_at_the_floor() -> None:
     falling, flat = [4.0, 3.0, 2.9], [2.899, 2.95, 2.9]
-    at = partial(rate, 50, schedule="plateau", patience=3)
+    at = partial(rate, 50, lr_schedule="plateau", patience=3)
     assert at(heldout=falling) == at(heldout=falling + flat[:2]) == 2.0
     assert at(heldout=falling + flat) == 1.0 and at(heldout=falling + flat + [2.0] + flat[:2]) == 1.0
     assert at(heldout=falling + flat * 10) == pytest.approx(0.2)
-    assert rate(4, schedule="plateau", heldout=falling + flat) == pytest.approx(1.0)  # warm-up knows no plateau
+    assert rate(4, lr_schedule="plateau", heldout=falling + flat) == pytest.approx(1.0)  # warm-up knows no plateau
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"schedule": "wsd", "warmup": 0.5, "decay": 0.6}, "more than the whole run"),
-        ({"schedule": "plateau"}, r"run\.eval_every"),
+        ({"lr_schedule": "wsd", "warmup": 0.5, "decay": 0.6}, "more than the whole run"),
+        ({"lr_schedule": "plateau"}, r"run\.eval_every"),
         ({"patience": 0}, r"optimizer\.patience"),
         ({"decay": 1.5}, r"optimizer\.decay"),
     ],

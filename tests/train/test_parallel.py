@@ -128,7 +128,7 @@ def test_the_losses_are_those_of_one_process_that_takes_as_large_parts(
 
 
 def test_states_that_are_whole_on_one_rank_train_as_one_process_and_resume(make: Configure) -> None:
-    config = make("greedy", parallel={"data": 2, "states": "greedy", "embedding": "whole"})
+    config = make("greedy", parallel={"data": 2, "zero": "greedy", "embedding": "whole"})
     ended = two_ranks("kill", 1, 5, config, restarts=1)
     assert ended.code == 0, ended.errors
     assert "resumed after step 4" in ended.errors
@@ -308,7 +308,7 @@ def test_what_does_not_go_with_whole_states_is_refused(
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    parallel = {"data": 2, "states": "greedy", "embedding": "whole", **sections.get("parallel", {})}
+    parallel = {"data": 2, "zero": "greedy", "embedding": "whole", **sections.get("parallel", {})}
     given = {**sections, "parallel": parallel}
     with pytest.raises(ConfigError, match=message), ranks_of(make("refused", **given)):
         pass

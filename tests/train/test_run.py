@@ -410,7 +410,7 @@ def test_a_schedule_resumes_bit_for_bit_wherever_it_stops(configure: Configure, 
 
 
 def test_on_a_plateau_the_rate_falls_and_a_resumed_run_knows_it(configure: Configure, tmp_path: Path) -> None:
-    flat = {"schedule": "plateau", "patience": 1, "lr": 1e-9, "warmup": 0.0, "min_lr": 0.1}
+    flat = {"lr_schedule": "plateau", "patience": 1, "lr": 1e-9, "warmup": 0.0, "min_lr": 0.1}
     run = {**EVERY_STEP, "twin": False, "eval_every": 1}
     whole, parts = (configure(optimizer=flat, run={**run, "out": str(tmp_path / name)}) for name in ("whole", "parts"))
     train(whole)

@@ -67,7 +67,7 @@ class OptimizerConfig:
     """Name pattern -> largest norm of the gradients of all matching parameters, applied before the global limit."""
     warmup: float = 0.07
     """Share of the steps over which the learning rate rises. Guides take 0.06 to 0.08."""
-    schedule: Literal["cosine", "linear", "wsd", "plateau"] = "cosine"
+    lr_schedule: Literal["cosine", "linear", "wsd", "plateau"] = "cosine"
     """After warm-up: half a cosine or a line down to `min_lr`; `wsd`: the peak, then a line down over the last `decay`;
     `plateau`: the peak, halved whenever the held-out loss stops falling."""
     decay: float = 0.2
@@ -93,7 +93,7 @@ class OptimizerConfig:
         _within("optimizer", self, "min_lr", low=0, high=1)
         _within("optimizer", self, "warmup", "decay", low=0, high=1)
         _positive("optimizer", self, "patience")
-        if self.schedule == "wsd" and self.warmup + self.decay > 1:
+        if self.lr_schedule == "wsd" and self.warmup + self.decay > 1:
             raise ConfigError(
                 f"optimizer.decay: {self.decay} and optimizer.warmup {self.warmup} are more than the whole run: 'wsd'"
                 " rises, stays and falls. Take less of one."
@@ -230,8 +230,8 @@ class ParallelConfig:
     """Format of activations sent between stages; `fp8` with a scale per token, `stored` unchanged."""
     reduce: Literal["fp32", "bf16", "bf16-plain", "fp8-block", "fp8-lm", "two-level"] | None = None
     """Gradient reduction over the ranks that share a replica; by default `bf16` where that loses nothing."""
-    states: Literal["sharded", "greedy"] = "sharded"
-    """Optimizer states: `sharded` with the weights; `greedy`: each whole on one rank, where every rank has all weights
+    zero: Literal["fsdp", "greedy"] = "fsdp"
+    """Optimizer states: `fsdp`: sharded with the weights; `greedy`: each whole on one rank, and weights on every rank
     (`octavo.distributed.GreedyZeRO`; `data` is the number of ranks)."""
     gather: Literal["bf16", "stored"] = "bf16"
     """Format in which parameters that are not FP8 codes are gathered; `stored`: as in a single process."""
@@ -293,9 +293,9 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.model.sequence < self.data.sequence:
             raise ConfigError(f"data.sequence: {self.data.sequence} exceeds model.sequence {self.model.sequence}.")
-        if self.optimizer.schedule == "plateau" and not self.run.eval_every:
+        if self.optimizer.lr_schedule == "plateau" and not self.run.eval_every:
             raise ConfigError(
-                "optimizer.schedule: 'plateau' looks at the held-out loss: set run.eval_every to the steps between"
+                "optimizer.lr_schedule: 'plateau' looks at the held-out loss: set run.eval_every to the steps between"
                 " evaluations, some hundred in a run of thousands."
             )
         if self.data.format == "chat" and self.model.documents != "separate":
@@ -360,7 +360,7 @@ def load_file(path: Path) -> tuple[str, dict[str, Any]]:
 def learning_rate(config: OptimizerConfig, step: int, steps: int, heldout: Sequence[float] = ()) -> float:
     """Return the learning rate of `step`, counted from 0, in a run of `steps` steps.
 
-    It rises linearly over the first `warmup * steps` steps (starting above 0), then follows `schedule` from `lr` to
+    It rises linearly over the first `warmup * steps` steps (starting above 0), then follows `lr_schedule` from `lr` to
     `min_lr * lr` at the last step; on a `plateau` it is halved, and never below that.
 
     Args:
@@ -369,11 +369,11 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int, heldout: Seque
     peak, floor, rising = config.lr, config.min_lr, round(config.warmup * steps)
     if step < rising:
         return peak * (step + 1) / rising
-    if config.schedule == "plateau":
+    if config.lr_schedule == "plateau":
         return peak * max(floor, 0.5 ** plateaus(heldout, config.patience))
-    begin = max(rising, steps - 1 - round(config.decay * steps)) if config.schedule == "wsd" else rising
+    begin = max(rising, steps - 1 - round(config.decay * steps)) if config.lr_schedule == "wsd" else rising
     progress = min(1.0, max(0, step - begin) / max(1, steps - 1 - begin))
-    left = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
+    left = 0.5 * (1 + math.cos(math.pi * progress)) if config.lr_schedule == "cosine" else 1 - progress
     return peak * (floor + (1 - floor) * left)
 
 

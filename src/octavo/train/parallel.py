@@ -235,7 +235,7 @@ class Ranks:
     @property
     def is_greedy(self) -> bool:
         """True if every rank has all weights, and each optimizer state is whole on one rank."""
-        return self.count > 1 and self.parallel.states == "greedy"
+        return self.count > 1 and self.parallel.zero == "greedy"
 
     def shard(
         self, model: nn.Module, reduction: Scheme | None = None, *, reshard: bool | None = None

@@ -43,8 +43,8 @@ def check_parallel(config: RunConfig, ranks: int, ranks_per_host: int) -> None:
             "run.bf16_first_steps, run.bf16_last_share: on several ranks the weights of FP8 layers are gathered as FP8"
             " codes, in BF16 steps too. Leave both at 0, or train in one process."
         )
-    if parallel.states == "greedy":
-        _raise_first(_greedy_conflicts(config, ranks), "parallel.states = 'greedy'")
+    if parallel.zero == "greedy":
+        _raise_first(_greedy_conflicts(config, ranks), "parallel.zero = 'greedy'")
     elif parallel.reduce not in (None, "fp32") and shards == 1 and parallel.data > 1:
         raise ConfigError(
             f"parallel.reduce: '{parallel.reduce}' applies to ranks that share the shards of a model. With data ="

@@ -154,7 +154,7 @@ class Trainer:
         check_same_run(found.state["config"], self.config, found.path)
         if self.ranks.is_greedy and found.state.get("ranks") != self.ranks.count:
             raise CheckpointError(
-                f"{found.path}: with parallel.states = 'greedy' each rank saved the states of its own tensors:"
+                f"{found.path}: with parallel.zero = 'greedy' each rank saved the states of its own tensors:"
                 f" resume with {found.state.get('ranks')} ranks, not {self.ranks.count}."
             )
         if found.step > self.config.run.steps:
@@ -465,7 +465,7 @@ class Trainer:
         """Note a held-out loss; emit an event if the schedule halves the learning rate because of it."""
         before = self._learning_rate()
         self._heldout[self.done] = loss
-        if self.config.optimizer.schedule == "plateau" and (after := self._learning_rate()) != before:
+        if self.config.optimizer.lr_schedule == "plateau" and (after := self._learning_rate()) != before:
             text = f"the held-out loss has stopped falling: the learning rate is {after:.3g} in place of {before:.3g}"
             self.emit(GuardEvent(self.done, "info", "schedule", text, action="learning rate halved"))
 

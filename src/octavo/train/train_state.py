@@ -95,7 +95,7 @@ class TrainState:
         self.shard_plan = self.ranks.shard(model, self.reduction)
 
     def _spread_states(self) -> torch.optim.Optimizer:
-        """Return what steps: the optimizer, or with `parallel.states = "greedy"` its wrapper over the ranks."""
+        """Return what steps: the optimizer, or with `parallel.zero = "greedy"` its wrapper over the ranks."""
         if not self.ranks.is_greedy or not isinstance(self.optimizer, Optimizer):
             return self.optimizer
         from octavo.distributed import GreedyZeRO
