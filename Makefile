@@ -65,8 +65,9 @@ docs: $(VENV)/installed-dev ## the generated tables are current, the examples ru
 	$(BIN)/octavo bench pictures --check
 	$(BIN)/python -m pytest tests/test_docs.py tests/test_readme.py
 
-site: $(VENV)/installed-dev ## build the documentation into site/; links are strict
+site: $(VENV)/installed-dev ## build the documentation into site/; links are strict, its search works from disk
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	$(BIN)/python .ci/site.py
 
 wheel: $(VENV)/installed-dev ## build the wheel, check it, and train ten steps with it in bare environments
 	$(BIN)/python .ci/wheel.py

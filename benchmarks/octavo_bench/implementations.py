@@ -42,8 +42,6 @@ class Implementation:
     """The precision of fprop, dgrad and wgrad, as `octavo_bench.rates` names them."""
     fp8_head: bool = False
     """The output head computes in this precision too; otherwise in BF16."""
-    remakes: bool = False
-    """The compiler recomputes norms and their codes in backward instead of keeping them."""
 
     @property
     def is_fp8(self) -> bool:
@@ -63,7 +61,7 @@ def implementations(*, head: bool = False) -> dict[str, Implementation]:
     found += [_octavo(name) for name in recipes.names() if name != BF16 and _is_timed(recipes.load(name))]
     found.append(_octavo("folded", " (eager)", compile=False))
     found.append(_octavo("folded", " + fp8 activation inputs", activation_inputs="fp8"))
-    found.append(_octavo("folded", " (lean)", remakes=True, activation_inputs="fp8", requantise=("*wo",)))
+    found.append(_octavo("folded", " (memory low)", memory="low"))
     if head:
         found.append(_octavo("folded", " + fp8 head", fp8_head=True))
     return {implementation.name: implementation for implementation in found}
@@ -101,7 +99,6 @@ def _octavo(
     *,
     compile: bool = True,
     fp8_head: bool = False,
-    remakes: bool = False,
     **policy: Any,
 ) -> Implementation:
     return Implementation(
@@ -110,7 +107,6 @@ def _octavo(
         compile=compile,
         gemms=precisions(recipes.load(recipe)),
         fp8_head=fp8_head,
-        remakes=remakes,
     )
 
 

@@ -303,7 +303,7 @@ def interval_table() -> str:
 def evidence(directory: Path) -> str:
     """Return what all pairs in the result files of a directory show, and where they come from; empty without pairs."""
     rows = read_rows(directory)
-    origins = "\n".join(result.origin for result in _files(directory) if any(_is_current(row) for row in result.rows))
+    origins = "\n\n".join(result.origin for result in _files(directory) if any(_is_current(row) for row in result.rows))
     return f"{report(rows)}\n\n{origins}" if rows else ""
 
 

@@ -610,6 +610,19 @@ def _sent(row: Row) -> str:
     return f"{row['wire_bytes'] / row['elements']:.2f}{across}"
 
 
+def moe(result: Result) -> str:
+    """Return one line per workload and implementation: time, against BF16, and what backward keeps."""
+    header = ("workload", "implementation", "ms", "BF16 / this", "activations kept, MiB", "weight codes kept, MiB")
+    figures = "{ms:.2f}", "{ratio_to_bf16:.2f}", "{kept_mib:.0f}", "{kept_weight_codes_mib:.0f}"
+    body = [
+        (row["workload"], row["implementation"], *(cell(form, row) for form in figures))
+        if "error" not in row
+        else (row["workload"], row["implementation"], "failed", "", "", "")
+        for row in result.rows
+    ]
+    return table(header, body)
+
+
 # --- the choice of a recipe ------------------------------------------------------------------------------------------
 
 DEFAULT: str = signature(make_plan).parameters["recipe"].default
@@ -694,6 +707,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "host": ("host", host),
     "gemm": ("gemm", gemm),
     "kernels": ("kernels", kernels),
+    "moe": ("moe", moe),
     "optimizer": ("optimizer", optimizer),
     "memory": ("memory", memory),
     "memory-summary": ("memory", memory_summary),

@@ -190,16 +190,16 @@ def kept(config: ModelConfig, policy: Policy | None = None) -> dict[str, int]:
     """Return the bytes per token that a block of a converted Llama keeps from forward to backward, by content.
 
     A test compares them with the storages that a block saves. The recipe has a scale per token, as `folded` does;
-    layers share inputs and MLPs are fused. Beside these lie the codes of the block's weights, a byte per parameter.
+    layers share inputs and MLPs are fused. Beside these lie the scales of the rows of the block's weights.
     """
     policy = policy or Policy()
     dim, ffn, keys = config.dim, config.ffn_dim, config.head_dim * config.key_value_heads
     by_row, by_tile = CODE * dim + SCALE, {width: CODE * width + SCALE * -(-width // TILE) for width in (dim, ffn)}
     return {
         "inputs of the norms": 2 * ((by_tile[dim] if policy.norm_inputs == "fp8" else BF16 * dim) + SCALE),
-        "codes that layers read": 3 * by_row,
+        "codes that layers read": (3 if policy.attention_output == "fp8" else 2) * by_row,
         "queries, keys, values": BF16 * (dim + 2 * keys),
-        "attention's output": 0 if policy.attention_output == "fp8" else BF16 * dim,
+        "attention's output": 0 if policy.attention_output == "fp8" else BF16 * dim + SCALE,
         "logsumexp": SCALE * config.heads,
         "gate and up": 2 * (by_tile[ffn] if policy.activation_inputs == "fp8" else BF16 * ffn),
         "scale of the hidden activation": SCALE,

@@ -66,6 +66,7 @@ KINDS: dict[str, dict[str, type]] = {
         "gb_per_s": float,
         "ratio_to_copy": float,
     },
+    "moe": {"workload": str, "implementation": str, "ms": float, "ratio_to_bf16": float},
     "optimizer": {"states": str, "bytes_per_parameter": float, "ms": float, "ratio_to_fused_adamw": float},
     "ablation": {"states": str, "seed": int, "heldout_loss": float},
     "tiers": {"model": str, "tokens": int, "states": str, "seed": int, "heldout_loss": float},
@@ -96,6 +97,18 @@ KINDS: dict[str, dict[str, type]] = {
         "cause": str,
         "recovered": bool,
     },
+    "finetune": {
+        "method": str,
+        "task": str,
+        "seed": int,
+        "samples": int,
+        "fp8": float,
+        "fp8_error": float,
+        "bf16": float,
+        "bf16_error": float,
+        "difference": float,
+        "difference_error": float,
+    },
     "robustness": {"class": str, "tried": int, "survived": int, "named": int, "seed": int},
     "localize": {"workload": str, "layers": int, "predicted": list, "measured": list, "rank_correlation": float},
 }
@@ -103,7 +116,7 @@ KINDS: dict[str, dict[str, type]] = {
 
 MAY_FAIL = (
     *("step", "host", "gemm", "kernels", "stress", "optimizer", "ablation"),
-    *("reduce", "distributed", "rank", "memory", "scaling", "faults", "ladder"),
+    *("moe", "reduce", "distributed", "rank", "memory", "scaling", "faults", "ladder"),
 )
 """Kinds whose rows may have `error`, a text, in place of their figures: a failure is a result."""
 SUBJECTS = {
@@ -153,9 +166,14 @@ class Result:
 
     @property
     def origin(self) -> str:
-        """Origin of its figures: machine, software, command and file."""
+        """Origin of its figures: machine, software, file and command; several commands in a fold."""
         software = ", ".join(f"{key} {value}" for key, value in self.versions.items())
-        return f"Measured on {self.hardware} ({software}) with `{self.command}`: `{self.file_name}`."
+        commands = self.command.split("; ")
+        if len(commands) == 1:
+            return f"Measured on {self.hardware} ({software}) with `{self.command}`: `{self.file_name}`."
+        measured = f"Measured on {self.hardware} ({software}): `{self.file_name}`."
+        fold = ["<details>", "<summary>Commands</summary>", "", "```text", *commands, "```", "", "</details>"]
+        return "\n".join([measured, "", *fold])
 
 
 def _check_row(row: Mapping[str, Any], required: Mapping[str, type], where: str) -> None:

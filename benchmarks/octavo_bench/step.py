@@ -12,14 +12,13 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from cyclopts import Parameter
-from torch._functorch import config as functorch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import octavo
@@ -118,7 +117,7 @@ def _attempt(session: Session, implementation: Implementation) -> Row:
 def _measure(session: Session, implementation: Implementation) -> Row:
     workload, device = session.workload, session.device
     training = build(workload, implementation, device, compile=session.compile)
-    with _attention(device), _recomputation(implementation):
+    with _attention(device):
         first_norm = _gradient_norm(training)
         warm_up(training.step, device, seconds=session.warm_up_s)
         with kernels.record() as ledger:
@@ -130,6 +129,8 @@ def _measure(session: Session, implementation: Implementation) -> Row:
         raise NonFiniteError(f"{implementation.name}: its gradients are not finite, so its time means nothing.")
     if profiled is not None and session.trace is not None:
         _write_trace(session.trace, workload.name, implementation.name, profiled)
+    if implementation.name.startswith("octavo") and not ledger.gemms:
+        raise UnsupportedError(f"{implementation.name}: no product ran in FP8, so its time would be BF16's.")
     ms = statistics.median(times)
     return {
         "ms": round(ms, 3),
@@ -195,13 +196,6 @@ def _attention(device: str) -> Iterator[None]:
         return
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
         yield
-
-
-def _recomputation(implementation: Implementation) -> AbstractContextManager[object]:
-    """Let the compiler recompute a norm's output and its codes, which it would otherwise keep as GEMM operands."""
-    banned = not implementation.remakes
-    patched: AbstractContextManager[object] = functorch.patch(ban_recompute_materialized_backward=banned)
-    return patched
 
 
 def _free(device: str) -> None:

@@ -2,7 +2,7 @@
 
 A stack has no embedding, head or optimizer, so that the blocks are compared. All parameters of a Llama are BF16. Of a
 ResNet weights of convolutions and of the head are, batch norms FP32; convolutions are converted whether they gain or
-not, so that the table shows their cost, and `as planned` is `octavo.convert` by default.
+not, so that the table shows their cost: `octavo.convert` by default leaves them all in BF16.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-import octavo
+from octavo import recipes
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.flops import matmul_parameters
 from octavo.models.llama import Block, Llama, rotary_tables
-from octavo.recipes import load
-from octavo_bench.implementations import BF16, Implementation, implementations, precisions
+from octavo.nn.conv import unsupported_reason_recipe
+from octavo_bench.implementations import BF16, Implementation, implementations
 from octavo_bench.resnet import ResNet
 
 
@@ -261,10 +261,10 @@ class ImageWorkload:
         return ResNet(self.depths, self.width, self.classes)
 
     def implementations(self) -> dict[str, Implementation]:
-        """Return its implementations: BF16, every recipe, and the default as planned."""
-        found = {name: one for name, one in implementations().items() if name == BF16 or name.startswith("octavo")}
-        name = "octavo folded (as planned)"
-        return found | {name: Implementation(name=name, convert=_as_planned, gemms=precisions(load("folded")))}
+        """Return its implementations: BF16 and every recipe that convolutions compute by."""
+        computed = (name for name in recipes.names() if unsupported_reason_recipe(recipes.load(name)) is None)
+        names = {BF16, *(f"octavo {name}" for name in computed)}
+        return {name: one for name, one in implementations().items() if name in names}
 
     def but(self, **fields: int | None) -> ImageWorkload:
         """Return this workload with another batch, named `custom`; itself where all fields are None.
@@ -290,10 +290,6 @@ IMAGE_WORKLOADS = {
     )
 }
 """By name: ResNet-50 on 256 images of ImageNet's size, and one for tests."""
-
-
-def _as_planned(model: nn.Module, pixels: int) -> None:
-    octavo.convert(model, "folded", tokens=pixels, strict=True)
 
 
 @cache

@@ -5,8 +5,9 @@ The public names load on first use, so that `import octavo` and the command line
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from octavo._util.lazy import lazy
 
 if TYPE_CHECKING:
     from octavo.calibration import Calibration, calibrate
@@ -22,34 +23,6 @@ if TYPE_CHECKING:
     from octavo.tensor import FP8Tensor
 
 __version__ = "0.1.0"
-
-_HOME = {
-    "Calibration": "octavo.calibration:Calibration",
-    "Monitor": "octavo.monitor.monitor:Monitor",
-    "Operators": "octavo.conversion:Operators",
-    "Plan": "octavo.conversion:Plan",
-    "Policy": "octavo.conversion:Policy",
-    "autocast": "octavo.conversion:autocast",
-    "calibrate": "octavo.calibration:calibrate",
-    "calibration": "octavo.calibration",
-    "convert": "octavo.conversion:convert",
-    "disabled": "octavo.conversion:disabled",
-    "offload": "octavo.conversion:offload",
-    "plan": "octavo.conversion:make_plan",
-    "recompute": "octavo.conversion:recompute",
-    "revert": "octavo.conversion:revert",
-    "observed": "octavo.nn.observe:observed",
-    "localize": "octavo.sensitivity:localize",
-    "export": "octavo.serving:export",
-    "dequantize": "octavo.numerics:dequantize",
-    "distributed": "octavo.distributed",
-    "guard": "octavo.guard",
-    "optim": "octavo.optim",
-    "quantize": "octavo.numerics:quantize",
-    "Recipe": "octavo.recipes:Recipe",
-    "scales": "octavo.nn.scaling_state:scales",
-    "FP8Tensor": "octavo.tensor:FP8Tensor",
-}
 
 __all__ = [
     "Calibration",
@@ -81,12 +54,20 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'octavo' has no attribute '{name}'")
-    module, _, attribute = _HOME[name].partition(":")
-    found = importlib.import_module(module)
-    return getattr(found, attribute) if attribute else found
+_HOMES = {
+    "calibration": "Calibration calibrate",
+    "conversion": "Operators Plan Policy autocast convert disabled offload plan=make_plan recompute revert",
+    "monitor.monitor": "Monitor",
+    "nn.observe": "observed",
+    "nn.scaling_state": "scales",
+    "numerics": "dequantize quantize",
+    "recipes": "Recipe",
+    "sensitivity": "localize",
+    "serving": "export",
+    "tensor": "FP8Tensor",
+    **dict.fromkeys(("distributed", "guard", "optim"), ""),
+}
+__getattr__ = lazy(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -43,6 +43,39 @@ def test_a_console_colours_and_prints_text_as_text(monkeypatch: pytest.MonkeyPat
     assert "\x1b[2J" not in written and not set("\x9b\u202e\x07") & set(written)
 
 
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_tells_the_time_left_from_the_first_part_that_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("sys.stderr", stream := Screen())
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
+    with terminal.progress() as report:
+        for doing, done in (("first", 0.0), (EVIL, 0.1), ("third", 0.5), ("another job", 0.0), ("its half", 0.5)):
+            report(doing, done)
+            now[0] += 30
+    written = stream.getvalue()
+    assert "4:30 left" in written  # 30 s for a tenth
+    assert "1:00 left" in written  # 60 s for a half
+    assert written.count("0:30 left") == 1  # a job of its own, which began 30 s ago
+    assert "\x1b[2Jb" not in written
+
+
+def test_progress_in_a_pipe_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with terminal.progress() as report:
+        report("first", 0.5)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (754, "12:34"), (3723, "1:02:03")])
+def test_a_clock(seconds: float, text: str) -> None:
+    assert terminal.clock(seconds) == text
+
+
 def test_all_that_commands_print_goes_this_way() -> None:
     files = [*(SOURCES / "cli").glob("*.py"), SOURCES / "train/console.py", SOURCES / "train/final_report.py"]
     calls = [

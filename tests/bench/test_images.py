@@ -22,10 +22,10 @@ def test_operations_of_resnet_50():
 
 
 def test_every_implementation_computes_the_same_gradients_but_for_its_precision():
-    rows = bench(IMAGE_WORKLOADS["tiny-resnet"], ("octavo folded", "octavo tensorwise", "octavo folded (as planned)"))
-    assert [sum(row["fp8_gemms"].values()) > 0 for row in rows] == [False, True, True, True]
+    rows = bench(IMAGE_WORKLOADS["tiny-resnet"], ("octavo folded", "octavo tensorwise"))
+    assert [sum(row["fp8_gemms"].values()) > 0 for row in rows] == [False, True, True]
     norms = [row["gradient_norm"] for row in rows]
-    assert norms[1:] == pytest.approx([norms[0]] * 3, rel=0.1) and norms[1] == norms[3]
+    assert norms[1:] == pytest.approx([norms[0]] * 2, rel=0.1)
     assert "2 images of 32 x 32 pixels" in _shape(rows[0])
 
 
@@ -41,6 +41,13 @@ def test_batch_norms_stay_in_fp32_and_images_channels_last():
     training.step()
     assert not before.equal(layers[0].weight)
     assert layers[1].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_resnet_is_timed_by_the_recipes_of_convolutions_alone():
+    names = {*IMAGE_WORKLOADS["resnet50"].implementations()}
+    assert {"bf16", "octavo folded", "octavo tensorwise", "octavo block"} <= names
+    assert not [name for name in names if "(" in name or "+" in name or "torchao" in name]
+    assert not names & {"octavo delayed", "octavo just_in_time", "octavo static"}
 
 
 def test_a_batch_given_by_hand():

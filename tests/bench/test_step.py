@@ -81,6 +81,12 @@ def test_a_step_of_nan_is_not_a_measurement(monkeypatch: pytest.MonkeyPatch) -> 
     assert "gradients are not finite" in bench(WORKLOADS["tiny"])[1]["error"]
 
 
+def test_a_row_in_which_nothing_ran_in_fp8_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    _with(monkeypatch, **{"bf16": implementations._leave, "octavo folded": implementations._leave})
+    row = bench(WORKLOADS["tiny"])[1]
+    assert "no product ran in FP8" in row["error"] and "ms" not in row
+
+
 PROFILE = profile.Profile(
     parts={"gemm": 4.0, "attention": 1.0, "elementwise": 2.0, "optimizer": 0.5, "communication": 0.0},
     busy=7.25,

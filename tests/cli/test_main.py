@@ -18,6 +18,7 @@ import pytest
 from octavo import __version__, recipes
 from octavo.cli.main import main
 from octavo.errors import ConfigError
+from octavo.kernels.devices import GPUS
 
 Done = subprocess.CompletedProcess[str]
 Octavo = Callable[..., Done]
@@ -224,7 +225,11 @@ def test_plan_for_a_gpu_that_is_not_here(octavo: Octavo) -> None:
     layers = json.loads(done.stdout)["layers"]
     assert all(layer["gain"] > 1 for layer in layers if "fp8" in layer["precision"])
     assert json.loads(done.stdout)["device"] == "h100"
-    assert "h200" in octavo("plan", "--preset", "tiny", "--gpu", "a100").stderr
+    assert done.stderr == "" and not any("autocast" in note for note in json.loads(done.stdout)["notes"])
+    assert "h200" in octavo("plan", "--preset", "tiny", "--gpu", "a101").stderr
+    assert "no FP8 tensor cores" in octavo("plan", "--preset", "tiny", "--gpu", "a100").stdout
+    choices = re.search(r"--gpu +.*?\[choices: ([^\]]*)\]", octavo("plan", "--help").stdout, re.S)
+    assert choices is not None and re.split(r"[\s,|│]+", choices[1].strip(" │")) == [*GPUS]
 
 
 def test_help_is_short_and_shows_defaults_and_help_all_lists_every_setting() -> None:

@@ -10,9 +10,11 @@ from torch import nn
 
 import octavo
 from octavo import kernels
-from octavo.conversion import Policy, apply, convert, disabled, enable, make_plan, revert
-from octavo.conversion.plan import LayerPlan, Plan
+from octavo.conversion import Policy, convert, disabled, enable, make_plan, revert
+from octavo.conversion import plan as plan_module
 from octavo.errors import ConfigError, NonFiniteError, UnsupportedError
+from octavo.kernels import dispatch
+from octavo.kernels.devices import architecture_of
 from octavo.nn import Linear
 from octavo.recipes import load
 
@@ -332,29 +334,61 @@ def test_disabled_of_a_plain_model_does_nothing(model):
         assert torch.equal(model(TOKENS), expected)
 
 
-# --- strict ---------------------------------------------------------------------------------------------------------
+# --- strict, and devices without FP8 ----------------------------------------------------------------------------------
 
 
-def test_rule_7_strict_refuses_a_fallback_and_changes_nothing(model, monkeypatch):
-    row = LayerPlan(
-        name="layers.0.up",
-        shape=(128, 64),
-        recipe="mine",
-        precision="fp8 / fp8 / fp8",
-        kernels="scaled_mm.row / reference / scaled_mm.row",
-        gain=1.2,
-        reason="dgrad falls back: row scales take E4M3 operands only",
-    )
-    recipe = load("folded")
-    plan = Plan(recipe=recipe, device="cuda:0", tokens=1, layers=(row,), recipes={"layers.0.up": recipe})
-    monkeypatch.setattr(apply, "make_plan", lambda *_, **__: plan)
-    with pytest.raises(
-        UnsupportedError, match=r"layers\.0\.up: recipe 'mine' has no fast kernel on cuda:0 \(dgrad falls back"
-    ):
-        convert(model, strict=True)
+@pytest.fixture
+def on(monkeypatch):
+    """Plan as on another device: `on("hip", (9, 4))`; parameters stay where they are."""
+
+    def planned(backend, capability):
+        monkeypatch.setattr(dispatch, "_own_architecture", lambda device: architecture_of(backend, capability))
+        monkeypatch.setattr(dispatch, "_own_rates", lambda device: None)
+        monkeypatch.setattr(
+            plan_module, "_device_of", lambda model: torch.device("xpu" if backend == "xpu" else "cuda:0")
+        )
+        monkeypatch.setattr(plan_module, "gemm_kernel", lambda *_: ("scaled_mm.row", {}))
+        dispatch.triton_unsupported_reason.cache_clear()
+
+    yield planned
+    dispatch.triton_unsupported_reason.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("backend", "capability", "reason"),
+    [
+        ("cuda", (8, 0), r"cuda:0 \(Ampere and older\) cannot train in FP8: no FP8 tensor cores"),
+        ("hip", (9, 4), r"\(CDNA 3\).*FNUZ"),
+        ("hip", (9, 5), r"\(CDNA 4\).*PTX"),
+        ("xpu", (0, 0), r"xpu \(Intel GPU\).*XPU"),
+    ],
+)
+def test_a_device_without_fp8_is_refused_unless_asked_for(model, on, backend, capability, reason):
+    on(backend, capability)
+    with pytest.raises(UnsupportedError, match=f"{reason}.*allow_reference=True"):
+        convert(model)
     assert fp8(model) == []
-    convert(model, strict=False)
-    assert fp8(model) == ["layers.0.up"]
+    assert convert(model, allow_reference=True).allow_reference
+    assert fp8(model)
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (12, 0)])
+def test_a_device_with_fp8_is_not_refused(model, on, capability):
+    on("cuda", capability)
+    convert(model)
+    assert fp8(model)
+
+
+def test_rule_7_a_fallback_is_refused_and_changes_nothing(model, on, monkeypatch):
+    on("cuda", (9, 0))
+    monkeypatch.setattr(plan_module, "gemm_kernel", lambda *_: ("reference", {"scaled_mm.row": "E4M3 operands only"}))
+    with pytest.raises(
+        UnsupportedError, match=r"layers\.0\.up: recipe 'folded' has no fast kernel on cuda:0 .*E4M3 ope"
+    ):
+        convert(model)
+    assert fp8(model) == []
+    convert(model, allow_reference=True)
+    assert "layers.0.up" in fp8(model)
 
 
 def test_strict_on_a_cpu_refuses_nothing(model, converted):

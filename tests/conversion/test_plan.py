@@ -1,6 +1,5 @@
 """A plan says what each layer will do and why, and changes nothing."""
 
-import dataclasses
 import json
 
 import pytest
@@ -9,9 +8,11 @@ from torch import nn
 
 from octavo.conversion import LayerPlan, Policy, convert, make_plan
 from octavo.conversion import plan as module
-from octavo.conversion.plan import refuse_fallbacks
+from octavo.conversion.plan import refuse_reference
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
+from octavo.kernels import dispatch
 from octavo.kernels import ledger as module_ledger
+from octavo.kernels.devices import GPUS, H200, architecture_of
 from octavo.models import ModelConfig, build
 from octavo.recipes import load
 
@@ -167,6 +168,11 @@ def hopper(monkeypatch):
         return ("scaled_mm.tensor" if a[1] == b[1] == "tensor" else "scaled_mm.row"), {}
 
     monkeypatch.setattr(module, "gemm_kernel", gemm_kernel)
+    monkeypatch.setattr(dispatch, "_own_architecture", lambda device: architecture_of("cuda", (9, 0)))
+    monkeypatch.setattr(module, "rates", lambda device: H200 if device.type == "cuda" else None)
+    dispatch.triton_unsupported_reason.cache_clear()
+    yield
+    dispatch.triton_unsupported_reason.cache_clear()
 
 
 E5M2 = {"base": "rowwise", "name": "mine", "dgrad": {"grad_output": {"format": "e5m2"}}}
@@ -193,22 +199,23 @@ def test_gain_is_shown_in_the_table():
 
 
 @pytest.mark.usefixtures("hopper")
-def test_rule_7_the_plan_says_what_falls_back_and_strict_refuses_it():
+def test_rule_7_the_plan_says_what_falls_back_and_converting_refuses_it():
     plan = make_plan(nn.Sequential(nn.Linear(4096, 4096)), E5M2, device="cuda")
     row = plan.layers[0]
     assert row.kernels == "scaled_mm.row / reference / scaled_mm.row"
     assert row.reason == "dgrad falls back: scaled_mm.row: row scales take E4M3 operands only"
     with pytest.raises(
-        UnsupportedError, match=r"0: recipe 'mine' has no fast kernel on cuda.*row scales take E4M3.*strict=False"
+        UnsupportedError,
+        match=r"0: recipe 'mine' has no fast kernel on cuda.*row scales take E4M3.*allow_reference=True",
     ):
-        refuse_fallbacks(plan)
+        refuse_reference(plan)
 
 
 @pytest.mark.usefixtures("hopper")
-def test_rule_7_without_fallbacks_strict_refuses_nothing(model):
+def test_rule_7_without_fallbacks_nothing_is_refused(model):
     for name in ("folded", "rowwise", "tensorwise", "block", "bf16"):
-        refuse_fallbacks(make_plan(nn.Linear(4096, 4096), name, device="cuda"))
-    refuse_fallbacks(make_plan(model, "block"))  # a CPU has nothing faster
+        refuse_reference(make_plan(nn.Linear(4096, 4096), name, device="cuda"))
+    refuse_reference(make_plan(model, "block"))  # a CPU has nothing faster
 
 
 def test_a_plan_for_a_gpu_that_is_not_here():
@@ -220,6 +227,56 @@ def test_a_plan_for_a_gpu_that_is_not_here():
     assert small.gain is None and small.reason.startswith("too small to gain")
     assert "gain" in str(plan).splitlines()[0] and "gain" not in str(make_plan(model)).splitlines()[0]
     assert make_plan(model, "block").layers[1].is_fp8  # nothing of it remains
+
+
+HOPPER = {"folded": "row", "tensorwise": "tensor", "block": "block"}
+HOPPER = {recipe: f"scaled_mm.{mode}" for recipe, mode in HOPPER.items()} | {"mxfp8": "emulated.1x32"}
+DEVICES = {
+    "a100": ("no FP8 tensor cores", {}),
+    "l40s": (None, {"folded": "scaled_mm.row", "tensorwise": "scaled_mm.tensor", "mxfp8": "emulated.1x32"}),
+    "h100": (None, HOPPER),
+    "h200": (None, HOPPER),
+    "b200": (None, {"folded": "scaled_mm.row", "tensorwise": "scaled_mm.tensor", "mxfp8": "scaled_mm.mx"}),
+    "rtx5090": (None, {"folded": "scaled_mm.row", "tensorwise": "scaled_mm.tensor", "mxfp8": "scaled_mm.mx"}),
+    "mi300x": ("FNUZ", {}),
+    "mi355x": ("Triton kernels contain PTX", {"folded": "scaled_mm.row", "tensorwise": "scaled_mm.tensor"}),
+    "max1550": ("no FP8 kernels for XPU", {}),
+}
+"""Why each GPU refuses every recipe, or None; and the kernels of those that it has products for."""
+
+
+def test_every_gpu_that_can_be_planned_for_is_tested():
+    assert {*DEVICES} == {*GPUS}
+
+
+@pytest.mark.parametrize("gpu", DEVICES)
+@pytest.mark.parametrize("recipe", ["folded", "tensorwise", "block", "mxfp8"])
+def test_what_each_gpu_runs_emulates_and_refuses(gpu, recipe):
+    refused, runs = DEVICES[gpu]
+    plan = make_plan(nn.Sequential(nn.Linear(8192, 8192)), recipe, device=gpu, policy=Policy(min_gain=0))
+    assert plan.layers[0].kernels == " / ".join(
+        [runs.get(recipe) or {"mxfp8": "emulated.1x32"}.get(recipe, "reference")] * 3
+    )
+    if refused or (recipe not in runs):
+        reason = refused or "Hopper .compute capability 9.0. only"
+        with pytest.raises(UnsupportedError, match=f"{reason}.*allow_reference=True"):
+            refuse_reference(plan)
+    else:
+        refuse_reference(plan)
+    assert (refused is not None) == any(refused in note for note in plan.notes if refused)
+
+
+@pytest.mark.parametrize("gpu", DEVICES)
+def test_a_gain_is_predicted_from_the_gpus_own_rates_or_not_at_all(gpu):
+    plan = make_plan(nn.Sequential(nn.Linear(8192, 8192), nn.Linear(64, 64)), device=gpu)
+    gain, small = plan.layers[0].gain, plan.layers[1]
+    if gpu not in ("h100", "h200"):
+        assert gain is None and small.is_fp8
+        assert DEVICES[gpu][0] or plan.notes[0].startswith("No gain is predicted")
+        return
+    other = make_plan(nn.Sequential(nn.Linear(8192, 8192)), device="h200").layers[0].gain
+    assert 1 < gain <= other and (gain == other) == (gpu == "h200") and not small.is_fp8
+    assert ("3.35 of 4.8" in "".join(plan.notes)) == (gpu == "h100")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU where there is none")
@@ -236,7 +293,7 @@ def test_no_preset_falls_back_on_hopper():
     for name in ("folded", "rowwise", "tensorwise", "block"):
         plan = make_plan(layer, name)
         assert plan.fp8_layers == 1 and "reference" not in plan.layers[0].kernels
-        refuse_fallbacks(plan)
+        refuse_reference(plan)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "just_in_time", "tensorwise", "mxfp8"])
@@ -248,10 +305,17 @@ def test_the_plan_claims_nothing_that_a_recipe_cannot_do(recipe):
     assert ("emulated: no faster than BF16" in text) == (recipe == "mxfp8")
 
 
-def test_strict_lets_what_is_emulated_pass():
-    plan = make_plan(nn.Sequential(nn.Linear(64, 64)), "mxfp8")
-    assert plan.layers[0].kernels == " / ".join(["emulated.1x32"] * 3)
-    refuse_fallbacks(dataclasses.replace(plan, device="cuda"))
+def test_the_share_of_products_in_fp8_is_that_of_their_operations_and_of_their_time():
+    model = nn.Sequential(nn.Linear(4096, 4096, bias=False), nn.Linear(4096, 8192, bias=False))
+    half = {"modules": {"1": {"wgrad": {"precision": "bf16"}}}}
+    assert make_plan(model, half).fp8_shares == {"fp8_flops": pytest.approx((1 + 2 * 2 / 3) / 3)}
+    plan = make_plan(model, {"modules": {"1": "bf16"}}, device="h200")
+    gain = plan.layers[0].gain
+    assert plan.fp8_shares == {
+        "fp8_flops": pytest.approx(1 / 3),
+        "fp8_time": pytest.approx(1 / gain / (1 / gain + 2)),
+    }
+    assert make_plan(nn.Sequential(nn.ReLU())).fp8_shares == {}
 
 
 def test_evidence_of_a_precision_map_is_in_the_plan(model):
@@ -305,6 +369,7 @@ def test_weights_in_fp16_are_said_in_the_plan():
     assert make_plan(two_layers(dtype=torch.bfloat16), policy=policy).notes == ()
 
 
+@pytest.mark.usefixtures("hopper")
 def test_weights_in_fp32_on_a_gpu_are_said_in_the_plan(monkeypatch):
     monkeypatch.setattr(module, "gemm_kernel", lambda *_: ("scaled_mm.row", {}))
     policy = Policy(min_features=16, min_gain=0.0)

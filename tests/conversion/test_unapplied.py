@@ -54,6 +54,18 @@ def test_an_mlp_that_is_not_computed_as_one(recipe, keep, why):
     assert all(why in line for line in plan.unapplied)
 
 
+def test_low_memory_is_every_option_where_the_model_has_what_it_is_for():
+    low = octavo.Policy(memory="low")
+    assert low == octavo.Policy(memory="low", **dict.fromkeys(OPTIONS, "fp8"))
+    assert str(octavo.plan(Llama(CONFIG), policy=low)) == str(
+        octavo.plan(Llama(CONFIG), policy=octavo.Policy(**dict.fromkeys(OPTIONS, "fp8")))
+    )
+    plan = octavo.convert(nn.Sequential(nn.Linear(64, 64)), policy=low, strict=True)  # asks for what there is
+    assert len(plan.unapplied) == 3
+    with pytest.raises(ConfigError, match="memory = 'lowest': it is 'exact' or 'low'"):
+        octavo.Policy(memory="lowest")
+
+
 def test_nothing_is_said_without_the_options():
     assert octavo.plan(nn.Sequential(nn.Linear(64, 64))).unapplied == ()
 

@@ -48,5 +48,5 @@ def test_parquet_without_text(tmp_path: Path) -> None:
 
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(DataError, match=r"pip install octavo\[parquet\]"):
+    with pytest.raises(DataError, match=r'pip install "octavo\[parquet\]"'):
         list(read_documents(TextFile("a.parquet", tmp_path / "a.parquet")))

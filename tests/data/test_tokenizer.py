@@ -55,5 +55,5 @@ def test_unknown_names(name: str, words: list[str]) -> None:
 
 def test_without_the_package_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(DataError, match=r"pip install octavo\[bpe\]"):
+    with pytest.raises(DataError, match=r'pip install "octavo\[bpe\]"'):
         load_tokenizer(str(Path("some.json")))

@@ -90,7 +90,7 @@ NAN = float("nan")
     ],
 )
 def test_loss_and_gradients_have_limits(fp8: float, high: float, cosine: float, verdict: str) -> None:
-    finding = accuracy.judge_drift(fp8, high, {"good": 1.0, "bad": cosine})
+    finding = accuracy.drift.look((fp8, high, {"good": 1.0, "bad": cosine}))
     assert finding.verdict == verdict, finding
     assert (finding.numbers["layer"] == "bad") == (cosine < 1.0 or cosine != cosine)
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from octavo.doctor import collectives
 from octavo.doctor.check import run_check
+from octavo.doctor.hardware import Gpu
 from octavo.doctor.rank import SENT, cases, wrong
 from octavo.doctor.subjects import Machine
 
@@ -18,7 +19,8 @@ HANG = "import time; time.sleep(60)"
 
 
 def test_processes_on_a_cpu_exchange_everything_correctly() -> None:
-    assert collectives.connect(2, "gloo") == []
+    found = collectives.connect(2, "gloo")
+    assert found.errors == [] and found.gb_per_s > 0
 
 
 def test_bytes_that_arrive_wrongly_are_found_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,8 +40,39 @@ def test_bytes_that_arrive_wrongly_are_found_and_nothing_else(monkeypatch: pytes
     assert [line.partition(":")[0] for line in told] == [
         f"{n} of uint8" for n in ("all_gather", "all_to_all", "broadcast")
     ]
-    found = collectives.judge(told, 3)
+    found = collectives.judge(collectives.Answers(told), 3)
     assert found.verdict == "failure" and "all_gather of uint8" in found.seen, found
+
+
+@pytest.mark.parametrize(
+    ("measured", "nominal", "verdict", "seen"),
+    [
+        (350.0, 450.0, "ok", "350.0 GB/s of 450 nominal"),
+        (60.0, 450.0, "warning", "60.0 GB/s of 450 nominal"),
+        (60.0, None, "ok", "60.0 GB/s"),
+    ],
+)
+def test_a_slow_link_is_a_warning(measured: float, nominal: float | None, verdict: str, seen: str) -> None:
+    found = collectives.judge(collectives.Answers([], measured), 8, nominal)
+    assert found.verdict == verdict and seen in found.seen, found
+    assert ("topo" in found.remedy) == (verdict == "warning")
+
+
+@pytest.mark.parametrize(
+    ("up", "version", "pcie", "gb_per_s"),
+    [(18, 4, (16, 5), 450.0), (18, 5, (16, 5), 900.0), (0, None, (16, 4), 31.52), (0, None, (None, None), None)],
+)
+def test_nominal_bandwidth_is_that_of_the_links_that_are_up(
+    monkeypatch: pytest.MonkeyPatch, up: int, version: int | None, pcie: tuple[int | None, int | None], gb_per_s: float
+) -> None:
+    answers = {"nvmlDeviceGetMaxPcieLinkWidth": pcie[0], "nvmlDeviceGetMaxPcieLinkGeneration": pcie[1]}
+
+    def ask(name: str, link: int = -1) -> int | None:
+        return {"nvmlDeviceGetNvLinkState": int(link < up), "nvmlDeviceGetNvLinkVersion": version, **answers}[name]
+
+    gpu = Gpu(None)
+    monkeypatch.setattr(gpu, "_ask", ask)
+    assert gpu.link_gb_per_s() == pytest.approx(gb_per_s)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +84,7 @@ def test_bytes_that_arrive_wrongly_are_found_and_nothing_else(monkeypatch: pytes
 )
 def test_ranks_that_hang_or_die_are_named_and_ended(program: str, timeout: float, seen: str) -> None:
     start = time.monotonic()
-    (told,) = collectives.connect(2, "gloo", timeout, ("-c", program))
+    (told,) = collectives.connect(2, "gloo", timeout, ("-c", program)).errors
     assert told.startswith(seen)
     assert time.monotonic() - start < 20
 

@@ -28,12 +28,12 @@ CLEAN = {"ecc": True, "uncorrected": 0, "waits_for_reset": False, "out_of_spare_
     ],
 )
 def test_clocks_under_load(change: dict[str, float], verdict: str, seen: str) -> None:
-    found = hardware.judge_clocks({**FINE, **change})
+    found = hardware.clocks.look({**FINE, **change})
     assert found.verdict == verdict and seen in found.seen, found
 
 
 def test_a_gpu_that_tells_nothing() -> None:
-    assert hardware.judge_clocks({}).seen.startswith("no readings")
+    assert hardware.clocks.look({}).seen.startswith("no readings")
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_gpu_that_tells_nothing() -> None:
     ],
 )
 def test_memory_errors(change: dict[str, Any], verdict: str) -> None:
-    finding = hardware.judge_memory({**CLEAN, **change})
+    finding = hardware.memory_errors.look({**CLEAN, **change})
     assert finding.verdict == verdict, finding
 
 
@@ -62,15 +62,15 @@ def test_a_gpu_is_asked(check: Any) -> None:
 @pytest.mark.parametrize(
     ("judge", "value", "verdict"),
     [
-        (hardware.judge_shared, 0.0625, "warning"),
-        (hardware.judge_shared, 8.0, "ok"),
-        (hardware.judge_shared, None, "skipped"),
-        (hardware.judge_disk, 0.4, "failure"),
-        (hardware.judge_disk, 5.0, "warning"),
-        (hardware.judge_disk, 500.0, "ok"),
-        (hardware.judge_files, 256, "warning"),
-        (hardware.judge_files, 65536, "ok"),
-        (hardware.judge_files, -1, "ok"),
+        (hardware.shared_memory.look, 0.0625, "warning"),
+        (hardware.shared_memory.look, 8.0, "ok"),
+        (hardware.shared_memory.look, None, "skipped"),
+        (hardware.disk.look, 0.4, "failure"),
+        (hardware.disk.look, 5.0, "warning"),
+        (hardware.disk.look, 500.0, "ok"),
+        (hardware.open_files.look, 256, "warning"),
+        (hardware.open_files.look, 65536, "ok"),
+        (hardware.open_files.look, -1, "ok"),
     ],
 )
 def test_limits(judge: Callable[[float | None], Finding], value: float | None, verdict: str) -> None:

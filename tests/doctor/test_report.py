@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octavo.doctor.check import Check, failure, ok, run_check
-from octavo.doctor.examination import Examination
-from octavo.doctor.report import markdown, variables, without_paths
+from octavo.doctor.examination import Examination, markdown, variables, without_paths
 
 PRIVATE = {
     "HOME": "/home/alice",

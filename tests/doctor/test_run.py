@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,6 +69,32 @@ def test_a_fault_is_found_by_one_check(
     assert result.finding.verdict == verdict and seen in result.finding.seen and remedy in result.remedy, result.finding
     others = {checks.state, checks.loss, checks.tensors, checks.events} - {check}
     assert all(run_check(other, run).finding.verdict == "ok" for other in others)
+
+
+@pytest.mark.parametrize(
+    ("scalars", "event", "first"),
+    [
+        ({"overflows_fp8": lambda step: step // 4}, "", "loss scale (15 of 60 steps overflowed)"),
+        ({"gradient_norm_fp8": lambda step: 300.0 if step == 30 else 1.0}, "", "clip (the gradient norm reached 300"),
+        ({}, "optimizer: the loss rose", "optimizer (1 events blame it)"),
+        ({"gap_percent": lambda step: 9.0}, "", "recipe (9.0 % above the BF16 baseline)"),
+        ({}, "data: a batch of zeros", "data (1 events blame a batch)"),
+    ],
+)
+def test_advice_is_in_the_order_of_the_evidence(tmp_path: Path, scalars: Any, event: str, first: str) -> None:
+    run = RunWriter(tmp_path)
+    for step in range(1, STEPS + 1):
+        loss = float("nan") if step == STEPS else 2.0
+        run.write_step(step, {"loss_fp8": loss, **{key: float(of(step)) for key, of in scalars.items()}})
+    if event:
+        run.write_event(STEPS, "loss", event, level="warning")
+    run.close("finished", "")
+    reader = RunReader(tmp_path)
+    found = checks.advice(reader)
+    assert [each.evidence >= 1 for each in found] == [True, False, False, False, False], found
+    remedy = run_check(checks.loss, reader).remedy
+    assert remedy.startswith(f"1. {first}") and remedy.count(". ") >= 2
+    assert all(f"{what}" in remedy for what in ("loss scale", "clip", "optimizer", "recipe", "data"))
 
 
 def test_a_run_that_has_not_begun(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo.doctor import software
-from octavo.doctor.software import SLOW, judge_variables
+from octavo.doctor.software import SLOW, variables
 from octavo.doctor.subjects import Machine
 
 GOOD = {"octavo": "0.1.0", "python": "3.12.3", "torch": "2.11.0+cu130", "cuda": "13.0", "triton": "3.6.0"}
@@ -33,6 +33,12 @@ def test_versions_are_held_against_what_is_known(versions: dict[str, str | None]
     assert bool(found.remedy) == (verdict != "ok")
 
 
+def test_without_a_gpu_no_triton_is_warned_of() -> None:
+    found = software.judge_versions({**GOOD, "triton": "3.9.0"}, on_gpu=False)
+    assert found.verdict == "ok" and "triton 3.9.0" in found.seen
+    assert "not tested" not in software.software.look(Machine(torch.device("cpu"))).seen
+
+
 def test_the_fault_of_triton_that_octavo_avoids_is_known() -> None:
     assert any("11111" in row["known"] for row in software.judge_versions(GOOD).rows)
 
@@ -41,20 +47,20 @@ def test_only_a_gpu_misses_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "_version", lambda name: None)
     here, there = (software.packages.look(Machine(torch.device(kind))) for kind in ("cpu", "cuda"))
     assert here.verdict == "ok" and "tokenizers (BPE tokenizers)" in here.seen, here
-    assert there.verdict == "warning" and there.remedy == "pip install triton; pip install 'octavo[energy]'.", there
+    assert there.verdict == "warning" and there.remedy == 'pip install triton; pip install "octavo[energy]".', there
 
 
 @pytest.mark.parametrize("name", SLOW)
 def test_a_variable_that_makes_a_run_slow_is_named_with_the_reason(name: str) -> None:
-    found = judge_variables({name: SLOW[name][0][0], "HOME": "/home/me"})
+    found = variables.look({name: SLOW[name][0][0], "HOME": "/home/me"})
     assert found.verdict == "warning" and found.seen.startswith(f"{name}=") and SLOW[name][1] in found.seen, found
     assert f"unset {name}" in found.remedy
 
 
 def test_other_values_and_other_variables_are_well() -> None:
-    finding = judge_variables({"OCTAVO_TRITON": "1", "CUDA_LAUNCH_BLOCKING": "0", "HOME": "/home/me"})
+    finding = variables.look({"OCTAVO_TRITON": "1", "CUDA_LAUNCH_BLOCKING": "0", "HOME": "/home/me"})
     assert finding.verdict == "ok", finding
-    assert judge_variables({}).seen == "none relevant"
+    assert variables.look({}).seen == "none relevant"
 
 
 OLD = "The NVIDIA driver on your system is too old (found version 11040)."

@@ -22,8 +22,6 @@ from octavo.doctor.speed import (
     Clock,
     Timing,
     fallback,
-    judge_syncs,
-    judge_timing,
     launches,
     layers,
     measure,
@@ -32,6 +30,7 @@ from octavo.doctor.speed import (
 )
 from octavo.doctor.subjects import Trial
 from octavo.kernels import ledger
+from octavo.kernels.devices import H200
 from octavo.recipes import load
 
 Try = Callable[..., Trial]
@@ -123,7 +122,7 @@ def test_shapes_are_those_of_the_layers_and_tokens_those_of_a_step(attempt: Try)
         ("second", "64 x 128", 96),
         ("third", "32 x 64", 96),
     ]
-    assert rows[0]["gain"] == round(predicted_gain(load("folded"), 128, 64, 96), 3)
+    assert rows[0]["gain"] == round(predicted_gain(load("folded"), 128, 64, 96, rates=H200), 3)
     assert [row["pads"] for row in rows] == [0, 0, 0]
     assert [row["pads"] for row in speed._shape_rows(attempt(recipe="block"))] == [128, 128, 128]
 
@@ -179,12 +178,12 @@ def test_a_model_of_tiny_kernels_is_launch_bound(clock: FakeClock, verdict: str,
         for _ in range(100):
             clock.launch()
 
-    finding = judge_timing(measure(step, clock))
+    finding = speed.launches.look(measure(step, clock))
     assert finding.verdict == verdict and seen in finding.seen, finding
 
 
 def test_a_host_that_waits_for_a_busy_device_is_not_launch_bound() -> None:
-    finding = judge_timing(Timing(host=0.010, step=0.010, busy=0.0099))
+    finding = speed.launches.look(Timing(host=0.010, step=0.010, busy=0.0099))
     assert finding.verdict == "ok", finding
 
 
@@ -230,7 +229,7 @@ def test_a_wait_is_counted_with_its_line_of_code(monkeypatch: pytest.MonkeyPatch
             fake.item(torch.ones(()))
         warnings.warn("something else", UserWarning, stacklevel=1)
     fake.item(torch.ones(()))  # outside the block: not recorded
-    finding = judge_syncs(places)
+    finding = speed.syncs.look(places)
     assert finding.verdict == "warning" and finding.numbers["waits"] == 3, finding
     assert finding.rows[0]["place"].startswith(__file__) and finding.rows[0]["waits"] == 3
     assert "doctor/test_speed.py" in finding.seen and "warnings.warn" in finding.seen
@@ -246,7 +245,7 @@ def test_the_mode_is_put_back_after_an_error(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_step_without_waits_is_well(attempt: Try) -> None:
-    finding = judge_syncs(Counter())
+    finding = speed.syncs.look(Counter())
     assert finding.verdict == "ok", finding
     finding = run_check(syncs, attempt()).finding
     assert finding.verdict == "skipped", finding

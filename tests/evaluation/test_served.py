@@ -108,7 +108,7 @@ def test_a_run_with_another_tokenizer_is_refused(runs, exported, tmp_path):
 @pytest.mark.parametrize("missing", ["transformers", "accelerate", "compressed_tensors"])
 def test_a_package_that_is_missing_is_named(exported, monkeypatch, missing):
     monkeypatch.setattr(served, "find_spec", lambda package: None if package == missing else object())
-    with pytest.raises(UnsupportedError, match=rf"Not installed: {missing}\. pip install octavo\[serving\]"):
+    with pytest.raises(UnsupportedError, match=rf'Not installed: {missing}\. pip install "octavo\[serving\]"'):
         evaluate_served(exported / "fp8", FEW)
 
 

@@ -262,7 +262,8 @@ def test_an_update_grows_with_a_learning_rate_that_was_used_before_only() -> Non
     rules = AlarmRules(GuardConfig())
     for step, lr in ((5, 1e-3), (10, 1e-3), (15, 1e-3), (20, 1e-4), (25, 1e-3)):
         check = parameters(change=[0.5 * lr] * 4)
-        assert rules.check(Observation(step, 2.0, 1.0, lr, parameters=check)) is None
+        alarm = rules.check(Observation(step, 2.0, 1.0, lr, parameters=check))
+        assert alarm is None or alarm.rule == "learning rate"
     alarm = rules.check(Observation(30, 2.0, 1.0, 2e-2, parameters=parameters(change=[1e-2] * 4)))
     assert alarm is not None and alarm.rule == "update"
 
@@ -290,3 +291,24 @@ def test_a_batch_that_is_repeated_is_seen() -> None:
     alarms(rules, noise(100, spread=0.2))
     found = alarms(rules, 2 - 0.02 * np.arange(10), 101)
     assert found[0].rule == "repeat" and found[0].step <= 108
+
+
+@pytest.mark.parametrize(
+    ("rates", "noted"),
+    [
+        ([1e-3] * 20 + [4e-3] * 4, [20]),
+        ([1e-3] * 20 + [1e-3 * 1.08**n for n in range(1, 25)], [34]),
+        ([1e-4 * n for n in range(1, 60)], []),
+        ([1e-4 * 2**n for n in range(12)], []),
+        ([1e-3] * 20 + [2e-3] * 20, []),
+        ([1e-3 * (1 + 0.5 * math.cos(n / 9)) for n in range(120)], []),
+        ([1e-3] * 20 + [0.0] * 3 + [1e-3] * 20, []),
+    ],
+    ids=["a jump", "a growth", "a warm-up", "a steep warm-up", "a limit lifted", "a cosine", "a pause"],
+)
+def test_a_learning_rate_that_rises_after_its_warm_up_is_noted_once(rates: list[float], noted: list[int]) -> None:
+    rules = AlarmRules(GuardConfig())
+    found = [(step, rules.check(Observation(step, 2.0, 1.0, lr))) for step, lr in enumerate(rates)]
+    alarms = [(step, alarm) for step, alarm in found if alarm is not None]
+    assert [step for step, alarm in alarms if rules.is_news(alarm)] == noted
+    assert {alarm.rule for _, alarm in alarms} <= {"learning rate"}

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from octavo.kernels import dispatch, record
+from octavo.kernels.devices import ARCHITECTURES, H100, H200, architecture_of, mode_of
 
 
 @pytest.fixture(autouse=True)
@@ -34,11 +35,11 @@ def on_gpu(**attributes: object) -> SimpleNamespace:
         ((9, 0), "1", True, None),
         ((9, 0), "0", True, "OCTAVO_TRITON=0"),
         ((9, 0), None, False, "not installed"),
-        ((8, 0), None, True, "8.0 has no FP8"),
+        ((8, 0), None, True, "no FP8 tensor cores"),
     ],
 )
 def test_why_a_gpu_runs_no_triton(monkeypatch, capability, switch, found, reason):
-    monkeypatch.setattr(dispatch, "capability", lambda device: capability)
+    monkeypatch.setattr(dispatch, "architecture", lambda device: architecture_of("cuda", capability))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: found or None)
     monkeypatch.delenv("OCTAVO_TRITON", raising=False)
     if switch is not None:
@@ -47,6 +48,88 @@ def test_why_a_gpu_runs_no_triton(monkeypatch, capability, switch, found, reason
         assert dispatch.uses_triton(on_gpu(), "quantize") == (reason is None)
     assert len(ledger.fallbacks) == (reason is not None)
     assert all(reason in line and line.startswith("quantize ran as reference") for line in ledger.fallbacks)
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    """What PyTorch reports of a GPU that is not here."""
+
+    def report(capability, name="", hip=None):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.version, "hip", hip)
+        dispatch._own_architecture.cache_clear()
+        dispatch._own_rates.cache_clear()
+
+    yield report
+    dispatch._own_architecture.cache_clear()
+    dispatch._own_rates.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "name"),
+    [
+        ((7, 5), None, "Ampere and older"),
+        ((8, 6), None, "Ampere and older"),
+        ((8, 9), None, "Ada"),
+        ((9, 0), None, "Hopper"),
+        ((10, 3), None, "Blackwell"),
+        ((11, 0), None, "Blackwell"),
+        ((12, 1), None, "Blackwell, consumer"),
+        ((9, 0), "7.0", "before CDNA 3"),
+        ((9, 4), "7.0", "CDNA 3"),
+        ((9, 5), "7.0", "CDNA 4"),
+        ((12, 0), "7.0", "other AMD"),
+    ],
+)
+def test_the_architecture_is_that_of_backend_and_capability(simulated, capability, hip, name):
+    simulated(capability, hip=hip)
+    assert dispatch.architecture(torch.device("cuda", 0)).name == name
+
+
+@pytest.mark.parametrize(("device", "name"), [("cpu", "CPU"), ("xpu", "Intel GPU"), ("mps", "mps")])
+def test_other_devices_have_an_architecture(device, name):
+    found = dispatch.architecture(torch.device(device))
+    assert found.name == name and bool(found.refused) == (device != "cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "rates"),
+    [
+        ("NVIDIA H200", H200),
+        ("NVIDIA H100 80GB HBM3", H100),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H20", None),
+        ("", None),
+    ],
+)
+def test_a_gpu_has_its_own_rates_or_none(simulated, name, rates):
+    simulated((9, 0), name)
+    assert dispatch.rates(torch.device("cuda", 0)) == rates
+    assert dispatch.rates(torch.device("cpu")) is None
+
+
+def test_what_was_planned_for_does_not_stay(simulated):
+    simulated((8, 0))
+    device = torch.device("cuda", 0)
+    assert "no FP8" in dispatch.triton_unsupported_reason(device)
+    with dispatch.planning_for("h200"):
+        assert dispatch.triton_unsupported_reason(device) is None and dispatch.rates(device) == H200
+    assert "no FP8" in dispatch.triton_unsupported_reason(device)
+
+
+def test_only_what_was_run_is_called_measured():
+    assert [each.name for each in ARCHITECTURES if each.measured] == ["CPU", "Hopper"]
+
+
+@pytest.mark.parametrize(
+    ("granularities", "mode"),
+    [("tensor tensor", "tensor"), ("row column", "row"), ("row tensor", "row"), ("1x128 128x128", "block"),
+     ("1x32 1x32", "mx"), ("1x128 row", "block")],
+)  # fmt: skip
+def test_the_mode_of_a_product(granularities, mode):
+    assert mode_of(granularities.split()) == mode
 
 
 def test_what_a_kernel_refuses_is_a_fallback(monkeypatch):

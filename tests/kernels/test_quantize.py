@@ -17,7 +17,7 @@ def uint8(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("scaling", ["power_of_two", "float32"])
+@pytest.mark.parametrize("scaling", ["power_of_two", "float32", "engine"])
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 def test_codes_are_those_of_the_specification_and_contiguous(fmt, granularity, scaling, rounding, transposed):

@@ -20,6 +20,7 @@ from octavo.errors import ConfigError
 from octavo.kernels import dispatch
 from octavo.memory import Forecast, Program, forecast
 from octavo.memory.forecast import WORKSPACE_OF_CUBLAS, largest
+from octavo.models.llama import Llama
 from octavo_bench.implementations import implementations
 from octavo_bench.workloads import WORKLOADS, build
 
@@ -179,6 +180,21 @@ def test_pytorch_is_not_patched_during_a_forecast() -> None:
 
     forecast(made)
     assert inside == internals()
+
+
+def test_what_is_computed_together_is_found_among_fakes_as_among_true_tensors() -> None:
+    """The probe compares states of generators by address, and fakes have addresses of the forecast's making."""
+    config = WORKLOADS["tiny"].config
+    policy = octavo.Policy(min_gain=0.0)
+    plans = [octavo.plan(Llama(config), policy=policy)]
+
+    def made() -> Program:
+        plans.append(octavo.plan(Llama(config), policy=policy))
+        return Program(models=[], forward_backward=lambda: None)
+
+    forecast(made)
+    assert plans[1].structures == plans[0].structures
+    assert {structure.kind for structure in plans[1].structures} == {"mlp", "shared", "norm"}
 
 
 def test_an_error_of_the_program_is_its_own() -> None:

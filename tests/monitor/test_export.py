@@ -91,5 +91,5 @@ def test_what_goes_wrong_is_said(run: Path, tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(StoreError, match="cannot be written"):
         export(run, "csv", tmp_path / "file")
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(UnsupportedError, match=r"pip install octavo\[parquet\]"):
+    with pytest.raises(UnsupportedError, match=r'pip install "octavo\[parquet\]"'):
         export(run, "parquet", tmp_path)

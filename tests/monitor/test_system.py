@@ -59,7 +59,7 @@ def test_without_the_package_the_rest_is_measured_and_the_reason_kept(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     probe = SystemProbe(0)
-    assert "pip install octavo[energy]" in probe.missing
+    assert 'pip install "octavo[energy]"' in probe.missing
     sample = probe.sample()
     assert "gpu_power_watts" not in sample and sample["torch_allocated_bytes"] == 7
 

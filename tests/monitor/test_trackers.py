@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
 import sys
 import threading
 import time
+import urllib.request
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +22,9 @@ import numpy as np
 import pytest
 
 from octavo.errors import ConfigError
+from octavo.monitor.recorder import Recorder
 from octavo.monitor.store import STATS
-from octavo.monitor.trackers import AGGREGATES, TrackerThread, aggregates, flat, tracked_scalars
+from octavo.monitor.trackers import AGGREGATES, TrackerThread, aggregates, all_statistics, flat, tracked_scalars
 
 CONFIG = {"run": {"lr": 1e-3, "out": "x" * 600}, "model": {}}
 
@@ -157,3 +167,85 @@ def test_what_was_not_measured_is_left_out() -> None:
     nothing = np.full((2, len(STATS)), np.nan, dtype=np.float32)
     assert aggregates(nothing, STATS) == {"fp8/nonfinite_tensors": 0.0, "fp8/tensors": 0.0}
     assert aggregates(nothing[:0], STATS) == {"fp8/nonfinite_tensors": 0.0, "fp8/tensors": 0.0}
+
+
+def test_all_statistics_are_sent_every_so_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: Run([], **settings)))
+    tracker = TrackerThread("wandb:100", "name", {}, on_failure=print)
+    assert [step for step in range(1, 260, 7) if tracker.sends_tensors(step)] == [1, 106, 211]
+    tracker.close("finished")
+    values = np.array([[1.0, np.nan], [2.0, np.inf]], dtype=np.float32)
+    found = all_statistics(values, [("layers.0.wq", "input"), ("lm_head", "weight")], ["amax", "sqnr"])
+    assert found == {"tensors/layers.0.wq/input/amax": 1.0, "tensors/lm_head/weight/amax": 2.0}
+    for wrong in ("wandb:", "wandb:0", "wandb:x"):
+        with pytest.raises(ConfigError, match="positive number of steps"):
+            TrackerThread(wrong, "name", {}, on_failure=print)
+
+
+def recorded(directory: Path, kind: str) -> dict[str, float]:
+    """Record two steps and close; return the statistics of tensors that a tracker must have by then."""
+    recorder = Recorder(directory, trackers=[f"{kind}:2"], config={"run": {"lr": 0.1}})
+    recorder.tensors([(f"layers.{layer}", role, "x", (1, 1)) for layer in range(60) for role in ("input", "weight")])
+    values = np.arange(120 * len(STATS), dtype=np.float32).reshape(120, len(STATS))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a tracker that fails says so by a warning
+        recorder.step(1, {"loss": 2.0}, values)
+        recorder.step(2, {"loss": 1.0}, values)
+        recorder.close()
+    rows = [(f"layers.{layer}", role) for layer in range(60) for role in ("input", "weight")]
+    found = all_statistics(values, rows, STATS)
+    assert len(found) > 1000  # more than MLflow takes at once
+    return found
+
+
+def test_a_server_of_mlflow_has_every_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real client and server: runs of several machines come together in one place."""
+    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy", reason="mlflow-skinny has no server")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{tmp_path}/mlflow.db", "--artifacts-destination", str(tmp_path)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
+        wait_for(f"http://127.0.0.1:{port}/health", server)
+        expected = recorded(tmp_path / "one", "mlflow")
+        recorded(tmp_path / "two", "mlflow")
+        client = mlflow.MlflowClient()
+        runs = client.search_runs([client.get_experiment_by_name("octavo").experiment_id])
+        assert {(run.info.run_name, run.info.status) for run in runs} == {("one", "FINISHED"), ("two", "FINISHED")}
+        assert runs[0].data.params == {"run.lr": "0.1"}
+        metrics = runs[0].data.metrics
+        assert metrics["loss"] == 1.0 and {key: metrics[key] for key in expected} == pytest.approx(expected)
+        assert [m.step for m in client.get_metric_history(runs[0].info.run_id, "loss")] == [1, 2]
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(20)
+
+
+def wait_for(address: str, server: subprocess.Popen[bytes]) -> None:
+    for _ in range(600):
+        assert server.poll() is None
+        try:
+            urllib.request.urlopen(address, timeout=1)
+            return
+        except OSError:
+            time.sleep(0.1)
+    raise TimeoutError(address)
+
+
+def test_trackio_has_every_tensor(tmp_path: Path) -> None:
+    """The real package and its database, in a process of its own: it reads its folder when it is imported."""
+    pytest.importorskip("trackio")
+    code = f"import sys; sys.path[:0] = {sys.path!r}; import test_trackers, pathlib; "
+    code += f"test_trackers.recorded(pathlib.Path({str(tmp_path / 'one')!r}), 'trackio')"
+    environ = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environ, timeout=120, cwd=Path(__file__).parent)
+    (database,) = (tmp_path / "trackio").glob("*.db")
+    with sqlite3.connect(database) as connection:
+        found = connection.execute("SELECT run_name, step, metrics FROM metrics ORDER BY step").fetchall()
+    assert [(name, step) for name, step, _ in found] == [("one", 1), ("one", 2)]
+    metrics = json.loads(found[0][2])
+    assert metrics["loss"] == 2.0 and sum(key.startswith("tensors/layers.") for key in metrics) > 1000

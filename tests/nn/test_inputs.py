@@ -6,6 +6,8 @@ from torch import nn
 
 import octavo
 from octavo.errors import ConfigError
+from octavo.models import build
+from octavo.models.config import ModelConfig
 from octavo.nn.functional import Quantizer, linears, quantize_operand
 from octavo.nn.mlp import mlp, unsupported_reason
 from octavo.recipes import load, names
@@ -73,7 +75,7 @@ def test_compiled_as_in_eager(recipe):
     quantizers = [quantizer(recipe, keeps_input) for keeps_input in (False, True)]
 
     def call(keeps_input):
-        return linears(x, weights, [None], quantizers[keeps_input])[0]
+        return linears(x, weights, [None], quantizers[int(keeps_input)])[0]
 
     want, _ = run(call, True, [x, *weights])
     got, kept = run(torch.compile(call, fullgraph=True, backend="aot_eager_decomp_partition"), True, [x, *weights])
@@ -99,6 +101,25 @@ def test_a_policy_names_them():
     model(torch.randn(8, 64)).sum().backward()
     octavo.revert(model)
     assert not hasattr(model.wo, "keeps_input")
+
+
+@pytest.mark.parametrize("recipe", ["folded", "rowwise"])
+def test_what_attention_keeps_anyway_is_kept_once(recipe):
+    """The same gradients to the bit, and one tensor in place of two; only where codes follow from values and scale."""
+    config = ModelConfig(vocab=64, dim=64, heads=4, layers=1, sequence=16)
+    tokens = torch.randint(64, (2, 16))
+    found = []
+    for keeps in (True, False):
+        model = build(config, seed=0).bfloat16()
+        plan = octavo.convert(model, recipe)
+        layers = {row.name: row for row in plan.layers if row.is_fp8}
+        assert [name for name, row in layers.items() if row.keeps_input] == (
+            ["layers.0.attention.wo"] if recipe == "folded" else []
+        )
+        model.layers[0].attention.wo.keeps_input &= keeps
+        model(tokens, tokens).backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize(

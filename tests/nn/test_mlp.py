@@ -229,7 +229,7 @@ def test_tokens_with_spikes_leave_the_others_precise(recipe):
     assert hidden[3, 3] > 2000 * hidden.abs().median()
     kept = [gradients_db(data, "silu", recipe, inputs, left_out=3) for inputs in ("bf16", "fp8")]
     for bf16, fp8 in zip(*kept, strict=True):
-        assert fp8 > (19.5 if recipe == "tensorwise" else 21.3) and bf16 - 1.6 < fp8
+        assert fp8 > (19.5 if recipe == "tensorwise" else 21.2) and bf16 - 1.6 < fp8
 
 
 @gated_or_not

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 import octavo
 from octavo import kernels
 from octavo.memory.fake_kernels import _RMSNorm
+from octavo.models import moe
 from octavo.nn import Conv2d, GroupedLinear, Linear
 from octavo.nn.attention import ScaledDotProduct
 from octavo.nn.cross_entropy import linear_cross_entropy
+from octavo.nn.experts import Experts
 from octavo.nn.fused import FusedMLP
 from octavo.nn.matmul import matmul
 from octavo.nn.norm import RMSNorm
@@ -23,7 +25,7 @@ from octavo.recipes import load
 from octavo.tensor import FP8Tensor
 
 SOURCE = Path(octavo.__file__).parent
-EXCHANGES = {"_Collective", "_CopyToRegion", "_Local", "_Exchange"}
+EXCHANGES = {"_Collective", "_CopyToRegion", "_Local", "_Exchange", "_ParallelExperts", "_Travel"}
 """Functions whose backward is a collective: a rank without a gradient takes part in it, with zeros."""
 
 
@@ -82,6 +84,8 @@ FUNCTIONS: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
     "mlp": lambda: converted(nn.Sequential(MLP()), FusedMLP),
     "convolution": lambda: nn.Sequential(nn.Unflatten(1, (2, 4, 4)), Conv2d(2, 8, 3)),
     "grouped": lambda: _GroupedTokens(),
+    "experts": lambda: converted(_RoutedTokens(), Experts),
+    "experts by products": lambda: _RoutedTokens(),
     "matmul": lambda: lambda x: matmul(x[None], x.t()[None], load("folded")),
     "matmul with a matrix": lambda: lambda x: matmul(x, x.t(), load("folded")),
     "rotary": lambda: lambda x: rotate(x.view(1, 5, 2, 16), *rotary_tables()),
@@ -98,6 +102,17 @@ class _GroupedTokens(GroupedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x, torch.tensor([2, 5], dtype=torch.int32))
+
+
+class _RoutedTokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = moe.Experts(2, 32, 48)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts(x, torch.tensor([[0], [1], [1], [0], [1]]), torch.ones(5, 1))
 
 
 def rotary_tables() -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import octavo
+from octavo.kernels import record
 from octavo.nn import Linear
 
 FRAMES, FILES = 14, 6
@@ -44,7 +45,10 @@ def stack_at_the_gemm(layer: Linear, x: Tensor) -> list[FrameType]:
 @pytest.mark.parametrize("recipe", ["folded", "tensorwise", "rowwise"])
 def test_few_frames_lie_between_a_layer_and_the_vendors_gemm(recipe):
     layer, x = Linear(64, 32, recipe=recipe), torch.randn(8, 64, requires_grad=True)
-    layer(x)
+    with record() as ledger:
+        layer(x)
+    if "reference" in ledger.gemms:
+        pytest.skip("this PyTorch has no _scaled_mm for the CPU")
     frames = stack_at_the_gemm(layer, x)
     files = {frame.f_code.co_filename for frame in frames if "octavo" in frame.f_code.co_filename}
     assert 0 < len(frames) <= FRAMES, [frame.f_code.co_qualname for frame in frames]

@@ -68,6 +68,16 @@ def test_float32_is_the_quotient_rounded_once(fmt, amax):
 
 
 @every_format
+@given(amax=positive_fp32)
+@settings(deadline=None, derandomize=True, max_examples=300)
+def test_engine_is_the_quotient_with_a_floor_and_the_reciprocal_of_it(fmt, amax):
+    scale, inverse = scale_of(amax, fmt, "engine")
+    assert scale == nearest_fp32(max(Fraction(amax) / Fraction(fmt.max), 1 / (512 * Fraction(fmt.max))))
+    assert inverse == nearest_fp32(1 / scale)
+    assert scale_of(0.0, fmt, "engine")[0] == nearest_fp32(1 / (512 * Fraction(fmt.max)))
+
+
+@every_format
 @every_scaling
 @given(pair=st.tuples(positive_fp32, positive_fp32))
 @settings(deadline=None, derandomize=True, max_examples=100)

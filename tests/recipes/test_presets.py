@@ -22,6 +22,16 @@ OPERANDS = {
         "dgrad": ("E4M3 1x128", "E4M3 128x128"),
         "wgrad": ("E4M3 1x128", "E4M3 1x128"),
     },
+    "served": {
+        "fprop": ("E4M3 row engine scales", "E4M3 row engine scales"),
+        "dgrad": ("E4M3 row", "E4M3 column engine scales"),
+        "wgrad": ("E4M3 row", "E4M3 column engine scales"),
+    },
+    "served_block": {
+        "fprop": ("E4M3 1x128 FP32 scales", "E4M3 128x128 FP32 scales"),
+        "dgrad": ("E4M3 1x128", "E4M3 128x128 FP32 scales"),
+        "wgrad": ("E4M3 1x128", "E4M3 1x128"),
+    },
     "bf16": {},
 }
 # (dgrad.grad_output, dgrad.weight, wgrad.grad_output, wgrad.input): whose codes, transposed, each of them is
@@ -33,6 +43,7 @@ REUSED = {
     "bf16": (None, None, None, None),
 }
 OPERANDS["folded_fast"], REUSED["folded_fast"] = OPERANDS["folded"], REUSED["folded"]
+REUSED["served"], REUSED["served_block"] = REUSED["folded"], REUSED["block"]
 OPERANDS["rowwise_bf16_wgrad"] = {gemm: OPERANDS["rowwise"][gemm] for gemm in ("fprop", "dgrad")}
 OPERANDS["tensorwise_e4m3"] = dict.fromkeys(GEMMS, OPERANDS["tensorwise"]["fprop"])
 OPERANDS["mxfp8"] = dict.fromkeys(GEMMS, ("E4M3 1x32", "E4M3 1x32"))
@@ -53,7 +64,7 @@ every_preset = pytest.mark.parametrize("name", PRESETS)
 def test_names_in_the_order_they_are_shown():
     assert names() == (
         *("folded", "folded_fast", "rowwise", "rowwise_bf16_wgrad", "tensorwise", "tensorwise_e4m3"),
-        *("delayed", "just_in_time", "static", "block", "mxfp8", "bf16"),
+        *("delayed", "just_in_time", "static", "block", "served", "served_block", "mxfp8", "bf16"),
     )
 
 

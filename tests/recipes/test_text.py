@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.recipes import Recipe, brief, explain, kept_for_backward, load, names
+from octavo.recipes import ALIASES, Recipe, brief, explain, kept_for_backward, load, names
 
 EXPLAINED = {
     "folded": """\
@@ -324,3 +324,26 @@ def test_a_recipe_made_from_itself_is_refused(tmp_path, monkeypatch):
         deep = {"base": deep}
     with pytest.raises(ConfigError, match="recipes are nested more than 16 deep"):
         load(deep)
+
+
+@pytest.mark.parametrize(
+    ("alias", "name", "gradients", "granularity"),
+    [
+        ("current", "tensorwise", "e5m2", "tensor"),
+        ("hybrid", "tensorwise", "e5m2", "tensor"),
+        ("per-tensor", "tensorwise", "e5m2", "tensor"),
+        ("e4m3", "tensorwise_e4m3", "e4m3", "tensor"),
+        ("blockwise", "block", "e4m3", "1x128"),
+    ],
+)
+def test_names_of_the_guides_stand_for_a_preset(alias, name, gradients, granularity):
+    recipe = load(alias)
+    assert recipe == load(name) == load({"base": alias, "name": name}) and ALIASES[alias] == name not in ALIASES
+    gradient = recipe.dgrad.grad_output
+    assert (gradient.format, gradient.granularity, gradient.scale_from) == (gradients, granularity, "current")
+    assert alias not in names()
+
+
+def test_an_alias_is_suggested():
+    with pytest.raises(ConfigError, match="Did you mean 'hybrid'"):
+        load("hybrd")

@@ -46,7 +46,7 @@ def test_cosines(case, recipe, gemm, before, after):
         a, b = (whole_gradient(converted(model, name, each), batches[:2], loss) for each in pair)
         expected[name] = 1 - float(a @ b / (a.norm() * b.norm()))
     with switchable(model, recipe, None, 24, None) as switch:
-        found = cosines(switch, batches[:2], loss, lambda doing: None)
+        found = cosines(switch, batches[:2], loss, lambda doing, passes: None)
     for name, turned in expected.items():
         assert 1e-9 < turned < 0.1
         assert 1 - found[name][gemm] == pytest.approx(turned, rel=1e-3)

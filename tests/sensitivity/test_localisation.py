@@ -92,6 +92,21 @@ def test_convert_takes_the_map_and_its_plan_says_why(case, timed, tmp_path):
     assert shown["ms_saved"] == pytest.approx(localised.layers[0].saved(localised.layers[0].chosen))
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "folded", "delayed"])
+def test_the_work_that_is_reported_grows_evenly_to_all_of_it(case, timed, recipe):
+    model, batches, loss = case
+    told, passes = [], []
+    model.register_forward_pre_hook(lambda *_: passes.append(1 + 2 * torch.is_grad_enabled()))
+
+    def report(doing, done):
+        told.append((done, sum(passes)))
+
+    octavo.localize(model, batches, recipe, loss=loss, autocast=None, few=2, report=report)
+    shares = [done for done, _ in told]
+    assert shares == sorted(shares) and shares[0] == 0 and 0.85 < shares[-1] < 1
+    assert all(done == pytest.approx(made / sum(passes), abs=0.12) for done, made in told)
+
+
 def test_reasons(case, timed):
     assert {layer.reason for layer in found(case, budget=0).layers} == {"FP8 is over the loss budget"}
     assert {layer.reason for layer in found(case, budget="100%").layers} == {"within the loss budget"}

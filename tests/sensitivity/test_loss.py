@@ -12,7 +12,7 @@ from octavo.sensitivity.loss import first_order, loss_changes, losses
 from octavo.sensitivity.precision_switch import switchable
 
 
-def nothing(doing: str) -> None:
+def nothing(doing: str, _: float) -> None:
     pass
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from octavo._util.terminal import silent
 from octavo.errors import CheckpointError, ConfigError, DataError
 from octavo.sensitivity.run import Settings, localize_run, progress_of
 from octavo_bench import results
@@ -25,29 +26,26 @@ def run(tmp_path_factory: pytest.TempPathFactory, train_run: Callable[..., Path]
 
 def test_of_a_run(run):
     told = []
-    found, rows = localize_run(run, Settings(recipe="tensorwise", tokens=1024, device="cpu"), told.append)
-    assert (len(found.layers), found.recipe.name, found.timing, rows) == (LAYERS, "tensorwise", "predicted", [])
+    found = localize_run(
+        run, Settings(recipe="tensorwise", tokens=1024, device="cpu"), lambda doing, _: told.append(doing)
+    )
+    assert (len(found.layers), found.recipe.name, found.timing) == (LAYERS, "tensorwise", "predicted")
     assert found.loss == pytest.approx(math.log(272), rel=0.1) and found.budget == pytest.approx(found.loss / 1000)
     assert "loss, layers.0.attention.wq" in told and "gradient, layers.0.feed_forward.w2 dgrad" in told
     assert {layer.recipes[layer.all].name for layer in found.layers} == {"tensorwise"}
 
 
 def test_the_recipe_is_that_of_the_run(run):
-    found, _ = localize_run(run / "checkpoints" / "step-000003", Settings(tokens=256, device="cpu"), lambda doing: None)
+    found = localize_run(run / "checkpoints" / "step-000003", Settings(tokens=256, device="cpu"), silent)
     assert found.recipe.name == "folded"
 
 
 def test_the_command(octavo, run, tmp_path, capsys):
-    flags = ["--tokens", 512, "--verify", 3, "--verify-tokens", 1024, "--device", "cpu", "--json"]
-    code = octavo(["localize", run, "--budget", "0.05%", *flags, "-o", tmp_path / "map.toml", "--write", tmp_path])
+    flags = ["--tokens", 512, "--device", "cpu", "--json", "-o", tmp_path / "map.toml"]
+    assert octavo(["localize", run, "--budget", "0.05%", *flags]) == 0
     out, err = capsys.readouterr()
     said = json.loads(out)
-    assert code in (0, 1) and code == int(any(row["rank_correlation"] < 0.7 for row in said["verified"]))
-    assert [row["maps"] for row in said["verified"]] == ["single layers", "random maps"]
     assert len(said["rows"]) == 3 * LAYERS and said["budget"] == pytest.approx(said["loss"] * 5e-4)
-    kept = results.latest("localize", tmp_path)
-    assert list(kept.rows) == said["verified"] and "--verify 3" in kept.command
-    assert kept.rows[0]["probe_tokens"] == 512 and kept.rows[0]["heldout_tokens"] == 1024
     written = tomllib.loads((tmp_path / "map.toml").read_text())
     assert written["base"] == "folded" and len(written["modules"]) == len(written["evidence"]) == LAYERS
     assert f"written: {tmp_path / 'map.toml'}" in err
@@ -65,7 +63,6 @@ def test_the_table_of_the_command(octavo, run, capsys):
     [
         (["--times", "guessed"], "--times: 'guessed'"),
         (["-o", "map.json"], r"must be a \.toml file"),
-        (["--write", "here"], "--verify a number"),
         (["--tokens", "0"], "--tokens: 0"),
         (["--budget", "some"], "share of the loss"),
         (["--recipe", "tensorwize"], "Did you mean 'tensorwise'"),
@@ -80,7 +77,18 @@ def test_what_is_not_there(octavo, run, tmp_path):
     with pytest.raises(CheckpointError, match="contains no checkpoint"):
         octavo(["localize", tmp_path])
     with pytest.raises(DataError, match="Leave some to verify on"):
-        localize_run(run, Settings(tokens=10**7, maps=2, device="cpu"), lambda doing: None)
+        octavo(["bench", "localize", run, "--tokens", 10**7, "--device", "cpu"])
+
+
+def test_the_benchmark_verifies_on_other_text(octavo, run, tmp_path, capsys):
+    flags = ["--maps", 3, "--tokens", 512, "--verify-tokens", 1024, "--device", "cpu", "--write", tmp_path, "--json"]
+    code = octavo(["bench", "localize", run, *flags])
+    rows = json.loads(capsys.readouterr().out)
+    assert code == int(any(row["rank_correlation"] < 0.7 for row in rows))
+    assert [row["maps"] for row in rows] == ["single layers", "random maps"]
+    kept = results.latest("localize", tmp_path)
+    assert list(kept.rows) == rows and "octavo bench localize run --maps 3" in kept.command
+    assert kept.rows[0]["probe_tokens"] == 512 and kept.rows[0]["heldout_tokens"] == 1024
 
 
 def test_progress_is_the_slope_against_the_logarithm():

@@ -1,3 +1,5 @@
+"""`octavo bench localize`, on the models of these tests."""
+
 from __future__ import annotations
 
 import copy
@@ -6,7 +8,7 @@ import pytest
 
 import octavo
 from octavo.sensitivity.loss import losses
-from octavo.sensitivity.verify import RANDOM, SINGLE, random_maps, rank_correlation, verify
+from octavo_bench.localize import RANDOM, SINGLE, random_maps, rank_correlation, verify
 
 
 @pytest.mark.parametrize(

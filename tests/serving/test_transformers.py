@@ -77,7 +77,7 @@ def test_experts_that_lie_in_one_tensor_are_noted(tmp_path):
     sizes = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 272}
     config = transformers.MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, num_local_experts=2)
     model, tokens = transformers.AutoModelForCausalLM.from_config(config).float(), torch.randint(256, (2, 16))
-    octavo.convert(model, ROWWISE)
+    octavo.convert(model, ROWWISE, policy=octavo.Policy(keep=["*.experts"]))
     (note,) = export(model, tmp_path / "out", dtype=torch.float32).notes
     assert "model.layers.0.mlp.experts.gate_up_proj contains all experts" in note
     served, trained, high = logits_of(load(tmp_path / "out"), model, tokens)

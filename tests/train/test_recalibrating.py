@@ -34,6 +34,11 @@ def test_every_few_steps(configure: Configure, scales: str, tmp_path: Path) -> N
     assert [each.change for each in (entry, *entry.previous)] == [3, 2, 1]
     told = [event for event in RunReader(config.run.out).events() if event.rule == "recalibration"]
     assert [event.step for event in told] == [5, 10] and "every 5 steps" in told[0].text
+    changed = [event for event in RunReader(config.run.out).events() if event.rule == "scale" and event.step == 10]
+    own = next(event for event in changed if (event.layer, event.role) == ("layers.0.attention.wo", "input"))
+    assert own.value == pytest.approx(entry.scale) and own.limit == pytest.approx(entry.previous[0].scale)
+    assert f"{entry.scale:.4g}, before {entry.previous[0].scale:.4g}" in own.text
+    assert len(changed) == len(calibration.read(config.run.out / "calibration.json"))
 
 
 def test_where_a_tensor_saturates(configure: Configure, scales: str) -> None:

@@ -16,6 +16,7 @@ from octavo import kernels
 from octavo._util.checksums import file_entry
 from octavo.conversion import enable
 from octavo.errors import CheckpointError, ConfigError, DataError, DivergedError, NonFiniteError
+from octavo.monitor.store.reader import RunReader
 from octavo.train import checkpoint, load_run, train
 from octavo.train.config import RunConfig
 from octavo.train.events import Event, Finished, Logged, Saved, Started, Switched
@@ -406,6 +407,21 @@ def test_a_schedule_resumes_bit_for_bit_wherever_it_stops(configure: Configure, 
     stopped_after(stop, broken)
     train(broken, resume=True)
     assert measured(broken.run.out) == measured(straight.run.out)
+
+
+def test_on_a_plateau_the_rate_falls_and_a_resumed_run_knows_it(configure: Configure, tmp_path: Path) -> None:
+    flat = {"schedule": "plateau", "patience": 1, "lr": 1e-9, "warmup": 0.0, "min_lr": 0.1}
+    run = {**EVERY_STEP, "twin": False, "eval_every": 1}
+    whole, parts = (configure(optimizer=flat, run={**run, "out": str(tmp_path / name)}) for name in ("whole", "parts"))
+    train(whole)
+    stopped_after(3, parts)
+    train(parts, resume=True)
+    rates = [[line["lr"] for line in measured(config.run.out) if "lr" in line] for config in (whole, parts)]
+    assert rates[0] == rates[1] == pytest.approx([1e-9, 1e-9, 5e-10, 2.5e-10, 1.25e-10, 1e-10])
+    events = RunReader(whole.run.out).events()
+    halved = [event for event in events if event.rule == "schedule"]
+    assert [event.step for event in halved] == [2, 3, 4, 5] and "stopped falling" in halved[0].text
+    assert [event.step for event in events if event.rule == "warm-up"] == [0]
 
 
 def test_a_checkpoint_from_before_a_setting_existed_resumes(configure: Configure) -> None:

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+Report = Callable[[str, float], None]
+"""Called before each part of a long job: what it does, and the share of all work that is done, 0 to 1."""
+
+
+def silent(doing: str, done: float) -> None:
+    """Report nothing."""
+
 
 # C0 and C1 controls but tab and newline, marks that reorder text, line separators, and halves of characters.
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -36,3 +46,42 @@ def console(*, stderr: bool = False) -> Console:
                 yield Segment(text if control else printable(text), style, control)
 
     return Printable(stderr=stderr, highlight=False)
+
+
+def clock(seconds: float) -> str:
+    """Format a duration as 0:07, 12:34 or 1:02:03."""
+    whole = round(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+
+
+@contextmanager
+def progress() -> Iterator[Report]:
+    """Show on a terminal what a job does, the share done and the time left; elsewhere nothing.
+
+    The time left is that of the remaining work at the speed so far. It is shown from the first part that is done.
+    """
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgressColumn, TextColumn
+    from rich.text import Text
+
+    screen, ends = console(stderr=True), float("nan")
+
+    class Left(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text("" if ends != ends else f"{clock(max(ends - time.monotonic(), 0))} left")
+
+    if not screen.is_terminal:
+        yield silent
+        return
+    columns = BarColumn(bar_width=30), TaskProgressColumn(), Left(), TextColumn("{task.description}", markup=False)
+    with Progress(*columns, console=screen, transient=True) as shown:
+        task, began = shown.add_task("", total=1.0), time.monotonic()
+
+        def report(doing: str, done: float) -> None:
+            nonlocal began, ends
+            now = time.monotonic()
+            began = began if done else now  # a further job
+            ends = now + (now - began) * (1 - done) / done if done else float("nan")
+            shown.update(task, completed=done, description=doing, refresh=True)
+
+        yield report

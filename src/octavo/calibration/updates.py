@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -110,7 +109,7 @@ class Recalibration:
             self._telemetry.restart(done)
 
     def step(self, values: NDArray[Any] | None = None) -> dict[str, Calibrated]:
-        """Count a step and update scales if due; return the updated ones.
+        """Count a step and update scales if due; return the updated ones, on the first rank with their previous ones.
 
         Args:
             values: if `rows` were given, the values of this step, whenever `updates.looks` returns True for it.
@@ -138,7 +137,8 @@ class Recalibration:
             scaling_state.save(self._path)
         made = scaling_state.recalibrate(names, self.updates.margin, how)
         if made and is_first_rank():
-            calibration.update(self._path, made)
+            written = calibration.update(self._path, made)
+            return {name: written[name] for name in made}
         return made
 
     def close(self) -> None:
@@ -149,9 +149,7 @@ class Recalibration:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _values(self, given: NDArray[Any] | None) -> NDArray[Any]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from octavo._util.terminal import console, say
+from octavo._util.terminal import progress, say
 from octavo.cli.flags import COMMON, configure, with_flags_of
 from octavo.errors import ConfigError
 from octavo.train.config import RunConfig
@@ -39,13 +38,13 @@ class CalibrationFlags:
     """Pattern of layers or scales to calibrate or undo, such as 'layers.0.*' or '*.grad_output'; repeatable."""
 
 
-@with_flags_of(RunConfig, COMMON)
+@with_flags_of(RunConfig, COMMON, without=("run.out",))
 def calibrate(
     run: Path | None = None,
     /,
     *,
     preset: str | None = None,
-    output: Annotated[Path | None, Parameter(alias="-o")] = None,
+    output: Annotated[Path | None, Parameter(name=("--out", "-o", "--output"))] = None,
     how: CalibrationFlags | None = None,
     check: Annotated[bool, Parameter(negative=())] = False,
     undo: Path | None = None,
@@ -112,13 +111,12 @@ def calibrate(
     return 1 if check and not found.fits else 0
 
 
-def _with_progress(batches: Iterable[Any], total: int) -> Iterable[Any]:
-    """Show progress on a terminal."""
-    from rich.progress import track
-
-    if not sys.stderr.isatty():
-        return batches
-    return track(batches, "calibrating", total=total, console=console(stderr=True), transient=True)
+def _with_progress(batches: Iterable[Any], total: int) -> Iterator[Any]:
+    """Yield the batches and show on a terminal how many are done."""
+    with progress() as report:
+        for number, batch in enumerate(batches):
+            report(f"batch {number + 1} of {total}", number / total)
+            yield batch
 
 
 def _undo(path: Path, only: Sequence[str], json_output: bool) -> int:

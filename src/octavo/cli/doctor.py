@@ -94,7 +94,7 @@ def doctor(
     if output.json:
         say(json.dumps(found.to_dict(), indent=2))
     elif output.report:
-        from octavo.doctor.report import markdown
+        from octavo.doctor.examination import markdown
 
         say(markdown(found))
     return 0 if found.passed else 1

@@ -27,6 +27,9 @@ def eval_(
     step: int | None = None,
     tokens: int | None = None,
     sequence: int | None = None,
+    tasks: Annotated[tuple[str, ...], Parameter(negative=(), consume_multiple=True)] = (),
+    task_files: Path | None = None,
+    limit: int | None = None,
     device: str = "auto",
     json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> int:
@@ -41,6 +44,7 @@ def eval_(
         octavo eval runs/demo --data notes.txt --json
         octavo eval served --run runs/demo
         octavo eval served --data notes.txt
+        octavo eval runs/demo --tasks arithmetic --task-files my-tasks
 
     Parameters
     ----------
@@ -56,6 +60,12 @@ def eval_(
         Number of tokens, from the beginning of the text; by default all.
     sequence
         Tokens per sequence; by default as in training, or the maximum of an exported model.
+    tasks
+        Tasks of lm-eval to evaluate on, in place of text (needs octavo[tasks]); FP8 beside BF16, with standard errors.
+    task_files
+        Folder with task files (.yaml) of your own.
+    limit
+        Samples per task; by default all.
     device
         cuda or cpu; auto uses the GPU if there is one.
     json_output
@@ -65,13 +75,21 @@ def eval_(
         raise ConfigError(f"{model}: no such directory. Name the directory of a run or of an exported model.")
     if run is not None and not run.is_dir():
         raise ConfigError(f"--run {run}: no such directory. Name the directory of a run of `octavo train`.")
-    for name, count in (("tokens", tokens), ("sequence", sequence)):
+    for name, count in (("tokens", tokens), ("sequence", sequence), ("limit", limit)):
         if count is not None and count < 1:
             raise ConfigError(f"--{name} {count}: must be positive.")
     from octavo.evaluation.run import EvalSettings, evaluate_run
     from octavo.evaluation.served import evaluate_served, is_served
 
+    if tasks and (data or run or tokens or sequence):
+        raise ConfigError("--tasks: have texts of their own: leave out --data, --run, --tokens and --sequence.")
     settings = EvalSettings(data=data, tokens=tokens, sequence=sequence or 0, step=step, device=device)
+    if tasks:
+        from octavo.evaluation.tasks import evaluate_tasks
+
+        by_task = evaluate_tasks(model, tasks, settings, files=task_files, limit=limit)
+        terminal.say(by_task.to_json() if json_output else by_task)
+        return 0
     served = is_served(model)
     if run is not None and not served:
         raise ConfigError(f"--run: needs an exported model, which {model} is not (no config.json with .safetensors).")

@@ -24,10 +24,15 @@ from octavo.train.config import RunConfig, assemble, load_file, load_preset, pre
 
 COMMON = (
     *("model.dim", "model.layers", "model.heads", "data.source", "data.tokenizer", "data.sequence"),
+    *("run.start_from", "data.format", "lora.rank"),
     *("optimizer.name", "optimizer.lr", "optimizer.states", "run.steps", "run.batch", "run.recipe", "run.weights"),
     *("run.twin", "run.seed", "run.device", "run.checkpoint_every", "run.out"),
 )
 """What most runs change: the flags that `--help` lists; `--help-all` lists all."""
+
+
+ALIASES = {"run.start_from": ("from",)}
+"""Further names of flags."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,6 +57,7 @@ class Flag:
         """Return the parameter of a command; None if the flag is not given. `show`: the help lists it."""
         dashed = self.name.replace("_", "-")
         stems = [f"{self.section}.{dashed}", *([dashed] if self.is_unique else [])]
+        stems += ALIASES.get(f"{self.section}.{self.name}", ())
         negative = f"--no-{stems[-1]}" if self.type is bool else ()
         described = Parameter(
             name=[f"--{stem}" for stem in stems],
@@ -72,15 +78,18 @@ def _said(default: Any) -> str:
     return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 
-def with_flags_of(cls: type, common: Collection[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def with_flags_of(
+    cls: type, common: Collection[str] = (), without: Collection[str] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add a flag for every field of the nested dataclass `cls` to a command.
 
     The command receives the given ones as a nested mapping, its argument `settings`.
 
     Args:
         common: the fields, as `section.name`, that `--help` lists; all after `show_all` of the command.
+        without: fields that the command does not take.
     """
-    flags = list(_flags(cls))
+    flags = [flag for flag in _flags(cls) if f"{flag.section}.{flag.name}" not in without]
     titles = field_docs(cls).items()
     groups = {name: Group(f"{name}: {title}", sort_key=i) for i, (name, title) in enumerate(titles, 1)}
 
@@ -94,6 +103,8 @@ def with_flags_of(cls: type, common: Collection[str] = ()) -> Callable[[Callable
             return command(*arguments, settings=settings, **keywords)
 
         own = inspect.signature(command, eval_str=True)
+        taken = own.parameters.keys()
+        flags[:] = [dataclasses.replace(flag, is_unique=flag.is_unique and flag.name not in taken) for flag in flags]
         kept = [p for p in own.parameters.values() if p.name != "settings"]
 
         def show_all(all_of_them: bool = True) -> None:

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter
 
-from octavo._util import terminal
-from octavo._util.terminal import say
-from octavo.cli.bench import benchmarks
+from octavo._util.terminal import progress, say
 from octavo.cli.flags import positive
 from octavo.errors import ConfigError
-
-if TYPE_CHECKING:
-    from octavo.sensitivity.localisation import Report
-
-
-Write = Annotated[
-    Path | None,
-    Parameter(negative=(), help="Directory of result files to write to: benchmarks/results, in the repository."),
-]
 
 
 @Parameter(name="*")
@@ -36,10 +22,6 @@ class MeasurementFlags:
     """Number of held-out tokens; by default 131072."""
     times: str = "auto"
     """measured or predicted; auto measures on a GPU, and otherwise predicts for an H200."""
-    verify: int = 0
-    """Number of maps whose loss is compared with its prediction; exits with 1 for a rank correlation below 0.7."""
-    verify_tokens: int | None = None
-    """Number of held-out tokens for --verify; by default 524288."""
 
 
 def localize(
@@ -51,7 +33,6 @@ def localize(
     output: Annotated[Path | None, Parameter(name=("--out", "-o", "--output"))] = None,
     measurement: MeasurementFlags | None = None,
     device: str = "auto",
-    write: Write = None,
     json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> int:
     """Measure the cost and gain of FP8 per layer and GEMM of a run's model; find the precision map for a budget.
@@ -63,7 +44,6 @@ def localize(
         octavo localize runs/demo
         octavo localize runs/demo --budget 0.1% --recipe tensorwise -o map.toml
         octavo train runs/demo/config.json --recipe map.toml --out runs/mapped
-        octavo localize runs/demo --verify 16 --json
 
     Parameters
     ----------
@@ -83,55 +63,16 @@ def localize(
     from octavo.sensitivity.run import Settings, localize_run
 
     how = measurement or MeasurementFlags()
-    times, verify = how.times, how.verify
-    if times not in ("auto", "measured", "predicted"):
-        raise ConfigError(f"--times: '{times}' is not auto, measured or predicted.")
+    if how.times not in ("auto", "measured", "predicted"):
+        raise ConfigError(f"--times: '{how.times}' is not auto, measured or predicted.")
     if output is not None and output.suffix != ".toml":
         raise ConfigError(f"--output: {output}: a precision map must be a .toml file.")
-    if verify < 0 or (write is not None and not verify):
-        raise ConfigError("--write stores the results of --verify: give --verify a number of maps, such as 16.")
-    results = None if write is None else benchmarks("results")
-    counts = {"tokens": how.tokens, "verify_tokens": how.verify_tokens}
-    given = {
-        name: positive(f"--{name.replace('_', '-')}", count) for name, count in counts.items() if count is not None
-    }
-    measure = {"auto": None, "measured": True, "predicted": False}[times]
-    settings = Settings(recipe=recipe, budget=budget, device=device, measure=measure, maps=verify, **given)
-    with _progress() as report:
-        found, rows = localize_run(run, settings, report)
-    if json_output:
-        say(json.dumps({**json.loads(found.to_json()), "verified": rows}, indent=1))
-    else:
-        say(found, *map(_verified, rows))
+    given = {} if how.tokens is None else {"tokens": positive("--tokens", how.tokens)}
+    measure = {"auto": None, "measured": True, "predicted": False}[how.times]
+    settings = Settings(recipe=recipe, budget=budget, device=device, measure=measure, **given)
+    with progress() as report:
+        found = localize_run(run, settings, report)
+    say(found.to_json() if json_output else found)
     if output is not None:
         say(f"written: {found.save(output)}", to_stderr=True)
-    if write is None or results is None or not rows:
-        return int(any(row["rank_correlation"] < LEAST for row in rows))
-    flags = [f"--recipe {recipe}" if recipe else "", f"--verify {verify}", *(f"--{n} {c}" for n, c in given.items())]
-    command = " ".join(filter(None, ["octavo localize", run.name, *(flag.replace("_", "-") for flag in flags)]))
-    say(f"written: {results.save('localize', rows, write, command, device=device)}", to_stderr=True)
-    return int(any(row["rank_correlation"] < LEAST for row in rows))
-
-
-LEAST = 0.7
-"""Lowest acceptable rank correlation of predicted and measured loss change."""
-
-
-def _verified(row: dict[str, Any]) -> str:
-    return (
-        f"verified by {row['maps']}, {len(row['predicted'])} on {row['heldout_tokens']:,} other tokens: "
-        f"rank correlation {row['rank_correlation']:.3f} (each measured ± {row['error']:.0e})"
-    )
-
-
-@contextmanager
-def _progress() -> Iterator[Report]:
-    """Show progress on a terminal."""
-    from rich.status import Status
-
-    console = terminal.console(stderr=True)
-    if not console.is_terminal:
-        yield lambda doing: None
-        return
-    with Status("reading the run", console=console) as status:
-        yield lambda doing: status.update(doing)
+    return 0

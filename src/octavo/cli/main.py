@@ -21,10 +21,10 @@ from octavo.cli.bench import bench
 from octavo.cli.calibrate import calibrate
 from octavo.cli.doctor import doctor
 from octavo.cli.eval import eval_
-from octavo.cli.export import export
 from octavo.cli.localize import localize
+from octavo.cli.pilot import pilot
 from octavo.cli.plan import plan, recipes
-from octavo.cli.runs import dashboard, dump, report
+from octavo.cli.runs import dashboard, dump, export, report
 from octavo.cli.train import train
 from octavo.errors import OctavoError
 
@@ -53,7 +53,8 @@ app = App(
     default_parameter=Parameter(show_default=_default),
     suppress_keyboard_interrupt=False,
 )
-for command in (train, plan, calibrate, doctor, recipes, bench(), dump, dashboard, report, localize, export, eval_):
+FINISHED = dump, dashboard, report, localize, export, eval_  # commands on runs
+for command in (train, plan, pilot, calibrate, doctor, recipes, bench(), *FINISHED):
     app.command(command)
 
 

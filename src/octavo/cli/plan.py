@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from octavo._util.terminal import console, say
+from octavo._util.terminal import console, progress, say
 from octavo.cli.flags import COMMON, configure, positive, with_flags_of
 from octavo.errors import ConfigError
 from octavo.train.config import RunConfig
@@ -26,7 +26,7 @@ def plan(
     /,
     *,
     preset: str | None = None,
-    gpu: Literal["h100", "h200"] | None = None,
+    gpu: Literal["a100", "l40s", "h100", "h200", "b200", "rtx5090", "mi300x", "mi355x", "max1550"] | None = None,
     memory: Annotated[bool, Parameter(negative=())] = False,
     gpus: int = 1,
     fits: float | None = None,
@@ -53,7 +53,7 @@ def plan(
     preset
         demo (demo-cuda or demo-cpu, depending on the device), tiny, or parity-cuda. FILE overrides it.
     gpu
-        Plan for this GPU, which need not be here, with the predicted gain of each layer.
+        Plan for this GPU, which need not be here, with the predicted gain of each layer where its rates are known.
     memory
         Predict the peak GPU memory instead, by kind.
     gpus
@@ -83,8 +83,13 @@ def plan(
     hold_as(config.run.weights, model)
     tokens = config.run.batch // config.run.accumulate * config.data.sequence
     policy = policy_of(config, recipe)
-    with torch.autocast("cuda" if gpu else here.type, torch.bfloat16):  # as a run computes
+    kind = "cuda" if gpu else here.type
+    before = torch.is_autocast_enabled(kind)
+    torch.set_autocast_enabled(kind, True)  # as a run computes; torch.autocast refuses a GPU that is not here
+    try:
         planned = make_plan(model, recipe, policy=policy, tokens=tokens, device=gpu or here)
+    finally:
+        torch.set_autocast_enabled(kind, before)
     if json_output:
         say(planned.to_json())
     else:
@@ -120,10 +125,11 @@ def _memory(config: RunConfig, gpus: int, fits: float | None, json_output: bool)
     if fits is not None and not 0 < fits < math.inf:
         raise ConfigError(f"--fits {fits}: must be a positive number of GiB.")
     model, forecast = config.model, None
-    if fits is None:
-        forecast = forecast_run(config, gpus=gpus)
-    elif (found := largest_model(config, fits, gpus=gpus)) is not None:
-        model, forecast = found
+    with progress() as report:
+        if fits is None:
+            forecast = forecast_run(config, gpus=gpus, report=report)
+        elif (found := largest_model(config, fits, gpus=gpus, report=report)) is not None:
+            model, forecast = found
     if forecast is None:
         say(f"no model of these proportions fits {fits} GiB", to_stderr=True)
         return 1
@@ -165,5 +171,6 @@ def recipes(
         width = max(map(len, known.names()))
         for each in known.names():
             say(f"{each:<{width}}  {known.about(each)}")
-        say("\n`octavo recipes NAME` explains one: formats, scales and rounding of each operand.")
+        say(f"\nAliases: {', '.join(f'{alias} = {name}' for alias, name in known.ALIASES.items())}.")
+        say("`octavo recipes NAME` explains one: formats, scales and rounding of each operand.")
     return 0

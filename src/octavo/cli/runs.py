@@ -1,20 +1,20 @@
-"""`octavo dashboard`, `octavo report` and `octavo dump`: the commands that read recorded runs."""
+"""`octavo dashboard`, `octavo report`, `octavo dump` and `octavo export`: the commands that read runs."""
 
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from octavo._util.terminal import say
+from octavo.errors import ConfigError
 
 
 def dashboard(
-    folder: Path = Path("runs"),
-    /,
-    *,
+    *folders: Path,
     port: int | None = None,
     open_browser: Annotated[bool, Parameter(name="--open", negative=())] = False,
 ) -> int:
@@ -28,11 +28,12 @@ def dashboard(
         octavo dashboard
         octavo dashboard runs/demo --open
         octavo dashboard runs/ --port 8000
+        octavo dashboard /mnt/node1/runs /mnt/node2/runs
 
     Parameters
     ----------
-    folder
-        Folder with runs at any depth, or one run.
+    folders
+        Folders with runs at any depth, such as those of several machines, or one run; by default runs.
     port
         Port number; 0 for any free port. By default 7117 or the next free one.
     open_browser
@@ -40,14 +41,17 @@ def dashboard(
     """
     from octavo.monitor.dashboard.server import serve
 
+    roots = folders or (Path("runs"),)
+
     def ready(address: str) -> None:
-        say(f"{folder}: {address} (Ctrl-C to end)")
+        say(f"{', '.join(map(str, roots))}: {address} (Ctrl-C to end)")
         if open_browser:
             import webbrowser
 
             webbrowser.open(address)
 
-    serve(folder, port=port, ready=ready)
+    with suppress(KeyboardInterrupt):  # the way to end it
+        serve(*roots, port=port, ready=ready)
     return 0
 
 
@@ -118,4 +122,53 @@ def dump(
         say(json.dumps({"files": [str(path) for path in written]}, indent=2))
     else:
         say(*written)
+    return 0
+
+
+def export(
+    run: Path,
+    /,
+    *,
+    out: Path | None = None,
+    format: Literal["auto", "compressed-tensors", "fp8", "plain"] = "auto",
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
+    overwrite: Annotated[bool, Parameter(negative=())] = False,
+    json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
+) -> int:
+    """Export a run's model for inference engines: the trained codes and scales, byte for byte, and the tokenizer.
+
+    The directory is a Hugging Face Llama, for `vllm serve`, SGLang and transformers.
+
+    Examples:
+
+        octavo export runs/demo
+        octavo export runs/demo --out served --overwrite
+        octavo export runs/demo/checkpoints/step-000320 --format plain --dtype float32
+
+    Parameters
+    ----------
+    run
+        Directory of a run or of one of its checkpoints.
+    out
+        Directory to write; by default `export` in the run's directory.
+    format
+        compressed-tensors: scales per row, tensor or block. fp8: the blocks of DeepSeek-V3. plain: values, nothing in
+        FP8. auto: fp8 for blocks, otherwise compressed-tensors; plain for a run in BF16.
+    dtype
+        Dtype of everything not in FP8.
+    overwrite
+        Replace an existing exported model.
+    json_output
+        Print the result as JSON.
+    """
+    import torch
+
+    from octavo.serving.run import export_run
+
+    if not run.is_dir():
+        raise ConfigError(f"{run}: no such directory. Name the directory of a run of `octavo train`.")
+    wanted = "" if format == "auto" else format
+    exported = export_run(run, out or run / "export", wanted, dtype=getattr(torch, dtype), overwrite=overwrite)
+    following = (f"vllm serve {exported.directory}", f"octavo eval {exported.directory} --run {run}")
+    say(exported.to_json() if json_output else "\n  ".join([f"{exported}\n\nNext", *following]))
     return 0

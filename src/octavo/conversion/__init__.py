@@ -1,8 +1,7 @@
 """Turn a user's model into one that computes in FP8, and back."""
 
 from octavo.conversion.apply import convert, disabled, enable, revert
-from octavo.conversion.autocast_report import AutocastReport
-from octavo.conversion.mode import autocast
+from octavo.conversion.mode import AutocastReport, autocast
 from octavo.conversion.offloading import Offload, offload
 from octavo.conversion.operators import Operators
 from octavo.conversion.plan import LayerPlan, Plan, make_plan

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from octavo.conversion.fusion_patterns import FusionPattern, full_name
+from octavo.conversion.fusion_patterns import FusionPattern, full_name, reader_of
 from octavo.conversion.mode import keep, suspended
-from octavo.conversion.plan import Plan, layers_of, make_plan, refuse_fallbacks
+from octavo.conversion.plan import Plan, layers_of, make_plan, refuse_reference, refuse_unapplied
 from octavo.conversion.policy import Policy
 from octavo.conversion.weights import check_free, make_plain, store
 from octavo.errors import NonFiniteError
@@ -20,6 +21,9 @@ from octavo.kernels.ledger import warn_once
 from octavo.nn import GroupedLinear, Linear, calibration
 from octavo.nn.attention import ScaledDotProduct
 from octavo.nn.conv import AnyConvolution, Conv1d, Conv2d, Convolution
+from octavo.nn.experts import FIRST, SECOND, Experts
+from octavo.nn.experts import adopt as adopt_experts
+from octavo.nn.experts import release as release_experts
 from octavo.nn.fp8_weights import values
 from octavo.nn.functional import spec_of
 from octavo.nn.fused import FusedMLP, MLPRoles, fuse, unfuse
@@ -27,7 +31,7 @@ from octavo.nn.linear import is_adopted, is_transposed
 from octavo.nn.norm import Norm, adopt
 from octavo.nn.scaling_state import attach_scaling_state
 from octavo.nn.shared import SharedInput
-from octavo.recipes import Recipe, RecipeLike
+from octavo.recipes import Recipe, RecipeLike, load
 from octavo.tensor import FP8Tensor
 
 
@@ -38,42 +42,58 @@ def convert(
     policy: Policy | None = None,
     tokens: int = 8192,
     strict: bool = False,
+    allow_reference: bool = False,
     scales: str | Path | None = None,
     device: torch.device | str | None = None,
 ) -> Plan:
-    """Make a model's linear layers and convolutions compute in FP8, in place, and return the plan that was carried out.
+    """Make a model's linear layers, convolutions and experts compute in FP8, in place, and return the plan carried out.
 
     Call it before the optimizer or after it: the parameters are the same objects. With `Policy(weights="fp8")` call it
     before: the same objects then are FP8 tensors. A model that is already converted is converted again to `recipe`; a
     layer that the plan leaves in BF16 is turned back.
 
     Args:
-        strict: refuse, rather than run slowly, where a GPU has no fast kernel for the recipe; and refuse where the
-            policy asks for activations in FP8 that would not be (`Plan.unapplied`).
+        strict: refuse where the policy asks for activations in FP8 that would not be (`Plan.unapplied`).
+        allow_reference: on a GPU without FP8, or without a fast kernel for the recipe, run the reference kernels: the
+            same codes, some hundred times slower than BF16.
         device: where the model will run; by default where it is.
         scales: a calibration file (`octavo.scales(model).save`), which `static` needs and `delayed` may start from.
 
     Raises:
         ConfigError: an unknown recipe, a pattern that matches no layer, or a static scale that is missing.
         NonFiniteError: a weight to be converted holds a NaN or an infinity; nothing has been changed.
-        UnsupportedError: under `strict`, a layer would fall back, or an option of the policy does nothing somewhere.
+        UnsupportedError: the device cannot run the recipe in FP8, and `allow_reference` is false; or under `strict`,
+            an option of the policy does nothing somewhere.
     """
     plan = make_plan(model, recipe, policy=policy, tokens=tokens, device=device)
+    plan = replace(plan, allow_reference=allow_reference)
+    if not allow_reference:
+        refuse_reference(plan)
     if strict:
-        refuse_fallbacks(plan)
+        refuse_unapplied(plan)
     if not plan.fp8_layers or plan.is_little:
         for note in plan.notes:
             warn_once(f"octavo.convert: {note}")
     layers = layers_of(model)
     for name in plan.recipes:
-        _check_finite(name, layers[name])
+        if name in layers:
+            _check_finite(name, layers[name].weight)
+    for name in plan.experts:
+        for parameter, weight in model.get_submodule(name).named_parameters():
+            _check_finite(f"{name}.{parameter}", weight, "")
     calibrated = None if scales is None else calibration.read(Path(scales))
     calibration.check(plan.recipes, calibrated)
     check_free([layers[row.name].weight for row in plan.layers if row.saves])
     _release(model)
     for name, recipe in plan.recipes.items():
-        _adopt(layers[name], recipe)
+        if name in layers:
+            _adopt(layers[name], recipe)
+    for name, roles in plan.experts.items():
+        first, second = (plan.recipes.get(full_name(name, product), load("bf16")) for product in (FIRST, SECOND))
+        adopt_experts(model.get_submodule(name), roles, first, second, plan.policy.activation_inputs)
     for row in plan.layers:
+        if row.name not in layers:
+            continue
         layer = layers[row.name]
         store(layer, row.weight, row.is_fp8)
         keep(layer.weight, None if row.is_fp8 else row.reason)
@@ -101,8 +121,8 @@ def _join(module: nn.Module, structure: FusionPattern, plan: Plan) -> None:
         adopt(module, None if operand is None else spec_of(operand), structure.norm_inputs)
         return
     if structure.kind == "attention":
-        reader = full_name(structure.name.rpartition(".")[0], structure.layers[0])
-        cast(ScaledDotProduct, module).keep_codes(plan.recipes[reader])
+        core = cast(ScaledDotProduct, module)
+        core.keep_codes(plan.recipes[reader_of(structure.name, core)])
         return
     if structure.kind == "mlp":
         roles = MLPRoles(structure.activation, structure.layers[:-1], structure.layers[-1])
@@ -132,9 +152,13 @@ def revert(model: nn.Module) -> int:
 
 def _release(model: nn.Module) -> int:
     """Turn every FP8 layer back into PyTorch's, and leave what its weight is stored in."""
-    for module in model.modules():
+    count = 0
+    for module in list(model.modules()):
         if isinstance(module, FusedMLP):
             unfuse(module)
+        elif isinstance(module, Experts):
+            release_experts(module)
+            count += 2
         elif isinstance(module, Norm):
             module.release()
         elif isinstance(module, ScaledDotProduct):
@@ -144,7 +168,7 @@ def _release(model: nn.Module) -> int:
     layers = _fp8_layers(model)
     for layer in layers:
         layer.release()
-    return len(layers)
+    return len(layers) + count
 
 
 def enable(
@@ -176,14 +200,14 @@ def _fp8_layers(model: nn.Module) -> list[Linear | Convolution]:
     return [m for m in layers if is_adopted(m) or type(m) in (Conv1d, Conv2d)]  # subclasses are their users' own
 
 
-def _check_finite(name: str, layer: nn.Linear | AnyConvolution) -> None:
-    weight = values(layer.weight.detach(), layer.weight.dtype).flatten(1)
+def _check_finite(name: str, weight: Tensor, attribute: str = "weight") -> None:
+    weight = values(weight.detach(), weight.dtype).flatten(1)
     if weight.is_meta or bool(torch.isfinite(weight).all()):
         return
     count = int((~torch.isfinite(weight)).sum())
     row, column = (int(i) for i in torch.nonzero(~torch.isfinite(weight))[0])
     raise NonFiniteError(
-        f"{'.'.join(filter(None, (name, 'weight')))} holds {count} value(s) that are NaN or infinite, the first at row "
-        f"{row}, column {column}. "
+        f"{'.'.join(filter(None, (name, attribute)))} holds {count} value(s) that are NaN or infinite, the first at "
+        f"row {row}, column {column}. "
         "Load a good checkpoint, or find the step that produced them; nothing was converted."
     )

@@ -104,7 +104,7 @@ def find_structures(
                 yield FusionPattern(name=name, kind="norm", makes_codes=makes_codes, norm_inputs=norm_inputs)
             continue
         if isinstance(module, ScaledDotProduct):
-            reader = full_name(name.rpartition(".")[0], module.reader)
+            reader = reader_of(name, module)
             if attention_output == "fp8" and not attention_unsupported_reason(
                 recipes.get(reader), reader in keep_input
             ):
@@ -163,6 +163,11 @@ def _of_one_recipe(names: tuple[str, ...], recipes: dict[str, Recipe | None]) ->
 def full_name(module: str, child: str) -> str:
     """Return the name that a model knows a module's child by; its own name is empty."""
     return f"{module}.{child}" if module else child
+
+
+def reader_of(name: str, attention: ScaledDotProduct) -> str:
+    """Return the full name of the layer that reads the output of an attention of this name."""
+    return full_name(name.rpartition(".")[0], attention.reader)
 
 
 def _width(norm: nn.Module) -> int:

@@ -1,23 +1,21 @@
 """The predicted gain of a layer: time of its three GEMMs in BF16 over their time in FP8 with the passes that quantise.
 
-Rates are an H200's, dense, random normal data, slow accumulation. Passes run at the speed of a device copy, one for
-each matrix that is quantised or transposed. Convolutions and batches have many small kernels: what a host takes to
-launch them is the least time. All figures stand at the top of this file. It is a prediction for Hopper: `octavo bench
-step` measures.
+Rates are those of the GPU (`octavo.kernels.devices`), dense, random normal data, slow accumulation; without rates there
+is no prediction. Passes run at the speed of a device copy, one for each matrix that is quantised or transposed.
+Convolutions and batches have many small kernels: what a host takes to launch them is the least time, as measured beside
+an H200. `octavo bench step` measures.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from octavo.kernels.devices import Rates, mode_of
 from octavo.kernels.patches import makes_directly
 from octavo.recipes import GEMMS, OPERANDS, Operand, Recipe, reused_from
 
-_TFLOPS = {"bf16": 670.0, "tensor": 1190.0, "row": 1160.0, "block": 880.0, "small_batched": 300.0}
-"""`small_batched`: of a batch of products where fewer than two of M, N and K reach `_LARGE`."""
 _LARGE = 2048
-"""From here on PyTorch's grouped FP8 GEMM takes large tiles."""
-_COPY_GB_PER_S = 4200.0
+"""From here on PyTorch's grouped FP8 GEMM takes large tiles: two of M, N and K must reach it."""
 _AT_LEAST_US = {"linear": 0.0, "convolution": 2000.0, "batch": 2000.0}
 """What a forward and backward in FP8 take at the least, eager: the host has to launch them."""
 _LOOP_US = 150.0
@@ -25,7 +23,7 @@ _LOOP_US = 150.0
 
 
 def predicted_gain(
-    recipe: Recipe, out_features: int, in_features: int, tokens: int, taps: int = 0, batch: int = 1
+    recipe: Recipe, out_features: int, in_features: int, tokens: int, taps: int = 0, batch: int = 1, *, rates: Rates
 ) -> float:
     """Return BF16 time / FP8 time of fprop, dgrad and wgrad, quantisation included.
 
@@ -35,33 +33,37 @@ def predicted_gain(
         tokens: M, the tokens of one forward; of a convolution the output pixels.
         taps: kh kw of a convolution, 0 for a linear layer. Its BF16 time is that of a GEMM of this size.
         batch: how many products of this size are computed at once, neither operand a weight.
+        rates: those of the GPU.
     """
-    bf16 = _bf16_seconds(out_features, in_features, tokens)
-    seconds = _seconds(recipe, out_features, in_features, tokens, taps, batch)
+    bf16 = _bf16_seconds(out_features, in_features, tokens, rates)
+    seconds = _seconds(recipe, (tokens, out_features, in_features), taps, batch, rates)
     return 3 * batch * bf16 / max(seconds, _at_least(recipe, taps, batch))
 
 
-def predicted_ms(recipe: Recipe, out_features: int, in_features: int, tokens: int, taps: int = 0) -> float:
+def predicted_ms(
+    recipe: Recipe, out_features: int, in_features: int, tokens: int, taps: int = 0, *, rates: Rates
+) -> float:
     """Return the milliseconds of fprop, dgrad and wgrad of one layer, quantisation included.
 
     Args: as for `predicted_gain`. A recipe without FP8 gives the time in BF16.
     """
-    gain = predicted_gain(recipe, out_features, in_features, tokens, taps)
-    return 3e3 * _bf16_seconds(out_features, in_features, tokens) / gain
+    gain = predicted_gain(recipe, out_features, in_features, tokens, taps, rates=rates)
+    return 3e3 * _bf16_seconds(out_features, in_features, tokens, rates) / gain
 
 
-def _bf16_seconds(out_features: int, in_features: int, tokens: int) -> float:
+def _bf16_seconds(out_features: int, in_features: int, tokens: int, rates: Rates) -> float:
     """Return the seconds of one product in BF16."""
-    return 2.0 * tokens * out_features * in_features / (_TFLOPS["bf16"] * 1e12)
+    return 2.0 * tokens * out_features * in_features / (rates.bf16 * 1e12)
 
 
-def _seconds(recipe: Recipe, out_features: int, in_features: int, tokens: int, taps: int, batch: int) -> float:
-    """Return the seconds of the three products of a batch, quantisation included, on a host that takes no time."""
+def _seconds(recipe: Recipe, shape: tuple[int, int, int], taps: int, batch: int, rates: Rates) -> float:
+    """Return the seconds of the three products (M, N, K) of a batch, quantisation included, the host's time aside."""
+    tokens, out_features, in_features = shape
     flops = 2.0 * tokens * out_features * in_features
-    bf16 = _bf16_seconds(out_features, in_features, tokens)
+    bf16 = _bf16_seconds(out_features, in_features, tokens, rates)
     small = batch > 1 and sum(size >= _LARGE for size in (tokens, out_features, in_features)) < 2
     operands = {name: (a, b) for name, a, b in recipe.gemms()}
-    fp8 = sum(flops / (_rate(operands[name], small) * 1e12) if name in operands else bf16 for name in GEMMS)
+    fp8 = sum(flops / (_rate(operands[name], small, rates) * 1e12) if name in operands else bf16 for name in GEMMS)
     sizes = {
         "input": tokens * in_features,
         "weight": out_features * in_features,
@@ -70,7 +72,7 @@ def _seconds(recipe: Recipe, out_features: int, in_features: int, tokens: int, t
     moved = sum(_bytes(recipe, gemm, role, taps) * sizes[role] for gemm, role in _passes(recipe))
     if taps > 1 and recipe.dgrad.is_fp8:
         moved += 4 * sizes["input"]  # the gradient of the patches in BF16: written, and read to be folded
-    return batch * (fp8 + moved / (_COPY_GB_PER_S * 1e9))
+    return batch * (fp8 + moved / (rates.copy * 1e9))
 
 
 def _at_least(recipe: Recipe, taps: int, batch: int) -> float:
@@ -87,15 +89,11 @@ def _is_tiled(operands: Iterable[Operand]) -> bool:
     return not {operand.granularity for operand in operands} <= {"row", "column", "tensor"}
 
 
-def _rate(operands: tuple[Operand, Operand], small_batched: bool) -> float:
-    granularities = {operand.granularity for operand in operands}
-    if "1x32" in granularities:
-        return _TFLOPS["bf16"]  # emulated
+def _rate(operands: tuple[Operand, Operand], small_batched: bool, rates: Rates) -> float:
     if small_batched and not _is_tiled(operands):
-        return _TFLOPS["small_batched"]
-    if granularities <= {"tensor"}:
-        return _TFLOPS["tensor"]
-    return _TFLOPS["row"] if granularities <= {"row", "column", "tensor"} else _TFLOPS["block"]
+        return rates.small_batched
+    mode = mode_of([operand.granularity for operand in operands])
+    return rates.bf16 if mode == "mx" else float(getattr(rates, mode))  # emulated wherever there are rates
 
 
 def _passes(recipe: Recipe) -> list[tuple[str, str]]:

@@ -6,9 +6,12 @@ that `octavo.convert` has made or has left in BF16 stay what the plan says.
 
 from __future__ import annotations
 
+import json
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,12 +19,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from octavo._util.compiler import assume_constant_result
-from octavo.conversion.autocast_report import AutocastReport
 from octavo.conversion.gain import predicted_gain
 from octavo.conversion.matmul_ops import PARSERS, MatmulCall
 from octavo.conversion.operators import Operators
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.bmm import batched_unsupported_reason
+from octavo.kernels.devices import Rates
+from octavo.kernels.dispatch import rates
 from octavo.nn.functional import compute_dtype
 from octavo.recipes import RecipeLike, load
 
@@ -59,7 +63,7 @@ class autocast(TorchFunctionMode):
         self._watched = self.operators.watched()
         self._active = enabled
         self._silenced: list[list[autocast]] = []
-        self._gains: dict[tuple[int, int, int, int, int], float] = {}
+        self._gains: dict[tuple[Rates, int, int, int, int, int], float] = {}
 
     def __enter__(self) -> AutocastReport:
         """Begin the block and return its report, which goes on where an earlier block of the same object ended."""
@@ -102,7 +106,7 @@ class autocast(TorchFunctionMode):
         """Return why a product stays as it is, or None. Without numbers: compilers may have made variables of them."""
         if not self.recipe.is_fp8:
             return "the recipe says bf16"
-        return _kept_by_plan(product) or _no_operands(product) or self._too_small(product)
+        return getattr(product.weight, _KEPT, None) or _no_operands(product) or self._too_small(product)
 
     def _too_small(self, product: MatmulCall) -> str | None:
         rules, device = self.operators, product.tensors[0].device
@@ -112,18 +116,18 @@ class autocast(TorchFunctionMode):
             return "a batch whose sizes are no multiples of `multiple`"
         if device.type != "cuda":
             return None
-        if self._gain(*product.sizes, product.taps, product.batch) < rules.min_gain:
+        if (known := rates(device)) and self._gain(known, *product.sizes, product.taps, product.batch) < rules.min_gain:
             return "too small to gain: below `min_gain`"
         if product.batch > rules.max_loop and (reason := self._why_looped(device)) is not None:
             return f"a batch of more than `max_loop`: {reason}"
         return None
 
-    def _gain(self, rows: int, cols: int, terms: int, taps: int, batch: int) -> float:
+    def _gain(self, known: Rates, rows: int, cols: int, terms: int, taps: int, batch: int) -> float:
         if torch.compiler.is_compiling():  # what it traces must not change what it looks at
-            return predicted_gain(self.recipe, cols, terms, rows, taps, batch)
-        key = rows, cols, terms, taps, batch
+            return predicted_gain(self.recipe, cols, terms, rows, taps, batch, rates=known)
+        key = known, rows, cols, terms, taps, batch
         if key not in self._gains:
-            self._gains[key] = predicted_gain(self.recipe, cols, terms, rows, taps, batch)
+            self._gains[key] = predicted_gain(self.recipe, cols, terms, rows, taps, batch, rates=known)
         return self._gains[key]
 
     def _why_looped(self, device: torch.device) -> str | None:
@@ -144,10 +148,6 @@ def keep(weight: Tensor, reason: str | None) -> None:
         setattr(weight, _KEPT, reason)
     elif hasattr(weight, _KEPT):
         delattr(weight, _KEPT)
-
-
-def _kept_by_plan(product: MatmulCall) -> str | None:
-    return getattr(product.weight, _KEPT, None)
 
 
 def _no_operands(product: MatmulCall) -> str | None:
@@ -209,3 +209,45 @@ def _note_compiled(operator: str, why: str) -> None:
     """Enter a call that is being compiled. A compiler runs this when it traces, and never again."""
     if _blocks():
         _blocks()[-1].seen.compiled[operator, why] += 1
+
+
+@dataclass(eq=False)
+class AutocastReport:
+    """Calls of the listed operators. `print` shows them as a table.
+
+    Backward is not counted here: every product that ran in FP8 has its gradients by the recipe. `octavo.kernels.record`
+    counts the GEMMs themselves.
+    """
+
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(operator, why it stayed as it is; empty for FP8) -> calls."""
+    compiled: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """The same for calls in code that was compiled inside the block: counted once, when it is compiled."""
+
+    def fp8(self, operator: str) -> int:
+        """Return how many calls of an operator ran in FP8; those in compiled code count once."""
+        return self.calls[operator, ""] + self.compiled[operator, ""]
+
+    def kept(self, operator: str) -> dict[str, int]:
+        """Return the reasons for which an operator stayed as it is, and how often."""
+        found = self.calls + self.compiled
+        return {why: count for (name, why), count in found.items() if name == operator and why}
+
+    def rows(self) -> list[tuple[str, str, int, int, str]]:
+        """Return (operator, fp8 or as it is, calls, those in compiled code, why), the most frequent first."""
+        keys = sorted(self.calls | self.compiled, key=lambda key: (bool(key[1]), -self.calls[key], key))
+        return [(key[0], "as it is" if key[1] else "fp8", self.calls[key], self.compiled[key], key[1]) for key in keys]
+
+    def to_json(self) -> str:
+        """Return the rows as JSON."""
+        names = ("operator", "precision", "calls", "compiled", "why")
+        return json.dumps([dict(zip(names, row, strict=True)) for row in self.rows()], indent=1)
+
+    def __str__(self) -> str:
+        rows = [("operator", "runs in", "calls", "compiled", "why"), *(tuple(map(str, row)) for row in self.rows())]
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = [
+            "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]) for row in rows
+        ]
+        total, every = (sum(row[2] + row[3] for row in self.rows() if kept or not row[4]) for kept in (False, True))
+        return "\n".join([*(line.rstrip() for line in lines), "", f"{total} of {every} calls in FP8"])

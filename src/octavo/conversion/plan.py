@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -11,21 +12,34 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from octavo.conversion.fusion_patterns import FusionPattern, find_gates, find_mlps, find_structures, full_name
+from octavo.conversion.experts import FoundExperts, find_experts, no_grouped_kernel
+from octavo.conversion.fusion_patterns import (
+    FusionPattern,
+    find_gates,
+    find_mlps,
+    find_structures,
+    full_name,
+    reader_of,
+)
 from octavo.conversion.gain import predicted_gain
 from octavo.conversion.heads import find_heads
 from octavo.conversion.mode import suspended
 from octavo.conversion.policy import Policy
 from octavo.conversion.unapplied import find_unapplied
-from octavo.conversion.unconverted import Unconverted, find_unconverted
+from octavo.conversion.unconverted import Unconverted, active_share, find_unconverted
 from octavo.conversion.weights import plan_weights
 from octavo.errors import ConfigError, UnsupportedError, did_you_mean
-from octavo.kernels.dispatch import on_gpu, planning_for
-from octavo.kernels.explain import GPUS, gemm_kernel
+from octavo.kernels.devices import GPUS
+from octavo.kernels.dispatch import architecture, is_planning, on_gpu, planning_for, rates, triton_unsupported_reason
+from octavo.kernels.explain import gemm_kernel
 from octavo.kernels.gemm import EMULATED
+from octavo.nn.attention import ScaledDotProduct
 from octavo.nn.conv import AnyConvolution, unsupported_reason_recipe
+from octavo.nn.experts import FIRST, SECOND, ExpertRoles, unfused_reason
+from octavo.nn.functional import requantises_exactly
+from octavo.nn.grouped import unsupported_reason as unsupported_reason_grouped
 from octavo.nn.linear import is_transposed
 from octavo.nn.operands import dtype_note
 from octavo.recipes import GEMMS, Evidence, Recipe, RecipeLike, load
@@ -37,16 +51,21 @@ class LayerPlan:
 
     name: str
     kind: str = "linear"
-    """`linear`, `stored as K x N` of a transposed one, or the convolution and its kernel, as in `conv2d 3x3`."""
+    """`linear`, `stored as K x N` of a transposed one, the convolution and its kernel, as in `conv2d 3x3`, or the
+    number of experts, as in `128 experts`."""
     shape: tuple[int, int]
     """(N, K) of its GEMM: output features, input features; of a convolution channels out, and in times kernel."""
+    count: int = 1
+    """Number of such matrices: experts."""
+    active: float = 1.0
+    """The share of them that one token is multiplied by: of experts, those that it is sent to."""
     recipe: str
     precision: str
     """fprop / dgrad / wgrad, each fp8 or bf16."""
     kernels: str
     """The kernel of each FP8 GEMM; `-` where there is none."""
     gain: float | None
-    """Predicted BF16 time / FP8 time on a Hopper GPU; None on other devices and for layers in BF16."""
+    """Predicted BF16 time / FP8 time on this GPU; None if Octavo has no rates of it, and for layers in BF16."""
     reason: str
     """Why it stays in BF16, or what to know of its kernels."""
 
@@ -58,6 +77,21 @@ class LayerPlan:
     """Bytes of memory that storing it so saves, against now."""
     evidence: Evidence | None = None
     """What a precision map says of it."""
+
+    @property
+    def weights(self) -> int:
+        """The number of its weights."""
+        return self.count * math.prod(self.shape)
+
+    @property
+    def multiplied(self) -> float:
+        """The number of weights that one token is multiplied by."""
+        return self.active * self.weights
+
+    @property
+    def is_experts(self) -> bool:
+        """Whether it is a product of a module of experts, and named below that."""
+        return self.kind.endswith(" experts")
 
     @property
     def is_fp8(self) -> bool:
@@ -77,8 +111,12 @@ class Plan:
     """Layer name -> the recipe it runs by."""
     structures: tuple[FusionPattern, ...] = ()
     """What is computed together."""
+    experts: dict[str, ExpertRoles] = field(default_factory=dict)
+    """Modules of experts that compute in FP8, by full name, and what their parameters are."""
     policy: Policy = field(default_factory=Policy, repr=False)
     """The policy that it was made with."""
+    allow_reference: bool = False
+    """Whether `convert` was asked to run reference kernels on a GPU."""
     unapplied: tuple[str, ...] = ()
     """Where the policy asks for activations in FP8 and they are not: a line each, with the reason."""
     notes: tuple[str, ...] = ()
@@ -96,18 +134,36 @@ class Plan:
     @property
     def fp8_weights(self) -> int:
         """The number of weights of layers that run in FP8."""
-        return sum(math.prod(layer.shape) for layer in self.layers if layer.is_fp8)
+        return sum(layer.weights for layer in self.layers if layer.is_fp8)
 
     @property
     def share(self) -> float:
         """The share of FP8 in the FLOPs that a token costs in products with weights; of a convolution, per pixel."""
-        layers = sum(math.prod(layer.shape) for layer in self.layers)
-        return self.fp8_weights / max(layers + sum(weight.multiplied for weight in self.unconverted), 1.0)
+        fp8 = sum(layer.multiplied for layer in self.layers if layer.is_fp8)
+        others = sum(weight.multiplied for weight in self.unconverted)
+        return fp8 / max(sum(layer.multiplied for layer in self.layers) + others, 1.0)
 
     @property
     def is_little(self) -> bool:
         """Whether less than half of these FLOPs is in FP8, as weights are left that no layer reads."""
         return bool(self.unconverted) and self.share < 0.5
+
+    @property
+    def fp8_shares(self) -> dict[str, float]:
+        """Shares of the layers' products that are in FP8, with as many rows in every layer.
+
+        `fp8_flops`, and where gains are predicted `fp8_time`: of the time of all products and their passes.
+        """
+        flops = {layer.name: layer.multiplied for layer in self.layers}
+        total = sum(flops.values())
+        if not total:
+            return {}
+        counted = sum(flops[layer.name] * layer.precision.split(" / ").count("fp8") / 3 for layer in self.layers)
+        found = {"fp8_flops": counted / total}
+        if any(layer.gain for layer in self.layers):
+            fp8 = sum(flops[layer.name] / layer.gain for layer in self.layers if layer.gain)
+            found["fp8_time"] = fp8 / (fp8 + sum(flops[layer.name] for layer in self.layers if not layer.gain))
+        return found
 
     @property
     def saved_bytes(self) -> int:
@@ -143,7 +199,8 @@ def make_plan(
         recipe: a name, a file, a mapping or a Recipe; `modules` in it overrides it by name pattern.
         policy: what stays in BF16; the default keeps heads, embeddings, routers and small layers.
         tokens: tokens of one forward, for the predicted gain; of a convolution the output pixels.
-        device: where it will run; by default where the model is. `h100` or `h200` need not be here.
+        device: where it will run; by default where the model is. Those of `octavo.kernels.devices.GPUS` need not be
+            here.
 
     Raises:
         ConfigError: an unknown recipe, a pattern of a recipe that matches no linear layer and no convolution, one of
@@ -151,16 +208,18 @@ def make_plan(
             with a recipe that cannot compute with their codes.
         UnsupportedError: `device` is not there to be asked what it can run.
     """
-    if (gpu := GPUS.get(str(device))) is not None:
-        with planning_for(gpu):
+    if str(device) in GPUS:
+        with planning_for(str(device)):
             return replace(make_plan(model, recipe, policy=policy, tokens=tokens, device="cuda"), device=str(device))
     recipe, policy = load(recipe), policy or Policy()
     policy.check_patterns(model)
     layers = list(layers_of(model).items())
     layers_by_name = dict(layers)
     device = torch.device(device) if device is not None else _device_of(model)
-    _check_patterns(recipe, policy, [name for name, _ in layers])
-    recipes = {name: _recipe_for(name, recipe) for name, _ in layers}
+    experts = find_experts(model)
+    names = [*layers_by_name, *(full_name(name, product) for name in experts for product in (FIRST, SECOND))]
+    _check_patterns(recipe, policy, names)
+    recipes = {name: _recipe_for(name, recipe) for name in names}
     mlps = find_mlps(model)
     in_mlps = find_gates(model) | {
         full_name(name, child) for name, roles in mlps.items() for child in (*roles.inner, roles.down)
@@ -177,6 +236,12 @@ def make_plan(
         for name, layer in layers
     )
     rows = plan_weights(model, layers_by_name, rows, recipes, policy.weights)
+    rows = _without_second_copies(model, rows, recipes, policy)
+    ordered = {name: number for number, (name, _) in enumerate(model.named_modules())}
+    expert_rows = [
+        row for name, found_ in experts.items() for row in plan_experts(model, name, found_, recipes, policy, device)
+    ]
+    rows = tuple(sorted((*rows, *expert_rows), key=lambda row: ordered[_owner(row)]))
     chosen = {row.name: recipes[row.name] for row in rows if row.is_fp8}
     linears = {row.name: recipes[row.name] for row in rows if row.is_fp8 and row.kind == "linear"}
     keep_input = {row.name for row in rows if row.keeps_input}
@@ -185,6 +250,7 @@ def make_plan(
     structures = tuple(together) if policy.fuse and linears else ()
     unapplied = tuple(find_unapplied(model, policy, linears, mlps, structures, keep_input))
     known = {id(layer.weight) for _, layer in layers}
+    known |= {id(parameter) for name in experts for parameter in model.get_submodule(name).parameters()}
     plan = Plan(
         recipe=recipe,
         device=str(device),
@@ -192,13 +258,73 @@ def make_plan(
         layers=rows,
         recipes=chosen,
         structures=structures,
+        experts={_owner(row): experts[_owner(row)].roles for row in expert_rows if row.is_fp8},
         policy=policy,
         unapplied=unapplied,
         unconverted=tuple(find_unconverted(model, known, policy.min_features)),
         parameters=sum(p.numel() for p in model.parameters()),
     )
-    dtypes = {layers_by_name[name].weight.dtype for name in chosen}
+    dtypes = {_weight(model, row).dtype for row in rows if row.is_fp8}
     return replace(plan, notes=tuple(_notes(plan, dtypes, device)))
+
+
+def _owner(row: LayerPlan) -> str:
+    """Return the full name of the module that a row is about: that of experts has two."""
+    return row.name.rpartition(".")[0] if row.is_experts else row.name
+
+
+def _weight(model: nn.Module, row: LayerPlan) -> Tensor:
+    module = model.get_submodule(_owner(row))
+    return next(module.parameters()) if row.is_experts else cast(Tensor, module.weight)
+
+
+def plan_experts(
+    model: nn.Module, name: str, found: FoundExperts, recipes: dict[str, Recipe], policy: Policy, device: torch.device
+) -> Iterator[LayerPlan]:
+    """Yield the rows of both products of a module of experts."""
+    names = full_name(name, FIRST), full_name(name, SECOND)
+    blocks = policy.blocks_to_keep(model)
+    kept = next((why for block, why in blocks.items() if f"{name}.".startswith(f"{block}.")), None)
+    kept = kept or policy.reason_to_keep_experts(name, model.get_submodule(name), found) or no_grouped_kernel(device)
+    reasons = {each: kept or unsupported_reason_grouped(recipes[each]) for each in names}
+    runs = all(reason is None and recipes[each].is_fp8 for each, reason in reasons.items())
+    how = _how(found.roles, recipes[names[0]], recipes[names[1]]) if runs else ""
+    for each, shape in zip(names, (found.first, found.second), strict=True):
+        recipe, reason = recipes[each], reasons[each]
+        if reason is None and not recipe.is_fp8:
+            reason = "the recipe says bf16"
+        if reason is not None:
+            recipe = load("bf16")
+        kernel = "scaled_grouped_mm" if on_gpu(device) else "reference"
+        yield LayerPlan(
+            name=each,
+            kind=f"{found.count} experts",
+            shape=shape,
+            count=found.count,
+            active=active_share(model.get_submodule(name), found.count),
+            recipe=recipe.name,
+            precision=" / ".join(recipe.gemm(gemm).precision for gemm in GEMMS),
+            kernels=" / ".join(kernel if recipe.gemm(gemm).is_fp8 else "-" for gemm in GEMMS),
+            gain=None,
+            reason=reason or how,
+        )
+
+
+def _how(roles: ExpertRoles, first: Recipe, second: Recipe) -> str:
+    why = unfused_reason(roles, first, second)
+    inner = "gate, up" if roles.is_gated else "up"
+    return f"product by product: {why}" if why else f"fused: sort, {inner}, {roles.kind}, down, sum"
+
+
+def _without_second_copies(
+    model: nn.Module, rows: tuple[LayerPlan, ...], recipes: dict[str, Recipe], policy: Policy
+) -> tuple[LayerPlan, ...]:
+    """Let layers that read attention's output quantise it again in backward: attention keeps that tensor anyway."""
+    if not policy.fuse or policy.attention_output == "fp8":
+        return rows
+    readers = {reader_of(name, core) for name, core in model.named_modules() if isinstance(core, ScaledDotProduct)}
+    readers = {name for name in readers if name in recipes and requantises_exactly(recipes[name])}
+    return tuple(replace(row, keeps_input=True) if row.is_fp8 and row.name in readers else row for row in rows)
 
 
 def _notes(plan: Plan, dtypes: set[torch.dtype], device: torch.device) -> Iterator[str]:
@@ -210,6 +336,14 @@ def _notes(plan: Plan, dtypes: set[torch.dtype], device: torch.device) -> Iterat
             f"Little will run in FP8: {plan.share:.0%} of the FLOPs of products with weights. The largest weight that "
             f"no layer reads is {largest.name}: {largest.reason}"
         )
+    if reason := device_unsupported_reason(device):
+        yield f"{architecture(device).name}: {reason}. `octavo.convert` refuses it unless allow_reference=True"
+    elif on_gpu(device) and dtypes:
+        known = rates(device)
+        if known is None:
+            yield "No gain is predicted: Octavo has no rates of this GPU. `octavo bench step` measures"
+        elif known.derived:
+            yield f"Gains are predicted from {known.derived}"
     if not dtypes and (recipe.is_fp8 or recipe.modules):
         reasons = Counter(row.reason for row in rows).most_common(1)
         alike = [f"{reason} ({count} of {len(rows)} layers)" for reason, count in reasons]
@@ -221,22 +355,53 @@ def _notes(plan: Plan, dtypes: set[torch.dtype], device: torch.device) -> Iterat
             yield f"Weights are {dtype}. Without autocast {note}"
 
 
-def refuse_fallbacks(plan: Plan) -> None:
-    """Raise where the plan does less than it was asked to: by a slow kernel on a GPU, or by activations not in FP8.
+def refuse_unapplied(plan: Plan) -> None:
+    """Raise where the policy asks for activations in FP8 that would not be.
 
     Raises:
-        UnsupportedError: naming the first layer that would run on the reference kernel, or the first option of the
-            policy that does nothing somewhere, and the reason.
+        UnsupportedError: naming the first option that does nothing somewhere, and the reason.
     """
-    if plan.unapplied:
+    if plan.unapplied and plan.policy.memory != "low":  # which asks for whatever the model has
         raise UnsupportedError(
             f"{plan.unapplied[0]}. Leave the option out, or convert with strict=False to go without it there."
         )
+
+
+def device_unsupported_reason(device: torch.device) -> str | None:
+    """Return why a device other than a CPU would run FP8 layers as the reference; None where `OCTAVO_TRITON=0` asks."""
+    found = architecture(device)
+    if is_planning():
+        return found.refused or found.no_triton or None
+    if device.type in ("cpu", "meta"):
+        return None
+    asked = os.environ.get("OCTAVO_TRITON") == "0"
+    return found.refused or (None if asked else triton_unsupported_reason(device))
+
+
+def refuse_reference(plan: Plan) -> None:
+    """Raise where a GPU, or another accelerator, would run the reference kernels: some hundred times slower than BF16.
+
+    Raises:
+        UnsupportedError: naming the device, or the first layer whose recipe it has no kernel for, and the reason.
+    """
+    if plan.device in GPUS:
+        with planning_for(plan.device):
+            refuse_reference(replace(plan, device="cuda"))
+        return
+    device = torch.device(plan.device)
+    if not plan.fp8_layers or device.type in ("cpu", "meta"):
+        return
+    instead = "allow_reference=True (--allow-reference) runs the reference kernels, slowly."
+    if reason := device_unsupported_reason(device):
+        raise UnsupportedError(
+            f"{plan.device} ({architecture(device).name}) cannot train in FP8: {reason}. Train in BF16 (recipe 'bf16')"
+            f" or on a CPU; {instead}"
+        )
     for layer in plan.layers:
-        if layer.is_fp8 and plan.device.startswith("cuda") and "reference" in layer.kernels:
+        if layer.is_fp8 and "reference" in layer.kernels:
             raise UnsupportedError(
                 f"{layer.name}: recipe '{layer.recipe}' has no fast kernel on {plan.device} ({layer.reason}). "
-                "Choose another recipe, or convert with strict=False to run it slowly."
+                f"Choose another recipe; {instead}"
             )
 
 
@@ -282,7 +447,8 @@ def _plan_layer(
 ) -> LayerPlan:  # fmt: skip
     """Return the row of one layer. `kept`: why the policy keeps it in BF16. `found`: of a precision map."""
     kind, shape, taps = _gemm_of(layer)
-    gain = predicted_gain(recipe, *shape, tokens, taps) if on_gpu(device) and recipe.is_fp8 else None
+    known = rates(device) if recipe.is_fp8 else None
+    gain = predicted_gain(recipe, *shape, tokens, taps, rates=known) if known else None
     if kept is None and taps:
         kept = unsupported_reason_recipe(recipe)
     if kept is None and not recipe.is_fp8:
@@ -365,7 +531,7 @@ def table_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 def footer(plan: Plan) -> list[str]:
     """Return the lines below a plan's table: counts, weights in FP8, what is fused, options without effect."""
-    weights = sum(math.prod(layer.shape) for layer in plan.layers)
+    weights = sum(layer.weights for layer in plan.layers)
     layers = "layers" if any("conv" in layer.kind for layer in plan.layers) else "linear layers"
     share = f"{plan.fp8_weights / max(weights, 1):.0%} of their weights"
     if plan.unconverted:

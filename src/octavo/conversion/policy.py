@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import cast, get_args
+from typing import Literal, cast, get_args
 
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from octavo.conversion.experts import FoundExperts
 from octavo.conversion.weights import Weights
 from octavo.errors import ConfigError, did_you_mean
 from octavo.nn import Conv1d, Conv2d, Linear
@@ -24,6 +25,8 @@ from octavo.recipes import Recipe
 
 _HEAD = "output head: its error goes straight into the loss"
 _ROUTER = "router: a small error sends a token to another expert"
+_GROUPED = 16
+"""Features of which grouped FP8 GEMMs take a multiple."""
 
 
 DEFAULTS = MappingProxyType(
@@ -68,6 +71,9 @@ class Policy:
     """Whether `nn.Conv1d` and `nn.Conv2d` are converted, 1x1 and larger ones."""
     fuse: bool = True
     """Whether layers that share an input, MLPs and norms are computed together where they are recognised."""
+    memory: Literal["exact", "low"] = "exact"
+    """What layers keep from forward to backward. `exact`: nothing twice, and FP8 codes where no gradient changes by it.
+    `low`: FP8 wherever possible; it sets the next three options to `fp8`, each where the model has what it is for."""
     activation_inputs: ActivationInputs = "bf16"
     """What MLPs that are computed together keep the inputs of their activation in, the outputs of gate and up, from
     forward to backward. They are about half of a Llama's saved activations: `fp8` halves those, and backward reads
@@ -99,6 +105,11 @@ class Policy:
     def __post_init__(self) -> None:
         if isinstance(self.keep, str):
             raise ConfigError(f"policy: keep = {self.keep!r}: it is a list of patterns, [{self.keep!r}], or a mapping.")
+        if self.memory not in ("exact", "low"):
+            raise ConfigError(f"memory = {self.memory!r}: it is 'exact' or 'low'.")
+        if self.memory == "low":
+            for name in ("activation_inputs", "norm_inputs", "attention_output"):
+                object.__setattr__(self, name, "fp8")
         if self.activation_inputs not in get_args(ActivationInputs):
             raise ConfigError(f"activation_inputs = {self.activation_inputs!r}: it is 'bf16' or 'fp8'.")
         if self.norm_inputs not in get_args(NormInputs):
@@ -171,9 +182,8 @@ class Policy:
             in_mlp: it belongs to an MLP, whose gate routes nothing.
             is_head: the model says that it is an output head (`octavo.conversion.heads`).
         """
-        for pattern, reason in self.patterns.items():
-            if _matches(name, pattern) and not (in_mlp and reason == _ROUTER):
-                return reason
+        if (reason := self._pattern_reason(name, in_mlp)) is not None:
+            return reason
         if is_head and self.keep_defaults:
             return _HEAD
         if isinstance(layer, nn.Linear) or is_transposed(layer):
@@ -186,6 +196,26 @@ class Policy:
             return f"its weight is {dtype}, no real floating-point number"
         if self.filter is not None and not self.filter(name, layer):
             return "left out by the policy's filter"
+        return None
+
+    def reason_to_keep_experts(self, name: str, module: nn.Module, found: FoundExperts) -> str | None:
+        """Return why a module of experts stays in BF16, or None."""
+        if (reason := self._pattern_reason(name)) is not None:
+            return reason
+        sizes = (*found.first, *found.second)
+        if min(sizes) < self.min_features:
+            return f"fewer than {self.min_features} features"
+        if any(size % _GROUPED for size in sizes):
+            return f"{sizes} features: grouped FP8 GEMMs take multiples of {_GROUPED}"
+        dtypes = {parameter.dtype for parameter in module.parameters()}
+        if not dtypes <= set(REAL):
+            return f"its weights are {dtypes}, no real floating-point numbers"
+        return None if self.filter is None or self.filter(name, module) else "left out by the policy's filter"
+
+    def _pattern_reason(self, name: str, in_mlp: bool = False) -> str | None:
+        for pattern, reason in self.patterns.items():
+            if _matches(name, pattern) and not (in_mlp and reason == _ROUTER):
+                return reason
         return None
 
     def keeps_input(self, name: str, recipe: Recipe) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 from torch import nn
 
-from octavo.conversion.fusion_patterns import FusionPattern, full_name
+from octavo.conversion.fusion_patterns import FusionPattern, full_name, reader_of
 from octavo.conversion.policy import Policy
 from octavo.nn.attention import ScaledDotProduct, unsupported_reason
 from octavo.nn.fused import MLPRoles
@@ -41,7 +41,7 @@ def find_unapplied(
         found = {name: module for name, module in model.named_modules() if isinstance(module, ScaledDotProduct)}
         for name, module in found.items():
             if name not in applied["attention"]:
-                reader = full_name(name.rpartition(".")[0], module.reader)
+                reader = reader_of(name, module)
                 why = unsupported_reason(recipes.get(reader), reader in keep_input)
                 yield f"attention_output = 'fp8' does nothing in {name}, which {reader} reads: {why}"
         if not found:

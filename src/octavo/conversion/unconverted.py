@@ -65,17 +65,16 @@ def _reason(module: nn.Module, tensor: Tensor, dims: int) -> tuple[str, float]:
     if isinstance(module, nn.RNNBase):
         return f"{kind} multiplies by it itself, step by step", 1.0
     if dims == 3:
-        return f"matrices of {kind} in one tensor: octavo.nn.GroupedLinear computes experts in FP8", _active(
-            module, tensor
-        )
+        reason = f"matrices of {kind} in one tensor, whose forward is no mixture of experts that is known: "
+        return f"{reason}octavo.nn.GroupedLinear computes experts in FP8", active_share(module, tensor.shape[0])
     return f"a parameter of {kind}, whose products are not known", 1.0
 
 
-def _active(module: nn.Module, experts: Tensor) -> float:
+def active_share(module: nn.Module, experts: int) -> float:
     """Return the share of its experts that a mixture sends one token to, as far as it says; 1 where it does not."""
     for owner in (module, getattr(module, "config", None)):
         for name in ("num_experts_per_tok", "top_k", "num_selected_experts"):
             count = getattr(owner, name, None)
-            if isinstance(count, int) and 0 < count <= experts.shape[0]:
-                return count / experts.shape[0]
+            if isinstance(count, int) and 0 < count <= experts:
+                return count / experts
     return 1.0

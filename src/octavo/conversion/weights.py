@@ -39,7 +39,7 @@ def plan_weights(
         ConfigError: a recipe cannot read the codes of an FP8 weight, or a weight is of a class that nobody knows here.
     """
     linears = {row.name: layers[row.name] for row in rows if row.is_fp8 and row.kind == "linear"}
-    wanted = {name: layer for name, layer in linears.items() if weights == "fp8" or _is_fp8(layer)}
+    wanted = {name: one for name, one in linears.items() if weights == "fp8" or isinstance(one.weight, FP8Tensor)}
     for name, layer in wanted.items():
         _check(name, layer, recipes[name])
     others = dict(_read_by_others(model, wanted))
@@ -91,7 +91,8 @@ def check_free(weights: Sequence[Tensor]) -> None:
         ConfigError: something holds on to a parameter: a graph that has not run backward, or compiled code.
     """
     for weight in weights:
-        if weakref.getweakrefs(weight) or weight._use_count() > 2:  # type: ignore[attr-defined]
+        holders = weight._use_count() - int(weight.requires_grad)  # type: ignore[attr-defined]  # one adds up gradients
+        if weakref.getweakrefs(weight) or holders > 1:
             raise ConfigError(
                 "a weight is in use, by compiled code or by a graph that has not run backward, so that what it is "
                 "stored in cannot change now: convert before the model runs, or drop the outputs of earlier forwards. "
@@ -124,10 +125,6 @@ def _check(name: str, layer: Layer, recipe: Recipe) -> None:
         raise ConfigError(
             f"policy: weights = 'fp8': {where} is a {type(weight).__name__}. Convert the model before it is sharded."
         )
-
-
-def _is_fp8(layer: Layer) -> bool:
-    return isinstance(layer.weight, FP8Tensor)
 
 
 def _read_by_others(model: nn.Module, wanted: Mapping[str, Layer]) -> Iterator[tuple[int, str]]:

@@ -7,8 +7,9 @@ Names are loaded on first use, so that the command line starts quickly.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from octavo._util.lazy import lazy
 
 if TYPE_CHECKING:
     from octavo.data.bpe import BPETokenizer
@@ -17,21 +18,6 @@ if TYPE_CHECKING:
     from octavo.data.statistics import CorpusStatistics, corpus_statistics
     from octavo.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
     from octavo.data.tokens import TokenFiles, prepare
-
-_MODULES = {
-    "BPETokenizer": "bpe",
-    "ByteTokenizer": "tokenizer",
-    "CorpusStatistics": "statistics",
-    "Document": "corpus",
-    "Loader": "loader",
-    "TokenFiles": "tokens",
-    "Tokenizer": "tokenizer",
-    "corpus_statistics": "statistics",
-    "heldout_batches": "loader",
-    "load_tokenizer": "tokenizer",
-    "prepare": "tokens",
-    "read_corpus": "corpus",
-}
 
 __all__ = [
     "BPETokenizer",
@@ -49,7 +35,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'octavo.data' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"octavo.data.{_MODULES[name]}"), name)
+_HOMES = {
+    "bpe": "BPETokenizer",
+    "corpus": "Document read_corpus",
+    "loader": "Loader heldout_batches",
+    "statistics": "CorpusStatistics corpus_statistics",
+    "tokenizer": "ByteTokenizer Tokenizer load_tokenizer",
+    "tokens": "TokenFiles prepare",
+}
+__getattr__ = lazy(__name__, _HOMES)

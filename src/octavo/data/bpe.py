@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from octavo._util.files import write_text
 from octavo.data.corpus import open_corpus
 from octavo.data.tokenizer import Tokens
 from octavo.errors import ConfigError, DataError
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 END_OF_DOCUMENT = "<|endofdocument|>"
-SMALLEST, LARGEST = 272, 65_536
+SMALLEST, LARGEST, WIDEST = 272, 65_536, 1 << 30
 SAMPLE_BYTES = 64_000_000
 """Bytes of training text for merges; more changes them little and takes minutes."""
 PIECE_CHARACTERS = 1_000_000
@@ -33,15 +32,15 @@ class BPETokenizer:
         """Wrap a tokenizer of the package `tokenizers`; its own end-of-text token is used if it has one.
 
         Raises:
-            DataError: it has no end-of-document token, or more ids than uint16 can represent.
+            DataError: it has no end-of-document token, or more than 2^30 ids.
         """
         ends = (END_OF_DOCUMENT, "<|endoftext|>", "<|end_of_text|>", "</s>")
         found = [(i, token) for token in ends if (i := backend.token_to_id(token)) is not None]
         size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         if not found:
             raise DataError(f"the tokenizer has no end-of-document token; add one of {', '.join(ends)}.")
-        if size > LARGEST:
-            raise DataError(f"the tokenizer has {size} ids; token files hold 16-bit ids, {LARGEST} at most.")
+        if size > WIDEST:
+            raise DataError(f"the tokenizer has {size} ids; token files hold {WIDEST} at most.")
         self.name = f"{name}-{size}"
         self.vocab = -(-size // 16) * 16
         self.end_of_document: int = found[0][0]
@@ -102,23 +101,24 @@ class BPETokenizer:
         Raises:
             DataError: the file cannot be written; no partial file remains.
         """
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                    stream.write(self.to_json())
-                Path(temporary).replace(path)
-            finally:
-                Path(temporary).unlink(missing_ok=True)
-        except OSError as error:
-            raise DataError(f"{path}: cannot be written ({error.strerror}).") from error
+        write_text(path, self.to_json(), DataError, mkdir=True)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
-        """Return the ids of each text, uint16, without the end of document."""
+        """Return the ids of each text without the end of document; uint16, or uint32 beyond 65,536 ids."""
         pieces = [list(_pieces(text)) for text in texts]
         encodings = iter(self._backend.encode_batch_fast(list(itertools.chain(*pieces)), add_special_tokens=False))
-        return [np.array([i for _ in parts for i in next(encodings).ids], dtype=np.uint16) for parts in pieces]
+        return [self._tokens(i for _ in parts for i in next(encodings).ids) for parts in pieces]
+
+    def encode_template(self, text: str) -> Tokens:
+        """Return the ids of a text of a chat template, in which special tokens stand for their ids."""
+        self._backend.encode_special_tokens = False
+        try:
+            return self._tokens(self._backend.encode(text, add_special_tokens=False).ids)
+        finally:
+            self._backend.encode_special_tokens = True
+
+    def _tokens(self, ids: Iterable[int]) -> Tokens:
+        return np.array([*ids], dtype=np.uint16 if self.vocab <= LARGEST else np.uint32)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`; end-of-document and padding ids are skipped."""
@@ -157,5 +157,5 @@ def _package() -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise DataError("a BPE tokenizer needs the package tokenizers: pip install octavo[bpe]") from error
+        raise DataError('a BPE tokenizer needs the package tokenizers: pip install "octavo[bpe]"') from error
     return tokenizers

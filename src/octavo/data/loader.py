@@ -7,6 +7,9 @@ The stream of windows is global: sample n is window `permutation(seed, n // wind
 takes the r-th batch of the next `world * batch` samples. The state is therefore one number, any number of ranks visits
 the same samples, and nothing is dropped at the end of a pass.
 
+Files of 32-bit ids (`.u32`) may flag an id: `FIRST` begins a document that attention does not leave, and is given as
+its complement among the inputs; `NO_TARGET` is given as -100 among the targets.
+
 Shapes: B batch, T sequence.
 """
 
@@ -26,6 +29,12 @@ from octavo.errors import CheckpointError, ConfigError, DataError
 
 Batch = tuple[Tensor, Tensor]
 """(inputs_BT, targets_BT), int64 on the CPU; a target is the id after its input."""
+NO_TARGET, FIRST = np.uint32(1 << 31), np.uint32(1 << 30)
+"""Flags of 32-bit ids."""
+IDS = np.uint32(FIRST - 1)
+"""Mask of the ids themselves."""
+IGNORED = -100
+"""Target that does not count, as in PyTorch."""
 
 
 class Loader:
@@ -152,13 +161,14 @@ def open_tokens(path: Path) -> Tokens:
     """Return the ids of a token file, memory-mapped and read-only.
 
     Raises:
-        DataError: the file is missing, empty, or not made of 16-bit ids.
+        DataError: the file is missing, empty, or not made of 16-bit ids (32-bit ids if it ends in `.u32`).
     """
+    width = 4 if path.suffix == ".u32" else 2
     try:
         size = path.stat().st_size
-        if size == 0 or size % 2:
-            raise DataError(f"{path}: {size} bytes are not a file of 16-bit token ids.")
-        return np.memmap(path, dtype="<u2", mode="r")
+        if size == 0 or size % width:
+            raise DataError(f"{path}: {size} bytes are not a file of {8 * width}-bit token ids.")
+        return np.memmap(path, dtype=f"<u{width}", mode="r")
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
 
@@ -175,5 +185,11 @@ def permutation(seed: int, epoch: int, windows: int) -> NDArray[np.int64]:
 def gather(tokens: Tokens, windows: NDArray[np.int64], sequence: int) -> Batch:
     """Return inputs and targets, both (len(windows), T), of the windows with these indices."""
     positions = windows[:, None] * sequence + np.arange(sequence + 1)
-    ids = torch.from_numpy(tokens[positions].astype(np.int64))
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    found = tokens[positions]
+    if found.dtype.itemsize == 2:
+        ids = torch.from_numpy(found.astype(np.int64))
+        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    plain = (found & IDS).astype(np.int64)
+    inputs = np.where(found & FIRST, ~plain, plain)[:, :-1]
+    targets = np.where(found & NO_TARGET, IGNORED, plain)[:, 1:]
+    return torch.from_numpy(inputs.copy()), torch.from_numpy(targets.copy())

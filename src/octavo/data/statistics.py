@@ -1,4 +1,4 @@
-"""Corpus statistics: lengths, duplicates, entropy. Measured once and cached beside the token files."""
+"""Corpus statistics: lengths, duplicates, scripts, entropy. Measured once and cached beside the token files."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo._util import config_reader
+from octavo._util.files import write_text
+from octavo.data.loader import FIRST, IDS, open_tokens
+from octavo.data.quality import SHINGLE_BYTES, SHINGLE_TOKENS, Letters, near_duplicates, signatures
 from octavo.data.tokenizer import Tokenizer, Tokens
 from octavo.data.tokens import TokenFiles
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, DataError
 
-FILE = "statistics-1.json"
+FILE = "statistics-2.json"
 """File in the token folder. The number increases whenever the same tokens would give other statistics."""
 SAMPLE_TOKENS = 16_000_000
 """Largest number of tokens decoded to count bytes."""
@@ -40,6 +43,20 @@ class CorpusStatistics:
     """Documents whose tokens equal those of an earlier document."""
     duplicate_tokens_share: float
     """Share of the tokens in duplicate documents."""
+    near_duplicate_documents: int
+    """Documents that differ little from an earlier one (`octavo.data.quality.near_duplicates`), without duplicates."""
+    heldout_near_duplicates: int
+    """Held-out documents that differ little from a training document, or not at all."""
+    heldout_documents: int
+    """Held-out documents compared."""
+    empty_documents: int
+    """Sampled documents without a letter."""
+    foreign_documents: int
+    """Sampled documents in another script than most letters of the text."""
+    sampled_documents: int
+    """Documents decoded to count bytes and letters."""
+    scripts: dict[str, float]
+    """Share of each script in the sampled letters."""
     distinct_tokens: int
     """Distinct ids that occur."""
     token_entropy: float
@@ -61,23 +78,30 @@ def corpus_statistics(files: TokenFiles, tokenizer: Tokenizer) -> CorpusStatisti
     try:
         return config_reader.read(CorpusStatistics, config_reader.read_file(path), str(path))
     except ConfigError:  # missing, or truncated by a killed process
-        found = measure(np.memmap(files.train, dtype="<u2", mode="r"), tokenizer, files.train_bytes)
-    _keep(path, found)
+        found = measure(open_tokens(files.train), tokenizer, files.train_bytes, open_tokens(files.heldout))
+    with suppress(DataError):  # they are measured again next time
+        write_text(path, json.dumps(dataclasses.asdict(found), indent=2) + "\n", DataError)
     return found
 
 
-def measure(ids: Tokens, tokenizer: Tokenizer, text_bytes: int) -> CorpusStatistics:
-    """Measure the ids of consecutive documents, each followed by the end of document.
+def measure(ids: Tokens, tokenizer: Tokenizer, text_bytes: int, heldout: Tokens | None = None) -> CorpusStatistics:
+    """Measure the ids of consecutive documents, each followed by the end of document, or flagged (`loader.FIRST`).
 
-    `text_bytes` is the size of their text.
+    `text_bytes` is the size of their text. Near duplicates among `heldout` ids are counted, too.
     """
-    ends = _ends(ids, tokenizer.end_of_document)
+    ids, ends = _documents(ids, tokenizer)
     lengths = np.diff(ends, prepend=0)
-    counts = np.zeros(1 << 16, dtype=np.int64)
+    counts = np.zeros(tokenizer.vocab, dtype=np.int64)
     for start in range(0, len(ids), CHUNK):
         counts += np.bincount(ids[start : start + CHUNK], minlength=len(counts))
     repeated = _repeated(ids, ends)
-    bytes_ = _byte_counts(ids, ends, tokenizer)
+    width = max(SHINGLE_TOKENS, round(SHINGLE_BYTES * len(ids) / max(text_bytes, 1)))
+    own = signatures(ids, ends, width)
+    near = near_duplicates(own) & ~repeated[: len(own)]
+    other_ids, other_ends = _documents(heldout, tokenizer) if heldout is not None else (ids[:0], ends[:0])
+    others = signatures(other_ids, other_ends, width)
+    leaked = near_duplicates(np.concatenate([own, others]))[len(own) :] if len(others) else np.zeros(0, dtype=bool)
+    bytes_, letters = _sample(ids, ends, tokenizer)
     marks = (0, 10, 50, 90, 99, 100)
     percentiles = np.percentile(lengths, marks, method="inverted_cdf")
     return CorpusStatistics(
@@ -87,6 +111,13 @@ def measure(ids: Tokens, tokenizer: Tokenizer, text_bytes: int) -> CorpusStatist
         document_tokens_percentiles={str(mark): int(value) for mark, value in zip(marks, percentiles, strict=True)},
         duplicate_documents=int(repeated.sum()),
         duplicate_tokens_share=float(lengths[repeated].sum() / len(ids)),
+        near_duplicate_documents=int(near.sum()),
+        heldout_near_duplicates=int(leaked.sum()),
+        heldout_documents=len(others),
+        empty_documents=letters.empty,
+        foreign_documents=letters.foreign,
+        sampled_documents=letters.documents,
+        scripts=letters.shares,
         distinct_tokens=int((counts > 0).sum()),
         token_entropy=entropy(counts),
         byte_entropy=entropy(bytes_),
@@ -116,6 +147,18 @@ def _ends(ids: Tokens, end_of_document: int) -> NDArray[np.int64]:
     return ends if len(ends) and ends[-1] == len(ids) else np.append(ends, len(ids))
 
 
+def _documents(ids: Tokens, tokenizer: Tokenizer) -> tuple[Tokens, NDArray[np.int64]]:
+    """Return plain ids and the end of each document; of packed ones without fillings."""
+    if ids.dtype.itemsize == 2:
+        return ids, _ends(ids, tokenizer.end_of_document)
+    starts, plain = np.flatnonzero(ids & FIRST), ids & IDS
+    if not len(starts):
+        return plain, _ends(plain, tokenizer.end_of_document)
+    ends = np.append(starts[1:], len(ids))
+    is_kept = plain[starts] != tokenizer.end_of_document  # a filling has nothing else
+    return plain[np.repeat(is_kept, ends - starts)], np.cumsum((ends - starts)[is_kept])
+
+
 def _repeated(ids: Tokens, ends: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Return True per document that equals an earlier one, by a 128-bit digest."""
     seen: set[bytes] = set()
@@ -127,24 +170,16 @@ def _repeated(ids: Tokens, ends: NDArray[np.int64]) -> NDArray[np.bool_]:
     return repeated
 
 
-def _byte_counts(ids: Tokens, ends: NDArray[np.int64], tokenizer: Tokenizer) -> NDArray[np.int64]:
-    """Return the count of each byte value in evenly sampled documents."""
-    counts = np.zeros(256, dtype=np.int64)
+def _sample(ids: Tokens, ends: NDArray[np.int64], tokenizer: Tokenizer) -> tuple[NDArray[np.int64], Letters]:
+    """Return the count of each byte value, and of letters, in evenly sampled documents."""
+    counts, letters = np.zeros(256, dtype=np.int64), Letters()
     every = -(-len(ids) // SAMPLE_TOKENS)
     for start, end in list(_bounds(ends))[::every]:
         text = tokenizer.decode(ids[start : min(end, start + SAMPLE_TOKENS)].tolist())
         counts += np.bincount(np.frombuffer(text.encode(), dtype=np.uint8), minlength=256)
-    return counts
+        letters.add(text)
+    return counts, letters
 
 
 def _bounds(ends: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
     return zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)
-
-
-def _keep(path: Path, statistics: CorpusStatistics) -> None:
-    temporary = path.with_name(f".writing-{path.name}")
-    try:
-        temporary.write_text(json.dumps(dataclasses.asdict(statistics), indent=2) + "\n", encoding="utf-8")
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from octavo.errors import DataError, did_you_mean
 
-Tokens = NDArray[np.uint16]
+Tokens = NDArray[np.unsignedinteger]
+"""Ids: uint16, or uint32 for vocabularies of more than 65,536."""
 
 
 class Tokenizer(Protocol):
@@ -38,7 +39,11 @@ class Tokenizer(Protocol):
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
-        """Return the ids of each text, uint16, without the end of document."""
+        """Return the ids of each text without the end of document."""
+        ...
+
+    def encode_template(self, text: str) -> Tokens:
+        """Return the ids of a text of a chat template, in which special tokens stand for their ids."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -65,6 +70,8 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the ids of each text."""
         return [self.encode(text) for text in texts]
+
+    encode_template = encode
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`; a truncated character becomes U+FFFD."""

@@ -1,7 +1,8 @@
 """Token files: a corpus, tokenized and split once, then memory-mapped by every run.
 
 A folder contains `train.bin` and `heldout.bin` (uint16, little-endian, consecutive documents, each followed by the end
-of document) and `meta.json`. It is written atomically, and reused while the corpus and the tokenizer stay the same.
+of document) and `meta.json`. Large vocabularies and chat data are in `.u32` (uint32). It is written atomically, and
+reused while the corpus and the tokenizer stay the same.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from octavo._util import config_reader
+from octavo.data.chat import ChatFormat, encode_chat
 from octavo.data.corpus import Corpus, open_corpus
-from octavo.data.encode import Progress, Written, check_fraction, encode_split
+from octavo.data.encode import Progress, SplitTotals, check_fraction, encode_split, suffix_of
 from octavo.data.tokenizer import Tokenizer
 from octavo.errors import ConfigError, DataError
 
-VERSION = 1
+VERSION = 2
 """Increases whenever the same corpus and tokenizer would give other files."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TokenFiles:
+class TokenFiles(SplitTotals):
     """A tokenized corpus on disk, and its metadata."""
 
     directory: Path
@@ -38,36 +40,22 @@ class TokenFiles:
     """Name of the tokenizer."""
     vocab: int
     """Size of the embedding."""
-    documents: int
-    """Documents with a part in `train.bin`."""
-    heldout_documents: int
-    """Documents with a part in `heldout.bin`."""
-    train_tokens: int
-    """Ids in `train.bin`."""
-    heldout_tokens: int
-    """Ids in `heldout.bin`."""
-    train_bytes: int
-    """UTF-8 bytes of the training text."""
-    heldout_bytes: int
-    """UTF-8 bytes of the held-out text; with the loss it gives bits per byte, which is comparable across tokenizers."""
-    unigram_entropy: float
-    """Nats per held-out token of a model that knows only the frequency of each id: a baseline."""
     heldout_share: float
     """The requested share of documents."""
     listing_sha256: str
     """Digest of names, sizes and modification times of the files."""
-    content_sha256: str
-    """Digest of all texts in order: equal on machines with the same corpus."""
+    suffix: str = ".bin"
+    """Suffix of the files: 16-bit ids in `.bin`, 32-bit ids in `.u32`."""
 
     @property
     def train(self) -> Path:
         """Path of the training tokens."""
-        return self.directory / "train.bin"
+        return self.directory / f"train{self.suffix}"
 
     @property
     def heldout(self) -> Path:
         """Path of the held-out tokens."""
-        return self.directory / "heldout.bin"
+        return self.directory / f"heldout{self.suffix}"
 
     @classmethod
     def read(cls, directory: Path) -> TokenFiles:
@@ -82,7 +70,7 @@ class TokenFiles:
         except ConfigError as error:
             raise DataError(f"{directory}: not a folder of token files: {error}") from error
         for path, tokens in ((files.train, files.train_tokens), (files.heldout, files.heldout_tokens)):
-            if not path.is_file() or path.stat().st_size != 2 * tokens:
+            if not path.is_file() or path.stat().st_size != (4 if path.suffix == ".u32" else 2) * tokens:
                 raise DataError(f"{path}: missing or truncated; remove {directory} to prepare it again.")
         return files
 
@@ -93,12 +81,13 @@ def prepare(
     cache_dir: Path,
     heldout: float = 0.02,
     progress: Progress | None = None,
+    chat: ChatFormat | None = None,
 ) -> TokenFiles:
     """Return the token files of `source`, written to `cache_dir` unless they exist.
 
     `source` is as for `read_corpus`. About the share `heldout` of the documents, selected by a hash of their content,
     is held out; at least one document is on each side, and a single document is split. `progress`, if given, is called
-    with the bytes of text done and the bytes in total.
+    with the bytes of text done and the bytes in total. `chat`: the source has conversations, see `octavo.data.chat`.
 
     Raises:
         DataError: the source cannot be read, or the files cannot be written; no partial files remain.
@@ -107,7 +96,8 @@ def prepare(
     check_fraction(heldout)
     corpus = open_corpus(source)
     listing = corpus.listing_sha256()
-    directory = cache_dir / _folder_name(corpus, tokenizer, listing, heldout)
+    key = f"{VERSION} {listing} {tokenizer.fingerprint} {heldout!r}" + (f" {chat.fingerprint}" if chat else "")
+    directory = cache_dir / _folder_name(corpus, tokenizer, key)
     if (ready := _found(directory)) is not None:
         return ready
     try:
@@ -118,8 +108,12 @@ def prepare(
     try:
         folder = scratch / directory.name
         folder.mkdir()
-        written = encode_split(corpus, tokenizer, folder, heldout, progress)
+        if chat is None:
+            written = encode_split(corpus, tokenizer, folder, heldout, progress)
+        else:
+            written = encode_chat(corpus, tokenizer, folder, heldout, chat, progress)
         meta = _meta(corpus, tokenizer, written, heldout, listing)
+        meta["suffix"] = ".u32" if chat else suffix_of(tokenizer.vocab)
         (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
         _publish(folder, directory)
     except OSError as error:
@@ -130,10 +124,9 @@ def prepare(
     return TokenFiles.read(directory)
 
 
-def _folder_name(corpus: Corpus, tokenizer: Tokenizer, listing: str, heldout: float) -> str:
-    key = hashlib.sha256(f"{VERSION} {listing} {tokenizer.fingerprint} {heldout!r}".encode()).hexdigest()[:12]
+def _folder_name(corpus: Corpus, tokenizer: Tokenizer, key: str) -> str:
     stem = re.sub(r"[^A-Za-z0-9]+", "-", Path(corpus.source).name).strip("-")[:40]
-    return f"{stem or 'corpus'}-{tokenizer.name}-{key}"
+    return f"{stem or 'corpus'}-{tokenizer.name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
 def _found(directory: Path) -> TokenFiles | None:
@@ -155,7 +148,7 @@ def _publish(folder: Path, directory: Path) -> None:
             raise
 
 
-def _meta(corpus: Corpus, tokenizer: Tokenizer, written: Written, heldout: float, listing: str) -> dict[str, Any]:
+def _meta(corpus: Corpus, tokenizer: Tokenizer, written: SplitTotals, heldout: float, listing: str) -> dict[str, Any]:
     values = dataclasses.asdict(written)
     return {
         "source": corpus.source,

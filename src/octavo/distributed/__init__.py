@@ -1,6 +1,7 @@
 """Training on many GPUs, on top of PyTorch's FSDP2, DTensor and pipelining."""
 
 from octavo.distributed.checkpoint import load, save, save_async
+from octavo.distributed.expert_parallel import expert_parallel, rank_loads
 from octavo.distributed.pipeline.stage import PipelineStage, given_loss
 from octavo.distributed.reduce import REDUCTIONS, reduction
 from octavo.distributed.reduce.hooks import set_reduction
@@ -30,10 +31,12 @@ __all__ = [
     "ShardPlan",
     "TensorParallelPlan",
     "contiguous_assignment",
+    "expert_parallel",
     "given_loss",
     "greedy_assignment",
     "load",
     "merge_state_dicts",
+    "rank_loads",
     "reduction",
     "save",
     "save_async",

@@ -62,7 +62,8 @@ def nonfinite(trial: Trial) -> Finding:
     if not math.isfinite(value):
         return failure(f"the loss is {value}, but every operand of the FP8 layers is finite", remedy=OUTSIDE)
     if gradients:
-        return failure(f"the gradient of {gradients[0]} is not finite{_more(gradients)}", rows=_named(gradients))
+        rows = [{"gradient": name} for name in gradients]
+        return failure(f"the gradient of {gradients[0]} is not finite{_more(gradients)}", rows=rows)
     return ok(f"loss {value:.4f}; parameters, operands and gradients are finite", loss=value)
 
 
@@ -74,10 +75,6 @@ def _in_parameters(model: nn.Module) -> list[tuple[str, int]]:
 
 def _is_finite(x: Tensor) -> bool:
     return bool(torch.isfinite(x).all())
-
-
-def _named(names: list[str]) -> list[dict[str, str]]:
-    return [{"gradient": name} for name in names]
 
 
 def _more(found: Sequence[object]) -> str:
@@ -93,16 +90,11 @@ COSINE = 0.9
     symptom="the loss in FP8 stays above the loss in BF16",
     remedy="Use a finer recipe (block), or keep the named layer, or its block, in BF16: octavo localize finds which.",
     needs=fp8_layers,
+    read=lambda trial: (*map(float, trial.losses()), _cosines(trial)),
 )
-def drift(trial: Trial) -> Finding:
-    """Compare loss and gradients of one batch. The loss limits are the dashboard's."""
-    fp8, high = (float(loss) for loss in trial.losses())
-    cosines = _cosines(trial)
-    return judge_drift(fp8, high, cosines)
-
-
-def judge_drift(fp8: float, high: float, cosines: Mapping[str, float]) -> Finding:
-    """Return the finding for two losses and the cosines of the layers' gradients."""
+def drift(read: tuple[float, float, Mapping[str, float]]) -> Finding:
+    """Judge a batch's loss in FP8 and without, and its gradients' cosines. The loss limits are the dashboard's."""
+    fp8, high, cosines = read
     worst = min(cosines, key=lambda name: (not math.isnan(cosines[name]), cosines[name]), default="none")
     cosine = cosines.get(worst, 1.0)
     gap = 100 * (fp8 - high) / abs(high) if high else 0.0
@@ -133,7 +125,11 @@ def _cosines(trial: Trial) -> dict[str, float]:
 )
 def fast_sums(trial: Trial) -> Finding:
     """If a recipe accumulates fast, compute the loss with slow accumulation too."""
-    fast = [name for name, layer in trial.layers.items() if _sums_fast(layer.recipe)]
+    fast = [
+        name
+        for name, layer in trial.layers.items()
+        if any(layer.recipe.gemm(gemm).accumulate == "fast" for gemm in GEMMS)
+    ]
     if not fast:
         return skipped("all recipes in use accumulate slow")
     if trial.device.type != "cuda":
@@ -152,13 +148,17 @@ def judge_sums(fast: float, slow: float, layers: int) -> Finding:
     return found(seen, loss=fast, loss_slow=slow, gap_percent=gap, layers=layers)
 
 
-def _sums_fast(recipe: object) -> bool:
-    return any(getattr(recipe, gemm).accumulate == "fast" for gemm in GEMMS)
-
-
 # Serving: the codes that fprop reads are compared bit for bit with those that the specification (`octavo.numerics`)
 # makes of the weights; FP8 weights are served as stored. The check also counts the codes that would differ if a server
 # quantised BF16 copies of the weights itself, which exporting codes avoids.
+
+
+def _code_rows(trial: Trial) -> list[dict[str, Any]]:
+    names = {id(module): name for name, module in trial.model.named_modules()}
+    layers = [module for module in trial.model.modules() if isinstance(module, Linear) and module.recipe.fprop.is_fp8]
+    with torch.no_grad():
+        rows = [_code_row(names[id(group[0])], group) for group in fusion_groups(trial.model, layers)]
+    return [row for row in rows if row is not None]
 
 
 @check(
@@ -166,18 +166,10 @@ def _sums_fast(recipe: object) -> bool:
     symptom="the served model answers differently from the trained one",
     remedy="A weight was written while its codes were reused: end the octavo.nn.reuse_weight_codes block before that.",
     needs=fp8_layers,
+    read=_code_rows,
 )
-def serving(trial: Trial) -> Finding:
-    """Compare the codes and scales that fprop reads with those to be served."""
-    names = {id(module): name for name, module in trial.model.named_modules()}
-    layers = [module for module in trial.model.modules() if isinstance(module, Linear) and module.recipe.fprop.is_fp8]
-    with torch.no_grad():
-        rows = [_code_row(names[id(group[0])], group) for group in fusion_groups(trial.model, layers)]
-    return judge_codes([row for row in rows if row is not None])
-
-
-def judge_codes(rows: list[dict[str, Any]]) -> Finding:
-    """Return the finding for groups of weights: `weights`, `codes`, `differ`, `scales_differ`, `differ_from_bf16`."""
+def serving(rows: list[dict[str, Any]]) -> Finding:
+    """Compare the codes and scales that fprop reads with those to be served: a row per group of weights."""
     if not rows:
         return skipped("no GEMM of the forward reads a weight in FP8")
     wrong = [row for row in rows if row["differ"] or row["scales_differ"]]

@@ -5,7 +5,8 @@ def disk(machine: Machine) -> Finding:
     free = shutil.disk_usage(machine.folder).free / GIB
     return (ok if free > 5 else failure)(f"{free:.0f} GiB free", free_gib=free)
 
-A requirement, such as `needs=a_gpu`, is declared; without it the check is skipped.
+A requirement, such as `needs=a_gpu`, is declared; without it the check is skipped. A check that judges readings
+declares who takes them, `read=...`; so a test hands it the readings of a fault.
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ Need = Callable[[Any], str]
 def nothing(subject: object) -> str:
     """Require nothing."""
     return ""
+
+
+def itself(subject: Any) -> Any:
+    """Return the subject."""
+    return subject
 
 
 class Verdict(StrEnum):
@@ -86,10 +92,12 @@ class Check(Generic[Subject]):
     """Symptom of the fault, as a user sees it."""
     remedy: str
     """Remedy, unless the finding has a better one."""
-    look: Callable[[Subject], Finding]
-    """Function that checks. An exception counts as a failure."""
+    look: Callable[[Any], Finding]
+    """Function that checks what `read` returns. An exception counts as a failure."""
     needs: Need = nothing
     """Requirement; without it the check is skipped."""
+    read: Callable[[Subject], Any] = itself
+    """Function that reads what the check looks at; by default the subject itself."""
 
 
 class Result(NamedTuple):
@@ -115,10 +123,10 @@ class Result(NamedTuple):
 
 
 def check(
-    name: str, *, symptom: str, remedy: str, needs: Need = nothing
-) -> Callable[[Callable[[Subject], Finding]], Check[Subject]]:
-    """Decorate a function as a check."""
-    return lambda look: Check(name, symptom, remedy, look, needs)
+    name: str, *, symptom: str, remedy: str, needs: Need = nothing, read: Callable[[Any], Any] = itself
+) -> Callable[[Callable[[Any], Finding]], Check[Any]]:
+    """Decorate a function as a check. Arguments are the fields of `Check`."""
+    return lambda look: Check(name, symptom, remedy, look, needs, read)
 
 
 def run_check(check: Check[Subject], subject: Subject) -> Result:
@@ -130,7 +138,7 @@ def run_check(check: Check[Subject], subject: Subject) -> Result:
     start = time.perf_counter()
     try:
         missing = check.needs(subject)
-        finding = skipped(missing) if missing else check.look(subject)
+        finding = skipped(missing) if missing else check.look(check.read(subject))
     except ConfigError:
         raise
     except Exception as error:

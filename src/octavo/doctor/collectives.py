@@ -1,4 +1,4 @@
-"""Collectives between the GPUs of this machine, in every dtype that Octavo sends: correct, and not hanging.
+"""Collectives between the GPUs of this machine, in every dtype that Octavo sends: correct, fast, and not hanging.
 
 Each rank is a process with a time limit: a hang is a finding, and leaves no process behind.
 """
@@ -12,14 +12,24 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from octavo.doctor.check import Finding, check, failure, ok
+from octavo.doctor.check import Finding, check, failure, ok, warning
+from octavo.doctor.hardware import Gpu
 from octavo.doctor.subjects import Machine, a_gpu
 
 TIMEOUT = 120.0
 """Seconds; PyTorch loads and NCCL connects in less."""
+
+
+class Answers(NamedTuple):
+    """What the ranks found."""
+
+    errors: list[str]
+    gb_per_s: float = 0.0
+    """Bandwidth of a gather, of the slowest rank."""
 
 
 def _several_gpus(machine: Machine) -> str:
@@ -36,22 +46,39 @@ def _several_gpus(machine: Machine) -> str:
     needs=_several_gpus,
 )
 def collectives(machine: Machine) -> Finding:
-    """Start a process per GPU; sum, gather, scatter and exchange known numbers between them."""
+    """Start a process per GPU; sum, gather, scatter and exchange known numbers between them, and time a gather."""
     gpus = torch.cuda.device_count()
-    return judge(connect(gpus, "nccl"), gpus)
+    return judge(connect(gpus, "nccl"), gpus, Gpu.of(machine).link_gb_per_s())
 
 
-def judge(errors: Sequence[str], ranks: int) -> Finding:
-    """Return the finding for a list of errors."""
-    if errors:
-        return failure("; ".join(errors[:3]), wrong=list(errors), ranks=ranks)
-    return ok(f"{ranks} GPUs sum, gather, scatter and exchange FP32, BF16 and bytes correctly", ranks=ranks)
+LEAST = 0.4
+"""Share of a link's nominal bandwidth below which a gather is slow. NCCL reaches 0.7 to 0.85 over NVLink."""
+
+
+def judge(found: Answers, ranks: int, nominal: float | None = None) -> Finding:
+    """Return the finding for the answers of all ranks.
+
+    Args:
+        nominal: GB/s in one direction that a GPU's links are made for; None if NVML does not say.
+    """
+    if found.errors:
+        return failure("; ".join(found.errors[:3]), wrong=list(found.errors), ranks=ranks)
+    seen = f"{ranks} GPUs sum, gather, scatter and exchange FP32, BF16 and bytes correctly"
+    seen += f"; a gather runs at {found.gb_per_s:.1f} GB/s" + (f" of {nominal:.0f} nominal" if nominal else "")
+    numbers = {"ranks": ranks, "gb_per_s": found.gb_per_s, "nominal_gb_per_s": nominal}
+    if nominal and found.gb_per_s < LEAST * nominal:
+        remedy = (
+            "Look at the topology (nvidia-smi topo -m) and at what NCCL uses (NCCL_DEBUG=INFO): NCCL_P2P_DISABLE, links"
+            " that are down, or another job on the same links."
+        )
+        return warning(seen, remedy=remedy, **numbers)
+    return ok(seen, **numbers)
 
 
 def connect(
     ranks: int, backend: str, timeout: float = TIMEOUT, program: Sequence[str] = ("-m", "octavo.doctor.rank")
-) -> list[str]:
-    """Return the errors between some ranks of this machine.
+) -> Answers:
+    """Return the errors between some ranks of this machine, and their bandwidth.
 
     Args:
         program: Python arguments of each process, followed by rank, ranks, backend and a shared folder.
@@ -71,10 +98,12 @@ def connect(
                 process.wait()
         if died := [rank for rank, code in enumerate(codes) if code]:
             errors[died[0]].seek(0)
-            return [f"rank {died[0]}: {(errors[died[0]].read().strip().splitlines() or ['it died'])[-1]}"]
+            last = (errors[died[0]].read().strip().splitlines() or ["it died"])[-1]
+            return Answers([f"rank {died[0]}: {last}"])
         if hung := [rank for rank, code in enumerate(codes) if code is None]:
-            return [f"no answer from rank {', '.join(map(str, hung))} in {timeout:g} seconds"]
-        return [line for rank in range(ranks) for line in json.loads((Path(place) / f"{rank}.json").read_text())]
+            return Answers([f"no answer from rank {', '.join(map(str, hung))} in {timeout:g} seconds"])
+        told = [json.loads((Path(place) / f"{rank}.json").read_text()) for rank in range(ranks)]
+        return Answers([line for each in told for line in each["errors"]], min(each["gb_per_s"] for each in told))
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> list[int | None]:

@@ -17,6 +17,8 @@ from octavo.monitor.system import SystemProbe
 LOAD_SECONDS = 1.0
 _UNCORRECTED, _SINCE_START, _OF_MULTIPROCESSORS = 1, 0, 1
 """NVML constants."""
+_MOST_LINKS = 18
+"""NVLinks of a GPU: as many as any has."""
 BRAKES = {
     0x08: "hardware slowdown",
     0x20: "thermal limit (software)",
@@ -55,6 +57,19 @@ class Gpu(SystemProbe):
             "highest_clock_mhz": self._ask("nvmlDeviceGetMaxClockInfo", _OF_MULTIPROCESSORS),
         }
 
+    def link_gb_per_s(self) -> float | None:
+        """Return what the links of this GPU are made for, GB/s in one direction: NVLink if it is up, else PCIe.
+
+        Per NVLink 20 GB/s in version 1, 25 up to version 4, 50 from 5 on; PCIe by generation and width. None without
+        NVML.
+        """
+        up = [self._ask("nvmlDeviceGetNvLinkVersion", link) for link in range(_MOST_LINKS)
+              if self._ask("nvmlDeviceGetNvLinkState", link) == 1]  # fmt: skip
+        if rates := [20.0 if version < 2 else 25.0 if version < 5 else 50.0 for version in up if version]:
+            return sum(rates)
+        lanes, generation = (self._ask(f"nvmlDeviceGetMaxPcieLink{what}") for what in ("Width", "Generation"))
+        return None if not lanes or not generation else lanes * 0.985 * 2.0 ** (generation - 3)
+
     def memory_errors(self) -> dict[str, Any]:
         """Return the state of ECC, uncorrected errors since the driver started, and row remapping."""
         mode, remapped = self._ask("nvmlDeviceGetEccMode"), self._ask("nvmlDeviceGetRemappedRows")
@@ -75,15 +90,10 @@ def _nvml(machine: Machine) -> str:
     symptom="the same step is slower on this GPU than on others",
     remedy="Check the machine's cooling and power, and restore the power limit: nvidia-smi -pl WATTS.",
     needs=_nvml,
+    read=lambda machine: Gpu.of(machine).under_load() | Gpu.of(machine).limits(),
 )
-def clocks(machine: Machine) -> Finding:
-    """Load the GPU for a second, and read clock, power, temperature and throttle reasons."""
-    gpu = Gpu.of(machine)
-    return judge_clocks({**gpu.under_load(), **gpu.limits()})
-
-
-def judge_clocks(read: dict[str, Any]) -> Finding:
-    """Return the finding for readings under load, by the names of `SYSTEM_KEYS` and `Gpu.limits`."""
+def clocks(read: dict[str, Any]) -> Finding:
+    """Judge clock, power, temperature and throttle reasons after a second of load: `SYSTEM_KEYS` and `Gpu.limits`."""
     reasons = int(read.get("gpu_throttle_reasons") or 0)
     brakes = [reason for bit, reason in BRAKES.items() if reasons & bit]
     units = {"gpu_clock_mhz": "MHz", "gpu_power_watts": "W", "gpu_temperature": "C"}
@@ -101,14 +111,10 @@ def judge_clocks(read: dict[str, Any]) -> Finding:
     symptom="the loss jumps on one machine only; CUDA error: uncorrectable ECC error",
     remedy="Take the GPU out of service, or reset it (nvidia-smi -r), and resume from the last good checkpoint.",
     needs=_nvml,
+    read=lambda machine: Gpu.of(machine).memory_errors(),
 )
-def memory_errors(machine: Machine) -> Finding:
-    """Query NVML for uncorrected memory errors."""
-    return judge_memory(Gpu.of(machine).memory_errors())
-
-
-def judge_memory(read: dict[str, Any]) -> Finding:
-    """Return the finding for the readings of `Gpu.memory_errors`."""
+def memory_errors(read: dict[str, Any]) -> Finding:
+    """Judge NVML's readings of uncorrected memory errors (`Gpu.memory_errors`)."""
     if read.get("uncorrected"):
         return failure(f"{read['uncorrected']} uncorrected errors since the driver started", **read)
     if read.get("out_of_spare_rows"):
@@ -134,33 +140,29 @@ FILES = 1024
     "shared memory",
     symptom="'Bus error', or NCCL says 'unhandled system error', in a container",
     remedy="Give the container more: docker run --shm-size=8g, or --ipc=host.",
+    read=lambda _: _size(Path("/dev/shm")),
 )
-def shared_memory(machine: Machine) -> Finding:
-    """Check the size of /dev/shm."""
-    return judge_shared(_size(Path("/dev/shm")))
-
-
-def judge_shared(total: float | None) -> Finding:
-    """Return the finding for a total size in GiB; None without /dev/shm."""
+def shared_memory(total: float | None) -> Finding:
+    """Judge the size of /dev/shm in GiB; None without it."""
     if total is None:
         return skipped("there is no /dev/shm")
     found = warning if total < SHARED_GIB else ok
     return found(f"/dev/shm has {total:.2f} GiB", total_gib=total)
 
 
+def _free_space(machine: Machine) -> float:
+    folder = next(path for path in (machine.folder.absolute(), *machine.folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(folder).free / GIB
+
+
 @check(
     "disk",
     symptom="a run stops while writing a checkpoint",
     remedy="Free disk space, or write runs elsewhere: --out DIR.",
+    read=_free_space,
 )
-def disk(machine: Machine) -> Finding:
-    """Check the free space where runs are written."""
-    folder = next(path for path in (machine.folder.absolute(), *machine.folder.absolute().parents) if path.exists())
-    return judge_disk(shutil.disk_usage(folder).free / GIB)
-
-
-def judge_disk(free: float) -> Finding:
-    """Return the finding for free GiB."""
+def disk(free: float) -> Finding:
+    """Judge the free space, in GiB, where runs are written."""
     found = failure if free < DISK_GIB[0] else warning if free < DISK_GIB[1] else ok
     return found(f"{free:.1f} GiB free where runs are written", free_gib=free)
 
@@ -169,14 +171,10 @@ def judge_disk(free: float) -> Finding:
     "open files",
     symptom="'Too many open files' on several GPUs",
     remedy=f"Raise the limit first: ulimit -n {16 * FILES}.",
+    read=lambda _: resource.getrlimit(resource.RLIMIT_NOFILE)[0],
 )
-def open_files(machine: Machine) -> Finding:
-    """Check how many files a process may open."""
-    return judge_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-
-
-def judge_files(limit: int) -> Finding:
-    """Return the finding for a limit; -1 for no limit."""
+def open_files(limit: int) -> Finding:
+    """Judge how many files a process may open; -1 for no limit."""
     if limit == resource.RLIM_INFINITY:
         return ok("no limit")
     return (warning if limit < FILES else ok)(f"a process may open {limit}", limit=limit)

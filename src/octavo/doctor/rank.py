@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -64,13 +66,34 @@ def wrong(rank: int, made: Sequence[CollectiveCase] | Iterator[CollectiveCase]) 
     return errors
 
 
+SENT_BYTES = {"cuda": 2**28, "cpu": 2**22}
+"""Bytes that all ranks together gather when the bandwidth is measured."""
+
+
+def bandwidth(ranks: int, device: torch.device, repeats: int = 5) -> float:
+    """Return the bandwidth of an all-gather in GB/s: what each rank receives, (ranks - 1) / ranks of the result.
+
+    It is NCCL's bus bandwidth, comparable with what a link can carry in one direction.
+    """
+    own = torch.zeros(SENT_BYTES[device.type] // ranks, dtype=torch.uint8, device=device)
+    result, seconds = own.new_empty(own.numel() * ranks), []
+    for _ in range(repeats + 1):
+        dist.barrier()
+        begin = time.perf_counter()
+        dist.all_gather_into_tensor(result, own)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    return own.numel() * (ranks - 1) / statistics.median(seconds[1:]) / 1e9
+
+
 def _numbers(rank: int, ranks: int, device: torch.device) -> Tensor:
     """Return the input of a rank, (ranks x ELEMENTS,), integers from 0 to 15: sums over 17 ranks are exact in BF16."""
     return (torch.arange(ranks * ELEMENTS, device=device) * 7 + rank * 3) % 16
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Connect, run every collective, and write the errors to `FOLDER/RANK.json`."""
+    """Connect, run every collective, and write errors and bandwidth to `FOLDER/RANK.json`."""
     rank, ranks, backend, place = int(arguments[0]), int(arguments[1]), arguments[2], Path(arguments[3])
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
@@ -78,7 +101,8 @@ def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(backend, f"file://{place}/store", timedelta(seconds=60), ranks, rank)
     errors = wrong(rank, cases(rank, ranks, device))
-    (place / f"{rank}.json").write_text(json.dumps(errors), encoding="utf-8")
+    found = {"errors": errors, "gb_per_s": bandwidth(ranks, device)}
+    (place / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 

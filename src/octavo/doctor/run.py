@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import NamedTuple
 
-from octavo.doctor.check import Finding, check, failure, ok, skipped, warning
+import numpy as np
+
+from octavo.doctor.check import Finding, Verdict, check, failure, ok, skipped, warning
 from octavo.monitor.dashboard import verdict
 from octavo.monitor.store import RunReader
 
@@ -25,8 +30,67 @@ def state(run: RunReader) -> Finding:
     remedy="Lower the learning rate (--lr), or use a finer recipe. The check 'drift' shows whether FP8 is the cause.",
 )
 def loss(run: RunReader) -> Finding:
-    """Check that the loss is finite, near the twin's, and near its own minimum."""
-    return judge_findings(verdict.of_loss(run), "near its lowest") if run.last_step else skipped("no step yet")
+    """Check that the loss is finite, near the twin's, and near its own minimum; say what to change, by the evidence."""
+    if not run.last_step:
+        return skipped("no step yet")
+    found = judge_findings(verdict.of_loss(run), "near its lowest")
+    return found if found.verdict == Verdict.OK else replace(found, remedy=remedies(run))
+
+
+OVERFLOWS = 0.01
+"""Usual share of steps that overflow with a dynamic loss scale: one per window when it is doubled."""
+SPIKE = 10.0
+"""Largest gradient norm over the median that clipping lets pass unnoticed."""
+
+
+class Advice(NamedTuple):
+    """What to change about an unstable run."""
+
+    evidence: float
+    """What was seen, over what is usual: from 1 on it counts."""
+    what: str
+    seen: str
+    remedy: str
+
+
+def advice(run: RunReader) -> list[Advice]:
+    """Return what could make a run unstable: the one with most evidence first, those without any last."""
+    series = run.scalars(points=2000)
+    last, events = max(run.last_step, 1), run.events()
+    skipped_steps = max((verdict.newest(series.get(key)) for key in series if key.startswith("overflows")), default=0.0)
+    norms = next((series[key].high for key in series if key.startswith("gradient_norm")), np.zeros(0))
+    norms = norms[np.isfinite(norms)]
+    spike = float(norms.max() / np.median(norms)) if len(norms) and np.median(norms) > 0 else 0.0
+    gap = verdict.gap_of(run, series) or 0.0
+    tensors = [finding.text for finding in verdict.of_tensors(run)]
+    causes = Counter(event.text.partition(":")[0] for event in events if event.level != "info")
+    rises = [finding.text for finding in verdict.of_loss(run) if "minimum" in finding.text]
+    found = [
+        Advice(skipped_steps / last / OVERFLOWS, "loss scale", f"{skipped_steps:.0f} of {last} steps overflowed",
+               "start lower (--loss-scale-start), or use none: BF16 has the range of FP32"),
+        Advice(spike / SPIKE, "clip", f"the gradient norm reached {spike:.0f} times its median",
+               "clip at 1.0 (--clip), a single layer lower (clip_per_group)"),
+        Advice(causes["optimizer"] + len(rises) * (gap <= verdict.GAP_LIMIT), "optimizer",
+               rises[0] if rises else f"{causes['optimizer']} events blame it",
+               "lower --lr, lengthen --warmup, lower the second beta"),
+        Advice(max(gap / verdict.GAP_LIMIT, len(tensors) + causes["precision"]), "recipe",
+               tensors[0] if tensors else f"{gap:.1f} % above the BF16 baseline",
+               "a finer recipe, or layers in BF16: the check 'drift' and octavo localize find which"),
+        Advice(causes["data"], "data", f"{causes['data']} events blame a batch",
+               "look at its text; octavo train --guard.mode act skips such batches"),
+    ]  # fmt: skip
+    return sorted(found, key=lambda each: -each.evidence)
+
+
+def remedies(run: RunReader) -> str:
+    """Return the advice as text: what has evidence with what was seen, then what has none."""
+    all_of_it = advice(run)
+    with_evidence = [each for each in all_of_it if each.evidence >= 1]
+    rest = ", ".join(each.what for each in all_of_it if each.evidence < 1)
+    lines = [f"{each.what} ({each.seen}): {each.remedy}" for each in with_evidence]
+    numbered = "; ".join(f"{number}. {line}" for number, line in enumerate(lines, start=1))
+    also = f"Without evidence in this run: {rest}." if rest else ""
+    return f"{numbered}. {also} The check 'drift' shows whether FP8 is the cause." if lines else f"{also} Try 'drift'."
 
 
 @check(

@@ -70,12 +70,13 @@ OPTIONAL = {
 )
 def software(machine: Machine) -> Finding:
     """Compare the installed versions with `KNOWN`."""
-    return judge_versions(versions())
+    return judge_versions(versions(), on_gpu=machine.device.type == "cuda")
 
 
-def judge_versions(found: Mapping[str, str | None]) -> Finding:
-    """Return the finding for versions by package; None for a missing one."""
-    known = [(k, found[k.package]) for k in KNOWN if _is_between(k, found.get(k.package))]
+def judge_versions(found: Mapping[str, str | None], *, on_gpu: bool = True) -> Finding:
+    """Return the finding for versions by package; None for a missing one. Without a GPU no Triton compiles anything."""
+    judged = [k for k in KNOWN if on_gpu or k.package != "triton"]
+    known = [(k, found[k.package]) for k in judged if _is_between(k, found.get(k.package))]
     bad = [(k, version) for k, version in known if k.verdict != Verdict.OK]
     rows = [{"package": k.package, "version": version, "known": k.what} for k, version in known]
     installed: dict[str, Any] = {name: version for name, version in found.items() if version is not None}
@@ -105,7 +106,7 @@ def packages(machine: Machine) -> Finding:
     missing = [name for name, version in found.items() if version is None]
     rows = [{"package": name, "version": found[name] or "-", "for": purpose} for name, purpose in OPTIONAL.items()]
     listed = ", ".join(f"{name} ({OPTIONAL[name]})" for name in missing)
-    needed = {"triton": "pip install triton", "nvidia-ml-py": "pip install 'octavo[energy]'"}
+    needed = {"triton": "pip install triton", "nvidia-ml-py": 'pip install "octavo[energy]"'}
     missed = [name for name in missing if name in needed and machine.device.type == "cuda"]
     if missed:
         return warning(f"missing: {listed}", remedy=f"{'; '.join(needed[name] for name in missed)}.", rows=rows)
@@ -140,14 +141,10 @@ SLOW: dict[str, tuple[tuple[str, ...], str]] = {
     "variables",
     symptom="the same run is slower here than elsewhere, or than before",
     remedy="Unset them, unless they are intended.",
+    read=lambda machine: machine.environ,
 )
-def variables(machine: Machine) -> Finding:
+def variables(environ: Mapping[str, str]) -> Finding:
     """Find variables that slow a run down."""
-    return judge_variables(machine.environ)
-
-
-def judge_variables(environ: Mapping[str, str]) -> Finding:
-    """Return the finding for an environment."""
     in_force = {name: value for name, value in sorted(environ.items()) if name in SLOW or name.startswith(PREFIXES)}
     slow = [name for name, (values, _) in SLOW.items() if in_force.get(name) in values]
     if slow:

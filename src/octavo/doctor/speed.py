@@ -19,10 +19,12 @@ from octavo import kernels
 from octavo.conversion.gain import predicted_gain
 from octavo.doctor.check import Finding, check, failure, ok, skipped, warning
 from octavo.doctor.subjects import Trial, a_gpu, fp8_layers
+from octavo.kernels.devices import H200, Rates
+from octavo.kernels.dispatch import rates
 from octavo.nn import Conv1d, Conv2d, Linear
 from octavo.nn.hooks import hooked
 from octavo.recipes import Recipe
-from octavo.train.profile import profile
+from octavo.train.timing import busy, kernels_of
 
 
 @check(
@@ -78,8 +80,11 @@ Layer = Linear | Conv1d | Conv2d
     needs=fp8_layers,
 )
 def shapes(trial: Trial) -> Finding:
-    """Predict the gain of every FP8 layer on an H200, for its tokens per step."""
-    return judge_shapes(_shape_rows(trial), on_gpu=trial.device.type == "cuda")
+    """Predict the gain of every FP8 layer for its tokens per step, on this GPU; on an H200 where there is none."""
+    on_gpu = trial.device.type == "cuda"
+    if on_gpu and rates(trial.device) is None:
+        return skipped("Octavo has no rates of this GPU to predict a gain with; `octavo bench step` measures it")
+    return judge_shapes(_shape_rows(trial), on_gpu=on_gpu)
 
 
 def judge_shapes(rows: list[dict[str, Any]], *, on_gpu: bool) -> Finding:
@@ -110,13 +115,14 @@ def _shape_rows(trial: Trial) -> list[dict[str, Any]]:
     hooks = (layer.register_forward_hook(count(name, layer)) for name, layer in trial.layers.items())
     with hooked(hooks), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         trial.loss()
-    return [_shape_row(name, trial.layers[name], seen) for name, seen in tokens.items()]
+    known = rates(trial.device) or H200
+    return [_shape_row(name, trial.layers[name], seen, known) for name, seen in tokens.items()]
 
 
-def _shape_row(name: str, layer: Layer, tokens: int) -> dict[str, Any]:
+def _shape_row(name: str, layer: Layer, tokens: int, known: Rates) -> dict[str, Any]:
     out, features = layer.weight.shape[0], math.prod(layer.weight.shape[1:])
     taps = 0 if isinstance(layer, Linear) else math.prod(layer.kernel_size)
-    gain = predicted_gain(layer.recipe, out, features, tokens, taps)
+    gain = predicted_gain(layer.recipe, out, features, tokens, taps, rates=known)
     multiple = _multiple(layer.recipe)
     pads = multiple if any(size % multiple for size in (out, features, tokens)) else 0
     return {"layer": name, "shape": f"{out} x {features}", "tokens": tokens, "gain": round(gain, 3), "pads": pads}
@@ -161,18 +167,7 @@ class Clock:
 
     def busy(self, step: Callable[[], Any], trace: Path | None) -> float:
         """Return the mean seconds per step with at least one kernel running, and write a trace."""
-        return profile(step, STEPS, None if trace is None else trace / TRACE).busy / 1e3
-
-
-@check(
-    "launches",
-    symptom="the GPU is underused; a larger batch takes no more time",
-    remedy="Compile (--compile on), use more tokens per step, or capture the step in a CUDA graph.",
-    needs=a_gpu,
-)
-def launches(trial: Trial) -> Finding:
-    """Time a few steps on host and device; with `--trace DIR`, write a Chrome trace."""
-    return judge_timing(measure(trial.step, Clock(), trial.trace))
+        return busy(kernels_of(step, STEPS, None if trace is None else trace / TRACE)) / 1e6 / STEPS
 
 
 def measure(step: Callable[[], Any], clock: Clock, trace: Path | None = None) -> Timing:
@@ -190,8 +185,15 @@ def measure(step: Callable[[], Any], clock: Clock, trace: Path | None = None) ->
     return Timing(host / STEPS, whole / STEPS, clock.busy(step, trace))
 
 
-def judge_timing(timing: Timing) -> Finding:
-    """Return the finding for a timing."""
+@check(
+    "launches",
+    symptom="the GPU is underused; a larger batch takes no more time",
+    remedy="Compile (--compile on), use more tokens per step, or capture the step in a CUDA graph.",
+    needs=a_gpu,
+    read=lambda trial: measure(trial.step, Clock(), trial.trace),
+)
+def launches(timing: Timing) -> Finding:
+    """Judge the time of a few steps on host and device; with `--trace DIR`, a Chrome trace is written."""
     busy, host = timing.busy / timing.step, timing.host / timing.step
     numbers: dict[str, Any] = {"host_ms": 1e3 * timing.host, "step_ms": 1e3 * timing.step, "busy_ms": 1e3 * timing.busy}
     seen = f"a step takes {numbers['step_ms']:.2f} ms, with the device busy for {numbers['busy_ms']:.2f} ms"
@@ -216,22 +218,23 @@ class CodeLine(NamedTuple):
     code: str
 
 
+def _syncs_of_a_step(trial: Trial) -> Counter[CodeLine]:
+    """Run a step in PyTorch's sync debug mode, which does not report torch.cuda.synchronize()."""
+    trial.step()  # one-time setup in the first step may wait
+    with recorded_syncs() as places:
+        trial.step()
+    return places
+
+
 @check(
     "host syncs",
     symptom="the GPU is idle between steps, or within one",
     remedy="Keep values on the device, and read them (.item(), .cpu(), print, if) only when a step is logged.",
     needs=a_gpu,
+    read=_syncs_of_a_step,
 )
-def syncs(trial: Trial) -> Finding:
-    """Run a step in PyTorch's sync debug mode, which does not report torch.cuda.synchronize()."""
-    trial.step()  # one-time setup in the first step may wait
-    with recorded_syncs() as places:
-        trial.step()
-    return judge_syncs(places)
-
-
-def judge_syncs(places: Counter[CodeLine]) -> Finding:
-    """Return the finding for the lines that waited in one step, with counts."""
+def syncs(places: Counter[CodeLine]) -> Finding:
+    """Judge the lines that waited in one step, with counts."""
     if not places:
         return ok("no host sync in a step", waits=0)
     rows = [{"place": f"{p.file}:{p.line}", "code": p.code, "waits": count} for p, count in places.most_common()]

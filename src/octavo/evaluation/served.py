@@ -58,6 +58,11 @@ def evaluate_served(
         text, notes = _own_text(directory, known, settings), list[str]()
     else:
         check_same_tokenizer(directory, loaded)
+        if loaded.config.data.format == "chat" and not settings.data:
+            raise UnsupportedError(
+                f"--run {run}: was trained on conversations, which transformers cannot keep apart in a sequence. Use"
+                " --tasks, or a text with --data."
+            )
         text, notes = loaded.text(settings)
     _check_vocabulary(directory, known, text)
     model = load(directory, device)
@@ -99,7 +104,7 @@ def check_installed(known: dict[str, Any]) -> None:
     if missing:
         raise UnsupportedError(
             f"octavo eval: exported models are loaded by transformers. Not installed: {', '.join(missing)}. "
-            "pip install octavo[serving]"
+            'pip install "octavo[serving]"'
         )
 
 

@@ -11,12 +11,12 @@ import numpy as np
 from octavo._util.config_reader import blaming, read_file
 from octavo.data.corpus import open_corpus
 from octavo.data.encode import encode_all
-from octavo.data.loader import Batch, gather, open_tokens
+from octavo.data.loader import FIRST, Batch, gather, open_tokens
 from octavo.data.statistics import text_bytes
 from octavo.data.tokenizer import Tokenizer, Tokens
-from octavo.data.tokens import prepare
 from octavo.errors import DataError
 from octavo.train.config import DataConfig
+from octavo.train.setup import token_files
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +43,7 @@ class EvalText:
     layout: SequenceLayout
     sequences: int
     bytes: int
-    """Size of the targets as UTF-8 text."""
+    """Size of the targets as UTF-8 text; 0 for conversations, of which only answers are targets."""
 
     @property
     def tokens(self) -> int:
@@ -65,7 +65,7 @@ def heldout_text(data: DataConfig, tokenizer: Tokenizer, layout: SequenceLayout)
     Raises:
         DataError: the text no longer exists, or less than a sequence is held out.
     """
-    files = prepare(data.source, tokenizer, data.cache.expanduser(), data.heldout)
+    files = token_files(data, tokenizer)
     return _text(data.source, open_tokens(files.heldout), tokenizer, layout, is_heldout=True), files.content_sha256
 
 
@@ -101,5 +101,6 @@ def _text(source: str, ids: Tokens, tokenizer: Tokenizer, layout: SequenceLayout
         )
     if layout.limit is not None:
         sequences = min(sequences, -(-layout.limit // layout.sequence))
-    size = text_bytes(ids[1 : sequences * layout.sequence + 1], tokenizer)
+    read = ids[1 : sequences * layout.sequence + 1]
+    size = 0 if np.any(read >= FIRST) else text_bytes(read, tokenizer)  # flagged: targets are parts of the text
     return EvalText(source=source, is_heldout=is_heldout, ids=ids, layout=layout, sequences=sequences, bytes=size)

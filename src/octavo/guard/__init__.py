@@ -15,9 +15,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from octavo._util.lazy import lazy
 from octavo.guard.config import GuardConfig
 
 if TYPE_CHECKING:
@@ -28,18 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Alarm", "Guard", "GuardConfig", "GuardEvent", "Guarded", "Loop", "Observation", "Update"]
 
-_MODULES = {
-    "Alarm": "alarms",
-    "Guard": "guard",
-    "GuardEvent": "guarded",
-    "Guarded": "guarded",
-    "Loop": "loop",
-    "Observation": "alarms",
-    "Update": "loop",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'octavo.guard' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"octavo.guard.{_MODULES[name]}"), name)
+__getattr__ = lazy(
+    __name__, {"alarms": "Alarm Observation", "guard": "Guard", "guarded": "GuardEvent Guarded", "loop": "Loop Update"}
+)

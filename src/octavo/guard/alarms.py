@@ -51,6 +51,8 @@ SECOND_DROP, SECOND_JUMP = 0.25, 100.0
 """Factors by which a second moment may fall and rise between checks: Adam's decays by `beta2` per step at most."""
 STALL = 0.02
 """Share of its usual change below which a parameter is not being updated."""
+RISE, SETTLED = 3.0, 16
+"""Factor by which a learning rate that has stopped rising may rise within so many steps."""
 LASTING = 4
 """Consecutive alarms of a rule after which the new level is adopted."""
 EPISODE, EVENTS = 16, 6
@@ -61,7 +63,7 @@ _AMAX, _NONFINITE, _SATURATED, _FLUSHED = (STATS.index(s) for s in ("amax", "non
 _VARIANCE = STATS.index("variance")
 SLOW = ("loss drift", "gap", "layer shift")
 """Rules that see a fault some steps after it began."""
-REPORTED = {"ranks differ": "model", "repeat": "data"}
+REPORTED = {"ranks differ": "model", "repeat": "data", "learning rate": "optimizer"}
 """Rules that a rollback cannot help, and the cause that they name."""
 OF_UPDATES = ("update", "no update", "moments")
 """Rules on parameters and moments, checked every `parameters_every` steps."""
@@ -97,7 +99,7 @@ class Alarm(NamedTuple):
     step: int
     """The step that violated it."""
     rule: str
-    """`nonfinite`, `saturated`, `flushed`, `ranks differ`, `repeat` or one of `LASTING_RULES`."""
+    """`nonfinite`, `saturated`, `flushed`, one of `REPORTED` or of `LASTING_RULES`."""
     layer: str
     """Full name of the layer; empty for the whole model."""
     role: str
@@ -128,6 +130,8 @@ class AlarmRules:
         self._rates: dict[str, list[float]] = {}
         self._second: dict[str, float] = {}
         self._top_lr = 0.0
+        self._lrs: list[float] = []
+        """Learning rates of the last steps; those of before a resume do not count."""
         self._over: dict[str, int] = {}
         self._lasting: dict[str, int] = {}
         self._last_alarm: dict[str, int] = {}
@@ -139,6 +143,7 @@ class AlarmRules:
         The level of a rule that raised `LASTING` consecutive alarms is adopted.
         """
         alarm = next(self._faults(seen), None)
+        self._lrs = [*self._lrs, seen.lr][-SETTLED:]
         if alarm is None or alarm.rule in REPORTED:
             self._lasting.clear()
             self._remember(seen)
@@ -223,6 +228,12 @@ class AlarmRules:
         """Limit of the gradient norm; infinite without enough history."""
         return self._config.gradient_jump * median(self._norms) if len(self._norms) >= LEAST else math.inf
 
+    @property
+    def lr_limit(self) -> float:
+        """Limit of the learning rate; infinite in a warm-up, in which every step has a higher one."""
+        is_settled = any(b <= a for a, b in pairwise(self._lrs))
+        return RISE * min(self._lrs) if is_settled and min(self._lrs) > 0 else math.inf
+
     def state_dict(self) -> dict[str, Any]:
         """Return the history as JSON values."""
         plain = {name: copy.deepcopy(getattr(self, f"_{name}")) for name in _HISTORY}
@@ -246,6 +257,8 @@ class AlarmRules:
         yield from self._updates(seen)
         yield from self._shifts(seen)
         yield from self._drifts(seen)
+        if seen.lr > (limit := self.lr_limit):
+            yield Alarm(seen.step, "learning rate", "", "", seen.lr, limit)
 
     def _nonfinite(self, seen: Observation) -> Iterator[Alarm]:
         """Yield non-finite values: in the first layer that telemetry saw them in, else in the loss."""

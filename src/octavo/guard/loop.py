@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -143,9 +142,7 @@ class Loop(Guarded):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # --- `octavo.guard.Guarded` -------------------------------------------------------------------------------------
@@ -202,7 +199,9 @@ class Loop(Guarded):
 
     def _convert(self, recipe: Recipe) -> None:
         assert self.plan is not None
-        self.plan = convert(self.model, recipe, policy=self.plan.policy, tokens=self.plan.tokens)
+        plan = self.plan
+        allow = plan.allow_reference
+        self.plan = convert(self.model, recipe, policy=plan.policy, tokens=plan.tokens, allow_reference=allow)
 
     def _start_telemetry(self) -> None:
         telemetry = Telemetry(self.model)

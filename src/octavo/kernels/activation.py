@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError, did_you_mean
-from octavo.kernels.dispatch import launches_on, triton_unsupported_reason, uses_triton
+from octavo.kernels.dispatch import run_twin, triton_unsupported_reason
 from octavo.kernels.operator import call, define_packed
 from octavo.kernels.quant_spec import QuantSpec, empty, laid_out
-from octavo.kernels.reference import activation as reference
 from octavo.numerics import Quantized
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
@@ -189,24 +188,17 @@ def _check_factors(name: str, factors: Tensor | None, shape: tuple[int, int]) ->
         raise ConfigError(f"{name} must be FP32 {shape}, it is {factors.dtype} {tuple(factors.shape)}.")
 
 
-def _runs_triton(gate: Tensor, up: object, operation: str, **targets: QuantSpec | None) -> bool:
-    if gate.numel() == 0 or not gate.is_cuda:
-        return False
-    refused = None
-    if triton_unsupported_reason(gate.device) is None:
-        from octavo.kernels.triton import activation as fused
+def _refused(gate: Tensor, up: object, **targets: QuantSpec | None) -> str | None:
+    if not gate.is_cuda or triton_unsupported_reason(gate.device) is not None:
+        return None
+    from octavo.kernels.triton import activation as fused
 
-        refused = fused.unsupported_reason(gate.shape[1], up is not None, **targets)
-    return uses_triton(gate, operation, refused)
+    return fused.unsupported_reason(gate.shape[1], up is not None, **targets)
 
 
 def _activation(gate: Tensor, up: Tensor | None, kind: str, target: QuantSpec) -> list[Quantized]:
-    if _runs_triton(gate, up, f"activation {kind}", hidden=target):
-        from octavo.kernels.triton import activation as fused
-
-        with launches_on(gate.device):
-            return [fused.activation(kind, gate, up, target)]
-    return [reference.activation(kind, gate, up, target)]
+    arguments, refused = (kind, gate, up, target), _refused(gate, up, hidden=target)
+    return [run_twin("activation.activation", gate, arguments, f"activation {kind}", refused)]
 
 
 def _in_graph(gate: Tensor, up: Tensor | None, _kind: str, target: QuantSpec) -> bool:
@@ -227,12 +219,10 @@ def _activation_shape(gate: Tensor, _up: Tensor | None, _kind: str, target: Quan
 
 
 def _activation_and_inputs(gate: Tensor, up: Tensor | None, kind: str, target: QuantSpec) -> list[Quantized]:
-    if _runs_triton(gate, up, f"activation_and_inputs {kind}", hidden=target):
-        from octavo.kernels.triton import activation as fused
-
-        with launches_on(gate.device):
-            return fused.activation_and_inputs(kind, gate, up, target, INPUTS)
-    return reference.activation_and_inputs(kind, gate, up, target, INPUTS)
+    arguments, refused = (kind, gate, up, target, INPUTS), _refused(gate, up, hidden=target)
+    operation = f"activation_and_inputs {kind}"
+    made: list[Quantized] = run_twin("activation.activation_and_inputs", gate, arguments, operation, refused)
+    return made
 
 
 def _activation_and_inputs_shape(gate: Tensor, up: Tensor | None, _kind: str, target: QuantSpec) -> list[Quantized]:
@@ -246,12 +236,10 @@ def _activation_backward(
     if isinstance(gate, Quantized):  # scales that were saved and brought back may lie otherwise than kernels read them
         gate, up = laid_out(gate), laid_out(up) if isinstance(up, Quantized) else None
     targets, factors = Targets(*targets), Factors(*factors)
-    if _runs_triton(dh, up, f"activation_backward {kind}", **targets._asdict()):
-        from octavo.kernels.triton import activation as fused
-
-        with launches_on(dh.device):
-            return fused.activation_backward(kind, dh, gate, up, targets, factors)
-    return reference.activation_backward(kind, dh, gate, up, targets, factors)
+    arguments, refused = (kind, dh, gate, up, targets, factors), _refused(dh, up, **targets._asdict())
+    operation = f"activation_backward {kind}"
+    made: Sequence[Quantized | None] = run_twin("activation.activation_backward", dh, arguments, operation, refused)
+    return made
 
 
 def _backward_in_graph(
@@ -270,13 +258,8 @@ def _activation_backward_shape(
 
 
 def _activation_backward_plain(dh: Tensor, gate: Tensor, up: Tensor | None, kind: str) -> list[Tensor | None]:
-    if _runs_triton(gate, up, f"activation_backward_plain {kind}"):
-        from octavo.kernels.triton import activation as fused
-
-        with launches_on(gate.device):
-            made = fused.activation_backward_plain(kind, dh, gate, up)
-    else:
-        made = reference.activation_backward_plain(kind, dh, gate, up)
+    operation, refused = f"activation_backward_plain {kind}", _refused(gate, up)
+    made = run_twin("activation.activation_backward_plain", gate, (kind, dh, gate, up), operation, refused)
     return [None if gradient is None else gradient.contiguous() for gradient in made]
 
 

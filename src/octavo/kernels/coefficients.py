@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from octavo.kernels.dispatch import launches_on, uses_triton
+from octavo.kernels.dispatch import launches_on, run_twin, uses_triton
 from octavo.kernels.reference import coefficients as reference
 from octavo.kernels.transfers import PinnedStaging
 
@@ -63,12 +63,8 @@ class StepCoefficients(NamedTuple):
 
 def group_squares(squares: Tensor, own: Tensor, groups: int) -> Tensor:
     """Return the sums of squares of each group, FP64 (G,), from those of each parameter, (P,): the same every time."""
-    if uses_triton(squares, "gradient norm"):
-        from octavo.kernels.triton import coefficients as fast
-
-        with launches_on(squares.device):
-            return fast.group_squares(squares, own, groups)
-    return reference.group_squares(squares, own, groups)
+    sums: Tensor = run_twin("coefficients.group_squares", squares, (squares, own, groups), "gradient norm")
+    return sums
 
 
 def coefficients(

@@ -15,8 +15,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.kernels.dispatch import launches_on, uses_triton
-from octavo.kernels.reference import cross_entropy as reference
+from octavo.kernels.dispatch import run_twin
 
 
 def cross_entropy_(
@@ -44,12 +43,9 @@ def cross_entropy_(
     """
     if not targets_M.is_cuda:
         _check(targets_M, logits_MV.shape[1], ignore_index)
-    if logits_MV.shape[0] and uses_triton(logits_MV, "cross_entropy"):
-        from octavo.kernels.triton import cross_entropy as fast
-
-        with launches_on(logits_MV.device):
-            return fast.cross_entropy_(logits_MV, targets_M, ignore_index, gradient, softcap, z_loss)
-    return reference.cross_entropy_(logits_MV, targets_M, ignore_index, gradient, softcap, z_loss)
+    arguments = logits_MV, targets_M, ignore_index, gradient, softcap, z_loss
+    loss_M: Tensor = run_twin("cross_entropy.cross_entropy_", logits_MV, arguments, "cross_entropy")
+    return loss_M
 
 
 def _check(targets_M: Tensor, vocab: int, ignore_index: int) -> None:

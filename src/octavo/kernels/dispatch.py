@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.kernels import ledger
+from octavo.kernels.devices import GPUS, H200, Architecture, Rates, architecture_of, rates_named
 
 _fake_mode = False
 
@@ -56,6 +61,24 @@ def uses_triton(x: Tensor, operation: str, refused: str | None = None) -> bool:
     return reason is None
 
 
+def run_twin(twin: str, x: Tensor, arguments: Sequence[Any], operation: str, refused: str | None = None) -> Any:
+    """Call a function of `kernels/triton/` where `operation` on x runs there, else its twin in `kernels/reference/`.
+
+    Args:
+        twin: file and function, as in `rotary.rotate`. Of a tensor without elements the reference takes care.
+        operation, refused: as for `uses_triton`.
+    """
+    folder = "triton" if x.numel() and uses_triton(x, operation, refused) else "reference"
+    file, _, function = twin.partition(".")
+    with launches_on(x.device):
+        return getattr(_twin_file(folder, file), function)(*arguments)
+
+
+@cache
+def _twin_file(folder: str, name: str) -> ModuleType:
+    return importlib.import_module(f"octavo.kernels.{folder}.{name}")  # on first use: Triton may be missing
+
+
 @cache
 def triton_unsupported_reason(device: torch.device) -> str | None:
     """Return why Triton kernels cannot run on this device, or None. `OCTAVO_TRITON=0` switches them off."""
@@ -65,26 +88,42 @@ def triton_unsupported_reason(device: torch.device) -> str | None:
         return "OCTAVO_TRITON=0 switches Triton kernels off"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    return lacks_fp8(device)
+    found = architecture(device)
+    return found.refused or found.no_triton or None
 
 
-_planned: tuple[int, int] | None = None
+_planned: str | None = None
 
 
-def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a CUDA device, or that of `planning_for`."""
-    return _planned or _own_capability(device)
+def architecture(device: torch.device) -> Architecture:
+    """Return the architecture of a device, or that of the GPU of `planning_for`."""
+    if _planned is not None:
+        return architecture_of(GPUS[_planned].backend, GPUS[_planned].capability)
+    return _own_architecture(device)
 
 
 @cache
-def _own_capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+def _own_architecture(device: torch.device) -> Architecture:
+    if device.type != "cuda":
+        return architecture_of(device.type)
+    return architecture_of("hip" if torch.version.hip else "cuda", torch.cuda.get_device_capability(device))
 
 
-def lacks_fp8(device: torch.device) -> str | None:
-    """Return why a CUDA device has no FP8 tensor cores, or None."""
-    major, minor = capability(device)
-    return None if (major, minor) >= (8, 9) else f"compute capability {major}.{minor} has no FP8 (8.9 is the first)"
+def rates(device: torch.device) -> Rates | None:
+    """Return the rates of a GPU, or of that of `planning_for`; None if Octavo has none for it.
+
+    In `fake_mode`, which forecasts memory, they are those of the GPU here, or an H200's where there is none.
+    """
+    if _planned is not None:
+        return GPUS[_planned].rates
+    if not torch.cuda.is_available():
+        return H200 if _fake_mode else None
+    return _own_rates(device if device.type == "cuda" else torch.device("cuda", 0)) if on_gpu(device) else None
+
+
+@cache
+def _own_rates(device: torch.device) -> Rates | None:
+    return rates_named(torch.cuda.get_device_name(device))
 
 
 def is_planning() -> bool:
@@ -93,14 +132,16 @@ def is_planning() -> bool:
 
 
 @contextmanager
-def planning_for(capability: tuple[int, int]) -> Iterator[None]:
-    """Let kernels answer what they can run as on a GPU of this compute capability, which need not be here."""
+def planning_for(gpu: str) -> Iterator[None]:
+    """Let kernels answer what they can run as on a GPU of `GPUS`, which need not be here."""
     global _planned
-    before, _planned = _planned, capability
+    before, _planned = _planned, gpu
+    triton_unsupported_reason.cache_clear()
     try:
         yield
     finally:
         _planned = before
+        triton_unsupported_reason.cache_clear()
 
 
 _HERE = nullcontext()
@@ -109,6 +150,18 @@ _HERE = nullcontext()
 @cache
 def _has_one_gpu() -> bool:
     return torch.cuda.device_count() == 1
+
+
+def launches_on_current(x: Tensor) -> bool:
+    """Return whether x is on the current GPU, where Triton launches by itself."""
+    return _has_one_gpu() or x.get_device() == torch.cuda.current_device()
+
+
+def has_launch_hooks() -> bool:
+    """Return whether Triton has launch hooks, such as those of a profiler."""
+    knobs = sys.modules.get("triton.knobs")
+    hook = None if knobs is None else knobs.runtime.launch_enter_hook
+    return bool(getattr(hook, "calls", hook is not None))
 
 
 def launches_on(device: torch.device) -> AbstractContextManager[object]:

@@ -9,6 +9,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from octavo.errors import UnsupportedError
+from octavo.kernels.devices import GPUS
 from octavo.kernels.dispatch import is_planning, triton_unsupported_reason
 from octavo.kernels.gemm import KERNELS, choose
 from octavo.numerics import Quantized, format_named, granularity_named, quantize
@@ -19,11 +20,10 @@ TWINS = (
     "grouped",
 )  # fmt: skip
 """Operations that have two kernels: Triton's and the reference."""
-GPUS = {"h100": (9, 0), "h200": (9, 0)}
-"""GPUs that can be planned for where there is none, with their compute capability (`dispatch.planning_for`)."""
 _PROBES = {
     "scaled_mm.tensor": ("tensor", "tensor"),
     "scaled_mm.row": ("row", "row"),
+    "scaled_mm.mx": ("1x32", "1x32"),
     "emulated.1x32": ("1x32", "1x32"),
     "reference": ("128x128", "128x128"),
 }

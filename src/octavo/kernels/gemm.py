@@ -43,6 +43,7 @@ KERNELS = (
     GemmKernel("scaled_mm.tensor", vendor.unsupported_reason_tensor, vendor.scaled_mm_tensor),
     GemmKernel("scaled_mm.row", vendor.unsupported_reason_row, vendor.scaled_mm_row),
     GemmKernel("scaled_mm.block", vendor.unsupported_reason_block, vendor.scaled_mm_block),
+    GemmKernel("scaled_mm.mx", vendor.unsupported_reason_mx, vendor.scaled_mm_mx),
     GemmKernel("emulated.1x32", dequantized.unsupported_reason, dequantized.gemm),
     GemmKernel("reference", lambda a, b: None, lambda a, b, dtype, fast: reference_gemm(a, b, dtype)),
 )

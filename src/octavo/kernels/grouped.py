@@ -18,6 +18,7 @@ All are custom operators: on a GPU PyTorch's grouped GEMM and Triton, elsewhere 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels import ledger
-from octavo.kernels.dispatch import launches_on, uses_triton
+from octavo.kernels.dispatch import run_twin
 from octavo.kernels.operator import call, define_packed
 from octavo.kernels.padding import padded_ends, padded_length
 from octavo.kernels.quant_spec import QuantSpec
@@ -80,6 +81,7 @@ def quantize_groups(
     columns: QuantSpec | None,
     row_fold: Tensor | None = None,
     column_fold: Tensor | None = None,
+    source: Tensor | None = None,
 ) -> tuple[Quantized | None, Padded | None]:
     """Quantise a matrix (T, C) group by group, as `quantize_pair` does: as it lies, and transposed.
 
@@ -88,15 +90,16 @@ def quantize_groups(
         columns: a target with a scale per row of the transpose, or None.
         row_fold: FP32 (E, C), what each expert's tokens are multiplied by before `rows`.
         column_fold: FP32 (T, 1), multiplied in before `columns`.
+        source: int32 (T,), the row of x that stands at each place; None where x is (T, C) itself.
     """
-    arguments = x, ends, rows, columns, row_fold, column_fold
+    arguments = x, ends, rows, columns, row_fold, column_fold, source
     row, column = call("quantize_groups", _quantize_groups, arguments, [rows, columns])
     return row, None if column is None else Padded(*column[:2])
 
 
-def transpose_groups(codes: Tensor, ends: Tensor) -> Tensor:
-    """Return codes (T, C) as wgrad reads them, (C, P)."""
-    result: Tensor = call("transpose_groups", _transpose_groups, (codes, ends), [True])[0]
+def transpose_groups(codes: Tensor, ends: Tensor, source: Tensor | None = None) -> Tensor:
+    """Return codes (T, C) as wgrad reads them, (C, P). `source`: as for `quantize_groups`."""
+    result: Tensor = call("transpose_groups", _transpose_groups, (codes, ends, source), [True])[0]
     return result
 
 
@@ -169,14 +172,12 @@ def _counts(refused: str | None, is_cuda: bool) -> bool:
 def _quantize_groups(
     x: Tensor, ends: Tensor, rows: QuantSpec | None, columns: QuantSpec | None, *folds: Tensor | None
 ) -> list[Quantized | None]:
-    _check_ends(ends, x.shape[0])
-    if x.numel() and ends.shape[0] and uses_triton(x, "quantize_groups"):
-        from octavo.kernels.triton import grouped as fast
-
-        with launches_on(x.device):
-            made = fast.quantize_groups(x, ends, rows, columns, *folds)
-    else:
-        made = reference.quantize_groups(x, ends, rows, columns, *folds)
+    """`folds`: those of rows and of columns, and the source."""
+    _check_ends(ends, len(x if folds[2] is None else folds[2]))
+    arguments, first = (x, ends, rows, columns, *folds), x if len(ends) else ends
+    made: Sequence[tuple[Tensor, Tensor] | None] = run_twin(
+        "grouped.quantize_groups", first, arguments, "quantize_groups"
+    )
     return [None if pair is None else Quantized(*pair, PER_ROW) for pair in made]
 
 
@@ -190,23 +191,21 @@ def _check_ends(ends: Tensor, tokens: int) -> None:
         raise ConfigError(f"the last of `ends` must be the number of tokens, {tokens}, and is {int(ends[-1])}.")
 
 
-def _transpose_groups(codes: Tensor, ends: Tensor) -> list[Tensor]:
-    if codes.numel() and ends.shape[0] and uses_triton(codes, "transpose_groups"):
-        from octavo.kernels.triton import grouped as fast
-
-        with launches_on(codes.device):
-            return [fast.transpose_groups(codes, ends)]
-    return [reference.transpose_groups(codes, ends)]
+def _transpose_groups(codes: Tensor, ends: Tensor, source: Tensor | None) -> list[Tensor]:
+    first, arguments = codes if len(ends) else ends, (codes, ends, source)
+    return [run_twin("grouped.transpose_groups", first, arguments, "transpose_groups")]
 
 
-def _transpose_groups_shape(codes: Tensor, ends: Tensor) -> list[Tensor]:
-    return [codes.new_empty(codes.shape[1], padded_length(codes.shape[0], ends.shape[0]))]
+def _transpose_groups_shape(codes: Tensor, ends: Tensor, source: Tensor | None) -> list[Tensor]:
+    tokens = (codes if source is None else source).shape[0]
+    return [codes.new_empty(codes.shape[1], padded_length(tokens, ends.shape[0]))]
 
 
 def _quantize_groups_shape(
-    x: Tensor, ends: Tensor, rows: QuantSpec | None, columns: QuantSpec | None, *_: Tensor | None
+    x: Tensor, ends: Tensor, rows: QuantSpec | None, columns: QuantSpec | None, *others: Tensor | None
 ) -> list[Quantized | None]:
-    (t, c), e = x.shape, ends.shape[0]
+    source = others[2]
+    t, c, e = (x if source is None else source).shape[0], x.shape[1], ends.shape[0]
     shapes = (rows, (t, c), (t, 1)), (columns, (c, padded_length(t, e)), (e, c))
     return [
         spec and Quantized(x.new_empty(codes, dtype=spec.fmt.dtype), x.new_empty(scale, dtype=torch.float32), PER_ROW)

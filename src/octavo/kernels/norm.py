@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.kernels.dispatch import launches_on, uses_triton
+from octavo.kernels.dispatch import run_twin
 from octavo.kernels.operator import call, define_packed
 from octavo.kernels.quant_spec import QuantSpec, empty, laid_out
-from octavo.kernels.reference import norm as reference
 from octavo.numerics import Quantized
 
 GRANULARITIES = ("row", "1x128")
@@ -167,10 +166,9 @@ def _check(x: Tensor, target: QuantSpec | None, **others: Tensor | None) -> None
         raise UnsupportedError(f"a norm cannot quantise to '{target}': {reason}. Quantise y after it, or change one.")
 
 
-def _runs_triton(x: Tensor, operation: str) -> bool:
+def _refused(x: Tensor) -> str | None:
     cols = x.shape[1]
-    refused = f"rows of {cols} elements do not fit a program, {LONGEST_ROW} do" if cols > LONGEST_ROW else None
-    return x.numel() > 0 and uses_triton(x, operation, refused)
+    return f"rows of {cols} elements do not fit a program, {LONGEST_ROW} do" if cols > LONGEST_ROW else None
 
 
 def _forward(
@@ -178,13 +176,8 @@ def _forward(
     target: QuantSpec | None, keep_y: bool, centred: bool,
 ) -> list[Tensor | Quantized | None]:  # fmt: skip
     arguments = x, weight, bias, eps, residual, target, keep_y, centred
-    if _runs_triton(x, "layer_norm" if centred else "rms_norm"):
-        from octavo.kernels.triton import norm as fused
-
-        with launches_on(x.device):
-            y, quantized, rstd, total, mean = fused.forward(*arguments)
-    else:
-        y, quantized, rstd, total, mean = reference.forward(*arguments)
+    operation = "layer_norm" if centred else "rms_norm"
+    y, quantized, rstd, total, mean = run_twin("norm.forward", x, arguments, operation, _refused(x))
     y, total = (None if tensor is None else tensor.contiguous() for tensor in (y, total))
     return [y, None if quantized is None else laid_out(quantized), rstd, total, mean]
 
@@ -205,13 +198,9 @@ def _backward(
     residual_grad: Tensor | None,
 ) -> Sequence[Tensor | None]:  # fmt: skip
     kept = x if isinstance(x, Tensor) else laid_out(x)
-    if _runs_triton(dy, "rms_norm_backward" if mean is None else "layer_norm_backward"):
-        from octavo.kernels.triton import norm as fused
-
-        with launches_on(dy.device):
-            dx, *sums = fused.backward(dy, kept, weight, bias, mean, rstd, residual_grad)
-    else:
-        dx, *sums = reference.backward(dy, kept, weight, bias, mean, rstd, residual_grad)
+    arguments = dy, kept, weight, bias, mean, rstd, residual_grad
+    operation = "rms_norm_backward" if mean is None else "layer_norm_backward"
+    dx, *sums = run_twin("norm.backward", dy, arguments, operation, _refused(dy))
     return [dx.contiguous(), *sums]
 
 

@@ -19,6 +19,8 @@ from octavo.numerics import (
     granularity_named,
 )
 
+_RULES: dict[Scaling, int] = {"float32": 0, "power_of_two": 1, "engine": 2}
+
 
 class QuantSpec(NamedTuple):
     """Codes of a format, one scale a tile."""
@@ -38,6 +40,11 @@ class QuantSpec(NamedTuple):
     def tile(self) -> Granularity:
         """The granularity itself."""
         return granularity_named(self.granularity)
+
+    @property
+    def rule(self) -> int:
+        """Number of the scaling, as kernels take it (`octavo.kernels.triton.codes`)."""
+        return _RULES[self.scaling]
 
     def __str__(self) -> str:
         return " ".join(self)

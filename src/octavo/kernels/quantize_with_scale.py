@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.kernels.dispatch import launches_on, uses_triton
+from octavo.kernels.dispatch import run_twin
 from octavo.kernels.operator import call, define_packed
 from octavo.kernels.quant_spec import QuantSpec, empty
-from octavo.kernels.reference import quantize_with_scale as reference
 from octavo.numerics import Quantized
 
 
@@ -92,13 +91,8 @@ def _quantize(
     memory, row, just_in_time, update_amax = cell
     # Without a version that autograd would count: a layer that runs twice before backward is no mistake.
     arguments = sources, memory.data[row], rows, columns, just_in_time, update_amax
-    is_empty = 0 in (sources[0].shape[0], sum(source.shape[1] for source in sources))
-    if not is_empty and uses_triton(sources[0], "quantize_with_scale"):
-        from octavo.kernels.triton.quantize_with_scale import quantize_with_scale as fast
-
-        with launches_on(sources[0].device):
-            return _with_one_scale(*fast(*arguments))
-    return _with_one_scale(*reference.quantize_with_scale(*arguments))
+    x = next((source for source in sources if source.numel()), sources[0])
+    return _with_one_scale(*run_twin("quantize_with_scale.quantize_with_scale", x, arguments, "quantize_with_scale"))
 
 
 def _with_one_scale(rows: Quantized | None, columns: Quantized | None) -> list[Tensor | None]:

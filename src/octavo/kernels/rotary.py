@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.kernels.dispatch import launches_on, uses_triton
+from octavo.kernels.dispatch import run_twin
 from octavo.kernels.operator import define, is_direct
-from octavo.kernels.reference import rotary as reference
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, conjugate: bool = False) -> Tensor:
@@ -56,12 +55,8 @@ def _table(table: Tensor, x: Tensor, name: str) -> Tensor:
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, conjugate: bool) -> Tensor:
     refused = "it has more rows than 32 bits count" if x.numel() >= 2**31 * x.shape[-1] else None
-    if x.numel() and uses_triton(x, "rotate", refused):
-        from octavo.kernels.triton import rotary as fused
-
-        with launches_on(x.device):
-            return fused.rotate(x, cos, sin, conjugate)
-    return reference.rotate(x, cos, sin, conjugate)
+    rotated: Tensor = run_twin("rotary.rotate", x, (x, cos, sin, conjugate), "rotate", refused)
+    return rotated
 
 
 def _rotate_shape(x: Tensor, cos: Tensor, sin: Tensor, conjugate: bool) -> Tensor:

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.kernels.dispatch import launches_on, uses_triton
+from octavo.kernels.dispatch import run_twin
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.numerics import Format
 
@@ -151,17 +151,8 @@ def sample(looked: SampleInput, row: Tensor) -> None:
         ConfigError: the row is something else.
     """
     _check(looked, row)
-    if 0 in looked.shape or sampling_off(row):
-        return
-    if uses_triton(looked.x, "telemetry"):
-        from octavo.kernels.triton import sample as fast
-
-        with launches_on(looked.x.device):
-            fast.sample(looked, row)
-        return
-    from octavo.kernels.reference import sample as reference
-
-    reference.sample(looked, row)
+    if 0 not in looked.shape and not sampling_off(row):
+        run_twin("sample.sample", looked.x, (looked, row), "telemetry")
 
 
 def _check(looked: SampleInput, row: Tensor) -> None:

@@ -232,7 +232,7 @@ def _weights() -> Iterator[Case]:
     def run(weights: list[Tensor], target: QuantSpec) -> Quantized:
         rows, cols = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
         out = empty(target, rows, cols, weights[0].device)
-        fused.quantize_rows(fused.find_rows(weights), weights[0].dtype, out, target.scaling == "power_of_two")
+        fused.quantize_rows(fused.find_rows(weights), weights[0].dtype, out, target.rule)
         return out
 
     def reference(weights: list[Tensor], target: QuantSpec) -> Quantized:
@@ -240,7 +240,7 @@ def _weights() -> Iterator[Case]:
 
     for dtype, cols in itertools.product((torch.bfloat16, torch.float32), (300, 384)):
         weights = [_normal(rows, cols, dtype=dtype) for rows in (24, 7, 40)]
-        for target in (_ROW, _ROW._replace(scaling="float32")):
+        for target in (_ROW, _ROW._replace(scaling="float32"), _ROW._replace(scaling="engine")):
             yield Case(f"{target} of {str(dtype)[6:]}, 71x{cols}", (weights, target), run, reference, exact=True)
 
 

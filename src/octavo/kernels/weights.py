@@ -46,5 +46,5 @@ def quantize_stack(
         into = empty(target, count, cols, device)
     rows = rows or find_rows(weights)
     with launches_on(device):
-        quantize_rows(rows, weights[0].dtype, into, target.scaling == "power_of_two")
+        quantize_rows(rows, weights[0].dtype, into, target.rule)
     return Stack(into, rows)

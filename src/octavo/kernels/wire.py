@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.kernels.dispatch import launches_on, uses_triton
+from octavo.kernels.dispatch import run_twin
 from octavo.kernels.message import message_bytes
-from octavo.kernels.reference import wire as reference
 
 
 def pack(x: Tensor, messages: int, length: int) -> Tensor:
@@ -33,12 +32,8 @@ def pack(x: Tensor, messages: int, length: int) -> Tensor:
     _check_vector("pack", x, messages * length)
     if not messages * length:
         return torch.empty(messages, message_bytes(length), dtype=torch.uint8, device=x.device)
-    if uses_triton(x, "pack"):
-        from octavo.kernels.triton import wire as fast
-
-        with launches_on(x.device):
-            return fast.pack(x, messages, length)
-    return reference.pack(x, messages, length)
+    packed: Tensor = run_twin("wire.pack", x, (x, messages, length), "pack")
+    return packed
 
 
 def add(messages: Tensor, length: int, out: Tensor, factor: float = 1.0) -> None:
@@ -62,15 +57,8 @@ def add(messages: Tensor, length: int, out: Tensor, factor: float = 1.0) -> None
     if width != expected or not messages.is_contiguous():
         raise ConfigError(f"add: messages {tuple(messages.shape)} of {messages.dtype} do not hold {length} values.")
     _check_vector("add", out, parts * length)
-    if not out.numel():
-        return
-    if uses_triton(messages, "add"):
-        from octavo.kernels.triton import wire as fast
-
-        with launches_on(messages.device):
-            fast.add(messages, length, out, factor)
-        return
-    reference.add(messages, length, out, factor)
+    if out.numel():
+        run_twin("wire.add", messages, (messages, length, out, factor), "add")
 
 
 def _check_vector(name: str, x: Tensor, limit: int) -> None:

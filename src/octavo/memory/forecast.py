@@ -11,9 +11,12 @@ from typing import Any
 
 from torch import nn
 
+from octavo._util.terminal import Report, silent
+from octavo.conversion.policy import blocks_of
+from octavo.errors import ConfigError
 from octavo.memory.recorder import Recorder, fake_mode
-from octavo.memory.sharding import Shards
-from octavo.memory.timeline import KINDS, Kind, Timeline, reserved
+from octavo.memory.timeline import KINDS, Allocation, Kind, Timeline, reserved
+from octavo.nn import Linear
 
 WORKSPACE_OF_CUBLAS = 2 * 32 * 2**20
 """Bytes that cuBLAS allocates on Hopper: 32 MiB per thread, for the forward thread and the backward thread."""
@@ -61,22 +64,36 @@ class Forecast:
         return "\n".join([*lines, f"{'peak':<12}{self.peak / GIB:>10.2f} GiB allocated on {where}"])
 
 
-def forecast(build: Callable[[], Program], *, gpus: int = 1, steady: bool = False) -> Forecast:
+SHARES = {"building the model": 0.0, "first step": 0.3, "second step": 0.85}
+"""What a forecast does, and the share of its time that has passed before; of Llamas of 100 M to 8 B parameters."""
+
+
+def forecast(
+    build: Callable[[], Program],
+    *,
+    gpus: int = 1,
+    steady: bool = False,
+    report: Report = silent,
+) -> Forecast:
     """Return the predicted peak of a program.
 
     Args:
         build: makes the program, with tensors on the CPU. It is called in a mode in which all tensors are fake.
         gpus: number of GPUs that FSDP2 shards the program over; `build` makes the work of one.
         steady: exclude building and the first step, like a measurement after a warm-up.
+        report: called before building and before each step.
 
     Raises:
         ConfigError: fewer than one GPU.
     """
+    building, *steps = SHARES.items()
+    report(*building)
     with fake_mode() as recorder:
         program = build()
         for model in program.models:
             _name(recorder, model)
-        for _ in range(2):
+        for each in steps:
+            report(*each)
             with recorder.step():
                 program.forward_backward()
                 recorder.updates()
@@ -127,3 +144,74 @@ def _at_peak(timeline: Timeline, shards: Shards, parameters: int, steady: bool) 
     by_kind["workspace"] += WORKSPACE_OF_CUBLAS
     surplus = max(reserved(alive) - sum(a.size for a in alive), 0)
     return Forecast(by_kind, sum(by_kind.values()) + surplus, parameters, shards.gpus)
+
+
+# Memory under FSDP2: shards of weights, gradients and states, plus what is gathered temporarily. Each block is gathered
+# before it computes, forward and backward, while the next one is prefetched: the weights of two blocks are whole at a
+# time, and so are the gradients of two. Parameters outside of blocks (embedding, head, last norm) stay whole through
+# forward and backward. Source: PyTorch FSDP2, `fully_shard` on each block and on the model, prefetching one block.
+IN_FLIGHT = 2
+"""Number of blocks that are gathered at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """Effect of sharding on a timeline."""
+
+    gpus: int
+    gathered: int
+    """Bytes of gathered weights at a time."""
+    reduced: int
+    """Bytes of unreduced gradients at a time."""
+
+    @classmethod
+    def of(cls, models: Sequence[nn.Module], gpus: int) -> Shards:
+        """Return the sharding of models.
+
+        Raises:
+            ConfigError: fewer than one GPU.
+        """
+        if gpus < 1:
+            raise ConfigError(f"a run is sharded over 1 GPU or more, not over {gpus}.")
+        if gpus == 1:
+            return cls(1, 0, 0)
+        gathered = reduced = 0
+        for model in models:
+            blocks = [model.get_submodule(name) for name in blocks_of(model)]
+            inside = {id(p) for block in blocks for p in block.parameters()}
+            fp8 = _gathered_in_fp8(model)
+            whole = [sum(_sent(p, fp8) for p in block.parameters()) for block in blocks]
+            grads = [sum(p.numel() * min(p.element_size(), 4) for p in block.parameters()) for block in blocks]
+            outside = [p for p in model.parameters() if id(p) not in inside]
+            gathered += sum(sorted(whole)[-IN_FLIGHT:]) + sum(_sent(p, fp8) for p in outside)
+            reduced += sum(sorted(grads)[-IN_FLIGHT:])
+        return cls(gpus, gathered, reduced)
+
+    def size_of(self, allocation: Allocation) -> int:
+        """Return the bytes that an allocation takes on each GPU."""
+        if self.gpus == 1:
+            return allocation.size
+        if allocation.kind == "weights" and allocation.phase != "outside":  # codes of gathered weights: in `gathered`
+            return 0
+        is_sharded = allocation.is_parameter or allocation.kind in ("gradients", "states")
+        return -(-allocation.size // self.gpus) if is_sharded else allocation.size
+
+    def gather(self, timeline: Timeline) -> None:
+        """Add the gathered weights and unreduced gradients of each step."""
+        if self.gpus > 1:
+            for step in timeline.steps:
+                whole = [(self.gathered, step.start), (self.reduced, step.backward)]
+                for size, born in whole:
+                    timeline.allocations.append(Allocation(size, born, "forward", died=step.update, kind="workspace"))
+
+
+def _gathered_in_fp8(model: nn.Module) -> set[int]:
+    layers = (module for module in model.modules() if isinstance(module, Linear) and module.recipe.fprop.is_fp8)
+    return {id(layer.weight) for layer in layers}
+
+
+def _sent(parameter: nn.Parameter, fp8: set[int]) -> int:
+    """Return the bytes of a gathered weight: one byte per element and one scale per row, or BF16."""
+    if id(parameter) in fp8:
+        return parameter.numel() + 4 * parameter.shape[0]
+    return 2 * parameter.numel()

@@ -1,4 +1,4 @@
-"""Reference models in plain PyTorch: a Llama and a GPT, built from one `ModelConfig`.
+"""Reference models in plain PyTorch: a Llama, a GPT and a mixture of experts, built from one `ModelConfig`.
 
 `ModelConfig` and `flops_per_token` do not need torch; the rest is imported on first use, so that the command line
 starts fast.
@@ -6,9 +6,9 @@ starts fast.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from octavo._util.lazy import lazy
 from octavo.models.config import ModelConfig
 from octavo.models.flops import flops_per_token
 
@@ -16,18 +16,8 @@ if TYPE_CHECKING:
     from octavo.models.factory import build, count_parameters
     from octavo.models.gpt import GPT
     from octavo.models.llama import Llama
+    from octavo.models.moe import MoE
 
-__all__ = ["GPT", "Llama", "ModelConfig", "build", "count_parameters", "flops_per_token"]
+__all__ = ["GPT", "Llama", "MoE", "ModelConfig", "build", "count_parameters", "flops_per_token"]
 
-_HOME = {
-    "GPT": "octavo.models.gpt",
-    "Llama": "octavo.models.llama",
-    "build": "octavo.models.factory",
-    "count_parameters": "octavo.models.factory",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'octavo.models' has no attribute '{name}'")
-    return getattr(importlib.import_module(_HOME[name]), name)
+__getattr__ = lazy(__name__, {"gpt": "GPT", "llama": "Llama", "moe": "MoE", "factory": "build count_parameters"})

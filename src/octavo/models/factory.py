@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,17 +13,26 @@ from torch.overrides import TorchFunctionMode
 from octavo.models.config import ModelConfig
 from octavo.models.gpt import GPT
 from octavo.models.llama import Llama
+from octavo.models.moe import MoE
+from octavo.models.pretrained import load_weights
 
 
-def build(config: ModelConfig, seed: int) -> nn.Module:
+def build(config: ModelConfig, seed: int, start_from: Path | None = None) -> nn.Module:
     """Return a new model in FP32 on the CPU; under `torch.device("meta")`, one without values.
 
-    Weights depend on the seed only, bit for bit; the global random state is not changed.
+    Weights depend on the seed only, bit for bit; the global random state is not changed. Or they are those in the
+    directory `start_from`, see `pretrained.load_weights`.
     """
     with _SkipInit():
-        model: Llama | GPT = Llama(config) if config.architecture == "llama" else GPT(config)
+        model = _MODELS[config.architecture](config)
+    if start_from is not None and isinstance(model, Llama):
+        load_weights(model, start_from)
+        return model
     model.reset_parameters(torch.Generator().manual_seed(seed))
     return model
+
+
+_MODELS: dict[str, type[Llama] | type[GPT]] = {"llama": Llama, "gpt": GPT, "moe": MoE}
 
 
 class _SkipInit(TorchFunctionMode):

@@ -17,15 +17,21 @@ def flops_per_token(config: ModelConfig, sequence: int) -> int:
 
     Norms, activations and the softmax are neglected: less than 1 %. `sequence` is the training length T.
     """
-    attention = 6 * config.layers * config.dim * sequence
+    attention = 6 * config.layers * config.heads * config.head_dim * sequence
     return 6 * matmul_parameters(config) + attention
 
 
 def matmul_parameters(config: ModelConfig) -> int:
-    """Return the number of weights in linear layers, including the head even if tied, without biases."""
+    """Return the number of weights in linear layers, including the head even if tied, without biases.
+
+    Of a mixture those that a token meets: its experts, shared ones included, and the router.
+    """
     kv_dim = config.key_value_heads * config.head_dim
-    attention = 2 * config.dim * config.dim + 2 * config.dim * kv_dim
-    feed_forward = (3 if config.architecture == "llama" else 2) * config.dim * config.ffn_dim
+    attention = 2 * config.dim * (config.heads * config.head_dim + kv_dim)
+    feed_forward = (2 if config.architecture == "gpt" else 3) * config.dim * config.ffn_dim
+    if config.architecture == "moe":
+        feed_forward *= config.experts_per_token + config.shared_experts
+        feed_forward += config.dim * config.experts
     return config.layers * (attention + feed_forward) + config.vocab * config.dim
 
 

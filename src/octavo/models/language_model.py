@@ -15,14 +15,14 @@ from octavo.nn.hooks import has_hooks
 from octavo.recipes import RecipeLike
 
 STD = 0.02
-RESIDUAL_OUTPUTS = ("wo.weight", "w2.weight")
+RESIDUAL_OUTPUTS = ("wo.weight", "w2.weight", "experts.down")
 
 
 @torch.no_grad()
 def reset_parameters(model: nn.Module, layers: int, generator: torch.Generator) -> None:
     """Initialise all parameters of `model`, in the order of `named_parameters`, bitwise reproducible from a seed.
 
-    Matrices are normal with standard deviation 0.02. The two that write to the residual stream (`wo`, `w2`)
+    Matrices are normal with standard deviation 0.02. Those that write to the residual stream (`wo`, `w2`)
     are scaled by `1 / sqrt(2 * layers)`, so that the stream's variance does not grow with depth (Radford et
     al. 2019, GPT-2). Norm weights are one, biases zero. A tied weight is initialised once.
     """
@@ -46,6 +46,17 @@ def check_length(tokens_BT: Tensor, sequence: int) -> int:
     if length > sequence:
         raise ConfigError(f"a sequence of {length} tokens is longer than the model's {sequence}; raise model.sequence.")
     return length
+
+
+def separate_documents(tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the ids and the attention mask (B,1,T,T) of packed documents: causal, and within a document only.
+
+    The first id of a document is given as its complement, `~id`, which is negative.
+    """
+    starts_BT = tokens_BT < 0
+    documents_BT = starts_BT.cumsum(1)
+    same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
+    return torch.where(starts_BT, ~tokens_BT, tokens_BT), same_BTT.tril()[:, None]
 
 
 def head_output(
@@ -78,12 +89,12 @@ def head_loss(
 
 
 def hit_shares(x_BTD: Tensor, head: nn.Linear, targets_BT: Tensor) -> Tensor:
-    """Return the top-1 accuracy of each sequence, FP32 (B,)."""
+    """Return the top-1 accuracy of each sequence over the targets that are not -100, FP32 (B,)."""
     size = chunk_of(head.weight.shape[0], torch.float32, x_BTD.device.type)
     shares = []
     for x_TD, targets_T in zip(x_BTD, targets_BT, strict=True):
         likeliest = torch.cat([head(part).argmax(dim=-1) for part in x_TD.split(size)])
-        shares.append((likeliest == targets_T).float().mean())
+        shares.append((likeliest == targets_T).sum().float() / (targets_T >= 0).sum())
     return torch.stack(shares)
 
 

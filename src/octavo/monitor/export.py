@@ -127,7 +127,7 @@ def write_parquet(run: RunReader, folder: Path) -> list[Path]:
         import pyarrow as arrow
         import pyarrow.parquet as parquet
     except ImportError as error:
-        raise UnsupportedError("Parquet needs the package pyarrow: pip install octavo[parquet]") from error
+        raise UnsupportedError('Parquet needs the package pyarrow: pip install "octavo[parquet]"') from error
     written = []
     for name, table in tables(run).items():
         kinds = {key: _kind(arrow, key, name) for key in table.columns}

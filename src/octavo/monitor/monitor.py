@@ -13,7 +13,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -106,7 +105,8 @@ class Monitor:
         directory: directory of the run, created if missing.
         config: settings of the run as a nested mapping, stored for reference and for comparing runs.
         plan: return value of `octavo.convert`.
-        trackers: `wandb`, `trackio`, `mlflow`; each receives a few aggregates per step.
+        trackers: `wandb`, `trackio`, `mlflow`; each receives a few aggregates per step, and as
+            `mlflow:100` all statistics of tensors every 100 steps.
         resume_from: number of steps completed: continues the run in `directory`, deleting its records past them; 0
             replaces the run.
         telemetry: source of tensor statistics; by default `octavo.nn.telemetry.Telemetry(model, histograms_every=100)`
@@ -192,10 +192,7 @@ class Monitor:
             if self._recorder is not None:
                 self._recorder.go_back(event.back_to)
         if self._recorder is not None:
-            text = f"{event.cause}: {event.text}" if event.cause else event.text
-            numbers = {"value": event.value, "limit": event.limit, "level": event.level}
-            where = {"layer": event.layer or None, "role": event.role or None, "action": event.action or None}
-            self._recorder.event(event.step, event.rule, text, **numbers, **where)
+            self._recorder.guard_event(event)
 
     def close(self, error: BaseException | None = None) -> None:
         """Write pending data and the outcome of the run. Idempotent."""
@@ -216,9 +213,7 @@ class Monitor:
     def __enter__(self) -> Monitor:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(error)
 
     def _write_arrived(self) -> None:
@@ -236,11 +231,10 @@ class Monitor:
             self._rules.tensors(measured, values)
 
     def _record_alarm(self, alarm: Alarm) -> None:
-        where = {"layer": alarm.layer or None, "role": alarm.role or None}
         level = "error" if alarm.rule == "nonfinite" else "warning"
         if self._recorder is not None:
-            details = {"value": alarm.value, "limit": alarm.limit, "level": level, **where}
-            self._recorder.event(alarm.step, alarm.rule, str(alarm), **details)
+            where = "", alarm.layer, alarm.role, alarm.value, alarm.limit
+            self._recorder.guard_event(GuardEvent(alarm.step, level, alarm.rule, str(alarm), *where))
 
     def _describe(self, model: nn.Module, device: torch.device, plan: Any) -> None:
         if self._recorder is None:

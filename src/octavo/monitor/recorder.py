@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.guard import GuardEvent
 from octavo.kernels.sample import LOWEST
 from octavo.monitor.background import Background
 from octavo.monitor.store import RunWriter, TensorRow
 from octavo.monitor.store.writer import Outcome
 from octavo.monitor.system import SystemProbe
-from octavo.monitor.trackers import TrackerThread, aggregates, tracked_scalars
+from octavo.monitor.trackers import TrackerThread, aggregates, all_statistics, tracked_scalars
 
 CAPACITY = 256
 """Steps that may be queued; further ones are dropped, counted and reported."""
@@ -32,7 +33,7 @@ class Recorder:
         overwrite: replace an existing run.
         gpu: index of the CUDA device whose power and memory are measured; None on a CPU.
         system_every: seconds between two system readings.
-        trackers: names in `TRACKERS`, to be sent aggregates.
+        trackers: names in `TRACKERS`, to be sent aggregates, and with `:N` all statistics every N steps.
         config: stored as the document `config`, and sent to the trackers.
 
     Raises:
@@ -55,6 +56,8 @@ class Recorder:
         self._writer = RunWriter(directory, keep_until=keep_until, keep_events=keep_events, overwrite=overwrite)
         self._probe = SystemProbe(gpu)
         self._newest: dict[str, float] = {}
+        self._all: dict[str, float] = {}
+        self._rows: list[tuple[str, str]] = []
         self._step = keep_until or 0
         self._store = Background("run store", capacity=CAPACITY, idle=lambda: self._sample(), every=system_every)
         if config is not None:
@@ -81,7 +84,7 @@ class Recorder:
 
     def tensors(self, rows: Sequence[TensorRow | tuple[Any, ...]]) -> None:
         """Set the row labels of the following snapshots."""
-        self._store.submit(lambda: self._writer.set_tensors(rows), may_drop=False)
+        self._store.submit(lambda: self._label(rows), may_drop=False)
 
     def step(
         self,
@@ -103,6 +106,13 @@ class Recorder:
         """Write an event; `details` as of `RunWriter.write_event`."""
         now = time.time()
         self._store.submit(lambda: self._writer.write_event(step, rule, text, **{"t": now, **details}), may_drop=False)
+
+    def guard_event(self, event: GuardEvent) -> None:
+        """Write an event of guardrails."""
+        text = f"{event.cause}: {event.text}" if event.cause else event.text
+        where = {"layer": event.layer or None, "role": event.role or None, "action": event.action or None}
+        numbers = {"level": event.level, "value": event.value, "limit": event.limit}
+        self.event(event.step, event.rule, text, **numbers, **where)
 
     def go_back(self, step: int) -> None:
         """Delete the measurements past a step. Events stay, since they give the reason."""
@@ -145,8 +155,14 @@ class Recorder:
             return
         if snapshot is not None:
             self._newest = aggregates(snapshot, self._writer.stats)
-        for tracker in self._trackers:
-            tracker.log(step, {**tracked_scalars(values), **self._newest} if values else {})
+            self._all = all_statistics(snapshot, self._rows, self._writer.stats)
+        for tracker in self._trackers if values else ():
+            tensors = self._all if self._all and tracker.sends_tensors(step) else {}
+            tracker.log(step, {**tracked_scalars(values), **self._newest, **tensors})
+
+    def _label(self, rows: Sequence[TensorRow | tuple[Any, ...]]) -> None:
+        self._writer.set_tensors(rows)
+        self._rows = [(row[0], row[1]) for row in rows]
 
     def _sample(self) -> None:
         self._writer.write_system(self._probe.sample())

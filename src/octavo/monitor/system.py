@@ -71,7 +71,7 @@ class SystemProbe:
             import pynvml
             import torch
         except ImportError:
-            self.missing = "power and energy are not measured: pip install octavo[energy]"
+            self.missing = 'power and energy are not measured: pip install "octavo[energy]"'
             return
         try:
             pynvml.nvmlInit()
@@ -167,7 +167,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "world_size": dist.get_world_size() if in_process_group() else 1,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "command": shlex.join(sys.argv),
+        "command": shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),  # noqa: PTH119 (it may be empty)
         "commit": _commit(),
         "variables": {key: value for key, value in sorted(os.environ.items()) if key.startswith(PREFIXES)},
     }

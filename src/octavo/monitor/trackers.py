@@ -1,7 +1,7 @@
-"""Weights & Biases, trackio and MLflow: each receives a few aggregates per step, never one series per tensor.
+"""Weights & Biases, trackio and MLflow: each receives a few aggregates per step, and on request a series per tensor.
 
-Their pages and loggers slow down with thousands of series; the run store has those. Packages are imported on request. A
-missing package or a failing tracker causes a warning, and the run continues without it.
+Their pages and loggers slow down with thousands of series: `mlflow:100` sends those every 100 steps only. Packages are
+imported on request. A missing package or a failing tracker causes a warning, and the run continues without it.
 """
 
 from __future__ import annotations
@@ -48,6 +48,14 @@ def aggregates(values: NDArray[np.float32], stats: Sequence[str]) -> dict[str, f
     found["fp8/scale_log2_max"] = math.log2(scales.max()) if len(scales) else math.nan
     found["fp8/tensors"] = float((~np.isnan(columns["amax"])).sum())
     return {key: found[key] for key in AGGREGATES if math.isfinite(found[key])}
+
+
+def all_statistics(
+    values: NDArray[np.float32], rows: Sequence[tuple[str, str]], stats: Sequence[str]
+) -> dict[str, float]:
+    """Return every finite statistic of a snapshot (tensors, statistics) by `tensors/LAYER/ROLE/STATISTIC`."""
+    places = np.argwhere(np.isfinite(values)).tolist()
+    return {f"tensors/{'/'.join(rows[row])}/{stats[column]}": float(values[row, column]) for row, column in places}
 
 
 def _largest(column: NDArray[np.float32]) -> float:
@@ -101,7 +109,8 @@ class _MlFlow:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         now = int(1000 * time.time())
         metrics = [self._mlflow.entities.Metric(key, value, now, step) for key, value in values.items()]
-        self._client.log_batch(self._id, metrics=metrics)
+        for begin in range(0, len(metrics), 1000):  # the server's limit
+            self._client.log_batch(self._id, metrics=metrics[begin : begin + 1000])
 
     def finish(self, outcome: str) -> None:
         self._client.set_terminated(self._id, {"finished": "FINISHED", "interrupted": "KILLED"}.get(outcome, "FAILED"))
@@ -133,14 +142,19 @@ class TrackerThread:
     """A tracker in its own thread, so that a hanging or failing one neither slows nor stops the run.
 
     Args:
-        kind: a key of `TRACKERS`.
+        kind: a key of `TRACKERS`; with `:N`, all statistics of tensors are sent every N steps.
         on_failure: called in that thread with a message if the tracker is missing or fails.
 
     Raises:
-        ConfigError: an unknown tracker.
+        ConfigError: an unknown tracker, or a number of steps that is not positive.
     """
 
     def __init__(self, kind: str, name: str, config: Mapping[str, Any], *, on_failure: Callable[[str], None]) -> None:
+        kind, colon, every = kind.partition(":")
+        if colon and not (every.isdigit() and int(every)):
+            raise ConfigError(f"tracker '{kind}:{every}': after the colon is a positive number of steps.")
+        self._every = int(every or 0)
+        self._due = 0
         if kind not in TRACKERS:
             near = did_you_mean(kind, TRACKERS)
             raise ConfigError(f"unknown tracker '{kind}'.{near} Known: {', '.join(TRACKERS)}.")
@@ -154,6 +168,12 @@ class TrackerThread:
     def dropped(self) -> int:
         """Number of steps not sent because the queue was full."""
         return self._thread.dropped
+
+    def sends_tensors(self, step: int) -> bool:
+        """Return True, and count it, if all statistics of tensors are to be sent with this step."""
+        is_due = self._every > 0 and step >= self._due
+        self._due = step + self._every if is_due else self._due
+        return is_due
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Queue the numbers of a step."""

@@ -71,15 +71,26 @@ class ScaledDotProduct(nn.Module):
         self.enabled, self.shares = True, shares_codes(recipe)
         self.target = spec_of(recipe.fprop.input) if self.shares else OWN
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return (B, T, H E), in q's dtype or autocast's, for q (B, T, H, E), k and v (B, T, G, E), G dividing H.
 
-        B: batch, T: tokens, H: query heads, G: key and value heads, E: channels of a head.
+        B: batch, T: tokens, H: query heads, G: key and value heads, E: channels of a head. A mask (B, 1, T, T) is True
+        where a query sees a key; it replaces the causal one, and the output is kept as PyTorch keeps it.
         """
-        if self.target is None or not self.enabled or not torch.is_grad_enabled() or not _takes(q, k, v):
+        if mask is not None and self.target is not None and not torch.compiler.is_compiling():
+            ledger.fall_back("attention kept its output as it is, not in FP8: it has a mask")
+        if (
+            mask is not None
+            or self.target is None
+            or not self.enabled
+            or not torch.is_grad_enabled()
+            or not _takes(q, k, v)
+        ):
             grouped = q.shape[2] != k.shape[2]
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=grouped)
+            y = F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=self.causal and mask is None, enable_gqa=grouped
+            )
             return y.transpose(1, 2).flatten(2)
         if torch.is_autocast_enabled(q.device.type):
             q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from octavo._util import config_reader
+from octavo._util.files import write_text
 from octavo.errors import ConfigError, did_you_mean
 from octavo.numerics import Scaling
 from octavo.recipes import STORED_SCALE_ROLES, Operand, Recipe
@@ -154,14 +155,7 @@ def write(path: Path, scales: Mapping[str, Calibrated]) -> None:
     if not scales:
         raise ConfigError(f"{path}: no scale is known yet. {HOW_TO}")
     content = {"version": VERSION, "scales": {name: _plain(calibrated) for name, calibrated in scales.items()}}
-    temporary = path.with_name(f".writing-{path.name}")
-    try:
-        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror}).") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_text(path, json.dumps(content, indent=1) + "\n", ConfigError)
 
 
 def read(path: Path) -> dict[str, Calibrated]:

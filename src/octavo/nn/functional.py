@@ -34,6 +34,7 @@ from torch import Tensor
 from octavo import kernels
 from octavo._util.autograd import first_order, refuse_transforms
 from octavo.kernels import QuantSpec, ScaleRef
+from octavo.kernels.tape import Result, replay
 from octavo.nn import telemetry_ops
 from octavo.nn.fp8_weights import has_fp8_weight, values
 from octavo.nn.inputs import wgrad_of_input
@@ -120,45 +121,61 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         # All in one: torch.compile counts the parameters, and where there is one argument more, it leaves out ctx.
-        x_MK, x_codes, x_scale, w_codes, w_scale, amax_and_scale, stats, options, *weights = inputs
-        recipe, dtype, keeps_input, update_amax = options
-        needs_x, needs_weight = ctx.needs_input_grad[0], any(ctx.needs_input_grad[_WEIGHTS:])
-        given = None if x_codes is None else Quantized(x_codes, x_scale, recipe.fprop.input.tile)
-        cell = scale_ref_of(amax_and_scale, recipe, "input", update_amax)
-        x = read_input(x_MK, recipe, dtype, needs_weight, given, cell, keeps_input)
-        attached = None if w_codes is None else (w_codes, w_scale)
-        w = read_weights(weights, recipe, attached)
-        ctx.save_for_backward(*x.kept, *(kept_weights(w, weights, recipe, attached is not None) if needs_x else ()))
-        ctx.kept, ctx.options = len(x.kept), (recipe, dtype, x_MK.dtype)
-        ctx.buffers = amax_and_scale, stats  # no saved tensors: backward writes to them, and hooks may give it copies
-        ctx.parts = [(weight.shape[0], weight.dtype) for weight in weights]
+        *tensors, options = inputs[:_WEIGHTS]
+        weights = inputs[_WEIGHTS:]
+        needed = ctx.needs_input_grad[0], any(ctx.needs_input_grad[_WEIGHTS:])
+        kept_x, kept_w, outputs = replay(_forward, (*options, *needed), (*tensors, *weights))
+        ctx.save_for_backward(*kept_x, *kept_w)
+        ctx.kept, ctx.options = len(kept_x), (*options[:2], inputs[0].dtype)
+        ctx.buffers = tensors[-2:]  # no saved tensors: backward writes to them, and hooks may give it copies
+        ctx.parts = tuple([(weight.shape[0], weight.dtype) for weight in weights])
         ctx.set_materialize_grads(False)  # a layer whose output nobody used has no gradient, as in PyTorch
-        return tuple(fprop(x_MK, x.fprop, w, weights, recipe, dtype, stats))
+        return tuple(outputs)  # type: ignore[arg-type]  # none is None
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(dy is None for dy in dys):
             return (None,) * len(ctx.needs_input_grad)
-        (recipe, dtype, x_dtype), (amax_and_scale, stats) = ctx.options, ctx.buffers
         saved = ctx.saved_tensors  # read once: a checkpoint hands them out once
-        kept, w = saved[: ctx.kept], saved[ctx.kept :]
         needs_x, needs_weight = needed_grads(ctx, _WEIGHTS)
-        needs_weight = [needed and dy is not None for needed, dy in zip(needs_weight, dys, strict=True)]
-        sources = with_zeros([None if dy is None else dy.to(dtype) for dy in dys], [rows for rows, _ in ctx.parts])
-        cell = scale_ref_of(amax_and_scale, recipe, "grad_output")
-        weight = Kept(w, tuple(rows for rows, _ in ctx.parts)) if needs_x else None
-        g, h = read_gradient(sources, scale_of(kept), weight, recipe, any(needs_weight), cell)
-        dx = None if weight is None else dgrad(sources, g, weight, recipe, dtype, stats).to(x_dtype)
-        dws: list[Tensor | None] = [None] * len(needs_weight)
-        if any(needs_weight):
-            dw = wgrad(sources, h, kept, recipe, dtype)
-            dws = [part if needed else None for part, needed in zip(unstack(dw, ctx.parts), needs_weight, strict=True)]
+        options = *ctx.options, ctx.parts, ctx.kept, needs_x, tuple(needs_weight)
+        (dx,), dws = replay(_backward, options, (*ctx.buffers, *dys, *saved))
         return dx, *(None,) * (_WEIGHTS - 1), *dws
 
 
 _WEIGHTS = 8
 """Which argument of `_Linears.apply` is the first weight."""
+
+
+def _forward(options: tuple[Any, ...], *tensors: Any) -> Result:
+    """Return what backward needs of X, and of W, and the outputs."""
+    recipe, dtype, keeps_input, update_amax, needs_x, needs_weight = options
+    x_MK, x_codes, x_scale, w_codes, w_scale, amax_and_scale, stats, *weights = tensors
+    given = None if x_codes is None else Quantized(x_codes, x_scale, recipe.fprop.input.tile)
+    cell = scale_ref_of(amax_and_scale, recipe, "input", update_amax)
+    x = read_input(x_MK, recipe, dtype, needs_weight, given, cell, keeps_input)
+    attached = None if w_codes is None else (w_codes, w_scale)
+    w = read_weights(weights, recipe, attached)
+    kept = kept_weights(w, weights, recipe, attached is not None) if needs_x else ()
+    return x.kept, kept, fprop(x_MK, x.fprop, w, weights, recipe, dtype, stats)
+
+
+def _backward(options: tuple[Any, ...], *tensors: Any) -> Result:
+    """Return dX, and dW_i."""
+    recipe, dtype, x_dtype, parts, count, needs_x, needs_weight = options
+    amax_and_scale, stats, *rest = tensors
+    dys, kept, w = rest[: len(parts)], tuple(rest[len(parts) : len(parts) + count]), rest[len(parts) + count :]
+    needs_weight = [needed and dy is not None for needed, dy in zip(needs_weight, dys, strict=True)]
+    sources = with_zeros([None if dy is None else dy.to(dtype) for dy in dys], [rows for rows, _ in parts])
+    cell = scale_ref_of(amax_and_scale, recipe, "grad_output")
+    weight = Kept(w, tuple([rows for rows, _ in parts])) if needs_x else None
+    g, h = read_gradient(sources, scale_of(kept), weight, recipe, any(needs_weight), cell)
+    dx = None if weight is None else dgrad(sources, g, weight, recipe, dtype, stats).to(x_dtype)
+    if not any(needs_weight):
+        return (dx,), [None] * len(parts)
+    cut = unstack(wgrad(sources, h, kept, recipe, dtype), parts)
+    return (dx,), [part if needed else None for part, needed in zip(cut, needs_weight, strict=True)]
 
 
 class Input(NamedTuple):
@@ -326,6 +343,13 @@ def read_weights(
     return WeightCodes((Quantized(*attached, recipe.fprop.weight.tile),), rows)
 
 
+def requantises_exactly(recipe: Recipe) -> bool:
+    """Return whether the codes of an input follow from its values and fprop's scale, for wgrad as for fprop."""
+    operand = recipe.fprop.input
+    follow = (operand.granularity, operand.scaling, operand.rounding) == ("row", "power_of_two", "nearest")
+    return follow and recipe.fprop.is_fp8 and recipe.wgrad.is_fp8 and recipe.wgrad.input.is_folded
+
+
 def known_codes(codes: WeightCodes | None, weights: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
     """Return codes and scale of weights where these are known, and not those of another number of layers."""
     if codes is None or codes.rows != tuple(weight.shape[0] for weight in weights):
@@ -491,6 +515,9 @@ def wgrad(
     """Return dW (N, K) of the stack. kept: what `read_input` kept of X."""
     if h is None:
         return torch.cat([product(dy_MN.t(), kept[0]) for dy_MN in dys])
+    if kept[0].element_size() > 1 and requantises_exactly(recipe):
+        x_KM = kernels.requantize_transposed(kept[:1], kept[1], spec_of(recipe.fprop.input), h.codes)
+        return kernels.gemm(h, x_KM, dtype, recipe.wgrad.accumulate)
     if kept[0].element_size() > 1:
         return wgrad_of_input(h, kept[0], spec_of(recipe.wgrad.input), dtype, recipe.wgrad.accumulate)
     return kernels.gemm(h, transposed_input(kept, recipe, h.codes), dtype, recipe.wgrad.accumulate)

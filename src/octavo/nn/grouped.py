@@ -88,15 +88,28 @@ class GroupedLinear(nn.Module):
             )
         check_dtypes(x, self.weight)
         recipe = self.recipe if self.enabled else load("bf16")
-        stats = stats_buffer_of([self])
-        result: Tensor = _GroupedLinear.apply(x, self.weight, ends, recipe, compute_dtype(x), stats)  # type: ignore[no-untyped-call]
-        return result
+        return grouped_linear(x, self.weight, ends, recipe, stats_buffer_of([self]))
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows of this layer."""
         experts, out_features, in_features = self.weight.shape
         described = f"experts={experts}, in_features={in_features}, out_features={out_features}"
         return f"{described}, recipe={self.recipe.name}" + ("" if self.enabled else ", disabled")
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, ends: Tensor, recipe: RecipeLike = "bf16", stats: Tensor | None = None
+) -> Tensor:
+    """Return y (T, N) for sorted rows x (T, K) and weights (E, N, K): see `GroupedLinear`.
+
+    Args:
+        ends: int32 (E,), where the rows of each expert end.
+        recipe: how.
+        stats: buffer of telemetry.
+    """
+    arguments = x, weight, ends, load(recipe), compute_dtype(x), stats
+    result: Tensor = _GroupedLinear.apply(*arguments)  # type: ignore[no-untyped-call]
+    return result
 
 
 def unsupported_reason(recipe: Recipe) -> str | None:

@@ -23,6 +23,7 @@ from octavo import kernels
 from octavo._util.autograd import first_order
 from octavo.kernels import QuantSpec
 from octavo.kernels.activation import INPUTS, Factors, Targets, activation, activation_and_inputs, activation_backward
+from octavo.kernels.tape import Result, replay
 from octavo.nn.functional import (
     Kept,
     Quantizer,
@@ -99,77 +100,92 @@ def mlp(
 
 class _MLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        x_MD, codes, scale, w_codes, w_scale, down_codes, down_scale, *rest = arguments  # see `_Linears`
-        stats, down_stats, (kind, inner, outer, dtype, keeps_codes, keeps_input), *weights = rest
-        given = None if codes is None else Quantized(codes, scale, inner.fprop.input.tile)
-        x = read_input(x_MD, inner, dtype, any(ctx.needs_input_grad[_WEIGHTS:-1]), given, keeps_input=keeps_input)
-        w = read_weights(weights[:-1], inner, None if w_codes is None else (w_codes, w_scale))
-        down = read_weights(weights[-1:], outer, None if down_codes is None else (down_codes, down_scale))
-        assert w is not None and down is not None
-        before = fprop(x_MD, x.fprop, w, weights[:-1], inner, dtype, stats)
-        hidden, inputs = _activate(kind, before, spec_of(outer.fprop.input), keeps_codes)
-        saved = (
-            x.kept,
-            (hidden.scale,),
-            inputs,
-            kept_weights(w, weights[:-1], inner, w_codes is not None),
-            kept_weights(down, weights[-1:], outer, down_codes is not None),
-        )
+    def forward(ctx: Any, *inputs: Any) -> Tensor | None:
+        *tensors, options = inputs[:_WEIGHTS]  # see `_Linears`
+        weights = inputs[_WEIGHTS:]
+        needs_inner = any(ctx.needs_input_grad[_WEIGHTS:-1])
+        (y_MD,), *saved = replay(_forward, (*options, needs_inner), (*tensors, *weights))
         ctx.save_for_backward(*(tensor for part in saved for tensor in part))
-        ctx.sizes = [len(part) for part in saved]
-        ctx.options, ctx.x_dtype, ctx.stats = (kind, inner, outer, dtype, keeps_codes), x_MD.dtype, (stats, down_stats)
-        ctx.parts = [(weight.shape[0], weight.dtype) for weight in weights]
+        ctx.sizes, ctx.stats, ctx.x_dtype = tuple([len(part) for part in saved]), tensors[-2:], inputs[0].dtype
+        ctx.options, ctx.parts = options[:-1], tuple([(weight.shape[0], weight.dtype) for weight in weights])
         ctx.set_materialize_grads(False)
-        return fprop_of(before, hidden, down, weights[-1:], outer, dtype, down_stats, kind)[0]
+        return y_MD
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_outputs[0] is None:
             return (None,) * len(ctx.needs_input_grad)
-        (kind, inner, outer, dtype, keeps_codes), (stats, down_stats) = ctx.options, ctx.stats
-        kept, (hidden_scale,), inputs, w, down = _split(ctx.saved_tensors, ctx.sizes)
-        needs_x, (*needs_inner, needs_down) = needed_grads(ctx, _WEIGHTS)
-        weight, down_weight = (
-            Kept(tensors, tuple(rows for rows, _ in parts))
-            for tensors, parts in ((w, ctx.parts[:-1]), (down, ctx.parts[-1:]))
-        )
-        dy = [grad_outputs[0].to(dtype)]
-        g, h = read_gradient(dy, hidden_scale, down_weight, outer, needs_down)
-        d_hidden = dgrad(dy, g, down_weight, outer, dtype, down_stats)
-        gradients = activation_backward(
-            kind,
-            d_hidden,
-            *_gate_and_up(inputs, keeps_codes),
-            Targets(
-                rows=spec_of(inner.dgrad.grad_output) if needs_x else None,
-                columns=spec_of(inner.wgrad.grad_output) if any(needs_inner) else None,
-                hidden=_hidden_target(outer) if needs_down else None,
-            ),
-            Factors(
-                rows=weight_fold(weight, inner) if needs_x else None,
-                columns=input_fold(scale_of(kept), inner) if any(needs_inner) else None,
-                hidden=hidden_scale if needs_down and _scale_tells_codes(outer) else None,
-            ),
-        )
-        dx = None
-        if needs_x:
-            before = (d_hidden, *inputs)
-            dx = dgrad(before, gradients.rows, weight, inner, dtype, stats, kind).to(ctx.x_dtype)
-        dws: list[Tensor | None] = [None] * len(ctx.parts)
-        if any(needs_inner):
-            parts = unstack(wgrad(dy, gradients.columns, kept, inner, dtype), ctx.parts[:-1])
-            dws[:-1] = [part if needed else None for part, needed in zip(parts, needs_inner, strict=True)]
-        if needs_down:
-            assert gradients.hidden is not None and h is not None
-            hidden = kernels.without_scale(gradients.hidden) if outer.wgrad.input.is_folded else gradients.hidden
-            dws[-1] = kernels.gemm(h, hidden, dtype, outer.wgrad.accumulate).to(ctx.parts[-1][1])
+        needs_x, needs_weights = needed_grads(ctx, _WEIGHTS)
+        options = *ctx.options, ctx.x_dtype, ctx.sizes, ctx.parts, needs_x, tuple(needs_weights)
+        (dx,), dws = replay(_backward, options, (*ctx.stats, grad_outputs[0], *ctx.saved_tensors))
         return dx, *(None,) * (_WEIGHTS - 1), *dws
 
 
 _WEIGHTS = 10
 """Which argument of `_MLP.apply` is the first weight."""
+
+
+def _forward(options: tuple[Any, ...], *tensors: Any) -> Result:
+    """Return the output, and what backward needs: of x, the scale of h, gate and up, and of the weights."""
+    kind, inner, outer, dtype, keeps_codes, keeps_input, needs_inner = options
+    x_MD, codes, scale, w_codes, w_scale, down_codes, down_scale, stats, down_stats, *weights = tensors
+    given = None if codes is None else Quantized(codes, scale, inner.fprop.input.tile)
+    x = read_input(x_MD, inner, dtype, needs_inner, given, keeps_input=keeps_input)
+    w = read_weights(weights[:-1], inner, None if w_codes is None else (w_codes, w_scale))
+    down = read_weights(weights[-1:], outer, None if down_codes is None else (down_codes, down_scale))
+    assert w is not None and down is not None
+    before = fprop(x_MD, x.fprop, w, weights[:-1], inner, dtype, stats)
+    hidden, inputs = _activate(kind, before, spec_of(outer.fprop.input), keeps_codes)
+    return (
+        fprop_of(before, hidden, down, weights[-1:], outer, dtype, down_stats, kind),
+        x.kept,
+        (hidden.scale,),
+        inputs,
+        kept_weights(w, weights[:-1], inner, w_codes is not None),
+        kept_weights(down, weights[-1:], outer, down_codes is not None),
+    )
+
+
+def _backward(options: tuple[Any, ...], *tensors: Any) -> Result:
+    """Return the gradients of x and of the weights."""
+    kind, inner, outer, dtype, keeps_codes, x_dtype, sizes, parts, needs_x, needs_weights = options
+    stats, down_stats, grad_output, *saved = tensors
+    kept, (hidden_scale,), inputs, w, down = _split(saved, sizes)
+    *needs_inner, needs_down = needs_weights
+    weight, down_weight = (
+        Kept(tensors, tuple([rows for rows, _ in of])) for tensors, of in ((w, parts[:-1]), (down, parts[-1:]))
+    )
+    dy = [grad_output.to(dtype)]
+    g, h = read_gradient(dy, hidden_scale, down_weight, outer, needs_down)
+    d_hidden = dgrad(dy, g, down_weight, outer, dtype, down_stats)
+    gradients = activation_backward(
+        kind,
+        d_hidden,
+        *_gate_and_up(inputs, keeps_codes),
+        Targets(
+            rows=spec_of(inner.dgrad.grad_output) if needs_x else None,
+            columns=spec_of(inner.wgrad.grad_output) if any(needs_inner) else None,
+            hidden=_hidden_target(outer) if needs_down else None,
+        ),
+        Factors(
+            rows=weight_fold(weight, inner) if needs_x else None,
+            columns=input_fold(scale_of(kept), inner) if any(needs_inner) else None,
+            hidden=hidden_scale if needs_down and _scale_tells_codes(outer) else None,
+        ),
+    )
+    dx = None
+    if needs_x:
+        dx = dgrad((d_hidden, *inputs), gradients.rows, weight, inner, dtype, stats, kind).to(x_dtype)
+    dws: list[Tensor | None] = [None] * len(parts)
+    if any(needs_inner):
+        cut = unstack(wgrad(dy, gradients.columns, kept, inner, dtype), parts[:-1])
+        dws[:-1] = [part if needed else None for part, needed in zip(cut, needs_inner, strict=True)]
+    if needs_down:
+        assert gradients.hidden is not None and h is not None
+        hidden = kernels.without_scale(gradients.hidden) if outer.wgrad.input.is_folded else gradients.hidden
+        dws[-1] = kernels.gemm(h, hidden, dtype, outer.wgrad.accumulate).to(parts[-1][1])
+    return (dx,), dws
 
 
 def _split(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[tuple[Tensor, ...]]:

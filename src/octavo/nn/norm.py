@@ -26,6 +26,7 @@ from octavo._util.compiler import assume_constant_result
 from octavo.kernels import ledger, norm
 from octavo.kernels.dispatch import is_plain, on_gpu, triton_unsupported_reason
 from octavo.kernels.quant_spec import QuantSpec
+from octavo.kernels.tape import Result, replay
 from octavo.nn.attached_codes import attach_codes
 from octavo.nn.probe import computes, shallow_copy
 from octavo.numerics import Quantized
@@ -249,26 +250,40 @@ class _Function(torch.autograd.Function):
         centred: bool,
         keeps_codes: bool,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        if centred:
-            made = norm.layer_norm(x_MD, weight, bias, eps, target=target)
-        else:
-            made = norm.rms_norm(x_MD, weight, eps, target=target)
-        kept = kernels.quantize(x_MD, *norm.KEPT)[:2] if keeps_codes and any(ctx.needs_input_grad) else (x_MD, None)
-        ctx.save_for_backward(*kept, weight, bias, made.mean, made.rstd)
+        keeps_codes = keeps_codes and any(ctx.needs_input_grad)
+        made, kept = replay(_forward, (eps, target, centred, keeps_codes), (x_MD, weight, bias))
+        ctx.save_for_backward(*kept)
         ctx.set_materialize_grads(False)  # else backward would get zeros for the codes
-        if made.quantized is None:
-            return made.y, None, None
-        ctx.mark_non_differentiable(made.quantized.codes, made.quantized.scale)
-        return made.y, made.quantized.codes, made.quantized.scale
+        y_MD, codes, scale = made
+        if codes is not None:
+            ctx.mark_non_differentiable(codes, scale)
+        return y_MD, codes, scale
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        dy = grad_outputs[0]
-        x_MD, scale, weight, bias, mean, rstd = ctx.saved_tensors
-        if dy is None:
+        if grad_outputs[0] is None:
             return (None,) * 7
-        x = x_MD if scale is None else Quantized(x_MD, scale, norm.KEPT.tile)
-        if mean is None:
-            return *norm.rms_norm_backward(dy, x, weight, rstd), None, None, None, None, None
-        return *norm.layer_norm_backward(dy, x, weight, bias, mean, rstd), None, None, None, None
+        (gradients,) = replay(_backward, (), (grad_outputs[0], *ctx.saved_tensors))
+        return *gradients, *(None,) * (7 - len(gradients))
+
+
+def _forward(options: tuple[Any, ...], x_MD: Tensor, weight: Tensor | None, bias: Tensor | None) -> Result:
+    """Return y, its codes and scale, and what backward needs."""
+    eps, target, centred, keeps_codes = options
+    if centred:
+        made = norm.layer_norm(x_MD, weight, bias, eps, target=target)
+    else:
+        made = norm.rms_norm(x_MD, weight, eps, target=target)
+    kept = kernels.quantize(x_MD, *norm.KEPT)[:2] if keeps_codes else (x_MD, None)
+    codes = (None, None) if made.quantized is None else made.quantized[:2]
+    return (made.y, *codes), (*kept, weight, bias, made.mean, made.rstd)
+
+
+def _backward(options: tuple[Any, ...], dy: Tensor, *saved: Any) -> Result:
+    """Return the gradients of x, weight and bias."""
+    x_MD, scale, weight, bias, mean, rstd = saved
+    x = x_MD if scale is None else Quantized(x_MD, scale, norm.KEPT.tile)
+    if mean is None:
+        return (norm.rms_norm_backward(dy, x, weight, rstd),)
+    return (norm.layer_norm_backward(dy, x, weight, bias, mean, rstd),)

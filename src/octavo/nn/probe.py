@@ -104,8 +104,11 @@ def _agree(y: Tensor, expected: Tensor, tolerance: float) -> bool:
 
 
 def _bytes(state: Tensor) -> bytes:
-    """Return the memory of a state, a true tensor also in a mode in which all others are fake."""
-    return ctypes.string_at(state.data_ptr(), state.numel())
+    """Return the memory of a state, a true tensor also in a mode in which all others are fake.
+
+    Such a mode may give a tensor an address of its own making (`octavo.memory`), but not its storage.
+    """
+    return ctypes.string_at(state.untyped_storage().data_ptr(), state.numel())
 
 
 def _state(probe: nn.Module) -> Iterator[Any]:

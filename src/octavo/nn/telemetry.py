@@ -17,7 +17,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -33,7 +32,7 @@ from octavo.kernels.transfers import AsyncHostCopy
 from octavo.nn.fusion_groups import fusion_groups
 from octavo.nn.telemetry_ops import StatsSlot
 from octavo.nn.telemetry_ranks import Gathering, Own, Together
-from octavo.nn.telemetry_rows import Layer, Row, find, look_at_gradient, rows_of
+from octavo.nn.telemetry_rows import Layer, Row, find, look_at_gradient, rows_of, weights_of
 
 __all__ = ["STATS", "Row", "Telemetry"]
 
@@ -169,14 +168,12 @@ class Telemetry:
 
     def belongs_to(self, parameters: set[int]) -> bool:
         """Return whether the first weight that is watched is among these (`id`): of several optimizers one counts."""
-        return bool(self._layers) and id(self._layers[0].weight) in parameters
+        return bool(self._layers) and id(weights_of(self._layers[0])[0]) in parameters
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.detach()
 
     def _lay_out(self, model: nn.Module, layers: dict[str, Layer], device: torch.device) -> dict[Row, int]:
@@ -233,7 +230,7 @@ def _phase(step: int) -> int:
 
 
 def _device(model: nn.Module, layers: dict[str, Layer]) -> torch.device:
-    devices = {layer.get_parameter("weight").device for layer in layers.values()}
+    devices = {weights_of(layer)[0].device for layer in layers.values()}
     if len(devices) > 1:
         raise ConfigError(f"telemetry is of one device, and the layers lie on {', '.join(map(str, devices))}.")
     anywhere = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

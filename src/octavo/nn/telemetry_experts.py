@@ -10,10 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from octavo.kernels.experts import weighted
 from octavo.kernels.grouped import grouped_gemm
 from octavo.kernels.operator import call, define_packed
 from octavo.kernels.sample import SampleInput, sample, sampled_rows, sampling_off
-from octavo.nn.telemetry_ops import Source, ends_of
+from octavo.nn.telemetry_ops import Source, ends_of, hidden
 from octavo.numerics import Quantized
 
 Weights = tuple[Tensor, Tensor]
@@ -22,15 +23,29 @@ Product = tuple[torch.dtype, str]
 """Dtype of the result and `accumulate`."""
 
 
+ROWS = "rows"
+"""The kind of a source whose second tensor, int32 (T,), says which row of the first is each row of the operand."""
+
+
 def fprop(
-    x: Quantized, w: Weights, ends: Tensor, product: Product, tokens: Source, stack: Source, stats: Tensor
+    x: Quantized,
+    w: Weights,
+    ends: Tensor,
+    product: Product,
+    tokens: Source,
+    stack: Source,
+    stats: Tensor,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Return y (T, N), and sample the tokens (T, K) and the weights (E, N, K).
 
     Args:
+        tokens: x itself, by `ROWS`, or the inputs of an activation.
         stats: the buffer, FP32 (3, WIDTH) or (3, WIDTH + BINS).
+        weights: FP32 (T,), what rows of y are multiplied by.
     """
-    y: Tensor = call("sampled_grouped_fprop", _fprop, (x, w, ends, product, tokens, stack, stats), [True])[0]
+    arguments = x, w, ends, product, tokens, stack, stats, weights
+    y: Tensor = call("sampled_grouped_fprop", _fprop, arguments, [True])[0]
     return y
 
 
@@ -47,14 +62,19 @@ def dgrad(g: Quantized, w: Weights, ends: Tensor, product: Product, source: Sour
 
 
 def _fprop(
-    x: Quantized, w: Weights, ends: Tensor, product: Product, tokens: Source, stack: Source, stats: Tensor
-) -> list[Tensor]:
-    y, rows = grouped_gemm(x, *w, ends, *product), stats.data
+    x: Quantized, w: Weights, ends: Tensor, product: Product, tokens: Source, stack: Source, stats: Tensor,
+    weights: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    y, rows = grouped_gemm(x if weights is None else weighted(x, weights), *w, ends, *product), stats.data
     if not sampling_off(rows[0]) and 0 not in x.codes.shape:
-        tokens, stack = Source(*tokens), Source(*stack)
-        sample(SampleInput(tokens.tensors[0], x.scale, tokens.target, None, ends_of(y), tied=True), rows[0])
-        weights, scale = stack.tensors[0].detach().flatten(0, 1), w[1].reshape(-1, 1)
-        sample(SampleInput(weights, scale, stack.target, None, _ends_of_experts(y, ends), tied=True), rows[1])
+        tokens, stack, total = Source(*tokens), Source(*stack), len(x.codes)
+        if tokens.kind:
+            values = _sampled_values(tokens, total, rows[0])
+            sample(SampleInput(values, x.scale, tokens.target, None, ends_of(y), True, total), rows[0])
+        else:
+            sample(SampleInput(tokens.tensors[0], x.scale, tokens.target, None, ends_of(y), tied=True), rows[0])
+        matrix, scale = stack.tensors[0].detach().flatten(0, 1), w[1].reshape(-1, 1)
+        sample(SampleInput(matrix, scale, stack.target, None, _ends_of_experts(y, ends), tied=True), rows[1])
     return [y]
 
 
@@ -63,14 +83,24 @@ def _dgrad(g: Quantized, w: Weights, ends: Tensor, product: Product, source: Sou
     if sampling_off(row) or 0 in g.codes.shape:
         return [dx]
     source = Source(*source)
-    dy = source.tensors[0]
+    dy, total = source.tensors[0], len(g.codes)
     if source.fold is None:
         sample(SampleInput(dy, g.scale, source.target, None, ends_of(dx), tied=True), row)
     else:
-        rows = sampled_rows(len(dy), row)
+        rows = sampled_rows(total, row)
         fold = source.fold[torch.searchsorted(ends, rows, right=True)]
-        sample(SampleInput(dy[rows], g.scale, source.target, fold, ends_of(dx), rows=len(dy)), row)
+        dy = dy[source.tensors[1][rows] if source.kind else rows]
+        sample(SampleInput(dy, g.scale, source.target, fold, ends_of(dx), rows=total), row)
     return [dx]
+
+
+def _sampled_values(source: Source, total: int, row: Tensor) -> Tensor:
+    """Return the sampled rows of an operand of `total` rows: of `ROWS`, or of an activation."""
+    rows = sampled_rows(total, row)
+    if source.kind == ROWS:
+        x, places = source.tensors
+        return x[places[rows]]
+    return hidden([tensor[rows] for tensor in source.tensors], source.kind)
 
 
 def _ends_of_experts(y: Tensor, ends: Tensor) -> Tensor:

@@ -137,8 +137,8 @@ def sample_input(x: Quantized, source: Source, y: Tensor, row: Tensor) -> None:
         patches = unfold_rows(tensor, window, sampled_rows(total, row))
         sample(SampleInput(patches, x.scale, source.target, None, edges, source.tied, total), row)
     elif kind:
-        hidden = _hidden(_sampled(source.tensors, total, row), kind)
-        sample(SampleInput(hidden, x.scale, source.target, None, edges, source.tied, total), row)
+        values = hidden(_sampled(source.tensors, total, row), kind)
+        sample(SampleInput(values, x.scale, source.target, None, edges, source.tied, total), row)
     elif is_placeholder(tensor):
         sample(SampleInput(x.codes, x.scale, source.target, None, edges, is_coded=True), row)
     else:
@@ -217,7 +217,7 @@ def _sampled(tensors: Sequence[Tensor], total: int, row: Tensor) -> list[Tensor]
     return [_rows_of(tensor, rows) for tensor in tensors]
 
 
-def _hidden(before: Sequence[Tensor], kind: str) -> Tensor:
+def hidden(before: Sequence[Tensor], kind: str) -> Tensor:
     """Return rows of f(gate) * up, FP32."""
     gate, *up = (tensor.float() for tensor in before)
     h = value(kind, gate)

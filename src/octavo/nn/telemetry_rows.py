@@ -6,7 +6,7 @@ n grad_outputs. Behind all of them are the rows of the weights' gradients, one p
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from torch import Tensor, nn
 
@@ -14,6 +14,7 @@ from octavo.errors import ConfigError
 from octavo.kernels import QuantSpec
 from octavo.kernels.sample import SampleInput, sample, sampled_rows
 from octavo.nn.conv import Convolution
+from octavo.nn.experts import Product
 from octavo.nn.grouped import GroupedLinear
 from octavo.nn.linear import Linear
 from octavo.tensor import FP8Tensor, local
@@ -75,7 +76,7 @@ def rows_of(name: str, layer: Layer, top: int, number: int, members: int, last: 
         members: how many layers it has.
         last: the row of its weight's gradient.
     """
-    recipe, shape = layer.recipe, tuple(layer.get_parameter("weight").shape)
+    recipe, shape = layer.recipe, tuple(cast(Tensor, layer.weight).shape)
     rows = []
     if recipe.fprop.is_fp8:
         rows.append((Row(name, "input", str(recipe.fprop.input), ()), top))
@@ -84,6 +85,11 @@ def rows_of(name: str, layer: Layer, top: int, number: int, members: int, last: 
     if recipe.dgrad.is_fp8:
         rows.append((Row(name, "grad_output", str(recipe.dgrad.grad_output), ()), top + 1 + members + number))
     return rows
+
+
+def weights_of(layer: Layer) -> list[Tensor]:
+    """Return the parameters that are the weight of a layer."""
+    return layer.parts if isinstance(layer, Product) else [layer.get_parameter("weight")]
 
 
 def look_at_gradient(layer: Layer, one: Tensor, row: Tensor) -> None:
@@ -95,7 +101,7 @@ def look_at_gradient(layer: Layer, one: Tensor, row: Tensor) -> None:
         one: FP32 (1, 1), a scale of 1.
         row: FP32 (WIDTH,) or (WIDTH + BINS,).
     """
-    gradient = layer.get_parameter("weight").grad
+    gradient = layer.gradient if isinstance(layer, Product) else layer.get_parameter("weight").grad
     gradient = None if gradient is None else local(gradient)
     if gradient is None or isinstance(gradient, FP8Tensor) or not gradient.numel():
         return

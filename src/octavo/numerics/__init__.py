@@ -1,14 +1,6 @@
 """The numbers: formats, granularities, scales, quantise, error measures. Plain PyTorch: the specification."""
 
-from octavo.numerics.error import (
-    ErrorReport,
-    cosine_of,
-    inner_products,
-    kurtosis,
-    measure,
-    sqnr_db,
-    sqnr_per_row_db,
-)
+from octavo.numerics.error import cosine_of, inner_products, sqnr_db, sqnr_per_row_db
 from octavo.numerics.formats import E4M3, E5M2, E8M0, FORMATS, Format, format_named, format_of
 from octavo.numerics.granularity import (
     PER_COLUMN,
@@ -21,8 +13,7 @@ from octavo.numerics.granularity import (
     granularity_named,
     tile_amax,
 )
-from octavo.numerics.quantize import Quantized, Rounding, dequantize, quantize, to_codes
-from octavo.numerics.random import random_bits, random_words
+from octavo.numerics.quantize import Quantized, Rounding, dequantize, quantize, random_bits, random_words, to_codes
 from octavo.numerics.scaling import Scaling, from_e8m0, scale_from_amax, to_e8m0
 
 __all__ = [
@@ -34,7 +25,6 @@ __all__ = [
     "PER_ROW",
     "PER_TENSOR",
     "BLOCK_128x128",
-    "ErrorReport",
     "Format",
     "GROUP_1x32",
     "Granularity",
@@ -49,8 +39,6 @@ __all__ = [
     "from_e8m0",
     "granularity_named",
     "inner_products",
-    "kurtosis",
-    "measure",
     "quantize",
     "random_bits",
     "random_words",

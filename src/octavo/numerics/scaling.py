@@ -17,7 +17,7 @@ from torch import Tensor
 from octavo.errors import ConfigError, did_you_mean
 from octavo.numerics.formats import Format
 
-Scaling = Literal["power_of_two", "float32"]
+Scaling = Literal["power_of_two", "float32", "engine"]
 
 _SMALLEST_SCALE = 2.0**-126
 _MANTISSA = 0x7FFFFF
@@ -32,16 +32,23 @@ def scale_from_amax(amax: Tensor, fmt: Format, scaling: Scaling) -> tuple[Tensor
 
     `float32`: amax / fmt.max and its reciprocal fmt.max / amax, each rounded once from FP64.
 
+    `engine`: amax / fmt.max, at least 1 / (512 fmt.max), and the reciprocal of that scale, each rounded once: what
+    inference engines compute from the activations of a token. It is vLLM 0.32's `QuantFP8.forward_native`
+    (model_executor/layers/quantization/input_quant_fp8.py), which it compiles for scales per token; and SGLang's
+    `per_token_quant_fp8_kernel` (sgl-kernel/csrc/gemm/per_token_quant_fp8.cu), which has no such floor.
+
     Args:
         amax: FP32, any shape, finite and not negative.
 
     Raises:
-        ConfigError: `scaling` is neither of the two.
+        ConfigError: an unknown `scaling`.
     """
     if scaling == "power_of_two":
         return _power_of_two(amax, fmt)
     if scaling == "float32":
         return _float32(amax, fmt)
+    if scaling == "engine":
+        return _engine(amax, fmt)
     known = get_args(Scaling)
     raise ConfigError(f"unknown scaling '{scaling}'.{did_you_mean(scaling, known)} Scalings: {', '.join(known)}.")
 
@@ -61,6 +68,12 @@ def _float32(amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
     scale = (exact / fmt.max).float().clamp(min=_SMALLEST_SCALE)
     inverse = (fmt.max / exact).float().clamp(max=1 / _SMALLEST_SCALE)
     return scale, inverse
+
+
+def _engine(amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
+    # A quotient of FP32 values, rounded to FP64 and then to FP32, is rounded correctly.
+    scale = (amax.double() / fmt.max).float().clamp(min=1 / (512 * fmt.max))
+    return scale, scale.double().reciprocal().float()
 
 
 def to_e8m0(scale: Tensor) -> Tensor:

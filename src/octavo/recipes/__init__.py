@@ -1,5 +1,6 @@
 """Recipes: what runs in FP8 and how, as data. `load("folded")`, `names()`, `explain(recipe)`."""
 
+from octavo.recipes.presets import ALIASES
 from octavo.recipes.spec import (
     GEMMS,
     OPERANDS,
@@ -17,6 +18,7 @@ from octavo.recipes.spec import (
 from octavo.recipes.text import RecipeLike, about, brief, explain, kept_for_backward, load, names, reused_from
 
 __all__ = [
+    "ALIASES",
     "GEMMS",
     "OPERANDS",
     "STORED_SCALE_ROLES",

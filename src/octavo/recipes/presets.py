@@ -91,6 +91,29 @@ def block() -> Recipe:
     )
 
 
+def served() -> Recipe:
+    """`folded` with codes and scales as vLLM and SGLang make them per channel and token: no mismatch of rounding."""
+    row, folded, gradient = Operand(scaling="engine"), Operand(granularity="column", scaling="engine"), Operand()
+    return Recipe(
+        name="served",
+        fprop=Fprop(input=row, weight=row),
+        dgrad=Dgrad(grad_output=gradient, weight=folded),
+        wgrad=Wgrad(grad_output=gradient, input=folded),
+    )
+
+
+def served_block() -> Recipe:
+    """`block` with FP32 scales forward, as engines make them without DeepGEMM; with it their scales are `block`'s."""
+    recipe = block()
+    tile, weight = replace(recipe.fprop.input, scaling="float32"), replace(recipe.fprop.weight, scaling="float32")
+    return replace(
+        recipe,
+        name="served_block",
+        fprop=Fprop(input=tile, weight=weight),
+        dgrad=replace(recipe.dgrad, weight=weight),
+    )
+
+
 def mxfp8() -> Recipe:
     """1x32 tiles with E8M0 scales along each product's own sum, E4M3 everywhere (OCP MX 1.0; arXiv 2506.08027)."""
     tile = Operand(granularity="1x32")
@@ -125,7 +148,18 @@ PRESETS = {
         just_in_time,
         static,
         block,
+        served,
+        served_block,
         mxfp8,
         bf16,
     )
 }
+ALIASES = {
+    "current": "tensorwise",
+    "hybrid": "tensorwise",
+    "per-tensor": "tensorwise",
+    "e4m3": "tensorwise_e4m3",
+    "blockwise": "block",
+}
+"""Names that guides on FP8 training use -> the preset that they stand for: current per-tensor scales with E4M3 forward
+and E5M2 gradients (Transformer Engine's HYBRID), E4M3 everywhere, DeepSeek-V3's blocks."""

@@ -40,7 +40,7 @@ class Operand:
     granularity: str = "row"
     """Which elements share a scale: tensor, row, column (folded), 1x128, 128x128, 1x32."""
     scaling: Scaling = "power_of_two"
-    """Scales rounded up to a power of two, or FP32 scales."""
+    """Scales rounded up to a power of two, FP32 scales, or FP32 scales as inference engines compute them."""
     rounding: Rounding = "nearest"
     """To the nearest code, or stochastic."""
     scale_from: ScaleFrom = "current"
@@ -68,7 +68,7 @@ class Operand:
 
     def __str__(self) -> str:
         extras = [
-            {"float32": "FP32 scales"}.get(self.scaling, ""),
+            {"float32": "FP32 scales", "engine": "engine scales"}.get(self.scaling, ""),
             {"stochastic": "stochastic"}.get(self.rounding, ""),
             {"current": ""}.get(self.scale_from, self.scale_from.replace("_", " ")),
         ]
@@ -277,8 +277,8 @@ class Recipe:
             )
         if gemm == "fprop" and b.is_folded:
             raise ConfigError(f"{where}.weight cannot be 'column' (folded): fprop is where the codes are made.")
-        if any((operand.granularity, operand.scaling) == ("1x32", "float32") for operand in (a, b)):
-            raise ConfigError(f"{where}: 1x32 scales are E8M0, powers of two. Leave scaling = 'float32' out.")
+        if any(operand.granularity == "1x32" and operand.scaling != "power_of_two" for operand in (a, b)):
+            raise ConfigError(f"{where}: 1x32 scales are E8M0, powers of two. Leave scaling out.")
         for role, operand, partner in zip(OPERANDS[gemm], (a, b), (b, a), strict=True):
             if operand.has_stored_scale:
                 _check_kept_scale(f"{where}.{role}.scale_from = '{operand.scale_from}'", role, operand, partner)

@@ -9,7 +9,7 @@ from typing import Any
 
 from octavo._util import config_reader
 from octavo.errors import ConfigError, did_you_mean
-from octavo.recipes.presets import PRESETS
+from octavo.recipes.presets import ALIASES, PRESETS
 from octavo.recipes.spec import GEMMS, OPERANDS, STORED_SCALE_ROLES, Operand, Recipe
 
 DEEPEST = 16
@@ -28,7 +28,7 @@ def about(name: str) -> str:
 
 
 def load(recipe: RecipeLike, where: str = "recipe") -> Recipe:
-    """Return a recipe from a preset's name, a `.toml` or `.json` file, or a mapping.
+    """Return a recipe from a preset's name or alias (`ALIASES`), a `.toml` or `.json` file, or a mapping.
 
     A mapping names the preset it starts from in `base` (default `folded`) and overrides any of it:
 
@@ -61,12 +61,13 @@ def _load(recipe: Any, where: str, users: tuple[Path | None, ...]) -> Recipe:
         if path in users:
             raise ConfigError(f"{where}: the recipe {path} is made from itself. Name a preset, or another file.")
         return _from_mapping({"name": path.stem, **config_reader.read_file(path)}, str(path), (*users, path))
-    if str(recipe) not in PRESETS:
+    name = ALIASES.get(str(recipe), str(recipe))
+    if name not in PRESETS:
         raise ConfigError(
-            f"unknown {where} {config_reader.shown(str(recipe))}.{did_you_mean(str(recipe), PRESETS)} "
+            f"unknown {where} {config_reader.shown(name)}.{did_you_mean(name, [*PRESETS, *ALIASES])} "
             f"Recipes: {', '.join(PRESETS)}, or a .toml or .json file."
         )
-    return PRESETS[str(recipe)]()
+    return PRESETS[name]()
 
 
 def _from_mapping(mapping: Mapping[str, Any], where: str, users: tuple[Path | None, ...]) -> Recipe:

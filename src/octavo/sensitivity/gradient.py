@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.numerics import cosine_of, inner_products
-from octavo.sensitivity.loss import Loss
+from octavo.sensitivity.loss import FORWARD_BACKWARD, Loss, ReportPasses
 from octavo.sensitivity.precision_switch import Choice, PrecisionSwitch, alone
 
 Gradients = Mapping[str, Tensor]
@@ -33,7 +33,7 @@ def cosine(a: Gradients, b: Gradients) -> float:
 
 
 def cosines(
-    switch: PrecisionSwitch, batches: Sequence[Any], loss: Loss, report: Callable[[str], None]
+    switch: PrecisionSwitch, batches: Sequence[Any], loss: Loss, report: ReportPasses
 ) -> dict[str, dict[str, float]]:
     """Return per layer and GEMM the cosine between the model's gradients with it in FP8 and in high precision.
 
@@ -41,16 +41,17 @@ def cosines(
     be in FP8 alone share one backward pass: each changes only the gradient of its own weight.
     """
     found: dict[str, dict[str, float]] = {name: {} for name in switch.layers}
-    report("gradient, high precision")
+    passes = FORWARD_BACKWARD * len(batches)
+    report("gradient, high precision", passes)
     plain = gradients(switch, {}, batches, loss)
-    report("gradient, wgrad")
+    report("gradient, wgrad", passes)
     for name, value in _all_wgrads(switch, plain, batches, loss).items():
         found[name]["wgrad"] = value
     for name, offered in switch.offered.items():
         pairs = {gemm: alone(gemm, offered) for gemm in max(offered, key=len) if gemm not in found[name]}
         known: dict[Choice, Gradients] = {(): plain}  # only those needed again: each is as large as the model
         for gemm, (before, after) in pairs.items():
-            report(f"gradient, {name} {gemm}")
+            report(f"gradient, {name} {gemm}", passes)
             if before not in known:
                 known[before] = gradients(switch, {name: before}, batches, loss)
             turned = gradients(switch, {name: after}, batches, loss)
@@ -58,6 +59,13 @@ def cosines(
             if after in {first for first, _ in pairs.values()}:
                 known[after] = turned
     return found
+
+
+def backward_passes(switch: PrecisionSwitch) -> int:
+    """Return the number of passes that `cosines` makes over its batches, but for those that few recipes add."""
+    shared = switch.all("wgrad")
+    most = {name: max(offered, key=len) for name, offered in switch.offered.items()}
+    return 2 + sum(gemm != "wgrad" or name not in shared for name, gemms in most.items() for gemm in gemms)
 
 
 def _all_wgrads(switch: PrecisionSwitch, plain: Gradients, batches: Sequence[Any], loss: Loss) -> dict[str, float]:

@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo._util.terminal import Report, silent
 from octavo.conversion.policy import Policy
 from octavo.errors import ConfigError, NonFiniteError
 from octavo.nn.scaling_state import scales as kept_scales
 from octavo.recipes import RecipeLike, load
 from octavo.sensitivity import times
-from octavo.sensitivity.gradient import cosines
-from octavo.sensitivity.loss import Change, Loss, loss_changes
+from octavo.sensitivity.gradient import backward_passes, cosines
+from octavo.sensitivity.loss import FORWARD_BACKWARD, Change, Loss, forward_choices, loss_changes
 from octavo.sensitivity.precision_switch import Choice, PrecisionSwitch, switchable
 from octavo.sensitivity.result import Localisation, Sensitivity
 from octavo.sensitivity.solve import Option, solve
 
 EXPONENT = 0.095
 """Exponent of the loss in the number of tokens (Kaplan et al. 2020, arXiv 2001.08361, equation 1.2)."""
-Report = Callable[[str], None]
 
 
 def call_model(model: nn.Module, batch: Any) -> Tensor:
@@ -51,8 +51,20 @@ class Measurement:
     """Decrease of the loss in nats while tokens grow e-fold; by default 0.095 of the loss."""
     scales: str | Path | None = None
     """A calibration file, required by `static`. Other stored scales are initialised on `few` batches."""
-    report: Report = lambda doing: None
-    """Called with a description of each measurement before it starts."""
+    report: Report = silent
+    """Called before each measurement with its description and the share of all work that is done, 0 to 1."""
+
+
+class Work:
+    """Counts passes over a batch, in forward passes, and reports the share that is done."""
+
+    def __init__(self, report: Report, total: float) -> None:
+        self._report, self._total, self._done = report, total, 0.0
+
+    def __call__(self, doing: str, passes: float) -> None:
+        """Report a measurement that begins and takes this many passes."""
+        self._report(doing, min(self._done / self._total, 1.0))
+        self._done += passes
 
 
 def localize(
@@ -88,16 +100,18 @@ def localize(
     if not batches:
         raise ConfigError("localize: there are no batches. Give it representative data.")
     allowed, recipe, how = parse_budget(budget), load(recipe), Measurement(**options)
-    few, report = how.few or max(1, len(batches) // 4), how.report
+    few = how.few or max(1, len(batches) // 4)
     given = None if how.scales is None else str(how.scales)
     with switchable(model, recipe, policy, how.tokens or 8192, given) as switch, products("highest"):
         _start_scales(switch, batches[:few], loss, given)
         device = next(model.parameters()).device
+        measure = device.type == "cuda" if how.measure is None else how.measure
+        each = 1 + len(forward_choices(switch)) + FORWARD_BACKWARD * (1 + backward_passes(switch))
+        report = Work(how.report, FORWARD_BACKWARD * len(batches) + few * each + len(switch.layers) * measure)
         before, changes = loss_changes(switch, batches, few, loss, report, times.autocast(device, how.autocast))
         _check_finite(before, changes)
         turned = cosines(switch, batches[:few], loss, report)
         calls = times.calls_of(switch, batches[0], loss, how.autocast, how.tokens)
-        measure = device.type == "cuda" if how.measure is None else how.measure
         ms = times.measured(switch, calls, how.autocast, report) if measure else times.predicted(switch, calls)
         progress = EXPONENT * before if how.progress is None else how.progress
         layers = _choose(switch, changes, turned, ms, allowed(before), progress)

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,14 @@ from octavo.train.evaluate import standard_error
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """(model, batch) -> loss in nats per token, of the batch or per sequence (B,)."""
+FORWARD_BACKWARD = 3
+"""Time of forward and backward, in forward passes."""
+
+
+class ReportPasses(Protocol):
+    """Called before each measurement with its description and its work, in forward passes over a batch."""
+
+    def __call__(self, doing: str, passes: float, /) -> None: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +60,7 @@ def loss_changes(
     batches: Sequence[Any],
     few: int,
     loss: Loss,
-    report: Callable[[str], None],
+    report: ReportPasses,
     quick: AbstractContextManager[object],
 ) -> tuple[float, dict[str, Change]]:
     """Return the loss in high precision, and per layer its change with only that layer's fprop in FP8.
@@ -65,13 +73,14 @@ def loss_changes(
         report: called before each measurement.
         quick: context (autocast) of the pass over all batches.
     """
+    _, first = first_order(switch, batches[:few], loss, report)
     with quick:
         whole, many = first_order(switch, batches, loss, report)
-    _, first = first_order(switch, batches[:few], loss, report)
+    report("loss, high precision", few)
     before = losses(switch.model, batches[:few], loss)
     found = {}
     for name, choice in forward_choices(switch).items():
-        report(f"loss, {name}")
+        report(f"loss, {name}", few)
         with switch.using({name: choice}):
             change = losses(switch.model, batches[:few], loss) - before
         found[name] = _together(many[name], change - first[name])
@@ -90,7 +99,7 @@ def _together(first: Tensor, rest: Tensor) -> Change:
 
 
 def first_order(
-    switch: PrecisionSwitch, batches: Sequence[Any], loss: Loss, report: Callable[[str], None]
+    switch: PrecisionSwitch, batches: Sequence[Any], loss: Loss, report: ReportPasses
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss per sequence, float64 (S,), and per layer g_s . d of each, with one backward pass per batch.
 
@@ -99,7 +108,7 @@ def first_order(
     found: dict[str, list[Tensor]] = {name: [] for name in switch.layers}
     seen: list[Tensor] = []
     for number, batch in enumerate(batches):
-        report(f"gradient, batch {number + 1} of {len(batches)}")
+        report(f"gradient, batch {number + 1} of {len(batches)}", FORWARD_BACKWARD)
         with _products(switch) as products, torch.enable_grad():
             of_batch = loss(switch.model, batch).reshape(-1)
             of_batch.sum().backward()

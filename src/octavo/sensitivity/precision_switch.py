@@ -120,7 +120,7 @@ def switchable(
         raise ConfigError("the model is converted already. Localise before octavo.convert, or after octavo.revert.")
     policy = _one_by_one(policy or Policy())
     modes = {module: module.training for module in model.modules()}
-    plan = convert(model, recipe, policy=policy, tokens=tokens, scales=scales)
+    plan = convert(model, recipe, policy=policy, tokens=tokens, allow_reference=True, scales=scales)
     try:
         rows = {row.name: row for row in plan.layers if row.is_fp8}
         if not rows:
@@ -137,5 +137,10 @@ def switchable(
 
 
 def _one_by_one(policy: Policy) -> Policy:
-    kept: dict[str, Any] = {"activation_inputs": "bf16", "norm_inputs": "bf16", "attention_output": "bf16"}
+    kept: dict[str, Any] = {
+        "memory": "exact",
+        "activation_inputs": "bf16",
+        "norm_inputs": "bf16",
+        "attention_output": "bf16",
+    }
     return replace(policy, fuse=False, min_gain=0.0, weights="as_they_are", requantise=(), **kept)

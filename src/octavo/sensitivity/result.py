@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo._util import config_reader
+from octavo._util.files import write_text
 from octavo.errors import ConfigError
 from octavo.recipes import GEMMS, Evidence, Recipe, brief
 from octavo.sensitivity.loss import Change
@@ -31,11 +32,7 @@ def to_toml(recipe: Recipe, path: Path) -> Path:
     """
     if path.suffix != ".toml":
         raise ConfigError(f"{path}: a precision map is a .toml file.")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(_lines(recipe)) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror}).") from error
+    write_text(path, "\n".join(_lines(recipe)) + "\n", ConfigError, mkdir=True)
     return path
 
 

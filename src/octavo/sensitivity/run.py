@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from octavo._util.terminal import Report
 from octavo.conversion import revert
-from octavo.errors import DataError
-from octavo.models.factory import count_parameters, model_name
-from octavo.recipes import load
-from octavo.sensitivity.localisation import Report, localize, parse_budget
+from octavo.recipes import Recipe, load
+from octavo.sensitivity.localisation import localize, parse_budget
 from octavo.sensitivity.result import Localisation
-from octavo.sensitivity.verify import verify
+from octavo.train import checkpoint
 from octavo.train.files import read_metrics
 from octavo.train.load_run import find, restore, settings_of
 from octavo.train.setup import Batch, Setup
@@ -43,55 +43,64 @@ class Settings:
     """Number of held-out tokens to localise on."""
     device: str = "auto"
     measure: bool | None = None
-    maps: int = 0
-    """Number of random maps to verify predictions with; 0: no verification."""
-    verify_tokens: int = 4 * TOKENS
-    """Number of further held-out tokens to verify on."""
 
 
-def localize_run(run: Path, settings: Settings, report: Report) -> tuple[Localisation, list[dict[str, Any]]]:
-    """Return the localisation of the run's newest weights, and the rows of a result if it was verified.
+class Subject(NamedTuple):
+    """A run to localise."""
+
+    checkpoint: checkpoint.Checkpoint
+    setup: Setup
+    """With the weights in FP32, and no layer in FP8."""
+    batches: list[Batch]
+    """Held-out text in a fixed random order."""
+
+
+def localize_run(run: Path, settings: Settings, report: Report) -> Localisation:
+    """Return the localisation of the run's newest weights.
 
     Raises:
         CheckpointError: there is no checkpoint, or it cannot be read.
-        DataError: the run's text no longer exists, or is too short to verify on.
+        DataError: the run's text no longer exists.
     """
     parse_budget(settings.budget)
-    recipe = load(settings.recipe) if settings.recipe else None
+    recipe = load(settings.recipe) if settings.recipe else None  # a wrong one is found before the run is loaded
+    return localize_subject(subject_of(run, settings, settings.tokens), settings, report, recipe)
+
+
+def subject_of(run: Path, settings: Settings, tokens: int) -> Subject:
+    """Return a run with that many tokens of held-out text."""
     found = find(run)
-    wanted = settings.tokens + (settings.verify_tokens if settings.maps else 0)
-    config = settings_of(found, "octavo localize", {"device": settings.device, "eval_tokens": wanted})
-    setup = restore(found, config)
+    setup = restore(found, settings_of(found, "octavo localize", {"device": settings.device, "eval_tokens": tokens}))
     model = setup.states[0].model
     revert(model)
     model.float()
-    seen, others = _split(list(_pieces(setup, min(BATCH_TOKENS, settings.tokens))), settings, setup)
-    recipe = recipe or load(config.run.recipe)
-    scales = config.run.scales or None
-    localisation = localize(
-        model,
-        seen,
-        recipe,
+    return Subject(found, setup, list(_pieces(setup, min(BATCH_TOKENS, settings.tokens))))
+
+
+def localize_subject(
+    subject: Subject, settings: Settings, report: Report, recipe: Recipe | None = None
+) -> Localisation:
+    """Return the localisation on the first batches, `settings.tokens` in all."""
+    config, batches = subject.setup.config, subject.batches[: count_batches(subject.batches, settings.tokens)]
+    return localize(
+        subject.setup.states[0].model,
+        batches,
+        recipe or load(settings.recipe or config.run.recipe),
         budget=settings.budget,
         loss=by_sequence,
-        few=min(len(seen), max(1, FEW_TOKENS // seen[0][1].numel())),
+        few=min(len(batches), max(1, FEW_TOKENS // batches[0][1].numel())),
         tokens=config.run.batch // config.run.accumulate * config.data.sequence,
         measure=settings.measure,
-        progress=progress_of(read_metrics(found.path.parent.parent / "metrics.jsonl")),
-        scales=scales,
+        progress=progress_of(read_metrics(subject.checkpoint.path.parent.parent / "metrics.jsonl")),
+        scales=config.run.scales or None,
         report=report,
     )
-    if not settings.maps:
-        return localisation, []
-    about = {
-        "workload": model_name(config.model.architecture, count_parameters(model)),
-        "recipe": recipe.name,
-        "step": found.step,
-        "probe_tokens": sum(targets.numel() for _, targets in seen),
-        "heldout_tokens": sum(targets.numel() for _, targets in others),
-    }
-    rows = verify(model, localisation, others, by_sequence, maps=settings.maps, scales=scales, report=report)
-    return localisation, [about | row for row in rows]
+
+
+def count_batches(batches: Sequence[Batch], tokens: int) -> int:
+    """Return how many of the first batches have that many tokens; all if they have fewer."""
+    totals = accumulate(targets.numel() for _, targets in batches)
+    return next((count for count, total in enumerate(totals, 1) if total >= tokens), len(batches))
 
 
 def by_sequence(model: nn.Module, batch: Batch) -> Tensor:
@@ -119,17 +128,3 @@ def _pieces(setup: Setup, tokens: int) -> Iterator[Batch]:
     order = torch.randperm(len(inputs_ST), generator=torch.Generator().manual_seed(0))
     for rows in order.split(max(1, tokens // targets_ST.shape[1])):
         yield inputs_ST[rows].to(setup.device), targets_ST[rows].to(setup.device)
-
-
-def _split(batches: list[Batch], settings: Settings, setup: Setup) -> tuple[list[Batch], list[Batch]]:
-    """Return the batches to localise on and those to verify on, which are disjoint."""
-    count, tokens = 0, 0
-    while count < len(batches) and tokens < settings.tokens:
-        tokens += batches[count][1].numel()
-        count += 1
-    if settings.maps and count == len(batches):
-        raise DataError(
-            f"{setup.config.data.source}: has {tokens:,} held-out tokens, and all would be localised on. Leave some to "
-            f"verify on: --tokens {max(1, tokens // 4)}"
-        )
-    return batches[:count], batches[count:]

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from octavo.conversion.gain import predicted_ms
+from octavo.kernels.devices import H200
 from octavo.nn import Linear
 from octavo.nn.hooks import hooked
-from octavo.sensitivity.loss import Loss
+from octavo.sensitivity.loss import Loss, ReportPasses
 from octavo.sensitivity.precision_switch import Choice, Layer, PrecisionSwitch, weight_of
 from octavo.train.timing import milliseconds, warm_up
 
@@ -68,18 +69,20 @@ def calls_of(
 
 
 def predicted(switch: PrecisionSwitch, calls: Mapping[str, Call]) -> dict[str, dict[Choice, float]]:
-    """Return the predicted milliseconds of the three GEMMs per layer and choice (`octavo.conversion.gain`)."""
+    """Return the milliseconds of the three GEMMs per layer and choice, predicted for an H200 (`conversion.gain`)."""
     found = {}
     for name, call in calls.items():
         weight = weight_of(switch.layers[name])
         taps = weight[0, 0].numel() if weight.dim() > 2 else 0
         shape = weight.shape[0], weight[0].numel(), call.rows, taps
-        found[name] = {choice: predicted_ms(recipe, *shape) for choice, recipe in switch.offered[name].items()}
+        found[name] = {
+            choice: predicted_ms(recipe, *shape, rates=H200) for choice, recipe in switch.offered[name].items()
+        }
     return found
 
 
 def measured(
-    switch: PrecisionSwitch, calls: Mapping[str, Call], dtype: torch.dtype | None, report: Callable[[str], None]
+    switch: PrecisionSwitch, calls: Mapping[str, Call], dtype: torch.dtype | None, report: ReportPasses
 ) -> dict[str, dict[Choice, float]]:
     """Return the milliseconds of forward and backward per layer and choice, including weight quantisation or cast.
 
@@ -99,7 +102,7 @@ def measured(
         kind = type(layer), weight.shape, weight.dtype, weight.requires_grad, call, *_settings(layer)
         key = (*kind, *(recipe.name for recipe in switch.offered[name].values()))
         if key not in known:
-            report(f"time, {name}")
+            report(f"time, {name}", 1)
             known[key] = dict(_measure(switch, name, call, dtype))
         found[name] = known[key]
     return found

@@ -17,7 +17,7 @@ from octavo.numerics import dequantize
 from octavo.serving import files
 from octavo.serving.engine_models import EngineModel, engine_model
 from octavo.serving.formats import COMPRESSED_TENSORS, FORMATS, Format
-from octavo.serving.layers import ServedLayer, served_layers, unserved_layers
+from octavo.serving.layers import ServedLayer, served_experts, served_layers, unserved_layers
 from octavo.serving.notes import notes
 from octavo.tensor import FP8Tensor, is_distributed
 
@@ -87,11 +87,9 @@ def export(
         ConfigError: an unknown format, no layer in FP8, or the directory is not empty.
         UnsupportedError: the format cannot store a layer, no engine supports the model, or it is sharded over ranks.
     """
-    if format not in FORMATS:
-        raise ConfigError(f"format: '{format}' is not one of {', '.join(FORMATS)}.{did_you_mean(format, FORMATS)}")
+    writer = _writer(format)
     files.check_free(Path(directory), overwrite)  # fail early
-    writer, target = FORMATS[format], engine_model(model, dtype)
-    layers = [] if writer is None else _layers(model, format, writer)
+    target, layers, experts = _what_is_stored(model, format, writer, dtype)
     coded = [layer for layer in layers if layer.name != target.head]
     renamed = [replace(layer, name=target.rename(layer.name)) for layer in coded]
     left = unserved_layers(model, coded) if layers else {}
@@ -99,7 +97,8 @@ def export(
         left[target.head] = "engines compute the head in high precision, from the values of its codes"
     others = {target.rename(name): reason for name, reason in left.items()}
     quantization = {} if writer is None else {"quantization_config": writer.config(renamed, others)}
-    tensors = dict(_tensors(model, {layer.name: layer for layer in layers}, writer, target, dtype))
+    named = {layer.name: layer for layer in layers}
+    tensors = {name: tensor.cpu() for name, tensor in _tensors(model, named, experts, writer, target, dtype)}
     contents = {"config.json": {**target.config, **(config or {}), **quantization}, **(texts or {})}
     return Exported(
         directory=str(directory),
@@ -112,9 +111,43 @@ def export(
     )
 
 
-def _layers(model: nn.Module, format: str, writer: Format) -> list[ServedLayer]:
+def served_tensors(
+    model: nn.Module, format: str = COMPRESSED_TENSORS, *, dtype: torch.dtype = torch.bfloat16
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that `export` writes, by their exported names, on the model's device.
+
+    Raises:
+        ConfigError, UnsupportedError: as `export`.
+    """
+    writer = _writer(format)
+    target, layers, experts = _what_is_stored(model, format, writer, dtype)
+    yield from _tensors(model, {layer.name: layer for layer in layers}, experts, writer, target, dtype)
+
+
+def _writer(format: str) -> Format | None:
+    if format not in FORMATS:
+        raise ConfigError(f"format: '{format}' is not one of {', '.join(FORMATS)}.{did_you_mean(format, FORMATS)}")
+    return FORMATS[format]
+
+
+def _what_is_stored(
+    model: nn.Module, format: str, writer: Format | None, dtype: torch.dtype
+) -> tuple[EngineModel, list[ServedLayer], dict[str, list[ServedLayer]]]:
+    """Return the exported form of a model, all layers in FP8, and those of experts by parameter."""
+    target = engine_model(model, dtype)
+    if writer is None:
+        return target, [], {}
+    experts = served_experts(model, target.experts)
+    if experts and target.rename_with_experts is not None:
+        target = target._replace(rename=target.rename_with_experts)
+    return target, _layers(model, format, writer, experts), experts
+
+
+def _layers(
+    model: nn.Module, format: str, writer: Format, experts: Mapping[str, Sequence[ServedLayer]]
+) -> list[ServedLayer]:
     """Return the layers in FP8; checks that the format can store each."""
-    layers = served_layers(model)
+    layers = [*served_layers(model), *(layer for parts in experts.values() for layer in parts)]
     if not layers:
         raise ConfigError("export: no linear layer is in FP8. Call octavo.convert first, or use the format 'plain'.")
     for layer in layers:
@@ -134,11 +167,12 @@ def _supports_all(writer: Format, layers: Sequence[ServedLayer]) -> bool:
 def _tensors(
     model: nn.Module,
     layers: Mapping[str, ServedLayer],
+    experts: Mapping[str, Sequence[ServedLayer]],
     writer: Format | None,
     target: EngineModel,
     dtype: torch.dtype,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors by their exported names, on the CPU; a tensor with two names by its first."""
+    """Yield all tensors by their exported names; a tensor with two names by its first."""
     seen = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         module, _, last = name.rpartition(".")
@@ -147,6 +181,11 @@ def _tensors(
         seen.add(id(tensor))
         if is_distributed(tensor):
             raise UnsupportedError(f"export: '{name}' is sharded over ranks. Export a checkpoint: octavo export RUN.")
+        if writer is not None and name in experts:
+            for expert in experts[name]:
+                for part, stored in writer.tensors(expert).items():
+                    yield f"{target.rename(expert.name)}.{part}", stored.detach().cpu()
+            continue
         layer = layers.get(module) if last == "weight" else None
         if layer is not None and module == target.head:
             parts = {last: dequantize(layer.weight, dtype)}
@@ -156,4 +195,4 @@ def _tensors(
             values = tensor.dequantize(dtype) if isinstance(tensor, FP8Tensor) else tensor
             parts = {last: values.to(dtype) if values.is_floating_point() else values}
         for part, stored in parts.items():
-            yield f"{target.rename(module)}.{part}", stored.detach().cpu()
+            yield f"{target.rename(module)}.{part}", stored.detach()

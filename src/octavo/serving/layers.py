@@ -11,10 +11,11 @@ from octavo.errors import UnsupportedError
 from octavo.kernels import QuantSpec
 from octavo.nn import GroupedLinear, Linear
 from octavo.nn.conv import AnyConvolution, Convolution
+from octavo.nn.experts import Experts, Product
 from octavo.nn.functional import spec_of
 from octavo.nn.fusion_groups import fusion_groups
 from octavo.nn.linear import is_adopted, is_transposed
-from octavo.nn.weight_codes import quantize_weights
+from octavo.nn.weight_codes import quantize_weights, split_rows
 from octavo.numerics import Quantized
 from octavo.recipes import Operand
 from octavo.tensor import is_distributed
@@ -60,13 +61,45 @@ def served_layers(model: nn.Module) -> list[ServedLayer]:
     return [found[name] for name in layers]
 
 
+def served_experts(model: nn.Module, names: tuple[str, str, str]) -> dict[str, list[ServedLayer]]:
+    """Return the gated experts with fprop in FP8, each as three layers, by the full name of the parameter they are in.
+
+    Args:
+        names: of gate, up and down of an expert, as engines call them.
+    """
+    found: dict[str, list[ServedLayer]] = {}
+    for owner, module in model.named_modules():
+        if not isinstance(module, Experts) or module.expert_roles.biases or not module.expert_roles.is_gated:
+            continue
+        for product, parts in zip(module.products, (names[:2], names[2:]), strict=True):
+            if product.recipe.fprop.is_fp8:
+                layers = list(_experts_of(owner, product, parts))
+                found |= {f"{owner}.{name}": [] for name in product.names[1:]}  # stored with the first
+                found[f"{owner}.{product.names[0]}"] = layers
+    return found
+
+
+def _experts_of(owner: str, product: Product, parts: Sequence[str]) -> Iterator[ServedLayer]:
+    """Yield the layers of each expert of a product, gate before up."""
+    target, weight = spec_of(product.recipe.fprop.weight), product.weight.detach()
+    stack = quantize_weights([weight.flatten(0, 1)], target).stack
+    rows = split_rows(stack, [weight.shape[1] // len(parts)] * (len(weight) * len(parts)))
+    assert rows is not None  # grouped products have a scale per row
+    for number, row in enumerate(rows):
+        expert, part = divmod(number, len(parts))
+        name = f"{owner}.{expert}.{parts[part]}"
+        yield ServedLayer(name=name, weight=row, target=target, input=product.recipe.fprop.input, input_scale=None)
+
+
 def unserved_layers(model: nn.Module, served: Sequence[ServedLayer]) -> dict[str, str]:
     """Return the other layers with a GEMM, which are stored as values, with the reason."""
     known = {layer.name for layer in served}
+    coded = {name.rpartition(".")[0].rpartition(".")[0] for name in known}
     others = {
         name: layer
         for name, layer in model.named_modules()
         if name not in known and isinstance(layer, nn.Linear | AnyConvolution | GroupedLinear)
+        if not (isinstance(layer, Product) and name.rpartition(".")[0] in coded)
     }
     return {name: _reason(layer) for name, layer in others.items()}
 

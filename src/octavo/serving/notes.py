@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
@@ -20,7 +21,7 @@ def notes(layers: Sequence[ServedLayer], others: Collection[str], tensors: Mappi
         others: other layers.
         tensors: all stored tensors.
     """
-    kinds = _mixed(layers, others), _requantised(layers), _stacked(tensors)
+    kinds = _mixed(layers, others), _requantised(layers), _stacked(tensors), _experts(layers)
     return tuple(note for kind in kinds if (note := next(kind, None)) is not None)
 
 
@@ -51,6 +52,15 @@ def _stacked(tensors: Mapping[str, Tensor]) -> Iterator[str]:
             yield (
                 f"{name} contains all experts in one tensor, as in transformers, which loads it; other engines expect "
                 "one tensor per expert."
+            )
+
+
+def _experts(layers: Sequence[ServedLayer]) -> Iterator[str]:
+    for layer in layers:
+        if re.search(r"\.experts\.\d+\.", layer.name):
+            yield (
+                f"{layer.name} is in FP8, one tensor per expert, as vLLM and SGLang load it; transformers loads "
+                "experts in high precision only (octavo.Policy(keep=['*.experts']), or the format 'plain')."
             )
 
 

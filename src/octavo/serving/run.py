@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 
+from octavo.conversion import revert
 from octavo.data import load_tokenizer
 from octavo.data.bpe import END_OF_DOCUMENT, BPETokenizer
+from octavo.data.chat import ChatFormat
 from octavo.data.tokenizer import ByteTokenizer, Tokenizer
+from octavo.nn.lora import merge_lora
 from octavo.recipes import load
 from octavo.serving.exporting import Exported, export
 from octavo.serving.formats import BLOCKS, COMPRESSED_TENSORS
@@ -43,11 +46,16 @@ def export_run(
     data = config.data
     tokenizer = load_tokenizer(data.tokenizer, source=data.source, cache_dir=data.cache.expanduser())
     texts = tokenizer_files(tokenizer, config.model.sequence)
+    if data.format == "chat":
+        texts["tokenizer_config.json"]["chat_template"] = ChatFormat.of(data.tokenizer, data.sequence).template
     more = {"eos_token_id": tokenizer.end_of_document}
     model = model_of(found, config)
-    return export(
-        model, directory, format or format_of(config), dtype=dtype, overwrite=overwrite, config=more, texts=texts
-    )
+    format = format or format_of(config)
+    if config.lora.rank:
+        if format == "plain":  # codes would round the sums
+            revert(model)
+        merge_lora(model)
+    return export(model, directory, format, dtype=dtype, overwrite=overwrite, config=more, texts=texts)
 
 
 def format_of(config: RunConfig) -> str:

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from octavo._util.lazy import lazy
 from octavo.train.config import RunConfig
 
 if TYPE_CHECKING:
@@ -16,10 +16,4 @@ if TYPE_CHECKING:
 
 __all__ = ["LossScale", "RunConfig", "train"]
 
-_MODULES = {"LossScale": "loss_scale", "train": "run"}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'octavo.train' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"octavo.train.{_MODULES[name]}"), name)
+__getattr__ = lazy(__name__, {"loss_scale": "LossScale", "run": "train"})

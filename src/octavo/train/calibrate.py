@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -105,7 +104,7 @@ def _build(config: RunConfig) -> tuple[TrainState, Iterable[Batch]]:
             "run.weights: 'fp8': recipes that store scales do not support weights in FP8. Calibrate a run with weights"
             " in BF16 or FP32."
         )
-    setup = set_up(replace(config, run=replace(config.run, twin=False, compile="off", recipe="bf16", scales="")))
+    setup = set_up(config.with_run(twin=False, compile="off", recipe="bf16", scales=""))
     return setup.states[0], setup.loader
 
 

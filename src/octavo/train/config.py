@@ -6,8 +6,8 @@ This module does not import torch: the command line reads it for `--help`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from octavo._util import config_reader
 from octavo.errors import ConfigError, did_you_mean
 from octavo.guard.config import GuardConfig
 from octavo.models.config import ModelConfig
+from octavo.models.hugging_face import read_settings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +25,8 @@ class DataConfig:
 
     source: str = "python"
     """`python` (standard library), `python-packages` (and installed packages), `english`, or a file or folder."""
+    format: Literal["text", "chat"] = "text"
+    """`chat`: lines of .jsonl with `messages`; loss on answers only, whole conversations packed into sequences."""
     tokenizer: str = "bytes"
     """`bytes`, `bpe-SIZE` for a byte-pair encoding trained on the source, or a tokenizer's .json file."""
     sequence: int = 256
@@ -47,7 +50,8 @@ class OptimizerConfig:
     lr: float = 1e-3
     """Peak learning rate."""
     min_lr: float = 0.1
-    """Learning rate at the last step, as a share of the peak."""
+    """Learning rate at the last step, as a share of the peak. Guides give 1e-5 to 1e-6: set it to that over `lr`; a
+    tenth, as in Llama and Chinchilla, does not depend on the peak."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of the first and the second moment; for Lion, of the interpolation and the momentum."""
     momentum: float = 0.95
@@ -55,13 +59,21 @@ class OptimizerConfig:
     eps: float = 1e-8
     """Added to the square root of the second moment."""
     weight_decay: float = 0.1
-    """Decoupled weight decay, on matrices only."""
+    """Decoupled weight decay, on matrices only. 0.1 is that of Llama, GPT-3 and DeepSeek-V3 for training from nothing;
+    the 0.01 to 0.02 of guides is for fine-tuning, and at a learning rate of 1e-3 decays almost nothing."""
     clip: float = 1.0
     """Largest global norm of the gradient; 0 disables clipping."""
     clip_per_group: dict[str, float] = field(default_factory=dict)
     """Name pattern -> largest norm of the gradients of all matching parameters, applied before the global limit."""
     warmup: float = 0.07
-    """Share of the steps over which the learning rate rises."""
+    """Share of the steps over which the learning rate rises. Guides take 0.06 to 0.08."""
+    schedule: Literal["cosine", "linear", "wsd", "plateau"] = "cosine"
+    """After warm-up: half a cosine or a line down to `min_lr`; `wsd`: the peak, then a line down over the last `decay`;
+    `plateau`: the peak, halved whenever the held-out loss stops falling."""
+    decay: float = 0.2
+    """With `wsd`: share of the steps, at the end, over which the learning rate falls."""
+    patience: int = 3
+    """With `plateau`: evaluations (`run.eval_every`) without a loss 0.1 % lower, after which the rate is halved."""
     lr_factors: dict[str, float] = field(default_factory=dict)
     """Name pattern -> factor on the learning rate of matching parameters."""
     states: Literal["fp32", "exact", "fp8-lm", "fp8", "fp8-min"] = "fp32"
@@ -69,7 +81,8 @@ class OptimizerConfig:
     gradients: Literal["wide", "fp8"] = "wide"
     """`fp8` stores gradients of large matrices in one byte from backward to the step; not with a loss scale."""
     loss_scale: Literal["none", "constant", "dynamic"] = "none"
-    """`dynamic` skips steps whose gradient overflows and halves the scale; BF16 needs none."""
+    """`dynamic` skips steps whose gradient overflows and halves the scale. Guides start with it, for FP16: BF16 has the
+    range of FP32, and FP8 operands have scales of their own, so that `none` is the default."""
     loss_scale_start: float = 256.0
     """Initial loss scale, a power of two."""
     loss_scale_window: int = 2000
@@ -78,7 +91,13 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         _positive("optimizer", self, "lr", "eps")
         _within("optimizer", self, "min_lr", low=0, high=1)
-        _within("optimizer", self, "warmup", low=0, high=1)
+        _within("optimizer", self, "warmup", "decay", low=0, high=1)
+        _positive("optimizer", self, "patience")
+        if self.schedule == "wsd" and self.warmup + self.decay > 1:
+            raise ConfigError(
+                f"optimizer.decay: {self.decay} and optimizer.warmup {self.warmup} are more than the whole run: 'wsd'"
+                " rises, stays and falls. Take less of one."
+            )
         _within("optimizer", self, "weight_decay", "clip", low=0, high=math.inf)
         _positive("optimizer", self, "loss_scale_start", "loss_scale_window")
         if math.frexp(self.loss_scale_start)[0] != 0.5:
@@ -99,6 +118,8 @@ class OptimizerConfig:
 class LoopConfig:
     """Length, batch, precision, device and output of a run."""
 
+    start_from: str = ""
+    """Directory of the initial weights, tokenizer and shape: safetensors of a Llama, Mistral or Qwen, or an export."""
     steps: int = 300
     """Number of optimizer steps."""
     batch: int = 16
@@ -112,6 +133,8 @@ class LoopConfig:
 
     With the last two the optimizer is always one of `octavo.optim`, with master weights. The baseline's are FP32.
     """
+    memory: Literal["exact", "low"] = "exact"
+    """What FP8 layers keep for backward: `exact`, or `low`: activations in FP8 too, gradients rounded once more."""
     scales: str = ""
     """Calibration file: required by the recipe `static`, initial scales for `delayed`."""
     recalibrate_every: int = 0
@@ -120,6 +143,8 @@ class LoopConfig:
     """Saturated share of a tensor above which its static scale is updated, checked every ten steps; 0: never."""
     min_gain: float = 1.0
     """On a GPU, layers with a smaller predicted speedup stay in BF16; 0 converts all layers."""
+    allow_reference: bool = False
+    """On a GPU without FP8, or without a fast kernel for the recipe, run the reference kernels, slowly."""
     bf16_first_steps: int = 0
     """Number of initial steps that the FP8 model makes in BF16."""
     bf16_last_share: float = 0.0
@@ -150,6 +175,8 @@ class LoopConfig:
     """Number of checkpoints to keep."""
     tracker: Literal["none", "wandb", "trackio", "mlflow"] = "none"
     """Experiment tracker that gets a few aggregates per step; `run.sqlite` has everything."""
+    tracker_tensors: int = 0
+    """Steps between statistics of all FP8 tensors sent to the tracker, a series each; 0: aggregates only."""
     out: Path = Path("runs/run")
     """Output directory of the run."""
 
@@ -158,11 +185,28 @@ class LoopConfig:
         _within("run", self, "min_gain", low=0, high=math.inf)
         _within("run", self, "recalibrate_every", low=0, high=2**63 - 1)
         _within("run", self, "recalibrate_above", low=0, high=1)
-        or_zero = "eval_every", "checkpoint_every", "telemetry_every", "histograms_every", "seed", "bf16_first_steps"
+        or_zero = ["eval_every", "checkpoint_every", "telemetry_every", "histograms_every", "tracker_tensors", "seed"]
+        or_zero += ["bf16_first_steps"]
         _within("run", self, *or_zero, low=0, high=2**63 - 1)
         _within("run", self, "bf16_last_share", low=0, high=1)
         if self.batch % self.accumulate:
             raise ConfigError(f"run.accumulate: {self.accumulate} does not divide run.batch {self.batch}.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraConfig:
+    """Low-rank updates of frozen weights (LoRA)."""
+
+    rank: int = 0
+    """Rank of the updates; 0 trains all weights."""
+    alpha: float = 16.0
+    """Updates are multiplied by alpha / rank."""
+    layers: str = "layers.*"
+    """Name pattern of the linear layers with updates."""
+
+    def __post_init__(self) -> None:
+        _within("lora", self, "rank", low=0, high=2**31)
+        _positive("lora", self, "alpha")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,6 +277,8 @@ class RunConfig:
     """The optimizer, its schedule and gradient clipping."""
     run: LoopConfig = field(default_factory=LoopConfig)
     """Length, batch, precision, device and output."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Low-rank updates of frozen weights, in place of training all."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """Parallelism over ranks started by torchrun."""
     guard: GuardConfig = field(default_factory=GuardConfig)
@@ -241,11 +287,24 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.model.sequence < self.data.sequence:
             raise ConfigError(f"data.sequence: {self.data.sequence} exceeds model.sequence {self.model.sequence}.")
+        if self.optimizer.schedule == "plateau" and not self.run.eval_every:
+            raise ConfigError(
+                "optimizer.schedule: 'plateau' looks at the held-out loss: set run.eval_every to the steps between"
+                " evaluations, some hundred in a run of thousands."
+            )
+        if self.data.format == "chat" and self.model.documents != "separate":
+            raise ConfigError("data.format: 'chat' needs model.documents 'separate', its default.")
+        if self.run.start_from and self.model.architecture != "llama":
+            raise ConfigError("run.start_from: needs model.architecture 'llama'.")
 
     @property
     def tokens(self) -> int:
         """Number of training tokens per model."""
         return self.run.steps * self.run.batch * self.data.sequence
+
+    def with_run(self, **changes: Any) -> RunConfig:
+        """Return the configuration with changes to its section `run`."""
+        return replace(self, run=replace(self.run, **changes))
 
 
 def assemble(*layers: tuple[str, Mapping[str, Any]]) -> RunConfig:
@@ -292,18 +351,51 @@ def load_file(path: Path) -> tuple[str, dict[str, Any]]:
     return str(path), _merge({"run": {"out": f"runs/{path.stem}"}}, settings)
 
 
-def learning_rate(step: int, *, steps: int, peak: float, warmup: float, floor: float) -> float:
+def learning_rate(config: OptimizerConfig, step: int, steps: int, heldout: Sequence[float] = ()) -> float:
     """Return the learning rate of `step`, counted from 0, in a run of `steps` steps.
 
-    It rises linearly over the first `warmup * steps` steps (starting above 0), then falls along half a cosine from
-    `peak` to `floor * peak` at the last step.
+    It rises linearly over the first `warmup * steps` steps (starting above 0), then follows `schedule` from `lr` to
+    `min_lr * lr` at the last step; on a `plateau` it is halved, and never below that.
+
+    Args:
+        heldout: the held-out losses so far, for `plateau`.
     """
-    rising = round(warmup * steps)
+    peak, floor, rising = config.lr, config.min_lr, round(config.warmup * steps)
     if step < rising:
         return peak * (step + 1) / rising
-    falling = max(1, steps - 1 - rising)
-    progress = min(1.0, (step - rising) / falling)
-    return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+    if config.schedule == "plateau":
+        return peak * max(floor, 0.5 ** plateaus(heldout, config.patience))
+    begin = max(rising, steps - 1 - round(config.decay * steps)) if config.schedule == "wsd" else rising
+    progress = min(1.0, max(0, step - begin) / max(1, steps - 1 - begin))
+    left = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
+    return peak * (floor + (1 - floor) * left)
+
+
+def plateaus(losses: Sequence[float], patience: int) -> int:
+    """Return how often `patience` losses in a row were not 0.1 % below the lowest before."""
+    least, since, found = math.inf, 0, 0
+    for loss in losses:
+        least, since = (loss, 0) if loss < least * (1 - 1e-3) else (least, since + 1)
+        if since == patience:
+            since, found = 0, found + 1
+    return found
+
+
+WARM_UP = (0.01, 0.5)
+"""Shares of a run between which warm-up raises no warning."""
+
+
+def warm_up_note(config: OptimizerConfig) -> str | None:
+    """Return what is wrong with the share of warm-up, or None."""
+    low, high = WARM_UP
+    if config.warmup < low:
+        return (
+            f"optimizer.warmup is {config.warmup:g} of the run: the first updates of Adam are the largest, and"
+            " scales from earlier steps know nothing yet. Take 0.06 to 0.08."
+        )
+    if config.warmup > high:
+        return f"optimizer.warmup is {config.warmup:g} of the run, which then hardly trains at its learning rate."
+    return None
 
 
 def is_bf16(step: int, *, steps: int, first: int, last_share: float) -> bool:
@@ -329,10 +421,34 @@ def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_defaults(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Fill in the model's vocabulary and sequence length from the data section."""
+    """Fill in the model's vocabulary and sequence length from the data section, or its shape from `run.start_from`."""
+    settings = _started(settings, where)
     data = config_reader.read(DataConfig, settings.get("data", {}), f"{where}: data")
-    decided = {"vocab": _vocabulary(data.tokenizer), "sequence": data.sequence}
+    documents = "separate" if data.format == "chat" else "joined"
+    decided = {"vocab": _vocabulary(data.tokenizer), "sequence": data.sequence, "documents": documents}
     return _merge({"model": decided}, settings)
+
+
+def _started(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Return the settings with the shape and the tokenizer of the weights that a run starts from, if it does.
+
+    They replace those given: no others fit. A complete configuration, that of a run, needs the directory no longer.
+    """
+    given = settings.get("run", {}).get("start_from")
+    if not given or not isinstance(given, str):
+        return settings
+    directory = Path(given).expanduser()
+    if not directory.is_dir() and settings.get("model", {}).keys() >= {"vocab", "dim", "layers", "heads"}:
+        return settings
+    shape = read_settings(directory)
+    tokenizer, named = directory / "tokenizer.json", settings.get("data", {}).get("tokenizer", "")
+    if not tokenizer.is_file() and not str(named).endswith(".json"):
+        raise ConfigError(
+            f"{where}: {directory}: has no tokenizer.json, and its weights know the ids of no other tokenizer. Save one"
+            " there (transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)), or set data.tokenizer."
+        )
+    own = {"data": {"tokenizer": str(tokenizer)}} if tokenizer.is_file() else {}
+    return _merge(settings, {"model": shape, **own})
 
 
 def _vocabulary(tokenizer: str) -> int:

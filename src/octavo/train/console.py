@@ -141,8 +141,7 @@ class ConsoleReporter:
         """Return the time to the last step at the median speed so far, without the first step, which compiles."""
         self._speeds.append(event.tokens_per_second)
         speeds = sorted(list(self._speeds)[1:] or self._speeds)
-        left = round((self._tokens - event.tokens) / speeds[len(speeds) // 2])
-        return f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}" if left >= 3600 else f"{left // 60}:{left % 60:02}"
+        return terminal.clock((self._tokens - event.tokens) / speeds[len(speeds) // 2])
 
     def _screen(self) -> Group:
         table = Table(box=None, pad_edge=False)

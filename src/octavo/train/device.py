@@ -45,7 +45,8 @@ def describe(device: torch.device) -> str:
     """Return the name of the GPU, or of the processor and its number of threads in use."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_processor()}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{_processor()}, {threads} thread{'s' * (threads > 1)}"
 
 
 def _processor() -> str:

@@ -11,7 +11,6 @@ import time
 import warnings
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 from octavo.errors import CheckpointError, ConfigError, RunError
 from octavo.train import checkpoint
@@ -73,9 +72,7 @@ class RunDirectory:
         except OSError:
             return False
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.is_there():
             self._lock.unlink()
             with suppress(OSError):  # nothing was written

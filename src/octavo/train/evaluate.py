@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, stdev
 
 import torch
@@ -41,6 +41,46 @@ def _by_sequence(state: TrainState, batches: Iterable[tuple[Tensor, Tensor]], **
         sizes.append(len(inputs_BT))
     state.model.train()
     return torch.cat([state.ranks.gather_rows(x.double(), size) for x, size in zip(own, sizes, strict=True)]).cpu()
+
+
+@torch.no_grad()
+def answers_given(state: TrainState, batches: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return for each packed conversation whether greedy decoding gives its answers: bool (conversations,).
+
+    It does if each target is the likeliest id after those before it. On several ranks all call it, with all batches.
+    """
+    state.make_room()
+    state.model.eval()
+    found = []
+    for inputs_BT, targets_BT in batches:
+        for inputs_1T, targets_T in zip(inputs_BT.split(1), targets_BT, strict=True):
+            likeliest_T = state.logits(upload(inputs_1T, state.device))[0].argmax(dim=-1).cpu()
+            document_T = (inputs_1T[0] < 0).cumsum(0) - 1
+            counted = torch.bincount(document_T, (targets_T >= 0).double())
+            right = torch.bincount(document_T, (likeliest_T == targets_T).double())
+            found.append((right == counted)[counted > 0])  # without the filling
+    state.model.train()
+    return torch.cat(found)
+
+
+def accuracy_by_task(tasks: Sequence[str], right: Mapping[str, Tensor]) -> dict[str, dict[str, float]]:
+    """Return for each task the accuracy of each model and of FP8 minus BF16, paired, with standard errors (`_error`).
+
+    Args:
+        tasks: task of each conversation.
+        right: by model: whether each conversation was answered, bool.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for task in dict.fromkeys(tasks):
+        of_task = torch.tensor([name == task for name in tasks])
+        values = {model: answered[of_task].double() for model, answered in right.items()}
+        if values.keys() >= {"fp8", "bf16"}:
+            values["difference"] = values["fp8"] - values["bf16"]
+        row: dict[str, float] = {"samples": int(of_task.sum())}
+        for name, x in values.items():
+            row |= {name: float(x.mean()), f"{name}_error": standard_error(x)}
+        found[task or "answers"] = row
+    return found
 
 
 def heldout_loss(state: TrainState, batches: Iterable[tuple[Tensor, Tensor]]) -> float:

@@ -67,6 +67,10 @@ class Logged:
     """By model, with dynamic loss scaling: the scale of the next step."""
     overflows: Mapping[str, int] = field(default_factory=dict)
     """By model, with dynamic loss scaling: steps skipped so far."""
+    fp8: Mapping[str, float] = field(default_factory=dict)
+    """`Plan.fp8_shares` of the FP8 model in this step; zeros in a step in BF16."""
+    batch: Mapping[str, float] = field(default_factory=dict)
+    """Statistics of the step's batch, see `BatchDrift.measure`."""
 
     def record(self) -> dict[str, Any]:
         """Return the line of `metrics.jsonl`. A non-finite loss or norm of a skipped step is None."""
@@ -80,8 +84,8 @@ class Logged:
         by_model = {
             f"{name}_{model}": _finite(value) for name, values in named.items() for model, value in values.items()
         }
-        rest = {"gap_percent": _finite(gap_percent(self.loss)), "lr": self.lr, "tokens": self.tokens}
-        return {"step": self.step, **by_model, **rest, "tokens_per_second": self.tokens_per_second}
+        rest = {"gap_percent": _finite(gap_percent(self.loss)), "lr": self.lr, "tokens": self.tokens, **self.batch}
+        return {"step": self.step, **by_model, **self.fp8, **rest, "tokens_per_second": self.tokens_per_second}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,10 +144,13 @@ class Evaluated:
     """Steps made."""
     loss: Mapping[str, float]
     """By model: mean held-out loss in nats per token."""
+    by_source: Mapping[str, float] = field(default_factory=dict)
+    """The first model's by source of the text; empty for a single source."""
 
     def record(self) -> dict[str, Any]:
         """Return the line of `metrics.jsonl`."""
         by_model = {f"heldout_loss_{model}": _finite(value) for model, value in self.loss.items()}
+        by_model |= {f"heldout_loss/{source or '.'}": _finite(value) for source, value in self.by_source.items()}
         return {"step": self.step, **by_model, "heldout_gap_percent": _finite(gap_percent(self.loss))}
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo._util import config_reader
+from octavo._util.files import write_text
 from octavo.errors import RunError
 from octavo.train.events import Evaluated, Event, Logged, RolledBack, Switched
 
@@ -20,20 +21,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     Raises:
         RunError: it could not be written; an existing file stays unchanged.
     """
-    _replace(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".writing-{path.name}")
-
-    def write() -> None:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-
-    try:
-        wrap_os_errors(path, write)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n", RunError)
 
 
 def wrap_os_errors(path: Path, action: Callable[[], object]) -> None:
@@ -78,7 +66,7 @@ class MetricsFile:
     def _truncate(self, keep_until: int, keep_lines: int | None = None) -> None:
         """Keep some lines, or if this process is killed, all of them, and open the file."""
         kept = [line for line in read_metrics(self._path)[:keep_lines] if line["step"] <= keep_until]
-        _replace(self._path, "".join(map(_line, kept)))
+        write_text(self._path, "".join(map(_line, kept)), RunError)
         wrap_os_errors(self._path, self._open)
         self.lines = len(kept)
 

@@ -57,6 +57,13 @@ def _facts(event: Finished) -> Iterator[tuple[str, str]]:
         if loss is not None:
             surprise = summary[f"perplexity_{model}"]
             yield f"held-out loss {title}", f"{loss:.4f} nats per token, perplexity {surprise:.3f}"
+    for task, found in summary.get("tasks", {}).items():
+        shown = (
+            f"{title} {100 * found[m]:.1f} ± {100 * found[f'{m}_error']:.1f} %"
+            for m, title in _MODELS.items()
+            if m in found
+        )
+        yield f"answered {task}"[:21], f"{', '.join(shown)} of {found['samples']:,}"
     if summary["gap_percent"] is not None:
         yield "gap", f"{summary['gap_percent']:+z.3f} % (FP8 against BF16, held-out)"
     if summary["unigram_entropy"] is not None:
@@ -74,7 +81,8 @@ def _facts(event: Finished) -> Iterator[tuple[str, str]]:
         taken = f"{summary['optimizer_bytes_per_parameter']:.2f} bytes per parameter"
         yield "optimizer states", f"{summary['optimizer_states']}, {taken}"
     if summary["heldout_loss_fp8"] is not None:
-        yield "FP8 GEMMs run", _gemms(summary["fp8_gemms"])
+        gemms = (f"{count:,} {kernel}" for kernel, count in sorted(summary["fp8_gemms"].items()))
+        yield "FP8 GEMMs run", ", ".join(gemms) or "none"
         yield "fallbacks", "; ".join(summary["fallbacks"]) or "none"
     files = "summary.json, metrics.jsonl, run.sqlite, plan.json, config.json, checkpoints"
     yield "stored in", f"{event.directory} ({files})"
@@ -87,10 +95,6 @@ def _speed(summary: Mapping[str, Any]) -> str:
         if summary[f"step_milliseconds_{model}"] is not None
     ]
     return ", ".join([f"{summary['tokens_per_second'] or math.nan:,.0f} tokens/s", *times])
-
-
-def _gemms(gemms: Mapping[str, int]) -> str:
-    return ", ".join(f"{count:,} {kernel}" for kernel, count in sorted(gemms.items())) or "none"
 
 
 def _next(event: Finished) -> Sequence[tuple[str, str]]:

@@ -52,7 +52,7 @@ def settings_of(found: checkpoint.Checkpoint, where: str, changes: Mapping[str, 
         where: the caller, for error messages.
         changes: keys of `run`.
     """
-    run = {"twin": False, "compile": "off", **changes}
+    run = {"twin": False, "compile": "off", "start_from": "", **changes}  # the checkpoint has all weights
     return assemble((str(found.path), found.state["config"]), (where, {"run": run}))
 
 

@@ -9,32 +9,44 @@ from typing import Any
 import torch
 
 from octavo import memory, recipes
+from octavo._util.terminal import Report, silent
 from octavo.memory.forecast import largest
 from octavo.models.config import ModelConfig
 from octavo.train.config import RunConfig
 from octavo.train.setup import make_states
 
 
-def forecast_run(config: RunConfig, *, gpus: int = 1) -> memory.Forecast:
+def forecast_run(config: RunConfig, *, gpus: int = 1, report: Report = silent) -> memory.Forecast:
     """Return the predicted peak memory of a run on a GPU, per GPU with FSDP2 over several.
 
-    The batch is that of one GPU. Blocks are compiled unless the configuration disables it.
+    The batch is that of one GPU. Blocks are compiled unless the configuration disables it. `report` is called before
+    each part of the forecast.
 
     Raises:
         ConfigError: unknown recipe, or fewer than one GPU.
     """
-    run = replace(config.run, compile="off" if config.run.compile == "off" else "on", graph="off")
-    planned = replace(config, run=run)
-    return memory.forecast(lambda: _program(planned), gpus=gpus)
+    planned = config.with_run(compile="off" if config.run.compile == "off" else "on", graph="off")
+    return memory.forecast(lambda: _program(planned), gpus=gpus, report=report)
 
 
-def largest_model(config: RunConfig, gib: float, *, gpus: int = 1) -> tuple[ModelConfig, memory.Forecast] | None:
+def largest_model(
+    config: RunConfig, gib: float, *, gpus: int = 1, report: Report = silent
+) -> tuple[ModelConfig, memory.Forecast] | None:
     """Return the largest model of these proportions whose run needs at most `gib` GiB, or None.
+
+    `report` is called for each model that is tried, as by `forecast_run`: how many there will be is not known before.
 
     Raises:
         ConfigError: as `forecast_run`.
     """
-    return largest_of(config.model, lambda model: forecast_run(replace(config, model=model), gpus=gpus), gib)
+
+    def forecast(model: ModelConfig) -> memory.Forecast:
+        def told(doing: str, done: float) -> None:
+            report(f"{model.layers} layers of {model.dim}, {doing}", done)
+
+        return forecast_run(replace(config, model=model), gpus=gpus, report=told)
+
+    return largest_of(config.model, forecast, gib)
 
 
 def largest_of(
@@ -84,6 +96,7 @@ def peaks(config: RunConfig, device: torch.device, *, ranks: int = 1) -> dict[st
 
 
 def _program(config: RunConfig) -> memory.Program:
+    config = config.with_run(start_from="")  # values do not matter
     states, _ = make_states(config, recipes.load(config.run.recipe), torch.device("cpu"))
     shape = config.run.batch, config.data.sequence
     tokens, targets = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)

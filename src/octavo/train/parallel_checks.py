@@ -162,15 +162,29 @@ def _tensor_conflicts(config: RunConfig) -> Iterator[_Conflict]:
     if recipes.load(run.recipe).has_stored_scales:
         reason = "it keeps a scale per tensor from step to step, and each rank has part of a tensor"
         yield _Conflict("run.recipe", run.recipe, reason, _STATELESS_RECIPES)
+    yield from _model_conflicts(config)
+    if config.model.qkv_bias or config.model.qk_norm:
+        reason = "biases and norms of heads are not split"
+        yield _Conflict("model.qkv_bias, model.qk_norm", "true", reason, "parallel.shard")
     if parallel.embedding != "whole":
         reason = "each tensor-parallel rank has the embedding, and looks up its own tokens"
         yield _Conflict("parallel.embedding", parallel.embedding, reason, "'whole'")
+
+
+def _model_conflicts(config: RunConfig) -> Iterator[_Conflict]:
+    """Yield what a model must not have if its layers are split or in several stages."""
+    if config.lora.rank:
+        yield _Conflict("lora.rank", config.lora.rank, "updates of layers are not split", "parallel.shard")
+    if config.data.format == "chat":
+        reason = "the mask of documents is made of all tokens, by the model as a whole"
+        yield _Conflict("data.format", "chat", reason, "parallel.shard")
 
 
 def _pipeline_conflicts(config: RunConfig) -> Iterator[_Conflict]:
     model, run, optimizer, parallel = config.model, config.run, config.optimizer, config.parallel
     if model.architecture != "llama":
         yield _Conflict("model.architecture", model.architecture, "only a Llama is split into stages", "'llama'")
+    yield from _model_conflicts(config)
     if model.tie_embeddings:
         reason = "the embedding is also the head, which is in another stage"
         yield _Conflict("model.tie_embeddings", "true", reason, "false")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
+from octavo.train.timing import Kernel, busy, kernels_of
 
 CATEGORIES = {
     "communication": ("nccl",),
@@ -19,14 +18,6 @@ CATEGORIES = {
 }
 """Words in the names of kernels, in the order they are looked for. Everything else is element-wise."""
 PARTS = ("gemm", "attention", "elementwise", "optimizer", "communication")
-
-
-class Kernel(NamedTuple):
-    """One kernel that ran, in microseconds on the GPU's clock."""
-
-    name: str
-    start: float
-    end: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,25 +49,7 @@ def profile(step: Callable[[], Any], steps: int = 3, trace: Path | None = None) 
     Args:
         trace: a file for a Chrome trace of these steps, of the host and of the GPU.
     """
-    os.environ.setdefault("TEARDOWN_CUPTI", "1")  # else each launch of what is timed later takes a third longer
-    host = [] if trace is None else [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=[*host, torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(steps):
-            step()
-        torch.cuda.synchronize()
-    if trace is not None:
-        trace.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(trace))
-    return summarise(_kernels(profiler), steps)
-
-
-def _kernels(profiler: torch.profiler.profile) -> list[Kernel]:
-    gpu = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
-    return [
-        Kernel(event.name, event.time_range.start, event.time_range.end)
-        for event in profiler.events() or ()
-        if event.device_type == gpu and not getattr(event, "is_user_annotation", False)
-    ]
+    return summarise(kernels_of(step, steps, trace), steps)
 
 
 def summarise(kernels: Sequence[Kernel], steps: int) -> Profile:
@@ -91,7 +64,7 @@ def summarise(kernels: Sequence[Kernel], steps: int) -> Profile:
         parts[category(name)] += spent / 1e3 / steps
     return Profile(
         parts=parts,
-        busy=_union(kernels) / 1e3 / steps,
+        busy=busy(kernels) / 1e3 / steps,
         kernels=[
             {"name": name, "calls": round(calls[name] / steps, 2), "ms": round(spent / 1e3 / steps, 4)}
             for name, spent in microseconds.most_common()
@@ -108,12 +81,3 @@ def category(name: str) -> str:
         if any(word in lower for word in words):
             return part
     return "elementwise"
-
-
-def _union(kernels: Sequence[Kernel]) -> float:
-    """Return how long at least one kernel ran: what overlaps counts once."""
-    total, reached = 0.0, float("-inf")
-    for kernel in sorted(kernels, key=lambda kernel: kernel.start):
-        total += max(kernel.end - max(kernel.start, reached), 0.0)
-        reached = max(reached, kernel.end)
-    return total

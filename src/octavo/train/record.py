@@ -17,7 +17,7 @@ from octavo.guard.guarded import GuardEvent
 from octavo.monitor.recorder import Recorder
 from octavo.monitor.store.writer import outcome_of
 from octavo.monitor.system import environment
-from octavo.train.config import RunConfig
+from octavo.train.config import LoopConfig, RunConfig
 from octavo.train.events import (
     Evaluated,
     Event,
@@ -58,7 +58,7 @@ class StoreReporter:
             keep_events=events,
             overwrite=not done,
             gpu=(device.index or 0) if device.type == "cuda" else None,
-            trackers=() if run.tracker == "none" else (run.tracker,),
+            trackers=() if run.tracker == "none" else (_tracker(run),),
             config=config_reader.to_dict(config),
         )
 
@@ -119,11 +119,7 @@ class StoreReporter:
             self._recorder.tensors(event.tensors)
 
     def _guard_event(self, event: GuardEvent) -> None:
-        details = {"layer": event.layer or None, "role": event.role or None, "action": event.action or None}
-        text = f"{event.cause}: {event.text}" if event.cause else event.text
-        self._recorder.event(
-            event.step, event.rule, text, level=event.level, value=event.value, limit=event.limit, **details
-        )
+        self._recorder.guard_event(event)
         if event.rule == "shadow" and event.value is not None:
             self._recorder.step(event.step, {"shadow_gap_percent": event.value})
 
@@ -134,6 +130,10 @@ class StoreReporter:
                 action = f"loss scale {event.loss_scale[model]:g}"
                 self._recorder.event(event.step, "overflow", text, level="warning", value=overflows, action=action)
         self._overflows = event.overflows
+
+
+def _tracker(run: LoopConfig) -> str:
+    return f"{run.tracker}:{run.tracker_tensors}" if run.tracker_tensors else run.tracker
 
 
 def changed(config: Any, prefix: str = "") -> list[str]:

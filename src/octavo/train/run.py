@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,8 @@ from octavo._util.config_reader import blaming
 from octavo._util.rng import generator_states, restore_generators
 from octavo.conversion import enable
 from octavo.data import TokenFiles
+from octavo.data.chat import TASKS
+from octavo.data.quality import judge
 from octavo.errors import CheckpointError, DivergedError, Interrupted, RunError
 from octavo.guard import GuardEvent
 from octavo.kernels.transfers import upload
@@ -30,11 +31,12 @@ from octavo.monitor.measurements import TelemetrySource, arrived, histograms_of,
 from octavo.nn.scaling_state import scales
 from octavo.train import checkpoint
 from octavo.train import device as devices
+from octavo.train.batches import BatchDrift, SourceLosses
 from octavo.train.calibrate import recalibration_of
-from octavo.train.config import RunConfig, is_bf16, learning_rate
+from octavo.train.config import RunConfig, is_bf16, learning_rate, warm_up_note
 from octavo.train.device import DeviceTimer, gc_frozen
 from octavo.train.directory import RunDirectory, check_directory, rescue_path
-from octavo.train.evaluate import heldout_losses
+from octavo.train.evaluate import accuracy_by_task, answers_given, heldout_losses
 from octavo.train.events import (
     Evaluated,
     Event,
@@ -111,10 +113,14 @@ class Trainer:
         self.telemetry: TelemetrySource | None = None
         self._measured: NDArray[np.float32] | None = None
         """The newest telemetry values that have arrived."""
+        self._heldout: dict[int, float] = {}
+        """Step -> held-out loss of the first model."""
         self._refused: set[str] = set()
         self._records: tuple[MetricsFile, StoreReporter] | None = None
         """The files that are cut to a checkpoint when a run resumes, on the first rank."""
         self._resumed: checkpoint.Checkpoint | None = None
+        self._drift = BatchDrift(setup.corpus.train, setup.config.model.vocab, setup.end_of_document)
+        self._sources = SourceLosses(setup.corpus.heldout_sources, setup.config.data.sequence)
         self.start_telemetry()
         self._recalibration = recalibration_of(self.config, self.setup.states[0].model)
         self._guarded = GuardedRun(self)
@@ -133,6 +139,7 @@ class Trainer:
     def go_back(self, step: int) -> None:
         """Continue counting from an earlier step, after a rollback."""
         self.done = step
+        self._heldout = {at: loss for at, loss in self._heldout.items() if at <= step}
         self._restart_clock()
 
     def resume(self) -> None:
@@ -161,6 +168,7 @@ class Trainer:
         with blaming(found.path / "state.json", CheckpointError):
             self.setup.loader.load_state_dict(found.state["loader"])
             self._earlier = {**found.state["totals"]}
+            self._heldout = {int(step): float(loss) for step, loss in found.state.get("heldout", {}).items()}
         self._resumed, self.done, self._since_step = found, found.step, found.step
         if self.telemetry is not None:
             self.telemetry.restart(found.step)
@@ -180,6 +188,9 @@ class Trainer:
         try:
             self._open_directory()
             self.emit(self._start_event())
+            if not self.done and (note := warm_up_note(self.config.optimizer)):
+                self.emit(GuardEvent(0, "warning", "warm-up", note))
+            self._judge_text()
             self._set_precision(self.done - 1)
             with kernels.record() as self._ledger, gc_frozen(self.setup.device) as after_step:
                 self._finish_resumed_step()
@@ -218,6 +229,7 @@ class Trainer:
         lr = self._guarded.guard.lr(self._learning_rate())
         self._apply_precision_schedule()
         inputs_BT, targets_BT = next(self.setup.loader)
+        batch_BT = inputs_BT
         models = [state.model for state in self.setup.states]
         inputs_BT = self.ranks.send_tokens(inputs_BT, device, models, run.accumulate)
         targets_BT = upload(targets_BT, device)
@@ -248,7 +260,7 @@ class Trainer:
         if log or save or device.type == "cpu":
             self._check()
         if log:
-            self._log(metrics, timers, lr)
+            self._log(metrics, timers, lr, self._drift.measure(batch_BT))
         if save:
             self._check_directory()
             self._save(self.checkpoints)
@@ -278,6 +290,10 @@ class Trainer:
             origin = next(iter(made.values())).origin
             text = f"static scales of {len(made)} tensors were recalibrated{f': {origin.how}' if origin else ''}"
             self.emit(GuardEvent(self.done, "info", "recalibration", text, action="scales recalibrated"))
+            for name, new in made.items():
+                old, (layer, _, role) = new.previous[0].scale if new.previous else None, name.rpartition(".")
+                text = f"static scale {new.scale:.4g}, before {'unknown' if old is None else f'{old:.4g}'}"
+                self.emit(GuardEvent(self.done, "info", "scale", text, "", layer, role, new.scale, old))
 
     def emit_tensors(self) -> None:
         """Emit the tensor statistics of all steps that have arrived."""
@@ -299,8 +315,7 @@ class Trainer:
             self.telemetry.detach()
 
     def _learning_rate(self) -> float:
-        o = self.config.optimizer
-        return learning_rate(self.done, steps=self.config.run.steps, peak=o.lr, warmup=o.warmup, floor=o.min_lr)
+        return learning_rate(self.config.optimizer, self.done, self.config.run.steps, [*self._heldout.values()])
 
     def _apply_precision_schedule(self) -> None:
         """Set the scheduled precision of the next step and emit a change."""
@@ -366,7 +381,7 @@ class Trainer:
         out = self.ranks.broadcast(rescue_path(self.directory))
         self._save(out / "checkpoints")
         if self.ranks.is_first:
-            write_json(out / "config.json", config_reader.to_dict(_with_out(self.config, out)))
+            write_json(out / "config.json", config_reader.to_dict(self.config.with_run(out=out)))
             if self._records is not None:
                 self._records[0].copy_to(out / "metrics.jsonl")
         raise RunError(
@@ -374,7 +389,18 @@ class Trainer:
             f" and the log are saved: go on with octavo train {out / 'config.json'} --resume"
         )
 
-    def _log(self, metrics: Mapping[str, StepMetrics], timers: Mapping[str, DeviceTimer], lr: float) -> None:
+    def _judge_text(self) -> None:
+        """Emit what is wrong with the text, once per run."""
+        for text, value, limit in judge(self._corpus()) if not self.done else ():
+            self.emit(GuardEvent(0, "warning", "data", text, value=value, limit=limit))
+
+    def _log(
+        self,
+        metrics: Mapping[str, StepMetrics],
+        timers: Mapping[str, DeviceTimer],
+        lr: float,
+        batch: Mapping[str, float],
+    ) -> None:
         milliseconds = {name: timer.milliseconds() for name, timer in timers.items()}
         per_step = self.config.run.batch * self.config.data.sequence
         elapsed = time.perf_counter() - self._since
@@ -388,9 +414,19 @@ class Trainer:
             tokens_per_second=(self.done - self._since_step) * per_step / elapsed,
             loss_scale={state.name: float(state.loss_scale.scale) for state in self._scaled()},
             overflows={state.name: int(state.loss_scale.overflows) for state in self._scaled()},
+            fp8=self._fp8_shares(),
+            batch=batch,
         )
         self._restart_clock()
         self.emit(event)
+        if (found := self._drift.drifts(batch["batch_divergence"])) is not None:
+            text = f"batches drift: their ids are distributed otherwise than before ({found[0]:.3g} nats per id)"
+            self.emit(GuardEvent(self.done, "warning", "batch drift", text, value=found[0], limit=found[1]))
+
+    def _fp8_shares(self) -> dict[str, float]:
+        """Return the shares of products in FP8 in the step that was just made."""
+        shares = {} if self.setup.plan is None else self.setup.plan.fp8_shares
+        return dict.fromkeys(shares, 0.0) if self.is_bf16(self.done - 1) else shares
 
     def _scaled(self) -> list[TrainState]:
         return [state for state in self.setup.states if state.loss_scale.skips]
@@ -402,17 +438,31 @@ class Trainer:
         """Return the held-out loss of each sequence by model."""
         losses = {state.name: heldout_losses(state, self.setup.heldout) for state in self.setup.states}
         loss = {name: float(of_sequence.mean()) for name, of_sequence in losses.items()}
-        self.emit(Evaluated(step=self.done, loss=loss))
+        first = self.setup.states[0].name
+        by_source = self._sources.by_source(losses[first])
+        self.emit(Evaluated(step=self.done, loss=loss, by_source=by_source))
+        for source, value, limit in self._sources.rises(loss[first], by_source):
+            text = f"the held-out loss of source '{source}' rises, although that of the whole text does not"
+            self.emit(GuardEvent(self.done, "warning", "source", text, value=value, limit=limit))
         for name, value in loss.items():
             if not math.isfinite(value):
                 raise DivergedError(
                     f"the held-out loss of the {name.upper()} model is {value} after step {self.done}."
                     f" {self._way_back()} Try a lower --lr, or --recipe bf16 to compare."
                 )
+        self._watch_plateau(next(iter(loss.values())))
         by_model = {name: of_sequence.tolist() for name, of_sequence in losses.items()}
         if self.done == self.config.run.steps and self.ranks.is_first:
             write_json(self.directory / "heldout.json", by_model)
         return by_model
+
+    def _watch_plateau(self, loss: float) -> None:
+        """Note a held-out loss; emit an event if the schedule halves the learning rate because of it."""
+        before = self._learning_rate()
+        self._heldout[self.done] = loss
+        if self.config.optimizer.schedule == "plateau" and (after := self._learning_rate()) != before:
+            text = f"the held-out loss has stopped falling: the learning rate is {after:.3g} in place of {before:.3g}"
+            self.emit(GuardEvent(self.done, "info", "schedule", text, action="learning rate halved"))
 
     def _save(self, checkpoints: Path) -> None:
         """Write a checkpoint.
@@ -433,6 +483,7 @@ class Trainer:
             "config": config_reader.to_dict(self.config),
             "loader": self.setup.loader.state_dict(),
             "totals": self._totals(),
+            "heldout": {str(step): loss for step, loss in self._heldout.items()},
             "versions": devices.versions(),
             "guard": self._guarded.guard.state_dict(),
         }
@@ -495,7 +546,7 @@ class Trainer:
             device=self._devices(),
             parameters=self.setup.states[0].size,
             plan=self.setup.plan,
-            corpus={**_facts(self.setup.corpus), **config_reader.to_dict(self.setup.statistics)},
+            corpus=self._corpus(),
             first_step=self.done,
             tensors=self._guarded.rows,
         )
@@ -511,9 +562,21 @@ class Trainer:
             "fallbacks": totals["fallbacks"],
             "skipped_steps": {state.name: int(state.loss_scale.overflows) for state in self._scaled()},
             "seconds": totals["seconds"],
+            "tasks": self._tasks(),
         }
         memory = peaks(self.config, self.setup.device, ranks=self.ranks.count)
         return summarise(self.config, facts, heldout, _facts(self.setup.corpus), self._history(), memory)
+
+    def _corpus(self) -> dict[str, Any]:
+        return {**_facts(self.setup.corpus), **config_reader.to_dict(self.setup.statistics)}
+
+    def _tasks(self) -> dict[str, Any]:
+        """Return the accuracy by task on held-out conversations; none for text."""
+        if self.config.data.format != "chat":
+            return {}
+        right = {state.name: answers_given(state, self.setup.heldout) for state in self.setup.states}
+        named = json.loads((self.setup.corpus.directory / TASKS).read_text(encoding="utf-8"))
+        return accuracy_by_task(named[: len(next(iter(right.values())))], right)
 
     def _devices(self) -> str:
         device, count = devices.describe(self.setup.device), self.ranks.count
@@ -532,7 +595,3 @@ def _facts(corpus: TokenFiles) -> dict[str, Any]:
     """Return the facts of the corpus without its path on this machine."""
     facts = config_reader.to_dict(corpus)
     return {key: value for key, value in facts.items() if key != "directory"}
-
-
-def _with_out(config: RunConfig, out: Path) -> RunConfig:
-    return replace(config, run=replace(config.run, out=out))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +15,18 @@ from octavo.data import (
     CorpusStatistics,
     Loader,
     TokenFiles,
+    Tokenizer,
     corpus_statistics,
     heldout_batches,
     load_tokenizer,
     prepare,
 )
+from octavo.data.chat import ChatFormat
 from octavo.errors import ConfigError
 from octavo.models import build
+from octavo.nn.lora import add_lora
 from octavo.train import device as devices
-from octavo.train.config import RunConfig
+from octavo.train.config import DataConfig, RunConfig
 from octavo.train.parallel import SINGLE_PROCESS, Ranks
 from octavo.train.replay import Graphs
 from octavo.train.train_state import TrainState
@@ -50,6 +54,8 @@ class Setup:
     """The tokenized text."""
     statistics: CorpusStatistics
     """Statistics of the text."""
+    end_of_document: int
+    """Id that ends a document."""
     ranks: Ranks = SINGLE_PROCESS
     """The ranks of the run."""
 
@@ -68,15 +74,15 @@ def set_up(config: RunConfig, ranks: Ranks = SINGLE_PROCESS) -> Setup:
     replays(config, device, ranks)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-    loader, heldout, corpus, statistics = ranks.first_per_host("text", lambda: _text(config, ranks))
+    loader, heldout, corpus, statistics, end = ranks.first_per_host("text", lambda: _text(config, ranks))
     torch.manual_seed(config.run.seed)
     states, plan = make_states(config, recipe, device, ranks)
     if ranks.count > 1:
         torch.manual_seed(config.run.seed + ranks.rank)  # each rank draws for its own part
-    return Setup(config, device, states, plan, loader, heldout, corpus, statistics, ranks)
+    return Setup(config, device, states, plan, loader, heldout, corpus, statistics, end, ranks)
 
 
-def _text(config: RunConfig, ranks: Ranks) -> tuple[Loader, list[Batch], TokenFiles, CorpusStatistics]:
+def _text(config: RunConfig, ranks: Ranks) -> tuple[Loader, list[Batch], TokenFiles, CorpusStatistics, int]:
     data, run = config.data, config.run
     cache = data.cache.expanduser()
     tokenizer = load_tokenizer(data.tokenizer, source=data.source, cache_dir=cache)
@@ -85,12 +91,18 @@ def _text(config: RunConfig, ranks: Ranks) -> tuple[Loader, list[Batch], TokenFi
             f"model.vocab: {config.model.vocab} is too small for the tokenizer '{data.tokenizer}', which"
             f" needs {tokenizer.vocab}; leave model.vocab out."
         )
-    files = prepare(data.source, tokenizer, cache, data.heldout)
+    files = token_files(data, tokenizer)
     own = run.batch // ranks.parts
     loader = Loader(files.train, own, data.sequence, run.seed, rank=ranks.part, world=ranks.parts)
     part = run.batch // run.accumulate
     heldout = list(heldout_batches(files.heldout, part, data.sequence, limit_tokens=run.eval_tokens))
-    return loader, heldout, files, corpus_statistics(files, tokenizer)
+    return loader, heldout, files, corpus_statistics(files, tokenizer), tokenizer.end_of_document
+
+
+def token_files(data: DataConfig, tokenizer: Tokenizer) -> TokenFiles:
+    """Return the tokenized text of a run, prepared on first use; see `octavo.data.prepare`."""
+    chat = ChatFormat.of(data.tokenizer, data.sequence) if data.format == "chat" else None
+    return prepare(data.source, tokenizer, data.cache.expanduser(), data.heldout, chat=chat)
 
 
 def make_states(
@@ -100,9 +112,12 @@ def make_states(
 
     Both start from the same bits: the baseline is a copy made before weights are rounded or converted.
     """
-    model = build(config.model, config.run.seed).to(device)
+    start, lora = config.run.start_from, config.lora
+    model = build(config.model, config.run.seed, Path(start).expanduser() if start else None).to(device)
     baseline = copy.deepcopy(model) if config.run.twin and recipe.is_fp8 else None
     hold_as(config.run.weights, model)
+    for each in [model, *([] if baseline is None else [baseline])] if lora.rank else []:
+        add_lora(each, lora.rank, lora.alpha, lora.layers, config.run.seed)
     graphs = Graphs() if replays(config, device, ranks) else None
     if not recipe.is_fp8:
         return (_state("bf16", model, config, device, ranks, graphs),), None
@@ -130,7 +145,8 @@ def convert_as(
         policy: by default `policy_of`.
     """
     policy, scales = policy or policy_of(config, recipe), config.run.scales or None
-    return convert(model, recipe, policy=policy, tokens=tokens_of(config, ranks), scales=scales)
+    allow, tokens = config.run.allow_reference, tokens_of(config, ranks)
+    return convert(model, recipe, policy=policy, tokens=tokens, allow_reference=allow, scales=scales)
 
 
 def tokens_of(config: RunConfig, ranks: Ranks) -> int:
@@ -147,7 +163,7 @@ def policy_of(config: RunConfig, recipe: recipes.Recipe) -> Policy:
     fp8 = config.run.weights == "fp8"
     if fp8 and not recipe.is_fp8:
         raise ConfigError(f"run.weights: 'fp8' is for layers in FP8, and recipe '{recipe.name}' has none. Take 'bf16'.")
-    return Policy(min_gain=config.run.min_gain, weights="fp8" if fp8 else "as_they_are")
+    return Policy(min_gain=config.run.min_gain, weights="fp8" if fp8 else "as_they_are", memory=config.run.memory)
 
 
 def hold_as(weights: str, model: nn.Module) -> None:

@@ -189,7 +189,8 @@ def _kept(train_state: TrainState) -> Iterator[tuple[str, Mapping[str, Tensor]]]
             yield entry.name, train_state.optimizer.fresh(entry)
         return
     for name, parameter in train_state.parameters.items():
-        yield name, {"step": torch.zeros(()), "exp_avg": parameter, "exp_avg_sq": parameter}
+        if parameter.requires_grad:
+            yield name, {"step": torch.zeros(()), "exp_avg": parameter, "exp_avg_sq": parameter}
 
 
 def _tensor_types(state: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, list[int]]]:

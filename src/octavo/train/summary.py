@@ -29,7 +29,7 @@ def summarise(
     Args:
         config: the run.
         facts: `device`, `parameters`, bytes per parameter of weights and of optimizer states, FP8 GEMMs, fallbacks,
-            steps skipped by dynamic loss scaling, and `seconds`.
+            steps skipped by dynamic loss scaling, accuracy by task, and `seconds`.
         heldout: by model: held-out loss of each sequence.
         corpus: facts of the text.
         history: lines of `metrics.jsonl`.
@@ -52,6 +52,7 @@ def summarise(
         **perplexities,
         "gap_percent": gap_percent(means),
         "gap_95_percent": None if half_width is None else 100 * half_width / means["bf16"],
+        "tasks": dict(facts["tasks"]),
         "unigram_entropy": corpus.get("unigram_entropy"),
         "fp8_gemms": dict(facts["fp8_gemms"]),
         "fp8_gemms_total": sum(facts["fp8_gemms"].values()),

@@ -1,10 +1,12 @@
-"""Time calls on a device. A GPU is timed by its own events, a CPU by the clock."""
+"""Time calls on a device, and the kernels in them. A GPU is timed by its own events, a CPU by the clock."""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,3 +62,43 @@ def _by_clock(call: Callable[[], Any]) -> float:
     start = time.perf_counter()
     call()
     return (time.perf_counter() - start) * 1e3
+
+
+class Kernel(NamedTuple):
+    """One kernel that ran, in microseconds on the GPU's clock."""
+
+    name: str
+    start: float
+    end: float
+
+
+def kernels_of(step: Callable[[], Any], steps: int, trace: Path | None = None) -> list[Kernel]:
+    """Run some steps under the profiler and return the kernels that ran on the GPU.
+
+    Args:
+        trace: a file for a Chrome trace of these steps, of the host and of the GPU.
+    """
+    os.environ.setdefault("TEARDOWN_CUPTI", "1")  # else each launch of what is timed later takes a third longer
+    host = [] if trace is None else [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=[*host, torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    if trace is not None:
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(trace))
+    gpu = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+    return [
+        Kernel(event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events() or ()
+        if event.device_type == gpu and not getattr(event, "is_user_annotation", False)
+    ]
+
+
+def busy(kernels: Sequence[Kernel]) -> float:
+    """Return the microseconds in which at least one kernel ran: what overlaps counts once."""
+    total, reached = 0.0, float("-inf")
+    for kernel in sorted(kernels, key=lambda kernel: kernel.start):
+        total += max(kernel.end - max(kernel.start, reached), 0.0)
+        reached = max(reached, kernel.end)
+    return total

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from octavo.errors import DivergedError
 from octavo.guard.diagnosis import Probe
 from octavo.models import count_parameters
+from octavo.models.moe import MoE
 from octavo.optim import Optimizer
 from octavo.tensor import local
 from octavo.train.config import OptimizerConfig
@@ -105,6 +106,8 @@ class TrainState:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_factor"]
         self.loss_scale.step(self.optimizer)
+        if isinstance(self.model, MoE):
+            self.model.balance(self.ranks.mean)
         self.optimizer.zero_grad(set_to_none=True)
         norm = self.optimizer.grad_norm if norm is None else whole(norm)  # type: ignore[attr-defined]
         scale = self.loss_scale
@@ -136,12 +139,21 @@ class TrainState:
         """Run forward, and backward if gradients are enabled, part by part; return the mean loss of all ranks."""
         loss = torch.zeros((), device=self.device)
         with self._accumulating(parts):
-            for inputs, targets in _parts(inputs_BT, targets_BT, parts):
+            weights = self._weights(targets_BT, parts)
+            for index, (inputs, targets) in enumerate(_parts(inputs_BT, targets_BT, parts)):
                 part = self.loss(inputs, targets) / parts
+                part = part if weights is None else part * weights[index]
                 if torch.is_grad_enabled():
                     scaled(part).backward()
                 loss += part.detach().float()
         return self.ranks.mean(loss)
+
+    def _weights(self, targets_BT: Tensor, parts: int) -> Tensor | None:
+        """Return the number of targets of each part as a share of the mean part of all ranks; None if all are equal."""
+        if self.model.config.documents == "joined":  # type: ignore[union-attr]
+            return None
+        counts = torch.stack([(part >= 0).sum() for part in targets_BT.chunk(parts)]).float()
+        return counts * parts / self.ranks.mean(counts.sum())
 
     def _gradients(self) -> list[Tensor | None]:
         if isinstance(self.optimizer, Optimizer):
@@ -172,6 +184,12 @@ class TrainState:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             loss: Tensor = self.model(inputs_BT, targets_BT, **options)
         return loss
+
+    def logits(self, inputs_BT: Tensor) -> Tensor:
+        """Return the model's logits (B, T, V)."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
+            logits_BTV: Tensor = self.model(inputs_BT)
+        return logits_BTV
 
     def weight_bytes(self) -> float:
         """Return the bytes per parameter of the weights, scales included."""

@@ -37,7 +37,7 @@ def hard(rows: int, cols: int, device: str, dtype: torch.dtype = torch.bfloat16)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("format", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("scaling", ["power_of_two", "float32"])
+@pytest.mark.parametrize("scaling", ["power_of_two", "float32", "engine"])
 def test_codes_and_scales_are_the_specifications(format, granularity, scaling, device):
     x, target = hard(130, 300, device), QuantSpec(format, granularity, scaling)
     (expected, expected_t) = reference.quantize_pair([x], target, target)

@@ -83,8 +83,8 @@ def test_the_weights_kernel_is_found_too(device, monkeypatch):
     fused = pytest.importorskip("octavo.kernels.triton.weights")
     right = fused.quantize_rows
 
-    def wrong(rows, dtype, out, power_of_two):
-        right(rows, dtype, out, power_of_two)
+    def wrong(rows, dtype, out, rule):
+        right(rows, dtype, out, rule)
         codes_turned(out)
 
     monkeypatch.setattr(fused, "quantize_rows", wrong)

@@ -1,11 +1,70 @@
 """What `_scaled_mm` needs done around it: refusals, padding, and the layout of block scales."""
 
+import itertools
+
 import pytest
 import torch
+from torch.nn.functional import ScalingType, SwizzleType
 
 from octavo import kernels
 from octavo.kernels.vendor import scaled_mm
-from octavo.numerics import BLOCK_128x128, Quantized, TILE_1x128, dequantize, granularity_named
+from octavo.numerics import BLOCK_128x128, Quantized, TILE_1x128, dequantize, granularity_named, to_e8m0
+
+SHAPES = [(128, 128), (1, 32), (130, 257), (64, 4096), (300, 96)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_mx_scales_lie_where_blackwell_reads_them(shape):
+    """Bit by bit, against cuBLAS's formula for each scale."""
+    x = kernels.quantize(torch.randn(shape) * torch.exp2(torch.randint(-40, 40, (shape[0], 1))), "e4m3", "1x32")
+    laid_out = scaled_mm.swizzled_mx_scale(x)
+    assert laid_out.dtype == torch.float8_e8m0fnu and laid_out.dim() == 1 and laid_out.is_contiguous()
+    codes = to_e8m0(x.scale)
+    rows, groups = codes.shape
+    tiles = -(-groups // 4)
+    expected = torch.full((-(-rows // 128) * 128 * tiles * 4,), 127, dtype=torch.uint8)  # 2^0 fills up
+    for row, group in itertools.product(range(rows), range(groups)):
+        tile = row // 128 * tiles + group // 4
+        expected[512 * tile + 16 * (row % 32) + 4 * (row % 128 // 32) + group % 4] = codes[row, group]
+    assert torch.equal(laid_out.view(torch.uint8), expected)
+
+
+@pytest.mark.parametrize("shape", [(128, 256, 128), (17, 70, 33)], ids=str)
+def test_the_mx_product_gives_pytorch_what_its_checks_ask_for(monkeypatch, shape):
+    """Unrun on a device: the operator is replaced by the product of what it was given, read as Blackwell would."""
+    rows, depth, cols = shape
+
+    def stand_in(a, b, scale_a, recipe_a, scale_b, recipe_b, *, swizzle_a, swizzle_b, output_dtype):
+        assert (
+            recipe_a == recipe_b == ScalingType.BlockWise1x32 and swizzle_a == swizzle_b == SwizzleType.SWIZZLE_32_4_4
+        )
+        assert a.is_contiguous() and b.t().is_contiguous() and not (a.shape[1] % 16 or b.shape[1] % 16)
+        values = []
+        for codes, scale in ((a, scale_a), (b.t(), scale_b)):
+            groups = -(-codes.shape[1] // 32)
+            assert scale.numel() == -(-codes.shape[0] // 128) * 128 * -(-groups // 4) * 4  # ScaledBlas.cpp
+            tiles = scale.float().view(-(-codes.shape[0] // 128), -(-groups // 4), 32, 4, 4).permute(0, 3, 2, 1, 4)
+            each = tiles.reshape(-(-codes.shape[0] // 128) * 128, -1)[: codes.shape[0], :groups]
+            values.append(codes.double() * each.repeat_interleave(32, 1)[:, : codes.shape[1]].double())
+        return (values[0] @ values[1].t()).to(output_dtype)
+
+    monkeypatch.setattr(scaled_mm.F, "scaled_mm", stand_in)
+    monkeypatch.setattr(scaled_mm, "_pad", lambda x, *multiples: padded(x, *multiples))
+    a, b = (kernels.quantize(torch.randn(n, depth), "e4m3", "1x32") for n in (rows, cols))
+    y = scaled_mm.scaled_mm_mx(a, b, torch.bfloat16, False)
+    assert torch.equal(y, (dequantize(a).double() @ dequantize(b).double().t()).bfloat16())
+
+
+def padded(codes: torch.Tensor, *multiples: int) -> torch.Tensor:
+    missing = [-extent % multiple for extent, multiple in zip(codes.shape, multiples, strict=True)]
+    return torch.nn.functional.pad(codes.view(torch.uint8), (0, missing[1], 0, missing[0])).view(codes.dtype)
+
+
+def test_mx_refuses_what_is_not_1x32_or_not_blackwell():
+    pair = probe("1x32"), probe("1x32")
+    assert scaled_mm.unsupported_reason_mx(probe("row"), pair[1]) == "its operands are not scaled by groups of 1x32"
+    assert "Blackwell" in scaled_mm.unsupported_reason_mx(*pair)
+    assert scaled_mm.unsupported_reason_mx(probe("1x32", "e5m2"), pair[1]) == "Octavo's MXFP8 is E4M3 only"
 
 
 def probe(granularity: str, fmt: str = "e4m3", shape: tuple[int, int] = (32, 256)) -> Quantized:

@@ -377,9 +377,37 @@ def test_the_list_of_runs_sorts_by_its_columns(tmp_path: Path, serve: Any, visit
     assert page.evaluate(names) == ["c", "a", "b"]
     page.get_by_role("button", name="model", exact=True).click()
     assert page.evaluate(names) == ["a", "c", "b"]
-    assert "llama 3.0 B" in text(page) and "larger batch" in text(page) and "█" in text(page)
+    assert "llama 3.0 B" in text(page) and "larger batch" in text(page)
+    assert page.locator("svg.spark polyline").count() == 3
     again = visit(page.url)
     assert again.evaluate(names) == ["a", "c", "b"]
+
+
+def test_a_run_in_bf16_is_compared_with_one_in_fp8(tmp_path: Path, serve: Any, visit: Open) -> None:
+    for name, key in (("fp8", "loss_fp8"), ("bf16", "loss_bf16")):
+        with RunWriter(tmp_path / name) as run:
+            run.write_document("config", {"run": {"recipe": name}})
+            for step in range(1, 9):
+                run.write_step(step, {key: 1.0 + 1 / step})
+            run.write_document("summary", {f"heldout_{key}": 1.25})
+    address = serve(tmp_path)
+    page = visit(f"{address}/#/compare?run=fp8&run=bf16")
+    drawn = {line["name"]: line for line in chart(page.evaluate(CURVES), "loss") if not line["faint"]}
+    assert drawn["fp8"]["y"] == drawn["bf16"]["y"] == [pytest.approx(1.0 + 1 / step) for step in range(1, 9)]
+    assert (drawn["fp8"]["dash"], drawn["bf16"]["dash"]) == ("", "6px,5px")
+    assert page.locator("fieldset .swatch").count() == 2  # one legend for all charts
+    follow(page, f"{address}/#/runs")
+    cells = "[...document.querySelectorAll('tbody tr')].map(row => [row.cells[5].innerText, row.cells[9].innerText])"
+    assert sorted(page.evaluate(cells)) == [["bf16", "1.25"], ["fp8", "1.25"]]
+
+
+def test_statistics_of_a_layer_share_a_legend_and_zoom(address: str, visit: Open) -> None:
+    page = visit(f"{address}/#/layer?run=first&layer={MIDDLE}")
+    assert page.locator(".legend .swatch").count() == 4
+    assert page.locator("figure", has_text=re.compile("^nonfinite")).inner_text().endswith("Always 0.")
+    shown = "[...document.querySelectorAll('.legend ~ .grid .plot')].filter(each => each.data?.length)"
+    page.evaluate(f"Plotly.relayout({shown}[0], {{'xaxis.range[0]': 50, 'xaxis.range[1]': 90}})")
+    holds(page, f"{shown}.length > 4 && {shown}.every(each => each.layout.xaxis.range?.[0] === 50)")
 
 
 def test_changed_settings_come_first(tmp_path: Path, serve: Any, visit: Open) -> None:
@@ -388,9 +416,15 @@ def test_changed_settings_come_first(tmp_path: Path, serve: Any, visit: Open) ->
         run.write_document("env", {"changed": ["run.steps"], "command": "octavo train", "commit": "abc+"})
         run.write_step(1, {"loss": 1.0})
     page = visit(f"{serve(tmp_path)}/#/settings?run=run")
-    rows = page.evaluate("[...document.querySelectorAll('table')][0].innerText")
-    assert rows.index("run.steps") < rows.index("run.batch")
-    assert page.locator("strong", has_text="9").count() == 1 and "abc+" in text(page)
+    shown = text(page)
+    assert "command octavo train" in shown and "abc+" in shown and "run.steps" in shown
+    assert "run.batch" not in shown and "settings at their defaults: 1" in shown
+    page.locator("summary").click()
+    assert text(page).index("run.steps") < text(page).index("run.batch")
+    assert page.locator("strong", has_text="9").count() == 1
+    page.get_by_role("searchbox").fill("batch")  # a search opens the fold
+    holds(page, "location.hash.includes('filter=batch')")
+    assert "run.batch" in text(page)
 
 
 def test_units_of_metrics_of_ones_own(tmp_path: Path, serve: Any, visit: Open) -> None:

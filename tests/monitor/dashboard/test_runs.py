@@ -16,7 +16,7 @@ from synthetic import synthetic_run
 
 from octavo.errors import StoreError
 from octavo.monitor.dashboard import answers, report, runs
-from octavo.monitor.dashboard.runs import RunFolder, RunSelection
+from octavo.monitor.dashboard.runs import RunFolder, RunFolders, RunSelection
 from octavo.monitor.store import FILE, STATS, RunReader, schema
 
 
@@ -180,3 +180,18 @@ def test_a_store_of_a_million_events_is_listed_in_two_seconds(tmp_path: Path) ->
     assert answer["count"] >= 10**6 and len(answer["events"]) == answers.EVENTS
     assert answer["events"][-1]["text"] == f"text {10**6}"
     assert max(seconds) < 2, seconds
+
+
+def test_several_folders_are_told_apart_by_their_names(tmp_path: Path) -> None:
+    for machine, name in (("one", "a"), ("two", "a"), ("two", "b")):
+        synthetic_run(tmp_path / machine / "runs" / name, layers=1, steps=5)
+    known = RunFolders([tmp_path / "one" / "runs", tmp_path / "two" / "runs"])
+    assert known.names()[0] == "one/runs/a" and {*known.names()[1:]} == {"two/runs/a", "two/runs/b"}
+    assert known.open("two/runs/b").path.parent == tmp_path / "two" / "runs" / "b"
+    assert {row["name"] for row in json.loads(answers.answer(known, "runs", {}).body)["runs"]} == {*known.names()}
+    for outside in ("two/runs/../../one/runs/a", "one/runs/b", "a"):
+        with pytest.raises(StoreError, match="no run"):
+            known.open(outside)
+    known.close()
+    with pytest.raises(StoreError, match="named twice"):
+        RunFolders([tmp_path / "one", tmp_path / "one"])

@@ -22,7 +22,7 @@ import time
 import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -97,9 +97,7 @@ class Heartbeat:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Stop the heartbeat.
 
         Raises:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from octavo.distributed.reduce.scheme import Scheme, padded, part_length
 from octavo.errors import ConfigError
+from octavo.kernels.dispatch import architecture
 from octavo.kernels.ledger import fall_back
 from octavo.numerics import E4M3, PER_TENSOR, scale_from_amax, tile_amax, to_codes
 
@@ -151,8 +152,8 @@ def _nccl_sums(codes: Tensor, group: dist.ProcessGroup) -> bool:
     reason = None
     if "nccl" not in dist.get_backend(group):
         reason = f"the backend {dist.get_backend(group)} has no FP8"
-    elif torch.cuda.get_device_capability(codes.device) < (9, 0):
-        reason = "NCCL sums FP8 from compute capability 9.0"
+    elif (gpu := architecture(codes.device)).backend != "cuda" or gpu.since < (9, 0):
+        reason = f"NCCL sums FP8 from compute capability 9.0, this is {gpu.name}"
     elif torch.cuda.nccl.version() < (2, 24):
         reason = "NCCL sums FP8 from 2.24"
     if reason is not None:

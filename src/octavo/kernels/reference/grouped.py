@@ -46,8 +46,10 @@ def quantize_groups(
     columns: QuantSpec | None,
     row_fold: Tensor | None,
     column_fold: Tensor | None,
+    source: Tensor | None = None,
 ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
     """See `octavo.kernels.grouped.quantize_groups`: (codes, scale) of either."""
+    x = x if source is None else x[source]
     groups = list(_groups(ends))
     row = column = None
     if rows is not None:
@@ -64,8 +66,9 @@ def quantize_groups(
     return row, column
 
 
-def transpose_groups(codes: Tensor, ends: Tensor) -> Tensor:
+def transpose_groups(codes: Tensor, ends: Tensor, source: Tensor | None = None) -> Tensor:
     """Return codes (T, C) transposed and padded, (C, P)."""
+    codes = codes if source is None else codes.view(torch.uint8)[source].view(codes.dtype)
     shape = codes.shape[1], padded_length(codes.shape[0], ends.shape[0])
     out = torch.zeros(shape, dtype=torch.uint8, device=codes.device)
     for tokens, padded in zip(_groups(ends), _groups(padded_ends(ends)), strict=True):

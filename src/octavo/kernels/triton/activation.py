@@ -21,6 +21,7 @@ from octavo.kernels.triton import quantize
 from octavo.kernels.triton.codes import (
     INTERPRETED,
     NONE,
+    POWER_OF_TWO,
     ROW,
     ROW_TILE,
     SIDE,
@@ -95,7 +96,7 @@ def activation_and_inputs(
         size = max(next_power_of_2(cols), SIDE.value)
         _forward_rows_kernel[(rows,)](
             *sources, *output.arguments[:2], *kept_memory, rows, cols,
-            KIND=kind, POWER_OF_TWO=output.power_of_two, SIZE=size,
+            KIND=kind, SCALING=output.scaling, SIZE=size,
             num_warps=row_warps(size), enable_fp_fusion=False,
         )  # fmt: skip
         return made
@@ -108,7 +109,7 @@ def activation_and_inputs(
     across, down = shape.grid(rows, cols)
     _forward_write_kernel[(across * down,)](
         *sources, rows, cols, *output.arguments, *kept_memory,
-        KIND=kind, MODE=output.mode, POWER_OF_TWO=output.power_of_two, **shape.meta(),
+        KIND=kind, MODE=output.mode, SCALING=output.scaling, **shape.meta(),
     )  # fmt: skip
     return made
 
@@ -145,9 +146,9 @@ def activation_backward(
         across, down = shape.grid(m, f)
         _backward_write_kernel[(across * down,)](
             *sources, *row.arguments, *column.arguments, *h_t.arguments,
-            KIND=kind, ROW_MODE=row.mode, ROW_POWER_OF_TWO=row.power_of_two,
-            COLUMN_MODE=column.mode, COLUMN_POWER_OF_TWO=column.power_of_two,
-            HIDDEN_MODE=h_t.mode, HIDDEN_POWER_OF_TWO=h_t.power_of_two,
+            KIND=kind, ROW_MODE=row.mode, ROW_SCALING=row.scaling,
+            COLUMN_MODE=column.mode, COLUMN_SCALING=column.scaling,
+            HIDDEN_MODE=h_t.mode, HIDDEN_SCALING=h_t.scaling,
             **shape.strip(m, f),
         )  # fmt: skip
     return row.quantized, column.quantized, h_t.quantized
@@ -200,7 +201,7 @@ def times(x, y):
 
 
 @triton.jit
-def _value_and_slope(x, KIND: tl.constexpr):
+def value_and_slope(x, KIND: tl.constexpr):
     """f(x) and f'(x) of FP32 values, operation by operation as in `reference/activation.py`."""
     if KIND == "silu":
         share = _sigmoid(x)
@@ -226,7 +227,7 @@ def _value_and_slope(x, KIND: tl.constexpr):
 def _hidden(gate_ptr, up_ptr, gate_stride, up_stride, rows, cols, in_rows, in_cols, KIND: tl.constexpr):
     """Tiles of h, gate and up. Where there is no up, up is gate again."""
     gate = load_tile(gate_ptr, gate_stride, rows, cols, in_rows, in_cols)
-    h, _ = _value_and_slope(gate, KIND)
+    h, _ = value_and_slope(gate, KIND)
     up = gate
     if up_ptr is not None:
         up = load_tile(up_ptr, up_stride, rows, cols, in_rows, in_cols)
@@ -266,7 +267,7 @@ def _gradients(
     """Tiles of d gate, d up and h. Where there is no up, d up is d gate again."""
     dh = load_tile(dh_ptr, dh_stride, rows, cols, in_rows, in_cols)
     gate = _load_values(gate_ptr, gate_scale, gate_stride, total_r, rows, cols, in_rows, in_cols, tiles)
-    h, slope = _value_and_slope(gate, KIND)
+    h, slope = value_and_slope(gate, KIND)
     if up_ptr is not None:
         up = _load_values(up_ptr, up_scale, up_stride, total_r, rows, cols, in_rows, in_cols, tiles)
         d_gate = dh * up * slope
@@ -292,7 +293,7 @@ def _last_first(total_c, WIDTH: tl.constexpr, EVEN: tl.constexpr):
 @triton.jit
 def _forward_rows_kernel(
     gate_ptr, up_ptr, gate_stride, up_stride, codes_ptr, scale_ptr, gate_codes, gate_scale, up_codes, up_scale,
-    total_r, total_c, KIND: tl.constexpr, POWER_OF_TWO: tl.constexpr, SIZE: tl.constexpr,
+    total_r, total_c, KIND: tl.constexpr, SCALING: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """One row a program, held whole."""
     row = tl.program_id(0).to(tl.int64)
@@ -301,13 +302,13 @@ def _forward_rows_kernel(
     gate = tl.load(gate_ptr + row * gate_stride + cols, mask=there, other=0.0).to(tl.float32)
     if gate_codes is not None:
         _keep_row(gate, gate_codes, gate_scale, row, total_r, total_c, SIZE)
-    h, _ = _value_and_slope(gate, KIND)
+    h, _ = value_and_slope(gate, KIND)
     if up_ptr is not None:
         up = tl.load(up_ptr + row * up_stride + cols, mask=there, other=0.0).to(tl.float32)
         if up_codes is not None:
             _keep_row(up, up_codes, up_scale, row, total_r, total_c, SIZE)
         h = h * up
-    scale, inverse = scale_of(amax(h, 0), codes_ptr.dtype.element_ty, POWER_OF_TWO)
+    scale, inverse = scale_of(amax(h, 0), codes_ptr.dtype.element_ty, SCALING)
     tl.store(scale_ptr + row, scale)
     tl.store(codes_ptr + row * total_c + cols, to_codes(h * inverse, codes_ptr.dtype.element_ty), mask=there)
 
@@ -318,7 +319,7 @@ def _keep_row(x, codes_ptr, scale_ptr, row, total_r, total_c, SIZE: tl.constexpr
     FORMAT: tl.constexpr = codes_ptr.dtype.element_ty
     TILES: tl.constexpr = SIZE // SIDE
     tiles = tl.reshape(x, (TILES, SIDE))
-    scale, inverse = scale_of(amax(tiles, 1), FORMAT, True)
+    scale, inverse = scale_of(amax(tiles, 1), FORMAT, POWER_OF_TWO)
     index = tl.arange(0, TILES)
     tl.store(scale_ptr + index.to(tl.int64) * total_r + row, scale, mask=index * SIDE < total_c)
     cols = tl.arange(0, SIZE)
@@ -351,7 +352,7 @@ def _forward_search_kernel(
 def _forward_write_kernel(
     gate_ptr, up_ptr, gate_stride, up_stride, total_r, total_c, codes, scale, stride_r, stride_c, inverse,
     gate_codes, gate_scale, up_codes, up_scale,
-    KIND: tl.constexpr, MODE: tl.constexpr, POWER_OF_TWO: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    KIND: tl.constexpr, MODE: tl.constexpr, SCALING: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The codes of one tile of h, and of gate and up where they are wanted: then WIDTH is 128."""
     tile_r, tile_c, cols, in_cols = _last_first(total_c, WIDTH, False)
@@ -363,16 +364,16 @@ def _forward_write_kernel(
     if gate_codes is not None:
         emit(
             (gate0, gate1, gate2, gate3), gate_codes, total_r, total_c, gate_scale, 1, total_r, None,
-            rows, cols, in_rows, in_cols, tile_r, tile_c, MODE=ROW_TILE, POWER_OF_TWO=True, TRANSPOSED=False,
+            rows, cols, in_rows, in_cols, tile_r, tile_c, MODE=ROW_TILE, SCALING=POWER_OF_TWO, TRANSPOSED=False,
         )  # fmt: skip
     if up_codes is not None:
         emit(
             (up0, up1, up2, up3), up_codes, total_r, total_c, up_scale, 1, total_r, None,
-            rows, cols, in_rows, in_cols, tile_r, tile_c, MODE=ROW_TILE, POWER_OF_TWO=True, TRANSPOSED=False,
+            rows, cols, in_rows, in_cols, tile_r, tile_c, MODE=ROW_TILE, SCALING=POWER_OF_TWO, TRANSPOSED=False,
         )  # fmt: skip
     emit(
         (h0, h1, h2, h3), codes, total_r, total_c, scale, stride_r, stride_c, inverse, rows, cols, in_rows, in_cols,
-        tile_r, tile_c, MODE=MODE, POWER_OF_TWO=POWER_OF_TWO, TRANSPOSED=False, FROM_AMAX=True,
+        tile_r, tile_c, MODE=MODE, SCALING=SCALING, TRANSPOSED=False, FROM_AMAX=True,
     )  # fmt: skip
 
 
@@ -458,8 +459,8 @@ def _emit_half(
     row_codes, row_scale, row_stride_r, row_stride_c, row_inverse,
     column_codes, column_scale, column_stride_r, column_stride_c, column_inverse,
     rows, cols, in_rows, in_cols, tile_r, tile_c,
-    ROW_MODE: tl.constexpr, ROW_POWER_OF_TWO: tl.constexpr,
-    COLUMN_MODE: tl.constexpr, COLUMN_POWER_OF_TWO: tl.constexpr,
+    ROW_MODE: tl.constexpr, ROW_SCALING: tl.constexpr,
+    COLUMN_MODE: tl.constexpr, COLUMN_SCALING: tl.constexpr,
 ):  # fmt: skip
     """A tile of D, in quarters: its codes as it lies, and transposed."""
     if ROW_MODE != NONE:
@@ -467,7 +468,7 @@ def _emit_half(
         emit(
             (d[0] * f, d[1] * f, d[2] * f, d[3] * f), row_codes, total_r, total_c,
             row_scale, row_stride_r, row_stride_c, row_inverse, rows, cols, in_rows, in_cols, tile_r, tile_c,
-            MODE=ROW_MODE, POWER_OF_TWO=ROW_POWER_OF_TWO, TRANSPOSED=False,
+            MODE=ROW_MODE, SCALING=ROW_SCALING, TRANSPOSED=False,
         )  # fmt: skip
     if COLUMN_MODE != NONE:
         f0, f1 = factors(column_fold, rows[0], in_rows[0])[:, None], factors(column_fold, rows[1], in_rows[1])[:, None]
@@ -476,7 +477,7 @@ def _emit_half(
             (d[0] * f0, d[1] * f1, d[2] * f2, d[3] * f3), column_codes, total_r, total_c,
             column_scale, column_stride_r, column_stride_c, column_inverse, rows, cols, in_rows, in_cols,
             tile_r, tile_c,
-            MODE=COLUMN_MODE, POWER_OF_TWO=COLUMN_POWER_OF_TWO, TRANSPOSED=True,
+            MODE=COLUMN_MODE, SCALING=COLUMN_SCALING, TRANSPOSED=True,
         )  # fmt: skip
 
 
@@ -488,9 +489,9 @@ def _backward_write_kernel(
     row_codes, row_scale, row_stride_r, row_stride_c, row_inverse,
     column_codes, column_scale, column_stride_r, column_stride_c, column_inverse,
     hidden_codes, hidden_scale, hidden_stride_r, hidden_stride_c, hidden_inverse,
-    KIND: tl.constexpr, ROW_MODE: tl.constexpr, ROW_POWER_OF_TWO: tl.constexpr,
-    COLUMN_MODE: tl.constexpr, COLUMN_POWER_OF_TWO: tl.constexpr,
-    HIDDEN_MODE: tl.constexpr, HIDDEN_POWER_OF_TWO: tl.constexpr,
+    KIND: tl.constexpr, ROW_MODE: tl.constexpr, ROW_SCALING: tl.constexpr,
+    COLUMN_MODE: tl.constexpr, COLUMN_SCALING: tl.constexpr,
+    HIDDEN_MODE: tl.constexpr, HIDDEN_SCALING: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """STEPS tiles of dh, gate and up, one under the other: up to five tiles of codes of each.
@@ -524,7 +525,7 @@ def _backward_write_kernel(
             row_codes, row_scale, row_stride_r, row_stride_c, row_inverse,
             column_codes, column_scale, column_stride_r, column_stride_c, column_inverse,
             rows, cols, in_rows, in_cols, tile_r, tile_c,
-            ROW_MODE, ROW_POWER_OF_TWO, COLUMN_MODE, COLUMN_POWER_OF_TWO,
+            ROW_MODE, ROW_SCALING, COLUMN_MODE, COLUMN_SCALING,
         )  # fmt: skip
         if up_ptr is not None:
             _emit_half(
@@ -532,14 +533,14 @@ def _backward_write_kernel(
                 row_codes, row_scale, row_stride_r, row_stride_c, row_inverse,
                 column_codes, column_scale, column_stride_r, column_stride_c, column_inverse,
                 rows, cols + half, in_rows, in_cols, tile_r, tile_c + half // WIDTH,
-                ROW_MODE, ROW_POWER_OF_TWO, COLUMN_MODE, COLUMN_POWER_OF_TWO,
+                ROW_MODE, ROW_SCALING, COLUMN_MODE, COLUMN_SCALING,
             )  # fmt: skip
         if HIDDEN_MODE != NONE:
             emit(
                 (h0, h1, h2, h3), hidden_codes, total_r, half,
                 hidden_scale, hidden_stride_r, hidden_stride_c, hidden_inverse,
                 rows, cols, in_rows, in_cols, tile_r, tile_c,
-                MODE=HIDDEN_MODE, POWER_OF_TWO=HIDDEN_POWER_OF_TWO, TRANSPOSED=True,
+                MODE=HIDDEN_MODE, SCALING=HIDDEN_SCALING, TRANSPOSED=True,
             )  # fmt: skip
 
 

@@ -133,14 +133,14 @@ class _Side(NamedTuple):
     def write_arguments(self) -> tuple[Any, ...]:
         codes, scale = (None, None) if self.batch is None else self.batch[:2]
         output = self.output
-        return codes, scale, *output._strides, self._scales, self.amax, output.mode, output.power_of_two
+        return codes, scale, *output._strides, self._scales, self.amax, output.mode, output.scaling
 
     def end_search(self) -> None:
         if self.batch is None or self.amax is None:
             return
         is_e4m3 = self.batch.codes.dtype == torch.float8_e4m3fn
         scales_kernel[(cdiv(self.amax.numel(), 1024), 1)](
-            self.amax, self.batch.scale, self.amax.numel(), is_e4m3, self.output.power_of_two,
+            self.amax, self.batch.scale, self.amax.numel(), is_e4m3, self.output.scaling,
             None, None, 0, False, False, SIZE=1024, num_warps=4,
         )  # fmt: skip
 
@@ -175,9 +175,9 @@ def _search_kernel(
 def _write_kernel(
     x_ptr, batch_stride, stride, total_r, total_c, row_fold, column_fold,
     row_codes, row_scale, row_stride_r, row_stride_c, row_scales, row_inverse,
-    ROW_MODE: tl.constexpr, ROW_POWER_OF_TWO: tl.constexpr,
+    ROW_MODE: tl.constexpr, ROW_SCALING: tl.constexpr,
     column_codes, column_scale, column_stride_r, column_stride_c, column_scales, column_inverse,
-    COLUMN_MODE: tl.constexpr, COLUMN_POWER_OF_TWO: tl.constexpr,
+    COLUMN_MODE: tl.constexpr, COLUMN_SCALING: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(2).to(tl.int64)
@@ -200,8 +200,8 @@ def _write_kernel(
         x_ptr + number * batch_stride, stride, total_r, total_c, 0, total_r, total_c, row_fold, column_fold,
         row_codes, row_scale, row_stride_r, row_stride_c, row_inverse,
         column_codes, column_scale, column_stride_r, column_stride_c, column_inverse,
-        ROW_MODE=ROW_MODE, ROW_POWER_OF_TWO=ROW_POWER_OF_TWO,
-        COLUMN_MODE=COLUMN_MODE, COLUMN_POWER_OF_TWO=COLUMN_POWER_OF_TWO, FROM_AMAX=False,
+        ROW_MODE=ROW_MODE, ROW_SCALING=ROW_SCALING,
+        COLUMN_MODE=COLUMN_MODE, COLUMN_SCALING=COLUMN_SCALING, FROM_AMAX=False,
         HEIGHT=HEIGHT, WIDTH=WIDTH, STEPS=STEPS, STAGES=STAGES, EVEN=EVEN,
     )  # fmt: skip
 

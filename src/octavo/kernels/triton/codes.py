@@ -32,6 +32,13 @@ COLUMN_TILE: tl.constexpr = tl.constexpr(5)
 BLOCK: tl.constexpr = tl.constexpr(6)
 """128x128: one scale, of the tile's own maximum where there is no inverse in memory."""
 
+FLOAT32: tl.constexpr = tl.constexpr(0)
+"""A rule for scales, `QuantSpec.rule`; `numerics.scale_from_amax` defines it, and the next two."""
+POWER_OF_TWO: tl.constexpr = tl.constexpr(1)
+"""The second rule."""
+ENGINE: tl.constexpr = tl.constexpr(2)
+"""The third rule."""
+
 SIDE: tl.constexpr = tl.constexpr(128)
 """Rows and columns of those tiles."""
 
@@ -91,9 +98,9 @@ def format_max(FORMAT: tl.constexpr):
 
 
 @triton.jit
-def scale_of(amax, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+def scale_of(amax, FORMAT: tl.constexpr, SCALING: tl.constexpr):
     """(scale, inverse) of FP32 maxima, any shape: `numerics.scale_from_amax`."""
-    if POWER_OF_TWO:
+    if SCALING == POWER_OF_TWO:
         bits = amax.to(tl.int32, bitcast=True)
         # 448 = 1.75 * 2^8 and 57344 = 1.75 * 2^15: both have the mantissa 0x600000.
         MAX_EXPONENT: tl.constexpr = 135 if FORMAT == tl.float8e4nv else 142
@@ -104,8 +111,12 @@ def scale_of(amax, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     else:
         largest = tl.full(amax.shape, format_max(FORMAT), tl.float64)
         exact = amax.to(tl.float64)
-        scale = tl.maximum((exact / largest).to(tl.float32), 1.1754943508222875e-38)
-        inverse = tl.minimum((largest / exact).to(tl.float32), 8.507059173023462e37)
+        if SCALING == ENGINE:
+            scale = tl.maximum((exact / largest).to(tl.float32), 1.0 / (512.0 * format_max(FORMAT)))
+            inverse = (1.0 / scale.to(tl.float64)).to(tl.float32)
+        else:
+            scale = tl.maximum((exact / largest).to(tl.float32), 1.1754943508222875e-38)
+            inverse = tl.minimum((largest / exact).to(tl.float32), 8.507059173023462e37)
     return scale, inverse
 
 
@@ -204,11 +215,11 @@ def factors(fold_ptr, where, inside):
 
 
 @triton.jit
-def _end_search_of(amax_ptr, scale_ptr, count, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr, SIZE: tl.constexpr):
+def _end_search_of(amax_ptr, scale_ptr, count, E4M3: tl.constexpr, SCALING: tl.constexpr, SIZE: tl.constexpr):
     FORMAT: tl.constexpr = tl.float8e4nv if E4M3 else tl.float8e5
     index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     there = index < count
-    scale, inverse = scale_of(tl.load(amax_ptr + index, mask=there, other=0.0), FORMAT, POWER_OF_TWO)
+    scale, inverse = scale_of(tl.load(amax_ptr + index, mask=there, other=0.0), FORMAT, SCALING)
     tl.store(scale_ptr + index, scale, mask=there)
     tl.store(amax_ptr + index, inverse, mask=there)
 
@@ -216,17 +227,17 @@ def _end_search_of(amax_ptr, scale_ptr, count, E4M3: tl.constexpr, POWER_OF_TWO:
 @Kernel
 @triton.jit
 def scales_kernel(
-    amax_ptr, scale_ptr, count, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    other_amax_ptr, other_scale_ptr, other_count, OTHER_E4M3: tl.constexpr, OTHER_POWER_OF_TWO: tl.constexpr,
+    amax_ptr, scale_ptr, count, E4M3: tl.constexpr, SCALING: tl.constexpr,
+    other_amax_ptr, other_scale_ptr, other_count, OTHER_E4M3: tl.constexpr, OTHER_SCALING: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
     """End one search or two: write the scales, and put in the place of each amax what values are multiplied by."""
     if other_amax_ptr is None:
-        _end_search_of(amax_ptr, scale_ptr, count, E4M3, POWER_OF_TWO, SIZE)
+        _end_search_of(amax_ptr, scale_ptr, count, E4M3, SCALING, SIZE)
     elif tl.program_id(1) == 0:
-        _end_search_of(amax_ptr, scale_ptr, count, E4M3, POWER_OF_TWO, SIZE)
+        _end_search_of(amax_ptr, scale_ptr, count, E4M3, SCALING, SIZE)
     else:
-        _end_search_of(other_amax_ptr, other_scale_ptr, other_count, OTHER_E4M3, OTHER_POWER_OF_TWO, SIZE)
+        _end_search_of(other_amax_ptr, other_scale_ptr, other_count, OTHER_E4M3, OTHER_SCALING, SIZE)
 
 
 @triton.jit
@@ -271,16 +282,16 @@ def end_search(running, amax_ptr, stride_r, stride_c, strip, cols, in_cols, MODE
 @triton.jit
 def _row_inverse(
     x, scale_ptr, stride_r, stride_c, inverse_ptr, rows, in_rows, tile_c,
-    MODE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, FROM_AMAX: tl.constexpr,
+    MODE: tl.constexpr, FORMAT: tl.constexpr, SCALING: tl.constexpr, FROM_AMAX: tl.constexpr,
 ):  # fmt: skip
     """Inverse scales of the rows of one quarter, (R, 1). Writes the scales that it makes."""
     if MODE == ROW:
         inverse = tl.load(inverse_ptr + rows[:, None], mask=in_rows[:, None], other=0.0)
         if FROM_AMAX:
-            scale, inverse = scale_of(inverse, FORMAT, POWER_OF_TWO)
+            scale, inverse = scale_of(inverse, FORMAT, SCALING)
             tl.store(scale_ptr + rows[:, None], scale, mask=in_rows[:, None] & (tile_c == 0))
     else:
-        scale, inverse = scale_of(amax(x, 1)[:, None], FORMAT, POWER_OF_TWO)
+        scale, inverse = scale_of(amax(x, 1)[:, None], FORMAT, SCALING)
         tl.store(scale_ptr + rows[:, None] * stride_r + tile_c * stride_c, scale, mask=in_rows[:, None])
     return inverse
 
@@ -288,7 +299,7 @@ def _row_inverse(
 @triton.jit
 def _common_inverse(
     scale_ptr, inverse_ptr, stride_r, stride_c, cols, in_cols, tile_r, tile_of_scales,
-    MODE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, FROM_AMAX: tl.constexpr,
+    MODE: tl.constexpr, FORMAT: tl.constexpr, SCALING: tl.constexpr, FROM_AMAX: tl.constexpr,
 ):  # fmt: skip
     """Inverse scales of all four quarters, (1, C) or (1, 1). Writes the scales that it makes."""
     if MODE == TENSOR:
@@ -302,7 +313,7 @@ def _common_inverse(
         offset, there = tile_of_scales * stride_r + cols[None, :] // SIDE * stride_c, in_cols[None, :]
     inverse = tl.load(inverse_ptr + offset, mask=there, other=0.0)
     if FROM_AMAX:
-        scale, inverse = scale_of(inverse, FORMAT, POWER_OF_TWO)
+        scale, inverse = scale_of(inverse, FORMAT, SCALING)
         if MODE == TENSOR or MODE == COLUMN:
             there = there & (tile_r == 0)
         tl.store(scale_ptr + offset, scale, mask=there)
@@ -312,7 +323,7 @@ def _common_inverse(
 @triton.jit
 def _own_inverse(
     x, total_r, scale_ptr, stride_r, stride_c, cols, in_cols, tile_r, tile_c,
-    MODE: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    MODE: tl.constexpr, FORMAT: tl.constexpr, SCALING: tl.constexpr,
 ):  # fmt: skip
     """What to multiply all four quarters of a tile of 128 rows by, (1, C) or (1, 1); its scales are written."""
     tl.static_assert(4 * x[0].shape[0] == SIDE)
@@ -320,12 +331,12 @@ def _own_inverse(
     lower = tl.maximum(finite_magnitude(x[2]), finite_magnitude(x[3]))
     found = tl.maximum(tl.max(tl.maximum(upper, lower), axis=0), 0.0)[None, :]
     if MODE == COLUMN_TILE:
-        scale, inverse = scale_of(found, FORMAT, POWER_OF_TWO)
+        scale, inverse = scale_of(found, FORMAT, SCALING)
         where = scale_ptr + tile_r * stride_r + cols[None, :] * stride_c
         tl.store(where, scale, mask=in_cols[None, :] & (tile_r * SIDE < total_r))
     else:
         tl.static_assert(MODE == BLOCK and x[0].shape[1] == SIDE)
-        scale, inverse = scale_of(tl.max(found, axis=1)[:, None], FORMAT, POWER_OF_TWO)
+        scale, inverse = scale_of(tl.max(found, axis=1)[:, None], FORMAT, SCALING)
         where = scale_ptr + tl.zeros((1, 1), tl.int32) + tile_r * stride_r + tile_c * stride_c
         tl.store(where, scale, mask=tl.full((1, 1), tile_r * SIDE, tl.int32) < total_r)
     return inverse
@@ -359,7 +370,7 @@ def store_quarter(y, codes_ptr, total_c, rows, cols, in_rows, in_cols, FORMAT: t
 @triton.jit
 def emit(
     x, codes_ptr, total_r, total_c, scale_ptr, stride_r, stride_c, inverse_ptr, rows, cols, in_rows, in_cols,
-    tile_r, tile_c, MODE: tl.constexpr, POWER_OF_TWO: tl.constexpr, TRANSPOSED: tl.constexpr,
+    tile_r, tile_c, MODE: tl.constexpr, SCALING: tl.constexpr, TRANSPOSED: tl.constexpr,
     EVEN: tl.constexpr = False, FROM_AMAX: tl.constexpr = False,
 ):  # fmt: skip
     """Quantise a tile of a (total_r, total_c) matrix and write its codes, transposed or not, and scales of its own.
@@ -376,30 +387,30 @@ def emit(
     if MODE == ROW or MODE == ROW_TILE:
         i0 = _row_inverse(
             x[0], scale_ptr, stride_r, stride_c, inverse_ptr, rows[0], in_rows[0], tile_c, MODE, FORMAT,
-            POWER_OF_TWO, FROM_AMAX,
+            SCALING, FROM_AMAX,
         )  # fmt: skip
         i1 = _row_inverse(
             x[1], scale_ptr, stride_r, stride_c, inverse_ptr, rows[1], in_rows[1], tile_c, MODE, FORMAT,
-            POWER_OF_TWO, FROM_AMAX,
+            SCALING, FROM_AMAX,
         )  # fmt: skip
         i2 = _row_inverse(
             x[2], scale_ptr, stride_r, stride_c, inverse_ptr, rows[2], in_rows[2], tile_c, MODE, FORMAT,
-            POWER_OF_TWO, FROM_AMAX,
+            SCALING, FROM_AMAX,
         )  # fmt: skip
         i3 = _row_inverse(
             x[3], scale_ptr, stride_r, stride_c, inverse_ptr, rows[3], in_rows[3], tile_c, MODE, FORMAT,
-            POWER_OF_TWO, FROM_AMAX,
+            SCALING, FROM_AMAX,
         )  # fmt: skip
     elif inverse_ptr is None:
         i0 = _own_inverse(
-            x, total_r, scale_ptr, stride_r, stride_c, cols, in_cols, tile_r, tile_c, MODE, FORMAT, POWER_OF_TWO
+            x, total_r, scale_ptr, stride_r, stride_c, cols, in_cols, tile_r, tile_c, MODE, FORMAT, SCALING
         )
         i1, i2, i3 = i0, i0, i0
     else:
         tile_of_scales = tile_r * (4 * x[0].shape[0]) // SIDE
         i0 = _common_inverse(
             scale_ptr, inverse_ptr, stride_r, stride_c, cols, in_cols, tile_r, tile_of_scales,
-            MODE, FORMAT, POWER_OF_TWO, FROM_AMAX,
+            MODE, FORMAT, SCALING, FROM_AMAX,
         )  # fmt: skip
         i1, i2, i3 = i0, i0, i0
     y = (x[0] * i0, x[1] * i1, x[2] * i2, x[3] * i3)

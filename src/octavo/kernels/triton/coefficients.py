@@ -13,6 +13,7 @@ from octavo.kernels import coefficients as contract
 from octavo.kernels.coefficients import StepCoefficients, StepInputs
 from octavo.kernels.optimizer import COEFFICIENTS
 from octavo.kernels.transfers import PinnedStaging
+from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.shape import cdiv, next_power_of_2
 
 BLOCK = 128
@@ -55,6 +56,7 @@ def coefficients(
     return made
 
 
+@Kernel
 @triton.jit(do_not_specialize=["count"])
 def _sums_kernel(squares, own, sums, count, SIZE: tl.constexpr):
     row = tl.arange(0, SIZE)
@@ -63,6 +65,7 @@ def _sums_kernel(squares, own, sums, count, SIZE: tl.constexpr):
     tl.store(sums + tl.program_id(0), tl.sum(tl.load(squares + row, mask=is_member, other=0.0), axis=0))
 
 
+@Kernel
 @triton.jit(do_not_specialize=["groups", "count"])
 def _coefficients_kernel(
     hyper, own, squares, grad_scale, found_inf, counts, skipped, coefficients, steps, skip, norm, groups, count,

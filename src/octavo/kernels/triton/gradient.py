@@ -220,6 +220,7 @@ def _squares_kernel(
     tl.store(sums + program, tl.sum(tl.sum(total, axis=1), axis=0))
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows", "cols"])
 def _store_kernel(
     gradient, codes, scale, found, rows, cols, FROM: tl.constexpr, HELD: tl.constexpr, S: tl.constexpr,

@@ -30,16 +30,17 @@ def quantize_groups(
     columns: QuantSpec | None,
     row_fold: Tensor | None,
     column_fold: Tensor | None,
+    source: Tensor | None = None,
 ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
     """See `octavo.kernels.grouped.quantize_groups`: (codes, scale) of either."""
     x = contiguous_rows(x)
-    (tokens, cols), experts, device = x.shape, ends.shape[0], x.device
+    tokens, cols, experts, device = len(x if source is None else source), x.shape[1], ends.shape[0], x.device
     row_fold, column_fold = (fold if fold is None else fold.contiguous() for fold in (row_fold, column_fold))
     token_at, expert_at = _places(ends, tokens)
     row_amax = torch.zeros(tokens, 1, dtype=torch.float32, device=device) if rows else None
     column_amax = torch.zeros(experts, cols, dtype=torch.float32, device=device) if columns else None
     _search_kernel[SEARCH.grid(len(token_at), cols)](
-        x, x.stride(0), cols, len(token_at), token_at, expert_at, row_fold, column_fold, row_amax, column_amax,
+        x, x.stride(0), cols, len(token_at), source, token_at, expert_at, row_fold, column_fold, row_amax, column_amax,
         STEPS=SEARCH.steps, **SEARCH.meta(),
     )  # fmt: skip
     row_codes = row_scale = row_inverse = column_codes = column_scale = column_inverse = None
@@ -51,7 +52,7 @@ def quantize_groups(
         column_codes = torch.empty(cols, len(token_at), dtype=columns.fmt.dtype, device=device)
     across, down = WRITE.grid(len(token_at), cols)
     _write_kernel[(across * down,)](
-        x, x.stride(0), cols, len(token_at), token_at, expert_at, row_fold, column_fold,
+        x, x.stride(0), cols, len(token_at), source, token_at, expert_at, row_fold, column_fold,
         row_codes, row_inverse, column_codes, column_inverse, **WRITE.meta(),
     )  # fmt: skip
     return (
@@ -60,15 +61,16 @@ def quantize_groups(
     )
 
 
-def transpose_groups(codes: Tensor, ends: Tensor) -> Tensor:
+def transpose_groups(codes: Tensor, ends: Tensor, source: Tensor | None = None) -> Tensor:
     """See `octavo.kernels.grouped.transpose_groups`."""
     codes = codes.contiguous()
-    tokens, cols = codes.shape
+    tokens, cols = len(codes if source is None else source), codes.shape[1]
     token_at, _ = _places(ends, tokens)
     out = torch.empty(cols, len(token_at), dtype=codes.dtype, device=codes.device)
     _transpose_kernel[TRANSPOSE.grid(len(token_at), cols)](
-        codes.view(torch.uint8), out.view(torch.uint8), cols, len(token_at), token_at, **TRANSPOSE.meta()
-    )
+        codes.view(torch.uint8), out.view(torch.uint8), cols, len(token_at), source, token_at,
+        **TRANSPOSE.meta(),
+    )  # fmt: skip
     return out
 
 
@@ -102,9 +104,19 @@ def _places_kernel(ends_ptr, token_ptr, expert_ptr, experts, total, ALIGNMENT: t
 
 
 @triton.jit
-def _load(x_ptr, stride, tokens, cols, in_cols):
+def _rows(source_ptr, tokens):
+    """Which rows of x some tokens are."""
+    if source_ptr is None:
+        rows = tokens
+    else:
+        rows = tl.load(source_ptr + tokens, mask=tokens >= 0, other=0)
+    return rows[:, None].to(tl.int64)
+
+
+@triton.jit
+def _load(x_ptr, stride, source_ptr, tokens, cols, in_cols):
     """Rows of x in FP32, zero where there is no token."""
-    where = x_ptr + tokens[:, None].to(tl.int64) * stride + cols[None, :]
+    where = x_ptr + _rows(source_ptr, tokens) * stride + cols[None, :]
     return tl.load(where, mask=(tokens >= 0)[:, None] & in_cols[None, :], other=0.0).to(tl.float32)
 
 
@@ -132,7 +144,7 @@ def _of_token(table_ptr, tokens, other: tl.constexpr):
 @Kernel
 @triton.jit
 def _search_kernel(
-    x_ptr, stride, total_c, total_r, token_at, expert_at, row_fold, column_fold, row_amax, column_amax,
+    x_ptr, stride, total_c, total_r, source_ptr, token_at, expert_at, row_fold, column_fold, row_amax, column_amax,
     STEPS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The maxima of tokens, and of columns within an expert. A step is HEIGHT positions of one expert."""
@@ -142,7 +154,7 @@ def _search_kernel(
         positions = (tl.program_id(1) * STEPS + step) * HEIGHT + tl.arange(0, HEIGHT)
         tokens = tl.load(token_at + positions, mask=positions < total_r, other=-1)
         experts = tl.load(expert_at + positions, mask=positions < total_r, other=0)
-        x = _load(x_ptr, stride, tokens, cols, in_cols)
+        x = _load(x_ptr, stride, source_ptr, tokens, cols, in_cols)
         if row_amax is not None:
             folded = x * _of_expert(row_fold, experts, total_c, cols, in_cols, 1.0)
             largest = tl.maximum(tl.max(finite_magnitude(folded), axis=1), 0.0)
@@ -159,7 +171,7 @@ def _search_kernel(
 @Kernel
 @triton.jit
 def _write_kernel(
-    x_ptr, stride, total_c, total_r, token_at, expert_at, row_fold, column_fold,
+    x_ptr, stride, total_c, total_r, source_ptr, token_at, expert_at, row_fold, column_fold,
     row_codes, row_inverse, column_codes, column_inverse, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Codes of a tile of padded positions: of its tokens as they lie, and of all positions transposed."""
@@ -173,10 +185,10 @@ def _write_kernel(
     t2 = tl.load(token_at + rows[2], mask=in_rows[2], other=-1)
     t3 = tl.load(token_at + rows[3], mask=in_rows[3], other=-1)
     experts = tl.load(expert_at + rows[0], mask=in_rows[0], other=0)  # of four rows that stand together
-    x0 = _load(x_ptr, stride, t0, cols, in_cols)
-    x1 = _load(x_ptr, stride, t1, cols, in_cols)
-    x2 = _load(x_ptr, stride, t2, cols, in_cols)
-    x3 = _load(x_ptr, stride, t3, cols, in_cols)
+    x0 = _load(x_ptr, stride, source_ptr, t0, cols, in_cols)
+    x1 = _load(x_ptr, stride, source_ptr, t1, cols, in_cols)
+    x2 = _load(x_ptr, stride, source_ptr, t2, cols, in_cols)
+    x3 = _load(x_ptr, stride, source_ptr, t3, cols, in_cols)
     if row_codes is not None:
         ROW_FORMAT: tl.constexpr = row_codes.dtype.element_ty
         fold = _of_expert(row_fold, experts, total_c, cols, in_cols, 1.0)
@@ -199,20 +211,22 @@ def _write_kernel(
 
 
 @triton.jit
-def _load_bytes(x_ptr, total_c, token_at, rows, in_rows, cols, in_cols):
+def _load_bytes(x_ptr, total_c, source_ptr, token_at, rows, in_rows, cols, in_cols):
     tokens = tl.load(token_at + rows, mask=in_rows, other=-1)
-    where = x_ptr + tokens[:, None].to(tl.int64) * total_c + cols[None, :]
+    where = x_ptr + _rows(source_ptr, tokens) * total_c + cols[None, :]
     return tl.load(where, mask=(tokens >= 0)[:, None] & in_cols[None, :], other=0).to(tl.uint32)
 
 
 @Kernel
 @triton.jit
-def _transpose_kernel(x_ptr, out_ptr, total_c, total_r, token_at, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+def _transpose_kernel(
+    x_ptr, out_ptr, total_c, total_r, source_ptr, token_at, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     rows, in_rows = quads(tl.program_id(1), total_r, HEIGHT, False)
     cols = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     in_cols = cols < total_c
-    words = _load_bytes(x_ptr, total_c, token_at, rows[0], in_rows[0], cols, in_cols)
-    words |= _load_bytes(x_ptr, total_c, token_at, rows[1], in_rows[1], cols, in_cols) << 8
-    words |= _load_bytes(x_ptr, total_c, token_at, rows[2], in_rows[2], cols, in_cols) << 16
-    words |= _load_bytes(x_ptr, total_c, token_at, rows[3], in_rows[3], cols, in_cols) << 24
+    words = _load_bytes(x_ptr, total_c, source_ptr, token_at, rows[0], in_rows[0], cols, in_cols)
+    words |= _load_bytes(x_ptr, total_c, source_ptr, token_at, rows[1], in_rows[1], cols, in_cols) << 8
+    words |= _load_bytes(x_ptr, total_c, source_ptr, token_at, rows[2], in_rows[2], cols, in_cols) << 16
+    words |= _load_bytes(x_ptr, total_c, source_ptr, token_at, rows[3], in_rows[3], cols, in_cols) << 24
     store_words(words, out_ptr, total_r, cols, in_cols, in_rows[0], tl.program_id(1))

@@ -59,7 +59,7 @@ def _quantize(x: Tensor, target: QuantSpec, fold: Tensor | None) -> Quantized:
     out = empty(target, rows, cols, x.device)
     _groups_kernel[TILE.grid(rows, cols)](
         x, *x.stride(), rows, cols, out.codes, out.scale, out.scale.stride(0),
-        POWER_OF_TWO=target.scaling == "power_of_two", **TILE.meta(),
+        SCALING=target.rule, **TILE.meta(),
     )  # fmt: skip
     return out
 
@@ -67,7 +67,7 @@ def _quantize(x: Tensor, target: QuantSpec, fold: Tensor | None) -> Quantized:
 @Kernel
 @triton.jit
 def _groups_kernel(
-    x_ptr, stride_r, stride_c, total_r, total_c, codes_ptr, scale_ptr, scale_stride, POWER_OF_TWO: tl.constexpr,
+    x_ptr, stride_r, stride_c, total_r, total_c, codes_ptr, scale_ptr, scale_stride, SCALING: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     FORMAT: tl.constexpr = codes_ptr.dtype.element_ty
@@ -79,7 +79,7 @@ def _groups_kernel(
     where = x_ptr + rows[:, None] * stride_r + cols[None, :].to(tl.int64) * stride_c
     x = tl.load(where, mask=there, other=0.0).to(tl.float32)
     parts = tl.reshape(x, (HEIGHT, GROUPS, GROUP))
-    scale, inverse = scale_of(amax(parts, 2), FORMAT, POWER_OF_TWO)
+    scale, inverse = scale_of(amax(parts, 2), FORMAT, SCALING)
     in_groups = (rows < total_r)[:, None] & (groups < tl.cdiv(total_c, GROUP))[None, :]
     tl.store(scale_ptr + rows[:, None] * scale_stride + groups[None, :], scale, mask=in_groups)
     y = tl.reshape(parts * inverse[:, :, None], (HEIGHT, WIDTH))

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton import knobs
 
-from octavo.kernels.dispatch import PLAIN
+from octavo.kernels.dispatch import PLAIN, has_launch_hooks
+from octavo.kernels.tape import recorder_here
 
 _UNTRACED = ("enable_fp_fusion", "maxnreg")
 """Options of Triton that a tracer does not know. Kernels that are traced do not need them: none adds a product."""
@@ -31,12 +31,6 @@ def as_laid_out(x: Tensor) -> Tensor:
     from torch._inductor.inductor_prims import force_stride_order
 
     return force_stride_order(x, x.stride())  # type: ignore[no-any-return]
-
-
-def _has_hooks() -> bool:
-    """Return whether Triton has launch hooks, such as those of a profiler."""
-    hook = knobs.runtime.launch_enter_hook
-    return bool(getattr(hook, "calls", hook is not None))
 
 
 class Kernel:
@@ -63,7 +57,7 @@ class Kernel:
         if not isinstance(like, Tensor):
             like = next((x for x in arguments if isinstance(x, Tensor)), None)
         if like is None:
-            self.function[grid](*arguments, **meta)
+            self._launch_slowly(grid, arguments, meta, None)
             return
         if type(like) not in PLAIN:
             options = {name: value for name, value in meta.items() if name not in _UNTRACED}
@@ -71,11 +65,13 @@ class Kernel:
             return
         key = self._key(like, arguments, meta)
         known = None if key is None else self._compiled.get(key)
-        if known is None or _has_hooks():
+        if known is None or has_launch_hooks():
             self._launch_slowly(grid, arguments, meta, key)
             return
         kernel, rest = known
         across, down, deep = (*grid, 1, 1)[:3]
+        if (recorder := recorder_here()) is not None:
+            recorder.launch(kernel, (across, down, deep), (*arguments, *rest))
         stream = torch._C._cuda_getCurrentRawStream(key[0])  # type: ignore[index]
         launch, function, metadata = kernel
         launch(across, down, deep, stream, function, metadata, None, None, None, *arguments, *rest)
@@ -84,6 +80,8 @@ class Kernel:
         self, grid: tuple[int, ...], arguments: tuple[Any, ...], meta: dict[str, Any], key: tuple[Any, ...] | None
     ) -> None:
         """Launch by Triton, and keep what it compiled."""
+        if (recorder := recorder_here()) is not None:
+            recorder.refuse()
         compiled = self.function[grid](*arguments, **meta)
         if key is not None and compiled is not None:
             kernel = compiled.run, compiled.function, compiled.packed_metadata

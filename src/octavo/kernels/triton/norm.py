@@ -56,7 +56,7 @@ def forward(
         # Nothing fused: given rstd, y is the reference's to the bit. But a layer norm is bound by instructions.
         x, x.stride(0), residual, 0 if residual is None else residual.stride(0), weight, bias, eps,
         y, codes, scale, mean, rstd, total, rows, cols,
-        POWER_OF_TWO=target is None or target.scaling == "power_of_two", GROUP=group,
+        SCALING=1 if target is None else target.rule, GROUP=group,
         **FORWARD.meta(rows, cols), enable_fp_fusion=centred,
     )  # fmt: skip
     return y, quantized, rstd, total, mean
@@ -145,19 +145,19 @@ def _store(x, x_ptr, total_c, rows, cols, there):
 
 @triton.jit
 def _scaled(
-    y, scale_ptr, rows, in_rows, total_r, total_c, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, GROUP: tl.constexpr
+    y, scale_ptr, rows, in_rows, total_r, total_c, FORMAT: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr
 ):
     """Whole rows as they are rounded to codes; writes one scale a group of columns. y: FP32, 0 outside the matrix."""
     ROWS: tl.constexpr = y.shape[0]
     GROUPS: tl.constexpr = y.shape[1] // GROUP
     y = without_infinities(y)  # and so is what it is scaled to
     if GROUPS == 1:
-        scale, inverse = scale_of(largest(y, 1), FORMAT, POWER_OF_TWO)
+        scale, inverse = scale_of(largest(y, 1), FORMAT, SCALING)
         tl.store(scale_ptr + rows, scale, mask=in_rows)
         y = y * inverse[:, None]
     else:
         grouped = tl.reshape(y, (ROWS, GROUPS, GROUP))
-        scale, inverse = scale_of(largest(grouped, 2), FORMAT, POWER_OF_TWO)
+        scale, inverse = scale_of(largest(grouped, 2), FORMAT, SCALING)
         groups, total = tl.arange(0, GROUPS), tl.cdiv(total_c, GROUP)
         where = scale_ptr + groups[None, :].to(tl.int64) * total_r + rows[:, None]  # a group of columns after the other
         tl.store(where, scale, mask=in_rows[:, None] & (groups < total)[None, :])
@@ -169,7 +169,7 @@ def _scaled(
 @triton.jit
 def _forward_kernel(
     x_ptr, x_stride, residual_ptr, residual_stride, weight_ptr, bias_ptr, eps,
-    y_ptr, codes_ptr, scale_ptr, mean_ptr, rstd_ptr, total_ptr, total_r, total_c, POWER_OF_TWO: tl.constexpr,
+    y_ptr, codes_ptr, scale_ptr, mean_ptr, rstd_ptr, total_ptr, total_r, total_c, SCALING: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """A few rows a program, held whole."""
@@ -196,7 +196,7 @@ def _forward_kernel(
         _store(y, y_ptr, total_c, rows, cols, there)
     if codes_ptr is not None:
         FORMAT: tl.constexpr = codes_ptr.dtype.element_ty
-        y = _scaled(y, scale_ptr, rows, in_rows, total_r, total_c, FORMAT, POWER_OF_TWO, GROUP)
+        y = _scaled(y, scale_ptr, rows, in_rows, total_r, total_c, FORMAT, SCALING, GROUP)
         tl.store(codes_ptr + rows[:, None].to(tl.int64) * total_c + cols[None, :], nearest_codes(y, FORMAT), mask=there)
 
 

@@ -46,7 +46,7 @@ class Output:
             in_sight: the programs that write see tiles of 128 rows whole: their maxima are not searched either.
         """
         self.mode: int = NONE.value
-        self.power_of_two = target is None or target.scaling == "power_of_two"
+        self.scaling = 1 if target is None else target.rule
         self.is_tiled = self.is_high = self.searches = False
         self.inverse: Tensor | None = None
         self._codes: Tensor | None = None
@@ -106,7 +106,7 @@ def begin_searches(*outputs: Output) -> None:
         return
     zeros = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
     for (output, scale), part in zip(searching, zeros.split(sizes), strict=True):
-        output.inverse = part[: scale.numel()]
+        output.inverse = part if part.numel() == scale.numel() else part[: scale.numel()]
 
 
 def end_searches(*outputs: Output) -> None:
@@ -123,4 +123,4 @@ def end_searches(*outputs: Output) -> None:
 
 def _found(output: Output) -> tuple[Any, ...]:
     codes, scale, _, _, amax = output.arguments
-    return amax, scale, amax.numel(), codes.dtype == torch.float8_e4m3fn, output.power_of_two
+    return amax, scale, amax.numel(), codes.dtype == torch.float8_e4m3fn, output.scaling

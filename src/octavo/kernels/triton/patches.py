@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.triton.cast import to_dtype
-from octavo.kernels.triton.codes import NONE, amax, emit, quads
+from octavo.kernels.triton.codes import NONE, POWER_OF_TWO, amax, emit, quads
 from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.output import Output, end_searches
 from octavo.kernels.triton.shape import Shape, cdiv
@@ -154,13 +154,13 @@ def _patches_kernel(
     if ROW_MODE != NONE:
         emit(
             (x0, x1, x2, x3), row_codes, total_r, total_c, row_scale, row_stride_r, row_stride_c, row_inverse,
-            rows, cols, in_rows, in_cols, tile_r, tile_c, MODE=ROW_MODE, POWER_OF_TWO=True, TRANSPOSED=False,
+            rows, cols, in_rows, in_cols, tile_r, tile_c, MODE=ROW_MODE, SCALING=POWER_OF_TWO, TRANSPOSED=False,
         )  # fmt: skip
     if COLUMN_MODE != NONE:
         emit(
             (x0, x1, x2, x3), column_codes, total_r, total_c, column_scale, column_stride_r, column_stride_c,
             column_inverse, rows, cols, in_rows, in_cols, tile_r, tile_c,
-            MODE=COLUMN_MODE, POWER_OF_TWO=True, TRANSPOSED=True,
+            MODE=COLUMN_MODE, SCALING=POWER_OF_TWO, TRANSPOSED=True,
         )  # fmt: skip
 
 

@@ -108,12 +108,6 @@ FROM_E4M3: tl.constexpr = tl.constexpr("""{
 
 
 @triton.jit
-def load(address, at, BYTES: tl.constexpr, WHOLE: tl.constexpr):
-    """`tops` of what is fetched."""
-    return tops(fetch(address, at, BYTES, WHOLE), BYTES, WHOLE)
-
-
-@triton.jit
 def store(values, address, at, BYTES: tl.constexpr, WHOLE: tl.constexpr):
     """Undo `load`; what lies below codes is ignored."""
     group, group_there, index, there = at

@@ -107,7 +107,7 @@ def _quantize_rows(x: Tensor, target: QuantSpec, fold: Tensor | None) -> Quantiz
     size = next_power_of_2(cols)
     ROWS[(rows,)](
         x, x.stride(0), fold, out.codes, out.scale, cols,
-        POWER_OF_TWO=target.scaling == "power_of_two", SIZE=size, num_warps=row_warps(size),
+        SCALING=target.rule, SIZE=size, num_warps=row_warps(size),
     )  # fmt: skip
     return out
 
@@ -135,14 +135,14 @@ def _write(
     across, down = shape.grid(rows, cols)
     WRITE_STRIP[(across * down,)](
         x, x.stride(0), rows, cols, offset, *total, row_fold, column_fold, *row.arguments, *column.arguments,
-        ROW_MODE=row.mode, ROW_POWER_OF_TWO=row.power_of_two,
-        COLUMN_MODE=column.mode, COLUMN_POWER_OF_TWO=column.power_of_two, FROM_AMAX=True,
+        ROW_MODE=row.mode, ROW_SCALING=row.scaling,
+        COLUMN_MODE=column.mode, COLUMN_SCALING=column.scaling, FROM_AMAX=True,
         **shape.strip(rows, cols),
     )  # fmt: skip
 
 
 @triton.jit
-def _rows_kernel(x_ptr, stride, fold_ptr, codes_ptr, scale_ptr, cols, POWER_OF_TWO: tl.constexpr, SIZE: tl.constexpr):
+def _rows_kernel(x_ptr, stride, fold_ptr, codes_ptr, scale_ptr, cols, SCALING: tl.constexpr, SIZE: tl.constexpr):
     """One row a program, held whole."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, SIZE)
@@ -150,7 +150,7 @@ def _rows_kernel(x_ptr, stride, fold_ptr, codes_ptr, scale_ptr, cols, POWER_OF_T
     x = tl.load(x_ptr + row * stride + columns, mask=there, other=0.0).to(tl.float32)
     if fold_ptr is not None:
         x = x * tl.load(fold_ptr + columns, mask=there, other=1.0)
-    scale, inverse = scale_of(amax(x, 0), codes_ptr.dtype.element_ty, POWER_OF_TWO)
+    scale, inverse = scale_of(amax(x, 0), codes_ptr.dtype.element_ty, SCALING)
     tl.store(scale_ptr + row, scale)
     codes = to_codes(x * inverse, codes_ptr.dtype.element_ty)
     tl.store(codes_ptr + row * cols + columns, codes, mask=there)
@@ -194,8 +194,8 @@ def write_strip(
     x_ptr, stride, total_r, source_c, offset, rows_out, cols_out, row_fold, column_fold,
     row_codes, row_scale, row_stride_r, row_stride_c, row_inverse,
     column_codes, column_scale, column_stride_r, column_stride_c, column_inverse,
-    ROW_MODE: tl.constexpr, ROW_POWER_OF_TWO: tl.constexpr,
-    COLUMN_MODE: tl.constexpr, COLUMN_POWER_OF_TWO: tl.constexpr, FROM_AMAX: tl.constexpr,
+    ROW_MODE: tl.constexpr, ROW_SCALING: tl.constexpr,
+    COLUMN_MODE: tl.constexpr, COLUMN_SCALING: tl.constexpr, FROM_AMAX: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """STEPS tiles a program, one under the other: their codes as they lie, and transposed."""
@@ -217,7 +217,7 @@ def write_strip(
             emit(
                 (x0 * row_factors, x1 * row_factors, x2 * row_factors, x3 * row_factors), row_codes, rows_out, cols_out,
                 row_scale, row_stride_r, row_stride_c, row_inverse, rows, cols,
-                in_rows, in_cols, tile_r, tile_c, MODE=ROW_MODE, POWER_OF_TWO=ROW_POWER_OF_TWO,
+                in_rows, in_cols, tile_r, tile_c, MODE=ROW_MODE, SCALING=ROW_SCALING,
                 TRANSPOSED=False, EVEN=EVEN, FROM_AMAX=FROM_AMAX,
             )  # fmt: skip
         if COLUMN_MODE != NONE:
@@ -228,7 +228,7 @@ def write_strip(
             emit(
                 (x0 * f0, x1 * f1, x2 * f2, x3 * f3), column_codes, rows_out, cols_out,
                 column_scale, column_stride_r, column_stride_c, column_inverse, rows, cols,
-                in_rows, in_cols, tile_r, tile_c, MODE=COLUMN_MODE, POWER_OF_TWO=COLUMN_POWER_OF_TWO,
+                in_rows, in_cols, tile_r, tile_c, MODE=COLUMN_MODE, SCALING=COLUMN_SCALING,
                 TRANSPOSED=True, EVEN=EVEN, FROM_AMAX=FROM_AMAX,
             )  # fmt: skip
 

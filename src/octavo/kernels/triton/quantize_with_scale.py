@@ -17,7 +17,17 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.quant_spec import QuantSpec, contiguous_rows
-from octavo.kernels.triton.codes import TENSOR, emit, finite_magnitude, format_max, inside, load_tile, quads, scale_of
+from octavo.kernels.triton.codes import (
+    FLOAT32,
+    TENSOR,
+    emit,
+    finite_magnitude,
+    format_max,
+    inside,
+    load_tile,
+    quads,
+    scale_of,
+)
 from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.shape import Shape
 from octavo.numerics import Quantized
@@ -58,7 +68,7 @@ def quantize_with_scale(
         _write(source, offset, total, codes, codes_t, cell, work, again=False)
     _settle_kernel[(1,)](
         cell, work, scale, FORMAT=tl.float8e4nv if target.format == "e4m3" else tl.float8e5,
-        POWER_OF_TWO=target.scaling == "power_of_two", JUST_IN_TIME=just_in_time, UPDATE_AMAX=update_amax, num_warps=1,
+        SCALING=target.rule, JUST_IN_TIME=just_in_time, UPDATE_AMAX=update_amax, num_warps=1,
         enable_fp_fusion=False,
     )  # fmt: skip
     for source, offset in reversed(placed):
@@ -94,11 +104,11 @@ def _begin_kernel(cell_ptr, work_ptr):
 @triton.jit
 def _settle_kernel(
     cell_ptr, work_ptr, scale_ptr,
-    FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr, JUST_IN_TIME: tl.constexpr, UPDATE_AMAX: tl.constexpr,
+    FORMAT: tl.constexpr, SCALING: tl.constexpr, JUST_IN_TIME: tl.constexpr, UPDATE_AMAX: tl.constexpr,
 ):  # fmt: skip
     first = tl.zeros((1,), tl.int32)
     known, amax = tl.load(cell_ptr + first), tl.load(work_ptr + _AMAX + first)
-    own, own_inverse = scale_of(amax, FORMAT, POWER_OF_TWO)
+    own, own_inverse = scale_of(amax, FORMAT, SCALING)
     of_use = known > 0.0
     if JUST_IN_TIME:
         of_use = of_use & (amax <= known * format_max(FORMAT))
@@ -148,13 +158,13 @@ def _write_kernel(
                     emit(
                         (x0, x1, x2, x3), codes_ptr, rows_out, cols_out, None, 0, 0, work_ptr + _INVERSE,
                         rows, cols, in_rows, in_cols, tile_r, tile_c,
-                        MODE=TENSOR, POWER_OF_TWO=False, TRANSPOSED=False, EVEN=EVEN,
+                        MODE=TENSOR, SCALING=FLOAT32, TRANSPOSED=False, EVEN=EVEN,
                     )  # fmt: skip
                 if codes_t_ptr is not None:
                     emit(
                         (x0, x1, x2, x3), codes_t_ptr, rows_out, cols_out, None, 0, 0, work_ptr + _INVERSE,
                         rows, cols, in_rows, in_cols, tile_r, tile_c,
-                        MODE=TENSOR, POWER_OF_TWO=False, TRANSPOSED=True, EVEN=EVEN,
+                        MODE=TENSOR, SCALING=FLOAT32, TRANSPOSED=True, EVEN=EVEN,
                     )  # fmt: skip
         if not AGAIN:
             # Nothing is written where nothing changes: thousands of programs share this value.

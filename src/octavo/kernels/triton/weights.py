@@ -46,7 +46,7 @@ def quantize_rows_of(weights: Sequence[Tensor], target: QuantSpec) -> Quantized:
     size = next_power_of_2(cols)
     _stack_kernel[(ends[-1],)](
         *_stack_arguments(weights, ends), out.codes, out.scale, cols,
-        POWER_OF_TWO=target.scaling == "power_of_two", SIZE=size, num_warps=row_warps(size),
+        SCALING=target.rule, SIZE=size, num_warps=row_warps(size),
     )  # fmt: skip
     return out
 
@@ -96,13 +96,13 @@ def find_rows(weights: Sequence[Tensor]) -> Rows:
     return Rows(table.to(weights[0].device), aligned)
 
 
-def quantize_rows(rows: Rows, dtype: torch.dtype, out: Quantized, power_of_two: bool) -> None:
+def quantize_rows(rows: Rows, dtype: torch.dtype, out: Quantized, rule: int) -> None:
     """Write into `out`, (rows, K) with a scale per row, the codes of rows of that dtype, wherever they lie."""
     count, cols = out.codes.shape
     size = next_power_of_2(cols)
     _rows_at_kernel[(count,)](
         rows.addresses, out.codes, out.scale, cols, ALIGNED=rows.aligned, DTYPE=_TRITON[dtype],
-        POWER_OF_TWO=power_of_two, SIZE=size, num_warps=row_warps(size),
+        SCALING=rule, SIZE=size, num_warps=row_warps(size),
     )  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def _load_row(x_ptr, stride, row, columns, there):
 @triton.jit
 def _stack_kernel(
     first, second, third, first_stride, second_stride, third_stride, first_end, second_end, codes_ptr, scale_ptr, cols,
-    POWER_OF_TWO: tl.constexpr, SIZE: tl.constexpr,
+    SCALING: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """A row per program, of whichever matrix it belongs to."""
     row = tl.program_id(0).to(tl.int64)
@@ -135,7 +135,7 @@ def _stack_kernel(
             x = _load_row(second, second_stride, row - first_end, columns, there)
         else:
             x = _load_row(third, third_stride, row - second_end, columns, there)
-    scale, inverse = scale_of(amax(x, 0), codes_ptr.dtype.element_ty, POWER_OF_TWO)
+    scale, inverse = scale_of(amax(x, 0), codes_ptr.dtype.element_ty, SCALING)
     tl.store(scale_ptr + row, scale)
     tl.store(codes_ptr + row * cols + columns, to_codes(x * inverse, codes_ptr.dtype.element_ty), mask=there)
 
@@ -186,7 +186,7 @@ def _requantize_kernel(
 @triton.jit
 def _rows_at_kernel(
     addresses, codes_ptr, scale_ptr, cols,
-    ALIGNED: tl.constexpr, DTYPE: tl.constexpr, POWER_OF_TWO: tl.constexpr, SIZE: tl.constexpr,
+    ALIGNED: tl.constexpr, DTYPE: tl.constexpr, SCALING: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, SIZE)
@@ -195,6 +195,6 @@ def _rows_at_kernel(
     if ALIGNED:
         x_ptr = tl.multiple_of(x_ptr, 16)
     x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    scale, inverse = scale_of(amax(x, 0), codes_ptr.dtype.element_ty, POWER_OF_TWO)
+    scale, inverse = scale_of(amax(x, 0), codes_ptr.dtype.element_ty, SCALING)
     tl.store(scale_ptr + row, scale)
     tl.store(codes_ptr + row * cols + columns, to_codes(x * inverse, codes_ptr.dtype.element_ty), mask=inside)

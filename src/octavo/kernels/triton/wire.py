@@ -9,7 +9,7 @@ from torch import Tensor
 
 from octavo.kernels.message import GROUP, message_bytes
 from octavo.kernels.triton.cast import to_dtype
-from octavo.kernels.triton.codes import INTERPRETED, amax, scale_of, to_codes
+from octavo.kernels.triton.codes import INTERPRETED, POWER_OF_TWO, amax, scale_of, to_codes
 from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.shape import Shape, cdiv
 
@@ -52,7 +52,7 @@ def _pack_kernel(x_ptr, total, length, out_ptr, width, HEIGHT: tl.constexpr, WID
     in_message = values < length
     where = message * length + values
     x = tl.load(x_ptr + where, mask=in_message & (where < total), other=0.0).to(tl.float32)
-    scale, inverse = scale_of(amax(x, 1), tl.float8e4nv, True)
+    scale, inverse = scale_of(amax(x, 1), tl.float8e4nv, POWER_OF_TWO)
     codes = to_codes(x * inverse[:, None], tl.float8e4nv).to(tl.uint8, bitcast=True)
     begin = out_ptr + message * width
     tl.store(begin + values, codes, mask=in_message)

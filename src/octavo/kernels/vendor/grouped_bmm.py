@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from octavo.kernels.batch import Batch
+from octavo.kernels.dispatch import architecture
 from octavo.numerics import PER_ROW, PER_TENSOR, Granularity
 
 _ALIGNED = 16  # elements: 16 bytes of codes
@@ -33,15 +33,8 @@ def unsupported_reason_kind(
         return "the grouped FP8 GEMM takes row scales only"
     if "e5m2" in formats:
         return "the grouped FP8 GEMM takes E4M3 only"
-    return _unsupported_reason_capability(device)
-
-
-@cache
-def _unsupported_reason_capability(device: torch.device) -> str | None:
-    capability = torch.cuda.get_device_capability(device)
-    if capability == (9, 0):
-        return None
-    return f"compute capability {capability[0]}.{capability[1]}: the grouped FP8 GEMM is for 9.0"
+    found = architecture(device)
+    return None if found.grouped else f"the grouped FP8 GEMM is Hopper's, this is {found.name}"
 
 
 def grouped_bmm(a: Batch, b: Batch, fast: bool) -> Tensor:

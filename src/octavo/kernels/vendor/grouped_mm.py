@@ -8,13 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from octavo.kernels.dispatch import architecture
+
 
 def unsupported_reason(a: Tensor, b: Tensor) -> str | None:
     """Return why the grouped GEMM cannot take codes a (.., C) and b (.., C), or None."""
     if not a.is_cuda:
         return "PyTorch has no scaled grouped GEMM for a CPU"
-    if torch.cuda.get_device_capability(a.device)[0] < 9:
-        return "PyTorch's scaled grouped GEMM starts with Hopper (compute capability 9.0)"
+    if not (found := architecture(a.device)).grouped:
+        return f"PyTorch's scaled grouped GEMM by rows is Hopper's, this is {found.name}"
     if torch.float8_e5m2 in (a.dtype, b.dtype):
         return "row scales take E4M3 operands only"
     if a.shape[-1] % 16 or b.shape[-2] % 16:

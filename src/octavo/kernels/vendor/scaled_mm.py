@@ -1,7 +1,9 @@
-"""`torch._scaled_mm` for tensor and row scales, `F.scaled_mm` for 1x128 and 128x128 blocks (Hopper, CUDA 12.9 on).
+"""`torch._scaled_mm` for tensor and row scales, `F.scaled_mm` for 1x128 and 128x128 blocks and for 1x32 groups.
 
-Both multiply a (M, K) row-major by b^T, b (N, K) row-major: the contraction is contiguous in both. On a GPU, K and N
-must be multiples of 16 (128 for blocks): what is missing is filled with zero codes and scale 1, which change no sum.
+`octavo.kernels.devices` says which device has which. 1x32 groups (MXFP8) are for Blackwell: the layout of their scales
+is checked bit by bit on a CPU, the product was never run. Both operators multiply a (M, K) row-major by b^T, b (N, K)
+row-major: the contraction is contiguous in both. On a GPU, K and N must be multiples of 16 (128 for blocks): what is
+missing is filled with zero codes and scale 1, which change no sum.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.functional import ScalingType
+from torch.nn.functional import ScalingType, SwizzleType
 
-from octavo.kernels.dispatch import PLAIN, capability, lacks_fp8
-from octavo.numerics import PER_ROW, PER_TENSOR, BLOCK_128x128, Quantized, TILE_1x128
+from octavo.kernels.devices import Mode
+from octavo.kernels.dispatch import PLAIN, architecture
+from octavo.numerics import PER_ROW, PER_TENSOR, BLOCK_128x128, GROUP_1x32, Quantized, TILE_1x128
 
 _BY_ROW = (PER_ROW, PER_TENSOR)
 _BLOCKS = {TILE_1x128: ScalingType.BlockWise1x128, BLOCK_128x128: ScalingType.BlockWise128x128}
@@ -24,7 +27,7 @@ def unsupported_reason_tensor(a: Quantized, b: Quantized) -> str | None:
     """Return why the tensor-scaled GEMM cannot take these operands, or None."""
     if a.granularity != PER_TENSOR or b.granularity != PER_TENSOR:
         return "its operands have more than one scale"
-    return _unsupported_reason_device(a.codes.device)
+    return _unsupported_reason_device(a.codes.device, "tensor")
 
 
 def unsupported_reason_row(a: Quantized, b: Quantized) -> str | None:
@@ -33,7 +36,7 @@ def unsupported_reason_row(a: Quantized, b: Quantized) -> str | None:
         return "its operands are not scaled by row"
     if a.codes.is_cuda and torch.float8_e5m2 in (a.codes.dtype, b.codes.dtype):
         return "row scales take E4M3 operands only"
-    return _unsupported_reason_device(a.codes.device)
+    return _unsupported_reason_device(a.codes.device, "row")
 
 
 def unsupported_reason_block(a: Quantized, b: Quantized) -> str | None:
@@ -43,11 +46,16 @@ def unsupported_reason_block(a: Quantized, b: Quantized) -> str | None:
         return "its operands are not 1x128 by 128x128, 128x128 by 1x128, or 1x128 by 1x128"
     if torch.float8_e5m2 in (a.codes.dtype, b.codes.dtype):
         return "block scales take E4M3 operands only"
-    if not a.codes.is_cuda:
-        return "PyTorch has no block-scaled GEMM for a CPU"
-    if capability(a.codes.device)[0] != 9:
-        return "cuBLAS has block scales on Hopper (compute capability 9.0) only"
-    return _unsupported_reason_device(a.codes.device)
+    return _unsupported_reason_device(a.codes.device, "block")
+
+
+def unsupported_reason_mx(a: Quantized, b: Quantized) -> str | None:
+    """Return why the MXFP8 GEMM cannot take these operands, or None."""
+    if (a.granularity, b.granularity) != (GROUP_1x32, GROUP_1x32):
+        return "its operands are not scaled by groups of 1x32"
+    if torch.float8_e5m2 in (a.codes.dtype, b.codes.dtype):
+        return "Octavo's MXFP8 is E4M3 only"
+    return _unsupported_reason_device(a.codes.device, "mx")
 
 
 def scaled_mm_tensor(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> Tensor:
@@ -124,6 +132,37 @@ def _block_scale(x: Quantized, rows: int, cols: int) -> Tensor:
     return _aligned(scale.contiguous()).view(-1).view(scale.shape).t()  # views say the strides of sides of 1 as well
 
 
+def scaled_mm_mx(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> Tensor:
+    """Return a . b^T for 1x32 scales, by tensor cores that read them (Blackwell). `fast` is not offered."""
+    rows, cols = a.codes.shape[0], b.codes.shape[0]
+    a_MK, b_NK = _pad(a.codes, 16, 32), _pad(b.codes, 16, 32)
+    y_MN = F.scaled_mm(
+        a_MK,
+        b_NK.t(),
+        swizzled_mx_scale(a),
+        ScalingType.BlockWise1x32,
+        swizzled_mx_scale(b),
+        ScalingType.BlockWise1x32,
+        swizzle_a=SwizzleType.SWIZZLE_32_4_4,
+        swizzle_b=SwizzleType.SWIZZLE_32_4_4,
+        output_dtype=torch.bfloat16,
+    )
+    return y_MN[:rows, :cols].to(out_dtype)
+
+
+def swizzled_mx_scale(x: Quantized) -> Tensor:
+    """Return the scales of 1x32 groups (rows, K / 32) as E8M0 in the order that Blackwell's tensor cores read.
+
+    Tiles of 128 rows by 4 groups follow one another along K, then along the rows. Within a tile, the scale of row r and
+    group g is at byte 16 (r % 32) + 4 (r // 32) + g: cuBLAS, "1D block scaling factors layout". Rows are filled up to a
+    multiple of 128, groups to one of 4, with scale 1; all scales are powers of two (`numerics.to_e8m0`).
+    """
+    scale = F.pad(x.scale, (0, -x.scale.shape[1] % 4, 0, -x.scale.shape[0] % 128), value=1.0)
+    codes = (scale.view(torch.int32) >> 23).to(torch.uint8)  # of a power of two nothing is lost
+    tiles = codes.view(codes.shape[0] // 128, 4, 32, codes.shape[1] // 4, 4)  # (tile, r // 32, r % 32, tile, group)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(torch.float8_e8m0fnu)
+
+
 def _aligned(scale: Tensor) -> Tensor:
     """Return the scale at an address that cuBLAS takes: part of a batch may lie at any multiple of four bytes."""
     if not scale.is_cuda:
@@ -140,12 +179,11 @@ def _pad(codes: Tensor, row_multiple: int, col_multiple: int) -> Tensor:
     return F.pad(codes.view(torch.uint8), (0, missing_cols, 0, missing_rows)).view(codes.dtype)
 
 
-def _unsupported_reason_device(device: torch.device) -> str | None:
-    if device.type == "cuda":
-        return lacks_fp8(device)
-    if device.type != "cpu":
-        return f"no FP8 GEMM for {device.type}"
-    return _probe_cpu()
+def _unsupported_reason_device(device: torch.device, mode: Mode) -> str | None:
+    how, why = architecture(device).support(mode)
+    if how == "native" and device.type == "cpu":
+        return _probe_cpu()
+    return None if how == "native" else why
 
 
 @cache

@@ -16,7 +16,7 @@ from octavo.monitor.dashboard.packing import pack, to_json
 from octavo.monitor.dashboard.runs import RunCollection
 from octavo.monitor.dashboard.speed import speed
 from octavo.monitor.dashboard.verdict import gap_of, loss_key, newest, verdict
-from octavo.monitor.store import ROLES, RunReader, config_difference
+from octavo.monitor.store import ROLES, RunReader, Series, config_difference
 
 POINTS, BUCKETS = 1500, 300
 EVENTS = 2000
@@ -207,13 +207,13 @@ def _described(opened: RunReader, name: str) -> dict[str, Any]:
         "verdict": found.text,
         "step": last,
         "steps": loop.get("steps") if isinstance(loop, dict) else None,
-        "recipe": opened.plan.get("recipe"),
+        "recipe": opened.plan.get("recipe") or (loop.get("recipe") if isinstance(loop, dict) else None),
         "device": opened.env.get("device"),
         "parameters": opened.env.get("parameters"),
         "loss": newest(recent.get(key)) if key else None,
         "gap_percent": gap_of(opened, recent),
         "tokens_per_second": newest(recent.get("tokens_per_second")),
-        "heldout_loss": opened.summary.get("heldout_loss_fp8"),
+        "heldout_loss": _heldout(opened, recent),
         "losses": _sparkline(opened, key),
         "model": _model_of(opened),
         "note": _note(opened),
@@ -234,13 +234,24 @@ def _sparkline(opened: RunReader, key: str | None) -> list[float | None]:
     return [float(value) if math.isfinite(value) else None for value in values]
 
 
+def _heldout(opened: RunReader, recent: Mapping[str, Series]) -> float | None:
+    """Return the held-out loss of the main model: at the end, before that the newest; None without one."""
+    for name in ("heldout_loss_fp8", "heldout_loss_bf16"):
+        found = opened.summary.get(name)
+        found = newest(recent.get(name)) if found is None else float(found)
+        if math.isfinite(found):
+            return found
+    return None
+
+
 def _model_of(opened: RunReader) -> str:
     """Return the architecture and the size of a run's model, as far as they are recorded."""
     model, count = opened.config.get("model"), opened.env.get("parameters")
     kind = str(model.get("architecture", "")) if isinstance(model, dict) else ""
-    size = (
-        "" if not isinstance(count, int | float) else f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
-    )
+    size = ""
+    if isinstance(count, int | float):
+        unit, letter = next((pair for pair in ((1e9, "B"), (1e6, "M")) if count >= pair[0]), (1e3, "k"))
+        size = f"{count / unit:.1f} {letter}"
     return " ".join(part for part in (kind, size) if part)
 
 

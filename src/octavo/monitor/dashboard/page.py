@@ -64,7 +64,7 @@ def require(*packages: str) -> None:
     if missing:
         raise UnsupportedError(
             f"the dashboard needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed:"
-            " pip install octavo[dashboard]"
+            ' pip install "octavo[dashboard]"'
         )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import urlencode
 
+from octavo._util.files import write_text
 from octavo.errors import StoreError
 from octavo.monitor.dashboard import page
 from octavo.monitor.dashboard.answers import answer
@@ -60,7 +60,11 @@ def report(runs: Sequence[str | Path], output: str | Path) -> Path:
         '<script type="module">import "octavo/app.js";</script>',
     ])  # fmt: skip
     html = page.page(head, {name: page.as_data(text) for name, text in page.scripts().items()}, start)
-    return _write(Path(output), html)
+    path = Path(output)
+    if path.is_dir():
+        raise StoreError(f"{path}: cannot be written: it is a directory. Name a file in it.")
+    write_text(path, html, StoreError, mkdir=True)
+    return path
 
 
 def _requests(known: RunSelection) -> Iterator[Request]:
@@ -98,19 +102,3 @@ def _request_key(name: str, parameters: list[tuple[str, str]]) -> str:
     """Return the page's key of an answer, independent of the number of points."""
     kept = [(key, value) for key, value in parameters if key not in ("points", "buckets")]
     return f"{name}?{urlencode(kept)}"
-
-
-def _write(path: Path, text: str) -> Path:
-    """Write a file atomically."""
-    if path.is_dir():
-        raise StoreError(f"{path}: cannot be written: it is a directory. Name a file in it.")
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(text, "utf-8")
-        unfinished.replace(path)
-    except OSError as error:
-        raise StoreError(f"{path}: cannot be written: {error.strerror}.") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return path

@@ -108,6 +108,43 @@ class RunFolder:
         return known[1]
 
 
+class RunFolders:
+    """Readers of the runs below several folders, such as those of a team's machines, by folder and path.
+
+    Raises:
+        StoreError: a folder does not exist, or is named twice.
+    """
+
+    def __init__(self, roots: Sequence[str | Path]) -> None:
+        folders = [RunFolder(root) for root in roots]
+        self._folders = dict(zip(_distinct([folder.root for folder in folders]), folders, strict=True))
+
+    @property
+    def title(self) -> str:
+        """Names of the folders."""
+        return ", ".join(self._folders)
+
+    def names(self) -> list[str]:
+        """Return the names of the runs, newest first within each folder."""
+        return [f"{folder}/{name}" for folder, runs in self._folders.items() for name in runs.names()]
+
+    def open(self, name: str) -> RunReader:
+        """Return the reader of a run.
+
+        Raises:
+            StoreError: no such run, or it cannot be read.
+        """
+        for folder, runs in self._folders.items():
+            if name.startswith(f"{folder}/") and (inside := name[len(folder) + 1 :]) in runs.names():
+                return runs.open(inside)
+        raise StoreError(f"no run '{name}' here.{did_you_mean(name, self.names())}")
+
+    def close(self) -> None:
+        """Close all files."""
+        for runs in self._folders.values():
+            runs.close()
+
+
 class RunSelection:
     """Readers of runs named one by one, anywhere.
 
@@ -162,7 +199,7 @@ def _distinct(folders: Sequence[Path]) -> list[str]:
     """Return distinct names of folders: the last part, or as much of the path as needed."""
     resolved = [folder.resolve() for folder in folders]
     if len(set(resolved)) < len(resolved):
-        raise StoreError("the same run is named twice. Name each once.")
+        raise StoreError("the same run or folder is named twice. Name each once.")
     depth = 1
     while len({path.parts[-depth:] for path in resolved}) < len(resolved):
         depth += 1

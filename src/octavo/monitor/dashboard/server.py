@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.errors import ConfigError, OctavoError
 from octavo.monitor.dashboard import answers, page
 from octavo.monitor.dashboard.packing import to_json
-from octavo.monitor.dashboard.runs import RunFolder
+from octavo.monitor.dashboard.runs import RunFolder, RunFolders
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -33,8 +33,8 @@ SLOW_SECONDS = 10.0
 """A connection that for so long neither completes a request nor takes more of its answer is closed."""
 
 
-def application(root: str | Path) -> Starlette:
-    """Return the ASGI application for the runs at or below `root`.
+def application(*roots: str | Path) -> Starlette:
+    """Return the ASGI application for the runs at or below one or several folders.
 
     Raises:
         StoreError: the folder does not exist.
@@ -45,7 +45,7 @@ def application(root: str | Path) -> Starlette:
     from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
     from starlette.routing import Route
 
-    known = RunFolder(root)
+    known = RunFolder(*roots) if len(roots) == 1 else RunFolders(roots)
     modules = {name: f"/static/{name}" for name in page.scripts()}
     preloads = [f'<link rel="modulepreload" href="{address}">' for address in modules.values()]
     html = page.page(page.joined([_HEAD, *preloads]), modules, _START)
@@ -95,11 +95,11 @@ def application(root: str | Path) -> Starlette:
     return app
 
 
-def serve(root: str | Path, *, port: int | None = None, ready: Callable[[str], None] = lambda address: None) -> None:
+def serve(*roots: str | Path, port: int | None = None, ready: Callable[[str], None] = lambda address: None) -> None:
     """Serve until interrupted.
 
     Args:
-        root: folder of runs, or one run.
+        roots: folders of runs, or one run.
         port: port number; 0 for any free port. By default `PORT` or the next free one.
         ready: called with the address before the first request is accepted.
 
@@ -111,7 +111,7 @@ def serve(root: str | Path, *, port: int | None = None, ready: Callable[[str], N
     page.require("starlette", "uvicorn", "plotly")
     import uvicorn
 
-    app = application(root)
+    app = application(*roots)
     with bound(port) as listener:
         ready(f"http://{HOST}:{listener.getsockname()[1]}")
         config = uvicorn.Config(

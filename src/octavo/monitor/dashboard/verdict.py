@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.data.quality import judge
 from octavo.errors import StoreError
 from octavo.guard import GuardConfig
 from octavo.monitor.store import RunReader, Series
@@ -63,7 +64,17 @@ def verdict(run: RunReader) -> RunVerdict:
     """Return the present verdict. Reads only the newest rows, however long the run."""
     last = run.last_step
     losses = _recent(run, last)
-    found = worst_first([*of_state(run), *of_tensors(run), *of_loss(run), *of_precision(run), *of_events(run)])
+    found = worst_first(
+        [
+            *of_state(run),
+            *of_tensors(run),
+            *of_loss(run),
+            *of_precision(run),
+            *of_tasks(run),
+            *of_data(run),
+            *of_events(run),
+        ]
+    )
     if not last:
         return RunVerdict("unknown", "No measurements yet: no step was completed.", found)
     level = found[0].level if found else "healthy"
@@ -223,6 +234,23 @@ def of_precision(run: RunReader) -> Iterator[RunFinding]:
         yield RunFinding("watch", f"{which}{more}{have} left FP8 for BF16", left[0], "plan")
 
 
+def of_data(run: RunReader) -> Iterator[RunFinding]:
+    """Yield what is wrong with the text; for information, since the run goes on with it."""
+    yield from (RunFinding("healthy", f"data: {text}", view="settings") for text, _, _ in judge(run.document("corpus")))
+
+
+def of_tasks(run: RunReader) -> Iterator[RunFinding]:
+    """Yield the tasks that FP8 answers worse than BF16 by more than two standard errors, and one sample."""
+    for task, found in (run.summary.get("tasks") or {}).items():
+        limit = max(2 * found.get("difference_error", 0), 1 / found["samples"])
+        if found.get("difference", 0) < -limit:
+            reference = "bf16" if "bf16" in found else "high_precision"
+            values = (
+                f"{percent(found['fp8'])} in FP8, {percent(found[reference])} in {reference.replace('_', ' ').upper()}"
+            )
+            yield RunFinding("watch", f"{task}: {values} (beyond {percent(limit)})", view="overview")
+
+
 def _newest_snapshots(run: RunReader, step: int) -> NDArray[np.float32]:
     """Return the mean of the newest snapshots, (tensors, statistics); NaN without measurements."""
     taken = [run.snapshot(step)]
@@ -251,7 +279,7 @@ def of_events(run: RunReader) -> Iterator[RunFinding]:
         action = f", {newest.action}" if newest.action else ""
         yield RunFinding(
             severity,
-            f"{counted}, the last at step {newest.step:,}: {newest.text}{action}",
+            f"{counted}{', the last' * (count > 1)} at step {newest.step:,}: {newest.text}{action}",
             newest.layer or "",
             "events",
         )

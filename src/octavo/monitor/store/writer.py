@@ -14,7 +14,6 @@ import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
@@ -235,9 +234,7 @@ class RunWriter:
     def __enter__(self) -> RunWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(*outcome_of(error))
 
     # Internals
@@ -350,6 +347,22 @@ class _Span:
         np.fmax(self.high, values, out=self.high)
         self.last = step
         self.count += 1
+
+
+def replace_document(directory: str | Path, name: str, content: Mapping[str, Any]) -> None:
+    """Write a new version of a document of a run that has ended.
+
+    Raises:
+        StoreError: there is no run, or it cannot be written.
+    """
+    path = file_of(directory)
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=rw", uri=True)) as connection, connection:
+            table = schema.DOCUMENTS[schema.DOCUMENTS.index(name)]  # never another text
+            last = f"SELECT COALESCE(MAX(step), 0), ?, ? FROM {table}"
+            connection.execute(f"INSERT INTO {table} {last}", (time.time(), to_json(content)))
+    except sqlite3.Error as error:
+        raise unusable(path, error, "written") from error
 
 
 def file_of(path: str | Path) -> Path:

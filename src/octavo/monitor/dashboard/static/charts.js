@@ -20,6 +20,8 @@ export const colour = (name) => getComputedStyle(document.documentElement).getPr
 export const LANES = { fp8: "fp8", bf16: "bf16" };
 export const ROLES = { input: "role-input", weight: "role-weight", grad_output: "role-grad", grad_weight: "role-update" };
 export const RUNS = ["run-0", "run-1", "run-2", "run-3", "run-4", "run-5", "run-6", "run-7"];
+// The colour of a line, for a legend that several charts share.
+export const swatch = (name) => h("span", { class: "swatch", style: `background:${colour(name)}`, "aria-hidden": "true" });
 export const plain = (text) => String(text).replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
 const isCoarse = () => matchMedia("(pointer: coarse)").matches;
 export const isNarrow = () => matchMedia("(max-width: 640px)").matches;
@@ -71,9 +73,10 @@ export function chart(title, { height = 260, note = "", wide = false, onclick = 
     async draw(traces, layout = {}, description = "", tall = height) {
       const Plotly = await load();
       if (!element.isConnected) return;
+      element.classList.toggle("empty", !traces.length); // takes no room
       if (!traces.length) {
         Plotly.purge(plot);
-        plot.style.minHeight = "0"; // what is empty takes no room
+        plot.style.minHeight = "0";
         plot.replaceChildren(h("p", { class: "quiet" }, description || "No measurements."));
         plot.setAttribute("aria-label", `${title}: ${description || "no measurements"}`);
         return;

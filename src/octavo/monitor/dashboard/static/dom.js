@@ -12,6 +12,13 @@ export function h(tag, properties = {}, ...children) {
   return element;
 }
 
+export function svg(tag, properties, ...children) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(properties)) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
+}
+
 export function select(label, value, choices, change) {
   const pairs = choices.map((choice) => (Array.isArray(choice) ? choice : [choice, choice]));
   const options = pairs.map(([key, text]) => h("option", { value: key, selected: key === value }, text));
@@ -41,7 +48,7 @@ export function card(label, value, note = "", title = "") {
 export function table(caption, columns, rows, options = {}) {
   const head = h("tr", {}, columns.map(([title, kind]) => h("th", { scope: "col", class: kind }, title)));
   const line = (cells) => h("tr", {}, cells.map((cell, index) => h("td", { class: columns[index][1] }, cell)));
-  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
+  return h("div", { class: `scroll ${options.class ?? ""}`, tabindex: "0", role: "region", "aria-label": caption },
     h("table", {}, h("caption", { class: options.visible ? "" : "hidden" }, caption), h("thead", {}, head),
       h("tbody", {}, rows.length ? rows.map(line)
         : h("tr", {}, h("td", { colspan: columns.length, class: "quiet" }, options.empty ?? "Nothing to show.")))));

@@ -1,7 +1,7 @@
 // Events, with their causes and actions.
 
 import { h, matcher, search, select, table } from "octavo/dom.js";
-import { isNumber, moment, number, words } from "octavo/format.js";
+import { clockTime, isNumber, number, words } from "octavo/format.js";
 import { get, link, set } from "octavo/place.js";
 import { ask } from "octavo/source.js";
 
@@ -32,11 +32,23 @@ export function eventsView() {
     const chosen = answer.events.filter((event) => (!levels || levels.includes(event.level)) && (!get("rule") || event.rule === get("rule"))
       && matches(`${event.layer ?? ""} ${event.text} ${event.action ?? ""}`)).reverse();
     count.textContent = `${number(chosen.length)} of ${number(answer.count)} events, newest first${chosen.length > AT_ONCE ? `; showing the newest ${AT_ONCE}` : ""}.`;
-    body.replaceChildren(table("Events", [["step", "number"], ["time", "when"], ["level", ""], ["rule", ""], ["event", ""], ["measured", "number"], ["limit", "number"], ["action", ""]],
-      chosen.slice(0, AT_ONCE).map((event) => [number(event.step), moment(event.t), h("span", { class: `tag ${event.level}` }, event.level), event.rule,
-        h("span", {}, event.text, event.layer && [" ", h("a", { href: link("layer", { run: run.id, layer: event.layer }) }, `${event.layer}${event.role ? ` · ${words(event.role)}` : ""}`)]),
-        isNumber(event.value) ? number(event.value) : "", isNumber(event.limit) ? number(event.limit) : "", event.action ?? ""]), { empty: "No matching events." }));
+    const [rows, hasFigures] = [chosen.slice(0, AT_ONCE), chosen.some((event) => figure(event, event.value))];
+    const figures = (...cells) => (hasFigures ? cells : []);
+    body.replaceChildren(table("Events", [["step", "number"], ["time", "when"], ["level", ""], ["rule", "when"], ["event", ""], ...figures(["measured", "number"], ["limit", "number"]), ["action", ""]],
+      rows.map((event) => [number(event.step), clockTime(event.t), h("span", { class: `tag ${event.level}` }, event.level), event.rule,
+        told(event), ...figures(figure(event, event.value), figure(event, event.limit)), event.action ?? ""]), { empty: "No matching events." }));
+  }
+
+  // The text, in which the layer is a link; after it where the text does not name the layer.
+  function told({ text, layer, role }) {
+    if (!layer) return text;
+    const to = (name) => h("a", { href: link("layer", { run: run.id, layer }) }, name);
+    const at = text.indexOf(layer);
+    return h("span", {}, ...(at < 0 ? [text, " ", to(`${layer}${role ? ` · ${words(role)}` : ""}`)] : [text.slice(0, at), to(layer), text.slice(at + layer.length)]));
   }
 
   return { element, refresh };
 }
+
+// A measured value or its limit, unless the text has both.
+const figure = ({ text }, value) => (isNumber(value) && !/limit/.test(text) ? number(value) : "");

@@ -20,7 +20,12 @@ export function short(value, unit = "") {
   return `${text}${unit || prefix ? " " : ""}${prefix}${unit}`;
 }
 
-export const percent = (value, digits = 2) => (isNumber(value) ? `${Number(value.toFixed(digits))} %` : NONE);
+// A value that would round to zero keeps one digit.
+export function percent(value, digits = 2) {
+  if (!isNumber(value)) return NONE;
+  const rounded = Number(value.toFixed(digits));
+  return `${rounded || Number(value.toPrecision(1))} %`;
+}
 
 export function share(value) {
   if (!isNumber(value)) return NONE;
@@ -44,6 +49,8 @@ export function ago(time, now = Date.now() / 1000) {
 
 export const moment = (time) => (isNumber(time) && time
   ? new Date(time * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" }) : NONE);
+export const clockTime = (time) => (isNumber(time) && time
+  ? new Date(time * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "medium" }) : NONE);
 
 const TITLES = {
   loss_fp8: "loss, FP8", loss_bf16: "loss, BF16", gap_percent: "gap to BF16, %", tokens_per_second: "tokens per second", lr: "learning rate",

@@ -1,7 +1,7 @@
 // One layer: histograms with the range of the format, statistics over time, and decisions.
 
 import { h, table } from "octavo/dom.js";
-import { chart, colour, line, logAxis, ROLES } from "octavo/charts.js";
+import { chart, colour, line, linked, logAxis, ROLES, swatch } from "octavo/charts.js";
 import { isOf, moment, number, share, shown as valueOf, STATS, statOf, words } from "octavo/format.js";
 import { get, link } from "octavo/place.js";
 import { ask, seriesOf } from "octavo/source.js";
@@ -17,7 +17,8 @@ export function layerView() {
   const untaken = h("p", { class: "quiet", hidden: true }, "This layer has no histograms.");
   const decisions = h("section", {});
   const series = h("div", { class: "grid three" });
-  const element = h("div", {}, top, histograms, untaken, decisions, h("h2", {}, "Over time"), series);
+  const legend = h("h2", { class: "legend" });
+  const element = h("div", {}, top, histograms, untaken, decisions, legend, series);
   const made = new Map();
   let run = null;
   let layer = "";
@@ -105,10 +106,13 @@ export function layerView() {
   }
 
   async function drawSeries() {
-    series.hidden = series.previousElementSibling.hidden = !isMeasured();
+    series.hidden = legend.hidden = !isMeasured();
     if (!isMeasured()) return;
     const wanted = layer;
-    for (const stat of run.stats) chartOf(stat, series, words(stat), { height: 200 });
+    legend.replaceChildren("Over time", ...run.roles.map((role) => h("small", {}, swatch(ROLES[role]), words(role))));
+    const charts = run.stats.map((stat) => chartOf(stat, series, words(stat), { height: 200, note: statOf(stat).unit === "dB" ? "dB" : "" }));
+    if (!series.isLinked) linked(charts);
+    series.isLinked = true;
     await Promise.all(run.stats.map(async (stat) => {
       const answer = await ask(...asked(run.id, wanted, stat));
       if (wanted !== layer) return;
@@ -120,9 +124,8 @@ export function layerView() {
       const traces = roles.map(([role, found]) => line(words(role), isShare ? { x: found.x, y: Array.from(found.y, (value) => 100 * value) } : found, ROLES[role], { line: { width: 1.4 } }));
       const some = roles.some(([, found]) => found.y.some((value) => value > 0));
       const asLog = statOf(stat).log && some && !isShare;
-      await target.draw(traces, { yaxis: { ...(asLog ? logAxis(traces) : { type: "linear", nticks: 6 }), ticksuffix: isShare ? " %" : "", exponentformat: "power", ...(some || !isShare ? {} : { range: [-0.05, 1] }) },
-        legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 11 } } },
-      roles.map(([role, found]) => `${words(role)} ${valueOf(stat, found.y.at(-1))}`).join(", "));
+      await target.draw(isShare && !some ? [] : traces, { showlegend: false, yaxis: { ...(asLog ? logAxis(traces) : { type: "linear", nticks: 6 }), ticksuffix: isShare ? " %" : "", exponentformat: "power" } },
+      isShare && !some && roles.length ? "Always 0." : roles.map(([role, found]) => `${words(role)} ${valueOf(stat, found.y.at(-1))}`).join(", "));
     }));
   }
 

@@ -59,7 +59,7 @@ export function layersView() {
     worst.replaceChildren(h("h2", {}, `${most[0].toUpperCase()}${most.slice(1)} ${words(stat)} at the end`), table(`Tensors with the ${most} ${words(stat)}`,
       [["layer", ""], ["role", ""], [words(stat), "number"]], newestOf(found, statOf(stat).isGoodHigh).map(([layer, role, value]) =>
         [h("a", { href: link("layer", { run: run.id, layer }) }, layer), words(role), valueOf(stat, value)]),
-      { empty: "No measurements." }));
+      { empty: found.some(({ rows }) => rows.length) ? "All are zero." : "No measurements." }));
   }
 
   function chartOf(role) {

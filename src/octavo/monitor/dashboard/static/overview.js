@@ -63,7 +63,7 @@ export function overviewView() {
       h("label", { class: "control" }, h("span", {}, "smoothing"), smoothing),
       check("clip spikes", get("clip", "1") === "1", (value) => { set({ clip: value ? null : "0" }); draw(); }),
       check("logarithmic", get("log") === "1", (value) => { set({ log: value ? "1" : null }); draw(); }),
-      h("span", { class: "quiet", id: "marks" }, "marks: dotted – warnings and errors; full – resumed; short – checkpoints"),
+      h("span", { class: "quiet", id: "marks" }, "marks: dotted – warnings and errors; solid – interrupted and resumed; short – checkpoints"),
     ];
   }
 
@@ -72,14 +72,21 @@ export function overviewView() {
     const lane = run.keys.includes("loss_fp8") ? "loss_fp8" : run.keys.includes("loss") ? "loss" : "loss_bf16";
     const steps = run.config.run?.steps;
     const left = run.state === "running" && steps ? remaining(run, steps) : "";
-    const held = run.summary.heldout_loss_fp8 ?? last("heldout_loss_fp8");
+    const heldOf = (name) => run.summary[`heldout_loss_${name}`] ?? last(`heldout_loss_${name}`);
+    const held = isNumber(heldOf("fp8")) ? heldOf("fp8") : heldOf("bf16");
+    const models = ["loss_fp8", "loss_bf16"].filter((key) => run.keys.includes(key)).length;
     return [
       card("step", number(run.step), steps ? `of ${number(steps)}${left}` : ""),
       card(lane === "loss_fp8" ? "loss, FP8" : "loss", number(last(lane)), isNumber(last("loss_bf16")) && lane !== "loss_bf16" ? `BF16 ${number(last("loss_bf16"))}` : ""),
-      isNumber(held) ? card("held-out loss", number(held), isNumber(run.summary.gap_percent) ? `${percent(run.summary.gap_percent)} over BF16` : "") : null,
-      card("tokens per second", short(last("tokens_per_second")), run.config.run?.twin ? "both models, alternating" : ""),
+      isNumber(held) ? card("held-out loss", number(held), isNumber(run.summary.gap_percent) ? `${percent(Math.abs(run.summary.gap_percent))} ${run.summary.gap_percent < 0 ? "below" : "above"} BF16` : "") : null,
+      card("tokens per second", short(last("tokens_per_second")), models > 1 ? "both models, alternating" : ""),
       card("tokens", short(last("tokens"))),
-      card("recipe", run.plan.recipe ?? "–", run.env.device ?? ""),
+      card("recipe", run.plan.recipe ?? run.config.run?.recipe ?? "–", run.env.device ?? ""),
+      ...Object.entries(run.summary.tasks ?? {}).map(([task, found]) => {
+        const [lane, other] = Object.keys(found).filter((key) => `${key}_error` in found && key !== "difference");
+        const shown = (key) => `${percent(100 * found[key])} ± ${percent(100 * found[`${key}_error`])}`;
+        return card(task, shown(lane), other ? `${other.replace("_", " ").toUpperCase()} ${shown(other)}` : "");
+      }),
     ].filter(Boolean);
   }
 
@@ -111,7 +118,7 @@ export function overviewView() {
         { yaxis: { type: scale } }, `At step ${run.step}: ${["loss_fp8", "loss_bf16", "loss"].filter((key) => key in run.newest).map((key) => `${words(key)} ${number(run.newest[key])}`).join("; ")}`),
       drawn(gap, "FP8 loss above BF16", lines("gap_percent", "gap", "gap"), { yaxis: { ticksuffix: " %", zeroline: true }, showlegend: false }, run.keys.includes("gap_percent") ? `Now ${percent(run.newest.gap_percent)}` : "No BF16 baseline to compare with."),
       drawn(norm, "before clipping", [...lines("gradient_norm_fp8", "FP8", "fp8", SOLID), ...lines("gradient_norm", "gradient norm", "fp8"), ...lines("gradient_norm_bf16", "BF16", "bf16", DASHED)], { yaxis: { type: scale }, showlegend: false }, "Colours as above."),
-      rate.draw(seriesOf(answer, "lr")?.x.length ? [line("learning rate", mapped(seriesOf(answer, "lr"), clock), "gap")] : [], { xaxis, showlegend: false, yaxis: { exponentformat: "power", rangemode: "tozero", nticks: 5 } }, ""),
+      rate.draw(seriesOf(answer, "lr")?.x.length ? [line("learning rate", mapped(seriesOf(answer, "lr"), clock), "gap")] : [], { xaxis, shapes: flags, showlegend: false, yaxis: { exponentformat: "power", rangemode: "tozero", nticks: 5 } }, ""),
       ...(others ? seriesIn(others) : []).map((key) => chartOf(key).draw(
         smoothLines(key, mapped(seriesOf(others, key), clock), "fp8", weight), { xaxis, showlegend: false, yaxis: { ticksuffix: unitOf(key) } }, "")),
     ]);

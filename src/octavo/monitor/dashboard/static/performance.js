@@ -1,7 +1,7 @@
 // Throughput, utilisation, power and memory.
 
 import { card, h } from "octavo/dom.js";
-import { chart, colour, line, smoothLines } from "octavo/charts.js";
+import { chart, colour, DASHED, line, linked, smoothLines } from "octavo/charts.js";
 import { gib, isNumber, number, percent, short } from "octavo/format.js";
 import { ask, seriesOf } from "octavo/source.js";
 
@@ -11,7 +11,7 @@ export function performanceView() {
   const cards = h("dl", { class: "cards" });
   const note = h("p", { class: "quiet" });
   const charts = {
-    throughput: chart("Throughput", { note: "tokens per second, from the step time of each model" }),
+    throughput: chart("Throughput", { note: "tokens per second of each model" }),
     utilisation: chart("Utilisation", { note: "of the GPU's dense peak" }),
     time: chart("Step time", { note: "milliseconds" }),
     power: chart("Power", { note: "watts" }),
@@ -20,6 +20,7 @@ export function performanceView() {
     machine: chart("Machine", { note: "percent busy, degrees Celsius" }),
     clock: chart("Clock", { note: "MHz" }),
   };
+  linked(Object.values(charts).filter((each) => each !== charts.forecast));
   const element = h("div", {}, h("h1", { class: "hidden" }, "Performance"), cards, note, h("div", { class: "grid" }, Object.values(charts).map((each) => each.element)));
 
   async function refresh(run) {
@@ -30,20 +31,20 @@ export function performanceView() {
     note.textContent = basis(facts, run);
     const lines = (pairs, weight = 0.9) => pairs.flatMap(([name, title, tone, more]) => (of(name)?.x.length ? smoothLines(title, of(name), tone, weight, more) : []));
     const xaxis = { title: { text: "step", font: { size: 12 }, standoff: 8 } };
-    const perLane = lines([["tokens_per_second_bf16", "BF16", "bf16"], ["tokens_per_second_fp8", "FP8", "fp8"]]);
+    const perLane = lines([["tokens_per_second_fp8", "FP8", "fp8"], ["tokens_per_second_bf16", "BF16", "bf16", DASHED]]);
     const zero = { rangemode: "tozero" };
     await Promise.all([
       charts.throughput.draw(perLane.length ? perLane : lines([["tokens_per_second", "tokens per second", "fp8"]]), { xaxis, yaxis: zero }),
-      charts.utilisation.draw(lines([["utilisation_fp8_of_bf16", "FP8 model, of the BF16 peak", "fp8"], ["utilisation_bf16_of_bf16", "BF16 model, of the BF16 peak", "bf16"],
+      charts.utilisation.draw(lines([["utilisation_fp8_of_bf16", "FP8 model, of the BF16 peak", "fp8"], ["utilisation_bf16_of_bf16", "BF16 model, of the BF16 peak", "bf16", DASHED],
         ["utilisation_fp8_of_fp8", "FP8 model, of the FP8 peak", "gap", { line: { dash: "dash" } }]]), { xaxis, yaxis: { ...zero, ticksuffix: " %" } }, noPeak(facts, run)),
-      charts.time.draw(lines([["milliseconds_bf16", "BF16", "bf16"], ["milliseconds_fp8", "FP8", "fp8"]]), { xaxis, yaxis: zero }, "No step times."),
+      charts.time.draw(lines([["milliseconds_fp8", "FP8", "fp8"], ["milliseconds_bf16", "BF16", "bf16", DASHED]]), { xaxis, yaxis: zero }, "No step times."),
       charts.power.draw(lines([["gpu_power_watts", "GPU", "gap"]], 0), { xaxis, yaxis: zero, showlegend: false }, "No power readings: they need a GPU and the package nvidia-ml-py."),
       charts.memory.draw(stacked(of), { xaxis, yaxis: { ...zero, ticksuffix: " GiB" } }, "No memory readings."),
       charts.forecast.draw(bars(facts.predicted_gib), { showlegend: false, hovermode: "closest", xaxis: zero, yaxis: { automargin: true, autorange: "reversed" } }, "The forecast is written at the end of a run on a GPU; `octavo plan --memory` prints it beforehand."),
       charts.machine.draw([...times(of("gpu_utilisation"), 100, "GPU busy, %", "fp8"), ...times(of("gpu_temperature"), 1, "temperature, °C", "bf16"), ...times(of("load"), 1, "load, processes", "gap")], { xaxis, yaxis: zero }, "No system readings."),
       charts.clock.draw(lines([["gpu_clock_mhz", "clock", "fp8"]], 0), { xaxis, showlegend: false }, "No clock readings."),
     ]);
-    for (const name of ["forecast", "clock"]) charts[name].element.hidden = !charts[name].plot.data;
+    for (const name of ["forecast", "clock"]) charts[name].element.hidden = !charts[name].plot.data?.length;
   }
 
   return { element, refresh };
@@ -54,7 +55,7 @@ function told(facts, run) {
   const add = (value, label, text, about = "", title = "") => { if (isNumber(value)) shown.push(card(label, text(value), about, title)); };
   add(facts.tokens_per_second_fp8 ?? facts.tokens_per_second, "tokens per second", short, facts.tokens_per_second_fp8 ? "FP8 model" : "", "median, without the first tenth of the steps");
   add(facts.speedup, "speed-up", (value) => `${number(value, 3)} ×`, "BF16 step time over FP8 step time");
-  add(facts.tflops_fp8, "achieved", (value) => `${short(value)} TFLOP/s`, "FP8 model");
+  add(facts.tflops_fp8, "achieved", (value) => short(1e12 * value, "FLOP/s"), "FP8 model");
   add(facts.utilisation_fp8_of_bf16, "of the BF16 peak", (value) => percent(value, 1), isNumber(facts.utilisation_bf16_of_bf16) ? `BF16 model ${percent(facts.utilisation_bf16_of_bf16, 1)}` : "");
   add(facts.utilisation_fp8_of_fp8, "of the FP8 peak", (value) => percent(value, 1), "FP8 model");
   add(facts.joules_per_token, "energy per token", (value) => `${short(value * 1000)} mJ`, run.config.run?.twin ? "both models" : "");

@@ -55,7 +55,7 @@ export function planView() {
     const lines = [...reasons].map(([reason, count]) => h("li", {}, `${count} in BF16: ${reason}`));
     const together = (plan.structures ?? []).map((each) => h("li", {}, each.name ? `${each.kind ?? ""} ${each.name}`.trim() : JSON.stringify(each)));
     return h("div", { class: "panel spaced" },
-      h("p", { class: "lead" }, `${fp8} of ${plan.layers.length} layers in FP8, recipe ${plan.recipe}, on ${plan.device}, ${number(plan.tokens)} tokens a forward.`,
+      h("p", { class: "lead" }, `${fp8} of ${plan.layers.length} layers in FP8, recipe ${plan.recipe}, on ${plan.device}, ${number(plan.tokens)} tokens per forward pass.`,
         saved > 0 && ` Weights in FP8 save ${gib(saved)}.`),
       lines.length > 0 && h("ul", {}, lines),
       (plan.unapplied ?? []).length > 0 && h("div", {}, h("p", {}, "Requested, but not applied:"), h("ul", {}, plan.unapplied.map((line) => h("li", {}, line)))),

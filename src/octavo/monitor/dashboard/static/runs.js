@@ -1,6 +1,6 @@
 // All runs of the folder.
 
-import { h, matcher, search, table } from "octavo/dom.js";
+import { h, matcher, search, svg, table } from "octavo/dom.js";
 import { ago, duration, moment, number, percent, short } from "octavo/format.js";
 import { get, link, place, set } from "octavo/place.js";
 
@@ -23,19 +23,18 @@ function order(a, b) {
   return a < b ? -1 : 1;
 }
 
-// A small curve of a few values, in characters of eight heights.
+const SPARK = { width: 80, height: 18 };
+
+// A small curve of a few values.
 function sparkline(values = []) {
   const finite = values.filter(Number.isFinite);
   if (finite.length < 2) return "";
   const [low, high] = [Math.min(...finite), Math.max(...finite)];
-  const width = Math.max(1, Math.ceil(finite.length / 16));
-  const bars = [];
-  for (let start = 0; start < finite.length; start += width) {
-    const near = finite.slice(start, start + width);
-    const mean = near.reduce((sum, value) => sum + value, 0) / near.length;
-    bars.push("▁▂▃▄▅▆▇█"[Math.min(7, Math.floor((8 * (mean - low)) / (high - low || 1)))]);
-  }
-  return h("span", { class: "spark", role: "img", "aria-label": `losses from ${number(finite[0])} to ${number(finite.at(-1))}` }, bars.join(""));
+  const points = values.map((value, index) => [index, value]).filter(([, value]) => Number.isFinite(value)).map(([index, value]) => [
+    (1 + (SPARK.width - 2) * (index / (values.length - 1))).toFixed(1), (1 + (SPARK.height - 2) * ((high - value) / (high - low || 1))).toFixed(1)]);
+  const name = `losses from ${number(finite[0])} to ${number(finite.at(-1))}`;
+  return svg("svg", { class: "spark", role: "img", "aria-label": name, viewBox: `0 0 ${SPARK.width} ${SPARK.height}`, ...SPARK },
+    svg("polyline", { points: points.map((point) => point.join(",")).join(" ") }));
 }
 
 export function runsView() {
@@ -62,7 +61,7 @@ export function runsView() {
     const row = (run) => (run.error ? ["", run.name, run.error, ...COLUMNS.slice(3).map(() => "")] : [
       pick(run.id), h("a", { href: link("overview", { run: run.id }), class: "strong" }, run.name, run.note && h("small", { class: "note", title: run.note }, run.note)),
       h("span", { class: `tag ${run.level}`, title: run.verdict }, SIGNS[run.level], " ", { healthy: "healthy", watch: "check", unhealthy: "unhealthy", unknown: "unknown" }[run.level]),
-      h("span", { class: `state ${run.state}` }, run.state), run.model || "–", run.recipe ?? "–", sparkline(run.losses), `${number(run.step)}${run.steps ? ` / ${number(run.steps)}` : ""}`, number(run.loss), number(run.heldout_loss),
+      h("span", { class: `state ${run.state}` }, run.state), run.model ? h("span", { class: "when" }, run.model) : "–", run.recipe ?? "–", sparkline(run.losses), `${number(run.step)}${run.steps ? ` / ${number(run.steps)}` : ""}`, number(run.loss), number(run.heldout_loss),
       percent(run.gap_percent), short(run.tokens_per_second), moment(run.started), duration(run.heartbeat - run.started), ago(run.heartbeat)]);
     const [sorted, isDown] = [get("sort"), get("down") === "1"];
     const by = COLUMNS.find(([title]) => title === sorted)?.[2];
@@ -71,7 +70,7 @@ export function runsView() {
       onclick: () => { set({ sort: title, down: title === sorted && !isDown ? "1" : null }); draw(); } }, title, title === sorted ? (isDown ? " ↓" : " ↑") : "") : title, kind];
     body.replaceChildren(
       table(sorted ? `Runs by ${sorted}` : "Runs, newest first", COLUMNS.map(head), chosen.map(row),
-        { empty: list.runs.length ? "No matching runs." : "No runs in this folder yet. `octavo train` creates one." }),
+        { class: "tight", empty: list.runs.length ? "No matching runs." : "No runs in this folder yet. `octavo train` creates one." }),
       h("p", {}, h("a", { class: picked.size > 1 ? "button" : "button off", href: picked.size > 1 ? link("compare", { run: [...picked] }) : null }, `Compare ${picked.size || ""} side by side`)));
   }
 

@@ -1,7 +1,7 @@
 // Settings, environment, text and outcome of the run.
 
 import { h, matcher, search, table } from "octavo/dom.js";
-import { isNumber, moment, number } from "octavo/format.js";
+import { duration, isNumber, moment, number } from "octavo/format.js";
 import { get, set } from "octavo/place.js";
 
 const DOCUMENTS = { config: "Configuration", env: "Environment", corpus: "Text", summary: "Summary" };
@@ -20,16 +20,34 @@ export function settingsView() {
 
   function draw() {
     const matches = matcher(get("filter"));
-    const sessions = run.sessions.map((each, index) => [index + 1, moment(each.started), each.ended ? moment(each.ended) : "–", each.outcome ?? "", number(each.first_step), each.text]);
-    body.replaceChildren(...Object.entries(DOCUMENTS).map(([name, title]) => h("section", {}, h("h2", {}, title, name === "config" && run.env.changed && h("small", { class: "quiet" }, " bold: differs from its default")),
-      table(title, [["key", "key"], ["value", ""]], changedFirst(name, flat(run[name])).filter(([key]) => matches(key)).map(([key, value]) => [key, isChanged(name, key) ? h("strong", {}, text(value)) : text(value)]), { empty: "Nothing recorded." }))),
-    h("section", {}, h("h2", {}, "Sessions"), table("Sessions", [["", "number"], ["started", "when"], ["ended", "when"], ["outcome", ""], ["from step", "number"], ["reason", ""]], sessions)));
+    const rowOf = (name) => ([key, value]) => [key, isChanged(name, key) ? h("strong", {}, text(value)) : text(value)];
+    const section = (name, title) => {
+      const pairs = flat(run[name]).filter(([key]) => matches(key) && !isElsewhere(name, key));
+      const changed = pairs.filter(([key]) => isChanged(name, key));
+      const rest = pairs.filter(([key]) => !isChanged(name, key)).map(rowOf(name));
+      const columns = [["key", "key"], ["value", ""]];
+      if (!changed.length) return h("section", {}, h("h2", {}, title), table(title, columns, rest, { empty: "Nothing recorded." }));
+      return h("section", {}, h("h2", {}, title, h("small", { class: "quiet" }, " what differs from its default")), table(title, columns, changed.map(rowOf(name))),
+        h("details", { open: Boolean(get("filter")) || get("all") === "1", ontoggle: (event) => set({ all: event.target.open ? "1" : null }) },
+          h("summary", {}, `settings at their defaults: ${rest.length}`), table(`${title}, defaults`, columns, rest)));
+    };
+    body.replaceChildren(origin(), ...Object.entries(DOCUMENTS).map(([name, title]) => section(name, title)));
+  }
+
+  // How the run was started, and each time that it was.
+  function origin() {
+    const { command, commit } = run.env;
+    const facts = [["command", command && h("code", {}, command)], ["commit", commit && h("code", {}, commit)]].filter(([, value]) => value);
+    const sessions = run.sessions.map((each, index) => [index + 1, moment(each.started), each.ended ? moment(each.ended) : "–",
+      each.ended ? duration(each.ended - each.started) : "–", each.outcome ?? "", number(each.first_step), each.text]);
+    return h("section", {}, facts.length > 0 && h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
+      h("h2", {}, "Sessions"), table("Sessions", [["", "number"], ["started", "when"], ["ended", "when"], ["duration", "when"], ["outcome", ""], ["from step", "number"], ["reason", ""]], sessions));
   }
 
   const isChanged = (name, key) => name === "config" && (run.env.changed ?? []).includes(key);
 
-  // Settings that differ from their defaults come first.
-  const changedFirst = (name, pairs) => [...pairs.filter(([key]) => isChanged(name, key)), ...pairs.filter(([key]) => !isChanged(name, key))];
+  // Shown above, or in a section of its own.
+  const isElsewhere = (name, key) => (name === "env" && ["changed", "command", "commit"].includes(key)) || (name === "summary" && /^(corpus|versions)\./.test(key));
 
   return { element, refresh };
 }

@@ -1,22 +1,30 @@
-"""Verify predictions: apply maps on other data and compare the measured change of the loss with the predicted one."""
+"""Verification of `octavo localize`: predicted changes of the loss beside measured ones, on other text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from octavo._util.terminal import Report, progress, silent
 from octavo.conversion.policy import Policy
-from octavo.sensitivity.localisation import Report, products
+from octavo.errors import DataError
+from octavo.models.factory import count_parameters, model_name
+from octavo.sensitivity.localisation import products
 from octavo.sensitivity.loss import Loss, losses
 from octavo.sensitivity.precision_switch import Choice, switchable
 from octavo.sensitivity.result import Localisation
+from octavo.sensitivity.run import TOKENS, Settings, by_sequence, count_batches, localize_subject, subject_of
 from octavo.train.evaluate import standard_error
+from octavo_bench.cli import TO_STDOUT, Output, command_line, device_named
 
 SINGLE, RANDOM = "single layers", "random maps"
+LEAST = 0.7
+"""Lowest acceptable rank correlation of predicted and measured changes of the loss."""
 
 
 def verify(
@@ -28,7 +36,7 @@ def verify(
     maps: int,
     policy: Policy | None = None,
     scales: str | None = None,
-    report: Report = lambda doing: None,
+    report: Report = silent,
 ) -> list[dict[str, Any]]:
     """Return a row for single layers and a row for random maps, as in the result kind `localize`.
 
@@ -44,7 +52,7 @@ def verify(
         batches: data not used for `found`.
         loss: see `Loss`.
         maps: number of single layers, drawn at random, and of random maps.
-        report: called before each measurement.
+        report: called before each measurement, with the share that is done.
     """
     names = [layer.name for layer in found.layers if ("fprop",) in layer.recipes]
     predicted = {layer.name: layer.change.mean for layer in found.layers}
@@ -53,10 +61,12 @@ def verify(
     on_gpu = next(model.parameters()).is_cuda
     with switchable(model, found.recipe, policy, 8192, scales) as switch, products("high" if on_gpu else "highest"):
         before = losses(model, batches, loss)
+        done, total = 1, 1 + sum(map(len, groups.values()))  # forward passes over the batches
         for title, group in groups.items():
             measured, errors = [], []
             for number, inside in enumerate(group):
-                report(f"verify, {title} {number + 1} of {len(group)}")
+                report(f"verify, {title} {number + 1} of {len(group)}", done / total)
+                done += 1
                 chosen: dict[str, Choice] = dict.fromkeys(inside, ("fprop",))
                 with switch.using(chosen):
                     change = losses(model, batches, loss) - before
@@ -108,3 +118,83 @@ def _ranks(values: Sequence[float]) -> np.ndarray[Any, Any]:
     below, same = (x[:, None] > x).sum(1), (x[:, None] == x).sum(1)
     ranks: np.ndarray[Any, Any] = below + (same - 1) / 2
     return ranks
+
+
+def verify_run(
+    run: Path, settings: Settings, maps: int, verify_tokens: int, report: Report = silent
+) -> list[dict[str, Any]]:
+    """Return the rows of a run's newest weights, localised and verified on different held-out text.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it cannot be read.
+        DataError: the run's text no longer exists, or is too short to verify on.
+    """
+    subject = subject_of(run, settings, settings.tokens + verify_tokens)
+    config, model = subject.setup.config, subject.setup.states[0].model
+    count = count_batches(subject.batches, settings.tokens)
+    parts = subject.batches[:count], subject.batches[count:]
+    seen, others = (sum(targets.numel() for _, targets in part) for part in parts)
+    if not others:
+        raise DataError(
+            f"{config.data.source}: has {seen:,} held-out tokens, and all would be localised on. Leave some to "
+            f"verify on: --tokens {max(1, seen // 4)}"
+        )
+    found = localize_subject(subject, settings, report)
+    scales = config.run.scales or None
+    about = {
+        "workload": model_name(config.model.architecture, count_parameters(model)),
+        "recipe": found.recipe.name,
+        "step": subject.checkpoint.step,
+        "probe_tokens": seen,
+        "heldout_tokens": others,
+    }
+    return [about | row for row in verify(model, found, parts[1], by_sequence, maps=maps, scales=scales, report=report)]
+
+
+def command(
+    run: Path,
+    /,
+    *,
+    maps: int = 16,
+    recipe: str = "",
+    tokens: int = TOKENS,
+    verify_tokens: int = 4 * TOKENS,
+    device: str = "auto",
+    output: Output = TO_STDOUT,
+) -> int:
+    """Localise a run as `octavo localize` does, and verify its predictions on other held-out text.
+
+    Exits with 1 if the rank correlation of predicted and measured changes of the loss is below 0.7.
+
+    Examples:
+
+        octavo bench localize runs/demo
+        octavo bench localize runs/demo --maps 24 --verify-tokens 1000000
+
+    Parameters
+    ----------
+    run
+        Directory of a run or of one of its checkpoints.
+    maps
+        Number of single layers, and of random maps, to apply.
+    recipe
+        Recipe of the layers in FP8, a name or a recipe file; by default the run's.
+    tokens
+        Number of held-out tokens to localise on.
+    verify_tokens
+        Number of further held-out tokens to verify on.
+    device
+        cuda or cpu; auto takes the GPU if there is one.
+    """
+    settings = Settings(recipe=recipe, tokens=tokens, device=device)
+    with progress() as report:
+        rows = verify_run(run, settings, maps, verify_tokens, report)
+    for row in rows:
+        output.say(
+            f"{row['maps']}, {len(row['predicted'])} on {row['heldout_tokens']:,} other tokens: "
+            f"rank correlation {row['rank_correlation']:.3f} (each measured ± {row['error']:.0e})"
+        )
+    flags = {"maps": maps, "recipe": recipe or None, "tokens": tokens, "verify_tokens": verify_tokens}
+    line = command_line("octavo bench localize", run.name, **flags)
+    output.finish("localize", rows, line, device=device_named(device))  # its code is of failed rows: here an error bar
+    return int(any(row["rank_correlation"] < LEAST for row in rows))

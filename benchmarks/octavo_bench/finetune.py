@@ -1,0 +1,153 @@
+"""`octavo bench finetune`: fine-tuning in FP8 beside BF16, from one model that was trained for it.
+
+A small model is trained on lines with random words, repeated, in capitals, or with spaces. Then it is fine-tuned on
+conversations that ask for one of these, all weights or LoRA, each in FP8 and in BF16 from the same weights on the same
+batches. A held-out answer is right if greedy decoding gives it, letter by letter.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import ConfigError
+from octavo.models.config import ModelConfig
+from octavo.train.config import DataConfig, LoopConfig, LoraConfig, OptimizerConfig, RunConfig
+from octavo_bench.cli import TO_STDOUT, Output, command_line, numbers
+from octavo_bench.results import Row
+
+TASKS: dict[str, Callable[[str], str]] = {
+    "copy": lambda word: word,
+    "capitals": str.upper,
+    "spaces": " ".join,
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "all weights": {"lr": 3e-3},
+    "LoRA": {"lora": LoraConfig(rank=8, alpha=16.0), "weights": "fp8", "lr": 5e-3},
+}
+"""Changes of the run by method: LoRA is over frozen one-byte weights."""
+LETTERS, LENGTH = "abcdefghijklmnop", 4
+SEQUENCE = 96
+MODEL = {"dim": 64, "layers": 2, "heads": 4, "vocab": 272, "sequence": SEQUENCE}
+
+
+def words(seed: int, count: int) -> Iterator[str]:
+    """Yield random words."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        yield "".join(rng.choices(LETTERS, k=LENGTH))
+
+
+def write_texts(folder: Path, count: int) -> tuple[Path, Path]:
+    """Write the text of the first training and the conversations; return their files."""
+    text, chat = folder / "text.jsonl", folder / "chat.jsonl"
+    rng = random.Random(2)
+    with text.open("w", encoding="utf-8") as file:  # one word per line, so that repeating it is learned soon
+        for word in words(0, 10 * count):
+            said = [f"{task} {word}\n{change(word)}\n" for task, change in rng.sample([*TASKS.items()], len(TASKS))]
+            file.write(json.dumps({"text": "".join(said)}) + "\n")
+    with chat.open("w", encoding="utf-8") as file:
+        for number, word in enumerate(words(1, count)):
+            task = [*TASKS][number % len(TASKS)]
+            asked = {"role": "user", "content": f"{task} {word}"}
+            answer = {"role": "assistant", "content": TASKS[task](word)}
+            file.write(json.dumps({"messages": [asked, answer], "task": task}) + "\n")
+    return text, chat
+
+
+def pretrain(folder: Path, text: Path, steps: int) -> Path:
+    """Train the model in BF16 and export it; return the export."""
+    from octavo.serving.run import export_run
+    from octavo.train import train
+
+    config = RunConfig(
+        model=ModelConfig(**MODEL),  # type: ignore[arg-type]
+        data=DataConfig(source=str(text), sequence=SEQUENCE, cache=folder / "cache"),
+        optimizer=OptimizerConfig(lr=3e-3, betas=(0.9, 0.99)),
+        run=LoopConfig(steps=steps, batch=16, recipe="bf16", telemetry_every=0, out=folder / "base", device="cpu"),
+    )
+    train(config)
+    return Path(export_run(folder / "base", folder / "export", "plain").directory)
+
+
+def finetune(folder: Path, base: Path, chat: Path, method: str, seed: int, steps: int) -> dict[str, Any]:
+    """Fine-tune in FP8 and BF16; return the summary."""
+    from octavo.models.hugging_face import read_settings
+    from octavo.train import train
+
+    change = METHODS[method]
+    config = RunConfig(
+        model=ModelConfig(**{**read_settings(base), "documents": "separate"}),
+        data=DataConfig(
+            source=str(chat), format="chat", tokenizer=str(base / "tokenizer.json"), sequence=SEQUENCE, heldout=0.25,
+            cache=folder / "cache",
+        ),
+        optimizer=OptimizerConfig(lr=change["lr"], weight_decay=0.0),
+        lora=change.get("lora", LoraConfig()),
+        run=LoopConfig(
+            start_from=str(base), steps=steps, batch=8, seed=seed, weights=change.get("weights", "fp32"), device="cpu",
+            min_gain=0.0, telemetry_every=0, out=folder / f"{method}-{seed}".replace(" ", "-"), eval_tokens=2**20,
+        ),
+    )  # fmt: skip
+    return train(config)
+
+
+def rows_of(summary: dict[str, Any], method: str, seed: int) -> Iterator[Row]:
+    """Yield a row per task: accuracies in percent with standard errors, and FP8 minus BF16, paired by conversation."""
+    for task, found in summary["tasks"].items():
+        figures = {key: 100 * value for key, value in found.items() if key != "samples"}
+        losses = {key: summary[key] for key in ("heldout_loss_fp8", "heldout_loss_bf16")}
+        yield {"method": method, "task": task, "seed": seed, "samples": found["samples"], **figures, **losses}
+
+
+def within_error(row: Row) -> bool:
+    """Return whether the accuracies of a row differ by at most two standard errors of their difference.
+
+    Where both answer alike the error is 0; then one conversation counts as the error.
+    """
+    error = max(row["difference_error"], 100 / row["samples"])
+    return math.isclose(row["difference"], 0) or abs(row["difference"]) <= 2 * error
+
+
+def command(
+    *, seeds: str = "0,1,2", pretraining: int = 1500, steps: int = 200, count: int = 1200, output: Output = TO_STDOUT
+) -> int:
+    """Fine-tune a small model in FP8 and in BF16, on a CPU in a few minutes, and compare accuracies by task.
+
+    Examples:
+
+        octavo bench finetune --write benchmarks/results
+
+    Parameters
+    ----------
+    seeds
+        Seeds of the fine-tuning.
+    pretraining
+        Steps of the first training.
+    steps
+        Steps of each fine-tuning.
+    count
+        Conversations, of which a quarter is held out.
+    """
+    if min(pretraining, steps, count) < 1:
+        raise ConfigError("--pretraining, --steps, --count: must be positive.")
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        text, chat = write_texts(folder, count)
+        base = pretrain(folder, text, pretraining)
+        for method in METHODS:
+            for seed in numbers(seeds):
+                found = [*rows_of(finetune(folder, base, chat, method, seed, steps), method, seed)]
+                rows += found
+                for row in found:
+                    shown = [f"{m} {row[m]:.1f} ± {row[f'{m}_error']:.1f} %" for m in ("fp8", "bf16", "difference")]
+                    near = "" if within_error(row) else ", beyond two standard errors"
+                    output.say(f"{method}, seed {seed}, {row['task']}: {', '.join(shown)}{near}")
+    again = command_line("octavo bench finetune", seeds=seeds, pretraining=pretraining, steps=steps, count=count)
+    return output.finish("finetune", rows, again, device="cpu")

@@ -1,0 +1,208 @@
+"""Modules of experts in a user's model: weights of three dimensions, and a `forward` that is a mixture of experts.
+
+They are recognised by what they compute, as MLPs are (`octavo.conversion.fusion_patterns`): a copy with tiny weights is
+run on random tokens, experts and routing weights, and compared with the formula of every reading that the shapes allow.
+So neither names nor the way a loop over experts is written matter: Mixtral, Qwen3-MoE, DeepSeek-V3, OLMoE and GPT-OSS
+of Transformers, GroupedExperts of torchtitan, and a module that a reader writes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octavo.kernels.activation import KINDS
+from octavo.kernels.dispatch import architecture, on_gpu
+from octavo.kernels.reference.activation import value
+from octavo.nn.experts import ExpertRoles, Experts, release
+from octavo.nn.probe import computes, shallow_copy
+
+_WIDTH, _HIDDEN, _TOKENS, _PER_TOKEN = 8, 24, 6, 2
+_IDS, _SORTED = 3, 2
+"""Arguments of a forward that takes tokens, experts and weights, and of one that takes sorted rows and counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundExperts:
+    """A module that holds weights of experts."""
+
+    count: int
+    """E."""
+    first: tuple[int, int]
+    """(N, K) of the first product of an expert."""
+    second: tuple[int, int]
+    """(N, K) of the second."""
+    roles: ExpertRoles
+    """What its parameters are."""
+
+
+def find_experts(model: nn.Module) -> dict[str, FoundExperts]:
+    """Return the modules of experts in a model by full name, with what their parameters are."""
+    found = {}
+    for name, module in model.named_modules():
+        stacks = _stacks(module)
+        if stacks is None:
+            continue
+        roles = module.expert_roles if isinstance(module, Experts) else _roles_of(module)
+        if roles is None:
+            continue
+        experts = next(iter(stacks.values())).shape[0]
+        first, second = _sizes(stacks, roles)
+        found[name] = FoundExperts(count=experts, first=first, second=second, roles=roles)
+    return found
+
+
+def no_grouped_kernel(device: torch.device) -> str | None:
+    """Return why a device has no grouped FP8 GEMM, where the reference would be slower than BF16; None on a CPU."""
+    if not on_gpu(device):
+        return None
+    found = architecture(device)
+    return None if found.grouped else f"{found.name}: it has no grouped FP8 GEMM that Octavo was run with"
+
+
+def _stacks(module: nn.Module) -> dict[str, Tensor] | None:
+    """Return the weights of a module that may be one of experts: two or three of one number of experts, or None."""
+    own = {name: p for name, p in module._parameters.items() if p is not None}
+    stacks: dict[str, Tensor] = {name: p for name, p in own.items() if p.dim() == 3}
+    children = any(True for child in module.children() for _ in child.parameters())
+    others = {name: p for name, p in own.items() if p.dim() != 3}
+    if len(stacks) not in (2, 3) or children or len({p.shape[0] for p in stacks.values()}) != 1:
+        return None
+    return stacks if len(others) in (0, 2) and all(p.dim() == 2 for p in others.values()) else None
+
+
+def _sizes(stacks: dict[str, Tensor], roles: ExpertRoles) -> tuple[tuple[int, int], tuple[int, int]]:
+    shapes = [sorted_shape(stacks[name], roles) for name in (*roles.inner, roles.down)]
+    return (sum(n for n, _ in shapes[:-1]), shapes[0][1]), shapes[-1]
+
+
+def sorted_shape(weight: Tensor, roles: ExpertRoles) -> tuple[int, int]:
+    """Return (out, in) of an expert's weight."""
+    n, k = weight.shape[1:]
+    return (k, n) if roles.is_transposed else (n, k)
+
+
+def _roles_of(module: nn.Module) -> ExpertRoles | None:
+    """Return the roles of a module's parameters by which its forward is a mixture of experts, or None."""
+    if "forward" in vars(module):  # patched: its class does not say what it computes
+        return None
+    forward = inspect.unwrap(type(module).forward)
+    arguments = tuple(list(inspect.signature(forward).parameters)[1:])
+    if len(arguments) not in (_IDS, _SORTED):
+        return None
+    readings = (roles._replace(arguments=arguments) for roles in _readings(module))
+    return next((roles for roles in readings if _computes(module, forward, roles)), None)
+
+
+def _readings(module: nn.Module) -> Iterator[ExpertRoles]:
+    """Yield every reading of a module's parameters that their shapes allow, the usual ones first."""
+    stacks = _stacks(module) or {}
+    biases = {name: p for name, p in module._parameters.items() if p is not None and p.dim() == 2}
+    kinds = *KINDS, *([""] if hasattr(module, "_apply_gate") else [])
+    for kind, is_transposed, (*inner, down) in itertools.product(kinds, (False, True), itertools.permutations(stacks)):
+        roles = ExpertRoles(tuple(inner), down, kind, is_transposed=is_transposed)
+        shapes = {sorted_shape(stacks[name], roles) for name in inner}
+        out, hidden = sorted_shape(stacks[down], roles)
+        if len(inner) == 2 and shapes == {(hidden, out)} and not biases:
+            yield roles
+        elif shapes == {(2 * hidden, out)}:
+            for named in _biases(biases, 2 * hidden, out):
+                yield roles._replace(biases=named)
+                if kind:  # a module's own gate divides the stack itself
+                    yield roles._replace(biases=named, is_interleaved=True)
+        elif len(inner) == 1 and shapes == {(hidden, out)}:
+            for named in _biases(biases, hidden, out):
+                yield roles._replace(biases=named, is_gated=False)
+
+
+def _biases(biases: dict[str, nn.Parameter], first: int, second: int) -> Iterator[tuple[str, ...]]:
+    """Yield the names of the biases of both products, in every order that their widths allow; () if there are none."""
+    if not biases:
+        yield ()
+    for a, b in itertools.permutations(biases, 2):
+        if (biases[a].shape[1], biases[b].shape[1]) == (first, second):
+            yield a, b
+
+
+class _Call(nn.Module):
+    """A module of experts as one of tokens alone, with fixed experts and routing weights."""
+
+    def __init__(self, experts: nn.Module, forward: Callable[..., Tensor], roles: ExpertRoles) -> None:
+        super().__init__()
+        self.experts, self.call, self.is_sorted = experts, forward, roles.is_sorted
+        self.count = cast(Tensor, experts.get_parameter(roles.down)).shape[0]
+        self.weights = nn.Parameter(_random(9, _TOKENS, _PER_TOKEN).abs() + 0.1) if not roles.is_sorted else None
+
+    @property
+    def ids(self) -> Tensor:
+        """Experts of each token, (T, S), no token twice at one; sorted rows have one each."""
+        first = torch.arange(_TOKENS) * self.count // _TOKENS
+        return first[:, None] if self.is_sorted else torch.stack([(first + 1) % self.count, first], dim=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_sorted:
+            return self.call(self.experts, x, torch.bincount(self.ids.flatten(), minlength=self.count))
+        return self.call(self.experts, x, self.ids, self.weights)
+
+
+def _computes(module: nn.Module, forward: Callable[..., Tensor], roles: ExpertRoles) -> bool:
+    def make(training: bool) -> nn.Module:
+        return _Call(_tiny_copy(module, roles, training), forward, roles)
+
+    x = _random(0, _TOKENS, _WIDTH) * torch.tensor([1e-2, 1.0, 1.0, 1.0, 30.0, 30.0], device="cpu")[:, None]
+    return computes(make, lambda probe, x: _formula(cast(_Call, probe), roles, x), x, 1e-4)
+
+
+def _tiny_copy(module: nn.Module, roles: ExpertRoles, training: bool) -> nn.Module:
+    """Return a copy of a module whose weights are small and random."""
+    probe = shallow_copy(module, training)
+    if isinstance(module, Experts):
+        release(cast(Experts, probe))
+    hidden = 2 * _HIDDEN if roles.is_gated and len(roles.inner) == 1 else _HIDDEN
+    shapes = dict.fromkeys(roles.inner, (hidden, _WIDTH)) | {roles.down: (_WIDTH, _HIDDEN)}
+    count, tensors = module.get_parameter(roles.down).shape[0], {}
+    for seed, (name, (n, k)) in enumerate(shapes.items()):
+        tensors[name] = _random(1 + seed, count, *((k, n) if roles.is_transposed else (n, k))) / 2
+    for name, width in zip(roles.biases, (hidden, _WIDTH), strict=False):
+        tensors[name] = _random(len(tensors), count, width)
+    probe._parameters = {name: nn.Parameter(tensors[name]) if name in tensors else None for name in module._parameters}
+    return probe
+
+
+def _random(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
+
+
+def _formula(probe: _Call, roles: ExpertRoles, x: Tensor) -> Tensor:
+    """Return what a mixture of experts gives, a loop over its experts."""
+    y = torch.zeros_like(x)
+    weights = torch.ones(probe.ids.shape, device=x.device) if probe.weights is None else probe.weights
+    for e in range(probe.count):
+        tokens, places = torch.where(probe.ids == e)
+        y = y.index_add(0, tokens, _expert(probe.experts, roles, e, x[tokens]) * weights[tokens, places, None])
+    return y
+
+
+def _expert(module: nn.Module, roles: ExpertRoles, e: int, x: Tensor) -> Tensor:
+    def product(x: Tensor, name: str, number: int) -> Tensor:
+        weight = module.get_parameter(name)[e]
+        bias = module.get_parameter(roles.biases[number])[e] if roles.biases else None
+        return F.linear(x, weight.mT if roles.is_transposed else weight, bias)
+
+    inner = [product(x, name, 0) for name in roles.inner]
+    if not roles.kind:
+        h = cast(Callable[[Tensor], Tensor], module._apply_gate)(inner[0])
+    elif roles.is_gated:
+        if len(inner) == 1:
+            inner = [inner[0][:, ::2], inner[0][:, 1::2]] if roles.is_interleaved else list(inner[0].chunk(2, dim=1))
+        h = value(roles.kind, inner[0]) * inner[1]
+    else:
+        h = value(roles.kind, inner[0])
+    return product(h, roles.down, 1)

@@ -1,0 +1,245 @@
+"""Conversations for supervised fine-tuning: loss on answers only, packed whole into sequences.
+
+A line of `.jsonl` has `messages`, each with `role` and `content`, as OpenAI's and Hugging Face's; `tools` go to the
+template, and a `task` names what accuracy is reported by. Rows of `sequence` ids contain whole conversations; one that
+is longer is cut. Flags in the ids (`octavo.data.loader`) mark where a conversation begins, and ids that are no targets.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo._util.config_reader import parse, read_file, read_text
+from octavo.data.corpus import Corpus
+from octavo.data.encode import Progress, SplitTotals, digest, threshold, unigram_entropy
+from octavo.data.loader import FIRST, IDS, NO_TARGET
+from octavo.data.tokenizer import Tokenizer
+from octavo.errors import DataError
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role + ':\\n' + message.content + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}"
+)
+"""Template of tokenizers that have none."""
+TASKS = "tasks.json"
+"""File with the task of each held-out conversation, in the order of the rows."""
+_OPEN_ROWS = 256
+
+Ids = NDArray[np.uint32]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatFormat:
+    """How conversations become rows of ids."""
+
+    sequence: int
+    """Ids per row."""
+    template: str = TEMPLATE
+    """Jinja template of the messages, as in Hugging Face's tokenizers."""
+    tokens: Mapping[str, str] = field(default_factory=dict)
+    """`bos_token` and `eos_token` of the template."""
+
+    @classmethod
+    def of(cls, tokenizer: str, sequence: int) -> ChatFormat:
+        """Return the format of a tokenizer: the template beside its .json file, or `TEMPLATE`."""
+        folder = Path(tokenizer).parent
+        if not tokenizer.endswith(".json"):
+            return cls(sequence=sequence)
+        config = folder / "tokenizer_config.json"
+        known = read_file(config, DataError) if config.is_file() else {}
+        jinja = folder / "chat_template.jinja"
+        template = read_text(jinja, DataError) if jinja.is_file() else known.get("chat_template") or TEMPLATE
+        if isinstance(template, list):  # several by name
+            template = next((each["template"] for each in template if each.get("name") == "default"), TEMPLATE)
+        values = {name: known.get(name) or "" for name in ("bos_token", "eos_token")}
+        tokens = {name: value if isinstance(value, str) else value["content"] for name, value in values.items()}
+        return cls(sequence=sequence, template=template, tokens=tokens)
+
+    @property
+    def fingerprint(self) -> str:
+        """A text that differs between formats that could give different rows."""
+        return f"{self.sequence} {hashlib.sha256(self.template.encode()).hexdigest()}"
+
+    def spans(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> list[tuple[str, bool]]:
+        """Return the text of a conversation in parts, each with whether it is an answer, its end of turn included.
+
+        Raises:
+            DataError: the template refuses the messages, or rewrites those before an answer.
+        """
+        whole, done = self.text(messages, tools), 0
+        found: list[tuple[str, bool]] = []
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self.text(messages[:index], tools, add_generation_prompt=True)
+            if not whole.startswith(before):
+                raise DataError(f"the chat template changes the messages before answer {index}")
+            end = self._end(whole, len(before), self.text(messages[: index + 1], tools), message["content"])
+            found += [(whole[done : len(before)], False), (whole[len(before) : end], True)]
+            done = end
+        return [*found, (whole[done:], False)]
+
+    def _end(self, whole: str, start: int, until: str, content: str) -> int:
+        """Return the end of the answer that begins at `start`; `until` is the text up to it, rendered alone."""
+        if whole.startswith(until):
+            return len(until)
+        content = content.strip()  # templates that reason render only the last answer with its thoughts
+        end = whole.index(content, start) + len(content)
+        turn = until[until.rindex(content) + len(content) :]
+        return end + len(turn) if whole.startswith(turn, end) else end
+
+    def text(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, *, add_generation_prompt: bool = False
+    ) -> str:
+        """Return the text of messages, with `add_generation_prompt` up to where an answer begins.
+
+        Raises:
+            DataError: the template refuses them.
+        """
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def refuse(reason: str) -> None:
+            raise TemplateError(reason)
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        values = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt, **self.tokens}
+        try:
+            template = environment.from_string(self.template, {"raise_exception": refuse})
+            return template.render(**values) if messages else ""
+        except TemplateError as error:
+            raise DataError(f"the chat template refuses the messages ({error})") from error
+
+    def encode(self, line: Mapping[str, Any], tokenizer: Tokenizer) -> Ids:
+        """Return the ids of a conversation, flagged, with the end of document; at most a row.
+
+        Raises:
+            DataError: see `spans`.
+        """
+        parts = []
+        for text, is_answer in self.spans(line["messages"], line.get("tools")):
+            ids = tokenizer.encode_template(text).astype(np.uint32)
+            parts.append(ids if is_answer else ids | NO_TARGET)
+        found = np.concatenate(parts)
+        end = np.uint32(tokenizer.end_of_document)
+        if not len(found) or found[-1] & IDS != end:
+            found = np.append(found, end if not parts[-1].size else end | NO_TARGET)
+        found[0] |= FIRST | NO_TARGET
+        return found[: self.sequence]
+
+
+def encode_chat(
+    corpus: Corpus, tokenizer: Tokenizer, folder: Path, fraction: float, chat: ChatFormat, progress: Progress | None
+) -> SplitTotals:
+    """Write `train.u32`, `heldout.u32` and `TASKS` of the conversations of a corpus into `folder`.
+
+    Raises:
+        DataError: a line is no conversation; there are fewer than two, or none has an answer within a row.
+    """
+    lines: list[tuple[int, Ids, str, int]] = []
+    cut = 0
+    for where, line, size in _lines(corpus):
+        try:
+            ids = chat.encode(line, tokenizer)
+        except DataError as error:
+            raise DataError(f"{where}: {error}.") from error
+        cut += len(ids) == chat.sequence
+        if not np.all(ids & NO_TARGET):
+            text = json.dumps(line["messages"], sort_keys=True)
+            lines.append((digest(text.encode()), ids, str(line.get("task", "")), size))
+        if progress:
+            progress(0, corpus.size)
+    limit = threshold([key for key, *_ in lines], fraction) if lines else None
+    if limit is None:
+        raise DataError(f"{corpus.source}: two different conversations with answers are needed, to hold one out.")
+    sides = [[line for line in lines if (line[0] < limit) == is_heldout] for is_heldout in (False, True)]
+    rows = [pack([ids for _, ids, *_ in side], chat.sequence) for side in sides]
+    counts = []
+    for name, packed in zip(("train", "heldout"), rows, strict=True):
+        found = layout([[sides[name == "heldout"][i][1] for i in row] for row in packed], chat.sequence, tokenizer)
+        (folder / f"{name}.u32").write_bytes(found.astype("<u4").tobytes())
+        counts.append((len(found), np.bincount(found[found < FIRST], minlength=tokenizer.vocab)))
+    tasks = [sides[1][i][2] for row in rows[1] for i in row]
+    (folder / TASKS).write_text(json.dumps(tasks) + "\n", encoding="utf-8")
+    content = hashlib.sha256(np.array([key for key, *_ in lines], dtype="<u8").tobytes()).hexdigest()
+    (train_tokens, train), (heldout_tokens, heldout) = counts
+    return SplitTotals(
+        documents=len(sides[0]),
+        heldout_documents=len(sides[1]),
+        train_tokens=train_tokens,
+        heldout_tokens=heldout_tokens,
+        train_bytes=sum(size for *_, size in sides[0]),
+        heldout_bytes=sum(size for *_, size in sides[1]),
+        unigram_entropy=unigram_entropy(train, heldout),
+        content_sha256=content,
+        overlong=cut,
+    )
+
+
+def pack(documents: Sequence[Ids], sequence: int) -> list[list[int]]:
+    """Return the documents of each row, by index: each in the fullest open row that has room for it (best fit)."""
+    rows: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # room and row, in ascending order
+    for index, document in enumerate(documents):
+        place = bisect.bisect_left(free, (len(document), -1))
+        if place == len(free):
+            room, row = sequence, len(rows)
+            rows.append([])
+        else:
+            room, row = free.pop(place)
+        rows[row].append(index)
+        bisect.insort(free, (room - len(document), row))
+        if len(free) > _OPEN_ROWS:
+            free.pop(0)  # the fullest
+    return rows
+
+
+def layout(rows: Sequence[Sequence[Ids]], sequence: int, tokenizer: Tokenizer) -> Ids:
+    """Return rows one after another, filled up with ends of document that are no targets; and one id, the last target.
+
+    A filling is a document of its own.
+    """
+    filling = np.uint32(tokenizer.end_of_document) | NO_TARGET
+    found = np.full(len(rows) * sequence + 1, filling, dtype=np.uint32)
+    for number, row in enumerate(rows):
+        ids = np.concatenate(row)
+        start = number * sequence
+        found[start : start + len(ids)] = ids
+        if len(ids) < sequence:
+            found[start + len(ids)] |= FIRST
+    found[-1] |= FIRST
+    return found
+
+
+def _lines(corpus: Corpus) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """Yield where each conversation is, its line, and the bytes of its messages."""
+    for file in corpus.files:
+        if file.path.suffix != ".jsonl":
+            raise DataError(f"{file.path}: chat data are lines of .jsonl. Take data.format 'text' for text.")
+        for number, line in enumerate(read_text(file.path, DataError).split("\n"), 1):
+            if line.strip():
+                where = f"{file.path}:{number}"
+                found = _checked(parse(line, where, DataError), where)
+                yield where, found, sum(len(message["content"].encode()) for message in found["messages"])
+
+
+def _checked(line: Any, where: str) -> dict[str, Any]:
+    messages = line.get("messages") if isinstance(line, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"{where}: each line needs a list 'messages'.")
+    for number, message in enumerate(messages):
+        fields = message if isinstance(message, dict) else {}
+        if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
+            raise DataError(f"{where}: message {number} needs the texts 'role' and 'content'.")
+    return dict(line)

@@ -1,0 +1,143 @@
+"""Devices: which FP8 products each architecture computes, which are emulated or refused, and the rates of known GPUs.
+
+The one table of hardware. `dispatch` reads it for the device that is there, `octavo.plan` for one that is not, and the
+documentation shows it. What PyTorch's operators take is from their source (ATen/native/cuda/ScaledBlas.cpp and
+RowwiseScaledMM.cu, PyTorch 2.11); only what `runs_here` marks was ever run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+Mode = Literal["tensor", "row", "block", "mx"]
+"""A kind of FP8 product, by the scales of its operands: per tensor, per row, 1x128 and 128x128, 1x32."""
+MODES: tuple[Mode, ...] = ("tensor", "row", "block", "mx")
+
+
+def mode_of(granularities: Collection[str]) -> Mode:
+    """Return the mode of a product by the granularities of its two operands; folded ones count as columns."""
+    kinds = {*granularities}
+    if "1x32" in kinds:
+        return "mx"
+    if kinds <= {"tensor"}:
+        return "tensor"
+    return "row" if kinds <= {"row", "column", "tensor"} else "block"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Architecture:
+    """A generation of devices, and what it computes in FP8."""
+
+    name: str
+    backend: str
+    """`cuda`, `hip` (both are `cuda` devices to PyTorch), or another device type of PyTorch."""
+    since: tuple[int, int] = (0, 0)
+    """First compute capability; the next row of the same backend ends it."""
+    gpus: str = ""
+    """Examples."""
+    refused: str = ""
+    """Why nothing runs in FP8 there, in one line; empty if something does."""
+    refuses: Mapping[Mode, str] = field(default_factory=dict)
+    """Why it has no kernel for these modes. `mx` is emulated instead."""
+    no_triton: str = ""
+    """Why Octavo's Triton kernels do not run there."""
+    grouped: bool = False
+    """Whether PyTorch's grouped FP8 GEMM runs."""
+    measured: bool = False
+    """Whether Octavo was run on one."""
+
+    def support(self, mode: Mode) -> tuple[Literal["native", "emulated", "refused"], str]:
+        """Return how products of a mode run, and why not natively."""
+        if self.refused:
+            return "refused", self.refused
+        if why := self.refuses.get(mode):
+            return ("emulated" if mode == "mx" else "refused"), why
+        return "native", ""
+
+
+_BLOCK = "cuBLAS has 1x128 and 128x128 scales on Hopper (compute capability 9.0) only"
+_MX = "products with 1x32 scales are Blackwell's"
+_PTX = "Octavo's Triton kernels contain PTX, which only NVIDIA's GPUs run: all but the products run as the reference"
+
+ARCHITECTURES = (
+    Architecture(name="CPU", backend="cpu", refuses={"block": "PyTorch has no block-scaled GEMM for a CPU", "mx": _MX},
+                 measured=True),
+    Architecture(name="Ampere and older", backend="cuda", gpus="A100, RTX 3090",
+                 refused="no FP8 tensor cores (compute capability 8.9 has the first)"),
+    Architecture(name="Ada", backend="cuda", since=(8, 9), gpus="L40S, RTX 4090",
+                 refuses={"block": _BLOCK, "mx": _MX}),
+    Architecture(name="Hopper", backend="cuda", since=(9, 0), gpus="H100, H200", refuses={"mx": _MX},
+                 grouped=True, measured=True),
+    Architecture(name="Blackwell", backend="cuda", since=(10, 0), gpus="B200, GB300", refuses={"block": _BLOCK}),
+    Architecture(name="Blackwell, consumer", backend="cuda", since=(12, 0), gpus="RTX 5090, RTX PRO 6000",
+                 refuses={"block": _BLOCK}),
+    Architecture(name="before CDNA 3", backend="hip", gpus="MI250",
+                 refused="no FP8 matrix cores (MI300 has the first)"),
+    Architecture(name="CDNA 3", backend="hip", since=(9, 4), gpus="MI300X, MI325X",
+                 refused="its FP8 is FNUZ (E4M3 to 240, another bias), and Octavo's codes are OCP (E4M3 to 448)"),
+    Architecture(name="CDNA 4", backend="hip", since=(9, 5), gpus="MI350X, MI355X", no_triton=_PTX,
+                 refuses={"block": _BLOCK, "mx": "its scale layout (SWIZZLE_32_8) is not Octavo's"}),
+    Architecture(name="other AMD", backend="hip", since=(9, 6), gpus="RX 9070",
+                 refused="Octavo does not know its FP8 formats, and has no kernels for it"),
+    Architecture(name="Intel GPU", backend="xpu", gpus="Max 1550, Arc B580",
+                 refused="Octavo has no FP8 kernels for XPU, neither products nor passes"),
+)  # fmt: skip
+"""All architectures; those of a backend by ascending `since`. To support another, add a line."""
+
+
+class Rates(NamedTuple):
+    """Sustained rates of a GPU on random normal data: TFLOP/s of products, GB/s of a copy (bytes read and written)."""
+
+    bf16: float
+    tensor: float
+    row: float
+    block: float
+    small_batched: float
+    """Of a batch of products with few rows, columns or terms."""
+    copy: float
+    derived: str = ""
+    """Where they are from, unless measured on this GPU."""
+
+
+H200 = Rates(670.0, 1190.0, 1160.0, 880.0, 300.0, 4200.0)
+H100 = H200._replace(
+    copy=H200.copy * 3.35 / 4.8,
+    derived="those of an H200, as its data sheet has the same TFLOP/s; copies at 3.35 of 4.8 TB/s",
+)
+
+
+class Gpu(NamedTuple):
+    """A GPU that can be planned for where there is none."""
+
+    backend: str
+    capability: tuple[int, int]
+    device_name: str = ""
+    """What its driver calls it."""
+    rates: Rates | None = None
+
+
+GPUS = {
+    "a100": Gpu("cuda", (8, 0)),
+    "l40s": Gpu("cuda", (8, 9)),
+    "h100": Gpu("cuda", (9, 0), "NVIDIA H100 80GB HBM3", H100),
+    "h200": Gpu("cuda", (9, 0), "NVIDIA H200", H200),
+    "b200": Gpu("cuda", (10, 0)),
+    "rtx5090": Gpu("cuda", (12, 0)),
+    "mi300x": Gpu("hip", (9, 4)),
+    "mi355x": Gpu("hip", (9, 5)),
+    "max1550": Gpu("xpu", (0, 0)),
+}
+"""GPUs by name. Only those with rates have a predicted gain."""
+
+
+def architecture_of(backend: str, capability: tuple[int, int] = (0, 0)) -> Architecture:
+    """Return the architecture of a device; one that refuses everything for an unknown backend."""
+    found = [each for each in ARCHITECTURES if each.backend == backend and each.since <= capability]
+    return found[-1] if found else Architecture(name=backend, backend=backend, refused=f"no FP8 kernels for {backend}")
+
+
+def rates_named(device_name: str) -> Rates | None:
+    """Return the rates of the GPU that a driver calls so; None if Octavo has none."""
+    return next((gpu.rates for gpu in GPUS.values() if gpu.device_name and gpu.device_name == device_name), None)

@@ -1,0 +1,169 @@
+"""The experts contract: the passes beside the grouped GEMMs of a mixture of experts.
+
+T: tokens. S: experts per token. R = T S: rows, one for each pair of a token and its expert, sorted by expert. E:
+experts. D: width. F: hidden width of an expert.
+
+    route                 ids (T, S) -> where each row comes from, where it goes to, and where experts end
+    quantize_tokens       x (T, D) -> codes of the tokens, and the same codes S times, as sorted rows: one read of x
+    combine               y (R, D) -> (T, D), the sum of the rows of each token in FP32, always in the same order
+    activation_backward   what the backward of `kernels.activation` is to a dense MLP, with the routing weights
+
+A row is a token as an expert sees it. Counts of rows per expert stay on the device. All but `route`, which is PyTorch's
+own sort, are custom operators: Triton on a GPU, `reference/experts.py`, which is the definition, elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.activation import INPUTS
+from octavo.kernels.dispatch import launches_on, uses_triton
+from octavo.kernels.operator import call, define_packed
+from octavo.kernels.quant_spec import QuantSpec, empty
+from octavo.kernels.reference import experts as reference
+from octavo.numerics import Quantized
+
+LONGEST_ROW = 16384
+"""Elements of a row that one program of the Triton kernels still holds."""
+
+
+class Routing(NamedTuple):
+    """Where rows come from and go to."""
+
+    source: Tensor
+    """int32 (R,): the token of each row."""
+    place: Tensor
+    """int32 (T, S): the row of each expert that a token is sent to."""
+    ends: Tensor
+    """int32 (E,): where the rows of each expert end."""
+
+
+def route(ids: Tensor, experts: int) -> Routing:
+    """Return the routing of tokens to experts. Rows of one expert are in the order of their tokens.
+
+    Args:
+        ids: any integers (T, S), from 0 to E - 1.
+        experts: E.
+    """
+    small = ids.reshape(-1).to(torch.uint8 if experts <= 256 else torch.int16)  # a radix sort reads each byte once
+    found, order = torch.sort(small, stable=True)
+    place = torch.empty_like(order, dtype=torch.int32)
+    place[order] = torch.arange(len(order), dtype=torch.int32, device=ids.device)
+    every = torch.arange(experts, dtype=torch.int32, device=ids.device)
+    ends = torch.searchsorted(found.int(), every, right=True, out_int32=True)
+    return Routing((order // max(ids.shape[1], 1)).int(), place.view(ids.shape), ends)
+
+
+def quantize_tokens(x: Tensor, place: Tensor, target: QuantSpec) -> tuple[Quantized, Quantized]:
+    """Return x (T, D) quantised, as it lies and as sorted rows (R, D).
+
+    Args:
+        place: of `Routing`.
+        target: with a scale per row.
+    """
+    tokens, rows = call("quantize_tokens", _quantize_tokens, (x, place, target), [target, target])
+    return tokens, rows
+
+
+def weighted(rows: Quantized, weights: Tensor) -> Quantized:
+    """Return rows (R, C) multiplied by weights, FP32 (R,), in their scales: not rounded."""
+    return Quantized(rows.codes, rows.scale * weights[:, None], rows.granularity)
+
+
+def combine(y: Tensor, place: Tensor) -> Tensor:
+    """Return the sums (T, D) of the rows y (R, D) of each token, in y's dtype."""
+    result: Tensor = call("combine_rows", _combine, (y, place), [True])[0]
+    return result
+
+
+class Gradients(NamedTuple):
+    """What the backward of an activation gives."""
+
+    inputs: Tensor
+    """(R, 2 F), [d gate | d up], or (R, F), in the dtype of dh; those of the weighted rows."""
+    hidden: Tensor
+    """E4M3 codes (R, F) of h, those of the forward."""
+    weights: Tensor
+    """FP32 (R,), the gradients of the routing weights."""
+
+
+def activation_backward(
+    kind: str, dh: Tensor, gate: Tensor | Quantized, up: Tensor | Quantized | None, weights: Tensor, scale: Tensor
+) -> Gradients:
+    """Return the gradients of an activation between two grouped GEMMs whose result is multiplied by routing weights.
+
+    Args:
+        kind: as `kernels.activation` names it.
+        dh: (R, F), the gradient of h by a weight of 1.
+        gate: (R, F), as the forward read it, or its codes, of `kernels.activation.INPUTS`.
+        up: as gate, or None.
+        weights: FP32 (R,), the routing weights of the rows.
+        scale: FP32 (R, 1), powers of two: the scales of the forward's codes of h.
+    """
+    arguments = dh, gate, up, kind, weights, scale
+    return Gradients(*call("expert_activation_backward", _activation_backward, arguments, [True, True, True]))
+
+
+def _runs_triton(x: Tensor, operation: str) -> bool:
+    width = x.shape[-1]
+    refused = None if width <= LONGEST_ROW else f"rows of {width} elements are longer than {LONGEST_ROW}"
+    return x.numel() > 0 and uses_triton(x, operation, refused)
+
+
+def _quantize_tokens(x: Tensor, place: Tensor, target: QuantSpec) -> list[Quantized]:
+    if _runs_triton(x, "quantize_tokens") and place.numel():
+        from octavo.kernels.triton import experts as fast
+
+        with launches_on(x.device):
+            return fast.quantize_tokens(x, place, target)
+    return reference.quantize_tokens(x, place, target)
+
+
+def _quantize_tokens_shape(x: Tensor, place: Tensor, target: QuantSpec) -> list[Quantized]:
+    return [empty(target, rows, x.shape[1], x.device) for rows in (x.shape[0], place.numel())]
+
+
+def _combine(y: Tensor, place: Tensor) -> list[Tensor]:
+    if _runs_triton(y, "combine_rows"):
+        from octavo.kernels.triton import experts as fast
+
+        with launches_on(y.device):
+            return [fast.combine(y, place)]
+    return [reference.combine(y, place)]
+
+
+def _combine_shape(y: Tensor, place: Tensor) -> list[Tensor]:
+    return [y.new_empty(place.shape[0], y.shape[1])]
+
+
+def _activation_backward(
+    dh: Tensor, gate: Tensor | Quantized, up: Tensor | Quantized | None, kind: str, weights: Tensor, scale: Tensor
+) -> list[Tensor]:
+    if _runs_triton(dh, f"expert_activation_backward {kind}"):
+        from octavo.kernels.triton import experts as fast
+
+        with launches_on(dh.device):
+            return list(fast.activation_backward(kind, dh, gate, up, weights, scale))
+    return list(reference.activation_backward(kind, dh, gate, up, weights, scale))
+
+
+def _activation_backward_shape(dh: Tensor, _gate: Any, up: Any, *_: Any) -> list[Tensor]:
+    rows, width = dh.shape
+    return [
+        dh.new_empty(rows, width if up is None else 2 * width),
+        dh.new_empty(rows, width, dtype=INPUTS.fmt.dtype),
+        dh.new_empty(rows, dtype=torch.float32),
+    ]
+
+
+define_packed("quantize_tokens", _quantize_tokens, _quantize_tokens_shape, torch.Tag.needs_fixed_stride_order)
+define_packed("combine_rows", _combine, _combine_shape, torch.Tag.needs_fixed_stride_order)
+define_packed(
+    "expert_activation_backward",
+    _activation_backward,
+    _activation_backward_shape,
+    torch.Tag.needs_fixed_stride_order,
+)

@@ -1,0 +1,538 @@
+"""The experts of a mixture in FP8: two grouped products with the activation between them, as one autograd function.
+
+    y[t] = sum over the experts e of token t of  r[t, e] * f(x[t] W_gate[e]^T) * (x[t] W_up[e]^T) W_down[e]^T
+
+T: tokens. S: experts per token. R = T S: rows, sorted by expert (`octavo.kernels.experts`). D: width. F: hidden width.
+
+Folded row scales make all of this exact to the rounding of codes, and cheap. A token is quantised once, whatever its
+number of experts, and its codes are copied to where its experts read them. The routing weight r is multiplied into the
+scale of a row of the second product, which then gives weighted rows, and in backward into the factor that the scales of
+the hidden codes are folded into the gradient by. From forward to backward are kept: one byte per element of x (T, D),
+the inputs of the activation (R, 2 F), in BF16 or in codes, and a few numbers per row. Sorted or transposed copies are
+made where a product reads them, in codes, and nowhere kept.
+
+Where something else is asked for - another recipe with row scales, biases, an activation of the module's own - the two
+products are computed by `GroupedLinear`, and the rest by PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octavo import kernels
+from octavo._util.autograd import first_order
+from octavo.errors import ConfigError, UnsupportedError
+from octavo.kernels.activation import INPUTS, KINDS, activation, activation_and_inputs
+from octavo.kernels.experts import Routing, activation_backward, combine, quantize_tokens, route, weighted
+from octavo.kernels.grouped import Padded, grouped_gemm, grouped_wgrad, quantize_groups, transpose_groups
+from octavo.nn import telemetry_experts
+from octavo.nn.functional import compute_dtype, spec_of
+from octavo.nn.grouped import GroupedLinear, grouped_linear
+from octavo.nn.mlp import ActivationInputs
+from octavo.nn.operands import check_dtypes
+from octavo.nn.telemetry_ops import Source, stats_buffer_of
+from octavo.nn.weight_codes import quantize_weights
+from octavo.numerics import PER_ROW, Quantized
+from octavo.recipes import Recipe, load, reused_from
+from octavo.tensor import is_distributed, local
+
+FIRST, SECOND = "gate_up_gemm", "down_gemm"
+"""Names of the products of adopted experts, children of theirs without parameters."""
+
+
+class ExpertRoles(NamedTuple):
+    """What the parameters of a module of experts are, and how it is called."""
+
+    inner: tuple[str, ...]
+    """Gate and up: one stack of both (E, 2 F, D), two of (E, F, D), or up alone."""
+    down: str
+    """(E, D, F)."""
+    kind: str
+    """The activation, as `kernels.activation` names it; empty for `_apply_gate` of the module itself."""
+    is_gated: bool = True
+    is_transposed: bool = False
+    """Whether weights are stored (E, in, out)."""
+    is_interleaved: bool = False
+    """Whether gate and up alternate in their stack."""
+    biases: tuple[str, ...] = ()
+    """Of the stack (E, 2 F) and of down (E, D)."""
+    arguments: tuple[str, ...] = ("x", "ids", "weights")
+    """Names of the arguments of `forward`: tokens, their experts and routing weights; or sorted rows and the number of
+    those of each expert."""
+
+    @property
+    def is_sorted(self) -> bool:
+        """Whether the module is called with sorted rows."""
+        return len(self.arguments) == 2
+
+
+class Options(NamedTuple):
+    """How experts are computed by one function."""
+
+    kind: str
+    recipe: Recipe
+    dtype: torch.dtype
+    keeps_codes: bool
+
+
+def unfused_reason(roles: ExpertRoles, first: Recipe, second: Recipe) -> str | None:
+    """Return why experts are computed product by product, or None."""
+    if roles.kind not in KINDS:
+        return "an activation of its own"
+    if roles.biases:
+        return "biases"
+    if first != second:
+        return "two recipes"
+    gemms = first.fprop, first.dgrad, first.wgrad
+    folds = all(gemm.is_fp8 for gemm in gemms) and first.dgrad.weight.is_folded and first.wgrad.input.is_folded
+    reuses = first.reuses("dgrad.weight") and reused_from(first, "wgrad", "input") is not None
+    return None if folds and reuses else f"recipe '{first.name}' does not fold its scales"
+
+
+class Product(GroupedLinear):
+    """One product of adopted experts. Its weights stay parameters of their module."""
+
+    def __init__(self, owner: nn.Module, names: tuple[str, ...], roles: ExpertRoles, recipe: Recipe) -> None:
+        nn.Module.__init__(self)
+        self.recipe, self.enabled = recipe, True
+        self.owner, self.names, self.roles = (owner,), names, roles  # a tuple: the owner is no child
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """The parameters."""
+        return [getattr(self.owner[0], name) for name in self.names]
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """(E, N, K), gate above up: the parameter itself where it is stored so; of sharded experts those here."""
+        return self._stacked([_here(part) for part in self.parts])
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The gradient of `weight`, None where there is none yet."""
+        gradients = [local(part.grad) for part in self.parts if part.grad is not None]
+        return self._stacked(gradients) if len(gradients) == len(self.names) else None
+
+    def multiply(self, rows: Tensor, ends: Tensor, factor: float) -> Tensor:
+        """Return `forward` of sorted rows, with the gradient of the weights multiplied by a factor."""
+        recipe = self.recipe if self.enabled else load("bf16")
+        weight = scaled_gradient(self.weight, factor)
+        return grouped_linear(rows, weight, ends, recipe, stats_buffer_of([self]))
+
+    def _stacked(self, parts: list[Tensor]) -> Tensor:
+        stack = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2 if self.roles.is_transposed else 1)
+        stack = stack.mT if self.roles.is_transposed else stack
+        if self.roles.is_interleaved and self.names == self.roles.inner:
+            stack = stack.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+        return stack if stack.is_contiguous() else stack.contiguous()
+
+
+def _here(parameter: Tensor) -> Tensor:
+    """Return the part of a parameter on this rank, with autograd."""
+    return cast(Any, parameter).to_local() if is_distributed(parameter) else parameter
+
+
+def scaled_gradient(x: Tensor, factor: float) -> Tensor:
+    """Return x, whose gradient is multiplied by a factor."""
+    result: Tensor = x if factor == 1 else _ScaledGradient.apply(x, factor)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        ctx.set_materialize_grads(False)
+        return x.view_as(x)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None if dy is None else dy * ctx.factor, None
+
+
+class Experts(nn.Module):
+    """Experts that compute in FP8. Conversion gives this class to a module, beside the module's own."""
+
+    parent: type[nn.Module]
+    """The class that the module had."""
+    expert_roles: ExpertRoles
+    expert_inputs: ActivationInputs
+    """What the inputs of the activation are kept in for backward."""
+    exchange: Callable[[Experts, Tensor, Tensor, Tensor], Tensor] | None = None
+    """Computes (self, x, ids, weights) where other ranks have some of the experts."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return what the module returned: (T, D), or of sorted rows (R, D)."""
+        names = self.expert_roles.arguments
+        given = [*args, *(kwargs[name] for name in names[len(args) :])]
+        if self.expert_roles.is_sorted:
+            rows, counts = given
+            order = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+            routing = Routing(order, order[:, None], counts.cumsum(0, dtype=torch.int32))
+            return self.compute(rows, routing, None)
+        if getattr(self, "_is_expert_parallel", False):
+            raise UnsupportedError("experts that transformers itself shards over ranks cannot compute in FP8.")
+        x, ids, weights = given
+        flat, ids = x.reshape(-1, x.shape[-1]), ids.reshape(-1, ids.shape[-1])
+        weights = weights.reshape(ids.shape)
+        if self.exchange is not None:
+            return self.exchange(self, flat, ids, weights).to(x.dtype).view(x.shape)
+        routing = route(ids, self.products[0].parts[0].shape[0])
+        return self.compute(flat, routing, weights).to(x.dtype).view(x.shape)
+
+    @property
+    def products(self) -> tuple[Product, Product]:
+        """The product of gate and up, and that of down."""
+        return cast(Product, self.get_submodule(FIRST)), cast(Product, self.get_submodule(SECOND))
+
+    def compute(self, x: Tensor, routing: Routing, weights: Tensor | None) -> Tensor:
+        """Return y (T, D) for tokens x (T, D), in x's dtype, or in autocast's where that is on.
+
+        Args:
+            routing: where each token goes to.
+            weights: (T, S), the routing weights; None for 1.
+        """
+        if (options := self.options(x)) is not None:
+            first, second = self.products
+            return experts(x, weights, (first.weight, second.weight), routing, options, (first, second))
+        rows, sorted_ = dispatch(x, weights, routing)
+        return collect(self._rows(rows, routing.ends, sorted_), routing)
+
+    def options(self, x: Tensor) -> Options | None:
+        """Return how tokens x are computed by one function, None where they are not."""
+        first, second = self.products
+        if not (first.enabled and second.enabled) or unfused_reason(self.expert_roles, first.recipe, second.recipe):
+            return None
+        return Options(self.expert_roles.kind, first.recipe, compute_dtype(x), self.expert_inputs == "fp8")
+
+    def by_products(self, x: Tensor, routing: Routing, weights: Tensor, factor: float) -> Tensor:
+        """Return y (A, D) for rows x (A, D), product by product.
+
+        Args:
+            routing: with one expert per row.
+            weights: (A, 1), the routing weights.
+            factor: what the gradients of parameters are multiplied by.
+        """
+        rows, sorted_ = dispatch(x, weights, routing)
+        return collect(self._rows(rows, routing.ends, sorted_, factor), routing)
+
+    def _rows(self, rows: Tensor, ends: Tensor, weights: Tensor, factor: float = 1.0) -> Tensor:
+        first, second = self.products
+        y = self._activate(self._biased(first.multiply(rows, ends, factor), 0, ends, factor))
+        y = self._biased(second.multiply(y, ends, factor), 1, ends, factor)
+        return y * weights[:, None].to(y.dtype)
+
+    def _biased(self, y: Tensor, number: int, ends: Tensor, factor: float) -> Tensor:
+        if not self.expert_roles.biases:
+            return y
+        bias = scaled_gradient(_here(self.get_parameter(self.expert_roles.biases[number])), factor)
+        if number == 0 and self.expert_roles.is_interleaved:
+            bias = bias.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+        expert = torch.searchsorted(ends, torch.arange(len(y), dtype=torch.int32, device=y.device), right=True)
+        return y + bias[expert].to(y.dtype)
+
+    def _activate(self, y: Tensor) -> Tensor:
+        roles = self.expert_roles
+        if not roles.kind:
+            return cast(Tensor, cast(Any, self)._apply_gate(y))
+        gate, *up = y.chunk(2, dim=1) if roles.is_gated else (y,)
+        h: Tensor = _VALUES[roles.kind](gate)
+        return h if not up else h * up[0]
+
+    def extra_repr(self) -> str:
+        """Return what `print(model)` shows of this module."""
+        return ", ".join(filter(None, (super().extra_repr(), f"activation={self.expert_roles.kind or 'its own'}")))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Reduce to the parent's class: no file can name a class that was made while running."""
+        reduced = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
+        if reduced[1][:1] != (type(self),):
+            return reduced
+        return _rebuild, (type(self).parent, *reduced[1][1:]), *reduced[2:]
+
+
+_VALUES: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+def adopt(module: nn.Module, roles: ExpertRoles, recipe: Recipe, second: Recipe, inputs: ActivationInputs) -> None:
+    """Make a module of experts compute in FP8, in place. Parameters, names and state_dict stay.
+
+    Args:
+        recipe: of gate and up.
+        second: of down.
+        inputs: what the inputs of the activation are kept in for backward.
+    """
+    module.__class__ = _class_for(type(module))
+    vars(module).update(expert_roles=roles, expert_inputs=inputs)
+    module.add_module(FIRST, Product(module, roles.inner, roles, recipe))
+    module.add_module(SECOND, Product(module, (roles.down,), roles, second))
+
+
+def release(module: Experts) -> None:
+    """Undo `adopt`, in place."""
+    for name in (FIRST, SECOND):
+        module._modules.pop(name, None)
+    for name in ("expert_roles", "expert_inputs", "exchange"):
+        module.__dict__.pop(name, None)
+    module.__class__ = type(module).parent  # type: ignore[assignment]
+
+
+_CLASSES: dict[type[nn.Module], type[Experts]] = {}
+
+
+def _class_for(parent: type[nn.Module]) -> type[Experts]:
+    if parent not in _CLASSES:
+        names = {"parent": parent, "__module__": parent.__module__, "__doc__": parent.__doc__}
+        _CLASSES[parent] = type(f"FP8{parent.__name__}", (Experts, parent), names)
+    return _CLASSES[parent]
+
+
+def _rebuild(parent: type[nn.Module], *arguments: Any) -> Experts:
+    cls = _class_for(parent)
+    return cls.__new__(cls, *arguments)
+
+
+def dispatch(x: Tensor, weights: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Return tokens (T, D) and their routing weights (T, S), None for 1, as sorted rows: (R, D) and (R,)."""
+    rows: Tensor = _Rows.apply(x, *routing[:2])  # type: ignore[no-untyped-call]
+    if weights is None:
+        return rows, rows.new_ones(len(rows))
+    empty = weights.new_zeros(len(rows))
+    return rows, empty.scatter(0, routing.place.flatten().long(), weights.flatten())
+
+
+def collect(y: Tensor, routing: Routing) -> Tensor:
+    """Return the sums (T, D) of the sorted rows (R, D) of each token."""
+    result: Tensor = _Sums.apply(y, *routing[:2])  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Rows(torch.autograd.Function):
+    """Tokens (T, D) as sorted rows (R, D); backward sums them in the order of `combine`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(place)
+        ctx.set_materialize_grads(False)
+        return x[source]
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None if dy is None else combine(dy.contiguous(), *ctx.saved_tensors), None, None
+
+
+class _Sums(torch.autograd.Function):
+    """Rows (R, D) summed for each token, (T, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, source: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(source)
+        ctx.set_materialize_grads(False)
+        return combine(y.contiguous(), place)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None if dy is None else dy[ctx.saved_tensors[0]], None, None
+
+
+# --- one function for all of it ---------------------------------------------------------------------------------------
+
+
+def experts(
+    x: Tensor,
+    weights: Tensor | None,
+    stacks: tuple[Tensor, Tensor],
+    routing: Routing,
+    options: Options,
+    layers: tuple[Product, Product] | None = None,
+) -> Tensor:
+    """Return y (T, D) in `options.dtype`.
+
+    Args:
+        x: (T, D).
+        weights: (T, S), or None for 1.
+        stacks: gate and up (E, 2 F, D), or up alone (E, F, D); down (E, D, F).
+        routing: of the T tokens.
+        options: a recipe with folded row scales, and what is kept.
+        layers: where telemetry goes.
+
+    Raises:
+        ConfigError: shapes that do not fit.
+    """
+    (first, second), (count, width) = stacks, x.shape
+    check_dtypes(x, first)
+    if first.shape[2] != width or second.shape[1] != width or len(routing.place) != count:
+        raise ConfigError(
+            f"experts of weights {tuple(first.shape)} and {tuple(second.shape)} take x (T, {first.shape[2]}) and as "
+            f"many routed tokens, got {tuple(x.shape)} and {len(routing.place)} tokens."
+        )
+    if weights is None:
+        weights = torch.ones(routing.place.shape, device=x.device)
+    stats = [None if layers is None else stats_buffer_of([layer]) for layer in layers or (None, None)]  # type: ignore[list-item]
+    result: Tensor = _Experts.apply(x, weights, first, second, *routing, options, *stats)  # type: ignore[no-untyped-call]
+    return result
+
+
+class Rows(NamedTuple):
+    """Codes of tokens (T, D), which of them each row is, and what else backward reads of the input."""
+
+    tokens: Quantized
+    source: Tensor
+    weights: Tensor
+    """FP32 (R,): routing weights."""
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        x, weights, first, second, source, place, ends, options, *stats = inputs
+        tokens, rows = quantize_tokens(x, place, spec_of(options.recipe.fprop.input))
+        sorted_ = weights.new_empty(place.numel(), dtype=torch.float32)
+        sorted_[place.flatten()] = weights.flatten().float()
+        y, kept = forward_rows(rows, sorted_, (first, second), ends, options, (x, source), stats)
+        ctx.save_for_backward(*tokens[:2], source, sorted_, place, ends, *kept)
+        ctx.options, ctx.stats = options, stats
+        ctx.set_materialize_grads(False)
+        ctx.dtypes = [each.dtype for each in (x, weights, first, second)]
+        return combine(y, place)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return (None,) * len(ctx.needs_input_grad)
+        codes, scale, source, sorted_, place, ends, *kept = ctx.saved_tensors
+        rows = Rows(Quantized(codes, scale, PER_ROW), source, sorted_)
+        needs = tuple(ctx.needs_input_grad[i] for i in (0, 2, 3))
+        dy = dy.to(ctx.options.dtype).contiguous()
+        dx, d_weights, *dws = backward_rows(dy, rows, ends, kept, ctx.options, needs, ctx.stats)
+        found = None if dx is None else combine(dx, place), d_weights[place], *dws
+        return *(None if d is None else d.to(t) for d, t in zip(found, ctx.dtypes, strict=True)), *(None,) * 6
+
+
+def forward_rows(
+    rows: Quantized, weights: Tensor, stacks: tuple[Tensor, Tensor], ends: Tensor, options: Options,
+    origin: tuple[Tensor, Tensor], stats: list[Tensor | None],
+) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    """Return the weighted results (R, D) of sorted rows (R, D), and what backward reads of them.
+
+    Args:
+        weights: FP32 (R,).
+        origin: the tokens that rows were made of and which each is, for telemetry.
+        stats: buffers of telemetry of either product.
+    """
+    kind, recipe, _, keeps_codes = options
+    (w1, s1), (w2, s2) = (_codes(stack, recipe) for stack in stacks)
+    tokens = Source.of(origin, recipe.fprop.input, telemetry_experts.ROWS)
+    before = _fprop(rows, (w1, s1), ends, options, (tokens, stacks[0]), stats[0])
+    gate, up = _halves(before, w2.shape[2])
+    hidden, inputs = _activated(kind, gate, up, spec_of(recipe.fprop.input), keeps_codes)
+    middle = Source.of([gate] if up is None else [gate, up], recipe.fprop.input, kind)
+    y = _fprop(hidden, (w2, s2), ends, options, (middle, stacks[1]), stats[1], weights)
+    return y, (w1, s1, w2, s2, hidden.scale, *(inputs if keeps_codes else (before,)))
+
+
+def backward_rows(
+    dy: Tensor, rows: Rows, ends: Tensor, kept: list[Tensor], options: Options, needs: tuple[bool, ...],
+    stats: list[Tensor | None],
+) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Return the gradients of rows (R, D), of routing weights (R,), of gate and up, and of down.
+
+    Args:
+        dy: (T, D), the gradient of the sums: `rows.source` says which of it is that of a row.
+        kept: what `forward_rows` returned.
+        needs: which of rows, gate and up, down need a gradient.
+    """
+    kind, recipe, dtype, keeps_codes = options
+    w1, s1, w2, s2, hidden_scale, *inputs = kept
+    product = dtype, recipe.dgrad.accumulate
+    g_spec, h_spec = spec_of(recipe.dgrad.grad_output), spec_of(recipe.wgrad.grad_output)
+    fold = hidden_scale * rows.weights[:, None]
+    g, h = quantize_groups(dy, ends, g_spec, h_spec if needs[2] else None, s2, fold, rows.source)
+    assert g is not None
+    source = Source.of((dy, rows.source), recipe.dgrad.grad_output, telemetry_experts.ROWS, s2)
+    dh = _dgrad(g, w2, ends, product, source, stats[1])
+    gate, up = _kept_halves(inputs, w2.shape[2], keeps_codes)
+    d_inputs, hidden, d_weights = activation_backward(kind, dh, gate, up, rows.weights, hidden_scale)
+    dw2 = None if h is None else _wgrad(h, transpose_groups(hidden, ends), ends, dtype)
+    if not any(needs[:2]):
+        return None, d_weights, None, dw2
+    specs = g_spec if needs[0] else None, h_spec if needs[1] else None
+    folds = s1 if needs[0] else None, rows.tokens.scale[rows.source] if needs[1] else None
+    g, h = quantize_groups(d_inputs, ends, *specs, *folds)
+    source = Source.of([d_inputs], recipe.dgrad.grad_output, fold=s1)
+    dx = None if g is None else _dgrad(g, w1, ends, product, source, stats[0])
+    dw1 = None if h is None else _wgrad(h, transpose_groups(rows.tokens.codes, ends, rows.source), ends, dtype)
+    return dx, d_weights, dw1, dw2
+
+
+def _codes(stack: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """Return codes (E, N, K) and scales (E, N) of weights, as fprop reads them."""
+    made = quantize_weights([stack.flatten(0, 1)], spec_of(recipe.fprop.weight)).stack
+    return made.codes.view(stack.shape), made.scale.view(stack.shape[:2])
+
+
+def _fprop(
+    x: Quantized, w: tuple[Tensor, Tensor], ends: Tensor, options: Options,
+    origins: tuple[Source, Tensor], stats: Tensor | None, weights: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return y (R, N), its rows multiplied by weights where there are any."""
+    recipe, product = options.recipe, (options.dtype, options.recipe.fprop.accumulate)
+    if stats is not None:
+        tokens, stack = origins
+        sources = tokens, Source.of([stack], recipe.fprop.weight)
+        return telemetry_experts.fprop(x, w, ends, product, *sources, stats, weights)
+    return grouped_gemm(x if weights is None else weighted(x, weights), *w, ends, *product)
+
+
+def _dgrad(
+    g: Quantized, w: Tensor, ends: Tensor, product: tuple[torch.dtype, str], source: Source, stats: Tensor | None
+) -> Tensor:
+    """Return g W (R, K). w: codes (E, N, K), whose scales are in g."""
+    experts, rows, cols = w.shape
+    codes = kernels.transpose(w.flatten(0, 1), g.codes).view(cols, experts, rows).transpose(0, 1)
+    weights = codes, g.scale.new_ones(experts, cols)
+    if stats is None:
+        return grouped_gemm(g, *weights, ends, *product)
+    return telemetry_experts.dgrad(g, weights, ends, product, source, stats)
+
+
+def _wgrad(h: Padded, codes: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the gradients (E, N, K). codes: (K, P), whose scales are in h."""
+    return grouped_wgrad(h, Padded(codes, h.scale.new_ones(len(ends), codes.shape[0])), ends, dtype)
+
+
+def _halves(before: Tensor, width: int) -> tuple[Tensor, Tensor | None]:
+    """Return gate and up as views, or up alone. width: F."""
+    return (before[:, :width], before[:, width:]) if before.shape[1] == 2 * width else (before, None)
+
+
+def _activated(
+    kind: str, gate: Tensor, up: Tensor | None, spec: Any, keeps_codes: bool
+) -> tuple[Quantized, tuple[Tensor, ...]]:
+    if not keeps_codes:
+        return activation(kind, gate, up, spec), ()
+    hidden, inputs = activation_and_inputs(kind, gate, up, spec)
+    return hidden, tuple(tensor for quantized in inputs for tensor in quantized[:2])
+
+
+def _kept_halves(
+    inputs: list[Tensor], width: int, keeps_codes: bool
+) -> tuple[Tensor | Quantized, Tensor | Quantized | None]:
+    if not keeps_codes:
+        return _halves(inputs[0], width)
+    pairs = [Quantized(*pair, INPUTS.tile) for pair in zip(inputs[::2], inputs[1::2], strict=True)]
+    return pairs[0], pairs[1] if len(pairs) > 1 else None

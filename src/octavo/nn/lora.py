@@ -1,0 +1,91 @@
+"""LoRA (Hu et al. 2021, arXiv 2106.09685): low-rank updates of frozen linear layers, whose weights may be FP8 codes.
+
+A layer stays the layer it is, under its name: the update is a child of it, `lora`, that a hook adds to the output. So
+a plan, fused groups, exports and one-byte weights see the model that they know. PEFT wraps layers, which renames their
+parameters, and merges by adding to `weight.data`, which FP8 codes cannot take: a sum is to be quantised, once.
+"""
+
+from __future__ import annotations
+
+import math
+from fnmatch import fnmatchcase
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octavo.errors import ConfigError
+from octavo.tensor import FP8Tensor
+
+
+class LoRA(nn.Module):
+    """The update `alpha / rank * B A` of a weight (N, K), in FP32; zero at first."""
+
+    def __init__(self, layer: nn.Linear, rank: int, alpha: float, generator: torch.Generator) -> None:
+        super().__init__()
+        bound = 1 / math.sqrt(layer.in_features)  # as nn.Linear
+        a = torch.empty(rank, layer.in_features).uniform_(-bound, bound, generator=generator)
+        device = layer.weight.device
+        self.A = nn.Parameter(a.to(device))
+        self.B = nn.Parameter(torch.zeros(layer.out_features, rank, device=device))
+        self.scale = alpha / rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the update's output (..., N) for x (..., K), in autocast's dtype or in FP32."""
+        if not torch.is_autocast_enabled(x.device.type):
+            x = x.to(self.A.dtype)
+        return F.linear(F.linear(x, self.A), self.B) * self.scale
+
+    @torch.no_grad()
+    def delta(self) -> Tensor:
+        """Return the update of the weight, FP32 (N, K)."""
+        return self.scale * (self.B @ self.A)
+
+
+def add_lora(model: nn.Module, rank: int, alpha: float, layers: str = "*", seed: int = 0) -> list[str]:
+    """Freeze a model and give its linear layers trainable updates; return the names of these layers.
+
+    Args:
+        model: converted or not.
+        rank: rank of the updates.
+        alpha: the updates are multiplied by `alpha / rank`.
+        layers: pattern of names; `*` matches anything.
+        seed: seed of A.
+
+    Raises:
+        ConfigError: no linear layer has such a name.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    model.requires_grad_(False)
+    found = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and fnmatchcase(name, layers)}
+    if not found:
+        raise ConfigError(f"lora.layers: '{layers}' matches no linear layer.")
+    for layer in found.values():
+        layer.lora = LoRA(layer, rank, alpha, generator)
+        layer.register_forward_hook(_add)
+    return list(found)
+
+
+@torch.no_grad()
+def merge_lora(model: nn.Module) -> int:
+    """Add all updates to the weights of their layers and remove them; return their number.
+
+    Sums are taken in FP32 and rounded once: to the dtype of the weight, or to FP8 with new scales.
+    """
+    layers = [module for module in model.modules() if isinstance(getattr(module, "lora", None), LoRA)]
+    for layer in layers:
+        weight, update = layer.weight, layer.lora
+        assert isinstance(weight, Tensor) and isinstance(update, LoRA)
+        values = weight.dequantize(torch.float32) if isinstance(weight, FP8Tensor) else weight.float()
+        weight.copy_(values + update.delta())
+        hooks = layer._forward_hooks
+        for key in [key for key, hook in hooks.items() if hook is _add]:
+            del hooks[key]
+        del layer.lora
+    return len(layers)
+
+
+def _add(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """Add the update to a layer's output: a hook that copies of the layer share."""
+    update: Tensor = layer.lora(inputs[0])  # type: ignore[operator]
+    return output + update.to(output.dtype)

@@ -1,0 +1,273 @@
+"""One short training per precision, on the same batches from the same weights: time, energy, memory and losses."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from octavo import kernels
+from octavo.conversion import Plan, convert
+from octavo.doctor.accuracy import drift
+from octavo.doctor.check import run_check
+from octavo.doctor.subjects import Trial
+from octavo.errors import UnsupportedError
+from octavo.monitor.system import SystemProbe
+from octavo.nn import Linear, reuse_weight_codes
+from octavo.nn.fp8_weights import values
+from octavo.nn.hooks import hooked
+from octavo.pilot.workload import Workload, to_device
+from octavo.train.profile import profile
+from octavo.train.timing import milliseconds, synchronize, warm_up
+
+PRECISIONS: dict[str, torch.dtype | None] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
+"""Autocast dtype of the precisions that are no recipe; a recipe computes the rest in BF16."""
+PHASES = ("data", "forward", "backward", "optimizer", "communication", "idle")
+WARM_UP = 3
+"""Steps before those that are timed."""
+DECODED = 32
+"""Tokens decoded, of which the median time counts."""
+
+
+@dataclass(kw_only=True)
+class Measurement:
+    """What one precision gave. Times are means per step in milliseconds; None is not known."""
+
+    precision: str
+    """bf16, fp16, fp32, or a recipe."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Milliseconds per phase; idle and communication are parts of the others."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Milliseconds of the GPU per kind of kernel: gemm, attention, elementwise, ..."""
+    step_ms: float | None = None
+    """Latency of a step."""
+    tokens_per_s: float | None = None
+    tflops: float | None = None
+    """Achieved TFLOP/s: those of the model in BF16 over the time of a step."""
+    joules_per_token: float | None = None
+    peak_gib: float | None = None
+    """Peak memory of tensors on the GPU."""
+    resident_gib: float | None = None
+    """Memory between steps: weights, moments, gradients."""
+    decode_ms: float | None = None
+    """Latency of one decoded token."""
+    losses: list[float] = field(default_factory=list)
+    layer_errors: dict[str, float] = field(default_factory=dict)
+    """||Y8 - Y|| / ||Y|| of each FP8 layer's output, on the first batch."""
+    gradient_cosines: dict[str, float] = field(default_factory=dict)
+    """Cosine of each FP8 weight's gradient with the one in high precision, on the first batch."""
+    fallbacks: list[str] = field(default_factory=list)
+    failed: str = ""
+    """Why it could not be trained; empty if it was."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """How all precisions are trained."""
+
+    device: torch.device
+    steps: int = 20
+    """Steps whose losses are compared; the last ones are timed."""
+    timed: int = 10
+    lr: float = 3e-4
+    compile: bool = False
+    rows: int = 8192
+    """M of the linear layers, for the plan."""
+
+
+def measure(
+    precision: str, model: nn.Module, workload: Workload, how: Conditions, flops: float | None
+) -> tuple[Measurement, Plan | None]:
+    """Train a copy of a model in one precision and return what was measured, and the plan of a recipe.
+
+    A precision that fails, for want of memory for example, says so in `failed`.
+
+    Args:
+        precision: a key of `PRECISIONS`, or a recipe.
+        model: with the initial weights, on the CPU.
+        flops: floating-point operations per step.
+    """
+    found = Measurement(precision=precision)
+    plan = None
+    try:
+        plan = _measure(copy.deepcopy(model).to(how.device), workload, how, found, flops)
+    except (RuntimeError, NotImplementedError, UnsupportedError) as error:  # RuntimeError includes out of memory
+        found.failed = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    torch.compiler.reset()
+    gc.collect()
+    if how.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found, plan
+
+
+def _measure(
+    model: nn.Module, workload: Workload, how: Conditions, found: Measurement, flops: float | None
+) -> Plan | None:
+    is_recipe = found.precision not in PRECISIONS
+    plan = convert(model, found.precision, tokens=how.rows) if is_recipe else None
+    if is_recipe:
+        _errors(model, workload, how, found)
+    run = _Training(model, workload, how, PRECISIONS.get(found.precision, torch.bfloat16))
+    _train(run, workload, how, found, flops)
+    if how.device.type == "cuda" and workload.decode is not None:
+        found.decode_ms = _decode(run, workload)
+    return plan
+
+
+class _Training:
+    """A model in training by autocast, with AdamW and, in FP16, a loss scale."""
+
+    def __init__(self, model: nn.Module, workload: Workload, how: Conditions, dtype: torch.dtype | None) -> None:
+        self.model, self.workload, self.device, self.dtype = model, workload, how.device, dtype
+        self.scaler = torch.amp.GradScaler(how.device.type, enabled=dtype == torch.float16)
+        self.optimizer = torch.optim.AdamW(model.parameters(), how.lr, fused=how.device.type == "cuda")
+        if how.compile:
+            model.compile()
+        self.batches = workload.batches()
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, self.dtype or torch.bfloat16, enabled=self.dtype is not None)
+
+    def step(self, mark: Callable[[str], None] = lambda phase: None) -> Tensor:
+        """Train on the next batch; `mark` is called after each phase."""
+        batch = to_device(next(self.batches), self.device)
+        mark("data")
+        with self.autocast():
+            loss = self.workload.loss(self.model, batch)
+        mark("forward")
+        self.scaler.scale(loss).backward()
+        mark("backward")
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        mark("optimizer")
+        return loss.detach()
+
+
+class _Clock:
+    """The time of each phase, by events of the GPU or by the host's clock."""
+
+    def __init__(self, is_gpu: bool) -> None:
+        self.is_gpu = is_gpu
+        self.marks: list[tuple[str, Any]] = []
+        self.mark("")
+
+    def mark(self, phase: str) -> None:
+        now: Any = time.perf_counter()
+        if self.is_gpu:
+            now = torch.cuda.Event(enable_timing=True)
+            now.record()
+        self.marks.append((phase, now))
+
+    def totals(self) -> dict[str, float]:
+        """Return the milliseconds of each phase."""
+        synchronize("cuda" if self.is_gpu else "cpu")
+        found = dict.fromkeys(PHASES[:4], 0.0)
+        for (_, start), (phase, end) in zip(self.marks, self.marks[1:], strict=False):
+            found[phase] += start.elapsed_time(end) if self.is_gpu else 1e3 * (end - start)
+        return found
+
+
+def _train(run: _Training, workload: Workload, how: Conditions, found: Measurement, flops: float | None) -> None:
+    is_gpu = how.device.type == "cuda"
+    timed = min(how.timed, max(1, how.steps - WARM_UP))
+    losses = [run.step() for _ in range(how.steps - timed)]
+    if is_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        found.resident_gib = torch.cuda.memory_allocated() / 2**30
+    probe = SystemProbe(torch.cuda.current_device() if is_gpu else None)
+    synchronize(how.device.type)
+    clock = _Clock(is_gpu)
+    with kernels.record() as ledger:
+        losses += [run.step(clock.mark) for _ in range(timed)]
+    total = clock.totals()
+    joules = probe.sample().get("gpu_energy_joules")
+    found.losses = [float(loss) for loss in losses]
+    found.fallbacks = list(ledger.fallbacks)
+    found.phases = {phase: ms / timed for phase, ms in total.items()}
+    found.step_ms = sum(found.phases.values())
+    found.tokens_per_s = 1e3 * workload.tokens / found.step_ms
+    found.tflops = None if flops is None else flops / found.step_ms / 1e9
+    if is_gpu:
+        found.peak_gib = torch.cuda.max_memory_allocated() / 2**30
+        found.joules_per_token = joules / timed / workload.tokens if joules else None
+        seen = profile(run.step, 2)
+        found.parts = {part: round(ms, 3) for part, ms in seen.parts.items()}
+        found.phases |= {"communication": seen.parts["communication"], "idle": max(found.step_ms - seen.busy, 0.0)}
+
+
+def _decode(run: _Training, workload: Workload) -> float:
+    """Return the median milliseconds of one step of decoding, with the codes of the weights made once."""
+    assert workload.decode is not None
+    run.model.eval()
+    with torch.no_grad(), run.autocast(), reuse_weight_codes(run.model):
+        step = workload.decode(run.model, to_device(next(workload.batches()), run.device))
+        warm_up(step, run.device.type, seconds=0.1)
+        return statistics.median(milliseconds(step, run.device.type, DECODED))
+
+
+def _errors(model: nn.Module, workload: Workload, how: Conditions, found: Measurement) -> None:
+    """Compare each FP8 layer's output, and the gradient of its weight, with high precision, on the first batch."""
+    batch = to_device(next(workload.batches()), how.device)
+
+    def loss() -> Tensor:
+        with torch.autocast(how.device.type, torch.bfloat16):
+            return workload.loss(model, batch)
+
+    trial = Trial(model, loss, loss)
+    rows = run_check(drift, trial).finding.rows
+    found.gradient_cosines = {str(row["layer"]): float(row["cosine"]) for row in rows}
+
+    def compare(name: str) -> Callable[..., None]:
+        def hook(layer: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
+            weight, bias = values(layer.get_parameter("weight"), torch.float32), cast(Tensor | None, layer.bias)
+            exact = nn.functional.linear(inputs[0].float(), weight, None if bias is None else bias.float())
+            found.layer_errors[name] = float((y.float() - exact).norm() / exact.norm().clamp(min=1e-30))
+
+        return hook
+
+    layers = {name: layer for name, layer in trial.layers.items() if isinstance(layer, Linear)}
+    with hooked(layer.register_forward_hook(compare(name)) for name, layer in layers.items()), torch.no_grad():
+        loss()
+
+
+def count_flops(workload: Workload) -> tuple[float, float, int] | None:
+    """Return FLOPs of a step, those of them outside linear layers, and M of the linear layers; None if untraceable.
+
+    Counted on a model without values: products of matrices, convolutions and attention, in forward and backward.
+    """
+    rows: list[int] = []
+    inside = 0.0
+
+    def note(layer: nn.Module, inputs: object, y: Tensor) -> None:
+        nonlocal inside
+        count = y.numel() // y.shape[-1]
+        rows.append(count)
+        inside += 2.0 * y.numel() * layer.get_parameter("weight").shape[1] * (3 if y.requires_grad else 1)
+
+    try:
+        with torch.device("meta"):
+            model = workload.build()
+        linears = (module for module in model.modules() if isinstance(module, nn.Linear))
+        with hooked(layer.register_forward_hook(note) for layer in linears), FlopCounterMode(display=False) as counter:
+            workload.loss(model, to_device(next(workload.batches()), torch.device("meta"))).backward()
+    except (RuntimeError, NotImplementedError):  # a model that reads values
+        return None
+    total = float(counter.get_total_flops())
+    return total, max(total - inside, 0.0), statistics.mode(rows) if rows else workload.tokens
+
+
+def losses_apart(found: Measurement, base: Measurement) -> tuple[float, float]:
+    """Return how far a loss is above BF16's, in percent, over the second half of the steps, and its standard error."""
+    pairs = list(zip(found.losses, base.losses, strict=True))[len(base.losses) // 2 :]
+    gaps = [100 * (one - other) / abs(other) for one, other in pairs if other]
+    error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else float("inf")
+    return statistics.fmean(gaps), error

@@ -1,0 +1,193 @@
+"""A pilot as text, as JSON, and as one HTML file with plots, which needs no network."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from octavo.monitor.dashboard import page
+from octavo.pilot.judging import Advice, Pilot, advise
+from octavo.pilot.measuring import Measurement
+
+_COLUMNS: dict[str, tuple[str, str]] = {
+    "step_ms": ("step ms", ".2f"),
+    "tokens_per_s": ("{unit}s/s", ",.0f"),
+    "tflops": ("TFLOP/s", ".0f"),
+    "joules_per_token": ("J/{unit}", ".2e"),
+    "peak_gib": ("peak GiB", ".2f"),
+    "decode_ms": ("decode ms", ".2f"),
+}
+"""Columns of the table: title and format of each field."""
+Rows = list[tuple[str, ...]]
+
+
+def to_dict(pilot: Pilot) -> dict[str, Any]:
+    """Return everything as plain data: what was measured, and the recommendation."""
+    about = {key: value for key, value in vars(pilot).items() if key not in ("measured", "plans", "rates")}
+    lanes = [
+        {**asdict(found), "speedup": round(pilot.speedup(name), 3), "loss_gap_percent": pilot.gap(name)}
+        for name, found in pilot.measured.items()
+    ]
+    chosen = {"adopts": pilot.adopts, "recipe": pilot.best, "advice": [advice._asdict() for advice in advise(pilot)]}
+    plans = {name: json.loads(plan.to_json()) for name, plan in pilot.plans.items()}
+    return {**about, "measured": lanes, "recommendation": chosen, "plans": plans}
+
+
+def to_text(pilot: Pilot) -> str:
+    """Return the report for a terminal."""
+    lines = [*_header(pilot), "", *_aligned(speed_rows(pilot))]
+    phases = phase_rows(pilot)
+    lines += ["", *_aligned(phases)] if len(phases) > 1 else []
+    lines += ["", *_notes(pilot), "", "recommendation"]
+    for advice in advise(pilot):
+        lines += [
+            f"  {advice.about}: {advice.decision}",
+            f"    because     {advice.reason}",
+            f"    changed by  {advice.changes}",
+        ]
+    return "\n".join(lines)
+
+
+def to_html(pilot: Pilot, output: Path) -> Path:
+    """Write the report as one file with plots, and return its path.
+
+    Raises:
+        UnsupportedError: plotly is not installed.
+    """
+    script = page.safe_in_script(page.plotly().read_text("utf-8"))
+    figures = list(_figures(pilot))
+    plots = "".join(f'<div id="plot{number}"></div>' for number in range(len(figures)))
+    drawn = page.safe_in_script(json.dumps(figures))
+    call = "FIGURES.forEach((f, i) => Plotly.newPlot('plot' + i, f.data, f.layout, {responsive: true}))"
+    advice = _html_table([("about", "decision", "reason", "what would change it"), *map(_cells, advise(pilot))])
+    body = [
+        f"<h1>FP8 pilot: {html.escape(pilot.workload)}</h1>",
+        *(f"<p>{html.escape(line)}</p>" for line in (*_header(pilot), *_notes(pilot))),
+        f"<h2>Recommendation</h2>{advice}<h2>Measurements</h2>{_html_table(speed_rows(pilot))}",
+        _html_table(phase_rows(pilot)),
+        plots,
+        f"<script>{script}</script><script>const FIGURES = {drawn}; {call}</script>",
+    ]
+    head = f"<title>FP8 pilot</title><style>{_STYLE}</style>"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(f'<!doctype html><meta charset="utf-8">{head}{"".join(body)}', "utf-8")
+    return output
+
+
+_STYLE = (
+    "body{font:15px/1.5 system-ui;max-width:70em;margin:2em auto;padding:0 1em}"
+    "table{border-collapse:collapse;margin:1em 0}"
+    "td,th{padding:.3em .8em;border-bottom:1px solid #ccc;text-align:left;vertical-align:top}"
+)
+
+
+def _cells(advice: Advice) -> tuple[str, ...]:
+    return tuple(advice)
+
+
+def _header(pilot: Pilot) -> list[str]:
+    size = (
+        f"{pilot.parameters / 1e6:,.1f} M parameters, {pilot.samples} x {pilot.tokens // pilot.samples} {pilot.unit}s"
+    )
+    where = f"losses on {pilot.device}, times and memory predicted for an {pilot.predicted_for.upper()}"
+    return [f"{pilot.workload}: {size} per step, {pilot.data}", where if pilot.predicted_for else f"on {pilot.device}"]
+
+
+def _notes(pilot: Pilot) -> Iterator[str]:
+    """Yield what the tables do not say."""
+    if pilot.predicted_for:
+        yield "not known on this machine: launches, idle time, data loading, communication, energy, decoding, fallbacks"
+    if pilot.elsewhere is None:
+        yield "FLOPs are not known: the model cannot be traced without values"
+    else:
+        yield f"{1 - pilot.elsewhere:.0%} of the FLOPs are in linear layers; the others, as attention, gain nothing"
+    for name, found in pilot.measured.items():
+        if found.failed:
+            yield f"{name} failed: {found.failed}"
+        if found.fallbacks:
+            yield f"{name}: {len(found.fallbacks)} GEMMs fell back, first {found.fallbacks[0]}"
+
+
+def speed_rows(pilot: Pilot) -> Rows:
+    """Return the table of precisions: titles, then one row each; columns without a value are left out."""
+    keys = [key for key in _COLUMNS if any(getattr(found, key) is not None for found in pilot.measured.values())]
+    titles = ("precision", *(_COLUMNS[key][0].format(unit=pilot.unit) for key in keys), "speed", "loss", "gap to BF16")
+    rows = [titles]
+    for name, found in pilot.measured.items():
+        gap = pilot.gap(name) if name != "bf16" else None
+        said = "-" if gap is None else f"{gap[0]:+.2f} ± {gap[1]:.2f} %"
+        loss = f"{found.losses[-1]:.4f}" if found.losses else "-"
+        values = (_shown(getattr(found, key), _COLUMNS[key][1]) for key in keys)
+        rows.append((name, *values, _shown(pilot.speedup(name) or None, ".2f"), loss, said))
+    return rows
+
+
+def phase_rows(pilot: Pilot) -> Rows:
+    """Return the table of phases in milliseconds per step, with the speed-up of each for the recommended recipe."""
+    names = [name for name, found in pilot.measured.items() if found.phases or found.parts]
+    kinds = dict.fromkeys(kind for name in names for kind in _times(pilot.measured[name]))
+    best = pilot.best if pilot.best in names else None
+    rows: Rows = [("ms per step", *names, *(("speed-up",) if best else ()))]
+    for kind in kinds:
+        times = [_times(pilot.measured[name]).get(kind) for name in names]
+        row = (kind, *(_shown(time, ".2f") for time in times))
+        one, other = (_times(pilot.measured[name]).get(kind) for name in ("bf16", best or "bf16"))
+        rows.append((*row, *((_shown(one / other if one and other else None, ".2f"),) if best else ())))
+    return rows
+
+
+def _times(found: Measurement) -> dict[str, float]:
+    """Return the phases, then the kinds of kernels that are no phase."""
+    return {**found.phases, **{kind: ms for kind, ms in found.parts.items() if kind not in found.phases}}
+
+
+def _shown(value: float | None, how: str) -> str:
+    return "-" if value is None else format(value, how)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+
+
+def _html_table(rows: Sequence[Sequence[str]]) -> str:
+    lines = [
+        "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
+        for tag, row in zip(["th", *["td"] * (len(rows) - 1)], rows, strict=True)
+    ]
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
+def _figures(pilot: Pilot) -> Iterator[dict[str, Any]]:
+    """Yield plots as Plotly takes them: time by phase or kind, losses, errors per layer."""
+    for title, field in (("Milliseconds per step, by phase", "phases"), ("By kind of kernel", "parts")):
+        times = {name: ms for name, lane in pilot.measured.items() if (ms := getattr(lane, field))}
+        kinds = dict.fromkeys(kind for ms in times.values() for kind in ms if kind not in ("idle", "communication"))
+        bars = [
+            {"type": "bar", "name": kind, "x": list(times), "y": [ms.get(kind) for ms in times.values()]}
+            for kind in kinds
+        ]
+        if bars:
+            yield {"data": bars, "layout": {"title": {"text": title}, "barmode": "stack"}}
+    curves = [{"name": name, "y": lane.losses} for name, lane in pilot.measured.items() if lane.losses]
+    if curves:
+        yield {"data": curves, "layout": {"title": {"text": "Loss by step, on the same batches"}}}
+    errors = [
+        {"type": "bar", "name": name, "x": list(lane.layer_errors), "y": list(lane.layer_errors.values())}
+        for name, lane in pilot.measured.items()
+        if lane.layer_errors
+    ]
+    if errors:
+        yield {
+            "data": errors,
+            "layout": {"title": {"text": "Relative error of each layer's output"}, "barmode": "group"},
+        }

@@ -1,0 +1,116 @@
+"""One pilot from beginning to end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from octavo.conversion import Plan
+from octavo.errors import ConfigError, did_you_mean
+from octavo.kernels.devices import GPUS, rates_named
+from octavo.models.factory import count_parameters
+from octavo.pilot import predicting
+from octavo.pilot.judging import Pilot
+from octavo.pilot.measuring import PRECISIONS, Conditions, Measurement, count_flops, measure
+from octavo.pilot.workload import Workload, first
+from octavo.recipes import load, names
+from octavo.train import device as devices
+
+RECIPES = ("folded", "tensorwise", "block")
+"""Recipes of a pilot by default: scales per row, per tensor and per block."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """The options of a pilot."""
+
+    recipes: tuple[str, ...] = RECIPES
+    precisions: tuple[str, ...] = tuple(PRECISIONS)
+    """bf16 always; fp16 and fp32 beside it."""
+    steps: int = 20
+    lr: float = 3e-4
+    compile: bool = False
+    device: str = "auto"
+    gpu: str = "h200"
+    """GPU to predict for on a CPU, h100 or h200."""
+
+
+def run_pilot(workload: Workload, settings: Settings, report: Callable[[str], None] = lambda doing: None) -> Pilot:
+    """Train a workload for a few steps in every precision, and return what was found.
+
+    On a CPU, losses and errors are measured, with the numbers that a GPU gives; times and memory are predicted.
+
+    Args:
+        report: called with a description of each measurement before it starts.
+
+    Raises:
+        ConfigError: an unknown recipe, precision, device or GPU, or a batch without a tensor.
+    """
+    _check(settings)
+    device = devices.resolve(settings.device)
+    is_gpu = device.type == "cuda"
+    if is_gpu and not settings.steps:
+        raise ConfigError("--steps 0: predicts, on a CPU alone. On a GPU give it a few steps.")
+    report("counting FLOPs")
+    flops = count_flops(workload)
+    how = Conditions(
+        device=device,
+        steps=settings.steps,
+        lr=settings.lr,
+        compile=settings.compile and is_gpu,
+        rows=flops[2] if flops else workload.tokens,
+    )
+    precisions = dict.fromkeys(("bf16", *settings.precisions)) if is_gpu else {"bf16": None}
+    with nullcontext() if settings.steps else torch.device("meta"):
+        model = workload.build()
+    found = {name: Measurement(precision=name) for name in (*precisions, *settings.recipes)}
+    plans: dict[str, Plan | None] = {}
+    for name in found if settings.steps else ():
+        report(f"training in {name}")
+        found[name], plans[name] = measure(name, model, workload, how, flops[0] if flops else None)
+    report("plans")
+    predicted = {name: predicting.plan_for(workload, name, how, settings.gpu) for name in settings.recipes}
+    if not is_gpu and flops is not None:
+        for name in found:
+            plan = predicted.get(name) or next(iter(predicted.values()))
+            predicting.predict(found[name], plan, workload, how, flops)
+        fastest = min(settings.recipes, key=lambda name: found[name].step_ms or 0.0)
+        for name in ("bf16", *([fastest] if predicted[fastest].fp8_layers else [])):
+            report(f"memory in {name}")
+            found[name].peak_gib = predicting.peak_gib(workload, name, how)
+    capacity = torch.cuda.get_device_properties(device).total_memory / 2**30 if is_gpu else 0.0
+    return Pilot(
+        workload=workload.name,
+        unit=workload.unit,
+        tokens=workload.tokens,
+        samples=len(first(next(workload.batches()))),
+        data=workload.data,
+        device=devices.describe(device),
+        predicted_for="" if is_gpu else settings.gpu,
+        capacity_gib=capacity or predicting.CAPACITY_GIB[settings.gpu],
+        parameters=count_parameters(model),
+        rows=how.rows,
+        elsewhere=flops[1] / flops[0] if flops and flops[0] else None,
+        compiled=how.compile,
+        rates=rates_named(torch.cuda.get_device_name(device)) if is_gpu else GPUS[settings.gpu].rates,
+        measured=found,
+        plans={name: (plans.get(name) if is_gpu else None) or plan for name, plan in predicted.items()},
+    )
+
+
+def _check(settings: Settings) -> None:
+    for name in settings.precisions:
+        if name not in PRECISIONS:
+            raise ConfigError(
+                f"--precisions: '{name}' is not one of {', '.join(PRECISIONS)}.{did_you_mean(name, PRECISIONS)}"
+            )
+    if settings.gpu not in predicting.CAPACITY_GIB:
+        raise ConfigError(f"--gpu: '{settings.gpu}' is not one of {', '.join(predicting.CAPACITY_GIB)}.")
+    if not settings.recipes:
+        raise ConfigError(f"--recipes: name at least one of {', '.join(names())}.")
+    for name in settings.recipes:
+        if not load(name).is_fp8:
+            raise ConfigError(f"--recipes: '{name}' has nothing in FP8.")

@@ -1,0 +1,38 @@
+"""A file is written whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from octavo._util.files import write_text
+from octavo.errors import ConfigError
+
+
+def test_it_replaces_a_file_and_makes_its_folder(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "file"
+    write_text(file, "one", ConfigError, mkdir=True)
+    write_text(file, "zwei ü\n", ConfigError)
+    assert file.read_text("utf-8") == "zwei ü\n" and list(file.parent.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("place", ["missing/file", "plain/file"])
+def test_what_fails_is_named_and_leaves_nothing(tmp_path: Path, place: str) -> None:
+    (tmp_path / "plain").touch()
+    with pytest.raises(ConfigError, match=rf"{place}: cannot be written \("):
+        write_text(tmp_path / place, "text", ConfigError)
+    assert [path.name for path in tmp_path.iterdir()] == ["plain"]
+
+
+def test_a_failure_keeps_the_file_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.write_text("before")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        write_text(file, "after", ConfigError)
+    assert file.read_text() == "before" and list(tmp_path.iterdir()) == [file]

@@ -1,0 +1,194 @@
+"""Experts of every library are found, converted and turned back; names, values and routers stay."""
+
+import copy
+import importlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import octavo
+from octavo.conversion.experts import find_experts
+from octavo.errors import NonFiniteError
+from octavo.models import ModelConfig, build
+from octavo.nn.experts import Experts
+from octavo.sensitivity.precision_switch import switchable
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES |= {"num_key_value_heads": 2, "vocab_size": 64, "num_experts_per_tok": 2, "eos_token_id": None}
+MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+FAMILIES = {
+    "mixtral.Mixtral": {"num_local_experts": 4},
+    "qwen3_moe.Qwen3Moe": {"num_experts": 8, "moe_intermediate_size": 48, "head_dim": 16},
+    "olmoe.Olmoe": {"num_experts": 8},
+    "gpt_oss.GptOss": {"num_local_experts": 4, "head_dim": 16},
+    "deepseek_v3.DeepseekV3": {
+        **{"n_routed_experts": 8, "moe_intermediate_size": 48, "first_k_dense_replace": 1, "n_group": 2},
+        **{"topk_group": 1, **MLA},
+    },
+}
+
+
+def family(name):
+    file, _, prefix = name.partition(".")
+    module = importlib.import_module(f"transformers.models.{file}")
+    config = getattr(module, f"{prefix}Config")(**SIZES, **FAMILIES[name])
+    torch.manual_seed(0)
+    return getattr(module, f"{prefix}ForCausalLM")(config).eval()
+
+
+class Titan(nn.Module):
+    """torchtitan's GroupedExperts."""
+
+    def __init__(self, experts=4, dim=32, hidden=48):
+        super().__init__()
+        self.num_experts = experts
+        self.w1 = nn.Parameter(torch.randn(experts, hidden, dim) / 6)
+        self.w2 = nn.Parameter(torch.randn(experts, dim, hidden) / 7)
+        self.w3 = nn.Parameter(torch.randn(experts, hidden, dim) / 6)
+
+    def forward(self, x, num_tokens_per_expert):
+        parts = torch.split(x, num_tokens_per_expert.tolist(), dim=0)
+        outputs = []
+        for e, part in enumerate(parts):
+            h = F.silu(part @ self.w1[e].transpose(-2, -1)) * (part @ self.w3[e].transpose(-2, -1))
+            outputs.append(h @ self.w2[e].transpose(-2, -1))
+        return torch.cat(outputs, dim=0)
+
+
+class Interleaved(nn.Module):
+    """Transposed weights, gate and up in turns, GELU."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 32, 96) / 6)
+        self.down = nn.Parameter(torch.randn(4, 48, 32) / 7)
+
+    def forward(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for e in range(4):
+            t, k = torch.where(ids == e)
+            h = x[t] @ self.up[e]
+            y = y.index_add(0, t, (F.gelu(h[:, ::2]) * h[:, 1::2]) @ self.down[e] * weights[t, k, None])
+        return y
+
+
+class Ungated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 48, 32) / 6), nn.Parameter(torch.randn(4, 32, 48) / 7)
+
+    def forward(self, tokens, experts, scores):
+        hidden = F.relu(torch.einsum("td,ehd->teh", tokens, self.up)).square()
+        every = torch.einsum("teh,edh->ted", hidden, self.down)
+        dense = torch.zeros(len(tokens), 4).scatter(1, experts, scores)
+        return (every * dense[:, :, None]).sum(1)
+
+
+class Other(Ungated):
+    """Not a mixture of experts: it adds the tokens."""
+
+    def forward(self, tokens, experts, scores):
+        return super().forward(tokens, experts, scores) + tokens
+
+
+def compare(model, converted, run, floor):
+    """Compare outputs and gradients of a model before and after conversion."""
+    wide, fp8 = run(model), run(converted)
+    wide.square().mean().backward()
+    fp8.square().mean().backward()
+    assert octavo.numerics.sqnr_db(wide.detach(), fp8.detach()) > floor
+    for (name, a), b in zip(model.named_parameters(), converted.parameters(), strict=True):
+        if a.grad is not None and a.grad.any():
+            assert octavo.numerics.sqnr_db(a.grad, b.grad) > floor - 8, name
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_of_transformers(name):
+    model = family(name)
+    converted, tokens = copy.deepcopy(model), torch.randint(64, (2, 8))
+    plan = octavo.convert(converted)
+    rows = {row.name: row for row in plan.layers if row.count > 1}
+    assert len(rows) == (2 if "deepseek" in name else 4)
+    assert all(row.is_fp8 and row.kind == f"{row.count} experts" for row in rows.values())
+    how = "product by product: an activation of its own" if "gpt" in name else "fused: sort, gate, up, silu, down, sum"
+    assert {row.reason for row in rows.values()} == {how}
+    assert list(converted.state_dict()) == list(model.state_dict())
+    routers = [m for n, m in converted.named_modules() if n.endswith((".gate", ".router"))]
+    assert routers and not any("octavo" in type(m).__module__ for m in routers)
+    wide, fp8 = (m(input_ids=tokens, use_cache=False).logits.detach() for m in (model, converted))
+    assert octavo.numerics.sqnr_db(wide, fp8) > 12  # a token near a tie goes to another expert
+    converted(input_ids=tokens, labels=tokens).loss.backward()
+    assert octavo.revert(converted) == plan.fp8_layers
+    assert [type(m) for m in converted.modules()] == [type(m) for m in model.modules()]
+
+
+def routed():
+    torch.manual_seed(2)
+    weights, ids = torch.randn(40, 4).softmax(1).topk(2)
+    return torch.randn(40, 32), ids, weights
+
+
+@pytest.mark.parametrize("kind", [Interleaved, Ungated])
+@pytest.mark.parametrize("recipe", ["folded", "rowwise"])
+def test_of_a_reader(kind, recipe):
+    model = nn.ModuleDict({"experts": kind()})
+    converted = copy.deepcopy(model)
+    assert octavo.convert(converted, recipe).fp8_layers == 2
+    compare(model, converted, lambda m: m["experts"](*routed()), 22)
+
+
+@pytest.mark.parametrize("recipe", ["folded", "rowwise"])
+def test_of_torchtitan(recipe):
+    model = nn.ModuleDict({"experts": Titan()})
+    converted, counts = copy.deepcopy(model), torch.tensor([7, 0, 30, 3])
+    plan = octavo.convert(converted, recipe)
+    assert [row.shape for row in plan.layers] == [(96, 32), (32, 48)]
+    compare(model, converted, lambda m: m["experts"](routed()[0], num_tokens_per_expert=counts), 22)
+
+
+def test_what_stays_in_bf16_says_why():
+    model = nn.ModuleDict({"a": Other(), "b": Titan(dim=40), "c": Titan(), "d": Titan(dim=16), "e": Titan()})
+    plan = octavo.plan(model, policy=octavo.Policy(keep=["c"]), device="h200")
+    reasons = {row.name.partition(".")[0]: row.reason for row in plan.layers}
+    assert "a" not in reasons and "no mixture of experts that is known" in plan.unconverted[0].reason
+    assert "grouped FP8 GEMMs take multiples of 16" in reasons["b"]
+    assert reasons["c"] == "kept by the policy" and reasons["d"] == "fewer than 32 features"
+    assert [row.kernels for row in plan.layers if row.is_fp8] == [" / ".join(["scaled_grouped_mm"] * 3)] * 2
+    plan = octavo.plan(model, "tensorwise")
+    assert plan.fp8_layers == 0 and "Grouped GEMMs have a scale per row" in plan.layers[-1].reason
+
+
+def test_on_the_meta_device_and_converted_again():
+    with torch.device("meta"):
+        assert octavo.plan(nn.ModuleDict({"e": Titan()})).fp8_layers == 2
+    model = nn.ModuleDict({"e": Titan()})
+    octavo.convert(model)
+    first = find_experts(model)
+    plan = octavo.convert(model, {"modules": {"e.down_gemm": "bf16"}})
+    assert find_experts(model) == first and [row.is_fp8 for row in plan.layers] == [True, False]
+    model["e"](torch.randn(4, 32), torch.ones(4).long()).sum().backward()
+    assert octavo.revert(model) == 2 and type(model["e"]) is Titan
+
+
+def test_a_nan_is_named():
+    model = nn.ModuleDict({"e": Titan()})
+    with torch.no_grad():
+        model["e"].w3[1, 2, 3] = torch.nan
+    with pytest.raises(NonFiniteError, match=r"e\.w3 holds 1 value"):
+        octavo.convert(model)
+    assert not isinstance(model["e"], Experts)
+
+
+def test_products_can_be_switched_one_by_one():
+    model = build(ModelConfig(architecture="moe", vocab=32, dim=32, layers=1, heads=2, sequence=8, experts=4), 0)
+    tokens = torch.randint(32, (2, 8))
+    with torch.no_grad(), switchable(model, "folded", None, 64, None) as switch:
+        wide = model(tokens)
+        names = [name for name in switch.layers if "experts" in name]
+        assert names == [f"layers.0.feed_forward.experts.{name}_gemm" for name in ("gate_up", "down")]
+        for name in names:
+            with switch.using({name: ("fprop",)}):
+                assert 20 < octavo.numerics.sqnr_db(wide, model(tokens)) < 80
+        assert torch.equal(wide, model(tokens))

@@ -1,0 +1,156 @@
+"""Conversations as rows of ids: what is a target, what is packed where, and what attention does not cross."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from octavo.data import ByteTokenizer, Loader, prepare
+from octavo.data.chat import TASKS, ChatFormat, pack
+from octavo.data.loader import FIRST, IDS, NO_TARGET, heldout_batches, open_tokens
+from octavo.errors import DataError
+from octavo.models import ModelConfig, build
+
+BYTES = ByteTokenizer()
+CHATML = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+THINKING = (
+    "{% for m in messages %}{{ m.role }}>{% if loop.last and m.role == 'assistant' %}[]{% endif %}{{ m.content }};"
+    "{% endfor %}{% if add_generation_prompt %}assistant>{% endif %}"
+)
+
+
+def turns(*contents: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+
+
+def answers(chat: ChatFormat, *contents: str) -> list[str]:
+    return [text for text, is_answer in chat.spans(turns(*contents)) if is_answer]
+
+
+def test_answers_end_with_their_turn() -> None:
+    assert answers(ChatFormat(sequence=64), "1?", "one", "2?", "two") == ["one\n", "two\n"]
+    chatml = ChatFormat(sequence=64, template=CHATML, tokens={"bos_token": "<s>"})
+    assert answers(chatml, "1?", " one ", "2?", "two") == ["one<|im_end|>\n", "two<|im_end|>\n"]
+    assert "".join(text for text, _ in chatml.spans(turns("1?", "one"))).startswith("<s><|im_start|>user\n1?<|im_end|>")
+    # Thoughts are rendered in the last answer only: text up to an earlier one, rendered alone, is no prefix.
+    assert answers(ChatFormat(sequence=64, template=THINKING), "a", "b", "c", "d") == ["b;", "[]d;"]
+
+
+def test_templates_that_cannot_be_trained_on_are_refused() -> None:
+    counting = ChatFormat(sequence=64, template="{{ messages | length }}{{ messages[-1].content }}")
+    with pytest.raises(DataError, match="changes the messages before answer 1"):
+        counting.spans(turns("a", "b"))
+    strict = ChatFormat(sequence=64, template="{{ raise_exception('no system role') }}")
+    with pytest.raises(DataError, match="no system role"):
+        strict.spans(turns("a", "b"))
+    unsafe = ChatFormat(sequence=64, template="{{ messages.__class__.__mro__ }}")
+    with pytest.raises(DataError, match="unsafe"):
+        unsafe.spans(turns("a", "b"))
+
+
+def test_a_template_lies_beside_its_tokenizer(tmp_path: Path) -> None:
+    config = {"chat_template": "old", "bos_token": {"content": "<s>"}, "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    found = ChatFormat.of(str(tmp_path / "tokenizer.json"), 64)
+    assert (found.template, found.tokens) == ("old", {"bos_token": "<s>", "eos_token": "</s>"})
+    (tmp_path / "chat_template.jinja").write_text("new")
+    assert ChatFormat.of(str(tmp_path / "tokenizer.json"), 64).template == "new"
+    assert ChatFormat.of("bytes", 64) == ChatFormat(sequence=64)
+
+
+def test_only_answers_are_targets() -> None:
+    ids = ChatFormat(sequence=64).encode({"messages": turns("1?", "one", "2?", "two")}, BYTES)
+    is_target = (ids & NO_TARGET) == 0
+    assert BYTES.decode(ids[is_target] & IDS) == "one\ntwo\n"
+    assert ids[-1] == BYTES.end_of_document  # a target, too: the answer ends here
+    assert np.flatnonzero(ids & FIRST).tolist() == [0]
+    asked = ChatFormat(sequence=64).encode({"messages": turns("1?", "one", "2?")}, BYTES)
+    assert asked[-1] & NO_TARGET and len(ChatFormat(sequence=5).encode({"messages": turns("1?", "one")}, BYTES)) == 5
+
+
+def test_rows_are_filled_best_fit() -> None:
+    lengths = [5, 4, 3, 6, 2]
+    rows = pack([np.zeros(n, dtype=np.uint32) for n in lengths], 8)
+    assert rows == [[0, 2], [1], [3, 4]]  # 3 beside 5, 2 beside 6: the fullest that has room
+
+
+def write(path: Path, lines: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_documents_leak_neither_loss_nor_attention(tmp_path: Path) -> None:
+    """In a packed row every conversation has the loss that it has alone."""
+    lines = [{"messages": turns(f"{i} plus {i}", str(2 * i)), "task": "sum" if i % 2 else ""} for i in range(40)]
+    source, chat = write(tmp_path / "chat.jsonl", lines), ChatFormat(sequence=96)
+    files = prepare(source, BYTES, tmp_path / "cache", 0.2, chat=chat)
+    assert prepare(source, BYTES, tmp_path / "cache", 0.2, chat=chat) == files and files.suffix == ".u32"
+    assert files.documents + files.heldout_documents == 40
+    tasks = json.loads((files.directory / TASKS).read_text())
+    assert len(tasks) == files.heldout_documents and {*tasks} == {"sum", ""}
+    shape = {"vocab": 272, "dim": 32, "layers": 2, "heads": 2, "ffn": 64, "sequence": 96}
+    packed = build(ModelConfig(**shape, documents="separate"), 0)
+    alone = build(ModelConfig(**shape), 0)
+    for inputs, targets in (next(Loader(files.train, 2, 96, 0)), next(heldout_batches(files.heldout, 2, 96))):
+        for row, target in zip(inputs, targets, strict=True):
+            starts = [*torch.where(row < 0)[0].tolist(), 96]
+            assert starts[0] == 0 and len(starts) > 3
+            sums, count = torch.zeros(()), 0
+            for start, end in itertools.pairwise(starts):
+                document = torch.where(row < 0, ~row, row)[None, start:end]
+                known = target[None, start:end]
+                if (known >= 0).any():
+                    sums += alone(document, known) * (known >= 0).sum()
+                    count += int((known >= 0).sum())
+                    assert BYTES.decode(known[known >= 0]).strip().isdigit()
+            torch.testing.assert_close(packed(row[None], target[None]), sums / count, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([{"text": "x"}], "needs a list 'messages'"),
+        ([{"messages": [{"role": "user"}]}], "message 0 needs the texts"),
+        ([{"messages": turns("a", "b")}], "two different conversations"),
+        ([{"messages": turns("a" * 90, "b")}, {"messages": turns("a" * 91, "b")}], "two different conversations"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(lines: list[Any], said: str, tmp_path: Path) -> None:
+    source = write(tmp_path / "chat.jsonl", lines)
+    with pytest.raises(DataError, match=said):
+        prepare(source, BYTES, tmp_path, chat=ChatFormat(sequence=64))
+
+
+def test_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(DataError, match=r"data\.format 'text'"):
+        prepare(tmp_path, BYTES, tmp_path / "cache", chat=ChatFormat(sequence=64))
+
+
+class WideTokenizer(ByteTokenizer):
+    """Bytes, with ids that need 32 bits."""
+
+    name, vocab, end_of_document, fingerprint = "wide", 70_016, 69_999, "wide"
+
+    def encode(self, text: str) -> Any:
+        return super().encode(text).astype(np.uint32) + np.uint32(65_600)
+
+    def decode(self, ids: Any) -> str:
+        return super().decode(i - 65_600 for i in ids if i != 69_999)
+
+
+def test_large_vocabularies_are_stored_in_32_bits(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text to train on, and to hold out " * 20)
+    files = prepare(tmp_path / "a.txt", WideTokenizer(), tmp_path / "cache", 0.2)
+    assert files.train.suffix == ".u32" and open_tokens(files.train).dtype == np.uint32
+    inputs, targets = next(Loader(files.train, 2, 16, 0))
+    assert inputs.min() > 65_535 and torch.equal(inputs[:, 1:], targets[:, :-1])

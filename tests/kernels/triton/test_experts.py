@@ -1,0 +1,72 @@
+"""Triton's passes over the rows of experts against their definition, bit for bit."""
+
+import pytest
+import torch
+
+from octavo.kernels.activation import INPUTS
+from octavo.kernels.experts import route
+from octavo.kernels.quant_spec import QuantSpec
+from octavo.kernels.reference import experts as reference
+from octavo.kernels.reference import grouped as reference_groups
+from octavo.kernels.reference.quantize import quantize_pair
+from octavo.kernels.triton import experts as fast
+from octavo.kernels.triton import grouped as fast_groups
+
+pytestmark = pytest.mark.usefixtures("loops_with_bounds")
+ROWS = QuantSpec("e4m3", "row", "power_of_two")
+
+
+def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+@pytest.mark.parametrize("scaling", ["power_of_two", "float32"])
+def test_tokens_are_quantised_once_and_copied(scaling, device):
+    x = (torch.randn(9, 100, device=device) * torch.logspace(-3, 3, 9, device=device)[:, None]).bfloat16()
+    x[0, 0], x[3, 1] = torch.nan, torch.inf
+    routing = route(torch.randint(5, (9, 3), device=device), 5)
+    target = ROWS._replace(scaling=scaling)
+    made, want = (twin.quantize_tokens(x, routing.place, target) for twin in (fast, reference))
+    for ours, theirs in zip(made, want, strict=True):
+        assert same(ours.codes, theirs.codes) and torch.equal(ours.scale, theirs.scale)
+    assert torch.equal(made[1].scale, made[0].scale[routing.source])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_are_summed_in_order(dtype, device):
+    y, place = torch.randn(18, 40, device=device, dtype=dtype), torch.randperm(18, device=device).int().view(6, 3)
+    assert torch.equal(fast.combine(y, place), reference.combine(y, place))
+
+
+@pytest.mark.parametrize("kind", ["silu", "relu2"])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("kept", ["values", "codes"])
+def test_gradients_of_an_activation(kind, gated, kept, device):
+    rows, width = 7, 144
+    dh, gate, up = torch.randn(3, rows, width, device=device)
+    weights, scale = torch.rand(rows, device=device), torch.full((rows, 1), 2.0**-6, device=device)
+    inputs = [gate, up if gated else None]
+    if kept == "codes":
+        inputs = [x if x is None else quantize_pair([x], INPUTS, None)[0] for x in inputs]
+    made = fast.activation_backward(kind, dh, *inputs, weights, scale)
+    want = reference.activation_backward(kind, dh, *inputs, weights, scale)
+    exact = {"rtol": 0, "atol": 0} if device == "cpu" and kind == "relu2" else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(made[0], want[0], **exact)
+    torch.testing.assert_close(made[2], want[2], rtol=1e-4, atol=1e-4)
+    differing = (made[1].view(torch.uint8) != want[1].view(torch.uint8)).float().mean()
+    assert differing <= (0 if device == "cpu" else 1e-3)
+
+
+@pytest.mark.parametrize("counts", [[5], [16, 0, 33], [0, 0, 7, 1]], ids=str)
+def test_rows_read_through_their_source(counts, device):
+    ends = torch.tensor(counts, device=device).cumsum(0).int()
+    x = torch.randn(11, 48, device=device)
+    source = torch.randint(11, (sum(counts),), device=device).int()
+    folds = torch.rand(len(counts), 48, device=device), torch.rand(sum(counts), 1, device=device)
+    made = fast_groups.quantize_groups(x, ends, ROWS, ROWS, *folds, source)
+    want = reference_groups.quantize_groups(x[source], ends, ROWS, ROWS, *folds)
+    for ours, theirs in zip(made, want, strict=True):
+        assert same(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+    codes = x.to(torch.float8_e4m3fn)
+    expected = reference_groups.transpose_groups(codes.view(torch.uint8)[source].view(codes.dtype), ends)
+    assert same(fast_groups.transpose_groups(codes, ends, source), expected)

@@ -1,0 +1,224 @@
+"""The fused experts against a loop over experts, bit for bit, and against float64."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from octavo.errors import ConfigError
+from octavo.kernels import record
+from octavo.kernels.experts import route
+from octavo.kernels.gemm import KERNELS, choose
+from octavo.nn.experts import ExpertRoles, Options, adopt, experts, release
+from octavo.nn.functional import Quantizer
+from octavo.nn.mlp import mlp
+from octavo.nn.telemetry import Telemetry
+from octavo.numerics import sqnr_db
+from octavo.recipes import load
+
+E, D, H = 5, 48, 32
+
+
+class Plain(nn.Module):
+    """Experts as a reader would write them."""
+
+    def __init__(self, experts=E, width=D, hidden=H):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.up = nn.Parameter(torch.randn(experts, 2 * hidden, width, generator=generator) / 7)
+        self.down = nn.Parameter(torch.randn(experts, width, hidden, generator=generator) / 6)
+
+    def forward(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for e in range(len(self.up)):
+            tokens, places = torch.where(ids == e)
+            gate, up = (x[tokens] @ self.up[e].T).chunk(2, dim=-1)
+            y = y.index_add(0, tokens, ((F.silu(gate) * up) @ self.down[e].T) * weights[tokens, places, None])
+        return y
+
+
+ROLES = ExpertRoles(("up",), "down", "silu")
+
+
+def fp8(module=None, recipe="folded", inputs="bf16"):
+    module = copy.deepcopy(module) if module is not None else Plain()
+    adopt(module, ROLES, load(recipe), load(recipe), inputs)
+    return module
+
+
+def routed(tokens, each=2, seed=0):
+    torch.manual_seed(seed)
+    weights, ids = torch.randn(tokens, E).softmax(1).topk(each)
+    return torch.randn(tokens, D, requires_grad=True), ids, weights.detach().requires_grad_()
+
+
+def gradients(module, x, ids, weights, dy=None):
+    x, weights = x.detach().clone().requires_grad_(), weights.detach().clone().requires_grad_()
+    y = module(x, ids, weights)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)) if dy is None else dy
+    y.backward(dy.to(y.dtype))
+    found = [y.detach(), x.grad, weights.grad, *(parameter.grad for parameter in module.parameters())]
+    module.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("inputs", ["bf16", "fp8"])
+@pytest.mark.parametrize("tokens", [1, 33])
+def test_one_expert_per_token_is_a_loop_of_mlps(tokens, inputs, monkeypatch):
+    monkeypatch.setitem(choose.__globals__, "KERNELS", KERNELS[-1:])  # PyTorch's GEMM sums in another order
+    module, (x, ids, _) = fp8(inputs=inputs), routed(tokens, 1)
+    weights, recipe = torch.ones(tokens, 1), load("folded")
+    dy = torch.randn(tokens, D)
+    y, dx, _, d_up, d_down = gradients(module, x, ids, weights, dy)
+    quantizer = Quantizer(recipe, torch.float32)
+    for e in range(E):
+        mine = (ids[:, 0] == e).nonzero()[:, 0]
+        parts = [*(part.detach().requires_grad_() for part in module.up[e].chunk(2))]
+        down, own = module.down[e].detach().requires_grad_(), x.detach()[mine].requires_grad_()
+        alone = mlp(own, [*parts, down], "silu", (quantizer, quantizer), activation_inputs=inputs)
+        alone.backward(dy[mine])
+        assert torch.equal(y[mine], alone) and torch.equal(dx[mine], own.grad)
+        assert torch.equal(d_up[e], torch.cat([part.grad for part in parts])) and torch.equal(d_down[e], down.grad)
+
+
+@pytest.mark.parametrize("recipe", ["folded", "folded_fast", "rowwise"])
+@pytest.mark.parametrize("inputs", ["bf16", "fp8"])
+def test_against_float64(recipe, inputs):
+    plain, given = Plain(), routed(129)
+    exact = gradients(copy.deepcopy(plain).double(), *(t.double() if t.is_floating_point() else t for t in given))
+    found = gradients(fp8(plain, recipe, inputs), *given)
+    assert min(sqnr_db(a, b) for a, b in zip(exact, found, strict=True)) > 22.0
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 15, 16, 17])
+def test_every_number_of_tokens(tokens):
+    plain, given = Plain(), routed(tokens, 3)
+    wide, found = gradients(plain, *given), gradients(fp8(plain), *given)
+    assert [t.shape for t in wide] == [t.shape for t in found]
+    assert all(sqnr_db(a, b) > 18.0 for a, b in zip(wide, found, strict=True) if a.any())
+    idle = sorted(set(range(E)) - set(given[1].flatten().tolist()))
+    assert not found[3][idle].any() and not found[4][idle].any()
+
+
+def test_it_gives_the_same_bits_each_time():
+    module, given = fp8(), routed(70, 3)
+    first, second = (gradients(module, *given) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_token_does_not_depend_on_others():
+    module, (x, ids, weights) = fp8(), routed(40)
+    whole, half = (module(x[:n], ids[:n], weights[:n]) for n in (40, 11))
+    torch.testing.assert_close(whole[:11], half, rtol=1e-6, atol=1e-6)  # PyTorch's GEMM sums by blocks of rows
+
+
+def test_what_is_kept_for_backward():
+    module, (x, ids, weights) = fp8(), routed(64, 4)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        module(x.bfloat16(), ids, weights)
+    mine = [t for t in kept if t.shape[:1] not in ((E,), (E * 2 * H,))]
+    codes = [t for t in mine if t.element_size() == 1 and t.dim() == 2]
+    assert [tuple(t.shape) for t in codes] == [(64, D)]
+    assert [tuple(t.shape) for t in mine if t.dtype == torch.bfloat16] == [(64 * 4, 2 * H)]
+    assert sum(t.nbytes for t in mine if t.element_size() == 4) <= 64 * (4 + 4 * 20) + 4 * E
+
+
+def test_weights_are_quantised_once_and_nothing_falls_back():
+    module, given = fp8(), routed(9)
+    with record() as ledger:
+        gradients(module, *given)
+    assert ledger.weights == 2 and not ledger.fallbacks
+
+
+@pytest.mark.parametrize("inputs", ["bf16", "fp8"])
+def test_compiled_code_computes_the_same(inputs):
+    module, given = fp8(inputs=inputs), routed(21)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    x, ids, weights = given
+    twins = [t.detach().clone().requires_grad_() for t in (x, weights)]
+    y = compiled(twins[0], ids, twins[1])
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)))
+    found = [y, twins[0].grad, twins[1].grad, module.up.grad.clone(), module.down.grad.clone()]
+    module.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(found, gradients(module, *given), strict=True))
+
+
+def test_autocast_and_layouts_of_tokens():
+    module, (x, ids, weights) = fp8(), routed(12)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = module(x.view(3, 4, D), ids, weights=weights)
+    assert y.shape == (3, 4, D) and y.dtype == torch.float32
+    y.sum().backward()
+    assert x.grad.dtype == module.up.grad.dtype == torch.float32
+
+
+def test_high_precision_and_back():
+    plain, given = Plain(), routed(30)
+    module = fp8(plain)
+    for product in module.products:
+        product.enabled = False
+    for a, b in zip(gradients(module, *given), gradients(plain, *given), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    names = list(plain.state_dict())
+    assert list(module.state_dict()) == names and [name for name, _ in module.named_parameters()] == names
+    loaded = torch.load(_saved(copy.deepcopy(module)), weights_only=False)
+    assert torch.equal(loaded(*given), module(*given))
+    release(module)
+    assert type(module) is Plain and not list(module.children())
+
+
+def test_telemetry_of_both_products():
+    module, given = fp8(), routed(40)
+    expected = gradients(module, *given)
+    with Telemetry(module) as telemetry:
+        found = gradients(module, *given)
+        telemetry.step()
+        telemetry.wait()
+        _, values = telemetry.snapshot()
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    rows = {(row.layer, row.role): value for row, value in zip(telemetry.rows, values, strict=True)}
+    assert {layer for layer, _ in rows} == {"gate_up_gemm", "down_gemm"} and len(rows) == 8
+    x, ids, _ = given
+    h = torch.cat([_hidden(module, x[(ids == e).any(1)], e) for e in range(E)])
+    assert rows["gate_up_gemm", "input"][0] == x.detach().abs().max()
+    assert rows["down_gemm", "input"][0] == pytest.approx(h.abs().max().item(), rel=0.2)
+    assert rows["gate_up_gemm", "weight"][0] == module.up.detach().abs().max()
+
+
+def test_what_does_not_fit():
+    options, x = Options("silu", load("folded"), torch.float32, False), torch.randn(4, D)
+    stacks, routing = (torch.randn(E, 2 * H, D), torch.randn(E, D, H)), route(torch.zeros(5, 1).long(), E)
+    with pytest.raises(ConfigError, match=r"as many routed tokens, got \(4, 48\) and 5 tokens"):
+        experts(x, None, stacks, routing, options)
+    with pytest.raises(ConfigError, match="must be the number of tokens, 4, and is 3"):
+        fp8()(x, torch.tensor([[0], [E], [1], [1]]), torch.ones(4, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("inputs", ["bf16", "fp8"])
+def test_on_a_gpu_it_computes_what_the_cpu_computes(inputs):
+    plain, (x, ids, weights) = Plain(width=256, hidden=128).bfloat16(), routed(333, 3)
+    x = torch.randn(333, 256).bfloat16()
+    module, twin = fp8(plain, inputs=inputs), fp8(plain, inputs=inputs).cuda()
+    dy = torch.randn(333, 256)
+    with record() as ledger:
+        found = gradients(twin, x.cuda(), ids.cuda(), weights.cuda(), dy.cuda())
+    assert not ledger.fallbacks and set(ledger.gemms) == {"scaled_grouped_mm"}
+    for ours, theirs in zip(gradients(module, x, ids, weights, dy), found, strict=True):
+        assert sqnr_db(ours, theirs.cpu()) > 38
+
+
+def _saved(module):
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    return buffer
+
+
+def _hidden(module, x, e):
+    gate, up = (x @ module.up[e].T).chunk(2, dim=-1)
+    return (F.silu(gate) * up).detach()

@@ -1,0 +1,99 @@
+"""LoRA over layers in FP8: what is trained, what a merge gives, and that one-byte weights stay codes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo.errors import ConfigError
+from octavo.models import ModelConfig, build
+from octavo.nn.lora import LoRA, add_lora, merge_lora
+from octavo.tensor import FP8Tensor
+
+SHAPE = ModelConfig(vocab=272, dim=64, layers=2, heads=4, ffn=128, sequence=32)
+TOKENS = torch.arange(64).view(2, 32)
+
+
+def adapted(weights: str | None) -> nn.Module:
+    """A Llama with updates that are not zero; in FP8 unless `weights` is None."""
+    model = build(SHAPE, 0)
+    names = add_lora(model, 4, 8.0, "layers.*")
+    assert len(names) == 14
+    for module in model.modules():
+        if isinstance(module, LoRA):
+            nn.init.normal_(module.B, std=0.05)
+    if weights is not None:
+        octavo.convert(model, "folded", policy=octavo.Policy(min_gain=0, weights=weights))
+    return model
+
+
+@pytest.mark.parametrize("weights", [None, "as_they_are", "fp8"])
+def test_only_updates_are_trained(weights: str | None) -> None:
+    model = adapted(weights)
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if not isinstance(p, FP8Tensor)}
+    fp8 = {name: p.codes.clone() for name, p in model.named_parameters() if isinstance(p, FP8Tensor)}
+    assert bool(fp8) == (weights == "fp8")
+    with torch.autocast("cpu", torch.bfloat16):
+        model(TOKENS, TOKENS).backward()
+    graded = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert graded == {name for name, _ in model.named_parameters() if ".lora." in name} and len(graded) == 28
+    assert all(model.get_parameter(name).grad.abs().sum() > 0 for name in graded)
+    torch.optim.SGD([model.get_parameter(name) for name in graded], lr=0.1).step()
+    changed = {name for name in before if not torch.equal(before[name], model.get_parameter(name))}
+    assert changed == graded
+    assert all(
+        torch.equal(codes.view(torch.uint8), model.get_parameter(n).codes.view(torch.uint8)) for n, codes in fp8.items()
+    )
+
+
+def test_gradients_are_those_of_the_definition() -> None:
+    layer = nn.Linear(16, 8)
+    holder = nn.Sequential(layer)
+    add_lora(holder, 2, 6.0)
+    nn.init.normal_(layer.lora.B)  # type: ignore[arg-type]
+    a, b = (p.detach().clone().requires_grad_() for p in layer.lora.parameters())
+    x = torch.randn(5, 16)
+    y = x @ (layer.weight + 3.0 * b @ a).T + layer.bias
+    torch.testing.assert_close(holder(x), y)
+    (holder(x) ** 2).sum().backward()
+    (y**2).sum().backward()
+    torch.testing.assert_close(layer.lora.A.grad, a.grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(layer.lora.B.grad, b.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_a_merge_of_plain_weights_gives_the_same_function() -> None:
+    model = adapted(None)
+    expected = model(TOKENS)
+    assert merge_lora(model) == 14 and merge_lora(model) == 0
+    torch.testing.assert_close(model(TOKENS), expected, rtol=1e-4, atol=1e-5)
+    assert [*model.state_dict()] == [*build(SHAPE, 0).state_dict()]
+
+
+def test_a_merge_into_codes_is_the_sum_rounded_once() -> None:
+    model = adapted("fp8")
+    layer = model.get_submodule("layers.1.feed_forward.w1")
+    total = layer.weight.dequantize(torch.float32) + layer.lora.delta()  # type: ignore[union-attr,operator]
+    merge_lora(model)
+    assert isinstance(layer.weight, FP8Tensor)
+    expected = FP8Tensor.from_tensor(total)
+    assert torch.equal(layer.weight.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+    assert torch.equal(layer.weight.scale, expected.scale)
+
+
+def test_copies_have_updates_of_their_own() -> None:
+    model = adapted(None)
+    twin = copy.deepcopy(model)
+    merge_lora(model)
+    torch.testing.assert_close(twin(TOKENS), model(TOKENS), rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        twin.get_submodule("layers.0.attention.wq").lora.B.zero_()  # type: ignore[union-attr]
+    assert not torch.allclose(twin(TOKENS), model(TOKENS), rtol=1e-4, atol=1e-5)
+
+
+def test_a_pattern_without_layers_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'nothing' matches no linear layer"):
+        add_lora(build(SHAPE, 0), 4, 8.0, "nothing")

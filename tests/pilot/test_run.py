@@ -1,0 +1,88 @@
+"""A pilot on a CPU: losses are measured on the same batches, times are predicted for a GPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from octavo.errors import ConfigError
+from octavo.kernels.devices import H200
+from octavo.pilot import Settings, load_workload, run_pilot
+from octavo.pilot.measuring import Conditions, count_flops, measure
+from octavo.pilot.predicting import plan_for, products_ms
+from octavo.pilot.report import to_dict, to_html, to_text
+
+CPU = torch.device("cpu")
+
+
+def test_flops_are_those_of_the_layers(python_file):
+    total, outside, rows = count_flops(load_workload(python_file))
+    layers = 32 * (64 * 128 + 128 * 16)
+    assert rows == 32 and outside == 0 and total == 2 * (3 * layers - 32 * 64 * 128)  # no dgrad of the first layer
+
+
+def test_bf16_and_a_recipe_see_the_same_batches(python_file):
+    workload = load_workload(python_file)
+    how, model = Conditions(device=CPU, steps=6, lr=1e-2), workload.build()
+    before = [parameter.clone() for parameter in model.parameters()]
+    base, none = measure("bf16", model, workload, how, 1e9)
+    found, plan = measure("rowwise", model, workload, how, 1e9)
+    assert none is None and plan.fp8_layers == 1, "16 features are too few"
+    assert len(base.losses) == len(found.losses) == 6 and base.losses[5] < base.losses[0]
+    assert 0 < abs(found.losses[0] - base.losses[0]) < 0.02 * base.losses[0]
+    assert 0.01 < found.layer_errors["0"] < 0.06 and 0.97 < found.gradient_cosines["0"] < 1
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert base.phases.keys() == {"data", "forward", "backward", "optimizer"}
+    assert base.step_ms == pytest.approx(sum(base.phases.values())) and base.tflops == pytest.approx(1 / base.step_ms)
+
+
+def test_a_precision_that_fails_says_so(python_file):
+    python_file.write_text(python_file.read_text().replace("model(batch[0])", "model(batch[0][:, :-1])"))
+    workload = load_workload(python_file)
+    found, _ = measure("bf16", workload.build(), workload, Conditions(device=CPU, steps=2), None)
+    assert found.failed.startswith("RuntimeError: ") and found.losses == []
+
+
+def test_the_report_on_a_cpu_predicts_for_a_gpu(python_file, tmp_path):
+    pilot = run_pilot(load_workload(python_file), Settings(recipes=("folded",), steps=4, device="cpu", gpu="h100"))
+    text, data = to_text(pilot), json.loads(json.dumps(to_dict(pilot)))
+    assert "times and memory predicted for an H100" in text and "not known on this machine: launches" in text
+    assert "adopt: no" in text and "too small to gain" in text
+    assert [lane["precision"] for lane in data["measured"]] == ["bf16", "folded"]
+    assert not data["recommendation"]["adopts"] and data["measured"][1]["speedup"] == 1.0
+    pytest.importorskip("plotly")
+    page = to_html(pilot, tmp_path / "new" / "pilot.html").read_text("utf-8")
+    assert "Plotly.newPlot" in page and "src=" not in page.partition("<script>")[0] and "too small to gain" in page
+
+
+def test_no_steps_predict_from_shapes_alone(tmp_path):
+    file = tmp_path / "large.py"
+    file.write_text(
+        "import torch\nfrom torch import nn\n"
+        "def build(): return nn.Sequential(*[nn.Linear(4096, 4096) for _ in range(4)])\n"
+        "def batches(): yield (torch.ones(1, 1).expand(16384, 4096),)\n"
+        "def loss(model, batch): return model(batch[0]).mean()\n"
+    )
+    workload = load_workload(file)
+    pilot = run_pilot(workload, Settings(recipes=("folded", "block"), steps=0, device="cpu"))
+    assert pilot.adopts and pilot.best == "folded" and pilot.parameters == 4 * 4096 * 4097
+    how = Conditions(device=CPU, rows=16384)
+    plan = plan_for(workload, "folded", how, "h200")
+    base = products_ms(plan, 16384, H200, in_bf16=True)
+    assert pilot.speedup("folded") == pytest.approx(1.12 * base / (products_ms(plan, 16384, H200) + 0.12 * base))
+    assert pilot.base.peak_gib > 4 * 4 * 4096 * 4096 * 3 / 2**30  # weights and moments
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"recipes": ("bf16",)}, "nothing in FP8"),
+        ({"precisions": ("fp61",)}, "Did you mean"),
+        ({"gpu": "h10"}, "--gpu"),
+    ],
+)
+def test_wrong_settings_are_refused(python_file, wrong, match):
+    with pytest.raises(ConfigError, match=match):
+        run_pilot(load_workload(python_file), Settings(**wrong))

@@ -1,0 +1,89 @@
+"""Workloads from files: the model, the batches and the loss that they say, the same in every training."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from octavo.errors import ConfigError, DataError
+from octavo.pilot.workload import Shape, call_model, load_workload
+
+SIZES = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 300,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+IMAGES = {
+    "architectures": ["ViTForImageClassification"], "model_type": "vit", "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 16, "num_labels": 5,
+}  # fmt: skip
+
+
+def written(tmp_path, config):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_a_python_file(python_file):
+    workload = load_workload(python_file)
+    assert (workload.name, workload.tokens, workload.unit, workload.decode) == ("mine", 32, "sample", None)
+    assert same(workload.build(), workload.build())
+    batches = [next(workload.batches()) for _ in range(2)]
+    assert torch.equal(batches[0][0], batches[1][0])
+    endless = workload.batches()
+    assert torch.equal([next(endless) for _ in range(4)][3][0], batches[0][0])
+    assert workload.loss(workload.build(), batches[0]).shape == ()
+
+
+@pytest.mark.parametrize("missing", ["build", "batches"])
+def test_a_python_file_without_a_function_is_refused(python_file, missing):
+    python_file.write_text(python_file.read_text().replace(f"def {missing}", "def other"))
+    with pytest.raises(ConfigError, match=rf"has no function {missing}\(\)"):
+        load_workload(python_file)
+
+
+def test_a_hugging_face_config(tmp_path):
+    pytest.importorskip("transformers")
+    workload = load_workload(written(tmp_path, SIZES), Shape(2, 16))
+    assert (workload.tokens, workload.unit) == (32, "token") and "Qwen3ForCausalLM" in workload.name
+    model, batch = workload.build().eval(), next(workload.batches())
+    assert same(model, workload.build()) and batch["input_ids"].shape == (2, 16)
+    assert workload.loss(model, batch).item() == pytest.approx(5.7, abs=0.5)  # log 300
+    with torch.no_grad():
+        step = workload.decode(model, batch)
+        step()
+        step()  # the cache does not grow
+
+
+def test_a_model_of_images(tmp_path):
+    pytest.importorskip("transformers")
+    workload = load_workload(written(tmp_path, IMAGES) / "config.json", Shape(3, 16))
+    assert (workload.tokens, workload.unit, workload.decode) == (3, "image", None)
+    assert workload.loss(workload.build(), next(workload.batches())).shape == ()
+
+
+def test_text_in_place_of_random_tokens(tmp_path):
+    pytest.importorskip("transformers")
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefgh" * 8)
+    batches = load_workload(written(tmp_path, SIZES), Shape(1, 24, text)).batches()
+    first, second, third = (next(batches)["input_ids"][0] for _ in range(3))
+    assert bytes(first.tolist()) == b"abcdefgh" * 3 and torch.equal(first, second) and torch.equal(first, third)
+    with pytest.raises(DataError, match="has 64 tokens, and one batch needs 128"):
+        load_workload(tmp_path, Shape(4, 32, text)).batches()
+
+
+def test_what_is_no_workload_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no such file"):
+        load_workload(tmp_path / "nothing.py")
+    pytest.importorskip("transformers")
+    with pytest.raises(ConfigError, match="the model's maximum is 64 tokens"):
+        load_workload(written(tmp_path, SIZES), Shape(1, 65))
+    with pytest.raises(ConfigError, match="returns no loss"):
+        call_model(torch.nn.Linear(4, 4), (torch.ones(2, 4),))
