@@ -93,7 +93,8 @@ def llama(dim: int, layers: int, compiled: bool) -> Any:
         vocab_size=VOCABULARY, hidden_size=dim, intermediate_size=4 * dim, num_hidden_layers=layers,
         num_attention_heads=dim // 128, num_key_value_heads=dim // 128, use_cache=False,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).to("cuda" if torch.cuda.is_available() else "cpu")
+    made: Any = LlamaForCausalLM(config)
+    model = made.to("cuda" if torch.cuda.is_available() else "cpu")
     for layer in model.model.layers if compiled else ():
         layer.compile()
     return model

@@ -91,7 +91,8 @@ def check_free(weights: Sequence[Tensor]) -> None:
         ConfigError: something holds on to a parameter: a graph that has not run backward, or compiled code.
     """
     for weight in weights:
-        if weakref.getweakrefs(weight) or weight._use_count() > 2:  # type: ignore[attr-defined]
+        holders = weight._use_count() - int(weight.requires_grad)  # type: ignore[attr-defined]  # one adds up gradients
+        if weakref.getweakrefs(weight) or holders > 1:
             raise ConfigError(
                 "a weight is in use, by compiled code or by a graph that has not run backward, so that what it is "
                 "stored in cannot change now: convert before the model runs, or drop the outputs of earlier forwards. "

@@ -49,7 +49,7 @@ class ModelConfig:
     """Whether queries, keys and values have biases, as in Qwen 2 (`llama` only)."""
     qk_norm: bool = False
     """Whether queries and keys of each head are normalised, as in Qwen 3 (`llama` only)."""
-    rope_scaling: dict[str, float] = field(default_factory=dict)
+    rope_scaling: dict[str, float] = field(default_factory=dict, hash=False)
     """Llama 3's stretched wavelengths: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings."""
     documents: Literal["joined", "separate"] = "joined"
     """`separate`: attention does not leave a document (`llama` only). Chat data set it."""
