@@ -40,7 +40,8 @@ def operands(m: int, n: int, k: int, left, right) -> tuple[Quantized, Quantized]
 
 def test_the_pairs_are_those_of_the_presets():
     # row-row, row-tensor (folded), tensor-tensor (E4M3, E5M2), 1x128 by 128x128, 1x128 by 1x128, 1x32-1x32
-    assert len(PAIRS) == 7
+    # the last two by FP32 and by engines' scales too
+    assert len(PAIRS) == 11
 
 
 @every_size
@@ -155,6 +156,7 @@ def test_reasons_are_the_real_ones():
         "scaled_mm.tensor": "its operands have more than one scale",
         "scaled_mm.row": "its operands are not scaled by row",
         "scaled_mm.block": "PyTorch has no block-scaled GEMM for a CPU",
+        "scaled_mm.mx": "its operands are not scaled by groups of 1x32",
         "emulated.1x32": "it emulates 1x32 by 1x32 scales only",
     }
     _, refused = choose(probe("128x128"), probe("128x128"))

@@ -54,6 +54,7 @@ def run_of(*lanes: str) -> list[Event]:
         "fp8_gemms": {"scaled_mm.row": 840},
         "fallbacks": [],
         "skipped_steps": {},
+        "tasks": {},
         "seconds": 75.0,
     }
     memory = {"peak_gib": None, "predicted_peak_gib": None}

@@ -183,7 +183,7 @@ def _random(seed: int, *shape: int) -> Tensor:
 def _formula(probe: _Call, roles: ExpertRoles, x: Tensor) -> Tensor:
     """Return what a mixture of experts gives, a loop over its experts."""
     y = torch.zeros_like(x)
-    weights = torch.ones(probe.ids.shape, device=x.device) if probe.weights is None else probe.weights
+    weights = torch.ones(probe.ids.shape, dtype=x.dtype, device=x.device) if probe.weights is None else probe.weights
     for e in range(probe.count):
         tokens, places = torch.where(probe.ids == e)
         y = y.index_add(0, tokens, _expert(probe.experts, roles, e, x[tokens]) * weights[tokens, places, None])

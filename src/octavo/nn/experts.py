@@ -380,7 +380,7 @@ def experts(
             f"many routed tokens, got {tuple(x.shape)} and {len(routing.place)} tokens."
         )
     if weights is None:
-        weights = torch.ones(routing.place.shape, device=x.device)
+        weights = torch.ones(routing.place.shape, dtype=torch.float32, device=x.device)
     stats = [None if layers is None else stats_buffer_of([layer]) for layer in layers or (None, None)]  # type: ignore[list-item]
     result: Tensor = _Experts.apply(x, weights, first, second, *routing, options, *stats)  # type: ignore[no-untyped-call]
     return result

@@ -24,10 +24,10 @@ class LoRA(nn.Module):
     def __init__(self, layer: nn.Linear, rank: int, alpha: float, generator: torch.Generator) -> None:
         super().__init__()
         bound = 1 / math.sqrt(layer.in_features)  # as nn.Linear
-        a = torch.empty(rank, layer.in_features).uniform_(-bound, bound, generator=generator)
+        a = torch.empty(rank, layer.in_features, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
         device = layer.weight.device
         self.A = nn.Parameter(a.to(device))
-        self.B = nn.Parameter(torch.zeros(layer.out_features, rank, device=device))
+        self.B = nn.Parameter(torch.zeros(layer.out_features, rank, dtype=torch.float32, device=device))
         self.scale = alpha / rank
 
     def forward(self, x: Tensor) -> Tensor:

@@ -135,11 +135,7 @@ class _GatherCodes(torch.autograd.Function):
         made = Quantized(codes, scale, target.tile)
         if codes is None:
             made = quantize_matrix(x.reshape(rows, x.shape[-1]), target)
-        shape = x.shape[:-1]
-        # As bytes: gloo takes tensors of one collective to have one dtype.
-        sent = [part.contiguous().view(torch.uint8).reshape(*shape, -1) for part in (made.codes, made.scale)]
-        all_codes, all_scales = (gathered.flatten(0, 1) for gathered in _all_gathers(sent, group))
-        all_codes, all_scales = all_codes.view(made.codes.dtype), all_scales.view(made.scale.dtype)
+        all_codes, all_scales, _ = _all_gather_quantized(made, x.shape[:-1], group)
         ctx.group, ctx.x_dtype = group, x.dtype
         wide = (x.shape[0], x.shape[1] * group.size(), x.shape[2])
         if torch.compiler.is_compiling():
@@ -248,10 +244,16 @@ _GRADIENT = QuantSpec("e4m3", "row", "power_of_two")
 def _all_gather_rounded(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return (B, T, N) of all ranks from x (B, t, N) of each, sent as codes and scales; in the dtype of x."""
     made = quantize_matrix(x.reshape(-1, x.shape[-1]), _GRADIENT)
-    codes = _all_gather(made.codes.view(torch.uint8).view(x.shape), group).view(made.codes.dtype).flatten(0, 1)
-    scale = _all_gather(made.scale.reshape(*x.shape[:-1], 1), group).flatten(0, 1)
-    values = dequantize(Quantized(codes, scale, _GRADIENT.tile), x.dtype)
+    values = dequantize(_all_gather_quantized(made, x.shape[:-1], group), x.dtype)
     return values.view(x.shape[0], -1, x.shape[-1])
+
+
+def _all_gather_quantized(made: Quantized, shape: Sequence[int], group: dist.ProcessGroup) -> Quantized:
+    """Return codes (B T, N) and scales of all ranks from those of (B, t) tokens of each, by one collective."""
+    # As bytes: gloo takes tensors of one collective to have one dtype.
+    sent = [part.contiguous().view(torch.uint8).reshape(*shape, -1) for part in (made.codes, made.scale)]
+    codes, scale = (gathered.flatten(0, 1) for gathered in _all_gathers(sent, group))
+    return Quantized(codes.view(made.codes.dtype), scale.view(made.scale.dtype), made.granularity)
 
 
 def _check_tokens(x: Tensor, ranks: int) -> None:
