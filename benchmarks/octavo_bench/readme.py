@@ -34,7 +34,7 @@ class Measured:
     @classmethod
     def read(cls, directory: Path) -> Measured:
         """Read the results under a directory; kinds that were never measured are absent."""
-        kinds = ("step", "distributed", "memory", "parity")
+        kinds = ("step", "hf", "distributed", "memory", "parity")
         return cls(found={kind: result for kind in kinds if (result := results.latest(kind, directory))})
 
     def rows(self, kind: str, **keys: str) -> list[Row]:
@@ -128,7 +128,9 @@ def _costs(measured: Measured) -> str:
 def summary(directory: Path) -> str:
     """Return the results in at most `MOST_ROWS` rows, and the commands that measure them in a fold."""
     measured = Measured.read(directory)
-    rows = [*_speeds(measured), *_distributed(measured), *_sizes(measured), *_losses(measured)][:MOST_ROWS]
+    rows = [*_speeds(measured), *_trainer(measured), *_distributed(measured), *_sizes(measured), *_losses(measured)][
+        :MOST_ROWS
+    ]
     shown = table(("measured", "BF16", "torchao", "Octavo", "Octavo beside BF16"), rows)
     return f"{shown}\n\n{_commands(measured)}"
 
@@ -145,6 +147,15 @@ def _speeds(measured: Measured) -> Iterator[Sequence[str]]:
                 *times,
                 f"{row['ratio_to_bf16']:.2f} x",
             )
+
+
+def _trainer(measured: Measured) -> Iterator[Sequence[str]]:
+    for mode, title in (("eager", "eager"), ("torch_compile", "compiled")):
+        bf16, peer, row = (measured.row("hf", mode=mode, implementation=name) for name in (BF16, TORCHAO, FOLDED))
+        if row and bf16:
+            times = (f"{each['tokens_per_s']:,.0f}" if each else "" for each in (bf16, peer, row))
+            ratio = f"{row['ratio_to_bf16']:.2f} x, {row['peak_gib'] / bf16['peak_gib'] - 1:+z.0%} memory"
+            yield f"transformers' Trainer, Qwen3-1.7B blocks, {title}, tokens/s, `{_recipe(FOLDED)}`", *times, ratio
 
 
 def _distributed(measured: Measured) -> Iterator[Sequence[str]]:
