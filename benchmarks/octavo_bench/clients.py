@@ -122,7 +122,7 @@ def lightning(model: Any, data: Sequences, batch: int, steps: int, fp8: bool) ->
 
     from octavo.integrations.lightning import OctavoPrecision
 
-    class Module(lightning.LightningModule):  # type: ignore[misc]
+    class Module(lightning.LightningModule):  # type: ignore[misc, unused-ignore]  # without lightning
         def __init__(self) -> None:
             super().__init__()
             self.model = model
@@ -133,7 +133,7 @@ def lightning(model: Any, data: Sequences, batch: int, steps: int, fp8: bool) ->
         def configure_optimizers(self) -> Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=3e-4)
 
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary"), False)
+    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary"), False)
     precision: Any = {"plugins": OctavoPrecision()} if fp8 else {"precision": "bf16-mixed"}
     loader = torch.utils.data.DataLoader(data, batch_size=batch)
     lightning.Trainer(max_steps=steps, devices=1, **quiet, **precision).fit(Module(), loader)
