@@ -153,7 +153,7 @@ class Newcomer:
             self.environment.install(*(word.replace(".", str(self.wheel), 1) for word in words[2:]), *CONSTRAINTS)
             self.installed = time.perf_counter()
         elif words == ["make", "demo"]:
-            dry = subprocess.check_output(["make", "--dry-run", "demo"], cwd=ROOT, text=True)
+            dry = subprocess.check_output(["make", "--no-print-directory", "--dry-run", "demo"], cwd=ROOT, text=True)
             self.demo(shlex.split(dry.splitlines()[-1].replace(".venv/bin/", "")))
         elif words[:2] == ["octavo", "dashboard"]:
             self.dashboard(words)

@@ -133,7 +133,8 @@ def lightning(model: Any, data: Sequences, batch: int, steps: int, fp8: bool) ->
         def configure_optimizers(self) -> Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=3e-4)
 
-    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary"), False)
+    off = ("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary")
+    quiet: dict[str, Any] = dict.fromkeys(off, False)
     precision: Any = {"plugins": OctavoPrecision()} if fp8 else {"precision": "bf16-mixed"}
     loader = torch.utils.data.DataLoader(data, batch_size=batch)
     lightning.Trainer(max_steps=steps, devices=1, **quiet, **precision).fit(Module(), loader)
