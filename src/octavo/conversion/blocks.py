@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from octavo.conversion.policy import blocks_of
 from octavo.errors import ConfigError, did_you_mean
+from octavo.nn.adopted import adopted_class
 
 
 class Wrapped(nn.Module):
@@ -74,11 +75,7 @@ def wrap(module: nn.Module, kind: type[Wrapped], **attributes: Any) -> None:
     """
     if isinstance(module, kind):
         raise ConfigError(f"{type(module).__name__} has this wrapper already: call `remove()` of the first one.")
-    parent = type(module)
-    if (kind, parent) not in _CLASSES:
-        names = {"parent": parent, "__module__": parent.__module__, "__doc__": parent.__doc__}
-        _CLASSES[kind, parent] = type(parent.__name__, (kind, parent), names)
-    module.__class__ = _CLASSES[kind, parent]
+    module.__class__ = adopted_class(kind, type(module))
     vars(module).update(attributes)
 
 
@@ -100,9 +97,6 @@ def unwrap(module: nn.Module, kind: type[Wrapped]) -> None:
 
 def _new(parent: type[nn.Module], *arguments: Any) -> nn.Module:
     return parent.__new__(parent, *arguments)
-
-
-_CLASSES: dict[tuple[type[Wrapped], type[nn.Module]], type[Wrapped]] = {}
 
 
 def _attributes(wrapped: type[nn.Module]) -> set[str]:

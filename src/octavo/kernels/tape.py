@@ -239,12 +239,12 @@ class _Recorder(TorchDispatchMode):
             return
         if any(isinstance(x, Tensor) for x in kwargs.values()):
             raise Unrecordable
-        call, slots = _FAST.get(func, func), []
+        call = _FAST.get(func, func)
         if any(isinstance(x, list | tuple) and any(isinstance(y, Tensor) for y in x) for x in args):
             call = partial(_regrouped, call, tuple(len(x) if isinstance(x, list | tuple) else None for x in args))
             args = [y for x in args for y in (x if isinstance(x, list | tuple) else [x])]
-        slots = [self._slot(x) for x in args]
-        self.steps.append((partial(call, **kwargs) if kwargs else call, tuple(slots), self._outputs(result)))
+        slots = tuple([self._slot(x) for x in args])
+        self.steps.append((partial(call, **kwargs) if kwargs else call, slots, self._outputs(result)))
 
     def _outputs(self, result: Any) -> tuple[int, ...] | int | None:
         if isinstance(result, Tensor):

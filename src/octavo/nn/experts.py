@@ -31,6 +31,7 @@ from octavo.kernels.activation import INPUTS, KINDS, activation, activation_and_
 from octavo.kernels.experts import Routing, activation_backward, combine, quantize_tokens, route, weighted
 from octavo.kernels.grouped import Padded, grouped_gemm, grouped_wgrad, quantize_groups, transpose_groups
 from octavo.nn import telemetry_experts
+from octavo.nn.adopted import Adopted, adopted_class
 from octavo.nn.functional import compute_dtype, spec_of
 from octavo.nn.grouped import GroupedLinear, grouped_linear
 from octavo.nn.mlp import ActivationInputs
@@ -156,11 +157,10 @@ class _ScaledGradient(torch.autograd.Function):
         return None if dy is None else dy * ctx.factor, None
 
 
-class Experts(nn.Module):
+class Experts(Adopted):
     """Experts that compute in FP8. Conversion gives this class to a module, beside the module's own."""
 
-    parent: type[nn.Module]
-    """The class that the module had."""
+    prefix = "FP8"
     expert_roles: ExpertRoles
     expert_inputs: ActivationInputs
     """What the inputs of the activation are kept in for backward."""
@@ -249,13 +249,6 @@ class Experts(nn.Module):
         """Return what `print(model)` shows of this module."""
         return ", ".join(filter(None, (super().extra_repr(), f"activation={self.expert_roles.kind or 'its own'}")))
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Reduce to the parent's class: no file can name a class that was made while running."""
-        reduced = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
-        if reduced[1][:1] != (type(self),):
-            return reduced
-        return _rebuild, (type(self).parent, *reduced[1][1:]), *reduced[2:]
-
 
 _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -273,7 +266,7 @@ def adopt(module: nn.Module, roles: ExpertRoles, recipe: Recipe, second: Recipe,
         second: of down.
         inputs: what the inputs of the activation are kept in for backward.
     """
-    module.__class__ = _class_for(type(module))
+    module.__class__ = adopted_class(Experts, type(module))
     vars(module).update(expert_roles=roles, expert_inputs=inputs)
     module.add_module(FIRST, Product(module, roles.inner, roles, recipe))
     module.add_module(SECOND, Product(module, (roles.down,), roles, second))
@@ -286,21 +279,6 @@ def release(module: Experts) -> None:
     for name in ("expert_roles", "expert_inputs", "exchange"):
         module.__dict__.pop(name, None)
     module.__class__ = type(module).parent  # type: ignore[assignment]
-
-
-_CLASSES: dict[type[nn.Module], type[Experts]] = {}
-
-
-def _class_for(parent: type[nn.Module]) -> type[Experts]:
-    if parent not in _CLASSES:
-        names = {"parent": parent, "__module__": parent.__module__, "__doc__": parent.__doc__}
-        _CLASSES[parent] = type(f"FP8{parent.__name__}", (Experts, parent), names)
-    return _CLASSES[parent]
-
-
-def _rebuild(parent: type[nn.Module], *arguments: Any) -> Experts:
-    cls = _class_for(parent)
-    return cls.__new__(cls, *arguments)
 
 
 def dispatch(x: Tensor, weights: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:

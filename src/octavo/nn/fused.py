@@ -8,6 +8,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from octavo.nn.adopted import Adopted, adopted_class
 from octavo.nn.attached_codes import attached_codes
 from octavo.nn.functional import Quantizer, compute_dtype, spec_of
 from octavo.nn.hooks import has_hooks
@@ -28,14 +29,13 @@ class MLPRoles:
     down: str
 
 
-class FusedMLP(nn.Module):
+class FusedMLP(Adopted):
     """Mixed into the class of a module that computes an MLP; `fuse` makes such a class, `unfuse` takes it away.
 
     What the module computes was seen when it was fused. Give it another activation, and it must be converted again.
     """
 
-    parent: type[nn.Module]
-    """The class it was, and will be."""
+    prefix = "Fused"
     mlp_roles: MLPRoles
     mlp_recipes: tuple[Recipe, Recipe]
     """Of gate and up, and of down."""
@@ -65,13 +65,6 @@ class FusedMLP(nn.Module):
         inputs = "" if self.mlp_activation_inputs == "bf16" else f"activation_inputs={self.mlp_activation_inputs}"
         return ", ".join(filter(None, (super().extra_repr(), f"activation={self.mlp_roles.kind}", inputs)))
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Reduce to the parent's class: no file can name a class that was made while running."""
-        reduced = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
-        if reduced[1][:1] != (type(self),):  # the user's own way
-            return reduced
-        return _rebuild, (type(self).parent, *reduced[1][1:]), *reduced[2:]
-
     def _layers(self) -> list[Linear] | None:
         """Return gate, up and down; None if one is not as it was, or if a hook reads an intermediate result."""
         roles, (inner, outer) = self.mlp_roles, self.mlp_recipes
@@ -92,7 +85,7 @@ def fuse(module: nn.Module, roles: MLPRoles, activation_inputs: ActivationInputs
         activation_inputs: see `octavo.nn.mlp.mlp`.
     """
     inner, down = (cast(Linear, module.get_submodule(name)) for name in (roles.inner[0], roles.down))
-    module.__class__ = _class_for(type(module))
+    module.__class__ = adopted_class(FusedMLP, type(module))
     fused = cast(FusedMLP, module)
     fused.mlp_roles, fused.mlp_recipes = roles, (inner.recipe, down.recipe)
     fused.mlp_activation_inputs = activation_inputs
@@ -103,18 +96,3 @@ def unfuse(module: FusedMLP) -> None:
     for name in ("mlp_roles", "mlp_recipes", "mlp_activation_inputs"):
         module.__dict__.pop(name, None)
     module.__class__ = type(module).parent  # type: ignore[assignment]
-
-
-_CLASSES: dict[type[nn.Module], type[FusedMLP]] = {}
-
-
-def _class_for(parent: type[nn.Module]) -> type[FusedMLP]:
-    if parent not in _CLASSES:
-        names = {"parent": parent, "__module__": parent.__module__, "__doc__": parent.__doc__}
-        _CLASSES[parent] = type(f"Fused{parent.__name__}", (FusedMLP, parent), names)
-    return _CLASSES[parent]
-
-
-def _rebuild(parent: type[nn.Module], *arguments: Any) -> FusedMLP:
-    cls = _class_for(parent)
-    return cls.__new__(cls, *arguments)

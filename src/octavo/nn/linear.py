@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo.nn.adopted import adopted_class
 from octavo.nn.attached_codes import attached_codes
 from octavo.nn.calibration import check
 from octavo.nn.fp8_weights import values
@@ -151,15 +152,10 @@ def is_adopted(module: nn.Module) -> TypeGuard[Linear]:
     return isinstance(module, Linear) and "parent" in vars(type(module))
 
 
-_CLASSES: dict[type[nn.Linear], type[Linear]] = {nn.Linear: Linear}
-
-
 def _class_for(parent: type[nn.Linear]) -> type[Linear]:
-    if parent not in _CLASSES:
-        kind = Linear if issubclass(parent, nn.Linear) else TransposedLinear
-        names = {"parent": parent, "__module__": parent.__module__, "__doc__": parent.__doc__, "__reduce__": _reduce}
-        _CLASSES[parent] = type(parent.__name__, (kind, parent), names)
-    return _CLASSES[parent]
+    if parent is nn.Linear:
+        return Linear
+    return adopted_class(Linear if issubclass(parent, nn.Linear) else TransposedLinear, parent, _reduce)
 
 
 def _reduce(self: Linear) -> tuple[Any, ...]:

@@ -93,12 +93,14 @@ def block() -> Recipe:
 
 def served() -> Recipe:
     """`folded` with codes and scales as vLLM and SGLang make them per channel and token: no mismatch of rounding."""
-    row, folded, gradient = Operand(scaling="engine"), Operand(granularity="column", scaling="engine"), Operand()
-    return Recipe(
+    recipe = folded()
+    row, column = (replace(each, scaling="engine") for each in (recipe.fprop.input, recipe.wgrad.input))
+    return replace(
+        recipe,
         name="served",
         fprop=Fprop(input=row, weight=row),
-        dgrad=Dgrad(grad_output=gradient, weight=folded),
-        wgrad=Wgrad(grad_output=gradient, input=folded),
+        dgrad=replace(recipe.dgrad, weight=column),
+        wgrad=replace(recipe.wgrad, input=column),
     )
 
 
