@@ -83,7 +83,7 @@ def shown(events: list[Event], *, terminal: bool) -> str:
 def test_piped_output_is_aligned_lines_without_escapes() -> None:
     text = shown(run_of("fp8", "bf16"), terminal=False)
     assert "\x1b" not in text
-    titles, *rows = [line for line in text.splitlines() if "loss FP8 loss BF16" in line or " 1.000 " in line]
+    titles, *rows = [line for line in text.splitlines() if "loss FP8  loss BF16" in line or " 1.000 " in line]
     assert titles.split() == [
         "step",
         "loss",
@@ -135,12 +135,12 @@ def test_the_closing_block_says_what_came_out_and_what_to_do() -> None:
 
 def test_the_verdict_weighs_the_gap_against_its_interval() -> None:
     told = {"gap_percent": 0.3, "gap_95_percent": 0.2}
-    assert verdict(told).startswith("Held-out loss in FP8 is higher than in BF16: +0.30 % ± 0.20 % (95 %")
+    assert verdict(told).startswith("Held-out loss: FP8 is higher than BF16, +0.30 % ± 0.20 % (95 %")
     assert "is lower than in BF16: -0.30 %" in verdict({**told, "gap_percent": -0.3})
-    assert "is no different from that in BF16: +0.00 % ± 0.20 %" in verdict({**told, "gap_percent": -0.001})
+    assert "is no different from BF16, +0.00 % ± 0.20 %" in verdict({**told, "gap_percent": -0.001})
     assert verdict({**told, "gap_95_percent": None}) == "Held-out loss +0.30 % beside BF16."
     assert verdict({**told, "gap_percent": None}) == ""
-    assert shown(run_of("fp8", "bf16"), terminal=False).splitlines()[-1].startswith("Held-out loss in FP8 is higher")
+    assert shown(run_of("fp8", "bf16"), terminal=False).splitlines()[-1].startswith("Held-out loss: FP8 is higher")
 
 
 def test_the_time_left_follows_the_speed_and_forgets_the_first_step() -> None:
