@@ -128,7 +128,7 @@ def test_the_closing_block_says_what_came_out_and_what_to_do() -> None:
         "840 scaled_mm.row",
         "fallbacks             none",
         "stored in             runs/tiny",
-        "train on            octavo train runs/tiny --resume --steps 40",
+        "train longer        octavo train runs/tiny --resume --steps 40",
     ):
         assert expected in text
 
@@ -136,7 +136,7 @@ def test_the_closing_block_says_what_came_out_and_what_to_do() -> None:
 def test_the_verdict_weighs_the_gap_against_its_interval() -> None:
     told = {"gap_percent": 0.3, "gap_95_percent": 0.2}
     assert verdict(told).startswith("Held-out loss: FP8 is higher than BF16, +0.30 % ± 0.20 % (95 %")
-    assert "is lower than in BF16: -0.30 %" in verdict({**told, "gap_percent": -0.3})
+    assert "is lower than BF16, -0.30 %" in verdict({**told, "gap_percent": -0.3})
     assert "is no different from BF16, +0.00 % ± 0.20 %" in verdict({**told, "gap_percent": -0.001})
     assert verdict({**told, "gap_95_percent": None}) == "Held-out loss +0.30 % beside BF16."
     assert verdict({**told, "gap_percent": None}) == ""
