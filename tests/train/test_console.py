@@ -163,7 +163,7 @@ def test_a_cpu_run_says_beforehand_that_fp8_is_slower() -> None:
     started = run_of("fp8")[0]
     assert isinstance(started, Started)
     on_cpu, on_gpu = (SimpleNamespace(device=name) for name in ("cpu", "cuda"))
-    assert "on a CPU FP8 is slower" in shown([replace(started, plan=on_cpu)], terminal=False)
+    assert "FP8 is slower than BF16 here" in shown([replace(started, plan=on_cpu)], terminal=False)
     assert "on a CPU" not in shown([replace(started, plan=on_gpu)], terminal=False)
 
 
