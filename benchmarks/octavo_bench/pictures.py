@@ -170,10 +170,9 @@ def _bars(axes: Any, data: dict[str, Any], tones: dict[str, str]) -> None:
 
 
 def _shown(implementation: str) -> str:
-    names = {"bf16": "BF16", "octavo": "Octavo", "transformer engine": "TE", " (modules)": ""}
-    for name, shown in names.items():
-        implementation = implementation.replace(name, shown)
-    return implementation
+    if implementation.startswith(readme.ENGINE):
+        return "Transformer Engine"
+    return implementation.replace("bf16", "BF16").replace("octavo", "Octavo")
 
 
 def _curves(axes: Any, data: dict[str, Any], tones: dict[str, str]) -> None:
