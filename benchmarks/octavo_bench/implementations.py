@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -45,6 +45,8 @@ class Implementation:
     """The precision of fprop, dgrad and wgrad, as `octavo_bench.rates` names them."""
     fp8_head: bool = False
     """The output head computes in this precision too; otherwise in BF16."""
+    own_optimizer: bool = False
+    """A whole model is updated by `octavo.optim.AdamW` with exact states; otherwise by PyTorch's fused AdamW."""
     package: str | None = None
     """Distribution of a peer: the row notes its version."""
 
@@ -72,6 +74,9 @@ def implementations(*, head: bool = False) -> dict[str, Implementation]:
     found.append(_octavo("folded", " (memory low)", memory="low"))
     if head:
         found.append(_octavo("folded", " + fp8 head", fp8_head=True))
+        found.append(_octavo("folded_fast", " + fp8 head", fp8_head=True))
+        fastest = _octavo("folded_fast", " + fp8 head, octavo.optim", fp8_head=True)
+        found.append(replace(fastest, own_optimizer=True))
     return {implementation.name: implementation for implementation in found}
 
 
