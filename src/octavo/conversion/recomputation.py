@@ -132,6 +132,7 @@ class Recompute:
 class RecomputedBlock(Wrapped):
     """A checkpointed block."""
 
+    fields = ("recompute_keeps", "checkpoint_contexts")
     recompute_keeps: str
     """The choice as text: Dynamo guards on it, and not on `checkpoint_contexts`."""
     checkpoint_contexts: Callable[[], Any]
