@@ -137,7 +137,7 @@ def _forward(
 def _forward_shape(
     x: Tensor, _weight: Tensor | None, _bias: Tensor | None, _eps: float, target: QuantSpec | None, centred: bool
 ) -> list[Tensor | Quantized | None]:
-    quantized = None if target is None else empty(target, *x.shape, x.device)
+    quantized = None if target is None else empty(target, x.shape[0], x.shape[1], x.device)
     rstd, mean = (x.new_empty(x.shape[0], dtype=torch.float32) if is_made else None for is_made in (True, centred))
     return [x.new_empty(x.shape), quantized, rstd, mean]
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.errors import ConfigError, OctavoError
 from octavo.monitor.dashboard import answers, page
 from octavo.monitor.dashboard.packing import to_json
-from octavo.monitor.dashboard.runs import RunCollection, RunFolder, RunFolders
+from octavo.monitor.dashboard.runs import RunCollection, runs_below
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -45,7 +45,7 @@ def application(*roots: str | Path) -> Starlette:
     from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
     from starlette.routing import Route
 
-    known = RunFolder(*roots) if len(roots) == 1 else RunFolders(roots)
+    known = runs_below(*roots)
     modules = {name: f"/static/{name}" for name in page.scripts()}
     preloads = [f'<link rel="modulepreload" href="{address}">' for address in modules.values()]
     html = page.page(page.joined([_HEAD, *preloads]), modules, _START)
