@@ -121,6 +121,17 @@ def known(flag: str, name: str, names: Sequence[str], noun: str) -> str:
     return name
 
 
+def positive(flag: str, number: int) -> int:
+    """Return the number of a flag.
+
+    Raises:
+        ConfigError: it is not positive.
+    """
+    if number < 1:
+        raise ConfigError(f"{flag}: {number} is not a positive number.")
+    return number
+
+
 def numbers(text: str) -> tuple[int, ...]:
     """Return the integers of a text such as `0,1`."""
     return tuple(map(int, text.split(",")))
