@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from octavo.conversion.choices import advice, choices
 from octavo.conversion.experts import FoundExperts, find_experts, no_grouped_kernel
 from octavo.conversion.fusion_patterns import (
     FusionPattern,
@@ -26,7 +27,7 @@ from octavo.conversion.fusion_patterns import (
 from octavo.conversion.gain import predicted_gain
 from octavo.conversion.heads import find_heads
 from octavo.conversion.mode import suspended
-from octavo.conversion.policy import Policy
+from octavo.conversion.policy import NO_FP8, TOO_SMALL, Policy
 from octavo.conversion.unapplied import find_unapplied
 from octavo.conversion.unconverted import Unconverted, active_share, find_unconverted
 from octavo.conversion.weights import plan_weights
@@ -177,6 +178,7 @@ class Plan:
         structures = [asdict(structure) for structure in self.structures]
         said: dict[str, Any] = {"unapplied": self.unapplied, "notes": self.notes, "parameters": self.parameters}
         said["unconverted"] = [asdict(weight) for weight in self.unconverted]
+        said["choices"] = [choice._asdict() for choice in choices(self)]
         return json.dumps({**body, "layers": layers, "structures": structures, **said}, indent=1)
 
     def __str__(self) -> str:
@@ -292,7 +294,7 @@ def plan_experts(
     for each, shape in zip(names, (found.first, found.second), strict=True):
         recipe, reason = recipes[each], reasons[each]
         if reason is None and not recipe.is_fp8:
-            reason = "the recipe says bf16"
+            reason = NO_FP8
         if reason is not None:
             recipe = load("bf16")
         kernel = "scaled_grouped_mm" if on_gpu(device) else "reference"
@@ -452,10 +454,10 @@ def _plan_layer(
     if kept is None and taps:
         kept = unsupported_reason_recipe(recipe)
     if kept is None and not recipe.is_fp8:
-        kept = found.reason if found else "the recipe says bf16"
+        kept = found.reason if found else NO_FP8
     if kept is None and gain is not None and gain < policy.min_gain and not found:
         unit = "output pixels" if taps else "tokens"
-        kept = f"too small to gain: predicted {gain:.2f} times BF16 at {tokens} {unit}"
+        kept = f"{TOO_SMALL}: predicted {gain:.2f} times BF16 at {tokens} {unit}"
     if kept is not None:
         recipe, gain = load("bf16"), None
     names, notes = _kernels(recipe, device)
@@ -530,7 +532,7 @@ def table_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def footer(plan: Plan) -> list[str]:
-    """Return the lines below a plan's table: counts, weights in FP8, what is fused, options without effect."""
+    """Return the lines below a plan's table: counts, weights in FP8, fusions, options without effect, advice."""
     weights = sum(layer.weights for layer in plan.layers)
     layers = "layers" if any("conv" in layer.kind for layer in plan.layers) else "linear layers"
     share = f"{plan.fp8_weights / max(weights, 1):.0%} of their weights"
@@ -543,6 +545,7 @@ def footer(plan: Plan) -> list[str]:
         *_together(plan.structures),
         *plan.unapplied,
         *plan.notes,
+        *advice(plan),
     ]
 
 
