@@ -105,7 +105,7 @@ class autocast(TorchFunctionMode):
     def _why_not(self, product: MatmulCall) -> str | None:
         """Return why a product stays as it is, or None. Without numbers: compilers may have made variables of them."""
         if not self.recipe.is_fp8:
-            return "the recipe says bf16"
+            return NO_FP8
         return getattr(product.weight, _KEPT, None) or _no_operands(product) or self._too_small(product)
 
     def _too_small(self, product: MatmulCall) -> str | None:
@@ -117,7 +117,7 @@ class autocast(TorchFunctionMode):
         if device.type != "cuda":
             return None
         if (known := rates(device)) and self._gain(known, *product.sizes, product.taps, product.batch) < rules.min_gain:
-            return "too small to gain: below `min_gain`"
+            return f"{TOO_SMALL}: below `min_gain`"
         if product.batch > rules.max_loop and (reason := self._why_looped(device)) is not None:
             return f"a batch of more than `max_loop`: {reason}"
         return None
