@@ -116,6 +116,8 @@ class Job:
     clock: Clock
     folder: Path
     """Where the checkpoint after half of the steps is written."""
+    saves: bool = False
+    """Whether it is."""
     resumes: bool = False
     """Whether to train the second half only, from that checkpoint."""
     kept: dict[str, Any] = field(default_factory=dict)
@@ -147,8 +149,8 @@ class Job:
             vocab_size=VOCABULARY, hidden_size=self.size.dim, intermediate_size=4 * self.size.dim, use_cache=False,
             num_hidden_layers=self.size.layers, num_attention_heads=heads, num_key_value_heads=heads,
         )  # fmt: skip
-        made: Any = LlamaForCausalLM(config)
-        model = made.to(self.device)
+        with torch.device(self.device):
+            model = LlamaForCausalLM(config)
         for layer in model.model.layers:
             layer.compile(backend=self.backend)
         model.register_forward_hook(self.clock.keep)
@@ -174,22 +176,25 @@ def script(job: Job) -> nn.Module:
     if job.resumes:
         model.load_state_dict(job.kept["model"])
         optimizer.load_state_dict(job.kept["optimizer"])
-    _loop(job, model, optimizer, lambda: job.kept.update(_states(model, optimizer)))
-    return model
+
+    def save() -> None:
+        job.kept = deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+    _loop(job, model, optimizer, save)
+    return model  # type: ignore[no-any-return]
 
 
-def _states(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    return deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-
-
-def _loop(job: Job, model: nn.Module, optimizer: Optimizer, save: Callable[[], Any]) -> None:
+def _loop(
+    job: Job, model: nn.Module, optimizer: Any, save: Callable[[], Any], backward: Callable[..., Any] | None = None
+) -> None:
+    """Train; a client with a `backward` of its own computes under its own autocast."""
     for step, batch in job.batches():
-        with torch.autocast(job.device, torch.bfloat16):
+        with torch.autocast(job.device, torch.bfloat16, enabled=backward is None):
             loss = model(**batch).loss
-        loss.backward()
+        (backward or torch.Tensor.backward)(loss)
         optimizer.step()
         optimizer.zero_grad()
-        if step == job.half and job.fp8:
+        if step == job.half and job.saves:
             save()
 
 
@@ -197,15 +202,37 @@ def trainer(job: Job) -> nn.Module:
     """Train by transformers' Trainer."""
     from transformers import Trainer, TrainingArguments
 
+    return _fit(job, Trainer, TrainingArguments(**_arguments(job)), job.data())
+
+
+def sft(job: Job) -> nn.Module:
+    """Train by TRL's SFTTrainer, on sequences that are tokens already."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0}, unk_token="<pad>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<pad>")
+    settings = SFTConfig(**_arguments(job), max_length=job.size.length, gradient_checkpointing=False)
+    data = Dataset.from_dict({"input_ids": job.data().ids.tolist()})
+    return _fit(job, SFTTrainer, settings, data, processing_class=tokenizer)
+
+
+def _arguments(job: Job) -> dict[str, Any]:
+    return {
+        "output_dir": str(job.folder), "max_steps": job.steps, "per_device_train_batch_size": job.size.batch,
+        "learning_rate": job.size.lr, "bf16": True, "max_grad_norm": 0.0, "use_cpu": job.device == "cpu",
+        "save_strategy": "steps" if job.saves else "no", "save_steps": job.half, "logging_steps": 1000,
+        "report_to": [], "disable_tqdm": True,
+    }  # fmt: skip
+
+
+def _fit(job: Job, kind: Any, settings: Any, data: Any, **given: Any) -> nn.Module:
     from octavo.integrations.transformers import OctavoCallback
 
-    arguments = TrainingArguments(
-        output_dir=str(job.folder), max_steps=job.steps, per_device_train_batch_size=job.size.batch, bf16=True,
-        save_strategy="steps" if job.fp8 else "no", save_steps=job.half, logging_steps=1000, learning_rate=job.size.lr,
-        report_to=[], disable_tqdm=True, max_grad_norm=0.0, use_cpu=job.device == "cpu",
-    )  # fmt: skip
-    callbacks: list[Any] = [OctavoCallback()] if job.fp8 else []
-    made = Trainer(model=job.llama(), args=arguments, train_dataset=job.data(), callbacks=callbacks)
+    callbacks = [OctavoCallback()] if job.fp8 else []
+    made = kind(model=job.llama(), args=settings, train_dataset=data, callbacks=callbacks, **given)
     made.train(resume_from_checkpoint=str(job.folder / f"checkpoint-{job.half}") if job.resumes else None)
     trained: nn.Module = made.model
     return trained
@@ -231,16 +258,47 @@ def lightning(job: Job) -> nn.Module:
 
     quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     quiet |= {"accelerator": "gpu" if job.device == "cuda" else "cpu", "devices": 1, "max_epochs": 2}
-    if job.fp8:
-        checkpoint = ModelCheckpoint(job.folder, "half-{epoch}", save_top_k=-1)
-        quiet |= {"callbacks": [checkpoint], "plugins": OctavoPrecision(device=job.device)}
-    else:
-        quiet |= {"enable_checkpointing": False, "precision": "bf16-mixed"}
+    quiet |= {"plugins": OctavoPrecision(device=job.device)} if job.fp8 else {"precision": "bf16-mixed"}
+    quiet |= {"enable_checkpointing": job.saves, "callbacks": []}
+    if job.saves:
+        quiet["callbacks"] = [ModelCheckpoint(job.folder, "half-{epoch}", save_top_k=-1)]
     loader = torch.utils.data.DataLoader(job.data(job.size.batch * job.half), batch_size=job.size.batch)
     module = Module()
     resume = {"ckpt_path": job.folder / "half-epoch=0.ckpt", "weights_only": True} if job.resumes else {}
     lightning.Trainer(**quiet).fit(module, loader, **resume)
     return module
+
+
+def fabric(job: Job) -> nn.Module:
+    """Train in a loop over Lightning's Fabric."""
+    from lightning.fabric import Fabric
+
+    from octavo.integrations.lightning import FabricPrecision
+
+    precision: Any = {"plugins": FabricPrecision(device=job.device)} if job.fp8 else {"precision": "bf16-mixed"}
+    made = Fabric(accelerator="gpu" if job.device == "cuda" else "cpu", devices=1, **precision)
+    model = job.llama()
+    model, optimizer = made.setup(model, job.adamw(model))
+    state = {"model": model, "optimizer": optimizer}
+    if job.resumes:
+        made.load(job.folder / "half.ckpt", state)
+    _loop(job, model, optimizer, lambda: made.save(job.folder / "half.ckpt", state), made.backward)
+    return model  # type: ignore[no-any-return]
+
+
+def accelerate(job: Job) -> nn.Module:
+    """Train in a loop over Accelerate."""
+    from accelerate import Accelerator
+
+    made = Accelerator(mixed_precision="bf16", cpu=job.device == "cpu")
+    model = job.llama()
+    if job.fp8:
+        octavo.convert(model)
+    model, optimizer = made.prepare(model, job.adamw(model))
+    if job.resumes:
+        made.load_state(str(job.folder))
+    _loop(job, model, optimizer, lambda: made.save_state(str(job.folder)), made.backward)
+    return model  # type: ignore[no-any-return]
 
 
 def lora(job: Job) -> nn.Module:
@@ -289,7 +347,10 @@ class Client:
 CLIENTS = {
     "script": Client(library="torch", loop=script, lines=1),
     "Trainer": Client(library="transformers", loop=trainer, lines=2),
+    "SFTTrainer": Client(library="trl", loop=sft, lines=2),
     "Lightning": Client(library="lightning", loop=lightning, lines=2),
+    "Fabric": Client(library="lightning", loop=fabric, lines=2),
+    "Accelerate": Client(library="accelerate", loop=accelerate, lines=1),
     "LoRA": Client(library="peft", loop=lora, lines=2),
     "torchtitan": Client(library="torchtitan", loop=torchtitan, lines=2),
 }
@@ -316,28 +377,34 @@ def timed(clock: Clock) -> Iterator[None]:
         handle.remove()
 
 
-def measure(client: Client, size: Size, device: str, steps: int) -> Row:
-    """Return the figures of a client: BF16 and FP8 side by side, and whether a resumed run is the same to the bit."""
+def measure(client: Client, size: Size, device: str, steps: int, resume: bool = True) -> Row:
+    """Return the figures of a client: BF16 and FP8 side by side, and whether a resumed run is the same to the bit.
+
+    Args:
+        resume: whether to save the FP8 run half-way, and to train its second half again from there.
+    """
     with tempfile.TemporaryDirectory() as name:
-        jobs = {
-            kind: Job(
-                size=size, device=device, steps=steps, fp8=kind != "bf16", clock=Clock(steps), folder=Path(name)
-            )
-            for kind in ("bf16", "fp8")
-        }  # fmt: skip
-        bf16, _ = _run(client, jobs["bf16"])
-        fp8, weights = _run(client, jobs["fp8"])
-        resumed = replace(jobs["fp8"], resumes=True, clock=Clock(steps - jobs["fp8"].half))
-        _, again = _run(client, resumed)
-    same = len(weights) == len(again) and all(torch.equal(p, q) for p, q in zip(weights, again, strict=True))
+        job = Job(size=size, device=device, steps=steps, fp8=False, clock=Clock(steps), folder=Path(name))
+        bf16, _ = _run(client, job)
+        job = replace(job, fp8=True, saves=resume, clock=Clock(steps))
+        fp8, weights = _run(client, job)
+        found = {"resumes": _resumes(client, job, weights)} if resume else {}
     return {
         "lines": client.lines,
-        "resumes": same and len(resumed.clock.losses) == steps - resumed.half,
+        **found,
         "gap_percent": 100 * (fp8["loss"] / bf16["loss"] - 1),
         "ratio_to_bf16": bf16["ms"] / fp8["ms"],
         **fp8,
         **{f"bf16_{key}": value for key, value in bf16.items() if key != "fp8_layers"},
     }
+
+
+def _resumes(client: Client, job: Job, weights: list[Tensor]) -> bool:
+    """Return whether a run from the checkpoint of another ends with its weights, after half of its steps."""
+    again = replace(job, saves=False, resumes=True, clock=Clock(job.steps - job.half))
+    _, found = _run(client, again)
+    same = len(weights) == len(found) and all(torch.equal(p, q) for p, q in zip(weights, found, strict=True))
+    return same and len(again.clock.losses) == job.steps - job.half
 
 
 def _run(client: Client, job: Job) -> tuple[Row, list[Tensor]]:
@@ -368,7 +435,13 @@ def _run(client: Client, job: Job) -> tuple[Row, list[Tensor]]:
 
 
 def bench_clients(
-    only: Names = (), *, device: str, size: Size, steps: int, report: Callable[[Row], None] = lambda row: None
+    only: Names = (),
+    *,
+    device: str,
+    size: Size,
+    steps: int,
+    resume: bool = True,
+    report: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
     """Return a row per client that is installed, or per client of `only`; one that fails has `error`."""
     rows: list[Row] = []
@@ -378,7 +451,7 @@ def bench_clients(
             continue
         row: Row = {"client": name, "library": client.library, "version": version or "not installed"}
         row |= {"dim": size.dim, "layers": size.layers, "tokens": size.tokens, "steps": steps}
-        rows.append(attempt(row, lambda: measure(client, size, device, steps)))  # noqa: B023  # called at once
+        rows.append(attempt(row, lambda: measure(client, size, device, steps, resume)))  # noqa: B023  # called at once
         report(rows[-1])
     return rows
 
@@ -403,6 +476,7 @@ def command(
     steps: int = 56,
     dim: int = 0,
     batch: int = 0,
+    resume: bool | None = None,
     output: Output = TO_STDOUT,
 ) -> int:
     """Train by the loops of other libraries, in BF16 and FP8: loss, resumed runs, compiled graphs, time per step.
@@ -417,7 +491,8 @@ def command(
     Parameters
     ----------
     only
-        Clients to measure: script, Trainer, Lightning, LoRA, torchtitan; all that are installed by default.
+        Clients to measure: script, Trainer, SFTTrainer, Lightning, Fabric, Accelerate, LoRA, torchtitan. By default
+        all that are installed.
     device
         cuda or cpu; auto takes the GPU if there is one.
     steps
@@ -426,20 +501,24 @@ def command(
         Width of the model: 2048 on a GPU, 128 on a CPU by default.
     batch
         Sequences per step: 8 on a GPU, 4 on a CPU by default.
+    resume
+        Also resume the FP8 run from a checkpoint; by default on a CPU, where checkpoints are small.
     """
     for name in only:
         known("--only", name, list(CLIENTS), "client")
     device, steps = device_named(device), 2 * (positive("--steps", steps) // 2)
     size = sized(SIZES[device], {"dim": dim, "batch": batch})
     report = output.lines(lambda row: f"{row['client']:<11} {row['version']:<12}", figures)
-    rows = bench_clients(only, device=device, size=size, steps=steps, report=report)
-    line = command_line("octavo bench clients", only=only, steps=steps, dim=dim or None, batch=batch or None)
+    resume = device == "cpu" if resume is None else resume
+    rows = bench_clients(only, device=device, size=size, steps=steps, resume=resume, report=report)
+    flags = {"dim": dim or None, "batch": batch or None, "resume": resume and device == "cuda"}
+    line = command_line("octavo bench clients", only=only, steps=steps, **flags)
     return output.finish("clients", rows, line, device=device)
 
 
 def figures(row: Row) -> str:
     """Return the line of a row."""
     graphs = f"{row['graphs']} graphs ({row['bf16_graphs']} in BF16), {row['graph_breaks']} breaks"
-    resume = "resumes to the bit" if row["resumes"] else "RESUMES OTHERWISE"
+    resume = {True: "resumes to the bit", False: "RESUMES OTHERWISE", None: "not resumed"}[row.get("resumes")]
     speed = f"{row['bf16_ms']:.1f} -> {row['ms']:.1f} ms: {row['ratio_to_bf16']:.2f}"
     return f"{row['fp8_layers']} layers, gap {row['gap_percent']:+.2f} %, {resume}, {graphs}, {speed}"

@@ -71,7 +71,6 @@ KINDS: dict[str, dict[str, type]] = {
         "lines": int,
         "fp8_layers": int,
         "gap_percent": float,
-        "resumes": bool,
         "graphs": int,
         "graph_breaks": int,
         "ratio_to_bf16": float,

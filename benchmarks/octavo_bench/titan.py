@@ -23,11 +23,11 @@ from octavo.integrations.torchtitan import OctavoConverter
 from octavo_bench.clients import VOCABULARY, Job, Sequences
 
 
-class NoTokenizer(BaseTokenizer):
+class NoTokenizer(BaseTokenizer):  # type: ignore[misc, unused-ignore]  # without torchtitan
     """Tokenizer of data that are tokens already."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(BaseTokenizer.Config):
+    class Config(BaseTokenizer.Config):  # type: ignore[misc, unused-ignore]
         """No options."""
 
     def __init__(self, config: Config | None = None, **given: Any) -> None:
@@ -46,11 +46,11 @@ class NoTokenizer(BaseTokenizer):
         return VOCABULARY
 
 
-class Loader(BaseDataLoader):
+class Loader(BaseDataLoader):  # type: ignore[misc, unused-ignore]
     """Batches of `Sequences`, from the one where a checkpoint was written."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(BaseDataLoader.Config):
+    class Config(BaseDataLoader.Config):  # type: ignore[misc, unused-ignore]
         """Number of sequences."""
 
         count: int = 0
@@ -121,7 +121,10 @@ def config(job: Job) -> Trainer.Config:
         activation_checkpoint=FullAC.Config(),
         compile=CompileConfig(enable=True, components=["model"], backend=job.backend),
         checkpoint=CheckpointManager.Config(
-            enable=job.fp8, interval=job.half, load_step=job.half if job.resumes else -1, keep_latest_k=0
+            enable=job.saves or job.resumes,
+            interval=job.half,
+            load_step=job.half if job.resumes else -1,
+            keep_latest_k=0,
         ),
         debug=DebugConfig(seed=0),
         dump_folder=str(job.folder),
