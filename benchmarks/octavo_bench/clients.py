@@ -213,7 +213,8 @@ def sft(job: Job) -> nn.Module:
     from trl import SFTConfig, SFTTrainer
 
     words = Tokenizer(models.WordLevel({"<pad>": 0}, unk_token="<pad>"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<pad>")
+    kind: Any = PreTrainedTokenizerFast
+    tokenizer = kind(tokenizer_object=words, pad_token="<pad>", eos_token="<pad>")
     settings = SFTConfig(**_arguments(job), max_length=job.size.length, gradient_checkpointing=False)
     data = Dataset.from_dict({"input_ids": job.data().ids.tolist()})
     return _fit(job, SFTTrainer, settings, data, processing_class=tokenizer)

@@ -75,7 +75,7 @@ KINDS: dict[str, dict[str, type]] = {
         "graph_breaks": int,
         "ratio_to_bf16": float,
     },
-    "pilot": {"model": str, "seconds": float, "adopts": bool, "recipe": str, "full": dict, "right": bool},
+    "pilot": {"model": str, "seconds": float, "adopts": bool, "full": dict, "right": bool},
     "gemm": {"shape": str, "kernel": str, "operands": str, "accumulate": str, "tflops": float, "ratio_to_bf16": float},
     "kernels": {
         "kernel": str,
