@@ -27,6 +27,8 @@ COMMANDS = {
     "step": "step:command",
     "host": "step:host",
     "hf": "hf:command",
+    "clients": "clients:command",
+    "pilot": "pilot:command",
     "gemm": "gemm:command",
     "kernels": "kernels:command",
     "telemetry": "telemetry:command",
