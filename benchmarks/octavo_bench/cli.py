@@ -39,6 +39,7 @@ COMMANDS = {
     "localize": "localize:command",
     "faults": "faults:command",
     "robustness": "robustness:command",
+    "pilot": "pilot:command",
     "moe": "moe:command",
     "optimizer": "optimizer:command",
     "memory": "memory:command",
