@@ -48,14 +48,19 @@ def sequences() -> Sequences:
     return Sequences()
 
 
-CLIENTS = ("accelerate", "deepspeed", "diffusers", "lightning", "megatron-core", "peft", "torchtitan", "transformers", "trl")
+CLIENTS = (
+    *("accelerate", "colossalai", "deepspeed", "diffusers", "lightning", "megatron-core", "nemo-automodel", "peft"),
+    *("torchtitan", "transformers", "trl"),
+)
+EXTRAS = ("clients", "deepspeed", "megatron", "nemo", "titan")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Name each client with its version, the pinned one, and what came of its tests."""
     root = Path(__file__).parents[2]
     extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    pins = dict(line.split("==") for name in ("clients", "deepspeed", "megatron", "titan") for line in extras[name])
+    pins = dict(line.split("==") for name in EXTRAS for line in extras[name])
+    pins["colossalai"] = "0.5.0"  # of no extra: it asks for an old PyTorch
     terminalreporter.section("clients")
     for client in CLIENTS:
         try:
