@@ -39,7 +39,7 @@ COMMANDS = {
     "localize": "localize:command",
     "faults": "faults:command",
     "robustness": "robustness:command",
-    "pilot": "pilot:command",
+    "phases": "phases:command",
     "moe": "moe:command",
     "optimizer": "optimizer:command",
     "memory": "memory:command",

@@ -1,30 +1,22 @@
-"""`octavo bench pilot`: a pilot by batch and sequence; and a check of its recommendations.
+"""Check `octavo pilot`: its recommendation for three models of others, from a few steps, against a full measurement.
 
     python -m octavo_bench.pilot --out DIRECTORY
 
-compares the recommendation for three models of others, from a few steps, with a full measurement. A GPU takes about
-three minutes; nothing is downloaded. Writes pilot.json and one report per model.
+A GPU takes about three minutes; nothing is downloaded. Writes pilot.json and one report per model.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from octavo.errors import RunError
 from octavo.pilot import Settings, load_workload, run_pilot
 from octavo.pilot.judging import ALIKE, Pilot
 from octavo.pilot.report import to_dict, to_html, to_text
 from octavo.pilot.workload import Shape
-from octavo_bench.cli import TO_STDOUT, Output, command_line, known, numbers
-from octavo_bench.results import Row
 
 _HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 4096}
 MODELS: dict[str, tuple[dict[str, Any], Shape]] = {
@@ -82,75 +74,6 @@ def is_right(small: Pilot, full: Pilot) -> bool:
     if small.best is None or not small.adopts:
         return not full.adopts or fastest < NOISE * 1.05
     return small.best in fit and full.speedup(small.best) >= max(fastest / (ALIKE * NOISE), 1.05 / NOISE)
-
-
-def rows_of(pilot: Pilot, model: str, shape: Shape) -> Iterator[Row]:
-    """Yield a row per precision, as the result kind `pilot` has them: times in ms per step, speed against BF16."""
-    for lane in to_dict(pilot)["measured"]:
-        row: Row = {
-            "workload": f"{model}, {shape.batch} x {shape.sequence}",
-            "batch": shape.batch,
-            "sequence": shape.sequence,
-            "implementation": lane["precision"],
-        }
-        if lane["failed"]:
-            yield row | {"error": lane["failed"]}
-            continue
-        names = ("phases", "parts", "allocations", "speedups", "tokens_per_s", "tflops", "pj_per_flop", "peak_gib")
-        row |= {key: lane[key] for key in (*names, "decode_ms") if lane[key] is not None}
-        row |= {"ms": round(lane["step_ms"], 3), "ratio_to_bf16": lane["speedup"]}
-        if lane["joules_per_token"] is not None:
-            row["mj_per_token"] = round(1e3 * lane["joules_per_token"], 4)
-        if lane["loss_gap_percent"] is not None:
-            row |= dict(zip(("gap_percent", "gap_error"), lane["loss_gap_percent"], strict=True))  # over few steps
-        yield row
-
-
-def command(
-    *,
-    model: str = "llama-3.2-1b, 6 of 16 layers",
-    batch: str = "1,4,16",
-    sequence: str = "512,2048",
-    recipes: str = "folded",
-    steps: int = 20,
-    output: Output = TO_STDOUT,
-) -> int:
-    """Run a pilot for each batch and sequence: BF16, FP16 and FP8 by phase, with energy, memory and decoding.
-
-    It needs a CUDA device; `octavo pilot` predicts without one.
-
-    Examples:
-
-        octavo bench pilot --batch 1,8 --sequence 1024 --write benchmarks/results
-
-    Parameters
-    ----------
-    model
-        A model of `octavo_bench.pilot`, random weights.
-    batch
-        Sequences, or images, per step.
-    sequence
-        Tokens per sequence.
-    recipes
-        Octavo's recipes.
-    steps
-        Steps of each training; the last 10 are timed.
-    """
-    config = MODELS[known("--model", model, list(MODELS), "model")][0]
-    if not torch.cuda.is_available():
-        raise RunError("bench pilot measures on a CUDA device, and there is none. `octavo pilot` predicts without one.")
-    settings = Settings(recipes=tuple(recipes.split(",")), precisions=("bf16", "fp16"), steps=steps)
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        for shape in (Shape(one, tokens) for tokens in numbers(sequence) for one in numbers(batch)):
-            pilot = run_pilot(load_workload(Path(folder), shape), settings)
-            rows += rows_of(pilot, model, shape)
-            output.say(f"\n{to_text(pilot)}")
-    again = command_line(
-        "octavo bench pilot", model=model, batch=batch, sequence=sequence, recipes=recipes, steps=steps
-    )
-    return output.finish("pilot", rows, again, device="cuda")
 
 
 def main() -> None:

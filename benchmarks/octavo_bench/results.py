@@ -74,7 +74,7 @@ KINDS: dict[str, dict[str, type]] = {
         "gb_per_s": float,
         "ratio_to_copy": float,
     },
-    "pilot": {
+    "phases": {
         "workload": str,
         "implementation": str,
         "ms": float,
@@ -132,7 +132,7 @@ KINDS: dict[str, dict[str, type]] = {
 
 MAY_FAIL = (
     *("step", "host", "hf", "gemm", "kernels", "stress", "optimizer", "ablation"),
-    *("pilot", "moe", "reduce", "distributed", "rank", "memory", "scaling", "faults", "ladder"),
+    *("phases", "moe", "reduce", "distributed", "rank", "memory", "scaling", "faults", "ladder"),
 )
 """Kinds whose rows may have `error`, a text, in place of their figures: a failure is a result."""
 SUBJECTS = {

@@ -10,17 +10,12 @@ from octavo.models import build
 from octavo.models.config import ModelConfig
 from octavo.pilot.judging import Pilot
 from octavo.pilot.measuring import Measurement
-from octavo.pilot.workload import Shape
-from octavo_bench import results
-from octavo_bench.pilot import MODELS, is_right, rows_of
+from octavo_bench.pilot import MODELS, is_right
 
 
 def pilot(**step_ms: float) -> Pilot:
     model = build(ModelConfig(vocab=272, dim=128, layers=1, heads=4, ffn=256, sequence=64), 0)
-    found = {
-        name: Measurement(precision=name, step_ms=ms, phases={"forward": ms / 4}, losses=[3.0, ms / 50])
-        for name, ms in {"bf16": 100.0, **step_ms}.items()
-    }
+    found = {name: Measurement(precision=name, step_ms=ms) for name, ms in {"bf16": 100.0, **step_ms}.items()}
     return Pilot(
         workload="mine", unit="token", tokens=8192, samples=8, data="random", device="a GPU", predicted_for="",
         capacity_gib=80.0, parameters=10**6, rows=8192, elsewhere=0.2, compiled=False, rates=H200, measured=found,
@@ -41,18 +36,6 @@ def pilot(**step_ms: float) -> Pilot:
 )
 def test_a_recommendation_is_right_if_the_full_measurement_confirms_it(small, full, right):
     assert is_right(pilot(**small), pilot(**full)) is right
-
-
-def test_a_row_per_precision_with_its_speed_by_phase():
-    found = pilot(folded=80.0)
-    found.measured["fp32"] = Measurement(precision="fp32", failed="OutOfMemoryError: 3 GiB")
-    rows = [*rows_of(found, "mine", Shape(8, 1024))]
-    assert [row["implementation"] for row in rows] == ["bf16", "folded", "fp32"]
-    assert rows[1]["workload"] == "mine, 8 x 1024" and rows[1]["ratio_to_bf16"] == 1.25
-    assert rows[1]["speedups"] == {"forward": 1.25} and rows[1]["gap_percent"] == pytest.approx(-20)
-    assert rows[2]["error"] == "OutOfMemoryError: 3 GiB" and "ms" not in rows[2]
-    rows[0]["gap_error"] = rows[1]["gap_error"] = 0.0  # of one pair there is none
-    results.Result(kind="pilot", date="2026-11-23", hardware="h200", versions={}, command="x", rows=tuple(rows))
 
 
 def test_three_models_of_others():
