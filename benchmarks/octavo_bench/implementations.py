@@ -1,4 +1,4 @@
-"""Implementations that are timed: BF16, torchao if it is installed, and every recipe."""
+"""Implementations that are timed: BF16, torchao and Transformer Engine if they are installed, and every recipe."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import nn
 import octavo
 from octavo import recipes
 from octavo.recipes import Recipe
+from octavo_bench import engine
 
 BF16 = "bf16"
 """The baseline: of the implementations, and of the precisions of a GEMM."""
@@ -43,12 +44,16 @@ class Implementation:
     """(BF16 model, tokens per step): makes the model into this implementation, in place."""
     compile: bool = True
     """Each block can be compiled."""
+    fullgraph: bool = True
+    """Each compiles as one graph."""
     gemms: tuple[str, str, str] = (BF16, BF16, BF16)
     """The precision of fprop, dgrad and wgrad, as `octavo_bench.rates` names them."""
     fp8_head: bool = False
     """The output head computes in this precision too; otherwise in BF16."""
     has_floor: bool = True
     """All blocks have these products, so that a floor can be said."""
+    package: str | None = None
+    """Distribution of a peer: the row notes its version."""
 
     @property
     def is_fp8(self) -> bool:
@@ -57,7 +62,7 @@ class Implementation:
 
 
 def implementations(*, head: bool = False) -> dict[str, Implementation]:
-    """Return every implementation by name, the baseline first. torchao's are there when it is installed.
+    """Return every implementation by name, the baseline first. Those of a peer are there when it is installed.
 
     Args:
         head: of a whole model, where the head may be in FP8 too.
@@ -65,6 +70,9 @@ def implementations(*, head: bool = False) -> dict[str, Implementation]:
     found = [Implementation(name=BF16)]
     if importlib.util.find_spec("torchao") is not None:
         found += [_torchao("tensorwise", "tensor"), _torchao("rowwise", "row")]
+    if importlib.util.find_spec("transformer_engine") is not None:
+        found += [_engine(recipe) for recipe in engine.RECIPES]
+        found += [_engine(recipe, modules=True) for recipe in engine.RECIPES]
     found += [_octavo(name) for name in recipes.names() if name != BF16 and _is_timed(recipes.load(name))]
     found.append(_octavo("folded", " (eager)", compile=False))
     found.append(_octavo("folded", " + fp8 activation inputs", activation_inputs="fp8"))
@@ -98,7 +106,20 @@ def _precision(granularities: set[str] | None, accumulate: str) -> str:
 def _torchao(recipe: str, scales: str) -> Implementation:
     # Its recipes accumulate fast in fprop alone (`Float8LinearConfig.gemm_config_output`).
     gemms = (f"{scales} fast", f"{scales} slow", f"{scales} slow")
-    return Implementation(name=f"torchao {recipe}", convert=partial(_convert_torchao, recipe=recipe), gemms=gemms)
+    convert = partial(_convert_torchao, recipe=recipe)
+    return Implementation(name=f"torchao {recipe}", convert=convert, gemms=gemms, package="torchao")
+
+
+def _engine(recipe: str, *, modules: bool = False) -> Implementation:
+    scales = ("block",) * 3 if recipe == "block" else ("tensor fast", "tensor slow", "tensor slow")
+    return Implementation(
+        name=f"transformer engine {recipe}{' (modules)' if modules else ''}",
+        convert=partial(engine.convert, recipe=recipe, block=engine.ModuleBlock if modules else engine.LayerBlock),
+        compile=modules,
+        fullgraph=False,
+        gemms=scales,
+        package="transformer-engine",
+    )
 
 
 def _octavo(

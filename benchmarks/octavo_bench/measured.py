@@ -329,7 +329,9 @@ def _step(rows: Sequence[Row], columns: Sequence[tuple[str, str]]) -> str:
     peer = next((row["ms"] for row in rows if row["implementation"] == PEER and "ms" in row), None)
     if peer is not None:
         rows = [row | {"ratio_to_peer": peer / row["ms"]} if "ms" in row else row for row in rows]
-    return f"**{rows[0]['workload']}**{_shape(rows[0])}\n\n{figures(columns, rows)}"
+    peers = dict.fromkeys(row["package"] for row in rows if "package" in row)
+    beside = f"; beside {' and '.join(peers)}" if peers else ""
+    return f"**{rows[0]['workload']}**{_shape(rows[0])}{beside}\n\n{figures(columns, rows)}"
 
 
 def _is_of_images(row: Row) -> bool:

@@ -22,7 +22,7 @@ from octavo._util import config_reader
 from octavo.conversion import Plan
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.train.config import RunConfig
-from octavo_bench import ladder, results
+from octavo_bench import ladder, readme, results
 from octavo_bench.cli import known
 from octavo_bench.results import Row
 
@@ -38,8 +38,7 @@ THEMES = {
 """The colours of the dashboard."""
 WORKLOAD = "llama-8b-stack"
 SHOWN = ("bf16", "torchao tensorwise", "octavo folded", "octavo folded_fast")
-"""Bars of the hero plot; every implementation of Transformer Engine is shown too, if it was measured."""
-PEERS = ("transformer engine", "te ")
+"""Bars of the hero plot, beside the fastest of Transformer Engine, where it was measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +71,8 @@ def hero_data(directory: Path) -> dict[str, Any]:
     """
     step = results.latest("step", directory)
     rows = [row for row in step.rows if row["workload"] == WORKLOAD and "ms" in row] if step else []
-    bars = [row for row in rows if row["implementation"] in SHOWN or row["implementation"].startswith(PEERS)]
+    engine = readme.Measured.read(directory).engine(WORKLOAD)
+    bars = [row for row in rows if row["implementation"] in SHOWN] + ([engine] if engine else [])
     if step is None or not bars:
         raise ConfigError(f"{directory}: no step of {WORKLOAD} has been measured.")
     keys = ("implementation", "tokens_per_s", "ratio_to_bf16")
@@ -173,7 +173,10 @@ def _bars(axes: Any, data: dict[str, Any], tones: dict[str, str]) -> None:
 
 
 def _shown(implementation: str) -> str:
-    return implementation.replace("bf16", "BF16").replace("octavo", "Octavo").replace("transformer engine", "TE")
+    names = {"bf16": "BF16", "octavo": "Octavo", "transformer engine": "TE", " (modules)": ""}
+    for name, shown in names.items():
+        implementation = implementation.replace(name, shown)
+    return implementation
 
 
 def _curves(axes: Any, data: dict[str, Any], tones: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Time a training step of a workload in BF16, in torchao and by every recipe.
+"""Time a training step of a workload in BF16, in torchao, in Transformer Engine and by every recipe.
 
 All implementations run one after another in one process, on the same weights and the same random normal data. Each is
 the median of several steps after a warm-up. Profiled steps show where the time goes, the machine's
@@ -8,6 +8,7 @@ own rates the floor, and BF16 timed again at the end the drift of the machine.
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import json
 import math
 import statistics
@@ -106,7 +107,9 @@ def bench_step(
 
 def _attempt(session: Session, implementation: Implementation) -> Row:
     """Return the row of an implementation; if it fails, one that says how."""
-    row = {"workload": session.workload.name, "implementation": implementation.name}
+    row: Row = {"workload": session.workload.name, "implementation": implementation.name}
+    if implementation.package is not None:
+        row["package"] = f"{implementation.package} {importlib.metadata.version(implementation.package)}"
     try:
         return row | _measure(session, implementation)
     except Exception as error:  # one that fails must not lose the others
@@ -245,7 +248,9 @@ def command(
     trace: Annotated[Path | None, Parameter(negative=())] = None,
     output: Output = TO_STDOUT,
 ) -> int:
-    """Time a training step of Llama blocks, a whole Llama or a ResNet: BF16, torchao if it is there, every recipe.
+    """Time a training step of Llama blocks, a whole Llama or a ResNet: BF16, every recipe, and peers if installed.
+
+    Peers are torchao and Transformer Engine: its whole layer in eager mode, and its linear modules in compiled blocks.
 
     Exits with 1 if an implementation failed; the others are measured all the same.
 

@@ -171,7 +171,7 @@ def build(
     implementation.convert(model, workload.tokens)
     if compile and implementation.compile:
         for block in model.get_submodule("layers").children():
-            block.compile(fullgraph=True)
+            block.compile(fullgraph=implementation.fullgraph)
     return (_whole if workload.vocab else _stack)(workload, model, device)
 
 
