@@ -61,8 +61,7 @@ class Output:
     """Flags for the rows of a measurement."""
 
     write: Annotated[Path | None, Parameter(negative=())] = None
-    """Directory of result files to write to, benchmarks/results in this repository. Rows of other workloads in the file
-    of the day stay."""
+    """Directory of result files, benchmarks/results in this repository. The day's rows of other workloads stay."""
     json_output: Annotated[bool, Parameter(name="--json", negative=())] = False
     """Print the rows as JSON on stdout, the progress on stderr."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -52,6 +52,8 @@ class Implementation:
     """The output head computes in this precision too; otherwise in BF16."""
     has_floor: bool = True
     """All blocks have these products, so that a floor can be said."""
+    own_optimizer: bool = False
+    """A whole model is updated by `octavo.optim.AdamW` with exact states; otherwise by PyTorch's fused AdamW."""
     package: str | None = None
     """Distribution of a peer: the row notes its version."""
 
@@ -77,9 +79,13 @@ def implementations(*, head: bool = False) -> dict[str, Implementation]:
     found.append(_octavo("folded", " (eager)", compile=False))
     found.append(_octavo("folded", " + fp8 activation inputs", activation_inputs="fp8"))
     found.append(_octavo("folded", " (memory low)", memory="low"))
-    found.append(_octavo("folded", " (every second block in BF16)", has_floor=False, filter=is_in_even_block))
+    half = _octavo("folded", " (every second block in BF16)", filter=is_in_even_block)
+    found.append(replace(half, has_floor=False))
     if head:
         found.append(_octavo("folded", " + fp8 head", fp8_head=True))
+        found.append(_octavo("folded_fast", " + fp8 head", fp8_head=True))
+        fastest = _octavo("folded_fast", " + fp8 head, octavo.optim", fp8_head=True)
+        found.append(replace(fastest, own_optimizer=True))
     return {implementation.name: implementation for implementation in found}
 
 
@@ -128,7 +134,6 @@ def _octavo(
     *,
     compile: bool = True,
     fp8_head: bool = False,
-    has_floor: bool = True,
     **policy: Any,
 ) -> Implementation:
     return Implementation(
@@ -137,7 +142,6 @@ def _octavo(
         compile=compile,
         gemms=precisions(recipes.load(recipe)),
         fp8_head=fp8_head,
-        has_floor=has_floor,
     )
 
 

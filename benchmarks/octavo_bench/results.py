@@ -324,6 +324,26 @@ def latest(kind: str, directory: Path) -> Result | None:
     return load(path) if path.exists() else None
 
 
+def history(kind: str, directory: Path) -> list[Result]:
+    """Return the results of `kind` on the machine of the newest, the newest first."""
+    found = latest(kind, directory)
+    if found is None:
+        return []
+    older = (load(path) for path in directory.glob(f"*-{found.hardware}-{kind}.json") if path.name != found.file_name)
+    return [found, *sorted(older, key=lambda result: result.date, reverse=True)]
+
+
+def newest(kind: str, directory: Path) -> list[Result]:
+    """Return the newest session of each workload, the newest first: a result has the rows that no newer one has."""
+    found: list[Result] = []
+    known: set[str] = set()
+    for result in history(kind, directory):
+        if rows := tuple(row for row in result.rows if row["workload"] not in known):
+            found.append(dataclasses.replace(result, rows=rows))
+            known |= {row["workload"] for row in rows}
+    return found
+
+
 def latest_by_hardware(kind: str, directory: Path) -> list[Result]:
     """Return the newest result of `kind` of each machine under `directory`, the newest first."""
     found = sorted((load(path) for path in directory.glob(f"*-{kind}.json")), key=lambda result: result.date)

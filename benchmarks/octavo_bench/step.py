@@ -131,6 +131,10 @@ def _measure(session: Session, implementation: Implementation) -> Row:
         last_norm = _gradient_norm(training)
     if not math.isfinite(first_norm + last_norm):  # NaN draws less power than numbers: its time would be too good
         raise NonFiniteError(f"{implementation.name}: its gradients are not finite, so its time means nothing.")
+    if profiled is not None and isinstance(workload, Workload) and not profiled.parts["attention"]:
+        raise UnsupportedError(
+            f"{implementation.name}: its attention was not fused; its users' is, where cuDNN fits it."
+        )
     if profiled is not None and session.trace is not None:
         _write_trace(session.trace, workload.name, implementation.name, profiled)
     if implementation.name.startswith("octavo") and not ledger.gemms:

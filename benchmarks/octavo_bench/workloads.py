@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from octavo import recipes
+from octavo import optim, recipes
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.flops import matmul_parameters
@@ -172,7 +172,9 @@ def build(
     if compile and implementation.compile:
         for block in model.get_submodule("layers").children():
             block.compile(fullgraph=implementation.fullgraph)
-    return (_whole if workload.vocab else _stack)(workload, model, device)
+    if workload.vocab:
+        return _whole(workload, model, device, implementation.own_optimizer)
+    return _stack(workload, model, device)
 
 
 def _images(workload: ImageWorkload, implementation: Implementation, device: str, compile: bool) -> Training:
@@ -212,13 +214,18 @@ def _stack(workload: Workload, model: nn.Module, device: str) -> Training:
     return Training(model=model, forward_backward=lambda: model(x).backward(gradient), update=update)
 
 
-def _whole(workload: Workload, model: nn.Module, device: str) -> Training:
+def _whole(workload: Workload, model: nn.Module, device: str, own_optimizer: bool) -> Training:
     shape = (workload.batch, workload.sequence)
     tokens, targets = (torch.randint(workload.vocab, shape, device=device) for _ in range(2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer: torch.optim.Optimizer
+    if own_optimizer:
+        optimizer = optim.AdamW(model.parameters(), lr=1e-4, states="exact", clip=1.0)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def update() -> None:
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if not own_optimizer:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

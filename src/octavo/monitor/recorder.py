@@ -140,8 +140,7 @@ class Recorder:
             lost = f"{self.dropped} steps were not written: the disk was too slow"
             self.event(self._step, "store", lost, level="warning", value=self.dropped)
         self.sample()
-        self._store.submit(lambda: self._writer.close(outcome, text), may_drop=False)
-        self._store.close()
+        self._store.close(lambda: self._writer.close(outcome, text))
 
     def _write(
         self,
