@@ -41,6 +41,7 @@ COMMANDS = {
     "localize": "localize:command",
     "faults": "faults:command",
     "robustness": "robustness:command",
+    "phases": "phases:command",
     "moe": "moe:command",
     "optimizer": "optimizer:command",
     "memory": "memory:command",

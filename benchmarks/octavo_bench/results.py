@@ -86,6 +86,14 @@ KINDS: dict[str, dict[str, type]] = {
         "gb_per_s": float,
         "ratio_to_copy": float,
     },
+    "phases": {
+        "workload": str,
+        "implementation": str,
+        "ms": float,
+        "ratio_to_bf16": float,
+        "phases": dict,
+        "speedups": dict,
+    },
     "moe": {"workload": str, "implementation": str, "ms": float, "ratio_to_bf16": float},
     "optimizer": {"states": str, "bytes_per_parameter": float, "ms": float, "ratio_to_fused_adamw": float},
     "ablation": {"states": str, "seed": int, "heldout_loss": float},
@@ -136,7 +144,7 @@ KINDS: dict[str, dict[str, type]] = {
 
 MAY_FAIL = (
     *("step", "host", "hf", "clients", "pilot", "gemm", "kernels", "stress", "optimizer", "ablation"),
-    *("moe", "reduce", "distributed", "rank", "memory", "scaling", "faults", "ladder"),
+    *("phases", "moe", "reduce", "distributed", "rank", "memory", "scaling", "faults", "ladder"),
 )
 """Kinds whose rows may have `error`, a text, in place of their figures: a failure is a result."""
 SUBJECTS = {

@@ -98,6 +98,11 @@ class autocast(TorchFunctionMode):
 
     def _judge(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MatmulCall | str:
         """Return the product that a call is to be in FP8, or why it stays as it is."""
+        if (own := self.operators.own.get(name)) is not None and name not in self.operators.black:
+            name, *rest = own(*args, **kwargs)
+            args, kwargs = tuple(rest), {}
+            if name not in self.operators.white:
+                return f"its reader says '{name}', which is not white"
         black = self.operators.black.get(name)
         product = _read(name, args, kwargs) if black is None else black
         return product if isinstance(product, str) else self._why_not(product) or product
@@ -105,7 +110,7 @@ class autocast(TorchFunctionMode):
     def _why_not(self, product: MatmulCall) -> str | None:
         """Return why a product stays as it is, or None. Without numbers: compilers may have made variables of them."""
         if not self.recipe.is_fp8:
-            return NO_FP8
+            return "the recipe says bf16"
         return getattr(product.weight, _KEPT, None) or _no_operands(product) or self._too_small(product)
 
     def _too_small(self, product: MatmulCall) -> str | None:
@@ -117,7 +122,7 @@ class autocast(TorchFunctionMode):
         if device.type != "cuda":
             return None
         if (known := rates(device)) and self._gain(known, *product.sizes, product.taps, product.batch) < rules.min_gain:
-            return f"{TOO_SMALL}: below `min_gain`"
+            return "too small to gain: below `min_gain`"
         if product.batch > rules.max_loop and (reason := self._why_looped(device)) is not None:
             return f"a batch of more than `max_loop`: {reason}"
         return None
