@@ -56,6 +56,7 @@ def run_of(*lanes: str) -> list[Event]:
         "skipped_steps": {},
         "tasks": {},
         "seconds": 75.0,
+        "energy_kwh": 0.5,
     }
     memory = {"peak_gib": None, "predicted_peak_gib": None}
     by_sequence = {lane: [mean + noise for noise in (-0.5, 0.5)] * 8 for lane, mean in loss.items()}
