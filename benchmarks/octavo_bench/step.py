@@ -153,7 +153,7 @@ def _measure(session: Session, implementation: Implementation) -> Row:
 
 
 def _check_attention(implementation: Implementation, profiled: Profile) -> None:
-    """Raise if no kernel of a fused attention ran: Transformer Engine without a cuDNN that fits falls back in silence."""
+    """Raise if no fused attention ran: without a cuDNN that fits, Transformer Engine falls back in silence."""
     if not profiled.parts["attention"]:
         raise UnsupportedError(
             f"{implementation.name}: its attention was not fused, so its time is not what users get."
