@@ -25,6 +25,11 @@ def is_no_head(name: str, layer: nn.Module) -> bool:
     return name != HEAD
 
 
+def is_in_even_block(name: str, layer: nn.Module) -> bool:
+    """Return whether to convert a layer where every second block stays in BF16: what a fallback costs, and keeps."""
+    return is_no_head(name, layer) and int(name.split(".")[1]) % 2 == 0
+
+
 def _leave(model: nn.Module, tokens: int) -> None:
     """Change nothing."""
 
@@ -45,6 +50,8 @@ class Implementation:
     """The precision of fprop, dgrad and wgrad, as `octavo_bench.rates` names them."""
     fp8_head: bool = False
     """The output head computes in this precision too; otherwise in BF16."""
+    has_floor: bool = True
+    """All blocks have these products, so that a floor can be said."""
     own_optimizer: bool = False
     """A whole model is updated by `octavo.optim.AdamW` with exact states; otherwise by PyTorch's fused AdamW."""
     package: str | None = None
@@ -72,6 +79,8 @@ def implementations(*, head: bool = False) -> dict[str, Implementation]:
     found.append(_octavo("folded", " (eager)", compile=False))
     found.append(_octavo("folded", " + fp8 activation inputs", activation_inputs="fp8"))
     found.append(_octavo("folded", " (memory low)", memory="low"))
+    half = _octavo("folded", " (every second block in BF16)", filter=is_in_even_block)
+    found.append(replace(half, has_floor=False))
     if head:
         found.append(_octavo("folded", " + fp8 head", fp8_head=True))
         found.append(_octavo("folded_fast", " + fp8 head", fp8_head=True))
@@ -144,5 +153,6 @@ def _convert_torchao(model: nn.Module, tokens: int, recipe: str) -> None:
 
 
 def _convert_octavo(model: nn.Module, tokens: int, recipe: str, fp8_head: bool, **policy: Any) -> None:
-    chosen = octavo.Policy(min_gain=0.0, keep_defaults=False, filter=None if fp8_head else is_no_head, **policy)
+    given = {"min_gain": 0.0, "keep_defaults": False, "filter": None if fp8_head else is_no_head} | policy
+    chosen = octavo.Policy(**given)
     octavo.convert(model, recipe, policy=chosen, tokens=tokens, strict=True)

@@ -33,6 +33,7 @@ from octavo.kernels.quantize import quantize_pair
 from octavo.kernels.rotary import rotate
 from octavo.kernels.transpose import transpose
 from octavo.nn.weight_codes import quantize_weights
+from octavo.numerics import PER_ROW, Quantized, dequantize
 from octavo.train.timing import milliseconds, warm_up
 from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, positive
 from octavo_bench.rates import copy_rate
@@ -161,6 +162,15 @@ def _two(draw: Draw, m: int, n: int) -> Sequence[Tensor]:
     return draw(m, n), draw(m, n)
 
 
+def _row_codes(draw: Draw, m: int, n: int) -> Sequence[Tensor]:
+    return draw(m, n).to(torch.float8_e4m3fn), draw.scales(m, 1)
+
+
+def _dequantize(codes: Tensor, scale: Tensor) -> Tensor:
+    """Decode as `FP8Tensor` does where an operator has no FP8 form; products decode in the tensor cores."""
+    return dequantize(Quantized(codes, scale, PER_ROW), torch.bfloat16)
+
+
 def _with_folds(draw: Draw, m: int, n: int) -> Sequence[Tensor]:
     return draw(m, n), draw.scales(1, n), draw.scales(m, 1)
 
@@ -217,7 +227,9 @@ CASES = (
         case
         for shape in (_STREAM, _HIDDEN)
         for case in (
+            Case("BF16 copy", shape, _one, torch.clone),
             Case("quantize rows", shape, _one, _quantize(BY_ROW, None)),
+            Case("dequantize rows", shape, _row_codes, _dequantize),
             Case("quantize columns", shape, _one, _quantize(None, BY_ROW), passes=2),
             Case("quantize folded pair", shape, _with_folds, _quantize(BY_ROW, BY_ROW), passes=2),
             Case("quantize block pair", shape, _one, _quantize(BY_TILE, BY_TILE)),

@@ -130,6 +130,10 @@ def _measure(session: Session, implementation: Implementation) -> Row:
         last_norm = _gradient_norm(training)
     if not math.isfinite(first_norm + last_norm):  # NaN draws less power than numbers: its time would be too good
         raise NonFiniteError(f"{implementation.name}: its gradients are not finite, so its time means nothing.")
+    if profiled is not None and isinstance(workload, Workload) and not profiled.parts["attention"]:
+        raise UnsupportedError(
+            f"{implementation.name}: its attention was not fused; its users' is, where cuDNN fits it."
+        )
     if profiled is not None and session.trace is not None:
         _write_trace(session.trace, workload.name, implementation.name, profiled)
     if implementation.name.startswith("octavo") and not ledger.gemms:
@@ -157,16 +161,8 @@ def _time(training: Training, session: Session) -> tuple[list[float], float, Row
     torch.cuda.reset_peak_memory_stats()
     probe = SystemProbe(torch.cuda.current_device())
     times = milliseconds(training.step, session.device, session.steps)
-    energy = energy_per_token(probe, session.steps * session.workload.tokens)
+    energy = rates.energy_row(probe, "mj_per_token", 1e-3 * session.steps * session.workload.tokens)
     return times, torch.cuda.max_memory_allocated() / 2**30, energy
-
-
-def energy_per_token(probe: SystemProbe, tokens: int) -> Row:
-    """Return the millijoules per token that a GPU took since a probe of it was made, or why they are not known."""
-    joules = probe.sample().get("gpu_energy_joules")
-    if joules is None:
-        return {"energy_missing": probe.missing or "NVML of this GPU counts no energy"}
-    return {"mj_per_token": round(1e3 * joules / tokens, 3)}
 
 
 def _gradient_norm(training: Training) -> float:
@@ -186,7 +182,7 @@ def _compare(
     peak = datasheet_tflops(torch.cuda.get_device_name()) if session.device == "cuda" else None
     if peak is not None:
         row["mfu_bf16"] = round(session.workload.flops / row["ms"] / peak / 1e9, 4)
-    if limits is None:
+    if limits is None or not implementation.has_floor:
         return
     if row is baseline:
         row["rates"] = asdict(limits)
@@ -271,8 +267,9 @@ def command(
     Parameters
     ----------
     workload
-        llama-8b-stack (8 layers, 16,384 tokens), llama-1b-stack, llama-1b (with head, loss and optimizer), resnet50
-        (256 images, channels last), tiny, tiny-model or tiny-resnet; may be given again.
+        llama-8b-stack (8 layers, 16,384 tokens), llama-70b-stack and 175b-stack (2 layers), llama-1b-stack, llama-1b
+        (with head, loss and optimizer), resnet50 (256 images, channels last), tiny, tiny-model or tiny-resnet; may be
+        given again.
     only
         Implementations to run beside BF16; all by default.
     device

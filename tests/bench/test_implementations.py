@@ -54,6 +54,13 @@ def test_inputs_of_activations_stay_in_bf16_unless_it_is_said() -> None:
         assert found == {kept}
 
 
+def test_every_second_block_may_stay_in_bf16() -> None:
+    half = implementations(head=True)["octavo folded (every second block in BF16)"]
+    model = build(WORKLOADS["tiny-model"], half, "cpu", compile=False).model
+    converted = {name.split(".")[1] for name, layer in model.named_modules() if isinstance(layer, Linear)}
+    assert converted == {"0"} and not half.has_floor
+
+
 def test_the_head_stays_in_bf16_unless_it_is_said() -> None:
     known = implementations(head=True)
     assert "octavo folded + fp8 head" not in implementations()

@@ -25,15 +25,15 @@ class CalibrationFlags:
     """How scales are calibrated."""
 
     batches: PositiveInt = 8
-    """Number of batches, each as in one forward of training; by default 8."""
+    """Number of batches, each as in one forward of training."""
     backward: bool = True
-    """Calibrate gradients too (default)."""
+    """Calibrate gradients too."""
     choose: Literal["max", "percentile"] = "max"
-    """max (default): no observed value saturates. percentile: values above the percentile do."""
+    """max: no observed value saturates. percentile: values above the percentile do."""
     percentile: float = 99.99
-    """With --choose percentile: percent of the nonzero elements that do not saturate; by default 99.99."""
+    """With --choose percentile: percent of the nonzero elements that do not saturate."""
     margin: int = 1
-    """Bits of headroom, by default 1: scales are multiplied by 2 to this power."""
+    """Bits of headroom: scales are multiplied by 2 to this power."""
     only: Annotated[tuple[str, ...], Parameter(negative=())] = ()
     """Pattern of layers or scales to calibrate or undo, such as 'layers.0.*' or '*.grad_output'; repeatable."""
     check: Switch = False
@@ -64,9 +64,9 @@ def calibrate(
     Examples:
 
         octavo calibrate runs/demo
-        octavo calibrate runs/demo --batches 32 --choose percentile --percentile 99.999
-        octavo calibrate --preset tiny --only 'layers.0.*' -o scales.json
-        octavo train runs/demo/config.json --recipe static --scales runs/demo/calibration.json --out runs/static
+        octavo calibrate runs/demo --choose percentile --percentile 99.999
+        octavo calibrate --preset tiny --only 'layers.0.*' -o s.json
+        octavo train runs/demo --recipe static --scales s.json --out runs/static
         octavo calibrate --undo runs/demo/calibration.json
 
     Parameters

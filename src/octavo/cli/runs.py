@@ -141,7 +141,7 @@ def export(
 
         octavo export runs/demo
         octavo export runs/demo --out served --overwrite
-        octavo export runs/demo/checkpoints/step-000320 --format plain --dtype float32
+        octavo export runs/demo/checkpoints/step-000320 --format plain
 
     Parameters
     ----------

@@ -15,7 +15,7 @@ from octavo.conversion.experts import FoundExperts, no_grouped_kernel
 from octavo.conversion.fusion_patterns import find_gates, full_name, reader_of
 from octavo.conversion.gain import predicted_gain
 from octavo.conversion.heads import find_heads
-from octavo.conversion.policy import Policy
+from octavo.conversion.policy import NO_FP8, TOO_SMALL, Policy
 from octavo.conversion.unconverted import active_share
 from octavo.kernels.dispatch import on_gpu, rates
 from octavo.kernels.explain import gemm_kernel
@@ -131,10 +131,10 @@ class Planner:
         if kept is None and taps:
             kept = unsupported_reason_recipe(recipe)
         if kept is None and not recipe.is_fp8:
-            kept = found.reason if found else "the recipe says bf16"
+            kept = found.reason if found else NO_FP8
         if kept is None and gain is not None and gain < self.policy.min_gain and not found:
             unit = "output pixels" if taps else "tokens"
-            kept = f"too small to gain: predicted {gain:.2f} times BF16 at {self.tokens} {unit}"
+            kept = f"{TOO_SMALL}: predicted {gain:.2f} times BF16 at {self.tokens} {unit}"
         if kept is not None:
             recipe, gain = load("bf16"), None
         kernels, fallback = _kernels(recipe, self.device)
@@ -158,7 +158,7 @@ class Planner:
         names = full_name(name, FIRST), full_name(name, SECOND)
         given = [self.recipes[each] for each in names]
         reasons = [kept or unsupported_reason_grouped(recipe) for recipe in given]
-        reasons = [why or (None if r.is_fp8 else "the recipe says bf16") for why, r in zip(reasons, given, strict=True)]
+        reasons = [why or (None if r.is_fp8 else NO_FP8) for why, r in zip(reasons, given, strict=True)]
         how = _how(found.roles, *given) if reasons == [None, None] else ""
         kernel = "scaled_grouped_mm" if on_gpu(self.device) else "reference"
         active = active_share(module, found.count)

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from octavo.conversion.choices import choices
 from octavo.conversion.experts import find_experts
 from octavo.conversion.fusion_patterns import FusionPattern, find_mlps, find_structures, full_name
 from octavo.conversion.layer_plan import LayerPlan, Planner
@@ -107,6 +108,7 @@ class Plan:
         structures = [asdict(structure) for structure in self.structures]
         said: dict[str, Any] = {"unapplied": self.unapplied, "notes": self.notes, "parameters": self.parameters}
         said["unconverted"] = [asdict(weight) for weight in self.unconverted]
+        said["choices"] = [choice._asdict() for choice in choices(self)]
         return json.dumps({**body, "layers": layers, "structures": structures, **said}, indent=1)
 
     def __str__(self) -> str:

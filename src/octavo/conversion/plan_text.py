@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from octavo._util.terminal import columns
+from octavo.conversion.choices import advice
 from octavo.conversion.fusion_patterns import FusionPattern
 from octavo.conversion.layer_plan import LayerPlan
 from octavo.conversion.refusals import device_unsupported_reason
@@ -37,7 +38,7 @@ def table_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def footer(plan: Plan) -> list[str]:
-    """Return the lines below a plan's table: counts, weights in FP8, what is fused, options without effect."""
+    """Return the lines below a plan's table: counts, weights in FP8, fusions, options without effect, advice."""
     weights = sum(layer.weights for layer in plan.layers)
     layers = "layers" if any("conv" in layer.kind for layer in plan.layers) else "linear layers"
     share = f"{plan.fp8_weights / max(weights, 1):.0%} of their weights"
@@ -50,6 +51,7 @@ def footer(plan: Plan) -> list[str]:
         *_together(plan.structures),
         *plan.unapplied,
         *plan.notes,
+        *advice(plan),
     ]
 
 

@@ -20,7 +20,9 @@ from octavo.nn.linear import is_adopted, is_transposed
 from octavo.nn.operands import REAL
 from octavo.recipes import Precision, Recipe
 
-_HEAD = "output head: its error goes straight into the loss"
+HEAD = "output head: its error goes straight into the loss"
+TOO_SMALL, NO_FP8 = "too small to gain", "the recipe says bf16"
+"""Starts of the reasons of layers that another recipe might convert."""
 _ROUTER = "router: a small error sends a token to another expert"
 _GROUPED = 16
 """Features of which grouped FP8 GEMMs take a multiple."""
@@ -28,11 +30,11 @@ _GROUPED = 16
 
 DEFAULTS = MappingProxyType(
     {
-        "*lm_head": _HEAD,
-        "output": _HEAD,
-        "head": _HEAD,  # of image models, as are the next two
-        "fc": _HEAD,
-        "classifier": _HEAD,
+        "*lm_head": HEAD,
+        "output": HEAD,
+        "head": HEAD,  # of image models, as are the next two
+        "fc": HEAD,
+        "classifier": HEAD,
         "*embed*": "embedding",
         "*router": _ROUTER,
         "*router.*": _ROUTER,
@@ -176,7 +178,7 @@ class Policy:
         if (reason := self._pattern_reason(name, in_mlp)) is not None:
             return reason
         if is_head and self.keep_defaults:
-            return _HEAD
+            return HEAD
         if isinstance(layer, nn.Linear) or is_transposed(layer):
             unfit = self._linear(layer)
         else:

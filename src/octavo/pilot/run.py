@@ -29,7 +29,7 @@ class Settings:
 
     recipes: tuple[str, ...] = RECIPES
     precisions: tuple[str, ...] = tuple(PRECISIONS)
-    """bf16 always; fp16 and fp32 beside it."""
+    """bf16 always; fp16 and fp32 beside it, the latter on a GPU alone."""
     steps: int = 20
     lr: float = 3e-4
     compile: bool = False
@@ -63,7 +63,9 @@ def run_pilot(workload: Workload, settings: Settings, report: Callable[[str], No
         compile=settings.compile and is_gpu,
         rows=flops[2] if flops else workload.tokens,
     )
-    precisions = dict.fromkeys(("bf16", *settings.precisions)) if is_gpu else {"bf16": None}
+    precisions = dict.fromkeys(("bf16", *settings.precisions))
+    if not is_gpu:
+        precisions.pop("fp32", None)  # its time is what speaks against it, and a CPU has none to compare
     with nullcontext() if settings.steps else torch.device("meta"):
         model = workload.build()
     found = {name: Measurement(precision=name) for name in (*precisions, *settings.recipes)}

@@ -1,6 +1,6 @@
 """Recipes: what runs in FP8 and how, as data. `load("folded")`, `names()`, `explain(recipe)`."""
 
-from octavo.recipes.presets import ALIASES
+from octavo.recipes.presets import ALIASES, mx
 from octavo.recipes.spec import (
     GEMMS,
     OPERANDS,
@@ -39,6 +39,7 @@ __all__ = [
     "explain",
     "kept_for_backward",
     "load",
+    "mx",
     "names",
     "reused_from",
 ]
