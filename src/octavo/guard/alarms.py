@@ -111,7 +111,8 @@ class Alarm(NamedTuple):
 
     def __str__(self) -> str:
         where = f" of {self.layer} {self.role}".rstrip() if self.layer else ""
-        held = "" if self.rule == "nonfinite" else f" ({self.value:.4g}, limit {self.limit:.4g})"
+        unit = " %" if self.rule == "gap" else ""
+        held = "" if self.rule == "nonfinite" else f" ({self.value:.4g}{unit}, limit {self.limit:.4g}{unit})"
         return f"{self.rule}{where}{held}"
 
 
