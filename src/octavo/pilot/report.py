@@ -11,7 +11,6 @@ from typing import Any
 
 from octavo.monitor.dashboard import page
 from octavo.pilot.judging import Advice, Pilot, advise
-from octavo.pilot.measuring import Measurement
 
 _COLUMNS: dict[str, tuple[str, str]] = {
     "step_ms": ("step ms", ".2f"),
