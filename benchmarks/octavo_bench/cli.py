@@ -27,6 +27,8 @@ COMMANDS = {
     "step": "step:command",
     "host": "step:host",
     "hf": "hf:command",
+    "clients": "clients:command",
+    "pilot": "pilot:command",
     "gemm": "gemm:command",
     "kernels": "kernels:command",
     "telemetry": "telemetry:command",
@@ -120,6 +122,17 @@ def known(flag: str, name: str, names: Sequence[str], noun: str) -> str:
         near = did_you_mean(name, names)
         raise ConfigError(f"{flag}: there is no {noun} '{name}'.{near} Known are: {', '.join(names)}.")
     return name
+
+
+def positive(flag: str, number: int) -> int:
+    """Return the number of a flag.
+
+    Raises:
+        ConfigError: it is not positive.
+    """
+    if number < 1:
+        raise ConfigError(f"{flag}: {number} is not a positive number.")
+    return number
 
 
 def numbers(text: str) -> tuple[int, ...]:

@@ -11,12 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from octavo.cli.flags import positive
 from octavo.errors import ConfigError, RunError
 from octavo.kernels.gemm import KERNELS
 from octavo.monitor.system import SystemProbe
 from octavo.train.timing import milliseconds, warm_up
-from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named
+from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, positive
 from octavo_bench.implementations import BF16
 from octavo_bench.rates import Shape, energy_row, normal, quantized
 from octavo_bench.results import Row, failure

@@ -73,7 +73,9 @@ def command(
         Steps of each training; the last 10 are timed.
     """
     if not torch.cuda.is_available():
-        raise RunError("bench phases measures on a CUDA device, and there is none. `octavo pilot` predicts without one.")
+        raise RunError(
+            "bench phases measures on a CUDA device, and there is none. `octavo pilot` predicts without one."
+        )
     settings = Settings(recipes=tuple(recipes.split(",")), precisions=("bf16", "fp16"), steps=steps)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -190,7 +190,8 @@ def _speeds(measured: Measured) -> Iterator[Sequence[str]]:
 
 
 def _trainer(measured: Measured) -> Iterator[Sequence[str]]:
-    for mode, title in (("eager", "eager"), ("torch_compile", "compiled")):
+    titles = {"eager": "eager", "torch_compile": "compiled", "torch_compile_causal": "compiled, causal attention"}
+    for mode, title in titles.items():
         bf16, peer, row = (measured.row("hf", mode=mode, implementation=name) for name in (BF16, TORCHAO, FOLDED))
         if row and bf16:
             times = (f"{each['tokens_per_s']:,.0f}" if each else "" for each in (bf16, peer, None, row))

@@ -64,6 +64,18 @@ KINDS: dict[str, dict[str, type]] = {
         "ratio_to_bf16": float,
         "peak_gib": float,
     },
+    "clients": {
+        "client": str,
+        "library": str,
+        "version": str,
+        "lines": int,
+        "fp8_layers": int,
+        "gap_percent": float,
+        "graphs": int,
+        "graph_breaks": int,
+        "ratio_to_bf16": float,
+    },
+    "pilot": {"model": str, "seconds": float, "adopts": bool, "full": dict, "right": bool},
     "gemm": {"shape": str, "kernel": str, "operands": str, "accumulate": str, "tflops": float, "ratio_to_bf16": float},
     "kernels": {
         "kernel": str,
@@ -131,11 +143,12 @@ KINDS: dict[str, dict[str, type]] = {
 """Keys that every row of a kind must have. Other keys are welcome: they are kept, and read where a table shows them."""
 
 MAY_FAIL = (
-    *("step", "host", "hf", "gemm", "kernels", "stress", "optimizer", "ablation"),
+    *("step", "host", "hf", "clients", "pilot", "gemm", "kernels", "stress", "optimizer", "ablation"),
     *("phases", "moe", "reduce", "distributed", "rank", "memory", "scaling", "faults", "ladder"),
 )
 """Kinds whose rows may have `error`, a text, in place of their figures: a failure is a result."""
 SUBJECTS = {
+    "clients": ("client",),
     "ladder": ("protocol", "model", "tokens", "condition", "recipe", "seed", "text", "machine"),
     "robustness": ("class",),
 }

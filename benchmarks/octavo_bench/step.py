@@ -24,7 +24,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import octavo
 from octavo import kernels
-from octavo.cli.flags import positive
 from octavo.errors import NonFiniteError, RunError, UnsupportedError, did_you_mean
 from octavo.models.flops import datasheet_tflops
 from octavo.monitor.system import SystemProbe
@@ -32,7 +31,7 @@ from octavo.train.profile import Profile, profile
 from octavo.train.timing import milliseconds, warm_up
 from octavo_bench import host as host_bench
 from octavo_bench import rates
-from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, known
+from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, known, positive
 from octavo_bench.implementations import BF16, Implementation, implementations
 from octavo_bench.rates import floor_ms
 from octavo_bench.results import Row, failure, slug

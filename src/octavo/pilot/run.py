@@ -76,13 +76,7 @@ def run_pilot(workload: Workload, settings: Settings, report: Callable[[str], No
     report("plans")
     predicted = {name: predicting.plan_for(workload, name, how, settings.gpu) for name in settings.recipes}
     if not is_gpu and flops is not None:
-        for name in found:
-            plan = predicted.get(name) or next(iter(predicted.values()))
-            predicting.predict(found[name], plan, workload, how, flops)
-        fastest = min(settings.recipes, key=lambda name: found[name].step_ms or 0.0)
-        for name in ("bf16", *([fastest] if predicted[fastest].fp8_layers else [])):
-            report(f"memory in {name}")
-            found[name].peak_gib = predicting.peak_gib(workload, name, how)
+        _predict(found, predicted, workload, how, flops, report)
     capacity = torch.cuda.get_device_properties(device).total_memory / 2**30 if is_gpu else 0.0
     return Pilot(
         workload=workload.name,
@@ -101,6 +95,24 @@ def run_pilot(workload: Workload, settings: Settings, report: Callable[[str], No
         measured=found,
         plans={name: (plans.get(name) if is_gpu else None) or plan for name, plan in predicted.items()},
     )
+
+
+def _predict(
+    found: dict[str, Measurement],
+    plans: dict[str, Plan],
+    workload: Workload,
+    how: Conditions,
+    flops: tuple[float, float, int],
+    report: Callable[[str], None],
+) -> None:
+    """Add the predicted times, and the memory of BF16 and of the fastest recipe."""
+    for name in found:
+        plan = plans.get(name) or next(iter(plans.values()))
+        predicting.predict(found[name], plan, workload, how, flops)
+    fastest = min(plans, key=lambda name: found[name].step_ms or 0.0)
+    for name in ("bf16", *([fastest] if plans[fastest].fp8_layers else [])):
+        report(f"memory in {name}")
+        found[name].peak_gib = predicting.peak_gib(workload, name, how)
 
 
 def _check(settings: Settings) -> None:

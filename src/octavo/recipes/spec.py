@@ -27,6 +27,8 @@ STORED_SCALE_ROLES = ("input", "grad_output")
 """The roles whose scales may be kept from step to step, in the order in which a layer keeps them."""
 FormatName = Literal["e4m3", "e5m2", "e2m3", "e3m2", "e2m1"]
 """Formats of codes; the last three are MX's."""
+Precision = Literal["fp8", "bf16"]
+"""What a GEMM computes in, or what a tensor is kept in for backward: `bf16` as it is, `fp8` as codes."""
 ScaleFrom = Literal["current", "delayed", "just_in_time", "static"]
 """Where a scale comes from."""
 MOST_MARGIN = 8
@@ -81,7 +83,7 @@ class Operand:
 class Gemm:
     """What the three GEMMs have in common."""
 
-    precision: Literal["fp8", "bf16"] = "fp8"
+    precision: Precision = "fp8"
     """`bf16` leaves this GEMM in the precision that the model computes in."""
     accumulate: Literal["slow", "fast"] = "slow"
     """`fast` lets Hopper's tensor cores keep 13 fraction bits, truncated: faster, but it shrinks coherent sums."""

@@ -17,7 +17,7 @@ from octavo.kernels.triton import quantize
 from octavo.kernels.triton.codes import amax, scale_of, to_codes
 from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.shape import Shape
-from octavo.numerics import GROUP_1x32, NARROW, Quantized
+from octavo.numerics import NARROW, GROUP_1x32, Quantized
 
 GROUP: tl.constexpr = tl.constexpr(32)
 TILE = Shape(32, 4 * GROUP.value, warps=4)
