@@ -29,7 +29,9 @@ class _InFP8:
         super().__init__(*args, config=config, **kwargs)  # type: ignore[call-arg]
         self.recipe = load(recipe)
         if self.recipe.has_stored_scales:
-            raise UnsupportedError(f"recipe '{self.recipe.name}' stores scales, which a Megatron layer has no place for.")
+            raise UnsupportedError(
+                f"recipe '{self.recipe.name}' stores scales, which a Megatron layer has no place for."
+            )
         if self.explicit_expert_comm:  # type: ignore[attr-defined]
             raise UnsupportedError("experts on several ranks stay in BF16: give fp8_spec a spec without them.")
 
