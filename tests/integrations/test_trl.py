@@ -11,7 +11,7 @@ pytest.importorskip("trl", reason="needs trl (octavo[clients])")
 from accelerate import Accelerator
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from trl.generation import vllm_generation
 
@@ -22,6 +22,10 @@ from octavo.nn import Linear
 from octavo.serving import WeightPush
 
 FP8_LAYERS = 14
+SIZES = {
+    "vocab_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
+    "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 
 WORDS = [f"w{i}" for i in range(90)]
 SETTINGS: dict[str, Any] = {
@@ -134,6 +138,9 @@ def test_grpo_whose_engine_gets_the_codes_of_each_step(llama, tokenizer, tmp_pat
     kl = [entry["mismatch_kl"] for entry in run.state.log_history if "mismatch_kl" in entry]
     assert len(kl) == 3 and max(kl) < 1e-4, "engine and policy differ by what rounds their residual streams"
 
+    logged = [entry for entry in run.state.log_history if "loss" in entry]
+    assert all(entry["fp8_layers"] == FP8_LAYERS and entry["fp8_gemms"] > 0 for entry in logged)
+
     engine.collective_rpc = lambda method, kwargs: None  # a push that is lost
     rollouts([text(0)], run)
     assert rollouts.mismatch.kl > 1e-3
@@ -163,3 +170,23 @@ def test_the_weight_sync_of_trl_gives_an_engine_the_values_of_the_weights(llama,
     for name, p in policy.named_parameters():
         value = p.dequantize() if isinstance(p, octavo.FP8Tensor) else p
         assert torch.equal(plain.get_parameter(name), value.float()), name
+
+
+def test_grpo_with_vllm_itself(tokenizer, tmp_path, monkeypatch):
+    place = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    vllm = pytest.importorskip("vllm")
+    torch.manual_seed(0)
+    sizes = SIZES | {"hidden_size": 128, "intermediate_size": 256}  # its attention wants heads of 32
+    model = LlamaForCausalLM(LlamaConfig(**sizes)).bfloat16()
+    octavo.convert(model, "served", policy=octavo.Policy(min_gain=0))
+    octavo.export(model, tmp_path / "policy")
+    llm = vllm.LLM(
+        str(tmp_path / "policy"), skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, dtype="bfloat16",
+        logprobs_mode="processed_logprobs",
+    )  # fmt: skip
+    sampling = vllm.SamplingParams(max_tokens=8, logprobs=0, temperature=1.0, detokenize=False)
+    octavo.revert(model)  # the callback converts it again
+    run, _ = grpo(model, tokenizer, tmp_path, 3, rollout_func=Rollouts(llm, sampling))
+    assert all(entry["mismatch_kl"] < 1e-3 for entry in run.state.log_history if "mismatch_kl" in entry)
