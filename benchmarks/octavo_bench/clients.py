@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -332,7 +331,8 @@ def torchtitan(job: Job) -> nn.Module:
     """Train torchtitan's Llama by its own Trainer, with FSDP and full activation checkpointing."""
     from octavo_bench.titan import train
 
-    return train(job)
+    with one_rank():
+        return train(job)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -357,15 +357,22 @@ CLIENTS = {
 }
 
 
-@cache
-def _one_rank() -> None:
-    """Tell libraries that start a process group of the only rank."""
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """Tell a library that starts a process group of the only rank; others would start one if they saw it."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    for name, value in place.items():
-        os.environ.setdefault(name, value)
+    before = {name: os.environ.get(name) for name in place}
+    os.environ.update(place)
+    try:
+        yield
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 @contextmanager
@@ -410,7 +417,6 @@ def _resumes(client: Client, job: Job, weights: list[Tensor]) -> bool:
 
 def _run(client: Client, job: Job) -> tuple[Row, list[Tensor]]:
     """Return the figures of one run, and its trained weights."""
-    _one_rank()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     gc.collect()

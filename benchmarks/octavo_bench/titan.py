@@ -93,7 +93,6 @@ def train(job: Job) -> nn.Module:
         made.train()
     finally:
         made.close()
-        torch.distributed.destroy_process_group()
     trained: nn.Module = made.model_parts[0]
     return trained
 
