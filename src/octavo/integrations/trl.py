@@ -60,5 +60,5 @@ def _tokens(tokenizer: Any, prompt: Any) -> list[int]:
 def _log_probabilities(policy: Any, asked: list[int], given: list[int], temperature: float) -> Tensor:
     """Return the policy's log-probabilities of the tokens given, FP32 on the CPU."""
     tokens = torch.tensor([asked + given], device=next(policy.parameters()).device)
-    logits = policy(tokens).logits[0, len(asked) - 1 : -1].float() / temperature
+    logits: Tensor = policy(tokens).logits[0, len(asked) - 1 : -1].float() / temperature
     return logits.log_softmax(-1).gather(1, tokens[0, len(asked) :, None])[:, 0].cpu()
