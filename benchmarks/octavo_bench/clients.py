@@ -26,10 +26,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 import octavo
-from octavo.cli.flags import positive
 from octavo.nn import Linear
 from octavo.train.timing import synchronize
-from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, known
+from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, known, positive
 from octavo_bench.results import Row, attempt
 
 WARM_UP = 20

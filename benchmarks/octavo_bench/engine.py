@@ -106,8 +106,9 @@ def convert(model: nn.Module, tokens: int, *, recipe: str, block: type[ModuleBlo
     from transformer_engine.common import recipe as recipes
 
     blocks: Any = model.get_submodule("layers")
-    for index in range(len(blocks)):
-        blocks[index] = block(blocks[index])
+    with torch.random.fork_rng():  # its modules draw weights, and the data drawn after this must be that of the others
+        for index in range(len(blocks)):
+            blocks[index] = block(blocks[index])
     chosen, forward = getattr(recipes, RECIPES[recipe])(), model.forward
 
     def in_fp8(*args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,11 @@ HEAD = "lm_head"
 def is_no_head(name: str, layer: nn.Module) -> bool:
     """Return whether to convert a layer: heads stay in BF16, as those of the peers."""
     return name != HEAD
+
+
+def is_in_even_block(name: str, layer: nn.Module) -> bool:
+    """Return whether to convert a layer where every second block stays in BF16: what a fallback costs, and keeps."""
+    return is_no_head(name, layer) and int(name.split(".")[1]) % 2 == 0
 
 
 def _leave(model: nn.Module, tokens: int) -> None:
@@ -45,6 +50,10 @@ class Implementation:
     """The precision of fprop, dgrad and wgrad, as `octavo_bench.rates` names them."""
     fp8_head: bool = False
     """The output head computes in this precision too; otherwise in BF16."""
+    has_floor: bool = True
+    """All blocks have these products, so that a floor can be said."""
+    own_optimizer: bool = False
+    """A whole model is updated by `octavo.optim.AdamW` with exact states; otherwise by PyTorch's fused AdamW."""
     package: str | None = None
     """Distribution of a peer: the row notes its version."""
 
@@ -70,8 +79,13 @@ def implementations(*, head: bool = False) -> dict[str, Implementation]:
     found.append(_octavo("folded", " (eager)", compile=False))
     found.append(_octavo("folded", " + fp8 activation inputs", activation_inputs="fp8"))
     found.append(_octavo("folded", " (memory low)", memory="low"))
+    half = _octavo("folded", " (every second block in BF16)", filter=is_in_even_block)
+    found.append(replace(half, has_floor=False))
     if head:
         found.append(_octavo("folded", " + fp8 head", fp8_head=True))
+        found.append(_octavo("folded_fast", " + fp8 head", fp8_head=True))
+        fastest = _octavo("folded_fast", " + fp8 head, octavo.optim", fp8_head=True)
+        found.append(replace(fastest, own_optimizer=True))
     return {implementation.name: implementation for implementation in found}
 
 
@@ -139,5 +153,6 @@ def _convert_torchao(model: nn.Module, tokens: int, recipe: str) -> None:
 
 
 def _convert_octavo(model: nn.Module, tokens: int, recipe: str, fp8_head: bool, **policy: Any) -> None:
-    chosen = octavo.Policy(min_gain=0.0, keep_defaults=False, filter=None if fp8_head else is_no_head, **policy)
+    given = {"min_gain": 0.0, "keep_defaults": False, "filter": None if fp8_head else is_no_head} | policy
+    chosen = octavo.Policy(**given)
     octavo.convert(model, recipe, policy=chosen, tokens=tokens, strict=True)

@@ -732,7 +732,8 @@ def choice(directory: Path) -> str:
     if len(bf16) < 2:
         return ""
     spread = _spread_percent(list(bf16.values()))
-    timed = {row["implementation"]: row for row in _rows("step", directory) if row["workload"] == WORKLOAD}
+    steps = [row for result in reversed(results.history("step", directory)) for row in result.rows]
+    timed = {row["implementation"]: row for row in steps if row["workload"] == WORKLOAD}  # the newest of each
     rows = []
     for (recipe,), of_recipe in grouped(trained, "recipe").items():
         gaps = [100 * (loss / bf16[seed] - 1) for seed, loss in _by_seed(of_recipe).items() if seed in bf16]

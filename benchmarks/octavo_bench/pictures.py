@@ -36,7 +36,6 @@ THEMES = {
     }.items()
 }
 """The colours of the dashboard."""
-WORKLOAD = "llama-8b-stack"
 SHOWN = ("bf16", "torchao tensorwise", "octavo folded", "octavo folded_fast")
 """Bars of the hero plot, beside the fastest of Transformer Engine, where it was measured."""
 
@@ -69,15 +68,13 @@ def hero_data(directory: Path) -> dict[str, Any]:
     Raises:
         ConfigError: nothing of the kind has been measured.
     """
-    step = results.latest("step", directory)
-    rows = [row for row in step.rows if row["workload"] == WORKLOAD and "ms" in row] if step else []
-    engine = readme.Measured.read(directory).engine(WORKLOAD)
-    bars = [row for row in rows if row["implementation"] in SHOWN] + ([engine] if engine else [])
-    if step is None or not bars:
-        raise ConfigError(f"{directory}: no step of {WORKLOAD} has been measured.")
+    step = readme.Measured.read(directory).step(readme.BLOCKS, readme.FOLDED)
+    if step is None:
+        raise ConfigError(f"{directory}: no step of {readme.BLOCKS} has been measured.")
+    rows = [row for row in step.rows if row["implementation"] in SHOWN] + ([step.engine] if step.engine else [])
     keys = ("implementation", "tokens_per_s", "ratio_to_bf16")
-    bars = sorted(({key: row[key] for key in keys} for row in bars), key=lambda bar: float(bar["tokens_per_s"]))
-    return {"hardware": step.hardware, "shape": rows[0]["shape"], "bars": bars, **curves(directory)}
+    bars = sorted(({key: row[key] for key in keys} for row in rows), key=lambda bar: float(bar["tokens_per_s"]))
+    return {"hardware": step.result.hardware, "shape": step.own["shape"], "bars": bars, **curves(directory)}
 
 
 def curves(directory: Path) -> dict[str, Any]:
@@ -173,10 +170,9 @@ def _bars(axes: Any, data: dict[str, Any], tones: dict[str, str]) -> None:
 
 
 def _shown(implementation: str) -> str:
-    names = {"bf16": "BF16", "octavo": "Octavo", "transformer engine": "TE", " (modules)": ""}
-    for name, shown in names.items():
-        implementation = implementation.replace(name, shown)
-    return implementation
+    if implementation.startswith(readme.ENGINE):
+        return "Transformer Engine"
+    return implementation.replace("bf16", "BF16").replace("octavo", "Octavo")
 
 
 def _curves(axes: Any, data: dict[str, Any], tones: dict[str, str]) -> None:

@@ -14,12 +14,11 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from octavo.cli.flags import positive
 from octavo.pilot import Settings, load_workload, run_pilot
 from octavo.pilot.judging import ALIKE, Pilot
 from octavo.pilot.report import to_dict, to_html
 from octavo.pilot.workload import Shape
-from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, known
+from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, known, positive
 from octavo_bench.results import Row, attempt
 
 _HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 4096}

@@ -86,6 +86,14 @@ KINDS: dict[str, dict[str, type]] = {
         "gb_per_s": float,
         "ratio_to_copy": float,
     },
+    "phases": {
+        "workload": str,
+        "implementation": str,
+        "ms": float,
+        "ratio_to_bf16": float,
+        "phases": dict,
+        "speedups": dict,
+    },
     "moe": {"workload": str, "implementation": str, "ms": float, "ratio_to_bf16": float},
     "optimizer": {"states": str, "bytes_per_parameter": float, "ms": float, "ratio_to_fused_adamw": float},
     "ablation": {"states": str, "seed": int, "heldout_loss": float},
@@ -136,7 +144,7 @@ KINDS: dict[str, dict[str, type]] = {
 
 MAY_FAIL = (
     *("step", "host", "hf", "clients", "pilot", "gemm", "kernels", "stress", "optimizer", "ablation"),
-    *("moe", "reduce", "distributed", "rank", "memory", "scaling", "faults", "ladder"),
+    *("phases", "moe", "reduce", "distributed", "rank", "memory", "scaling", "faults", "ladder"),
 )
 """Kinds whose rows may have `error`, a text, in place of their figures: a failure is a result."""
 SUBJECTS = {
@@ -327,6 +335,26 @@ def latest(kind: str, directory: Path) -> Result | None:
     """Return the newest result of `kind` under `directory`, or None where it was never measured."""
     path = directory / "latest" / f"{kind}.json"
     return load(path) if path.exists() else None
+
+
+def history(kind: str, directory: Path) -> list[Result]:
+    """Return the results of `kind` on the machine of the newest, the newest first."""
+    found = latest(kind, directory)
+    if found is None:
+        return []
+    older = (load(path) for path in directory.glob(f"*-{found.hardware}-{kind}.json") if path.name != found.file_name)
+    return [found, *sorted(older, key=lambda result: result.date, reverse=True)]
+
+
+def newest(kind: str, directory: Path) -> list[Result]:
+    """Return the newest session of each workload, the newest first: a result has the rows that no newer one has."""
+    found: list[Result] = []
+    known: set[str] = set()
+    for result in history(kind, directory):
+        if rows := tuple(row for row in result.rows if row["workload"] not in known):
+            found.append(dataclasses.replace(result, rows=rows))
+            known |= {row["workload"] for row in rows}
+    return found
 
 
 def latest_by_hardware(kind: str, directory: Path) -> list[Result]:

@@ -134,7 +134,9 @@ def test_a_block_computes_what_the_one_it_replaces_did(stood_in: None, block: An
     x = torch.randn(2, 64, workload.dim, dtype=torch.bfloat16, requires_grad=True)
     y, dy = model(x), torch.randn_like(x)
     expected = y, torch.autograd.grad(y, x, dy)[0]
+    drawn = torch.get_rng_state()
     engine.convert(model, workload.tokens, recipe="current", block=block)
+    assert torch.equal(drawn, torch.get_rng_state())  # every implementation gets the same data
     y = model(x)
     for ours, its in zip(expected, (y, torch.autograd.grad(y, x, dy)[0]), strict=True):
         assert (ours - its).float().norm() < 0.01 * ours.float().norm()
