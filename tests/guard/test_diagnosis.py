@@ -29,4 +29,4 @@ WELL, SPIKE, NAN = Probe(2.0, 1.0), Probe(9.0, 1.0), Probe(math.nan, math.nan)
     ],
 )
 def test_causes(fp8: Probe, bf16: Probe, earlier: Probe | None, cause: str | None) -> None:
-    assert diagnose(Evidence(fp8, bf16, 3.0, 30.0, earlier, 2.1)) == cause
+    assert diagnose(Evidence(fp8, bf16, 3.0, 30.0, earlier, Probe(2.1, 1.0))) == cause
