@@ -19,6 +19,7 @@ An alarm of a slow rule, or of parameters, comes back although the batch itself 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from octavo.guard.alarms import OF_UPDATES, Alarm
@@ -38,6 +39,8 @@ class Probe(NamedTuple):
         return not is_finite or self.loss > loss_limit or self.gradient_norm > gradient_limit
 
 
+IsWell = Callable[[Probe], bool]
+"""Returns True if a batch raises no alarm, or is near enough to BF16."""
 FP8_GAP = 1.0
 """Percent of the loss by which FP8 may exceed BF16 on a batch before it is blamed for a lasting alarm."""
 FP8_GRADIENTS = 1.5
@@ -90,6 +93,20 @@ def disagreement(fp8: Probe, bf16: Probe) -> float:
 def loss_gap(fp8: Probe, bf16: Probe) -> float:
     """Return the loss in FP8 above that in BF16, in percent."""
     return 100 * (fp8.loss - bf16.loss) / abs(bf16.loss) if bf16.loss else 0.0
+
+
+def wellness(rule: str, fp8: Probe, bf16: Probe) -> IsWell:
+    """Return the test of a batch after a remedy: half as far from BF16 as FP8 was, or no more suspicious.
+
+    Args:
+        rule: of the alarm; that of a `gap` is of the loss alone, and of any size.
+        fp8: the batch before the remedy.
+        bf16: the same in high precision.
+    """
+    distance, least = (loss_gap, 0.0) if rule == "gap" else (disagreement, 1.0)
+    before = distance(fp8, bf16)
+    most = max(before / 2, least) if math.isfinite(before) else least
+    return lambda probe: distance(probe, bf16) <= most
 
 
 def new_level_of(evidence: Evidence) -> Cause:

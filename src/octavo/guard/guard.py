@@ -40,14 +40,15 @@ from octavo.guard.alarms import (
 )
 from octavo.guard.config import GuardConfig
 from octavo.guard.diagnosis import (
-    FP8_GRADIENTS,
     Cause,
     Evidence,
+    IsWell,
     Probe,
     diagnose,
     lasting_cause,
     loss_gap,
     new_level_of,
+    wellness,
 )
 from octavo.guard.guarded import Guarded, GuardEvent, Snapshot
 from octavo.guard.ladder import EVERYTHING, Ladder
@@ -64,9 +65,6 @@ ALONE = 4
 """Layers probed one at a time, the most harmed first, before groups of them are halved."""
 HOLD = 2.0
 """Factor by which the limit on the learning rate may rise per quiet period."""
-
-Limits = tuple[float, float]
-"""Largest loss and gradient norm of a batch."""
 
 
 class _SavePoint(NamedTuple):
@@ -349,7 +347,7 @@ class Guard:
             self._blame_model(incident, f"{bad} is not finite", layer_of(bad))
         elif cause == "precision":
             self._incident = None
-            self._refine_until_well(incident.alarm, incident.harmed, limits)
+            self._refine_until_well(incident.alarm, incident.harmed, lambda probe: not probe.is_bad(*limits))
         elif cause == "optimizer":
             self._blame_optimizer(incident, "an earlier batch is as bad now, in BF16 too")
         elif why := self._is_new_level(incident.alarm, evidence):
@@ -399,9 +397,7 @@ class Guard:
         if cause == "precision":
             self._incident = None
             self._rules.adopt(alarm)
-            # Well is a batch that is half as far from BF16.
-            limits = (max((fp8.loss + bf16.loss) / 2, bf16.loss), bf16.gradient_norm * FP8_GRADIENTS)
-            self._refine_until_well(alarm, incident.harmed, limits)
+            self._refine_until_well(alarm, incident.harmed, wellness(alarm.rule, fp8, bf16))
             return False
         if cause == "optimizer" and alarm.rule != "no update" and self._has_risen(incident):
             return self._blame_optimizer(incident, "it comes back")
@@ -470,31 +466,28 @@ class Guard:
         self._roll_back(oldest)
         return True
 
-    def _refine_until_well(self, alarm: Alarm, harmed: Sequence[str], limits: Limits) -> None:
+    def _refine_until_well(self, alarm: Alarm, harmed: Sequence[str], is_well: IsWell) -> None:
         """Refine the layers whose FP8 makes the next batch bad one by one until it is fine, finally all of them."""
-        for layer in [*self._culprits(alarm, harmed, limits)[:MOVES], EVERYTHING]:
+        for layer in [*self._culprits(alarm, harmed, is_well)[:MOVES], EVERYTHING]:
             while self._refine(layer, alarm):
-                if not self._run.probe().is_bad(*limits):
+                if is_well(self._run.probe()):
                     return
 
-    def _culprits(self, alarm: Alarm, harmed: Sequence[str], limits: Limits) -> list[str]:
+    def _culprits(self, alarm: Alarm, harmed: Sequence[str], is_well: IsWell) -> list[str]:
         """Return the layers to refine: one that cures the batch alone in BF16, else the smallest group found."""
         measured = [row[0] for row in self._rules.rows]
         names = [name for name in dict.fromkeys([alarm.layer, *harmed, *measured]) if name in measured]
         for name in names[:ALONE]:
-            if self._cures([name], limits):
+            if is_well(self._run.probe(without=[name])):
                 return [name]
         group = names
         while len(group) > 1:
             halves = group[: len(group) // 2], group[len(group) // 2 :]
-            better = next((half for half in halves if self._cures(half, limits)), None)
+            better = next((half for half in halves if is_well(self._run.probe(without=half))), None)
             if better is None:
                 break
             group = better
         return group
-
-    def _cures(self, layers: Sequence[str], limits: Limits) -> bool:
-        return not self._run.probe(without=layers).is_bad(*limits)
 
     def _conclude(self, incident: Incident) -> None:
         """Close an incident whose alarm did not come back: the fault was transient."""
@@ -573,7 +566,7 @@ class Guard:
         self._run.emit(GuardEvent(self._run.done, level, "shadow", text, value=gap, limit=limit))
         if is_harm and self.acts:
             alarm = Alarm(self._run.done, "shadow", "", "", gap, limit)
-            self._refine_until_well(alarm, [], (bf16.loss + abs(bf16.loss) * limit / 100, math.inf))
+            self._refine_until_well(alarm, [], lambda probe: loss_gap(probe, bf16) <= limit)
 
     def _gap_of_following(self) -> float:
         """Return the mean gap of the batches after the next one: a small batch alone may have any."""
