@@ -47,8 +47,8 @@ FALLS, STEADY = 6, 0.35
 """Consecutive falls of the loss, each below this share of its usual change, that betray a batch being repeated."""
 CHECKS = 16
 """Checks of parameters that are remembered; 3 are needed."""
-SECOND_DROP, SECOND_JUMP = 0.25, 100.0
-"""Factors by which a second moment may fall and rise between checks: Adam's decays by `beta2` per step at most."""
+SECOND_DROP, SECOND_JUMP = 0.75, 100.0
+"""Factors by which a second moment may fall per step, as Adam's decays by `beta2` at most, and rise between checks."""
 STALL = 0.02
 """Share of its usual change below which a parameter is not being updated."""
 RISE, SETTLED = 3.0, 16
@@ -239,8 +239,13 @@ class AlarmRules:
     @property
     def lr_limit(self) -> float:
         """Limit of the learning rate; infinite in a warm-up, in which every step has a higher one."""
-        is_settled = any(b <= a for a, b in pairwise(self._lrs))
-        return RISE * min(self._lrs) if is_settled and min(self._lrs) > 0 else math.inf
+        return RISE * min(self._settled_lrs, default=math.inf) or math.inf
+
+    @property
+    def _settled_lrs(self) -> list[float]:
+        """The last learning rates, without those of a warm-up."""
+        end = next((end for end, (a, b) in enumerate(pairwise(self._lrs), 1) if b <= a), len(self._lrs))
+        return self._lrs[end:]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the history as JSON values."""
@@ -249,7 +254,11 @@ class AlarmRules:
         return {**plain, "variances": variances}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`; what a checkpoint of an older version lacks starts empty."""
+        """Load the result of `state_dict`; what a checkpoint of an older version lacks starts empty.
+
+        Learning rates start empty, too: those of steps that were undone would look like the end of a warm-up.
+        """
+        self._lrs = []
         for name in _HISTORY:
             if name in state:
                 setattr(self, f"_{name}", copy.deepcopy(state[name]))
@@ -343,11 +352,12 @@ class AlarmRules:
                 if rule == "no update" and layer:
                     continue  # BF16 rounds small updates of single parameters away
                 yield Alarm(seen.step, rule, layer, "weight" if layer else "", over[worst], 1.0)
+        drop = SECOND_DROP ** max(found.steps, 5)
         for name, second in zip(found.names, found.second, strict=True):
             before = self._second.get(name, math.nan)
-            if second < SECOND_DROP * before:
-                yield Alarm(seen.step, "moments", layer_of(name), "moments", second, SECOND_DROP * before)
-            elif second > SECOND_JUMP * before > 0:
+            if second < drop * before:
+                yield Alarm(seen.step, "moments", layer_of(name), "moments", second, drop * before)
+            elif second > SECOND_JUMP * before > 0 and self._settled_lrs:  # gradients may grow a lot in a warm-up
                 yield Alarm(seen.step, "moments", layer_of(name), "moments", second, SECOND_JUMP * before)
 
     def _rates_of(self, seen: Observation) -> Iterator[tuple[str, float]]:
