@@ -295,7 +295,7 @@ def plan_experts(
             reason = "the recipe says bf16"
         if reason is not None:
             recipe = load("bf16")
-        kernel = "scaled_grouped_mm" if on_gpu(device) else "reference"
+        kernel = "grouped_gemm" if on_gpu(device) else "reference"
         yield LayerPlan(
             name=each,
             kind=f"{found.count} experts",

@@ -44,7 +44,7 @@ class Architecture:
     no_triton: str = ""
     """Why Octavo's Triton kernels do not run there."""
     grouped: bool = False
-    """Whether PyTorch's grouped FP8 GEMM runs."""
+    """Whether grouped FP8 GEMMs run."""
     measured: bool = False
     """Whether Octavo was run on one."""
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octavo.kernels.padding import padded_ends, padded_length
-from octavo.kernels.reference import grouped as reference
+from octavo.kernels.reference import grouped_gemm as reference
 from octavo.kernels.triton import grouped_gemm as fast
 
 pytestmark = pytest.mark.usefixtures("loops_with_bounds")
