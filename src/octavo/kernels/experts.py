@@ -165,7 +165,7 @@ def _activation_backward(
         from octavo.kernels.triton import experts as twin
     with launches_on(dh.device):
         row, column, hidden, weights = twin.activation_backward(kind, dh, gate, up, *others)
-    pairs = [None if pair is None else Quantized(*pair, PER_ROW) for pair in (row, column)]
+    pairs = [None if pair is None else Quantized(pair[0], pair[1], PER_ROW) for pair in (row, column)]
     return [*pairs, hidden, weights]
 
 
@@ -179,7 +179,9 @@ def _activation_backward_shape(
         for spec, shape in ((row, (rows, wide)), (column, (wide, padded)), (hidden, (width, padded)))
     ]
     scales = [weights.new_empty(shape) for shape in ((rows, 1), (len(ends), wide))]
-    pairs = [None if made is None else Quantized(made, scale, PER_ROW) for made, scale in zip(codes, scales)]
+    pairs = [
+        None if made is None else Quantized(made, scale, PER_ROW) for made, scale in zip(codes[:2], scales, strict=True)
+    ]
     return [*pairs, codes[2], weights.new_empty(rows)]
 
 

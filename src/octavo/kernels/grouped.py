@@ -28,7 +28,7 @@ from octavo.errors import ConfigError
 from octavo.kernels import ledger
 from octavo.kernels.dispatch import architecture, run_twin, triton_unsupported_reason
 from octavo.kernels.operator import call, define_packed
-from octavo.kernels.padding import padded_ends, padded_length
+from octavo.kernels.padding import padded_length
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.reference import grouped as reference
 from octavo.kernels.vendor import grouped_mm as vendor
@@ -148,7 +148,7 @@ def _grouped_wgrad(a: Padded, b: Padded, ends: Tensor, out_dtype: torch.dtype) -
     (codes, scale), other = a, b[0]
     if 0 in (codes.shape[0], other.shape[0], ends.shape[0]):
         return [scale.new_zeros(ends.shape[0], codes.shape[0], other.shape[0], dtype=out_dtype)]
-    return [_run("grouped_gemm.grouped_wgrad", (*a, *b, padded_ends(ends), out_dtype))]
+    return [_run("grouped_gemm.grouped_wgrad", (*a, *b, ends, out_dtype))]
 
 
 def _grouped_wgrad_shape(a: Padded, b: Padded, ends: Tensor, out_dtype: torch.dtype) -> list[Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from octavo.kernels.padding import padded_ends, padded_length
 from octavo.kernels.quant_spec import QuantSpec
-from octavo.numerics import PER_ROW, Quantized, quantize
+from octavo.numerics import PER_ROW, quantize
 
 
 def quantize_groups(

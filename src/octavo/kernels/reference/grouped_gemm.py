@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from octavo.kernels.padding import padded_ends
 from octavo.kernels.reference.gemm import gemm
 from octavo.kernels.reference.grouped import groups_of
 from octavo.numerics import PER_ROW, Quantized
@@ -24,13 +25,13 @@ def grouped_gemm(
 def grouped_wgrad(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """Return the products (E, N, K) of the groups of a (N, P) and b (K, P). ends: padded."""
+    """Return the products (E, N, K) of the groups of a (N, P) and b (K, P). ends: of the groups not padded."""
     parts = [
         gemm(
             Quantized(a[:, tokens], a_scale[e][:, None], PER_ROW),
             Quantized(b[:, tokens], b_scale[e][:, None], PER_ROW),
             out_dtype,
         )
-        for e, tokens in enumerate(groups_of(ends))
+        for e, tokens in enumerate(groups_of(padded_ends(ends)))
     ]
     return torch.stack(parts)

@@ -269,5 +269,7 @@ def _backward_columns_kernel(
     if hidden_codes is not None:
         s0, s1 = factors_of(hidden_scale, rows[0], there[0]), factors_of(hidden_scale, rows[1], there[1])
         s2, s3 = factors_of(hidden_scale, rows[2], there[2]), factors_of(hidden_scale, rows[3], there[3])
-        words = pack((h0 * (1.0 / s0), h1 * (1.0 / s1), h2 * (1.0 / s2), h3 * (1.0 / s3)), hidden_codes.dtype.element_ty)
+        words = pack(
+            (h0 * (1.0 / s0), h1 * (1.0 / s1), h2 * (1.0 / s2), h3 * (1.0 / s3)), hidden_codes.dtype.element_ty
+        )
         store_words(words, hidden_codes, total, cols, in_cols, everywhere, tile_r)

@@ -16,7 +16,16 @@ from torch import Tensor
 
 from octavo.kernels.padding import ALIGNMENT, padded_length
 from octavo.kernels.quant_spec import QuantSpec, contiguous_rows, empty
-from octavo.kernels.triton.codes import amax, finite_magnitude, pack, quads, scale_of, scales_kernel, store_words, to_codes
+from octavo.kernels.triton.codes import (
+    amax,
+    finite_magnitude,
+    pack,
+    quads,
+    scale_of,
+    scales_kernel,
+    store_words,
+    to_codes,
+)
 from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.shape import Shape, cdiv, next_power_of_2
 
@@ -46,8 +55,8 @@ class ColumnOutput(NamedTuple):
     def end_search(self, target: QuantSpec) -> None:
         """Turn the maxima into scales, and into what values are multiplied by."""
         scales_kernel[(cdiv(self.scale.numel(), 1024), 1)](
-            self.amax, self.scale, self.scale.numel(), target.format == "e4m3", target.rule, None, None, 0, False, False,
-            SIZE=1024, num_warps=4,
+            self.amax, self.scale, self.scale.numel(), target.format == "e4m3", target.rule,
+            None, None, 0, False, False, SIZE=1024, num_warps=4,
         )  # fmt: skip
 
 
@@ -101,7 +110,12 @@ def rows_meta(cols: int, elements: int) -> dict[str, int]:
     """Return what a kernel takes whose programs hold whole rows, so many elements at a time."""
     size = max(next_power_of_2(cols), 128)
     height = min(max(elements // size, 1), STRIP)
-    return {"HEIGHT": height, "SIZE": size, "num_warps": min(max(height * size // 1024, 4), 32), "enable_fp_fusion": False}
+    return {
+        "HEIGHT": height,
+        "SIZE": size,
+        "num_warps": min(max(height * size // 1024, 4), 32),
+        "enable_fp_fusion": False,
+    }
 
 
 def blocks_of(ends: Tensor, tokens: int) -> Tensor:
@@ -119,13 +133,22 @@ def blocks_of(ends: Tensor, tokens: int) -> Tensor:
     return blocks
 
 
-@Kernel
 @triton.jit
-def _blocks_kernel(ends_ptr, blocks_ptr, experts, total, ALIGNMENT: tl.constexpr, EACH: tl.constexpr, SIZE: tl.constexpr):
+def padded_groups(ends_ptr, experts, ALIGNMENT: tl.constexpr, SIZE: tl.constexpr):
+    """For SIZE experts: where their tokens end, and how many blocks they have."""
     every = tl.arange(0, SIZE)
     end = tl.load(ends_ptr + every, mask=every < experts, other=0)
     start = tl.load(ends_ptr + every - 1, mask=(every > 0) & (every < experts), other=0)
-    room = tl.where(every < experts, tl.maximum(tl.cdiv(end - start, ALIGNMENT), 1), 0)
+    return end, tl.where(every < experts, tl.maximum(tl.cdiv(end - start, ALIGNMENT), 1), 0)
+
+
+@Kernel
+@triton.jit
+def _blocks_kernel(
+    ends_ptr, blocks_ptr, experts, total, ALIGNMENT: tl.constexpr, EACH: tl.constexpr, SIZE: tl.constexpr
+):
+    every = tl.arange(0, SIZE)
+    end, room = padded_groups(ends_ptr, experts, ALIGNMENT, SIZE)
     until = tl.cumsum(room, axis=0)
     block = tl.program_id(0) * EACH + tl.arange(0, EACH)
     before = (until[None, :] <= block[:, None]) & (every < experts)[None, :]

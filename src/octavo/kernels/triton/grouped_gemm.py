@@ -18,9 +18,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels.triton.cast import to_dtype
-from octavo.kernels.triton.grouped import blocks_of, load_block
+from octavo.kernels.triton.grouped import blocks_of, load_block, padded_groups
 from octavo.kernels.triton.launch import Kernel
-from octavo.kernels.triton.shape import cdiv
+from octavo.kernels.triton.shape import cdiv, next_power_of_2
 
 TILE = 128
 """Rows and columns of a tile, and products that are added up at a time. Rows of a tile belong to one group."""
@@ -45,12 +45,12 @@ def grouped_gemm(
 def grouped_wgrad(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """Return the products (E, N, K) of the groups of a (N, P) and b (K, P). ends: padded, multiples of `TILE`."""
+    """Return the products (E, N, K) of the groups of a (N, P) and b (K, P). ends: of the groups not padded."""
     experts, rows, cols = len(ends), a.shape[0], b.shape[0]
     dw = torch.empty(experts, rows, cols, dtype=out_dtype, device=a.device)
     _sums_kernel[programs(experts * cdiv(rows, TILE) * cdiv(cols, TILE), a.device)](
         described(a, TILE // 2), described(b, TILE), a_scale.contiguous(), b_scale.contiguous(), dw,
-        ends.contiguous(), experts, rows, cols, **META,
+        ends.contiguous(), experts, rows, cols, SIZE=next_power_of_2(experts), **META,
     )  # fmt: skip
     return dw
 
@@ -118,16 +118,19 @@ def _rows_kernel(
 @Kernel
 @triton.jit
 def _sums_kernel(
-    a, b, a_scale, b_scale, out_ptr, ends_ptr, experts, height, width, TILE: tl.constexpr, STAGES: tl.constexpr
-):
-    """Tiles of the product of one group: sums over its columns of a and b, a multiple of TILE."""
+    a, b, a_scale, b_scale, out_ptr, ends_ptr, experts, height, width,
+    SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Tiles of the product of one group: sums over its columns of a and b, which are padded to multiples of TILE."""
     HALF: tl.constexpr = TILE // 2
     across, down = tl.cdiv(width, TILE), tl.cdiv(height, TILE)
+    _, steps = padded_groups(ends_ptr, experts, TILE, SIZE)
+    every = tl.arange(0, SIZE)
     for tile in tl.range(tl.program_id(0), experts * across * down, tl.num_programs(0)):
         expert = tile // (across * down)
         row, col = tile % (across * down) // across * TILE, tile % across * TILE
-        start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
-        end = tl.load(ends_ptr + expert)
+        start = tl.sum(tl.where(every < expert, steps, 0), axis=0) * TILE
+        end = start + tl.sum(tl.where(every == expert, steps, 0), axis=0) * TILE
         upper = tl.zeros((HALF, TILE), tl.float32)
         lower = tl.zeros((HALF, TILE), tl.float32)
         for k in tl.range(start, end, TILE, num_stages=STAGES):
