@@ -101,7 +101,7 @@ class Rates(NamedTuple):
     """Where they are from, unless measured on this GPU."""
 
 
-H200 = Rates(670.0, 1190.0, 1160.0, 880.0, 300.0, 4200.0)
+H200 = Rates(670.0, 1190.0, 1160.0, 880.0, 760.0, 4200.0)
 H100 = H200._replace(
     copy=H200.copy * 3.35 / 4.8,
     derived="those of an H200, as its data sheet has the same TFLOP/s; copies at 3.35 of 4.8 TB/s",

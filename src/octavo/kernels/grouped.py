@@ -35,6 +35,10 @@ from octavo.kernels.vendor import grouped_mm as vendor
 from octavo.numerics import PER_ROW, Quantized
 
 
+ALIGNED = 16
+"""Of which features of both operands must be a multiple: 16 bytes of codes."""
+
+
 class Padded(NamedTuple):
     """A matrix (T, C) as wgrad reads it: transposed, each group padded."""
 
@@ -161,8 +165,8 @@ def _unsupported_reason(a: Tensor, b: Tensor) -> str | None:
         return f"the grouped FP8 GEMM is Hopper's, this is {found.name}"
     if torch.float8_e5m2 in (a.dtype, b.dtype):
         return "row scales take E4M3 operands only"
-    if a.shape[-1] % 16 or b.shape[-2] % 16:
-        return f"{a.shape[-1]} columns or {b.shape[-2]} rows are no multiple of 16"
+    if a.shape[-1] % ALIGNED or b.shape[-2] % ALIGNED:
+        return f"{a.shape[-1]} columns or {b.shape[-2]} rows are no multiple of {ALIGNED}"
     return None
 
 
