@@ -50,9 +50,7 @@ def batched_unsupported_reason(device: torch.device, a: tuple[str, str], b: tupl
     return _unsupported_kind(device, (a[0], b[0]), tuple(granularity_named(name) for name in names))
 
 
-def _unsupported_kind(
-    device: torch.device, formats: Sequence[str], granularities: Sequence[Granularity]
-) -> str | None:
+def _unsupported_kind(device: torch.device, formats: Sequence[str], granularities: Sequence[Granularity]) -> str | None:
     if device.type != "cuda":
         return f"no grouped FP8 GEMM for {device.type}"
     if not set(granularities) <= {PER_TENSOR, PER_ROW}:

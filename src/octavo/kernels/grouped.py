@@ -34,7 +34,6 @@ from octavo.kernels.reference import grouped as reference
 from octavo.kernels.vendor import grouped_mm as vendor
 from octavo.numerics import PER_ROW, Quantized
 
-
 ALIGNED = 16
 """Of which features of both operands must be a multiple: 16 bytes of codes."""
 
@@ -49,14 +48,14 @@ class Padded(NamedTuple):
 
 
 def grouped_gemm(
-    a: Quantized, b: Tensor, b_scale: Tensor, ends: Tensor, out_dtype: torch.dtype, accumulate: str = "slow"
+    a: Quantized, b: Tensor, b_scale: Tensor | None, ends: Tensor, out_dtype: torch.dtype, accumulate: str = "slow"
 ) -> Tensor:
     """Return a[t] . b[e(t)]^T for every token, (T, R).
 
     Args:
         a: (T, C), a scale per row.
         b: codes (E, R, C), the last dimension contiguous.
-        b_scale: FP32 (E, R).
+        b_scale: FP32 (E, R); None for 1, where its scales are in those of a.
         ends: int32 (E,).
         accumulate: `slow` or `fast`.
     """
@@ -66,15 +65,16 @@ def grouped_gemm(
     return result
 
 
-def grouped_wgrad(a: Padded, b: Padded, ends: Tensor, out_dtype: torch.dtype) -> Tensor:
+def grouped_wgrad(a: Padded, b: Tensor, b_scale: Tensor | None, ends: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Return the sums over each expert's tokens of a[t]^T b[t], (E, N, K).
 
     Args:
         a: of (T, N).
-        b: of (T, K).
+        b: padded codes (K, P) of (T, K).
+        b_scale: FP32 (E, K); None for 1, where its scales are in those of a.
         ends: int32 (E,), of the groups as they are, not padded.
     """
-    result: Tensor = call("grouped_wgrad", _grouped_wgrad, (a, b, ends, out_dtype), [True])[0]
+    result: Tensor = call("grouped_wgrad", _grouped_wgrad, (a, b, b_scale, ends, out_dtype), [True])[0]
     return result
 
 
@@ -136,7 +136,7 @@ def _grouped_mm_shape(a: Tensor, b: Tensor, ends: Tensor) -> list[Tensor]:
 
 
 def _grouped_gemm(
-    a: Quantized, b: Tensor, b_scale: Tensor, ends: Tensor, out_dtype: torch.dtype, fast: bool
+    a: Quantized, b: Tensor, b_scale: Tensor | None, ends: Tensor, out_dtype: torch.dtype, fast: bool
 ) -> list[Tensor]:
     _check_ends(ends, a.codes.shape[0])
     if 0 in (*a.codes.shape, *b.shape):
@@ -148,15 +148,15 @@ def _grouped_gemm_shape(a: Quantized, b: Tensor, *others: Any) -> list[Tensor]:
     return [a.scale.new_empty(a.codes.shape[0], b.shape[1], dtype=others[2])]
 
 
-def _grouped_wgrad(a: Padded, b: Padded, ends: Tensor, out_dtype: torch.dtype) -> list[Tensor]:
-    (codes, scale), other = a, b[0]
-    if 0 in (codes.shape[0], other.shape[0], ends.shape[0]):
-        return [scale.new_zeros(ends.shape[0], codes.shape[0], other.shape[0], dtype=out_dtype)]
-    return [_run("grouped_gemm.grouped_wgrad", (*a, *b, ends, out_dtype))]
+def _grouped_wgrad(a: Padded, b: Tensor, b_scale: Tensor | None, ends: Tensor, out_dtype: torch.dtype) -> list[Tensor]:
+    codes, scale = a
+    if 0 in (codes.shape[0], b.shape[0], ends.shape[0]):
+        return [scale.new_zeros(ends.shape[0], codes.shape[0], b.shape[0], dtype=out_dtype)]
+    return [_run("grouped_gemm.grouped_wgrad", (codes, scale, b, b_scale, ends, out_dtype))]
 
 
-def _grouped_wgrad_shape(a: Padded, b: Padded, ends: Tensor, out_dtype: torch.dtype) -> list[Tensor]:
-    return [a[1].new_empty(ends.shape[0], a[0].shape[0], b[0].shape[0], dtype=out_dtype)]
+def _grouped_wgrad_shape(a: Padded, b: Tensor, _: Any, ends: Tensor, out_dtype: torch.dtype) -> list[Tensor]:
+    return [a[1].new_empty(ends.shape[0], a[0].shape[0], b.shape[0], dtype=out_dtype)]
 
 
 def _unsupported_reason(a: Tensor, b: Tensor) -> str | None:

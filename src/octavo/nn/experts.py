@@ -483,15 +483,14 @@ def _dgrad(
     """Return g W (R, K). w: codes (E, N, K), whose scales are in g."""
     experts, rows, cols = w.shape
     codes = kernels.transpose(w.flatten(0, 1), g.codes).view(cols, experts, rows).transpose(0, 1)
-    weights = codes, g.scale.new_ones(experts, cols)
     if stats is None:
-        return grouped_gemm(g, *weights, ends, *product)
-    return telemetry_experts.dgrad(g, weights, ends, product, source, stats)
+        return grouped_gemm(g, codes, None, ends, *product)
+    return telemetry_experts.dgrad(g, (codes, None), ends, product, source, stats)
 
 
 def _wgrad(h: Padded, codes: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the gradients (E, N, K). codes: (K, P), whose scales are in h."""
-    return grouped_wgrad(h, Padded(codes, h.scale.new_ones(len(ends), codes.shape[0])), ends, dtype)
+    return grouped_wgrad(h, codes, None, ends, dtype)
 
 
 def _halves(before: Tensor, width: int) -> tuple[Tensor, Tensor | None]:

@@ -17,8 +17,8 @@ from octavo.kernels.sample import SampleInput, sample, sampled_rows, sampling_of
 from octavo.nn.telemetry_ops import Source, ends_of, gradients, hidden, sampled
 from octavo.numerics import Quantized
 
-Weights = tuple[Tensor, Tensor]
-"""Codes (E, R, C) and scales (E, R) of the weights as a grouped GEMM reads them."""
+Weights = tuple[Tensor, Tensor | None]
+"""Codes (E, R, C) and scales (E, R), None for 1, of the weights as a grouped GEMM reads them."""
 Product = tuple[torch.dtype, str]
 """Dtype of the result and `accumulate`."""
 
@@ -29,7 +29,7 @@ ROWS = "rows"
 
 def fprop(
     x: Quantized,
-    w: Weights,
+    w: tuple[Tensor, Tensor],
     ends: Tensor,
     product: Product,
     tokens: Source,
@@ -62,8 +62,8 @@ def dgrad(g: Quantized, w: Weights, ends: Tensor, product: Product, source: Sour
 
 
 def _fprop(
-    x: Quantized, w: Weights, ends: Tensor, product: Product, tokens: Source, stack: Source, stats: Tensor,
-    weights: Tensor | None,
+    x: Quantized, w: tuple[Tensor, Tensor], ends: Tensor, product: Product, tokens: Source, stack: Source,
+    stats: Tensor, weights: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     y, rows = grouped_gemm(x if weights is None else weighted(x, weights), *w, ends, *product), stats.data
     if not sampling_off(rows[0]) and 0 not in x.codes.shape:

@@ -12,10 +12,17 @@ from octavo.numerics import PER_ROW, Quantized
 
 
 def grouped_gemm(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, out_dtype: torch.dtype, fast: bool = False
-) -> Tensor:
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor | None,
+    ends: Tensor,
+    out_dtype: torch.dtype,
+    fast: bool = False,
+) -> Tensor:  # fmt: skip
     """Return a[t] . b[e(t)]^T, (T, R), for a (T, C) and b (E, R, C)."""
     y = a_scale.new_zeros(a.shape[0], b.shape[1], dtype=out_dtype)
+    b_scale = a_scale.new_ones(b.shape[:2]) if b_scale is None else b_scale
     for e, tokens in enumerate(groups_of(ends)):
         right = Quantized(b[e], b_scale[e][:, None], PER_ROW)
         y[tokens] = gemm(Quantized(a[tokens], a_scale[tokens], PER_ROW), right, out_dtype)
@@ -23,9 +30,10 @@ def grouped_gemm(
 
 
 def grouped_wgrad(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, out_dtype: torch.dtype
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor | None, ends: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
     """Return the products (E, N, K) of the groups of a (N, P) and b (K, P). ends: of the groups not padded."""
+    b_scale = a_scale.new_ones(len(ends), b.shape[0]) if b_scale is None else b_scale
     parts = [
         gemm(
             Quantized(a[:, tokens], a_scale[e][:, None], PER_ROW),

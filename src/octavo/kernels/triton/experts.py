@@ -18,6 +18,7 @@ from octavo.kernels.triton.codes import (
     amax,
     factors,
     finite_magnitude,
+    inside,
     load_tile,
     pack,
     scale_of,
@@ -31,15 +32,16 @@ from octavo.kernels.triton.grouped import (
     enter_maxima,
     factors_of,
     load_block,
-    rows_meta,
+    strips,
     tile_of_block,
 )
 from octavo.kernels.triton.launch import Kernel
-from octavo.kernels.triton.shape import Shape, next_power_of_2, row_warps
+from octavo.kernels.triton.shape import Rows, Shape, next_power_of_2, row_warps
 from octavo.numerics import Quantized
 
-COLUMNS = Shape(64, 64, warps=8)
-"""The tile of a program that writes the transposes of an activation's backward."""
+ROWS = Rows(1024, 16)
+COLUMNS = Shape(64, 32, warps=4)
+"""The programs of an activation's backward, of its first pass and of its second."""
 
 
 def quantize_tokens(x: Tensor, place: Tensor, target: QuantSpec) -> list[Quantized]:
@@ -80,12 +82,10 @@ def activation_backward(
     d_weights = torch.empty(count, dtype=torch.float32, device=device)
     folds = (None if fold is None else fold.contiguous() for fold in (row_fold, column_fold))
     row_fold, column_fold = folds
-    sources = *sources_of(dh, gate, up), count, width, weights.contiguous(), blocks, blocks.shape[1], column_fold
-    meta = rows_meta(width, 2048)
-    _backward_rows_kernel[(blocks.shape[1] * (ALIGNMENT // STRIP),)](
+    sources = *sources_of(dh, gate, up), count, width, weights.contiguous(), blocks.table, blocks.total, column_fold
+    _backward_rows_kernel[(blocks.total * (ALIGNMENT // STRIP),)](
         *sources, row_fold, *((None, None) if row is None else row[:2]), None if column is None else column.amax,
-        d_weights, KIND=kind, SCALING=0 if rows is None else rows.rule, STEPS=STRIP // meta["HEIGHT"],
-        PARTS=ALIGNMENT // STRIP, **meta,
+        d_weights, KIND=kind, SCALING=0 if rows is None else rows.rule, **strips(ROWS, width),
     )  # fmt: skip
     h_t = None
     if hidden is not None:
@@ -93,7 +93,7 @@ def activation_backward(
     if columns is not None and column is not None:
         column.end_search(columns)
     if column is not None or h_t is not None:
-        across, down = COLUMNS.grid(blocks.shape[1] * ALIGNMENT, width)
+        across, down = COLUMNS.grid(blocks.total * ALIGNMENT, width)
         _backward_columns_kernel[(across * down,)](
             *sources, *((None, None) if column is None else (column.codes, column.amax)),
             h_t, None if scale is None else scale.contiguous(), KIND=kind, ALIGNMENT=ALIGNMENT, **COLUMNS.meta(),
@@ -161,26 +161,26 @@ def _backward_rows_kernel(
     dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, half, weight_ptr,
     blocks_ptr, blocks, column_fold, row_fold, row_codes, row_scale, column_amax, d_weight_ptr,
     KIND: tl.constexpr, SCALING: tl.constexpr, STEPS: tl.constexpr, PARTS: tl.constexpr,
-    HEIGHT: tl.constexpr, SIZE: tl.constexpr,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The codes of D and the gradients of weights of a part of a block, and the maxima of its columns."""
     GATED: tl.constexpr = up_ptr is not None
     expert, first, count = load_block(blocks_ptr, blocks, tl.program_id(0) // PARTS)
-    part = tl.program_id(0) % PARTS * (HEIGHT * STEPS)
+    part = tl.program_id(0) % PARTS * (ROWS * STEPS)
     if part < count:
         cols = tl.arange(0, SIZE)
-        in_cols = cols < half
-        tiles = tiles_of(0, half, SIZE, False)
+        in_cols = inside(cols, half, EVEN)
+        tiles = tiles_of(0, half, SIZE, EVEN)
         wide = 2 * half if GATED else half
         table = expert.to(tl.int64) * wide
         gate_fold = factors(None if row_fold is None else row_fold + table, cols, in_cols)[None, :]
         up_fold = gate_fold
         if GATED:
             up_fold = factors(None if row_fold is None else row_fold + table + half, cols, in_cols)[None, :]
-        running = tl.zeros((HEIGHT, SIZE), tl.float32)
+        running = tl.zeros((ROWS, SIZE), tl.float32)
         up_running = running
-        for step in tl.range(0, tl.minimum(tl.cdiv(count - part, HEIGHT), STEPS)):
-            inner = part + step * HEIGHT + tl.arange(0, HEIGHT)
+        for step in tl.range(0, tl.minimum(tl.cdiv(count - part, ROWS), STEPS)):
+            inner = part + step * ROWS + tl.arange(0, ROWS)
             there, rows = inner < count, first + inner
             d_gate, d_up, h = _rows_of(
                 dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r,
@@ -216,10 +216,10 @@ def store_halves(
     scale, inverse = scale_of(found, FORMAT, SCALING)
     tl.store(scale_ptr + rows, scale, mask=there)
     where = codes_ptr + rows[:, None].to(tl.int64) * wide + cols[None, :]
-    inside = there[:, None] & in_cols[None, :]
-    tl.store(where, to_codes(gate * inverse[:, None], FORMAT), mask=inside)
+    both = there[:, None] & in_cols[None, :]
+    tl.store(where, to_codes(gate * inverse[:, None], FORMAT), mask=both)
     if GATED:
-        tl.store(where + half, to_codes(up * inverse[:, None], FORMAT), mask=inside)
+        tl.store(where + half, to_codes(up * inverse[:, None], FORMAT), mask=both)
 
 
 @Kernel

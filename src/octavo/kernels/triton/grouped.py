@@ -7,7 +7,7 @@ whole rows; a second pass writes the transpose.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,6 +19,7 @@ from octavo.kernels.quant_spec import QuantSpec, contiguous_rows, empty
 from octavo.kernels.triton.codes import (
     amax,
     finite_magnitude,
+    inside,
     pack,
     quads,
     scale_of,
@@ -27,11 +28,12 @@ from octavo.kernels.triton.codes import (
     to_codes,
 )
 from octavo.kernels.triton.launch import Kernel
-from octavo.kernels.triton.shape import Shape, cdiv, next_power_of_2
+from octavo.kernels.triton.shape import Rows, Shape, cdiv, next_power_of_2
 
-STRIP = 32
-"""Rows of a block that one program of `_rows_kernel` walks over."""
-WRITE = Shape(64, 64, warps=4)
+STRIP = 64
+"""Rows of a block that a program which holds whole rows walks over."""
+ROWS = Rows(4096, 32)
+WRITE = Shape(64, 128, warps=8)
 TRANSPOSE = Shape(ALIGNMENT, 64, warps=4)
 _COMPARED = 8192
 """Pairs of a block and an expert that one program of `_blocks_kernel` compares."""
@@ -76,18 +78,17 @@ def quantize_groups(
     blocks = blocks_of(ends, tokens)
     row = None if rows is None else empty(rows, tokens, cols, x.device)
     column = None if columns is None else ColumnOutput.of(columns, cols, ends, tokens)
-    meta = rows_meta(cols, 4096)
-    _rows_kernel[(blocks.shape[1] * (ALIGNMENT // STRIP),)](
-        x, x.stride(0), cols, source, blocks, blocks.shape[1], row_fold, column_fold,
+    _rows_kernel[(blocks.total * (ALIGNMENT // STRIP),)](
+        x, x.stride(0), cols, source, blocks.table, blocks.total, row_fold, column_fold,
         *((None, None) if row is None else row[:2]), None if column is None else column.amax,
-        SCALING=0 if rows is None else rows.rule, STEPS=STRIP // meta["HEIGHT"], PARTS=ALIGNMENT // STRIP, **meta,
+        SCALING=0 if rows is None else rows.rule, **strips(ROWS, cols),
     )  # fmt: skip
     if columns is None or column is None:
         return None if row is None else (row.codes, row.scale), None
     column.end_search(columns)
     across, down = WRITE.grid(column.codes.shape[1], cols)
     _columns_kernel[(across * down,)](
-        x, x.stride(0), cols, column.codes.shape[1], source, blocks, blocks.shape[1], column_fold,
+        x, x.stride(0), cols, column.codes.shape[1], source, blocks.table, blocks.total, column_fold,
         column.codes, column.amax, ALIGNMENT=ALIGNMENT, **WRITE.meta(),
     )  # fmt: skip
     return None if row is None else (row.codes, row.scale), (column.codes, column.scale)
@@ -100,67 +101,69 @@ def transpose_groups(codes: Tensor, ends: Tensor, source: Tensor | None = None) 
     blocks = blocks_of(ends, tokens)
     out = torch.empty(cols, padded_length(tokens, len(ends)), dtype=codes.dtype, device=codes.device)
     _transpose_kernel[TRANSPOSE.grid(out.shape[1], cols)](
-        codes.view(torch.uint8), out.view(torch.uint8), cols, out.shape[1], source, blocks, blocks.shape[1],
+        codes.view(torch.uint8), out.view(torch.uint8), cols, out.shape[1], source, blocks.table, blocks.total,
         **TRANSPOSE.meta(),
     )  # fmt: skip
     return out
 
 
-def rows_meta(cols: int, elements: int) -> dict[str, int]:
-    """Return what a kernel takes whose programs hold whole rows, so many elements at a time."""
-    size = max(next_power_of_2(cols), 128)
-    height = min(max(elements // size, 1), STRIP)
-    return {
-        "HEIGHT": height,
-        "SIZE": size,
-        "num_warps": min(max(height * size // 1024, 4), 32),
-        "enable_fp_fusion": False,
-    }
+def strips(rows: Rows, cols: int) -> dict[str, Any]:
+    """Return what a kernel takes whose programs walk over parts of a block, some whole rows at a time."""
+    meta = rows.meta(STRIP, cols)
+    return {**meta, "STEPS": STRIP // meta["ROWS"], "PARTS": ALIGNMENT // STRIP, "enable_fp_fusion": False}
 
 
-def blocks_of(ends: Tensor, tokens: int) -> Tensor:
-    """Return for each block its expert, its first token and how many it has, int32 (3, P / ALIGNMENT).
+class Blocks(NamedTuple):
+    """Which tokens the blocks of padded positions have, int32."""
 
-    A block behind the last expert has no token, and is that of the last.
-    """
+    table: Tensor
+    """(3, P / ALIGNMENT): of each block the expert, the first token and how many there are; none behind the groups."""
+    starts: Tensor
+    """(E + 1,): the first block of each expert, and that behind the last."""
+
+    @property
+    def total(self) -> int:
+        """Number of blocks that there is room for."""
+        return self.table.shape[1]
+
+
+def blocks_of(ends: Tensor, tokens: int) -> Blocks:
+    """Return the blocks of so many tokens."""
     experts = len(ends)
-    size = next_power_of_2(experts)
-    blocks = torch.empty(3, padded_length(tokens, experts) // ALIGNMENT, dtype=torch.int32, device=ends.device)
+    size, count = next_power_of_2(experts), padded_length(tokens, experts) // ALIGNMENT
+    table = torch.empty(3, count, dtype=torch.int32, device=ends.device)
+    starts = torch.empty(experts + 1, dtype=torch.int32, device=ends.device)
     each = max(_COMPARED // size, 1)
-    _blocks_kernel[(cdiv(blocks.shape[1], each),)](
-        ends.contiguous(), blocks, experts, blocks.shape[1], ALIGNMENT=ALIGNMENT, EACH=each, SIZE=size, num_warps=4
+    _blocks_kernel[(cdiv(count, each),)](
+        ends.contiguous(), table, starts, experts, count, ALIGNMENT=ALIGNMENT, EACH=each, SIZE=size, num_warps=4
     )
-    return blocks
-
-
-@triton.jit
-def padded_groups(ends_ptr, experts, ALIGNMENT: tl.constexpr, SIZE: tl.constexpr):
-    """For SIZE experts: where their tokens end, and how many blocks they have."""
-    every = tl.arange(0, SIZE)
-    end = tl.load(ends_ptr + every, mask=every < experts, other=0)
-    start = tl.load(ends_ptr + every - 1, mask=(every > 0) & (every < experts), other=0)
-    return end, tl.where(every < experts, tl.maximum(tl.cdiv(end - start, ALIGNMENT), 1), 0)
+    return Blocks(table, starts)
 
 
 @Kernel
 @triton.jit
 def _blocks_kernel(
-    ends_ptr, blocks_ptr, experts, total, ALIGNMENT: tl.constexpr, EACH: tl.constexpr, SIZE: tl.constexpr
-):
+    ends_ptr, table_ptr, starts_ptr, experts, total,
+    ALIGNMENT: tl.constexpr, EACH: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
     every = tl.arange(0, SIZE)
-    end, room = padded_groups(ends_ptr, experts, ALIGNMENT, SIZE)
-    until = tl.cumsum(room, axis=0)
+    there = every < experts
+    end = tl.load(ends_ptr + every, mask=there, other=0)
+    start = tl.load(ends_ptr + every - 1, mask=there & (every > 0), other=0)
+    until = tl.cumsum(tl.where(there, tl.maximum(tl.cdiv(end - start, ALIGNMENT), 1), 0), axis=0)
+    if tl.program_id(0) == 0:
+        tl.store(starts_ptr, 0)
+        tl.store(starts_ptr + 1 + every, until, mask=there)
     block = tl.program_id(0) * EACH + tl.arange(0, EACH)
-    before = (until[None, :] <= block[:, None]) & (every < experts)[None, :]
+    before = (until[None, :] <= block[:, None]) & there[None, :]
     expert = tl.sum(before.to(tl.int32), axis=1)
-    inside = block - tl.max(tl.where(before, until[None, :], 0), axis=1)
-    first = tl.max(tl.where(before, end[None, :], 0), axis=1) + inside * ALIGNMENT
+    offset = block - tl.max(tl.where(before, until[None, :], 0), axis=1)
+    first = tl.max(tl.where(before, end[None, :], 0), axis=1) + offset * ALIGNMENT
     stop = tl.load(ends_ptr + expert, mask=expert < experts, other=0)
     count = tl.minimum(tl.maximum(stop - first, 0), ALIGNMENT)
-    there = block < total
-    tl.store(blocks_ptr + block, tl.minimum(expert, experts - 1), mask=there)
-    tl.store(blocks_ptr + total + block, first, mask=there)
-    tl.store(blocks_ptr + 2 * total + block, count, mask=there)
+    tl.store(table_ptr + block, tl.minimum(expert, experts - 1), mask=block < total)
+    tl.store(table_ptr + total + block, first, mask=block < total)
+    tl.store(table_ptr + 2 * total + block, count, mask=block < total)
 
 
 @triton.jit
@@ -216,20 +219,21 @@ def enter_maxima(running, amax_ptr, cols, in_cols):
 @triton.jit
 def _rows_kernel(
     x_ptr, stride, total_c, source_ptr, blocks_ptr, blocks, row_fold, column_fold, row_codes, row_scale, column_amax,
-    SCALING: tl.constexpr, STEPS: tl.constexpr, PARTS: tl.constexpr, HEIGHT: tl.constexpr, SIZE: tl.constexpr,
+    SCALING: tl.constexpr, STEPS: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The codes of a part of a block as they lie, and the maxima of its columns."""
     expert, first, count = load_block(blocks_ptr, blocks, tl.program_id(0) // PARTS)
-    part = tl.program_id(0) % PARTS * (HEIGHT * STEPS)
+    part = tl.program_id(0) % PARTS * (ROWS * STEPS)
     if part < count:
         cols = tl.arange(0, SIZE)
-        in_cols = cols < total_c
+        in_cols = inside(cols, total_c, EVEN)
         fold = tl.full((SIZE,), 1.0, tl.float32)
         if row_fold is not None:
             fold = tl.load(row_fold + expert.to(tl.int64) * total_c + cols, mask=in_cols, other=1.0)
-        running = tl.zeros((HEIGHT, SIZE), tl.float32)
-        for step in tl.range(0, tl.minimum(tl.cdiv(count - part, HEIGHT), STEPS)):
-            inner = part + step * HEIGHT + tl.arange(0, HEIGHT)
+        running = tl.zeros((ROWS, SIZE), tl.float32)
+        for step in tl.range(0, tl.minimum(tl.cdiv(count - part, ROWS), STEPS)):
+            inner = part + step * ROWS + tl.arange(0, ROWS)
             there, rows = inner < count, first + inner
             x = _load(x_ptr, stride, source_rows(source_ptr, rows, there), cols, there, in_cols)
             if row_codes is not None:

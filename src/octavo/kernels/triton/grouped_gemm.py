@@ -18,9 +18,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels.triton.cast import to_dtype
-from octavo.kernels.triton.grouped import blocks_of, load_block, padded_groups
+from octavo.kernels.triton.grouped import blocks_of, load_block
 from octavo.kernels.triton.launch import Kernel
-from octavo.kernels.triton.shape import cdiv, next_power_of_2
+from octavo.kernels.triton.shape import cdiv
 
 TILE = 128
 """Rows and columns of a tile, and products that are added up at a time. Rows of a tile belong to one group."""
@@ -30,29 +30,34 @@ META = {"num_warps": 4, "STAGES": 3, "TILE": TILE}
 
 
 def grouped_gemm(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, out_dtype: torch.dtype, fast: bool
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor | None, ends: Tensor, out_dtype: torch.dtype, fast: bool
 ) -> Tensor:
     """Return a[t] . b[e(t)]^T, (T, R)."""
     y = torch.empty(a.shape[0], b.shape[1], dtype=out_dtype, device=a.device)
     blocks = blocks_of(ends, a.shape[0])
-    _rows_kernel[programs(blocks.shape[1] * cdiv(b.shape[1], TILE), a.device)](
-        described(a, TILE // 2), described(b, TILE), a_scale.contiguous(), b_scale.contiguous(), y,
-        blocks, blocks.shape[1], b.shape[1], a.shape[1], FAST=fast, **META,
+    _rows_kernel[programs(blocks.total * cdiv(b.shape[1], TILE), a.device)](
+        described(a, TILE // 2), described(b, TILE), a_scale.contiguous(), contiguous(b_scale), y,
+        blocks.table, blocks.total, blocks.starts, len(ends), b.shape[1], a.shape[1], FAST=fast, **META,
     )  # fmt: skip
     return y
 
 
 def grouped_wgrad(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, out_dtype: torch.dtype
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor | None, ends: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
     """Return the products (E, N, K) of the groups of a (N, P) and b (K, P). ends: of the groups not padded."""
     experts, rows, cols = len(ends), a.shape[0], b.shape[0]
     dw = torch.empty(experts, rows, cols, dtype=out_dtype, device=a.device)
     _sums_kernel[programs(experts * cdiv(rows, TILE) * cdiv(cols, TILE), a.device)](
-        described(a, TILE // 2), described(b, TILE), a_scale.contiguous(), b_scale.contiguous(), dw,
-        ends.contiguous(), experts, rows, cols, SIZE=next_power_of_2(experts), **META,
+        described(a, TILE // 2), described(b, TILE), a_scale.contiguous(), contiguous(b_scale), dw,
+        blocks_of(ends, 0).starts, experts, rows, cols, **META,
     )  # fmt: skip
     return dw
+
+
+def contiguous(scale: Tensor | None) -> Tensor | None:
+    """Return scales as kernels read them."""
+    return None if scale is None else scale.contiguous()
 
 
 @cache
@@ -83,8 +88,9 @@ def _add(total, x, w, FAST: tl.constexpr):
 @triton.jit
 def _store(total, row_scale, col_scale, out_ptr, width, rows, cols, there, in_cols):
     """Write half a tile, multiplied by the scales of its rows and columns."""
-    scale = tl.load(row_scale + rows, mask=there, other=0.0)[:, None]
-    y = total * scale * tl.load(col_scale + cols, mask=in_cols, other=0.0)[None, :]
+    y = total * tl.load(row_scale + rows, mask=there, other=0.0)[:, None]
+    if col_scale is not None:
+        y *= tl.load(col_scale + cols, mask=in_cols, other=0.0)[None, :]
     where = out_ptr + rows[:, None].to(tl.int64) * width + cols[None, :]
     tl.store(where, to_dtype(y, out_ptr.dtype.element_ty), mask=there[:, None] & in_cols[None, :])
 
@@ -92,45 +98,49 @@ def _store(total, row_scale, col_scale, out_ptr, width, rows, cols, there, in_co
 @Kernel
 @triton.jit
 def _rows_kernel(
-    a, b, a_scale, b_scale, out_ptr, blocks_ptr, blocks, width, depth,
+    a, b, a_scale, b_scale, out_ptr, table_ptr, blocks, starts_ptr, experts, width, depth,
     FAST: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of rows of one group: sums over `depth` columns of a and b."""
+    """Tiles of rows of one group: sums over `depth` columns of a and b.
+
+    Both loops are made one (`flatten`), so that the first codes of a sum are loaded while the last one is stored; but
+    not where tensor cores sum up all, as they would wait for each other. A block of a group without tokens is computed
+    for nothing.
+    """
     HALF: tl.constexpr = TILE // 2
     across = tl.cdiv(width, TILE)
-    for tile in tl.range(tl.program_id(0), blocks * across, tl.num_programs(0)):
-        expert, first, count = load_block(blocks_ptr, blocks, tile // across)
-        if count > 0:
-            col = tile % across * TILE
-            upper = tl.zeros((HALF, TILE), tl.float32)
-            lower = tl.zeros((HALF, TILE), tl.float32)
-            for k in tl.range(0, depth, TILE, num_stages=STAGES):
-                w = tl.reshape(b.load([expert, col, k]), (TILE, TILE)).T
-                upper = _add(upper, a.load([first, k]), w, FAST)
-                lower = _add(lower, a.load([first + HALF, k]), w, FAST)
-            inner, cols = tl.arange(0, HALF), col + tl.arange(0, TILE)
-            scale, in_cols = b_scale + expert.to(tl.int64) * width, cols < width
-            _store(upper, a_scale, scale, out_ptr, width, first + inner, cols, inner < count, in_cols)
-            inner += HALF
-            _store(lower, a_scale, scale, out_ptr, width, first + inner, cols, inner < count, in_cols)
+    tiles = tl.load(starts_ptr + experts) * across
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=not FAST):
+        expert, first, count = load_block(table_ptr, blocks, tile // across)
+        col = tile % across * TILE
+        upper = tl.zeros((HALF, TILE), tl.float32)
+        lower = tl.zeros((HALF, TILE), tl.float32)
+        for k in tl.range(0, depth, TILE, num_stages=STAGES):
+            w = tl.reshape(b.load([expert, col, k]), (TILE, TILE)).T
+            upper = _add(upper, a.load([first, k]), w, FAST)
+            lower = _add(lower, a.load([first + HALF, k]), w, FAST)
+        inner, cols = tl.arange(0, HALF), col + tl.arange(0, TILE)
+        in_cols = cols < width
+        scale = b_scale
+        if b_scale is not None:
+            scale += expert.to(tl.int64) * width
+        _store(upper, a_scale, scale, out_ptr, width, first + inner, cols, inner < count, in_cols)
+        inner += HALF
+        _store(lower, a_scale, scale, out_ptr, width, first + inner, cols, inner < count, in_cols)
 
 
 @Kernel
 @triton.jit
 def _sums_kernel(
-    a, b, a_scale, b_scale, out_ptr, ends_ptr, experts, height, width,
-    SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    a, b, a_scale, b_scale, out_ptr, starts_ptr, experts, height, width, TILE: tl.constexpr, STAGES: tl.constexpr
+):
     """Tiles of the product of one group: sums over its columns of a and b, which are padded to multiples of TILE."""
     HALF: tl.constexpr = TILE // 2
     across, down = tl.cdiv(width, TILE), tl.cdiv(height, TILE)
-    _, steps = padded_groups(ends_ptr, experts, TILE, SIZE)
-    every = tl.arange(0, SIZE)
     for tile in tl.range(tl.program_id(0), experts * across * down, tl.num_programs(0)):
         expert = tile // (across * down)
         row, col = tile % (across * down) // across * TILE, tile % across * TILE
-        start = tl.sum(tl.where(every < expert, steps, 0), axis=0) * TILE
-        end = start + tl.sum(tl.where(every == expert, steps, 0), axis=0) * TILE
+        start, end = tl.load(starts_ptr + expert) * TILE, tl.load(starts_ptr + expert + 1) * TILE
         upper = tl.zeros((HALF, TILE), tl.float32)
         lower = tl.zeros((HALF, TILE), tl.float32)
         for k in tl.range(start, end, TILE, num_stages=STAGES):
@@ -138,9 +148,11 @@ def _sums_kernel(
             upper = _add(upper, a.load([row, k]), w, False)
             lower = _add(lower, a.load([row + HALF, k]), w, False)
         rows, cols = row + tl.arange(0, HALF), col + tl.arange(0, TILE)
-        expert, in_cols = expert.to(tl.int64), cols < width
-        row_scale, col_scale = a_scale + expert * height, b_scale + expert * width
-        place = out_ptr + expert * height * width
-        _store(upper, row_scale, col_scale, place, width, rows, cols, rows < height, in_cols)
+        in_cols = cols < width
+        scale = b_scale
+        if b_scale is not None:
+            scale += expert.to(tl.int64) * width
+        scales, place = a_scale + expert.to(tl.int64) * height, out_ptr + expert.to(tl.int64) * height * width
+        _store(upper, scales, scale, place, width, rows, cols, rows < height, in_cols)
         rows += HALF
-        _store(lower, row_scale, col_scale, place, width, rows, cols, rows < height, in_cols)
+        _store(lower, scales, scale, place, width, rows, cols, rows < height, in_cols)
