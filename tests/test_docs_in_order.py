@@ -24,7 +24,7 @@ LEFT_OUT = re.compile(
 )
 PAGES = [
     DOCS / name
-    for name in re.findall(r"\]\(((?:tutorial|how-to)/[\w-]+\.md)\)", (DOCS / "index.md").read_text(encoding="utf-8"))
+    for name in re.findall(r"\]\(((?:tutorial|how-to)/[\w-]+\.md)\)", (DOCS / "pages.md").read_text(encoding="utf-8"))
 ]
 BLOCK = re.compile(
     r"^(<!-- not run: [^\n]*)?\n*^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL

@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="needs transformers")
 pytest.importorskip("accelerate", reason="needs accelerate")
@@ -18,6 +19,16 @@ def test_the_trainer_trains_each_implementation_on_the_same_tokens() -> None:
         kind="hf", date="2026-11-22", hardware="cpu", versions={}, command="octavo bench hf", rows=tuple(rows)
     )
     assert "| tiny | eager | octavo folded |" in table(made)
+
+
+def test_attention_without_a_mask_is_the_same_attention() -> None:
+    torch.manual_seed(0)
+    model = hf._make(hf.MODELS["tiny"], "cpu")
+    tokens = torch.randint(64, (2, 32))
+    usual = model(input_ids=tokens, labels=tokens).loss
+    hf.leave_out_mask(model)
+    assert model.config._attn_implementation == hf.CAUSAL
+    assert torch.equal(model(input_ids=tokens, labels=tokens).loss, usual)
 
 
 def test_one_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

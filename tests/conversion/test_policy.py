@@ -120,10 +120,10 @@ def test_a_filter_sees_name_and_layer_and_has_the_last_word():
     ("wrong", "message"),
     [
         ({"activation_inputs": "fp16"}, "activation_inputs = 'fp16': it is 'bf16' or 'fp8'"),
-        ({"activation_inputs": "fp8", "fuse": False}, "is for MLPs that are computed together"),
+        ({"activation_inputs": "fp8", "fuse": False}, "fuse = False leaves all of those alone"),
     ],
 )
-def test_what_mlps_keep_is_checked(wrong, message):
+def test_what_is_kept_for_backward_is_checked(wrong, message):
     with pytest.raises(ConfigError, match=message):
         Policy(**wrong)
 

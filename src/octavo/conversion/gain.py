@@ -1,9 +1,9 @@
 """The predicted gain of a layer: time of its three GEMMs in BF16 over their time in FP8 with the passes that quantise.
 
-Rates are those of the GPU (`octavo.kernels.devices`), dense, random normal data, slow accumulation; without rates there
-is no prediction. Passes run at the speed of a device copy, one for each matrix that is quantised or transposed.
-Convolutions and batches have many small kernels: what a host takes to launch them is the least time, as measured beside
-an H200. `octavo bench step` measures.
+Rates are those of the GPU (`octavo.kernels.devices`), dense, random normal data; without rates there is no prediction.
+Passes run at the speed of a device copy, one for each matrix that is quantised or transposed. Convolutions and batches
+have many small kernels: what a host takes to launch them is the least time, as measured beside an H200. `octavo bench
+step` measures.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ def _seconds(recipe: Recipe, shape: tuple[int, int, int], taps: int, batch: int,
     bf16 = _bf16_seconds(out_features, in_features, tokens, rates)
     small = batch > 1 and sum(size >= _LARGE for size in (tokens, out_features, in_features)) < 2
     operands = {name: (a, b) for name, a, b in recipe.gemms()}
-    fp8 = sum(flops / (_rate(operands[name], small, rates) * 1e12) if name in operands else bf16 for name in GEMMS)
+    fp8 = 0.0
+    for name in GEMMS:
+        fast = recipe.gemm(name).accumulate == "fast"
+        fp8 += flops / (_rate(operands[name], small, fast, rates) * 1e12) if name in operands else bf16
     sizes = {
         "input": tokens * in_features,
         "weight": out_features * in_features,
@@ -89,11 +92,13 @@ def _is_tiled(operands: Iterable[Operand]) -> bool:
     return not {operand.granularity for operand in operands} <= {"row", "column", "tensor"}
 
 
-def _rate(operands: tuple[Operand, Operand], small_batched: bool, rates: Rates) -> float:
+def _rate(operands: tuple[Operand, Operand], small_batched: bool, fast: bool, rates: Rates) -> float:
     if small_batched and not _is_tiled(operands):
         return rates.small_batched
     mode = mode_of([operand.granularity for operand in operands])
-    return rates.bf16 if mode == "mx" else float(getattr(rates, mode))  # emulated wherever there are rates
+    if mode == "mx":
+        return rates.bf16  # emulated wherever there are rates
+    return float(getattr(rates, mode)) * (rates.fast if fast and mode != "block" else 1.0)
 
 
 def _passes(recipe: Recipe) -> list[tuple[str, str]]:

@@ -98,6 +98,11 @@ class autocast(TorchFunctionMode):
 
     def _judge(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MatmulCall | str:
         """Return the product that a call is to be in FP8, or why it stays as it is."""
+        if (own := self.operators.own.get(name)) is not None and name not in self.operators.black:
+            name, *rest = own(*args, **kwargs)
+            args, kwargs = tuple(rest), {}
+            if name not in self.operators.white:
+                return f"its reader says '{name}', which is not white"
         black = self.operators.black.get(name)
         product = _read(name, args, kwargs) if black is None else black
         return product if isinstance(product, str) else self._why_not(product) or product

@@ -15,15 +15,14 @@ from octavo.conversion.experts import FoundExperts
 from octavo.conversion.weights import Weights
 from octavo.errors import ConfigError, did_you_mean
 from octavo.nn import Conv1d, Conv2d, Linear
-from octavo.nn.attention import AttentionOutput
 from octavo.nn.conv import unsupported_reason
 from octavo.nn.linear import is_adopted, is_transposed
-from octavo.nn.mlp import ActivationInputs
-from octavo.nn.norm import NormInputs
 from octavo.nn.operands import REAL
-from octavo.recipes import Recipe
+from octavo.recipes import Precision, Recipe
 
-_HEAD = "output head: its error goes straight into the loss"
+HEAD = "output head: its error goes straight into the loss"
+TOO_SMALL, NO_FP8 = "too small to gain", "the recipe says bf16"
+"""Starts of the reasons of layers that another recipe might convert."""
 _ROUTER = "router: a small error sends a token to another expert"
 _GROUPED = 16
 """Features of which grouped FP8 GEMMs take a multiple."""
@@ -31,11 +30,11 @@ _GROUPED = 16
 
 DEFAULTS = MappingProxyType(
     {
-        "*lm_head": _HEAD,
-        "output": _HEAD,
-        "head": _HEAD,  # of image models, as are the next two
-        "fc": _HEAD,
-        "classifier": _HEAD,
+        "*lm_head": HEAD,
+        "output": HEAD,
+        "head": HEAD,  # of image models, as are the next two
+        "fc": HEAD,
+        "classifier": HEAD,
         "*embed*": "embedding",
         "*router": _ROUTER,
         "*router.*": _ROUTER,
@@ -49,6 +48,10 @@ DEFAULTS = MappingProxyType(
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 """Names that `torch.compile`, activation checkpointing and FSDP put between a module and its parent."""
+
+
+SAVED = ("activation_inputs", "norm_inputs", "attention_output")
+"""Options that say what is kept for backward in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,16 +77,16 @@ class Policy:
     memory: Literal["exact", "low"] = "exact"
     """What layers keep from forward to backward. `exact`: nothing twice, and FP8 codes where no gradient changes by it.
     `low`: FP8 wherever possible; it sets the next three options to `fp8`, each where the model has what it is for."""
-    activation_inputs: ActivationInputs = "bf16"
+    activation_inputs: Precision = "bf16"
     """What MLPs that are computed together keep the inputs of their activation in, the outputs of gate and up, from
     forward to backward. They are about half of a Llama's saved activations: `fp8` halves those, and backward reads
     fewer bytes. The forward stays what it is; the gradients of the MLP and of all before it take one more rounding to
     E4M3 (power-of-two scales of 1x128)."""
-    norm_inputs: NormInputs = "bf16"
+    norm_inputs: Precision = "bf16"
     """What norms keep their input in from forward to backward: the residual stream, which nothing else keeps. `fp8`
     halves it. The forward stays what it is; the gradient of a norm's weight is that of an input rounded to E4M3
     (power-of-two scales of 1x128), and that of its input hardly changes."""
-    attention_output: AttentionOutput = "bf16"
+    attention_output: Precision = "bf16"
     """What attention keeps its output in: `fp8` as the codes that the output projection keeps anyway, so that the
     output itself goes. The forward and the projection's gradients stay what they are; those of q, k and v see the
     output rounded. It is for modules that compute attention by `octavo.nn.ScaledDotProduct`, as Octavo's models do."""
@@ -107,25 +110,15 @@ class Policy:
             raise ConfigError(f"policy: keep = {self.keep!r}: it is a list of patterns, [{self.keep!r}], or a mapping.")
         if self.memory not in ("exact", "low"):
             raise ConfigError(f"memory = {self.memory!r}: it is 'exact' or 'low'.")
-        if self.memory == "low":
-            for name in ("activation_inputs", "norm_inputs", "attention_output"):
+        for name in SAVED:
+            if self.memory == "low":
                 object.__setattr__(self, name, "fp8")
-        if self.activation_inputs not in get_args(ActivationInputs):
-            raise ConfigError(f"activation_inputs = {self.activation_inputs!r}: it is 'bf16' or 'fp8'.")
-        if self.norm_inputs not in get_args(NormInputs):
-            raise ConfigError(f"norm_inputs = {self.norm_inputs!r}: it is 'bf16' or 'fp8'.")
-        if self.attention_output not in get_args(AttentionOutput):
-            raise ConfigError(f"attention_output = {self.attention_output!r}: it is 'bf16' or 'fp8'.")
-        if self.activation_inputs == "fp8" and not self.fuse:
-            raise ConfigError(
-                "activation_inputs = 'fp8' is for MLPs that are computed together, and fuse = False has none. "
-                "Leave one of the two out."
-            )
-        for name in ("norm_inputs", "attention_output"):
-            if getattr(self, name) == "fp8" and not self.fuse:
+            if (given := getattr(self, name)) not in get_args(Precision):
+                raise ConfigError(f"{name} = {given!r}: it is 'bf16' or 'fp8'.")
+            if given == "fp8" and not self.fuse:
                 raise ConfigError(
-                    f"{name} = 'fp8' changes what a module beside linear layers keeps, and fuse = False leaves all of "
-                    "those alone. Leave one of the two out."
+                    f"{name} = 'fp8' changes what MLPs, norms or attention keep, and fuse = False leaves all of those "
+                    "alone. Leave one of the two out."
                 )
         if self.weights not in get_args(Weights):
             near = did_you_mean(str(self.weights), get_args(Weights))
@@ -185,7 +178,7 @@ class Policy:
         if (reason := self._pattern_reason(name, in_mlp)) is not None:
             return reason
         if is_head and self.keep_defaults:
-            return _HEAD
+            return HEAD
         if isinstance(layer, nn.Linear) or is_transposed(layer):
             unfit = self._linear(layer)
         else:

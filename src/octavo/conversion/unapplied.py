@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from torch import nn
 
@@ -18,7 +18,7 @@ def find_unapplied(
     model: nn.Module,
     policy: Policy,
     recipes: dict[str, Recipe],
-    mlps: dict[str, MLPRoles],
+    mlps: Mapping[str, MLPRoles],
     structures: tuple[FusionPattern, ...],
     keep_input: Collection[str],
 ) -> Iterator[str]:

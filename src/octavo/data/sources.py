@@ -57,6 +57,8 @@ def read_chapters(path: Path) -> Iterator[Document]:
 
 TESTS = frozenset({"test", "tests", "idle_test"})
 PACKAGES = frozenset({"site-packages", "dist-packages"})
+TABLES = frozenset({"encodings"})
+"""Generated code pages, near copies of each other: some would be held out, and their like trained on."""
 LARGEST = 1_000_000
 """Bytes; larger files are probably generated."""
 LONGEST_LINE = 1_000
@@ -66,9 +68,9 @@ FEWEST_LETTERS = 0.25
 
 
 def standard_library() -> list[TextFile]:
-    """Return the `.py` files of the standard library, sorted, without tests and installed packages."""
+    """Return the `.py` files of the standard library, sorted, without tests, code pages and installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    return _unique(_walk(root, f"python{sys.version_info.major}.{sys.version_info.minor}", TESTS | PACKAGES))
+    return _unique(_walk(root, f"python{sys.version_info.major}.{sys.version_info.minor}", TESTS | TABLES | PACKAGES))
 
 
 def packages() -> list[TextFile]:

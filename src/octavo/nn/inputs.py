@@ -12,9 +12,8 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.kernels import QuantSpec
-from octavo.kernels.operator import define
-from octavo.kernels.quant_spec import parse_spec
-from octavo.numerics import PER_COLUMN, Quantized, granularity_named
+from octavo.kernels.operator import call, define_packed
+from octavo.numerics import PER_COLUMN, Quantized
 
 
 def wgrad_of_input(h: Quantized, x_MK: Tensor, target: QuantSpec, dtype: torch.dtype, accumulate: str) -> Tensor:
@@ -25,31 +24,20 @@ def wgrad_of_input(h: Quantized, x_MK: Tensor, target: QuantSpec, dtype: torch.d
         x_MK: the input, BF16, FP16 or FP32.
         target: how X^T (K, M) is quantised, rounded to nearest.
     """
-    result: Tensor = torch.ops.octavo.wgrad_of_input(
-        h.codes, h.scale, h.granularity.name, x_MK, str(target), dtype, accumulate
-    )
+    arguments = h, x_MK, target, dtype, accumulate
+    result: Tensor = call("wgrad_of_input", _wgrad_of_input, arguments, [True])[0]
     return result
 
 
-def _wgrad_of_input(
-    h: Tensor, h_scale: Tensor, h_granularity: str, x_MK: Tensor, target: str, dtype: torch.dtype, accumulate: str
-) -> Tensor:
-    goal = parse_spec(target)
-    _, x_KM = kernels.quantize_pair([x_MK], None, goal)
-    assert goal is not None and x_KM is not None
-    right = kernels.without_scale(x_KM) if goal.tile == PER_COLUMN else x_KM
-    return kernels.gemm(Quantized(h, h_scale, granularity_named(h_granularity)), right, dtype, accumulate)
+def _wgrad_of_input(h: Quantized, x_MK: Tensor, target: QuantSpec, dtype: torch.dtype, accumulate: str) -> list[Tensor]:
+    _, x_KM = kernels.quantize_pair([x_MK], None, target)
+    assert x_KM is not None
+    right = kernels.without_scale(x_KM) if target.tile == PER_COLUMN else x_KM
+    return [kernels.gemm(h, right, dtype, accumulate)]
 
 
-def _wgrad_of_input_shape(
-    h: Tensor, h_scale: Tensor, h_granularity: str, x_MK: Tensor, target: str, dtype: torch.dtype, accumulate: str
-) -> Tensor:
-    return h.new_empty(h.shape[0], x_MK.shape[1], dtype=dtype)
+def _shape(h: Quantized, x_MK: Tensor, target: QuantSpec, dtype: torch.dtype, accumulate: str) -> list[Tensor]:
+    return [h.codes.new_empty(h.codes.shape[0], x_MK.shape[1], dtype=dtype)]
 
 
-define(
-    "wgrad_of_input(Tensor h, Tensor h_scale, str h_granularity, Tensor x_MK, str target, "
-    "ScalarType dtype, str accumulate) -> Tensor",
-    _wgrad_of_input,
-    _wgrad_of_input_shape,
-)
+define_packed("wgrad_of_input", _wgrad_of_input, _shape)

@@ -6,7 +6,7 @@ import copy
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -46,17 +46,21 @@ class Measurement:
     phases: dict[str, float] = field(default_factory=dict)
     """Milliseconds per phase; idle and communication are parts of the others."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Milliseconds of the GPU per kind of kernel: gemm, attention, elementwise, ..."""
+    """Milliseconds of the GPU per kind of kernel: gemm, attention, elementwise, ...; quantize is a part of the last."""
     step_ms: float | None = None
     """Latency of a step."""
     tokens_per_s: float | None = None
     tflops: float | None = None
     """Achieved TFLOP/s: those of the model in BF16 over the time of a step."""
     joules_per_token: float | None = None
+    pj_per_flop: float | None = None
+    """Picojoules per FLOP of the model."""
     peak_gib: float | None = None
     """Peak memory of tensors on the GPU."""
     resident_gib: float | None = None
     """Memory between steps: weights, moments, gradients."""
+    allocations: dict[str, float] = field(default_factory=dict)
+    """Calls of PyTorch's allocator and of cudaMalloc per step, and GiB that are reserved beyond the peak of tensors."""
     decode_ms: float | None = None
     """Latency of one decoded token."""
     losses: list[float] = field(default_factory=list)
@@ -67,6 +71,11 @@ class Measurement:
     fallbacks: list[str] = field(default_factory=list)
     failed: str = ""
     """Why it could not be trained; empty if it was."""
+
+    @property
+    def times(self) -> dict[str, float]:
+        """The phases, then the kinds of kernels that are no phase."""
+        return {**self.phases, **{kind: ms for kind, ms in self.parts.items() if kind not in self.phases}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +191,7 @@ def _train(run: _Training, workload: Workload, how: Conditions, found: Measureme
     losses = [run.step() for _ in range(how.steps - timed)]
     if is_gpu:
         torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_stats()
         found.resident_gib = torch.cuda.memory_allocated() / 2**30
     probe = SystemProbe(torch.cuda.current_device() if is_gpu else None)
     synchronize(how.device.type)
@@ -198,10 +208,20 @@ def _train(run: _Training, workload: Workload, how: Conditions, found: Measureme
     found.tflops = None if flops is None else flops / found.step_ms / 1e9
     if is_gpu:
         found.peak_gib = torch.cuda.max_memory_allocated() / 2**30
+        found.allocations = allocations(before, torch.cuda.memory_stats(), timed)
         found.joules_per_token = joules / timed / workload.tokens if joules else None
+        found.pj_per_flop = 1e12 * joules / timed / flops if joules and flops else None
         seen = profile(run.step, 2)
-        found.parts = {part: round(ms, 3) for part, ms in seen.parts.items()}
+        found.parts = {part: round(ms, 3) for part, ms in (seen.parts | {"quantize": seen.quantize}).items()}
         found.phases |= {"communication": seen.parts["communication"], "idle": max(found.step_ms - seen.busy, 0.0)}
+
+
+def allocations(before: Mapping[str, Any], after: Mapping[str, Any], steps: int) -> dict[str, float]:
+    """Return what steps asked of the allocator, from `torch.cuda.memory_stats` before and after them."""
+    calls = {"allocations": "allocation.all.allocated", "device_mallocs": "num_device_alloc"}
+    found = {name: (after.get(key, 0) - before.get(key, 0)) / steps for name, key in calls.items()}
+    beyond = after["reserved_bytes.all.peak"] - after["allocated_bytes.all.peak"]
+    return found | {"fragmentation_gib": round(beyond / 2**30, 3)}
 
 
 def _decode(run: _Training, workload: Workload) -> float:

@@ -1,6 +1,6 @@
 """Recipes: what runs in FP8 and how, as data. `load("folded")`, `names()`, `explain(recipe)`."""
 
-from octavo.recipes.presets import ALIASES
+from octavo.recipes.presets import ALIASES, mx
 from octavo.recipes.spec import (
     GEMMS,
     OPERANDS,
@@ -11,6 +11,7 @@ from octavo.recipes.spec import (
     Gemm,
     History,
     Operand,
+    Precision,
     Recipe,
     ScaleFrom,
     Wgrad,
@@ -28,6 +29,7 @@ __all__ = [
     "Gemm",
     "History",
     "Operand",
+    "Precision",
     "Recipe",
     "RecipeLike",
     "ScaleFrom",
@@ -37,6 +39,7 @@ __all__ = [
     "explain",
     "kept_for_backward",
     "load",
+    "mx",
     "names",
     "reused_from",
 ]
