@@ -1,4 +1,4 @@
-"""Passes over the rows of experts, one row a program: see `octavo.kernels.experts`."""
+"""Passes over the rows of experts: see `octavo.kernels.experts`."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _combine_kernel(y_ptr, out_ptr, place_ptr, total_c, COPIES: tl.constexpr, SI
 
 
 @triton.jit
-def _rows_of(
+def _weighted_gradients(
     dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, weight_ptr,
     rows, cols, there, in_cols, tiles, KIND: tl.constexpr,
 ):  # fmt: skip
@@ -182,7 +182,7 @@ def _backward_rows_kernel(
         for step in tl.range(0, tl.minimum(tl.cdiv(count - part, ROWS), STEPS)):
             inner = part + step * ROWS + tl.arange(0, ROWS)
             there, rows = inner < count, first + inner
-            d_gate, d_up, h = _rows_of(
+            d_gate, d_up, h = _weighted_gradients(
                 dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r,
                 weight_ptr, rows, cols, there, in_cols, tiles, KIND,
             )  # fmt: skip
@@ -237,19 +237,19 @@ def _backward_columns_kernel(
     in_cols = cols < half
     tiles = tiles_of(tile_c, half, WIDTH, False)
     expert, rows, there = tile_of_block(blocks_ptr, blocks, tile_r, HEIGHT, ALIGNMENT)
-    g0, u0, h0 = _rows_of(
+    g0, u0, h0 = _weighted_gradients(
         dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, weight_ptr,
         rows[0], cols, there[0], in_cols, tiles, KIND,
     )  # fmt: skip
-    g1, u1, h1 = _rows_of(
+    g1, u1, h1 = _weighted_gradients(
         dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, weight_ptr,
         rows[1], cols, there[1], in_cols, tiles, KIND,
     )  # fmt: skip
-    g2, u2, h2 = _rows_of(
+    g2, u2, h2 = _weighted_gradients(
         dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, weight_ptr,
         rows[2], cols, there[2], in_cols, tiles, KIND,
     )  # fmt: skip
-    g3, u3, h3 = _rows_of(
+    g3, u3, h3 = _weighted_gradients(
         dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, weight_ptr,
         rows[3], cols, there[3], in_cols, tiles, KIND,
     )  # fmt: skip
