@@ -127,15 +127,24 @@ class Blocks(NamedTuple):
         return self.table.shape[1]
 
 
-def blocks_of(ends: Tensor, tokens: int) -> Blocks:
-    """Return the blocks of so many tokens."""
+def blocks_of(ends: Tensor, tokens: int, least: int = 1) -> Blocks:
+    """Return the blocks of so many tokens. least: blocks of an expert without tokens, 1 where positions are padded."""
     experts = len(ends)
     size, count = next_power_of_2(experts), padded_length(tokens, experts) // ALIGNMENT
     table = torch.empty(3, count, dtype=torch.int32, device=ends.device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=ends.device)
     each = max(_COMPARED // size, 1)
     _blocks_kernel[(cdiv(count, each),)](
-        ends.contiguous(), table, starts, experts, count, ALIGNMENT=ALIGNMENT, EACH=each, SIZE=size, num_warps=4
+        ends.contiguous(),
+        table,
+        starts,
+        experts,
+        count,
+        ALIGNMENT=ALIGNMENT,
+        LEAST=least,
+        EACH=each,
+        SIZE=size,
+        num_warps=4,
     )
     return Blocks(table, starts)
 
@@ -144,13 +153,13 @@ def blocks_of(ends: Tensor, tokens: int) -> Blocks:
 @triton.jit
 def _blocks_kernel(
     ends_ptr, table_ptr, starts_ptr, experts, total,
-    ALIGNMENT: tl.constexpr, EACH: tl.constexpr, SIZE: tl.constexpr,
+    ALIGNMENT: tl.constexpr, LEAST: tl.constexpr, EACH: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     every = tl.arange(0, SIZE)
     there = every < experts
     end = tl.load(ends_ptr + every, mask=there, other=0)
     start = tl.load(ends_ptr + every - 1, mask=there & (every > 0), other=0)
-    until = tl.cumsum(tl.where(there, tl.maximum(tl.cdiv(end - start, ALIGNMENT), 1), 0), axis=0)
+    until = tl.cumsum(tl.where(there, tl.maximum(tl.cdiv(end - start, ALIGNMENT), LEAST), 0), axis=0)
     if tl.program_id(0) == 0:
         tl.store(starts_ptr, 0)
         tl.store(starts_ptr + 1 + every, until, mask=there)

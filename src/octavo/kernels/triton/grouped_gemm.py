@@ -34,7 +34,7 @@ def grouped_gemm(
 ) -> Tensor:
     """Return a[t] . b[e(t)]^T, (T, R)."""
     y = torch.empty(a.shape[0], b.shape[1], dtype=out_dtype, device=a.device)
-    blocks = blocks_of(ends, a.shape[0])
+    blocks = blocks_of(ends, a.shape[0], 0)
     _rows_kernel[programs(blocks.total * cdiv(b.shape[1], TILE), a.device)](
         described(a, TILE // 2), described(b, TILE), a_scale.contiguous(), contiguous(b_scale), y,
         blocks.table, blocks.total, blocks.starts, len(ends), b.shape[1], a.shape[1], FAST=fast, **META,
@@ -104,8 +104,7 @@ def _rows_kernel(
     """Tiles of rows of one group: sums over `depth` columns of a and b.
 
     Both loops are made one (`flatten`), so that the first codes of a sum are loaded while the last one is stored; but
-    not where tensor cores sum up all, as they would wait for each other. A block of a group without tokens is computed
-    for nothing.
+    not where tensor cores sum up all, as they would wait for each other.
     """
     HALF: tl.constexpr = TILE // 2
     across = tl.cdiv(width, TILE)
