@@ -186,7 +186,8 @@ def _curves(axes: Any, data: dict[str, Any], tones: dict[str, str]) -> None:
     axes.margins(x=0.01)
     axes.legend(frameon=False, fontsize=11, labelcolor=tones["text"])
     gap, pairs = data["gap_percent"], data["pairs"]
-    said = "" if gap is None else f"\nheld-out loss {gap:+z.2f} % beside BF16, mean of {pairs} pair{'s' * (pairs > 1)}"
+    over = f"mean of {pairs} pairs" if pairs > 1 else "one pair"
+    said = "" if gap is None else f"\nheld-out loss {gap:+z.2f} % beside BF16, {over}"
     about = f"{data['model']}, training loss, nats per token{said}"
     _title(axes, "Loss beside BF16", about, tones)
 
