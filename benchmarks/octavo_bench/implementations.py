@@ -61,6 +61,7 @@ def implementations(*, head: bool = False) -> dict[str, Implementation]:
     found += [_octavo(name) for name in recipes.names() if name != BF16 and _is_timed(recipes.load(name))]
     found.append(_octavo("folded", " (eager)", compile=False))
     found.append(_octavo("folded", " + fp8 activation inputs", activation_inputs="fp8"))
+    found.append(_octavo("folded", " + outputs of norms", norm_inputs="output"))
     found.append(_octavo("folded", " (memory low)", memory="low"))
     if head:
         found.append(_octavo("folded", " + fp8 head", fp8_head=True))

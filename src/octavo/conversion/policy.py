@@ -84,7 +84,9 @@ class Policy:
     norm_inputs: NormInputs = "bf16"
     """What norms keep their input in from forward to backward: the residual stream, which nothing else keeps. `fp8`
     halves it. The forward stays what it is; the gradient of a norm's weight is that of an input rounded to E4M3
-    (power-of-two scales of 1x128), and that of its input hardly changes."""
+    (power-of-two scales of 1x128), and that of its input hardly changes. `output` has compiled RMS norms in BF16 keep
+    their output in place of their input, and the layers that read it no codes: a byte per element less, for gradients
+    of the norms that see a value rounded to BF16 once more."""
     attention_output: AttentionOutput = "bf16"
     """What attention keeps its output in: `fp8` as the codes that the output projection keeps anyway, so that the
     output itself goes. The forward and the projection's gradients stay what they are; those of q, k and v see the
@@ -115,7 +117,7 @@ class Policy:
         if self.activation_inputs not in get_args(ActivationInputs):
             raise ConfigError(f"activation_inputs = {self.activation_inputs!r}: it is 'bf16' or 'fp8'.")
         if self.norm_inputs not in get_args(NormInputs):
-            raise ConfigError(f"norm_inputs = {self.norm_inputs!r}: it is 'bf16' or 'fp8'.")
+            raise ConfigError(f"norm_inputs = {self.norm_inputs!r}: it is 'bf16', 'fp8' or 'output'.")
         if self.attention_output not in get_args(AttentionOutput):
             raise ConfigError(f"attention_output = {self.attention_output!r}: it is 'bf16' or 'fp8'.")
         if self.activation_inputs == "fp8" and not self.fuse:
