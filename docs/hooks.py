@@ -9,9 +9,10 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-OUTSIDE = {"README.md": "readme.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+OUTSIDE = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 OUTSIDE["benchmarks/README.md"] = "benchmarks.md"
 """File of the repository, and its page."""
+PICTURE = re.compile(r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img alt="([^"]*)" src="([^"]+)">\s*</picture>')
 LINK = re.compile(r'(\]\(|src="|srcset=")(?!https?:|#)([^)#"]+)')
 
 
@@ -19,7 +20,7 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the pages from outside docs/."""
     for name, page in OUTSIDE.items():
         text = (ROOT / name).read_text(encoding="utf-8")
-        files.append(File.generated(config, page, content=_relinked(text, ROOT / name, page)))
+        files.append(File.generated(config, page, content=_relinked(_themed(text), ROOT / name, page)))
     return files
 
 
@@ -28,6 +29,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     name = page.file.src_uri
     text = markdown if name in OUTSIDE.values() else _relinked(markdown, ROOT / "docs" / name, name)
     return re.sub(r"^<!-- (table: \S+|end|not run: .*) -->\n", "", text, flags=re.MULTILINE)
+
+
+def _themed(text: str) -> str:
+    """Let pictures in two themes follow the site's switch, not the system's."""
+    return PICTURE.sub(r'<img alt="\2" src="\3#only-light"><img alt="\2" src="\1#only-dark">', text)
 
 
 def _relinked(text: str, source: Path, page: str) -> str:
@@ -40,6 +46,6 @@ def _relinked(text: str, source: Path, page: str) -> str:
         inside = target.relative_to(ROOT).as_posix()
         if inside.startswith("docs/"):
             return match[1] + up + inside.removeprefix("docs/")
-        return match[1] + up + OUTSIDE.get(inside, "readme.md")  # code and licence: no page of their own
+        return match[1] + up + OUTSIDE.get(inside, "index.md")  # code and licence: no page of their own
 
     return LINK.sub(link, text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,11 +34,20 @@ def is_compiled(function: ast.FunctionDef) -> bool:
     return any("jit" in ast.unparse(each) for each in function.decorator_list)
 
 
-def test_functions_have_at_most_eight_parameters() -> None:
-    long = [
+def functions_that(is_too: Callable[[ast.FunctionDef], bool]) -> list[str]:
+    return [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
         for path in sorted((ROOT / "src").rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text("utf-8")))
-        if isinstance(node, ast.FunctionDef) and parameters(node) > 8 and not is_compiled(node)
+        if isinstance(node, ast.FunctionDef) and not is_compiled(node) and is_too(node)
     ]
-    assert not long, f"group what belongs together: {long}"
+
+
+def test_functions_have_at_most_eight_parameters() -> None:
+    found = functions_that(lambda node: parameters(node) > 8)
+    assert not found, f"group what belongs together: {found}"
+
+
+def test_functions_have_at_most_sixty_lines() -> None:
+    found = functions_that(lambda node: (node.end_lineno or 0) - node.lineno >= 60)
+    assert not found, f"longer than a screen, split them: {found}"

@@ -27,6 +27,8 @@ COMMANDS = {
     "step": "step:command",
     "host": "step:host",
     "hf": "hf:command",
+    "clients": "clients:command",
+    "pilot": "pilot:command",
     "gemm": "gemm:command",
     "kernels": "kernels:command",
     "telemetry": "telemetry:command",
@@ -39,6 +41,7 @@ COMMANDS = {
     "localize": "localize:command",
     "faults": "faults:command",
     "robustness": "robustness:command",
+    "phases": "phases:command",
     "moe": "moe:command",
     "optimizer": "optimizer:command",
     "memory": "memory:command",
@@ -60,8 +63,7 @@ class Output:
     """Flags for the rows of a measurement."""
 
     write: Annotated[Path | None, Parameter(negative=())] = None
-    """Directory of result files to write to, benchmarks/results in this repository. Rows of other workloads in the file
-    of the day stay."""
+    """Directory of result files, benchmarks/results in this repository. The day's rows of other workloads stay."""
     json_output: Annotated[bool, Parameter(name="--json", negative=())] = False
     """Print the rows as JSON on stdout, the progress on stderr."""
 
@@ -120,6 +122,17 @@ def known(flag: str, name: str, names: Sequence[str], noun: str) -> str:
         near = did_you_mean(name, names)
         raise ConfigError(f"{flag}: there is no {noun} '{name}'.{near} Known are: {', '.join(names)}.")
     return name
+
+
+def positive(flag: str, number: int) -> int:
+    """Return the number of a flag.
+
+    Raises:
+        ConfigError: it is not positive.
+    """
+    if number < 1:
+        raise ConfigError(f"{flag}: {number} is not a positive number.")
+    return number
 
 
 def numbers(text: str) -> tuple[int, ...]:

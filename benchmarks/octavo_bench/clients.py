@@ -1,42 +1,72 @@
-"""Training loops of other libraries, in BF16 and with the lines that Octavo's users add: loss and time per step.
+"""`octavo bench clients`: training loops of other libraries, in BF16 and with the lines that Octavo's users add.
 
-    python -m octavo_bench.clients --out clients.json --dim 2048
-
-Each client trains the same small Llama of transformers on the same sequences, its blocks compiled. The time per step is
-the mean after the first `WARM_UP` steps, between two synchronisations. A client that is not installed is left out, with
-the reason.
+Each client trains a small Llama on the same sequences, its blocks compiled: transformers' one, or torchtitan's own. The
+FP8 run is made twice, the second time from a checkpoint that the first has left half-way, by the client's own means.
 """
 
 from __future__ import annotations
 
-import argparse
+import gc
 import importlib.metadata
-import json
-import platform
+import os
+import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 import octavo
 from octavo.nn import Linear
+from octavo.train.timing import synchronize
+from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, known, positive
+from octavo_bench.results import Row, attempt
 
 WARM_UP = 20
+"""Steps before time is taken: the first ones compile and tune."""
 VOCABULARY = 8192
+LAST = 5
+"""Steps at the end whose mean loss counts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """Shape of the model and of its batches."""
+
+    dim: int
+    layers: int
+    length: int
+    batch: int
+    lr: float
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per step."""
+        return self.batch * self.length
+
+
+SIZES = {
+    "cuda": Size(dim=2048, layers=4, length=2048, batch=8, lr=3e-4),
+    "cpu": Size(dim=128, layers=2, length=24, batch=4, lr=1e-3),
+}
+"""By device: on a CPU time means nothing, and a small model shows the rest."""
 
 
 class Sequences(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Sequences that count up by 1 to 16 from a random token: a model learns them, and no text is needed."""
+    """Sequences that count up by 1 to 16 from one of 64 tokens: a model learns them, and no text is needed."""
 
     def __init__(self, count: int, length: int) -> None:
         draw = torch.Generator().manual_seed(0)
-        start = torch.randint(VOCABULARY, (count, 1), generator=draw)
+        start = torch.randint(64, (count, 1), generator=draw)
         self.ids = (start + torch.arange(length) * torch.randint(1, 17, (count, 1), generator=draw)) % VOCABULARY
 
     def __len__(self) -> int:
@@ -53,12 +83,13 @@ class Clock:
         self.last, self.steps, self.losses = steps, 0, list[Tensor]()
         self.started = self.ended = 0.0
 
-    def step(self, *_: Any) -> None:
-        """Count an optimizer step; wait for the device at the ends of what is timed, and nowhere else."""
+    def step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Count a step of AdamW, not that of a container; wait for the device at the ends of what is timed only."""
+        if not isinstance(optimizer, torch.optim.AdamW):
+            return
         self.steps += 1
         if self.steps in (WARM_UP, self.last):
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            synchronize("cuda" if torch.cuda.is_available() else "cpu")
             now = time.perf_counter()
             self.started, self.ended = (now, 0.0) if self.steps == WARM_UP else (self.started, now)
 
@@ -73,163 +104,469 @@ class Clock:
         return 1e3 * (self.ended - self.started) / max(self.last - WARM_UP, 1)
 
 
-@contextmanager
-def timed(clock: Clock, model: nn.Module) -> Iterator[None]:
-    """Let a clock see the steps of any optimizer and the losses of a model inside the block."""
-    handles: list[Any] = [register_optimizer_step_post_hook(clock.step), model.register_forward_hook(clock.keep)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+@dataclass(kw_only=True, slots=True)
+class Job:
+    """One run of a client's loop."""
+
+    size: Size
+    device: str
+    steps: int
+    fp8: bool
+    clock: Clock
+    folder: Path
+    """Where the checkpoint after half of the steps is written."""
+    saves: bool = False
+    """Whether it is."""
+    resumes: bool = False
+    """Whether to train the second half only, from that checkpoint."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """The checkpoint of a loop that has no files of its own."""
+
+    @property
+    def half(self) -> int:
+        """The step after which the checkpoint is written."""
+        return self.steps // 2
+
+    def data(self, sequences: int | None = None) -> Sequences:
+        """Return the sequences, those of all steps by default."""
+        return Sequences(sequences or self.size.batch * self.steps, self.size.length)
+
+    def batches(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """Yield the batches of the steps to train, numbered from 1, on the device."""
+        loader = torch.utils.data.DataLoader(self.data(), batch_size=self.size.batch)
+        for step, batch in enumerate(loader, start=1):
+            if step > self.half or not self.resumes:
+                yield step, {name: x.to(self.device, non_blocking=True) for name, x in batch.items()}
+
+    def llama(self, compiled: bool = True) -> Any:
+        """Return the model, each block compiled at its first call, its losses seen by the clock."""
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        heads = max(1, self.size.dim // 128)
+        config = LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=self.size.dim, intermediate_size=4 * self.size.dim, use_cache=False,
+            num_hidden_layers=self.size.layers, num_attention_heads=heads, num_key_value_heads=heads,
+        )  # fmt: skip
+        with torch.device(self.device):
+            model = LlamaForCausalLM(config)
+        for layer in model.model.layers if compiled else ():
+            layer.compile(backend=self.backend)
+        model.register_forward_hook(self.clock.keep)
+        return model
+
+    @property
+    def backend(self) -> str:
+        """The backend of `torch.compile`: on a CPU only graphs are counted, so no code is generated."""
+        return "inductor" if self.device == "cuda" else "aot_eager"
+
+    def adamw(self, model: nn.Module, faster: int = 1) -> torch.optim.AdamW:
+        """Return the optimizer of a loop that lets its user choose."""
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return torch.optim.AdamW(trained, lr=faster * self.size.lr, fused=self.device == "cuda")
 
 
-def llama(dim: int, layers: int, compiled: bool) -> Any:
-    """Return the model, on its device, with each block compiled at its first call."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def script(job: Job) -> nn.Module:
+    """Train in a loop without a library."""
+    model = job.llama()
+    if job.fp8:
+        octavo.convert(model)
+    optimizer = job.adamw(model)
+    if job.resumes:
+        model.load_state_dict(job.kept["model"])
+        optimizer.load_state_dict(job.kept["optimizer"])
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=dim, intermediate_size=4 * dim, num_hidden_layers=layers,
-        num_attention_heads=dim // 128, num_key_value_heads=dim // 128, use_cache=False,
-    )  # fmt: skip
-    made: Any = LlamaForCausalLM(config)
-    model = made.to("cuda" if torch.cuda.is_available() else "cpu")
-    for layer in model.model.layers if compiled else ():
-        layer.compile()
-    return model
+    def save() -> None:
+        job.kept = deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+    _loop(job, model, optimizer, save)
+    return model  # type: ignore[no-any-return]
 
 
-def trainer(model: Any, data: Sequences, batch: int, steps: int, fp8: bool) -> None:
+def _loop(
+    job: Job,
+    model: nn.Module,
+    optimizer: Any,
+    save: Callable[[], Any],
+    *,
+    backward: Callable[[Tensor], Any] = Tensor.backward,
+    autocast: bool = True,
+) -> None:
+    for step, batch in job.batches():
+        with torch.autocast(job.device, torch.bfloat16, enabled=autocast):
+            loss = model(**batch).loss
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == job.half and job.saves:
+            save()
+
+
+def trainer(job: Job) -> nn.Module:
     """Train by transformers' Trainer."""
     from transformers import Trainer, TrainingArguments
 
+    return _fit(job, Trainer, TrainingArguments(**_arguments(job)), job.data())
+
+
+def sft(job: Job) -> nn.Module:
+    """Train by TRL's SFTTrainer, on sequences that are tokens already."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0}, unk_token="<pad>"))
+    kind: Any = PreTrainedTokenizerFast
+    tokenizer = kind(tokenizer_object=words, pad_token="<pad>", eos_token="<pad>")
+    settings = SFTConfig(**_arguments(job), max_length=job.size.length, gradient_checkpointing=False)
+    data = Dataset.from_dict({"input_ids": job.data().ids.tolist()})
+    return _fit(job, SFTTrainer, settings, data, processing_class=tokenizer)
+
+
+def _arguments(job: Job) -> dict[str, Any]:
+    return {
+        "output_dir": str(job.folder), "max_steps": job.steps, "per_device_train_batch_size": job.size.batch,
+        "learning_rate": job.size.lr, "bf16": True, "max_grad_norm": 0.0, "use_cpu": job.device == "cpu",
+        "save_strategy": "steps" if job.saves else "no", "save_steps": job.half, "logging_steps": 1000,
+        "report_to": [], "disable_tqdm": True,
+    }  # fmt: skip
+
+
+def _fit(job: Job, kind: Any, settings: Any, data: Any, **given: Any) -> nn.Module:
     from octavo.integrations.transformers import OctavoCallback
 
-    with tempfile.TemporaryDirectory() as out:
-        arguments = TrainingArguments(
-            output_dir=out, max_steps=steps, per_device_train_batch_size=batch, bf16=True, logging_steps=1000,
-            learning_rate=3e-4, save_strategy="no", report_to=[], disable_tqdm=True, max_grad_norm=0.0,
-            use_cpu=not torch.cuda.is_available(),
-        )  # fmt: skip
-        callbacks: list[Any] = [OctavoCallback()] if fp8 else []
-        Trainer(model=model, args=arguments, train_dataset=data, callbacks=callbacks).train()
+    callbacks = [OctavoCallback()] if job.fp8 else []
+    made = kind(model=job.llama(), args=settings, train_dataset=data, callbacks=callbacks, **given)
+    made.train(resume_from_checkpoint=str(job.folder / f"checkpoint-{job.half}") if job.resumes else None)
+    trained: nn.Module = made.model
+    return trained
 
 
-def lightning(model: Any, data: Sequences, batch: int, steps: int, fp8: bool) -> None:
-    """Train by Lightning's Trainer."""
+def lightning(job: Job) -> nn.Module:
+    """Train by Lightning's Trainer: an epoch is half of the steps, as it resumes where one ends."""
     import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
 
     from octavo.integrations.lightning import OctavoPrecision
 
     class Module(lightning.LightningModule):  # type: ignore[misc, unused-ignore]  # without lightning
         def __init__(self) -> None:
             super().__init__()
-            self.model = model
+            self.model = job.llama()
 
         def training_step(self, batch: Any, index: int) -> Any:
             return self.model(**batch).loss
 
         def configure_optimizers(self) -> Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=3e-4)
+            return job.adamw(self)
 
-    off = ("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary")
-    quiet: dict[str, Any] = dict.fromkeys(off, False)
-    precision: Any = {"plugins": OctavoPrecision()} if fp8 else {"precision": "bf16-mixed"}
-    loader = torch.utils.data.DataLoader(data, batch_size=batch)
-    lightning.Trainer(max_steps=steps, devices=1, **quiet, **precision).fit(Module(), loader)
+    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    quiet |= {"accelerator": "gpu" if job.device == "cuda" else "cpu", "devices": 1, "max_epochs": 2}
+    quiet |= {"plugins": OctavoPrecision(device=job.device)} if job.fp8 else {"precision": "bf16-mixed"}
+    quiet |= {"enable_checkpointing": job.saves, "callbacks": []}
+    if job.saves:
+        quiet["callbacks"] = [ModelCheckpoint(job.folder, "half-{epoch}", save_top_k=-1)]
+    loader = torch.utils.data.DataLoader(job.data(job.size.batch * job.half), batch_size=job.size.batch)
+    module = Module()
+    resume = {"ckpt_path": job.folder / "half-epoch=0.ckpt", "weights_only": True} if job.resumes else {}
+    lightning.Trainer(**quiet).fit(module, loader, **resume)
+    return module
 
 
-def script(model: Any, data: Sequences, batch: int, steps: int, fp8: bool) -> None:
-    """Train in a loop without a library."""
-    if fp8:
+def fabric(job: Job) -> nn.Module:
+    """Train in a loop over Lightning's Fabric."""
+    from lightning.fabric import Fabric
+
+    from octavo.integrations.lightning import FabricPrecision
+
+    precision: Any = {"plugins": FabricPrecision(device=job.device)} if job.fp8 else {"precision": "bf16-mixed"}
+    made = Fabric(accelerator="gpu" if job.device == "cuda" else "cpu", devices=1, **precision)
+    model = job.llama()
+    model, optimizer = made.setup(model, job.adamw(model))
+    state = {"model": model, "optimizer": optimizer}
+    if job.resumes:
+        made.load(job.folder / "half.ckpt", state)
+    _loop(
+        job,
+        model,
+        optimizer,
+        lambda: made.save(job.folder / "half.ckpt", state),
+        backward=made.backward,
+        autocast=False,
+    )
+    return model  # type: ignore[no-any-return]
+
+
+def accelerate(job: Job) -> nn.Module:
+    """Train in a loop over Accelerate."""
+    from accelerate import Accelerator
+
+    made = Accelerator(mixed_precision="bf16", cpu=job.device == "cpu")
+    model = job.llama()
+    if job.fp8:
         octavo.convert(model)
-    _loop(model, data, batch, steps)
+    model, optimizer = made.prepare(model, job.adamw(model))
+    if job.resumes:
+        made.load_state(str(job.folder))
+    _loop(job, model, optimizer, lambda: made.save_state(str(job.folder)), backward=made.backward, autocast=False)
+    return model  # type: ignore[no-any-return]
 
 
-def lora(model: Any, data: Sequences, batch: int, steps: int, fp8: bool) -> None:
+def lora(job: Job) -> nn.Module:
     """Train adapters of PEFT over a frozen base: in BF16, or its weights in one byte each."""
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, PeftModel, get_peft_model
 
-    model.bfloat16()
-    if fp8:
+    model = job.llama().bfloat16()
+    if job.fp8:
         octavo.convert(model, policy=octavo.Policy(weights="fp8"))
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    adapted: Any = get_peft_model(model, LoraConfig(r=16, target_modules=targets, lora_dropout=0.0))
-    _loop(adapted, data, batch, steps)
+    adapted: Any
+    if job.resumes:
+        adapted = PeftModel.from_pretrained(model, job.folder, is_trainable=True)
+    else:
+        torch.manual_seed(1)
+        targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+        adapted = get_peft_model(model, LoraConfig(r=16, target_modules=targets, lora_dropout=0.0))
+    optimizer = job.adamw(adapted, faster=10)
+    if job.resumes:
+        optimizer.load_state_dict(job.kept["optimizer"])
+
+    def save() -> None:
+        adapted.save_pretrained(job.folder)
+        job.kept["optimizer"] = deepcopy(optimizer.state_dict())
+
+    _loop(job, adapted, optimizer, save)
+    return adapted  # type: ignore[no-any-return]
 
 
-def _loop(model: Any, data: Sequences, batch: int, steps: int) -> None:
-    device = next(model.parameters()).device
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-4)
-    for _, given in zip(range(steps), torch.utils.data.DataLoader(data, batch_size=batch), strict=False):
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = model(**{name: x.to(device, non_blocking=True) for name, x in given.items()}).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def zero3(job: Job) -> nn.Module:
+    """Train by DeepSpeed's engine, ZeRO-3."""
+    import deepspeed
+
+    model = job.llama(compiled=False)  # its hooks are no code for a compiler
+    if job.fp8:
+        octavo.convert(model)
+    if job.device == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, for minutes
+    settings = {
+        "train_micro_batch_size_per_gpu": job.size.batch,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=job.adamw(model), config=settings)
+    if job.resumes:
+        engine.load_checkpoint(str(job.folder), "half")
+    stepped = SimpleNamespace(step=engine.step, zero_grad=lambda: None)
+    _loop(job, engine, stepped, lambda: engine.save_checkpoint(str(job.folder), "half"), backward=engine.backward)
+    weights = list(model.parameters())
+    with deepspeed.zero.GatheredParameters(weights):
+        whole = [p.detach().clone() for p in weights]
+    for p, value in zip(weights, whole, strict=True):
+        p.data = value
+    return model  # type: ignore[no-any-return]
 
 
-Loop = Callable[[Any, Sequences, int, int, bool], None]
-CLIENTS: dict[str, tuple[str, Loop, int]] = {
-    "script": ("torch", script, 1),
-    "trainer": ("transformers", trainer, 2),
-    "lightning": ("lightning", lightning, 2),
-    "lora": ("peft", lora, 1),
+def torchtitan(job: Job) -> nn.Module:
+    """Train torchtitan's Llama by its own Trainer, with FSDP and full activation checkpointing."""
+    from octavo_bench.titan import train
+
+    return train(job)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Client:
+    """A library whose loop trains."""
+
+    library: str
+    loop: Callable[[Job], nn.Module]
+    lines: int
+    """Lines that its user writes or changes, as the documentation shows them."""
+    is_distributed: bool = False
+    """Whether it starts a process group, also of one rank."""
+
+
+CLIENTS = {
+    "script": Client(library="torch", loop=script, lines=1),
+    "Trainer": Client(library="transformers", loop=trainer, lines=2),
+    "SFTTrainer": Client(library="trl", loop=sft, lines=2),
+    "Lightning": Client(library="lightning", loop=lightning, lines=2),
+    "Fabric": Client(library="lightning", loop=fabric, lines=2),
+    "Accelerate": Client(library="accelerate", loop=accelerate, lines=1),
+    "ZeRO-3": Client(library="deepspeed", loop=zero3, lines=1, is_distributed=True),
+    "LoRA": Client(library="peft", loop=lora, lines=2),
+    "torchtitan": Client(library="torchtitan", loop=torchtitan, lines=2, is_distributed=True),
 }
-"""Name -> the library, the loop, and the lines that a user writes or changes."""
 
 
-def measure(name: str, dim: int, layers: int, length: int, batch: int, steps: int, compiled: bool) -> dict[str, Any]:
-    """Return the row of a client: loss and milliseconds per step of both precisions, and their peaks of memory."""
-    library, loop, lines = CLIENTS[name]
-    row: dict[str, Any] = {"client": name, "library": library, "lines": lines, "dim": dim, "tokens": batch * length}
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """Tell a library that starts a process group of the only rank; others would start one if they saw it."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    before = {name: os.environ.get(name) for name in place}
+    os.environ.update(place)
     try:
-        row["version"] = importlib.metadata.version(library)
-    except importlib.metadata.PackageNotFoundError:
-        return {**row, "skipped": f"{library} is not installed"}
-    data = Sequences(batch * steps, length)
-    for precision in ("bf16", "fp8"):
-        torch._dynamo.reset()
-        model, clock = llama(dim, layers, compiled), Clock(steps)
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        with timed(clock, model):
-            loop(model, data, batch, steps, precision == "fp8")
-        row[precision] = {"loss": float(torch.stack(clock.losses[-5:]).mean()), "ms": clock.ms}
-        if torch.cuda.is_available():
-            row[precision]["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        row[precision]["fp8_layers"] = sum(isinstance(module, Linear) for module in model.modules())
-        row[precision]["graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        del model
-    row["gap"] = row["fp8"]["loss"] / row["bf16"]["loss"] - 1
-    row["speedup"] = row["bf16"]["ms"] / row["fp8"]["ms"]
-    return row
+        yield
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def main() -> None:
-    """Measure, print a table, and write the rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--clients", nargs="*", default=list(CLIENTS), choices=list(CLIENTS))
-    for name, default in {"dim": 2048, "layers": 4, "length": 2048, "batch": 4, "steps": 55}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--eager", action="store_true")
-    given = parser.parse_args()
-    sizes = given.dim, given.layers, given.length, given.batch, given.steps
-    rows = [measure(name, *sizes, not given.eager) for name in given.clients]
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
-    result = {"device": device, "torch": torch.__version__, "rows": rows}
-    given.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
-    for row in rows:
-        if "skipped" in row:
-            print(f"{row['client']:10} {row['skipped']}")
+@contextmanager
+def timed(clock: Clock) -> Iterator[None]:
+    """Let a clock see the steps of any optimizer inside the block."""
+    handle = register_optimizer_step_post_hook(clock.step)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def measure(client: Client, size: Size, device: str, steps: int, resume: bool = True) -> Row:
+    """Return the figures of a client: BF16 and FP8 side by side, and whether a resumed run is the same to the bit.
+
+    Args:
+        resume: whether to save the FP8 run half-way, and to train its second half again from there.
+    """
+    with tempfile.TemporaryDirectory() as name, one_rank() if client.is_distributed else nullcontext():
+        job = Job(size=size, device=device, steps=steps, fp8=False, clock=Clock(steps), folder=Path(name))
+        bf16, _ = _run(client, job)
+        job = replace(job, fp8=True, saves=resume, clock=Clock(steps))
+        fp8, weights = _run(client, job)
+        found = {"resumes": _resumes(client, job, weights)} if resume else {}
+    return {
+        "lines": client.lines,
+        **found,
+        "gap_percent": 100 * (fp8["loss"] / bf16["loss"] - 1),
+        "ratio_to_bf16": bf16["ms"] / fp8["ms"],
+        **fp8,
+        **{f"bf16_{key}": value for key, value in bf16.items() if key != "fp8_layers"},
+    }
+
+
+def _resumes(client: Client, job: Job, weights: list[Tensor]) -> bool:
+    """Return whether a run from the checkpoint of another ends with its weights, after half of its steps."""
+    again = replace(job, saves=False, resumes=True, clock=Clock(job.steps - job.half))
+    _, found = _run(client, again)
+    same = len(weights) == len(found) and all(torch.equal(p, q) for p, q in zip(weights, found, strict=True))
+    return same and len(again.clock.losses) == job.steps - job.half
+
+
+def _run(client: Client, job: Job) -> tuple[Row, list[Tensor]]:
+    """Return the figures of one run, and its trained weights."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    gc.collect()
+    if job.device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    with timed(job.clock):
+        model = client.loop(job)
+    counters = torch._dynamo.utils.counters
+    losses = job.clock.losses
+    row = {
+        "loss": float(torch.stack(losses[-LAST:]).mean()),
+        "first_loss": float(losses[0]),
+        "ms": job.clock.ms,
+        "fp8_layers": sum(isinstance(module, Linear) for module in model.modules()),
+        "graphs": counters["stats"]["unique_graphs"],
+        "graph_breaks": sum(counters["graph_break"].values()),
+    }
+    if job.device == "cuda":
+        row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    trained = [p.detach() for p in model.parameters() if p.requires_grad]
+    return row, [(p.to_local() if isinstance(p, DTensor) else p).clone() for p in trained]
+
+
+def bench_clients(
+    only: Names = (),
+    *,
+    device: str,
+    size: Size,
+    steps: int,
+    resume: bool = True,
+    report: Callable[[Row], None] = lambda row: None,
+) -> list[Row]:
+    """Return a row per client that is installed, or per client of `only`; one that fails has `error`."""
+    rows: list[Row] = []
+    for name, client in CLIENTS.items():
+        version = version_of(client.library)
+        if (only and name not in only) or (version is None and not only):
             continue
-        print(
-            f"{row['client']:10} {row['version']:12} {row['fp8']['fp8_layers']} layers, {row['fp8']['graphs']} graphs, "
-            f"gap {row['gap']:+.2%}, {row['bf16']['ms']:.1f} -> {row['fp8']['ms']:.1f} ms: {row['speedup']:.2f} times"
-        )
+        row: Row = {"client": name, "library": client.library, "version": version or "not installed"}
+        row |= {"dim": size.dim, "layers": size.layers, "tokens": size.tokens, "steps": steps}
+        rows.append(attempt(row, lambda: measure(client, size, device, steps, resume)))  # noqa: B023  # called at once
+        report(rows[-1])
+    return rows
 
 
-if __name__ == "__main__":
-    main()
+def version_of(library: str) -> str | None:
+    """Return the version of an installed library, or None."""
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def sized(size: Size, given: Mapping[str, int]) -> Size:
+    """Return a size with the numbers given that are not 0."""
+    return replace(size, **{name: positive(f"--{name}", value) for name, value in given.items() if value})
+
+
+def command(
+    *,
+    only: Names = (),
+    device: str = "auto",
+    steps: int = 56,
+    dim: int = 0,
+    batch: int = 0,
+    resume: bool | None = None,
+    output: Output = TO_STDOUT,
+) -> int:
+    """Train by the loops of other libraries, in BF16 and FP8: loss, resumed runs, compiled graphs, time per step.
+
+    Clients that are not installed are left out. Exits with 1 if one failed; the others are measured all the same.
+
+    Examples:
+
+        octavo bench clients --write benchmarks/results
+        octavo bench clients --only Trainer --only LoRA
+
+    Parameters
+    ----------
+    only
+        Clients to measure: script, Trainer, SFTTrainer, Lightning, Fabric, Accelerate, ZeRO-3, LoRA, torchtitan. By
+        default all that are installed.
+    device
+        cuda or cpu; auto takes the GPU if there is one.
+    steps
+        Steps to train; the first 20 are not timed.
+    dim
+        Width of the model: 2048 on a GPU, 128 on a CPU by default.
+    batch
+        Sequences per step: 8 on a GPU, 4 on a CPU by default.
+    resume
+        Also resume the FP8 run from a checkpoint; by default on a CPU, where checkpoints are small.
+    """
+    for name in only:
+        known("--only", name, list(CLIENTS), "client")
+    device, steps = device_named(device), 2 * (positive("--steps", steps) // 2)
+    size = sized(SIZES[device], {"dim": dim, "batch": batch})
+    report = output.lines(lambda row: f"{row['client']:<11} {row['version']:<12}", figures)
+    resume = device == "cpu" if resume is None else resume
+    rows = bench_clients(only, device=device, size=size, steps=steps, resume=resume, report=report)
+    flags = {"dim": dim or None, "batch": batch or None, "resume": resume and device == "cuda"}
+    line = command_line("octavo bench clients", only=only, steps=steps, **flags)
+    return output.finish("clients", rows, line, device=device)
+
+
+def figures(row: Row) -> str:
+    """Return the line of a row."""
+    graphs = f"{row['graphs']} graphs ({row['bf16_graphs']} in BF16), {row['graph_breaks']} breaks"
+    resume = {True: "resumes to the bit", False: "RESUMES OTHERWISE", None: "not resumed"}[row.get("resumes")]
+    speed = f"{row['bf16_ms']:.1f} -> {row['ms']:.1f} ms: {row['ratio_to_bf16']:.2f}"
+    return f"{row['fp8_layers']} layers, gap {row['gap_percent']:+.2f} %, {resume}, {graphs}, {speed}"

@@ -16,13 +16,12 @@ from cyclopts import Parameter
 from torch import Tensor, nn
 
 from octavo._util.dist import is_first_rank
-from octavo.cli.flags import positive
 from octavo.errors import ConfigError, did_you_mean
 from octavo.models.config import ModelConfig
 from octavo.train.device import WARM_UP_STEPS, gc_frozen
 from octavo.train.profile import profile
 from octavo.train.timing import milliseconds, synchronize
-from octavo_bench.cli import TO_STDOUT, Names, Output, command_line
+from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, positive
 from octavo_bench.implementations import BF16
 from octavo_bench.ranks import any_rank, process_group, under_torchrun
 from octavo_bench.results import Row, failure

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.cli.flags import positive
 from octavo.errors import OctavoError
 from octavo.guard import GuardEvent
 from octavo.train import checkpoint
@@ -32,7 +31,7 @@ from octavo.train.parallel import ranks_of
 from octavo.train.run import Trainer, train
 from octavo.train.setup import set_up
 from octavo.train.state_tensors import restore_tensors
-from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, known
+from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, known, positive
 from octavo_bench.fault_cases import FAULTS, Fault
 
 TRAINED = 3000

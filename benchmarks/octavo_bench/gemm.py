@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Callable, Iterator
@@ -10,13 +11,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from octavo.cli.flags import positive
 from octavo.errors import ConfigError, RunError
 from octavo.kernels.gemm import KERNELS
+from octavo.monitor.system import SystemProbe
 from octavo.train.timing import milliseconds, warm_up
-from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named
+from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, positive
 from octavo_bench.implementations import BF16
-from octavo_bench.rates import Shape, normal, quantized
+from octavo_bench.rates import Shape, energy_row, normal, quantized
 from octavo_bench.results import Row, failure
 
 SHAPES: tuple[Shape, ...] = (
@@ -32,6 +33,8 @@ SHAPES: tuple[Shape, ...] = (
 )
 """Square; Llama-8B's projections, feed-forward and head; smaller ones."""
 
+ENERGY_S = 0.5
+"""Seconds of calls whose energy is measured: the GPU's counter moves a few times in that."""
 OPERANDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "tensor": ("tensor", "tensor", ("slow", "fast")),
     "row": ("row", "row", ("slow", "fast")),
@@ -63,6 +66,7 @@ def bench_gemm(
             baseline = baseline or row
             try:
                 row |= _figures(shape, _time(call, device, repeats), baseline)
+                row |= _energy(shape, call, row["ms"]) if device == "cuda" else {}
             except Exception as error:  # one that fails must not lose the others
                 row["error"] = failure(error)
             rows.append(row)
@@ -98,6 +102,17 @@ def _candidates(shape: Shape, device: str) -> Iterator[tuple[Row, Callable[[], T
 def _time(call: Callable[[], Tensor], device: str, repeats: int) -> float:
     warm_up(call, device, seconds=0.1)
     return statistics.median(milliseconds(call, device, repeats, queued=True))
+
+
+def _energy(shape: Shape, call: Callable[[], Tensor], ms: float) -> Row:
+    """Return the energy of one operation in picojoules, over calls of `ENERGY_S` seconds, or why it is not known."""
+    calls = max(1, round(1e3 * ENERGY_S / ms))
+    torch.cuda.synchronize()
+    probe = SystemProbe(torch.cuda.current_device())
+    for _ in range(calls):
+        call()
+    torch.cuda.synchronize()
+    return energy_row(probe, "pj_per_flop", 2e-12 * calls * math.prod(shape))
 
 
 def parse_shape(text: str) -> Shape:
@@ -141,4 +156,5 @@ def _name(row: Row) -> str:
 
 
 def _line(row: Row) -> str:
-    return f"{row['tflops']:>8.1f} TFLOP/s  {row['ratio_to_bf16']:.2f} x BF16"
+    energy = f"  {row['pj_per_flop']:.2f} pJ/FLOP" if "pj_per_flop" in row else ""
+    return f"{row['tflops']:>8.1f} TFLOP/s  {row['ratio_to_bf16']:.2f} x BF16{energy}"

@@ -26,10 +26,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import octavo
-from octavo.cli.flags import positive
 from octavo.errors import NonFiniteError, UnsupportedError
 from octavo.train.timing import synchronize
-from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, known
+from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, known, positive
 from octavo_bench.implementations import BF16, is_no_head
 from octavo_bench.results import Row, failure
 

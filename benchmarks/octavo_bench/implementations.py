@@ -1,10 +1,10 @@
-"""Implementations that are timed: BF16, torchao if it is installed, and every recipe."""
+"""Implementations that are timed: BF16, torchao and Transformer Engine if they are installed, and every recipe."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 import octavo
 from octavo import recipes
 from octavo.recipes import Recipe
+from octavo_bench import engine
 
 BF16 = "bf16"
 """The baseline: of the implementations, and of the precisions of a GEMM."""
@@ -22,6 +23,11 @@ HEAD = "lm_head"
 def is_no_head(name: str, layer: nn.Module) -> bool:
     """Return whether to convert a layer: heads stay in BF16, as those of the peers."""
     return name != HEAD
+
+
+def is_in_even_block(name: str, layer: nn.Module) -> bool:
+    """Return whether to convert a layer where every second block stays in BF16: what a fallback costs, and keeps."""
+    return is_no_head(name, layer) and int(name.split(".")[1]) % 2 == 0
 
 
 def _leave(model: nn.Module, tokens: int) -> None:
@@ -38,10 +44,18 @@ class Implementation:
     """(BF16 model, tokens per step): makes the model into this implementation, in place."""
     compile: bool = True
     """Each block can be compiled."""
+    fullgraph: bool = True
+    """Each compiles as one graph."""
     gemms: tuple[str, str, str] = (BF16, BF16, BF16)
     """The precision of fprop, dgrad and wgrad, as `octavo_bench.rates` names them."""
     fp8_head: bool = False
     """The output head computes in this precision too; otherwise in BF16."""
+    has_floor: bool = True
+    """All blocks have these products, so that a floor can be said."""
+    own_optimizer: bool = False
+    """A whole model is updated by `octavo.optim.AdamW` with exact states; otherwise by PyTorch's fused AdamW."""
+    package: str | None = None
+    """Distribution of a peer: the row notes its version."""
 
     @property
     def is_fp8(self) -> bool:
@@ -50,7 +64,7 @@ class Implementation:
 
 
 def implementations(*, head: bool = False) -> dict[str, Implementation]:
-    """Return every implementation by name, the baseline first. torchao's are there when it is installed.
+    """Return every implementation by name, the baseline first. Those of a peer are there when it is installed.
 
     Args:
         head: of a whole model, where the head may be in FP8 too.
@@ -58,13 +72,21 @@ def implementations(*, head: bool = False) -> dict[str, Implementation]:
     found = [Implementation(name=BF16)]
     if importlib.util.find_spec("torchao") is not None:
         found += [_torchao("tensorwise", "tensor"), _torchao("rowwise", "row")]
+    if importlib.util.find_spec("transformer_engine") is not None:
+        found += [_engine(recipe) for recipe in engine.RECIPES]
+        found += [_engine(recipe, modules=True) for recipe in engine.RECIPES]
     found += [_octavo(name) for name in recipes.names() if name != BF16 and _is_timed(recipes.load(name))]
     found.append(_octavo("folded", " (eager)", compile=False))
     found.append(_octavo("folded", " + fp8 activation inputs", activation_inputs="fp8"))
     found.append(_octavo("folded", " + outputs of norms", norm_inputs="output"))
     found.append(_octavo("folded", " (memory low)", memory="low"))
+    half = _octavo("folded", " (every second block in BF16)", filter=is_in_even_block)
+    found.append(replace(half, has_floor=False))
     if head:
         found.append(_octavo("folded", " + fp8 head", fp8_head=True))
+        found.append(_octavo("folded_fast", " + fp8 head", fp8_head=True))
+        fastest = _octavo("folded_fast", " + fp8 head, octavo.optim", fp8_head=True)
+        found.append(replace(fastest, own_optimizer=True))
     return {implementation.name: implementation for implementation in found}
 
 
@@ -91,7 +113,20 @@ def _precision(granularities: set[str] | None, accumulate: str) -> str:
 def _torchao(recipe: str, scales: str) -> Implementation:
     # Its recipes accumulate fast in fprop alone (`Float8LinearConfig.gemm_config_output`).
     gemms = (f"{scales} fast", f"{scales} slow", f"{scales} slow")
-    return Implementation(name=f"torchao {recipe}", convert=partial(_convert_torchao, recipe=recipe), gemms=gemms)
+    convert = partial(_convert_torchao, recipe=recipe)
+    return Implementation(name=f"torchao {recipe}", convert=convert, gemms=gemms, package="torchao")
+
+
+def _engine(recipe: str, *, modules: bool = False) -> Implementation:
+    scales = ("block",) * 3 if recipe == "block" else ("tensor fast", "tensor slow", "tensor slow")
+    return Implementation(
+        name=f"transformer engine {recipe}{' (modules)' if modules else ''}",
+        convert=partial(engine.convert, recipe=recipe, block=engine.ModuleBlock if modules else engine.LayerBlock),
+        compile=modules,
+        fullgraph=False,
+        gemms=scales,
+        package="transformer-engine",
+    )
 
 
 def _octavo(
@@ -119,5 +154,6 @@ def _convert_torchao(model: nn.Module, tokens: int, recipe: str) -> None:
 
 
 def _convert_octavo(model: nn.Module, tokens: int, recipe: str, fp8_head: bool, **policy: Any) -> None:
-    chosen = octavo.Policy(min_gain=0.0, keep_defaults=False, filter=None if fp8_head else is_no_head, **policy)
+    given = {"min_gain": 0.0, "keep_defaults": False, "filter": None if fp8_head else is_no_head} | policy
+    chosen = octavo.Policy(**given)
     octavo.convert(model, recipe, policy=chosen, tokens=tokens, strict=True)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.cli.flags import positive
 from octavo.errors import ConfigError, UnsupportedError, did_you_mean
 from octavo.kernels import record
 from octavo.kernels.activation import (
@@ -28,14 +27,15 @@ from octavo.kernels.activation import (
     activation_backward_plain,
 )
 from octavo.kernels.cross_entropy import cross_entropy_
-from octavo.kernels.norm import layer_norm, rms_norm, rms_norm_backward
+from octavo.kernels.norm import normalise, normalise_backward
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.quantize import quantize_pair
 from octavo.kernels.rotary import rotate
 from octavo.kernels.transpose import transpose
 from octavo.nn.weight_codes import quantize_weights
+from octavo.numerics import PER_ROW, Quantized, dequantize
 from octavo.train.timing import milliseconds, warm_up
-from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named
+from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, positive
 from octavo_bench.rates import copy_rate
 from octavo_bench.results import Row, attempt
 
@@ -162,6 +162,15 @@ def _two(draw: Draw, m: int, n: int) -> Sequence[Tensor]:
     return draw(m, n), draw(m, n)
 
 
+def _row_codes(draw: Draw, m: int, n: int) -> Sequence[Tensor]:
+    return draw(m, n).to(torch.float8_e4m3fn), draw.scales(m, 1)
+
+
+def _dequantize(codes: Tensor, scale: Tensor) -> Tensor:
+    """Decode as `FP8Tensor` does where an operator has no FP8 form; products decode in the tensor cores."""
+    return dequantize(Quantized(codes, scale, PER_ROW), torch.bfloat16)
+
+
 def _with_folds(draw: Draw, m: int, n: int) -> Sequence[Tensor]:
     return draw(m, n), draw.scales(1, n), draw.scales(m, 1)
 
@@ -191,8 +200,7 @@ def _rotated(draw: Draw, m: int, n: int) -> Sequence[Tensor]:
 
 
 def _norm_backward(draw: Draw, m: int, n: int) -> Sequence[Tensor]:
-    dy, x, weight, residual = draw(m, n), draw(m, n), draw(n), draw(m, n)
-    return dy, x, weight, draw.scales(m), residual
+    return draw(m, n), draw(m, n), draw(n), draw.scales(m)
 
 
 def _quantize(rows: QuantSpec | None, columns: QuantSpec | None) -> Callable[..., Any]:
@@ -211,7 +219,6 @@ def _backward_folded(
 
 
 _STREAM, _HIDDEN = (TOKENS, DIM), (TOKENS, FFN)
-_norm_codes: dict[str, Any] = {"target": BY_ROW, "keep_y": False}
 _swiglu, _swiglu_and_inputs = partial(activation, "silu"), partial(activation_and_inputs, "silu")
 _backward_tiles = partial(activation_backward, "silu", targets=Targets(BY_TILE, BY_TILE, BY_TILE))
 
@@ -220,7 +227,9 @@ CASES = (
         case
         for shape in (_STREAM, _HIDDEN)
         for case in (
+            Case("BF16 copy", shape, _one, torch.clone),
             Case("quantize rows", shape, _one, _quantize(BY_ROW, None)),
+            Case("dequantize rows", shape, _row_codes, _dequantize),
             Case("quantize columns", shape, _one, _quantize(None, BY_ROW), passes=2),
             Case("quantize folded pair", shape, _with_folds, _quantize(BY_ROW, BY_ROW), passes=2),
             Case("quantize block pair", shape, _one, _quantize(BY_TILE, BY_TILE)),
@@ -238,15 +247,18 @@ CASES = (
     Case("SwiGLU backward of codes, folded", _HIDDEN, _folded(_hidden_codes), _backward_folded, passes=2),
     Case("SwiGLU backward of codes, 1x128", _HIDDEN, _hidden_codes, _backward_tiles, passes=2),
     Case("SwiGLU backward, plain", _HIDDEN, _hidden, partial(activation_backward_plain, "silu")),
-    Case("RMS norm", _STREAM, _with_vectors(1), lambda x, weight: rms_norm(x, weight, 1e-5)),
+    Case("RMS norm", _STREAM, _with_vectors(1), lambda x, weight: normalise(x, weight, None, 1e-5)),
     Case(
-        "RMS norm of a sum, row codes", _STREAM, lambda draw, m, n: (draw(m, n), draw(n), draw(m, n)),
-        lambda x, weight, residual: rms_norm(x, weight, 1e-5, residual=residual, **_norm_codes),
+        "RMS norm, row codes", _STREAM, _with_vectors(1),
+        lambda x, weight: normalise(x, weight, None, 1e-5, target=BY_ROW),
     ),
-    Case("RMS norm backward", _STREAM, _norm_backward, rms_norm_backward),
+    Case(
+        "RMS norm backward", _STREAM, _norm_backward,
+        lambda dy, x, weight, rstd: normalise_backward(dy, x, weight, None, None, rstd),
+    ),
     Case(
         "layer norm, row codes", _STREAM, _with_vectors(2),
-        lambda x, weight, bias: layer_norm(x, weight, bias, 1e-5, **_norm_codes),
+        lambda x, weight, bias: normalise(x, weight, bias, 1e-5, centred=True, target=BY_ROW),
     ),
     Case("rotary", _STREAM, _rotated, rotate),
     Case("rotary", (TOKENS, DIM // 4), _rotated, rotate),

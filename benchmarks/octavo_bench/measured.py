@@ -329,7 +329,9 @@ def _step(rows: Sequence[Row], columns: Sequence[tuple[str, str]]) -> str:
     peer = next((row["ms"] for row in rows if row["implementation"] == PEER and "ms" in row), None)
     if peer is not None:
         rows = [row | {"ratio_to_peer": peer / row["ms"]} if "ms" in row else row for row in rows]
-    return f"**{rows[0]['workload']}**{_shape(rows[0])}\n\n{figures(columns, rows)}"
+    peers = dict.fromkeys(row["package"] for row in rows if "package" in row)
+    beside = f"; beside {' and '.join(peers)}" if peers else ""
+    return f"**{rows[0]['workload']}**{_shape(rows[0])}{beside}\n\n{figures(columns, rows)}"
 
 
 def _is_of_images(row: Row) -> bool:
@@ -416,6 +418,56 @@ hf = by_columns(
     ),
     names=3,
 )
+
+CLIENTS = (
+    ("client", "{client}"),
+    ("of", "{library} {version}"),
+    ("lines", "{lines}"),
+    ("layers in FP8", "{fp8_layers}"),
+    ("loss beside BF16's", "{gap_percent:+z.2f} %"),
+    ("resumed", "{resumed}"),
+    ("graphs (BF16's)", "{graphs} ({bf16_graphs})"),
+    ("graph breaks", "{graph_breaks}"),
+)
+
+
+def clients(directory: Path) -> str:
+    """Return one line per client, from the result of a CPU where there is one, and the speed on each GPU."""
+    found = results.latest_by_hardware("clients", directory)
+    gpus = [result for result in found if result.hardware.startswith("nvidia")]
+    rows: dict[str, Row] = {}
+    for result in sorted(found, key=gpus.__contains__):  # those of a CPU first
+        for row in result.rows:
+            told = {None: "", True: "to the bit", False: "otherwise"}[row.get("resumes")]
+            rows.setdefault(row["client"], {**row, "resumed": told})
+            if result in gpus and "error" not in row:
+                rows[row["client"]][result.hardware] = f"{row['ratio_to_bf16']:.2f}"
+    speeds = [(f"times BF16's speed, {gpu.hardware}", f"{{{gpu.hardware}}}") for gpu in gpus]
+    parts = [figures((*CLIENTS, *speeds), list(rows.values()), 2)] if rows else []
+    return "\n\n".join([*parts, *(result.origin for result in found)])
+
+
+PILOT = (
+    ("model", "{model}"),
+    ("seconds", "{seconds:.0f}"),
+    ("recommended", "{recommended}"),
+    ("speed-up expected", "{speedup:.2f}"),
+    ("full measurement, times BF16's speed", "{measured}"),
+    ("right", "{verdict}"),
+)
+
+
+def pilot(result: Result) -> str:
+    """Return one line per model: the recommendation of a pilot of a few steps, and the full measurement."""
+    rows = []
+    for row in result.rows:
+        if "error" not in row:
+            full = ", ".join(f"`{name}` {speed:.2f}" for name, speed in row["full"].items())
+            row = row | {"measured": full, "verdict": "yes" if row["right"] else "no"}
+            row["recommended"] = f"`{row['recipe']}`" if row["adopts"] else "not yet"
+        rows.append(row)
+    return figures(PILOT, rows)
+
 
 TELEMETRY = (
     ("workload", "{workload}"),
@@ -680,7 +732,8 @@ def choice(directory: Path) -> str:
     if len(bf16) < 2:
         return ""
     spread = _spread_percent(list(bf16.values()))
-    timed = {row["implementation"]: row for row in _rows("step", directory) if row["workload"] == WORKLOAD}
+    steps = [row for result in reversed(results.history("step", directory)) for row in result.rows]
+    timed = {row["implementation"]: row for row in steps if row["workload"] == WORKLOAD}  # the newest of each
     rows = []
     for (recipe,), of_recipe in grouped(trained, "recipe").items():
         gaps = [100 * (loss / bf16[seed] - 1) for seed, loss in _by_seed(of_recipe).items() if seed in bf16]
@@ -735,6 +788,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "step-summary": ("step", step_summary),
     "host": ("host", host),
     "hf": ("hf", hf),
+    "pilot": ("pilot", pilot),
     "gemm": ("gemm", gemm),
     "kernels": ("kernels", kernels),
     "moe": ("moe", moe),
@@ -749,5 +803,10 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "reduce": ("reduce", reduce),
 }
 """By name: the kind whose newest result the table shows, and the function that shows it."""
-COMBINED: dict[str, Callable[[Path], str]] = {"choice": choice, "demo": demo, "telemetry": telemetry}
+COMBINED: dict[str, Callable[[Path], str]] = {
+    "choice": choice,
+    "clients": clients,
+    "demo": demo,
+    "telemetry": telemetry,
+}
 """By name: tables of several results, from their directory."""

@@ -12,13 +12,12 @@ import torch
 from cyclopts import Parameter
 from torch import Tensor, nn
 
-from octavo.cli.flags import positive
 from octavo.optim import TIERS, AdamW, Muon, Optimizer, states_named
 from octavo.optim.states import RuleName
 from octavo.tensor import FP8Tensor
 from octavo.train.timing import milliseconds, synchronize, warm_up
 from octavo_bench.ablation import run_ablation
-from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, numbers
+from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, numbers, positive
 from octavo_bench.rates import copy_rate
 from octavo_bench.results import Row, failure
 

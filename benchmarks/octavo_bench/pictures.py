@@ -22,7 +22,7 @@ from octavo._util import config_reader
 from octavo.conversion import Plan
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.train.config import RunConfig
-from octavo_bench import ladder, results
+from octavo_bench import ladder, readme, results
 from octavo_bench.cli import known
 from octavo_bench.results import Row
 
@@ -36,10 +36,8 @@ THEMES = {
     }.items()
 }
 """The colours of the dashboard."""
-WORKLOAD = "llama-8b-stack"
 SHOWN = ("bf16", "torchao tensorwise", "octavo folded", "octavo folded_fast")
-"""Bars of the hero plot; every implementation of Transformer Engine is shown too, if it was measured."""
-PEERS = ("transformer engine", "te ")
+"""Bars of the hero plot, beside the fastest of Transformer Engine, where it was measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,14 +68,13 @@ def hero_data(directory: Path) -> dict[str, Any]:
     Raises:
         ConfigError: nothing of the kind has been measured.
     """
-    step = results.latest("step", directory)
-    rows = [row for row in step.rows if row["workload"] == WORKLOAD and "ms" in row] if step else []
-    bars = [row for row in rows if row["implementation"] in SHOWN or row["implementation"].startswith(PEERS)]
-    if step is None or not bars:
-        raise ConfigError(f"{directory}: no step of {WORKLOAD} has been measured.")
+    step = readme.Measured.read(directory).step(readme.BLOCKS, readme.FOLDED)
+    if step is None:
+        raise ConfigError(f"{directory}: no step of {readme.BLOCKS} has been measured.")
+    rows = [row for row in step.rows if row["implementation"] in SHOWN] + ([step.engine] if step.engine else [])
     keys = ("implementation", "tokens_per_s", "ratio_to_bf16")
-    bars = sorted(({key: row[key] for key in keys} for row in bars), key=lambda bar: float(bar["tokens_per_s"]))
-    return {"hardware": step.hardware, "shape": rows[0]["shape"], "bars": bars, **curves(directory)}
+    bars = sorted(({key: row[key] for key in keys} for row in rows), key=lambda bar: float(bar["tokens_per_s"]))
+    return {"hardware": step.result.hardware, "shape": step.own["shape"], "bars": bars, **curves(directory)}
 
 
 def curves(directory: Path) -> dict[str, Any]:
@@ -173,7 +170,9 @@ def _bars(axes: Any, data: dict[str, Any], tones: dict[str, str]) -> None:
 
 
 def _shown(implementation: str) -> str:
-    return implementation.replace("bf16", "BF16").replace("octavo", "Octavo").replace("transformer engine", "TE")
+    if implementation.startswith(readme.ENGINE):
+        return "Transformer Engine"
+    return implementation.replace("bf16", "BF16").replace("octavo", "Octavo")
 
 
 def _curves(axes: Any, data: dict[str, Any], tones: dict[str, str]) -> None:

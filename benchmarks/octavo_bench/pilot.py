@@ -1,33 +1,36 @@
-"""Check `octavo pilot`: its recommendation for three models of others, from a few steps, against a full measurement.
+"""`octavo bench pilot`: the recommendation of `octavo pilot` for models of others, against a full measurement.
 
-    python -m octavo_bench.pilot --out DIRECTORY
-
-A GPU takes about three minutes; nothing is downloaded. Writes pilot.json and one report per model.
+Nothing is downloaded: the models have random weights.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from cyclopts import Parameter
 
 from octavo.pilot import Settings, load_workload, run_pilot
 from octavo.pilot.judging import ALIKE, Pilot
-from octavo.pilot.report import to_dict, to_html, to_text
+from octavo.pilot.report import to_dict, to_html
 from octavo.pilot.workload import Shape
+from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, known, positive
+from octavo_bench.results import Row, attempt
 
 _HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 4096}
 MODELS: dict[str, tuple[dict[str, Any], Shape]] = {
-    "qwen3-0.6b, 8 of 28 layers": (
+    "qwen3-0.6b, 6 of 28 layers": (
         {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072,
-         "num_hidden_layers": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True, **_HEADS},
+         "num_hidden_layers": 6, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True, **_HEADS},
         Shape(8, 1024),
     ),
-    "llama-3.2-1b, 6 of 16 layers": (
+    "llama-3.2-1b, 4 of 16 layers": (
         {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
-         "num_hidden_layers": 6, "vocab_size": 32000, **_HEADS, "num_attention_heads": 32},
+         "num_hidden_layers": 4, "vocab_size": 32000, **_HEADS, "num_attention_heads": 32},
         Shape(16, 1024),
     ),
     "vit-s": (
@@ -42,27 +45,27 @@ NOISE = 1.03
 """Speeds within this ratio are not told apart by the full measurement."""
 
 
-def check(name: str, directory: Path, steps: int) -> dict[str, Any]:
-    """Return a row: the recommendation of a small pilot, and whether the full measurement agrees."""
+def check(name: str, directory: Path, steps: int) -> Row:
+    """Return the figures of a model: the recommendation of a pilot of 8 steps, and whether a full measurement agrees.
+
+    Its report is written to a folder of `directory`.
+    """
     config, shape = MODELS[name]
     folder = directory / name.partition(",")[0]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     workload = load_workload(folder, shape)
     start = time.perf_counter()
-    small = run_pilot(workload, Settings(steps=8, precisions=("bf16", "fp16")))
+    small = run_pilot(workload, Settings(steps=8, precisions=("bf16",)))
     seconds = time.perf_counter() - start
-    print(f"\n{to_text(small)}\n", flush=True)
-    (folder / "report.json").write_text(json.dumps(to_dict(small)))
+    (folder / "report.json").write_text(json.dumps(to_dict(small)), encoding="utf-8")
     to_html(small, folder / "report.html")
-    full = run_pilot(workload, Settings(steps=steps, precisions=("bf16",)))
-    return {
-        "model": name,
-        "seconds": round(seconds, 1),
-        "adopts": small.adopts,
-        "recipe": small.best,
-        "speedup": round(small.speedup(small.best), 3) if small.best else None,
-        "full": {each: round(full.speedup(each), 3) for each in full.plans},
+    full = run_pilot(replace(workload, decode=None), Settings(steps=steps, precisions=("bf16",)))
+    row: Row = {"seconds": round(seconds, 1), "adopts": small.adopts, "recipe": small.best or "none"}
+    if small.best:
+        row["speedup"] = round(small.speedup(small.best), 3)
+    return row | {
+        "full": {each: round(full.speedup(each), 3) for each in full.plans if full.trains(each)},
         "right": is_right(small, full),
     }
 
@@ -76,20 +79,39 @@ def is_right(small: Pilot, full: Pilot) -> bool:
     return small.best in fit and full.speedup(small.best) >= max(fastest / (ALIKE * NOISE), 1.05 / NOISE)
 
 
-def main() -> None:
-    """Check all models and print a short table last."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--models", nargs="*", default=list(MODELS))
-    given = parser.parse_args()
-    rows = [check(name, given.out, given.steps) for name in given.models]
-    (given.out / "pilot.json").write_text(json.dumps(rows, indent=1))
-    for row in rows:
-        full = ", ".join(f"{name} {speed:.2f}" for name, speed in row["full"].items())
-        said = f"{'adopt' if row['adopts'] else 'not yet'} {row['recipe']} {row['speedup']}"
-        print(f"{row['model']:<32} {said:<28} full: {full:<48} {'right' if row['right'] else 'WRONG'}")
+def command(
+    *,
+    only: Names = (),
+    steps: int = 24,
+    reports: Annotated[Path | None, Parameter(negative=())] = None,
+    output: Output = TO_STDOUT,
+) -> int:
+    """Check `octavo pilot` on a GPU: its recommendation for three models of others, against a full measurement.
+
+    Examples:
+
+        octavo bench pilot --write benchmarks/results
+
+    Parameters
+    ----------
+    only
+        Models to check; all by default.
+    steps
+        Steps of the full measurement.
+    reports
+        Directory for the report of each pilot.
+    """
+    chosen = [known("--only", name, list(MODELS), "model") for name in only] or list(MODELS)
+    report, rows = output.lines(lambda row: f"{row['model']:<30}", _figures), list[Row]()
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in chosen:
+            measure = lambda name=name: check(name, reports or Path(scratch), positive("--steps", steps))  # noqa: E731
+            rows.append(attempt({"model": name}, measure))
+            report(rows[-1])
+    return output.finish("pilot", rows, command_line("octavo bench pilot", only=only, steps=steps))
 
 
-if __name__ == "__main__":
-    main()
+def _figures(row: Row) -> str:
+    full = ", ".join(f"{name} {speed:.2f}" for name, speed in row["full"].items())
+    said = f"{'adopt' if row['adopts'] else 'not yet'} {row['recipe']} {row.get('speedup', 0):.2f}"
+    return f"{row['seconds']:.0f} s: {said}; full: {full}; {'right' if row['right'] else 'WRONG'}"

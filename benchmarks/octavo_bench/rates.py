@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
+from octavo.monitor.system import SystemProbe
 from octavo.numerics import Quantized
 from octavo.train.timing import milliseconds, warm_up
 from octavo_bench.implementations import BF16, Implementation
@@ -200,3 +201,11 @@ def model_bytes(workload: Workload) -> int:
     parameters = workload.weights + vocab * dim  # the embedding is not multiplied
     embedding, last_norm = tokens * dim * 2 * 4, tokens * dim * 2 * 5
     return embedding + last_norm + tokens * vocab * 2 * 2 + parameters * 2 * (7 + 1)
+
+
+def energy_row(probe: SystemProbe, name: str, count: float) -> dict[str, float | str]:
+    """Return the joules by `count` that a GPU took since a probe of it was made, or why they are not known."""
+    joules = probe.sample().get("gpu_energy_joules")
+    if joules is None:
+        return {"energy_missing": probe.missing or "NVML of this GPU counts no energy"}
+    return {name: round(joules / count, 3)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -14,6 +14,7 @@ from octavo_bench.render import grouped, table
 from octavo_bench.results import Result, Row
 
 TORCHAO, FOLDED, FAST, BLOCK = "torchao tensorwise", "octavo folded", "octavo folded_fast", "octavo block"
+ENGINE = "transformer engine"
 BLOCKS, WHOLE, IMAGES = "llama-8b-stack", "llama-1b", "resnet50"
 TITLES = {
     "llama-8b-stack": "Llama-3-8B blocks",
@@ -30,21 +31,53 @@ class Measured:
     """The newest results, by kind."""
 
     found: Mapping[str, Result]
+    steps: Sequence[Result]
+    """Steps, the newest session of each workload first, and behind them older sessions."""
 
     @classmethod
     def read(cls, directory: Path) -> Measured:
         """Read the results under a directory; kinds that were never measured are absent."""
-        kinds = ("step", "hf", "distributed", "memory", "parity")
-        return cls(found={kind: result for kind in kinds if (result := results.latest(kind, directory))})
+        kinds = ("hf", "distributed", "memory", "parity")
+        found = {kind: result for kind in kinds if (result := results.latest(kind, directory))}
+        return cls(found=found, steps=results.history("step", directory))
 
     def rows(self, kind: str, **keys: str) -> list[Row]:
         """Return the rows of a kind that have these values and did not fail."""
-        rows = self.found[kind].rows if kind in self.found else ()
-        return [row for row in rows if "error" not in row and all(row.get(k) == v for k, v in keys.items())]
+        return _having(self.found[kind].rows, keys) if kind in self.found else []
 
     def row(self, kind: str, **keys: str) -> Row | None:
         """Return the first of `rows`."""
         return next(iter(self.rows(kind, **keys)), None)
+
+    def step(self, workload: str, implementation: str) -> Step | None:
+        """Return the newest step of an implementation, beside the others of its session."""
+        for result in self.steps:
+            if own := _having(result.rows, {"workload": workload, "implementation": implementation}):
+                return Step(own=own[0], rows=_having(result.rows, {"workload": workload}), result=result)
+        return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """A step, and those of the same workload in its session."""
+
+    own: Row
+    rows: Sequence[Row]
+    result: Result
+
+    def peer(self, implementation: str) -> Row | None:
+        """Return the step of another implementation."""
+        return next(iter(_having(self.rows, {"implementation": implementation})), None)
+
+    @property
+    def engine(self) -> Row | None:
+        """The fastest step of Transformer Engine, by any of its recipes."""
+        rows = [row for row in self.rows if row["implementation"].startswith(ENGINE)]
+        return min(rows, key=lambda row: float(row["ms"]), default=None)
+
+
+def _having(rows: Iterable[Row], keys: Mapping[str, str]) -> list[Row]:
+    return [row for row in rows if "error" not in row and all(row.get(k) == v for k, v in keys.items())]
 
 
 def headline(directory: Path) -> str:
@@ -55,16 +88,16 @@ def headline(directory: Path) -> str:
 
 
 def _speed(measured: Measured) -> str:
-    own, peer = (measured.row("step", workload=BLOCKS, implementation=name) for name in (FOLDED, TORCHAO))
-    if own is None:
+    step = measured.step(BLOCKS, FOLDED)
+    if step is None:
         return ""
-    said = f"**{own['ratio_to_bf16']:.2f} times the speed of BF16**"
-    said += f", {peer['ms'] / own['ms']:.2f} times torchao's" if peer else ""
-    engines = [row for row in measured.rows("step", workload=BLOCKS) if _is_engine(row)]
-    if engines:
-        best = min(engines, key=lambda row: float(row["ms"]))
-        said += f" and {best['ms'] / own['ms']:.2f} times Transformer Engine's"
-    return f"{said}: {TITLES[BLOCKS]}, compiled, on one {_machine(measured.found['step'])}."
+    fast = step.peer(FAST)
+    said = f"**{step.own['ratio_to_bf16']:.2f} times the speed of BF16"
+    said += f", {fast['ratio_to_bf16']:.2f} by `folded_fast`**" if fast else "**"
+    peers = {"torchao": step.peer(TORCHAO), "Transformer Engine": step.engine}
+    beside = " and ".join(f"{name}'s {row['ratio_to_bf16']:.2f}" for name, row in peers.items() if row)
+    said += f", beside {beside}" if beside else ""
+    return f"{said}: {TITLES[BLOCKS]}, compiled, on one {_machine(step.result)}."
 
 
 def _several(measured: Measured) -> str:
@@ -106,22 +139,23 @@ def _memory(measured: Measured) -> str:
     least = min(rows, key=lambda row: float(row["peak_gib"]))
     less = 1 - least["peak_gib"] / rows[0]["peak_gib"]
     what = f"a Llama of {least['parameters'] / 1e9:.1f} B parameters trains in {least['peak_gib']:.1f} GiB"
-    return f"**{less:.0%} less memory** than BF16 with FP32 Adam states: {what} ({least['implementation']})."
+    return f"**{100 * less:.0f} % less memory** than BF16 with FP32 Adam states: {what} ({least['implementation']})."
 
 
 def _costs(measured: Measured) -> str:
-    own, peer = (measured.row("step", workload=BLOCKS, implementation=name) for name in (FOLDED, TORCHAO))
-    said = []
-    if own and peer and own["peak_gib"] > peer["peak_gib"]:
-        said.append(f"{own['peak_gib']:.1f} GiB where torchao takes {peer['peak_gib']:.1f}")
-    images = measured.row("step", workload=IMAGES, implementation=FOLDED)
-    if images and images["ratio_to_bf16"] < 1:
+    step, said = measured.step(BLOCKS, FOLDED), []
+    peers = {"torchao": step.peer(TORCHAO), "Transformer Engine": step.engine} if step else {}
+    if step and any(row and row["peak_gib"] < step.own["peak_gib"] for row in peers.values()):
+        beside = " and ".join(f"{name} {row['peak_gib']:.1f}" for name, row in peers.items() if row)
+        said.append(f"{step.own['peak_gib']:.1f} GiB where {beside.replace(' ', ' takes ', 1)}")
+    images = measured.step(IMAGES, FOLDED)
+    if images and images.own["ratio_to_bf16"] < 1:
         said.append(
-            f"convolutions of a {TITLES[IMAGES]} in FP8 run at {images['ratio_to_bf16']:.2f} times BF16's speed"
+            f"a {TITLES[IMAGES]} with FP8 convolutions runs at {images.own['ratio_to_bf16']:.2f} times BF16's speed"
         )
     split = measured.row("distributed", layout="tensor 2", implementation=f"{FOLDED}, bf16 gradients")
     if split and split["ratio_to_bf16"] < 1:
-        said.append(f"tensor parallelism with few tokens per GPU, at {split['ratio_to_bf16']:.2f} times")
+        said.append(f"tensor parallelism with few tokens per GPU at {split['ratio_to_bf16']:.2f} times")
     return f"**What it costs**: {'; '.join(said)}." if said else ""
 
 
@@ -131,22 +165,28 @@ def summary(directory: Path) -> str:
     rows = [*_speeds(measured), *_trainer(measured), *_distributed(measured), *_sizes(measured), *_losses(measured)][
         :MOST_ROWS
     ]
-    shown = table(("measured", "BF16", "torchao", "Octavo", "Octavo beside BF16"), rows)
+    shown = table(("measured", "BF16", "torchao", "TE", "Octavo", "Octavo beside BF16"), rows)
     return f"{shown}\n\n{_commands(measured)}"
 
 
+def _steps(measured: Measured) -> list[Step]:
+    shown = [
+        (BLOCKS, FOLDED),
+        (BLOCKS, FAST),
+        (BLOCKS, BLOCK),
+        ("llama-1b-stack", FOLDED),
+        (WHOLE, FOLDED),
+        (IMAGES, FOLDED),
+    ]
+    return [step for workload, implementation in shown if (step := measured.step(workload, implementation))]
+
+
 def _speeds(measured: Measured) -> Iterator[Sequence[str]]:
-    shown = [(BLOCKS, FOLDED), (BLOCKS, FAST), (BLOCKS, BLOCK), ("llama-1b-stack", FOLDED), (WHOLE, FOLDED)]
-    for workload, implementation in [*shown, (IMAGES, FOLDED)]:
-        names = (BF16, TORCHAO, implementation)
-        bf16, peer, row = (measured.row("step", workload=workload, implementation=name) for name in names)
-        if row and bf16:
-            times = (f"{each['ms']:.1f}" if each else "" for each in (bf16, peer, row))
-            yield (
-                f"{TITLES[workload]}, ms per step, `{_recipe(implementation)}`",
-                *times,
-                f"{row['ratio_to_bf16']:.2f} x",
-            )
+    for step in _steps(measured):
+        compared = (step.peer(BF16), step.peer(TORCHAO), step.engine, step.own)
+        name = f"{TITLES[step.own['workload']]}, ms per step, `{_recipe(step.own['implementation'])}`"
+        times = (f"{row['ms']:.1f}" if row else "" for row in compared)
+        yield name, *times, f"{step.own['ratio_to_bf16']:.2f} x"
 
 
 def _trainer(measured: Measured) -> Iterator[Sequence[str]]:
@@ -154,8 +194,8 @@ def _trainer(measured: Measured) -> Iterator[Sequence[str]]:
     for mode, title in titles.items():
         bf16, peer, row = (measured.row("hf", mode=mode, implementation=name) for name in (BF16, TORCHAO, FOLDED))
         if row and bf16:
-            times = (f"{each['tokens_per_s']:,.0f}" if each else "" for each in (bf16, peer, row))
-            ratio = f"{row['ratio_to_bf16']:.2f} x, {row['peak_gib'] / bf16['peak_gib'] - 1:+z.0%} memory"
+            times = (f"{each['tokens_per_s']:,.0f}" if each else "" for each in (bf16, peer, None, row))
+            ratio = f"{row['ratio_to_bf16']:.2f} x, {_percent(row['peak_gib'] / bf16['peak_gib'])} memory"
             yield f"transformers' Trainer, Qwen3-1.7B blocks, {title}, tokens/s, `{_recipe(FOLDED)}`", *times, ratio
 
 
@@ -169,8 +209,8 @@ def _distributed(measured: Measured) -> Iterator[Sequence[str]]:
         name = row["implementation"].removeprefix("octavo ")
         if bf16 and name in ("folded", "folded, bf16 gradients, fp8 states", "folded, fp8-block (lean)"):
             beside = peer if bf16 is rows[0] else None
-            speeds = (f"{each['tokens_per_s_per_gpu']:,.0f}" if each else "" for each in (bf16, beside, row))
-            ratio = f"{row['ratio_to_bf16']:.2f} x, {row['peak_gib'] / bf16['peak_gib'] - 1:+z.0%} memory"
+            speeds = (f"{each['tokens_per_s_per_gpu']:,.0f}" if each else "" for each in (bf16, beside, None, row))
+            ratio = f"{row['ratio_to_bf16']:.2f} x, {_percent(row['peak_gib'] / bf16['peak_gib'])} memory"
             yield f"{TITLES['llama-3-8b']}, {row['ranks']} GPUs, tokens/s per GPU, `{name}`", *speeds, ratio
 
 
@@ -183,13 +223,14 @@ def _sizes(measured: Measured) -> Iterator[Sequence[str]]:
                 "largest Llama on one GPU, parameters",
                 bf16,
                 "",
+                "",
                 own,
                 f"{least['parameters'] / first['parameters']:.1f} x",
             )
         elif first is not least:
             bf16, own = (f"{row['peak_gib']:.1f}" for row in (first, least))
-            less = f"{least['peak_gib'] / first['peak_gib'] - 1:+z.0%}"
-            yield f"Llama of {first['parameters'] / 1e9:.1f} B, peak GiB", bf16, "", own, less
+            less = _percent(least["peak_gib"] / first["peak_gib"])
+            yield f"Llama of {first['parameters'] / 1e9:.1f} B, peak GiB", bf16, "", "", own, less
 
 
 def _losses(measured: Measured) -> Iterator[Sequence[str]]:
@@ -198,7 +239,7 @@ def _losses(measured: Measured) -> Iterator[Sequence[str]]:
         found = over_seeds(_gaps(pairs))
         within = "" if found.half_width is None else f" ± {found.half_width:.2f} %"
         name = f"held-out loss, {_parameters(model)}, {tokens / 1e6:.0f} M tokens"
-        yield name, bf16, "", own, f"{found.mean:+z.2f} %{within}, {len(pairs)} seeds"
+        yield name, bf16, "", "", own, f"{found.mean:+z.2f} %{within}, {len(pairs)} seeds"
 
 
 Pairs = Sequence[tuple[float, float]]
@@ -222,15 +263,17 @@ def _gaps(pairs: Pairs) -> list[float]:
 
 def _commands(measured: Measured) -> str:
     lines = []
-    for result in measured.found.values():
+    shown = {step.result.file_name: step.result for step in _steps(measured)}
+    for result in (*shown.values(), *measured.found.values()):
         lines += [f"- `{result.file_name}`, {result.hardware}, torch {result.versions['torch']}:", "", "  ```text"]
         lines += [*(f"  {command}" for command in result.command.split("; ")), "  ```", ""]
     summary = "<summary>Commands that measure these figures</summary>"
     return "\n".join(["<details>", summary, "", *lines, "</details>"])
 
 
-def _is_engine(row: Row) -> bool:
-    return bool(row["implementation"].startswith("transformer engine"))
+def _percent(ratio: float) -> str:
+    """Return by how many percent something has changed."""
+    return f"{100 * (ratio - 1):+z.0f} %"
 
 
 def _recipe(implementation: str) -> str:

@@ -24,13 +24,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import ProcessException, spawn
 
 from octavo._util.dist import is_first_rank
-from octavo.cli.flags import positive
 from octavo.distributed.reduce import REDUCTIONS, reduction
 from octavo.distributed.reduce.scheme import Scheme
 from octavo.distributed.reduce.two_level import TwoLevel
 from octavo.errors import ConfigError, RunError, did_you_mean
 from octavo.train.timing import milliseconds
-from octavo_bench.cli import TO_STDOUT, Names, Output, command_line
+from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, positive
 from octavo_bench.ranks import TIMEOUT, process_group, under_torchrun
 from octavo_bench.results import Row, failure
 

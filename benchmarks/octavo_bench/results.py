@@ -64,6 +64,18 @@ KINDS: dict[str, dict[str, type]] = {
         "ratio_to_bf16": float,
         "peak_gib": float,
     },
+    "clients": {
+        "client": str,
+        "library": str,
+        "version": str,
+        "lines": int,
+        "fp8_layers": int,
+        "gap_percent": float,
+        "graphs": int,
+        "graph_breaks": int,
+        "ratio_to_bf16": float,
+    },
+    "pilot": {"model": str, "seconds": float, "adopts": bool, "full": dict, "right": bool},
     "gemm": {"shape": str, "kernel": str, "operands": str, "accumulate": str, "tflops": float, "ratio_to_bf16": float},
     "kernels": {
         "kernel": str,
@@ -73,6 +85,14 @@ KINDS: dict[str, dict[str, type]] = {
         "passes": int,
         "gb_per_s": float,
         "ratio_to_copy": float,
+    },
+    "phases": {
+        "workload": str,
+        "implementation": str,
+        "ms": float,
+        "ratio_to_bf16": float,
+        "phases": dict,
+        "speedups": dict,
     },
     "moe": {"workload": str, "implementation": str, "ms": float, "ratio_to_bf16": float},
     "optimizer": {"states": str, "bytes_per_parameter": float, "ms": float, "ratio_to_fused_adamw": float},
@@ -123,11 +143,12 @@ KINDS: dict[str, dict[str, type]] = {
 """Keys that every row of a kind must have. Other keys are welcome: they are kept, and read where a table shows them."""
 
 MAY_FAIL = (
-    *("step", "host", "hf", "gemm", "kernels", "stress", "optimizer", "ablation"),
-    *("moe", "reduce", "distributed", "rank", "memory", "scaling", "faults", "ladder"),
+    *("step", "host", "hf", "clients", "pilot", "gemm", "kernels", "stress", "optimizer", "ablation"),
+    *("phases", "moe", "reduce", "distributed", "rank", "memory", "scaling", "faults", "ladder"),
 )
 """Kinds whose rows may have `error`, a text, in place of their figures: a failure is a result."""
 SUBJECTS = {
+    "clients": ("client",),
     "ladder": ("protocol", "model", "tokens", "condition", "recipe", "seed", "text", "machine"),
     "robustness": ("class",),
 }
@@ -314,6 +335,26 @@ def latest(kind: str, directory: Path) -> Result | None:
     """Return the newest result of `kind` under `directory`, or None where it was never measured."""
     path = directory / "latest" / f"{kind}.json"
     return load(path) if path.exists() else None
+
+
+def history(kind: str, directory: Path) -> list[Result]:
+    """Return the results of `kind` on the machine of the newest, the newest first."""
+    found = latest(kind, directory)
+    if found is None:
+        return []
+    older = (load(path) for path in directory.glob(f"*-{found.hardware}-{kind}.json") if path.name != found.file_name)
+    return [found, *sorted(older, key=lambda result: result.date, reverse=True)]
+
+
+def newest(kind: str, directory: Path) -> list[Result]:
+    """Return the newest session of each workload, the newest first: a result has the rows that no newer one has."""
+    found: list[Result] = []
+    known: set[str] = set()
+    for result in history(kind, directory):
+        if rows := tuple(row for row in result.rows if row["workload"] not in known):
+            found.append(dataclasses.replace(result, rows=rows))
+            known |= {row["workload"] for row in rows}
+    return found
 
 
 def latest_by_hardware(kind: str, directory: Path) -> list[Result]:

@@ -20,8 +20,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from octavo.cli.flags import positive
-from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, known
+from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, known, positive
 from octavo_bench.malformed import ESCAPE, damage
 
 TEXT = "\n\n".join(f"{i} apples and {i * i % 89} pears\nand {i % 7} plums" for i in range(1500))

@@ -126,8 +126,7 @@ def _with_rates(name: str, scheme: Scheme, directory: Path) -> Scheme:
 
 def _step_rates(scheme: Scheme, directory: Path) -> dict[str, float]:
     """Return rates from the step of a stack of blocks: operations and values by the milliseconds they took."""
-    result = results.latest("step", directory)
-    rows = () if result is None else result.rows
+    rows = [row for result in results.history("step", directory) for row in result.rows]
     row = next((r for r in rows if (r["workload"], r["implementation"]) == (STACK, scheme.implementation)), None)
     if row is None or not {"gemm_ms", "attention_ms", "elementwise_ms", "shape"} <= row.keys():
         return {}

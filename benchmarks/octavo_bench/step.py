@@ -1,4 +1,4 @@
-"""Time a training step of a workload in BF16, in torchao and by every recipe.
+"""Time a training step of a workload in BF16, in torchao, in Transformer Engine and by every recipe.
 
 All implementations run one after another in one process, on the same weights and the same random normal data. Each is
 the median of several steps after a warm-up. Profiled steps show where the time goes, the machine's
@@ -8,6 +8,7 @@ own rates the floor, and BF16 timed again at the end the drift of the machine.
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import json
 import math
 import statistics
@@ -23,7 +24,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import octavo
 from octavo import kernels
-from octavo.cli.flags import positive
 from octavo.errors import NonFiniteError, RunError, UnsupportedError, did_you_mean
 from octavo.models.flops import datasheet_tflops
 from octavo.monitor.system import SystemProbe
@@ -31,7 +31,7 @@ from octavo.train.profile import Profile, profile
 from octavo.train.timing import milliseconds, warm_up
 from octavo_bench import host as host_bench
 from octavo_bench import rates
-from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, known
+from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, known, positive
 from octavo_bench.implementations import BF16, Implementation, implementations
 from octavo_bench.rates import floor_ms
 from octavo_bench.results import Row, failure, slug
@@ -106,7 +106,9 @@ def bench_step(
 
 def _attempt(session: Session, implementation: Implementation) -> Row:
     """Return the row of an implementation; if it fails, one that says how."""
-    row = {"workload": session.workload.name, "implementation": implementation.name}
+    row: Row = {"workload": session.workload.name, "implementation": implementation.name}
+    if implementation.package is not None:
+        row["package"] = f"{implementation.package} {importlib.metadata.version(implementation.package)}"
     try:
         return row | _measure(session, implementation)
     except Exception as error:  # one that fails must not lose the others
@@ -128,6 +130,8 @@ def _measure(session: Session, implementation: Implementation) -> Row:
         last_norm = _gradient_norm(training)
     if not math.isfinite(first_norm + last_norm):  # NaN draws less power than numbers: its time would be too good
         raise NonFiniteError(f"{implementation.name}: its gradients are not finite, so its time means nothing.")
+    if profiled is not None and isinstance(workload, Workload):
+        _check_attention(implementation, profiled)
     if profiled is not None and session.trace is not None:
         _write_trace(session.trace, workload.name, implementation.name, profiled)
     if implementation.name.startswith("octavo") and not ledger.gemms:
@@ -148,6 +152,14 @@ def _measure(session: Session, implementation: Implementation) -> Row:
     }
 
 
+def _check_attention(implementation: Implementation, profiled: Profile) -> None:
+    """Raise if no fused attention ran: without a cuDNN that fits, Transformer Engine falls back in silence."""
+    if not profiled.parts["attention"]:
+        raise UnsupportedError(
+            f"{implementation.name}: its attention was not fused, so its time is not what users get."
+        )
+
+
 def _time(training: Training, session: Session) -> tuple[list[float], float, Row]:
     """Return the milliseconds of each step, the peak of allocated memory in GiB, and the energy as a row has it."""
     if session.device != "cuda":
@@ -155,16 +167,8 @@ def _time(training: Training, session: Session) -> tuple[list[float], float, Row
     torch.cuda.reset_peak_memory_stats()
     probe = SystemProbe(torch.cuda.current_device())
     times = milliseconds(training.step, session.device, session.steps)
-    energy = energy_per_token(probe, session.steps * session.workload.tokens)
+    energy = rates.energy_row(probe, "mj_per_token", 1e-3 * session.steps * session.workload.tokens)
     return times, torch.cuda.max_memory_allocated() / 2**30, energy
-
-
-def energy_per_token(probe: SystemProbe, tokens: int) -> Row:
-    """Return the millijoules per token that a GPU took since a probe of it was made, or why they are not known."""
-    joules = probe.sample().get("gpu_energy_joules")
-    if joules is None:
-        return {"energy_missing": probe.missing or "NVML of this GPU counts no energy"}
-    return {"mj_per_token": round(1e3 * joules / tokens, 3)}
 
 
 def _gradient_norm(training: Training) -> float:
@@ -184,7 +188,7 @@ def _compare(
     peak = datasheet_tflops(torch.cuda.get_device_name()) if session.device == "cuda" else None
     if peak is not None:
         row["mfu_bf16"] = round(session.workload.flops / row["ms"] / peak / 1e9, 4)
-    if limits is None:
+    if limits is None or not implementation.has_floor:
         return
     if row is baseline:
         row["rates"] = asdict(limits)
@@ -253,7 +257,9 @@ def command(
     trace: Annotated[Path | None, Parameter(negative=())] = None,
     output: Output = TO_STDOUT,
 ) -> int:
-    """Time a training step of Llama blocks, a whole Llama or a ResNet: BF16, torchao if it is there, every recipe.
+    """Time a training step of Llama blocks, a whole Llama or a ResNet: BF16, every recipe, and peers if installed.
+
+    Peers are torchao and Transformer Engine: its whole layer in eager mode, and its linear modules in compiled blocks.
 
     Exits with 1 if an implementation failed; the others are measured all the same.
 
@@ -267,8 +273,9 @@ def command(
     Parameters
     ----------
     workload
-        llama-8b-stack (8 layers, 16,384 tokens), llama-1b-stack, llama-1b (with head, loss and optimizer), resnet50
-        (256 images, channels last), tiny, tiny-model or tiny-resnet; may be given again.
+        llama-8b-stack (8 layers, 16,384 tokens), llama-70b-stack and 175b-stack (2 layers), llama-1b-stack, llama-1b
+        (with head, loss and optimizer), resnet50 (256 images, channels last), tiny, tiny-model or tiny-resnet; may be
+        given again.
     only
         Implementations to run beside BF16; all by default.
     device

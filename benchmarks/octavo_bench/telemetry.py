@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from octavo.cli.flags import positive
 from octavo.kernels.sample import STATS
 from octavo.nn import telemetry_ops
 from octavo.nn.telemetry import Telemetry
 from octavo.train.timing import milliseconds, warm_up
-from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, known
+from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, known, positive
 from octavo_bench.implementations import implementations
 from octavo_bench.results import Row
 from octavo_bench.workloads import WORKLOADS, Workload, build

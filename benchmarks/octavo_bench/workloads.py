@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from octavo import recipes
+from octavo import optim, recipes
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.flops import matmul_parameters
@@ -107,13 +107,16 @@ _LLAMA_1B = Workload(name="llama-1b-stack", dim=2048, ffn=8192, heads=32, kv_hea
 _TINY = Workload(name="tiny", dim=128, ffn=256, heads=4, kv_heads=2, layers=2, batch=2, sequence=64)
 _ALL = (
     Workload(name="llama-8b-stack", dim=4096, ffn=14336, heads=32, kv_heads=8, layers=8, batch=2, sequence=8192),
+    Workload(name="llama-70b-stack", dim=8192, ffn=28672, heads=64, kv_heads=8, layers=2, batch=2, sequence=8192),
+    Workload(name="175b-stack", dim=12288, ffn=32768, heads=96, kv_heads=96, layers=2, batch=8, sequence=2048),
     _LLAMA_1B,
     replace(_LLAMA_1B, name="llama-1b", vocab=128256),
     _TINY,
     replace(_TINY, name="tiny-model", vocab=256),
 )
 WORKLOADS = {workload.name: workload for workload in _ALL}
-"""By name: Llama-3-8B's blocks, eight of them; Llama-3.2-1B's blocks; that model as a whole; two for tests."""
+"""By name: blocks of Llama-3-8B and of Llama-3-70B; of GPT-175B's width and parameters, as FP8-LM has it (arXiv
+2310.18313, table 3); Llama-3.2-1B's blocks, and that model as a whole; two for tests."""
 
 
 class Stack(nn.Module):
@@ -168,8 +171,10 @@ def build(
     implementation.convert(model, workload.tokens)
     if compile and implementation.compile:
         for block in model.get_submodule("layers").children():
-            block.compile(fullgraph=True)
-    return (_whole if workload.vocab else _stack)(workload, model, device)
+            block.compile(fullgraph=implementation.fullgraph)
+    if workload.vocab:
+        return _whole(workload, model, device, implementation.own_optimizer)
+    return _stack(workload, model, device)
 
 
 def _images(workload: ImageWorkload, implementation: Implementation, device: str, compile: bool) -> Training:
@@ -209,13 +214,18 @@ def _stack(workload: Workload, model: nn.Module, device: str) -> Training:
     return Training(model=model, forward_backward=lambda: model(x).backward(gradient), update=update)
 
 
-def _whole(workload: Workload, model: nn.Module, device: str) -> Training:
+def _whole(workload: Workload, model: nn.Module, device: str, own_optimizer: bool) -> Training:
     shape = (workload.batch, workload.sequence)
     tokens, targets = (torch.randint(workload.vocab, shape, device=device) for _ in range(2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer: torch.optim.Optimizer
+    if own_optimizer:
+        optimizer = optim.AdamW(model.parameters(), lr=1e-4, states="exact", clip=1.0)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def update() -> None:
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if not own_optimizer:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

@@ -1,33 +1,74 @@
 """The measurement of clients' loops: what it times, and a row of the loop without a library."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 from octavo_bench import clients
+from octavo_bench.results import Result
 
 
 def test_time_is_that_of_the_steps_after_the_warm_up(monkeypatch):
     now = iter([10.0, 12.0])
     monkeypatch.setattr(clients.time, "perf_counter", lambda: next(now))
-    monkeypatch.setattr(clients.torch.cuda, "is_available", lambda: False)
     clock = clients.Clock(clients.WARM_UP + 8)
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    with clients.timed(clock, nn.Linear(1, 1)):
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+    with clients.timed(clock):
         for _ in range(clock.last):
             optimizer.step()
     optimizer.step()
     assert clock.steps == clients.WARM_UP + 8 and clock.ms == 2000 / 8
 
 
-def test_a_row(monkeypatch):
+def test_a_row_of_a_loop_without_a_library():
     pytest.importorskip("transformers", reason="needs transformers")
-    monkeypatch.setattr(clients, "WARM_UP", 1)
-    row = clients.measure("script", 128, 1, 8, 1, 3, compiled=False)
-    assert row["fp8"]["fp8_layers"] == 7 and row["bf16"]["fp8_layers"] == 0 and row["lines"] == 1
-    assert abs(row["gap"]) < 0.01 and row["speedup"] > 0
+    size = clients.Size(dim=128, layers=1, length=8, batch=1, lr=3e-3)
+    seen = []
+    [row] = clients.bench_clients(["script"], device="cpu", size=size, steps=6, report=seen.append)
+    assert seen == [row] and row["version"] == torch.__version__
+    assert row["fp8_layers"] == 7 and row["resumes"] and abs(row["gap_percent"]) < 1
+    assert row["graphs"] == row["bf16_graphs"] == 1 and row["graph_breaks"] == 0
+    Result(kind="clients", date="2026-11-23", hardware="cpu", versions={}, command="", rows=(row,))
 
 
-def test_a_client_that_is_not_there_is_left_out(monkeypatch):
-    monkeypatch.setitem(clients.CLIENTS, "other", ("no-such-library", clients.script, 1))
-    assert clients.measure("other", 128, 1, 8, 1, 3, False)["skipped"] == "no-such-library is not installed"
+def test_a_resumed_run_that_is_another_is_seen():
+    pytest.importorskip("transformers", reason="needs transformers")
+
+    def forgets(job):
+        return clients.script(clients.replace(job, resumes=False))
+
+    size = clients.Size(dim=128, layers=1, length=8, batch=1, lr=3e-3)
+    client = clients.Client(library="torch", loop=forgets, lines=1)
+    assert not clients.measure(client, size, "cpu", 4)["resumes"], "it trained from the start again"
+
+
+def test_a_client_that_is_not_there_is_left_out_unless_it_is_asked_for(monkeypatch):
+    missing = clients.Client(library="no-such-library", loop=clients.script, lines=1)
+    monkeypatch.setattr(clients, "CLIENTS", {"other": missing})
+    size = clients.SIZES["cpu"]
+    assert clients.bench_clients(device="cpu", size=size, steps=4) == []
+
+
+SECTIONS = {
+    "script": "A script of your own",
+    "Trainer": "Hugging Face: transformers' Trainer and TRL",
+    "Lightning": "Lightning and Fabric",
+    "Fabric": "Lightning and Fabric",
+    "Accelerate": "Accelerate",
+    "ZeRO-3": "DeepSpeed",
+    "LoRA": "PEFT: LoRA over a base in FP8",
+    "torchtitan": "torchtitan",
+}
+
+
+@pytest.mark.parametrize("client", SECTIONS)
+def test_lines_are_those_that_the_documentation_adds(client):
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "use-with-your-trainer.md"
+    section = page.read_text(encoding="utf-8").split(f"## {SECTIONS[client]}\n")[1].split("\n## ")[0]
+    diffs = re.findall(r"```diff\n(.*?)```", section, re.DOTALL)
+    added = [[line for line in diff.splitlines() if re.match(r"\+\s*\S", line)] for diff in diffs]
+    wanted = next(lines for lines in added if client != "Fabric" or "Fabric" in lines[0])
+    assert clients.CLIENTS[client].lines == len(wanted), wanted

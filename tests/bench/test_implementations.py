@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
+import torch
 from torch import nn
 
-from octavo import recipes
+from octavo import optim, recipes
 from octavo.nn import Linear
 from octavo.nn.fused import FusedMLP
 from octavo_bench.implementations import BF16, implementations, precisions
@@ -51,6 +54,13 @@ def test_inputs_of_activations_stay_in_bf16_unless_it_is_said() -> None:
         assert found == {kept}
 
 
+def test_every_second_block_may_stay_in_bf16() -> None:
+    half = implementations(head=True)["octavo folded (every second block in BF16)"]
+    model = build(WORKLOADS["tiny-model"], half, "cpu", compile=False).model
+    converted = {name.split(".")[1] for name, layer in model.named_modules() if isinstance(layer, Linear)}
+    assert converted == {"0"} and not half.has_floor
+
+
 def test_the_head_stays_in_bf16_unless_it_is_said() -> None:
     known = implementations(head=True)
     assert "octavo folded + fp8 head" not in implementations()
@@ -60,3 +70,15 @@ def test_the_head_stays_in_bf16_unless_it_is_said() -> None:
     ]
     assert [isinstance(head, Linear) for head in heads] == [False, True]
     assert all(isinstance(head, nn.Linear) for head in heads)
+
+
+def test_a_fastest_row_updates_by_the_optimizer_of_octavo() -> None:
+    known, fast = implementations(head=True), "octavo folded_fast + fp8 head"
+    for name, is_own in ((fast, False), (f"{fast}, octavo.optim", True)):
+        training = build(WORKLOADS["tiny-model"], known[name], "cpu", compile=False)
+        head = training.model.get_parameter("lm_head.weight")
+        before = head.clone()
+        training.step()
+        update = inspect.getclosurevars(training.update).nonlocals
+        assert isinstance(update["optimizer"], optim.Optimizer) is is_own
+        assert not torch.equal(before, head)

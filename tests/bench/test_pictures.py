@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import ConfigError
-from octavo_bench import ladder, pictures, results
+from octavo_bench import ladder, pictures, readme, results
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,7 +57,7 @@ def test_the_bars_are_those_of_the_newest_result_fastest_last() -> None:
     data = pictures.hero_data(ROOT / "benchmarks" / "results")
     step = results.latest("step", ROOT / "benchmarks" / "results")
     assert step is not None
-    speeds = {row["implementation"]: row["tokens_per_s"] for row in step.rows if row["workload"] == pictures.WORKLOAD}
+    speeds = {row["implementation"]: row["tokens_per_s"] for row in step.rows if row["workload"] == readme.BLOCKS}
     shown = {bar["implementation"]: bar["tokens_per_s"] for bar in data["bars"]}
     assert shown == {name: speeds[name] for name in shown} and {"bf16", "octavo folded"} <= set(shown)
     assert list(shown.values()) == sorted(shown.values())
@@ -84,7 +84,7 @@ def test_the_curves_of_the_parity_study_come_before_those_of_the_demo(repository
 
 def test_the_terminal_shows_what_the_run_printed(tmp_path: Path) -> None:
     data = pictures.terminal_data(ROOT / "benchmarks" / "results")
-    assert f"{data['row']['heldout_loss_fp8']:.4f}" in data["text"] and "Held-out loss in FP8" in data["text"]
+    assert f"{data['row']['heldout_loss_fp8']:.4f}" in data["text"] and "Held-out loss: FP8" in data["text"]
     pictures.draw_terminal(data, tmp_path, tmp_path)
     for drawn in (tmp_path, ROOT / "docs" / "pictures"):
         shown = html.unescape((drawn / "terminal.svg").read_text()).replace("\xa0", " ")

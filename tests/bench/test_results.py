@@ -43,6 +43,28 @@ def test_latest_is_the_newest_day_whatever_the_order_of_writing(tmp_path: Path) 
     assert len(list(tmp_path.glob("*.json"))) == 2
 
 
+def test_each_workload_has_its_newest_session(tmp_path: Path) -> None:
+    def session(date: str, *workloads: str) -> None:
+        figures = {"implementation": "bf16", "ms": 1.0, "ratio_to_bf16": 1.0, "peak_gib": 1.0}
+        rows = tuple({"workload": name, **figures} for name in workloads)
+        results.write(parity(kind="step", date=date, rows=rows), tmp_path)
+
+    session("2026-11-20", "a", "b", "c")
+    session("2026-11-21", "b")
+    results.write(
+        parity(
+            kind="step",
+            date="2026-11-19",
+            hardware="cpu",
+            rows=results.load(tmp_path / "2026-11-21-nvidia-h200-step.json").rows,
+        ),
+        tmp_path,
+    )
+    found = [(result.date, [row["workload"] for row in result.rows]) for result in results.newest("step", tmp_path)]
+    assert found == [("2026-11-21", ["b"]), ("2026-11-20", ["a", "c"])]
+    assert results.newest("hf", tmp_path) == []
+
+
 def test_never_measured_is_none(tmp_path: Path) -> None:
     assert results.latest("step", tmp_path) is None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -101,6 +102,12 @@ def test_a_trace_has_the_longest_kernels(tmp_path: Path) -> None:
     assert [kernel["name"] for kernel in trace["kernels"]] == [f"k{i}" for i in range(step.TRACED)]
 
 
+def test_a_row_without_a_fused_attention_is_an_error() -> None:
+    step._check_attention(Implementation(name="te"), PROFILE)
+    with pytest.raises(UnsupportedError, match="te: its attention was not fused"):
+        step._check_attention(Implementation(name="te"), replace(PROFILE, parts=PROFILE.parts | {"attention": 0.0}))
+
+
 def test_a_row_says_how_far_it_is_from_the_floor() -> None:
     workload = WORKLOADS["tiny"]
     session = step.Session(workload=workload, device="cpu", compile=False, steps=1, warm_up_s=0.0, trace=None)
@@ -113,6 +120,9 @@ def test_a_row_says_how_far_it_is_from_the_floor() -> None:
     assert row["ratio_to_bf16"] == 2.0
     assert row["floor_ms"] == 3.0  # the baseline's attention: all else takes no time at these rates
     assert row["fraction_of_floor"] == 0.6
+    row = {"ms": 5.0}
+    step._compare(session, row, baseline, Implementation(name="half", has_floor=False), limits)
+    assert row == {"ms": 5.0, "ratio_to_bf16": 2.0}
 
 
 @pytest.mark.gpu
@@ -132,5 +142,6 @@ def test_energy_is_per_token_or_says_why_it_is_not_known() -> None:
         def __init__(self, found: dict[str, float]) -> None:
             self.sample = lambda: found
 
-    assert step.energy_per_token(Probe({"gpu_energy_joules": 3.2}), 400) == {"mj_per_token": 8.0}  # type: ignore[arg-type]
-    assert step.energy_per_token(Probe({}), 400) == {"energy_missing": Probe.missing}  # type: ignore[arg-type]
+    found = rates.energy_row(Probe({"gpu_energy_joules": 3.2}), "mj_per_token", 1e-3 * 400)  # type: ignore[arg-type]
+    assert found == {"mj_per_token": 8.0}
+    assert rates.energy_row(Probe({}), "mj_per_token", 400) == {"energy_missing": Probe.missing}  # type: ignore[arg-type]

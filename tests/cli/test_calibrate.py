@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from octavo.calibration.scale_policy import FLUSHED, SATURATED
-from octavo.cli.calibrate import calibrate
+from octavo.cli.calibrate import CalibrationFlags
+from octavo.cli.flags import field_docs
 from octavo.cli.main import main
 from octavo.nn import calibration
 
@@ -75,7 +76,7 @@ def test_a_run_keeps_its_file_in_its_directory(
     ("arguments", "message"),
     [
         (["--margin", "9"], "margin = 9"),
-        (["--batches", "0"], "must be at least 1"),
+        (["--batches", "0"], "Must be > 0"),
         (["--recipe", "folded"], "no layer of the model would store scales by the recipe 'folded'"),
         (["--only", "layrs.0.*"], "no layer or scale matches 'layrs.0.*'"),
         (["--undo", "none.json"], "none.json: cannot be read"),
@@ -112,4 +113,4 @@ def test_without_a_model_the_message_says_what_to_name(capsys: pytest.CaptureFix
 
 def test_the_help_names_the_limits() -> None:
     said = f"flushes more than {100 * FLUSHED:g} % of its tensor, or saturates more than {100 * SATURATED:g} %"
-    assert said in (calibrate.__doc__ or "")
+    assert said in field_docs(CalibrationFlags)["check"]

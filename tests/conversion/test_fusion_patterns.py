@@ -782,7 +782,7 @@ def test_the_inputs_of_an_activation_may_be_kept_in_fp8_and_the_plan_says_so():
     other.load_state_dict(converted.state_dict())
     plan = convert(converted, policy=policy)
     line = "*.mlp (2): fused: gate + up + silu + down; gate and up kept in FP8"
-    assert line in str(plan).splitlines() and '"activation_inputs": "fp8"' in plan.to_json()
+    assert line in str(plan).splitlines() and '"saved": "fp8"' in plan.to_json()
     assert converted[1].mlp.mlp_activation_inputs == "fp8"
     convert(other)
     x = torch.randn(5, WIDTH)

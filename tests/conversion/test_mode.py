@@ -39,6 +39,44 @@ def operands():
     return torch.randn(3, 48, 64, requires_grad=True), torch.randn(3, 32, 64, requires_grad=True)
 
 
+@torch.library.custom_op("octavo_tests::times", mutates_args=())
+def times(x: torch.Tensor, weight_KN: torch.Tensor, shift: float = 0.0) -> torch.Tensor:
+    """An operator of another library: x W + shift."""
+    return x @ weight_KN + shift
+
+
+times.register_fake(lambda x, weight_KN, shift=0.0: x.new_empty(*x.shape[:-1], weight_KN.shape[1]))
+OWN = "octavo_tests::times"
+
+
+def read_times(x, weight_KN, shift=0.0):
+    return ("matmul", x, weight_KN) if not shift else ("relu", x)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_operator_of_another_library_is_registered(compiled):
+    (a, b), lists = operands(), Operators().with_own(OWN, read_times)
+    x, weight = a[0].detach(), b[0].detach().t()
+
+    def both(x):
+        return torch.ops.octavo_tests.times(x, weight), torch.ops.octavo_tests.times.default(x, weight, 1.0)
+
+    function = torch.compile(both, backend="aot_eager", fullgraph=True) if compiled else both
+    with octavo.autocast("rowwise", lists) as seen, kernels.record() as ledger:
+        y, shifted = function(x)
+    with octavo.autocast("rowwise"):
+        assert torch.equal(y, x @ weight)
+    assert not torch.equal(y, x @ weight)
+    assert torch.equal(shifted, times(x, weight, 1.0)) and ledger.gemms.total() == 1
+    assert seen.fp8(OWN) == 1 and set(seen.kept(OWN)) == {"its reader says 'relu', which is not white"}
+    with octavo.autocast("rowwise", lists.to_black(OWN, "mine")) as seen:
+        y = times(x, weight)
+    assert torch.equal(y, x @ weight) and seen.kept(OWN) == {"mine": 1}
+    with octavo.autocast("rowwise") as seen:
+        times(x, weight)
+    assert seen.fp8(OWN) == 0
+
+
 @pytest.mark.parametrize("name", WHITE)
 def test_values_and_gradients_against_float64(name):
     a, b = operands()

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from octavo.conversion import LayerPlan, Policy, convert, make_plan
-from octavo.conversion import plan as module
-from octavo.conversion.plan import refuse_reference
+from octavo.conversion import LayerPlan, Policy, convert, make_plan, plan_text
+from octavo.conversion import layer_plan as module
+from octavo.conversion.refusals import refuse_reference
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
 from octavo.kernels import dispatch
 from octavo.kernels import ledger as module_ledger
@@ -169,7 +169,8 @@ def hopper(monkeypatch):
 
     monkeypatch.setattr(module, "gemm_kernel", gemm_kernel)
     monkeypatch.setattr(dispatch, "_own_architecture", lambda device: architecture_of("cuda", (9, 0)))
-    monkeypatch.setattr(module, "rates", lambda device: H200 if device.type == "cuda" else None)
+    for each in (module, plan_text):
+        monkeypatch.setattr(each, "rates", lambda device: H200 if device.type == "cuda" else None)
     dispatch.triton_unsupported_reason.cache_clear()
     yield
     dispatch.triton_unsupported_reason.cache_clear()

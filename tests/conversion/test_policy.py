@@ -120,10 +120,10 @@ def test_a_filter_sees_name_and_layer_and_has_the_last_word():
     ("wrong", "message"),
     [
         ({"activation_inputs": "fp16"}, "activation_inputs = 'fp16': it is 'bf16' or 'fp8'"),
-        ({"activation_inputs": "fp8", "fuse": False}, "is for MLPs that are computed together"),
+        ({"activation_inputs": "fp8", "fuse": False}, "fuse = False leaves all of those alone"),
     ],
 )
-def test_what_mlps_keep_is_checked(wrong, message):
+def test_what_is_kept_for_backward_is_checked(wrong, message):
     with pytest.raises(ConfigError, match=message):
         Policy(**wrong)
 
@@ -211,3 +211,11 @@ def test_a_model_with_too_few_blocks():
     for model in (nn.Linear(4, 4), Experts(2)):
         with pytest.raises(ConfigError, match=r"blocks in an nn\.ModuleList\. Keep layers by their names"):
             make_plan(model, policy=Policy(bf16_blocks=(2, 1)))
+
+
+def test_norms_may_keep_their_output() -> None:
+    assert Policy(norm_inputs="output").norm_inputs == "output"
+    with pytest.raises(ConfigError, match="norm_inputs = 'outputs': it is 'bf16' or 'fp8' or 'output'"):
+        Policy(norm_inputs="outputs")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="norm_inputs = 'output' changes what"):
+        Policy(norm_inputs="output", fuse=False)

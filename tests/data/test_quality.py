@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from octavo.data import ByteTokenizer, corpus_statistics, prepare
-from octavo.data.quality import Letters, judge, near_duplicates, signatures
+from octavo.data.quality import BINS, Letters, judge, near_duplicates, signatures
 
 WIDTH = 6
 
@@ -43,6 +43,25 @@ def test_near_duplicates_are_those_of_a_high_jaccard_index(monkeypatch: pytest.M
     whole = signatures(*documents(*texts), WIDTH)
     monkeypatch.setattr("octavo.data.quality._CHUNK", 777)
     assert np.array_equal(signatures(*documents(*texts), WIDTH), whole)
+
+
+@pytest.mark.parametrize("width", [1, 2, 5, 24])
+def test_a_signature_has_the_least_hash_of_each_bin(width: int) -> None:
+    ids, ends = documents("a quick brown fox jumps over the lazy dog, twice" * 3, "short", "another text of some words")
+    mask, lowest = 2**64 - 1, [dict[int, int]() for _ in ends]
+    for position in range(len(ids) - width + 1):
+        document = int(np.searchsorted(ends, position, side="right"))
+        if position + width <= ends[document]:
+            mixed = 0
+            for value in ids[position : position + width].tolist():
+                mixed = (mixed * 0x9E3779B97F4A7C15 + value + 1) & mask
+            mixed ^= mixed >> 31
+            mixed = mixed * 0xBF58476D1CE4E5B9 & mask
+            mixed ^= mixed >> 27
+            found = lowest[document]
+            found[mixed % BINS] = min(mixed, found.get(mixed % BINS, mask))
+    expected = [[found.get(bin, mask) for bin in range(BINS)] for found in lowest]
+    assert signatures(ids, ends, width).tolist() == expected
 
 
 def test_short_documents_are_compared_by_what_they_have() -> None:

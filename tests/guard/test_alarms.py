@@ -251,6 +251,13 @@ def test_what_no_update_explains(changed: dict[str, Any], rule: str, layer: str)
     assert alarm is not None and (alarm.rule, alarm.layer) == (rule, layer)
 
 
+def test_moments_may_grow_in_a_warm_up() -> None:
+    rules = AlarmRules(GuardConfig())
+    for step in range(5, 30, 5):
+        grown = parameters(second=[200.0 ** (step // 5)] * 4)
+        assert rules.check(Observation(step, 2.0, 1.0, 1e-4 * step, parameters=grown)) is None
+
+
 def test_a_parameter_that_rounds_its_updates_away_is_no_fault() -> None:
     rules = AlarmRules(GuardConfig())
     for step in range(5, 60, 5):
@@ -300,11 +307,23 @@ def test_a_batch_that_is_repeated_is_seen() -> None:
         ([1e-3] * 20 + [1e-3 * 1.08**n for n in range(1, 25)], [34]),
         ([1e-4 * n for n in range(1, 60)], []),
         ([1e-4 * 2**n for n in range(12)], []),
+        ([1e-4 * n for n in range(1, 11)] + [1e-3] * 20, []),
+        ([1e-4 * n for n in range(1, 11)] + [1e-3] * 20 + [4e-3], [30]),
         ([1e-3] * 20 + [2e-3] * 20, []),
         ([1e-3 * (1 + 0.5 * math.cos(n / 9)) for n in range(120)], []),
         ([1e-3] * 20 + [0.0] * 3 + [1e-3] * 20, []),
     ],
-    ids=["a jump", "a growth", "a warm-up", "a steep warm-up", "a limit lifted", "a cosine", "a pause"],
+    ids=[
+        "a jump",
+        "a growth",
+        "a warm-up",
+        "a steep warm-up",
+        "a short warm-up",
+        "a jump after it",
+        "a limit lifted",
+        "a cosine",
+        "a pause",
+    ],
 )
 def test_a_learning_rate_that_rises_after_its_warm_up_is_noted_once(rates: list[float], noted: list[int]) -> None:
     rules = AlarmRules(GuardConfig())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))  # `ranks`
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -45,14 +48,19 @@ def sequences() -> Sequences:
     return Sequences()
 
 
-CLIENTS = ("accelerate", "deepspeed", "diffusers", "lightning", "peft", "torchtitan", "transformers", "trl")
+CLIENTS = (
+    *("accelerate", "colossalai", "deepspeed", "diffusers", "lightning", "megatron-core", "nemo-automodel", "peft"),
+    *("torchtitan", "transformers", "trl"),
+)
+EXTRAS = ("clients", "deepspeed", "megatron", "nemo", "titan")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Name each client with its version, the pinned one, and what came of its tests."""
     root = Path(__file__).parents[2]
     extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    pins = dict(line.split("==") for name in ("clients", "deepspeed", "titan") for line in extras[name])
+    pins = dict(line.split("==") for name in EXTRAS for line in extras[name])
+    pins["colossalai"] = "0.5.0"  # of no extra: it asks for an old PyTorch
     terminalreporter.section("clients")
     for client in CLIENTS:
         try:
@@ -60,7 +68,10 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         except importlib.metadata.PackageNotFoundError:
             version = "not installed"
         counts = {
-            outcome: sum(f"test_{client}.py" in report.nodeid for report in terminalreporter.getreports(outcome))
+            outcome: sum(
+                f"test_{client.partition('-')[0]}.py" in report.nodeid
+                for report in terminalreporter.getreports(outcome)
+            )
             for outcome in ("passed", "failed", "error", "skipped")
         }
         came = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count) or "no tests ran"

@@ -87,7 +87,7 @@ def with_gradient(slot: Slot, layout: Layout) -> Slot:
 def stored(layout: Layout, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of a random gradient."""
     codes, scale = empty(layout.gradient, layout.gradient_scaling, shape)
-    reference.store_gradient(wide(shape), codes, scale, layout.gradient_scaling, False)
+    reference.store_gradient(wide(shape), codes, scale, layout.gradient_scaling)
     return codes, scale
 
 

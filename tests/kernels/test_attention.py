@@ -134,7 +134,7 @@ def test_the_operators_are_well_formed():
     q, k, v, dy = drawn(SHAPES["grouped"], torch.bfloat16)
     y, lse = attention(q, k, v)
     codes, ops, check = codes_of(y), torch.ops.octavo, torch.library.opcheck
-    check(ops.attention, (q, k, v, True, None), test_utils="test_faketensor")
+    check(ops.attention, pack((q, k, v, True, None)), test_utils="test_faketensor")
     check(ops.attention_backward, pack((dy, (q, k, v), codes, lse, True, 0.1)), test_utils="test_faketensor")
 
 

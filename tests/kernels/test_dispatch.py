@@ -180,8 +180,8 @@ def test_every_contract_works_on_a_gpu_that_is_not_the_current_one():
         backward = activation.activation_backward("silu", x, gate, up, activation.Targets(row, row, row))
         made += [tensor for quantized in backward for tensor in quantized[:2]]
         made += activation.activation_backward_plain("silu", x, gate, up)
-        normed = norm.rms_norm(x, None, 1e-5, target=row)
-        made += [normed.y, *normed.quantized[:2], norm.rms_norm_backward(gate, x, None, normed.rstd)[0]]
+        normed = norm.normalise(x, None, None, 1e-5, target=row)
+        made += [normed.y, *normed.quantized[:2], norm.normalise_backward(gate, x, None, None, None, normed.rstd)[0]]
         made += [rotary.rotate(x.view(10, 13, 8, 32), angles.cos(), angles.sin())]
         return [*made, cross_entropy.cross_entropy_(logits, targets), logits]
 

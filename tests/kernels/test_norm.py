@@ -7,7 +7,7 @@ import torch
 
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import ledger
-from octavo.kernels.norm import KEPT, layer_norm, layer_norm_backward, rms_norm, rms_norm_backward, unsupported_reason
+from octavo.kernels.norm import KEPT, normalise, normalise_backward, unsupported_reason
 from octavo.kernels.operator import pack
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.quantize import quantize
@@ -29,21 +29,14 @@ def equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 
 @pytest.mark.parametrize("target", [None, ROW, BLOCK], ids=str)
-@pytest.mark.parametrize("keep_y", [True, False])
-@pytest.mark.parametrize("with_residual", [True, False])
 @pytest.mark.parametrize("rows", [0, 9])
-def test_what_is_asked_for_comes_out_and_nothing_else(target, keep_y, with_residual, rows):
-    x, weight, bias = torch.randn(rows, 200).bfloat16(), torch.randn(200), torch.randn(200)
-    residual = torch.randn(rows, 200).bfloat16() if with_residual else None
-    options = {"residual": residual, "target": target, "keep_y": keep_y}
-    for made, centred in (
-        (rms_norm(x, weight, EPS, **options), False),
-        (layer_norm(x, weight, bias, EPS, **options), True),
-    ):
-        want = reference.forward(x, weight, bias if centred else None, EPS, residual, target, keep_y, centred)
-        for mine, theirs in zip((made.y, made.rstd, made.total, made.mean), (want[0], *want[2:]), strict=True):
+def test_what_is_asked_for_comes_out_and_nothing_else(target, rows):
+    x, weight = torch.randn(rows, 200).bfloat16(), torch.randn(200)
+    for bias, centred in ((None, False), (torch.randn(200), True)):
+        made = normalise(x, weight, bias, EPS, centred=centred, target=target)
+        want = reference.forward(x, weight, bias, EPS, target, centred)
+        for mine, theirs in zip((made.y, made.rstd, made.mean), (want[0], *want[2:]), strict=True):
             assert equal(mine, theirs)
-        assert (made.y is None) == (not keep_y) and (made.total is None) == (not with_residual)
         assert (made.quantized is None) == (target is None)
         if target is not None:
             assert made.quantized.granularity == target.tile and made.quantized.codes.dtype == target.fmt.dtype
@@ -54,16 +47,14 @@ def test_what_is_asked_for_comes_out_and_nothing_else(target, keep_y, with_resid
 def test_gradients_come_in_the_dtypes_of_what_they_are_of(rows):
     x, weight, bias = torch.randn(rows, 40).bfloat16(), torch.randn(40).half(), torch.randn(40)
     dy = torch.randn(rows, 40).bfloat16()
-    _, _, rstd, _, mean = layer_norm(x, weight, bias, EPS)
-    dx, dweight, dbias = layer_norm_backward(dy, x, weight, bias, mean, rstd)
-    want = reference.backward(dy, x, weight, bias, mean, rstd, None)
+    _, _, rstd, mean = normalise(x, weight, bias, EPS, centred=True)
+    dx, dweight, dbias = normalise_backward(dy, x, weight, bias, mean, rstd)
+    want = reference.backward(dy, x, weight, bias, mean, rstd)
     assert equal(dx, want[0]) and equal(dweight, want[1].half()) and equal(dbias, want[2])
-    assert layer_norm_backward(dy, x, None, None, mean, rstd)[1:] == (None, None)
-    assert layer_norm_backward(dy, x, weight, None, mean, rstd)[2] is None
-    assert rms_norm_backward(dy, x, None, rstd, dy)[1] is None
-    assert equal(
-        rms_norm_backward(dy, x, weight, rstd, dy)[0], reference.backward(dy, x, weight, None, None, rstd, dy)[0]
-    )
+    assert normalise_backward(dy, x, None, None, mean, rstd)[1:] == (None, None)
+    assert normalise_backward(dy, x, weight, None, mean, rstd)[2] is None
+    arguments = dy, x, weight, None, None, rstd
+    assert equal(normalise_backward(*arguments)[0], reference.backward(*arguments)[0])
 
 
 @pytest.mark.parametrize(
@@ -78,44 +69,39 @@ def test_gradients_come_in_the_dtypes_of_what_they_are_of(rows):
 def test_refused_targets(target, why):
     assert unsupported_reason(ROW) is None and why in unsupported_reason(target)
     x = torch.randn(4, 8)
-    for call in (lambda: rms_norm(x, None, EPS, target=target), lambda: layer_norm(x, None, None, EPS, target=target)):
-        with pytest.raises(UnsupportedError, match="Quantise y after it"):
-            call()
+    with pytest.raises(UnsupportedError, match="Quantise y after it"):
+        normalise(x, None, None, EPS, target=target)
 
 
 def test_shapes_that_do_not_fit():
     x, row = torch.randn(4, 8), torch.randn(4)
     with pytest.raises(ConfigError, match=r"shape \(2, 4, 8\): flatten"):
-        rms_norm(torch.randn(2, 4, 8), None, EPS)
+        normalise(torch.randn(2, 4, 8), None, None, EPS)
     with pytest.raises(ConfigError, match=r"weight has shape \(4,\), but x \(4, 8\) wants \(8,\)"):
-        rms_norm(x, row, EPS)
+        normalise(x, row, None, EPS)
     with pytest.raises(ConfigError, match="bias"):
-        layer_norm(x, None, row, EPS)
-    with pytest.raises(ConfigError, match="residual has shape"):
-        rms_norm(x, None, EPS, residual=x.t())
+        normalise(x, None, row, EPS)
     with pytest.raises(ConfigError, match="dy"):
-        rms_norm_backward(x.t(), x, None, row)
-    with pytest.raises(ConfigError, match="residual_grad"):
-        layer_norm_backward(x, x, None, None, row, row, x.t())
+        normalise_backward(x.t(), x, None, None, None, row)
 
 
 def test_the_operators_are_well_formed():
     x, weight, rows = torch.randn(200, 5).bfloat16().t(), torch.randn(200), torch.rand(5)
     ops, check = torch.ops.octavo, torch.library.opcheck
     for target in (None, BLOCK):
-        for (keep_y, residual), bias in itertools.product(((True, None), (False, x)), (None, weight)):
-            arguments = x, weight, bias, EPS, residual, target, keep_y, bias is not None
+        for bias in (None, weight):
+            arguments = x, weight, bias, EPS, target, bias is not None
             check(ops.norm, pack(arguments), test_utils="test_faketensor")
     for parameter, mean in itertools.product((None, weight.half()), (None, rows)):
-        check(ops.norm_backward, pack((x, x, parameter, None, mean, rows, x)), test_utils="test_faketensor")
+        check(ops.norm_backward, pack((x, x, parameter, None, mean, rows)), test_utils="test_faketensor")
 
 
 def test_compiled_code_gives_the_same():
     x, weight = torch.randn(5, 200).bfloat16(), torch.randn(200)
 
     def both(x):
-        made = rms_norm(x, weight, EPS, residual=x, target=ROW)
-        return made.y, made.quantized.codes, rms_norm_backward(made.y, made.total, weight, made.rstd)
+        made = normalise(x, weight, None, EPS, target=ROW)
+        return made.y, made.quantized.codes, normalise_backward(made.y, x, weight, None, None, made.rstd)[:2]
 
     eager, compiled = both(x), torch.compile(both, backend="aot_eager", fullgraph=True)(x)
     assert equal(eager[0], compiled[0]) and equal(eager[1], compiled[1])
@@ -126,7 +112,7 @@ def test_compiled_code_gives_the_same():
 def test_rows_too_long_for_a_program_are_written_down():
     x = torch.randn(3, 20000, device="cuda")
     with ledger.record() as record:
-        made = rms_norm(x, None, EPS, target=ROW)
+        made = normalise(x, None, None, EPS, target=ROW)
     assert record.fallbacks == ["rms_norm ran as reference: rows of 20000 elements do not fit a program, 16384 do"]
     torch.testing.assert_close(made.y, torch.nn.functional.rms_norm(x, (20000,), None, EPS))
 
@@ -135,8 +121,8 @@ def test_rows_too_long_for_a_program_are_written_down():
 def test_a_gpu_runs_the_kernels():
     x = torch.randn(300, 4096, device="cuda").bfloat16()
     with ledger.record() as record:
-        made = rms_norm(x, x[0], EPS, residual=x, target=ROW)
-        rms_norm_backward(x, made.total, x[0], made.rstd, x)
+        made = normalise(x, x[0], None, EPS, target=ROW)
+        normalise_backward(x, x, x[0], None, None, made.rstd)
     assert not record.fallbacks
     assert made.y.is_cuda and made.quantized.codes.shape == x.shape
 
@@ -144,13 +130,12 @@ def test_a_gpu_runs_the_kernels():
 @pytest.mark.parametrize("centred", [False, True], ids=["rms", "layer"])
 def test_the_backward_reads_codes_as_their_values(centred):
     x, dy, weight = torch.randn(37, 300), torch.randn(37, 300), torch.randn(300)
-    made = layer_norm(x, weight, weight, EPS) if centred else rms_norm(x, weight, EPS)
+    bias = weight if centred else None
+    made = normalise(x, weight, bias, EPS, centred=centred)
     codes = quantize(x, *KEPT)
 
     def gradients(x):
-        if centred:
-            return layer_norm_backward(dy, x, weight, weight, made.mean, made.rstd)
-        return rms_norm_backward(dy, x, weight, made.rstd, dy)
+        return normalise_backward(dy, x, weight, bias, made.mean, made.rstd)
 
     assert all(equal(a, b) for a, b in zip(gradients(codes), gradients(dequantize(codes)), strict=True))
     copied = codes._replace(scale=codes.scale.contiguous())  # as a hook may hand it back
@@ -164,6 +149,6 @@ def test_the_backward_reads_codes_as_their_values(centred):
 def test_the_backward_of_codes_is_well_formed():
     x, weight, rows = torch.randn(5, 200).bfloat16(), torch.randn(200), torch.rand(5)
     codes = quantize(x, *KEPT)
-    for bias, mean, residual in ((None, None, None), (weight, rows, x)):
-        arguments = pack((x, codes, weight, bias, mean, rows, residual))
+    for bias, mean in ((None, None), (weight, rows)):
+        arguments = pack((x, codes, weight, bias, mean, rows))
         torch.library.opcheck(torch.ops.octavo.norm_backward, arguments, test_utils="test_faketensor")

@@ -183,9 +183,6 @@ def test_a_stored_gradient(dtype, scaling):
     largest = (gradient / factor).abs().max()
     assert torch.finfo(dtype).max / 2 < largest <= torch.finfo(dtype).max
     assert torch.equal(load_gradient(codes, scale), (codes.double() * factor).float())
-    before = load_gradient(codes, scale)
-    store_gradient(gradient, codes, scale, scaling, add=True)
-    torch.testing.assert_close(load_gradient(codes, scale), before + gradient, rtol=0.13, atol=1e-2)
 
 
 @pytest.mark.parametrize(("dtype", "infinite"), [(torch.float8_e4m3fn, torch.nan), (torch.float8_e5m2, torch.inf)])

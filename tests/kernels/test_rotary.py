@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
+from octavo.kernels.operator import pack
 from octavo.kernels.reference.rotary import rotate as reference
 from octavo.kernels.rotary import rotate
 
@@ -64,7 +65,7 @@ def test_shapes_that_do_not_fit():
 
 def test_the_operator_is_well_formed():
     x, cos, sin = operands()
-    torch.library.opcheck(torch.ops.octavo.rotate, (x, cos, sin, True), test_utils="test_faketensor")
+    torch.library.opcheck(torch.ops.octavo.rotate, pack((x, cos, sin, True)), test_utils="test_faketensor")
 
 
 @pytest.mark.gpu

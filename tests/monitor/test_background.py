@@ -46,6 +46,14 @@ def test_a_failure_is_said_once_and_costs_only_itself() -> None:
     assert (len(said), background.failed, done) == (1, 3, [0, 1, 2])
 
 
+def test_nothing_is_called_after_the_last_action() -> None:
+    calls: list[str] = []
+    background = Background("test", idle=lambda: calls.append("idle"), every=0.0)
+    background.submit(lambda: calls.append("action"), may_drop=False)
+    background.close(lambda: calls.append("last"))
+    assert "action" in calls and calls[-1] == "last" and calls.count("last") == 1
+
+
 def test_idle_work_goes_on_between_and_during_other_work() -> None:
     calls: list[float] = []
     background = Background("test", idle=lambda: calls.append(time.monotonic()), every=0.02)

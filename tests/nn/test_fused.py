@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from octavo import kernels
 from octavo.nn import Linear
 from octavo.nn.functional import Quantizer
-from octavo.nn.fused import FusedMLP, MLPRoles, fuse, unfuse
+from octavo.nn.fused import FusedMLP, MLPRoles, fuse
 from octavo.nn.mlp import mlp
 from octavo.numerics import sqnr_db
 from octavo.recipes import load
@@ -94,7 +94,7 @@ def test_it_computes_the_mlp_as_one():
 
 def plain_twin(model: FeedForward) -> FeedForward:
     twin = copy.deepcopy(model)
-    unfuse(twin)
+    twin.release()
     return twin
 
 
@@ -122,7 +122,7 @@ def test_unfusing_restores_everything():
     expected = model(X)
     fuse(model, ROLES)
     model(X)
-    unfuse(model)
+    model.release()
     assert type(model) is before[0] is FeedForward
     assert dict(vars(model)) == {**before[1], "calls": 1}
     assert torch.equal(model(X), expected)
@@ -290,14 +290,14 @@ def test_checkpointed(reentrant):
 def test_the_inputs_of_the_activation_in_fp8():
     model, wide = fused(), fused()
     fuse_again = copy.deepcopy(wide)
-    unfuse(model)
+    model.release()
     fuse(model, ROLES, "fp8")
     model.load_state_dict(wide.state_dict())
     y, dx, *_ = results(model)
     assert torch.equal(y, results(wide)[0]) and not torch.equal(dx, results(wide)[1])
     assert "activation=silu, activation_inputs=fp8" in repr(model) and "activation_inputs" not in repr(wide)
     assert same(results(pickle.loads(pickle.dumps(model))), results(model))
-    unfuse(model)
+    model.release()
     fuse(model, ROLES)
     assert same(results(model), results(fuse_again))
 
@@ -310,7 +310,7 @@ def test_copies_are_fused(cls, make):
     assert type(twin) is type(model) and twin.mlp_roles == ROLES
     assert twin.calls == (100 if cls is Custom else 0)
     assert not users_forward_runs(twin, X) and torch.equal(twin(X), model(X))
-    unfuse(twin)
+    twin.release()
     assert type(twin) is cls and isinstance(model, FusedMLP) and not users_forward_runs(model, X)
 
 

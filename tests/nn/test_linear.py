@@ -14,7 +14,8 @@ import octavo.nn
 from octavo import kernels
 from octavo.errors import ConfigError
 from octavo.nn import Linear, functional
-from octavo.recipes import load
+from octavo.numerics import format_named, sqnr_db
+from octavo.recipes import load, mx
 
 PRESETS = ["folded", "rowwise", "tensorwise", "delayed", "just_in_time", "block", "mxfp8", "bf16"]
 every_preset = pytest.mark.parametrize("recipe", PRESETS)
@@ -47,6 +48,22 @@ def test_forward_and_gradients_are_those_of_the_function(recipe):
         (layer.bias.grad, bias.grad),
     ):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("forward", "gradient", "fprop", "dgrad"),
+    [("e4m3", "e5m2", 28, 24), ("e2m3", "e3m2", 28, 24), ("e3m2", "e3m2", 22, 22), ("e2m1", "e2m1", 15, 15)],
+)
+def test_mx_computes_with_each_of_its_formats(forward, gradient, fprop, dgrad):
+    x, weight = torch.randn(64, 128, requires_grad=True), (torch.randn(96, 128) / 11).requires_grad_()
+    exact, y = x @ weight.t(), functional.linear(x, weight, None, mx(forward, gradient))
+    grad_output = torch.randn_like(y)
+    found, wanted = (torch.autograd.grad(out, (x, weight), grad_output) for out in (y, exact))
+    assert 0 < sqnr_db(exact, y) - fprop < 1.2
+    assert all(0 < sqnr_db(one, other) - dgrad < 1.2 for one, other in zip(wanted, found, strict=True))
+    steps = kernels.quantize(x.detach(), forward, "1x32")
+    codes = steps.codes.float().abs() / format_named(forward).smallest_subnormal
+    assert torch.equal(codes, codes.round()) and codes.max() <= 2 ** (2 ** format_named(forward).exponent_bits + 3)
 
 
 def test_the_same_arguments_as_nn_linear():

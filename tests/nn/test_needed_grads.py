@@ -19,7 +19,7 @@ from octavo.nn.cross_entropy import linear_cross_entropy
 from octavo.nn.experts import Experts
 from octavo.nn.fused import FusedMLP
 from octavo.nn.matmul import matmul
-from octavo.nn.norm import RMSNorm
+from octavo.nn.norm import adopt
 from octavo.nn.rotary import rotate
 from octavo.recipes import load
 from octavo.tensor import FP8Tensor
@@ -73,7 +73,7 @@ def attention() -> Callable[[Tensor], Tensor]:
 
 def norm() -> nn.Module:
     layer = nn.RMSNorm(32)
-    RMSNorm.adopt(layer, None, "fp8")
+    adopt(layer, None, "fp8")
     return layer
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import octavo
 from octavo import Policy, kernels
 from octavo.kernels import QuantSpec
+from octavo.kernels.operator import pack
 from octavo.nn import Conv2d, GroupedLinear, Linear, reuse_weight_codes
 from octavo.nn.cross_entropy import linear_cross_entropy
 from octavo.nn.weight_codes import (
@@ -152,7 +153,7 @@ def test_a_stack_equals_separate_weights_where_no_tile_lies_across(target):
 @pytest.mark.parametrize("count", [1, 3])
 def test_compilers_are_told_the_true_shapes(target, count):
     stack = [parameter(n, 136).detach() for n in (48, 24, 130)[:count]]
-    torch.library.opcheck(torch.ops.octavo.quantize_stack, (stack, str(target)), test_utils="test_faketensor")
+    torch.library.opcheck(torch.ops.octavo.quantize_stack, pack((stack, target)), test_utils="test_faketensor")
 
 
 def test_compiled_code_makes_the_same_codes():

@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.numerics import E4M3, E5M2, E8M0, FORMATS, format_named, format_of
+from octavo.numerics import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FORMATS, NARROW, format_named, format_of, to_codes
 
 TWINS = [(E4M3, ml_dtypes.float8_e4m3fn), (E5M2, ml_dtypes.float8_e5m2), (E8M0, ml_dtypes.float8_e8m0fnu)]
+NARROW_TWINS = [(E2M3, ml_dtypes.float6_e2m3fn), (E3M2, ml_dtypes.float6_e3m2fn), (E2M1, ml_dtypes.float4_e2m1fn)]
 ALL_CODES = np.arange(256, dtype=np.uint8)
 twins = pytest.mark.parametrize(("fmt", "twin"), TWINS, ids=lambda value: getattr(value, "name", ""))
+narrow_twins = pytest.mark.parametrize(("fmt", "twin"), NARROW_TWINS, ids=lambda value: getattr(value, "name", ""))
 
 
 @twins
@@ -23,6 +25,31 @@ def test_facts_are_those_of_ml_dtypes(fmt, twin):
     assert fmt.mantissa_bits == facts.nmant
     assert fmt.exponent_bits == facts.nexp
     assert fmt.has_sign + fmt.exponent_bits + fmt.mantissa_bits == facts.bits == 8
+
+
+@narrow_twins
+def test_narrow_formats_are_those_of_ml_dtypes(fmt, twin):
+    facts, bits = ml_dtypes.finfo(twin), 1 + fmt.exponent_bits + fmt.mantissa_bits
+    assert (fmt.max, fmt.smallest_subnormal, fmt.epsilon) == tuple(
+        map(float, (facts.max, facts.smallest_subnormal, facts.eps))
+    )
+    codes = ALL_CODES[: 2**bits]
+    expected = codes.view(twin).astype(np.float64)
+    assert facts.bits == bits and np.isfinite(expected).all()
+    np.testing.assert_array_equal(fmt.decode(torch.from_numpy(codes)).numpy(), expected)
+    held = torch.from_numpy(expected).float()
+    assert torch.equal(held.to(fmt.dtype).float(), held), "E4M3 has every value"
+
+
+@narrow_twins
+def test_values_round_to_narrow_formats_as_in_ml_dtypes(fmt, twin):
+    dense = torch.linspace(-1.25, 1.25, 100_001) * fmt.max
+    values = fmt.decode(torch.from_numpy(ALL_CODES[: 2 ** (1 + fmt.exponent_bits + fmt.mantissa_bits)])).float()
+    between = (values.sort().values[1:] + values.sort().values[:-1]) / 2  # ties
+    x = torch.cat([dense, values, between, torch.tensor([0.0, -0.0, 1e-30])])
+    expected = x.clamp(-fmt.max, fmt.max).numpy().astype(twin).astype(np.float32)
+    np.testing.assert_array_equal(to_codes(x, fmt).float().numpy(), expected)
+    assert to_codes(torch.tensor([torch.nan, torch.inf]), fmt).isnan().all()
 
 
 @twins
@@ -69,10 +96,13 @@ def test_count_of_nan_codes(fmt, count):
 def test_formats_are_found_by_name_and_by_dtype():
     for name, fmt in FORMATS.items():
         assert format_named(name) is fmt
-        assert format_of(torch.empty(2, dtype=torch.uint8).view(fmt.dtype)) is fmt
-    assert len(FORMATS) == len(TWINS)  # a new format needs its twin above
+        found = format_of(torch.empty(2, dtype=torch.uint8).view(fmt.dtype))
+        assert found is (E4M3 if name in NARROW else fmt)
+    assert len(FORMATS) == len(TWINS) + len(NARROW_TWINS)  # a new format needs its twin above
 
 
 def test_unknown_format_says_what_was_meant():
-    with pytest.raises(ConfigError, match=r"unknown format 'e4m4'\. Did you mean 'e4m3'\? Formats: e4m3, e5m2, e8m0\."):
+    with pytest.raises(
+        ConfigError, match=r"unknown format 'e4m4'\. Did you mean 'e4m3'\? Formats: e4m3, e5m2, .*e2m1\."
+    ):
         format_named("e4m4")

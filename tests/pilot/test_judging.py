@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from octavo.pilot.judging import advise
+from octavo.pilot.measuring import allocations
+from octavo.pilot.report import phase_rows
 
 LOSSES = [5.0, 4.5, 4.2, 4.0, 3.9, 3.8]
 
@@ -86,5 +88,42 @@ def test_decoding_energy_and_baseline(make_pilot):
     assert said(pilot, "decoding").decision.startswith("by an engine")
     assert said(pilot, "energy").decision == "80% of BF16's"
     assert "fp16 0.99" in said(pilot, "baseline").reason
-    found["folded"]["decode_ms"] = 1.5
+    found["folded"] |= {"decode_ms": 1.5, "decode_batch_ms": 3.0}
+    found["bf16"]["decode_batch_ms"] = 4.0
+    assert "of 8 sequences at a time 3.00 and 4.00 ms" in said(make_pilot(found), "decoding").reason
     assert said(make_pilot(found), "decoding").decision == "in FP8"
+
+
+@pytest.mark.parametrize(
+    ("parts", "decision"),
+    [
+        ({"gemm": 60, "attention": 10, "elementwise": 25, "communication": 3}, "products dominate"),
+        ({"gemm": 20, "attention": 0, "elementwise": 25, "communication": 3}, "they dominate, elementwise first"),
+        ({"gemm": 20, "attention": 0, "elementwise": 5, "communication": 40}, "they dominate, communication first"),
+    ],
+)
+def test_where_transfers_dominate(make_pilot, parts, decision):
+    advice = said(make_pilot({"bf16": lane(), "folded": lane(80, parts=parts, phases={"data": 2.0})}), "transfers")
+    assert advice.decision == decision and "data 2.00" in advice.reason
+    assert said(make_pilot({"bf16": lane(), "folded": lane(80)}), "transfers") is None
+
+
+def test_speed_up_per_phase_and_kind_of_kernel(make_pilot):
+    found = {
+        "bf16": lane(phases={"forward": 30.0, "idle": 0.0}, parts={"gemm": 50.0, "quantize": 0.0}),
+        "folded": lane(80, phases={"forward": 20.0, "idle": 1.0}, parts={"gemm": 25.0, "quantize": 5.0}),
+    }
+    pilot = make_pilot(found)
+    assert pilot.speedups("folded") == {"forward": 1.5, "gemm": 2.0}
+    assert phase_rows(pilot)[1] == ("forward", "30.00", "20.00", "1.50")
+    assert phase_rows(pilot)[-1] == ("quantize", "0.00", "5.00", "-")
+
+
+def test_what_a_step_asks_of_the_allocator():
+    before = {"allocation.all.allocated": 100, "num_device_alloc": 7}
+    after = {
+        "allocation.all.allocated": 300, "num_device_alloc": 8,
+        "reserved_bytes.all.peak": 3 * 2**30, "allocated_bytes.all.peak": 2**31,
+    }  # fmt: skip
+    found = allocations(before, after, 10)
+    assert found == {"allocations": 20.0, "device_mallocs": 0.1, "fragmentation_gib": 1.0}

@@ -29,6 +29,8 @@ def test_bf16_and_a_recipe_see_the_same_batches(python_file):
     before = [parameter.clone() for parameter in model.parameters()]
     base, none = measure("bf16", model, workload, how, 1e9)
     found, plan = measure("rowwise", model, workload, how, 1e9)
+    fp16, _ = measure("fp16", model, workload, how, 1e9)
+    assert 0 < max(abs(one - other) for one, other in zip(fp16.losses, base.losses, strict=True)) < 0.02
     assert none is None and plan.fp8_layers == 1, "16 features are too few"
     assert len(base.losses) == len(found.losses) == 6 and base.losses[5] < base.losses[0]
     assert 0 < abs(found.losses[0] - base.losses[0]) < 0.02 * base.losses[0]
@@ -50,8 +52,9 @@ def test_the_report_on_a_cpu_predicts_for_a_gpu(python_file, tmp_path):
     text, data = to_text(pilot), json.loads(json.dumps(to_dict(pilot)))
     assert "times and memory predicted for an H100" in text and "not known on this machine: launches" in text
     assert "adopt: no" in text and "too small to gain" in text
-    assert [lane["precision"] for lane in data["measured"]] == ["bf16", "folded"]
-    assert not data["recommendation"]["adopts"] and data["measured"][1]["speedup"] == 1.0
+    assert [lane["precision"] for lane in data["measured"]] == ["bf16", "fp16", "folded"]
+    assert not data["recommendation"]["adopts"] and [lane["speedup"] for lane in data["measured"]] == [1.0] * 3
+    assert pilot.gap("fp16") is not None and abs(pilot.gap("fp16")[0]) < 1
     pytest.importorskip("plotly")
     page = to_html(pilot, tmp_path / "new" / "pilot.html").read_text("utf-8")
     assert "Plotly.newPlot" in page and "src=" not in page.partition("<script>")[0] and "too small to gain" in page

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.recipes import Dgrad, Fprop, History, Operand, Recipe, Wgrad, load, reused_from
+from octavo.recipes import Dgrad, Fprop, History, Operand, Recipe, Wgrad, load, mx, reused_from
 
 ROW, COLUMN, E5M2 = Operand(), Operand(granularity="column"), Operand(format="e5m2")
 
@@ -221,6 +221,14 @@ def test_a_history_that_is_none(history, message):
 def test_mxfp8_has_scales_of_a_power_of_two():
     tile = Operand(granularity="1x32", scaling="float32")
     refused("1x32 scales are E8M0, powers of two", fprop=Fprop(input=tile))
+
+
+def test_narrow_formats_are_those_of_mx():
+    refused("e2m1 is a format of MX. Give that operand granularity", fprop=Fprop(input=Operand(format="e2m1")))
+    recipe = mx("e2m3", "e3m2")
+    assert recipe.is_emulated and recipe.name == "mx_e2m3_e3m2"
+    assert str(recipe.dgrad.grad_output) == "E3M2 1x32" and str(recipe.wgrad.input) == "E2M3 1x32"
+    assert load({"base": "mxfp8", "fprop": {"weight": {"format": "e2m1"}}}).fprop.weight.format == "e2m1"
 
 
 def test_the_kept_scale_of_each_role():

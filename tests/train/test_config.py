@@ -46,6 +46,9 @@ def test_the_large_parity_study_has_350_million_parameters_and_100_million_token
     assert 340e6 < count_parameters(model) < 360e6
     assert config.tokens >= 100e6
     assert 128_000 <= config.run.batch * config.data.sequence <= 160_000
+    with torch.device("meta"):
+        largest = Llama(assemble(load_preset("parity-1b-cuda", cuda=True)).model)
+    assert 1.0e9 < count_parameters(largest) < 1.1e9
 
 
 def test_demo_is_what_the_device_can_carry() -> None:

@@ -56,6 +56,7 @@ def run_of(*lanes: str) -> list[Event]:
         "skipped_steps": {},
         "tasks": {},
         "seconds": 75.0,
+        "energy_kwh": 0.5,
     }
     memory = {"peak_gib": None, "predicted_peak_gib": None}
     by_sequence = {lane: [mean + noise for noise in (-0.5, 0.5)] * 8 for lane, mean in loss.items()}
@@ -83,7 +84,7 @@ def shown(events: list[Event], *, terminal: bool) -> str:
 def test_piped_output_is_aligned_lines_without_escapes() -> None:
     text = shown(run_of("fp8", "bf16"), terminal=False)
     assert "\x1b" not in text
-    titles, *rows = [line for line in text.splitlines() if "loss FP8 loss BF16" in line or " 1.000 " in line]
+    titles, *rows = [line for line in text.splitlines() if "loss FP8  loss BF16" in line or " 1.000 " in line]
     assert titles.split() == [
         "step",
         "loss",
@@ -128,19 +129,19 @@ def test_the_closing_block_says_what_came_out_and_what_to_do() -> None:
         "840 scaled_mm.row",
         "fallbacks             none",
         "stored in             runs/tiny",
-        "train on            octavo train runs/tiny --resume --steps 40",
+        "train longer        octavo train runs/tiny --resume --steps 40",
     ):
         assert expected in text
 
 
 def test_the_verdict_weighs_the_gap_against_its_interval() -> None:
     told = {"gap_percent": 0.3, "gap_95_percent": 0.2}
-    assert verdict(told).startswith("Held-out loss in FP8 is higher than in BF16: +0.30 % ± 0.20 % (95 %")
-    assert "is lower than in BF16: -0.30 %" in verdict({**told, "gap_percent": -0.3})
-    assert "is no different from that in BF16: +0.00 % ± 0.20 %" in verdict({**told, "gap_percent": -0.001})
+    assert verdict(told).startswith("Held-out loss: FP8 is higher than BF16, +0.30 % ± 0.20 % (95 %")
+    assert "is lower than BF16, -0.30 %" in verdict({**told, "gap_percent": -0.3})
+    assert "is no different from BF16, +0.00 % ± 0.20 %" in verdict({**told, "gap_percent": -0.001})
     assert verdict({**told, "gap_95_percent": None}) == "Held-out loss +0.30 % beside BF16."
     assert verdict({**told, "gap_percent": None}) == ""
-    assert shown(run_of("fp8", "bf16"), terminal=False).splitlines()[-1].startswith("Held-out loss in FP8 is higher")
+    assert shown(run_of("fp8", "bf16"), terminal=False).splitlines()[-1].startswith("Held-out loss: FP8 is higher")
 
 
 def test_the_time_left_follows_the_speed_and_forgets_the_first_step() -> None:
@@ -163,8 +164,8 @@ def test_a_cpu_run_says_beforehand_that_fp8_is_slower() -> None:
     started = run_of("fp8")[0]
     assert isinstance(started, Started)
     on_cpu, on_gpu = (SimpleNamespace(device=name) for name in ("cpu", "cuda"))
-    assert "on a CPU FP8 is slower" in shown([replace(started, plan=on_cpu)], terminal=False)
-    assert "on a CPU" not in shown([replace(started, plan=on_gpu)], terminal=False)
+    assert "FP8 is slower than BF16 here" in shown([replace(started, plan=on_cpu)], terminal=False)
+    assert "FP8 is slower" not in shown([replace(started, plan=on_gpu)], terminal=False)
 
 
 def test_the_closing_block_tells_of_weights_that_are_not_fp32() -> None:

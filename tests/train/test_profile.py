@@ -35,6 +35,12 @@ def test_a_profile_is_the_mean_of_its_steps() -> None:
     assert found.kernels == [{"name": "nvjet", "calls": 1.0, "ms": 3.0}, {"name": "add", "calls": 1.0, "ms": 1.0}]
 
 
+def test_kernels_that_only_quantise_are_told_from_others() -> None:
+    names = ("search_strip", "_rows_kernel_0", "_backward_write_kernel", "nvjet")
+    ran = [Kernel(name, 1000 * i, 1000 * i + 500) for i, name in enumerate(names)]
+    assert summarise(ran, steps=1).quantize == 1.0
+
+
 @pytest.mark.parametrize(
     ("spans", "busy"),
     [

@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from octavo.errors import ConfigError, RunError
 from octavo.monitor.store import ROLES, RunReader
+from octavo.monitor.system import SystemProbe
 from octavo.train import train
 from octavo.train.config import RunConfig
+from octavo.train.console import ConsoleReporter
 from octavo.train.events import Evaluated, Event, Saved
 from octavo.train.files import read_metrics
 
@@ -120,6 +123,21 @@ def test_the_tracker_of_a_run(configure: Configure, monkeypatch: pytest.MonkeyPa
     train(configure(run={"steps": 2, "log_every": 1, "tracker": "wandb"}))
     assert sent[-1] == "finished" and sent[0][0] == 1 and "loss_fp8" in sent[0][1]
     assert all(len(values) <= 20 for _, values in sent[:-1])
+
+
+def test_the_energy_of_a_run_and_its_cost_are_in_the_summary(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counter = iter(range(0, 10**9, 1800))  # half a watt-hour between two readings
+    monkeypatch.setattr(SystemProbe, "sample", lambda probe: {"gpu_energy_joules": float(next(counter))})
+    changes = {"steps": 2, "price_per_kwh": 0.3}
+    summary = train(configure(run=changes), reporters=[ConsoleReporter(Console(width=120))])
+    assert summary["energy_kwh"] >= 5e-4 and summary["energy_kwh"] % 5e-4 == pytest.approx(0, abs=1e-9)
+    assert summary["energy_cost"] == pytest.approx(0.3 * summary["energy_kwh"])
+    assert f"{summary['energy_kwh']:.4g} kWh of the GPUs" in capsys.readouterr().out
+    monkeypatch.setattr(SystemProbe, "sample", lambda probe: {})
+    without = train(configure(run=changes), overwrite=True)
+    assert without["energy_kwh"] is None and without["energy_cost"] is None
 
 
 class Killer:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
+from cyclopts.types import PositiveInt
 
 from octavo._util.terminal import progress, say
-from octavo.cli.flags import COMMON, configure, with_flags_of
-from octavo.errors import ConfigError
+from octavo.cli.flags import COMMON, JsonOutput, Output, Switch, configure, with_flags_of
 from octavo.train.config import RunConfig
 
 FILE = "calibration.json"
@@ -24,18 +24,25 @@ FILE = "calibration.json"
 class CalibrationFlags:
     """How scales are calibrated."""
 
-    batches: int = 8
-    """Number of batches, each as in one forward of training; by default 8."""
+    batches: PositiveInt = 8
+    """Number of batches, each as in one forward of training."""
     backward: bool = True
-    """Calibrate gradients too (default)."""
+    """Calibrate gradients too."""
     choose: Literal["max", "percentile"] = "max"
-    """max (default): no observed value saturates. percentile: values above the percentile do."""
+    """max: no observed value saturates. percentile: values above the percentile do."""
     percentile: float = 99.99
-    """With --choose percentile: percent of the nonzero elements that do not saturate; by default 99.99."""
+    """With --choose percentile: percent of the nonzero elements that do not saturate."""
     margin: int = 1
-    """Bits of headroom, by default 1: scales are multiplied by 2 to this power."""
+    """Bits of headroom: scales are multiplied by 2 to this power."""
     only: Annotated[tuple[str, ...], Parameter(negative=())] = ()
     """Pattern of layers or scales to calibrate or undo, such as 'layers.0.*' or '*.grad_output'; repeatable."""
+    check: Switch = False
+    """Exit with 1 if a scale is missing, flushes more than 1 % of its tensor, or saturates more than 0.1 %."""
+    undo: Path | None = None
+    """Undo the last change of this calibration file, and nothing else."""
+
+
+HOW = CalibrationFlags()
 
 
 @with_flags_of(RunConfig, COMMON, without=("run.out",))
@@ -44,11 +51,9 @@ def calibrate(
     /,
     *,
     preset: str | None = None,
-    output: Annotated[Path | None, Parameter(name=("--out", "-o", "--output"))] = None,
-    how: CalibrationFlags | None = None,
-    check: Annotated[bool, Parameter(negative=())] = False,
-    undo: Path | None = None,
-    json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    output: Output = None,
+    how: CalibrationFlags = HOW,
+    json_output: JsonOutput = False,
     settings: Mapping[str, Any],
 ) -> int:
     """Calibrate scales from representative data, for the recipe 'static' or as the start of 'delayed'.
@@ -59,9 +64,9 @@ def calibrate(
     Examples:
 
         octavo calibrate runs/demo
-        octavo calibrate runs/demo --batches 32 --choose percentile --percentile 99.999
-        octavo calibrate --preset tiny --only 'layers.0.*' -o scales.json
-        octavo train runs/demo/config.json --recipe static --scales runs/demo/calibration.json --out runs/static
+        octavo calibrate runs/demo --choose percentile --percentile 99.999
+        octavo calibrate --preset tiny --only 'layers.0.*' -o s.json
+        octavo train runs/demo --recipe static --scales s.json --out runs/static
         octavo calibrate --undo runs/demo/calibration.json
 
     Parameters
@@ -72,18 +77,9 @@ def calibrate(
         demo (demo-cuda or demo-cpu, by device), tiny, or parity-cuda, newly initialised. RUN overrides it.
     output
         File to write or update; by default calibration.json, in the directory of the run if one is given.
-    check
-        Exit with 1 if a scale is missing, flushes more than 1 % of its tensor, or saturates more than 0.1 %.
-    undo
-        Undo the last change of this calibration file, and nothing else.
-    json_output
-        Print the scales, statistics and their origin as JSON.
     """
-    how = how or CalibrationFlags()
-    if undo is not None:
-        return _undo(undo, how.only, json_output)
-    if how.batches < 1:
-        raise ConfigError(f"--batches {how.batches}: must be at least 1.")
+    if how.undo is not None:
+        return _undo(how.undo, how.only, json_output)
     directory = run if run is not None and run.is_dir() else None
     own = {name: dict(section) for name, section in settings.items()}
     recipe = own.get("run", {}).pop("recipe", None)
@@ -108,7 +104,7 @@ def calibrate(
         say(json.dumps({"file": str(path), **json.loads(found.to_json())}, indent=1))
     else:
         say(f"{found}\n\nwritten to {path}, for the recipe '{found.origin.recipe}' ({found.origin.how})")
-    return 1 if check and not found.fits else 0
+    return 1 if how.check and not found.fits else 0
 
 
 def _with_progress(batches: Iterable[Any], total: int) -> Iterator[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +12,7 @@ from cyclopts import Parameter
 
 from octavo._util import terminal
 from octavo._util.terminal import say
+from octavo.cli.flags import Switch
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,23 +30,38 @@ class OutputFlags:
 
     verbose: Annotated[bool, Parameter(alias="-v", negative=())] = False
     """Show the details of every check."""
-    report: Annotated[bool, Parameter(negative=())] = False
+    report: Switch = False
     """Print a Markdown block for a bug report, without paths or secrets."""
-    json: Annotated[bool, Parameter(negative=())] = False
+    json: Switch = False
     """Print the findings as JSON."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class SubjectFlags:
+    """What is checked beside the machine, and where."""
+
+    preset: str | None = None
+    """Preset of `octavo train`, in place of a run file."""
+    model: str | None = None
+    """Your MODULE:FUNCTION that returns (model, loss function of one batch)."""
+    recipe: str | None = None
+    """Recipe, in place of the run's; with --model, by default folded."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:INDEX."""
+
+
+OUTPUT, SUBJECT = OutputFlags(), SubjectFlags()
 
 
 def doctor(
     target: Path | None = None,
     /,
     *,
-    preset: str | None = None,
-    model: str | None = None,
-    recipe: str | None = None,
-    device: str = "auto",
+    subject: SubjectFlags = SUBJECT,
     only: Annotated[list[str] | None, Parameter(negative=())] = None,
     trace: Path | None = None,
-    output: OutputFlags | None = None,
+    output: OutputFlags = OUTPUT,
 ) -> int:
     """Find faults of this machine, of a model on it, or of a run, and suggest remedies.
 
@@ -69,27 +85,18 @@ def doctor(
     ----------
     target
         Run file, .toml or .json, or directory of a run.
-    preset
-        Preset of `octavo train`, in place of a run file.
-    model
-        Your MODULE:FUNCTION that returns (model, loss function of one batch).
-    recipe
-        Recipe, in place of the run's; with --model, by default folded.
-    device
-        auto, cpu, cuda or cuda:INDEX.
     only
         Name of a check to run, such as 'triton kernels'; repeatable.
     trace
         Directory for a Chrome trace of a few steps (GPU only).
     """
-    output = output or OutputFlags()
     if output.report and output.json:
         raise ConfigError("--report and --json exclude each other.")
-    if sum(given is not None for given in (target, preset, model)) > 1:
+    if sum(given is not None for given in (target, subject.preset, subject.model)) > 1:
         raise ConfigError("give only one of a run file or run, --preset and --model.")
     from octavo.doctor.examination import examination
 
-    found = examination(target, preset=preset, model=model, recipe=recipe, device=device, only=only or (), trace=trace)
+    found = examination(target, **asdict(subject), only=only or (), trace=trace)
     _run(found, quiet=output.report or output.json, verbose=output.verbose)
     if output.json:
         say(json.dumps(found.to_dict(), indent=2))

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
+from cyclopts.types import PositiveInt
 
 from octavo._util import terminal
+from octavo.cli.flags import JsonOutput
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
     from octavo.data.loader import Batch
-    from octavo.evaluation.result import Progress
+    from octavo.evaluation.result import Evaluation, Progress
+    from octavo.evaluation.run import EvalSettings
     from octavo.evaluation.text import EvalText
 
 
@@ -26,9 +29,9 @@ class TextFlags:
 
     data: str = ""
     """Text to evaluate on, in place of the run's held-out text: a file, a folder, python or english."""
-    tokens: int | None = None
+    tokens: PositiveInt | None = None
     """Number of tokens, from the beginning of the text; by default all."""
-    sequence: int | None = None
+    sequence: PositiveInt | None = None
     """Tokens per sequence; by default as in training, or the maximum of an exported model."""
 
 
@@ -41,7 +44,7 @@ class TaskFlags:
     """Tasks of lm-eval to evaluate on, in place of text (needs octavo[tasks]): FP8 beside BF16, with errors."""
     task_files: Path | None = None
     """Folder with task files (.yaml) of your own, which the tasks are then taken from."""
-    limit: int | None = None
+    limit: PositiveInt | None = None
     """Samples per task; by default all."""
 
 
@@ -57,7 +60,7 @@ def eval_(
     step: int | None = None,
     tasks: TaskFlags = NO_TASKS,
     device: str = "auto",
-    json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    json_output: JsonOutput = False,
 ) -> int:
     """Evaluate a run or an exported model on text: the loss in FP8 and in high precision.
 
@@ -82,39 +85,39 @@ def eval_(
         Step of the checkpoint; by default the newest.
     device
         cuda or cpu; auto uses the GPU if there is one.
-    json_output
-        Print the result as JSON on stdout, progress on stderr.
     """
     if not model.is_dir():
         raise ConfigError(f"{model}: no such directory. Name the directory of a run or of an exported model.")
     if run is not None and not run.is_dir():
         raise ConfigError(f"--run {run}: no such directory. Name the directory of a run of `octavo train`.")
-    for name, count in (("tokens", text.tokens), ("sequence", text.sequence), ("limit", tasks.limit)):
-        if count is not None and count < 1:
-            raise ConfigError(f"--{name} {count}: must be positive.")
-    from octavo.evaluation.run import EvalSettings, evaluate_run
+    from octavo.evaluation.run import EvalSettings
+
+    settings = EvalSettings(data=text.data, tokens=text.tokens, sequence=text.sequence or 0, step=step, device=device)
+    if not tasks.tasks:
+        found = _evaluate(model, run, settings)
+        terminal.say(found.to_json() if json_output else found)
+        return 0 if found.is_finite else 1
+    if text != ALL_TEXT or run:
+        raise ConfigError("--tasks: have texts of their own: leave out --data, --run, --tokens and --sequence.")
+    from octavo.evaluation.tasks import evaluate_tasks
+
+    by_task = evaluate_tasks(model, tasks.tasks, settings, files=tasks.task_files, limit=tasks.limit)
+    terminal.say(by_task.to_json() if json_output else by_task)
+    return 0
+
+
+def _evaluate(model: Path, run: Path | None, settings: EvalSettings) -> Evaluation:
+    """Evaluate a run, or an exported model, on text."""
+    from octavo.evaluation.run import evaluate_run
     from octavo.evaluation.served import evaluate_served, is_served
 
-    if tasks.tasks and (text != ALL_TEXT or run):
-        raise ConfigError("--tasks: have texts of their own: leave out --data, --run, --tokens and --sequence.")
-    settings = EvalSettings(data=text.data, tokens=text.tokens, sequence=text.sequence or 0, step=step, device=device)
-    if tasks.tasks:
-        from octavo.evaluation.tasks import evaluate_tasks
-
-        by_task = evaluate_tasks(model, tasks.tasks, settings, files=tasks.task_files, limit=tasks.limit)
-        terminal.say(by_task.to_json() if json_output else by_task)
-        return 0
     served = is_served(model)
     if run is not None and not served:
         raise ConfigError(f"--run: needs an exported model, which {model} is not (no config.json with .safetensors).")
     with _progress() as progress:
-        found = (
-            evaluate_served(model, settings, run=run, progress=progress)
-            if served
-            else evaluate_run(model, settings, progress)
-        )
-    terminal.say(found.to_json() if json_output else found)
-    return 0 if found.is_finite else 1
+        if served:
+            return evaluate_served(model, settings, run=run, progress=progress)
+        return evaluate_run(model, settings, progress)
 
 
 @contextmanager

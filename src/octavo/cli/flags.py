@@ -31,6 +31,11 @@ COMMON = (
 """What most runs change: the flags that `--help` lists; `--help-all` lists all."""
 
 
+Switch = Annotated[bool, Parameter(negative=())]
+"""A flag without a negative form."""
+JsonOutput = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON on stdout, progress on stderr.")]
+Output = Annotated[Path | None, Parameter(name=("--out", "-o", "--output"))]
+
 ALIASES = {"run.start_from": ("from",)}
 """Further names of flags."""
 
@@ -134,17 +139,6 @@ def _flags(cls: type) -> Iterator[Flag]:
                 continue
             default = None if f.default is dataclasses.MISSING else f.default
             yield Flag(section_name, f.name, _bare(hints[f.name]), helps.get(f.name, ""), seen[f.name] == 1, default)
-
-
-def positive(flag: str, number: int) -> int:
-    """Return the number of a flag.
-
-    Raises:
-        ConfigError: it is not positive.
-    """
-    if number < 1:
-        raise ConfigError(f"{flag}: {number} is not a positive number.")
-    return number
 
 
 def field_docs(cls: type) -> Mapping[str, str]:

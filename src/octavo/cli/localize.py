@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Literal
 
 from cyclopts import Parameter
+from cyclopts.types import PositiveInt
 
 from octavo._util.terminal import progress, say
-from octavo.cli.flags import positive
+from octavo.cli.flags import JsonOutput, Output
 from octavo.errors import ConfigError
 
 
@@ -18,9 +19,9 @@ from octavo.errors import ConfigError
 class MeasurementFlags:
     """What is measured, and on how many tokens."""
 
-    tokens: int | None = None
+    tokens: PositiveInt | None = None
     """Number of held-out tokens; by default 131072."""
-    times: str = "auto"
+    times: Literal["auto", "measured", "predicted"] = "auto"
     """measured or predicted; auto measures on a GPU, and otherwise predicts for an H200."""
 
 
@@ -30,10 +31,10 @@ def localize(
     *,
     recipe: str = "",
     budget: str = "0.1%",
-    output: Annotated[Path | None, Parameter(name=("--out", "-o", "--output"))] = None,
+    output: Output = None,
     measurement: MeasurementFlags | None = None,
     device: str = "auto",
-    json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    json_output: JsonOutput = False,
 ) -> int:
     """Measure the cost and gain of FP8 per layer and GEMM of a run's model; find the precision map for a budget.
 
@@ -57,17 +58,13 @@ def localize(
         File to write the map to, .toml.
     device
         cuda or cpu; auto uses the GPU if there is one.
-    json_output
-        Print the result as JSON on stdout, progress on stderr.
     """
     from octavo.sensitivity.run import Settings, localize_run
 
     how = measurement or MeasurementFlags()
-    if how.times not in ("auto", "measured", "predicted"):
-        raise ConfigError(f"--times: '{how.times}' is not auto, measured or predicted.")
     if output is not None and output.suffix != ".toml":
         raise ConfigError(f"--output: {output}: a precision map must be a .toml file.")
-    given = {} if how.tokens is None else {"tokens": positive("--tokens", how.tokens)}
+    given = {} if how.tokens is None else {"tokens": how.tokens}
     measure = {"auto": None, "measured": True, "predicted": False}[how.times]
     settings = Settings(recipe=recipe, budget=budget, device=device, measure=measure, **given)
     with progress() as report:

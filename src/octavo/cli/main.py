@@ -7,6 +7,7 @@ OCTAVO_DEBUG=1 in the environment shows tracebacks.
 
 from __future__ import annotations
 
+import inspect
 import io
 import os
 import sys
@@ -45,6 +46,13 @@ def _default(value: object) -> str | None:
     return str(value) if value not in (None, False, "", ()) else None
 
 
+def _unwrapped(doc: str) -> str:
+    """Return a docstring with each paragraph before the parameters on one line, which the terminal wraps."""
+    about, mark, parameters = doc.partition("\n\nParameters\n")
+    paragraphs = (text if text.startswith("    ") else " ".join(text.split()) for text in about.split("\n\n"))
+    return "\n\n".join(paragraphs) + mark + parameters
+
+
 app = App(
     name="octavo",
     help=HELP,
@@ -54,8 +62,9 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 FINISHED = dump, dashboard, report, localize, export, eval_  # commands on runs
-for command in (train, plan, pilot, calibrate, doctor, recipes, bench(), *FINISHED):
-    app.command(command)
+for command in (train, plan, pilot, calibrate, doctor, recipes, *FINISHED):
+    app.command(command, help=_unwrapped(inspect.getdoc(command) or ""))
+app.command(bench())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

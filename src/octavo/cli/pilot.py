@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
+from cyclopts.types import NonNegativeInt, PositiveInt
 
 from octavo._util.terminal import console, say
-from octavo.cli.flags import positive
-from octavo.errors import ConfigError
+from octavo.cli.flags import JsonOutput, Switch
 
 
 @Parameter(name="*")
@@ -19,9 +19,9 @@ from octavo.errors import ConfigError
 class BatchFlags:
     """The batches of a Hugging Face config; a Python file and a run file have their own."""
 
-    batch: int = 8
+    batch: PositiveInt = 8
     """Sequences, or images, per batch."""
-    sequence: int = 1024
+    sequence: PositiveInt = 1024
     """Tokens per sequence."""
     data: Path | None = None
     """Text, in place of random tokens; read by the tokenizer.json beside the config, else by bytes."""
@@ -33,11 +33,11 @@ def pilot(
     *,
     batches: BatchFlags | None = None,
     recipes: Annotated[list[str] | None, Parameter(consume_multiple=True, negative=())] = None,
-    steps: int = 20,
-    compile: Annotated[bool, Parameter(negative=())] = False,
+    steps: NonNegativeInt = 20,
+    compile: Switch = False,
     gpu: Literal["h100", "h200"] = "h200",
     html: Path | None = None,
-    json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    json_output: JsonOutput = False,
 ) -> int:
     """Try FP8 on your model: measure BF16, FP16, FP32 and recipes side by side, and recommend what to do.
 
@@ -64,18 +64,14 @@ def pilot(
         GPU to predict for on a CPU.
     html
         File to write a report with plots to.
-    json_output
-        Print everything as JSON.
     """
-    if steps < 0:
-        raise ConfigError(f"--steps: {steps} is negative.")
     sizes = batches or BatchFlags()
     from octavo.pilot import Settings, load_workload, run_pilot
     from octavo.pilot.report import to_dict, to_html, to_text
     from octavo.pilot.run import RECIPES
     from octavo.pilot.workload import Shape
 
-    shape = Shape(positive("--batch", sizes.batch), positive("--sequence", sizes.sequence), sizes.data)
+    shape = Shape(sizes.batch, sizes.sequence, sizes.data)
     workload = load_workload(model, shape)
     settings = Settings(recipes=tuple(recipes or RECIPES), steps=steps, compile=compile, gpu=gpu)
     with console(stderr=True).status("reading the model") as status:

@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from cyclopts import Parameter
+from cyclopts.types import PositiveInt
 
 from octavo._util.terminal import console, progress, say
-from octavo.cli.flags import COMMON, configure, positive, with_flags_of
+from octavo.cli.flags import COMMON, JsonOutput, Switch, configure, with_flags_of
 from octavo.errors import ConfigError
 from octavo.train.config import RunConfig
 
 if TYPE_CHECKING:
     from octavo.conversion import Plan
+    from octavo.recipes import Recipe
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryFlags:
+    """Flags of the forecast of memory."""
+
+    memory: Switch = False
+    """Predict the peak GPU memory instead, by kind."""
+    gpus: PositiveInt = 1
+    """With --memory: number of GPUs for FSDP2; the batch is per GPU."""
+    fits: float | None = None
+    """With --memory: GiB of a GPU; find the largest model of these proportions that fits."""
+
+
+NO_MEMORY = MemoryFlags()
 
 
 @with_flags_of(RunConfig, COMMON)
@@ -27,10 +45,8 @@ def plan(
     *,
     preset: str | None = None,
     gpu: Literal["a100", "l40s", "h100", "h200", "b200", "rtx5090", "mi300x", "mi355x", "max1550"] | None = None,
-    memory: Annotated[bool, Parameter(negative=())] = False,
-    gpus: int = 1,
-    fits: float | None = None,
-    json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    memory: MemoryFlags = NO_MEMORY,
+    json_output: JsonOutput = False,
     settings: Mapping[str, Any],
 ) -> int:
     """Show the precision planned for each layer of a model, with the reason; or predict a run's GPU memory.
@@ -54,29 +70,33 @@ def plan(
         demo (demo-cuda or demo-cpu, depending on the device), tiny, or parity-cuda. FILE overrides it.
     gpu
         Plan for this GPU, which need not be here, with the predicted gain of each layer where its rates are known.
-    memory
-        Predict the peak GPU memory instead, by kind.
-    gpus
-        With --memory: number of GPUs for FSDP2; the batch is per GPU.
-    fits
-        With --memory: GiB of a GPU; find the largest model of these proportions that fits.
-    json_output
-        Print the plan as JSON.
     """
     config = configure(file, preset, settings)
-    if memory:
-        return _memory(config, gpus, fits, json_output)
-    if gpus != 1 or fits is not None:
+    if memory.memory:
+        return _memory(config, memory.gpus, memory.fits, json_output)
+    if memory != NO_MEMORY:
         raise ConfigError("--gpus and --fits need --memory.")
+    from octavo import recipes
+
+    recipe = recipes.load(config.run.recipe)
+    planned = _plan(config, recipe, gpu)
+    if json_output:
+        say(planned.to_json())
+    else:
+        _show(planned)
+        say(f"\n{recipes.explain(recipe)}")
+    return 0
+
+
+def _plan(config: RunConfig, recipe: Recipe, gpu: str | None) -> Plan:
+    """Return the plan of a run's model, on this GPU or where the run would be, computed as the run computes it."""
     import torch
 
-    from octavo import recipes
     from octavo.conversion import make_plan
     from octavo.models import build
     from octavo.train.device import resolve
     from octavo.train.setup import hold_as, policy_of
 
-    recipe = recipes.load(config.run.recipe)
     here = resolve(config.run.device)
     with torch.device("meta"):
         model = build(config.model, config.run.seed)
@@ -87,22 +107,16 @@ def plan(
     before = torch.is_autocast_enabled(kind)
     torch.set_autocast_enabled(kind, True)  # as a run computes; torch.autocast refuses a GPU that is not here
     try:
-        planned = make_plan(model, recipe, policy=policy, tokens=tokens, device=gpu or here)
+        return make_plan(model, recipe, policy=policy, tokens=tokens, device=gpu or here)
     finally:
         torch.set_autocast_enabled(kind, before)
-    if json_output:
-        say(planned.to_json())
-    else:
-        _show(planned)
-        say(f"\n{recipes.explain(recipe)}")
-    return 0
 
 
 def _show(planned: Plan) -> None:
     """Print a plan: coloured and fitted to the width in a terminal, plain in a pipe."""
     from rich.table import Table
 
-    from octavo.conversion.plan import footer, table_rows
+    from octavo.conversion.plan_text import footer, table_rows
 
     screen = console()
     if not screen.is_terminal:
@@ -121,7 +135,6 @@ def _memory(config: RunConfig, gpus: int, fits: float | None, json_output: bool)
     """Print the forecast; return 1 if no model of these proportions fits."""
     from octavo.train.memory import forecast_run, largest_model
 
-    positive("--gpus", gpus)
     if fits is not None and not 0 < fits < math.inf:
         raise ConfigError(f"--fits {fits}: must be a positive number of GiB.")
     model, forecast = config.model, None
@@ -134,16 +147,14 @@ def _memory(config: RunConfig, gpus: int, fits: float | None, json_output: bool)
         say(f"no model of these proportions fits {fits} GiB", to_stderr=True)
         return 1
     if json_output:
-        say(json.dumps({"model": dataclasses.asdict(model), **forecast.to_dict()}, indent=1))
+        say(json.dumps({"model": asdict(model), **forecast.to_dict()}, indent=1))
     else:
         shape = f"{model.layers} layers of {model.dim}, {forecast.parameters / 1e6:,.1f} M parameters in memory"
         say(f"{shape}\n\n{forecast}")
     return 0
 
 
-def recipes(
-    name: str | None = None, /, *, json_output: Annotated[bool, Parameter(name="--json", negative=())] = False
-) -> int:
+def recipes(name: str | None = None, /, *, json_output: JsonOutput = False) -> int:
     """List the FP8 recipes, one line each, or explain one.
 
     Examples:
@@ -156,8 +167,6 @@ def recipes(
     ----------
     name
         A recipe's name, or the path of a recipe file.
-    json_output
-        Print JSON.
     """
     from octavo import recipes as known
     from octavo._util import config_reader

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from octavo._util.terminal import say
+from octavo.cli.flags import JsonOutput, Switch
 from octavo.errors import ConfigError
 
 
@@ -75,7 +76,6 @@ def report(
     output
         File to write.
     """
-    from octavo.errors import ConfigError
     from octavo.monitor.dashboard.report import report as write
 
     if not runs:
@@ -91,7 +91,7 @@ def dump(
     *,
     to: Literal["parquet", "csv", "tensorboard"],
     out: Path | None = None,
-    json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    json_output: JsonOutput = False,
 ) -> int:
     """Write the measurements of a run as Parquet, CSV or TensorBoard files. It may still be training.
 
@@ -110,8 +110,6 @@ def dump(
         event file with the scalars and aggregates of the telemetry.
     out
         Folder to write to; by default a folder named as the format, in the run's directory.
-    json_output
-        Print the paths as JSON.
     """
     from octavo.monitor.export import export
     from octavo.monitor.store.writer import file_of
@@ -132,8 +130,8 @@ def export(
     out: Path | None = None,
     format: Literal["auto", "compressed-tensors", "fp8", "plain"] = "auto",
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
-    overwrite: Annotated[bool, Parameter(negative=())] = False,
-    json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    overwrite: Switch = False,
+    json_output: JsonOutput = False,
 ) -> int:
     """Export a run's model for inference engines: the trained codes and scales, byte for byte, and the tokenizer.
 
@@ -143,7 +141,7 @@ def export(
 
         octavo export runs/demo
         octavo export runs/demo --out served --overwrite
-        octavo export runs/demo/checkpoints/step-000320 --format plain --dtype float32
+        octavo export runs/demo/checkpoints/step-000320 --format plain
 
     Parameters
     ----------
@@ -158,8 +156,6 @@ def export(
         Dtype of everything not in FP8.
     overwrite
         Replace an existing exported model.
-    json_output
-        Print the result as JSON.
     """
     import torch
 

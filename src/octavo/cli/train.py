@@ -6,14 +6,12 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
-
-from cyclopts import Parameter
+from typing import Any
 
 from octavo._util import config_reader
 from octavo._util.dist import is_first_rank
 from octavo._util.terminal import console, say
-from octavo.cli.flags import COMMON, configure, with_flags_of
+from octavo.cli.flags import COMMON, JsonOutput, Switch, configure, with_flags_of
 from octavo.train.config import RunConfig
 
 
@@ -23,10 +21,10 @@ def train(
     /,
     *,
     preset: str | None = None,
-    resume: Annotated[bool, Parameter(negative=())] = False,
-    overwrite: Annotated[bool, Parameter(negative=())] = False,
-    dry_run: Annotated[bool, Parameter(negative=())] = False,
-    json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    resume: Switch = False,
+    overwrite: Switch = False,
+    dry_run: Switch = False,
+    json_output: JsonOutput = False,
     settings: Mapping[str, Any],
 ) -> int:
     """Train a model in FP8 and its BF16 baseline on the same batches, and compare them on held-out text.
@@ -47,15 +45,14 @@ def train(
     file
         Run file, .toml or .json, or the directory of a run.
     preset
-        demo (demo-cuda or demo-cpu, depending on the device), tiny, parity-cuda or parity-350m-cuda. FILE overrides it.
+        demo (demo-cuda or demo-cpu, depending on the device), tiny, parity-cuda, parity-350m-cuda or parity-1b-cuda.
+        FILE overrides it.
     resume
         Resume from the last checkpoint, bit for bit.
     overwrite
         Replace an existing run.
     dry_run
         Print the resolved configuration and stop.
-    json_output
-        Print the summary as JSON on stdout, progress on stderr.
     """
     config = configure(file, preset, settings)
     if dry_run:

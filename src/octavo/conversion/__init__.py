@@ -1,10 +1,11 @@
 """Turn a user's model into one that computes in FP8, and back."""
 
 from octavo.conversion.apply import convert, disabled, enable, revert
+from octavo.conversion.layer_plan import LayerPlan
 from octavo.conversion.mode import AutocastReport, autocast
 from octavo.conversion.offloading import Offload, offload
 from octavo.conversion.operators import Operators
-from octavo.conversion.plan import LayerPlan, Plan, make_plan
+from octavo.conversion.plan import Plan, make_plan
 from octavo.conversion.policy import Policy
 from octavo.conversion.recomputation import Cost, Recompute, recompute
 

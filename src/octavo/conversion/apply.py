@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from octavo.conversion.fusion_patterns import FusionPattern, full_name, reader_of
 from octavo.conversion.mode import keep, suspended
-from octavo.conversion.plan import Plan, layers_of, make_plan, refuse_reference, refuse_unapplied
+from octavo.conversion.plan import Plan, layers_of, make_plan
 from octavo.conversion.policy import Policy
+from octavo.conversion.refusals import refuse_reference, refuse_unapplied
 from octavo.conversion.weights import check_free, make_plain, store
 from octavo.errors import NonFiniteError
 from octavo.kernels.ledger import warn_once
@@ -26,7 +27,7 @@ from octavo.nn.experts import adopt as adopt_experts
 from octavo.nn.experts import release as release_experts
 from octavo.nn.fp8_weights import values
 from octavo.nn.functional import spec_of
-from octavo.nn.fused import FusedMLP, MLPRoles, fuse, unfuse
+from octavo.nn.fused import FusedMLP, MLPRoles, fuse
 from octavo.nn.linear import is_adopted, is_transposed
 from octavo.nn.norm import Norm, adopt
 from octavo.nn.scaling_state import attach_scaling_state
@@ -75,16 +76,20 @@ def convert(
         for note in plan.notes:
             warn_once(f"octavo.convert: {note}")
     layers = layers_of(model)
-    for name in plan.recipes:
-        if name in layers:
-            _check_finite(name, layers[name].weight)
-    for name in plan.experts:
-        for parameter, weight in model.get_submodule(name).named_parameters():
-            _check_finite(f"{name}.{parameter}", weight, "")
+    _check_finite(model, plan, layers)
     calibrated = None if scales is None else calibration.read(Path(scales))
     calibration.check(plan.recipes, calibrated)
     check_free([layers[row.name].weight for row in plan.layers if row.saves])
     _release(model)
+    _carry_out(model, plan, layers)
+    book = attach_scaling_state({name: module for name, module in layers.items() if is_adopted(module)}, model)
+    if book is not None and calibrated is not None:
+        book.start_from(calibrated)
+    return plan
+
+
+def _carry_out(model: nn.Module, plan: Plan, layers: Mapping[str, nn.Linear | AnyConvolution]) -> None:
+    """Change the classes of layers, experts and structures, and what weights are stored in."""
     for name, recipe in plan.recipes.items():
         if name in layers:
             _adopt(layers[name], recipe)
@@ -101,10 +106,6 @@ def convert(
             layer.keeps_input = row.keeps_input
     for structure in plan.structures:
         _join(model.get_submodule(structure.name), structure, plan)
-    book = attach_scaling_state({name: module for name, module in layers.items() if is_adopted(module)}, model)
-    if book is not None and calibrated is not None:
-        book.start_from(calibrated)
-    return plan
 
 
 def _adopt(layer: nn.Linear | AnyConvolution, recipe: Recipe) -> None:
@@ -118,7 +119,7 @@ def _join(module: nn.Module, structure: FusionPattern, plan: Plan) -> None:
     """Make the layers of a structure compute together. Norms quantise for the plan's own recipe."""
     if structure.kind == "norm":
         operand = plan.recipe.fprop.input if plan.recipe.fprop.is_fp8 else None
-        adopt(module, None if operand is None else spec_of(operand), structure.norm_inputs)
+        adopt(module, None if operand is None else spec_of(operand), structure.saved)
         return
     if structure.kind == "attention":
         core = cast(ScaledDotProduct, module)
@@ -126,7 +127,7 @@ def _join(module: nn.Module, structure: FusionPattern, plan: Plan) -> None:
         return
     if structure.kind == "mlp":
         roles = MLPRoles(structure.activation, structure.layers[:-1], structure.layers[-1])
-        fuse(module, roles, structure.activation_inputs)
+        fuse(module, roles, plan.policy.activation_inputs)
         return
     layers = [cast(Linear, module.get_submodule(name)) for name in structure.layers]
     shared = SharedInput(layers)
@@ -154,13 +155,11 @@ def _release(model: nn.Module) -> int:
     """Turn every FP8 layer back into PyTorch's, and leave what its weight is stored in."""
     count = 0
     for module in list(model.modules()):
-        if isinstance(module, FusedMLP):
-            unfuse(module)
+        if isinstance(module, FusedMLP | Norm):
+            module.release()
         elif isinstance(module, Experts):
             release_experts(module)
             count += 2
-        elif isinstance(module, Norm):
-            module.release()
         elif isinstance(module, ScaledDotProduct):
             module.keep_values()
         elif isinstance(module, nn.Linear | AnyConvolution) or is_transposed(module):
@@ -200,14 +199,22 @@ def _fp8_layers(model: nn.Module) -> list[Linear | Convolution]:
     return [m for m in layers if is_adopted(m) or type(m) in (Conv1d, Conv2d)]  # subclasses are their users' own
 
 
-def _check_finite(name: str, weight: Tensor, attribute: str = "weight") -> None:
+def _check_finite(model: nn.Module, plan: Plan, layers: Mapping[str, nn.Linear | AnyConvolution]) -> None:
+    for name in plan.recipes:
+        if name in layers:
+            _check_weight(f"{name}.weight".lstrip("."), layers[name].weight)
+    for name in plan.experts:
+        for parameter, weight in model.get_submodule(name).named_parameters():
+            _check_weight(f"{name}.{parameter}".lstrip("."), weight)
+
+
+def _check_weight(name: str, weight: Tensor) -> None:
     weight = values(weight.detach(), weight.dtype).flatten(1)
     if weight.is_meta or bool(torch.isfinite(weight).all()):
         return
     count = int((~torch.isfinite(weight)).sum())
     row, column = (int(i) for i in torch.nonzero(~torch.isfinite(weight))[0])
     raise NonFiniteError(
-        f"{'.'.join(filter(None, (name, attribute)))} holds {count} value(s) that are NaN or infinite, the first at "
-        f"row {row}, column {column}. "
-        "Load a good checkpoint, or find the step that produced them; nothing was converted."
+        f"{name} holds {count} value(s) that are NaN or infinite, the first at row {row}, column {column}. Load a good "
+        "checkpoint, or find the step that produced them; nothing was converted."
     )

@@ -5,20 +5,17 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
 from octavo.conversion.policy import blocks_of
 from octavo.errors import ConfigError, did_you_mean
-from octavo.nn.adopted import adopted_class
+from octavo.nn.adopted import Adopted
 
 
-class Wrapped(nn.Module):
+class Wrapped(Adopted):
     """Mixin for the class of a block: `wrap` adds it, `unwrap` removes it."""
-
-    parent: type[nn.Module]
-    """Original class."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Reduce to the original class: pickles and copies hold the unwrapped block."""
@@ -28,7 +25,7 @@ class Wrapped(nn.Module):
             reduced = self.__reduce_ex__(protocol)
         finally:
             self.__class__ = wrapped
-        state = {name: value for name, value in vars_of.items() if name not in _attributes(wrapped)}
+        state = {name: value for name, value in vars_of.items() if name not in wrapped.fields}
         make = _new if reduced[0] is vars(copyreg)["__newobj__"] else reduced[0]
         return make, reduced[1], state, *reduced[3:]
 
@@ -75,8 +72,7 @@ def wrap(module: nn.Module, kind: type[Wrapped], **attributes: Any) -> None:
     """
     if isinstance(module, kind):
         raise ConfigError(f"{type(module).__name__} has this wrapper already: call `remove()` of the first one.")
-    module.__class__ = adopted_class(kind, type(module))
-    vars(module).update(attributes)
+    kind.take(module, **attributes)
 
 
 def unwrap(module: nn.Module, kind: type[Wrapped]) -> None:
@@ -90,15 +86,8 @@ def unwrap(module: nn.Module, kind: type[Wrapped]) -> None:
     wrapped = type(module)
     if wrapped.__bases__[0] is not kind:
         raise ConfigError(f"{wrapped.__name__} has been wrapped again since: remove in reverse order.")
-    for name in _attributes(wrapped):
-        vars(module).pop(name, None)
-    module.__class__ = cast(Any, wrapped).parent
+    module.release()
 
 
 def _new(parent: type[nn.Module], *arguments: Any) -> nn.Module:
     return parent.__new__(parent, *arguments)
-
-
-def _attributes(wrapped: type[nn.Module]) -> set[str]:
-    """Return the names of the attributes that a wrapper sets on the module."""
-    return {name for name in vars(wrapped.__bases__[0]).get("__annotations__", {}) if name != "parent"}

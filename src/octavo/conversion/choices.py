@@ -14,7 +14,8 @@ from octavo.kernels.dispatch import rates
 from octavo.recipes import Recipe, load, names
 
 if TYPE_CHECKING:
-    from octavo.conversion.plan import LayerPlan, Plan
+    from octavo.conversion.layer_plan import LayerPlan
+    from octavo.conversion.plan import Plan
 
 
 class Choice(NamedTuple):

@@ -12,21 +12,22 @@ import ast
 import inspect
 import itertools
 import textwrap
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
+from octavo.conversion.policy import Policy
 from octavo.kernels.activation import KINDS
 from octavo.kernels.norm import unsupported_reason as norm_unsupported_reason
 from octavo.kernels.reference.activation import value_and_slope
-from octavo.nn.attention import AttentionOutput, ScaledDotProduct, shares_codes
+from octavo.nn.attention import ScaledDotProduct, shares_codes
 from octavo.nn.attention import unsupported_reason as attention_unsupported_reason
 from octavo.nn.functional import spec_of
-from octavo.nn.fused import FusedMLP, MLPRoles, unfuse
-from octavo.nn.mlp import ActivationInputs, unsupported_reason
+from octavo.nn.fused import FusedMLP, MLPRoles
+from octavo.nn.mlp import unsupported_reason
 from octavo.nn.norm import NormInputs, adopts
 from octavo.nn.probe import computes, shallow_copy
 from octavo.recipes import Recipe, reused_from
@@ -47,12 +48,9 @@ class FusionPattern:
     """Of an MLP."""
     makes_codes: bool = True
     """Of a norm: whether the recipe's scales are known when a row is, so that its reader need not quantise."""
-    activation_inputs: ActivationInputs = "bf16"
-    """Of an MLP: what the inputs of its activation are kept in for backward."""
-    norm_inputs: NormInputs = "bf16"
-    """Of a norm: what its input is kept in for backward."""
-    attention_output: AttentionOutput = "bf16"
-    """Of an attention: what its output is kept in for backward."""
+    saved: NormInputs = "bf16"
+    """What is kept for backward in: of an MLP the inputs of its activation, of a norm its input, of an attention its
+    output."""
     shares_codes: bool = False
     """Of an attention: whether its reader keeps the same codes."""
 
@@ -60,10 +58,10 @@ class FusionPattern:
     def what(self) -> str:
         """Return a line on the operations that are fused and the tensors that are kept in FP8."""
         if self.kind == "mlp":
-            kept = f"; {' and '.join(self.layers[:-1])} kept in FP8" if self.activation_inputs == "fp8" else ""
+            kept = f"; {' and '.join(self.layers[:-1])} kept in FP8" if self.saved == "fp8" else ""
             return f"fused: {' + '.join((*self.layers[:-1], self.activation, self.layers[-1]))}{kept}"
         if self.kind == "norm":
-            kept = {"fp8": "; its input kept in FP8", "output": "; compiled, its output kept"}.get(self.norm_inputs, "")
+            kept = {"fp8": "; its input kept in FP8", "output": "; compiled, its output kept"}.get(self.saved, "")
             return f"fused: norm{' + quantise' * self.makes_codes}{kept}"
         if self.kind == "attention":
             own = "the codes that {} keeps" if self.shares_codes else "codes of its own, beside those of {}"
@@ -79,10 +77,8 @@ def find_mlps(model: nn.Module) -> dict[str, MLPRoles]:
 def find_structures(
     model: nn.Module,
     recipes: dict[str, Recipe],
-    mlps: dict[str, MLPRoles],
-    activation_inputs: ActivationInputs = "bf16",
-    norm_inputs: NormInputs = "bf16",
-    attention_output: AttentionOutput = "bf16",
+    mlps: Mapping[str, MLPRoles],
+    policy: Policy,
     keep_input: Collection[str] = (),
 ) -> Iterator[FusionPattern]:
     """Yield what can be computed together among the layers that run in FP8, and the norms that such layers may read.
@@ -90,9 +86,7 @@ def find_structures(
     Args:
         recipes: full name of each FP8 layer -> its recipe.
         mlps: what `find_mlps` found.
-        activation_inputs: what MLPs are to keep the inputs of their activation in for backward.
-        norm_inputs: what norms are to keep their inputs in.
-        attention_output: what attention is to keep its output in.
+        policy: says what MLPs, norms and attention are to keep for backward in.
         keep_input: full names of the layers that keep their input as it is.
     """
     widths = {cast(nn.Linear, model.get_submodule(name)).in_features for name in recipes}
@@ -101,32 +95,23 @@ def find_structures(
     for name, module in model.named_modules():
         if adopts(module):
             if _width(module) in widths:
-                yield FusionPattern(name=name, kind="norm", makes_codes=makes_codes, norm_inputs=norm_inputs)
+                yield FusionPattern(name=name, kind="norm", makes_codes=makes_codes, saved=policy.norm_inputs)
             continue
         if isinstance(module, ScaledDotProduct):
             reader = reader_of(name, module)
-            if attention_output == "fp8" and not attention_unsupported_reason(
-                recipes.get(reader), reader in keep_input
-            ):
+            recipe = recipes.get(reader)
+            if policy.attention_output == "fp8" and not attention_unsupported_reason(recipe, reader in keep_input):
+                assert recipe is not None
+                shares = shares_codes(recipe) and reused_from(recipe, "wgrad", "input") is not None
                 yield FusionPattern(
-                    name=name,
-                    kind="attention",
-                    layers=(module.reader,),
-                    attention_output=attention_output,
-                    shares_codes=shares_codes(recipes[reader])
-                    and reused_from(recipes[reader], "wgrad", "input") is not None,
+                    name=name, kind="attention", layers=(module.reader,), saved="fp8", shares_codes=shares
                 )
             continue
         own = {child: recipes.get(full_name(name, child)) for child, _ in module.named_children()}
         roles = mlps.get(name)
         if roles is not None and _can_fuse(roles, own):
-            yield FusionPattern(
-                name=name,
-                kind="mlp",
-                layers=(*roles.inner, roles.down),
-                activation=roles.kind,
-                activation_inputs=activation_inputs,
-            )
+            layers, saved = (*roles.inner, roles.down), policy.activation_inputs
+            yield FusionPattern(name=name, kind="mlp", layers=layers, activation=roles.kind, saved=saved)
             continue
         for names in find_shared(module):
             for same in _of_one_recipe(names, own):
@@ -220,7 +205,7 @@ def _tiny_copy(module: nn.Module, roles: MLPRoles, training: bool) -> nn.Module:
     """Return a copy of a module whose linear layers are small and random; it holds no other tensors."""
     probe = shallow_copy(module, training)
     if isinstance(module, FusedMLP):
-        unfuse(cast(FusedMLP, probe))
+        cast(FusedMLP, probe).release()
     for seed, name in enumerate((*roles.inner, roles.down)):
         shape = (_WIDTH, _HIDDEN) if name == roles.down else (_HIDDEN, _WIDTH)
         layer = nn.Linear(shape[1], shape[0], bias=False, dtype=torch.float32)

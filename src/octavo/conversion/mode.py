@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from octavo._util.compiler import assume_constant_result
+from octavo._util.terminal import columns
 from octavo.conversion.gain import predicted_gain
 from octavo.conversion.matmul_ops import PARSERS, MatmulCall
 from octavo.conversion.operators import Operators
@@ -98,6 +99,11 @@ class autocast(TorchFunctionMode):
 
     def _judge(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MatmulCall | str:
         """Return the product that a call is to be in FP8, or why it stays as it is."""
+        if (own := self.operators.own.get(name)) is not None and name not in self.operators.black:
+            name, *rest = own(*args, **kwargs)
+            args, kwargs = tuple(rest), {}
+            if name not in self.operators.white:
+                return f"its reader says '{name}', which is not white"
         black = self.operators.black.get(name)
         product = _read(name, args, kwargs) if black is None else black
         return product if isinstance(product, str) else self._why_not(product) or product
@@ -245,9 +251,5 @@ class AutocastReport:
 
     def __str__(self) -> str:
         rows = [("operator", "runs in", "calls", "compiled", "why"), *(tuple(map(str, row)) for row in self.rows())]
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = [
-            "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]) for row in rows
-        ]
         total, every = (sum(row[2] + row[3] for row in self.rows() if kept or not row[4]) for kept in (False, True))
-        return "\n".join([*(line.rstrip() for line in lines), "", f"{total} of {every} calls in FP8"])
+        return "\n".join([*columns(rows), "", f"{total} of {every} calls in FP8"])

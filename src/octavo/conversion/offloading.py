@@ -52,6 +52,7 @@ def offload(
 class OffloadedBlock(Wrapped):
     """A block whose saved tensors are offloaded."""
 
+    fields = ("offload",)
     offload: Offload
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

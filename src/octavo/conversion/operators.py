@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from octavo.conversion.matmul_ops import PARSERS
 from octavo.errors import ConfigError, did_you_mean
 
+Reader = Callable[..., tuple[Any, ...]]
+"""Takes what an operator is called with; returns the name of a white operator, and its arguments."""
 _NORM = "norm: it divides by a mean of squares, which FP8 cannot hold"
 _SOFTMAX = "softmax: an exponential turns small errors into large ones"
 _LOSS = "loss: its error goes straight into every gradient"
@@ -69,6 +71,9 @@ class Operators:
     """Runs in FP8: operator -> reason."""
     black: dict[str, str] = field(default_factory=_black)
     """Runs as it is, in the dtype it is called in, and is reported: operator -> reason."""
+    own: dict[str, Reader] = field(default_factory=dict)
+    """Operators of other libraries by `namespace::name`, as `torch.library` registers them -> the white operator that a
+    call equals, and its operands. A call that cannot be FP8 remains one of the library's operator."""
     min_features: int = 32
     """A product with fewer columns, or with fewer terms in its sums, stays as it is."""
     multiple: int = 16
@@ -79,7 +84,7 @@ class Operators:
     """On a GPU that has no batched FP8 kernel for the recipe, a larger batch of products stays as it is."""
 
     def __post_init__(self) -> None:
-        for name in (*self.white, *self.black):
+        for name in (*self.white, *self.black, *self.own):
             functions_named(name)
         for name in self.white:
             if name in self.black:
@@ -98,6 +103,10 @@ class Operators:
         """Return lists in which this operator is black."""
         return replace(self.without(name), black={**self.without(name).black, name: reason})
 
+    def with_own(self, name: str, reader: Reader) -> Operators:
+        """Return lists in which an operator of another library stands for a white one: `own`."""
+        return replace(self, own={**self.own, name: reader})
+
     def without(self, name: str) -> Operators:
         """Return lists that have this operator on neither."""
         functions_named(name)
@@ -106,7 +115,8 @@ class Operators:
 
     def watched(self) -> dict[Callable[..., Any], str]:
         """Return the operator that each function stands for, for all that are on a list."""
-        return {function: name for name in (*self.white, *self.black) for function in functions_named(name)}
+        names = (*self.white, *self.black, *self.own)
+        return {function: name for name in names for function in functions_named(name)}
 
     def __str__(self) -> str:
         rows = [("list", "operator", "why")]
@@ -123,6 +133,8 @@ def functions_named(name: str) -> tuple[Callable[..., Any], ...]:
     Raises:
         ConfigError: there are none.
     """
+    if "::" in name:
+        return _registered(*name.split("::", 1))
     owners = (F, torch, torch.Tensor, torch.special, torch.linalg)
     found = dict.fromkeys(getattr(owner, name, None) for owner in owners)
     functions = tuple(function for function in found if function in _seen_by_modes())
@@ -130,6 +142,14 @@ def functions_named(name: str) -> tuple[Callable[..., Any], ...]:
         known = {function.__name__ for function in _seen_by_modes()}
         raise ConfigError(f"PyTorch has no operator '{name}' that can be listed.{did_you_mean(name, known)}")
     return functions
+
+
+def _registered(namespace: str, name: str) -> tuple[Callable[..., Any], ...]:
+    """Return an operator that `torch.library` has registered, and its overloads."""
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    if packet is None:
+        raise ConfigError(f"no operator '{namespace}::{name}' is registered. Import the library that defines it first.")
+    return packet, *(getattr(packet, overload) for overload in packet.overloads())
 
 
 @cache

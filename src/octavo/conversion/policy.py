@@ -15,13 +15,11 @@ from octavo.conversion.experts import FoundExperts
 from octavo.conversion.weights import Weights
 from octavo.errors import ConfigError, did_you_mean
 from octavo.nn import Conv1d, Conv2d, Linear
-from octavo.nn.attention import AttentionOutput
 from octavo.nn.conv import unsupported_reason
 from octavo.nn.linear import is_adopted, is_transposed
-from octavo.nn.mlp import ActivationInputs
 from octavo.nn.norm import NormInputs
 from octavo.nn.operands import REAL
-from octavo.recipes import Recipe
+from octavo.recipes import Precision, Recipe
 
 HEAD = "output head: its error goes straight into the loss"
 TOO_SMALL, NO_FP8 = "too small to gain", "the recipe says bf16"
@@ -53,6 +51,10 @@ _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 """Names that `torch.compile`, activation checkpointing and FSDP put between a module and its parent."""
 
 
+SAVED = ("activation_inputs", "norm_inputs", "attention_output")
+"""Options that say what is kept for backward in."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     """What `plan` and `convert` leave alone, of layers with a GEMM.
@@ -76,7 +78,7 @@ class Policy:
     memory: Literal["exact", "low"] = "exact"
     """What layers keep from forward to backward. `exact`: nothing twice, and FP8 codes where no gradient changes by it.
     `low`: FP8 wherever possible; it sets the next three options to `fp8`, each where the model has what it is for."""
-    activation_inputs: ActivationInputs = "bf16"
+    activation_inputs: Precision = "bf16"
     """What MLPs that are computed together keep the inputs of their activation in, the outputs of gate and up, from
     forward to backward. They are about half of a Llama's saved activations: `fp8` halves those, and backward reads
     fewer bytes. The forward stays what it is; the gradients of the MLP and of all before it take one more rounding to
@@ -87,7 +89,7 @@ class Policy:
     (power-of-two scales of 1x128), and that of its input hardly changes. `output` has compiled RMS norms in BF16 keep
     their output in place of their input, and the layers that read it no codes: a byte per element less, for gradients
     of the norms that see a value rounded to BF16 once more."""
-    attention_output: AttentionOutput = "bf16"
+    attention_output: Precision = "bf16"
     """What attention keeps its output in: `fp8` as the codes that the output projection keeps anyway, so that the
     output itself goes. The forward and the projection's gradients stay what they are; those of q, k and v see the
     output rounded. It is for modules that compute attention by `octavo.nn.ScaledDotProduct`, as Octavo's models do."""
@@ -111,24 +113,15 @@ class Policy:
             raise ConfigError(f"policy: keep = {self.keep!r}: it is a list of patterns, [{self.keep!r}], or a mapping.")
         if self.memory not in ("exact", "low"):
             raise ConfigError(f"memory = {self.memory!r}: it is 'exact' or 'low'.")
-        if self.memory == "low":
-            for name in ("activation_inputs", "norm_inputs", "attention_output"):
+        for name in SAVED:
+            if self.memory == "low":
                 object.__setattr__(self, name, "fp8")
-        if self.activation_inputs not in get_args(ActivationInputs):
-            raise ConfigError(f"activation_inputs = {self.activation_inputs!r}: it is 'bf16' or 'fp8'.")
-        if self.norm_inputs not in get_args(NormInputs):
-            raise ConfigError(f"norm_inputs = {self.norm_inputs!r}: it is 'bf16', 'fp8' or 'output'.")
-        if self.attention_output not in get_args(AttentionOutput):
-            raise ConfigError(f"attention_output = {self.attention_output!r}: it is 'bf16' or 'fp8'.")
-        if self.activation_inputs == "fp8" and not self.fuse:
-            raise ConfigError(
-                "activation_inputs = 'fp8' is for MLPs that are computed together, and fuse = False has none. "
-                "Leave one of the two out."
-            )
-        for name in ("norm_inputs", "attention_output"):
-            if getattr(self, name) == "fp8" and not self.fuse:
+            known = get_args(NormInputs if name == "norm_inputs" else Precision)
+            if (given := getattr(self, name)) not in known:
+                raise ConfigError(f"{name} = {given!r}: it is {' or '.join(map(repr, sorted(known)))}.")
+            if given != "bf16" and not self.fuse:
                 raise ConfigError(
-                    f"{name} = 'fp8' changes what a module beside linear layers keeps, and fuse = False leaves all of "
+                    f"{name} = {given!r} changes what MLPs, norms or attention keep, and fuse = False leaves all of "
                     "those alone. Leave one of the two out."
                 )
         if self.weights not in get_args(Weights):

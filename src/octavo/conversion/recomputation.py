@@ -132,6 +132,7 @@ class Recompute:
 class RecomputedBlock(Wrapped):
     """A checkpointed block."""
 
+    fields = ("recompute_keeps", "checkpoint_contexts")
     recompute_keeps: str
     """The choice as text: Dynamo guards on it, and not on `checkpoint_contexts`."""
     checkpoint_contexts: Callable[[], Any]
@@ -181,10 +182,9 @@ _LENGTHS: dict[str | None, Callable[[tuple[Any, ...]], int]] = {
     "aten::addmm": _summed(1),
     "aten::baddbmm": _summed(1),
     "aten::convolution": _taps,
-    "octavo::gemm": _summed(0),
-    **{f"octavo::{name}": lambda args: args[0][0].shape[-1] for name in ("bmm", "grouped_gemm")},
+    **{f"octavo::{name}": lambda args: args[0][0].shape[-1] for name in ("gemm", "bmm", "grouped_gemm")},
     **{f"aten::_scaled_dot_product_{name}": lambda args: args[1].shape[-2] for name in _ATTENTION},
-    "octavo::attention": lambda args: args[1].shape[1],
+    "octavo::attention": lambda args: args[0][1].shape[1],
 }
 """Length of the sum behind one element of the result, by operator."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from torch import nn
 
@@ -18,7 +18,7 @@ def find_unapplied(
     model: nn.Module,
     policy: Policy,
     recipes: dict[str, Recipe],
-    mlps: dict[str, MLPRoles],
+    mlps: Mapping[str, MLPRoles],
     structures: tuple[FusionPattern, ...],
     keep_input: Collection[str],
 ) -> Iterator[str]:
@@ -36,10 +36,8 @@ def find_unapplied(
         if not mlps:
             yield "activation_inputs = 'fp8' does nothing: no MLP is recognised in the model"
     if policy.norm_inputs != "bf16" and not applied["norm"]:
-        yield (
-            f"norm_inputs = '{policy.norm_inputs}' does nothing: no norm is recognised whose result a layer in FP8 could "
-            "read"
-        )
+        nothing = f"norm_inputs = '{policy.norm_inputs}' does nothing"
+        yield f"{nothing}: no norm is recognised whose result a layer in FP8 could read"
     if policy.attention_output == "fp8":
         found = {name: module for name, module in model.named_modules() if isinstance(module, ScaledDotProduct)}
         for name, module in found.items():

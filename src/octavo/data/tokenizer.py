@@ -75,7 +75,8 @@ class ByteTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`; a truncated character becomes U+FFFD."""
-        return bytes(i for i in map(int, ids) if i < 256).decode(errors="replace")
+        values = np.fromiter(ids, dtype=np.int64)
+        return values[values < 256].astype(np.uint8).tobytes().decode(errors="replace")
 
 
 def load_tokenizer(name: str, *, source: str | Path | None = None, cache_dir: Path | None = None) -> Tokenizer:

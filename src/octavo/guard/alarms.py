@@ -111,7 +111,8 @@ class Alarm(NamedTuple):
 
     def __str__(self) -> str:
         where = f" of {self.layer} {self.role}".rstrip() if self.layer else ""
-        held = "" if self.rule == "nonfinite" else f" ({self.value:.4g}, limit {self.limit:.4g})"
+        unit = " %" if self.rule == "gap" else ""
+        held = "" if self.rule == "nonfinite" else f" ({self.value:.4g}{unit}, limit {self.limit:.4g}{unit})"
         return f"{self.rule}{where}{held}"
 
 
@@ -231,8 +232,13 @@ class AlarmRules:
     @property
     def lr_limit(self) -> float:
         """Limit of the learning rate; infinite in a warm-up, in which every step has a higher one."""
-        is_settled = any(b <= a for a, b in pairwise(self._lrs))
-        return RISE * min(self._lrs) if is_settled and min(self._lrs) > 0 else math.inf
+        return RISE * min(self._settled_lrs, default=math.inf) or math.inf
+
+    @property
+    def _settled_lrs(self) -> list[float]:
+        """The last learning rates, without those of a warm-up."""
+        end = next((end for end, (a, b) in enumerate(pairwise(self._lrs), 1) if b <= a), len(self._lrs))
+        return self._lrs[end:]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the history as JSON values."""
@@ -339,7 +345,7 @@ class AlarmRules:
             before = self._second.get(name, math.nan)
             if second < SECOND_DROP * before:
                 yield Alarm(seen.step, "moments", layer_of(name), "moments", second, SECOND_DROP * before)
-            elif second > SECOND_JUMP * before > 0:
+            elif second > SECOND_JUMP * before > 0 and self._settled_lrs:  # gradients may grow a lot in a warm-up
                 yield Alarm(seen.step, "moments", layer_of(name), "moments", second, SECOND_JUMP * before)
 
     def _rates_of(self, seen: Observation) -> Iterator[tuple[str, float]]:

@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend
 
 from octavo.errors import ConfigError
 from octavo.kernels import ledger
-from octavo.kernels.operator import call, define, define_packed
+from octavo.kernels.operator import call, define_packed
 from octavo.kernels.reference import attention as reference
 from octavo.numerics import Quantized, dequantize
 
@@ -49,7 +49,7 @@ def attention(
         ConfigError: shapes or dtypes that do not fit.
     """
     _check(q, k, v)
-    y, lse = torch.ops.octavo.attention(q, k, v, causal, scale)
+    y, lse = call("attention", _attention, (q, k, v, causal, scale), [True, True])
     return y, lse
 
 
@@ -183,9 +183,5 @@ def _attention_backward_shape(_dy: Tensor, qkv: Sequence[Tensor], *_: object) ->
     return [x.new_empty(x.shape) for x in qkv]
 
 
-define(
-    "attention(Tensor q, Tensor k, Tensor v, bool causal, float? scale) -> (Tensor, Tensor)",
-    _attention,
-    _attention_shape,
-)
+define_packed("attention", _attention, _attention_shape)
 define_packed("attention_backward", _attention_backward, _attention_backward_shape)

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from octavo.kernels.dispatch import launches_on, run_twin, uses_triton
-from octavo.kernels.reference import coefficients as reference
+from octavo.kernels.dispatch import run_twin
 from octavo.kernels.transfers import PinnedStaging
 
 HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "sign", "clip", "clip_all")
@@ -80,9 +79,6 @@ def coefficients(
         skipped: int32 (1,), counts the steps that are skipped.
         uploads: keeps from step to step where the counts lie, as `name`.
     """
-    if uses_triton(told.hyper, "optimizer coefficients"):
-        from octavo.kernels.triton import coefficients as fast
-
-        with launches_on(told.hyper.device):
-            return fast.coefficients(told, counts, skipped, uploads, name)
-    return reference.coefficients(told, counts, skipped)
+    arguments = told, counts, skipped, uploads, name
+    made: StepCoefficients = run_twin("coefficients.coefficients", told.hyper, arguments, "optimizer coefficients")
+    return made

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from octavo.errors import ConfigError, UnsupportedError, did_you_mean
 from octavo.kernels import ledger
-from octavo.kernels.operator import define, is_direct
+from octavo.kernels.operator import call, define_packed, is_direct
 from octavo.kernels.reference import accumulator
 from octavo.kernels.reference.gemm import gemm as reference_gemm
 from octavo.kernels.vendor import dequantized
 from octavo.kernels.vendor import scaled_mm as vendor
-from octavo.numerics import Quantized, granularity_named
+from octavo.numerics import Quantized
 
 
 @dataclass(frozen=True)
@@ -128,17 +128,14 @@ def gemm(a: Quantized, b: Quantized, out_dtype: torch.dtype, accumulate: str = "
         out_dtype: BF16, FP16 or FP32.
         accumulate: `slow` or `fast`; `fast` is taken up by kernels that have it.
     """
-    if is_direct(a.codes):
-        return _run(a, b, out_dtype, accumulate == "fast")
-    result: Tensor = torch.ops.octavo.gemm(
-        a.codes, a.scale, a.granularity.name, b.codes, b.scale, b.granularity.name, out_dtype, accumulate == "fast"
-    )
+    arguments = a, b, out_dtype, accumulate == "fast"
+    result: Tensor = (_gemm(*arguments) if is_direct(a.codes) else call("gemm", _gemm, arguments, [True]))[0]
     return result
 
 
-def _run(left: Quantized, right: Quantized, out_dtype: torch.dtype, fast: bool) -> Tensor:
+def _gemm(left: Quantized, right: Quantized, out_dtype: torch.dtype, fast: bool) -> list[Tensor]:
     if 0 in (*left.codes.shape, right.codes.shape[0]):
-        return left.scale.new_zeros(left.codes.shape[0], right.codes.shape[0], dtype=out_dtype)
+        return [left.scale.new_zeros(left.codes.shape[0], right.codes.shape[0], dtype=out_dtype)]
     kernel, refused = choose(left, right)
     ledger.count(kernel.name)
     if kernel.name == "reference" and left.codes.is_cuda:
@@ -148,44 +145,20 @@ def _run(left: Quantized, right: Quantized, out_dtype: torch.dtype, fast: bool) 
     fast = fast if _now.fast is None else _now.fast
     device = left.codes.device.type
     if not torch.is_autocast_enabled(device):
-        return kernel.run(left, right, out_dtype, fast).contiguous()
+        return [kernel.run(left, right, out_dtype, fast).contiguous()]
     with torch.autocast(device, enabled=False):  # it would round the reference's FP32 operands to BF16
-        return kernel.run(left, right, out_dtype, fast).contiguous()
+        return [kernel.run(left, right, out_dtype, fast).contiguous()]
 
 
-def _gemm(
-    a: Tensor, a_scale: Tensor, a_granularity: str, b: Tensor, b_scale: Tensor, b_granularity: str,
-    out_dtype: torch.dtype, fast: bool,
-) -> Tensor:  # fmt: skip
-    left = Quantized(a, a_scale, granularity_named(a_granularity))
-    right = Quantized(b, b_scale, granularity_named(b_granularity))
-    return _run(left, right, out_dtype, fast)
-
-
-def _in_graph(
-    a: Tensor, a_scale: Tensor, a_granularity: str, b: Tensor, b_scale: Tensor, b_granularity: str,
-    out_dtype: torch.dtype, fast: bool,
-) -> bool:  # fmt: skip
+def _in_graph(left: Quantized, right: Quantized, out_dtype: torch.dtype, fast: bool) -> bool:
     """Return whether a compiler may see `torch._scaled_mm` itself: it has lowerings for tensor and row scales."""
-    if not (a.is_cuda and is_usual()) or 0 in (a.shape[1], b.shape[0]):
+    if not (left.codes.is_cuda and is_usual()) or 0 in (left.codes.shape[1], right.codes.shape[0]):
         return False
-    left = Quantized(a, a_scale, granularity_named(a_granularity))
-    right = Quantized(b, b_scale, granularity_named(b_granularity))
     return choose(left, right)[0].name in ("scaled_mm.tensor", "scaled_mm.row")
 
 
-def _gemm_shape(
-    a: Tensor, a_scale: Tensor, a_granularity: str, b: Tensor, b_scale: Tensor, b_granularity: str,
-    out_dtype: torch.dtype, fast: bool,
-) -> Tensor:  # fmt: skip
-    return a_scale.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+def _gemm_shape(left: Quantized, right: Quantized, out_dtype: torch.dtype, fast: bool) -> list[Tensor]:
+    return [left.scale.new_empty(left.codes.shape[0], right.codes.shape[0], dtype=out_dtype)]
 
 
-define(
-    "gemm(Tensor a, Tensor a_scale, str a_granularity, Tensor b, Tensor b_scale, str b_granularity, "
-    "ScalarType out_dtype, bool fast) -> Tensor",
-    _gemm,
-    _gemm_shape,
-    torch.Tag.needs_fixed_stride_order,
-    in_graph=_in_graph,
-)
+define_packed("gemm", _gemm, _gemm_shape, torch.Tag.needs_fixed_stride_order, in_graph=_in_graph)

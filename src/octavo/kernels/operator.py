@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,16 +22,6 @@ from octavo.numerics import Quantized, granularity_named
 
 _library = torch.library.Library("octavo", "FRAGMENT")
 _made_of_kernels: dict[str, Callable[..., Any]] = {}
-
-
-class Made(Protocol):
-    """A quantised matrix, or a batch of them."""
-
-    @property
-    def codes(self) -> Tensor: ...  # noqa: D102
-
-    @property
-    def scale(self) -> Tensor: ...  # noqa: D102
 
 
 def define(
@@ -86,13 +76,6 @@ def composite(operator: Any) -> Callable[..., Any] | None:
     """Return the function of an operator that calls several kernels; None for a kernel and for other operators."""
     name = operator._schema.name if isinstance(operator, torch._ops.OpOverload) else ""
     return _made_of_kernels.get(name)
-
-
-def flat(*made: Made | None, like: Tensor) -> tuple[Tensor, ...]:
-    """Return codes and scale of each, empty tensors for None: operators return plain tensors."""
-    return tuple(
-        x for one in made for x in ((like.new_empty(0), like.new_empty(0)) if one is None else (one.codes, one.scale))
-    )
 
 
 # --- operators of structures: one list of tensors, and one text that says what they belong to -------------------------

@@ -177,7 +177,7 @@ def momentum(
         reference.momentum(slot, layout, control, update, nesterov)
 
 
-def store_gradient(gradient: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling, *, add: bool = False) -> None:
+def store_gradient(gradient: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling) -> None:
     """Quantise a gradient into FP8 codes with E8M0 scales, in place: what a slot's gradient may be.
 
     Rounded to nearest, ties to even. A scale is the smallest power of two (at least 2^-126) with which the largest
@@ -188,7 +188,6 @@ def store_gradient(gradient: Tensor, codes: Tensor, scale: Tensor, scaling: Scal
         gradient: FP32, BF16 or FP16 (R, C), contiguous.
         codes: float8_e4m3fn or float8_e5m2 (R, C), contiguous.
         scale: uint8 (R, ceil(C / 128)) for `group`, (1, 1) for `tensor`.
-        add: to the gradient that is stored there already, in FP32, as the next micro-batch has it.
 
     Raises:
         ConfigError: a scaling or a dtype that is none of these, codes or scales of another shape, or not contiguous.
@@ -200,9 +199,9 @@ def store_gradient(gradient: Tensor, codes: Tensor, scale: Tensor, scaling: Scal
         from octavo.kernels.triton import gradient as fast
 
         with launches_on(gradient.device):
-            fast.store(gradient, codes, scale, scaling, add)
+            fast.store(gradient, codes, scale, scaling)
         return
-    reference.store_gradient(gradient, codes, scale, scaling, add)
+    reference.store_gradient(gradient, codes, scale, scaling)
 
 
 def load_gradient(codes: Tensor, scale: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
     quantize        one matrix, as it lies
     quantize_pair   one matrix, as the left operand of two GEMMs: as it lies, and transposed
     quantize_stack  the rows of several matrices, as one matrix
-    requantize_transposed  the same, transposed, by scales that are known
+    quantize_transposed    a matrix that was kept as it is, transposed
+    requantize_transposed  the same, by scales that are known
 
 On a GPU each is one or a few Triton launches, in eager mode and in compiled code. Elsewhere it is the specification.
 """
@@ -20,8 +21,8 @@ from torch import Tensor
 from octavo.errors import ConfigError
 from octavo.kernels import ledger
 from octavo.kernels.dispatch import launches_on, on_gpu, triton_unsupported_reason, uses_triton
-from octavo.kernels.operator import call, define, define_packed, flat, is_direct
-from octavo.kernels.quant_spec import QuantSpec, empty, laid_out, parse_spec
+from octavo.kernels.operator import call, define_packed
+from octavo.kernels.quant_spec import QuantSpec, empty, laid_out
 from octavo.kernels.reference import quantize as reference
 from octavo.kernels.transpose import transpose
 from octavo.numerics import (
@@ -89,15 +90,9 @@ def quantize_pair(
     if sources[0].dim() != 2 or (len(sources) > 1 and any(_differs(source, sources[0]) for source in sources)):
         shapes = [tuple(source.shape) for source in sources]
         raise ConfigError(f"quantize_pair takes matrices of as many rows, got shapes {shapes}.")
-    if is_direct(sources[0]):
-        return _make_pair(list(sources), rows, columns, row_fold, column_fold)
-    codes, scale, codes_t, scale_t = torch.ops.octavo.quantize_pair(
-        list(sources), str(rows or ""), str(columns or ""), row_fold, column_fold
-    )
-    return (
-        None if rows is None else Quantized(codes, scale, rows.tile),
-        None if columns is None else Quantized(codes_t, scale_t, columns.tile),
-    )
+    arguments = list(sources), rows, columns, row_fold, column_fold
+    row, column = call("quantize_pair", _quantize_pair, arguments, (rows, columns))
+    return row, column
 
 
 def _differs(source: Tensor, first: Tensor) -> bool:
@@ -114,10 +109,8 @@ def quantize_stack(weights: Sequence[Tensor], target: QuantSpec) -> Quantized:
         target: rounded to nearest.
     """
     weights = [weight.detach() for weight in weights]
-    if is_direct(weights[0]):
-        return _make_stack(weights, target)
-    codes, scale = torch.ops.octavo.quantize_stack(weights, str(target))
-    return Quantized(codes, scale, target.tile)
+    made: Quantized = call("quantize_stack", _quantize_stack, (weights, target), [target])[0]
+    return made
 
 
 def requantize_transposed(weights: Sequence[Tensor], scale: Tensor, target: QuantSpec, after: Tensor) -> Quantized:
@@ -138,6 +131,17 @@ def requantize_transposed(weights: Sequence[Tensor], scale: Tensor, target: Quan
     made = call("requantize_transposed", _requantize_transposed, (weights, scale, target, after), (target,))
     codes_t, ones, _ = made[0]
     return Quantized(codes_t, ones, PER_ROW)
+
+
+def quantize_transposed(x: Tensor, target: QuantSpec, after: Tensor) -> Quantized:
+    """Quantise the transpose of a matrix (R, C), rounded to nearest: `quantize_pair` for what is kept as it is.
+
+    Args:
+        after: the operand that it is multiplied with. A compiler sees one call that needs it, and cannot move it into
+            the forward and keep what it makes.
+    """
+    made: Quantized = call("quantize_transposed", _quantize_transposed, (x, target, after), (target,))[0]
+    return made
 
 
 def contiguous(quantized: Quantized) -> Quantized:
@@ -163,6 +167,14 @@ def without_scale(folded: Quantized) -> Quantized:
     return Quantized(folded.codes, folded.scale.new_ones(1, 1), PER_TENSOR)
 
 
+def _quantize_transposed(x: Tensor, target: QuantSpec, after: Tensor) -> list[Quantized | None]:
+    return [quantize_pair([x], None, target)[1]]
+
+
+def _quantize_transposed_shape(x: Tensor, target: QuantSpec, after: Tensor) -> list[Quantized]:
+    return [empty(target, x.shape[1], x.shape[0], x.device)]
+
+
 def _requantize_transposed(
     weights: list[Tensor], scale: Tensor, target: QuantSpec, after: Tensor
 ) -> tuple[Quantized, ...]:
@@ -186,7 +198,7 @@ def _requantize_in_graph(weights: list[Tensor], scale: Tensor, target: QuantSpec
     return weights[0].is_cuda and triton_unsupported_reason(weights[0].device) is None
 
 
-def _make_pair(
+def _quantize_pair(
     sources: list[Tensor],
     rows: QuantSpec | None,
     columns: QuantSpec | None,
@@ -204,32 +216,24 @@ def _make_pair(
     return reference.quantize_pair(sources, rows, columns, row_fold, column_fold)
 
 
-def _quantize_pair(
-    sources: list[Tensor], rows: str, columns: str, row_fold: Tensor | None, column_fold: Tensor | None
-) -> tuple[Tensor, ...]:
-    made = _make_pair(sources, parse_spec(rows), parse_spec(columns), row_fold, column_fold)
-    return flat(*made, like=sources[0])
-
-
-def _pair_in_graph(sources: list[Tensor], rows: str, columns: str, *_: Tensor | None) -> bool:
-    targets = parse_spec(rows), parse_spec(columns)
+def _pair_in_graph(sources: list[Tensor], rows: QuantSpec | None, columns: QuantSpec | None, *_: Tensor | None) -> bool:
     if not sources[0].is_cuda or triton_unsupported_reason(sources[0].device) is not None:
         return False
     from octavo.kernels.triton import quantize as fast
 
-    return _triton_twin(*targets) == (fast, None) and not fast.limits_registers(*targets)
+    return _triton_twin(rows, columns) == (fast, None) and not fast.limits_registers(rows, columns)
 
 
-def _make_stack(weights: list[Tensor], target: QuantSpec) -> Quantized:
+def _quantize_stack(weights: list[Tensor], target: QuantSpec) -> list[Quantized]:
     ledger.count_weights(len(weights))
     if len(weights) == 1:
-        return quantize(weights[0], *target)
+        return [quantize(weights[0], *target)]
     if _stacks_rows(weights, target) and uses_triton(weights[0], "quantize"):
         from octavo.kernels.triton.weights import quantize_rows_of
 
         with launches_on(weights[0].device):
-            return quantize_rows_of(weights, target)
-    return quantize(torch.cat(weights), *target)
+            return [quantize_rows_of(weights, target)]
+    return [quantize(torch.cat(weights), *target)]
 
 
 def _stacks_rows(weights: list[Tensor], target: QuantSpec) -> bool:
@@ -241,25 +245,14 @@ def _stacks_rows(weights: list[Tensor], target: QuantSpec) -> bool:
     return len(weights) <= STACKED and unsupported_reason(weights) is None
 
 
-def _quantize_stack(weights: list[Tensor], target: str) -> tuple[Tensor, Tensor]:
-    goal = parse_spec(target)
-    assert goal is not None
-    return _make_stack(weights, goal)[:2]
-
-
-def _stack_in_graph(weights: list[Tensor], target: str) -> bool:
-    goal = parse_spec(target)
-    assert goal is not None
+def _stack_in_graph(weights: list[Tensor], target: QuantSpec) -> bool:
     if len(weights) == 1:
-        return weights[0].stride(-1) == 1 and _pair_in_graph(weights, target, "")
-    return _stacks_rows(weights, goal) and triton_unsupported_reason(weights[0].device) is None
+        return weights[0].stride(-1) == 1 and _pair_in_graph(weights, target, None)
+    return _stacks_rows(weights, target) and triton_unsupported_reason(weights[0].device) is None
 
 
-def _quantize_stack_shape(weights: list[Tensor], target: str) -> tuple[Tensor, Tensor]:
-    goal = parse_spec(target)
-    assert goal is not None
-    rows = sum(weight.shape[0] for weight in weights)
-    return empty(goal, rows, weights[0].shape[1], weights[0].device)[:2]
+def _quantize_stack_shape(weights: list[Tensor], target: QuantSpec) -> list[Quantized]:
+    return [empty(target, sum(weight.shape[0] for weight in weights), weights[0].shape[1], weights[0].device)]
 
 
 @cache
@@ -274,27 +267,15 @@ def _triton_twin(*targets: QuantSpec | None) -> tuple[Any, str | None]:
 
 
 def _quantize_pair_shape(
-    sources: list[Tensor], rows: str, columns: str, row_fold: Tensor | None, column_fold: Tensor | None
-) -> tuple[Tensor, ...]:
-    total_r, total_c = sources[0].shape[0], sum(source.shape[1] for source in sources)
-    row, column, device = parse_spec(rows), parse_spec(columns), sources[0].device
-    made = row and empty(row, total_r, total_c, device), column and empty(column, total_c, total_r, device)
-    return flat(*made, like=sources[0])
+    sources: list[Tensor], rows: QuantSpec | None, columns: QuantSpec | None, *_: Tensor | None
+) -> tuple[Quantized | None, Quantized | None]:
+    total_r, total_c, device = sources[0].shape[0], sum(source.shape[1] for source in sources), sources[0].device
+    return rows and empty(rows, total_r, total_c, device), columns and empty(columns, total_c, total_r, device)
 
 
-define(
-    "quantize_pair(Tensor[] sources, str rows, str columns, Tensor? row_fold, Tensor? column_fold) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-    _quantize_pair,
-    _quantize_pair_shape,
-    in_graph=_pair_in_graph,
-)
+define_packed("quantize_pair", _quantize_pair, _quantize_pair_shape, in_graph=_pair_in_graph)
+define_packed("quantize_stack", _quantize_stack, _quantize_stack_shape, in_graph=_stack_in_graph)
+define_packed("quantize_transposed", _quantize_transposed, _quantize_transposed_shape)
 define_packed(
     "requantize_transposed", _requantize_transposed, _requantize_transposed_shape, in_graph=_requantize_in_graph
-)
-define(
-    "quantize_stack(Tensor[] weights, str target) -> (Tensor, Tensor)",
-    _quantize_stack,
-    _quantize_stack_shape,
-    in_graph=_stack_in_graph,
 )

@@ -11,12 +11,11 @@ It is a custom operator: Triton on a GPU, `reference/rotary.py`, which is the de
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels.dispatch import run_twin
-from octavo.kernels.operator import define, is_direct
+from octavo.kernels.operator import call, define_packed
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, conjugate: bool = False) -> Tensor:
@@ -34,8 +33,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, conjugate: bool = False) -> T
     """
     if x.dim() != 4 or x.shape[-1] % 2:
         raise ConfigError(f"rotate takes (B, T, H, E) with E even, got shape {tuple(x.shape)}.")
-    run = _rotate if is_direct(x) else torch.ops.octavo.rotate
-    result: Tensor = run(x, _table(cos, x, "cos"), _table(sin, x, "sin"), conjugate)
+    result: Tensor = call("rotate", _rotate, (x, _table(cos, x, "cos"), _table(sin, x, "sin"), conjugate), [True])[0]
     return result
 
 
@@ -53,14 +51,9 @@ def _table(table: Tensor, x: Tensor, name: str) -> Tensor:
     return table[..., : width // 2]
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, conjugate: bool) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, conjugate: bool) -> list[Tensor]:
     refused = "it has more rows than 32 bits count" if x.numel() >= 2**31 * x.shape[-1] else None
-    rotated: Tensor = run_twin("rotary.rotate", x, (x, cos, sin, conjugate), "rotate", refused)
-    return rotated
+    return [run_twin("rotary.rotate", x, (x, cos, sin, conjugate), "rotate", refused)]
 
 
-def _rotate_shape(x: Tensor, cos: Tensor, sin: Tensor, conjugate: bool) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-define("rotate(Tensor x, Tensor cos, Tensor sin, bool conjugate) -> Tensor", _rotate, _rotate_shape)
+define_packed("rotate", _rotate, lambda x, *_: [x.new_empty(x.shape)])

@@ -25,6 +25,7 @@ Nothing waits for the device, and with a negative `row[PHASE]` nothing is read o
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import NamedTuple
 
@@ -110,7 +111,7 @@ class Limits(NamedTuple):
 @cache
 def limits(fmt: Format) -> Limits:
     """Return the limits of a format."""
-    binade = 2.0 ** int(torch.tensor(fmt.max, dtype=torch.float32).log2().floor())
+    binade = 2.0 ** math.floor(math.log2(fmt.max))
     half = fmt.smallest_subnormal / 2
     return Limits(half, fmt.smallest_normal - half, fmt.max + fmt.epsilon * binade / 2)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from octavo.kernels.dispatch import launches_on, triton_unsupported_reason, uses_triton
-from octavo.kernels.operator import define, is_direct
+from octavo.kernels.dispatch import run_twin, triton_unsupported_reason
+from octavo.kernels.operator import call, define_packed
 from octavo.numerics import PER_ROW, Quantized
 
 
@@ -17,7 +19,7 @@ def transpose(codes: Tensor, after: Tensor | None = None) -> Tensor:
         after: a tensor that a compiler must not transpose before: in forward, the result of what backward reads would
             be kept in memory until then.
     """
-    result: Tensor = (_transpose if is_direct(codes) else torch.ops.octavo.transpose)(codes, after)
+    result: Tensor = call("transpose", _transpose, (codes, after), [True])[0]
     return result
 
 
@@ -27,45 +29,30 @@ def transpose_folded(codes: Tensor, after: Tensor) -> Quantized:
     Args:
         after: the other operand, see `transpose`.
     """
-    run = _transpose_folded if is_direct(codes) else torch.ops.octavo.transpose_folded
-    codes_t, scale = run(codes, after)
+    codes_t, scale = call("transpose_folded", _transpose_folded, (codes, after), [True, True])
     return Quantized(codes_t, scale, PER_ROW)
 
 
-def _transpose(codes: Tensor, after: Tensor | None) -> Tensor:
-    if codes.is_cuda and codes.numel() and uses_triton(codes, "transpose"):
-        from octavo.kernels.triton.transpose import transpose as fast
-
-        with launches_on(codes.device):
-            return fast(codes, after)
-    return codes.t().contiguous()
+def _transpose(codes: Tensor, after: Tensor | None) -> list[Tensor]:
+    return [run_twin("transpose.transpose", codes, (codes, after), "transpose")]
 
 
-def _transpose_folded(codes: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-    if codes.is_cuda and codes.numel() and uses_triton(codes, "transpose"):
-        from octavo.kernels.triton.transpose import transpose_folded as fast
-
-        with launches_on(codes.device):
-            return fast(codes, after)
-    return codes.t().contiguous(), torch.ones(codes.shape[1], 1, device=codes.device, dtype=torch.float32)
+def _transpose_folded(codes: Tensor, after: Tensor) -> Sequence[Tensor]:
+    made: Sequence[Tensor] = run_twin("transpose.transpose_folded", codes, (codes, after), "transpose")
+    return made
 
 
 def _in_graph(codes: Tensor, after: Tensor | None) -> bool:
     return codes.is_cuda and triton_unsupported_reason(codes.device) is None
 
 
-def _transpose_shape(codes: Tensor, after: Tensor | None) -> Tensor:
-    return codes.new_empty(codes.shape[1], codes.shape[0])
+def _transpose_shape(codes: Tensor, after: Tensor | None) -> list[Tensor]:
+    return [codes.new_empty(codes.shape[1], codes.shape[0])]
 
 
-def _transpose_folded_shape(codes: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-    return _transpose_shape(codes, after), codes.new_empty(codes.shape[1], 1, dtype=torch.float32)
+def _transpose_folded_shape(codes: Tensor, after: Tensor) -> list[Tensor]:
+    return [*_transpose_shape(codes, after), codes.new_empty(codes.shape[1], 1, dtype=torch.float32)]
 
 
-define("transpose(Tensor codes, Tensor? after) -> Tensor", _transpose, _transpose_shape, in_graph=_in_graph)
-define(
-    "transpose_folded(Tensor codes, Tensor after) -> (Tensor, Tensor)",
-    _transpose_folded,
-    _transpose_folded_shape,
-    in_graph=_in_graph,
-)
+define_packed("transpose", _transpose, _transpose_shape, in_graph=_in_graph)
+define_packed("transpose_folded", _transpose_folded, _transpose_folded_shape, in_graph=_in_graph)

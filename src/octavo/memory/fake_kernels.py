@@ -103,10 +103,9 @@ def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_MD: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        made = norm.rms_norm(x_MD, weight, eps)
+        made = norm.normalise(x_MD, weight, None, eps)
         ctx.save_for_backward(x_MD, weight, made.rstd)
         ctx.set_materialize_grads(False)
-        assert made.y is not None
         return made.y
 
     @staticmethod
@@ -115,7 +114,7 @@ class _RMSNorm(torch.autograd.Function):
         if grad_outputs[0] is None:
             return None, None, None
         x_MD, weight, rstd = ctx.saved_tensors
-        return *norm.rms_norm_backward(grad_outputs[0], x_MD, weight, rstd), None
+        return *norm.normalise_backward(grad_outputs[0], x_MD, weight, None, None, rstd)[:2], None
 
 
 def _copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:

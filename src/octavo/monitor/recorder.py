@@ -66,7 +66,7 @@ class Recorder:
             self.event(self._step, "system", self._probe.missing)
         name = self._writer.path.parent.resolve().name
         self._trackers = [TrackerThread(kind, name, config or {}, on_failure=self._tracker_failed) for kind in trackers]
-        self._store.submit(self._sample, may_drop=False)
+        self.sample()
 
     @property
     def path(self) -> Path:
@@ -114,6 +114,10 @@ class Recorder:
         numbers = {"level": event.level, "value": event.value, "limit": event.limit}
         self.event(event.step, event.rule, text, **numbers, **where)
 
+    def sample(self) -> None:
+        """Read the machine now, beside the readings at their interval."""
+        self._store.submit(self._sample, may_drop=False)
+
     def go_back(self, step: int) -> None:
         """Delete the measurements past a step. Events stay, since they give the reason."""
         self._step = step
@@ -135,9 +139,8 @@ class Recorder:
         if self.dropped:
             lost = f"{self.dropped} steps were not written: the disk was too slow"
             self.event(self._step, "store", lost, level="warning", value=self.dropped)
-        self._store.submit(self._sample, may_drop=False)
-        self._store.submit(lambda: self._writer.close(outcome, text), may_drop=False)
-        self._store.close()
+        self.sample()
+        self._store.close(lambda: self._writer.close(outcome, text))
 
     def _write(
         self,

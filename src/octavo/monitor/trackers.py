@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from octavo.errors import ConfigError, did_you_mean
 from octavo.monitor.background import Background
+from octavo.monitor.store.reader import flat
 
 AGGREGATES = {
     "fp8/flushed_max": "largest share of elements flushed to zero, of any tensor",
@@ -204,11 +205,3 @@ class TrackerThread:
 def tracked_scalars(scalars: Mapping[str, float]) -> dict[str, float]:
     """Return the scalars sent to trackers."""
     return {key: float(value) for key, value in scalars.items() if key.startswith(SCALARS)}
-
-
-def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested settings to one mapping with dotted keys."""
-    found: dict[str, Any] = {}
-    for key, value in settings.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
-    return found

@@ -24,12 +24,27 @@ def adopted_class(kind: type[nn.Module], parent: type[nn.Module], reduce: Any = 
 
 
 class Adopted(nn.Module):
-    """Mixed into the class of a module that is computed as one function."""
+    """Mixed into the class of a module: it stands before the user's own in the order of inheritance."""
 
     parent: type[nn.Module]
     """The class it was, and will be."""
     prefix = ""
     """What the name of the class begins with."""
+    fields: tuple[str, ...] = ()
+    """Attributes that `take` gives to a module, and `release` takes away."""
+
+    @classmethod
+    def take(cls, module: nn.Module, **fields: Any) -> None:
+        """Mix this class into that of a module in place; everything attached to it stays."""
+        if not isinstance(module, cls):
+            module.__class__ = adopted_class(cls, type(module))
+        vars(module).update(fields)
+
+    def release(self) -> None:
+        """Turn this module back into its own class in place."""
+        for name in self.fields:
+            self.__dict__.pop(name, None)
+        self.__class__ = type(self).parent  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Reduce to the parent's class: no file can name a class that was made while running."""

@@ -11,7 +11,7 @@ The forward stays what it is, to the bit, and so do the gradients of the reader.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +26,6 @@ from octavo.nn.functional import spec_of
 from octavo.nn.weight_codes import quantize_matrix
 from octavo.numerics import Quantized
 from octavo.recipes import Recipe
-
-AttentionOutput = Literal["bf16", "fp8"]
-"""What attention keeps its output in for backward: `bf16` as it is, `fp8` as codes."""
 
 OWN = QuantSpec("e4m3", "row", "power_of_two")
 """What the output is kept in where its reader's codes cannot be had in advance."""

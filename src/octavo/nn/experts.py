@@ -34,12 +34,11 @@ from octavo.nn import telemetry_experts
 from octavo.nn.adopted import Adopted, adopted_class
 from octavo.nn.functional import compute_dtype, spec_of
 from octavo.nn.grouped import GroupedLinear, grouped_linear
-from octavo.nn.mlp import ActivationInputs
 from octavo.nn.operands import check_dtypes
 from octavo.nn.telemetry_ops import Source, stats_buffer_of
 from octavo.nn.weight_codes import quantize_weights
 from octavo.numerics import PER_ROW, Quantized
-from octavo.recipes import Recipe, load, reused_from
+from octavo.recipes import Precision, Recipe, load, reused_from
 from octavo.tensor import is_distributed, local
 
 FIRST, SECOND = "gate_up_gemm", "down_gemm"
@@ -162,7 +161,7 @@ class Experts(Adopted):
 
     prefix = "FP8"
     expert_roles: ExpertRoles
-    expert_inputs: ActivationInputs
+    expert_inputs: Precision
     """What the inputs of the activation are kept in for backward."""
     exchange: Callable[[Experts, Tensor, Tensor, Tensor], Tensor] | None = None
     """Computes (self, x, ids, weights) where other ranks have some of the experts."""
@@ -258,7 +257,7 @@ _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def adopt(module: nn.Module, roles: ExpertRoles, recipe: Recipe, second: Recipe, inputs: ActivationInputs) -> None:
+def adopt(module: nn.Module, roles: ExpertRoles, recipe: Recipe, second: Recipe, inputs: Precision) -> None:
     """Make a module of experts compute in FP8, in place. Parameters, names and state_dict stay.
 
     Args:

@@ -8,14 +8,14 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from octavo.nn.adopted import Adopted, adopted_class
+from octavo.nn.adopted import Adopted
 from octavo.nn.attached_codes import attached_codes
 from octavo.nn.functional import Quantizer, compute_dtype, spec_of
 from octavo.nn.hooks import has_hooks
 from octavo.nn.linear import Linear, is_adopted
-from octavo.nn.mlp import ActivationInputs, mlp
+from octavo.nn.mlp import mlp
 from octavo.nn.telemetry_ops import stats_buffer_of
-from octavo.recipes import Recipe
+from octavo.recipes import Precision, Recipe
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,17 @@ class MLPRoles:
 
 
 class FusedMLP(Adopted):
-    """Mixed into the class of a module that computes an MLP; `fuse` makes such a class, `unfuse` takes it away.
+    """Mixed into the class of a module that computes an MLP; `fuse` does that, `release` undoes it.
 
     What the module computes was seen when it was fused. Give it another activation, and it must be converted again.
     """
 
     prefix = "Fused"
+    fields = ("mlp_roles", "mlp_recipes", "mlp_activation_inputs")
     mlp_roles: MLPRoles
     mlp_recipes: tuple[Recipe, Recipe]
     """Of gate and up, and of down."""
-    mlp_activation_inputs: ActivationInputs = "bf16"
+    mlp_activation_inputs: Precision = "bf16"
     """What gate's and up's outputs are kept in for backward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -78,21 +79,12 @@ class FusedMLP(Adopted):
         return cast(list[Linear], layers) if same and not watched else None
 
 
-def fuse(module: nn.Module, roles: MLPRoles, activation_inputs: ActivationInputs = "bf16") -> None:
+def fuse(module: nn.Module, roles: MLPRoles, activation_inputs: Precision = "bf16") -> None:
     """Make a module compute its MLP as one, in place. Its layers are FP8 layers already.
 
     Args:
         activation_inputs: see `octavo.nn.mlp.mlp`.
     """
     inner, down = (cast(Linear, module.get_submodule(name)) for name in (roles.inner[0], roles.down))
-    module.__class__ = adopted_class(FusedMLP, type(module))
-    fused = cast(FusedMLP, module)
-    fused.mlp_roles, fused.mlp_recipes = roles, (inner.recipe, down.recipe)
-    fused.mlp_activation_inputs = activation_inputs
-
-
-def unfuse(module: FusedMLP) -> None:
-    """Undo `fuse`, in place."""
-    for name in ("mlp_roles", "mlp_recipes", "mlp_activation_inputs"):
-        module.__dict__.pop(name, None)
-    module.__class__ = type(module).parent  # type: ignore[assignment]
+    recipes = inner.recipe, down.recipe
+    FusedMLP.take(module, mlp_roles=roles, mlp_recipes=recipes, mlp_activation_inputs=activation_inputs)

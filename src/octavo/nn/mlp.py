@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,10 +48,7 @@ from octavo.nn.needed_grads import needed_grads
 from octavo.nn.operands import check_operands
 from octavo.nn.weight_codes import WeightCodes
 from octavo.numerics import Quantized
-from octavo.recipes import Recipe, reused_from
-
-ActivationInputs = Literal["bf16", "fp8"]
-"""What the inputs of an MLP's activation are kept in for backward: `bf16` as they are, `fp8` as codes."""
+from octavo.recipes import Precision, Recipe, reused_from
 
 
 def unsupported_reason(inner: Recipe, outer: Recipe) -> str | None:
@@ -76,7 +73,7 @@ def mlp(
     quantizers: tuple[Quantizer, Quantizer],
     prequantized: Quantized | None = None,
     codes: tuple[WeightCodes | None, WeightCodes | None] = (None, None),
-    activation_inputs: ActivationInputs = "bf16",
+    activation_inputs: Precision = "bf16",
 ) -> Tensor:
     """Return the output (..., D) of an MLP without the bias of its last layer for x (..., D).
 

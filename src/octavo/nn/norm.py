@@ -7,8 +7,8 @@ kernels would not treat as the parent does goes to the parent too.
 
 Backward reads the input. In a transformer that is the residual stream, which nothing else keeps: the sums that make it
 keep nothing. A norm may keep it in FP8 (`input_format`): then it computes by itself everywhere, in compiled code too.
-What its gradients lose by that is little. The input's error reaches dx only through the term that takes the mean of dy
-* n from each row, and the rest of dx is exact; dweight sums it over all tokens.
+What its gradients lose by that is little. The input's error reaches dx only through the term that takes the mean of
+dy * n from each row, and the rest of dx is exact; dweight sums it over all tokens.
 
 Or it keeps its output in place of its input (`input_format` is `output`; compiled RMS norms in BF16): x rstd = y /
 weight. Then the layer that reads y makes its codes again in backward, to the bit, and keeps none: a byte per element
@@ -32,6 +32,7 @@ from octavo.kernels import ledger, norm
 from octavo.kernels.dispatch import is_plain, on_gpu, triton_unsupported_reason
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.tape import Result, replay
+from octavo.nn.adopted import Adopted
 from octavo.nn.attached_codes import attach_codes, mark_kept
 from octavo.nn.probe import computes, shallow_copy
 from octavo.numerics import Quantized
@@ -43,9 +44,10 @@ as what it has made of it, where it is compiled."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class Norm(nn.Module):
-    """What all norms here have in common. It stands before the user's class in the order of inheritance."""
+class Norm(Adopted):
+    """What all norms here have in common; `adopt` makes one of a user's."""
 
+    fields = ("target", "enabled", "input_format", "has_inverse")
     weight: Tensor | None
     target: QuantSpec | None
     """What the reader of y quantises it to; None: y alone is written."""
@@ -53,31 +55,14 @@ class Norm(nn.Module):
     """False: compute as the parent does."""
     input_format: NormInputs
     """What the input is kept in for backward."""
-    parent: type[nn.Module]
-    """The class it was, and will be."""
     has_inverse: bool = False
     """Whether x follows from y: an RMS norm whose weights are known, and none of them zero."""
-    centred = False
-    """Whether it is a layer norm."""
     normalized_shape: tuple[int, ...]
 
-    @classmethod
-    def adopt(cls, module: nn.Module, target: QuantSpec | None, input_format: NormInputs = "bf16") -> None:
-        """Turn a module of the parent class into this class in place; everything attached to it stays.
-
-        A target that needs the maximum of all of y (`tensor`) is left to the reader: then y alone is written.
-        """
-        module.__class__ = cls
-        assert isinstance(module, cls)
-        module.target = None if target is None or norm.unsupported_reason(target) else target
-        module.enabled, module.input_format = True, input_format
-        module.has_inverse = not cls.centred and _has_no_zero(module.weight)
-
-    def release(self) -> None:
-        """Turn this module back into its parent class in place."""
-        for name in ("target", "enabled", "input_format", "has_inverse"):
-            self.__dict__.pop(name, None)
-        self.__class__ = type(self).parent  # type: ignore[assignment]
+    @property
+    def is_centred(self) -> bool:
+        """Whether it is a layer norm."""
+        return isinstance(self, nn.LayerNorm)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the norm of x (..., D) over its last dimension. Anything more than x goes to the parent."""
@@ -96,7 +81,7 @@ class Norm(nn.Module):
         target = None if torch.compiler.is_compiling() or not _gains(x.device) else self.target
         keeps_codes = self.input_format == "fp8" and torch.is_grad_enabled()
         refuse_transforms()
-        y_MD, codes, scale = _Function.apply(x_MD, *self._affine(), eps, target, self.centred, keeps_codes)  # type: ignore[no-untyped-call]
+        y_MD, codes, scale = _Function.apply(x_MD, *self._affine(), eps, target, self.is_centred, keeps_codes)  # type: ignore[no-untyped-call]
         y = y_MD.view(x.shape)
         if target is not None:
             attach_codes(y, Quantized(codes, scale, target.tile), target)
@@ -114,7 +99,7 @@ class Norm(nn.Module):
 
     def _affine(self) -> tuple[Tensor | None, Tensor | None]:
         """Return weight and bias; only a layer norm's `bias` is one."""
-        return self.weight, getattr(self, "bias", None) if self.centred else None
+        return self.weight, getattr(self, "bias", None) if self.is_centred else None
 
     def _takes(self, x: Any) -> bool:
         """Return whether the kernels gain anything here and give what the parent gives, dtype included."""
@@ -160,19 +145,6 @@ class Norm(nn.Module):
             )
 
 
-class RMSNorm(Norm, nn.RMSNorm):  # type: ignore[misc]  # `weight` is declared in both
-    """An `nn.RMSNorm`."""
-
-    parent = nn.RMSNorm
-
-
-class LayerNorm(Norm, nn.LayerNorm):  # type: ignore[misc]
-    """An `nn.LayerNorm`."""
-
-    parent = nn.LayerNorm
-    centred = True
-
-
 def _has_no_zero(weight: Tensor | None) -> bool:
     """Return whether a weight is known to have no zero; a fake one has none."""
     if weight is None or weight.is_meta or not is_plain(weight):
@@ -195,32 +167,17 @@ def adopts(module: nn.Module) -> bool:
 
 
 def adopt(module: nn.Module, target: QuantSpec | None, input_format: NormInputs = "bf16") -> None:
-    """Turn a module that `adopts` takes into its counterpart here, in place. It remains an instance of its class."""
-    _class_for(type(module)).adopt(module, target, input_format)
+    """Turn a module that `adopts` takes into a `Norm`, in place. It remains an instance of its class.
+
+    A target that needs the maximum of all of y (`tensor`) is left to the reader: then y alone is written.
+    """
+    target = None if target is None or norm.unsupported_reason(target) else target
+    has_inverse = not isinstance(module, nn.LayerNorm) and _has_no_zero(cast(Norm, module).weight)
+    Norm.take(module, target=target, enabled=True, input_format=input_format, has_inverse=has_inverse)
 
 
 def _gains(device: torch.device) -> bool:
     return on_gpu(device) and (device.type != "cuda" or triton_unsupported_reason(device) is None)
-
-
-_CLASSES: dict[type[nn.Module], type[Norm]] = {nn.RMSNorm: RMSNorm, nn.LayerNorm: LayerNorm}
-
-
-def _class_for(parent: type[nn.Module]) -> type[Norm]:
-    if issubclass(parent, Norm):
-        return parent
-    if parent not in _CLASSES:
-        _CLASSES[parent] = type(parent.__name__, (Norm, parent), {"parent": parent, "__reduce__": _reduce})
-    return _CLASSES[parent]
-
-
-def _reduce(self: Norm) -> tuple[Any, ...]:
-    return _rebuild, (type(self).parent,), self.__dict__  # no file can name a class that was made while running
-
-
-def _rebuild(parent: type[nn.Module]) -> Norm:
-    cls = _class_for(parent)
-    return cls.__new__(cls)
 
 
 def _eps_of(module: nn.Module) -> float | None:
@@ -330,10 +287,7 @@ class _FromOutput(torch.autograd.Function):
 def _forward(options: tuple[Any, ...], x_MD: Tensor, weight: Tensor | None, bias: Tensor | None) -> Result:
     """Return y, its codes and scale, and what backward needs."""
     eps, target, centred, keeps_codes = options
-    if centred:
-        made = norm.layer_norm(x_MD, weight, bias, eps, target=target)
-    else:
-        made = norm.rms_norm(x_MD, weight, eps, target=target)
+    made = norm.normalise(x_MD, weight, bias, eps, centred=centred, target=target)
     kept = kernels.quantize(x_MD, *norm.KEPT)[:2] if keeps_codes else (x_MD, None)
     codes = (None, None) if made.quantized is None else made.quantized[:2]
     return (made.y, *codes), (*kept, weight, bias, made.mean, made.rstd)
@@ -343,6 +297,4 @@ def _backward(options: tuple[Any, ...], dy: Tensor, *saved: Any) -> Result:
     """Return the gradients of x, weight and bias."""
     x_MD, scale, weight, bias, mean, rstd = saved
     x = x_MD if scale is None else Quantized(x_MD, scale, norm.KEPT.tile)
-    if mean is None:
-        return (norm.rms_norm_backward(dy, x, weight, rstd),)
-    return (norm.layer_norm_backward(dy, x, weight, bias, mean, rstd),)
+    return (norm.normalise_backward(dy, x, weight, bias, mean, rstd),)

@@ -1,7 +1,19 @@
 """The numbers: formats, granularities, scales, quantise, error measures. Plain PyTorch: the specification."""
 
 from octavo.numerics.error import cosine_of, inner_products, sqnr_db, sqnr_per_row_db
-from octavo.numerics.formats import E4M3, E5M2, E8M0, FORMATS, Format, format_named, format_of
+from octavo.numerics.formats import (
+    E2M1,
+    E2M3,
+    E3M2,
+    E4M3,
+    E5M2,
+    E8M0,
+    FORMATS,
+    NARROW,
+    Format,
+    format_named,
+    format_of,
+)
 from octavo.numerics.granularity import (
     PER_COLUMN,
     PER_ROW,
@@ -17,10 +29,14 @@ from octavo.numerics.quantize import Quantized, Rounding, dequantize, quantize, 
 from octavo.numerics.scaling import Scaling, from_e8m0, scale_from_amax, to_e8m0
 
 __all__ = [
+    "E2M1",
+    "E2M3",
+    "E3M2",
     "E4M3",
     "E5M2",
     "E8M0",
     "FORMATS",
+    "NARROW",
     "PER_COLUMN",
     "PER_ROW",
     "PER_TENSOR",

@@ -1,7 +1,9 @@
 """The number formats of FP8 training and all their facts.
 
 E4M3 and E5M2 are the OCP 8-bit formats (OFP8 1.0, table 1): E4M3 gives up its infinities for range and has one NaN
-a sign; E5M2 is IEEE-like. E8M0 (OCP MX 1.0, section 5.4.1) is a bare exponent and holds power-of-two scales.
+a sign; E5M2 is IEEE-like. E8M0 (OCP MX 1.0, section 5.4.1) is a bare exponent and holds power-of-two scales. E2M3, E3M2
+and E2M1 are MX's of six and four bits (section 5.3): all their values are E4M3's too, so that their codes are stored as
+E4M3's, a byte each, and multiplied as such.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from octavo.errors import ConfigError, did_you_mean
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """One 8-bit floating-point format. Every figure follows from the five fields."""
+    """One floating-point format of 8 bits or fewer. Every figure follows from the fields."""
 
     name: str
     exponent_bits: int
@@ -25,6 +27,8 @@ class Format:
     has_sign: bool
     has_infinity: bool
     dtype: torch.dtype
+    """Of its codes in a tensor."""
+    has_nan: bool = True
 
     @property
     def max(self) -> float:
@@ -33,8 +37,9 @@ class Format:
             return float(2.0 ** (2**self.exponent_bits - 2 - self.bias))
         if self.has_infinity:  # IEEE-like: the top exponent is for infinities and NaN
             return float((2 - self.epsilon) * 2.0 ** (2**self.exponent_bits - 2 - self.bias))
-        # E4M3: the top exponent counts, only its last mantissa is NaN
-        return float((2 - 2 * self.epsilon) * 2.0 ** (2**self.exponent_bits - 1 - self.bias))
+        # The top exponent counts; in E4M3 its last mantissa is NaN
+        last = (2 if self.has_nan else 1) * self.epsilon
+        return float((2 - last) * 2.0 ** (2**self.exponent_bits - 1 - self.bias))
 
     @property
     def smallest_normal(self) -> float:
@@ -55,7 +60,7 @@ class Format:
         """Return the float64 value of each code, from the definition of the format rather than from a cast.
 
         Args:
-            codes: uint8, any shape.
+            codes: uint8, any shape; of narrower formats in the low bits.
         """
         bits = codes.to(torch.int64)
         mantissa = bits & (2**self.mantissa_bits - 1)
@@ -68,9 +73,9 @@ class Format:
         top = exponent == 2**self.exponent_bits - 1
         if self.has_infinity:
             value = torch.where(top, torch.where(mantissa == 0, torch.inf, torch.nan), value)
-        else:
+        elif self.has_nan:
             value = torch.where(top & (mantissa == 2**self.mantissa_bits - 1), torch.nan, value)
-        return torch.where(bits >= 128, -value, value)
+        return torch.where(bits >= 2 ** (self.exponent_bits + self.mantissa_bits), -value, value)
 
 
 E4M3 = Format(
@@ -101,8 +106,25 @@ E8M0 = Format(
     dtype=torch.float8_e8m0fnu,
 )
 
-FORMATS = {f.name: f for f in (E4M3, E5M2, E8M0)}
-_BY_DTYPE = {f.dtype: f for f in FORMATS.values()}
+
+def _narrow(exponent_bits: int, mantissa_bits: int, bias: int) -> Format:
+    return Format(
+        name=f"e{exponent_bits}m{mantissa_bits}",
+        exponent_bits=exponent_bits,
+        mantissa_bits=mantissa_bits,
+        bias=bias,
+        has_sign=True,
+        has_infinity=False,
+        dtype=torch.float8_e4m3fn,
+        has_nan=False,
+    )
+
+
+E2M3, E3M2, E2M1 = _narrow(2, 3, 1), _narrow(3, 2, 3), _narrow(2, 1, 1)
+NARROW = {f.name: f for f in (E2M3, E3M2, E2M1)}
+"""Formats of MX whose codes are stored as E4M3's."""
+FORMATS = {f.name: f for f in (E4M3, E5M2, E8M0)} | NARROW
+_BY_DTYPE = {f.dtype: f for f in FORMATS.values() if f.name not in NARROW}
 
 
 def format_named(name: str) -> Format:
@@ -117,5 +139,5 @@ def format_named(name: str) -> Format:
 
 
 def format_of(codes: Tensor) -> Format:
-    """Return the format of a tensor of codes, from its dtype."""
+    """Return the format of a tensor of codes, from its dtype; E4M3 for those of narrower formats."""
     return _BY_DTYPE[codes.dtype]

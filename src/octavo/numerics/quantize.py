@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.numerics.formats import E4M3, Format
+from octavo.numerics.formats import E4M3, NARROW, Format
 from octavo.numerics.granularity import PER_ROW, Granularity, tile_amax
 from octavo.numerics.scaling import Scaling, scale_from_amax
 
@@ -72,7 +72,8 @@ def to_codes(x: Tensor, fmt: Format) -> Tensor:
     # A cast alone will not do: whether it saturates differs between PyTorch versions, and compiled casts turn
     # infinities into the largest finite value, even in E5M2, which has them. NaN is what every one of them hands on;
     # its sign is set here, since processors differ in it.
-    return torch.where(x.abs() < torch.inf, x.clamp(-fmt.max, fmt.max), torch.nan).to(fmt.dtype)
+    x = torch.where(x.abs() < torch.inf, x.clamp(-fmt.max, fmt.max), torch.nan)
+    return (_round_narrow(x, fmt) if fmt.name in NARROW else x).to(fmt.dtype)
 
 
 def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -89,13 +90,24 @@ def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float32) -> Tens
 def _round_stochastic(x: Tensor, fmt: Format, seed: int | Tensor) -> Tensor:
     """Round FP32 values to a neighbour that the format holds, up with the probability of the distance from below."""
     magnitude = x.abs().clamp(max=fmt.max)
-    exponent = (magnitude.view(torch.int32) >> 23).clamp(min=128 - fmt.bias)  # the smallest normal's, below it
-    quantum = ((exponent - fmt.mantissa_bits) << 23).view(torch.float32)
+    quantum = _quantum(magnitude, fmt)
     steps = magnitude / quantum  # exact: the quantum is a power of two
     below = steps.floor()
     uniform = (random_bits(seed, tuple(x.shape), x.device) >> 8).float() * 2.0**-24
     rounded = (below + (uniform < steps - below).float()) * quantum
     return torch.where(x.isfinite(), rounded.copysign(x), x)
+
+
+def _round_narrow(x: Tensor, fmt: Format) -> Tensor:
+    """Round FP32 values within a format's range to its nearest, ties to even; NaN stays. An E4M3 cast is then exact."""
+    quantum = _quantum(x.abs(), fmt)
+    return torch.where(x.isnan(), x, ((x.abs() / quantum).round() * quantum).copysign(x))
+
+
+def _quantum(magnitude: Tensor, fmt: Format) -> Tensor:
+    """Return the distance of a format's values around each of these, FP32 powers of two."""
+    exponent = (magnitude.view(torch.int32) >> 23).clamp(min=128 - fmt.bias)  # the smallest normal's, below it
+    return ((exponent - fmt.mantissa_bits) << 23).view(torch.float32)
 
 
 # Random bits from a counter: Philox-4x32-10 (Salmon et al., SC'11, section 3.3). They depend on the seed and on the

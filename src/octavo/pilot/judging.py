@@ -62,6 +62,11 @@ class Pilot:
         one, other = self.base.step_ms, self.measured[precision].step_ms
         return one / other if one and other else 0.0
 
+    def speedups(self, precision: str) -> dict[str, float]:
+        """Return BF16's time over that of another precision, per phase and kind of kernel that both have."""
+        base, own = self.base.times, self.measured[precision].times
+        return {kind: ms / own[kind] for kind, ms in base.items() if ms and own.get(kind)}
+
     def gap(self, precision: str) -> tuple[float, float] | None:
         """Return how far the loss is above BF16's, in percent, and its standard error; None without losses."""
         found = self.measured[precision].losses
@@ -188,8 +193,23 @@ def _decoding(pilot: Pilot, plan: Plan, found: Measurement) -> Advice | None:
     if not base or not own:
         return None
     reason = f"a token takes {own:.2f} ms in FP8, {base:.2f} ms in BF16: products of a matrix and a vector"
+    if (all_base := pilot.base.decode_batch_ms) and (all_own := found.decode_batch_ms):
+        reason += f"; of {pilot.samples} sequences at a time {all_own:.2f} and {all_base:.2f} ms"
     decision = "in FP8" if own < base / WORTH else "by an engine, not by the trainer"
     return Advice("decoding", decision, reason, "kernels for decoding, and batches of requests: octavo export")
+
+
+def _transfers(pilot: Pilot, plan: Plan, found: Measurement) -> Advice | None:
+    """Sort a step's time into products, which FP8 halves, and what waits for memory or for a link."""
+    if not found.parts:
+        return None
+    moves = {name: found.times.get(name, 0.0) for name in ("data", "elementwise", "optimizer", "communication")}
+    computes = found.parts["gemm"] + found.parts["attention"]
+    first = max(moves, key=lambda name: moves[name])
+    said = ", ".join(f"{name} {ms:.2f}" for name, ms in moves.items() if ms)
+    reason = f"ms per step: products and attention {computes:.2f}, bound by transfers {said}"
+    decision = f"they dominate, {first} first" if sum(moves.values()) > computes else "products dominate"
+    return Advice("transfers", decision, reason, "more tokens per forward, fused kernels (--compile), larger layers")
 
 
 def _energy(pilot: Pilot, plan: Plan, found: Measurement) -> Advice | None:
@@ -225,6 +245,6 @@ def _baseline(pilot: Pilot) -> Advice | None:
 
 
 RULES: tuple[Callable[[Pilot, Plan, Measurement], Advice | None], ...] = (
-    _recipe, _routing, _policy, _batch, _decoding, _energy,
+    _recipe, _routing, _policy, _batch, _transfers, _decoding, _energy,
 )  # fmt: skip
 """Rules for the recipe to take, in order. To add one, write it here: it returns None where it does not apply."""

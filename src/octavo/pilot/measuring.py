@@ -6,7 +6,7 @@ import copy
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -24,7 +24,7 @@ from octavo.monitor.system import SystemProbe
 from octavo.nn import Linear, reuse_weight_codes
 from octavo.nn.fp8_weights import values
 from octavo.nn.hooks import hooked
-from octavo.pilot.workload import Workload, to_device
+from octavo.pilot.workload import Workload, one_of, to_device
 from octavo.train.profile import profile
 from octavo.train.timing import milliseconds, synchronize, warm_up
 
@@ -46,19 +46,25 @@ class Measurement:
     phases: dict[str, float] = field(default_factory=dict)
     """Milliseconds per phase; idle and communication are parts of the others."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Milliseconds of the GPU per kind of kernel: gemm, attention, elementwise, ..."""
+    """Milliseconds of the GPU per kind of kernel: gemm, attention, elementwise, ...; quantize is a part of the last."""
     step_ms: float | None = None
     """Latency of a step."""
     tokens_per_s: float | None = None
     tflops: float | None = None
     """Achieved TFLOP/s: those of the model in BF16 over the time of a step."""
     joules_per_token: float | None = None
+    pj_per_flop: float | None = None
+    """Picojoules per FLOP of the model."""
     peak_gib: float | None = None
     """Peak memory of tensors on the GPU."""
     resident_gib: float | None = None
     """Memory between steps: weights, moments, gradients."""
+    allocations: dict[str, float] = field(default_factory=dict)
+    """Calls of PyTorch's allocator and of cudaMalloc per step, and GiB that are reserved beyond the peak of tensors."""
     decode_ms: float | None = None
-    """Latency of one decoded token."""
+    """Latency of one decoded token of one sequence."""
+    decode_batch_ms: float | None = None
+    """Latency of one decoded token of each sequence of the batch."""
     losses: list[float] = field(default_factory=list)
     layer_errors: dict[str, float] = field(default_factory=dict)
     """||Y8 - Y|| / ||Y|| of each FP8 layer's output, on the first batch."""
@@ -67,6 +73,11 @@ class Measurement:
     fallbacks: list[str] = field(default_factory=list)
     failed: str = ""
     """Why it could not be trained; empty if it was."""
+
+    @property
+    def times(self) -> dict[str, float]:
+        """The phases, then the kinds of kernels that are no phase."""
+        return {**self.phases, **{kind: ms for kind, ms in self.parts.items() if kind not in self.phases}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +129,8 @@ def _measure(
     run = _Training(model, workload, how, PRECISIONS.get(found.precision, torch.bfloat16))
     _train(run, workload, how, found, flops)
     if how.device.type == "cuda" and workload.decode is not None:
-        found.decode_ms = _decode(run, workload)
+        batch = next(workload.batches())
+        found.decode_ms, found.decode_batch_ms = _decode(run, workload, one_of(batch)), _decode(run, workload, batch)
     return plan
 
 
@@ -182,6 +194,7 @@ def _train(run: _Training, workload: Workload, how: Conditions, found: Measureme
     losses = [run.step() for _ in range(how.steps - timed)]
     if is_gpu:
         torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_stats()
         found.resident_gib = torch.cuda.memory_allocated() / 2**30
     probe = SystemProbe(torch.cuda.current_device() if is_gpu else None)
     synchronize(how.device.type)
@@ -198,18 +211,28 @@ def _train(run: _Training, workload: Workload, how: Conditions, found: Measureme
     found.tflops = None if flops is None else flops / found.step_ms / 1e9
     if is_gpu:
         found.peak_gib = torch.cuda.max_memory_allocated() / 2**30
+        found.allocations = allocations(before, torch.cuda.memory_stats(), timed)
         found.joules_per_token = joules / timed / workload.tokens if joules else None
+        found.pj_per_flop = 1e12 * joules / timed / flops if joules and flops else None
         seen = profile(run.step, 2)
-        found.parts = {part: round(ms, 3) for part, ms in seen.parts.items()}
+        found.parts = {part: round(ms, 3) for part, ms in (seen.parts | {"quantize": seen.quantize}).items()}
         found.phases |= {"communication": seen.parts["communication"], "idle": max(found.step_ms - seen.busy, 0.0)}
 
 
-def _decode(run: _Training, workload: Workload) -> float:
+def allocations(before: Mapping[str, Any], after: Mapping[str, Any], steps: int) -> dict[str, float]:
+    """Return what steps asked of the allocator, from `torch.cuda.memory_stats` before and after them."""
+    calls = {"allocations": "allocation.all.allocated", "device_mallocs": "num_device_alloc"}
+    found = {name: (after.get(key, 0) - before.get(key, 0)) / steps for name, key in calls.items()}
+    beyond = after["reserved_bytes.all.peak"] - after["allocated_bytes.all.peak"]
+    return found | {"fragmentation_gib": round(beyond / 2**30, 3)}
+
+
+def _decode(run: _Training, workload: Workload, batch: Any) -> float:
     """Return the median milliseconds of one step of decoding, with the codes of the weights made once."""
     assert workload.decode is not None
     run.model.eval()
     with torch.no_grad(), run.autocast(), reuse_weight_codes(run.model):
-        step = workload.decode(run.model, to_device(next(workload.batches()), run.device))
+        step = workload.decode(run.model, to_device(batch, run.device))
         warm_up(step, run.device.type, seconds=0.1)
         return statistics.median(milliseconds(step, run.device.type, DECODED))
 

@@ -11,15 +11,16 @@ from typing import Any
 
 from octavo.monitor.dashboard import page
 from octavo.pilot.judging import Advice, Pilot, advise
-from octavo.pilot.measuring import Measurement
 
 _COLUMNS: dict[str, tuple[str, str]] = {
     "step_ms": ("step ms", ".2f"),
     "tokens_per_s": ("{unit}s/s", ",.0f"),
     "tflops": ("TFLOP/s", ".0f"),
     "joules_per_token": ("J/{unit}", ".2e"),
+    "pj_per_flop": ("pJ/FLOP", ".2f"),
     "peak_gib": ("peak GiB", ".2f"),
     "decode_ms": ("decode ms", ".2f"),
+    "decode_batch_ms": ("batch decode ms", ".2f"),
 }
 """Columns of the table: title and format of each field."""
 Rows = list[tuple[str, ...]]
@@ -29,7 +30,12 @@ def to_dict(pilot: Pilot) -> dict[str, Any]:
     """Return everything as plain data: what was measured, and the recommendation."""
     about = {key: value for key, value in vars(pilot).items() if key not in ("measured", "plans", "rates")}
     lanes = [
-        {**asdict(found), "speedup": round(pilot.speedup(name), 3), "loss_gap_percent": pilot.gap(name)}
+        {
+            **asdict(found),
+            "speedup": round(pilot.speedup(name), 3),
+            "speedups": {kind: round(ratio, 3) for kind, ratio in pilot.speedups(name).items()},
+            "loss_gap_percent": pilot.gap(name),
+        }
         for name, found in pilot.measured.items()
     ]
     chosen = {"adopts": pilot.adopts, "recipe": pilot.best, "advice": [advice._asdict() for advice in advise(pilot)]}
@@ -129,20 +135,14 @@ def speed_rows(pilot: Pilot) -> Rows:
 def phase_rows(pilot: Pilot) -> Rows:
     """Return the table of phases in milliseconds per step, with the speed-up of each for the recommended recipe."""
     names = [name for name, found in pilot.measured.items() if found.phases or found.parts]
-    kinds = dict.fromkeys(kind for name in names for kind in _times(pilot.measured[name]))
+    kinds = dict.fromkeys(kind for name in names for kind in pilot.measured[name].times)
     best = pilot.best if pilot.best in names else None
+    gained = pilot.speedups(best) if best else {}
     rows: Rows = [("ms per step", *names, *(("speed-up",) if best else ()))]
     for kind in kinds:
-        times = [_times(pilot.measured[name]).get(kind) for name in names]
-        row = (kind, *(_shown(time, ".2f") for time in times))
-        one, other = (_times(pilot.measured[name]).get(kind) for name in ("bf16", best or "bf16"))
-        rows.append((*row, *((_shown(one / other if one and other else None, ".2f"),) if best else ())))
+        times = (_shown(pilot.measured[name].times.get(kind), ".2f") for name in names)
+        rows.append((kind, *times, *((_shown(gained.get(kind), ".2f"),) if best else ())))
     return rows
-
-
-def _times(found: Measurement) -> dict[str, float]:
-    """Return the phases, then the kinds of kernels that are no phase."""
-    return {**found.phases, **{kind: ms for kind, ms in found.parts.items() if kind not in found.phases}}
 
 
 def _shown(value: float | None, how: str) -> str:

@@ -29,7 +29,7 @@ class Settings:
 
     recipes: tuple[str, ...] = RECIPES
     precisions: tuple[str, ...] = tuple(PRECISIONS)
-    """bf16 always; fp16 and fp32 beside it."""
+    """bf16 always; fp16 and fp32 beside it, the latter on a GPU alone."""
     steps: int = 20
     lr: float = 3e-4
     compile: bool = False
@@ -63,7 +63,9 @@ def run_pilot(workload: Workload, settings: Settings, report: Callable[[str], No
         compile=settings.compile and is_gpu,
         rows=flops[2] if flops else workload.tokens,
     )
-    precisions = dict.fromkeys(("bf16", *settings.precisions)) if is_gpu else {"bf16": None}
+    precisions = dict.fromkeys(("bf16", *settings.precisions))
+    if not is_gpu:
+        precisions.pop("fp32", None)  # its time is what speaks against it, and a CPU has none to compare
     with nullcontext() if settings.steps else torch.device("meta"):
         model = workload.build()
     found = {name: Measurement(precision=name) for name in (*precisions, *settings.recipes)}
@@ -74,13 +76,7 @@ def run_pilot(workload: Workload, settings: Settings, report: Callable[[str], No
     report("plans")
     predicted = {name: predicting.plan_for(workload, name, how, settings.gpu) for name in settings.recipes}
     if not is_gpu and flops is not None:
-        for name in found:
-            plan = predicted.get(name) or next(iter(predicted.values()))
-            predicting.predict(found[name], plan, workload, how, flops)
-        fastest = min(settings.recipes, key=lambda name: found[name].step_ms or 0.0)
-        for name in ("bf16", *([fastest] if predicted[fastest].fp8_layers else [])):
-            report(f"memory in {name}")
-            found[name].peak_gib = predicting.peak_gib(workload, name, how)
+        _predict(found, predicted, workload, how, flops, report)
     capacity = torch.cuda.get_device_properties(device).total_memory / 2**30 if is_gpu else 0.0
     return Pilot(
         workload=workload.name,
@@ -99,6 +95,24 @@ def run_pilot(workload: Workload, settings: Settings, report: Callable[[str], No
         measured=found,
         plans={name: (plans.get(name) if is_gpu else None) or plan for name, plan in predicted.items()},
     )
+
+
+def _predict(
+    found: dict[str, Measurement],
+    plans: dict[str, Plan],
+    workload: Workload,
+    how: Conditions,
+    flops: tuple[float, float, int],
+    report: Callable[[str], None],
+) -> None:
+    """Add the predicted times, and the memory of BF16 and of the fastest recipe."""
+    for name in found:
+        plan = plans.get(name) or next(iter(plans.values()))
+        predicting.predict(found[name], plan, workload, how, flops)
+    fastest = min(plans, key=lambda name: found[name].step_ms or 0.0)
+    for name in ("bf16", *([fastest] if plans[fastest].fp8_layers else [])):
+        report(f"memory in {name}")
+        found[name].peak_gib = predicting.peak_gib(workload, name, how)
 
 
 def _check(settings: Settings) -> None:

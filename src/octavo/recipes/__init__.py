@@ -1,16 +1,18 @@
 """Recipes: what runs in FP8 and how, as data. `load("folded")`, `names()`, `explain(recipe)`."""
 
-from octavo.recipes.presets import ALIASES
+from octavo.recipes.presets import ALIASES, mx
 from octavo.recipes.spec import (
     GEMMS,
     OPERANDS,
     STORED_SCALE_ROLES,
     Dgrad,
     Evidence,
+    FormatName,
     Fprop,
     Gemm,
     History,
     Operand,
+    Precision,
     Recipe,
     ScaleFrom,
     Wgrad,
@@ -24,10 +26,12 @@ __all__ = [
     "STORED_SCALE_ROLES",
     "Dgrad",
     "Evidence",
+    "FormatName",
     "Fprop",
     "Gemm",
     "History",
     "Operand",
+    "Precision",
     "Recipe",
     "RecipeLike",
     "ScaleFrom",
@@ -37,6 +41,7 @@ __all__ = [
     "explain",
     "kept_for_backward",
     "load",
+    "mx",
     "names",
     "reused_from",
 ]

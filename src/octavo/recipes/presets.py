@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from octavo.recipes.spec import Dgrad, Fprop, Operand, Recipe, ScaleFrom, Wgrad
+from octavo.recipes.spec import Dgrad, FormatName, Fprop, Operand, Recipe, ScaleFrom, Wgrad
 
 
 def folded() -> Recipe:
@@ -118,12 +118,24 @@ def served_block() -> Recipe:
 
 def mxfp8() -> Recipe:
     """1x32 tiles with E8M0 scales along each product's own sum, E4M3 everywhere (OCP MX 1.0; arXiv 2506.08027)."""
-    tile = Operand(granularity="1x32")
+    return replace(mx("e4m3", "e4m3"), name="mxfp8")
+
+
+def mx(forward: FormatName, gradient: FormatName) -> Recipe:
+    """Return MX's 1x32 tiles in other formats: E5M2, and E2M3, E3M2 and E2M1, which are rounded to as on paper.
+
+    Codes of the last three take a byte each, as E4M3's: their accuracy can be tried, and they save nothing.
+
+    Args:
+        forward: of inputs and weights.
+        gradient: of output gradients.
+    """
+    tile, grad_output = (Operand(format=each, granularity="1x32") for each in (forward, gradient))
     return Recipe(
-        name="mxfp8",
+        name=f"mx_{forward}_{gradient}",
         fprop=Fprop(input=tile, weight=tile),
-        dgrad=Dgrad(grad_output=tile, weight=tile),
-        wgrad=Wgrad(grad_output=tile, input=tile),
+        dgrad=Dgrad(grad_output=grad_output, weight=tile),
+        wgrad=Wgrad(grad_output=grad_output, input=tile),
     )
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
 from octavo.errors import ConfigError, did_you_mean
-from octavo.numerics import PER_COLUMN, Granularity, Rounding, Scaling, granularity_named
+from octavo.numerics import NARROW, PER_COLUMN, Granularity, Rounding, Scaling, granularity_named
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
@@ -25,6 +25,10 @@ OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "w
 
 STORED_SCALE_ROLES = ("input", "grad_output")
 """The roles whose scales may be kept from step to step, in the order in which a layer keeps them."""
+FormatName = Literal["e4m3", "e5m2", "e2m3", "e3m2", "e2m1"]
+"""Formats of codes; the last three are MX's."""
+Precision = Literal["fp8", "bf16"]
+"""What a GEMM computes in, or what a tensor is kept in for backward: `bf16` as it is, `fp8` as codes."""
 ScaleFrom = Literal["current", "delayed", "just_in_time", "static"]
 """Where a scale comes from."""
 MOST_MARGIN = 8
@@ -35,7 +39,7 @@ MOST_MARGIN = 8
 class Operand:
     """How one operand of one GEMM is quantised."""
 
-    format: Literal["e4m3", "e5m2"] = "e4m3"
+    format: FormatName = "e4m3"
     """E4M3 for precision, E5M2 for range."""
     granularity: str = "row"
     """Which elements share a scale: tensor, row, column (folded), 1x128, 128x128, 1x32."""
@@ -79,7 +83,7 @@ class Operand:
 class Gemm:
     """What the three GEMMs have in common."""
 
-    precision: Literal["fp8", "bf16"] = "fp8"
+    precision: Precision = "fp8"
     """`bf16` leaves this GEMM in the precision that the model computes in."""
     accumulate: Literal["slow", "fast"] = "slow"
     """`fast` lets Hopper's tensor cores keep 13 fraction bits, truncated: faster, but it shrinks coherent sums."""
@@ -277,6 +281,8 @@ class Recipe:
             )
         if gemm == "fprop" and b.is_folded:
             raise ConfigError(f"{where}.weight cannot be 'column' (folded): fprop is where the codes are made.")
+        if narrow := next((o.format for o in (a, b) if o.format in NARROW and o.granularity != "1x32"), None):
+            raise ConfigError(f"{where}: {narrow} is a format of MX. Give that operand granularity = '1x32'.")
         if any(operand.granularity == "1x32" and operand.scaling != "power_of_two" for operand in (a, b)):
             raise ConfigError(f"{where}: 1x32 scales are E8M0, powers of two. Leave scaling out.")
         for role, operand, partner in zip(OPERANDS[gemm], (a, b), (b, a), strict=True):

@@ -11,8 +11,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from octavo.conversion.apply import convert, revert
-from octavo.conversion.plan import LayerPlan
-from octavo.conversion.policy import Policy
+from octavo.conversion.layer_plan import LayerPlan
+from octavo.conversion.policy import SAVED, Policy
 from octavo.errors import ConfigError
 from octavo.nn import Linear
 from octavo.nn.conv import Convolution
@@ -137,10 +137,5 @@ def switchable(
 
 
 def _one_by_one(policy: Policy) -> Policy:
-    kept: dict[str, Any] = {
-        "memory": "exact",
-        "activation_inputs": "bf16",
-        "norm_inputs": "bf16",
-        "attention_output": "bf16",
-    }
-    return replace(policy, fuse=False, min_gain=0.0, weights="as_they_are", requantise=(), **kept)
+    kept: dict[str, Any] = dict.fromkeys(SAVED, "bf16")
+    return replace(policy, fuse=False, min_gain=0.0, weights="as_they_are", requantise=(), memory="exact", **kept)

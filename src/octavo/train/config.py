@@ -176,6 +176,8 @@ class LoopConfig:
     """Steps between checkpoints; 0: only at the end."""
     keep: int = 2
     """Number of checkpoints to keep."""
+    price_per_kwh: float = 0.0
+    """Price of a kilowatt-hour, for the cost of the GPUs' energy in the summary and the dashboard; 0: none."""
     tracker: Literal["none", "wandb", "trackio", "mlflow"] = "none"
     """Experiment tracker that gets a few aggregates per step; `run.sqlite` has everything."""
     tracker_tensors: int = 0
@@ -185,7 +187,7 @@ class LoopConfig:
 
     def __post_init__(self) -> None:
         _positive("run", self, "steps", "batch", "accumulate", "log_every", "eval_tokens", "keep")
-        _within("run", self, "min_gain", low=0, high=math.inf)
+        _within("run", self, "min_gain", "price_per_kwh", low=0, high=math.inf)
         _within("run", self, "recalibrate_every", low=0, high=2**63 - 1)
         _within("run", self, "recalibrate_above", low=0, high=1)
         or_zero = ["eval_every", "checkpoint_every", "telemetry_every", "histograms_every", "tracker_tensors", "seed"]

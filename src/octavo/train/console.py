@@ -34,9 +34,9 @@ from octavo.train.events import (
 from octavo.train.final_report import final_report
 
 _ROWS = 12
-SLOW_ON_A_CPU = "on a CPU FP8 is slower than BF16, for want of FP8 arithmetic; its losses are those of FP8 all the same"
+SLOW_ON_A_CPU = "CPUs have no FP8 arithmetic: FP8 is slower than BF16 here, with the same numerics as on a GPU"
 _TITLES = {"fp8": "loss FP8", "bf16": "loss BF16"}
-_WIDTH = 10
+_WIDTH = 11
 
 
 class ConsoleReporter:
@@ -85,7 +85,7 @@ class ConsoleReporter:
 
     def _start(self, event: Started) -> None:
         run, data = event.config.run, event.config.data
-        baseline = " and its BF16 baseline" if len(event.models) == 2 else ""
+        baseline = " with its BF16 baseline" if len(event.models) == 2 else ""
         self._say(
             f"{event.config.model.architecture.capitalize()} of {_count(event.parameters)} parameters, recipe"
             f" {run.recipe}{baseline}, on {event.device}"

@@ -43,11 +43,9 @@ def verdict(summary: Mapping[str, Any]) -> str:
         return ""
     if half_width is None:
         return f"Held-out loss {gap:+z.2f} % beside BF16."
-    found = "lower than" if gap < -half_width else "higher than" if gap > half_width else "no different from that"
-    return (
-        f"Held-out loss in FP8 is {found} in BF16: {gap:+z.2f} % ± {half_width:.2f} % (95 % over held-out sequences;"
-        " other seeds may differ by more)."
-    )
+    found = "lower than" if gap < -half_width else "higher than" if gap > half_width else "no different from"
+    interval = f"{gap:+z.2f} % ± {half_width:.2f} %"
+    return f"Held-out loss: FP8 is {found} BF16, {interval} (95 % over sequences; seeds vary by more)."
 
 
 def _facts(event: Finished) -> Iterator[tuple[str, str]]:
@@ -75,6 +73,9 @@ def _facts(event: Finished) -> Iterator[tuple[str, str]]:
         if summary["skipped_steps"].get(model):
             yield f"skipped steps {title}", f"{summary['skipped_steps'][model]} (their gradients overflowed)"
     yield "trained on", f"{summary['tokens']:,} tokens in {_duration(summary['seconds'])}, {_speed(summary)}"
+    if summary["energy_kwh"] is not None:
+        cost = "" if summary["energy_cost"] is None else f", which cost {summary['energy_cost']:.4g}"
+        yield "energy", f"{summary['energy_kwh']:.4g} kWh of the GPUs, all models{cost}"
     if summary["weights"] != "fp32":
         yield "weights", f"{summary['weights']}, {summary['weight_bytes_per_parameter']:.2f} bytes per parameter"
     if summary["optimizer_states"] != "fp32" or summary["weights"] != "fp32":
@@ -102,9 +103,9 @@ def _next(event: Finished) -> Sequence[tuple[str, str]]:
     other = "block" if event.summary["recipe"] == "folded" else "folded"
     served = [("export for serving", f"octavo export {event.directory}")]
     return [
-        ("look at its curves", f"octavo dashboard {event.directory}"),
-        ("plan of each layer", f"octavo plan {event.directory}"),
-        ("train on", f"octavo train {event.directory} --resume --steps {more}"),
+        ("loss and telemetry", f"octavo dashboard {event.directory}"),
+        ("plan per layer", f"octavo plan {event.directory}"),
+        ("train longer", f"octavo train {event.directory} --resume --steps {more}"),
         ("another recipe", f"octavo train {event.directory} --recipe {other} --out {event.directory}-{other}"),
         ("evaluate", f"octavo eval {event.directory}"),
         *(served if event.architecture == "llama" else []),

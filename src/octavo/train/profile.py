@@ -17,6 +17,11 @@ CATEGORIES = {
     "gemm": ("gemm", "nvjet", "cutlass", "cublas", "xmma", "s16816"),
 }
 """Words in the names of kernels, in the order they are looked for. Everything else is element-wise."""
+QUANTIZERS = (
+    *("_rows_kernel", "search_strip", "write_strip", "scales_kernel", "transpose_tile", "_stack_kernel"),
+    *("_requantize_kernel", "_quantize_kernel", "_begin_kernel", "_settle_kernel", "_write_kernel"),
+)
+"""Octavo's kernels that only make codes and scales, by their names; norms and activations that make codes are not."""
 PARTS = ("gemm", "attention", "elementwise", "optimizer", "communication")
 
 
@@ -30,6 +35,11 @@ class Profile:
     """While at least one kernel ran."""
     kernels: list[dict[str, Any]]
     """Each kernel by name, with its calls and milliseconds per step, the longest first."""
+
+    @property
+    def quantize(self) -> float:
+        """Of the element-wise part, that of kernels which only make codes and scales."""
+        return sum((kernel["ms"] for kernel in self.kernels if kernel["name"].startswith(QUANTIZERS)), 0.0)
 
     def spent(self, ms: float) -> dict[str, float]:
         """Return the milliseconds of each part as rows have them, for a step that takes `ms` without the profiler.

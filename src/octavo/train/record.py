@@ -15,8 +15,9 @@ import torch
 from octavo._util import config_reader
 from octavo.guard.guarded import GuardEvent
 from octavo.monitor.recorder import Recorder
+from octavo.monitor.store import RunReader
 from octavo.monitor.store.writer import outcome_of
-from octavo.monitor.system import environment
+from octavo.monitor.system import energy_kwh, environment
 from octavo.train.config import LoopConfig, RunConfig
 from octavo.train.events import (
     Evaluated,
@@ -96,6 +97,15 @@ class StoreReporter:
     def flush(self) -> int | None:
         """Wait until all that was reported is stored; return the number of the last event, None if that failed."""
         return self._recorder.flush()
+
+    def energy_kwh(self) -> float | None:
+        """Return the energy of the run's GPU until now; None where it is not measured."""
+        self._recorder.sample()
+        self.flush()
+        if not self._path.exists():
+            return None
+        with RunReader(self._path) as run:
+            return energy_kwh(run.system())
 
     def close(self) -> None:
         """Write the outcome and close the store."""

@@ -568,9 +568,15 @@ class Trainer:
             "skipped_steps": {state.name: int(state.loss_scale.overflows) for state in self._scaled()},
             "seconds": totals["seconds"],
             "tasks": self._tasks(),
+            "energy_kwh": self._energy(),
         }
         memory = peaks(self.config, self.setup.device, ranks=self.ranks.count)
         return summarise(self.config, facts, heldout, _facts(self.setup.corpus), self._history(), memory)
+
+    def _energy(self) -> float | None:
+        """Return the kWh of all GPUs, those of the first rank's by the ranks; None where NVML counts none."""
+        found = None if self._records is None else self._records[1].energy_kwh()
+        return None if found is None else found * self.ranks.count
 
     def _corpus(self) -> dict[str, Any]:
         return {**_facts(self.setup.corpus), **config_reader.to_dict(self.setup.statistics)}

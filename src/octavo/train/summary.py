@@ -29,7 +29,7 @@ def summarise(
     Args:
         config: the run.
         facts: `device`, `parameters`, bytes per parameter of weights and of optimizer states, FP8 GEMMs, fallbacks,
-            steps skipped by dynamic loss scaling, accuracy by task, and `seconds`.
+            steps skipped by dynamic loss scaling, accuracy by task, `seconds`, and `energy_kwh` of all GPUs.
         heldout: by model: held-out loss of each sequence.
         corpus: facts of the text.
         history: lines of `metrics.jsonl`.
@@ -61,6 +61,8 @@ def summarise(
         "tokens_per_second": _median(history, "tokens_per_second"),
         **{f"step_milliseconds_{model}": _median(history, f"milliseconds_{model}") for model in MODELS},
         "seconds": facts["seconds"],
+        "energy_kwh": facts["energy_kwh"],
+        "energy_cost": None if facts["energy_kwh"] is None else facts["energy_kwh"] * config.run.price_per_kwh or None,
         **memory,
         "corpus": dict(corpus),
         "versions": devices.versions(),

@@ -44,7 +44,7 @@ def test_every_listed_operator_is_named_once() -> None:
     text = facts.operator_table()
     assert all(text.count(f"`{name}`") == 1 for name in (*Operators().white, *Operators().black))
     assert [line.split(" | ")[0] for line in facts.operator_rule_table().splitlines()[2:]] == [
-        f"| `{name}`" for name in ("min_features", "multiple", "min_gain", "max_loop")
+        f"| `{name}`" for name in ("own", "min_features", "multiple", "min_gain", "max_loop")
     ]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo_bench import results
-from octavo_bench.measured import gemm, kernels, step, step_summary, telemetry
+from octavo_bench.measured import clients, gemm, kernels, pilot, step, step_summary, telemetry
 from octavo_bench.results import Result
 
 MakeResult = Callable[..., Result]
@@ -107,3 +107,32 @@ def test_telemetry_is_shown_of_every_machine_newest_first(result: MakeResult, tm
     assert text.index("Measured on gpu") < text.index("Measured on cpu") and "older" not in text
     assert "| stack | cuda | 16,384 | 224 | 200.00 | 201.00 | +0.50 % | +0.10 to +0.90 % | 2.50 % |" in text
     assert telemetry(tmp_path / "nothing") == ""
+
+
+def client(name: str, **more: Any) -> dict[str, Any]:
+    row = {"client": name, "library": "peft", "version": "1.0", "lines": 2, "fp8_layers": 14, "gap_percent": -0.021}
+    return row | {"graphs": 2, "bf16_graphs": 1, "graph_breaks": 0, "ratio_to_bf16": 0.4} | more
+
+
+def test_clients_have_the_figures_of_a_cpu_and_the_speeds_of_each_gpu(result: MakeResult, tmp_path: Path) -> None:
+    on_cpu = result("clients", client("LoRA", resumes=True), client("Trainer", resumes=False))
+    rows = client("LoRA", gap_percent=0.5, ratio_to_bf16=1.253), client("Lightning", resumes=True)
+    on_gpu = result("clients", *rows, {"client": "script", "library": "x", "version": "", "error": "OSError: no"})
+    results.write(replace(on_cpu, hardware="amd-epyc"), tmp_path)
+    results.write(replace(on_gpu, hardware="nvidia-h200"), tmp_path)
+    header, _, *lines = (line for line in clients(tmp_path).splitlines() if line.startswith("|"))
+    assert header.endswith("| graph breaks | times BF16's speed, nvidia-h200 |")
+    assert lines[0] == "| LoRA | peft 1.0 | 2 | 14 | -0.02 % | to the bit | 2 (1) | 0 | 1.25 |"
+    assert lines[1].startswith("| Trainer |") and "| otherwise |" in lines[1] and lines[1].endswith("| 0 |  |")
+    assert lines[2].startswith("| Lightning |") and lines[2].endswith("| 0.40 |")
+    assert lines[3].startswith("| script | x  | failed: OSError: no |")
+
+
+def test_a_pilot_beside_the_full_measurement(result: MakeResult) -> None:
+    full = {"folded": 1.21, "block": 1.1}
+    row = {"model": "a", "seconds": 21.4, "adopts": True, "recipe": "folded", "full": full, "right": True}
+    wrong = row | {"model": "b", "adopts": False, "right": False}
+    text = pilot(result("pilot", row | {"speedup": 1.25}, wrong, {"model": "c", "error": "OSError: no"}))
+    assert "| a | 21 | `folded` | 1.25 | `folded` 1.21, `block` 1.10 | yes |" in text
+    assert "| b | 21 | not yet |  | `folded` 1.21, `block` 1.10 | no |" in text
+    assert "| c | failed: OSError: no |" in text

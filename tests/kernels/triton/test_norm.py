@@ -57,10 +57,9 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, size: float = 1.0) -> No
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_codes(shape, centred, target, device):
     x, weight, bias = matrix(shape, device).bfloat16(), torch.randn(shape[1], device=device), None
-    arguments = (x, weight, bias, EPS, None, target)
-    y, quantized, rstd, total, mean = fused.forward(*arguments, keep_y=False, centred=centred)
-    _, want, want_rstd, _, want_mean = reference.forward(*arguments, keep_y=False, centred=centred)
-    assert y is None and total is None
+    arguments = (x, weight, bias, EPS, target, centred)
+    _, quantized, rstd, mean = fused.forward(*arguments)
+    _, want, want_rstd, want_mean = reference.forward(*arguments)
     assert_same_codes(quantized, want)
     assert_close(rstd, want_rstd, float(want_rstd.max()))
     assert (mean is None) == (want_mean is None)
@@ -71,28 +70,20 @@ def test_codes(shape, centred, target, device):
 @pytest.mark.parametrize("dtype", STEP, ids=str)
 @both_norms
 @pytest.mark.parametrize("affine", [False, True], ids=["plain", "affine"])
-@pytest.mark.parametrize("with_residual", [False, True], ids=["alone", "residual"])
-def test_y_and_total(dtype, centred, affine, with_residual, device):
-    shape = (21, 200)
-    x, residual = matrix(shape, device).to(dtype), matrix(shape, device).to(dtype) if with_residual else None
+def test_y(dtype, centred, affine, device):
+    x = matrix((21, 200), device).to(dtype)
     weight, bias = (torch.randn(200, device=device).to(dtype) if affine else None for _ in range(2))
-    arguments = (x, weight, bias if centred else None, EPS, residual)
     for target in (None, ROW):
-        y, _, _, total, _ = fused.forward(*arguments, target, keep_y=True, centred=centred)
-        want, _, _, want_total, _ = reference.forward(*arguments, target, keep_y=True, centred=centred)
-        assert_close(y, want, 4.0)
-        assert (total is None) == (want_total is None)
-        if total is not None:
-            assert torch.equal(total, want_total)
+        arguments = (x, weight, bias if centred else None, EPS, target, centred)
+        assert_close(fused.forward(*arguments)[0], reference.forward(*arguments)[0], 4.0)
 
 
 @both_norms
 def test_rows_may_lie_apart_or_across(centred, device):
     wide, narrow = matrix((20, 400), device), matrix((300, 20), device)
-    for x, residual in ((wide[:, 50:350], None), (narrow.t(), wide[:, 100:400])):
-        arguments = (None, None, EPS, residual, ROW, True, centred)
-        y, quantized, *_ = fused.forward(x, *arguments)
-        want, wanted, *_ = reference.forward(x, *arguments)
+    for x in (wide[:, 50:350], narrow.t()):
+        y, quantized, *_ = fused.forward(x, None, None, EPS, ROW, centred)
+        want, wanted, *_ = reference.forward(x, None, None, EPS, ROW, centred)
         assert_close(y, want, 4.0)
         assert_same_codes(quantized, wanted)
 
@@ -100,7 +91,7 @@ def test_rows_may_lie_apart_or_across(centred, device):
 def test_rule_3_nan_stays_in_its_row(device):
     x = matrix((6, 200), device)
     x[2, 7], x[4, 9] = torch.nan, torch.inf
-    arguments = (None, None, EPS, None, TARGETS[2], True, False)
+    arguments = (None, None, EPS, TARGETS[2], False)
     y, quantized, *_ = fused.forward(x, *arguments)
     want, wanted, *_ = reference.forward(x, *arguments)
     assert torch.equal(y.isnan(), want.isnan()) and bool(y[2].isnan().all())
@@ -116,7 +107,7 @@ def test_rule_3_nan_stays_in_its_row(device):
 def test_an_infinite_weight_gives_nan_and_decides_no_scale(target, device):
     x, weight = matrix((4, 200), device), torch.ones(200, device=device)
     weight[7], weight[150] = torch.inf, -torch.inf
-    arguments = (x, weight, None, EPS, None, target, False, False)
+    arguments = (x, weight, None, EPS, target, False)
     (_, quantized, *_), (_, wanted, *_) = fused.forward(*arguments), reference.forward(*arguments)
     there = wanted.codes.float().isnan()
     assert torch.equal(quantized.codes.float().isnan(), there) and int(there.sum()) == 8
@@ -124,7 +115,7 @@ def test_an_infinite_weight_gives_nan_and_decides_no_scale(target, device):
 
 
 def test_zeros_take_the_smallest_scale(device):
-    _, quantized, rstd, *_ = fused.forward(torch.zeros(3, 130, device=device), None, None, EPS, None, ROW, False, False)
+    _, quantized, rstd, *_ = fused.forward(torch.zeros(3, 130, device=device), None, None, EPS, ROW, False)
     assert bool((quantized.scale == 2.0**-126).all()) and not quantized.codes.float().any()
     torch.testing.assert_close(rstd, torch.full_like(rstd, EPS**-0.5))
 
@@ -132,13 +123,11 @@ def test_zeros_take_the_smallest_scale(device):
 @every_shape
 @both_norms
 @pytest.mark.parametrize("affine", [False, True], ids=["plain", "affine"])
-@pytest.mark.parametrize("with_residual", [False, True], ids=["alone", "residual"])
-def test_gradients(shape, centred, affine, with_residual, device):
+def test_gradients(shape, centred, affine, device):
     x, dy = matrix(shape, device), torch.randn(shape, device=device)
-    flowing = torch.randn(shape, device=device) if with_residual else None
     weight, bias = (torch.randn(shape[1], device=device) if affine else None for _ in range(2))
-    _, _, rstd, _, mean = reference.forward(x, weight, None, EPS, None, None, False, centred)
-    arguments = (dy, x, weight, bias if centred else None, mean, rstd, flowing)
+    _, _, rstd, mean = reference.forward(x, weight, None, EPS, None, centred)
+    arguments = (dy, x, weight, bias if centred else None, mean, rstd)
     got, want = fused.backward(*arguments), reference.backward(*arguments)
     size = 1 + float(rstd.max()) * (float(weight.abs().max()) if affine else 1.0)
     assert_close(got[0], want[0], size)
@@ -150,10 +139,10 @@ def test_gradients(shape, centred, affine, with_residual, device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_gradients_in_16_bits_with_rows_apart(dtype, device):
-    x, dy, flowing = (matrix((50, 300), device).to(dtype)[:, 20:220] for _ in range(3))
+    x, dy = (matrix((50, 300), device).to(dtype)[:, 20:220] for _ in range(2))
     weight = torch.randn(200, device=device).to(dtype)
-    _, _, rstd, _, mean = reference.forward(x, weight, None, EPS, None, None, False, True)
-    arguments = (dy, x, weight, weight, mean, rstd, flowing)
+    _, _, rstd, mean = reference.forward(x, weight, None, EPS, None, True)
+    arguments = (dy, x, weight, weight, mean, rstd)
     got, want = fused.backward(*arguments), reference.backward(*arguments)
     assert_close(got[0], want[0], 1 + float(rstd.max()))
     for mine, theirs in zip(got[1:], want[1:], strict=True):
@@ -162,12 +151,12 @@ def test_gradients_in_16_bits_with_rows_apart(dtype, device):
 
 def test_programs_walk_over_every_row_once(device, monkeypatch):
     x, weight = matrix((37, 130), device), torch.ones(130, device=device)
-    _, _, rstd, *_ = reference.forward(x, weight, None, EPS, None, None, False, False)
-    want = reference.backward(x, x, weight, None, None, rstd, None)
+    _, _, rstd, *_ = reference.forward(x, weight, None, EPS, None, False)
+    want = reference.backward(x, x, weight, None, None, rstd)
     monkeypatch.setattr(fused, "SUM", fused.SUM._replace(height=2))
     for programs in (1, 2, 100):
         monkeypatch.setattr(fused, "_programs", lambda device, elements, n=programs: n)
-        got = fused.backward(x, x, weight, None, None, rstd, None)
+        got = fused.backward(x, x, weight, None, None, rstd)
         assert_close(got[0], want[0], 10.0)
         torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-4)
 
@@ -178,12 +167,12 @@ def test_programs_walk_over_every_row_once(device, monkeypatch):
 def test_the_widths_of_real_models(cols, centred):
     x, weight = matrix((700, cols), "cuda").bfloat16(), torch.randn(cols, device="cuda").bfloat16()
     for target in TARGETS:
-        arguments = (x, weight, None, EPS, x.flip(0), target, True, centred)
-        y, quantized, rstd, total, mean = fused.forward(*arguments)
+        arguments = (x, weight, None, EPS, target, centred)
+        y, quantized, rstd, mean = fused.forward(*arguments)
         want, wanted, *_ = reference.forward(*arguments)
         assert_same_codes(quantized, wanted)
         assert_close(y, want, 4.0)
-    arguments = (x.flip(1), total, weight, weight if centred else None, mean, rstd, x)
+    arguments = (x.flip(1), x, weight, weight if centred else None, mean, rstd)
     got, want = fused.backward(*arguments), reference.backward(*arguments)
     assert_close(got[0], want[0], 1 + 4 * float(rstd.max()))
     torch.testing.assert_close(got[1], want[1], rtol=STEP[weight.dtype], atol=1e-2)
@@ -197,8 +186,8 @@ def test_gradients_of_codes(shape, centred, dtype, device):
     weight = torch.randn(shape[1], device=device)
     x[0, 5] = torch.nan
     codes = laid_out(quantize(x, E4M3, KEPT.tile))
-    _, _, rstd, _, mean = reference.forward(x.nan_to_num(), weight, None, EPS, None, None, False, centred)
-    arguments = (dy, codes, weight, weight if centred else None, mean, rstd, None)
+    _, _, rstd, mean = reference.forward(x.nan_to_num(), weight, None, EPS, None, centred)
+    arguments = (dy, codes, weight, weight if centred else None, mean, rstd)
     got, want = fused.backward(*arguments), reference.backward(*arguments)
     assert got[0].dtype == dtype and torch.equal(got[0].isnan(), want[0].isnan()) and bool(want[0][0].isnan().all())
     assert_close(got[0][1:], want[0][1:], 1 + float(rstd.max()) * float(weight.abs().max()))

@@ -89,6 +89,18 @@ def test_both_formats_run_on_a_cpu():
         assert scaled_mm.unsupported_reason_row(probe("row", fmt), probe("row")) is None
 
 
+def test_a_cpu_is_probed_also_where_another_device_is_the_default(monkeypatch):
+    def no_rows(*operands, **given):
+        assert all(x.device.type == "cpu" for x in operands)
+        raise RuntimeError("per-tensor scaling only")
+
+    monkeypatch.setattr(torch, "_scaled_mm", no_rows)
+    scaled_mm._probe_cpu.cache_clear()
+    with torch.device("meta"):
+        assert "per-tensor scaling only" in scaled_mm._probe_cpu()
+    scaled_mm._probe_cpu.cache_clear()
+
+
 def test_a_cpu_gets_a_scale_for_each_row(monkeypatch):
     """With one scale each, oneDNN takes a thousand times as long on a processor with AMX."""
     shapes, plain = [], torch._scaled_mm

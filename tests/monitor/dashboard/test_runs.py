@@ -16,7 +16,7 @@ from synthetic import synthetic_run
 
 from octavo.errors import StoreError
 from octavo.monitor.dashboard import answers, report, runs
-from octavo.monitor.dashboard.runs import RunFolder, RunFolders, RunSelection
+from octavo.monitor.dashboard.runs import runs_below, runs_named
 from octavo.monitor.store import FILE, STATS, RunReader, schema
 
 
@@ -27,13 +27,13 @@ def always_looks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_newest_first_by_their_path(folder: Path) -> None:
     os.utime(folder / "first" / FILE)
-    assert RunFolder(folder).names() == ["first", "sweep/tensorwise"]
-    assert RunFolder(folder).open("sweep/tensorwise").name == "tensorwise"
+    assert runs_below(folder).names() == ["first", "sweep/tensorwise"]
+    assert runs_below(folder).open("sweep/tensorwise").name == "tensorwise"
 
 
 @pytest.mark.parametrize("named", ["first", f"first/{FILE}"])
 def test_a_run_may_be_the_folder(folder: Path, named: str) -> None:
-    known = RunFolder(folder / named)
+    known = runs_below(folder / named)
     assert known.names() == ["."]
     assert known.open(".").name == "first"
 
@@ -42,7 +42,7 @@ def test_a_run_may_be_the_folder(folder: Path, named: str) -> None:
 def test_only_what_was_found_is_opened(tmp_path: Path, name: str) -> None:
     synthetic_run(tmp_path / "other", layers=1, steps=5)
     synthetic_run(tmp_path / "runs" / "first", layers=1, steps=5)
-    known = RunFolder(tmp_path / "runs")
+    known = runs_below(tmp_path / "runs")
     assert known.names() == ["first"]
     with pytest.raises(StoreError, match="no run"):
         known.open(name)
@@ -54,12 +54,12 @@ def test_links_that_lead_out_are_not_followed(tmp_path: Path) -> None:
     (root / "file").mkdir(parents=True)
     (root / "file" / FILE).symlink_to(tmp_path / "other" / FILE)
     (root / "folder").symlink_to(tmp_path / "other")
-    assert RunFolder(root).names() == []
+    assert runs_below(root).names() == []
 
 
 def test_a_run_that_was_started_over_is_read_anew(tmp_path: Path) -> None:
     synthetic_run(tmp_path / "a", layers=1, steps=5)
-    known = RunFolder(tmp_path)
+    known = runs_below(tmp_path)
     assert known.open("a").last_step == 5
     shutil.rmtree(tmp_path / "a")
     synthetic_run(tmp_path / "a", layers=1, steps=9)
@@ -72,20 +72,20 @@ def test_a_run_that_was_started_over_is_read_anew(tmp_path: Path) -> None:
 
 def test_no_such_folder(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="no such folder"):
-        RunFolder(tmp_path / "nowhere")
+        runs_below(tmp_path / "nowhere")
 
 
 def test_chosen_runs_have_names_that_differ(tmp_path: Path) -> None:
     for path in ("a/x", "b/x", "c/y"):
         synthetic_run(tmp_path / path, layers=1, steps=3)
-    assert RunSelection([tmp_path / "a/x", tmp_path / "c/y"]).names() == ["x", "y"]
-    known = RunSelection([tmp_path / "a/x", tmp_path / "b/x"])
+    assert runs_named(tmp_path / "a/x", tmp_path / "c/y").names() == ["x", "y"]
+    known = runs_named(tmp_path / "a/x", tmp_path / "b/x")
     assert known.names() == ["a/x", "b/x"]
     assert known.open("b/x").path == tmp_path / "b/x" / FILE
     with pytest.raises(StoreError, match="Did you mean"):
         known.open("b/y")
     with pytest.raises(StoreError, match="twice"):
-        RunSelection([tmp_path / "a/x", tmp_path / "b" / ".." / "a/x"])
+        runs_named(tmp_path / "a/x", tmp_path / "b" / ".." / "a/x")
     known.close()
 
 
@@ -136,7 +136,7 @@ BAD = {
 def test_one_bad_store_is_one_row_that_says_so(tmp_path: Path, make: Callable[[Path], Path]) -> None:
     synthetic_run(tmp_path / "good", layers=1, steps=5)
     make(tmp_path / "bad")
-    for known in (RunFolder(tmp_path), RunSelection([tmp_path / "good", tmp_path / "bad"])):
+    for known in (runs_below(tmp_path), runs_named(tmp_path / "good", tmp_path / "bad")):
         rows = {row["id"]: row for row in json.loads(answers.answer(known, "runs", {}).body)["runs"]}
         assert "error" not in rows["good"] and rows["good"]["step"] == 5
         assert BAD[make] in rows["bad"]["error"] and "bad" in rows["bad"]["error"]
@@ -148,7 +148,7 @@ def test_a_run_whose_name_is_of_another_encoding_is_shown(tmp_path: Path) -> Non
     pytest.importorskip("plotly")
     path = tmp_path / os.fsdecode(b"caf\xe9\x1b[2J")
     synthetic_run(path, layers=1, steps=5)
-    for known in (RunFolder(tmp_path), RunSelection([path])):
+    for known in (runs_below(tmp_path), runs_named(path)):
         [name] = known.names()
         assert name == r"caf\udce9\x1b[2J" and known.open(name).last_step == 5
     html = report.report([path], tmp_path / "report.html")
@@ -171,7 +171,7 @@ def test_a_store_of_a_million_events_is_listed_in_two_seconds(tmp_path: Path) ->
                 "SELECT NULL, 5, i, 'warning', 'user', NULL, NULL, i, NULL, NULL, 'text ' || i FROM n")  # fmt: skip
         database.execute(f"INSERT INTO events {rows}")
         database.commit()
-    known = RunFolder(tmp_path)
+    known = runs_below(tmp_path)
     seconds = []
     for name, values in (("runs", {}), ("run", {"run": ["run"]}), ("events", {"run": ["run"]})):
         start = time.process_time()
@@ -185,7 +185,7 @@ def test_a_store_of_a_million_events_is_listed_in_two_seconds(tmp_path: Path) ->
 def test_several_folders_are_told_apart_by_their_names(tmp_path: Path) -> None:
     for machine, name in (("one", "a"), ("two", "a"), ("two", "b")):
         synthetic_run(tmp_path / machine / "runs" / name, layers=1, steps=5)
-    known = RunFolders([tmp_path / "one" / "runs", tmp_path / "two" / "runs"])
+    known = runs_below(tmp_path / "one" / "runs", tmp_path / "two" / "runs")
     assert known.names()[0] == "one/runs/a" and {*known.names()[1:]} == {"two/runs/a", "two/runs/b"}
     assert known.open("two/runs/b").path.parent == tmp_path / "two" / "runs" / "b"
     assert {row["name"] for row in json.loads(answers.answer(known, "runs", {}).body)["runs"]} == {*known.names()}
@@ -194,4 +194,4 @@ def test_several_folders_are_told_apart_by_their_names(tmp_path: Path) -> None:
             known.open(outside)
     known.close()
     with pytest.raises(StoreError, match="named twice"):
-        RunFolders([tmp_path / "one", tmp_path / "one"])
+        runs_below(tmp_path / "one", tmp_path / "one")

@@ -53,6 +53,13 @@ def test_energy_is_of_the_newest_session(tmp_path: Path) -> None:
     assert facts["tokens_per_kwh"] == pytest.approx(3.6e6 / (250 / 1024))
 
 
+def test_the_cost_is_of_all_sessions_and_gpus(tmp_path: Path) -> None:
+    config = {**CONFIG, "run": {"batch": 8, "price_per_kwh": 0.3}}
+    _, facts = speed(written(tmp_path, config, {"world_size": 2}))
+    assert facts["kwh"] == pytest.approx(2 * (500 * 15 + 500 * 30) / 3.6e6)
+    assert facts["cost"] == pytest.approx(0.3 * facts["kwh"])
+
+
 def test_memory_adds_up(tmp_path: Path) -> None:
     _, facts = speed(written(tmp_path, CONFIG, {}))
     gpu = {"tensors": 4e9, "reserved by PyTorch, free": 1e9, "other on the GPU": 4e9}

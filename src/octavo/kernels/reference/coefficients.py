@@ -18,7 +18,7 @@ def group_squares(squares: Tensor, own: Tensor, groups: int) -> Tensor:
     return torch.where(is_member, squares, 0.0).sum(dim=1)
 
 
-def coefficients(told: StepInputs, counts: Sequence[Tensor], skipped: Tensor) -> StepCoefficients:
+def coefficients(told: StepInputs, counts: Sequence[Tensor], skipped: Tensor, *_unused: object) -> StepCoefficients:
     """Return the coefficients of a step, and count it. See `octavo.kernels.coefficients.coefficients`."""
     from octavo.kernels.coefficients import StepCoefficients
     from octavo.kernels.optimizer import COEFFICIENTS

@@ -1,8 +1,8 @@
 """RMS norm and layer norm as they are defined, forward and backward, in FP32.
 
-Backward, with the normalised row n = (s - mean) * rstd, mean 0 for an RMS norm, and g = dy * weight:
+Backward, with the normalised row n = (x - mean) * rstd, mean 0 for an RMS norm, and g = dy * weight:
 
-    ds = rstd * (g - n * mean(g n) - mean(g))      the last term for a layer norm only
+    dx = rstd * (g - n * mean(g n) - mean(g))      the last term for a layer norm only
     dweight = sum over rows of dy * n              dbias = sum over rows of dy
 """
 
@@ -16,18 +16,10 @@ from octavo.numerics import Quantized, dequantize, quantize
 
 
 def forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-    target: QuantSpec | None,
-    keep_y: bool,
-    centred: bool,
-) -> tuple[Tensor | None, Quantized | None, Tensor, Tensor | None, Tensor | None]:
-    """Return y, its codes, rstd, total and mean: see `octavo.kernels.norm`. centred: a layer norm."""
-    total = None if residual is None else (x.float() + residual.float()).to(x.dtype)
-    s = (x if total is None else total).float()
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, target: QuantSpec | None, centred: bool
+) -> tuple[Tensor, Quantized | None, Tensor, Tensor | None]:
+    """Return y, its codes, rstd and mean: see `octavo.kernels.norm`. centred: a layer norm."""
+    s = x.float()
     mean = s.mean(dim=1) if centred else None
     if mean is not None:
         s = s - mean[:, None]
@@ -38,17 +30,11 @@ def forward(
     if bias is not None:
         y = y + bias.float()
     quantized = None if target is None else quantize(y, target.fmt, target.tile, target.scaling)
-    return y.to(x.dtype) if keep_y else None, quantized, rstd, total, mean
+    return y.to(x.dtype), quantized, rstd, mean
 
 
 def backward(
-    dy: Tensor,
-    x: Tensor | Quantized,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    residual_grad: Tensor | None,
+    dy: Tensor, x: Tensor | Quantized, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return dx in x's dtype, dweight and dbias in those of weight and bias: see `octavo.kernels.norm`."""
     dtype, s = (x.dtype, x.float()) if isinstance(x, Tensor) else (dy.dtype, dequantize(x))
@@ -59,8 +45,6 @@ def backward(
     if mean is not None:
         dx = dx - g.mean(dim=1, keepdim=True)
     dx = dx * rstd[:, None]
-    if residual_grad is not None:
-        dx = dx + residual_grad.float()
     dweight = None if weight is None else (dy * normed).sum(dim=0).to(weight.dtype)
     dbias = None if bias is None else dy.sum(dim=0).to(bias.dtype)
     return dx.to(dtype), dweight, dbias

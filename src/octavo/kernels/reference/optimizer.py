@@ -53,13 +53,10 @@ def momentum(slot: Slot, layout: Layout, control: Control, update: Tensor, neste
     update.copy_(codec.from_groups(result, *update.shape))
 
 
-def store_gradient(gradient: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling, add: bool) -> None:
+def store_gradient(gradient: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling) -> None:
     """Quantise a gradient. See `octavo.kernels.optimizer.store_gradient`."""
-    values = gradient.float()
-    if add:
-        values = load_gradient(codes, scale) + values
     fmt = FLOATS[GRADIENT_CODES[codes.dtype]]
-    groups = codec.to_groups(values)
+    groups = codec.to_groups(gradient.float())
     amax = torch.where(groups.isfinite(), groups, 0.0).abs().amax(dim=1, keepdim=True)
     exponent = codec.scale_code(amax if scaling == "group" else amax.amax().reshape(1, 1), fmt)
     scale.copy_(exponent.reshape(scale.shape))

@@ -166,5 +166,5 @@ def _values(x: Tensor) -> Floats:
 @cache
 def _decoded(dtype: torch.dtype) -> Floats:
     """Return the values of all codes of a format."""
-    values: Floats = torch.arange(256, dtype=torch.uint8).view(dtype).float().numpy()
+    values: Floats = torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float().numpy()
     return values

@@ -74,18 +74,16 @@ def kind_of(dtype: torch.dtype, scaling: Scaling) -> tuple[int, int, int]:
     return _KINDS[dtype].value, dtype.itemsize, {"none": NONE, "tensor": TENSOR, "group": GROUP}[scaling].value
 
 
-def store(gradient: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling, add: bool) -> None:
+def store(gradient: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling) -> None:
     """See `octavo.kernels.optimizer.store_gradient`."""
     rows, cols = gradient.shape
     whole = cols % SIZE == 0 and all(t.data_ptr() % 16 == 0 for t in (gradient, codes))
-    # The maximum of a tensor, as bits, and the scale of before: the second pass writes over it.
-    found = torch.zeros(2, dtype=torch.int32, device=gradient.device)
+    found = torch.zeros(1, dtype=torch.int32, device=gradient.device)  # the maximum of a tensor, as bits
     for search in (True, False) if scaling == "tensor" else (False,):
         _store_kernel[(cdiv(rows * groups_of(cols), WARPS * STEPS),)](
             gradient, codes, scale, found, rows, cols,
-            FROM=kind_of(gradient.dtype, "none"), HELD=kind_of(codes.dtype, scaling),
-            S=packed(Storage(GRADIENT_CODES[codes.dtype], scaling)), ADD=add, WHOLE=whole, TILE=WARPS, STEPS=STEPS,
-            SEARCH=search, num_warps=WARPS,
+            FROM=kind_of(gradient.dtype, "none"), S=packed(Storage(GRADIENT_CODES[codes.dtype], scaling)),
+            WHOLE=whole, TILE=WARPS, STEPS=STEPS, SEARCH=search, num_warps=WARPS,
         )  # fmt: skip
 
 
@@ -223,14 +221,9 @@ def _squares_kernel(
 @Kernel
 @triton.jit(do_not_specialize=["rows", "cols"])
 def _store_kernel(
-    gradient, codes, scale, found, rows, cols, FROM: tl.constexpr, HELD: tl.constexpr, S: tl.constexpr,
-    ADD: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr, SEARCH: tl.constexpr,
+    gradient, codes, scale, found, rows, cols, FROM: tl.constexpr, S: tl.constexpr,
+    WHOLE: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
-    before = scale
-    if HELD[2] == TENSOR and ADD:
-        before = found + 1
-        if SEARCH and tl.program_id(0) == 0:
-            tl.store(before, tl.load(scale).to(tl.int32))
     common = 127
     if S[5] == TENSOR and not SEARCH:
         common = scale_code(tl.load(found), S[3])
@@ -239,9 +232,6 @@ def _store_kernel(
     for turn in range(STEPS):
         at = groups_at(tl.program_id(0) * STEPS + turn, rows, cols, WHOLE, TILE)
         values = read_gradient(gradient, scale, at, FROM, WHOLE)
-        if ADD:
-            held = read_gradient(codes, scale if SEARCH else before, at, HELD, WHOLE)
-            values = (held[0] + values[0], held[1] + values[1], held[2] + values[2], held[3] + values[3])
         finite = (_finite(values[0]), _finite(values[1]), _finite(values[2]), _finite(values[3]))
         if SEARCH:
             most = tl.maximum(most, largest_of_quads(finite))

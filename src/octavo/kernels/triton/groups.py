@@ -17,7 +17,7 @@ from octavo.kernels.triton import quantize
 from octavo.kernels.triton.codes import amax, scale_of, to_codes
 from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.shape import Shape
-from octavo.numerics import GROUP_1x32, Quantized
+from octavo.numerics import NARROW, GROUP_1x32, Quantized
 
 GROUP: tl.constexpr = tl.constexpr(32)
 TILE = Shape(32, 4 * GROUP.value, warps=4)
@@ -25,6 +25,8 @@ TILE = Shape(32, 4 * GROUP.value, warps=4)
 
 def unsupported_reason(*targets: QuantSpec | None) -> str | None:
     """Return why the kernels here cannot make these targets, or None."""
+    if narrow := next((target.format for target in targets if target is not None and target.format in NARROW), None):
+        return f"{narrow.upper()} is rounded to by the reference alone"
     return quantize.unsupported_reason(
         *(target for target in targets if target is not None and target.tile != GROUP_1x32)
     )

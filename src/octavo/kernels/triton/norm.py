@@ -31,21 +31,12 @@ SUM = Shape(64, 32, warps=4)
 
 
 def forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-    target: QuantSpec | None,
-    keep_y: bool,
-    centred: bool,
-) -> tuple[Tensor | None, Quantized | None, Tensor, Tensor | None, Tensor | None]:
-    """Return y, its codes, rstd, total and mean: see `octavo.kernels.norm`. centred: a layer norm."""
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, target: QuantSpec | None, centred: bool
+) -> tuple[Tensor, Quantized | None, Tensor, Tensor | None]:
+    """Return y, its codes, rstd and mean: see `octavo.kernels.norm`. centred: a layer norm."""
     x, (rows, cols) = contiguous_rows(x), x.shape
-    residual = None if residual is None else contiguous_rows(residual)
     weight, bias = (None if parameter is None else parameter.contiguous() for parameter in (weight, bias))
-    y = x.new_empty(rows, cols) if keep_y else None
-    total = None if residual is None else x.new_empty(rows, cols)
+    y = x.new_empty(rows, cols)
     rstd = x.new_empty(rows, dtype=torch.float32)
     mean = torch.empty_like(rstd) if centred else None
     quantized = None if target is None else empty(target, rows, cols, x.device)
@@ -54,28 +45,20 @@ def forward(
     group = size if target is None or target.tile.cols is None else target.tile.cols
     _forward_kernel[(cdiv(rows, height),)](
         # Nothing fused: given rstd, y is the reference's to the bit. But a layer norm is bound by instructions.
-        x, x.stride(0), residual, 0 if residual is None else residual.stride(0), weight, bias, eps,
-        y, codes, scale, mean, rstd, total, rows, cols,
+        x, x.stride(0), weight, bias, eps, y, codes, scale, mean, rstd, rows, cols,
         SCALING=1 if target is None else target.rule, GROUP=group,
         **FORWARD.meta(rows, cols), enable_fp_fusion=centred,
     )  # fmt: skip
-    return y, quantized, rstd, total, mean
+    return y, quantized, rstd, mean
 
 
 def backward(
-    dy: Tensor,
-    x: Tensor | Quantized,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    residual_grad: Tensor | None,
+    dy: Tensor, x: Tensor | Quantized, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return dx in x's dtype, dweight and dbias in those of weight and bias: see `octavo.kernels.norm`."""
     dtype, scale = (x.dtype, None) if isinstance(x, Tensor) else (dy.dtype, x.scale)
     x = x if isinstance(x, Tensor) else x.codes
     dy, x, (rows, cols) = contiguous_rows(dy), contiguous_rows(x), x.shape
-    residual_grad = None if residual_grad is None else contiguous_rows(residual_grad)
     height, size = BACKWARD.tile(cols)
     programs = min(cdiv(rows, height), _programs(x.device, height * size))
     dx = x.new_empty(rows, cols, dtype=dtype)
@@ -84,7 +67,6 @@ def backward(
     )
     _backward_kernel[(programs,)](
         dy, dy.stride(0), x, x.stride(0), scale,
-        residual_grad, 0 if residual_grad is None else residual_grad.stride(0),
         None if weight is None else weight.contiguous(), mean, rstd, dx, dweight, dbias, rows, cols,
         STAGES=STAGES, **BACKWARD.meta(rows, cols),
     )  # fmt: skip
@@ -168,19 +150,14 @@ def _scaled(
 @Kernel
 @triton.jit
 def _forward_kernel(
-    x_ptr, x_stride, residual_ptr, residual_stride, weight_ptr, bias_ptr, eps,
-    y_ptr, codes_ptr, scale_ptr, mean_ptr, rstd_ptr, total_ptr, total_r, total_c, SCALING: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, EVEN: tl.constexpr,
+    x_ptr, x_stride, weight_ptr, bias_ptr, eps, y_ptr, codes_ptr, scale_ptr, mean_ptr, rstd_ptr, total_r, total_c,
+    SCALING: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """A few rows a program, held whole."""
     rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, SIZE)
     in_rows, in_cols = inside(rows, total_r, EVEN), inside(cols, total_c, EVEN)
     there = in_rows[:, None] & in_cols[None, :]
     x = _load(x_ptr, x_stride, rows, cols, there)
-    if residual_ptr is not None:
-        x += _load(residual_ptr, residual_stride, rows, cols, there)
-        _store(x, total_ptr, total_c, rows, cols, there)
-        x = to_dtype(x, total_ptr.dtype.element_ty).to(tl.float32)
     if mean_ptr is not None:
         mean = tl.sum(x, axis=1) / total_c
         tl.store(mean_ptr + rows, mean, mask=in_rows)
@@ -192,8 +169,7 @@ def _forward_kernel(
         y *= _parameter(weight_ptr, cols, in_cols)
     if bias_ptr is not None:
         y += _parameter(bias_ptr, cols, in_cols)
-    if y_ptr is not None:
-        _store(y, y_ptr, total_c, rows, cols, there)
+    _store(y, y_ptr, total_c, rows, cols, there)
     if codes_ptr is not None:
         FORMAT: tl.constexpr = codes_ptr.dtype.element_ty
         y = _scaled(y, scale_ptr, rows, in_rows, total_r, total_c, FORMAT, SCALING, GROUP)
@@ -203,8 +179,8 @@ def _forward_kernel(
 @Kernel
 @triton.jit
 def _backward_kernel(
-    dy_ptr, dy_stride, x_ptr, x_stride, scale_ptr, residual_ptr, residual_stride, weight_ptr, mean_ptr, rstd_ptr,
-    dx_ptr, dweight_ptr, dbias_ptr, total_r, total_c,
+    dy_ptr, dy_stride, x_ptr, x_stride, scale_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr,
+    total_r, total_c,
     ROWS: tl.constexpr, SIZE: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Every n-th few rows; dweight_ptr and dbias_ptr take one row of sums a program."""
@@ -232,10 +208,7 @@ def _backward_kernel(
             dx -= (tl.sum(g, axis=1) / total_c)[:, None]
         if dbias_ptr is not None:
             dbias += dy
-        dx *= rstd
-        if residual_ptr is not None:
-            dx += _load(residual_ptr, residual_stride, rows, cols, there)
-        _store(dx, dx_ptr, total_c, rows, cols, there)
+        _store(dx * rstd, dx_ptr, total_c, rows, cols, there)
     where = program.to(tl.int64) * total_c + cols
     if dweight_ptr is not None:
         tl.store(dweight_ptr + where, tl.sum(dweight, axis=0), mask=in_cols)

@@ -85,7 +85,6 @@ def _look_kernel(
     at = tl.arange(0, BLOCK)
     work_ptr += pid * _FIELDS
     if phase >= 0:
-        found = tl.zeros((_FIELDS,), tl.float32)
         if pid < samples:
             column = (pid % stretches) * BLOCK + at
             row = ((pid // stretches).to(tl.int64) * stride + phase) % rows
@@ -100,47 +99,69 @@ def _look_kernel(
             read = x * tl.load(fold_at + column, mask=inside, other=0.0) if FOLDED else x
             signed = read * tl.div_rn(tl.full((BLOCK,), 1.0, tl.float32), scale)
             y = tl.abs(signed)
-            magnitude = tl.abs(x)
-            finite = (magnitude < float("inf")) & inside
-            flushed = finite & (read != 0.0) & (y <= FLUSHED)
-            subnormal = finite & (y > FLUSHED) & (y < SUBNORMAL)
-            saturated = finite & (y > SATURATED)
-            amax = tl.max(tl.where(finite, magnitude, 0.0))
-            unit = tl.minimum(tl.maximum(amax.to(tl.int32, bitcast=True) >> 23, 1), 253)
-            u = tl.where(finite, x, 0.0) * ((254 - unit) << 23).to(tl.float32, bitcast=True)
-            square = u * u
-            broken = inside & ((magnitude == float("inf")) | (x != x))
-            found = _put(found, 0, tl.sum(finite.to(tl.float32)))
-            found = _put(found, 1, tl.sum(broken.to(tl.float32)))
-            found = _put(found, 2, tl.sum(flushed.to(tl.float32)))
-            found = _put(found, 3, tl.sum(subnormal.to(tl.float32)))
-            found = _put(found, 4, tl.sum(saturated.to(tl.float32)))
-            found = _put(found, 5, amax)
-            found = _put(found, 6, unit.to(tl.float32))
-            found = _put(found, 7, tl.sum(u))
-            found = _put(found, 8, tl.sum(square))
-            found = _put(found, 9, tl.sum(square * u))
-            found = _put(found, 10, tl.sum(square * square))
+            finite = (tl.abs(x) < float("inf")) & inside
+            found = _look_at_values(x, read, y, finite, inside, FLUSHED, SUBNORMAL, SATURATED)
             if DETAILED:
                 if tl.load(row_ptr + _AT_DETAILED) > 0:
                     held = finite & (y < float("inf"))
                     _look_closer(held, read, signed, scale, bins_ptr + pid * _BINS, powers_ptr + pid * 4, FORMAT)
         elif pid < samples + scalings:
             place = (pid - samples) * BLOCK + at
-            inside = place < scale_rows * scale_cols
-            where = (place // scale_cols).to(tl.int64) * scale_down + (place % scale_cols) * scale_across
-            scale = tl.load(scale_ptr + where, mask=inside, other=0.0)
-            largest = tl.max(scale)
-            found = _put(found, 11, largest)
-            found = _put(found, 12, tl.min(tl.where(inside & (scale == largest), place, _NONE)).to(tl.float32))
+            found = _look_at_scales(scale_ptr, place, scale_rows, scale_cols, scale_down, scale_across)
         else:
             line = ((pid - samples - scalings) * BLOCK + at).to(tl.int64)
-            inside = line < rows
-            first = tl.load(edge_ptr + line * edge_down, mask=inside, other=0.0).to(tl.float32)
-            last = tl.load(edge_ptr + line * edge_down + edge_across, mask=inside, other=0.0).to(tl.float32)
-            stands = (tl.abs(first) < float("inf")) | (tl.abs(last) < float("inf"))
-            found = _put(found, 13, tl.sum(tl.where(inside & (stands == 0), 1.0, 0.0)))
+            found = _look_at_edges(edge_ptr, line, rows, edge_down, edge_across)
         tl.store(work_ptr + tl.arange(0, _FIELDS), found)
+
+
+@triton.jit
+def _look_at_values(
+    x, read, y, finite, inside, FLUSHED: tl.constexpr, SUBNORMAL: tl.constexpr, SATURATED: tl.constexpr
+):
+    """Count the elements of a stretch by what becomes of them, and sum their powers. y: |read / scale|."""
+    magnitude = tl.abs(x)
+    flushed = finite & (read != 0.0) & (y <= FLUSHED)
+    subnormal = finite & (y > FLUSHED) & (y < SUBNORMAL)
+    saturated = finite & (y > SATURATED)
+    amax = tl.max(tl.where(finite, magnitude, 0.0))
+    unit = tl.minimum(tl.maximum(amax.to(tl.int32, bitcast=True) >> 23, 1), 253)
+    u = tl.where(finite, x, 0.0) * ((254 - unit) << 23).to(tl.float32, bitcast=True)
+    square = u * u
+    broken = inside & ((magnitude == float("inf")) | (x != x))
+    found = tl.zeros((_FIELDS,), tl.float32)
+    found = _put(found, 0, tl.sum(finite.to(tl.float32)))
+    found = _put(found, 1, tl.sum(broken.to(tl.float32)))
+    found = _put(found, 2, tl.sum(flushed.to(tl.float32)))
+    found = _put(found, 3, tl.sum(subnormal.to(tl.float32)))
+    found = _put(found, 4, tl.sum(saturated.to(tl.float32)))
+    found = _put(found, 5, amax)
+    found = _put(found, 6, unit.to(tl.float32))
+    found = _put(found, 7, tl.sum(u))
+    found = _put(found, 8, tl.sum(square))
+    found = _put(found, 9, tl.sum(square * u))
+    return _put(found, 10, tl.sum(square * square))
+
+
+@triton.jit
+def _look_at_scales(scale_ptr, place, rows, cols, down, across):
+    """Find the largest of some scales, and the first place that has it."""
+    inside = place < rows * cols
+    where = (place // cols).to(tl.int64) * down + (place % cols) * across
+    scale = tl.load(scale_ptr + where, mask=inside, other=0.0)
+    largest = tl.max(scale)
+    found = _put(tl.zeros((_FIELDS,), tl.float32), 11, largest)
+    return _put(found, 12, tl.min(tl.where(inside & (scale == largest), place, _NONE)).to(tl.float32))
+
+
+@triton.jit
+def _look_at_edges(edge_ptr, line, rows, down, across):
+    """Count the rows of a result whose first and last element are both not finite."""
+    inside = line < rows
+    first = tl.load(edge_ptr + line * down, mask=inside, other=0.0).to(tl.float32)
+    last = tl.load(edge_ptr + line * down + across, mask=inside, other=0.0).to(tl.float32)
+    stands = (tl.abs(first) < float("inf")) | (tl.abs(last) < float("inf"))
+    found = tl.zeros((_FIELDS,), tl.float32)
+    return _put(found, 13, tl.sum(tl.where(inside & (stands == 0), 1.0, 0.0)))
 
 
 @triton.jit
@@ -190,6 +211,38 @@ def _put(found, field: tl.constexpr, value):
     return tl.where(tl.arange(0, _FIELDS) == field, value, found)
 
 
+@triton.jit
+def _moments(first, second, third, fourth, finite):
+    """Return mean, variance and kurtosis from the sums of powers of that many elements."""
+    mean = first / finite
+    raw2 = second / finite
+    raw3 = third / finite
+    raw4 = fourth / finite
+    variance = tl.maximum(raw2 - mean * mean, 0.0)
+    kurtosis = (raw4 - 4.0 * mean * raw3 + 6.0 * mean * mean * raw2 - 3.0 * mean * mean * mean * mean) / (
+        variance * variance
+    )
+    return mean, variance, kurtosis
+
+
+@triton.jit
+def _largest_of_tile(
+    x_ptr, rows, cols, x_down, x_across, top, left, height, width, scale, CODED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Return the largest finite magnitude of a tile of x."""
+    met = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, height * width, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        down = top + at // width
+        across = left + at % width
+        inside = (at < height * width) & (down < rows) & (across < cols)
+        where = down.to(tl.int64) * x_down + across.to(tl.int64) * x_across
+        value = tl.abs(tl.load(x_ptr + where, mask=inside, other=0.0).to(tl.float32))
+        value = value * scale if CODED else value
+        met = tl.maximum(met, tl.where(value < float("inf"), value, 0.0))
+    return tl.max(met)
+
+
 @Kernel
 @triton.jit
 def _gather_kernel(
@@ -237,29 +290,14 @@ def _gather_kernel(
         largest = tl.maximum(largest, tl.where(is_bound, largest_scale * bound, 0.0))
         if TILE:
             tile = tl.min(tl.where(scale == largest_scale, place, 16777216.0)).to(tl.int32)
-            top = (tile // scale_cols) * height
-            left = (tile % scale_cols) * width
-            met = tl.zeros((TILE_BLOCK,), tl.float32)
-            for start in range(0, height * width, TILE_BLOCK):
-                at = start + tl.arange(0, TILE_BLOCK)
-                down = top + at // width
-                across = left + at % width
-                inside = (at < height * width) & (down < rows) & (across < cols)
-                where = down.to(tl.int64) * x_down + across.to(tl.int64) * x_across
-                value = tl.abs(tl.load(x_ptr + where, mask=inside, other=0.0).to(tl.float32))
-                value = value * largest_scale if CODED else value
-                met = tl.maximum(met, tl.where(value < float("inf"), value, 0.0))
-            largest = tl.maximum(largest, tl.max(met))
+            met = _largest_of_tile(
+                x_ptr, rows, cols, x_down, x_across, (tile // scale_cols) * height, (tile % scale_cols) * width,
+                height, width, largest_scale, CODED, TILE_BLOCK,
+            )  # fmt: skip
+            largest = tl.maximum(largest, met)
 
         finite = tl.sum(number)
-        mean = tl.sum(first) / finite
-        raw2 = tl.sum(second) / finite
-        raw3 = tl.sum(third) / finite
-        raw4 = tl.sum(fourth) / finite
-        variance = tl.maximum(raw2 - mean * mean, 0.0)
-        kurtosis = (raw4 - 4.0 * mean * raw3 + 6.0 * mean * mean * raw2 - 3.0 * mean * mean * mean * mean) / (
-            variance * variance
-        )
+        mean, variance, kurtosis = _moments(tl.sum(first), tl.sum(second), tl.sum(third), tl.sum(fourth), finite)
         wide = width_all + tl.zeros((1,), tl.float64)
         looked = tl.sum(sampled * wide)
         total = tl.sum(height_all * wide)

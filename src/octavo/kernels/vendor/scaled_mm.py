@@ -188,16 +188,14 @@ def _unsupported_reason_device(device: torch.device, mode: Mode) -> str | None:
 
 @cache
 def _probe_cpu() -> str | None:
-    """Try the smallest product: which CPU builds of PyTorch have `_scaled_mm` is written nowhere."""
-    codes = torch.ones(16, 16, dtype=torch.float32).to(torch.float8_e4m3fn)
+    """Try the smallest product: which CPU builds of PyTorch have `_scaled_mm` is written nowhere.
+
+    The device is named, as a model may be built under `torch.device("meta")`, which refuses nothing.
+    """
+    ones = torch.ones(16, 16, dtype=torch.float32, device="cpu")
+    codes = ones.to(torch.float8_e4m3fn)
     try:
-        torch._scaled_mm(
-            codes,
-            codes.t(),
-            torch.ones(16, 1, dtype=torch.float32),
-            torch.ones(1, 16, dtype=torch.float32),
-            out_dtype=torch.float32,
-        )
+        torch._scaled_mm(codes, codes.t(), ones[:, :1].contiguous(), ones[:1], out_dtype=torch.float32)
     except (RuntimeError, NotImplementedError) as error:
         return f"this PyTorch has no _scaled_mm for the CPU ({str(error).splitlines()[0]})"
     return None

@@ -9,12 +9,13 @@ after the header's padding and the type `f4`, `f8` or `i4`. Everything is little
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from octavo.monitor.store.writer import plain
 
 ALIGNMENT = 8
 _TYPES = {"f": {4: "f4", 8: "f8"}, "i": {4: "i4", 8: "i4"}, "u": {4: "i4"}}
@@ -36,14 +37,4 @@ def pack(arrays: Mapping[str, NDArray[Any]], about: Mapping[str, Any] | None = N
 
 def to_json(value: Any) -> bytes:
     """Return JSON for browsers: NaN and infinities become null."""
-    return json.dumps(_finite(value), allow_nan=False, separators=(",", ":")).encode()
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return value
+    return json.dumps(plain(value), allow_nan=False, separators=(",", ":")).encode()

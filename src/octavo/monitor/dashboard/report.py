@@ -14,7 +14,7 @@ from octavo._util.files import write_text
 from octavo.errors import StoreError
 from octavo.monitor.dashboard import page
 from octavo.monitor.dashboard.answers import answer
-from octavo.monitor.dashboard.runs import RunCollection, RunSelection
+from octavo.monitor.dashboard.runs import RunCollection, runs_named
 from octavo.monitor.store import OF_CODES
 
 BUCKETS = 150
@@ -39,13 +39,15 @@ def report(runs: Sequence[str | Path], output: str | Path) -> Path:
         UnsupportedError: plotly is not installed.
     """
     script = page.plotly().read_text("utf-8")
-    known = RunSelection(runs)
+    known = runs_named(*runs)
     try:
-        if not known.readable():
-            raise known.failures[known.names()[0]]
-        for error in known.failures.values():
+        failures = known.failures()
+        readable = [name for name in known.names() if name not in failures]
+        if not readable:
+            raise failures[known.names()[0]]
+        for error in failures.values():
             warnings.warn(f"{error} The report says so in its place.", stacklevel=2)
-        held = {_request_key(*request): _answer(known, *request) for request in _requests(known)}
+        held = {_request_key(*request): _answer(known, *request) for request in _requests(known, readable)}
     finally:
         known.close()
     data = base64.b64encode(zlib.compress(json.dumps(held).encode(), 6)).decode()
@@ -67,11 +69,11 @@ def report(runs: Sequence[str | Path], output: str | Path) -> Path:
     return path
 
 
-def _requests(known: RunSelection) -> Iterator[Request]:
+def _requests(known: RunCollection, readable: Sequence[str]) -> Iterator[Request]:
     """Yield the requests that the page of a report can make."""
     yield "runs", []
     yield "compare", [("run", name) for name in known.names()]
-    for name in known.readable():
+    for name in readable:
         of = ("run", name)
         opened = known.open(name)
         for request in ("live", "run", "events"):

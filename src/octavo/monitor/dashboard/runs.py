@@ -1,12 +1,11 @@
-"""The runs below a folder, by relative path, or those named one by one. No others can be opened."""
+"""The runs below some folders, by relative path, or those named one by one. No others can be opened."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from octavo._util.terminal import printable
 from octavo.errors import StoreError, did_you_mean
@@ -19,64 +18,54 @@ QUERY_SECONDS = 10.0
 """Longest time of a query: a store too large to be shown must not block the others."""
 
 
-class RunCollection(Protocol):
-    """Readers of runs, by name."""
-
-    @property
-    def title(self) -> str:
-        """Title of the collection."""
-        ...
-
-    def names(self) -> list[str]:
-        """Return the names of the runs."""
-        ...
-
-    def open(self, name: str) -> RunReader:
-        """Return the reader of a run."""
-        ...
-
-
-class RunFolder:
-    """Readers of the runs at or below `root`, kept open; thread-safe.
+class RunCollection:
+    """Readers of runs by name, kept open; thread-safe.
 
     Args:
-        root: a folder with runs at any depth, or one run.
-
-    Raises:
-        StoreError: the folder does not exist.
+        title: of the collection.
+        find: returns the file of each run by name.
     """
 
-    def __init__(self, root: str | Path) -> None:
-        path = Path(root)
-        self.root = (path.parent if path.is_file() else path).resolve()
-        if not self.root.is_dir():
-            raise StoreError(f"{path}: no such folder. Name a folder with runs, such as runs/.")
+    def __init__(self, title: str, find: Callable[[], dict[str, Path]]) -> None:
+        self.title = title
+        self._find = find
         self._lock = threading.Lock()
         self._found: dict[str, Path] = {}
         self._scanned = -RESCAN_SECONDS
         self._readers: dict[str, tuple[tuple[int, int], RunReader]] = {}
 
-    @property
-    def title(self) -> str:
-        """Name of the folder."""
-        return self.root.name
-
     def names(self) -> list[str]:
-        """Return the paths of the runs relative to the root, newest first; `.` is the root itself."""
+        """Return the names of the runs."""
         with self._lock:
             return list(self._scan())
 
     def open(self, name: str) -> RunReader:
-        """Return the reader of a run.
+        """Return the reader of a run, a new one if its file was replaced.
 
         Raises:
-            StoreError: no such run below the root, or it cannot be read.
+            StoreError: no such run, or it cannot be read.
         """
         with self._lock:
             file = self._scan().get(name)
             if file is None:
                 raise StoreError(f"no run '{name}' here.{did_you_mean(name, self._found)}")
-            return self._reader(name, file)
+            identity = (file.stat().st_dev, file.stat().st_ino) if file.is_file() else (0, 0)
+            known = self._readers.get(name)
+            if known is None or known[0] != identity:
+                if known is not None:
+                    known[1].close()
+                self._readers[name] = known = (identity, RunReader(file, seconds=QUERY_SECONDS))
+            return known[1]
+
+    def failures(self) -> dict[str, StoreError]:
+        """Return the errors of the runs that cannot be read, by name."""
+        found = {}
+        for name in self.names():
+            try:
+                self.open(name)
+            except StoreError as error:
+                found[name] = error
+        return found
 
     def close(self) -> None:
         """Close all files."""
@@ -87,112 +76,47 @@ class RunFolder:
 
     def _scan(self) -> dict[str, Path]:
         if time.monotonic() - self._scanned >= RESCAN_SECONDS:
-            files = [folder / FILE for folder in find_runs(self.root)]
-            inside = [file for file in files if file.resolve().is_relative_to(self.root)]  # no link may lead outside
-            newest = sorted(inside, key=_changed, reverse=True)
-            self._found = {printable(file.parent.relative_to(self.root).as_posix()): file for file in newest}
-            self._scanned = time.monotonic()
+            self._found, self._scanned = self._find(), time.monotonic()
         return self._found
 
-    def _reader(self, name: str, file: Path) -> RunReader:
-        """Return the open reader, or a new one if the file was replaced."""
-        if not file.is_file():
-            raise StoreError(f"the run '{name}' no longer exists.")
-        status = file.stat()
-        identity = (status.st_dev, status.st_ino)
-        known = self._readers.get(name)
-        if known is None or known[0] != identity:
-            if known is not None:
-                known[1].close()
-            self._readers[name] = known = (identity, RunReader(file, seconds=QUERY_SECONDS))
-        return known[1]
 
+def runs_below(*folders: str | Path) -> RunCollection:
+    """Return the runs at or below folders, such as those of a team's machines, newest first within each.
 
-class RunFolders:
-    """Readers of the runs below several folders, such as those of a team's machines, by folder and path.
+    A run is named by its path relative to the folder, `.` for the folder itself; behind the folder's name if there are
+    several.
 
     Raises:
         StoreError: a folder does not exist, or is named twice.
     """
+    roots = [(path.parent if path.is_file() else path).resolve() for path in map(Path, folders)]
+    for path, root in zip(folders, roots, strict=True):
+        if not root.is_dir():
+            raise StoreError(f"{path}: no such folder. Name a folder with runs, such as runs/.")
+    titles = _distinct(roots)
+    prefixes = [f"{title}/" if len(roots) > 1 else "" for title in titles]
 
-    def __init__(self, roots: Sequence[str | Path]) -> None:
-        folders = [RunFolder(root) for root in roots]
-        self._folders = dict(zip(_distinct([folder.root for folder in folders]), folders, strict=True))
+    def find() -> dict[str, Path]:
+        found = {}
+        for prefix, root in zip(prefixes, roots, strict=True):
+            files = [folder / FILE for folder in find_runs(root)]
+            inside = [file for file in files if file.resolve().is_relative_to(root)]  # no link may lead outside
+            for file in sorted(inside, key=_changed, reverse=True):
+                found[prefix + printable(file.parent.relative_to(root).as_posix())] = file
+        return found
 
-    @property
-    def title(self) -> str:
-        """Names of the folders."""
-        return ", ".join(self._folders)
-
-    def names(self) -> list[str]:
-        """Return the names of the runs, newest first within each folder."""
-        return [f"{folder}/{name}" for folder, runs in self._folders.items() for name in runs.names()]
-
-    def open(self, name: str) -> RunReader:
-        """Return the reader of a run.
-
-        Raises:
-            StoreError: no such run, or it cannot be read.
-        """
-        for folder, runs in self._folders.items():
-            if name.startswith(f"{folder}/") and (inside := name[len(folder) + 1 :]) in runs.names():
-                return runs.open(inside)
-        raise StoreError(f"no run '{name}' here.{did_you_mean(name, self.names())}")
-
-    def close(self) -> None:
-        """Close all files."""
-        for runs in self._folders.values():
-            runs.close()
+    return RunCollection(", ".join(titles), find)
 
 
-class RunSelection:
-    """Readers of runs named one by one, anywhere.
+def runs_named(*runs: str | Path) -> RunCollection:
+    """Return runs named one by one, anywhere, in this order.
 
     Raises:
         StoreError: a run is named twice.
     """
-
-    def __init__(self, runs: Sequence[str | Path]) -> None:
-        files = [file_of(run) for run in runs]
-        self._names = _distinct([file.parent for file in files])
-        self._readers: dict[str, RunReader] = {}
-        self.failures: dict[str, StoreError] = {}
-        """Errors of the runs that cannot be read, by name."""
-        for name, file in zip(self._names, files, strict=True):
-            try:
-                self._readers[name] = RunReader(file, seconds=QUERY_SECONDS)
-            except StoreError as error:
-                self.failures[name] = error
-
-    @property
-    def title(self) -> str:
-        """Names of the runs."""
-        return ", ".join(self._names)
-
-    def names(self) -> list[str]:
-        """Return the names in the given order."""
-        return self._names
-
-    def readable(self) -> list[str]:
-        """Return the names of the runs that can be opened."""
-        return list(self._readers)
-
-    def open(self, name: str) -> RunReader:
-        """Return the reader of a run.
-
-        Raises:
-            StoreError: unknown name, or the run cannot be read.
-        """
-        if name in self.failures:
-            raise self.failures[name]
-        if name not in self._readers:
-            raise StoreError(f"no run '{name}' here.{did_you_mean(name, self._readers)}")
-        return self._readers[name]
-
-    def close(self) -> None:
-        """Close all files."""
-        for reader in self._readers.values():
-            reader.close()
+    files = [file_of(run) for run in runs]
+    named = dict(zip(_distinct([file.parent for file in files]), files, strict=True))
+    return RunCollection(", ".join(named), lambda: named)
 
 
 def _distinct(folders: Sequence[Path]) -> list[str]:

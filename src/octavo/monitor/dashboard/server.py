@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.errors import ConfigError, OctavoError
 from octavo.monitor.dashboard import answers, page
 from octavo.monitor.dashboard.packing import to_json
-from octavo.monitor.dashboard.runs import RunFolder, RunFolders
+from octavo.monitor.dashboard.runs import RunCollection, runs_below
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -45,16 +45,13 @@ def application(*roots: str | Path) -> Starlette:
     from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
     from starlette.routing import Route
 
-    known = RunFolder(*roots) if len(roots) == 1 else RunFolders(roots)
+    known = runs_below(*roots)
     modules = {name: f"/static/{name}" for name in page.scripts()}
     preloads = [f'<link rel="modulepreload" href="{address}">' for address in modules.values()]
     html = page.page(page.joined([_HEAD, *preloads]), modules, _START)
     files = {name: (text, "text/javascript") for name, text in page.scripts().items()}
     files |= {page.STYLE: (page.text_of(page.STYLE), "text/css"), page.ICON: (page.text_of(page.ICON), "image/svg+xml")}
     plotly = page.plotly()
-
-    def index(request: Request) -> Response:
-        return HTMLResponse(html)
 
     def static(request: Request) -> Response:
         name = request.path_params["name"]
@@ -65,29 +62,15 @@ def application(*roots: str | Path) -> Starlette:
         text, media_type = files[name]
         return Response(text, media_type=media_type)
 
-    def answer(request: Request) -> Response:
-        name = request.path_params["name"]
-        if name not in answers.ANSWERS:
-            return _error(f"unknown request '{name}'", 404)
-        try:
-            found = answers.answer(
-                known, name, {key: request.query_params.getlist(key) for key in request.query_params}
-            )
-        except ConfigError as error:
-            return _error(str(error), 400)
-        except OctavoError as error:
-            return _error(str(error), 404)
-        return Response(found.body, media_type="application/json" if found.is_json else "application/octet-stream")
-
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> Any:
         yield
         known.close()
 
     routes = [
-        Route("/", index),
+        Route("/", lambda request: HTMLResponse(html)),
         Route("/static/{name}", static),
-        Route("/api/{name}", answer),
+        Route("/api/{name}", lambda request: _answer(known, request)),
     ]
     app = Starlette(routes=routes, lifespan=lifespan)
     policy = _POLICY.format(map=page.hashed(page.import_map(modules)))
@@ -173,6 +156,21 @@ def _timed_protocol() -> type[asyncio.Protocol]:
                 self._timer = self.loop.call_later(SLOW_SECONDS, self._check)
 
     return TimedProtocol
+
+
+def _answer(known: RunCollection, request: Request) -> Response:
+    from starlette.responses import Response
+
+    name = request.path_params["name"]
+    if name not in answers.ANSWERS:
+        return _error(f"unknown request '{name}'", 404)
+    try:
+        found = answers.answer(known, name, {key: request.query_params.getlist(key) for key in request.query_params})
+    except ConfigError as error:
+        return _error(str(error), 400)
+    except OctavoError as error:
+        return _error(str(error), 404)
+    return Response(found.body, media_type="application/json" if found.is_json else "application/octet-stream")
 
 
 def _error(message: str, status: int) -> Response:

@@ -15,10 +15,10 @@ from octavo.models import ModelConfig, flops_per_token
 from octavo.models.flops import datasheet_tflops
 from octavo.monitor.store import RunReader, Series
 from octavo.monitor.store.series import sampled
+from octavo.monitor.system import JOULES_PER_KWH, energy_kwh
 
 Floats = NDArray[np.float64]
 LANES = ("fp8", "bf16")
-JOULES_PER_KWH = 3.6e6
 
 
 def speed(run: RunReader, *, points: int = 1500) -> tuple[dict[str, Floats], dict[str, Any]]:
@@ -136,7 +136,10 @@ def _machine(run: RunReader, points: int) -> dict[str, Floats]:
 
 
 def _energy(run: RunReader, per_step: float | None) -> dict[str, float]:
-    """Return joules per step and token, and tokens per kWh, since the last session, when the counter restarted."""
+    """Return joules per step and token, and tokens per kWh, since the last session; kWh and cost of all of them.
+
+    One GPU of the first rank is measured: the kWh of all are its kWh by the ranks.
+    """
     rows = [row for row in run.system() if "gpu_energy_joules" in row]
     clock = run.scalar("time", points=2000)
     if len(rows) < 2 or len(clock) < 2:
@@ -147,7 +150,11 @@ def _energy(run: RunReader, per_step: float | None) -> dict[str, float]:
     joules, made = float(energies[-1] - energies[start]), float(steps[-1] - steps[start])
     if made <= 0 or joules <= 0:
         return {}
-    facts = {"joules": float(energies[-1]), "joules_per_step": joules / made}
+    kwh = (energy_kwh(rows) or 0.0) * int(run.env.get("world_size") or 1)
+    facts = {"kwh": kwh, "joules_per_step": joules / made}
+    loop = run.config.get("run")
+    if isinstance(loop, dict) and loop.get("price_per_kwh"):
+        facts["cost"] = kwh * float(loop["price_per_kwh"])
     if per_step:
         facts |= {
             "joules_per_token": joules / made / per_step,

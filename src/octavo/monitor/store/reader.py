@@ -262,15 +262,15 @@ class RunReader:
         rows = self._all("SELECT layer, role, operand, shape FROM tensors ORDER BY idx")
         return [TensorRow(layer, role, operand, tuple(json.loads(shape))) for layer, role, operand, shape in rows]
 
-    def snapshot(self, step: int | None = None, *, rank: int = 0) -> tuple[int, Floats]:
+    def snapshot(self, step: int | None = None) -> tuple[int, Floats]:
         """Return the step and values, float32 (tensors, statistics), of the newest snapshot at or before `step`.
 
         Raises:
             StoreError: there is no snapshot.
         """
         limit = _FOREVER if step is None else step
-        query = "SELECT step, blob FROM telemetry WHERE rank = ? AND step <= ? ORDER BY step DESC LIMIT 1"
-        found = self._all(query, (rank, limit))
+        query = "SELECT step, blob FROM telemetry WHERE step <= ? ORDER BY step DESC LIMIT 1"
+        found = self._all(query, (limit,))
         if not found:
             raise StoreError(
                 f"{self.path}: there is no telemetry at or before step {'last' if step is None else step}."
@@ -278,19 +278,19 @@ class RunReader:
         return found[0][0], self._matrix(found[0][1], len(self.tensors))
 
     def snapshots(
-        self, *, first: int = 0, last: int | None = None, rank: int = 0, at_once: int = 64
+        self, *, first: int = 0, last: int | None = None, at_once: int = 64
     ) -> Iterator[tuple[Steps, Floats]]:
         """Yield the snapshots between two steps in batches: steps (n,), values (n, tensors, statistics)."""
         rows = len(self.tensors)
-        query = "SELECT step, blob FROM telemetry WHERE rank = ? AND step BETWEEN ? AND ? ORDER BY step LIMIT ?"
-        while found := self._all(query, (rank, first, _FOREVER if last is None else last, at_once)):
+        query = "SELECT step, blob FROM telemetry WHERE step BETWEEN ? AND ? ORDER BY step LIMIT ?"
+        while found := self._all(query, (first, _FOREVER if last is None else last, at_once)):
             steps = np.array([step for step, _ in found], dtype=np.int64)
             yield steps, np.stack([self._matrix(blob, rows) for _, blob in found])
             first = int(steps[-1]) + 1
 
-    def snapshot_steps(self, *, rank: int = 0) -> Steps:
+    def snapshot_steps(self) -> Steps:
         """Return the steps with a snapshot, (n,)."""
-        rows = self._all("SELECT step FROM telemetry WHERE rank = ? ORDER BY step", (rank,))
+        rows = self._all("SELECT step FROM telemetry ORDER BY step")
         return np.array(rows, dtype=np.int64).reshape(-1)
 
     def series(
@@ -302,7 +302,6 @@ class RunReader:
         first: int = 0,
         last: int | None = None,
         points: int | None = 1500,
-        rank: int = 0,
     ) -> Series:
         """Return one statistic of one tensor over time.
 
@@ -313,7 +312,7 @@ class RunReader:
         """
         index, column = self._index(layer, role), self._column(stat)
         buckets = None if points is None else max(points // 2, 1)
-        return self._ranges(first, last, rank, buckets, np.array([index]), column).series(0, points)
+        return self._ranges(first, last, buckets, np.array([index]), column).series(0, points)
 
     def series_by_role(
         self,
@@ -323,7 +322,6 @@ class RunReader:
         first: int = 0,
         last: int | None = None,
         points: int | None = 1500,
-        rank: int = 0,
     ) -> dict[str, Series]:
         """Return the `series` of each role of a layer, in one read.
 
@@ -335,7 +333,7 @@ class RunReader:
             near = did_you_mean(layer, {row.layer for row in self.tensors})
             raise StoreError(f"{self.path}: no layer '{layer}' was measured.{near}")
         buckets = None if points is None else max(points // 2, 1)
-        taken = self._ranges(first, last, rank, buckets, np.array(list(rows.values())), self._column(stat))
+        taken = self._ranges(first, last, buckets, np.array(list(rows.values())), self._column(stat))
         return {role: taken.series(place, points) for place, role in enumerate(rows)}
 
     def heatmap(
@@ -347,7 +345,6 @@ class RunReader:
         first: int = 0,
         last: int | None = None,
         buckets: int = 300,
-        rank: int = 0,
     ) -> HeatMap:
         """Return one statistic of one role for every layer with that role, in at most `buckets` buckets of steps.
 
@@ -363,7 +360,7 @@ class RunReader:
             )
         rows = [(index, row.layer) for index, row in enumerate(self.tensors) if row.role == role]
         layers, indices = tuple(layer for _, layer in rows), np.array([index for index, _ in rows], dtype=np.int64)
-        taken = self._ranges(first, last, rank, buckets, indices, self._column(stat))
+        taken = self._ranges(first, last, buckets, indices, self._column(stat))
         if not len(taken.first) or not layers:
             empty = np.zeros(0, dtype=np.int64)
             return HeatMap(layers, empty, empty, np.zeros((len(layers), 0), dtype=np.float32))
@@ -483,22 +480,20 @@ class RunReader:
         return np.pad(found, ((0, rows - len(found)), (0, 0)), constant_values=np.nan)
 
     def _ranges(
-        self, first: int, last: int | None, rank: int, buckets: int | None, rows: NDArray[np.int64], column: int
+        self, first: int, last: int | None, buckets: int | None, rows: NDArray[np.int64], column: int
     ) -> Ranges:
         """Return one statistic of some tensors between two steps, in spans if they suffice for `buckets`."""
         last = _FOREVER if last is None else last
-        where = "rank = ? AND step BETWEEN ? AND ?"
-        (count,) = self._all(f"SELECT COUNT(*) FROM telemetry WHERE {where}", (rank, first, last))[0]
+        where = "step BETWEEN ? AND ?"
+        (count,) = self._all(f"SELECT COUNT(*) FROM telemetry WHERE {where}", (first, last))[0]
         taken: list[tuple[tuple[int, int, int], tuple[Floats, Floats]]] = []
         if buckets is not None and count >= schema.SPAN * buckets:
-            query = (
-                "SELECT first, last, count, low, high FROM telemetry_span WHERE rank = ? AND first >= ? AND last <= ?"
-            )
-            for *numbers, low, high in self._each(query, (rank, first, last)):
+            query = "SELECT first, last, count, low, high FROM telemetry_span WHERE first >= ? AND last <= ?"
+            for *numbers, low, high in self._each(query, (first, last)):
                 values = self._pick(low, rows, column), self._pick(high, rows, column)
                 taken.append((tuple(numbers), values))
         for start, end in gaps([(span[0], span[1]) for span, _ in taken], first, last):
-            for step, blob in self._each(f"SELECT step, blob FROM telemetry WHERE {where}", (rank, start, end)):
+            for step, blob in self._each(f"SELECT step, blob FROM telemetry WHERE {where}", (start, end)):
                 taken.append(((step, step, 1), (self._pick(blob, rows, column),) * 2))
         return Ranges.of(sorted(taken, key=lambda each: each[0]), len(rows))
 
@@ -526,15 +521,15 @@ class ConfigDifference(NamedTuple):
 
 def config_difference(runs: Sequence[RunReader]) -> list[ConfigDifference]:
     """Return the keys whose values differ, in the order of the first configuration."""
-    flat = [dict(_flat(run.config)) for run in runs]
-    keys = dict.fromkeys(key for config in flat for key in config)
-    found = [ConfigDifference(key, tuple(config.get(key) for config in flat)) for key in keys]
+    configs = [flat(run.config) for run in runs]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    found = [ConfigDifference(key, tuple(config.get(key) for config in configs)) for key in keys]
     return [difference for difference in found if any(value != difference.values[0] for value in difference.values)]
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested settings to one mapping with dotted keys."""
+    found: dict[str, Any] = {}
     for key, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+    return found

@@ -80,7 +80,7 @@ TABLES = (
     )),
     Table("telemetry", "one snapshot of all tensors per step", (
         _STEP, _TIME,
-        ("rank", "INTEGER", "rank that measured it; 0 for a single process"),
+        ("rank", "INTEGER", "0: values are those of all ranks"),
         ("blob", "BLOB", "little-endian FP32, one row per tensor in the order of `tensors.idx`, one column per"
          " statistic; NaN without a measurement"),
     ), "step, rank"),

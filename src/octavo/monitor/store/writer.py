@@ -71,8 +71,8 @@ class RunWriter:
         self.stats = tuple(stats)
         self._rows: dict[tuple[str, str], int] = {}
         self._order: NDArray[np.int64] | None = None
-        self._spans: dict[int, _Span] = {}
-        self._last: dict[int, int] = {}
+        self._span: _Span | None = None
+        self._last = -1
         self._depth = 0
         self._closed = False
         self._connection = self._open()
@@ -115,7 +115,6 @@ class RunWriter:
         snapshot: ArrayLike | None = None,
         *,
         t: float | None = None,
-        rank: int = 0,
     ) -> None:
         """Write the measurements of a step, in one commit.
 
@@ -124,7 +123,6 @@ class RunWriter:
             scalars: numbers by name. `time`, the wall clock, is added if missing.
             snapshot: float32 (tensors, statistics), rows as in `set_tensors`.
             t: time of measurement, seconds since 1970; by default now.
-            rank: rank that measured the snapshot.
         """
         now = time.time() if t is None else t
         with self.batch():
@@ -133,7 +131,7 @@ class RunWriter:
                 rows = [(step, key, _null_for_nan(value)) for key, value in values.items()]
                 self._guarded(lambda c: c.executemany("INSERT OR REPLACE INTO scalars VALUES (?, ?, ?)", rows))
             if snapshot is not None:
-                self._write_snapshot(step, np.asarray(snapshot, dtype="<f4"), now, rank)
+                self._write_snapshot(step, np.asarray(snapshot, dtype="<f4"), now)
 
     def write_event(
         self,
@@ -199,8 +197,7 @@ class RunWriter:
                 if keep_events and table == "events":
                     continue
                 self._execute(f"DELETE FROM {table} WHERE {column} > ?", (keep_until,))
-        self._spans.clear()
-        self._last = {rank: min(step, keep_until) for rank, step in self._last.items()}
+        self._span, self._last = None, min(self._last, keep_until)
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
@@ -290,26 +287,26 @@ class RunWriter:
             )
         tensors = self._execute("SELECT layer, role, idx FROM tensors ORDER BY idx").fetchall()
         self._rows = {(layer, role): index for layer, role, index in tensors}
-        self._last = dict(self._execute("SELECT rank, MAX(step) FROM telemetry GROUP BY rank").fetchall())
+        self._last = int(self._execute("SELECT COALESCE(MAX(step), -1) FROM telemetry").fetchone()[0])
 
-    def _write_snapshot(self, step: int, values: Floats, now: float, rank: int) -> None:
+    def _write_snapshot(self, step: int, values: Floats, now: float) -> None:
         rows = len(self._rows) if self._order is None else len(self._order)
         if values.shape != (rows, len(self.stats)):
             expected = f"({rows}, {len(self.stats)}): the tensors of set_tensors by {', '.join(self.stats)}"
             raise StoreError(f"{self.path}: a snapshot has the shape {expected}. Got {values.shape}.")
-        if step <= self._last.get(rank, -1):
+        if step <= self._last:
             raise StoreError(
-                f"{self.path}: a snapshot of step {step} after step {self._last[rank]}; call cut({step - 1}) first."
+                f"{self.path}: a snapshot of step {step} after step {self._last}; call cut({step - 1}) first."
             )
         placed = self._placed(values)
-        self._execute("INSERT INTO telemetry VALUES (?, ?, ?, ?)", (step, now, rank, placed.tobytes()))
-        self._last[rank] = step
-        span = self._spans.setdefault(rank, _Span(step, placed))
+        self._execute("INSERT INTO telemetry VALUES (?, ?, ?, ?)", (step, now, 0, placed.tobytes()))
+        self._last = step
+        span = self._span = self._span or _Span(step, placed)
         span.add(step, placed)
         if span.count == schema.SPAN:
-            row = (rank, span.first, span.last, span.count, span.low.tobytes(), span.high.tobytes())
+            row = (0, span.first, span.last, span.count, span.low.tobytes(), span.high.tobytes())
             self._execute("INSERT INTO telemetry_span VALUES (?, ?, ?, ?, ?, ?)", row)
-            del self._spans[rank]
+            self._span = None
 
     def _placed(self, values: Floats) -> Floats:
         """Reorder rows as in the file."""
@@ -390,14 +387,15 @@ def unusable(path: Path, error: Exception, what: str) -> StoreError:
 
 def to_json(content: Mapping[str, Any]) -> str:
     """Return strict JSON: NaN and infinities become null, paths become text."""
-    return json.dumps(_plain(content), default=str, allow_nan=False)
+    return json.dumps(plain(content), default=str, allow_nan=False)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return what JSON can hold: NaN and infinities become None, tuples lists."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

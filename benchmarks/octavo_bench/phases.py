@@ -1,0 +1,88 @@
+"""`octavo bench phases`: BF16, FP16 and FP8 by phase of a step, for each batch and sequence; a pilot per shape."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from octavo.errors import RunError
+from octavo.pilot import Settings, load_workload, run_pilot
+from octavo.pilot.judging import Pilot
+from octavo.pilot.report import to_text
+from octavo.pilot.workload import Shape
+from octavo_bench.cli import TO_STDOUT, Output, command_line, numbers
+from octavo_bench.results import Row
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
+    "num_hidden_layers": 6, "vocab_size": 32000, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+}  # fmt: skip
+"""Llama-3.2-1B's widths, 6 of its 16 layers."""
+
+
+def rows_of(pilot: Pilot, shape: Shape) -> Iterator[Row]:
+    """Yield a row per precision, as the result kind `phases` has them: ms per step, and BF16's ms over these."""
+    for name, found in pilot.measured.items():
+        row: Row = {"workload": f"llama-1b, 6 layers, {shape.batch} x {shape.sequence}", "implementation": name}
+        if found.failed:
+            yield row | {"error": found.failed}
+            continue
+        rounded = {key: round(value, 4) for key, value in asdict(found).items() if isinstance(value, float)}
+        times = {kind: round(ms, 4) for kind, ms in found.times.items()}
+        gains = {kind: round(ratio, 3) for kind, ratio in pilot.speedups(name).items()}
+        row |= {"batch": shape.batch, "sequence": shape.sequence, **rounded, "allocations": found.allocations}
+        row |= {"phases": times, "speedups": gains, "ms": row.pop("step_ms"), "ratio_to_bf16": pilot.speedup(name)}
+        if (joules := row.pop("joules_per_token", None)) is not None:
+            row["mj_per_token"] = round(1e3 * joules, 4)
+        if (gap := pilot.gap(name)) is not None:
+            row |= {"gap_percent": gap[0], "gap_error": gap[1]}
+        yield row
+
+
+def command(
+    *,
+    batch: str = "1,4,16",
+    sequence: str = "512,2048",
+    recipes: str = "folded",
+    steps: int = 20,
+    output: Output = TO_STDOUT,
+) -> int:
+    """Train a Llama of 1B widths for a few steps per batch, sequence and precision: phases, energy, memory, decoding.
+
+    It needs a CUDA device; `octavo pilot` predicts without one.
+
+    Examples:
+
+        octavo bench phases --batch 1,8 --sequence 1024 --write benchmarks/results
+
+    Parameters
+    ----------
+    batch
+        Sequences per step.
+    sequence
+        Tokens per sequence.
+    recipes
+        Octavo's recipes.
+    steps
+        Steps of each training; the last 10 are timed.
+    """
+    if not torch.cuda.is_available():
+        raise RunError(
+            "bench phases measures on a CUDA device, and there is none. `octavo pilot` predicts without one."
+        )
+    settings = Settings(recipes=tuple(recipes.split(",")), precisions=("bf16", "fp16"), steps=steps)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(MODEL))
+        for shape in (Shape(one, tokens) for tokens in numbers(sequence) for one in numbers(batch)):
+            pilot = run_pilot(load_workload(Path(folder), shape), settings)
+            rows += rows_of(pilot, shape)
+            output.say(f"\n{to_text(pilot)}")
+    again = command_line("octavo bench phases", batch=batch, sequence=sequence, recipes=recipes, steps=steps)
+    return output.finish("phases", rows, again, device="cuda")

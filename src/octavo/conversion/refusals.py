@@ -1,0 +1,66 @@
+"""Plans that `convert` refuses to carry out."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from octavo.errors import UnsupportedError
+from octavo.kernels.devices import GPUS
+from octavo.kernels.dispatch import architecture, is_planning, planning_for, triton_unsupported_reason
+
+if TYPE_CHECKING:
+    from octavo.conversion.plan import Plan
+
+
+def refuse_unapplied(plan: Plan) -> None:
+    """Raise where the policy asks for activations in FP8 that would not be.
+
+    Raises:
+        UnsupportedError: naming the first option that does nothing somewhere, and the reason.
+    """
+    if plan.unapplied and plan.policy.memory != "low":  # which asks for whatever the model has
+        raise UnsupportedError(
+            f"{plan.unapplied[0]}. Leave the option out, or convert with strict=False to go without it there."
+        )
+
+
+def device_unsupported_reason(device: torch.device) -> str | None:
+    """Return why a device other than a CPU would run FP8 layers as the reference; None where `OCTAVO_TRITON=0` asks."""
+    found = architecture(device)
+    if is_planning():
+        return found.refused or found.no_triton or None
+    if device.type in ("cpu", "meta"):
+        return None
+    asked = os.environ.get("OCTAVO_TRITON") == "0"
+    return found.refused or (None if asked else triton_unsupported_reason(device))
+
+
+def refuse_reference(plan: Plan) -> None:
+    """Raise where a GPU, or another accelerator, would run the reference kernels: some hundred times slower than BF16.
+
+    Raises:
+        UnsupportedError: naming the device, or the first layer whose recipe it has no kernel for, and the reason.
+    """
+    if plan.device in GPUS:
+        with planning_for(plan.device):
+            refuse_reference(replace(plan, device="cuda"))
+        return
+    device = torch.device(plan.device)
+    if not plan.fp8_layers or device.type in ("cpu", "meta"):
+        return
+    instead = "allow_reference=True (--allow-reference) runs the reference kernels, slowly."
+    if reason := device_unsupported_reason(device):
+        raise UnsupportedError(
+            f"{plan.device} ({architecture(device).name}) cannot train in FP8: {reason}. Train in BF16 (recipe 'bf16')"
+            f" or on a CPU; {instead}"
+        )
+    for layer in plan.layers:
+        if layer.is_fp8 and "reference" in layer.kernels:
+            raise UnsupportedError(
+                f"{layer.name}: recipe '{layer.recipe}' has no fast kernel on {plan.device} ({layer.reason}). "
+                f"Choose another recipe; {instead}"
+            )
