@@ -14,7 +14,7 @@ from octavo_bench import faults as bench_module
 from octavo_bench.fault_cases import CLASSES, FAULTS
 from octavo_bench.faults import CONFIGURATIONS, STRIKE, Bench, Struck, _run
 from octavo_bench.measured import faults, faults_summary
-from octavo_bench.results import Result
+from octavo_bench.results import Result, merge
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +69,19 @@ def test_events_of_the_text_are_no_alarms(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(bench_module, "_run", lambda *_, **__: (1.0, notes, ""))
     row = bench_module._clean_row(Bench(out=tmp_path), tmp_path, 10, "folded")
     assert (row["alarms"], row["text"]) == (1, "a spike")
+
+
+def test_a_fault_that_is_struck_again_replaces_its_row_alone() -> None:
+    def result(*names: tuple[str, str], step: int) -> Result:
+        fixed = {"struck_step": step, "layer": "", "cause": "", "recovered": True}
+        rows = tuple({"fault": fault, "configuration": clean, **fixed} for fault, clean in names)
+        return Result(kind="faults", date="2026-11-23", hardware="amd-epyc", versions={}, command="x", rows=rows)
+
+    whole = result(("a", ""), ("b", ""), ("", "folded"), step=1)
+    merged = merge(whole, result(("b", ""), step=2)).rows
+    assert [(row["fault"], row["configuration"], row["struck_step"]) for row in merged] == [
+        ("a", "", 1), ("", "folded", 1), ("b", "", 2),
+    ]  # fmt: skip
 
 
 def test_the_table_says_what_was_not_seen() -> None:
