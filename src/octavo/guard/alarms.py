@@ -112,7 +112,8 @@ class Alarm(NamedTuple):
     def __str__(self) -> str:
         of = " ".join(filter(None, (self.layer, self.role)))
         where = f" of {of}" if of else ""
-        held = "" if self.rule == "nonfinite" else f" ({self.value:.4g}, limit {self.limit:.4g})"
+        unit = " %" if self.rule == "gap" else ""
+        held = "" if self.rule == "nonfinite" else f" ({self.value:.4g}{unit}, limit {self.limit:.4g}{unit})"
         return f"{self.rule}{where}{held}"
 
 
