@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -44,8 +45,9 @@ def test_faults_of_layers_are_attributed(tmp_path: Path, corpus: Path, name: str
     assert told.step - STRIKE <= 5 and loss < 10
 
 
-def test_the_model_is_trained_once(tmp_path: Path, corpus: Path) -> None:
-    bench = Bench(out=tmp_path, trained=3, source=str(corpus), cache=str(tmp_path / "cache"))
+def test_the_model_is_trained_once_per_text(tmp_path: Path, corpus: Path) -> None:
+    text = Path(shutil.copytree(corpus, tmp_path / "text"))
+    bench = Bench(out=tmp_path, trained=3, source=str(text), cache=str(tmp_path / "cache"))
     path = bench.checkpoint()
     written = (path / "state.json").stat().st_mtime_ns
     assert path.name == "step-000003" and bench.checkpoint() == path
@@ -58,6 +60,8 @@ def test_the_model_is_trained_once(tmp_path: Path, corpus: Path) -> None:
             run = Struck(set_up(config, ranks), [])
             run.go_on_from(path)
             assert len(run._guarded.guard.state_dict()["watch"]["losses"]) == kept
+    (text / "60.txt").write_text("more text", encoding="utf-8")
+    assert bench.checkpoint() != path
 
 
 def test_events_of_the_text_are_no_alarms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
