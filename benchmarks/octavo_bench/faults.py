@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.data.corpus import open_corpus
 from octavo.errors import OctavoError
 from octavo.guard import GuardEvent
 from octavo.train import checkpoint
@@ -173,9 +174,10 @@ class Bench:
         return assemble(("faults", base))
 
     def checkpoint(self) -> Path:
-        """Return the checkpoint of the trained model; train it if it is not there."""
+        """Return the checkpoint of the model trained on this text; train it if it is not there."""
         config = self.config("trained", mode="watch", steps=0, run={"twin": True, "checkpoint_every": 0})
-        key = hashlib.sha256(json.dumps([self.trained, self.device, self.source]).encode()).hexdigest()[:12]
+        text = open_corpus(self.source).listing_sha256()
+        key = hashlib.sha256(json.dumps([self.trained, self.device, text]).encode()).hexdigest()[:12]
         where = config.data.cache.expanduser() / f"faults-{key}"
         if not (found := checkpoint.latest(where / "checkpoints")):
             run = {"twin": True, "checkpoint_every": self.trained, "out": str(where)}

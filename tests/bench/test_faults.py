@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from octavo_bench import faults as bench_module
 from octavo_bench.fault_cases import CLASSES, FAULTS
 from octavo_bench.faults import CONFIGURATIONS, STRIKE, Bench, Struck, _run
 from octavo_bench.measured import faults, faults_summary
-from octavo_bench.results import Result
+from octavo_bench.results import Result, merge
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +45,9 @@ def test_faults_of_layers_are_attributed(tmp_path: Path, corpus: Path, name: str
     assert told.step - STRIKE <= 5 and loss < 10
 
 
-def test_the_model_is_trained_once(tmp_path: Path, corpus: Path) -> None:
-    bench = Bench(out=tmp_path, trained=3, source=str(corpus), cache=str(tmp_path / "cache"))
+def test_the_model_is_trained_once_per_text(tmp_path: Path, corpus: Path) -> None:
+    text = Path(shutil.copytree(corpus, tmp_path / "text"))
+    bench = Bench(out=tmp_path, trained=3, source=str(text), cache=str(tmp_path / "cache"))
     path = bench.checkpoint()
     written = (path / "state.json").stat().st_mtime_ns
     assert path.name == "step-000003" and bench.checkpoint() == path
@@ -58,6 +60,8 @@ def test_the_model_is_trained_once(tmp_path: Path, corpus: Path) -> None:
             run = Struck(set_up(config, ranks), [])
             run.go_on_from(path)
             assert len(run._guarded.guard.state_dict()["watch"]["losses"]) == kept
+    (text / "60.txt").write_text("more text", encoding="utf-8")
+    assert bench.checkpoint() != path
 
 
 def test_events_of_the_text_are_no_alarms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,6 +73,19 @@ def test_events_of_the_text_are_no_alarms(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(bench_module, "_run", lambda *_, **__: (1.0, notes, ""))
     row = bench_module._clean_row(Bench(out=tmp_path), tmp_path, 10, "folded")
     assert (row["alarms"], row["text"]) == (1, "a spike")
+
+
+def test_a_fault_that_is_struck_again_replaces_its_row_alone() -> None:
+    def result(*names: tuple[str, str], step: int) -> Result:
+        fixed = {"struck_step": step, "layer": "", "cause": "", "recovered": True}
+        rows = tuple({"fault": fault, "configuration": clean, **fixed} for fault, clean in names)
+        return Result(kind="faults", date="2026-11-23", hardware="amd-epyc", versions={}, command="x", rows=rows)
+
+    whole = result(("a", ""), ("b", ""), ("", "folded"), step=1)
+    merged = merge(whole, result(("b", ""), step=2)).rows
+    assert [(row["fault"], row["configuration"], row["struck_step"]) for row in merged] == [
+        ("a", "", 1), ("", "folded", 1), ("b", "", 2),
+    ]  # fmt: skip
 
 
 def test_the_table_says_what_was_not_seen() -> None:

@@ -235,6 +235,17 @@ def test_one_batch_is_no_shift_however_far_out(outliers: int) -> None:
     assert [alarm.step for alarm in told if alarm is not None] == [82][: outliers - 1]
 
 
+def test_variances_that_overflow_shift_and_warn_of_nothing() -> None:
+    rows = [("a", "input"), ("a", "grad_weight"), ("b", "grad_weight")]
+    rules, told = AlarmRules(GuardConfig(), rows), []
+    with np.errstate(all="raise"):
+        for step in range(1, 91):
+            table = np.zeros((3, len(STATS)), dtype=np.float32)
+            table[:, STATS.index("variance")] = np.inf if step == 60 or step > 80 else 1.0
+            told.append(rules.check(Observation(step, 2.0, 1.0, 1e-3, table)))
+    assert [alarm.step for alarm in told if alarm is not None] == [84]
+
+
 def test_layers_that_leave_fp8_start_a_new_history() -> None:
     rules = AlarmRules(GuardConfig(), ROWS)
     for step in range(1, 121):

@@ -396,7 +396,7 @@ class AlarmRules:
 
         Clipping scales these by one factor, in which one that is wrong would hide: they are relative to the median.
         """
-        logs: NDArray[np.float64] = np.log(np.maximum(values[:, _VARIANCE].astype(np.float64), 1e-300))
+        logs: NDArray[np.float64] = np.log(np.clip(values[:, _VARIANCE].astype(np.float64), 1e-300, 1e300))
         gradients = [number for number, row in enumerate(self.rows[: len(logs)]) if row[1] == "grad_weight"]
         if not gradients:
             return logs
