@@ -211,3 +211,11 @@ def test_a_model_with_too_few_blocks():
     for model in (nn.Linear(4, 4), Experts(2)):
         with pytest.raises(ConfigError, match=r"blocks in an nn\.ModuleList\. Keep layers by their names"):
             make_plan(model, policy=Policy(bf16_blocks=(2, 1)))
+
+
+def test_norms_may_keep_their_output() -> None:
+    assert Policy(norm_inputs="output").norm_inputs == "output"
+    with pytest.raises(ConfigError, match="norm_inputs = 'outputs': it is 'bf16' or 'fp8' or 'output'"):
+        Policy(norm_inputs="outputs")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="norm_inputs = 'output' changes what"):
+        Policy(norm_inputs="output", fuse=False)

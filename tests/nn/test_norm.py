@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import octavo
 from octavo import kernels
 from octavo.kernels import ledger
 from octavo.kernels.norm import normalise
@@ -597,3 +598,80 @@ def test_an_input_that_cannot_be_kept_in_fp8_is_written_down():
         assert record.fallbacks == []
         module(torch.randn(4, WIDTH).bfloat16())
     assert len(record.fallbacks) == 1 and "a norm kept its input as it is" in record.fallbacks[0]
+
+
+def _compiled_step(model, x, dy):
+    """Return what compiled code keeps for backward, in bytes without parameters, and all gradients."""
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    inputs = x.clone().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = compiled(inputs)
+    size = sum(t.untyped_storage().nbytes() for t in kept.values() if not isinstance(t, nn.Parameter))
+    y.backward(dy)
+    return size, [inputs.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+def _norm_and_reader(zero=False):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.RMSNorm(64, eps=1e-6), nn.Linear(64, 32, bias=False)).to(torch.bfloat16)
+    with torch.no_grad():
+        model[0].weight.copy_(1 + 0.3 * torch.randn(64))
+        model[0].weight[3] = 0.0 if zero else 0.5
+    octavo.convert(model, policy=octavo.Policy(min_gain=0.0, norm_inputs="output"))
+    x = torch.randn(256, 64).to(torch.bfloat16) * 2 ** torch.randn(256, 1)
+    return model, x.to(torch.bfloat16), torch.randn(256, 32).to(torch.bfloat16)
+
+
+def test_a_compiled_norm_keeps_its_output_and_its_reader_no_codes():
+    model, x, dy = _norm_and_reader()
+    size, got = _compiled_step(model, x, dy)
+    torch._dynamo.reset()
+    model, x, dy = _norm_and_reader()
+    octavo.convert(model, policy=octavo.Policy(min_gain=0.0))
+    before, want = _compiled_step(model, x, dy)
+    assert before - size == x.numel()  # a byte per element
+    assert torch.equal(got[2], want[2])  # the reader's gradient has the same bits
+    dx, dweight = (sqnr_db(exact, each.double()) for exact, each in zip(_norm_in_fp64(model, x, dy), got, strict=False))
+    before = sqnr_db(_norm_in_fp64(model, x, dy)[0], want[0].double())
+    assert dx > before - 0.3 and dweight > 50  # where FP8 has some 25
+
+
+def _norm_in_fp64(model, x, dy):
+    """Return the gradients of x and of the norm's weight for what the reader gives, in FP64."""
+    norm_, reader = model
+    y = F.rms_norm(x.double(), (64,), norm_.weight.double(), 1e-6).detach().to(torch.bfloat16).requires_grad_()
+    reader(y).backward(dy)
+    x, weight = (tensor.detach().double().requires_grad_() for tensor in (x, norm_.weight))
+    F.rms_norm(x, (64,), weight, 1e-6).backward(y.grad.double())
+    return x.grad, weight.grad
+
+
+def test_a_norm_with_a_zero_weight_keeps_its_input_and_learns():
+    model, x, dy = _norm_and_reader(zero=True)
+    assert not model[0].has_inverse
+    torch._dynamo.reset()
+    _, gradients = _compiled_step(model, x, dy)
+    assert gradients[1][3] != 0
+
+
+def test_a_norm_of_weights_that_are_not_known_keeps_its_input():
+    with torch.device("meta"):
+        module = nn.RMSNorm(64)
+    adopt(module, ROW)
+    assert not module.has_inverse
+    module = nn.LayerNorm(64)
+    adopt(module, ROW)
+    assert not module.has_inverse
+
+
+def test_outside_of_compiled_code_it_says_that_it_kept_its_input():
+    model, x, _ = _norm_and_reader()
+    with ledger.record() as kept:
+        model(x)
+    assert len(kept.fallbacks) == 1 and "kept its input as it is, not its output" in next(iter(kept.fallbacks))

@@ -127,7 +127,7 @@ def _join(module: nn.Module, structure: FusionPattern, plan: Plan) -> None:
         return
     if structure.kind == "mlp":
         roles = MLPRoles(structure.activation, structure.layers[:-1], structure.layers[-1])
-        fuse(module, roles, structure.saved)
+        fuse(module, roles, plan.policy.activation_inputs)
         return
     layers = [cast(Linear, module.get_submodule(name)) for name in structure.layers]
     shared = SharedInput(layers)

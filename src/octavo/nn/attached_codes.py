@@ -1,8 +1,8 @@
 """Codes that travel with a tensor, from the layer that computed it to the layer that reads it.
 
 Eager mode only: what was made of a tensor while it was written is pinned to that tensor object. Any other tensor, a
-view or a copy, carries nothing, and neither does this one once it has been written to. Compiled code has no objects to
-pin to, and needs none.
+view or a copy, carries nothing, and neither does this one once it has been written to. In compiled code a tensor may
+carry instead that it is kept for backward anyway: then its reader quantises it again there, and keeps no codes of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.numerics import Quantized
 
-_NAME = "_octavo_offer"
+_NAME, _KEPT = "_octavo_offer", "_octavo_kept"
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,16 @@ def attach_codes(y: Tensor, quantized: Quantized, target: QuantSpec) -> None:
     """Pin to y (..., D) the codes (M, D) of the same values, M its leading dimensions, made for `target`."""
     if not (torch.compiler.is_compiling() or y.is_inference()):  # inference tensors count no versions
         setattr(y, _NAME, AttachedCodes(ref(y), quantized, target, y._version, y.data_ptr()))
+
+
+def mark_kept(y: Tensor) -> None:
+    """Note on y, in compiled code, that the layer that computed it keeps it for backward."""
+    setattr(y, _KEPT, True)
+
+
+def is_kept(x: Tensor) -> bool:
+    """Return whether the layer that computed x keeps it for backward, in compiled code."""
+    return torch.compiler.is_compiling() and getattr(x, _KEPT, False)
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -36,6 +36,7 @@ from octavo._util.autograd import first_order, refuse_transforms
 from octavo.kernels import QuantSpec, ScaleRef
 from octavo.kernels.tape import Result, replay
 from octavo.nn import telemetry_ops
+from octavo.nn.attached_codes import is_kept
 from octavo.nn.fp8_weights import has_fp8_weight, values
 from octavo.nn.needed_grads import needed_grads
 from octavo.nn.operands import check_operands, note_dtype
@@ -102,6 +103,7 @@ def linears(
     check_operands(x, weights[0])
     x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     recipe, dtype, amax_and_scale, stats, keeps_input = quantizer
+    keeps_input = keeps_input or (is_kept(x) and requantises_exactly(recipe))
     x_codes, x_scale = (None, None) if prequantized is None else prequantized[:2]
     w_codes, w_scale = known_codes(codes, weights)
     options = recipe, dtype, keeps_input, torch.is_grad_enabled()  # an evaluation leaves no trace in stored scales

@@ -24,6 +24,7 @@ from octavo._util.autograd import first_order
 from octavo.kernels import QuantSpec
 from octavo.kernels.activation import INPUTS, Factors, Targets, activation, activation_and_inputs, activation_backward
 from octavo.kernels.tape import Result, replay
+from octavo.nn.attached_codes import is_kept
 from octavo.nn.functional import (
     Kept,
     Quantizer,
@@ -36,6 +37,7 @@ from octavo.nn.functional import (
     read_gradient,
     read_input,
     read_weights,
+    requantises_exactly,
     scale_of,
     spec_of,
     unstack,
@@ -85,6 +87,7 @@ def mlp(
             codes with a power-of-two scale for 128 columns of a token.
     """
     (inner, dtype, _, stats, keeps_input), (outer, _, _, down_stats, _) = quantizers
+    keeps_input = keeps_input or (is_kept(x) and requantises_exactly(inner))
     check_operands(x, weights[0])
     x_MD = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     given = (None, None) if prequantized is None else prequantized[:2]
