@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cyclopts import CycloptsError
 
 from octavo._util.terminal import silent
 from octavo.errors import CheckpointError, ConfigError, DataError
@@ -61,9 +62,7 @@ def test_the_table_of_the_command(octavo, run, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--times", "guessed"], "--times: 'guessed'"),
         (["-o", "map.json"], r"must be a \.toml file"),
-        (["--tokens", "0"], "--tokens: 0"),
         (["--budget", "some"], "share of the loss"),
         (["--recipe", "tensorwize"], "Did you mean 'tensorwise'"),
     ],
@@ -71,6 +70,12 @@ def test_the_table_of_the_command(octavo, run, capsys):
 def test_wrong_flags(octavo, run, flags, message):
     with pytest.raises(ConfigError, match=message):
         octavo(["localize", run, *flags])
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--times", "guessed"), ("--tokens", "0")])
+def test_values_that_the_command_line_refuses(octavo, run, flag, value):
+    with pytest.raises(CycloptsError, match=f'Invalid value "{value}" for {flag}'):
+        octavo(["localize", run, flag, value])
 
 
 def test_what_is_not_there(octavo, run, tmp_path):
