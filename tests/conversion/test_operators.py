@@ -52,7 +52,7 @@ def test_a_name_that_pytorch_does_not_know():
         Operators().to_black("layer_nrom")
     with pytest.raises(ConfigError, match=r"Did you mean 'matmul'\?"):
         Operators(white={"matmull": ""})
-    with pytest.raises(ConfigError, match="'nobody::product' is registered. Import the library"):
+    with pytest.raises(ConfigError, match=r"'nobody::product' is registered\. Import the library"):
         Operators().with_own("nobody::product", lambda a, b: ("matmul", a, b))
     with pytest.raises(ConfigError, match="no operator 'float32'"):  # an attribute of torch, and no operator
         Operators().without("float32")

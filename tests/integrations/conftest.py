@@ -68,7 +68,10 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         except importlib.metadata.PackageNotFoundError:
             version = "not installed"
         counts = {
-            outcome: sum(f"test_{client.partition('-')[0]}.py" in report.nodeid for report in terminalreporter.getreports(outcome))
+            outcome: sum(
+                f"test_{client.partition('-')[0]}.py" in report.nodeid
+                for report in terminalreporter.getreports(outcome)
+            )
             for outcome in ("passed", "failed", "error", "skipped")
         }
         came = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count) or "no tests ran"

@@ -38,8 +38,8 @@ def gpt(recipe: str | None, size: int) -> Any:
     """Return a model whose parameters do not depend on how it is cut."""
     config = TransformerConfig(
         num_layers=2, hidden_size=64, num_attention_heads=4, ffn_hidden_size=128, gated_linear_unit=True,
-        add_bias_linear=False, add_qkv_bias=True, hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True,
-        tensor_model_parallel_size=size,
+        add_bias_linear=False, add_qkv_bias=True, hidden_dropout=0.0, attention_dropout=0.0,
+        use_cpu_initialization=True, tensor_model_parallel_size=size,
     )  # fmt: skip
     spec = get_gpt_layer_local_spec()
     spec.submodules.self_attention.submodules.core_attention = Attention

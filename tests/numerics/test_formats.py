@@ -102,5 +102,7 @@ def test_formats_are_found_by_name_and_by_dtype():
 
 
 def test_unknown_format_says_what_was_meant():
-    with pytest.raises(ConfigError, match=r"unknown format 'e4m4'\. Did you mean 'e4m3'\? Formats: e4m3, e5m2, e8m0, e2m3, e3m2, e2m1\."):
+    with pytest.raises(
+        ConfigError, match=r"unknown format 'e4m4'\. Did you mean 'e4m3'\? Formats: e4m3, e5m2, .*e2m1\."
+    ):
         format_named("e4m4")

@@ -88,7 +88,9 @@ def test_decoding_energy_and_baseline(make_pilot):
     assert said(pilot, "decoding").decision.startswith("by an engine")
     assert said(pilot, "energy").decision == "80% of BF16's"
     assert "fp16 0.99" in said(pilot, "baseline").reason
-    found["folded"]["decode_ms"] = 1.5
+    found["folded"] |= {"decode_ms": 1.5, "decode_batch_ms": 3.0}
+    found["bf16"]["decode_batch_ms"] = 4.0
+    assert "of 8 sequences at a time 3.00 and 4.00 ms" in said(make_pilot(found), "decoding").reason
     assert said(make_pilot(found), "decoding").decision == "in FP8"
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError, DataError
-from octavo.pilot.workload import Shape, call_model, load_workload
+from octavo.pilot.workload import Shape, call_model, load_workload, one_of
 
 SIZES = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64,
@@ -57,8 +57,9 @@ def test_a_hugging_face_config(tmp_path):
     assert workload.loss(model, batch).item() == pytest.approx(5.7, abs=0.5)  # log 300
     with torch.no_grad():
         step = workload.decode(model, batch)
-        step()
-        step()  # the cache does not grow
+        for decoded, count in ((batch, 2), (one_of(batch), 1)):
+            step = workload.decode(model, decoded)
+            assert [step().logits.shape[:2] for _ in range(2)] == [(count, 1)] * 2  # the cache does not grow
 
 
 def test_a_model_of_images(tmp_path):
@@ -93,7 +94,8 @@ def test_a_run_file_with_its_text(tmp_path):
     model, batch = workload.build(), next(workload.batches())
     assert (workload.name, workload.tokens) == ("mine", 32) and same(model, workload.build())
     assert workload.loss(model, batch).item() == pytest.approx(5.6, abs=0.5)  # log 258
-    assert workload.decode(model, batch)().shape[:2] == (1, 1)
+    assert workload.decode(model, batch)().shape[:2] == (2, 1)
+    assert workload.decode(model, one_of(batch))().shape[:2] == (1, 1)
 
 
 def test_what_is_no_workload_is_refused(tmp_path):

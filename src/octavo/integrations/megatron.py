@@ -26,15 +26,17 @@ class _InFP8:
     def __init__(self, *args: Any, config: Any, recipe: RecipeLike = "folded", **kwargs: Any) -> None:
         if config.gradient_accumulation_fusion:
             raise UnsupportedError("gradient_accumulation_fusion: Megatron's product would be BF16. Set it to False.")
-        super().__init__(*args, config=config, **kwargs)
+        super().__init__(*args, config=config, **kwargs)  # type: ignore[call-arg]
         self.recipe = load(recipe)
         if self.recipe.has_stored_scales:
-            raise UnsupportedError(f"recipe '{self.recipe.name}' stores scales, which a Megatron layer has no place for.")
+            raise UnsupportedError(
+                f"recipe '{self.recipe.name}' stores scales, which a Megatron layer has no place for."
+            )
         if self.explicit_expert_comm:  # type: ignore[attr-defined]
             raise UnsupportedError("experts on several ranks stay in BF16: give fp8_spec a spec without them.")
 
 
-class ColumnParallelLinear(_InFP8, tensor_parallel.ColumnParallelLinear):  # type: ignore[misc]
+class ColumnParallelLinear(_InFP8, tensor_parallel.ColumnParallelLinear):
     """Megatron's layer with the output features split, products in FP8."""
 
     def forward(
@@ -52,7 +54,7 @@ class ColumnParallelLinear(_InFP8, tensor_parallel.ColumnParallelLinear):  # typ
         return y, self.bias if self.skip_bias_add else None
 
 
-class RowParallelLinear(_InFP8, tensor_parallel.RowParallelLinear):  # type: ignore[misc]
+class RowParallelLinear(_InFP8, tensor_parallel.RowParallelLinear):
     """Megatron's layer with the input features split, products in FP8; their sum over ranks is BF16."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:

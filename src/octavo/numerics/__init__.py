@@ -29,6 +29,9 @@ from octavo.numerics.quantize import Quantized, Rounding, dequantize, quantize, 
 from octavo.numerics.scaling import Scaling, from_e8m0, scale_from_amax, to_e8m0
 
 __all__ = [
+    "E2M1",
+    "E2M3",
+    "E3M2",
     "E4M3",
     "E5M2",
     "E8M0",

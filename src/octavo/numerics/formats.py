@@ -107,7 +107,6 @@ E8M0 = Format(
 )
 
 
-
 def _narrow(exponent_bits: int, mantissa_bits: int, bias: int) -> Format:
     return Format(
         name=f"e{exponent_bits}m{mantissa_bits}",

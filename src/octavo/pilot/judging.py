@@ -193,6 +193,8 @@ def _decoding(pilot: Pilot, plan: Plan, found: Measurement) -> Advice | None:
     if not base or not own:
         return None
     reason = f"a token takes {own:.2f} ms in FP8, {base:.2f} ms in BF16: products of a matrix and a vector"
+    if (all_base := pilot.base.decode_batch_ms) and (all_own := found.decode_batch_ms):
+        reason += f"; of {pilot.samples} sequences at a time {all_own:.2f} and {all_base:.2f} ms"
     decision = "in FP8" if own < base / WORTH else "by an engine, not by the trainer"
     return Advice("decoding", decision, reason, "kernels for decoding, and batches of requests: octavo export")
 

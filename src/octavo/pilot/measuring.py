@@ -24,7 +24,7 @@ from octavo.monitor.system import SystemProbe
 from octavo.nn import Linear, reuse_weight_codes
 from octavo.nn.fp8_weights import values
 from octavo.nn.hooks import hooked
-from octavo.pilot.workload import Workload, to_device
+from octavo.pilot.workload import Workload, one_of, to_device
 from octavo.train.profile import profile
 from octavo.train.timing import milliseconds, synchronize, warm_up
 
@@ -62,7 +62,9 @@ class Measurement:
     allocations: dict[str, float] = field(default_factory=dict)
     """Calls of PyTorch's allocator and of cudaMalloc per step, and GiB that are reserved beyond the peak of tensors."""
     decode_ms: float | None = None
-    """Latency of one decoded token."""
+    """Latency of one decoded token of one sequence."""
+    decode_batch_ms: float | None = None
+    """Latency of one decoded token of each sequence of the batch."""
     losses: list[float] = field(default_factory=list)
     layer_errors: dict[str, float] = field(default_factory=dict)
     """||Y8 - Y|| / ||Y|| of each FP8 layer's output, on the first batch."""
@@ -127,7 +129,8 @@ def _measure(
     run = _Training(model, workload, how, PRECISIONS.get(found.precision, torch.bfloat16))
     _train(run, workload, how, found, flops)
     if how.device.type == "cuda" and workload.decode is not None:
-        found.decode_ms = _decode(run, workload)
+        batch = next(workload.batches())
+        found.decode_ms, found.decode_batch_ms = _decode(run, workload, one_of(batch)), _decode(run, workload, batch)
     return plan
 
 
@@ -224,12 +227,12 @@ def allocations(before: Mapping[str, Any], after: Mapping[str, Any], steps: int)
     return found | {"fragmentation_gib": round(beyond / 2**30, 3)}
 
 
-def _decode(run: _Training, workload: Workload) -> float:
+def _decode(run: _Training, workload: Workload, batch: Any) -> float:
     """Return the median milliseconds of one step of decoding, with the codes of the weights made once."""
     assert workload.decode is not None
     run.model.eval()
     with torch.no_grad(), run.autocast(), reuse_weight_codes(run.model):
-        step = workload.decode(run.model, to_device(next(workload.batches()), run.device))
+        step = workload.decode(run.model, to_device(batch, run.device))
         warm_up(step, run.device.type, seconds=0.1)
         return statistics.median(milliseconds(step, run.device.type, DECODED))
 

@@ -20,6 +20,7 @@ _COLUMNS: dict[str, tuple[str, str]] = {
     "pj_per_flop": ("pJ/FLOP", ".2f"),
     "peak_gib": ("peak GiB", ".2f"),
     "decode_ms": ("decode ms", ".2f"),
+    "decode_batch_ms": ("batch decode ms", ".2f"),
 }
 """Columns of the table: title and format of each field."""
 Rows = list[tuple[str, ...]]

@@ -42,7 +42,7 @@ class Workload:
     data: str = "random tokens, Zipf-distributed"
     """Where the batches come from."""
     decode: Callable[[nn.Module, Any], Step] | None = None
-    """(model, batch) -> a function that decodes one more token of one sequence; None for a model that does not."""
+    """(model, batch) -> a function that decodes one more token of each sequence; None for a model that does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,15 @@ def first(batch: Any) -> Tensor:
     if found is None:
         raise ConfigError("a batch has no tensor: batches() must yield tuples or mappings of tensors.")
     return found
+
+
+def one_of(batch: Any) -> Any:
+    """Return the first sample of a batch, as a batch."""
+    if isinstance(batch, Mapping):
+        return {key: one_of(value) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return type(batch)(one_of(value) for value in batch)
+    return batch[:1] if isinstance(batch, Tensor) and batch.dim() else batch
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -165,7 +174,7 @@ def _of_run(config: RunConfig, name: str) -> Workload:
         loss=call_model,
         tokens=run.batch * data.sequence,
         data=str(data.source),
-        decode=lambda model, batch: lambda: model(batch[0][:1, :1]),
+        decode=lambda model, batch: lambda: model(batch[0][:, :1]),
     )
 
 
@@ -192,14 +201,15 @@ def _of_hugging_face(file: Path, shape: Shape) -> Workload:
 
 
 def _decode_with_cache(model: nn.Module, batch: Any) -> Step:
-    """Return one step of decoding: one token, in the context of a sequence of the batch."""
-    context = batch["input_ids"][:1]
+    """Return one step of decoding: one token of each sequence of the batch, in its context."""
+    context = batch["input_ids"]
     cache = model(input_ids=context[:, :-1], use_cache=True).past_key_values
     token = context[:, -1:]
 
-    def step() -> None:
-        model(input_ids=token, past_key_values=cache, use_cache=True)
+    def step() -> Any:
+        found = model(input_ids=token, past_key_values=cache, use_cache=True)
         cache.crop(-1)  # so that each step has the same context
+        return found
 
     return step
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from octavo.recipes.spec import Dgrad, Fprop, Operand, Recipe, ScaleFrom, Wgrad
-
-MXFormat = Literal["e4m3", "e5m2", "e2m3", "e3m2", "e2m1"]
+from octavo.recipes.spec import Dgrad, FormatName, Fprop, Operand, Recipe, ScaleFrom, Wgrad
 
 
 def folded() -> Recipe:
@@ -123,7 +121,7 @@ def mxfp8() -> Recipe:
     return replace(mx("e4m3", "e4m3"), name="mxfp8")
 
 
-def mx(forward: MXFormat, gradient: MXFormat) -> Recipe:
+def mx(forward: FormatName, gradient: FormatName) -> Recipe:
     """Return MX's 1x32 tiles in other formats: E5M2, and E2M3, E3M2 and E2M1, which are rounded to as on paper.
 
     Codes of the last three take a byte each, as E4M3's: their accuracy can be tried, and they save nothing.

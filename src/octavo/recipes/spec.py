@@ -25,6 +25,8 @@ OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "w
 
 STORED_SCALE_ROLES = ("input", "grad_output")
 """The roles whose scales may be kept from step to step, in the order in which a layer keeps them."""
+FormatName = Literal["e4m3", "e5m2", "e2m3", "e3m2", "e2m1"]
+"""Formats of codes; the last three are MX's."""
 Precision = Literal["fp8", "bf16"]
 """What a GEMM computes in, or what a tensor is kept in for backward: `bf16` as it is, `fp8` as codes."""
 ScaleFrom = Literal["current", "delayed", "just_in_time", "static"]
@@ -37,7 +39,7 @@ MOST_MARGIN = 8
 class Operand:
     """How one operand of one GEMM is quantised."""
 
-    format: Literal["e4m3", "e5m2", "e2m3", "e3m2", "e2m1"] = "e4m3"
+    format: FormatName = "e4m3"
     """E4M3 for precision, E5M2 for range."""
     granularity: str = "row"
     """Which elements share a scale: tensor, row, column (folded), 1x128, 128x128, 1x32."""
