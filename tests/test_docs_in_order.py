@@ -20,7 +20,7 @@ DOCS = ROOT / "docs"
 DEVELOPERS = ("pytest", "hypothesis", "ruff", "mypy", "playwright", "ml_dtypes", "matplotlib", "mkdocs")
 """Packages of the extra `dev` alone: a user does not have them."""
 LEFT_OUT = re.compile(
-    r"octavo (bench (?!portability)|dashboard|train .*--tracker|doctor .*--trace|.*(--shard|--loss-scale|--fits))"
+    r"octavo (bench (?!portability)|pilot|dashboard|train .*--tracker|doctor .*--trace|.*(--shard|--loss-scale|--fits))"
 )
 PAGES = [
     DOCS / name
