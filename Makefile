@@ -10,6 +10,10 @@ SYSTEM_TORCH ?=
 # LATEST=1 lets `make clients` take the newest versions instead of the pinned ones.
 LATEST ?=
 CLIENTS := accelerate datasets diffusers lightning peft transformers trl
+# DeepSpeed imports PyTorch while it is installed. torchtitan wants an older datasets than TRL, but runs with TRL's.
+DEEPSPEED := $(if $(LATEST),deepspeed,$(shell sed -n 's/^deepspeed = \["\(.*\)"\].*/\1/p' pyproject.toml))
+TITAN := $(if $(LATEST),torchtitan,$(shell sed -n 's/^titan = \["\(.*\)"\].*/\1/p' pyproject.toml))
+TITAN_NEEDS := einops spmd_types==0.2.3 tensorboard torch_checkpointing torchdata tyro
 
 BIN := $(VENV)/bin
 ifneq ($(filter-out 0,$(SYSTEM_TORCH)),)
@@ -35,6 +39,9 @@ test: $(VENV)/installed-dev ## run every test
 clients: $(VENV)/installed-dev ## the training loops of others, at pinned versions; LATEST=1: at the newest ones
 	@$(PIP_INSTALL) -e '.[dev,clients]'
 	$(if $(LATEST),@$(PIP_INSTALL) --upgrade $(CLIENTS))
+	@$(PIP_INSTALL) setuptools $(TITAN_NEEDS)
+	@$(PIP_INSTALL) --upgrade --no-build-isolation '$(DEEPSPEED)'
+	@$(PIP_INSTALL) --upgrade --no-deps '$(TITAN)'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations
 
 kernels: $(VENV)/installed-dev ## compile every Triton kernel for an H200, without one

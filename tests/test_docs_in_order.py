@@ -20,7 +20,8 @@ DOCS = ROOT / "docs"
 DEVELOPERS = ("pytest", "hypothesis", "ruff", "mypy", "playwright", "ml_dtypes", "matplotlib", "mkdocs")
 """Packages of the extra `dev` alone: a user does not have them."""
 LEFT_OUT = re.compile(
-    r"octavo (bench (?!portability)|pilot|dashboard|train .*--tracker|doctor .*--trace|.*(--shard|--loss-scale|--fits))"
+    r"octavo (bench (?!portability)|dashboard|pilot config.json --batch|train .*--tracker|doctor .*--trace"
+    r"|.*(--shard|--loss-scale|--fits))"
 )
 PAGES = [
     DOCS / name
@@ -45,7 +46,7 @@ def shortened(command: str) -> str:
     """Return the same command for a run of a few steps of the preset `tiny`."""
     for pattern, by in (
         (r"--preset (demo|parity-\S+)(?!.*--memory)", "--preset tiny"),
-        (r"--steps \d+", "--steps 8"),
+        (r"--steps [1-9]\d*", "--steps 8"),
         (r"--checkpoint-every \d+", "--checkpoint-every 4"),
         (r"--(\S*tokens) \d+", r"--\1 512"),
         (r"--verify \d+", "--verify 2"),

@@ -13,11 +13,11 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -138,7 +138,7 @@ class Job:
             if step > self.half or not self.resumes:
                 yield step, {name: x.to(self.device, non_blocking=True) for name, x in batch.items()}
 
-    def llama(self) -> Any:
+    def llama(self, compiled: bool = True) -> Any:
         """Return the model, each block compiled at its first call, its losses seen by the clock."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -150,7 +150,7 @@ class Job:
         )  # fmt: skip
         with torch.device(self.device):
             model = LlamaForCausalLM(config)
-        for layer in model.model.layers:
+        for layer in model.model.layers if compiled else ():
             layer.compile(backend=self.backend)
         model.register_forward_hook(self.clock.keep)
         return model
@@ -184,13 +184,18 @@ def script(job: Job) -> nn.Module:
 
 
 def _loop(
-    job: Job, model: nn.Module, optimizer: Any, save: Callable[[], Any], backward: Callable[..., Any] | None = None
+    job: Job,
+    model: nn.Module,
+    optimizer: Any,
+    save: Callable[[], Any],
+    *,
+    backward: Callable[[Tensor], Any] = Tensor.backward,
+    autocast: bool = True,
 ) -> None:
-    """Train; a client with a `backward` of its own computes under its own autocast."""
     for step, batch in job.batches():
-        with torch.autocast(job.device, torch.bfloat16, enabled=backward is None):
+        with torch.autocast(job.device, torch.bfloat16, enabled=autocast):
             loss = model(**batch).loss
-        (backward or torch.Tensor.backward)(loss)
+        backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         if step == job.half and job.saves:
@@ -282,7 +287,14 @@ def fabric(job: Job) -> nn.Module:
     state = {"model": model, "optimizer": optimizer}
     if job.resumes:
         made.load(job.folder / "half.ckpt", state)
-    _loop(job, model, optimizer, lambda: made.save(job.folder / "half.ckpt", state), made.backward)
+    _loop(
+        job,
+        model,
+        optimizer,
+        lambda: made.save(job.folder / "half.ckpt", state),
+        backward=made.backward,
+        autocast=False,
+    )
     return model  # type: ignore[no-any-return]
 
 
@@ -297,7 +309,7 @@ def accelerate(job: Job) -> nn.Module:
     model, optimizer = made.prepare(model, job.adamw(model))
     if job.resumes:
         made.load_state(str(job.folder))
-    _loop(job, model, optimizer, lambda: made.save_state(str(job.folder)), made.backward)
+    _loop(job, model, optimizer, lambda: made.save_state(str(job.folder)), backward=made.backward, autocast=False)
     return model  # type: ignore[no-any-return]
 
 
@@ -327,6 +339,33 @@ def lora(job: Job) -> nn.Module:
     return adapted  # type: ignore[no-any-return]
 
 
+def zero3(job: Job) -> nn.Module:
+    """Train by DeepSpeed's engine, ZeRO-3."""
+    import deepspeed
+
+    model = job.llama(compiled=False)  # its hooks are no code for a compiler
+    if job.fp8:
+        octavo.convert(model)
+    if job.device == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, for minutes
+    settings = {
+        "train_micro_batch_size_per_gpu": job.size.batch,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=job.adamw(model), config=settings)
+    if job.resumes:
+        engine.load_checkpoint(str(job.folder), "half")
+    stepped = SimpleNamespace(step=engine.step, zero_grad=lambda: None)
+    _loop(job, engine, stepped, lambda: engine.save_checkpoint(str(job.folder), "half"), backward=engine.backward)
+    weights = list(model.parameters())
+    with deepspeed.zero.GatheredParameters(weights):
+        whole = [p.detach().clone() for p in weights]
+    for p, value in zip(weights, whole, strict=True):
+        p.data = value
+    return model  # type: ignore[no-any-return]
+
+
 def torchtitan(job: Job) -> nn.Module:
     """Train torchtitan's Llama by its own Trainer, with FSDP and full activation checkpointing."""
     from octavo_bench.titan import train
@@ -342,6 +381,8 @@ class Client:
     loop: Callable[[Job], nn.Module]
     lines: int
     """Lines that its user writes or changes, as the documentation shows them."""
+    is_distributed: bool = False
+    """Whether it starts a process group, also of one rank."""
 
 
 CLIENTS = {
@@ -351,20 +392,28 @@ CLIENTS = {
     "Lightning": Client(library="lightning", loop=lightning, lines=2),
     "Fabric": Client(library="lightning", loop=fabric, lines=2),
     "Accelerate": Client(library="accelerate", loop=accelerate, lines=1),
+    "ZeRO-3": Client(library="deepspeed", loop=zero3, lines=1, is_distributed=True),
     "LoRA": Client(library="peft", loop=lora, lines=2),
-    "torchtitan": Client(library="torchtitan", loop=torchtitan, lines=2),
+    "torchtitan": Client(library="torchtitan", loop=torchtitan, lines=2, is_distributed=True),
 }
 
 
-@cache
-def _one_rank() -> None:
-    """Tell libraries that start a process group of the only rank."""
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """Tell a library that starts a process group of the only rank; others would start one if they saw it."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    for name, value in place.items():
-        os.environ.setdefault(name, value)
+    before = {name: os.environ.get(name) for name in place}
+    os.environ.update(place)
+    try:
+        yield
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 @contextmanager
@@ -383,7 +432,7 @@ def measure(client: Client, size: Size, device: str, steps: int, resume: bool = 
     Args:
         resume: whether to save the FP8 run half-way, and to train its second half again from there.
     """
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, one_rank() if client.is_distributed else nullcontext():
         job = Job(size=size, device=device, steps=steps, fp8=False, clock=Clock(steps), folder=Path(name))
         bf16, _ = _run(client, job)
         job = replace(job, fp8=True, saves=resume, clock=Clock(steps))
@@ -409,7 +458,6 @@ def _resumes(client: Client, job: Job, weights: list[Tensor]) -> bool:
 
 def _run(client: Client, job: Job) -> tuple[Row, list[Tensor]]:
     """Return the figures of one run, and its trained weights."""
-    _one_rank()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     gc.collect()
@@ -491,8 +539,8 @@ def command(
     Parameters
     ----------
     only
-        Clients to measure: script, Trainer, SFTTrainer, Lightning, Fabric, Accelerate, LoRA, torchtitan. By default
-        all that are installed.
+        Clients to measure: script, Trainer, SFTTrainer, Lightning, Fabric, Accelerate, ZeRO-3, LoRA, torchtitan. By
+        default all that are installed.
     device
         cuda or cpu; auto takes the GPU if there is one.
     steps

@@ -105,15 +105,19 @@ class Struck(Trainer):
         return ((name, state.optimizer.state[parameter]) for name, parameter in state.parameters.items())
 
     def go_on_from(self, path: Path) -> None:
-        """Load a checkpoint, also of a run by another recipe or with a twin; guardrails keep their history."""
+        """Load a checkpoint, also of a run by another recipe or with a twin.
+
+        Guardrails keep their history, but for another batch size: `octavo train` refuses that, as its noise differs.
+        """
         found = checkpoint.load(path)
         for state in self.setup.states:
             tensors = {n: t for n, t in found.tensors[state.name].items() if not n.startswith("scales.")}
             own = {} if state.name == "bf16" else _scales_of(state.model)
             restore_tensors(state, {**tensors, **own}, path)
         self.setup.loader.load_state_dict(found.state["loader"])
-        if self.telemetry is not None:
+        if self.telemetry is not None and found.state["config"]["run"]["batch"] == self.config.run.batch:
             self._guarded.guard.load_state_dict({**found.state["guard"], "ladder": {}})
+        if self.telemetry is not None:
             self.telemetry.restart(found.step)
         self.done = self._since_step = found.step
 
@@ -333,7 +337,7 @@ def _clean_row(bench: Bench, start: Path, steps: int, name: str) -> dict[str, An
     torch.manual_seed(0)
     config = bench.config(f"clean-{list(CONFIGURATIONS).index(name)}", mode="act", steps=steps, run=run, **case)
     loss, notes, ended = _run(config, None if is_new else start, noise=noise)
-    raised = [str(note.text) for note in notes if note.level != "info"]
+    raised = [note.text for note in notes if note.level != "info" and note.step > 0]  # before the first: of the text
     return {
         "fault": "", "configuration": name, "steps": steps, "alarms": len(raised), "text": "; ".join(raised[:3]),
         "struck_step": 0, "cause": "", "layer": "", "recovered": not ended, "final_loss_change": 0.0,

@@ -158,12 +158,12 @@ def _kept(module: nn.Module, given: tuple[Tensor, ...]) -> Row:
     x, ids, weights, _ = given
     owned = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     seen: dict[int, tuple[int, bool]] = {}
-    sizes = {parameter.numel() for parameter in module.parameters()}
+    shapes = {parameter.shape for parameter in module.parameters()}  # not sizes: codes of gate may be as many
 
     def keep(tensor: Tensor) -> Tensor:
         memory = tensor.untyped_storage()
         if memory.data_ptr() not in owned:
-            seen[memory.data_ptr()] = memory.nbytes(), tensor.element_size() == 1 and tensor.numel() in sizes
+            seen[memory.data_ptr()] = memory.nbytes(), tensor.element_size() == 1 and tensor.shape in shapes
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

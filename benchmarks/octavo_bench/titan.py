@@ -93,7 +93,7 @@ def train(job: Job) -> nn.Module:
         made.train()
     finally:
         made.close()
-        torch.distributed.destroy_process_group()
+        torch.distributed.destroy_process_group()  # it makes one per Trainer
     trained: nn.Module = made.model_parts[0]
     return trained
 

@@ -1,5 +1,8 @@
 """The measurement of clients' loops: what it times, and a row of the loop without a library."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -47,3 +50,25 @@ def test_a_client_that_is_not_there_is_left_out_unless_it_is_asked_for(monkeypat
     monkeypatch.setattr(clients, "CLIENTS", {"other": missing})
     size = clients.SIZES["cpu"]
     assert clients.bench_clients(device="cpu", size=size, steps=4) == []
+
+
+SECTIONS = {
+    "script": "A script of your own",
+    "Trainer": "Hugging Face: transformers' Trainer and TRL",
+    "Lightning": "Lightning and Fabric",
+    "Fabric": "Lightning and Fabric",
+    "Accelerate": "Accelerate",
+    "ZeRO-3": "DeepSpeed",
+    "LoRA": "PEFT: LoRA over a base in FP8",
+    "torchtitan": "torchtitan",
+}
+
+
+@pytest.mark.parametrize("client", SECTIONS)
+def test_lines_are_those_that_the_documentation_adds(client):
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "use-with-your-trainer.md"
+    section = page.read_text(encoding="utf-8").split(f"## {SECTIONS[client]}\n")[1].split("\n## ")[0]
+    diffs = re.findall(r"```diff\n(.*?)```", section, re.DOTALL)
+    added = [[line for line in diff.splitlines() if re.match(r"\+\s*\S", line)] for diff in diffs]
+    wanted = next(lines for lines in added if client != "Fabric" or "Fabric" in lines[0])
+    assert clients.CLIENTS[client].lines == len(wanted), wanted

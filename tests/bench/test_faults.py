@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from octavo.guard import GuardEvent
+from octavo.train.parallel import ranks_of
+from octavo.train.setup import set_up
+from octavo_bench import faults as bench_module
 from octavo_bench.fault_cases import CLASSES, FAULTS
-from octavo_bench.faults import CONFIGURATIONS, STRIKE, Bench, _run
+from octavo_bench.faults import CONFIGURATIONS, STRIKE, Bench, Struck, _run
 from octavo_bench.measured import faults, faults_summary
 from octavo_bench.results import Result
 
@@ -48,6 +52,23 @@ def test_the_model_is_trained_once(tmp_path: Path, corpus: Path) -> None:
     assert (path / "state.json").stat().st_mtime_ns == written
     loss, _, ended = _run(bench.config("run", steps=1, mode="watch", run={"recipe": "delayed"}), path)
     assert 0 < loss < 10 and not ended
+    for batch, kept in ((8, 3), (4, 0)):  # the noise of another batch size is no history
+        config = bench.config("run", steps=1, run={"batch": batch})
+        with ranks_of(config) as ranks:
+            run = Struck(set_up(config, ranks), [])
+            run.go_on_from(path)
+            assert len(run._guarded.guard.state_dict()["watch"]["losses"]) == kept
+
+
+def test_events_of_the_text_are_no_alarms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes = [
+        GuardEvent(0, "warning", "leak", "held-out text in the training text"),
+        GuardEvent(7, "info", "shadow", "as it should be"),
+        GuardEvent(9, "warning", "loss spike", "a spike"),
+    ]
+    monkeypatch.setattr(bench_module, "_run", lambda *_, **__: (1.0, notes, ""))
+    row = bench_module._clean_row(Bench(out=tmp_path), tmp_path, 10, "folded")
+    assert (row["alarms"], row["text"]) == (1, "a spike")
 
 
 def test_the_table_says_what_was_not_seen() -> None:

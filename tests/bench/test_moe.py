@@ -1,5 +1,8 @@
 """The benchmark of experts: each row has its figures, and one that fails does not end the others."""
 
+from torch import nn
+
+from octavo import Policy, convert
 from octavo_bench import moe
 from octavo_bench.results import KINDS
 
@@ -11,3 +14,11 @@ def test_rows_of_a_layer(monkeypatch):
     assert all(KINDS["moe"].keys() <= row.keys() and row["ratio_to_bf16"] > 0 for row in (rival, ours))
     assert rival["ratio_to_bf16"] == 1.0 and ours["kept_mib"] <= rival["kept_mib"]
     assert "Grouped GEMMs have a scale per row" in wrong["error"]
+
+
+def test_activations_as_large_as_a_weight_are_no_codes_of_it():
+    shape = moe.Shape(64, 32, 4, 2, 128)  # 2 x 128 rows of 32: as many codes of gate as down has
+    module = moe.Mixture(shape, "cpu")
+    convert(nn.ModuleDict({"experts": module}), "folded", policy=Policy(min_gain=0, activation_inputs="fp8"))
+    kept = moe._kept(module, moe._inputs(shape, "cpu"))
+    assert kept["kept_weight_codes_mib"] == round(sum(p.numel() for p in module.parameters()) / 2**20, 3)

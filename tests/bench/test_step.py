@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -99,6 +100,12 @@ def test_a_trace_has_the_longest_kernels(tmp_path: Path) -> None:
     trace = json.loads((tmp_path / "new" / "tiny-octavo-folded-eager.json").read_text())
     assert trace["implementation"] == "octavo folded (eager)"
     assert [kernel["name"] for kernel in trace["kernels"]] == [f"k{i}" for i in range(step.TRACED)]
+
+
+def test_a_row_without_a_fused_attention_is_an_error() -> None:
+    step._check_attention(Implementation(name="te"), PROFILE)
+    with pytest.raises(UnsupportedError, match="te: its attention was not fused"):
+        step._check_attention(Implementation(name="te"), replace(PROFILE, parts=PROFILE.parts | {"attention": 0.0}))
 
 
 def test_a_row_says_how_far_it_is_from_the_floor() -> None:

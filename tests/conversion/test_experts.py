@@ -155,7 +155,7 @@ def test_what_stays_in_bf16_says_why():
     assert "a" not in reasons and "no mixture of experts that is known" in plan.unconverted[0].reason
     assert "grouped FP8 GEMMs take multiples of 16" in reasons["b"]
     assert reasons["c"] == "kept by the policy" and reasons["d"] == "fewer than 32 features"
-    assert [row.kernels for row in plan.layers if row.is_fp8] == [" / ".join(["scaled_grouped_mm"] * 3)] * 2
+    assert [row.kernels for row in plan.layers if row.is_fp8] == [" / ".join(["grouped_gemm"] * 3)] * 2
     plan = octavo.plan(model, "tensorwise")
     assert plan.fp8_layers == 0 and "Grouped GEMMs have a scale per row" in plan.layers[-1].reason
 

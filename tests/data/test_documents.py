@@ -5,26 +5,31 @@ from pathlib import Path
 
 import pytest
 
-from octavo.data.documents import TextFile, read_documents, read_text
+from octavo.data.documents import TextFile, read_documents
 from octavo.errors import DataError
+
+
+def text_of(path: Path) -> str:
+    (document,) = read_documents(TextFile(path.name, path))
+    return document.text
 
 
 def test_bytes_that_are_not_utf8_are_named_by_their_position(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"fa\xe7ade")
-    with pytest.raises(DataError, match=r"a\.txt: not UTF-8 text \(byte 2\)"):
-        read_text(path)
+    with pytest.raises(DataError, match=r"a\.txt: must be UTF-8 text, and byte 2 is not"):
+        text_of(path)
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
-    path.write_bytes(b"\xef\xbb\xbfone")
-    assert read_text(path) == "one"
+    path.write_bytes(b"\xef\xbb\xbfone\r\n")
+    assert text_of(path) == "one\r\n"
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"gone\.txt: cannot be read"):
-        read_text(tmp_path / "gone.txt")
+        text_of(tmp_path / "gone.txt")
 
 
 def test_rows_of_parquet(tmp_path: Path) -> None:

@@ -211,6 +211,30 @@ def test_a_layer_whose_variance_shifts_is_named(layer: str, role: str) -> None:
     assert found[0].step <= 85
 
 
+@pytest.mark.parametrize(("factors", "layer"), [((1, 9, 1, 1), "b"), ((9, 9, 9, 9), ""), ((1, 1, 1, 1), None)])
+def test_clipping_hides_no_gradient(factors: tuple[int, ...], layer: str | None) -> None:
+    rows, draw = [(name, "grad_weight") for name in "abcd"], np.random.default_rng(0)
+    rules, told = AlarmRules(GuardConfig(), rows), []
+    for step in range(1, 121):
+        table, clipped = np.zeros((4, len(STATS)), dtype=np.float32), np.exp(draw.standard_normal())
+        own = np.exp(0.05 * draw.standard_normal(4)) * (factors if step > 80 else 1)
+        table[:, STATS.index("variance")] = own * (clipped if layer != "" else 1)
+        told.append(rules.check(Observation(step, 2.0, 1.0, 1e-3, table)))
+    found = [(alarm.layer, alarm.role) for alarm in told if alarm is not None]
+    assert found == ([] if layer is None else [(layer, "grad_weight")])
+
+
+@pytest.mark.parametrize("outliers", [1, 2])
+def test_one_batch_is_no_shift_however_far_out(outliers: int) -> None:
+    rules, draw, told = AlarmRules(GuardConfig(), ROWS), np.random.default_rng(0), []
+    for step in range(1, 121):
+        table = values()
+        table[:, STATS.index("variance")] = np.exp(0.05 * draw.standard_normal(len(ROWS)))
+        table[2, STATS.index("variance")] *= 50.0 if 80 < step <= 80 + outliers else 1.0
+        told.append(rules.check(Observation(step, 2.0, 1.0, 1e-3, table)))
+    assert [alarm.step for alarm in told if alarm is not None] == [82][: outliers - 1]
+
+
 def test_layers_that_leave_fp8_start_a_new_history() -> None:
     rules = AlarmRules(GuardConfig(), ROWS)
     for step in range(1, 121):
@@ -249,6 +273,29 @@ def test_what_no_update_explains(changed: dict[str, Any], rule: str, layer: str)
         assert rules.check(Observation(step, 2.0, 1.0, 1e-3, parameters=parameters())) is None
     alarm = rules.check(Observation(30, 2.0, 1.0, 1e-3, parameters=parameters(**changed)))
     assert alarm is not None and (alarm.rule, alarm.layer) == (rule, layer)
+
+
+@pytest.mark.parametrize(("norm", "layer"), [([8.0, math.nan, 8.0, 8.0], "b"), ([math.nan] * 4, None)])
+def test_a_nan_in_one_parameter_is_suspect(norm: list[float], layer: str | None) -> None:
+    suspect = AlarmRules(GuardConfig()).suspect(Observation(5, 2.0, math.nan, 1e-3, parameters=parameters(norm=norm)))
+    assert (suspect and suspect.layer) == layer
+
+
+@pytest.mark.parametrize(("steps", "is_fault"), [(5, True), (20, False)])
+def test_moments_decay_with_each_step_between_checks(steps: int, is_fault: bool) -> None:
+    rules, check = AlarmRules(GuardConfig()), parameters(change=5e-4)._replace(steps=steps)
+    assert rules.check(Observation(20, 2.0, 1.0, 1e-3, parameters=check)) is None
+    decayed = check._replace(second=check.second * 0.9**20)
+    alarm = rules.check(Observation(40, 2.0, 1.0, 1e-3, parameters=decayed))
+    assert (alarm is not None and alarm.rule == "moments") == is_fault
+
+
+def test_a_rollback_in_a_warm_up_is_not_its_end() -> None:
+    rules = AlarmRules(GuardConfig())
+    start = rules.state_dict()
+    for _ in range(2):
+        assert all(rules.check(Observation(step, 2.0, 1.0, 1e-4 * step)) is None for step in range(1, 13))
+        rules.load_state_dict(start)
 
 
 def test_moments_may_grow_in_a_warm_up() -> None:

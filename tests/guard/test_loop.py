@@ -225,12 +225,29 @@ def test_trying_a_batch_leaves_no_trace() -> None:
     assert all(parameter.grad is None for parameter in loop.model.parameters())
 
 
-def test_a_level_that_lasts_is_adopted_and_ends_no_run() -> None:
-    bad = ((x, 40 * torch.randn(TOKENS, WIDTH)) if n >= AT else (x, y) for n, (x, y) in enumerate(batches(), 1))
-    loop, events = make_loop(data=bad)
-    assert len(losses(loop)) == STEPS
-    assert events[-1].action == "the new level is adopted"
-    assert sum(event.action == "batch passed over" for event in events) == LASTING
+def test_a_level_that_lasts_is_adopted_and_passes_over_nothing() -> None:
+    runs = {mode: make_loop(data=nonsense(set(range(AT, 100))), mode=mode) for mode in ("act", "watch")}
+    assert losses(runs["act"][0]) == losses(runs["watch"][0])
+    _, events = runs["act"]
+    event = next(event for event in events if event.cause)
+    assert (event.cause, event.action) == ("data", "the new level is adopted")
+    assert event.text.endswith("4 of the next 4 batches are as bad")
+
+
+def test_the_last_batch_may_be_bad() -> None:
+    loop, events = make_loop(data=itertools.islice(nonsense({AT}), AT + 1))
+    assert [step for step, _ in loop.steps(AT)][-1] == AT
+    assert of_cause(events, "data").action == "batch passed over"
+
+
+@pytest.mark.parametrize("lasts", [False, True])
+def test_bad_batches_with_good_ones_between_are_passed_over_a_few_times(lasts: bool) -> None:
+    bad = set(range(AT, 100 if lasts else AT + 5, 2))
+    loop, events = make_loop(data=nonsense(bad))
+    losses(loop)
+    passed = sum(event.action == "batch passed over" for event in events)
+    assert passed == (LASTING if lasts else 3)
+    assert (events[-1].action == "the new level is adopted") == lasts
 
 
 def test_a_nan_that_nothing_removes_ends_the_run_and_is_named() -> None:
@@ -305,7 +322,8 @@ def test_a_scheduler_goes_back_too() -> None:
 def nonsense(at: set[int]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield batches, those of some steps with targets that nothing can learn."""
     for number, (x, y) in enumerate(batches(), 1):
-        yield (x, 40 * torch.randn(TOKENS, WIDTH)) if number in at else (x, y)
+        draw = torch.Generator().manual_seed(number)
+        yield (x, 40 * torch.randn(TOKENS, WIDTH, generator=draw)) if number in at else (x, y)
 
 
 def test_batches_passed_over_stay_so_after_a_rollback() -> None:
@@ -391,6 +409,55 @@ def test_an_optimizer_that_makes_no_steps_is_noted(mode: str) -> None:
     assert event.cause == ("optimizer" if mode == "act" else "")
 
 
+def test_gradients_that_are_wrong_for_good_are_not_blamed_on_data() -> None:
+    loop, events = make_loop()
+    compute, probing = loop._compute, [0]
+
+    def probed(*args: Any, **options: Any) -> Probe:
+        probing.append(1)
+        try:
+            return compute(*args, **options)
+        finally:
+            probing.pop()
+
+    loop._compute = probed  # type: ignore[method-assign]
+    for parameter in loop.model.parameters():
+        parameter.register_hook(lambda gradient: gradient * (1000 if loop.done + probing[-1] >= AT else 1))
+    losses(loop)
+    event = next(event for event in events if event.cause)
+    assert (event.rule, event.cause, event.action) == ("gradient spike", "optimizer", "the new level is adopted")
+
+
+def test_a_nan_in_one_gradient_stays_there_and_is_named() -> None:
+    undisturbed = losses(make_loop()[0])
+    loop, events = make_loop()
+
+    def strike(loop: Loop) -> None:
+        def once(gradient: Tensor) -> Tensor:
+            handle.remove()
+            return gradient.index_fill(0, torch.tensor(5), torch.nan)
+
+        handle = loop.model.second.weight.register_hook(once)  # type: ignore[union-attr,operator]
+
+    assert losses(loop, strike=strike) == undisturbed
+    event = of_cause(events, "transient")
+    assert (event.rule, event.layer) == ("nonfinite", "second")
+
+
+def test_a_layer_whose_codes_saturate_is_blamed_for_its_shift() -> None:
+    loop, events = make_loop("delayed", patience=1000)
+    losses(loop, 12)
+    guard, layer = loop.guard, "second"
+    alarm = Alarm(13, "layer shift", layer, "grad_weight", 1.0, 0.5)
+    share = Alarm(13, "saturated", layer, "input", 0.3, 1e-3)
+    guard._rules.shares_over = lambda seen, _: [share] if seen.step == 13 else []  # type: ignore[method-assign]
+    check, guard._rules.check = guard._rules.check, lambda seen: alarm if seen.step == 13 else check(seen)  # type: ignore[method-assign]
+    losses_after = [loss for _, loss in loop.steps(20)]
+    event = of_cause(events, "precision")
+    assert losses_after and (event.layer, event.rule) == (layer, "saturated")
+    assert event.action == "second computes by delayed+2bits"
+
+
 def test_moments_that_are_lost_are_repaired() -> None:
     undisturbed = losses(make_loop()[0])
     loop, events = make_loop()
@@ -436,7 +503,7 @@ def test_the_layer_that_fp8_harms_is_found_among_many() -> None:
 
     loop.probe = probe  # type: ignore[method-assign]
     loop.guard._rules.rows = [(f"l{n}", "input") for n in range(64)]
-    found = loop.guard._culprits(Alarm(AT, "loss spike", "", "", 9.0, 2.0), ["l7", "l8"], (2.0, 2.0))
+    found = loop.guard._culprits(Alarm(AT, "loss spike", "", "", 9.0, 2.0), ["l7", "l8"], lambda probe: probe.loss < 2)
     assert found == ["l41"] and len(probed) < 20
     assert probed[:2] == [("l7",), ("l8",)]
 
@@ -457,6 +524,19 @@ def test_a_shadow_that_finds_harm_acts_or_says_that_it_does_not(mode: str) -> No
     else:
         assert next(event.layer for event in told if event.cause == "precision") == "second"
         assert not isinstance(loop.model.second, octavo.nn.Linear)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("harmed", [{20}, {20, 21, 22}, range(20, 40)])
+def test_a_batch_that_fp8_harms_alone_is_noise(harmed: set[int]) -> None:
+    loop, events = make_loop(mode="watch", shadow_every=10)
+
+    def probe(*, fp8: bool = True, backward: bool = True) -> Probe:
+        return Probe(1.015 if fp8 and loop.position in harmed else 1.0, 0.0)
+
+    loop.probe = probe  # type: ignore[method-assign,assignment]
+    losses(loop)
+    noted = [event.step for event in events if event.rule == "shadow" and event.level != "info"]
+    assert noted == ([20, 30] if len(harmed) > LASTING else [])
 
 
 def test_a_second_loop_needs_the_first_closed() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -33,6 +33,16 @@ def say(*texts: object, to_stderr: bool = False) -> None:
     """Print texts, a line each."""
     stream: TextIO = sys.stderr if to_stderr else sys.stdout
     print("\n".join(map(printable, texts)), file=stream, flush=True)
+
+
+def columns(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
+    """Return a line of text per row, its cells aligned in columns: to the left, or `right` those of these numbers."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = (
+        [cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        for row in rows
+    )
+    return ["  ".join(cells).rstrip() for cells in aligned]
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo._util import config_reader
+from octavo._util.terminal import columns
 from octavo.calibration.histogram import MagnitudeHistogram
 from octavo.calibration.scale_policy import FLUSHED, SATURATED, ScalePolicy
 from octavo.calibration.targets import CalibrationTarget, count_magnitudes, find_targets
@@ -123,14 +124,12 @@ class Calibration:
         return json.dumps(content, indent=1)
 
     def __str__(self) -> str:
-        cells = [HEADER, *(row.cells() for row in self.rows())]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
+        lines = columns([HEADER, *(row.cells() for row in self.rows())])
         outside = [row for row in self.rows() if not row.fits]
         notes = [f"not found (never computed, or all zero): {name}" for name in self.not_found]
         notes += [_advice(row) for row in outside]
         verdict = f"{len(self.scales) - len(outside)} of {len(self.scales)} scales fit their tensors"
-        return "\n".join([*(line.rstrip() for line in lines), "", verdict, *notes])
+        return "\n".join([*lines, "", verdict, *notes])
 
 
 def calibrate(

@@ -15,7 +15,7 @@ from octavo.kernels.patches import makes_directly
 from octavo.recipes import GEMMS, OPERANDS, Operand, Recipe, reused_from
 
 _LARGE = 2048
-"""From here on PyTorch's grouped FP8 GEMM takes large tiles: two of M, N and K must reach it."""
+"""Two of M, N and K must reach it for a product of a batch to run at the rate of a single large one."""
 _AT_LEAST_US = {"linear": 0.0, "convolution": 2000.0, "batch": 2000.0}
 """What a forward and backward in FP8 take at the least, eager: the host has to launch them."""
 _LOOP_US = 150.0

@@ -160,7 +160,7 @@ class Planner:
         reasons = [kept or unsupported_reason_grouped(recipe) for recipe in given]
         reasons = [why or (None if r.is_fp8 else NO_FP8) for why, r in zip(reasons, given, strict=True)]
         how = _how(found.roles, *given) if reasons == [None, None] else ""
-        kernel = "scaled_grouped_mm" if on_gpu(self.device) else "reference"
+        kernel = "grouped_gemm" if on_gpu(self.device) else "reference"
         active = active_share(module, found.count)
         for i, shape in enumerate((found.first, found.second)):
             recipe = given[i] if reasons[i] is None else load("bf16")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from octavo._util.compiler import assume_constant_result
+from octavo._util.terminal import columns
 from octavo.conversion.gain import predicted_gain
 from octavo.conversion.matmul_ops import PARSERS, MatmulCall
 from octavo.conversion.operators import Operators
@@ -250,9 +251,5 @@ class AutocastReport:
 
     def __str__(self) -> str:
         rows = [("operator", "runs in", "calls", "compiled", "why"), *(tuple(map(str, row)) for row in self.rows())]
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = [
-            "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]) for row in rows
-        ]
         total, every = (sum(row[2] + row[3] for row in self.rows() if kept or not row[4]) for kept in (False, True))
-        return "\n".join([*(line.rstrip() for line in lines), "", f"{total} of {every} calls in FP8"])
+        return "\n".join([*columns(rows), "", f"{total} of {every} calls in FP8"])

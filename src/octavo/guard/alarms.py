@@ -47,8 +47,8 @@ FALLS, STEADY = 6, 0.35
 """Consecutive falls of the loss, each below this share of its usual change, that betray a batch being repeated."""
 CHECKS = 16
 """Checks of parameters that are remembered; 3 are needed."""
-SECOND_DROP, SECOND_JUMP = 0.25, 100.0
-"""Factors by which a second moment may fall and rise between checks: Adam's decays by `beta2` per step at most."""
+SECOND_DROP, SECOND_JUMP = 0.75, 100.0
+"""Factors by which a second moment may fall per step, as Adam's decays by `beta2` at most, and rise between checks."""
 STALL = 0.02
 """Share of its usual change below which a parameter is not being updated."""
 RISE, SETTLED = 3.0, 16
@@ -110,8 +110,10 @@ class Alarm(NamedTuple):
     """The limit of the rule."""
 
     def __str__(self) -> str:
-        where = f" of {self.layer} {self.role}".rstrip() if self.layer else ""
-        held = "" if self.rule == "nonfinite" else f" ({self.value:.4g}, limit {self.limit:.4g})"
+        of = " ".join(filter(None, (self.layer, self.role)))
+        where = f" of {of}" if of else ""
+        unit = " %" if self.rule == "gap" else ""
+        held = "" if self.rule == "nonfinite" else f" ({self.value:.4g}{unit}, limit {self.limit:.4g}{unit})"
         return f"{self.rule}{where}{held}"
 
 
@@ -155,6 +157,9 @@ class AlarmRules:
 
     def suspect(self, seen: Observation) -> Alarm | None:
         """Return the layer whose parameters or moments no update explains; None if it is not one layer."""
+        infinite = [alarm for alarm in self._nonfinite(seen._replace(values=None)) if alarm.layer]
+        if infinite:
+            return infinite[0] if len({alarm.layer for alarm in infinite}) == 1 else None
         return next((alarm for alarm in self._updates(seen) if alarm.layer), None)
 
     def adopt(self, alarm: Alarm, seen: Observation | None = None) -> None:
@@ -204,6 +209,10 @@ class AlarmRules:
                 worst[alarm.layer] = alarm
         return list(worst.values())
 
+    def shares_over(self, seen: Observation, layer: str) -> list[Alarm]:
+        """Return the shares of a layer's elements that are above their limits in a step, for however short."""
+        return [alarm for _, alarm in self._budgets(seen) if alarm is not None and alarm.layer == layer]
+
     def forgive(self, layer: str) -> None:
         """Reset the count of steps above a limit for a layer, after a remedy."""
         for key in [key for key in self._over if key.startswith(f"{layer} ")]:
@@ -246,7 +255,11 @@ class AlarmRules:
         return {**plain, "variances": variances}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`; what a checkpoint of an older version lacks starts empty."""
+        """Load the result of `state_dict`; what a checkpoint of an older version lacks starts empty.
+
+        Learning rates start empty, too: those of steps that were undone would look like the end of a warm-up.
+        """
+        self._lrs = []
         for name in _HISTORY:
             if name in state:
                 setattr(self, f"_{name}", copy.deepcopy(state[name]))
@@ -340,10 +353,11 @@ class AlarmRules:
                 if rule == "no update" and layer:
                     continue  # BF16 rounds small updates of single parameters away
                 yield Alarm(seen.step, rule, layer, "weight" if layer else "", over[worst], 1.0)
+        drop = SECOND_DROP ** max(found.steps, 5)
         for name, second in zip(found.names, found.second, strict=True):
             before = self._second.get(name, math.nan)
-            if second < SECOND_DROP * before:
-                yield Alarm(seen.step, "moments", layer_of(name), "moments", second, SECOND_DROP * before)
+            if second < drop * before:
+                yield Alarm(seen.step, "moments", layer_of(name), "moments", second, drop * before)
             elif second > SECOND_JUMP * before > 0 and self._settled_lrs:  # gradients may grow a lot in a warm-up
                 yield Alarm(seen.step, "moments", layer_of(name), "moments", second, SECOND_JUMP * before)
 
@@ -358,22 +372,37 @@ class AlarmRules:
                 yield name, float(change) / (found.steps * lr)
 
     def _shifts(self, seen: Observation) -> Iterator[Alarm]:
-        """Yield the first tensor, in the order of a step, whose variance has shifted."""
+        """Yield the first tensor, in the order of a step, whose variance has shifted; then all gradients of weights."""
         if seen.values is None:
             return
-        known = _log_variances(seen.values)
+        known = self._log_variances(seen.values)
         history = [row for row in self._variances if row.shape == known.shape]  # layers may have left FP8
         if len(history) < BEFORE + SHORT - 1:
             return
         table = np.stack([*history, known])
-        now, past = table[-SHORT:], table[-SHORT - BEFORE : -SHORT]
-        shift = np.abs(now.mean(0) - past.mean(0))
-        error = np.maximum(past.std(0, ddof=1), NOISE) * math.sqrt(1 / SHORT + 1 / BEFORE)
+        past = table[-SHORT - BEFORE : -SHORT]
+        shifts = table[-SHORT:] - past.mean(0)
+        outlier = np.take_along_axis(shifts, np.abs(shifts).argmax(0)[None], 0)[0]  # tails of small batches are heavy
+        shift = np.abs(shifts.sum(0) - outlier) / (SHORT - 1)
+        error = np.maximum(past.std(0, ddof=1), NOISE) * math.sqrt(1 / (SHORT - 1) + 1 / BEFORE)
         limit = np.maximum(self._config.layer_shift * error, LEAST_SHIFT)
-        for number in forward_first(self.rows):
+        for number in [*forward_first(self.rows), *range(len(self.rows), len(shift))]:
             if shift[number] > limit[number]:
-                layer, role = self.rows[number][:2]
+                layer, role = self.rows[number][:2] if number < len(self.rows) else ("", "grad_weight")
                 yield Alarm(seen.step, "layer shift", layer, role, float(shift[number]), float(limit[number]))
+
+    def _log_variances(self, values: NDArray[np.float32]) -> NDArray[np.float64]:
+        """Return the log variance of each tensor, then the median of the gradients of weights.
+
+        Clipping scales these by one factor, in which one that is wrong would hide: they are relative to the median.
+        """
+        logs: NDArray[np.float64] = np.log(np.maximum(values[:, _VARIANCE].astype(np.float64), 1e-300))
+        gradients = [number for number, row in enumerate(self.rows[: len(logs)]) if row[1] == "grad_weight"]
+        if not gradients:
+            return logs
+        middle = np.median(logs[gradients])
+        logs[gradients] -= middle
+        return np.append(logs, middle)
 
     def _drifts(self, seen: Observation) -> Iterator[Alarm]:
         losses = [*self._losses, seen.loss]
@@ -411,7 +440,7 @@ class AlarmRules:
         if (gap := _gap(seen)) is not None:
             self._gaps = [*self._gaps, gap][-SHORT - BEFORE :]
         if seen.values is not None:
-            known = _log_variances(seen.values)
+            known = self._log_variances(seen.values)
             self._variances = [*self._variances, known][-SHORT - BEFORE :]
         if seen.parameters is not None:
             for name, rate in self._rates_of(seen):
@@ -436,11 +465,6 @@ def _gap(seen: Observation) -> float | None:
     """Return the loss above the twin's in percent; None without a finite twin."""
     is_known = math.isfinite(seen.twin_loss) and math.isfinite(seen.loss) and seen.twin_loss
     return 100 * (seen.loss - seen.twin_loss) / abs(seen.twin_loss) if is_known else None
-
-
-def _log_variances(values: NDArray[np.float32]) -> NDArray[np.float64]:
-    logs: NDArray[np.float64] = np.log(np.maximum(values[:, _VARIANCE].astype(np.float64), 1e-300))
-    return logs
 
 
 def _tail(excess: Sequence[float]) -> float:
@@ -484,8 +508,9 @@ def _first_gradient(
 ) -> tuple[str, str] | None:
     """Return the weight whose gradient differs most. Clipping has scaled those of all weights by one factor."""
     numbers = [number for number, row in enumerate(rows) if row[1] == "grad_weight"]
-    if sum(before[number, _NONFINITE] > 0 for number in numbers) > 1:
-        return None
+    infinite = [number for number in numbers if before[number, _NONFINITE] > 0]
+    if infinite:
+        return (rows[infinite[0]][0], "grad_weight") if len(infinite) == 1 else None
     most = max(numbers, key=lambda number: before[number, _AMAX] / max(after[number, _AMAX], 1e-30))
     return rows[most][0], "grad_weight"
 

@@ -38,14 +38,14 @@ class GuardConfig:
     """Slow rise of the loss: mean of 8 or 16 steps above that of the 46 before, in standard errors, and 0.3 %."""
     gap_drift: float = 9.0
     """The same for the loss above the BF16 baseline's, mean of 4 steps; steps of a gap depend on each other."""
-    layer_shift: float = 10.0
-    """Shift of the variance of a layer's tensors: mean log of 4 steps against the 46 before, in standard errors."""
+    layer_shift: float = 9.0
+    """Shift of the variance of a layer's tensors: mean log of 3 of 4 steps to the 46 before, in standard errors."""
     quiet: int = 500
     """Steps without alarm after which a layer returns to its previous recipe; doubled each time it fails again."""
     shadow_every: int = 0
     """Steps between comparisons of a batch's loss in FP8 and BF16, for runs without a baseline; 0: never."""
     shadow_gap: float = 1.0
-    """Percent by which the loss in FP8 may exceed that in BF16, twice in a row."""
+    """Percent by which the loss in FP8 may exceed that in BF16, on a batch and the mean of the next four."""
     rollbacks: int = 8
     """Rollbacks around the same steps after which an alarm is only reported; a NaN or infinity then ends the run."""
 

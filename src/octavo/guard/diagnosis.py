@@ -10,6 +10,7 @@ with the weights of that step:
     BF16 is as bad, and a batch that was trained
     on before is worse than it was then           optimizer: learning rate, moments, gradients
     BF16 is as bad, on this batch only            data: the batch, or how the model reacts to it
+    BF16 is as bad, and so are most batches after a new level (`new_level_of`)
 
 An alarm of a slow rule, or of parameters, comes back although the batch itself is fine. Its rule and place then tell
 (`lasting_cause`).
@@ -18,6 +19,7 @@ An alarm of a slow rule, or of parameters, comes back although the batch itself 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from octavo.guard.alarms import OF_UPDATES, Alarm
@@ -37,12 +39,16 @@ class Probe(NamedTuple):
         return not is_finite or self.loss > loss_limit or self.gradient_norm > gradient_limit
 
 
+IsWell = Callable[[Probe], bool]
+"""Returns True if a batch raises no alarm, or is near enough to BF16."""
 FP8_GAP = 1.0
 """Percent of the loss by which FP8 may exceed BF16 on a batch before it is blamed for a lasting alarm."""
 FP8_GRADIENTS = 1.5
 """Factor between the gradient norms in FP8 and BF16, likewise."""
 UNLEARNED = 1.02
 """Factor on the loss that a batch had in training; above it the model has got worse."""
+GROWN = 4.0
+"""Factor on the gradient norm that a batch had in training; above it gradients are wrong."""
 
 
 class Evidence(NamedTuple):
@@ -56,13 +62,13 @@ class Evidence(NamedTuple):
     gradient_limit: float
     earlier: Probe | None = None
     """A batch from shortly before, with the current weights in high precision; None if there was none."""
-    earlier_loss: float = math.inf
-    """Its loss in training."""
+    in_training: Probe = Probe(math.inf, math.inf)
+    """Loss and gradient norm that it had in training."""
 
     @property
     def is_unlearned(self) -> bool:
         """True if the model got worse on data that it was trained on."""
-        return self.earlier is not None and self.earlier.is_bad(UNLEARNED * self.earlier_loss, math.inf)
+        return self.earlier is not None and self.earlier.is_bad(UNLEARNED * self.in_training.loss, math.inf)
 
 
 def diagnose(evidence: Evidence) -> Cause | None:
@@ -79,9 +85,34 @@ def disagreement(fp8: Probe, bf16: Probe) -> float:
     """Return the distance of FP8 from BF16 on a batch in units of what is suspicious: above 1, FP8 is to blame."""
     if not (math.isfinite(fp8.loss) and math.isfinite(fp8.gradient_norm)):
         return math.inf
-    gap = 100 * (fp8.loss - bf16.loss) / abs(bf16.loss) / FP8_GAP if bf16.loss else 0.0
+    gap = loss_gap(fp8, bf16) / FP8_GAP
     low, high = sorted((fp8.gradient_norm, bf16.gradient_norm))
     return max(gap, high / low / FP8_GRADIENTS if low > 0 else 0.0)
+
+
+def loss_gap(fp8: Probe, bf16: Probe) -> float:
+    """Return the loss in FP8 above that in BF16, in percent."""
+    return 100 * (fp8.loss - bf16.loss) / abs(bf16.loss) if bf16.loss else 0.0
+
+
+def wellness(rule: str, fp8: Probe, bf16: Probe) -> IsWell:
+    """Return the test of a batch after a remedy: half as far from BF16 as FP8 was, or no more suspicious.
+
+    Args:
+        rule: of the alarm; that of a `gap` is of the loss alone, and of any size.
+        fp8: the batch before the remedy.
+        bf16: the same in high precision.
+    """
+    distance, least = (loss_gap, 0.0) if rule == "gap" else (disagreement, 1.0)
+    before = distance(fp8, bf16)
+    most = max(before / 2, least) if math.isfinite(before) else least
+    return lambda probe: distance(probe, bf16) <= most
+
+
+def new_level_of(evidence: Evidence) -> Cause:
+    """Return the cause of batches that are all bad: gradients, if those of a batch that was trained on are, or data."""
+    earlier, limit = evidence.earlier, GROWN * evidence.in_training.gradient_norm
+    return "optimizer" if earlier is not None and earlier.is_bad(math.inf, limit) else "data"
 
 
 def lasting_cause(alarm: Alarm, first_layer: str, evidence: Evidence) -> Cause:

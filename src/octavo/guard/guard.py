@@ -19,6 +19,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from octavo.errors import RunError
@@ -38,7 +39,17 @@ from octavo.guard.alarms import (
     worst_layers,
 )
 from octavo.guard.config import GuardConfig
-from octavo.guard.diagnosis import FP8_GRADIENTS, Cause, Evidence, diagnose, lasting_cause
+from octavo.guard.diagnosis import (
+    Cause,
+    Evidence,
+    IsWell,
+    Probe,
+    diagnose,
+    lasting_cause,
+    loss_gap,
+    new_level_of,
+    wellness,
+)
 from octavo.guard.guarded import Guarded, GuardEvent, Snapshot
 from octavo.guard.ladder import EVERYTHING, Ladder
 from octavo.guard.parameters import is_same
@@ -54,9 +65,6 @@ ALONE = 4
 """Layers probed one at a time, the most harmed first, before groups of them are halved."""
 HOLD = 2.0
 """Factor by which the limit on the learning rate may rise per quiet period."""
-
-Limits = tuple[float, float]
-"""Largest loss and gradient norm of a batch."""
 
 
 class _SavePoint(NamedTuple):
@@ -111,7 +119,6 @@ class Guard:
         """By rule: the step until which it only reports."""
         self._lr_limit: float | None = None
         self._lr_limited_at = 0
-        self._gaps = 0
         self._has_begun = False
         self._fingerprints: Mapping[str, Sequence[float]] = {}
 
@@ -183,7 +190,6 @@ class Guard:
             "given_up": {**self._given_up},
             "lr_limit": self._lr_limit,
             "lr_held_at": self._lr_limited_at,
-            "gaps": self._gaps,
             "fingerprints": {} if checked is None else checked.fingerprints(),
         }
 
@@ -195,7 +201,7 @@ class Guard:
         self._rules.load_state_dict(state["watch"])
         self._skipped, self._unsolved = [*state.get("skipped", ())], [*state.get("unsolved", ())]
         self._tried, self._given_up = {**state.get("tried", {})}, {**state.get("given_up", {})}
-        self._gaps, self._lr_limit, self._lr_limited_at = state["gaps"], state["lr_limit"], state["lr_held_at"]
+        self._lr_limit, self._lr_limited_at = state["lr_limit"], state["lr_held_at"]
         self._fingerprints, self._has_begun = state.get("fingerprints", {}), False
         if self._ladder is not None and state["ladder"]:
             self._ladder.load_state_dict(state["ladder"])
@@ -252,7 +258,7 @@ class Guard:
             return False
         incident = self._incident
         if incident is not None and incident.is_probed and alarm.step == incident.alarm.step:
-            return self._comes_back(incident, alarm)
+            return self._comes_back(incident, alarm, step)
         self._unsolved.append(alarm.step)
         if len(self._unsolved) > self.config.rollbacks:
             self._give_up(alarm, f"rolled back {self.config.rollbacks} times without success (guard.rollbacks)")
@@ -341,11 +347,23 @@ class Guard:
             self._blame_model(incident, f"{bad} is not finite", layer_of(bad))
         elif cause == "precision":
             self._incident = None
-            self._refine_until_well(incident.alarm, incident.harmed, limits)
+            self._refine_until_well(incident.alarm, incident.harmed, lambda probe: not probe.is_bad(*limits))
         elif cause == "optimizer":
             self._blame_optimizer(incident, "an earlier batch is as bad now, in BF16 too")
+        elif why := self._is_new_level(incident.alarm, evidence):
+            self._give_up(incident.alarm, why, new_level_of(evidence))
         else:
             self._blame_data(incident)
+
+    def _is_new_level(self, alarm: Alarm, evidence: Evidence) -> str:
+        """Return why a bad batch is not passed over: others are like it; empty if it is the only one, or not finite."""
+        if alarm.rule == "nonfinite":
+            return ""
+        if self._tried.get("data", 0) >= LASTING:
+            return f"the {LASTING} batches passed over were followed by others like them"
+        following = self._run.probe_following(LASTING, fp8=False)
+        bad = sum(probe.is_bad(evidence.loss_limit, evidence.gradient_limit) for probe in following)
+        return f"{bad} of the next {len(following)} batches are as bad" if 2 * bad > len(following) else ""
 
     def _evidence(self, incident: Incident) -> Evidence:
         limits = self._rules.loss_limit, self._rules.gradient_limit
@@ -354,17 +372,24 @@ class Guard:
 
     def _with_earlier(self, evidence: Evidence, before: int) -> Evidence:
         """Add a probe of a batch that was trained on before a step."""
-        losses = {each.step: each.loss for each in self._record}
+        record = {each.step: each for each in self._record}
         for snapshot, _ in reversed(self._saved):
-            if snapshot.step + 1 in losses and snapshot.step + 1 < before and snapshot.position not in self._skipped:
+            if snapshot.step + 1 in record and snapshot.step + 1 < before and snapshot.position not in self._skipped:
                 earlier = self._run.probe(fp8=False, earlier=snapshot)
-                return evidence._replace(earlier=earlier, earlier_loss=losses[snapshot.step + 1])
+                then = record[snapshot.step + 1]
+                return evidence._replace(earlier=earlier, in_training=Probe(then.loss, then.gradient_norm))
         return evidence
 
-    def _comes_back(self, incident: Incident, alarm: Alarm) -> bool:
+    def _comes_back(self, incident: Incident, alarm: Alarm, step: Observation) -> bool:
         """Act on an alarm that came back although its batch was fine; return True if the run was rolled back."""
         if alarm.rule not in (*OF_UPDATES, *SLOW):
             return self._blame_optimizer(incident, "it comes back with the update alone")
+        if share := self._newly_over(incident, alarm.layer, step):
+            self._incident = None
+            self._rules.adopt(alarm)
+            if not self._refine(alarm.layer, share):
+                self._give_up(alarm, f"it comes back, with {share}", "precision")
+            return False
         fp8, bf16 = (self._run.probe(fp8=is_fp8) for is_fp8 in (True, False))
         evidence = self._with_earlier(Evidence(fp8, bf16, math.inf, math.inf), alarm.step)
         first = self._rules.rows[0][0] if self._rules.rows else ""
@@ -372,14 +397,19 @@ class Guard:
         if cause == "precision":
             self._incident = None
             self._rules.adopt(alarm)
-            # Well is a batch that is half as far from BF16.
-            limits = (max((fp8.loss + bf16.loss) / 2, bf16.loss), bf16.gradient_norm * FP8_GRADIENTS)
-            self._refine_until_well(alarm, incident.harmed, limits)
+            self._refine_until_well(alarm, incident.harmed, wellness(alarm.rule, fp8, bf16))
             return False
         if cause == "optimizer" and alarm.rule != "no update" and self._has_risen(incident):
             return self._blame_optimizer(incident, "it comes back")
         self._give_up(alarm, "it comes back when the steps before it are repeated", cause)
         return False
+
+    def _newly_over(self, incident: Incident, layer: str, step: Observation) -> Alarm | None:
+        """Return a share of a layer's elements that is above its limit in a step, and was not at the snapshot."""
+        first = incident.first_run.get(incident.since + 1, step)
+        before = {(share.role, share.rule) for share in self._rules.shares_over(first, layer)}
+        now = self._rules.shares_over(step, layer)
+        return next((share for share in now if (share.role, share.rule) not in before), None)
 
     def _blame_data(self, incident: Incident) -> None:
         alarm, where = incident.alarm, self._run.locate()
@@ -389,10 +419,6 @@ class Guard:
             self._blame_model(incident, f"{where} is not finite", layer)
             return
         self._tried["data"] = self._tried.get("data", 0) + 1
-        if self._tried["data"] > LASTING and alarm.rule != "nonfinite":
-            cause: Cause = "optimizer" if alarm.rule == "gradient spike" else "data"
-            self._give_up(alarm, f"the {LASTING} batches passed over were followed by others like them", cause)
-            return
         self._skipped.append(self._run.position)
         self._run.skip()
         text = f"{alarm}: BF16 is no better on this batch, and fine on others: not caused by FP8{first}"
@@ -440,37 +466,36 @@ class Guard:
         self._roll_back(oldest)
         return True
 
-    def _refine_until_well(self, alarm: Alarm, harmed: Sequence[str], limits: Limits) -> None:
+    def _refine_until_well(self, alarm: Alarm, harmed: Sequence[str], is_well: IsWell) -> None:
         """Refine the layers whose FP8 makes the next batch bad one by one until it is fine, finally all of them."""
-        for layer in [*self._culprits(alarm, harmed, limits)[:MOVES], EVERYTHING]:
+        for layer in [*self._culprits(alarm, harmed, is_well)[:MOVES], EVERYTHING]:
             while self._refine(layer, alarm):
-                if not self._run.probe().is_bad(*limits):
+                if is_well(self._run.probe()):
                     return
 
-    def _culprits(self, alarm: Alarm, harmed: Sequence[str], limits: Limits) -> list[str]:
+    def _culprits(self, alarm: Alarm, harmed: Sequence[str], is_well: IsWell) -> list[str]:
         """Return the layers to refine: one that cures the batch alone in BF16, else the smallest group found."""
         measured = [row[0] for row in self._rules.rows]
         names = [name for name in dict.fromkeys([alarm.layer, *harmed, *measured]) if name in measured]
         for name in names[:ALONE]:
-            if self._cures([name], limits):
+            if is_well(self._run.probe(without=[name])):
                 return [name]
         group = names
         while len(group) > 1:
             halves = group[: len(group) // 2], group[len(group) // 2 :]
-            better = next((half for half in halves if self._cures(half, limits)), None)
+            better = next((half for half in halves if is_well(self._run.probe(without=half))), None)
             if better is None:
                 break
             group = better
         return group
 
-    def _cures(self, layers: Sequence[str], limits: Limits) -> bool:
-        return not self._run.probe(without=layers).is_bad(*limits)
-
     def _conclude(self, incident: Incident) -> None:
         """Close an incident whose alarm did not come back: the fault was transient."""
         alarm = incident.alarm
         layer, role = incident.where or (alarm.layer, alarm.role)
-        if alarm.layer and (alarm.role in ("weight", "moments") or alarm.rule == "layer shift"):
+        if alarm.rule == "nonfinite" and incident.suspect is not None:
+            layer, role = incident.suspect.layer, incident.suspect.role
+        elif alarm.layer and (alarm.role in ("weight", "moments") or alarm.rule == "layer shift"):
             layer, role = alarm.layer, alarm.role
         elif incident.suspect is not None and role in ("", "input"):  # an input differs because of a layer before
             layer, role = incident.suspect.layer, incident.suspect.role
@@ -531,19 +556,23 @@ class Guard:
         return reason
 
     def _compare_with_shadow(self) -> None:
-        """Compare the next batch in FP8 and BF16; in mode `act`, refine layers at the second harm in a row."""
+        """Compare the next batch in FP8 and BF16, and those after it if it is harmed; in mode `act`, refine layers."""
         fp8, bf16 = (self._run.probe(fp8=is_fp8, backward=False) for is_fp8 in (True, False))
-        gap, limit = 100 * (fp8.loss - bf16.loss) / abs(bf16.loss), self.config.shadow_gap
-        self._gaps = self._gaps + 1 if gap > limit else 0
-        is_harm = self._gaps >= 2
+        gap, limit = loss_gap(fp8, bf16), self.config.shadow_gap
+        is_harm = gap > limit and self._gap_of_following() > limit
         text = f"the loss of a batch in FP8 is {abs(gap):.3f} % {'above' if gap >= 0 else 'below'} that in BF16"
         text += "; guardrails that only watch leave it so" if is_harm and not self.acts else ""
         level = "warning" if is_harm else "info"
         self._run.emit(GuardEvent(self._run.done, level, "shadow", text, value=gap, limit=limit))
         if is_harm and self.acts:
             alarm = Alarm(self._run.done, "shadow", "", "", gap, limit)
-            self._refine_until_well(alarm, [], (bf16.loss + abs(bf16.loss) * limit / 100, math.inf))
-            self._gaps = 0
+            self._refine_until_well(alarm, [], lambda probe: loss_gap(probe, bf16) <= limit)
+
+    def _gap_of_following(self) -> float:
+        """Return the mean gap of the batches after the next one: a small batch alone may have any."""
+        both = (self._run.probe_following(LASTING, fp8=is_fp8, backward=False) for is_fp8 in (True, False))
+        gaps = [loss_gap(fp8, bf16) for fp8, bf16 in zip(*both, strict=True)]
+        return fmean(gaps) if gaps else 0.0
 
     def _emit(
         self, alarm: Alarm, text: str, *, level: str = "warning", action: str = "", cause: Cause | str = "",

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from octavo._util.rng import generator_states, restore_generators, untouched_generators
 from octavo.conversion import disabled
-from octavo.errors import OctavoError
+from octavo.errors import ConfigError, OctavoError
 from octavo.guard.alarms import Observation, Row
 from octavo.guard.diagnosis import Probe
 from octavo.guard.locate import locate_nonfinite, weight_diff
@@ -263,6 +263,20 @@ class Guarded(ABC):
             for off in [model] if not fp8 else [model.get_submodule(name) for name in without]:
                 stack.enter_context(disabled(off))
             return self._compute(batch, backward=backward)
+
+    def probe_following(self, count: int, *, fp8: bool, backward: bool = True) -> list[Probe]:
+        """Compute the batches after the next one, each like `probe`; fewer where the data end."""
+        found: list[Probe] = []
+        now = self.position
+        try:
+            for _ in range(count):
+                self._next_batch()
+                found.append(self.probe(fp8=fp8, backward=backward))
+        except ConfigError:  # no more batches
+            pass
+        finally:
+            self._seek(now)
+        return found
 
     def refine(self, recipe: Recipe) -> str:
         """Convert the guarded model to another recipe; return why that is impossible, or an empty string."""

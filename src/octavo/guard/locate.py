@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -82,6 +82,11 @@ def locate_nonfinite(model: nn.Module, run: Callable[[], Any]) -> NonFinite | No
     with hooked(hooks), torch.compiler.set_stance("force_eager"):
         run()
     return found[0] if found else None
+
+
+def clip(parameters: Sequence[Tensor], limit: float, norm: Tensor) -> None:
+    """Clip gradients by their norm; one that is not finite scales none of them: it would make all of them NaN."""
+    nn.utils.clip_grads_with_norm_(parameters, limit, torch.where(torch.isfinite(norm), norm, 0.0))
 
 
 def _hook(name: str, found: list[NonFinite]) -> Callable[..., None]:

@@ -25,6 +25,7 @@ from octavo.guard.config import GuardConfig
 from octavo.guard.diagnosis import Probe
 from octavo.guard.guard import Guard
 from octavo.guard.guarded import Guarded, GuardEvent
+from octavo.guard.locate import clip
 from octavo.guard.parameters import ParameterCheck
 from octavo.nn.telemetry import Telemetry
 from octavo.recipes import Recipe
@@ -126,7 +127,8 @@ class Loop(Guarded):
         with self._limited_lr() as lr:
             loss = self._loss_of(self.model, batch)
             loss.backward()
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.update.clip or float("inf"))
+            norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+            clip([*self.model.parameters()], self.update.clip or float("inf"), norm)
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if scheduler is not None:

@@ -20,9 +20,9 @@ class OctavoCallback(TrainerCallback):
     The model is converted when the trainer is made: before the optimizer, sharding, and `torch_compile`. Set
     `TrainingArguments(bf16=True)`. Checkpoints hold the model as it was, and `from_pretrained` loads them.
 
-    Each log has three more values: `fp8_layers`; `fp8_gemms`, the FP8 GEMMs of the first step since the last log on
-    this rank; and `fp8_fallbacks`, the number of reasons why any of these ran on a slow kernel, which the log of
-    `octavo` names.
+    Each log of the loss has three more values: `fp8_layers`; `fp8_gemms`, the FP8 GEMMs of the first step since the
+    last log on this rank; and `fp8_fallbacks`, the number of reasons why any of these ran on a slow kernel, which the
+    log of `octavo` names.
     """
 
     plan: Plan | None = None
@@ -61,15 +61,15 @@ class OctavoCallback(TrainerCallback):
         self._recording.close()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
-        """Add what ran in FP8 to the log."""
-        if self.plan is None or self._ledger is None:
+        """Add what ran in FP8 to a log of the loss."""
+        if self.plan is None or self._ledger is None or "loss" not in given.get("logs", {}):
             return
         counts = {
             "fp8_layers": self.plan.fp8_layers,
             "fp8_gemms": sum(self._ledger.gemms.values()),
             "fp8_fallbacks": len(self._ledger.fallbacks),
         }
-        given.get("logs", {}).update(counts)
+        given["logs"].update(counts)
         if state.log_history:
             state.log_history[-1].update(counts)
         self._recording.close()

@@ -8,16 +8,19 @@ such scales runs all of them in one launch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels import ledger
 from octavo.kernels.batch import Batch
+from octavo.kernels.dispatch import architecture, launches_on, triton_unsupported_reason
 from octavo.kernels.gemm import gemm, is_usual
+from octavo.kernels.grouped import ALIGNED
 from octavo.kernels.operator import call, define_packed
-from octavo.kernels.vendor import grouped_bmm as vendor
-from octavo.numerics import Quantized, granularity_named
+from octavo.numerics import PER_ROW, PER_TENSOR, Granularity, Quantized, granularity_named
 
 
 def bmm(a: Batch, b: Batch, out_dtype: torch.dtype, accumulate: str = "slow") -> Tensor:
@@ -44,16 +47,56 @@ def bmm(a: Batch, b: Batch, out_dtype: torch.dtype, accumulate: str = "slow") ->
 def batched_unsupported_reason(device: torch.device, a: tuple[str, str], b: tuple[str, str]) -> str | None:
     """Return why a device has no batched kernel for operands, each (format, granularity), or None."""
     names = ["tensor" if granularity == "column" else granularity for _, granularity in (a, b)]  # folded: one scale
-    return vendor.unsupported_reason_kind(device, (a[0], b[0]), tuple(granularity_named(name) for name in names))
+    return _unsupported_kind(device, (a[0], b[0]), tuple(granularity_named(name) for name in names))
+
+
+def _unsupported_kind(device: torch.device, formats: Sequence[str], granularities: Sequence[Granularity]) -> str | None:
+    if device.type != "cuda":
+        return f"no grouped FP8 GEMM for {device.type}"
+    if not set(granularities) <= {PER_TENSOR, PER_ROW}:
+        return "the grouped FP8 GEMM takes row scales only"
+    if "e5m2" in formats:
+        return "the grouped FP8 GEMM takes E4M3 only"
+    found = architecture(device)
+    reason = None if found.grouped else f"the grouped FP8 GEMM is Hopper's, this is {found.name}"
+    return reason or triton_unsupported_reason(device)
+
+
+def _unsupported_reason(a: Batch, b: Batch) -> str | None:
+    """Return why the grouped GEMM cannot take these operands, (B, M, K) and (B, N, K), or None."""
+    formats = ["e4m3" if x.codes.dtype == torch.float8_e4m3fn else "e5m2" for x in (a, b)]
+    reason = _unsupported_kind(a.codes.device, formats, (a.granularity, b.granularity))
+    if reason is None and (a.codes.shape[2] % ALIGNED or b.codes.shape[1] % ALIGNED):
+        reason = f"N = {b.codes.shape[1]} or K = {a.codes.shape[2]} is not a multiple of {ALIGNED}"
+    return reason
+
+
+def _grouped(a: Batch, b: Batch, out_dtype: torch.dtype, fast: bool) -> Tensor:
+    """Return all products from one launch: the rows of a matrix of a batch are a group."""
+    from octavo.kernels.triton import grouped_gemm as fused
+
+    batch, rows, _ = a.codes.shape
+    ends = torch.arange(rows, (batch + 1) * rows, rows, dtype=torch.int32, device=a.codes.device)
+    with launches_on(a.codes.device):
+        y = fused.grouped_gemm(
+            a.codes.flatten(0, 1), _row_scale(a).flatten(), b.codes.contiguous(), _row_scale(b), ends, out_dtype, fast
+        )
+    return y.view(batch, rows, -1)
+
+
+def _row_scale(x: Batch) -> Tensor:
+    """Return a scale per row: one scale per matrix is spread over its rows."""
+    batch, rows = x.codes.shape[:2]
+    return x.scale.expand(batch, rows, 1).reshape(batch, rows).contiguous()
 
 
 def _bmm(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> list[Tensor]:
     left, right = Batch(*a), Batch(*b)
     if 0 in (*a.codes.shape, *b.codes.shape):
         return [_bmm_shape(a, b, out_dtype)[0].zero_()]
-    if is_usual() and vendor.unsupported_reason(left, right) is None:
+    if is_usual() and _unsupported_reason(left, right) is None:
         ledger.count("grouped_bmm", a.codes.shape[0])
-        return [vendor.grouped_bmm(left, right, fast).to(out_dtype)]
+        return [_grouped(left, right, out_dtype, fast)]
     pairs = zip(left.matrices(), right.matrices(), strict=True)
     return [torch.stack([gemm(x, y, out_dtype, "fast" if fast else "slow") for x, y in pairs])]
 

@@ -44,7 +44,7 @@ class Architecture:
     no_triton: str = ""
     """Why Octavo's Triton kernels do not run there."""
     grouped: bool = False
-    """Whether PyTorch's grouped FP8 GEMM runs."""
+    """Whether grouped FP8 GEMMs run."""
     measured: bool = False
     """Whether Octavo was run on one."""
 
@@ -103,7 +103,7 @@ class Rates(NamedTuple):
     """Where they are from, unless measured on this GPU."""
 
 
-H200 = Rates(670.0, 1190.0, 1160.0, 880.0, 300.0, 4200.0, fast=1.1)
+H200 = Rates(670.0, 1190.0, 1160.0, 880.0, 760.0, 4200.0, fast=1.1)
 H100 = H200._replace(
     copy=H200.copy * 3.35 / 4.8,
     derived="those of an H200, as its data sheet has the same TFLOP/s; copies at 3.35 of 4.8 TB/s",

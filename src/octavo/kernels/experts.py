@@ -19,12 +19,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.kernels.activation import INPUTS
+from octavo.kernels.activation import Factors, Targets
 from octavo.kernels.dispatch import launches_on, uses_triton
+from octavo.kernels.grouped import Padded
 from octavo.kernels.operator import call, define_packed
+from octavo.kernels.padding import padded_length
 from octavo.kernels.quant_spec import QuantSpec, empty
 from octavo.kernels.reference import experts as reference
-from octavo.numerics import Quantized
+from octavo.numerics import PER_ROW, Quantized
 
 LONGEST_ROW = 16384
 """Elements of a row that one program of the Triton kernels still holds."""
@@ -80,20 +82,31 @@ def combine(y: Tensor, place: Tensor) -> Tensor:
 
 
 class Gradients(NamedTuple):
-    """What the backward of an activation gives."""
+    """What the backward of an activation gives; None where it was not asked for."""
 
-    inputs: Tensor
-    """(R, 2 F), [d gate | d up], or (R, F), in the dtype of dh; those of the weighted rows."""
-    hidden: Tensor
-    """E4M3 codes (R, F) of h, those of the forward."""
+    rows: Quantized | None
+    """D, codes (R, N)."""
+    columns: Padded | None
+    """D, as wgrad reads it."""
+    hidden: Tensor | None
+    """Codes of h, those of the forward, as wgrad reads them: (F, P)."""
     weights: Tensor
     """FP32 (R,), the gradients of the routing weights."""
 
 
 def activation_backward(
-    kind: str, dh: Tensor, gate: Tensor | Quantized, up: Tensor | Quantized | None, weights: Tensor, scale: Tensor
+    kind: str,
+    dh: Tensor,
+    gate: Tensor | Quantized,
+    up: Tensor | Quantized | None,
+    weights: Tensor,
+    ends: Tensor,
+    targets: Targets,
+    factors: Factors,
 ) -> Gradients:
     """Return the gradients of an activation between two grouped GEMMs whose result is multiplied by routing weights.
+
+    D, (R, 2 F) or (R, F), is [d gate | d up] of the weighted rows, FP32, and quantised as `quantize_groups` does.
 
     Args:
         kind: as `kernels.activation` names it.
@@ -101,10 +114,14 @@ def activation_backward(
         gate: (R, F), as the forward read it, or its codes, of `kernels.activation.INPUTS`.
         up: as gate, or None.
         weights: FP32 (R,), the routing weights of the rows.
-        scale: FP32 (R, 1), powers of two: the scales of the forward's codes of h.
+        ends: int32 (E,), where the rows of each expert end.
+        targets: of D by rows, of D by columns within an expert, and of h, of which only the format counts.
+        factors: for D by rows FP32 (E, N), by columns (R, 1); for h (R, 1), powers of two: the scales of the forward.
     """
-    arguments = dh, gate, up, kind, weights, scale
-    return Gradients(*call("expert_activation_backward", _activation_backward, arguments, [True, True, True]))
+    arguments = dh, gate, up, kind, weights, ends, targets, factors
+    results = [targets.rows, targets.columns, targets.hidden is not None, True]
+    row, column, *rest = call("expert_activation_backward", _activation_backward, arguments, results)
+    return Gradients(row, None if column is None else Padded(*column[:2]), *rest)
 
 
 def _runs_triton(x: Tensor, operation: str) -> bool:
@@ -140,23 +157,32 @@ def _combine_shape(y: Tensor, place: Tensor) -> list[Tensor]:
 
 
 def _activation_backward(
-    dh: Tensor, gate: Tensor | Quantized, up: Tensor | Quantized | None, kind: str, weights: Tensor, scale: Tensor
-) -> list[Tensor]:
+    dh: Tensor, gate: Tensor | Quantized, up: Tensor | Quantized | None, kind: str, *others: Any
+) -> list[Tensor | Quantized | None]:
+    """`others`: weights, ends, targets, factors."""
+    twin: Any = reference
     if _runs_triton(dh, f"expert_activation_backward {kind}"):
-        from octavo.kernels.triton import experts as fast
+        from octavo.kernels.triton import experts as twin
+    with launches_on(dh.device):
+        row, column, hidden, weights = twin.activation_backward(kind, dh, gate, up, *others)
+    pairs = [None if pair is None else Quantized(pair[0], pair[1], PER_ROW) for pair in (row, column)]
+    return [*pairs, hidden, weights]
 
-        with launches_on(dh.device):
-            return list(fast.activation_backward(kind, dh, gate, up, weights, scale))
-    return list(reference.activation_backward(kind, dh, gate, up, weights, scale))
 
-
-def _activation_backward_shape(dh: Tensor, _gate: Any, up: Any, *_: Any) -> list[Tensor]:
-    rows, width = dh.shape
-    return [
-        dh.new_empty(rows, width if up is None else 2 * width),
-        dh.new_empty(rows, width, dtype=INPUTS.fmt.dtype),
-        dh.new_empty(rows, dtype=torch.float32),
+def _activation_backward_shape(
+    dh: Tensor, _gate: Any, up: Any, _kind: str, weights: Tensor, ends: Tensor, targets: Any, _factors: Any
+) -> list[Tensor | Quantized | None]:
+    (rows, width), (row, column, hidden) = dh.shape, targets
+    wide, padded = width if up is None else 2 * width, padded_length(rows, len(ends))
+    codes = [
+        spec and dh.new_empty(shape, dtype=spec.fmt.dtype)
+        for spec, shape in ((row, (rows, wide)), (column, (wide, padded)), (hidden, (width, padded)))
     ]
+    scales = [weights.new_empty(shape) for shape in ((rows, 1), (len(ends), wide))]
+    pairs = [
+        None if made is None else Quantized(made, scale, PER_ROW) for made, scale in zip(codes[:2], scales, strict=True)
+    ]
+    return [*pairs, codes[2], weights.new_empty(rows)]
 
 
 define_packed("quantize_tokens", _quantize_tokens, _quantize_tokens_shape, torch.Tag.needs_fixed_stride_order)

@@ -9,11 +9,11 @@ the last one T; an expert may have none.
     transpose_groups   the byte transpose of every group
     grouped_mm         the first two in high precision
 
-What wgrad reads is transposed, its tokens along the sum, and *padded*: every group starts at a multiple of 16 and has
-16 tokens at the least, the missing ones zero codes, as `torch._scaled_grouped_mm` wants it. How many there are is known
-on the device alone, so the memory has room for the worst case, and nothing waits for the host.
+What wgrad reads is transposed, its tokens along the sum, and *padded*: every group starts at a multiple of 128 and has
+128 tokens at the least, the missing ones zero codes, so that no step of a sum reads two groups. How many there are is
+known on the device alone, so the memory has room for the worst case, and nothing waits for the host.
 
-All are custom operators: on a GPU PyTorch's grouped GEMM and Triton, elsewhere `reference/grouped.py`.
+All are custom operators: on a GPU Triton, and PyTorch's grouped GEMM in high precision; elsewhere `reference/`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels import ledger
-from octavo.kernels.dispatch import run_twin
+from octavo.kernels.dispatch import architecture, run_twin, triton_unsupported_reason
 from octavo.kernels.operator import call, define_packed
-from octavo.kernels.padding import padded_ends, padded_length
+from octavo.kernels.padding import padded_length
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.reference import grouped as reference
 from octavo.kernels.vendor import grouped_mm as vendor
 from octavo.numerics import PER_ROW, Quantized
+
+ALIGNED = 16
+"""Of which features of both operands must be a multiple: 16 bytes of codes."""
 
 
 class Padded(NamedTuple):
@@ -45,14 +48,14 @@ class Padded(NamedTuple):
 
 
 def grouped_gemm(
-    a: Quantized, b: Tensor, b_scale: Tensor, ends: Tensor, out_dtype: torch.dtype, accumulate: str = "slow"
+    a: Quantized, b: Tensor, b_scale: Tensor | None, ends: Tensor, out_dtype: torch.dtype, accumulate: str = "slow"
 ) -> Tensor:
     """Return a[t] . b[e(t)]^T for every token, (T, R).
 
     Args:
         a: (T, C), a scale per row.
         b: codes (E, R, C), the last dimension contiguous.
-        b_scale: FP32 (E, R).
+        b_scale: FP32 (E, R); None for 1, where its scales are in those of a.
         ends: int32 (E,).
         accumulate: `slow` or `fast`.
     """
@@ -62,15 +65,16 @@ def grouped_gemm(
     return result
 
 
-def grouped_wgrad(a: Padded, b: Padded, ends: Tensor, out_dtype: torch.dtype) -> Tensor:
+def grouped_wgrad(a: Padded, b: Tensor, b_scale: Tensor | None, ends: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Return the sums over each expert's tokens of a[t]^T b[t], (E, N, K).
 
     Args:
         a: of (T, N).
-        b: of (T, K).
+        b: padded codes (K, P) of (T, K).
+        b_scale: FP32 (E, K); None for 1, where its scales are in those of a.
         ends: int32 (E,), of the groups as they are, not padded.
     """
-    result: Tensor = call("grouped_wgrad", _grouped_wgrad, (a, b, ends, out_dtype), [True])[0]
+    result: Tensor = call("grouped_wgrad", _grouped_wgrad, (a, b, b_scale, ends, out_dtype), [True])[0]
     return result
 
 
@@ -119,7 +123,7 @@ def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> list[Tensor]:
     _check_ends(ends, a.shape[1] if b.dim() == 2 else a.shape[0])
-    refused = vendor.unsupported_reason_high_precision(a, b)
+    refused = vendor.unsupported_reason(a, b)
     if refused is None:
         return [vendor.grouped_mm(a, b, ends)]
     if a.is_cuda:
@@ -132,41 +136,48 @@ def _grouped_mm_shape(a: Tensor, b: Tensor, ends: Tensor) -> list[Tensor]:
 
 
 def _grouped_gemm(
-    a: Quantized, b: Tensor, b_scale: Tensor, ends: Tensor, out_dtype: torch.dtype, fast: bool
+    a: Quantized, b: Tensor, b_scale: Tensor | None, ends: Tensor, out_dtype: torch.dtype, fast: bool
 ) -> list[Tensor]:
     _check_ends(ends, a.codes.shape[0])
     if 0 in (*a.codes.shape, *b.shape):
         return [a.scale.new_zeros(a.codes.shape[0], b.shape[1], dtype=out_dtype)]
-    operands = a.codes, a.scale, b, b_scale, ends, out_dtype
-    if _counts(vendor.unsupported_reason(a.codes, b), b.is_cuda):
-        return [vendor.grouped_gemm(*operands, fast)]
-    return [reference.grouped_gemm(*operands)]
+    return [_run("grouped_gemm.grouped_gemm", (a.codes, a.scale, b, b_scale, ends, out_dtype, fast))]
 
 
 def _grouped_gemm_shape(a: Quantized, b: Tensor, *others: Any) -> list[Tensor]:
     return [a.scale.new_empty(a.codes.shape[0], b.shape[1], dtype=others[2])]
 
 
-def _grouped_wgrad(a: Padded, b: Padded, ends: Tensor, out_dtype: torch.dtype) -> list[Tensor]:
-    (codes, scale), other = a, b[0]
-    if 0 in (codes.shape[0], other.shape[0], ends.shape[0]):
-        return [scale.new_zeros(ends.shape[0], codes.shape[0], other.shape[0], dtype=out_dtype)]
-    operands = *a, *b, padded_ends(ends), out_dtype
-    if _counts(vendor.unsupported_reason(codes, other), codes.is_cuda):
-        return [vendor.grouped_wgrad(*operands)]
-    return [reference.grouped_wgrad(*operands)]
+def _grouped_wgrad(a: Padded, b: Tensor, b_scale: Tensor | None, ends: Tensor, out_dtype: torch.dtype) -> list[Tensor]:
+    codes, scale = a
+    if 0 in (codes.shape[0], b.shape[0], ends.shape[0]):
+        return [scale.new_zeros(ends.shape[0], codes.shape[0], b.shape[0], dtype=out_dtype)]
+    return [_run("grouped_gemm.grouped_wgrad", (codes, scale, b, b_scale, ends, out_dtype))]
 
 
-def _grouped_wgrad_shape(a: Padded, b: Padded, ends: Tensor, out_dtype: torch.dtype) -> list[Tensor]:
-    return [a[1].new_empty(ends.shape[0], a[0].shape[0], b[0].shape[0], dtype=out_dtype)]
+def _grouped_wgrad_shape(a: Padded, b: Tensor, _: Any, ends: Tensor, out_dtype: torch.dtype) -> list[Tensor]:
+    return [a[1].new_empty(ends.shape[0], a[0].shape[0], b.shape[0], dtype=out_dtype)]
 
 
-def _counts(refused: str | None, is_cuda: bool) -> bool:
-    """Enter a grouped GEMM in the ledger, on a GPU also why it ran as the reference; return whether it did not."""
-    ledger.count("reference" if refused else "scaled_grouped_mm")
-    if refused and is_cuda:
-        ledger.fall_back(f"grouped gemm ran as reference: {refused}")
-    return refused is None
+def _unsupported_reason(a: Tensor, b: Tensor) -> str | None:
+    """Return why no grouped GEMM on this GPU takes codes a (.., C) and b (.., C), or None."""
+    if not (found := architecture(a.device)).grouped:
+        return f"the grouped FP8 GEMM is Hopper's, this is {found.name}"
+    if torch.float8_e5m2 in (a.dtype, b.dtype):
+        return "row scales take E4M3 operands only"
+    if a.shape[-1] % ALIGNED or b.shape[-2] % ALIGNED:
+        return f"{a.shape[-1]} columns or {b.shape[-2]} rows are no multiple of {ALIGNED}"
+    return None
+
+
+def _run(twin: str, operands: tuple[Any, ...]) -> Tensor:
+    """Return a grouped GEMM, and enter it in the ledger."""
+    codes = operands[0]
+    refused = _unsupported_reason(codes, operands[2]) if codes.is_cuda else None
+    reason = triton_unsupported_reason(codes.device) or refused
+    ledger.count("reference" if reason else "grouped_gemm")
+    result: Tensor = run_twin(twin, codes, operands, "grouped gemm", refused)
+    return result
 
 
 def _quantize_groups(

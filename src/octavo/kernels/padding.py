@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ALIGNMENT = 16
-"""Tokens of which a padded group has a multiple, and at the least."""
+ALIGNMENT = 128
+"""Tokens of which a padded group has a multiple, and at the least: as many as a step of a GEMM's sum reads."""
 
 
 def padded_length(tokens: int, experts: int) -> int:

@@ -3,7 +3,8 @@
     quantize        one matrix, as it lies
     quantize_pair   one matrix, as the left operand of two GEMMs: as it lies, and transposed
     quantize_stack  the rows of several matrices, as one matrix
-    requantize_transposed  the same, transposed, by scales that are known
+    quantize_transposed    a matrix that was kept as it is, transposed
+    requantize_transposed  the same, by scales that are known
 
 On a GPU each is one or a few Triton launches, in eager mode and in compiled code. Elsewhere it is the specification.
 """
@@ -132,6 +133,17 @@ def requantize_transposed(weights: Sequence[Tensor], scale: Tensor, target: Quan
     return Quantized(codes_t, ones, PER_ROW)
 
 
+def quantize_transposed(x: Tensor, target: QuantSpec, after: Tensor) -> Quantized:
+    """Quantise the transpose of a matrix (R, C), rounded to nearest: `quantize_pair` for what is kept as it is.
+
+    Args:
+        after: the operand that it is multiplied with. A compiler sees one call that needs it, and cannot move it into
+            the forward and keep what it makes.
+    """
+    made: Quantized = call("quantize_transposed", _quantize_transposed, (x, target, after), (target,))[0]
+    return made
+
+
 def contiguous(quantized: Quantized) -> Quantized:
     """Return the same matrix with contiguous codes, by a byte transpose if need be, and scales as GEMMs read them."""
     codes = quantized.codes
@@ -153,6 +165,14 @@ def transpose_quantized(source: Quantized, after: Tensor) -> Quantized:
 def without_scale(folded: Quantized) -> Quantized:
     """Return an operand whose scales have moved into its partner: codes, and one scale of 1."""
     return Quantized(folded.codes, folded.scale.new_ones(1, 1), PER_TENSOR)
+
+
+def _quantize_transposed(x: Tensor, target: QuantSpec, after: Tensor) -> list[Quantized | None]:
+    return [quantize_pair([x], None, target)[1]]
+
+
+def _quantize_transposed_shape(x: Tensor, target: QuantSpec, after: Tensor) -> list[Quantized]:
+    return [empty(target, x.shape[1], x.shape[0], x.device)]
 
 
 def _requantize_transposed(
@@ -255,6 +275,7 @@ def _quantize_pair_shape(
 
 define_packed("quantize_pair", _quantize_pair, _quantize_pair_shape, in_graph=_pair_in_graph)
 define_packed("quantize_stack", _quantize_stack, _quantize_stack_shape, in_graph=_stack_in_graph)
+define_packed("quantize_transposed", _quantize_transposed, _quantize_transposed_shape)
 define_packed(
     "requantize_transposed", _requantize_transposed, _requantize_transposed_shape, in_graph=_requantize_in_graph
 )

@@ -17,10 +17,12 @@ from torch import Tensor
 
 from octavo.errors import UnsupportedError
 from octavo.kernels.activation import INPUTS
-from octavo.kernels.dispatch import launches_on, triton_unsupported_reason
+from octavo.kernels.dispatch import architecture, launches_on, triton_unsupported_reason
 from octavo.kernels.quant_spec import QuantSpec, empty
 from octavo.kernels.reference import activation as reference_activation
 from octavo.kernels.reference import cross_entropy as reference_cross_entropy
+from octavo.kernels.reference import grouped as reference_grouped
+from octavo.kernels.reference import grouped_gemm as reference_grouped_gemm
 from octavo.kernels.reference import norm as reference_norm
 from octavo.kernels.reference import quantize as reference_quantize
 from octavo.kernels.reference import rotary as reference_rotary
@@ -362,6 +364,33 @@ def _wire() -> Iterator[Case]:
         yield Case(f"add plain {name}", (values, length, dtype), *twins, exact=True)
 
 
+def _grouped() -> Iterator[Case]:
+    from octavo.kernels.triton import grouped as fused
+    from octavo.kernels.triton import grouped_gemm as products
+
+    ends, (row_fold, column_fold) = torch.tensor([30, 30, 47], dtype=torch.int32), _folds(47, 48)
+    operands = _hard(47, 48), ends, _ROW, _ROW, row_fold.repeat(3, 1), column_fold
+    yield Case("3 groups, both ways", operands, fused.quantize_groups, reference_grouped.quantize_groups, exact=True)
+    whole = (torch.arange(3 * 48 * 128) * 7 % 9 - 4).float().to(torch.float8_e4m3fn)  # their sums are exact anywhere
+    rows, stack = whole[: 47 * 48].view(47, 48), whole.view(3, 128, 48)
+    yield Case(
+        "bytes of 3 groups", (rows, ends), fused.transpose_groups, reference_grouped.transpose_groups, exact=True
+    )
+    if torch.cuda.is_available() and not architecture(torch.device("cuda")).grouped:
+        return
+    scales = (
+        torch.exp2((torch.arange(47) % 5 - 2).float())[:, None],
+        torch.exp2((torch.arange(3 * 128) % 5 - 2).float()),
+    )
+    for fast in (False, True):
+        product = rows, scales[0], stack, scales[1].view(3, 128), ends, torch.float32, fast
+        twins = products.grouped_gemm, reference_grouped_gemm.grouped_gemm
+        yield Case(f"product of 3 groups, {'fast' if fast else 'slow'}", product, *twins, exact=True)
+    padded = whole[: 32 * 512].view(32, 512)
+    sums = padded, scales[1][:96].view(3, 32), padded[:16], None, ends, torch.bfloat16
+    yield Case("sums over 3 groups", sums, products.grouped_wgrad, reference_grouped_gemm.grouped_wgrad, exact=True)
+
+
 KERNELS: dict[str, Callable[[], Iterator[Case]]] = {
     "quantize": _quantize,
     "transpose": _transpose,
@@ -371,6 +400,7 @@ KERNELS: dict[str, Callable[[], Iterator[Case]]] = {
     "rotary": _rotary,
     "cross_entropy": _cross_entropy,
     "wire": _wire,
+    "grouped": _grouped,
 }
 """What is looked at: the cases of each kernel."""
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from octavo import kernels
 from octavo._util.autograd import first_order
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.kernels.activation import INPUTS, KINDS, activation, activation_and_inputs
+from octavo.kernels.activation import INPUTS, KINDS, Factors, Targets, activation, activation_and_inputs
 from octavo.kernels.experts import Routing, activation_backward, combine, quantize_tokens, route, weighted
 from octavo.kernels.grouped import Padded, grouped_gemm, grouped_wgrad, quantize_groups, transpose_groups
 from octavo.nn import telemetry_experts
@@ -443,17 +443,18 @@ def backward_rows(
     source = Source.of((dy, rows.source), recipe.dgrad.grad_output, telemetry_experts.ROWS, s2)
     dh = _dgrad(g, w2, ends, product, source, stats[1])
     gate, up = _kept_halves(inputs, w2.shape[2], keeps_codes)
-    d_inputs, hidden, d_weights = activation_backward(kind, dh, gate, up, rows.weights, hidden_scale)
-    dw2 = None if h is None else _wgrad(h, transpose_groups(hidden, ends), ends, dtype)
-    if not any(needs[:2]):
-        return None, d_weights, None, dw2
-    specs = g_spec if needs[0] else None, h_spec if needs[1] else None
-    folds = s1 if needs[0] else None, rows.tokens.scale[rows.source] if needs[1] else None
-    g, h = quantize_groups(d_inputs, ends, *specs, *folds)
-    source = Source.of([d_inputs], recipe.dgrad.grad_output, fold=s1)
-    dx = None if g is None else _dgrad(g, w1, ends, product, source, stats[0])
-    dw1 = None if h is None else _wgrad(h, transpose_groups(rows.tokens.codes, ends, rows.source), ends, dtype)
-    return dx, d_weights, dw1, dw2
+    targets = [spec if needed else None for spec, needed in zip((g_spec, h_spec, h_spec), needs, strict=True)]
+    factors = Factors(s1, rows.tokens.scale[rows.source], hidden_scale)
+    found = activation_backward(kind, dh, gate, up, rows.weights, ends, Targets(*targets), factors)
+    dw2 = None if h is None or found.hidden is None else _wgrad(h, found.hidden, ends, dtype)
+    inputs = [each for x in (gate, up) if x is not None for each in ([x] if isinstance(x, Tensor) else x[:2])]
+    source = Source.of([dh, rows.weights, *inputs], recipe.dgrad.grad_output, kind, s1)
+    dx = None if found.rows is None else _dgrad(found.rows, w1, ends, product, source, stats[0])
+    dw1 = None
+    if found.columns is not None:
+        tokens = transpose_groups(rows.tokens.codes, ends, rows.source)
+        dw1 = _wgrad(found.columns, tokens, ends, dtype)
+    return dx, found.weights, dw1, dw2
 
 
 def _codes(stack: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
@@ -481,15 +482,14 @@ def _dgrad(
     """Return g W (R, K). w: codes (E, N, K), whose scales are in g."""
     experts, rows, cols = w.shape
     codes = kernels.transpose(w.flatten(0, 1), g.codes).view(cols, experts, rows).transpose(0, 1)
-    weights = codes, g.scale.new_ones(experts, cols)
     if stats is None:
-        return grouped_gemm(g, *weights, ends, *product)
-    return telemetry_experts.dgrad(g, weights, ends, product, source, stats)
+        return grouped_gemm(g, codes, None, ends, *product)
+    return telemetry_experts.dgrad(g, (codes, None), ends, product, source, stats)
 
 
 def _wgrad(h: Padded, codes: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the gradients (E, N, K). codes: (K, P), whose scales are in h."""
-    return grouped_wgrad(h, Padded(codes, h.scale.new_ones(len(ends), codes.shape[0])), ends, dtype)
+    return grouped_wgrad(h, codes, None, ends, dtype)
 
 
 def _halves(before: Tensor, width: int) -> tuple[Tensor, Tensor | None]:

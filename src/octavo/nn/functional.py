@@ -37,7 +37,6 @@ from octavo.kernels import QuantSpec, ScaleRef
 from octavo.kernels.tape import Result, replay
 from octavo.nn import telemetry_ops
 from octavo.nn.fp8_weights import has_fp8_weight, values
-from octavo.nn.inputs import wgrad_of_input
 from octavo.nn.needed_grads import needed_grads
 from octavo.nn.operands import check_operands, note_dtype
 from octavo.nn.weight_codes import WeightCodes, multiply, quantize_matrix, quantize_transposed, quantize_weights
@@ -67,8 +66,6 @@ def linear(
     bias_N: Tensor | None,
     recipe: Recipe | Quantizer,
     dtype: torch.dtype | None = None,
-    prequantized: Quantized | None = None,
-    codes: WeightCodes | None = None,
 ) -> Tensor:
     """Return x W^T + b with the three GEMMs of `recipe`, in `dtype`.
 
@@ -79,11 +76,9 @@ def linear(
         bias_N: (N,) or None; added in `dtype`.
         recipe: or a `Quantizer`, which says more, and the dtype too.
         dtype: default the dtype of x. Quantisation starts from x as it is.
-        prequantized: x as fprop reads it, (M, K), where the kernel that made x has quantised it too.
-        codes: the weight as fprop reads it, where it is known (`reuse_weight_codes`).
     """
     quantizer = recipe if isinstance(recipe, Quantizer) else Quantizer(recipe, dtype or x.dtype)
-    return linears(x, [weight_NK], [bias_N], quantizer, prequantized, codes)[0]
+    return linears(x, [weight_NK], [bias_N], quantizer)[0]
 
 
 def linears(
@@ -98,6 +93,8 @@ def linears(
 
     Args:
         weights: (N_i, K) each. Scales are those of the stack (sum of N_i, K).
+        prequantized: x as fprop reads it, (M, K), where the kernel that made x has quantised it too.
+        codes: the weights as fprop reads them, where they are known (`reuse_weight_codes`).
 
     Raises:
         ConfigError: an input or a weight that PyTorch refuses too (`octavo.nn.operands`).
@@ -434,7 +431,12 @@ def transposed_weight(weight: Kept, recipe: Recipe, after: Tensor) -> Quantized:
 
 
 def transposed_input(kept: tuple[Tensor, ...], recipe: Recipe, after: Tensor) -> Quantized:
-    """Return the codes that `read_input` kept as wgrad reads them, (K, M)."""
+    """Return what `read_input` kept as wgrad reads it, (K, M)."""
+    if kept[0].element_size() > 1 and requantises_exactly(recipe):
+        return kernels.requantize_transposed(kept[:1], kept[1], spec_of(recipe.fprop.input), after)
+    if kept[0].element_size() > 1:
+        x = kernels.quantize_transposed(kept[0], spec_of(recipe.wgrad.input), after)
+        return kernels.without_scale(x) if recipe.wgrad.input.is_folded else x
     if not recipe.reuses("wgrad.input"):
         return Quantized(kept[0], kept[1], recipe.wgrad.input.tile)
     return transpose_codes(Quantized(kept[0], kept[1], recipe.fprop.input.tile), recipe.wgrad.input.is_folded, after)
@@ -515,11 +517,6 @@ def wgrad(
     """Return dW (N, K) of the stack. kept: what `read_input` kept of X."""
     if h is None:
         return torch.cat([product(dy_MN.t(), kept[0]) for dy_MN in dys])
-    if kept[0].element_size() > 1 and requantises_exactly(recipe):
-        x_KM = kernels.requantize_transposed(kept[:1], kept[1], spec_of(recipe.fprop.input), h.codes)
-        return kernels.gemm(h, x_KM, dtype, recipe.wgrad.accumulate)
-    if kept[0].element_size() > 1:
-        return wgrad_of_input(h, kept[0], spec_of(recipe.wgrad.input), dtype, recipe.wgrad.accumulate)
     return kernels.gemm(h, transposed_input(kept, recipe, h.codes), dtype, recipe.wgrad.accumulate)
 
 

@@ -214,9 +214,9 @@ def _dgrad(
     recipe, dtype, (experts, rows, cols) = ctx.recipe, ctx.dtype, ctx.shape
     if g is None:
         return grouped_mm(dy, saved[0].to(dtype), ends)
+    scale: Tensor | None = None
     if ctx.saves_codes:  # folded: the codes of fprop side by side in (K, E N), their scales in g
         codes = kernels.transpose(saved[0], g.codes).view(cols, experts, rows).transpose(0, 1)
-        scale = g.scale.new_ones(experts, cols)
     else:
         stack = quantize_matrix(saved[0].detach().mT.flatten(0, 1), spec_of(recipe.dgrad.weight))
         codes, scale = stack.codes.view(experts, cols, rows), stack.scale.view(experts, cols)
@@ -233,5 +233,5 @@ def _wgrad(
         return grouped_mm(dy.t(), kept[0], ends)
     codes, scale = kept
     if recipe.wgrad.input.is_folded:
-        codes, scale = transpose_groups(codes, ends), scale.new_ones(ends.shape[0], codes.shape[1])
-    return grouped_wgrad(h, Padded(codes, scale), ends, dtype)
+        return grouped_wgrad(h, transpose_groups(codes, ends), None, ends, dtype)
+    return grouped_wgrad(h, codes, scale, ends, dtype)

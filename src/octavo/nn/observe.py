@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import kernels
+from octavo._util.terminal import columns
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import ScaleRef
 from octavo.kernels.patches import unfold
@@ -100,12 +101,9 @@ class Observation:
     def __str__(self) -> str:
         shown = self.rows()
         header = ("layer", "role", "quantised as", "elements", "non-finite", "saturated", "flushed", "amax")
-        cells = [header, *(_cells(row) for row in shown)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
         ran = len({row.layer for row in shown})
         notes = [f"{ran} of {len(self._tallies)} layers ran", *(f"not counted: {name}" for name in self.not_counted)]
-        return "\n".join([*(line.rstrip() for line in lines), "", *notes])
+        return "\n".join([*columns([header, *map(_cells, shown)]), "", *notes])
 
     def _hook(self, name: str) -> Callable[..., None]:
         """Return the forward hook that looks at a layer, and at the gradient of its output when there is one."""

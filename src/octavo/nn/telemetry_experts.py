@@ -14,11 +14,11 @@ from octavo.kernels.experts import weighted
 from octavo.kernels.grouped import grouped_gemm
 from octavo.kernels.operator import call, define_packed
 from octavo.kernels.sample import SampleInput, sample, sampled_rows, sampling_off
-from octavo.nn.telemetry_ops import Source, ends_of, hidden
+from octavo.nn.telemetry_ops import Source, ends_of, gradients, hidden, sampled
 from octavo.numerics import Quantized
 
-Weights = tuple[Tensor, Tensor]
-"""Codes (E, R, C) and scales (E, R) of the weights as a grouped GEMM reads them."""
+Weights = tuple[Tensor, Tensor | None]
+"""Codes (E, R, C) and scales (E, R), None for 1, of the weights as a grouped GEMM reads them."""
 Product = tuple[torch.dtype, str]
 """Dtype of the result and `accumulate`."""
 
@@ -29,7 +29,7 @@ ROWS = "rows"
 
 def fprop(
     x: Quantized,
-    w: Weights,
+    w: tuple[Tensor, Tensor],
     ends: Tensor,
     product: Product,
     tokens: Source,
@@ -62,8 +62,8 @@ def dgrad(g: Quantized, w: Weights, ends: Tensor, product: Product, source: Sour
 
 
 def _fprop(
-    x: Quantized, w: Weights, ends: Tensor, product: Product, tokens: Source, stack: Source, stats: Tensor,
-    weights: Tensor | None,
+    x: Quantized, w: tuple[Tensor, Tensor], ends: Tensor, product: Product, tokens: Source, stack: Source,
+    stats: Tensor, weights: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     y, rows = grouped_gemm(x if weights is None else weighted(x, weights), *w, ends, *product), stats.data
     if not sampling_off(rows[0]) and 0 not in x.codes.shape:
@@ -83,15 +83,24 @@ def _dgrad(g: Quantized, w: Weights, ends: Tensor, product: Product, source: Sou
     if sampling_off(row) or 0 in g.codes.shape:
         return [dx]
     source = Source(*source)
-    dy, total = source.tensors[0], len(g.codes)
+    total = len(g.codes)
     if source.fold is None:
-        sample(SampleInput(dy, g.scale, source.target, None, ends_of(dx), tied=True), row)
+        sample(SampleInput(source.tensors[0], g.scale, source.target, None, ends_of(dx), tied=True), row)
     else:
-        rows = sampled_rows(total, row)
-        fold = source.fold[torch.searchsorted(ends, rows, right=True)]
-        dy = dy[source.tensors[1][rows] if source.kind else rows]
+        fold = source.fold[torch.searchsorted(ends, sampled_rows(total, row), right=True)]
+        dy = _sampled_gradients(source, total, row)
         sample(SampleInput(dy, g.scale, source.target, fold, ends_of(dx), rows=total), row)
     return [dx]
+
+
+def _sampled_gradients(source: Source, total: int, row: Tensor) -> Tensor:
+    """Return the sampled rows of a gradient of `total` rows: itself, by `ROWS`, or that of a weighted activation."""
+    if not source.kind:
+        return source.tensors[0][sampled_rows(total, row)]
+    if source.kind == ROWS:
+        return _sampled_values(source, total, row)
+    dh, weights, *inputs = sampled(source.tensors, total, row)
+    return torch.cat(gradients([dh * weights[:, None].to(dh.dtype), *inputs], source.kind), dim=1)
 
 
 def _sampled_values(source: Source, total: int, row: Tensor) -> Tensor:

@@ -137,7 +137,7 @@ def sample_input(x: Quantized, source: Source, y: Tensor, row: Tensor) -> None:
         patches = unfold_rows(tensor, window, sampled_rows(total, row))
         sample(SampleInput(patches, x.scale, source.target, None, edges, source.tied, total), row)
     elif kind:
-        values = hidden(_sampled(source.tensors, total, row), kind)
+        values = hidden(sampled(source.tensors, total, row), kind)
         sample(SampleInput(values, x.scale, source.target, None, edges, source.tied, total), row)
     elif is_placeholder(tensor):
         sample(SampleInput(x.codes, x.scale, source.target, None, edges, is_coded=True), row)
@@ -181,7 +181,7 @@ def sample_gradients(g: Quantized, source: Source, dx: Tensor, rows: Sequence[Te
     tensors, operand, tied, kind, fold = source
     total = len(g.codes) if kind else None
     if kind:
-        tensors = _gradients(_sampled(tensors, len(g.codes), rows[0]), kind)
+        tensors = gradients(sampled(tensors, len(g.codes), rows[0]), kind)
     widths = [dy.shape[1] for dy in tensors]
     scales = _parts(g.scale.t(), operand.tile.cols, widths)
     folds = [fold] * len(widths) if fold is None or len(widths) == 1 else fold.split(widths, dim=1)
@@ -211,7 +211,7 @@ def ends_of(y: Tensor) -> Tensor | None:
     return y[:, ::step] if y.shape[1] > 1 else y.expand(-1, 2) if y.shape[1] else None
 
 
-def _sampled(tensors: Sequence[Tensor], total: int, row: Tensor) -> list[Tensor]:
+def sampled(tensors: Sequence[Tensor], total: int, row: Tensor) -> list[Tensor]:
     """Return copies of the sampled rows of each."""
     rows = sampled_rows(total, row)
     return [_rows_of(tensor, rows) for tensor in tensors]
@@ -224,7 +224,7 @@ def hidden(before: Sequence[Tensor], kind: str) -> Tensor:
     return h * up[0] if up else h
 
 
-def _gradients(tensors: Sequence[Tensor], kind: str) -> list[Tensor]:
+def gradients(tensors: Sequence[Tensor], kind: str) -> list[Tensor]:
     """Return rows of the gradients of gate and up, or of up alone."""
     dh, *inputs = tensors
     if inputs[0].element_size() == 1:

@@ -10,6 +10,7 @@ from typing import Any
 
 from octavo._util import config_reader
 from octavo._util.files import write_text
+from octavo._util.terminal import columns
 from octavo.errors import ConfigError
 from octavo.recipes import GEMMS, Evidence, Recipe, brief
 from octavo.sensitivity.loss import Change
@@ -62,11 +63,7 @@ _RIGHT = (3, 5, 6, 7)
 def table(found: Localisation) -> Iterator[str]:
     """Yield the lines of a table; each layer is named in its first row."""
     rows = [_HEADER, *(_cells(row, row["gemm"] == found.layers[0].all[0]) for row in found.rows())]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
-    for row in rows:
-        cells = zip(row, widths, range(len(row)), strict=True)
-        yield "  ".join(cell.rjust(w) if i in _RIGHT else cell.ljust(w) for cell, w, i in cells).rstrip()
-    yield ""
+    yield from (*columns(rows, _RIGHT), "")
     yield from _totals(found)
 
 

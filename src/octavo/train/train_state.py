@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from octavo.errors import DivergedError
 from octavo.guard.diagnosis import Probe
+from octavo.guard.locate import clip
 from octavo.models import count_parameters
 from octavo.models.moe import MoE
 from octavo.optim import Optimizer
@@ -182,9 +183,9 @@ class TrainState:
         norm = self._norm(self._gradients())
         for limit, parameters in self._clipped:
             group = self._norm(parameter.grad for parameter in parameters)
-            nn.utils.clip_grads_with_norm_(parameters, limit, group)
+            clip(parameters, limit, group)
         remaining = self._norm(self._gradients()) if self._clipped else norm
-        nn.utils.clip_grads_with_norm_(self._trained, self.clip or float("inf"), remaining)
+        clip(self._trained, self.clip or float("inf"), remaining)
         return norm
 
     def _norm(self, gradients: Iterable[Tensor | None]) -> Tensor:

@@ -40,12 +40,14 @@ def masks_are_boolean(monkeypatch: pytest.MonkeyPatch) -> None:
 
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
     monkeypatch.setattr(
-        InterpreterBuilder, "create_masked_load", lambda self, ptrs, mask, *rest: load(self, ptrs, boolean(mask), *rest)
+        InterpreterBuilder,
+        "create_masked_load",
+        lambda self, ptrs, mask, *rest, **named: load(self, ptrs, boolean(mask), *rest, **named),
     )
     monkeypatch.setattr(
         InterpreterBuilder,
         "create_masked_store",
-        lambda self, ptrs, value, mask, *rest: store(self, ptrs, value, boolean(mask), *rest),
+        lambda self, ptrs, value, mask, *rest, **named: store(self, ptrs, value, boolean(mask), *rest, **named),
     )
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octavo.kernels.activation import INPUTS
+from octavo.kernels.activation import INPUTS, Factors, Targets
 from octavo.kernels.experts import route
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.reference import experts as reference
@@ -38,23 +38,30 @@ def test_rows_are_summed_in_order(dtype, device):
     assert torch.equal(fast.combine(y, place), reference.combine(y, place))
 
 
-@pytest.mark.parametrize("kind", ["silu", "relu2"])
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("kept", ["values", "codes"])
+@pytest.mark.parametrize(
+    ("kind", "gated", "kept"),
+    [("silu", True, "values"), ("relu2", True, "codes"), ("relu2", False, "values"), ("silu", False, "codes")],
+)
 def test_gradients_of_an_activation(kind, gated, kept, device):
-    rows, width = 7, 144
+    counts, width = [3, 0, 9], 144
+    rows, wide = sum(counts), 2 * width if gated else width
+    ends = torch.tensor(counts, device=device).cumsum(0).int()
     dh, gate, up = torch.randn(3, rows, width, device=device)
     weights, scale = torch.rand(rows, device=device), torch.full((rows, 1), 2.0**-6, device=device)
     inputs = [gate, up if gated else None]
     if kept == "codes":
         inputs = [x if x is None else quantize_pair([x], INPUTS, None)[0] for x in inputs]
-    made = fast.activation_backward(kind, dh, *inputs, weights, scale)
-    want = reference.activation_backward(kind, dh, *inputs, weights, scale)
-    exact = {"rtol": 0, "atol": 0} if device == "cpu" and kind == "relu2" else {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close(made[0], want[0], **exact)
-    torch.testing.assert_close(made[2], want[2], rtol=1e-4, atol=1e-4)
-    differing = (made[1].view(torch.uint8) != want[1].view(torch.uint8)).float().mean()
-    assert differing <= (0 if device == "cpu" else 1e-3)
+    factors = Factors(torch.rand(3, wide, device=device), torch.rand(rows, 1, device=device), scale)
+    arguments = kind, dh, *inputs, weights, ends, Targets(ROWS, ROWS, ROWS), factors
+    made, want = fast.activation_backward(*arguments), reference.activation_backward(*arguments)
+    allowed = 0 if device == "cpu" else 2e-3
+    for ours, theirs in zip((*made[0], *made[1], made[2]), (*want[0], *want[1], want[2]), strict=True):
+        assert ours.shape == theirs.shape
+        assert (ours.view(torch.uint8) != theirs.view(torch.uint8)).float().mean() <= allowed
+    torch.testing.assert_close(made[3], want[3], rtol=1e-4, atol=1e-4)
+    if not gated:
+        fewer = fast.activation_backward(*arguments[:-2], Targets(rows=ROWS), factors)
+        assert same(fewer[0][0], made[0][0]) and fewer[1:3] == (None, None)
 
 
 @pytest.mark.parametrize("counts", [[5], [16, 0, 33], [0, 0, 7, 1]], ids=str)

@@ -58,6 +58,7 @@ WRONG = {
     "half a percent": ("norm", "backward", lambda made: (made[0] * 1.02, *made[1:])),
     "a lost NaN": ("norm", "forward", lambda made: (made[0].nan_to_num(), *made[1:])),
     "the last bit": ("rotary", "rotate", lambda made: torch.nextafter(made, made + 1)),
+    "a byte of a group": ("grouped", "transpose_groups", lambda made: made.view(torch.uint8).roll(1).view(made.dtype)),
     "a loss": ("cross_entropy", "cross_entropy_", lambda made: made + 0.01),
 }
 

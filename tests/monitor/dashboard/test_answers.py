@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from synthetic import synthetic_run
 
-from octavo.monitor.dashboard.answers import RANGES, format_range, outside
+from octavo.monitor.dashboard.answers import ANSWERS, RANGES, answer, format_range, outside
+from octavo.monitor.dashboard.runs import RunFolder
 from octavo.numerics import formats
 
 
@@ -44,3 +48,23 @@ def test_shares_outside_are_of_whole_bins() -> None:
     assert outside(counts, -12, held) == (0.6, 0.0)
     assert outside(counts, 7, held) == (0.0, 0.4)
     assert outside(np.zeros(3, dtype=np.uint32), 0, held) == (0.0, 0.0)
+
+
+def test_a_poll_of_a_run_four_times_as_long_takes_no_more_memory(tmp_path: Path) -> None:
+    query = {"run": ["."], "layer": ["layers.0.attention.wo"], "stat": ["flushed"], "role": ["input"]}
+    peaks = []
+    for steps in (3_000, 12_000):
+        synthetic_run(tmp_path / str(steps), layers=7, steps=steps, telemetry_every=8)
+        known = RunFolder(tmp_path / str(steps))
+        tracemalloc.start()
+        for poll in range(2):
+            before = tracemalloc.get_traced_memory()[0]
+            tracemalloc.reset_peak()
+            for name in ANSWERS:
+                answer(known, name, query)
+            kept, peak = (bytes_ - before for bytes_ in tracemalloc.get_traced_memory())
+            assert poll == 0 or kept < 400_000
+        tracemalloc.stop()
+        known.close()
+        peaks.append(peak)
+    assert peaks[1] < 1.3 * peaks[0] < 4e6  # points that are drawn, not steps

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.reference.activation import value_and_slope
+from octavo.kernels.reference.grouped import quantize_groups, transpose_groups
 from octavo.kernels.reference.quantize import quantize_pair
-from octavo.numerics import Quantized, dequantize, format_named
+from octavo.numerics import Quantized, dequantize
 from octavo.numerics.quantize import to_codes
 
 
@@ -31,15 +34,25 @@ def combine(y: Tensor, place: Tensor) -> Tensor:
 
 
 def activation_backward(
-    kind: str, dh: Tensor, gate: Tensor | Quantized, up: Tensor | Quantized | None, weights: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `octavo.kernels.experts.activation_backward`: d inputs, codes of h, d weights."""
+    kind: str,
+    dh: Tensor,
+    gate: Tensor | Quantized,
+    up: Tensor | Quantized | None,
+    weights: Tensor,
+    ends: Tensor,
+    targets: Sequence[QuantSpec | None],
+    factors: Sequence[Tensor | None],
+) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None, Tensor | None, Tensor]:
+    """See `octavo.kernels.experts.activation_backward`: D by rows, by columns, codes of h, d weights."""
+    (rows, columns, hidden), (row_fold, column_fold, scale) = targets, factors
     gate = gate if isinstance(gate, Tensor) else dequantize(gate)
     up = up if up is None or isinstance(up, Tensor) else dequantize(up)
     f, slope = value_and_slope(kind, gate.float())
     h = f if up is None else f * up.float()
-    d_weights = (dh.float() * h).sum(1)
-    weighted = dh.float() * weights[:, None]
-    parts = [weighted * slope] if up is None else [weighted * up.float() * slope, weighted * f]
-    codes = to_codes(h * (1 / scale), format_named("e4m3"))  # exact: a power of two
-    return torch.cat(parts, dim=1).to(dh.dtype), codes, d_weights
+    parts = [dh.float() * slope] if up is None else [dh.float() * up.float() * slope, dh.float() * f]
+    d = torch.cat(parts, dim=1) * weights[:, None]
+    row, column = quantize_groups(d, ends, rows, columns, row_fold, column_fold)
+    h_t = None
+    if hidden is not None and scale is not None:
+        h_t = transpose_groups(to_codes(h * (1 / scale), hidden.fmt), ends)  # exact: a power of two
+    return row, column, h_t, (dh.float() * h).sum(1)

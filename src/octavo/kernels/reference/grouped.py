@@ -1,4 +1,4 @@
-"""Grouped GEMMs and quantisation as they are defined: a loop over the experts, each as if it were alone."""
+"""Quantisation of groups, and products in high precision, as they are defined: each expert as if it were alone."""
 
 from __future__ import annotations
 
@@ -9,34 +9,7 @@ from torch import Tensor
 
 from octavo.kernels.padding import padded_ends, padded_length
 from octavo.kernels.quant_spec import QuantSpec
-from octavo.kernels.reference.gemm import gemm
-from octavo.numerics import PER_ROW, Quantized, quantize
-
-
-def grouped_gemm(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, out_dtype: torch.dtype
-) -> Tensor:
-    """Return a[t] . b[e(t)]^T, (T, R), for a (T, C) and b (E, R, C)."""
-    y = a_scale.new_zeros(a.shape[0], b.shape[1], dtype=out_dtype)
-    for e, tokens in enumerate(_groups(ends)):
-        right = Quantized(b[e], b_scale[e][:, None], PER_ROW)
-        y[tokens] = gemm(Quantized(a[tokens], a_scale[tokens], PER_ROW), right, out_dtype)
-    return y
-
-
-def grouped_wgrad(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, out_dtype: torch.dtype
-) -> Tensor:
-    """Return the products (E, N, K) of the groups of a (N, P) and b (K, P). ends: padded."""
-    parts = [
-        gemm(
-            Quantized(a[:, tokens], a_scale[e][:, None], PER_ROW),
-            Quantized(b[:, tokens], b_scale[e][:, None], PER_ROW),
-            out_dtype,
-        )
-        for e, tokens in enumerate(_groups(ends))
-    ]
-    return torch.stack(parts)
+from octavo.numerics import PER_ROW, quantize
 
 
 def quantize_groups(
@@ -50,7 +23,7 @@ def quantize_groups(
 ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
     """See `octavo.kernels.grouped.quantize_groups`: (codes, scale) of either."""
     x = x if source is None else x[source]
-    groups = list(_groups(ends))
+    groups = list(groups_of(ends))
     row = column = None
     if rows is not None:
         folded = x.float().clone()
@@ -71,7 +44,7 @@ def transpose_groups(codes: Tensor, ends: Tensor, source: Tensor | None = None) 
     codes = codes if source is None else codes.view(torch.uint8)[source].view(codes.dtype)
     shape = codes.shape[1], padded_length(codes.shape[0], ends.shape[0])
     out = torch.zeros(shape, dtype=torch.uint8, device=codes.device)
-    for tokens, padded in zip(_groups(ends), _groups(padded_ends(ends)), strict=True):
+    for tokens, padded in zip(groups_of(ends), groups_of(padded_ends(ends)), strict=True):
         count = tokens.stop - tokens.start
         out[:, padded.start : padded.start + count] = codes[tokens].view(torch.uint8).t()
     return out.view(codes.dtype)
@@ -79,7 +52,7 @@ def transpose_groups(codes: Tensor, ends: Tensor, source: Tensor | None = None) 
 
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """See `octavo.kernels.grouped.grouped_mm`."""
-    groups = list(_groups(ends))
+    groups = list(groups_of(ends))
     if b.dim() == 2:
         parts = [a[:, tokens] @ b[tokens] for tokens in groups]
         return torch.stack(parts) if parts else a.new_zeros(0, a.shape[0], b.shape[1])
@@ -89,7 +62,7 @@ def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return y
 
 
-def _groups(ends: Tensor) -> Iterator[slice]:
+def groups_of(ends: Tensor) -> Iterator[slice]:
     """Yield the tokens of each expert."""
     start = 0
     for end in ends.tolist():

@@ -131,7 +131,7 @@ def activation_backward(
     h_t = Output(hidden, m, f, dh.device, transposed=True, scale=hidden_scale)
     outputs = row, column, h_t
     folds = (None if fold is None else fold.contiguous() for fold in (row_fold, column_fold))
-    sources = *_sources(dh, gate, up), m, f, *folds
+    sources = *sources_of(dh, gate, up), m, f, *folds
     if any(output.searches for output in outputs):
         begin_searches(*outputs)
         shape = BACKWARD_SEARCH
@@ -160,11 +160,11 @@ def activation_backward_plain(kind: str, dh: Tensor, gate: Tensor, up: Tensor | 
     d_gate = torch.empty(m, f, dtype=dh.dtype, device=dh.device)
     d_up = None if up is None else torch.empty_like(d_gate)
     across, down = PLAIN.grid(m, f)
-    _backward_plain_kernel[(across * down,)](*_sources(dh, gate, up), m, f, d_gate, d_up, KIND=kind, **PLAIN.meta())
+    _backward_plain_kernel[(across * down,)](*sources_of(dh, gate, up), m, f, d_gate, d_up, KIND=kind, **PLAIN.meta())
     return d_gate, d_up
 
 
-def _sources(dh: Tensor, gate: Tensor | Quantized, up: Tensor | Quantized | None) -> tuple[Any, ...]:
+def sources_of(dh: Tensor, gate: Tensor | Quantized, up: Tensor | Quantized | None) -> tuple[Any, ...]:
     """Return what the backward kernels read: three matrices, the strides of their rows, the scales of gate and up."""
     scales = [x.scale if isinstance(x, Quantized) else None for x in (gate, up)]
     matrices = [x.codes if isinstance(x, Quantized) else x for x in (dh, gate, up)]
@@ -236,7 +236,7 @@ def _hidden(gate_ptr, up_ptr, gate_stride, up_stride, rows, cols, in_rows, in_co
 
 
 @triton.jit
-def _tiles(tile_c, total_c, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+def tiles_of(tile_c, total_c, WIDTH: tl.constexpr, EVEN: tl.constexpr):
     """Which scales of 128 columns a tile of WIDTH columns needs: their indices, and whether they are in the matrix."""
     tiles = tile_c * WIDTH // SIDE + tl.arange(0, (WIDTH + SIDE - 1) // SIDE)
     return tiles, inside(tiles * SIDE, total_c, EVEN)
@@ -260,7 +260,7 @@ def _load_values(x_ptr, scale_ptr, stride, total_r, rows, cols, in_rows, in_cols
 
 
 @triton.jit
-def _gradients(
+def gradients(
     dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r,
     rows, cols, in_rows, in_cols, tiles, KIND: tl.constexpr,
 ):  # fmt: skip
@@ -416,7 +416,7 @@ def _backward_search_kernel(
     GATED: tl.constexpr = up_ptr is not None
     cols = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     in_cols = inside(cols, half, EVEN)
-    tiles = _tiles(tl.program_id(0), half, WIDTH, EVEN)
+    tiles = tiles_of(tl.program_id(0), half, WIDTH, EVEN)
     first = tl.program_id(1) * HEIGHT * STEPS
     gate_factors = factors(row_fold, cols, in_cols)[None, :]
     up_factors = gate_factors
@@ -427,7 +427,7 @@ def _backward_search_kernel(
     for step in tl.range(STEPS, num_stages=STAGES):
         rows = first + step * HEIGHT + tl.arange(0, HEIGHT)
         in_rows = inside(rows, total_r, EVEN)
-        d_gate, d_up, h = _gradients(
+        d_gate, d_up, h = gradients(
             dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r,
             rows, cols, in_rows, in_cols, tiles, KIND,
         )  # fmt: skip
@@ -499,23 +499,23 @@ def _backward_write_kernel(
     half: the columns of d gate.
     """
     strip, tile_c, cols, in_cols = _last_first(half, WIDTH, EVEN)
-    tiles = _tiles(tile_c, half, WIDTH, EVEN)
+    tiles = tiles_of(tile_c, half, WIDTH, EVEN)
     for step in tl.range(STEPS, num_stages=STAGES):
         tile_r = strip * STEPS + step
         rows, in_rows = quads(tile_r, total_r, HEIGHT, EVEN)
-        g0, u0, h0 = _gradients(
+        g0, u0, h0 = gradients(
             dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r,
             rows[0], cols, in_rows[0], in_cols, tiles, KIND,
         )  # fmt: skip
-        g1, u1, h1 = _gradients(
+        g1, u1, h1 = gradients(
             dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r,
             rows[1], cols, in_rows[1], in_cols, tiles, KIND,
         )  # fmt: skip
-        g2, u2, h2 = _gradients(
+        g2, u2, h2 = gradients(
             dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r,
             rows[2], cols, in_rows[2], in_cols, tiles, KIND,
         )  # fmt: skip
-        g3, u3, h3 = _gradients(
+        g3, u3, h3 = gradients(
             dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r,
             rows[3], cols, in_rows[3], in_cols, tiles, KIND,
         )  # fmt: skip
@@ -553,10 +553,10 @@ def _backward_plain_kernel(
 ):  # fmt: skip
     """One tile of d gate and d up, in their dtype."""
     tile_r, tile_c, cols, in_cols = _last_first(half, WIDTH, False)
-    tiles = _tiles(tile_c, half, WIDTH, False)
+    tiles = tiles_of(tile_c, half, WIDTH, False)
     rows = tile_r * HEIGHT + tl.arange(0, HEIGHT)
     in_rows = rows < total_r
-    d_gate, d_up, _ = _gradients(
+    d_gate, d_up, _ = gradients(
         dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r,
         rows, cols, in_rows, in_cols, tiles, KIND,
     )  # fmt: skip

@@ -1,20 +1,47 @@
-"""Passes over the rows of experts, one row a program: see `octavo.kernels.experts`."""
+"""Passes over the rows of experts: see `octavo.kernels.experts`."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.activation import INPUTS
+from octavo.kernels.padding import ALIGNMENT, padded_length
 from octavo.kernels.quant_spec import QuantSpec, contiguous_rows, empty
-from octavo.kernels.triton.activation import value_and_slope
+from octavo.kernels.triton.activation import gradients, sources_of, tiles_of
 from octavo.kernels.triton.cast import to_dtype
-from octavo.kernels.triton.codes import INTERPRETED, SIDE, amax, scale_of, to_codes
+from octavo.kernels.triton.codes import (
+    SIDE,
+    amax,
+    factors,
+    finite_magnitude,
+    inside,
+    load_tile,
+    pack,
+    scale_of,
+    store_words,
+    to_codes,
+)
+from octavo.kernels.triton.grouped import (
+    STRIP,
+    ColumnOutput,
+    blocks_of,
+    enter_maxima,
+    factors_of,
+    load_block,
+    strips,
+    tile_of_block,
+)
 from octavo.kernels.triton.launch import Kernel
-from octavo.kernels.triton.shape import next_power_of_2, row_warps
+from octavo.kernels.triton.shape import Rows, Shape, next_power_of_2, row_warps
 from octavo.numerics import Quantized
+
+ROWS = Rows(1024, 16)
+COLUMNS = Shape(64, 32, warps=4)
+"""The programs of an activation's backward, of its first pass and of its second."""
 
 
 def quantize_tokens(x: Tensor, place: Tensor, target: QuantSpec) -> list[Quantized]:
@@ -37,21 +64,41 @@ def combine(y: Tensor, place: Tensor) -> Tensor:
 
 
 def activation_backward(
-    kind: str, dh: Tensor, gate: Tensor | Quantized, up: Tensor | Quantized | None, weights: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `octavo.kernels.experts.activation_backward`."""
-    (rows, width), device = dh.shape, dh.device
-    scales = [x.scale if isinstance(x, Quantized) else None for x in (gate, up)]
-    values = [x.codes if isinstance(x, Quantized) else x for x in (gate, up)]
-    values = [None if x is None else contiguous_rows(x) for x in values]
-    d_inputs = torch.empty(rows, width if up is None else 2 * width, dtype=dh.dtype, device=device)
-    codes = torch.empty(rows, width, dtype=INPUTS.fmt.dtype, device=device)
-    d_weights = torch.empty(rows, dtype=torch.float32, device=device)
-    _activation_backward_kernel[(rows,)](
-        dh.contiguous(), *values, *(0 if x is None else x.stride(0) for x in values), *scales,
-        weights.contiguous(), scale.contiguous(), d_inputs, codes, d_weights, rows, width, KIND=kind, **_meta(width),
+    kind: str,
+    dh: Tensor,
+    gate: Tensor | Quantized,
+    up: Tensor | Quantized | None,
+    weights: Tensor,
+    ends: Tensor,
+    targets: Sequence[QuantSpec | None],
+    factors: Sequence[Tensor | None],
+) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None, Tensor | None, Tensor]:
+    """See `octavo.kernels.experts.activation_backward`: D by rows, by columns, codes of h, d weights."""
+    (rows, columns, hidden), (row_fold, column_fold, scale) = targets, factors
+    (count, width), device = dh.shape, dh.device
+    wide, blocks = width if up is None else 2 * width, blocks_of(ends, count)
+    row = None if rows is None else empty(rows, count, wide, device)
+    column = None if columns is None else ColumnOutput.of(columns, wide, ends, count)
+    d_weights = torch.empty(count, dtype=torch.float32, device=device)
+    folds = (None if fold is None else fold.contiguous() for fold in (row_fold, column_fold))
+    row_fold, column_fold = folds
+    sources = *sources_of(dh, gate, up), count, width, weights.contiguous(), blocks.table, blocks.total, column_fold
+    _backward_rows_kernel[(blocks.total * (ALIGNMENT // STRIP),)](
+        *sources, row_fold, *((None, None) if row is None else row[:2]), None if column is None else column.amax,
+        d_weights, KIND=kind, SCALING=0 if rows is None else rows.rule, **strips(ROWS, width),
     )  # fmt: skip
-    return d_inputs, codes, d_weights
+    h_t = None
+    if hidden is not None:
+        h_t = torch.empty(width, padded_length(count, len(ends)), dtype=hidden.fmt.dtype, device=device)
+    if columns is not None and column is not None:
+        column.end_search(columns)
+    if column is not None or h_t is not None:
+        across, down = COLUMNS.grid(blocks.total * ALIGNMENT, width)
+        _backward_columns_kernel[(across * down,)](
+            *sources, *((None, None) if column is None else (column.codes, column.amax)),
+            h_t, None if scale is None else scale.contiguous(), KIND=kind, ALIGNMENT=ALIGNMENT, **COLUMNS.meta(),
+        )  # fmt: skip
+    return row and row[:2], column and column[:2], h_t, d_weights
 
 
 def _meta(cols: int) -> dict[str, object]:
@@ -95,42 +142,134 @@ def _combine_kernel(y_ptr, out_ptr, place_ptr, total_c, COPIES: tl.constexpr, SI
 
 
 @triton.jit
-def _load_row(x_ptr, scale_ptr, stride, row, total_r, total_c, SIZE: tl.constexpr):
-    """A row in FP32, that may be kept in codes: then one scale for 128 columns, column after column."""
-    cols = tl.arange(0, SIZE)
-    x = tl.load(x_ptr + row * stride + cols, mask=cols < total_c, other=0.0).to(tl.float32)
-    if scale_ptr is not None:
-        if INTERPRETED:  # it takes the codes of NaN for 480
-            x = tl.where(tl.abs(x) > 448.0, float("nan"), x)
-        tiles = tl.arange(0, SIZE // SIDE)
-        scale = tl.load(scale_ptr + tiles.to(tl.int64) * total_r + row, mask=tiles * SIDE < total_c, other=0.0)
-        x = tl.reshape(tl.reshape(x, (SIZE // SIDE, SIDE)) * scale[:, None], (SIZE,))
-    return x
+def _weighted_gradients(
+    dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, weight_ptr,
+    rows, cols, there, in_cols, tiles, KIND: tl.constexpr,
+):  # fmt: skip
+    """Tiles of d gate and d up of weighted rows, and of h."""
+    d_gate, d_up, h = gradients(
+        dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r,
+        rows, cols, there, in_cols, tiles, KIND,
+    )  # fmt: skip
+    weight = tl.load(weight_ptr + rows, mask=there, other=0.0)[:, None]
+    return d_gate * weight, d_up * weight, h
 
 
 @Kernel
 @triton.jit
-def _activation_backward_kernel(
-    dh_ptr, gate_ptr, up_ptr, gate_stride, up_stride, gate_scale, up_scale, weight_ptr, scale_ptr,
-    d_inputs_ptr, codes_ptr, d_weight_ptr, total_r, total_c, KIND: tl.constexpr, SIZE: tl.constexpr,
+def _backward_rows_kernel(
+    dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, half, weight_ptr,
+    blocks_ptr, blocks, column_fold, row_fold, row_codes, row_scale, column_amax, d_weight_ptr,
+    KIND: tl.constexpr, SCALING: tl.constexpr, STEPS: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, SIZE)
-    there = cols < total_c
-    dh = tl.load(dh_ptr + row * total_c + cols, mask=there, other=0.0).to(tl.float32)
-    gate = _load_row(gate_ptr, gate_scale, gate_stride, row, total_r, total_c, SIZE)
-    value, slope = value_and_slope(gate, KIND)
-    weighted = dh * tl.load(weight_ptr + row)
-    OUT: tl.constexpr = d_inputs_ptr.dtype.element_ty
-    if up_ptr is not None:
-        up = _load_row(up_ptr, up_scale, up_stride, row, total_r, total_c, SIZE)
-        h = value * up
-        where = d_inputs_ptr + row * 2 * total_c + cols
-        tl.store(where, to_dtype(weighted * up * slope, OUT), mask=there)
-        tl.store(where + total_c, to_dtype(weighted * value, OUT), mask=there)
-    else:
-        h = value
-        tl.store(d_inputs_ptr + row * total_c + cols, to_dtype(weighted * slope, OUT), mask=there)
-    tl.store(d_weight_ptr + row, tl.sum(dh * h, axis=0))
-    codes = to_codes(h * (1.0 / tl.load(scale_ptr + row)), codes_ptr.dtype.element_ty)
-    tl.store(codes_ptr + row * total_c + cols, codes, mask=there)
+    """The codes of D and the gradients of weights of a part of a block, and the maxima of its columns."""
+    GATED: tl.constexpr = up_ptr is not None
+    expert, first, count = load_block(blocks_ptr, blocks, tl.program_id(0) // PARTS)
+    part = tl.program_id(0) % PARTS * (ROWS * STEPS)
+    if part < count:
+        cols = tl.arange(0, SIZE)
+        in_cols = inside(cols, half, EVEN)
+        tiles = tiles_of(0, half, SIZE, EVEN)
+        wide = 2 * half if GATED else half
+        table = expert.to(tl.int64) * wide
+        gate_fold = factors(None if row_fold is None else row_fold + table, cols, in_cols)[None, :]
+        up_fold = gate_fold
+        if GATED:
+            up_fold = factors(None if row_fold is None else row_fold + table + half, cols, in_cols)[None, :]
+        running = tl.zeros((ROWS, SIZE), tl.float32)
+        up_running = running
+        for step in tl.range(0, tl.minimum(tl.cdiv(count - part, ROWS), STEPS)):
+            inner = part + step * ROWS + tl.arange(0, ROWS)
+            there, rows = inner < count, first + inner
+            d_gate, d_up, h = _weighted_gradients(
+                dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r,
+                weight_ptr, rows, cols, there, in_cols, tiles, KIND,
+            )  # fmt: skip
+            dh = load_tile(dh_ptr, dh_stride, rows, cols, there, in_cols)
+            tl.store(d_weight_ptr + rows, tl.sum(dh * h, axis=1), mask=there)
+            if row_codes is not None:
+                store_halves(
+                    d_gate * gate_fold, d_up * up_fold, row_codes, row_scale, wide, half, rows, cols, there, in_cols,
+                    SCALING, GATED,
+                )  # fmt: skip
+            if column_amax is not None:
+                factor = factors_of(column_fold, rows, there)
+                running = tl.maximum(running, finite_magnitude(d_gate * factor))
+                if GATED:
+                    up_running = tl.maximum(up_running, finite_magnitude(d_up * factor))
+        if column_amax is not None:
+            enter_maxima(running, column_amax + table, cols, in_cols)
+            if GATED:
+                enter_maxima(up_running, column_amax + table + half, cols, in_cols)
+
+
+@triton.jit
+def store_halves(
+    gate, up, codes_ptr, scale_ptr, wide, half, rows, cols, there, in_cols, SCALING: tl.constexpr, GATED: tl.constexpr
+):
+    """Write whole rows [gate | up], FP32, in codes with a scale each."""
+    FORMAT: tl.constexpr = codes_ptr.dtype.element_ty
+    found = amax(gate, 1)
+    if GATED:
+        found = tl.maximum(found, amax(up, 1))
+    scale, inverse = scale_of(found, FORMAT, SCALING)
+    tl.store(scale_ptr + rows, scale, mask=there)
+    where = codes_ptr + rows[:, None].to(tl.int64) * wide + cols[None, :]
+    both = there[:, None] & in_cols[None, :]
+    tl.store(where, to_codes(gate * inverse[:, None], FORMAT), mask=both)
+    if GATED:
+        tl.store(where + half, to_codes(up * inverse[:, None], FORMAT), mask=both)
+
+
+@Kernel
+@triton.jit
+def _backward_columns_kernel(
+    dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, half, weight_ptr,
+    blocks_ptr, blocks, column_fold, column_codes, column_inverse, hidden_codes, hidden_scale,
+    KIND: tl.constexpr, ALIGNMENT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Codes of a tile of padded positions, transposed: of D and of h."""
+    GATED: tl.constexpr = up_ptr is not None
+    across = tl.cdiv(half, WIDTH)
+    tile_r, tile_c = tl.program_id(0) // across, tl.program_id(0) % across
+    cols = tile_c * WIDTH + tl.arange(0, WIDTH)
+    in_cols = cols < half
+    tiles = tiles_of(tile_c, half, WIDTH, False)
+    expert, rows, there = tile_of_block(blocks_ptr, blocks, tile_r, HEIGHT, ALIGNMENT)
+    g0, u0, h0 = _weighted_gradients(
+        dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, weight_ptr,
+        rows[0], cols, there[0], in_cols, tiles, KIND,
+    )  # fmt: skip
+    g1, u1, h1 = _weighted_gradients(
+        dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, weight_ptr,
+        rows[1], cols, there[1], in_cols, tiles, KIND,
+    )  # fmt: skip
+    g2, u2, h2 = _weighted_gradients(
+        dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, weight_ptr,
+        rows[2], cols, there[2], in_cols, tiles, KIND,
+    )  # fmt: skip
+    g3, u3, h3 = _weighted_gradients(
+        dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, weight_ptr,
+        rows[3], cols, there[3], in_cols, tiles, KIND,
+    )  # fmt: skip
+    total, everywhere = blocks * ALIGNMENT, there[0] | True
+    if column_codes is not None:
+        FORMAT: tl.constexpr = column_codes.dtype.element_ty
+        f0, f1 = factors_of(column_fold, rows[0], there[0]), factors_of(column_fold, rows[1], there[1])
+        f2, f3 = factors_of(column_fold, rows[2], there[2]), factors_of(column_fold, rows[3], there[3])
+        table = column_inverse + expert.to(tl.int64) * (2 * half if GATED else half)
+        inverse = tl.load(table + cols, mask=in_cols, other=0.0)[None, :]
+        words = pack((g0 * f0 * inverse, g1 * f1 * inverse, g2 * f2 * inverse, g3 * f3 * inverse), FORMAT)
+        store_words(words, column_codes, total, cols, in_cols, everywhere, tile_r)
+        if GATED:
+            inverse = tl.load(table + half + cols, mask=in_cols, other=0.0)[None, :]
+            words = pack((u0 * f0 * inverse, u1 * f1 * inverse, u2 * f2 * inverse, u3 * f3 * inverse), FORMAT)
+            store_words(words, column_codes, total, cols + half, in_cols, everywhere, tile_r)
+    if hidden_codes is not None:
+        s0, s1 = factors_of(hidden_scale, rows[0], there[0]), factors_of(hidden_scale, rows[1], there[1])
+        s2, s3 = factors_of(hidden_scale, rows[2], there[2]), factors_of(hidden_scale, rows[3], there[3])
+        words = pack(
+            (h0 * (1.0 / s0), h1 * (1.0 / s1), h2 * (1.0 / s2), h3 * (1.0 / s3)), hidden_codes.dtype.element_ty
+        )
+        store_words(words, hidden_codes, total, cols, in_cols, everywhere, tile_r)

@@ -1,10 +1,13 @@
 """Quantise and transpose tokens group by group, without the host knowing the groups.
 
-Programs walk over *padded* positions. A first kernel notes for each the token that is there, -1 for none, and its
-expert. Sixteen positions that start at a multiple of 16 belong to one expert.
+Programs walk over *blocks*: `ALIGNMENT` padded positions, which belong to one expert. A first kernel notes for each
+block its expert, its first token and how many it has. Codes of rows and the maxima of columns come from one read of
+whole rows; a second pass writes the transpose.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -12,15 +15,51 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.padding import ALIGNMENT, padded_length
-from octavo.kernels.quant_spec import QuantSpec, contiguous_rows
-from octavo.kernels.triton.codes import finite_magnitude, pack, quads, store_quarter, store_words
+from octavo.kernels.quant_spec import QuantSpec, contiguous_rows, empty
+from octavo.kernels.triton.codes import (
+    amax,
+    finite_magnitude,
+    inside,
+    pack,
+    quads,
+    scale_of,
+    scales_kernel,
+    store_words,
+    to_codes,
+)
 from octavo.kernels.triton.launch import Kernel
-from octavo.kernels.triton.shape import Shape, cdiv
-from octavo.numerics import scale_from_amax
+from octavo.kernels.triton.shape import Rows, Shape, cdiv, next_power_of_2
 
-WRITE = Shape(64, 64, warps=4)
-SEARCH = Shape(ALIGNMENT, 256, warps=4, steps=4)
-TRANSPOSE = Shape(128, 64, warps=4)
+STRIP = 64
+"""Rows of a block that a program which holds whole rows walks over."""
+ROWS = Rows(4096, 32)
+WRITE = Shape(64, 128, warps=8)
+TRANSPOSE = Shape(ALIGNMENT, 64, warps=4)
+_COMPARED = 8192
+"""Pairs of a block and an expert that one program of `_blocks_kernel` compares."""
+
+
+class ColumnOutput(NamedTuple):
+    """Memory of codes (C, P) and their scales (E, C), and the maxima, which a search leaves there."""
+
+    codes: Tensor
+    scale: Tensor
+    amax: Tensor
+
+    @classmethod
+    def of(cls, target: QuantSpec, cols: int, ends: Tensor, tokens: int) -> ColumnOutput:
+        """Allocate, with zeros for maxima."""
+        experts, device = len(ends), ends.device
+        codes = torch.empty(cols, padded_length(tokens, experts), dtype=target.fmt.dtype, device=device)
+        scale = torch.empty(experts, cols, dtype=torch.float32, device=device)
+        return cls(codes, scale, torch.zeros_like(scale))
+
+    def end_search(self, target: QuantSpec) -> None:
+        """Turn the maxima into scales, and into what values are multiplied by."""
+        scales_kernel[(cdiv(self.scale.numel(), 1024), 1)](
+            self.amax, self.scale, self.scale.numel(), target.format == "e4m3", target.rule,
+            None, None, 0, False, False, SIZE=1024, num_warps=4,
+        )  # fmt: skip
 
 
 def quantize_groups(
@@ -34,199 +73,237 @@ def quantize_groups(
 ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
     """See `octavo.kernels.grouped.quantize_groups`: (codes, scale) of either."""
     x = contiguous_rows(x)
-    tokens, cols, experts, device = len(x if source is None else source), x.shape[1], ends.shape[0], x.device
+    tokens, cols = len(x if source is None else source), x.shape[1]
     row_fold, column_fold = (fold if fold is None else fold.contiguous() for fold in (row_fold, column_fold))
-    token_at, expert_at = _places(ends, tokens)
-    row_amax = torch.zeros(tokens, 1, dtype=torch.float32, device=device) if rows else None
-    column_amax = torch.zeros(experts, cols, dtype=torch.float32, device=device) if columns else None
-    _search_kernel[SEARCH.grid(len(token_at), cols)](
-        x, x.stride(0), cols, len(token_at), source, token_at, expert_at, row_fold, column_fold, row_amax, column_amax,
-        STEPS=SEARCH.steps, **SEARCH.meta(),
+    blocks = blocks_of(ends, tokens)
+    row = None if rows is None else empty(rows, tokens, cols, x.device)
+    column = None if columns is None else ColumnOutput.of(columns, cols, ends, tokens)
+    _rows_kernel[(blocks.total * (ALIGNMENT // STRIP),)](
+        x, x.stride(0), cols, source, blocks.table, blocks.total, row_fold, column_fold,
+        *((None, None) if row is None else row[:2]), None if column is None else column.amax,
+        SCALING=0 if rows is None else rows.rule, **strips(ROWS, cols),
     )  # fmt: skip
-    row_codes = row_scale = row_inverse = column_codes = column_scale = column_inverse = None
-    if rows is not None and row_amax is not None:
-        row_scale, row_inverse = scale_from_amax(row_amax, rows.fmt, rows.scaling)
-        row_codes = torch.empty(tokens, cols, dtype=rows.fmt.dtype, device=device)
-    if columns is not None and column_amax is not None:
-        column_scale, column_inverse = scale_from_amax(column_amax, columns.fmt, columns.scaling)
-        column_codes = torch.empty(cols, len(token_at), dtype=columns.fmt.dtype, device=device)
-    across, down = WRITE.grid(len(token_at), cols)
-    _write_kernel[(across * down,)](
-        x, x.stride(0), cols, len(token_at), source, token_at, expert_at, row_fold, column_fold,
-        row_codes, row_inverse, column_codes, column_inverse, **WRITE.meta(),
+    if columns is None or column is None:
+        return None if row is None else (row.codes, row.scale), None
+    column.end_search(columns)
+    across, down = WRITE.grid(column.codes.shape[1], cols)
+    _columns_kernel[(across * down,)](
+        x, x.stride(0), cols, column.codes.shape[1], source, blocks.table, blocks.total, column_fold,
+        column.codes, column.amax, ALIGNMENT=ALIGNMENT, **WRITE.meta(),
     )  # fmt: skip
-    return (
-        None if row_codes is None or row_scale is None else (row_codes, row_scale),
-        None if column_codes is None or column_scale is None else (column_codes, column_scale),
-    )
+    return None if row is None else (row.codes, row.scale), (column.codes, column.scale)
 
 
 def transpose_groups(codes: Tensor, ends: Tensor, source: Tensor | None = None) -> Tensor:
     """See `octavo.kernels.grouped.transpose_groups`."""
     codes = codes.contiguous()
     tokens, cols = len(codes if source is None else source), codes.shape[1]
-    token_at, _ = _places(ends, tokens)
-    out = torch.empty(cols, len(token_at), dtype=codes.dtype, device=codes.device)
-    _transpose_kernel[TRANSPOSE.grid(len(token_at), cols)](
-        codes.view(torch.uint8), out.view(torch.uint8), cols, len(token_at), source, token_at,
+    blocks = blocks_of(ends, tokens)
+    out = torch.empty(cols, padded_length(tokens, len(ends)), dtype=codes.dtype, device=codes.device)
+    _transpose_kernel[TRANSPOSE.grid(out.shape[1], cols)](
+        codes.view(torch.uint8), out.view(torch.uint8), cols, out.shape[1], source, blocks.table, blocks.total,
         **TRANSPOSE.meta(),
     )  # fmt: skip
     return out
 
 
-def _places(ends: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Return the token at each padded position, -1 for none, and its expert, int32 (P,) each."""
-    experts = ends.shape[0]
-    token_at, expert_at = torch.empty(2, padded_length(tokens, experts), dtype=torch.int32, device=ends.device)
-    size = 1024
-    _places_kernel[(cdiv(len(token_at), size),)](
-        ends.contiguous(), token_at, expert_at, experts, len(token_at), ALIGNMENT=ALIGNMENT, SIZE=size, num_warps=4
+def strips(rows: Rows, cols: int) -> dict[str, Any]:
+    """Return what a kernel takes whose programs walk over parts of a block, some whole rows at a time."""
+    meta = rows.meta(STRIP, cols)
+    return {**meta, "STEPS": STRIP // meta["ROWS"], "PARTS": ALIGNMENT // STRIP, "enable_fp_fusion": False}
+
+
+class Blocks(NamedTuple):
+    """Which tokens the blocks of padded positions have, int32."""
+
+    table: Tensor
+    """(3, P / ALIGNMENT): of each block the expert, the first token and how many there are; none behind the groups."""
+    starts: Tensor
+    """(E + 1,): the first block of each expert, and that behind the last."""
+
+    @property
+    def total(self) -> int:
+        """Number of blocks that there is room for."""
+        return self.table.shape[1]
+
+
+def blocks_of(ends: Tensor, tokens: int, least: int = 1) -> Blocks:
+    """Return the blocks of so many tokens. least: blocks of an expert without tokens, 1 where positions are padded."""
+    experts = len(ends)
+    size, count = next_power_of_2(experts), padded_length(tokens, experts) // ALIGNMENT
+    table = torch.empty(3, count, dtype=torch.int32, device=ends.device)
+    starts = torch.empty(experts + 1, dtype=torch.int32, device=ends.device)
+    each = max(_COMPARED // size, 1)
+    _blocks_kernel[(cdiv(count, each),)](
+        ends.contiguous(),
+        table,
+        starts,
+        experts,
+        count,
+        ALIGNMENT=ALIGNMENT,
+        LEAST=least,
+        EACH=each,
+        SIZE=size,
+        num_warps=4,
     )
-    return token_at, expert_at
+    return Blocks(table, starts)
 
 
 @Kernel
 @triton.jit
-def _places_kernel(ends_ptr, token_ptr, expert_ptr, experts, total, ALIGNMENT: tl.constexpr, SIZE: tl.constexpr):
-    position = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    token = tl.full((SIZE,), -1, tl.int32)
-    expert = tl.full((SIZE,), 0, tl.int32)
-    start, padded = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-    for e in tl.range(0, experts):
-        end = tl.load(ends_ptr + e)
-        room = tl.maximum(tl.cdiv(end - start, ALIGNMENT) * ALIGNMENT, ALIGNMENT)
-        inside = position - padded
-        token = tl.where((inside >= 0) & (inside < end - start), start + inside, token)
-        expert = tl.where((inside >= 0) & (inside < room), e, expert)
-        start, padded = end, padded + room
-    tl.store(token_ptr + position, token, mask=position < total)
-    tl.store(expert_ptr + position, expert, mask=position < total)
+def _blocks_kernel(
+    ends_ptr, table_ptr, starts_ptr, experts, total,
+    ALIGNMENT: tl.constexpr, LEAST: tl.constexpr, EACH: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    every = tl.arange(0, SIZE)
+    there = every < experts
+    end = tl.load(ends_ptr + every, mask=there, other=0)
+    start = tl.load(ends_ptr + every - 1, mask=there & (every > 0), other=0)
+    until = tl.cumsum(tl.where(there, tl.maximum(tl.cdiv(end - start, ALIGNMENT), LEAST), 0), axis=0)
+    if tl.program_id(0) == 0:
+        tl.store(starts_ptr, 0)
+        tl.store(starts_ptr + 1 + every, until, mask=there)
+    block = tl.program_id(0) * EACH + tl.arange(0, EACH)
+    before = (until[None, :] <= block[:, None]) & there[None, :]
+    expert = tl.sum(before.to(tl.int32), axis=1)
+    offset = block - tl.max(tl.where(before, until[None, :], 0), axis=1)
+    first = tl.max(tl.where(before, end[None, :], 0), axis=1) + offset * ALIGNMENT
+    stop = tl.load(ends_ptr + expert, mask=expert < experts, other=0)
+    count = tl.minimum(tl.maximum(stop - first, 0), ALIGNMENT)
+    tl.store(table_ptr + block, tl.minimum(expert, experts - 1), mask=block < total)
+    tl.store(table_ptr + total + block, first, mask=block < total)
+    tl.store(table_ptr + 2 * total + block, count, mask=block < total)
 
 
 @triton.jit
-def _rows(source_ptr, tokens):
+def load_block(blocks_ptr, total, block):
+    """The expert of a block, its first token, and how many it has."""
+    return tl.load(blocks_ptr + block), tl.load(blocks_ptr + total + block), tl.load(blocks_ptr + 2 * total + block)
+
+
+@triton.jit
+def source_rows(source_ptr, rows, there):
     """Which rows of x some tokens are."""
-    if source_ptr is None:
-        rows = tokens
-    else:
-        rows = tl.load(source_ptr + tokens, mask=tokens >= 0, other=0)
-    return rows[:, None].to(tl.int64)
+    if source_ptr is not None:
+        rows = tl.load(source_ptr + rows, mask=there, other=0)
+    return rows
 
 
 @triton.jit
-def _load(x_ptr, stride, source_ptr, tokens, cols, in_cols):
+def _load(x_ptr, stride, rows, cols, there, in_cols):
     """Rows of x in FP32, zero where there is no token."""
-    where = x_ptr + _rows(source_ptr, tokens) * stride + cols[None, :]
-    return tl.load(where, mask=(tokens >= 0)[:, None] & in_cols[None, :], other=0.0).to(tl.float32)
+    where = x_ptr + rows[:, None].to(tl.int64) * stride + cols[None, :]
+    return tl.load(where, mask=there[:, None] & in_cols[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _of_expert(table_ptr, experts, total_c, cols, in_cols, other: tl.constexpr):
-    """What a table (E, C) has for each of some tokens: (R, C)."""
-    if table_ptr is None:
-        value = tl.full((experts.shape[0], cols.shape[0]), other, tl.float32)
+def factors_of(fold_ptr, rows, there):
+    """The factors (R, 1) of some tokens, 1 where there are none."""
+    if fold_ptr is None:
+        factor = tl.full((rows.shape[0], 1), 1.0, tl.float32)
     else:
-        where = table_ptr + experts[:, None].to(tl.int64) * total_c + cols[None, :]
-        value = tl.load(where, mask=in_cols[None, :], other=other)
-    return value
+        factor = tl.load(fold_ptr + rows, mask=there, other=1.0)[:, None]
+    return factor
 
 
 @triton.jit
-def _of_token(table_ptr, tokens, other: tl.constexpr):
-    """What a table (T,) has for each of some tokens: (R, 1)."""
-    if table_ptr is None:
-        value = tl.full((tokens.shape[0], 1), other, tl.float32)
-    else:
-        value = tl.load(table_ptr + tokens[:, None], mask=(tokens >= 0)[:, None], other=other)
-    return value
+def store_rows(x, codes_ptr, scale_ptr, total_c, rows, cols, there, in_cols, SCALING: tl.constexpr):
+    """Write whole rows, FP32, in codes with a scale each."""
+    FORMAT: tl.constexpr = codes_ptr.dtype.element_ty
+    scale, inverse = scale_of(amax(x, 1), FORMAT, SCALING)
+    tl.store(scale_ptr + rows, scale, mask=there)
+    where = codes_ptr + rows[:, None].to(tl.int64) * total_c + cols[None, :]
+    tl.store(where, to_codes(x * inverse[:, None], FORMAT), mask=there[:, None] & in_cols[None, :])
+
+
+@triton.jit
+def enter_maxima(running, amax_ptr, cols, in_cols):
+    """Enter the maxima of columns; FP32 that is not negative is ordered as its bits."""
+    found = tl.max(running, axis=0)
+    where = amax_ptr.to(tl.pointer_type(tl.int32)) + cols
+    tl.atomic_max(where, found.to(tl.int32, bitcast=True), mask=in_cols & (found > 0.0), sem="relaxed")
 
 
 @Kernel
 @triton.jit
-def _search_kernel(
-    x_ptr, stride, total_c, total_r, source_ptr, token_at, expert_at, row_fold, column_fold, row_amax, column_amax,
-    STEPS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+def _rows_kernel(
+    x_ptr, stride, total_c, source_ptr, blocks_ptr, blocks, row_fold, column_fold, row_codes, row_scale, column_amax,
+    SCALING: tl.constexpr, STEPS: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The maxima of tokens, and of columns within an expert. A step is HEIGHT positions of one expert."""
-    cols = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    in_cols = cols < total_c
-    for step in tl.static_range(STEPS):
-        positions = (tl.program_id(1) * STEPS + step) * HEIGHT + tl.arange(0, HEIGHT)
-        tokens = tl.load(token_at + positions, mask=positions < total_r, other=-1)
-        experts = tl.load(expert_at + positions, mask=positions < total_r, other=0)
-        x = _load(x_ptr, stride, source_ptr, tokens, cols, in_cols)
-        if row_amax is not None:
-            folded = x * _of_expert(row_fold, experts, total_c, cols, in_cols, 1.0)
-            largest = tl.maximum(tl.max(finite_magnitude(folded), axis=1), 0.0)
-            where = row_amax.to(tl.pointer_type(tl.int32)) + tokens  # FP32 that is not negative is ordered as its bits
-            tl.atomic_max(where, largest.to(tl.int32, bitcast=True), mask=tokens >= 0, sem="relaxed")
+    """The codes of a part of a block as they lie, and the maxima of its columns."""
+    expert, first, count = load_block(blocks_ptr, blocks, tl.program_id(0) // PARTS)
+    part = tl.program_id(0) % PARTS * (ROWS * STEPS)
+    if part < count:
+        cols = tl.arange(0, SIZE)
+        in_cols = inside(cols, total_c, EVEN)
+        fold = tl.full((SIZE,), 1.0, tl.float32)
+        if row_fold is not None:
+            fold = tl.load(row_fold + expert.to(tl.int64) * total_c + cols, mask=in_cols, other=1.0)
+        running = tl.zeros((ROWS, SIZE), tl.float32)
+        for step in tl.range(0, tl.minimum(tl.cdiv(count - part, ROWS), STEPS)):
+            inner = part + step * ROWS + tl.arange(0, ROWS)
+            there, rows = inner < count, first + inner
+            x = _load(x_ptr, stride, source_rows(source_ptr, rows, there), cols, there, in_cols)
+            if row_codes is not None:
+                store_rows(x * fold[None, :], row_codes, row_scale, total_c, rows, cols, there, in_cols, SCALING)
+            if column_amax is not None:
+                magnitude = finite_magnitude(x * factors_of(column_fold, rows, there))
+                running = tl.maximum(running, magnitude)
         if column_amax is not None:
-            folded = x * _of_token(column_fold, tokens, 1.0)
-            largest = tl.maximum(tl.max(finite_magnitude(folded), axis=0), 0.0)
-            expert = tl.max(experts, axis=0).to(tl.int64)
-            where = column_amax.to(tl.pointer_type(tl.int32)) + expert * total_c + cols
-            tl.atomic_max(where, largest.to(tl.int32, bitcast=True), mask=in_cols & (largest > 0.0), sem="relaxed")
+            enter_maxima(running, column_amax + expert.to(tl.int64) * total_c, cols, in_cols)
+
+
+@triton.jit
+def tile_of_block(blocks_ptr, blocks, tile_r, HEIGHT: tl.constexpr, ALIGNMENT: tl.constexpr):
+    """The expert of a tile of padded positions; their tokens by fours, as `codes.quads`; and which there are."""
+    expert, first, count = load_block(blocks_ptr, blocks, tile_r * HEIGHT // ALIGNMENT)
+    inner, _ = quads(tile_r % (ALIGNMENT // HEIGHT), 0, HEIGHT, True)
+    there = inner[0] < count, inner[1] < count, inner[2] < count, inner[3] < count
+    return expert, (first + inner[0], first + inner[1], first + inner[2], first + inner[3]), there
 
 
 @Kernel
 @triton.jit
-def _write_kernel(
-    x_ptr, stride, total_c, total_r, source_ptr, token_at, expert_at, row_fold, column_fold,
-    row_codes, row_inverse, column_codes, column_inverse, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+def _columns_kernel(
+    x_ptr, stride, total_c, total_r, source_ptr, blocks_ptr, blocks, column_fold, column_codes, column_inverse,
+    ALIGNMENT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a tile of padded positions: of its tokens as they lie, and of all positions transposed."""
+    """Codes of a tile of padded positions, transposed."""
     across = tl.cdiv(total_c, WIDTH)
     tile_r, tile_c = tl.program_id(0) // across, tl.program_id(0) % across
     cols = tile_c * WIDTH + tl.arange(0, WIDTH)
     in_cols = cols < total_c
-    rows, in_rows = quads(tile_r, total_r, HEIGHT, False)
-    t0 = tl.load(token_at + rows[0], mask=in_rows[0], other=-1)
-    t1 = tl.load(token_at + rows[1], mask=in_rows[1], other=-1)
-    t2 = tl.load(token_at + rows[2], mask=in_rows[2], other=-1)
-    t3 = tl.load(token_at + rows[3], mask=in_rows[3], other=-1)
-    experts = tl.load(expert_at + rows[0], mask=in_rows[0], other=0)  # of four rows that stand together
-    x0 = _load(x_ptr, stride, source_ptr, t0, cols, in_cols)
-    x1 = _load(x_ptr, stride, source_ptr, t1, cols, in_cols)
-    x2 = _load(x_ptr, stride, source_ptr, t2, cols, in_cols)
-    x3 = _load(x_ptr, stride, source_ptr, t3, cols, in_cols)
-    if row_codes is not None:
-        ROW_FORMAT: tl.constexpr = row_codes.dtype.element_ty
-        fold = _of_expert(row_fold, experts, total_c, cols, in_cols, 1.0)
-        y0 = x0 * fold * _of_token(row_inverse, t0, 0.0)
-        y1 = x1 * fold * _of_token(row_inverse, t1, 0.0)
-        y2 = x2 * fold * _of_token(row_inverse, t2, 0.0)
-        y3 = x3 * fold * _of_token(row_inverse, t3, 0.0)
-        store_quarter(y0, row_codes, total_c, t0, cols, t0 >= 0, in_cols, ROW_FORMAT)
-        store_quarter(y1, row_codes, total_c, t1, cols, t1 >= 0, in_cols, ROW_FORMAT)
-        store_quarter(y2, row_codes, total_c, t2, cols, t2 >= 0, in_cols, ROW_FORMAT)
-        store_quarter(y3, row_codes, total_c, t3, cols, t3 >= 0, in_cols, ROW_FORMAT)
-    if column_codes is not None:
-        inverse = _of_expert(column_inverse, experts, total_c, cols, in_cols, 0.0)
-        y0 = x0 * _of_token(column_fold, t0, 1.0) * inverse
-        y1 = x1 * _of_token(column_fold, t1, 1.0) * inverse
-        y2 = x2 * _of_token(column_fold, t2, 1.0) * inverse
-        y3 = x3 * _of_token(column_fold, t3, 1.0) * inverse
-        words = pack((y0, y1, y2, y3), column_codes.dtype.element_ty)
-        store_words(words, column_codes, total_r, cols, in_cols, in_rows[0], tile_r)
+    expert, rows, there = tile_of_block(blocks_ptr, blocks, tile_r, HEIGHT, ALIGNMENT)
+    inverse = tl.load(column_inverse + expert.to(tl.int64) * total_c + cols, mask=in_cols, other=0.0)[None, :]
+    x0 = _load(x_ptr, stride, source_rows(source_ptr, rows[0], there[0]), cols, there[0], in_cols)
+    x1 = _load(x_ptr, stride, source_rows(source_ptr, rows[1], there[1]), cols, there[1], in_cols)
+    x2 = _load(x_ptr, stride, source_rows(source_ptr, rows[2], there[2]), cols, there[2], in_cols)
+    x3 = _load(x_ptr, stride, source_rows(source_ptr, rows[3], there[3]), cols, there[3], in_cols)
+    y0 = x0 * factors_of(column_fold, rows[0], there[0]) * inverse
+    y1 = x1 * factors_of(column_fold, rows[1], there[1]) * inverse
+    y2 = x2 * factors_of(column_fold, rows[2], there[2]) * inverse
+    y3 = x3 * factors_of(column_fold, rows[3], there[3]) * inverse
+    words = pack((y0, y1, y2, y3), column_codes.dtype.element_ty)
+    store_words(words, column_codes, total_r, cols, in_cols, there[0] | True, tile_r)
 
 
 @triton.jit
-def _load_bytes(x_ptr, total_c, source_ptr, token_at, rows, in_rows, cols, in_cols):
-    tokens = tl.load(token_at + rows, mask=in_rows, other=-1)
-    where = x_ptr + _rows(source_ptr, tokens) * total_c + cols[None, :]
-    return tl.load(where, mask=(tokens >= 0)[:, None] & in_cols[None, :], other=0).to(tl.uint32)
+def _load_bytes(x_ptr, total_c, source_ptr, rows, there, cols, in_cols):
+    where = x_ptr + source_rows(source_ptr, rows, there)[:, None].to(tl.int64) * total_c + cols[None, :]
+    return tl.load(where, mask=there[:, None] & in_cols[None, :], other=0).to(tl.uint32)
 
 
 @Kernel
 @triton.jit
 def _transpose_kernel(
-    x_ptr, out_ptr, total_c, total_r, source_ptr, token_at, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    x_ptr, out_ptr, total_c, total_r, source_ptr, blocks_ptr, blocks, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    rows, in_rows = quads(tl.program_id(1), total_r, HEIGHT, False)
     cols = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     in_cols = cols < total_c
-    words = _load_bytes(x_ptr, total_c, source_ptr, token_at, rows[0], in_rows[0], cols, in_cols)
-    words |= _load_bytes(x_ptr, total_c, source_ptr, token_at, rows[1], in_rows[1], cols, in_cols) << 8
-    words |= _load_bytes(x_ptr, total_c, source_ptr, token_at, rows[2], in_rows[2], cols, in_cols) << 16
-    words |= _load_bytes(x_ptr, total_c, source_ptr, token_at, rows[3], in_rows[3], cols, in_cols) << 24
-    store_words(words, out_ptr, total_r, cols, in_cols, in_rows[0], tl.program_id(1))
+    _, rows, there = tile_of_block(blocks_ptr, blocks, tl.program_id(1), HEIGHT, HEIGHT)
+    words = _load_bytes(x_ptr, total_c, source_ptr, rows[0], there[0], cols, in_cols)
+    words |= _load_bytes(x_ptr, total_c, source_ptr, rows[1], there[1], cols, in_cols) << 8
+    words |= _load_bytes(x_ptr, total_c, source_ptr, rows[2], there[2], cols, in_cols) << 16
+    words |= _load_bytes(x_ptr, total_c, source_ptr, rows[3], there[3], cols, in_cols) << 24
+    store_words(words, out_ptr, total_r, cols, in_cols, there[0] | True, tl.program_id(1))

@@ -34,6 +34,8 @@ SNAPSHOTS = 16
 """Number of newest snapshots whose mean is judged."""
 SHARE = 0.1
 """Share of a run that counts as recent."""
+LOSSES = ("loss_fp8", "loss", "loss_bf16")
+"""Names of the main loss, the first one that a run has: of the FP8 model, or of the only one."""
 _PREDICATES = {"nonfinite": "is not finite", "saturated": "saturates", "flushed": "is flushed to zero"}
 
 
@@ -92,8 +94,8 @@ def worst_first(findings: Iterable[RunFinding]) -> list[RunFinding]:
 
 
 def loss_key(keys: Any) -> str | None:
-    """Return the name of the main loss: of the FP8 model, or of the only one."""
-    return next((key for key in ("loss_fp8", "loss", "loss_bf16") if key in keys), None)
+    """Return the name of the main loss, one of `LOSSES`; None without one."""
+    return next((key for key in LOSSES if key in keys), None)
 
 
 def newest(series: Series | None) -> float:
@@ -102,8 +104,9 @@ def newest(series: Series | None) -> float:
 
 
 def _recent(run: RunReader, last: int) -> dict[str, Series]:
-    """Return the scalars of the last tenth of the run, but of at least 200 and at most 2,000 steps."""
-    return run.scalars(first=last - min(max(int(SHARE * last), 200), 2000) + 1)
+    """Return losses and gap of the last tenth of the run, but of at least 200 and at most 2,000 steps."""
+    first = last - min(max(int(SHARE * last), 200), 2000) + 1
+    return {key: series for key, series in run.scalars([*LOSSES, "gap_percent"], first=first).items() if len(series)}
 
 
 def _facts(run: RunReader, losses: dict[str, Series], last: int) -> str:

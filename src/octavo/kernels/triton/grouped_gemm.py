@@ -1,0 +1,157 @@
+"""Grouped FP8 GEMMs with row scales, for Hopper.
+
+Tensor cores sum up 128 products, of which they keep about 14 bits, and these sums are added in FP32; or, `FAST`, tensor
+cores sum up all. A tile is computed as an upper and a lower half, which share what is read of b: so few registers hold
+a sum that is about to be added that two programs find room on a processor, and one multiplies while the other adds, or
+stores its tile. At 1,024 tokens per expert and 2048 x 768 weights this is as fast as PyTorch's grouped GEMM with fast
+accumulation, and three times as fast as PyTorch's with slow one, whose results it gives bit for bit.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from octavo.kernels.triton.cast import to_dtype
+from octavo.kernels.triton.grouped import blocks_of, load_block
+from octavo.kernels.triton.launch import Kernel
+from octavo.kernels.triton.shape import cdiv
+
+TILE = 128
+"""Rows and columns of a tile, and products that are added up at a time. Rows of a tile belong to one group."""
+RESIDENT = 2
+"""Programs that a processor has room for; each computes tile after tile."""
+META = {"num_warps": 4, "STAGES": 3, "TILE": TILE}
+
+
+def grouped_gemm(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor | None, ends: Tensor, out_dtype: torch.dtype, fast: bool
+) -> Tensor:
+    """Return a[t] . b[e(t)]^T, (T, R)."""
+    y = torch.empty(a.shape[0], b.shape[1], dtype=out_dtype, device=a.device)
+    blocks = blocks_of(ends, a.shape[0], 0)
+    _rows_kernel[programs(blocks.total * cdiv(b.shape[1], TILE), a.device)](
+        described(a, TILE // 2), described(b, TILE), a_scale.contiguous(), contiguous(b_scale), y,
+        blocks.table, blocks.total, blocks.starts, len(ends), b.shape[1], a.shape[1], FAST=fast, **META,
+    )  # fmt: skip
+    return y
+
+
+def grouped_wgrad(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor | None, ends: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """Return the products (E, N, K) of the groups of a (N, P) and b (K, P). ends: of the groups not padded."""
+    experts, rows, cols = len(ends), a.shape[0], b.shape[0]
+    dw = torch.empty(experts, rows, cols, dtype=out_dtype, device=a.device)
+    _sums_kernel[programs(experts * cdiv(rows, TILE) * cdiv(cols, TILE), a.device)](
+        described(a, TILE // 2), described(b, TILE), a_scale.contiguous(), contiguous(b_scale), dw,
+        blocks_of(ends, 0).starts, experts, rows, cols, **META,
+    )  # fmt: skip
+    return dw
+
+
+def contiguous(scale: Tensor | None) -> Tensor | None:
+    """Return scales as kernels read them."""
+    return None if scale is None else scale.contiguous()
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def programs(tiles: int, device: torch.device) -> tuple[int]:
+    """Return the grid for so many tiles."""
+    return (min(tiles, RESIDENT * _processors(device)),)
+
+
+def described(x: Tensor, height: int) -> TensorDescriptor:
+    """Return what loads tiles of codes of so many rows and `TILE` columns, zeros outside the tensor."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [*[1] * (x.dim() - 2), height, TILE])
+
+
+@triton.jit
+def _add(total, x, w, FAST: tl.constexpr):
+    """total + x w, the product's sum kept by the tensor cores, or, FAST, both."""
+    if FAST:
+        total = tl.dot(x, w, total)
+    else:
+        total += tl.dot(x, w)
+    return total
+
+
+@triton.jit
+def _store(total, row_scale, col_scale, out_ptr, width, rows, cols, there, in_cols):
+    """Write half a tile, multiplied by the scales of its rows and columns."""
+    y = total * tl.load(row_scale + rows, mask=there, other=0.0)[:, None]
+    if col_scale is not None:
+        y *= tl.load(col_scale + cols, mask=in_cols, other=0.0)[None, :]
+    where = out_ptr + rows[:, None].to(tl.int64) * width + cols[None, :]
+    tl.store(where, to_dtype(y, out_ptr.dtype.element_ty), mask=there[:, None] & in_cols[None, :])
+
+
+@Kernel
+@triton.jit
+def _rows_kernel(
+    a, b, a_scale, b_scale, out_ptr, table_ptr, blocks, starts_ptr, experts, width, depth,
+    FAST: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Tiles of rows of one group: sums over `depth` columns of a and b.
+
+    Both loops are made one (`flatten`), so that the first codes of a sum are loaded while the last one is stored; but
+    not where tensor cores sum up all, as they would wait for each other.
+    """
+    HALF: tl.constexpr = TILE // 2
+    across = tl.cdiv(width, TILE)
+    tiles = tl.load(starts_ptr + experts) * across
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=not FAST):
+        expert, first, count = load_block(table_ptr, blocks, tile // across)
+        col = tile % across * TILE
+        upper = tl.zeros((HALF, TILE), tl.float32)
+        lower = tl.zeros((HALF, TILE), tl.float32)
+        for k in tl.range(0, depth, TILE, num_stages=STAGES):
+            w = tl.reshape(b.load([expert, col, k]), (TILE, TILE)).T
+            upper = _add(upper, a.load([first, k]), w, FAST)
+            lower = _add(lower, a.load([first + HALF, k]), w, FAST)
+        inner, cols = tl.arange(0, HALF), col + tl.arange(0, TILE)
+        in_cols = cols < width
+        scale = b_scale
+        if b_scale is not None:
+            scale += expert.to(tl.int64) * width
+        _store(upper, a_scale, scale, out_ptr, width, first + inner, cols, inner < count, in_cols)
+        inner += HALF
+        _store(lower, a_scale, scale, out_ptr, width, first + inner, cols, inner < count, in_cols)
+
+
+@Kernel
+@triton.jit
+def _sums_kernel(
+    a, b, a_scale, b_scale, out_ptr, starts_ptr, experts, height, width, TILE: tl.constexpr, STAGES: tl.constexpr
+):
+    """Tiles of the product of one group: sums over its columns of a and b, which are padded to multiples of TILE."""
+    HALF: tl.constexpr = TILE // 2
+    across, down = tl.cdiv(width, TILE), tl.cdiv(height, TILE)
+    for tile in tl.range(tl.program_id(0), experts * across * down, tl.num_programs(0)):
+        expert = tile // (across * down)
+        row, col = tile % (across * down) // across * TILE, tile % across * TILE
+        start, end = tl.load(starts_ptr + expert) * TILE, tl.load(starts_ptr + expert + 1) * TILE
+        upper = tl.zeros((HALF, TILE), tl.float32)
+        lower = tl.zeros((HALF, TILE), tl.float32)
+        for k in tl.range(start, end, TILE, num_stages=STAGES):
+            w = b.load([col, k]).T
+            upper = _add(upper, a.load([row, k]), w, False)
+            lower = _add(lower, a.load([row + HALF, k]), w, False)
+        rows, cols = row + tl.arange(0, HALF), col + tl.arange(0, TILE)
+        in_cols = cols < width
+        scale = b_scale
+        if b_scale is not None:
+            scale += expert.to(tl.int64) * width
+        scales, place = a_scale + expert.to(tl.int64) * height, out_ptr + expert.to(tl.int64) * height * width
+        _store(upper, scales, scale, place, width, rows, cols, rows < height, in_cols)
+        rows += HALF
+        _store(lower, scales, scale, place, width, rows, cols, rows < height, in_cols)
