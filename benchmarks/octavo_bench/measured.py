@@ -36,16 +36,17 @@ DEMO = (
 def demo(directory: Path) -> str:
     """Return one line per machine: the newest run of the demo."""
     found = results.latest_by_hardware("demo", directory)
-    return "\n\n".join(part for result in found for part in (demo_of(result), result.origin))
+    return "\n\n".join([demo_of(*found), *(result.origin for result in found)])
 
 
-def demo_of(result: Result) -> str:
-    """Return the runs of one result, with the time that each took."""
+def demo_of(*found: Result) -> str:
+    """Return the runs of results, with the time that each took."""
+    rows = [row for result in found for row in result.rows]
     minutes = [
         {"minutes": "{:.0f} min {:02.0f} s".format(*divmod(row["seconds"], 60))} if "seconds" in row else {}
-        for row in result.rows
+        for row in rows
     ]
-    return figures(DEMO, [row | more for row, more in zip(result.rows, minutes, strict=True)], 8)
+    return figures(DEMO, [row | more for row, more in zip(rows, minutes, strict=True)], 8)
 
 
 def faults(result: Result) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -163,6 +165,16 @@ def test_an_arm_is_a_recipe_and_what_differs_from_it() -> None:
         recipe_of("folded+wgrad.exactness=bf16")
 
 
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Let no backward add in any order: that of PyTorch's attention does, most of all beside another stream."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
 def test_lanes_together_and_alone_agree_bit_for_bit(compiled: bool) -> None:
@@ -173,7 +185,7 @@ def test_lanes_together_and_alone_agree_bit_for_bit(compiled: bool) -> None:
     own = InstalledText(own.train.repeat(30), {"python": own.train[:1200], "english": own.train[-600:]}, "digest").on(
         device
     )
-    with allow_many_compilations():
+    with allow_many_compilations(), deterministic():
         lanes = [
             Lane(arm, size, own, device, compiled=compiled) for arm in (BF16, NULL, "folded", "tensorwise", "block")
         ]

@@ -94,5 +94,5 @@ def test_the_terminal_shows_what_the_run_printed(tmp_path: Path) -> None:
 def test_the_dashboard_is_pictured_on_a_run_that_is_a_result(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text('{"heldout_loss_fp8": 1.0}')
     data = pictures.dashboard_data(ROOT / "benchmarks" / "results")
-    with pytest.raises(ConfigError, match="not the run of a committed result"):
+    with pytest.raises(ConfigError, match="not the smallest demo"):
         pictures.draw_dashboard(data, tmp_path, tmp_path)

@@ -58,13 +58,13 @@ def choices(plan: Plan) -> list[Choice]:
 
 
 def advice(plan: Plan) -> list[str]:
-    """Return a line on the fastest choice without a known price, and on a faster one that has a price."""
+    """Return a line on the fastest choice at no known cost in accuracy, and on a faster one that has a cost."""
     found = choices(plan)
     if not found:
         return []
     free = next(choice for choice in found if not choice.price)
-    line = f"fastest without a known price: {free} times BF16 in all products, as predicted"
-    return [line if found[0] is free else f"{line}; with one: {found[0]}"]
+    line = f"fastest at no known cost in accuracy: {free} times BF16 in all GEMMs (predicted)"
+    return [line if found[0] is free else f"{line}; at a cost: {found[0]}"]
 
 
 def price_of(recipe: Recipe, head: bool = False) -> str:

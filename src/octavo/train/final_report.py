@@ -73,8 +73,8 @@ def _facts(event: Finished) -> Iterator[tuple[str, str]]:
         if summary["skipped_steps"].get(model):
             yield f"skipped steps {title}", f"{summary['skipped_steps'][model]} (their gradients overflowed)"
     yield "trained on", f"{summary['tokens']:,} tokens in {_duration(summary['seconds'])}, {_speed(summary)}"
-    if summary["energy_kwh"] is not None:
-        cost = "" if summary["energy_cost"] is None else f", which cost {summary['energy_cost']:.4g}"
+    if summary.get("energy_kwh") is not None:
+        cost = "" if summary.get("energy_cost") is None else f", which cost {summary['energy_cost']:.4g}"
         yield "energy", f"{summary['energy_kwh']:.4g} kWh of the GPUs, all models{cost}"
     if summary["weights"] != "fp32":
         yield "weights", f"{summary['weights']}, {summary['weight_bytes_per_parameter']:.2f} bytes per parameter"

@@ -12,7 +12,7 @@ import torch
 from synthetic import synthetic_run
 
 from octavo.monitor.dashboard.answers import ANSWERS, RANGES, answer, format_range, outside
-from octavo.monitor.dashboard.runs import RunFolder
+from octavo.monitor.dashboard.runs import runs_below
 from octavo.numerics import formats
 
 
@@ -55,7 +55,7 @@ def test_a_poll_of_a_run_four_times_as_long_takes_no_more_memory(tmp_path: Path)
     peaks = []
     for steps in (3_000, 12_000):
         synthetic_run(tmp_path / str(steps), layers=7, steps=steps, telemetry_every=8)
-        known = RunFolder(tmp_path / str(steps))
+        known = runs_below(tmp_path / str(steps))
         tracemalloc.start()
         for poll in range(2):
             before = tracemalloc.get_traced_memory()[0]
