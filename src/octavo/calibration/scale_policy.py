@@ -72,7 +72,7 @@ class ScalePolicy:
         lowest = _scale(amax, fmt, operand)
         scale = lowest * 2.0**self.margin
         return Calibrated(
-            operand.format, operand.scaling, scale, seen.amax, _statistics(seen, amax, fmt, scale, lowest)
+            operand.stored_format, operand.scaling, scale, seen.amax, _statistics(seen, amax, fmt, scale, lowest)
         )
 
 

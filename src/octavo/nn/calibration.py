@@ -25,13 +25,13 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from octavo._util import config_reader
 from octavo._util.files import write_text
 from octavo.errors import ConfigError, did_you_mean
 from octavo.numerics import Scaling
-from octavo.recipes import STORED_SCALE_ROLES, FormatName, Operand, Recipe
+from octavo.recipes import STORED_SCALE_ROLES, Operand, Recipe
 
 VERSION = 2
 KEPT = 16
@@ -93,7 +93,7 @@ class Origin:
 class Calibrated:
     """One scale of a calibration file."""
 
-    format: FormatName
+    format: Literal["e4m3", "e5m2"]
     """Of the codes that it was made for."""
     scaling: Scaling
     """Whether it was rounded up to a power of two."""

@@ -272,7 +272,7 @@ class ScalingState:
             kept = "as it was loaded" if operand.scale_from == "static" else "the largest values of training"
             origin = Origin(recipe=entry.recipe.name, how=how or kept)
             for name in entry.names if scales[row] > 0 else ():
-                yield name, Calibrated(operand.format, operand.scaling, scales[row], largest[row], origin=origin)
+                yield name, Calibrated(operand.stored_format, operand.scaling, scales[row], largest[row], origin=origin)
 
     def _bind(self) -> None:
         """Make the pages views of the cells."""

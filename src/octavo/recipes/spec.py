@@ -52,6 +52,12 @@ class Operand:
     where that would saturate (`just_in_time`), or a calibration file (`static`)."""
 
     @property
+    def stored_format(self) -> Literal["e4m3", "e5m2"]:
+        """The format, of an operand with a scale per tensor: none of MX's."""
+        assert self.format in ("e4m3", "e5m2")
+        return self.format
+
+    @property
     def has_stored_scale(self) -> bool:
         """Whether its scale is known before it is: a layer keeps it from step to step."""
         return self.scale_from != "current"
