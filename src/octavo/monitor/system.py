@@ -7,7 +7,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -104,20 +104,6 @@ class SystemProbe:
             return ask(self._handle, *arguments)
         except self._nvml.NVMLError:
             return None
-
-
-JOULES_PER_KWH = 3.6e6
-
-
-def energy_kwh(rows: Sequence[Mapping[str, float]]) -> float | None:
-    """Return the energy of a run from its system readings, all sessions: the counter restarts with each. None without.
-
-    It is that of one GPU: the one that the rows are of.
-    """
-    joules = [row["gpu_energy_joules"] for row in rows if "gpu_energy_joules" in row]
-    if not joules:
-        return None
-    return sum(one for one, after in zip(joules, [*joules[1:], 0.0], strict=True) if after < one) / JOULES_PER_KWH
 
 
 def _torch_memory(gpu: int | None) -> dict[str, float]:

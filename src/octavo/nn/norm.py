@@ -271,11 +271,14 @@ class _FromOutput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, y: Tensor, rstd: Tensor) -> Tensor:
         ctx.save_for_backward(weight, y, rstd)
+        ctx.set_materialize_grads(False)
         return y.view_as(y)
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return (None,) * 4
         weight, y, rstd = ctx.saved_tensors
         w, dy = weight.float(), dy.float()
         normed = torch.where(w == 0, 0.0, y.float() / w)  # one that became zero: its own gradient, for one step

@@ -14,10 +14,11 @@ import torch
 
 from octavo._util import config_reader
 from octavo.guard.guarded import GuardEvent
+from octavo.monitor.energy import energy_kwh
 from octavo.monitor.recorder import Recorder
 from octavo.monitor.store import RunReader
 from octavo.monitor.store.writer import outcome_of
-from octavo.monitor.system import energy_kwh, environment
+from octavo.monitor.system import environment
 from octavo.train.config import LoopConfig, RunConfig
 from octavo.train.events import (
     Evaluated,

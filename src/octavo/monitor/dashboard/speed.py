@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from octavo.errors import ConfigError
 from octavo.models import ModelConfig, flops_per_token
 from octavo.models.flops import datasheet_tflops
+from octavo.monitor.energy import JOULES_PER_KWH, energy_kwh
 from octavo.monitor.store import RunReader, Series
 from octavo.monitor.store.series import sampled
-from octavo.monitor.system import JOULES_PER_KWH, energy_kwh
 
 Floats = NDArray[np.float64]
 LANES = ("fp8", "bf16")
