@@ -1,7 +1,5 @@
 """DeepSpeed's engine with ZeRO-1, 2 and 3: the losses of training without it, on one rank."""
 
-import os
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,24 +12,17 @@ import deepspeed
 
 import octavo
 from octavo import kernels
+from octavo_bench.clients import one_rank
 
 STEPS = 6
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    before = {name: os.environ.get(name) for name in place}
-    os.environ.update(place)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, for minutes
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    yield
-    torch.distributed.destroy_process_group()
-    for name, value in before.items():
-        os.environ.pop(name) if value is None else os.environ.update({name: value})
+def process_group() -> Iterator[None]:
+    with one_rank():
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, for minutes
+        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+        yield
 
 
 def batches(data: Any) -> Iterator[dict[str, torch.Tensor]]:
