@@ -259,7 +259,7 @@ def test_a_nan_that_nothing_removes_ends_the_run_and_is_named() -> None:
 
 def test_batches_that_end_are_an_error() -> None:
     loop, _ = make_loop(data=itertools.islice(batches(), 5))
-    with pytest.raises(ConfigError, match="there are 5 batches, and step 6"):
+    with pytest.raises(ConfigError, match="the batches end after 5, and step 6"):
         losses(loop)
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from octavo._util.terminal import quantity
 from octavo.errors import RunError
 from octavo.guard.alarms import (
     LASTING,
@@ -261,7 +262,7 @@ class Guard:
             return self._comes_back(incident, alarm, step)
         self._unsolved.append(alarm.step)
         if len(self._unsolved) > self.config.rollbacks:
-            self._give_up(alarm, f"rolled back {self.config.rollbacks} times without success (guard.rollbacks)")
+            self._give_up(alarm, f"{quantity(self.config.rollbacks, 'rollback')} without success (guard.rollbacks)")
             return False
         target = self._newest_before(alarm)
         self._emit(alarm, str(alarm), action=f"back to step {target.snapshot.step}", back_to=target.snapshot.step)
@@ -515,7 +516,7 @@ class Guard:
         if self.acts and self._incident is None and self._refine(alarm.layer, alarm):
             return
         if self._rules.is_news(alarm):
-            self._emit(alarm, f"{alarm}, for {self.config.patience} steps")
+            self._emit(alarm, f"{alarm}, for {quantity(self.config.patience, 'step')}")
 
     def _refine(self, layer: str, alarm: Alarm) -> bool:
         """Move a layer one rung up the ladder; return False if that is impossible."""

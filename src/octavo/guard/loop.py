@@ -182,7 +182,7 @@ class Loop(Guarded):
             try:
                 self._buffer.append(next(self._batches))
             except StopIteration:
-                text = f"there are {self.position} batches, and step {self.done + 1} needs one more"
+                text = f"the batches end after {self.position}, and step {self.done + 1} needs one more"
                 raise ConfigError(
                     f"octavo.guard.Loop: {text}. Give an endless iterator, such as itertools.cycle(batches)."
                 ) from None
