@@ -557,11 +557,16 @@ class Guard:
         return reason
 
     def _compare_with_shadow(self) -> None:
-        """Compare the next batch in FP8 and BF16, and those after it if it is harmed; in mode `act`, refine layers."""
+        """Compare the next batch in FP8 and BF16, and those after it if it is harmed; in mode `act`, refine layers.
+
+        The last batch alone decides nothing.
+        """
         fp8, bf16 = (self._run.probe(fp8=is_fp8, backward=False) for is_fp8 in (True, False))
         gap, limit = loss_gap(fp8, bf16), self.config.shadow_gap
-        is_harm = gap > limit and self._gap_of_following() > limit
+        following = self._gap_of_following() if gap > limit else None
+        is_harm = following is not None and following > limit
         text = f"the loss of a batch in FP8 is {abs(gap):.3f} % {'above' if gap >= 0 else 'below'} that in BF16"
+        text += "; no batch follows that could confirm it" if gap > limit and following is None else ""
         text += "; guardrails that only watch leave it so" if is_harm and not self.acts else ""
         level = "warning" if is_harm else "info"
         self._run.emit(GuardEvent(self._run.done, level, "shadow", text, value=gap, limit=limit))
@@ -569,11 +574,11 @@ class Guard:
             alarm = Alarm(self._run.done, "shadow", "", "", gap, limit)
             self._refine_until_well(alarm, [], lambda probe: loss_gap(probe, bf16) <= limit)
 
-    def _gap_of_following(self) -> float:
-        """Return the mean gap of the batches after the next one: a small batch alone may have any."""
+    def _gap_of_following(self) -> float | None:
+        """Return the mean gap of the batches after the next one: a small batch alone may have any. None without one."""
         both = (self._run.probe_following(LASTING, fp8=is_fp8, backward=False) for is_fp8 in (True, False))
         gaps = [loss_gap(fp8, bf16) for fp8, bf16 in zip(*both, strict=True)]
-        return fmean(gaps) if gaps else 0.0
+        return fmean(gaps) if gaps else None
 
     def _emit(
         self, alarm: Alarm, text: str, *, level: str = "warning", action: str = "", cause: Cause | str = "",
