@@ -179,7 +179,7 @@ class Planner:
             )
 
     def _gain_of_experts(self, found: FoundExperts, recipe: Recipe, active: float) -> float | None:
-        """Return the predicted gain of fused experts; None without rates, if narrow, or if tokens go to an unknown share."""
+        """Return the predicted gain of fused experts; None without rates, if narrow, or of an unknown share."""
         known = rates(self.device)
         if known is None or active == 1.0 or min(found.second) < EXPERTS_FROM:
             return None
