@@ -161,7 +161,7 @@ class _GroupedLinear(torch.autograd.Function):
             ctx.save_for_backward(ends, *kept, weight)
             return grouped_mm(x.to(dtype).contiguous(), weight.to(dtype).mT, ends)
         accumulate = recipe.fprop.accumulate
-        w = quantize_experts(weight, recipe) if codes[0] is None else (codes[0], codes[1])
+        w: tuple[Tensor, Tensor] = quantize_experts(weight, recipe) if codes[0] is None else (codes[0], codes[1])
         ctx.saves_codes = recipe.reuses("dgrad.weight")
         flat = w[0].flatten(0, 1), w[1].view(-1, 1)
         ctx.save_for_backward(ends, *kept, *(flat if ctx.saves_codes else (weight,)))
