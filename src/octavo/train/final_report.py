@@ -43,7 +43,8 @@ def verdict(summary: Mapping[str, Any]) -> str:
         return ""
     if half_width is None:
         return f"Held-out loss {gap:+z.2f} % beside BF16."
-    found = "lower than" if gap < -half_width else "higher than" if gap > half_width else "no different from"
+    least = max(half_width, 0.005)  # what is shown as 0.00 is no difference
+    found = "lower than" if gap < -least else "higher than" if gap > least else "no different from"
     interval = f"{gap:+z.2f} % ± {half_width:.2f} %"
     return f"Held-out loss: FP8 is {found} BF16, {interval} (95 % over sequences; seeds vary by more)."
 
