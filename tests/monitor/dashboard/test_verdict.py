@@ -122,7 +122,7 @@ def test_the_gap_to_the_twin(tmp_path: Path, gap: float, level: str) -> None:
         (lambda step: 1.5 * math.sin(step / 48), "healthy"),  # ends at 0 after it was at 1.5 and at -1.5
         (lambda step: 1.5 * math.sin(step / 190), "watch"),  # rises, and stays
         (lambda step: 2.0 * step / STEPS, "watch"),  # grows steadily
-        (lambda step: 2.0 if step > 270 else 0.0, "watch"),  # lost at the end
+        (lambda step: 2.0 if step > 240 else 0.0, "watch"),  # lost at the end
         (lambda step: 8.0 if step > 20 else 0.0, "unhealthy"),  # lost at the start
         (lambda step: 1.4 if step > 250 else 2.0 * math.cos(step / 15), "healthy"),  # no further than it was before
     ],
