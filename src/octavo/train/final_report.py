@@ -47,8 +47,8 @@ def verdict(summary: Mapping[str, Any], history: Sequence[Mapping[str, Any]] = (
     strays = wander([line["gap_percent"] for line in history if line.get("gap_percent") is not None])
     noise = max(half_width, strays)
     found = "lower than" if gap < -noise else "higher than" if gap > noise else "indistinguishable from"
-    other = f"the gap wanders by ± {strays:.2f} % over the run" if strays else "seeds vary by more"
-    return f"Held-out loss: FP8 is {found} BF16, {gap:+z.2f} % ± {half_width:.2f} % (95 % over sequences; {other})."
+    other = f"the gap wanders by ± {strays:.2f} %" if strays else "seeds vary by more"
+    return f"Held-out loss: FP8 is {found} BF16, {gap:+z.2f} ± {half_width:.2f} % (95 %, sequences); {other}."
 
 
 def _facts(event: Finished) -> Iterator[tuple[str, str]]:
