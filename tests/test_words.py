@@ -35,7 +35,12 @@ DIALECT = {
     r"\bsums that shrink\b": "truncated accumulation",
     r"\bas ever\b": "as before",
     r"\bwhat is next to each other\b": "adjacent operations",
-    r"\bgrow used to\b": "adapt to",
+    r"\b(?:grow|grown) used to\b": "adapt to",
+    r"\bfor want of\b": "for lack of",
+    r"\bthe other way round\b": "transposed, or swapped",
+    r"\bnow and then\b": "occasionally",
+    r"\bwhat follows from (?:it|them)\b": "conclusions",
+    r"\bso (?:it is|they are)\b(?=[.;,:]| for| in)": "confirmed, or a verb",
 }
 """Pattern, and what to write in its place."""
 

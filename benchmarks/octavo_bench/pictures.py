@@ -247,7 +247,9 @@ def _plan_of(row: Row, config: RunConfig) -> Plan:
 
     with torch.device("meta"):
         model = build(config.model, config.run.seed)
-    return make_plan(model, row["recipe"], device="cpu" if row["peak_gib"] is None else row["device"].split()[-1].lower())
+    return make_plan(
+        model, row["recipe"], device="cpu" if row["peak_gib"] is None else row["device"].split()[-1].lower()
+    )
 
 
 # --- the dashboard ---------------------------------------------------------------------------------------------------
