@@ -112,12 +112,11 @@ def bench_layers(shapes: Sequence[Shape], device: str, repeats: int, report: Cal
             except Exception as error:  # one that fails must not lose the others
                 row["error"] = failure(error)
             torch._dynamo.reset()
-            best = min(
-                (r["ms"] for r in [*found, row] if r["implementation"].startswith(RIVAL) and "ms" in r), default=0
-            )
-            if "ms" in row:
-                row["ratio_to_bf16"] = round(best / row["ms"], 3) if best else 0.0
             found.append(row)
+            best = min((r["ms"] for r in found if r["implementation"].startswith(RIVAL) and "ms" in r), default=0)
+            for each in found:  # those before, too: a later rival may be faster
+                if "ms" in each:
+                    each["ratio_to_bf16"] = round(best / each["ms"], 3)
             report(row)
         rows += found
     return rows

@@ -67,8 +67,9 @@ def check(name: str, directory: Path, steps: int, html: bool = False) -> Row:
     row: Row = {"seconds": round(seconds, 1), "adopts": small.adopts, "recipe": small.best or "none"}
     if small.best:
         row["speedup"] = round(small.speedup(small.best), 3)
+    timed = [each for each in full.plans if full.plans[each].fp8_layers and full.trains(each)]
     return row | {
-        "full": {each: round(full.speedup(each), 3) for each in full.plans if full.trains(each)},
+        "full": {each: round(full.speedup(each), 3) for each in timed},
         "right": is_right(small, full),
     }
 
@@ -117,6 +118,6 @@ def command(
 
 
 def _figures(row: Row) -> str:
-    full = ", ".join(f"{name} {speed:.2f}" for name, speed in row["full"].items())
+    full = ", ".join(f"{name} {speed:.2f}" for name, speed in row["full"].items()) or "no layer in FP8"
     said = f"{'adopt' if row['adopts'] else 'not yet'} {row['recipe']} {row.get('speedup', 0):.2f}"
     return f"{row['seconds']:.0f} s: {said}; full: {full}; {'right' if row['right'] else 'WRONG'}"
