@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import octavo
 from octavo import kernels
 from octavo.conversion import Policy, convert, disabled
-from octavo.distributed import shard
+from octavo.distributed import shard, tensor_parallel
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.models import ModelConfig, build
 from octavo.nn.telemetry import Telemetry
@@ -201,7 +201,7 @@ def test_asking_for_a_graph_where_there_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"run\.graph: 'on', but the run is on a CPU"):
         replays(asked("on"), CPU)
     for settings, reason in (({"pipeline": 2}, "parallel.pipeline"), ({"zero": "greedy"}, "parallel.zero")):
-        parallel = ParallelConfig(**settings)  # type: ignore[arg-type]
+        parallel = ParallelConfig(**settings)
         with pytest.raises(ConfigError, match=reason):
             replays(asked("on"), CUDA, dataclasses.replace(TWO, parallel=parallel))
 
@@ -299,34 +299,49 @@ def test_a_sharded_model_that_cannot_be_captured_is_an_error(alone: None) -> Non
 def test_what_differs_from_step_to_step_is_not_captured(alone: None, case: str) -> None:
     model = build(CONFIG, seed=0).to("cuda")
     mesh = init_device_mesh("cuda", (2,))
-    shard(model, mesh, **({"reduce": case} if case == "fp8-lm" else {"by_rows": [model.tok_embeddings]}))  # type: ignore[dict-item]
+    shard(model, mesh, **({"reduce": case} if case == "fp8-lm" else {"by_rows": [model.tok_embeddings]}))
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(UnsupportedError, match=r"fp8-lm|by_rows"):
         trained_and_evaluated(octavo.graph(passes_of(model), model, optimizer), model, optimizer, "cuda")
 
 
-def on_two_gpus(rank: int, ranks: int, by_graph: bool) -> list[float]:
-    torch.cuda.set_device(rank)
-    mesh = DeviceMesh.from_group(dist.new_group(backend="nccl"), "cuda")
-    model = build(CONFIG, seed=0).to("cuda")
-    convert(model, "folded", policy=Policy(min_gain=0.0))
-    shard(model, mesh, reduce="bf16")
-    for block in model.get_submodule("layers").children():
-        block.compile(fullgraph=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    passes: Any = octavo.graph(passes_of(model), model, optimizer) if by_graph else passes_of(model)
-    losses = trained_and_evaluated(passes, model, optimizer, "cuda")
-    if by_graph:
-        assert passes.held > 0
-        passes.forget()
-    return losses
+def on_two_ranks(rank: int, ranks: int, layout: str, device: str) -> list[list[float]]:
+    """Losses launched kernel by kernel, and by graph."""
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    mesh = DeviceMesh.from_group(dist.new_group(backend="nccl" if device == "cuda" else "gloo"), device)
+    found = []
+    for by_graph in (False, True):
+        model = build(CONFIG, seed=0).to(device)
+        convert(model, "folded", policy=Policy(min_gain=0.0))
+        if layout == "data":
+            shard(model, mesh, reduce="bf16")
+        else:
+            tensor_parallel(model, mesh)
+        for block in model.get_submodule("layers").children() if device == "cuda" else ():
+            block.compile(fullgraph=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        passes: Any = passes_of(model)
+        if by_graph and device == "cpu":
+            passes = GraphsOnCPU().replay(passes, model, list(model.parameters()), optimizer)
+        elif by_graph:
+            passes = octavo.graph(passes, model, optimizer)
+        found.append(trained_and_evaluated(passes, model, optimizer, device))
+        if by_graph:
+            assert passes.held > 0
+            passes.forget()
+    return found
 
 
-@pytest.mark.gpu
-def test_two_gpus_replay_what_they_would_launch() -> None:
-    if torch.cuda.device_count() < 2:
+on_two_gpus = [pytest.param(layout, "cuda", marks=pytest.mark.gpu) for layout in ("data", "tensor")]
+
+
+@pytest.mark.parametrize(("layout", "device"), [("tensor", "cpu"), *on_two_gpus])
+def test_two_ranks_replay_what_they_would_launch(layout: str, device: str) -> None:
+    if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    assert run(on_two_gpus, 2, True) == run(on_two_gpus, 2, False)
+    for launched, replayed in run(on_two_ranks, 2, layout, device):
+        assert launched == replayed
 
 
 # --- for a user ------------------------------------------------------------------------------------------------------
