@@ -149,6 +149,7 @@ MAY_FAIL = (
 """Kinds whose rows may have `error`, a text, in place of their figures: a failure is a result."""
 SUBJECTS = {
     "clients": ("client",),
+    "distributed": ("workload", "layout", "ranks"),  # each beside BF16 of its own
     "faults": ("fault", "configuration"),
     "ladder": ("protocol", "model", "tokens", "condition", "recipe", "seed", "text", "machine"),
     "robustness": ("class",),
