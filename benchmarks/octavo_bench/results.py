@@ -349,13 +349,16 @@ def history(kind: str, directory: Path) -> list[Result]:
 
 
 def newest(kind: str, directory: Path) -> list[Result]:
-    """Return the newest session of each workload, the newest first: a result has the rows that no newer one has."""
+    """Return the newest session of each workload and number of ranks, the newest first.
+
+    A result has the rows that no newer one has.
+    """
     found: list[Result] = []
-    known: set[str] = set()
+    known: set[tuple[Any, ...]] = set()
     for result in history(kind, directory):
-        if rows := tuple(row for row in result.rows if row["workload"] not in known):
+        if rows := tuple(row for row in result.rows if (row["workload"], row.get("ranks")) not in known):
             found.append(dataclasses.replace(result, rows=rows))
-            known |= {row["workload"] for row in rows}
+            known |= {(row["workload"], row.get("ranks")) for row in rows}
     return found
 
 
