@@ -78,11 +78,14 @@ def implementations() -> dict[str, Implementation]:
     found.append(_octavo("folded", ", bf16 gradients, fp8 states", **by_default, optimizer=_fp8_states))
     with_head = partial(_convert, recipe="folded_fast", fp8_head=True)
     found.append(_octavo("folded_fast", ", fp8 head, bf16 gradients", **by_default, convert=with_head))
-    lean: dict[str, Any] = {"convert": partial(_convert, recipe="folded", activation_inputs="fp8", norm_inputs="fp8")}
+    keeps_least: dict[str, Any] = {"activation_inputs": "fp8", "norm_inputs": "fp8"}
+    lean: dict[str, Any] = {"convert": partial(_convert, recipe="folded", **keeps_least)}
     found.append(_octavo("folded", ", bf16 gradients (lean)", **by_default, **lean, optimizer=_fp8_states))
     sends_least: dict[str, Any] = {"shard": _shard_fewest_bytes, "optimizer": _fp8_states}
     found.append(_octavo("folded", ", fp8-block", **sends_least))
     found.append(_octavo("folded", ", fp8-block (lean)", **sends_least, **lean))
+    fastest = {"convert": partial(with_head, **keeps_least)}
+    found.append(_octavo("folded_fast", ", fp8 head, fp8-block (lean)", **sends_least, **fastest))
     return {implementation.name: implementation for implementation in found}
 
 
