@@ -267,8 +267,7 @@ class NothingGathered(GraphsOnCPU):
 
 
 @on_both
-@pytest.mark.parametrize("reshard", [None, False], ids=["regathered", "kept"])
-@pytest.mark.parametrize("reduce", [None, "fp8-block"])
+@pytest.mark.parametrize(("reduce", "reshard"), [(None, None), ("fp8-block", False)], ids=["gathered twice", "once"])
 def test_replayed_steps_of_a_sharded_model_are_those_that_are_launched(
     alone: None, reduce: str | None, reshard: bool | None, device: str
 ) -> None:
