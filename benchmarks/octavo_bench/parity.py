@@ -7,11 +7,14 @@ minutes are over, saves after each, and says what is known by then.
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -23,7 +26,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.models.factory import model_name
-from octavo_bench import ladder_plots, results
+from octavo_bench import ladder, ladder_plots, results
 from octavo_bench.cli import TO_STDOUT, Output, command_line, known
 from octavo_bench.installed_text import InstalledText, installed_text
 from octavo_bench.ladder import FIRST_SEED, FRESH, KIND, PROTOCOL, SIZES, read_rows, report, under
@@ -34,6 +37,7 @@ from octavo_bench.lanes import (
     Snapshot,
     Training,
     allow_many_compilations,
+    policy_of,
     recipe_of,
     run_together,
 )
@@ -53,6 +57,8 @@ class Session:
     """Wall time, with all preparation; no block is begun that would not end in it."""
     pairs: int = 1000
     """Largest number of blocks per size and condition, with those that are there already."""
+    until_verdict: bool = False
+    """Add no pairs to a study in which every recipe passes or fails: the others get its time."""
     seeds: int = FIRST_SEED
     """First seed. Machines that work at the same time take different ones."""
     device: str = "auto"
@@ -109,18 +115,21 @@ def parity(
         octavo bench parity --minutes 0 --plots docs/pictures
         octavo bench parity --sizes 3m --minutes 8 --write benchmarks/results
         octavo bench parity --sizes 1m --conditions half,half+lr4,half+outliers --recipes folded
-        octavo bench parity --sizes 1m --recipes folded,folded+wgrad.precision=bf16
+        octavo bench parity --sizes 1m --recipes folded,folded+wgrad.precision=bf16,folded+policy.memory=low
+        octavo bench parity --sizes moe-1m --conditions half --recipes folded,rowwise --until-verdict
         octavo bench parity --sizes tiny --minutes 1 --device cpu
 
     Parameters
     ----------
     sizes
-        Sizes, separated by commas; they get equal time, under each condition.
+        Sizes, separated by commas; they get equal time, under each condition. Of mixtures of experts (`moe-1m`) the
+        size is that of the active parameters.
     conditions
         `whole`: recipes from the first step. `half`: from half of the steps on, BF16 before. Harder with `+`: `lr2`,
         `lr4`, `batch4`, `outliers`.
     recipes
-        FP8 recipes, separated by commas, `none` for BF16 alone. What differs from a recipe follows it after `+`.
+        FP8 recipes, separated by commas, `none` for BF16 alone. What differs from a recipe follows it after `+`, with
+        `policy.` what is kept for backward.
     plots
         Directory to draw the pictures of all committed results to, those of `--write` if given; needs matplotlib.
     """
@@ -159,7 +168,8 @@ class Study:
         from octavo.train.device import resolve
 
         self._end = time.monotonic() + 60 * session.minutes
-        self.device, self.arms, self.session, self.found, self._say = resolve(session.device), arms, session, found, say
+        self.device, self.arms, self.session, self._say = resolve(session.device), arms, session, say
+        self.found = [*found]
         self.machine = machine(self.device)
         self.sizes = [_Size(name, how, under(how, SIZES[name]), session.seeds) for name, how in trained]
         self._made: dict[tuple[str, int, str], Lane] = {}
@@ -185,6 +195,7 @@ class Study:
                 if seed is None:
                     self.sizes.remove(size)
                 elif rows := self._block(size, seed, arms, text):
+                    self.found += rows
                     yield rows
 
     def say(self, line: str) -> None:
@@ -195,10 +206,12 @@ class Study:
         """Return the size with the least time spent of those whose next block would end in time."""
         left = self._end - time.monotonic()
         possible = [size for size in self.sizes if (size.block or 0.0) < left]
+        if self.session.until_verdict:
+            possible = [size for size in possible if not ladder.is_settled(self._own(size), self.arms)]
         return min(possible, key=lambda size: size.spent, default=None)
 
     def _own(self, size: _Size) -> list[Row]:
-        """Return the runs of a size under its condition in the result files."""
+        """Return the runs of a size under its condition, of this session and in the result files."""
         study = (size.model, size.training.tokens, size.condition)
         return [row for row in self.found if (row["model"], row["tokens"], row["condition"]) == study]
 
@@ -208,8 +221,12 @@ class Study:
         return sum(by_arm.get(arm, 0.0) for arm in self.arms) or None
 
     def _unmade(self, size: _Size, digest: str) -> tuple[int | None, list[str]]:
-        """Return the next seed that lacks arms, and those; a seed begun with other text or machine is left alone."""
-        own = self._own(size)
+        """Return the next seed that lacks arms, and those; a seed begun with other text or machine is left alone.
+
+        So is one begun from a run in BF16 that this device would not repeat bit for bit: backward of attention adds in
+        any order on a GPU, and by the half of a run such differences are percents.
+        """
+        own, repeats = self._own(size), self.device.type == "cpu" or not size.training.branch
         while size.seeds < self.session.seeds + self.session.pairs:
             seed, size.seeds = size.seeds, size.seeds + 1
             rows = [row for row in own if row["seed"] == seed]
@@ -217,13 +234,19 @@ class Study:
                 return seed, [*self.arms]
             same = all((row["text"], row["machine"]) == (digest, self.machine) for row in rows)
             missing = [arm for arm in self.arms if arm not in [row["recipe"] for row in rows]]
-            if same and missing:
+            if same and missing and repeats:
                 return seed, missing
         return None, []
 
     def _block(self, size: _Size, seed: int, arms: Sequence[str], text: InstalledText) -> list[Row]:
         lanes = self._lanes(size, arms, text)
-        began, rows, finished = time.monotonic(), [], True
+        with turn(self.device):
+            return self._train(size, lanes, seed, text)
+
+    def _train(self, size: _Size, lanes: list[Lane], seed: int, text: InstalledText) -> list[Row]:
+        began, rows, finished = time.monotonic(), list[Row](), True
+        if began + (size.block or 0.0) > self._end:  # the time went by while another session had its turn
+            return []
         snapshot = self._snapshot(size, seed, text)
         began_well = snapshot is not None or not size.training.branch
         before = {BF16: time.monotonic() - began}  # BF16's share of the run that all go on from
@@ -237,7 +260,7 @@ class Study:
             rows += [self._row(size, lane, seed, text, before.get(lane.arm, 0.0) + each) for lane in group]
         took = time.monotonic() - began
         size.spent += took
-        size.block = took * len(self.arms) / max(1, len(arms)) if finished else size.block
+        size.block = took * len(self.arms) / max(1, len(lanes)) if finished else size.block
         losses = ", ".join(f"{row['recipe']} {row['heldout_loss']:.5f}" for row in rows if "error" not in row)
         self.say(f"{size.title}, seed {seed}: {took:.1f} s; {losses}")
         return rows
@@ -311,6 +334,20 @@ def machine(device: torch.device) -> str:
     return ", ".join([results.hardware(str(device)), *(f"{name} {version}" for name, version in versions.items())])
 
 
+@contextmanager
+def turn(device: torch.device) -> Iterator[None]:
+    """Wait until no other session trains a block on this GPU.
+
+    Sessions beside each other prepare at the same time, and the seconds of a block remain those of a GPU of its own.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    with (Path(tempfile.gettempdir()) / f"octavo-parity-{device.index or 0}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def save(rows: Sequence[Row], directory: Path, command: str, device: str) -> Path:
     """Write the rows to the file of the day, with those that it holds, here or among the committed results."""
     new = results.made_today(KIND, rows, command, device=device)
@@ -356,7 +393,7 @@ def _warm(arm: str, training: Training, device: torch.device, compiled: bool) ->
 def check_recipes(names: Sequence[str]) -> None:
     """Raise `ConfigError` unless all recipes compute in FP8 and keep nothing from step to step."""
     for name in names:
-        recipe = recipe_of(name)
+        recipe, _ = recipe_of(name), policy_of(name)
         if not recipe.is_fp8:
             raise ConfigError(f"--recipes: '{name}' has no FP8 GEMM: BF16 is trained in any case.")
         if recipe.has_stored_scales:
