@@ -30,7 +30,6 @@ from octavo.nn.weight_codes import quantize_matrix, quantize_weights
 from octavo.numerics import Quantized
 from octavo.recipes import Operand, Recipe, RecipeLike, load, reused_from
 
-
 _BF16 = load("bf16")
 """Made once, outside of what Dynamo traces: it cannot follow the making of a recipe."""
 
