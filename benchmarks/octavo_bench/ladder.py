@@ -284,16 +284,30 @@ def _percent(value: float | None, sign: str = "") -> str:
 
 def size_table() -> str:
     """Return the sizes of the ladder and how they are trained."""
-    header = ("size", "parameters", "dim", "layers", "ffn", "sequence", "tokens per parameter", "tokens", "steps")
+    header = (
+        "size",
+        "parameters",
+        "active",
+        "dim",
+        "layers",
+        "ffn",
+        "sequence",
+        "tokens per active parameter",
+        "tokens",
+    )
     body = []
     for name, own in SIZES.items():
-        if name == "tiny":
+        if name.endswith("tiny"):
             continue
-        model, ratio = own.model, f"{own.tokens_per_parameter:g}"
-        shape = (f"{model.dim:,}", str(model.layers), f"{model.ffn_dim:,}", f"{model.sequence:,}")
+        model, ratio, ffn = own.model, f"{own.tokens_per_parameter:g}", f"{own.model.ffn_dim:,}"
+        if model.architecture == "moe":
+            shared = f" + {model.shared_experts}" if model.shared_experts else ""
+            ffn = f"{model.experts_per_token} of {model.experts}{shared} experts of {ffn}"
+        shape = (f"{model.dim:,}", str(model.layers), ffn, f"{model.sequence:,}")
         rest = (f"{own.batch * model.sequence:,}", f"{own.lr:g}")
-        body.append((f"`{name}`", f"{own.parameters:,}", *shape, ratio, f"{own.tokens:,}", f"{own.steps:,}", *rest))
-    return table((*header, "tokens per step", "peak learning rate"), body)
+        counts = (f"{own.parameters:,}", f"{own.active:,}")
+        body.append((f"`{name}`", *counts, *shape, ratio, f"{own.tokens:,}", f"{own.steps:,}", *rest))
+    return table((*header, "steps", "tokens per step", "peak learning rate"), body)
 
 
 def constant_table() -> str:
