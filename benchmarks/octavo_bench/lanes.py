@@ -312,11 +312,20 @@ class Lane:
         Args:
             name: `heldout` computes as in training, `heldout_bf16` in BF16 with the same weights.
         """
+        self.score(name)
+        return self.scores()
+
+    def score(self, name: str) -> None:
+        """Score the held-out text on the stream of the lane."""
         with self._streamed():
             self._at.zero_()
             with disabled(self.model) if name != "heldout" and self.stream is None else nullcontext():
                 for _ in range(len(self._heldout) // self.training.batch):
                     self._graphs[name]()
+
+    def scores(self) -> dict[str, float]:
+        """Return what was scored last, per language in nats per token; waits for the stream of the lane."""
+        with self._streamed():
             scores = self._scores.double().cpu()
         return mean_by(self._languages, scores.tolist())
 
@@ -482,6 +491,18 @@ def run_together(
                 return False
     _wait(lanes)
     return True
+
+
+def score_together(lanes: Sequence[Lane]) -> list[dict[str, dict[str, float]]]:
+    """Return the held-out losses of each lane by evaluation and language, scored beside each other."""
+    found: list[dict[str, dict[str, float]]] = [{} for _ in lanes]
+    for name in ("heldout", "heldout_bf16"):
+        scored = [(lane, own) for lane, own in zip(lanes, found, strict=True) if name in lane.evaluations]
+        for lane, _ in scored:
+            lane.score(name)
+        for lane, own in scored:
+            own[name] = lane.scores()
+    return found
 
 
 def _wait(lanes: Iterable[Lane]) -> None:

@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -40,6 +40,7 @@ from octavo_bench.lanes import (
     policy_of,
     recipe_of,
     run_together,
+    score_together,
 )
 from octavo_bench.results import Row
 
@@ -256,8 +257,11 @@ class Study:
             if not finished:
                 self.say(f"{size.title} seed {seed}: stopped at the end of the session")
                 break
+            scores = score_together(group)
             each = (time.monotonic() - start) / len(group)
-            rows += [self._row(size, lane, seed, text, before.get(lane.arm, 0.0) + each) for lane in group]
+            for lane, by_language in zip(group, scores, strict=True):
+                row = self._row(size, lane, seed, text, by_language)
+                rows.append(row if "error" in row else row | {"seconds": round(before.get(lane.arm, 0.0) + each, 2)})
         took = time.monotonic() - began
         size.spent += took
         size.block = took * len(self.arms) / max(1, len(lanes)) if finished else size.block
@@ -274,7 +278,8 @@ class Study:
         return source[0].snapshot() if done else None
 
     def _lanes(self, size: _Size, arms: Sequence[str], text: InstalledText) -> list[Lane]:
-        """Return the lanes of arms, made once per session. An arm that cannot be captured is reported and left out.
+        """Return the lanes of arms, made once per session. An arm that cannot be captured is reported and left out; the last
+        recipe raises its error.
 
         Conditions of a size share lanes: they differ in what a lane reads from memory, not in what it captured.
         """
@@ -288,9 +293,10 @@ class Study:
             try:
                 self._made[places[arm]] = Lane(arm, size.training, text, self.device, compiled=compiled, pool=size.pool)
             except Exception as error:
-                if arm == BF16:
+                rest = [other for other in self.arms if other != arm]
+                if arm == BF16 or {*rest} <= {BF16, NULL}:
                     raise
-                self.arms = [other for other in self.arms if other != arm]
+                self.arms = rest
                 self.say(f"{size.name}, {arm}: left out: {results.failure(error)}")
             else:
                 self.say(f"{size.name}, {arm}: ready after {time.monotonic() - began:.1f} s")
@@ -299,7 +305,9 @@ class Study:
             lane.training = size.training
         return lanes
 
-    def _row(self, size: _Size, lane: Lane, seed: int, text: InstalledText, seconds: float) -> Row:
+    def _row(
+        self, size: _Size, lane: Lane, seed: int, text: InstalledText, by_language: Mapping[str, dict[str, float]]
+    ) -> Row:
         row: Row = {
             "protocol": PROTOCOL,
             "model": size.model,
@@ -310,17 +318,15 @@ class Study:
             "text": text.digest,
             "machine": self.machine,
         }
-        began = time.monotonic()
         losses = lane.losses
         if not bool(losses.isfinite().all()):
             return row | {"error": f"the loss was not finite at step {int((~losses.isfinite()).nonzero()[0])}"}
-        by_language = {name: lane.heldout(name) for name in lane.evaluations}
         row |= {f"{name}_loss": fmean(own.values()) for name, own in by_language.items()}
         if size.training.tokens <= len(text.train):  # one pass: no run has seen these windows before
             row["fresh_loss"] = float(losses[-round(FRESH * len(losses)) :].mean())
         row["by_language"] = {language: round(loss, 6) for language, loss in by_language["heldout"].items()}
         row["training_loss"] = curve(losses)
-        return row | {"seconds": round(seconds + time.monotonic() - began, 2)}
+        return row
 
 
 def curve(losses: Tensor) -> list[float]:
