@@ -278,9 +278,9 @@ class Study:
         return source[0].snapshot() if done else None
 
     def _lanes(self, size: _Size, arms: Sequence[str], text: InstalledText) -> list[Lane]:
-        """Return the lanes of arms, made once per session. An arm that cannot be captured is reported and left out; the last
-        recipe raises its error.
+        """Return the lanes of arms, made once per session.
 
+        An arm that cannot be captured is reported and left out; the last recipe raises its error.
         Conditions of a size share lanes: they differ in what a lane reads from memory, not in what it captured.
         """
         places = {arm: (size.name, size.training.batch, arm) for arm in arms}
