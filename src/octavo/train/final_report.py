@@ -47,8 +47,9 @@ def verdict(summary: Mapping[str, Any], history: Sequence[Mapping[str, Any]] = (
     strays = wander([line["gap_percent"] for line in history if line.get("gap_percent") is not None])
     noise = max(half_width, strays)
     found = "lower than" if gap < -noise else "higher than" if gap > noise else "indistinguishable from"
+    places = 2 if half_width >= 0.01 else 4
     other = f"the gap wanders by ± {strays:.2f} %" if strays else "seeds vary by more"
-    return f"Held-out loss: FP8 is {found} BF16, {gap:+z.2f} ± {half_width:.2f} % (95 %, sequences); {other}."
+    return f"Held-out loss: FP8 is {found} BF16, {gap:+z.{places}f} ± {half_width:.{places}f} % (95 %, sequences); {other}."
 
 
 def _facts(event: Finished) -> Iterator[tuple[str, str]]:
