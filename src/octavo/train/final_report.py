@@ -49,7 +49,8 @@ def verdict(summary: Mapping[str, Any], history: Sequence[Mapping[str, Any]] = (
     found = "lower than" if gap < -noise else "higher than" if gap > noise else "indistinguishable from"
     places = 2 if half_width >= 0.01 else 4
     other = f"the gap wanders by ± {strays:.2f} %" if strays else "seeds vary by more"
-    return f"Held-out loss: FP8 is {found} BF16, {gap:+z.{places}f} ± {half_width:.{places}f} % (95 %, sequences); {other}."
+    interval = f"{gap:+z.{places}f} ± {half_width:.{places}f} %"
+    return f"Held-out loss: FP8 is {found} BF16, {interval} (95 %, sequences); {other}."
 
 
 def _facts(event: Finished) -> Iterator[tuple[str, str]]:
