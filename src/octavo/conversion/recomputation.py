@@ -111,7 +111,7 @@ class RecomputedBlock(Wrapped):
         """Return the block's result."""
         if not (torch.is_grad_enabled() and self.recompute_keeps):  # read here, so that Dynamo guards on it
             return super().forward(*args, **kwargs)
-        # With "nothing", too: without contexts, PyTorch 2.11 compiles a checkpoint that saves all autograd.Functions do.
+        # With "nothing" too: without contexts, PyTorch 2.11 compiles a checkpoint that saves all autograd.Functions do.
         return checkpoint(self._on_views, args, kwargs, use_reentrant=False, context_fn=self.checkpoint_contexts)
 
     def _on_views(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
