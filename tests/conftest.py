@@ -79,8 +79,9 @@ def octavo() -> Callable[[str | Sequence[object]], int]:
     return run
 
 
-SLOW_FIRST = ("train/test_parallel", "train/test_combined", "train/test_pipelined", "train", "distributed")
-SLOW_FIRST += ("kernels/triton", "nn", "bench", "conversion", "cli", "memory", "guard")
+SLOW_FIRST = ("test_docs_in_order", "train/test_parallel", "train/test_combined", "train/test_pipelined", "train")
+SLOW_FIRST += ("distributed", "monitor/dashboard/test_browser", "kernels/triton", "nn", "test_docs", "bench")
+SLOW_FIRST += ("conversion", "cli", "memory", "guard", "kernels", "evaluation", "sensitivity", "pilot", "optim")
 """Paths with the longest tests. They start first, so that all processes finish at about the same time."""
 
 

@@ -447,9 +447,7 @@ def test_checkpointed(recipe, reentrant):
     assert same(data.results(run), again)
 
 
-@pytest.mark.covering(1)
-@every_preset
-@gated_or_not
+@pytest.mark.parametrize(("recipe", "gated"), [("folded", True), ("rowwise", False), ("block", False)])
 def test_compiled_is_bit_for_bit_eager(recipe, gated):
     data = Data(gated)
     run = fused("gelu_tanh", load(recipe), load(recipe))
