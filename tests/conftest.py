@@ -16,7 +16,10 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more threads star
 
 import pytest
 import torch
+from hypothesis import settings
 
+settings.register_profile("octavo", deadline=None)  # on a busy machine an example takes as long as it takes
+settings.load_profile("octavo")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton, which reads it then
 

@@ -96,6 +96,7 @@ def small(*shape: int) -> Tensor:
 # --- what it computes -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(2)
 @every_module
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("target", [None, ROW, BLOCK], ids=str)
