@@ -345,9 +345,9 @@ def test_batches_passed_over_stay_so_after_a_rollback() -> None:
 
 
 def test_solved_incidents_do_not_count_toward_giving_up() -> None:
-    bad = set(range(AT, AT + 60, 6))
+    bad = set(range(AT, AT + 30, 6))
     loop, events = make_loop(data=nonsense(bad), rollbacks=3)
-    losses(loop, 90)
+    losses(loop, 60)
     assert sum(event.action == "batch passed over" for event in events) == len(bad)
     assert not any(event.action == "the new level is adopted" for event in events)
 
