@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from octavo._util.terminal import quantity
 from octavo.conversion.blocks import Wrapped, choose, storages, unwrap, wrap
 from octavo.errors import ConfigError
 
@@ -95,7 +96,7 @@ class Recompute:
         return [_everything(block, arguments, own), *(_cost(block, arguments, own, keep) for keep in choices)]
 
     def __str__(self) -> str:
-        return f"{len(self.blocks)} blocks save {_described(self.keep)}, and recompute the rest in backward"
+        return f"{quantity(len(self.blocks), 'block')}: {_described(self.keep)} saved, the rest recomputed in backward"
 
 
 class RecomputedBlock(Wrapped):

@@ -172,7 +172,7 @@ def test_the_worst_comes_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("left", "said"),
-    [([], ""), (["b"], "b has left FP8 for BF16"), (["a", "b"], "all 2 FP8 layers have left FP8 for BF16")],
+    [([], ""), (["b"], "moved from FP8 to BF16: b"), (["a", "b"], "moved from FP8 to BF16: the whole model")],
 )
 def test_layers_that_have_left_fp8_are_named(tmp_path: Path, left: list[str], said: str) -> None:
     with RunWriter(tmp_path) as run:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo._util.terminal import quantity
 from octavo.data.quality import judge
 from octavo.errors import StoreError
 from octavo.guard import GuardConfig
@@ -228,7 +229,7 @@ def of_tensors(run: RunReader) -> Iterator[RunFinding]:
             continue
         number = int(over[np.argmax(shares[over] / np.maximum(limits[over], 1e-12))])
         worst, limit = tensors[number], limits[number]
-        others = f", and {len(over) - 1} more tensors" if len(over) > 1 else ""
+        others = f", and {quantity(len(over) - 1, 'more tensor')}" if len(over) > 1 else ""
         bound = f" (limit {percent(limit)})" if limit else ""
         text = f"{percent(float(shares[number]))} of {worst.layer} {worst.role} {_PREDICATES[stat]}{bound}{others}"
         yield RunFinding("unhealthy" if stat == "nonfinite" else "watch", text, worst.layer, "layers")
@@ -241,10 +242,9 @@ def of_precision(run: RunReader) -> Iterator[RunFinding]:
     before = [layer["name"] for layer in began if "fp8" in layer["precision"]]
     left = [name for name in before if name not in in_fp8]
     if left:
-        which = f"all {len(before)} FP8 layers have" if len(left) == len(before) else f"{', '.join(left[:3])}"
-        more = f" and {len(left) - 3} more layers" if 3 < len(left) < len(before) else ""
-        have = "" if len(left) == len(before) else " has" if len(left) == 1 else " have"
-        yield RunFinding("watch", f"{which}{more}{have} left FP8 for BF16", left[0], "plan")
+        more = f" and {quantity(len(left) - 3, 'more layer')}" if len(left) > 3 else ""
+        which = "the whole model" if len(left) == len(before) else f"{', '.join(left[:3])}{more}"
+        yield RunFinding("watch", f"moved from FP8 to BF16: {which}", left[0], "plan")
 
 
 def of_data(run: RunReader) -> Iterator[RunFinding]:
