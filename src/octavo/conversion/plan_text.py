@@ -41,10 +41,10 @@ def footer(plan: Plan) -> list[str]:
     """Return the lines below a plan's table: counts, weights in FP8, fusions, options without effect, advice."""
     weights = sum(layer.weights for layer in plan.layers)
     layers = "layers" if any("conv" in layer.kind for layer in plan.layers) else "linear layers"
-    share = f"{plan.fp8_weights / max(weights, 1):.0%} of their weights"
+    share = f"{_percent(plan.fp8_weights / max(weights, 1))} of their weights"
     if plan.unconverted:
-        share += f", {plan.share:.0%} of the FLOPs of products with weights"
-    share += f", {plan.fp8_weights / max(plan.parameters, 1):.0%} of all parameters"
+        share += f", {_percent(plan.share)} of the FLOPs of products with weights"
+    share += f", {_percent(plan.fp8_weights / max(plan.parameters, 1))} of all parameters"
     slow = sum("reference" in layer.kernels for layer in plan.layers) if plan.device != "cpu" else 0
     slowly = f", {slow} of them by the slow reference" if slow else ""
     return [
@@ -55,6 +55,11 @@ def footer(plan: Plan) -> list[str]:
         *plan.notes,
         *advice(plan),
     ]
+
+
+def _percent(share: float) -> str:
+    """Format a share; 100% only if it is everything."""
+    return f"{share if share >= 1 else min(share, 0.99):.0%}"
 
 
 def _stored(plan: Plan) -> list[str]:

@@ -17,7 +17,7 @@ from octavo.conversion import disabled
 from octavo.doctor.check import Finding, Verdict, check, failure, ok, skipped, warning
 from octavo.doctor.subjects import Trial, fp8_layers
 from octavo.kernels import QuantSpec
-from octavo.monitor.dashboard.verdict import GAP_LIMIT
+from octavo.monitor.gap import GAP_LIMIT
 from octavo.nn import Linear
 from octavo.nn.fp8_weights import has_fp8_weight, values
 from octavo.nn.functional import spec_of

@@ -12,7 +12,7 @@ from octavo.conversion import Plan
 from octavo.conversion.plan_text import commonest_reason
 from octavo.doctor.accuracy import COSINE
 from octavo.kernels.devices import Rates
-from octavo.monitor.dashboard.verdict import GAP_LIMIT
+from octavo.monitor.gap import GAP_LIMIT
 from octavo.pilot.measuring import Measurement, losses_apart
 from octavo.pilot.predicting import products_ms
 
