@@ -71,11 +71,12 @@ def run_twin(twin: str, x: Tensor, arguments: Sequence[Any], operation: str, ref
     folder = "triton" if x.numel() and uses_triton(x, operation, refused) else "reference"
     file, _, function = twin.partition(".")
     with launches_on(x.device):
-        return getattr(_twin_file(folder, file), function)(*arguments)
+        return getattr(twin_file(folder, file), function)(*arguments)
 
 
 @cache
-def _twin_file(folder: str, name: str) -> ModuleType:
+def twin_file(folder: str, name: str) -> ModuleType:
+    """Return a file of `kernels/triton/` or `kernels/reference/`."""
     return importlib.import_module(f"octavo.kernels.{folder}.{name}")  # on first use: Triton may be missing
 
 
