@@ -93,6 +93,11 @@ def triton_unsupported_reason(device: torch.device) -> str | None:
     return found.refused or found.no_triton or None
 
 
+def runs_triton(x: Tensor) -> bool:
+    """Return whether x is on a GPU that runs Triton kernels."""
+    return x.is_cuda and triton_unsupported_reason(x.device) is None
+
+
 _planned: str | None = None
 
 
