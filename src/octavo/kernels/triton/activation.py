@@ -139,7 +139,7 @@ def activation_backward(
     if any(output.searches for output in outputs):
         begin_searches(*outputs)
         shape = BACKWARD_SEARCH
-        modes = [output.mode if output.searches else NONE.value for output in outputs]
+        modes = [output.searched for output in outputs]
         _backward_search_kernel[shape.grid(m, f)](
             *sources, *row.arguments[2:], *column.arguments[2:], *h_t.arguments[2:],
             KIND=kind, ROW_MODE=modes[0], COLUMN_MODE=modes[1], HIDDEN_MODE=modes[2], **shape.strip(m, f),

@@ -28,7 +28,6 @@ from octavo.kernels.triton.codes import (
     pack,
     quads,
     scale_of,
-    scales_kernel,
     source_rows,
     store_words,
     times,
@@ -36,6 +35,7 @@ from octavo.kernels.triton.codes import (
     to_codes,
 )
 from octavo.kernels.triton.launch import Kernel
+from octavo.kernels.triton.output import end_search
 from octavo.kernels.triton.shape import Rows, Shape, cdiv, next_power_of_2
 
 STRIP = 64
@@ -64,10 +64,7 @@ class ColumnOutput(NamedTuple):
 
     def end_search(self, target: QuantSpec) -> None:
         """Turn the maxima into scales, and into what values are multiplied by."""
-        scales_kernel[(cdiv(self.scale.numel(), 1024), 1)](
-            self.amax, self.scale, self.scale.numel(), target.format == "e4m3", target.rule,
-            None, None, 0, False, False, SIZE=1024, num_warps=4,
-        )  # fmt: skip
+        end_search((self.amax, self.scale, target.format == "e4m3", target.rule))
 
 
 def quantize_groups(

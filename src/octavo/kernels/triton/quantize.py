@@ -113,15 +113,26 @@ def _quantize_rows(x: Tensor, target: QuantSpec, fold: Tensor | None) -> Quantiz
     return out
 
 
+def write_shape(row: Output, column: Output) -> Shape:
+    """Return what a program that writes these works on."""
+    if row.is_high or column.is_high:
+        return HIGH
+    return TILED if row.is_tiled or column.is_tiled else WRITE
+
+
+def search_shape(cols: int) -> Shape:
+    """Return what a program that searches a matrix of so many columns works on."""
+    return SEARCH_NARROW if cols <= NARROW else SEARCH
+
+
 def _search(
     x: Tensor, offset: int, row: Output, column: Output, row_fold: Tensor | None, column_fold: Tensor | None
 ) -> None:
     rows, cols = x.shape
-    shape = SEARCH_NARROW if cols <= NARROW else SEARCH
+    shape = search_shape(cols)
     SEARCH_STRIP[shape.grid(rows, cols)](
         x, x.stride(0), rows, cols, offset, row_fold, column_fold, *row.arguments[2:], *column.arguments[2:],
-        ROW_MODE=row.mode if row.searches else NONE.value, COLUMN_MODE=column.mode if column.searches else NONE.value,
-        **shape.strip(rows, cols),
+        ROW_MODE=row.searched, COLUMN_MODE=column.searched, **shape.strip(rows, cols),
     )  # fmt: skip
 
 
@@ -130,9 +141,7 @@ def _write(
     row_fold: Tensor | None, column_fold: Tensor | None,
 ) -> None:  # fmt: skip
     rows, cols = x.shape
-    shape = TILED if row.is_tiled or column.is_tiled else WRITE
-    if row.is_high or column.is_high:
-        shape = HIGH
+    shape = write_shape(row, column)
     across, down = shape.grid(rows, cols)
     WRITE_STRIP[(across * down,)](
         x, x.stride(0), rows, cols, offset, *total, row_fold, column_fold, *row.arguments, *column.arguments,
