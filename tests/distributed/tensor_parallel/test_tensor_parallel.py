@@ -388,7 +388,7 @@ def test_compiled_blocks_compute_the_same_and_are_compiled_once(on_two):
 
 
 def test_a_gather_of_codes_can_be_lowered():
-    """Not only traced, as above: where the compiler makes the scales, their strides are its own."""
+    """Not only traced, as above: PyTorch 2.11 refused it, as strides of scales that the compiler makes are its own."""
     join_alone(2)
     try:
         x = torch.randn(1, 8, 32).bfloat16()
