@@ -265,7 +265,7 @@ def test_a_nan_that_nothing_removes_ends_the_run_and_is_named() -> None:
 
 def test_batches_that_end_are_an_error() -> None:
     loop, _ = make_loop(data=itertools.islice(batches(), 5))
-    with pytest.raises(ConfigError, match="there are 5 batches, and step 6"):
+    with pytest.raises(ConfigError, match="the batches end after 5, and step 6"):
         losses(loop)
 
 
@@ -541,6 +541,28 @@ def test_a_batch_that_fp8_harms_alone_is_noise(harmed: set[int]) -> None:
     losses(loop)
     noted = [event.step for event in events if event.rule == "shadow" and event.level != "info"]
     assert noted == ([20, 30] if len(harmed) > LASTING else [])
+
+
+def test_the_last_batch_alone_decides_nothing() -> None:
+    loop, events = make_loop(mode="watch", shadow_every=10, data=itertools.islice(batches(), 21))
+    loop.probe = lambda *, fp8, backward: Probe(1.0 + fp8 * len(loop._peek(loop.position)), 0.0)  # type: ignore[method-assign]
+    losses(loop, 21)
+    first, last = (event for event in events if event.rule == "shadow")
+    assert (first.step, first.level, last.step, last.level) == (10, "warning", 20, "info")
+    assert "no batch follows" in last.text and "no batch follows" not in first.text
+
+
+def test_only_the_end_of_the_batches_ends_the_probes_of_following_ones() -> None:
+    loop, _ = make_loop(data=itertools.islice(batches(), 5))
+    losses(loop, 2)
+    assert len(loop.probe_following(LASTING, fp8=True)) == 2
+
+    def wrong(*_: Any, **__: Any) -> Probe:
+        raise ConfigError("a shape that no layer takes")
+
+    loop._compute = wrong  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="a shape that no layer takes"):
+        loop.probe_following(LASTING, fp8=True)
 
 
 def test_a_second_loop_needs_the_first_closed() -> None:

@@ -109,6 +109,12 @@ def test_each_level_of_fp8_lm_trains(configure: Configure, tmp_path: Path) -> No
     assert weights[0] == weights[1] == 2 > weights[2] and states[0] > 1.5 * states[1]
 
 
+def test_a_run_that_starts_as_guides_do_learns(configure: Configure) -> None:
+    summary = train(configure(model=MODEL, run={**STEPS, "defaults": "guides"}, optimizer={"lr": 3e-3}))
+    assert summary["heldout_loss_fp8"] < 2.0
+    assert summary["recipe"] == "delayed" and summary["skipped_steps"] == {"fp8": 0}
+
+
 def test_a_run_in_fp8_weights_reaches_the_loss_of_bf16_weights(configure: Configure, tmp_path: Path) -> None:
     losses, summaries = {}, {}
     for weights in ("fp32", "bf16", "fp8"):
