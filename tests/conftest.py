@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
@@ -16,10 +17,13 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more threads star
 
 import pytest
 import torch
-from hypothesis import settings
 
-settings.register_profile("octavo", deadline=None)  # on a busy machine an example takes as long as it takes
-settings.load_profile("octavo")
+with contextlib.suppress(ImportError):  # a machine with a GPU may have pytest alone
+    from hypothesis import settings
+
+    settings.register_profile("octavo", deadline=None)  # on a busy machine an example takes as long as it takes
+    settings.load_profile("octavo")
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton, which reads it then
 
