@@ -67,8 +67,11 @@ class GraphsOnCPU(Graphs):
 
 class RefusesToCapture(Graphs):
     def capture(self, work: Callable[[], Tensor]) -> Captured:
-        work()
-        raise RuntimeError("operation not permitted\nwhen stream is capturing")
+        try:
+            work()
+            raise RuntimeError("operation not permitted\nwhen stream is capturing")
+        except RuntimeError:
+            raise RuntimeError("failed due to a previous error during capture")  # noqa: B904  # as PyTorch says last
 
 
 def lane(graphs: Graphs | None = None, *, recipe: str = "folded", device: str = "cpu", **settings: Any) -> TrainState:
@@ -174,6 +177,28 @@ def test_a_refused_capture_is_told_and_training_goes_on() -> None:
     assert trained(other, WARM + 2) == trained(own, WARM + 2)
     assert other.replay is not None
     assert other.replay.refusal == "RuntimeError: operation not permitted when stream is capturing"
+
+
+def test_captured_code_is_specialised_as_what_ran_before() -> None:
+    seen: list[bool] = []
+    model = build(CONFIG, seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def passes(tokens: Tensor, targets: Tensor) -> Tensor:
+        seen.append(kernels.ledger.is_open())
+        return passes_of(model)(tokens, targets)
+
+    replay = GraphsOnCPU().replay(passes, model, list(model.parameters()), optimizer)
+    for number in range(WARM + 1):
+        replay(*batch(number))
+        optimizer.zero_grad()
+    assert seen and not any(seen)
+    seen.clear()
+    with kernels.record():  # compiled code is another then
+        for number in range(WARM + 1):
+            replay(*batch(number))
+            optimizer.zero_grad()
+    assert sum(seen[:WARM]) == WARM
 
 
 @on_both

@@ -41,9 +41,12 @@ def record() -> Iterator[Ledger]:
 
 @contextmanager
 def apart() -> Iterator[Ledger]:
-    """Count what runs inside the block in a ledger of its own alone: a capture, in which nothing runs."""
+    """Count what runs inside the block in a ledger of its own alone: a capture, in which nothing runs.
+
+    Nothing is counted where no ledger is open: compiled code would be compiled again, amid the capture.
+    """
     ledger, others = Ledger(), _open[:]
-    _open[:] = [ledger]
+    _open[:] = [ledger] if others else []
     try:
         yield ledger
     finally:

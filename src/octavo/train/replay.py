@@ -73,8 +73,13 @@ class Graphs:
         gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = work()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                result = work()
+        except Exception:
+            with warnings.catch_warnings(action="ignore"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+                pass  # an empty one: PyTorch's generator takes itself to be captured until a capture ends well
+            raise
         return Captured(graph.replay, result, torch.cuda.memory_reserved() - before)
 
     def make_room(self) -> None:
@@ -165,7 +170,12 @@ class Replay:
                 "graph: a parameter has a gradient already, which a replay overwrites. Call optimizer.zero_grad() after"
                 " each step, and run all micro-batches of a step within the captured function."
             )
-        found = [*map(_described, arguments), *map(_address, self._parameters), *_computed_as(self._model)]
+        found = [
+            ledger.is_open(),
+            *map(_described, arguments),
+            *map(_address, self._parameters),
+            *_computed_as(self._model),
+        ]
         if found != self._known:
             self.forget()
         if self._passes is None and self._calls >= WARM and not self.refusal:
@@ -184,7 +194,10 @@ class Replay:
             with ledger.apart() as counted:
                 graph = self._graphs.capture(lambda: self._run(*own).detach())
         except (OctavoError, RuntimeError) as error:  # RuntimeError includes out of memory
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            first: BaseException = error  # what the capture says of its end hides why it ended
+            while first.__context__ is not None:
+                first = first.__context__
+            reason = f"{type(first).__name__}: {' '.join(str(first).split())[:300]}"
             if sharded:  # FSDP2 is in the middle of a pass: streams would not wait for each other in the next one
                 raise UnsupportedError(
                     f"graph: the passes of this sharded model cannot be captured: {reason}. Run without a graph."
