@@ -7,6 +7,7 @@
     requantize_transposed  the same, by scales that are known
 
 On a GPU each is one or a few Triton launches, in eager mode and in compiled code. Elsewhere it is the specification.
+So are the codes of short rows in compiled code on a GPU: the compiler makes them in the kernel that computes the rows.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from octavo.kernels.transpose import transpose
 from octavo.numerics import (
     PER_ROW,
     PER_TENSOR,
+    Granularity,
     GROUP_1x32,
     Quantized,
     Rounding,
@@ -37,6 +39,9 @@ from octavo.numerics import (
     to_codes,
 )
 from octavo.numerics import quantize as specified
+
+COMPILED_ROW = 1024
+"""Longest row that Inductor holds whole. It reads a longer one twice, which takes longer than a launch of its own."""
 
 
 def quantize(
@@ -53,7 +58,7 @@ def quantize(
         ConfigError: x is not a matrix, or a name is unknown.
     """
     fmt, tile = format_named(format), granularity_named(granularity)
-    if rounding == "nearest" and on_gpu(x) and x.dim() == 2:
+    if rounding == "nearest" and on_gpu(x) and x.dim() == 2 and not _is_left_to_compiler(x, tile):
         target = QuantSpec(format, granularity, scaling)
         if x.stride(0) == 1 and x.stride(1) != 1:
             transposed = quantize_pair([x.t()], None, target)[1]
@@ -63,6 +68,11 @@ def quantize(
         assert result is not None
         return result
     return contiguous(specified(x, fmt, tile, scaling, rounding, seed))
+
+
+def _is_left_to_compiler(x: Tensor, tile: Granularity) -> bool:
+    """Return whether a compiler quantises these rows where it computes them: no launch, and x need not be stored."""
+    return torch.compiler.is_compiling() and tile == PER_ROW and x.shape[1] <= COMPILED_ROW and x.stride(1) == 1
 
 
 def quantize_pair(
