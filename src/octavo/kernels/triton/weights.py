@@ -51,7 +51,13 @@ def quantize_rows_of(weights: Sequence[Tensor], target: QuantSpec) -> Quantized:
     return out
 
 
-def requantize_transposed(weights: Sequence[Tensor], scale: Tensor, target: QuantSpec, after: Tensor) -> Quantized:
+def requantize_transposed(
+    weights: Sequence[Tensor],
+    scale: Tensor,
+    target: QuantSpec,
+    after: Tensor,
+    norm: tuple[Tensor, Tensor] | None = None,
+) -> Quantized:
     """See `octavo.kernels.quantize.requantize_transposed`."""
     ends = list(itertools.accumulate(weight.shape[0] for weight in weights))
     straddles = len(weights) > STACKED or any(end % TILE.height for end in ends[:-1])
@@ -63,7 +69,8 @@ def requantize_transposed(weights: Sequence[Tensor], scale: Tensor, target: Quan
     codes = torch.empty(cols, rows + surplus, dtype=target.fmt.dtype, device=scale.device)
     ones = torch.empty(cols, 1, dtype=torch.float32, device=scale.device)
     _requantize_kernel[TILE.grid(rows, cols)](
-        *_stack_arguments(weights, ends), scale, codes, ones, after, rows, cols,
+        *_stack_arguments(weights, ends), *[x.contiguous() for x in norm or ()] or (None, None),
+        scale, codes, ones, after, rows, cols,
         EVEN=TILE.strip(rows, cols)["EVEN"], HEIGHT=TILE.height, WIDTH=TILE.width, num_warps=TILE.warps,
     )  # fmt: skip
     return Quantized(codes[:, :rows].contiguous() if surplus else codes, ones, PER_ROW)
@@ -141,9 +148,12 @@ def _stack_kernel(
 
 
 @triton.jit
-def _load_quads(x_ptr, stride, scale_ptr, start, rows, cols, in_rows, in_cols):
+def _load_quads(x_ptr, stride, rstd_ptr, norm_ptr, scale_ptr, start, rows, cols, in_rows, in_cols):
     """A quarter of a tile of a weight whose first row is row `start` of the stack, divided by its rows' scales."""
     x = load_tile(x_ptr, stride, rows - start, cols, in_rows, in_cols)
+    if rstd_ptr is not None:
+        x = x * tl.load(rstd_ptr + rows, mask=in_rows, other=0.0)[:, None]
+        x = x * tl.load(norm_ptr + cols, mask=in_cols, other=0.0).to(tl.float32)[None, :]
     bits = tl.load(scale_ptr + rows, mask=in_rows, other=1.0).to(tl.int32, bitcast=True)
     return x * ((254 << 23) - bits).to(tl.float32, bitcast=True)[:, None]  # a power of two: the inverse is exact
 
@@ -151,7 +161,7 @@ def _load_quads(x_ptr, stride, scale_ptr, start, rows, cols, in_rows, in_cols):
 @Kernel
 @triton.jit
 def _requantize_kernel(
-    first, second, third, first_stride, second_stride, third_stride, first_end, second_end,
+    first, second, third, first_stride, second_stride, third_stride, first_end, second_end, rstd_ptr, norm_ptr,
     scale_ptr, codes_ptr, ones_ptr, after, total_r, total_c,
     EVEN: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -174,10 +184,10 @@ def _requantize_kernel(
             x_ptr = third
             stride = tl.full((), third_stride, tl.int64)
             start = tl.full((), second_end, tl.int32)
-    y0 = _load_quads(x_ptr, stride, scale_ptr, start, rows[0], cols, in_rows[0], in_cols)
-    y1 = _load_quads(x_ptr, stride, scale_ptr, start, rows[1], cols, in_rows[1], in_cols)
-    y2 = _load_quads(x_ptr, stride, scale_ptr, start, rows[2], cols, in_rows[2], in_cols)
-    y3 = _load_quads(x_ptr, stride, scale_ptr, start, rows[3], cols, in_rows[3], in_cols)
+    y0 = _load_quads(x_ptr, stride, rstd_ptr, norm_ptr, scale_ptr, start, rows[0], cols, in_rows[0], in_cols)
+    y1 = _load_quads(x_ptr, stride, rstd_ptr, norm_ptr, scale_ptr, start, rows[1], cols, in_rows[1], in_cols)
+    y2 = _load_quads(x_ptr, stride, rstd_ptr, norm_ptr, scale_ptr, start, rows[2], cols, in_rows[2], in_cols)
+    y3 = _load_quads(x_ptr, stride, rstd_ptr, norm_ptr, scale_ptr, start, rows[3], cols, in_rows[3], in_cols)
     words = pack((y0, y1, y2, y3), codes_ptr.dtype.element_ty)
     store_words(words, codes_ptr, total_r, cols, in_cols, in_rows[0], tile_r)
 
