@@ -526,7 +526,9 @@ def dgrad(
     if stats is None:  # what several layers read came from a norm, whose backward is a pass over dX
         return multiply_for(g, w_KN, recipe, "dgrad", dtype, is_fused=len(weight.rows) > 1)
     origin = telemetry_ops.Source.of(dys, recipe.dgrad.grad_output, kind, weight_fold(weight, recipe))
-    return telemetry_ops.dgrad(g, w_KN, len(weight.rows), dtype, recipe.dgrad.accumulate, origin, stats)
+    unscaled = len(weight.rows) > 1 and is_scaled_after(recipe, "dgrad", dtype, g.codes.device)
+    dx = telemetry_ops.dgrad(g, w_KN, len(weight.rows), (dtype, recipe.dgrad.accumulate), origin, stats, unscaled)
+    return (dx * g.scale).to(dtype) if unscaled else dx
 
 
 def wgrad(
@@ -559,14 +561,16 @@ def multiply_for(
     Args:
         is_fused: whether the reader is a pass over the result, and not a kernel that compilers leave as it is.
     """
-    if is_fused and torch.compiler.is_compiling() and is_faster_unscaled(recipe, gemm, dtype, a.codes.device):
+    if is_fused and is_scaled_after(recipe, gemm, dtype, a.codes.device):
         y = kernels.gemm(kernels.without_scale(a), kernels.without_scale(b), dtype) * a.scale
         return (y * b.scale.t() if gemm == "fprop" else y).to(dtype)  # those of b are 1 where they are folded
     return kernels.gemm(a, b, dtype, recipe.gemm(gemm).accumulate)
 
 
-def is_faster_unscaled(recipe: Recipe, gemm: str, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether a product whose scales are multiplied in after it is the same to the bit, and faster."""
+def is_scaled_after(recipe: Recipe, gemm: str, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether the scales of a product in compiled code come after it: the same to the bit, and faster."""
+    if not torch.compiler.is_compiling():
+        return False
     product = recipe.gemm(gemm)
     left, right = (getattr(product, role) for role in OPERANDS[gemm])
     exact = left.granularity == "row" and right.granularity == ("row" if gemm == "fprop" else "column")
