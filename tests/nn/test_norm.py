@@ -651,3 +651,24 @@ def test_compiled_evaluations_read_the_codes_of_eager_ones(monkeypatch):
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         assert torch.equal(compiled(x), model(x))
     torch._dynamo.reset()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_inductor_hands_over_codes_and_keeps_none():
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.RMSNorm(2048), nn.Linear(2048, 512, bias=False)).cuda().bfloat16()
+    octavo.convert(model, policy=octavo.Policy(min_gain=0.0))
+    x, dy = torch.randn(1024, 2048, device="cuda").bfloat16(), torch.randn(1024, 512, device="cuda").bfloat16()
+    outcomes = []
+    for run in (model, torch.compile(model, fullgraph=True)):
+        kept, inputs = {}, x.clone().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, kept=kept: kept.setdefault(t.data_ptr(), t), lambda t: t
+        ):
+            y = run(inputs)
+        outcomes.append([y, *torch.autograd.grad(y, (inputs, *model.parameters()), dy)])
+        sizes = [tensor.numel() for tensor in kept.values() if tensor.element_size() == 1]
+    assert x.numel() not in sizes  # of the compiled one
+    for eager, compiled in zip(*outcomes, strict=True):
+        assert sqnr_db(eager.double(), compiled.double()) > 30
+    torch._dynamo.reset()
