@@ -653,6 +653,19 @@ def test_compiled_evaluations_read_the_codes_of_eager_ones(monkeypatch):
     torch._dynamo.reset()
 
 
+def test_what_a_compiled_norm_hands_over_is_not_in_files_or_copies(monkeypatch):
+    model, x, _ = _norm_and_reader(monkeypatch, 0)
+    with torch.no_grad():
+        y = torch.compile(model[0], backend="aot_eager")(x)
+    assert y._octavo_normed.target == ROW  # no reader in the compiled code has taken it
+    file = io.BytesIO()
+    torch.save(y, file)
+    file.seek(0)
+    for other in (torch.load(file, weights_only=True), copy.deepcopy(y)):
+        assert torch.equal(other, y) and not isinstance(other.__dict__.get("_octavo_normed"), type(y._octavo_normed))
+    torch._dynamo.reset()
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_inductor_hands_over_codes_and_keeps_none():
     torch._dynamo.reset()

@@ -34,6 +34,9 @@ class Normed(NamedTuple):
     norm: tuple[Tensor, Tensor]
     """As `octavo.kernels.quantize_normed` takes it."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, ()  # as of `AttachedCodes`
+
 
 @dataclass(frozen=True)
 class AttachedCodes:
