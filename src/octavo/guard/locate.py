@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from octavo._util.terminal import quantity
 from octavo.nn.conv import AnyConvolution
 from octavo.nn.hooks import hooked
 
@@ -30,7 +31,7 @@ class NonFinite(NamedTuple):
     def __str__(self) -> str:
         names = ("sequence", "token") if self.role != "weight" and len(self.place) == 2 else ("row",) * len(self.place)
         where = ", ".join(f"{name} {i}" for name, i in zip(names, self.place, strict=True))
-        return f"{self.layer} {self.role}{f', {where}' if where else ''} ({self.elements} elements)"
+        return f"{self.layer} {self.role}{f', {where}' if where else ''} ({quantity(self.elements, 'element')})"
 
 
 class WeightDiff(NamedTuple):
@@ -47,8 +48,8 @@ class WeightDiff(NamedTuple):
         if self.elements == 1:
             return f"one element, row {self.row}, column {self.column}, as a flipped bit leaves it"
         if self.rows == 1:
-            return f"{self.elements} elements of row {self.row}"
-        return f"{self.elements} elements of {self.rows} rows, the first in row {self.row}"
+            return f"{quantity(self.elements, 'element')} of row {self.row}"
+        return f"{quantity(self.elements, 'element')} of {self.rows} rows, the first in row {self.row}"
 
 
 def weight_diff(before: Tensor, now: Tensor, reach: float) -> WeightDiff | None:

@@ -5,7 +5,7 @@
     note_lost(edges, columns, row)            raises `nonfinite` by what a product with the tensor shows, after it
 
 A tensor that has just been quantised lies in the cache. `count(R)` of its R rows are read again, spread evenly, from a
-place that `row[PHASE]` names: the caller changes it with every step, so that each row is looked at now and then and a
+place that `row[PHASE]` names: the caller changes it with every step, so that all rows are sampled alike and a
 share is an unbiased estimate. Beside them all scales are read, and one tile in full, that with the largest scale. A NaN
 or an infinity in any element must show in the first and last column of a product with the tensor.
 

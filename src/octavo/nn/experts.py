@@ -17,7 +17,7 @@ products are computed by `GroupedLinear`, and the rest by PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -33,10 +33,9 @@ from octavo.kernels.grouped import Padded, grouped_gemm, grouped_wgrad, quantize
 from octavo.nn import telemetry_experts
 from octavo.nn.adopted import Adopted, adopted_class
 from octavo.nn.functional import compute_dtype, spec_of
-from octavo.nn.grouped import GroupedLinear, grouped_linear
+from octavo.nn.grouped import GroupedLinear, grouped_linear, quantize_experts
 from octavo.nn.operands import check_dtypes
 from octavo.nn.telemetry_ops import Source, stats_buffer_of
-from octavo.nn.weight_codes import quantize_weights
 from octavo.numerics import PER_ROW, Quantized
 from octavo.recipes import Precision, Recipe, load, reused_from
 from octavo.tensor import is_distributed, local
@@ -122,7 +121,7 @@ class Product(GroupedLinear):
         """Return `forward` of sorted rows, with the gradient of the weights multiplied by a factor."""
         recipe = self.recipe if self.enabled else load("bf16")
         weight = scaled_gradient(self.weight, factor)
-        return grouped_linear(rows, weight, ends, recipe, stats_buffer_of([self]))
+        return grouped_linear(rows, weight, ends, recipe, stats_buffer_of([self]), self.weight_codes)
 
     def _stacked(self, parts: list[Tensor]) -> Tensor:
         stack = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2 if self.roles.is_transposed else 1)
@@ -344,7 +343,7 @@ def experts(
         stacks: gate and up (E, 2 F, D), or up alone (E, F, D); down (E, D, F).
         routing: of the T tokens.
         options: a recipe with folded row scales, and what is kept.
-        layers: where telemetry goes.
+        layers: where telemetry goes, and whose codes are reused.
 
     Raises:
         ConfigError: shapes that do not fit.
@@ -359,7 +358,8 @@ def experts(
     if weights is None:
         weights = torch.ones(routing.place.shape, dtype=torch.float32, device=x.device)
     stats = [None if layers is None else stats_buffer_of([layer]) for layer in layers or (None, None)]  # type: ignore[list-item]
-    result: Tensor = _Experts.apply(x, weights, first, second, *routing, options, *stats)  # type: ignore[no-untyped-call]
+    codes = [each for layer in layers or () for each in layer.weight_codes or (None, None)] or [None] * 4
+    result: Tensor = _Experts.apply(x, weights, first, second, *routing, options, *stats, *codes)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -375,11 +375,12 @@ class Rows(NamedTuple):
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        x, weights, first, second, source, place, ends, options, *stats = inputs
+        x, weights, first, second, source, place, ends, options, *stats = inputs[:10]
+        known = [each if each[0] is not None else None for each in (inputs[10:12], inputs[12:])]
         tokens, rows = quantize_tokens(x, place, spec_of(options.recipe.fprop.input))
         sorted_ = weights.new_empty(place.numel(), dtype=torch.float32)
         sorted_[place.flatten()] = weights.flatten().float()
-        y, kept = forward_rows(rows, sorted_, (first, second), ends, options, (x, source), stats)
+        y, kept = forward_rows(rows, sorted_, (first, second), ends, options, (x, source), stats, known)
         ctx.save_for_backward(*tokens[:2], source, sorted_, place, ends, *kept)
         ctx.options, ctx.stats = options, stats
         ctx.set_materialize_grads(False)
@@ -397,12 +398,12 @@ class _Experts(torch.autograd.Function):
         dy = dy.to(ctx.options.dtype).contiguous()
         dx, d_weights, *dws = backward_rows(dy, rows, ends, kept, ctx.options, needs, ctx.stats)
         found = None if dx is None else combine(dx, place), d_weights[place], *dws
-        return *(None if d is None else d.to(t) for d, t in zip(found, ctx.dtypes, strict=True)), *(None,) * 6
+        return *(None if d is None else d.to(t) for d, t in zip(found, ctx.dtypes, strict=True)), *(None,) * 10
 
 
 def forward_rows(
     rows: Quantized, weights: Tensor, stacks: tuple[Tensor, Tensor], ends: Tensor, options: Options,
-    origin: tuple[Tensor, Tensor], stats: list[Tensor | None],
+    origin: tuple[Tensor, Tensor], stats: list[Tensor | None], known: Sequence[Any] = (None, None),
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
     """Return the weighted results (R, D) of sorted rows (R, D), and what backward reads of them.
 
@@ -410,9 +411,10 @@ def forward_rows(
         weights: FP32 (R,).
         origin: the tokens that rows were made of and which each is, for telemetry.
         stats: buffers of telemetry of either product.
+        known: codes and scales of either stack, where they are reused.
     """
     kind, recipe, _, keeps_codes = options
-    (w1, s1), (w2, s2) = (_codes(stack, recipe) for stack in stacks)
+    (w1, s1), (w2, s2) = (codes or quantize_experts(w, recipe) for codes, w in zip(known, stacks, strict=True))
     tokens = Source.of(origin, recipe.fprop.input, telemetry_experts.ROWS)
     before = _fprop(rows, (w1, s1), ends, options, (tokens, stacks[0]), stats[0])
     gate, up = _halves(before, w2.shape[2])
@@ -455,12 +457,6 @@ def backward_rows(
         tokens = transpose_groups(rows.tokens.codes, ends, rows.source)
         dw1 = _wgrad(found.columns, tokens, ends, dtype)
     return dx, found.weights, dw1, dw2
-
-
-def _codes(stack: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """Return codes (E, N, K) and scales (E, N) of weights, as fprop reads them."""
-    made = quantize_weights([stack.flatten(0, 1)], spec_of(recipe.fprop.weight)).stack
-    return made.codes.view(stack.shape), made.scale.view(stack.shape[:2])
 
 
 def _fprop(

@@ -42,6 +42,8 @@ class GroupedLinear(nn.Module):
     recipe: Recipe
     enabled: bool
     """False: compute in high precision, for an evaluation."""
+    weight_codes: tuple[Tensor, Tensor] | None = None
+    """Codes (E, N, K) and scales (E, N) to use in place of quantising (`octavo.nn.reuse_weight_codes`)."""
     watch: StatsSlot | None = None
     """Where telemetry of the experts goes, while there is any (`octavo.nn.telemetry`)."""
 
@@ -91,7 +93,15 @@ class GroupedLinear(nn.Module):
             )
         check_dtypes(x, self.weight)
         recipe = self.recipe if self.enabled else _BF16
-        return grouped_linear(x, self.weight, ends, recipe, stats_buffer_of([self]))
+        return grouped_linear(x, self.weight, ends, recipe, stats_buffer_of([self]), self.weight_codes)
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """The parameters that the weight consists of."""
+        return [self.weight]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "weight_codes"}  # a copy is written
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows of this layer."""
@@ -101,7 +111,12 @@ class GroupedLinear(nn.Module):
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, ends: Tensor, recipe: RecipeLike = _BF16, stats: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+    recipe: RecipeLike = _BF16,
+    stats: Tensor | None = None,
+    codes: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Return y (T, N) for sorted rows x (T, K) and weights (E, N, K): see `GroupedLinear`.
 
@@ -109,10 +124,17 @@ def grouped_linear(
         ends: int32 (E,), where the rows of each expert end.
         recipe: how.
         stats: buffer of telemetry.
+        codes: those of the weights with their scales, where they are known.
     """
-    arguments = x, weight, ends, load(recipe), compute_dtype(x), stats
+    arguments = x, weight, ends, load(recipe), compute_dtype(x), stats, *(codes or (None, None))
     result: Tensor = _GroupedLinear.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
+
+
+def quantize_experts(stack: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """Return codes (E, N, K) and scales (E, N) of weights, as fprop reads them."""
+    made = quantize_weights([stack.flatten(0, 1)], spec_of(recipe.fprop.weight)).stack
+    return made.codes.view(stack.shape), made.scale.view(stack.shape[:2])
 
 
 def unsupported_reason(recipe: Recipe) -> str | None:
@@ -132,7 +154,7 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        x, weight, ends, recipe, dtype, stats = inputs
+        x, weight, ends, recipe, dtype, stats, *codes = inputs
         x8, kept = _read_input(x, ends, recipe, dtype, ctx.needs_input_grad[1])
         ctx.recipe, ctx.dtype, ctx.x_dtype, ctx.stats = recipe, dtype, x.dtype, stats
         ctx.shape, ctx.weight_dtype = weight.shape, weight.dtype
@@ -141,12 +163,11 @@ class _GroupedLinear(torch.autograd.Function):
             ctx.saves_codes = False
             ctx.save_for_backward(ends, *kept, weight)
             return grouped_mm(x.to(dtype).contiguous(), weight.to(dtype).mT, ends)
-        target, accumulate = spec_of(recipe.fprop.weight), recipe.fprop.accumulate
-        stack = quantize_weights([weight.flatten(0, 1)], target).stack
+        accumulate = recipe.fprop.accumulate
+        w: tuple[Tensor, Tensor] = quantize_experts(weight, recipe) if codes[0] is None else (codes[0], codes[1])
         ctx.saves_codes = recipe.reuses("dgrad.weight")
-        ctx.save_for_backward(ends, *kept, *(stack[:2] if ctx.saves_codes else (weight,)))
-        experts, rows, cols = weight.shape
-        w = stack.codes.view(experts, rows, cols), stack.scale.view(experts, rows)
+        flat = w[0].flatten(0, 1), w[1].view(-1, 1)
+        ctx.save_for_backward(ends, *kept, *(flat if ctx.saves_codes else (weight,)))
         if stats is not None:
             tokens, stacked = Source.of([x], recipe.fprop.input), Source.of([weight], recipe.fprop.weight)
             return telemetry_experts.fprop(x8, w, ends, (dtype, accumulate), tokens, stacked, stats)
@@ -166,7 +187,7 @@ class _GroupedLinear(torch.autograd.Function):
         g, h = _read_gradient(dy, kept, fold, ends, recipe, needs_x, needs_weight)
         dx = _dgrad(dy, g, saved, fold, ends, ctx).to(ctx.x_dtype) if needs_x else None
         dw = _wgrad(dy, h, kept, ends, recipe, dtype).to(ctx.weight_dtype) if needs_weight else None
-        return dx, dw, None, None, None, None
+        return dx, dw, *(None,) * 6
 
 
 def _read_input(

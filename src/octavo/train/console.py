@@ -19,6 +19,7 @@ from rich.table import Table
 
 from octavo import __version__
 from octavo._util import terminal
+from octavo._util.terminal import quantity
 from octavo.guard.guarded import GuardEvent
 from octavo.train.events import (
     Evaluated,
@@ -91,7 +92,7 @@ class ConsoleReporter:
             f" {run.recipe}{baseline}, on {event.device}"
         )
         self._say(
-            f"{run.steps} steps of {run.batch} x {data.sequence} tokens from '{data.source}'"
+            f"{quantity(run.steps, 'step')} of {run.batch} x {data.sequence} tokens from '{data.source}'"
             f" ({event.config.tokens:,} in all), run in {run.out}"
         )
         self._tokens = event.config.tokens
@@ -124,8 +125,8 @@ class ConsoleReporter:
         for model, overflows in event.overflows.items():
             if overflows > self._overflows.get(model, 0):
                 self._say(
-                    f"step {event.step}: {model.upper()} gradients overflowed, {overflows} steps skipped so far,"
-                    f" loss scale now {event.loss_scale[model]:g}"
+                    f"step {event.step}: {model.upper()} gradients overflowed, {quantity(overflows, 'step')} skipped so"
+                    f" far, loss scale now {event.loss_scale[model]:g}"
                 )
         self._overflows = event.overflows
         left = self._time_left(event)

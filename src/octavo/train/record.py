@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from octavo._util import config_reader
+from octavo._util.terminal import quantity
 from octavo.guard.guarded import GuardEvent
 from octavo.monitor.energy import energy_kwh
 from octavo.monitor.recorder import Recorder
@@ -137,7 +138,7 @@ class StoreReporter:
     def _note_overflows(self, event: Logged) -> None:
         for model, overflows in event.overflows.items():
             if overflows > self._overflows.get(model, 0):
-                text = f"{model.upper()} gradients overflowed, {overflows} steps skipped so far"
+                text = f"{model.upper()} gradients overflowed, {quantity(overflows, 'step')} skipped so far"
                 action = f"loss scale {event.loss_scale[model]:g}"
                 self._recorder.event(event.step, "overflow", text, level="warning", value=overflows, action=action)
         self._overflows = event.overflows

@@ -20,6 +20,7 @@ from octavo import kernels
 from octavo._util import config_reader
 from octavo._util.config_reader import blaming
 from octavo._util.rng import generator_states, restore_generators
+from octavo._util.terminal import quantity
 from octavo.conversion import enable
 from octavo.data import TokenFiles
 from octavo.data.chat import TASKS
@@ -295,7 +296,8 @@ class Trainer:
             self._recalibration.rows = self.telemetry.rows
         if made := self._recalibration.step(self._measured):
             origin = next(iter(made.values())).origin
-            text = f"static scales of {len(made)} tensors were recalibrated{f': {origin.how}' if origin else ''}"
+            how = f": {origin.how}" if origin else ""
+            text = f"static scales of {quantity(len(made), 'tensor')} were recalibrated{how}"
             self.emit(GuardEvent(self.done, "info", "recalibration", text, action="scales recalibrated"))
             for name, new in made.items():
                 old, (layer, _, role) = new.previous[0].scale if new.previous else None, name.rpartition(".")
