@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from octavo.kernels.optimizer import COEFFICIENTS, Control, Layout, Slot
+from octavo.kernels.reference import gradient as gradients
 from octavo.kernels.reference import optimizer as reference
 from octavo.kernels.reference.storage import to_groups
 from octavo.kernels.storage import GRADIENT_CODES, Storage
@@ -87,7 +88,7 @@ def with_gradient(slot: Slot, layout: Layout) -> Slot:
 def stored(layout: Layout, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of a random gradient."""
     codes, scale = empty(layout.gradient, layout.gradient_scaling, shape)
-    reference.store_gradient(wide(shape), codes, scale, layout.gradient_scaling)
+    gradients.store_gradient(wide(shape), codes, scale, layout.gradient_scaling)
     return codes, scale
 
 

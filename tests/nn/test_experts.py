@@ -13,7 +13,7 @@ from octavo.kernels import record
 from octavo.kernels.experts import route
 from octavo.kernels.gemm import KERNELS, choose
 from octavo.nn import GroupedLinear, reuse_weight_codes
-from octavo.nn.experts import ExpertRoles, Options, adopt, experts, release
+from octavo.nn.experts import ExpertRoles, Options, adopt, experts
 from octavo.nn.functional import Quantizer
 from octavo.nn.mlp import mlp
 from octavo.nn.telemetry import Telemetry
@@ -168,7 +168,7 @@ def test_high_precision_and_back():
     assert list(module.state_dict()) == names and [name for name, _ in module.named_parameters()] == names
     loaded = torch.load(_saved(copy.deepcopy(module)), weights_only=False)
     assert torch.equal(loaded(*given), module(*given))
-    release(module)
+    module.release()
     assert type(module) is Plain and not list(module.children())
 
 

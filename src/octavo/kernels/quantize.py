@@ -22,7 +22,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels import ledger
-from octavo.kernels.dispatch import launches_on, on_gpu, triton_unsupported_reason, uses_triton
+from octavo.kernels.dispatch import launches_on, on_gpu, runs_triton, uses_triton
 from octavo.kernels.operator import call, define_packed
 from octavo.kernels.quant_spec import QuantSpec, empty, laid_out
 from octavo.kernels.reference import quantize as reference
@@ -222,7 +222,7 @@ def _quantize_normed_shape(x: Tensor, norm: Norm, target: QuantSpec) -> list[Qua
 
 
 def _normed_in_graph(x: Tensor, norm: Norm, target: QuantSpec) -> bool:
-    return x.is_cuda and x.shape[1] <= LONGEST_NORM and triton_unsupported_reason(x.device) is None
+    return x.shape[1] <= LONGEST_NORM and runs_triton(x)
 
 
 def _requantize_transposed(
@@ -246,7 +246,7 @@ def _requantize_transposed_shape(
 
 
 def _requantize_in_graph(weights: list[Tensor], *_: object) -> bool:
-    return weights[0].is_cuda and triton_unsupported_reason(weights[0].device) is None
+    return runs_triton(weights[0])
 
 
 def _quantize_pair(
@@ -268,7 +268,7 @@ def _quantize_pair(
 
 
 def _pair_in_graph(sources: list[Tensor], rows: QuantSpec | None, columns: QuantSpec | None, *_: Tensor | None) -> bool:
-    if not sources[0].is_cuda or triton_unsupported_reason(sources[0].device) is not None:
+    if not runs_triton(sources[0]):
         return False
     from octavo.kernels.triton import quantize as fast
 
@@ -299,7 +299,7 @@ def _stacks_rows(weights: list[Tensor], target: QuantSpec) -> bool:
 def _stack_in_graph(weights: list[Tensor], target: QuantSpec) -> bool:
     if len(weights) == 1:
         return weights[0].stride(-1) == 1 and _pair_in_graph(weights, target, None)
-    return _stacks_rows(weights, target) and triton_unsupported_reason(weights[0].device) is None
+    return _stacks_rows(weights, target) and runs_triton(weights[0])
 
 
 def _quantize_stack_shape(weights: list[Tensor], target: QuantSpec) -> list[Quantized]:

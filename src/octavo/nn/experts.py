@@ -24,18 +24,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo import kernels
 from octavo._util.autograd import first_order
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.activation import INPUTS, KINDS, Factors, Targets, activation, activation_and_inputs
-from octavo.kernels.experts import Routing, activation_backward, combine, quantize_tokens, route, weighted
-from octavo.kernels.grouped import Padded, grouped_gemm, grouped_wgrad, quantize_groups, transpose_groups
-from octavo.nn import telemetry_experts
-from octavo.nn.adopted import Adopted, adopted_class
+from octavo.kernels.experts import Routing, activation_backward, combine, quantize_tokens, route
+from octavo.kernels.grouped import grouped_wgrad, quantize_groups, transpose_groups
+from octavo.nn.adopted import Adopted
 from octavo.nn.functional import compute_dtype, spec_of
-from octavo.nn.grouped import GroupedLinear, grouped_linear, quantize_experts
+from octavo.nn.grouped import GroupedLinear, dgrad_folded, fprop, grouped_linear, quantize_experts
 from octavo.nn.operands import check_dtypes
-from octavo.nn.telemetry_ops import Source, stats_buffer_of
+from octavo.nn.telemetry_ops import ROWS, Source, stats_buffer_of
 from octavo.numerics import PER_ROW, Quantized
 from octavo.recipes import Precision, Recipe, load, reused_from
 from octavo.tensor import is_distributed, local
@@ -159,6 +157,7 @@ class Experts(Adopted):
     """Experts that compute in FP8. Conversion gives this class to a module, beside the module's own."""
 
     prefix = "FP8"
+    fields = ("expert_roles", "expert_inputs", "exchange")
     expert_roles: ExpertRoles
     expert_inputs: Precision
     """What the inputs of the activation are kept in for backward."""
@@ -183,6 +182,12 @@ class Experts(Adopted):
             return self.exchange(self, flat, ids, weights).to(x.dtype).view(x.shape)
         routing = route(ids, self.products[0].parts[0].shape[0])
         return self.compute(flat, routing, weights).to(x.dtype).view(x.shape)
+
+    def release(self) -> None:
+        """Turn this module back into its own class in place, without its products."""
+        for name in (FIRST, SECOND):
+            self._modules.pop(name, None)
+        super().release()
 
     @property
     def products(self) -> tuple[Product, Product]:
@@ -264,19 +269,9 @@ def adopt(module: nn.Module, roles: ExpertRoles, recipe: Recipe, second: Recipe,
         second: of down.
         inputs: what the inputs of the activation are kept in for backward.
     """
-    module.__class__ = adopted_class(Experts, type(module))
-    vars(module).update(expert_roles=roles, expert_inputs=inputs)
+    Experts.take(module, expert_roles=roles, expert_inputs=inputs)
     module.add_module(FIRST, Product(module, roles.inner, roles, recipe))
     module.add_module(SECOND, Product(module, (roles.down,), roles, second))
-
-
-def release(module: Experts) -> None:
-    """Undo `adopt`, in place."""
-    for name in (FIRST, SECOND):
-        module._modules.pop(name, None)
-    for name in ("expert_roles", "expert_inputs", "exchange"):
-        module.__dict__.pop(name, None)
-    module.__class__ = type(module).parent  # type: ignore[assignment]
 
 
 def dispatch(x: Tensor, weights: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -413,14 +408,13 @@ def forward_rows(
         stats: buffers of telemetry of either product.
         known: codes and scales of either stack, where they are reused.
     """
-    kind, recipe, _, keeps_codes = options
+    kind, recipe, dtype, keeps_codes = options
     (w1, s1), (w2, s2) = (codes or quantize_experts(w, recipe) for codes, w in zip(known, stacks, strict=True))
-    tokens = Source.of(origin, recipe.fprop.input, telemetry_experts.ROWS)
-    before = _fprop(rows, (w1, s1), ends, options, (tokens, stacks[0]), stats[0])
+    before = fprop(rows, (w1, s1), ends, recipe, dtype, (origin, stacks[0], ROWS), stats[0])
     gate, up = _halves(before, w2.shape[2])
     hidden, inputs = _activated(kind, gate, up, spec_of(recipe.fprop.input), keeps_codes)
-    middle = Source.of([gate] if up is None else [gate, up], recipe.fprop.input, kind)
-    y = _fprop(hidden, (w2, s2), ends, options, (middle, stacks[1]), stats[1], weights)
+    middle = [gate] if up is None else [gate, up]
+    y = fprop(hidden, (w2, s2), ends, recipe, dtype, (middle, stacks[1], kind), stats[1], weights)
     return y, (w1, s1, w2, s2, hidden.scale, *(inputs if keeps_codes else (before,)))
 
 
@@ -442,50 +436,21 @@ def backward_rows(
     fold = hidden_scale * rows.weights[:, None]
     g, h = quantize_groups(dy, ends, g_spec, h_spec if needs[2] else None, s2, fold, rows.source)
     assert g is not None
-    source = Source.of((dy, rows.source), recipe.dgrad.grad_output, telemetry_experts.ROWS, s2)
-    dh = _dgrad(g, w2, ends, product, source, stats[1])
+    source = Source.of((dy, rows.source), recipe.dgrad.grad_output, ROWS, s2)
+    dh = dgrad_folded(g, w2, ends, product, source, stats[1])
     gate, up = _kept_halves(inputs, w2.shape[2], keeps_codes)
     targets = [spec if needed else None for spec, needed in zip((g_spec, h_spec, h_spec), needs, strict=True)]
     factors = Factors(s1, rows.tokens.scale[rows.source], hidden_scale)
     found = activation_backward(kind, dh, gate, up, rows.weights, ends, Targets(*targets), factors)
-    dw2 = None if h is None or found.hidden is None else _wgrad(h, found.hidden, ends, dtype)
+    dw2 = None if h is None or found.hidden is None else grouped_wgrad(h, found.hidden, None, ends, dtype)
     inputs = [each for x in (gate, up) if x is not None for each in ([x] if isinstance(x, Tensor) else x[:2])]
     source = Source.of([dh, rows.weights, *inputs], recipe.dgrad.grad_output, kind, s1)
-    dx = None if found.rows is None else _dgrad(found.rows, w1, ends, product, source, stats[0])
+    dx = None if found.rows is None else dgrad_folded(found.rows, w1, ends, product, source, stats[0])
     dw1 = None
     if found.columns is not None:
         tokens = transpose_groups(rows.tokens.codes, ends, rows.source)
-        dw1 = _wgrad(found.columns, tokens, ends, dtype)
+        dw1 = grouped_wgrad(found.columns, tokens, None, ends, dtype)
     return dx, found.weights, dw1, dw2
-
-
-def _fprop(
-    x: Quantized, w: tuple[Tensor, Tensor], ends: Tensor, options: Options,
-    origins: tuple[Source, Tensor], stats: Tensor | None, weights: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Return y (R, N), its rows multiplied by weights where there are any."""
-    recipe, product = options.recipe, (options.dtype, options.recipe.fprop.accumulate)
-    if stats is not None:
-        tokens, stack = origins
-        sources = tokens, Source.of([stack], recipe.fprop.weight)
-        return telemetry_experts.fprop(x, w, ends, product, *sources, stats, weights)
-    return grouped_gemm(x if weights is None else weighted(x, weights), *w, ends, *product)
-
-
-def _dgrad(
-    g: Quantized, w: Tensor, ends: Tensor, product: tuple[torch.dtype, str], source: Source, stats: Tensor | None
-) -> Tensor:
-    """Return g W (R, K). w: codes (E, N, K), whose scales are in g."""
-    experts, rows, cols = w.shape
-    codes = kernels.transpose(w.flatten(0, 1), g.codes).view(cols, experts, rows).transpose(0, 1)
-    if stats is None:
-        return grouped_gemm(g, codes, None, ends, *product)
-    return telemetry_experts.dgrad(g, (codes, None), ends, product, source, stats)
-
-
-def _wgrad(h: Padded, codes: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the gradients (E, N, K). codes: (K, P), whose scales are in h."""
-    return grouped_wgrad(h, codes, None, ends, dtype)
 
 
 def _halves(before: Tensor, width: int) -> tuple[Tensor, Tensor | None]:
