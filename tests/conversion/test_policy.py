@@ -213,9 +213,8 @@ def test_a_model_with_too_few_blocks():
             make_plan(model, policy=Policy(bf16_blocks=(2, 1)))
 
 
-def test_norms_may_keep_their_output() -> None:
-    assert Policy(norm_inputs="output").norm_inputs == "output"
-    with pytest.raises(ConfigError, match="norm_inputs = 'outputs': it is 'bf16' or 'fp8' or 'output'"):
-        Policy(norm_inputs="outputs")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="norm_inputs = 'output' changes what"):
-        Policy(norm_inputs="output", fuse=False)
+def test_what_norms_keep_is_checked() -> None:
+    with pytest.raises(ConfigError, match="norm_inputs = 'output': it is 'bf16' or 'fp8'"):
+        Policy(norm_inputs="output")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="norm_inputs = 'fp8' changes what"):
+        Policy(norm_inputs="fp8", fuse=False)

@@ -5,8 +5,10 @@
     quantize_stack  the rows of several matrices, as one matrix
     quantize_transposed    a matrix that was kept as it is, transposed
     requantize_transposed  the same, by scales that are known
+    quantize_normed        the rows of an RMS norm, of its input
 
 On a GPU each is one or a few Triton launches, in eager mode and in compiled code. Elsewhere it is the specification.
+So are the codes of short rows in compiled code on a GPU: the compiler makes them in the kernel that computes the rows.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from octavo.kernels.transpose import transpose
 from octavo.numerics import (
     PER_ROW,
     PER_TENSOR,
+    Granularity,
     GROUP_1x32,
     Quantized,
     Rounding,
@@ -37,6 +40,13 @@ from octavo.numerics import (
     to_codes,
 )
 from octavo.numerics import quantize as specified
+
+Norm = tuple[Tensor, Tensor]
+"""An RMS norm: rstd of its input's rows, FP32 (M,), and its weight (D,)."""
+LONGEST_NORM = 16384
+"""Elements of a row that one program still holds."""
+COMPILED_ROW = 1024
+"""Longest row that Inductor holds whole. It reads a longer one twice, which takes longer than a launch of its own."""
 
 
 def quantize(
@@ -53,7 +63,7 @@ def quantize(
         ConfigError: x is not a matrix, or a name is unknown.
     """
     fmt, tile = format_named(format), granularity_named(granularity)
-    if rounding == "nearest" and on_gpu(x) and x.dim() == 2:
+    if rounding == "nearest" and on_gpu(x) and x.dim() == 2 and not _is_left_to_compiler(x, tile):
         target = QuantSpec(format, granularity, scaling)
         if x.stride(0) == 1 and x.stride(1) != 1:
             transposed = quantize_pair([x.t()], None, target)[1]
@@ -63,6 +73,11 @@ def quantize(
         assert result is not None
         return result
     return contiguous(specified(x, fmt, tile, scaling, rounding, seed))
+
+
+def _is_left_to_compiler(x: Tensor, tile: Granularity) -> bool:
+    """Return whether a compiler quantises these rows where it computes them: no launch, and x need not be stored."""
+    return torch.compiler.is_compiling() and tile == PER_ROW and x.shape[1] <= COMPILED_ROW and x.stride(1) == 1
 
 
 def quantize_pair(
@@ -113,7 +128,20 @@ def quantize_stack(weights: Sequence[Tensor], target: QuantSpec) -> Quantized:
     return made
 
 
-def requantize_transposed(weights: Sequence[Tensor], scale: Tensor, target: QuantSpec, after: Tensor) -> Quantized:
+def quantize_normed(x: Tensor, norm: Norm, target: QuantSpec) -> Quantized:
+    """Quantise the rows of `x * rstd * weight`, the result of an RMS norm, which need not exist.
+
+    Args:
+        x: (M, D), the norm's input, FP32, BF16 or FP16.
+        target: a scale per row.
+    """
+    made: Quantized = call("quantize_normed", _quantize_normed, (x.detach(), norm, target), [target])[0]
+    return made
+
+
+def requantize_transposed(
+    weights: Sequence[Tensor], scale: Tensor, target: QuantSpec, after: Tensor, norm: Norm | None = None
+) -> Quantized:
     """Quantise a stack of weights as dgrad of a folded recipe reads it: transposed, with a scale of 1 per row.
 
     The codes are those of `quantize_stack(weights, target)`, transposed: nothing is searched, and none had to be kept.
@@ -123,12 +151,13 @@ def requantize_transposed(weights: Sequence[Tensor], scale: Tensor, target: Quan
         scale: of the stack, FP32 (sum of N_i, 1), powers of two.
         target: a scale per row.
         after: the operand that it is multiplied with (`octavo.kernels.transpose`).
+        norm: what was applied to one matrix: then the codes are those of `quantize_normed`.
 
     Returns:
         Codes (K, sum of N_i).
     """
     weights = [weight.detach() for weight in weights]
-    made = call("requantize_transposed", _requantize_transposed, (weights, scale, target, after), (target,))
+    made = call("requantize_transposed", _requantize_transposed, (weights, scale, target, after, norm), (target,))
     codes_t, ones, _ = made[0]
     return Quantized(codes_t, ones, PER_ROW)
 
@@ -175,26 +204,48 @@ def _quantize_transposed_shape(x: Tensor, target: QuantSpec, after: Tensor) -> l
     return [empty(target, x.shape[1], x.shape[0], x.device)]
 
 
+def _normed(x: Tensor, norm: Norm) -> Tensor:
+    return x.float() * norm[0][:, None] * norm[1].float()
+
+
+def _quantize_normed(x: Tensor, norm: Norm, target: QuantSpec) -> list[Quantized]:
+    if x.numel() and x.shape[1] <= LONGEST_NORM and uses_triton(x, "quantize"):
+        from octavo.kernels.triton.quantize import quantize_normed as fast
+
+        with launches_on(x.device):
+            return [fast(x, norm, target)]
+    return [laid_out(specified(_normed(x, norm), target.fmt, target.tile, target.scaling))]
+
+
+def _quantize_normed_shape(x: Tensor, norm: Norm, target: QuantSpec) -> list[Quantized]:
+    return [empty(target, x.shape[0], x.shape[1], x.device)]
+
+
+def _normed_in_graph(x: Tensor, norm: Norm, target: QuantSpec) -> bool:
+    return x.shape[1] <= LONGEST_NORM and runs_triton(x)
+
+
 def _requantize_transposed(
-    weights: list[Tensor], scale: Tensor, target: QuantSpec, after: Tensor
+    weights: list[Tensor], scale: Tensor, target: QuantSpec, after: Tensor, norm: Norm | None
 ) -> tuple[Quantized, ...]:
     x = weights[0]
     if x.is_cuda and x.shape[1] and len(scale) and uses_triton(x, "quantize"):
         from octavo.kernels.triton.weights import requantize_transposed as fast
 
         with launches_on(x.device):
-            return (fast(weights, scale, target, after),)
-    codes = to_codes(torch.cat(weights).float() * scale.reciprocal(), target.fmt)
+            return (fast(weights, scale, target, after, norm),)
+    values = torch.cat(weights).float() if norm is None else _normed(x, norm)
+    codes = to_codes(values * scale.reciprocal(), target.fmt)
     return (Quantized(codes.t().contiguous(), scale.new_ones(x.shape[1], 1), PER_ROW),)
 
 
 def _requantize_transposed_shape(
-    weights: list[Tensor], scale: Tensor, target: QuantSpec, after: Tensor
+    weights: list[Tensor], scale: Tensor, target: QuantSpec, *_: object
 ) -> tuple[Quantized, ...]:
     return (empty(target, weights[0].shape[1], scale.shape[0], scale.device),)
 
 
-def _requantize_in_graph(weights: list[Tensor], scale: Tensor, target: QuantSpec, after: Tensor) -> bool:
+def _requantize_in_graph(weights: list[Tensor], *_: object) -> bool:
     return runs_triton(weights[0])
 
 
@@ -275,6 +326,7 @@ def _quantize_pair_shape(
 
 define_packed("quantize_pair", _quantize_pair, _quantize_pair_shape, in_graph=_pair_in_graph)
 define_packed("quantize_stack", _quantize_stack, _quantize_stack_shape, in_graph=_stack_in_graph)
+define_packed("quantize_normed", _quantize_normed, _quantize_normed_shape, in_graph=_normed_in_graph)
 define_packed("quantize_transposed", _quantize_transposed, _quantize_transposed_shape)
 define_packed(
     "requantize_transposed", _requantize_transposed, _requantize_transposed_shape, in_graph=_requantize_in_graph

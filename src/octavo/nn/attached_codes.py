@@ -1,8 +1,9 @@
 """Codes that travel with a tensor, from the layer that computed it to the layer that reads it.
 
-Eager mode only: what was made of a tensor while it was written is pinned to that tensor object. Any other tensor, a
-view or a copy, carries nothing, and neither does this one once it has been written to. In compiled code a tensor may
-carry instead that it is kept for backward anyway: then its reader quantises it again there, and keeps no codes of it.
+What was made of a tensor while it was written is pinned to that tensor object. Any other tensor, a view or a copy,
+carries nothing, and neither does this one once it has been written to. In compiled code the result of an RMS norm
+carries codes that were made of the norm's input, which is kept for backward: there its reader makes them again, and
+keeps none.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
@@ -20,7 +21,21 @@ from torch import Tensor
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.numerics import Quantized
 
-_NAME, _KEPT = "_octavo_offer", "_octavo_kept"
+_NAME, _NORMED = "_octavo_offer", "_octavo_normed"
+
+
+class Normed(NamedTuple):
+    """The result of an RMS norm, in compiled code: its codes, and what they were made of."""
+
+    quantized: Quantized
+    target: QuantSpec
+    x: Tensor
+    """(M, D), the input of the norm."""
+    norm: tuple[Tensor, Tensor]
+    """As `octavo.kernels.quantize_normed` takes it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, ()  # as of `AttachedCodes`
 
 
 @dataclass(frozen=True)
@@ -43,14 +58,15 @@ def attach_codes(y: Tensor, quantized: Quantized, target: QuantSpec) -> None:
         setattr(y, _NAME, AttachedCodes(ref(y), quantized, target, y._version, y.data_ptr()))
 
 
-def mark_kept(y: Tensor) -> None:
-    """Note on y, in compiled code, that the layer that computed it keeps it for backward."""
-    setattr(y, _KEPT, True)
+def attach_normed(y: Tensor, normed: Normed) -> None:
+    """Pin to y, in compiled code, codes that a reader can make again from what the norm keeps."""
+    setattr(y, _NORMED, normed)
 
 
-def is_kept(x: Tensor) -> bool:
-    """Return whether the layer that computed x keeps it for backward, in compiled code."""
-    return torch.compiler.is_compiling() and getattr(x, _KEPT, False)
+def attached_normed(y: Tensor, target: QuantSpec) -> Normed | None:
+    """Return what `attach_normed` pinned to y for this target, or None."""
+    normed: Normed | None = getattr(y, _NORMED, None) if torch.compiler.is_compiling() else None
+    return normed if normed is not None and normed.target == target else None
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -33,16 +33,18 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo._util.autograd import first_order, refuse_transforms
+from octavo._util.compiler import assume_constant_result
 from octavo.kernels import QuantSpec, ScaleRef
+from octavo.kernels.dispatch import rates
 from octavo.kernels.tape import Result, replay
 from octavo.nn import telemetry_ops
-from octavo.nn.attached_codes import is_kept
+from octavo.nn.attached_codes import attached_normed
 from octavo.nn.fp8_weights import has_fp8_weight, values
 from octavo.nn.needed_grads import needed_grads
 from octavo.nn.operands import check_operands, note_dtype
 from octavo.nn.weight_codes import WeightCodes, multiply, quantize_matrix, quantize_transposed, quantize_weights
 from octavo.numerics import Quantized
-from octavo.recipes import STORED_SCALE_ROLES, Operand, Recipe
+from octavo.recipes import OPERANDS, STORED_SCALE_ROLES, Operand, Recipe
 
 
 class Quantizer(NamedTuple):
@@ -103,12 +105,11 @@ def linears(
     check_operands(x, weights[0])
     x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     recipe, dtype, amax_and_scale, stats, keeps_input = quantizer
-    keeps_input = keeps_input or (is_kept(x) and requantises_exactly(recipe))
-    x_codes, x_scale = (None, None) if prequantized is None else prequantized[:2]
+    x_codes, x_scale, *source = codes_of_input(x, recipe, prequantized)
     w_codes, w_scale = known_codes(codes, weights)
     options = recipe, dtype, keeps_input, torch.is_grad_enabled()  # an evaluation leaves no trace in stored scales
     outputs: tuple[Tensor, ...] = _Linears.apply(  # type: ignore[no-untyped-call]
-        x_MK, x_codes, x_scale, w_codes, w_scale, amax_and_scale, stats, options, *weights
+        x_MK, x_codes, x_scale, *source, w_codes, w_scale, amax_and_scale, stats, options, *weights
     )
     shaped = [y_MN.reshape(*x.shape[:-1], y_MN.shape[1]) for y_MN in outputs]
     return [y if b is None else y + b.to(y.dtype) for y, b in zip(shaped, biases, strict=True)]
@@ -143,17 +144,18 @@ class _Linears(torch.autograd.Function):
         return dx, *(None,) * (_WEIGHTS - 1), *dws
 
 
-_WEIGHTS = 8
+_WEIGHTS = 11
 """Which argument of `_Linears.apply` is the first weight."""
 
 
 def _forward(options: tuple[Any, ...], *tensors: Any) -> Result:
     """Return what backward needs of X, and of W, and the outputs."""
     recipe, dtype, keeps_input, update_amax, needs_x, needs_weight = options
-    x_MK, x_codes, x_scale, w_codes, w_scale, amax_and_scale, stats, *weights = tensors
+    x_MK, x_codes, x_scale, *source, w_codes, w_scale, amax_and_scale, stats = tensors[: _WEIGHTS - 1]
+    weights = tensors[_WEIGHTS - 1 :]
     given = None if x_codes is None else Quantized(x_codes, x_scale, recipe.fprop.input.tile)
     cell = scale_ref_of(amax_and_scale, recipe, "input", update_amax)
-    x = read_input(x_MK, recipe, dtype, needs_weight, given, cell, keeps_input)
+    x = read_input(x_MK, recipe, dtype, needs_weight, given, cell, keeps_input, source)
     attached = None if w_codes is None else (w_codes, w_scale)
     w = read_weights(weights, recipe, attached)
     kept = kept_weights(w, weights, recipe, attached is not None) if needs_x else ()
@@ -173,7 +175,7 @@ def _backward(options: tuple[Any, ...], *tensors: Any) -> Result:
     dx = None if weight is None else dgrad(sources, g, weight, recipe, dtype, stats).to(x_dtype)
     if not any(needs_weight):
         return (dx,), [None] * len(parts)
-    cut = unstack(wgrad(sources, h, kept, recipe, dtype), parts)
+    cut = unstack(wgrad(sources, h, kept, recipe, dtype, any(own != dtype for _, own in parts)), parts)
     return (dx,), [part if needed else None for part, needed in zip(cut, needs_weight, strict=True)]
 
 
@@ -183,8 +185,8 @@ class Input(NamedTuple):
     fprop: Quantized | None
     """(M, K); None where fprop is in BF16."""
     kept: tuple[Tensor, ...]
-    """What backward needs of it: (x,) or (x, scale of fprop) as it is, (codes (M, K), scale) of fprop, (codes (K, M),
-    scale) of wgrad's own; or ()."""
+    """What backward needs of it: (x,) or (x, scale of fprop) as it is, (input of its norm, scale of fprop, *norm),
+    (codes (M, K), scale) of fprop, (codes (K, M), scale) of wgrad's own; or ()."""
 
 
 class Kept(NamedTuple):
@@ -296,6 +298,7 @@ def read_input(
     prequantized: Quantized | None = None,
     cell: ScaleRef | None = None,
     keeps_input: bool = False,
+    source: Sequence[Tensor | None] = (None,),
 ) -> Input:
     """Quantise an input for fprop, and keep what wgrad will need of it.
 
@@ -303,7 +306,11 @@ def read_input(
         prequantized: fprop's codes if they are there; left alone with `keeps_input`.
         cell: where its scale is, if it is kept from step to step.
         keeps_input: keep it as it is, and let wgrad quantise it again.
+        source: what `codes_of_input` found that wgrad can make the codes of.
     """
+    if prequantized is not None and source[0] is not None:
+        kept = (source[0], prequantized.scale, *source[1:]) if needs_weight else ()
+        return Input(prequantized, kept)  # type: ignore[arg-type]  # all three are there, or none
     forward = recipe.fprop.input if recipe.fprop.is_fp8 else None
     # Codes made elsewhere may be of x before it was rounded: backward could not make the same ones again.
     given = prequantized if forward and not keeps_input else None
@@ -327,7 +334,7 @@ def read_input(
 
 def scale_of(kept: tuple[Tensor, ...]) -> Tensor | None:
     """Return the scale that `read_input` kept, if it did."""
-    return kept[1] if len(kept) == 2 else None
+    return kept[1] if len(kept) > 1 else None
 
 
 def read_weights(
@@ -340,6 +347,14 @@ def read_weights(
         return quantize_weights(weights, spec_of(recipe.fprop.weight))
     rows = tuple(weight.shape[0] for weight in weights)
     return WeightCodes((Quantized(*attached, recipe.fprop.weight.tile),), rows)
+
+
+def codes_of_input(x: Tensor, recipe: Recipe, prequantized: Quantized | None) -> Sequence[Tensor | None]:
+    """Return codes and scale of x where they are known, and the norm's input, rstd and weight that they follow from."""
+    normed = attached_normed(x, spec_of(recipe.fprop.input)) if requantises_exactly(recipe) else None
+    if normed is not None:
+        return *normed.quantized[:2], normed.x, *normed.norm
+    return *((None, None) if prequantized is None else prequantized[:2]), None, None, None
 
 
 def requantises_exactly(recipe: Recipe) -> bool:
@@ -435,7 +450,8 @@ def transposed_weight(weight: Kept, recipe: Recipe, after: Tensor) -> Quantized:
 def transposed_input(kept: tuple[Tensor, ...], recipe: Recipe, after: Tensor) -> Quantized:
     """Return what `read_input` kept as wgrad reads it, (K, M)."""
     if kept[0].element_size() > 1 and requantises_exactly(recipe):
-        return kernels.requantize_transposed(kept[:1], kept[1], spec_of(recipe.fprop.input), after)
+        norm = (kept[2], kept[3]) if len(kept) > 2 else None
+        return kernels.requantize_transposed(kept[:1], kept[1], spec_of(recipe.fprop.input), after, norm)
     if kept[0].element_size() > 1:
         x = kernels.quantize_transposed(kept[0], spec_of(recipe.wgrad.input), after)
         return kernels.without_scale(x) if recipe.wgrad.input.is_folded else x
@@ -506,20 +522,67 @@ def dgrad(
         pairs = zip(dys, weight.tensors, strict=True)
         parts = [product(dy_MN, values(weight_NK, dtype)) for dy_MN, weight_NK in pairs]
         return sum(parts[1:], start=parts[0])
-    w_KN, accumulate = transposed_weight(weight, recipe, g.codes), recipe.dgrad.accumulate
-    if stats is None:
-        return kernels.gemm(g, w_KN, dtype, accumulate)
+    w_KN = transposed_weight(weight, recipe, g.codes)
+    if stats is None:  # what several layers read came from a norm, whose backward is a pass over dX
+        return multiply_for(g, w_KN, recipe, "dgrad", dtype, is_fused=len(weight.rows) > 1)
     origin = telemetry_ops.Source.of(dys, recipe.dgrad.grad_output, kind, weight_fold(weight, recipe))
-    return telemetry_ops.dgrad(g, w_KN, len(weight.rows), dtype, accumulate, origin, stats)
+    unscaled = len(weight.rows) > 1 and is_scaled_after(recipe, "dgrad", dtype, g.codes.device)
+    dx = telemetry_ops.dgrad(g, w_KN, len(weight.rows), (dtype, recipe.dgrad.accumulate), origin, stats, unscaled)
+    return (dx * g.scale).to(dtype) if unscaled else dx
 
 
 def wgrad(
-    dys: Sequence[Tensor], h: Quantized | None, kept: tuple[Tensor, ...], recipe: Recipe, dtype: torch.dtype
+    dys: Sequence[Tensor],
+    h: Quantized | None,
+    kept: tuple[Tensor, ...],
+    recipe: Recipe,
+    dtype: torch.dtype,
+    is_cast: bool = False,
 ) -> Tensor:
-    """Return dW (N, K) of the stack. kept: what `read_input` kept of X."""
+    """Return dW (N, K) of the stack.
+
+    Args:
+        kept: what `read_input` kept of X.
+        is_cast: whether the weights have another dtype, so that dW is cast next.
+    """
     if h is None:
         return torch.cat([product(dy_MN.t(), kept[0]) for dy_MN in dys])
-    return kernels.gemm(h, transposed_input(kept, recipe, h.codes), dtype, recipe.wgrad.accumulate)
+    return multiply_for(h, transposed_input(kept, recipe, h.codes), recipe, "wgrad", dtype, is_fused=is_cast)
+
+
+def multiply_for(
+    a: Quantized, b: Quantized, recipe: Recipe, gemm: str, dtype: torch.dtype, *, is_fused: bool = True
+) -> Tensor:
+    """Return a . b^T. Where compiled code fuses its reader, that multiplies the scales in, if this is faster.
+
+    Powers of two change no bit of the result, and cuBLAS has faster kernels for slow accumulation where an operand has
+    one scale. Eager code, other scales and other GPUs get `kernels.gemm`.
+
+    Args:
+        is_fused: whether the reader is a pass over the result, and not a kernel that compilers leave as it is.
+    """
+    if is_fused and is_scaled_after(recipe, gemm, dtype, a.codes.device):
+        y = kernels.gemm(kernels.without_scale(a), kernels.without_scale(b), dtype) * a.scale
+        return (y * b.scale.t() if gemm == "fprop" else y).to(dtype)  # those of b are 1 where they are folded
+    return kernels.gemm(a, b, dtype, recipe.gemm(gemm).accumulate)
+
+
+def is_scaled_after(recipe: Recipe, gemm: str, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether the scales of a product in compiled code come after it: the same to the bit, and faster."""
+    if not torch.compiler.is_compiling():
+        return False
+    product = recipe.gemm(gemm)
+    left, right = (getattr(product, role) for role in OPERANDS[gemm])
+    exact = left.granularity == "row" and right.granularity == ("row" if gemm == "fprop" else "column")
+    exact &= left.scaling == right.scaling == "power_of_two"
+    slow = product.accumulate == "slow" and dtype is not torch.float16  # which unscaled sums would overflow
+    return exact and slow and _is_slower_by_row(device)
+
+
+@assume_constant_result
+def _is_slower_by_row(device: torch.device) -> bool:
+    known = rates(device)
+    return known is not None and known.row < known.tensor
 
 
 def with_zeros(dys: Sequence[Tensor | None], widths: Sequence[int]) -> list[Tensor]:

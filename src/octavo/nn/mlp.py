@@ -24,20 +24,20 @@ from octavo._util.autograd import first_order
 from octavo.kernels import QuantSpec
 from octavo.kernels.activation import INPUTS, Factors, Targets, activation, activation_and_inputs, activation_backward
 from octavo.kernels.tape import Result, replay
-from octavo.nn.attached_codes import is_kept
 from octavo.nn.functional import (
     Kept,
     Quantizer,
+    codes_of_input,
     dgrad,
     fprop,
     fprop_of,
     input_fold,
     kept_weights,
     known_codes,
+    multiply_for,
     read_gradient,
     read_input,
     read_weights,
-    requantises_exactly,
     scale_of,
     spec_of,
     unstack,
@@ -87,10 +87,9 @@ def mlp(
             codes with a power-of-two scale for 128 columns of a token.
     """
     (inner, dtype, _, stats, keeps_input), (outer, _, _, down_stats, _) = quantizers
-    keeps_input = keeps_input or (is_kept(x) and requantises_exactly(inner))
     check_operands(x, weights[0])
     x_MD = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    given = (None, None) if prequantized is None else prequantized[:2]
+    given = codes_of_input(x, inner, prequantized)
     attached = *known_codes(codes[0], weights[:-1]), *known_codes(codes[1], weights[-1:])
     keeps_codes = activation_inputs == "fp8" and torch.is_grad_enabled()
     options = kind, inner, outer, dtype, keeps_codes, keeps_input
@@ -122,23 +121,28 @@ class _MLP(torch.autograd.Function):
         return dx, *(None,) * (_WEIGHTS - 1), *dws
 
 
-_WEIGHTS = 10
+_WEIGHTS = 13
 """Which argument of `_MLP.apply` is the first weight."""
 
 
 def _forward(options: tuple[Any, ...], *tensors: Any) -> Result:
     """Return the output, and what backward needs: of x, the scale of h, gate and up, and of the weights."""
     kind, inner, outer, dtype, keeps_codes, keeps_input, needs_inner = options
-    x_MD, codes, scale, w_codes, w_scale, down_codes, down_scale, stats, down_stats, *weights = tensors
+    x_MD, codes, scale, *source, w_codes, w_scale, down_codes, down_scale, stats, down_stats = tensors[: _WEIGHTS - 1]
+    weights = tensors[_WEIGHTS - 1 :]
     given = None if codes is None else Quantized(codes, scale, inner.fprop.input.tile)
-    x = read_input(x_MD, inner, dtype, needs_inner, given, keeps_input=keeps_input)
+    x = read_input(x_MD, inner, dtype, needs_inner, given, keeps_input=keeps_input, source=source)
     w = read_weights(weights[:-1], inner, None if w_codes is None else (w_codes, w_scale))
     down = read_weights(weights[-1:], outer, None if down_codes is None else (down_codes, down_scale))
     assert w is not None and down is not None
     before = fprop(x_MD, x.fprop, w, weights[:-1], inner, dtype, stats)
     hidden, inputs = _activate(kind, before, spec_of(outer.fprop.input), keeps_codes)
+    if down_stats is None:  # the residual stream reads y
+        y = [multiply_for(hidden, down.stack, outer, "fprop", dtype)]
+    else:
+        y = fprop_of(before, hidden, down, weights[-1:], outer, dtype, down_stats, kind)
     return (
-        fprop_of(before, hidden, down, weights[-1:], outer, dtype, down_stats, kind),
+        y,
         x.kept,
         (hidden.scale,),
         inputs,
@@ -179,12 +183,14 @@ def _backward(options: tuple[Any, ...], *tensors: Any) -> Result:
         dx = dgrad((d_hidden, *inputs), gradients.rows, weight, inner, dtype, stats, kind).to(x_dtype)
     dws: list[Tensor | None] = [None] * len(parts)
     if any(needs_inner):
-        cut = unstack(wgrad(dy, gradients.columns, kept, inner, dtype), parts[:-1])
+        is_cast = any(own != dtype for _, own in parts[:-1])
+        cut = unstack(wgrad(dy, gradients.columns, kept, inner, dtype, is_cast), parts[:-1])
         dws[:-1] = [part if needed else None for part, needed in zip(cut, needs_inner, strict=True)]
     if needs_down:
         assert gradients.hidden is not None and h is not None
         hidden = kernels.without_scale(gradients.hidden) if outer.wgrad.input.is_folded else gradients.hidden
-        dws[-1] = kernels.gemm(h, hidden, dtype, outer.wgrad.accumulate).to(parts[-1][1])
+        dw = multiply_for(h, hidden, outer, "wgrad", dtype, is_fused=parts[-1][1] != dtype)
+        dws[-1] = dw.to(parts[-1][1])
     return (dx,), dws
 
 

@@ -2,28 +2,26 @@
 
 As with `octavo.nn.Linear`, a module becomes one of these and back by changing its class: parameters, names, state_dict,
 hooks and flags stay. It computes by itself only where that gains something: in eager mode on a GPU, where one kernel
-writes y and its codes. Compiled code is the parent's forward: there codes cannot travel with a tensor. Input that the
-kernels would not treat as the parent does goes to the parent too.
+writes y and its codes. Compiled code is the parent's forward. Input that the kernels would not treat as the parent does
+goes to the parent too.
 
 Backward reads the input. In a transformer that is the residual stream, which nothing else keeps: the sums that make it
 keep nothing. A norm may keep it in FP8 (`input_format`): then it computes by itself everywhere, in compiled code too.
 What its gradients lose by that is little. The input's error reaches dx only through the term that takes the mean of
 dy * n from each row, and the rest of dx is exact; dweight sums it over all tokens.
 
-Or it keeps its output in place of its input (`input_format` is `output`; compiled RMS norms in BF16): x rstd = y /
-weight. Then the layer that reads y makes its codes again in backward, to the bit, and keeps none: a byte per element
-less. The norm's own gradients see a value that is rounded to BF16 once more.
+Compiled RMS norms hand over codes too (`octavo.nn.attached_codes.Normed`): made of the input, in a pass that reads it
+and the rows' rstd, so that y is not written. In backward the reader makes them again of the same input, to the bit.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 
 from octavo import kernels
 from octavo._util.autograd import first_order, refuse_transforms
@@ -31,15 +29,13 @@ from octavo._util.compiler import assume_constant_result
 from octavo.kernels import ledger, norm
 from octavo.kernels.dispatch import is_plain, on_gpu, triton_unsupported_reason
 from octavo.kernels.quant_spec import QuantSpec
+from octavo.kernels.quantize import COMPILED_ROW, LONGEST_NORM
 from octavo.kernels.tape import Result, replay
 from octavo.nn.adopted import Adopted
-from octavo.nn.attached_codes import attach_codes, mark_kept
+from octavo.nn.attached_codes import Normed, attach_codes, attach_normed
 from octavo.nn.probe import computes, shallow_copy
 from octavo.numerics import Quantized
-
-NormInputs = Literal["bf16", "fp8", "output"]
-"""What a norm keeps its input in for backward: `bf16` as it is, `fp8` as codes, with a scale for 128 of them, `output`
-as what it has made of it, where it is compiled."""
+from octavo.recipes import Precision
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -47,16 +43,14 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class Norm(Adopted):
     """What all norms here have in common; `adopt` makes one of a user's."""
 
-    fields = ("target", "enabled", "input_format", "has_inverse")
+    fields = ("target", "enabled", "input_format")
     weight: Tensor | None
     target: QuantSpec | None
     """What the reader of y quantises it to; None: y alone is written."""
     enabled: bool
     """False: compute as the parent does."""
-    input_format: NormInputs
-    """What the input is kept in for backward."""
-    has_inverse: bool = False
-    """Whether x follows from y: an RMS norm whose weights are known, and none of them zero."""
+    input_format: Precision
+    """What the input is kept in for backward: `bf16` as it is, `fp8` as codes, with a scale for 128 of them."""
     normalized_shape: tuple[int, ...]
 
     @property
@@ -66,13 +60,11 @@ class Norm(Adopted):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the norm of x (..., D) over its last dimension. Anything more than x goes to the parent."""
-        if not kwargs and len(args) == 1 and self._keeps_output(args[0]):
-            return self._forward_keeping_output(args[0])
-        if self.input_format == "output":
-            self._note_that_nothing_is_saved(args, "not its output", "which is not compiled, or no RMS norm in BF16")
+        if not kwargs and len(args) == 1 and self._hands_over(args[0]):
+            return self._forward_with_codes(args[0])
         if kwargs or len(args) != 1 or not self._takes(args[0]):
             if self.input_format == "fp8":
-                self._note_that_nothing_is_saved(args, "not in FP8", "which its kernels do not compute as it does")
+                self._note_that_nothing_is_saved(args)
             return super().forward(*args, **kwargs)
         x: Tensor = args[0]
         x_MD = x.reshape(-1, x.shape[-1])
@@ -116,40 +108,35 @@ class Norm(Adopted):
         # Autocast lets some norms run in FP32 and others not, by class, version and device. FP32 stays FP32 in all.
         return x.dtype == torch.float32 if torch.is_autocast_enabled(x.device.type) else x.dtype in _DTYPES
 
-    def _keeps_output(self, x: Any) -> bool:
-        """Return whether compiled code keeps y in place of x: the reader's codes follow from y, and x from both."""
-        if self.input_format != "output" or not (torch.compiler.is_compiling() and self.enabled and self.has_inverse):
+    def _hands_over(self, x: Any) -> bool:
+        """Return whether compiled code hands over the codes of y, which follow from what backward keeps."""
+        if not (torch.compiler.is_compiling() and self.enabled and is_plain(x)):
             return False
-        follows = self.target is not None and self.target[1:3] == ("row", "power_of_two")
-        if not (follows and is_plain(x) and torch.is_grad_enabled()) or torch.is_autocast_enabled(x.device.type):
+        if self.is_centred or self.weight is None or self.target is None or self.input_format == "fp8":
             return False
-        return self.weight is not None and x.dtype == self.weight.dtype == torch.bfloat16
+        follows = self.target[1:] == ("row", "power_of_two", "nearest") and on_gpu(x)
+        is_long = COMPILED_ROW < x.shape[-1] <= LONGEST_NORM  # shorter rows are quantised where they are computed
+        return follows and is_long and x.dtype == self.weight.dtype and x.dtype in _DTYPES
 
-    def _forward_keeping_output(self, x: Tensor) -> Tensor:
+    def _forward_with_codes(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        weight, target = cast(Tensor, self.weight).detach(), cast(QuantSpec, self.target)
         with torch.no_grad():
-            made: Tensor = super().forward(x)
+            x_MD = x.reshape(-1, x.shape[-1])
             eps = _eps_of(self)
             eps = _default_eps(x.dtype, x.device) if eps is None else eps
-            rstd = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
-        y: Tensor = _FromOutput.apply(x, self.weight, made, rstd)  # type: ignore[no-untyped-call]
-        mark_kept(y)
+            norm = torch.rsqrt(x_MD.float().pow(2).mean(-1) + eps), weight
+            attach_normed(y, Normed(kernels.quantize_normed(x_MD, norm, target), target, x_MD, norm))
         return y
 
-    def _note_that_nothing_is_saved(self, args: tuple[Any, ...], wanted: str, why: str) -> None:
+    def _note_that_nothing_is_saved(self, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling() or not self.enabled or not torch.is_grad_enabled():
             return
         if args and isinstance(args[0], Tensor):
             ledger.fall_back(
-                f"a norm kept its input as it is, {wanted}: {type(self).__name__} of {type(args[0]).__name__} "
-                f"{tuple(args[0].shape)} {args[0].dtype}, {why}"
+                f"a norm kept its input as it is, not in FP8: {type(self).__name__} of {type(args[0]).__name__} "
+                f"{tuple(args[0].shape)} {args[0].dtype}, which its kernels do not compute as it does"
             )
-
-
-def _has_no_zero(weight: Tensor | None) -> bool:
-    """Return whether a weight is known to have no zero; a fake one has none."""
-    if weight is None or weight.is_meta or not is_plain(weight):
-        return False
-    return isinstance(weight.detach(), FakeTensor) or bool((weight != 0).all())
 
 
 def adopts(module: nn.Module) -> bool:
@@ -166,14 +153,13 @@ def adopts(module: nn.Module) -> bool:
     return _is_rms_norm(module)
 
 
-def adopt(module: nn.Module, target: QuantSpec | None, input_format: NormInputs = "bf16") -> None:
+def adopt(module: nn.Module, target: QuantSpec | None, input_format: Precision = "bf16") -> None:
     """Turn a module that `adopts` takes into a `Norm`, in place. It remains an instance of its class.
 
     A target that needs the maximum of all of y (`tensor`) is left to the reader: then y alone is written.
     """
     target = None if target is None or norm.unsupported_reason(target) else target
-    has_inverse = not isinstance(module, nn.LayerNorm) and _has_no_zero(cast(Norm, module).weight)
-    Norm.take(module, target=target, enabled=True, input_format=input_format, has_inverse=has_inverse)
+    Norm.take(module, target=target, enabled=True, input_format=input_format)
 
 
 def _gains(device: torch.device) -> bool:
@@ -263,28 +249,6 @@ class _Function(torch.autograd.Function):
             return (None,) * 7
         (gradients,) = replay(_backward, (), (grad_outputs[0], *ctx.saved_tensors))
         return *gradients, *(None,) * (7 - len(gradients))
-
-
-class _FromOutput(torch.autograd.Function):
-    """y of an RMS norm, whose backward reads y and not x."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, y: Tensor, rstd: Tensor) -> Tensor:
-        ctx.save_for_backward(weight, y, rstd)
-        ctx.set_materialize_grads(False)
-        return y.view_as(y)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dy is None:
-            return (None,) * 4
-        weight, y, rstd = ctx.saved_tensors
-        w, dy = weight.float(), dy.float()
-        normed = torch.where(w == 0, 0.0, y.float() / w)  # one that became zero: its own gradient, for one step
-        dn = dy * w
-        dx = rstd * (dn - normed * (dn * normed).mean(-1, keepdim=True))
-        return dx.to(y.dtype), (dy * normed).flatten(0, -2).sum(0).to(weight.dtype), None, None
 
 
 def _forward(options: tuple[Any, ...], x_MD: Tensor, weight: Tensor | None, bias: Tensor | None) -> Result:

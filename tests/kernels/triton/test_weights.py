@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from octavo import kernels
 from octavo.kernels import QuantSpec
 from octavo.kernels.quant_spec import empty
 from octavo.numerics import quantize
 
+triton_quantize = pytest.importorskip("octavo.kernels.triton.quantize")
 triton_weights = pytest.importorskip("octavo.kernels.triton.weights")
 
 
@@ -42,3 +44,24 @@ def test_a_stack_again_from_its_scales(cols, rows, dtype, device):
     out = triton_weights.requantize_transposed(weights, expected.scale, target, expected.codes)
     assert out.codes.is_contiguous() and torch.equal(out.codes.view(torch.uint8), expected.codes.view(torch.uint8).t())
     assert torch.equal(out.scale, torch.ones(cols, 1, device=device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [130, 128])
+@pytest.mark.parametrize("cols", [64, 33])
+def test_rows_of_a_norm_and_the_same_codes_again_from_its_input(cols, rows, dtype, device):
+    x = (torch.randn(rows, cols, device=device) * 2.0 ** torch.randn(rows, 1, device=device)).to(dtype)
+    rstd = torch.rsqrt(x.float().square().mean(1) + 1e-6)
+    weight = torch.randn(cols, device=device).to(dtype)
+    target = QuantSpec("e4m3", "row", "power_of_two")
+    normed = x.float() * rstd[:, None] * weight.float()
+    expected = quantize(normed, target.fmt, target.tile, target.scaling)
+    found = triton_quantize.quantize_normed(x, (rstd, weight), target)
+    again = triton_weights.requantize_transposed([x], found.scale, target, found.codes, (rstd, weight))
+    assert torch.equal(found.scale, expected.scale)
+    for codes in (found.codes, again.codes.t()):
+        assert torch.equal(codes.view(torch.uint8), expected.codes.view(torch.uint8))
+    contract = kernels.quantize_normed(x, (rstd, weight), target)
+    again = kernels.requantize_transposed([x], found.scale, target, found.codes, (rstd, weight))
+    for codes in (contract.codes, again.codes.t()):
+        assert torch.equal(codes.view(torch.uint8), expected.codes.view(torch.uint8))

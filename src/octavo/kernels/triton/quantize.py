@@ -102,12 +102,18 @@ def quantize_pair(
     return row_output.quantized, column_output.quantized
 
 
-def _quantize_rows(x: Tensor, target: QuantSpec, fold: Tensor | None) -> Quantized:
+def quantize_normed(x: Tensor, norm: tuple[Tensor, Tensor], target: QuantSpec) -> Quantized:
+    """See `octavo.kernels.quantize.quantize_normed`."""
+    rstd, weight = norm
+    return _quantize_rows(as_laid_out(contiguous_rows(x)), target, weight.contiguous(), rstd.contiguous())
+
+
+def _quantize_rows(x: Tensor, target: QuantSpec, fold: Tensor | None, row_factors: Tensor | None = None) -> Quantized:
     rows, cols = x.shape
     out = empty(target, rows, cols, x.device)
     size = next_power_of_2(cols)
     ROWS[(rows,)](
-        x, x.stride(0), fold, out.codes, out.scale, cols,
+        x, x.stride(0), row_factors, fold, out.codes, out.scale, cols,
         SCALING=target.rule, SIZE=size, num_warps=row_warps(size),
     )  # fmt: skip
     return out
@@ -152,14 +158,18 @@ def _write(
 
 
 @triton.jit
-def _rows_kernel(x_ptr, stride, fold_ptr, codes_ptr, scale_ptr, cols, SCALING: tl.constexpr, SIZE: tl.constexpr):
+def _rows_kernel(
+    x_ptr, stride, factor_ptr, fold_ptr, codes_ptr, scale_ptr, cols, SCALING: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
     """One row a program, held whole."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, SIZE)
     there = columns < cols
     x = tl.load(x_ptr + row * stride + columns, mask=there, other=0.0).to(tl.float32)
+    if factor_ptr is not None:
+        x = x * tl.load(factor_ptr + row)
     if fold_ptr is not None:
-        x = x * tl.load(fold_ptr + columns, mask=there, other=1.0)
+        x = x * tl.load(fold_ptr + columns, mask=there, other=1.0).to(tl.float32)
     scale, inverse = scale_of(amax(x, 0), codes_ptr.dtype.element_ty, SCALING)
     tl.store(scale_ptr + row, scale)
     codes = to_codes(x * inverse, codes_ptr.dtype.element_ty)

@@ -54,7 +54,13 @@ def quantize_rows_of(weights: Sequence[Tensor], target: QuantSpec) -> Quantized:
     return out
 
 
-def requantize_transposed(weights: Sequence[Tensor], scale: Tensor, target: QuantSpec, after: Tensor) -> Quantized:
+def requantize_transposed(
+    weights: Sequence[Tensor],
+    scale: Tensor,
+    target: QuantSpec,
+    after: Tensor,
+    norm: tuple[Tensor, Tensor] | None = None,
+) -> Quantized:
     """See `octavo.kernels.quantize.requantize_transposed`."""
     ends = list(itertools.accumulate(weight.shape[0] for weight in weights))
     straddles = len(weights) > STACKED or any(end % TILE.height for end in ends[:-1])
@@ -66,7 +72,8 @@ def requantize_transposed(weights: Sequence[Tensor], scale: Tensor, target: Quan
     codes = torch.empty(cols, rows + surplus, dtype=target.fmt.dtype, device=scale.device)
     ones = torch.empty(cols, 1, dtype=torch.float32, device=scale.device)
     _requantize_kernel[TILE.grid(rows, cols)](
-        *_stack_arguments(weights, ends), scale, codes, ones, after, rows, cols,
+        *_stack_arguments(weights, ends), *[x.contiguous() for x in norm or ()] or (None, None),
+        scale, codes, ones, after, rows, cols,
         EVEN=TILE.strip(rows, cols)["EVEN"], HEIGHT=TILE.height, WIDTH=TILE.width, num_warps=TILE.warps,
     )  # fmt: skip
     return Quantized(codes[:, :rows].contiguous() if surplus else codes, ones, PER_ROW)
@@ -144,9 +151,12 @@ def _stack_kernel(
 
 
 @triton.jit
-def _load_scaled(x_ptr, stride, scale_ptr, start, rows, cols, in_rows, in_cols):
+def _load_scaled(x_ptr, stride, rstd_ptr, norm_ptr, scale_ptr, start, rows, cols, in_rows, in_cols):
     """A quarter of a tile of a weight whose first row is row `start` of the stack, divided by its rows' scales."""
     x = load_tile(x_ptr, stride, rows - start, cols, in_rows, in_cols)
+    if rstd_ptr is not None:
+        x = x * tl.load(rstd_ptr + rows, mask=in_rows, other=0.0)[:, None]
+        x = x * tl.load(norm_ptr + cols, mask=in_cols, other=0.0).to(tl.float32)[None, :]
     bits = tl.load(scale_ptr + rows, mask=in_rows, other=1.0).to(tl.int32, bitcast=True)
     return x * ((254 << 23) - bits).to(tl.float32, bitcast=True)[:, None]  # a power of two: the inverse is exact
 
@@ -154,7 +164,7 @@ def _load_scaled(x_ptr, stride, scale_ptr, start, rows, cols, in_rows, in_cols):
 @Kernel
 @triton.jit
 def _requantize_kernel(
-    first, second, third, first_stride, second_stride, third_stride, first_end, second_end,
+    first, second, third, first_stride, second_stride, third_stride, first_end, second_end, rstd_ptr, norm_ptr,
     scale_ptr, codes_ptr, ones_ptr, after, total_r, total_c,
     EVEN: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -179,7 +189,7 @@ def _requantize_kernel(
             start = tl.full((), second_end, tl.int32)
     y = ()
     for i in tl.static_range(4):
-        y += (_load_scaled(x_ptr, stride, scale_ptr, start, rows[i], cols, in_rows[i], in_cols),)
+        y += (_load_scaled(x_ptr, stride, rstd_ptr, norm_ptr, scale_ptr, start, rows[i], cols, in_rows[i], in_cols),)
     words = pack(y, codes_ptr.dtype.element_ty)
     store_words(words, codes_ptr, total_r, cols, in_cols, in_rows[0], tile_r)
 
