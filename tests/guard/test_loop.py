@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from octavo.errors import ConfigError, RunError
 from octavo.guard import Alarm, GuardConfig, GuardEvent, Loop, Update
 from octavo.guard.alarms import LASTING
 from octavo.guard.diagnosis import Probe
+from octavo.guard.guard import Incident
 from octavo.guard.guarded import stored_scales
 from octavo.monitor.monitor import Monitor
 from octavo.monitor.store import RunReader
@@ -547,6 +549,15 @@ def test_a_second_loop_needs_the_first_closed() -> None:
     with Loop(loop.model, loop.update, loss_of, batches(), on_event=lambda _: None) as again:
         assert again.step() is not None
     assert again.telemetry is None
+
+
+def test_blame_of_the_model_says_where_the_run_went_back_to() -> None:
+    loop, events = make_loop()
+    losses(loop)
+    loop.guard._saved.append(loop.guard._saved[-1]._replace(snapshot=loop.snapshot()))
+    alarm = Alarm(loop.done, "nonfinite", "first", "weight", math.nan, math.inf)
+    loop.guard._blame_model(Incident(alarm, loop.done, "", [], {}), "first.weight is not finite", "first")
+    assert events[-1].cause == "model" and events[-1].back_to == loop.done < STEPS
 
 
 def test_a_monitor_follows_a_loop_that_rolls_back(tmp_path: Path) -> None:

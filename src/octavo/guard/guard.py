@@ -435,8 +435,9 @@ class Guard:
         if oldest.snapshot.step >= incident.since:
             self._give_up(incident.alarm, why, "model")
             return
-        action = f"back to step {oldest.snapshot.step}"
-        self._emit(incident.alarm, f"{incident.alarm}: {why}", cause="model", action=action, layer=layer)
+        back = oldest.snapshot.step
+        action = f"back to step {back}"
+        self._emit(incident.alarm, f"{incident.alarm}: {why}", cause="model", action=action, layer=layer, back_to=back)
         self._incident = None
         self._roll_back(oldest)
 

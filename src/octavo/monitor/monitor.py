@@ -189,8 +189,6 @@ class Monitor:
         if event.back_to is not None and event.back_to < self.done:
             self.done = event.back_to
             self._pending.clear()
-            if self._recorder is not None:
-                self._recorder.go_back(event.back_to)
         if self._recorder is not None:
             self._recorder.guard_event(event)
 

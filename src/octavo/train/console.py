@@ -50,7 +50,6 @@ class ConsoleReporter:
         self._live: Live | None = None
         self._progress: Progress | None = None
         self._task = TaskID(0)
-        self._overflows: Mapping[str, int] = {}
         self._tokens = 0
         self._speeds: deque[float] = deque(maxlen=_ROWS)
 
@@ -121,13 +120,6 @@ class ConsoleReporter:
         self._live.start()
 
     def _log(self, event: Logged) -> None:
-        for model, overflows in event.overflows.items():
-            if overflows > self._overflows.get(model, 0):
-                self._say(
-                    f"step {event.step}: {model.upper()} gradients overflowed, {overflows} steps skipped so far,"
-                    f" loss scale now {event.loss_scale[model]:g}"
-                )
-        self._overflows = event.overflows
         left = self._time_left(event)
         self._rows.append([*_cells(event), left])
         if self._live is None:

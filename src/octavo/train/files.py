@@ -12,7 +12,8 @@ from typing import Any
 from octavo._util import config_reader
 from octavo._util.files import write_text
 from octavo.errors import RunError
-from octavo.train.events import Evaluated, Event, Logged, RolledBack, Switched
+from octavo.guard.guarded import GuardEvent
+from octavo.train.events import Evaluated, Event, Logged, Switched
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -59,9 +60,9 @@ class MetricsFile:
                 self._open()
             wrap_os_errors(self._path, lambda: self._file.write(_line(event.record())))
             self.lines += 1
-        elif isinstance(event, RolledBack):
+        elif isinstance(event, GuardEvent) and event.back_to is not None:
             self._file.close()
-            self._truncate(event.to)
+            self._truncate(event.back_to)
 
     def _truncate(self, keep_until: int, keep_lines: int | None = None) -> None:
         """Keep some lines, or if this process is killed, all of them, and open the file."""

@@ -25,7 +25,6 @@ from octavo.train.events import (
     Event,
     Finished,
     Logged,
-    RolledBack,
     Saved,
     Started,
     Switched,
@@ -53,7 +52,6 @@ class StoreReporter:
         self._has_finished = False
         self._path = Path(run.out) / "run.sqlite"
         self._is_removed = False
-        self._overflows: Mapping[str, int] = {}
         self._recorder = Recorder(
             Path(run.out),
             keep_until=done or None,
@@ -74,7 +72,6 @@ class StoreReporter:
                 self._start(event)
             case Logged():
                 self._recorder.step(event.step, _numbers(event.record()))
-                self._note_overflows(event)
             case TensorsMeasured():
                 self._recorder.step(event.step, None, event.values, event.histograms)
             case TensorsChanged():
@@ -87,8 +84,6 @@ class StoreReporter:
                 self._recorder.event(event.step, "precision", text, action=event.precision)
             case GuardEvent():
                 self._guard_event(event)
-            case RolledBack():
-                self._recorder.go_back(event.to)
             case Saved():
                 self._recorder.event(event.step, "checkpoint", f"checkpoint {event.path.name}")
             case Finished():
@@ -133,14 +128,6 @@ class StoreReporter:
         self._recorder.guard_event(event)
         if event.rule == "shadow" and event.value is not None:
             self._recorder.step(event.step, {"shadow_gap_percent": event.value})
-
-    def _note_overflows(self, event: Logged) -> None:
-        for model, overflows in event.overflows.items():
-            if overflows > self._overflows.get(model, 0):
-                text = f"{model.upper()} gradients overflowed, {overflows} steps skipped so far"
-                action = f"loss scale {event.loss_scale[model]:g}"
-                self._recorder.event(event.step, "overflow", text, level="warning", value=overflows, action=action)
-        self._overflows = event.overflows
 
 
 def _tracker(run: LoopConfig) -> str:

@@ -116,6 +116,8 @@ class Trainer:
         self._heldout: dict[int, float] = {}
         """Step -> held-out loss of the first model."""
         self._refused: set[str] = set()
+        self._overflows: Mapping[str, int] = {}
+        """Steps that loss scaling had skipped at the last line of the log, by model."""
         self._records: tuple[MetricsFile, StoreReporter] | None = None
         """The files that are cut to a checkpoint when a run resumes, on the first rank."""
         self._resumed: checkpoint.Checkpoint | None = None
@@ -174,6 +176,7 @@ class Trainer:
             self.setup.loader.load_state_dict(found.state["loader"])
             self._earlier = {**found.state["totals"]}
             self._heldout = {int(step): float(loss) for step, loss in found.state.get("heldout", {}).items()}
+        self._overflows = {state.name: int(state.loss_scale.overflows) for state in self._scaled()}
         self._resumed, self.done, self._since_step = found, found.step, found.step
         if self.telemetry is not None:
             self.telemetry.restart(found.step)
@@ -424,6 +427,12 @@ class Trainer:
         )
         self._restart_clock()
         self.emit(event)
+        for name, overflows in event.overflows.items():
+            if overflows > self._overflows.get(name, 0):
+                text = f"{name.upper()} gradients overflowed, {overflows} steps skipped so far"
+                action = f"loss scale {event.loss_scale[name]:g}"
+                self.emit(GuardEvent(self.done, "warning", "overflow", text, action, value=overflows))
+        self._overflows = event.overflows
         if (found := self._drift.drifts(batch["batch_divergence"])) is not None:
             text = f"batches drift: their ids are distributed otherwise than before ({found[0]:.3g} nats per id)"
             self.emit(GuardEvent(self.done, "warning", "batch drift", text, value=found[0], limit=found[1]))
