@@ -141,11 +141,6 @@ def test_refusals(runs, tmp_path):
 def test_what_watches_sees_every_batch(runs):
     seen = []
 
-    def progress(computed, text):
-        for batch in text:
-            seen.append(computed)
-            yield batch
-
     text, _ = LoadedRun(runs / "bf16", FEW).text(FEW)
-    measure("anything", lambda batches: torch.zeros(len(list(batches)), 2), text, progress)
-    assert seen == ["anything"] * len(text) and len(text) == 8
+    measure("anything", lambda batches: torch.zeros(len(list(batches)), 2), text, lambda *told: seen.append(told))
+    assert seen == [(f"anything, batch {n + 1} of 8", n / 8) for n in range(8)]

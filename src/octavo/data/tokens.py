@@ -20,7 +20,7 @@ from typing import Any
 from octavo._util import config_reader
 from octavo.data.chat import ChatFormat, encode_chat
 from octavo.data.corpus import Corpus, open_corpus
-from octavo.data.encode import Progress, SplitTotals, check_fraction, encode_split, suffix_of
+from octavo.data.encode import SplitTotals, check_fraction, encode_split, suffix_of
 from octavo.data.tokenizer import Tokenizer
 from octavo.errors import ConfigError, DataError
 
@@ -80,14 +80,13 @@ def prepare(
     tokenizer: Tokenizer,
     cache_dir: Path,
     heldout: float = 0.02,
-    progress: Progress | None = None,
     chat: ChatFormat | None = None,
 ) -> TokenFiles:
     """Return the token files of `source`, written to `cache_dir` unless they exist.
 
     `source` is as for `read_corpus`. About the share `heldout` of the documents, selected by a hash of their content,
-    is held out; at least one document is on each side, and a single document is split. `progress`, if given, is called
-    with the bytes of text done and the bytes in total. `chat`: the source has conversations, see `octavo.data.chat`.
+    is held out; at least one document is on each side, and a single document is split. `chat`: the source has
+    conversations, see `octavo.data.chat`.
 
     Raises:
         DataError: the source cannot be read, or the files cannot be written; no partial files remain.
@@ -109,9 +108,9 @@ def prepare(
         folder = scratch / directory.name
         folder.mkdir()
         if chat is None:
-            written = encode_split(corpus, tokenizer, folder, heldout, progress)
+            written = encode_split(corpus, tokenizer, folder, heldout)
         else:
-            written = encode_chat(corpus, tokenizer, folder, heldout, chat, progress)
+            written = encode_chat(corpus, tokenizer, folder, heldout, chat)
         meta = _meta(corpus, tokenizer, written, heldout, listing)
         meta["suffix"] = ".u32" if chat else suffix_of(tokenizer.vocab)
         (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
