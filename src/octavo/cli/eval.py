@@ -112,8 +112,6 @@ def _evaluate(model: Path, run: Path | None, settings: EvalSettings) -> Evaluati
         raise ConfigError(f"--run: needs an exported model, which {model} is not (no config.json with .safetensors).")
     with terminal.progress() as report:
         report("reading model and text", 0.0)
-        return (
-            evaluate_served(model, settings, run=run, report=report)
-            if served
-            else evaluate_run(model, settings, report)
-        )
+        if not served:
+            return evaluate_run(model, settings, report)
+        return evaluate_served(model, settings, run=run, report=report)

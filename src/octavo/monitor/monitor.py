@@ -24,10 +24,11 @@ from octavo._util.dist import is_first_rank
 from octavo.errors import ConfigError
 from octavo.guard import Alarm, GuardConfig, GuardEvent, Observation
 from octavo.guard.alarms import AlarmRules
-from octavo.monitor.measurements import AsyncScalars, TelemetrySource, arrived, histograms_of, telemetry_of
+from octavo.monitor.measurements import AsyncScalars, arrived, telemetry_of
 from octavo.monitor.recorder import Recorder
 from octavo.monitor.store.writer import outcome_of
 from octavo.monitor.system import environment
+from octavo.nn.telemetry import Telemetry
 
 LOSS, GRADIENT_NORM, LEARNING_RATE = ("loss", "loss_fp8"), ("gradient_norm", "grad_norm"), ("lr", "learning_rate")
 """Names of the scalars that alarms check; others are only stored."""
@@ -128,16 +129,14 @@ class Monitor:
         plan: Any = None,
         trackers: Sequence[str] = (),
         resume_from: int | None = None,
-        telemetry: TelemetrySource | str | None = "auto",
+        telemetry: Telemetry | str | None = "auto",
         guard: GuardConfig | None = None,
     ) -> None:
         self.done = resume_from or 0
         """Steps completed."""
         self._pending: deque[AsyncScalars] = deque()
         self._recorder: Recorder | None = None
-        self._source: TelemetrySource | None = (
-            None if isinstance(telemetry, str) else telemetry
-        )  # a group needs it on every rank
+        self._source = None if isinstance(telemetry, str) else telemetry  # a group needs it on every rank
         if not is_first_rank():
             return
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -224,8 +223,8 @@ class Monitor:
         self._rules.scalars(scalars.step, values)
 
     def _write_tensors(self, recorder: Recorder) -> None:
-        for measured, values in arrived(self._source):
-            recorder.step(measured, None, values, histograms_of(self._source))
+        for measured, values, histograms in arrived(self._source):
+            recorder.step(measured, None, values, histograms)
             self._rules.tensors(measured, values)
 
     def _record_alarm(self, alarm: Alarm) -> None:

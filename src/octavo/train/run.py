@@ -27,8 +27,9 @@ from octavo.data.quality import judge
 from octavo.errors import CheckpointError, DivergedError, Interrupted, RunError
 from octavo.guard import GuardEvent
 from octavo.kernels.transfers import upload
-from octavo.monitor.measurements import TelemetrySource, arrived, histograms_of, telemetry_of
+from octavo.monitor.measurements import arrived, telemetry_of
 from octavo.nn.scaling_state import scales
+from octavo.nn.telemetry import Telemetry
 from octavo.train import checkpoint
 from octavo.train import device as devices
 from octavo.train.batches import BatchDrift, SourceLosses
@@ -110,7 +111,7 @@ class Trainer:
         self._earlier: Mapping[str, Any] = {"seconds": 0.0, "fp8_gemms": {}, "fallbacks": []}
         self._started = self._since = time.perf_counter()
         self._since_step = 0
-        self.telemetry: TelemetrySource | None = None
+        self.telemetry: Telemetry | None = None
         self._measured: NDArray[np.float32] | None = None
         """The newest telemetry values that have arrived."""
         self._heldout: dict[int, float] = {}
@@ -305,10 +306,10 @@ class Trainer:
 
     def emit_tensors(self) -> None:
         """Emit the tensor statistics of all steps that have arrived."""
-        for step, values in arrived(self.telemetry):
+        for step, values, histograms in arrived(self.telemetry):
             self._measured = values
             self._guarded.measured(step, values)
-            self.emit(TensorsMeasured(step=step, values=values, histograms=histograms_of(self.telemetry)))
+            self.emit(TensorsMeasured(step=step, values=values, histograms=histograms))
 
     def _await_tensors(self) -> None:
         """Emit the tensor statistics of all steps; waits for the device."""
