@@ -1,13 +1,12 @@
 from __future__ import annotations
 
 import gc
-import time
 
 import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.train.device import WARM_UP_STEPS, DeviceTimer, describe, gc_frozen, resolve, versions
+from octavo.train.device import WARM_UP_STEPS, describe, gc_frozen, resolve, versions
 
 
 def test_names() -> None:
@@ -21,14 +20,6 @@ def test_names() -> None:
 def test_unknown_devices(name: str) -> None:
     with pytest.raises(ConfigError, match=r"run\.device"):
         resolve(name)
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_timer_measures_the_time_inside(device: str) -> None:
-    timer = DeviceTimer(torch.device(device))
-    with timer:
-        time.sleep(0.02)
-    assert 15 < timer.milliseconds() < 2000
 
 
 @pytest.mark.parametrize(("device", "frozen"), [("cpu", False), ("cuda", True)])

@@ -74,26 +74,6 @@ class Loader:
         self._samples += self._batch * self._world
         return gather(self._tokens, windows, self._sequence)
 
-    @property
-    def windows(self) -> int:
-        """Number of windows per pass."""
-        return self._windows
-
-    @property
-    def tokens_seen(self) -> int:
-        """Number of targets returned so far, over all ranks."""
-        return self._samples * self._sequence
-
-    @property
-    def epoch(self) -> int:
-        """Number of completed passes."""
-        return self._samples // self._windows
-
-    @property
-    def repeats(self) -> float:
-        """Mean number of times that the text was seen; above 1 it is repeated."""
-        return self._samples / self._windows
-
     def state_dict(self) -> dict[str, int]:
         """Return the position and the settings that it depends on."""
         return {

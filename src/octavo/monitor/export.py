@@ -168,10 +168,10 @@ def write_tensorboard(run: RunReader, folder: Path) -> list[Path]:
     except ImportError as error:
         raise UnsupportedError('event files need the package tensorboard: pip install "octavo[tensorboard]"') from error
     before = set(folder.iterdir())
-    with SummaryWriter(str(folder), filename_suffix=".octavo") as writer:  # type: ignore[no-untyped-call]
+    with SummaryWriter(str(folder), filename_suffix=".octavo") as writer:
         for step, wall, values in _steps(run):
             for tag, value in values.items():
-                writer.add_scalar(tag, value, step, walltime=wall)  # type: ignore[no-untyped-call]
+                writer.add_scalar(tag, value, step, walltime=wall)
     return sorted(set(folder.iterdir()) - before)
 
 

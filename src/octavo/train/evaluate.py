@@ -83,11 +83,6 @@ def accuracy_by_task(tasks: Sequence[str], right: Mapping[str, Tensor]) -> dict[
     return found
 
 
-def heldout_loss(state: TrainState, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Return the mean of `heldout_losses`."""
-    return float(heldout_losses(state, batches).mean())
-
-
 def standard_error(values: Tensor) -> float:
     """Return the standard error of the mean of independent values; 0 for a single value."""
     return float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else 0.0

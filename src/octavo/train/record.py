@@ -19,18 +19,8 @@ from octavo.monitor.recorder import Recorder
 from octavo.monitor.store import RunReader
 from octavo.monitor.store.writer import outcome_of
 from octavo.monitor.system import environment
+from octavo.train import events
 from octavo.train.config import LoopConfig, RunConfig
-from octavo.train.events import (
-    Evaluated,
-    Event,
-    Finished,
-    Logged,
-    Saved,
-    Started,
-    Switched,
-    TensorsChanged,
-    TensorsMeasured,
-)
 from octavo.train.parallel import Launch
 
 
@@ -62,31 +52,31 @@ class StoreReporter:
             config=config_reader.to_dict(config),
         )
 
-    def report(self, event: Event) -> None:
+    def report(self, event: events.Event) -> None:
         """Write one event."""
         if not self._is_removed and not self._path.exists() and self._path.parent.exists():
             self._is_removed = True
             warnings.warn(f"{self._path}: was removed during the run; metrics.jsonl has the rest of it.", stacklevel=2)
         match event:
-            case Started():
+            case events.Started():
                 self._start(event)
-            case Logged():
+            case events.Logged():
                 self._recorder.step(event.step, _numbers(event.record()))
-            case TensorsMeasured():
+            case events.TensorsMeasured():
                 self._recorder.step(event.step, None, event.values, event.histograms)
-            case TensorsChanged():
+            case events.TensorsChanged():
                 self._recorder.document("plan", json.loads(event.plan.to_json()), step=event.step)
                 self._recorder.tensors(event.rows)
-            case Evaluated():
+            case events.Evaluated():
                 self._recorder.step(event.step, _numbers(event.record()))
-            case Switched():
+            case events.Switched():
                 text = f"the FP8 model computes in {event.precision.upper()} from here on"
                 self._recorder.event(event.step, "precision", text, action=event.precision)
             case GuardEvent():
                 self._guard_event(event)
-            case Saved():
+            case events.Saved():
                 self._recorder.event(event.step, "checkpoint", f"checkpoint {event.path.name}")
-            case Finished():
+            case events.Finished():
                 self._has_finished = True
                 self._recorder.document("summary", event.summary, step=event.summary["steps"])
 
@@ -109,7 +99,7 @@ class StoreReporter:
         error = None if self._has_finished else sys.exc_info()[1]
         self._recorder.close(*(outcome_of(error) if error or self._has_finished else ("interrupted", "")))
 
-    def _start(self, event: Started) -> None:
+    def _start(self, event: events.Started) -> None:
         about = {
             "changed": changed(event.config),
             "device": event.device,

@@ -30,26 +30,14 @@ from octavo.kernels.transfers import upload
 from octavo.monitor.measurements import arrived, telemetry_of
 from octavo.nn.scaling_state import scales
 from octavo.nn.telemetry import Telemetry
-from octavo.train import checkpoint
+from octavo.train import checkpoint, events
 from octavo.train import device as devices
 from octavo.train.batches import BatchDrift, SourceLosses
 from octavo.train.calibrate import recalibration_of
 from octavo.train.config import RunConfig, is_bf16, learning_rate, warm_up_note
-from octavo.train.device import DeviceTimer, gc_frozen
+from octavo.train.device import gc_frozen
 from octavo.train.directory import RunDirectory, check_directory, rescue_path
 from octavo.train.evaluate import accuracy_by_task, answers_given, heldout_losses
-from octavo.train.events import (
-    Evaluated,
-    Event,
-    Finished,
-    Logged,
-    Preparing,
-    Reporter,
-    Saved,
-    Started,
-    Switched,
-    TensorsMeasured,
-)
 from octavo.train.files import MetricsFile, read_metrics, wrap_os_errors, write_json
 from octavo.train.guarding import GuardedRun
 from octavo.train.memory import peaks
@@ -60,11 +48,12 @@ from octavo.train.setup import Setup, set_up
 from octavo.train.state_tensors import place, restore_tensors, state_tensors
 from octavo.train.stopping import StopSignals
 from octavo.train.summary import summarise
+from octavo.train.timing import Stopwatch
 from octavo.train.train_state import StepMetrics, TrainState
 
 
 def train(
-    config: RunConfig, *, reporters: Sequence[Reporter] = (), resume: bool = False, overwrite: bool = False
+    config: RunConfig, *, reporters: Sequence[events.Reporter] = (), resume: bool = False, overwrite: bool = False
 ) -> dict[str, Any]:
     """Carry out a run and return its summary, which is also written to `summary.json` in the run's directory.
 
@@ -87,7 +76,7 @@ def train(
         with RunDirectory(config.run.out) if ranks.is_first else nullcontext() as directory:
             check_directory(config.run.out, resume=resume, overwrite=overwrite)
             for reporter in own:
-                reporter.report(Preparing(config=config))
+                reporter.report(events.Preparing(config=config))
             trainer = Trainer(set_up(config, ranks), own, directory)
             if resume:
                 trainer.resume()
@@ -97,7 +86,7 @@ def train(
 class Trainer:
     """A run in progress."""
 
-    def __init__(self, setup: Setup, reporters: Sequence[Reporter], locked: RunDirectory | None = None) -> None:
+    def __init__(self, setup: Setup, reporters: Sequence[events.Reporter], locked: RunDirectory | None = None) -> None:
         self.setup = setup
         self.config = setup.config
         self.ranks: Ranks = setup.ranks
@@ -212,8 +201,8 @@ class Trainer:
             if self.ranks.is_first:
                 write_json(self.directory / "summary.json", summary)
                 self._save_scales()
-            kind = self.config.model.architecture
-            self.emit(Finished(summary=summary, history=self._history(), directory=self.directory, architecture=kind))
+            history, kind = self._history(), self.config.model.architecture
+            self.emit(events.Finished(summary=summary, history=history, directory=self.directory, architecture=kind))
         finally:
             try:
                 self._emit_last_tensors()
@@ -227,7 +216,7 @@ class Trainer:
         if self._resumed is None or "recorded" not in self._resumed.state:
             return
         if self._records is not None:
-            self._records[1].report(Saved(step=self.done, path=self._resumed.path))
+            self._records[1].report(events.Saved(step=self.done, path=self._resumed.path))
         if self._due(self.config.run.eval_every) and self.done < self.config.run.steps:
             self._evaluate()
         self._restart_clock()
@@ -244,12 +233,10 @@ class Trainer:
         targets_BT = upload(targets_BT, device)
         self.done += 1
         self.ranks.begin_step(self.done)
-        metrics, timers = {}, {}
+        metrics, watch = {}, Stopwatch(device)
         for state in self.setup.states:
-            with DeviceTimer(device) as timers[state.name]:
-                metrics[state.name] = state.step(
-                    inputs_BT, targets_BT, step=self.done, lr=lr, accumulate=run.accumulate
-                )
+            metrics[state.name] = state.step(inputs_BT, targets_BT, step=self.done, lr=lr, accumulate=run.accumulate)
+            watch.mark(state.name)
             self._report_graph_refusal(state)
         if self.telemetry is not None and self.telemetry.done < self.done:
             self.telemetry.step()  # the optimizer skipped the step, and did not close it
@@ -269,7 +256,7 @@ class Trainer:
         if log or save or device.type == "cpu":
             self._check()
         if log:
-            self._log(metrics, timers, lr, self._drift.measure(batch_BT))
+            self._log(metrics, watch, lr, self._drift.measure(batch_BT))
         if save:
             self._check_directory()
             self._save(self.checkpoints)
@@ -309,7 +296,7 @@ class Trainer:
         for step, values, histograms in arrived(self.telemetry):
             self._measured = values
             self._guarded.measured(step, values)
-            self.emit(TensorsMeasured(step=step, values=values, histograms=histograms))
+            self.emit(events.TensorsMeasured(step=step, values=values, histograms=histograms))
 
     def _await_tensors(self) -> None:
         """Emit the tensor statistics of all steps; waits for the device."""
@@ -331,7 +318,7 @@ class Trainer:
         self._set_precision(self.done)
         now, before = self.is_bf16(self.done), self.is_bf16(self.done - 1)
         if now != before:
-            self.emit(Switched(step=self.done + 1, precision="bf16" if now else "fp8"))
+            self.emit(events.Switched(step=self.done + 1, precision="bf16" if now else "fp8"))
 
     def _set_precision(self, step: int) -> None:
         for state in self.setup.states:
@@ -403,17 +390,11 @@ class Trainer:
         for text, value, limit in judge(self._corpus()) if not self.done else ():
             self.emit(GuardEvent(0, "warning", "data", text, value=value, limit=limit))
 
-    def _log(
-        self,
-        metrics: Mapping[str, StepMetrics],
-        timers: Mapping[str, DeviceTimer],
-        lr: float,
-        batch: Mapping[str, float],
-    ) -> None:
-        milliseconds = {name: timer.milliseconds() for name, timer in timers.items()}
+    def _log(self, metrics: Mapping[str, StepMetrics], watch: Stopwatch, lr: float, batch: Mapping[str, float]) -> None:
+        milliseconds = watch.milliseconds()
         per_step = self.config.run.batch * self.config.data.sequence
         elapsed = time.perf_counter() - self._since
-        event = Logged(
+        event = events.Logged(
             step=self.done,
             loss={name: float(m.loss) for name, m in metrics.items()},
             gradient_norm={name: float(m.gradient_norm) for name, m in metrics.items()},
@@ -455,7 +436,7 @@ class Trainer:
         loss = {name: float(of_sequence.mean()) for name, of_sequence in losses.items()}
         first = self.setup.states[0].name
         by_source = self._sources.by_source(losses[first])
-        self.emit(Evaluated(step=self.done, loss=loss, by_source=by_source))
+        self.emit(events.Evaluated(step=self.done, loss=loss, by_source=by_source))
         for source, value, limit in self._sources.rises(loss[first], by_source):
             text = f"the held-out loss of source '{source}' rises, although that of the whole text does not"
             self.emit(GuardEvent(self.done, "warning", "source", text, value=value, limit=limit))
@@ -513,7 +494,7 @@ class Trainer:
             keep=self.config.run.keep,
             ranks=self.ranks,
         )
-        self.emit(Saved(step=self.done, path=path))
+        self.emit(events.Saved(step=self.done, path=path))
 
     def _save_scales(self) -> None:
         """Write the stored scales of the FP8 model as a calibration file."""
@@ -547,15 +528,15 @@ class Trainer:
         if (shard_plan := self.setup.states[0].shard_plan) is not None:
             write_json(self.directory / "sharding.json", json.loads(shard_plan.to_json()))
         kept = {} if self._resumed is None else self._resumed.state.get("recorded", {})
-        file, lines, events = self.directory / "metrics.jsonl", kept.get("metrics"), kept.get("events")
-        metrics = MetricsFile(file, keep_until=self.done, keep_lines=lines)
+        file = self.directory / "metrics.jsonl"
+        metrics = MetricsFile(file, keep_until=self.done, keep_lines=kept.get("metrics"))
         self._reporters.insert(0, metrics)
-        store = StoreReporter(self.config, self.setup.device, done=self.done, events=events)
+        store = StoreReporter(self.config, self.setup.device, done=self.done, events=kept.get("events"))
         self._reporters.insert(1, store)
         self._records = metrics, store
 
-    def _start_event(self) -> Started:
-        return Started(
+    def _start_event(self) -> events.Started:
+        return events.Started(
             config=self.config,
             models=tuple(state.name for state in self.setup.states),
             device=self._devices(),
@@ -606,7 +587,7 @@ class Trainer:
     def _history(self) -> list[dict[str, Any]]:
         return read_metrics(self.directory / "metrics.jsonl")
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: events.Event) -> None:
         """Pass an event to all reporters."""
         for reporter in self._reporters:
             reporter.report(event)

@@ -133,18 +133,10 @@ class RunWriter:
         with self.batch():
             self._execute(f"INSERT INTO events ({names}) VALUES ({places})", [*row.values()])
 
-    def write_histogram(self, step: int, layer: str, role: str, low: int, counts: ArrayLike) -> None:
-        """Write element counts of a tensor by exponent: bin i is 2^(low+i) <= |x| / scale < 2^(low+i+1)."""
-        if (layer, role) not in self._rows:
-            raise StoreError(f"{self.path}: {layer} / {role} is not among the tensors of set_tensors.")
-        row = (step, self._rows[layer, role], low, np.asarray(counts, dtype="<u4").tobytes())
-        with self.batch():
-            self._execute("INSERT OR REPLACE INTO histograms VALUES (?, ?, ?, ?)", row)
-
     def write_histograms(self, step: int, low: int, counts: ArrayLike) -> None:
-        """Write the histograms of all tensors, (tensors, bins), rows as in `set_tensors`.
+        """Write element counts of all tensors by exponent, (tensors, bins), rows as in `set_tensors`.
 
-        Bins as in `write_histogram`. Empty bins at either end and rows of NaN or zeros are left out.
+        Bin i is 2^(low+i) <= |x| / scale < 2^(low+i+1). Empty bins at either end, rows of NaN or zeros are left out.
         """
         order = range(len(self._rows)) if self._order is None else self._order.tolist()
         rows = []
