@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo._util.files import os_errors
 from octavo.data.tokenizer import Tokens
 from octavo.errors import CheckpointError, ConfigError, DataError
 
@@ -144,13 +145,11 @@ def open_tokens(path: Path) -> Tokens:
         DataError: the file is missing, empty, or not made of 16-bit ids (32-bit ids if it ends in `.u32`).
     """
     width = 4 if path.suffix == ".u32" else 2
-    try:
+    with os_errors(path, DataError, "cannot be read"):
         size = path.stat().st_size
         if size == 0 or size % width:
             raise DataError(f"{path}: {size} bytes are not a file of {8 * width}-bit token ids.")
         return np.memmap(path, dtype=f"<u{width}", mode="r")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
 
 
 def permutation(seed: int, epoch: int, windows: int) -> NDArray[np.int64]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo._util import config_reader
+from octavo._util.files import os_errors
 from octavo.data.chat import ChatFormat, encode_chat
 from octavo.data.corpus import Corpus, open_corpus
 from octavo.data.encode import SplitTotals, check_fraction, encode_split, suffix_of
@@ -99,25 +100,22 @@ def prepare(
     directory = cache_dir / _folder_name(corpus, tokenizer, key)
     if (ready := _found(directory)) is not None:
         return ready
-    try:
+    with os_errors(cache_dir, DataError, "token files cannot be written here"):
         cache_dir.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=".writing-", dir=cache_dir))
-    except OSError as error:
-        raise DataError(f"{cache_dir}: token files cannot be written here ({error.strerror}).") from error
+    need = f"about {3 * corpus.size // 2**20 + 1} MiB are needed, and the token files could not be written"
     try:
-        folder = scratch / directory.name
-        folder.mkdir()
-        if chat is None:
-            written = encode_split(corpus, tokenizer, folder, heldout)
-        else:
-            written = encode_chat(corpus, tokenizer, folder, heldout, chat)
-        meta = _meta(corpus, tokenizer, written, heldout, listing)
-        meta["suffix"] = ".u32" if chat else suffix_of(tokenizer.vocab)
-        (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
-        _publish(folder, directory)
-    except OSError as error:
-        need = f"about {3 * corpus.size // 2**20 + 1} MiB are needed"
-        raise DataError(f"{cache_dir}: the token files could not be written ({error.strerror}); {need}.") from error
+        with os_errors(cache_dir, DataError, need):
+            folder = scratch / directory.name
+            folder.mkdir()
+            if chat is None:
+                written = encode_split(corpus, tokenizer, folder, heldout)
+            else:
+                written = encode_chat(corpus, tokenizer, folder, heldout, chat)
+            meta = _meta(corpus, tokenizer, written, heldout, listing)
+            meta["suffix"] = ".u32" if chat else suffix_of(tokenizer.vocab)
+            (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+            _publish(folder, directory)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return TokenFiles.read(directory)

@@ -13,7 +13,6 @@ from torch import Tensor
 from octavo._util.terminal import Report, silent
 from octavo.conversion import disabled
 from octavo.data.loader import Batch
-from octavo.data.tokenizer import Tokenizer, load_tokenizer
 from octavo.errors import ConfigError
 from octavo.evaluation import result
 from octavo.evaluation.result import Evaluation, Score
@@ -23,6 +22,7 @@ from octavo.train import device as devices
 from octavo.train.config import RunConfig
 from octavo.train.evaluate import heldout_scores
 from octavo.train.load_run import find, settings_of, states_of
+from octavo.train.setup import tokenizer_of
 from octavo.train.train_state import TrainState
 
 
@@ -50,7 +50,7 @@ class LoadedRun:
         has_twin = {"fp8", "bf16"} <= self.checkpoint.tensors.keys()
         self.config = settings_of(self.checkpoint, "octavo eval", {"device": settings.device, "twin": has_twin})
         devices.resolve(settings.device)  # fail before the text, which takes longer
-        self.tokenizer = tokenizer_of(self.config)
+        self.tokenizer = tokenizer_of(self.config.data)
 
     def text(self, settings: EvalSettings) -> tuple[EvalText, list[str]]:
         """Return the text to evaluate on, with notes."""
@@ -90,16 +90,6 @@ def evaluate_run(run: Path, settings: EvalSettings, report: Report = silent) -> 
     loop = loaded.config.run
     model = {"directory": str(run), "step": loaded.checkpoint.step, "recipe": loop.recipe, "weights": loop.weights}
     return result.evaluation(model, text, devices.describe(devices.resolve(settings.device)), found, notes)
-
-
-def tokenizer_of(config: RunConfig) -> Tokenizer:
-    """Return the tokenizer of a run.
-
-    Raises:
-        DataError: it no longer exists.
-    """
-    data = config.data
-    return load_tokenizer(data.tokenizer, source=data.source, cache_dir=data.cache.expanduser())
 
 
 def _layout(found: checkpoint.Checkpoint, config: RunConfig, settings: EvalSettings) -> SequenceLayout:

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo._util.config_reader import read_file
+from octavo._util.config_reader import read_file, read_text
 from octavo._util.rng import untouched_generators
-from octavo.data import load_tokenizer, prepare
 from octavo.data.loader import Loader
 from octavo.errors import ConfigError, DataError, UnsupportedError
 from octavo.models import build
 from octavo.sensitivity.loss import Loss
 from octavo.train.config import RunConfig, assemble, load_file
+from octavo.train.setup import token_files, tokenizer_of
 
 Step = Callable[[], Any]
 
@@ -162,9 +162,7 @@ def _of_run(config: RunConfig, name: str) -> Workload:
     data, run = config.data, config.run
 
     def batches() -> Iterator[Any]:
-        cache = data.cache.expanduser()
-        tokenizer = load_tokenizer(data.tokenizer, source=data.source, cache_dir=cache)
-        files = prepare(data.source, tokenizer, cache, data.heldout)
+        files = token_files(data, tokenizer_of(data))
         return iter(Loader(files.train, run.batch, data.sequence, run.seed))
 
     return Workload(
@@ -249,10 +247,7 @@ def _texts(config: Any, shape: Shape, directory: Path) -> Callable[[], Iterator[
 
 def _encoded(data: Path, directory: Path, vocab: int, size: tuple[int, int]) -> Tensor:
     file = directory / "tokenizer.json"
-    try:
-        text = data.read_text("utf-8")
-    except OSError as error:
-        raise DataError(f"{data}: cannot be read ({error.strerror}).") from error
+    text = read_text(data, DataError)
     tokenize = import_module("tokenizers").Tokenizer.from_file(str(file)).encode if file.is_file() else None
     ids = torch.tensor(list(text.encode()) if tokenize is None else tokenize(text).ids)
     if int(ids.max()) >= vocab:

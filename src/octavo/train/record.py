@@ -14,7 +14,6 @@ import torch
 
 from octavo._util import config_reader
 from octavo.guard.guarded import GuardEvent
-from octavo.monitor.energy import energy_kwh
 from octavo.monitor.recorder import Recorder
 from octavo.monitor.store import RunReader
 from octavo.monitor.store.writer import outcome_of
@@ -91,7 +90,7 @@ class StoreReporter:
         if not self._path.exists():
             return None
         with RunReader(self._path) as run:
-            return energy_kwh(run.system())
+            return run.energy_kwh()
 
     def close(self) -> None:
         """Write the outcome and close the store."""

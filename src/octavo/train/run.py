@@ -19,6 +19,7 @@ from torch import Tensor
 from octavo import kernels
 from octavo._util import config_reader
 from octavo._util.config_reader import blaming
+from octavo._util.files import os_errors
 from octavo._util.rng import generator_states, restore_generators
 from octavo.conversion import enable
 from octavo.data import TokenFiles
@@ -38,7 +39,7 @@ from octavo.train.config import RunConfig, is_bf16, learning_rate, warm_up_note
 from octavo.train.device import gc_frozen
 from octavo.train.directory import RunDirectory, check_directory, rescue_path
 from octavo.train.evaluate import accuracy_by_task, answers_given, heldout_losses
-from octavo.train.files import MetricsFile, read_metrics, wrap_os_errors, write_json
+from octavo.train.files import MetricsFile, read_metrics, write_json
 from octavo.train.guarding import GuardedRun
 from octavo.train.memory import peaks
 from octavo.train.parallel import Ranks, ranks_of
@@ -514,7 +515,8 @@ class Trainer:
     def _open_directory(self) -> None:
         if not self.ranks.is_first:
             return
-        wrap_os_errors(self.directory, lambda: self.directory.mkdir(parents=True, exist_ok=True))
+        with os_errors(self.directory, RunError):
+            self.directory.mkdir(parents=True, exist_ok=True)
         if not self.done:
             checkpoint.discard(self.checkpoints)
         (self.directory / "summary.json").unlink(missing_ok=True)

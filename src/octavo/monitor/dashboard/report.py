@@ -51,13 +51,13 @@ def report(runs: Sequence[str | Path], output: str | Path) -> Path:
     finally:
         known.close()
     data = base64.b64encode(zlib.compress(json.dumps(held).encode(), 6)).decode()
-    head = page.joined([
+    head = "\n".join([
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
         f"<style>{page.text_of(page.STYLE)}</style>",
         f'<link rel="icon" href="{page.as_data(page.text_of(page.ICON), "image/svg+xml")}">',
         f"<script>{page.safe_in_script(script)}</script>",
     ])  # fmt: skip
-    start = page.joined([
+    start = "\n".join([
         f'<script type="application/octet-stream" id="held">{data}</script>',
         '<script type="module">import "octavo/app.js";</script>',
     ])  # fmt: skip

@@ -48,7 +48,7 @@ def application(*roots: str | Path) -> Starlette:
     known = runs_below(*roots)
     modules = {name: f"/static/{name}" for name in page.scripts()}
     preloads = [f'<link rel="modulepreload" href="{address}">' for address in modules.values()]
-    html = page.page(page.joined([_HEAD, *preloads]), modules, _START)
+    html = page.page("\n".join([_HEAD, *preloads]), modules, _START)
     files = {name: (text, "text/javascript") for name, text in page.scripts().items()}
     files |= {page.STYLE: (page.text_of(page.STYLE), "text/css"), page.ICON: (page.text_of(page.ICON), "image/svg+xml")}
     plotly = page.plotly()

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from octavo.errors import ConfigError
 from octavo.models import ModelConfig, flops_per_token
 from octavo.models.flops import datasheet_tflops
-from octavo.monitor.energy import JOULES_PER_KWH, energy_kwh
 from octavo.monitor.store import RunReader, Series
+from octavo.monitor.store.reader import JOULES_PER_KWH
 from octavo.monitor.store.series import sampled
 
 Floats = NDArray[np.float64]
@@ -150,7 +150,7 @@ def _energy(run: RunReader, per_step: float | None) -> dict[str, float]:
     joules, made = float(energies[-1] - energies[start]), float(steps[-1] - steps[start])
     if made <= 0 or joules <= 0:
         return {}
-    kwh = (energy_kwh(rows) or 0.0) * int(run.env.get("world_size") or 1)
+    kwh = (run.energy_kwh() or 0.0) * int(run.env.get("world_size") or 1)
     facts = {"kwh": kwh, "joules_per_step": joules / made}
     loop = run.config.get("run")
     if isinstance(loop, dict) and loop.get("price_per_kwh"):

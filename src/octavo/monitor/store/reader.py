@@ -26,6 +26,7 @@ from octavo.monitor.store.series import Ranges, Series, Steps, gaps, pooled, sta
 from octavo.monitor.store.writer import file_of, unusable
 
 Floats = NDArray[np.float32]
+JOULES_PER_KWH = 3.6e6
 _FOREVER = 2**62
 
 
@@ -225,6 +226,12 @@ class RunReader:
             "SELECT t, json FROM system WHERE t BETWEEN ? AND ? ORDER BY t", (first, _FOREVER if last is None else last)
         )
         return [{"t": t, **json.loads(values)} for t, values in rows]
+
+    def energy_kwh(self) -> float | None:
+        """Return the energy of one GPU over all sessions, with each of which the counter restarts; None without."""
+        joules = [row["gpu_energy_joules"] for row in self.system() if "gpu_energy_joules" in row]
+        ends = (one for one, after in zip(joules, [*joules[1:], 0.0], strict=True) if after < one)
+        return sum(ends) / JOULES_PER_KWH if joules else None
 
     def events(
         self,
