@@ -96,9 +96,7 @@ def test_no_space_left_leaves_nothing(source: Path, tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        with pytest.raises(
-            DataError, match=r"MiB are needed, and the token files could not be written"
-        ):
+        with pytest.raises(DataError, match=r"MiB are needed, and the token files could not be written"):
             prepared(source, tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
