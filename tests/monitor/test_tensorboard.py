@@ -19,7 +19,10 @@ def read(folder: Path) -> dict[str, list[Any]]:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     found = accumulators.EventAccumulator(str(folder))
     found.Reload()
-    return {tag: [(event.wall_time, event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+    return {
+        tag: [(event.wall_time, event.step, event.value) for event in found.Scalars(tag)]
+        for tag in found.Tags()["scalars"]
+    }
 
 
 def test_scalars_and_aggregates_are_read_back(tmp_path: Path) -> None:

@@ -23,33 +23,10 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from octavo.errors import RunError
-from octavo.guard.alarms import (
-    LASTING,
-    OF_UPDATES,
-    RECENT,
-    REPORTED,
-    SHORT,
-    SLOW,
-    UPDATE,
-    Alarm,
-    AlarmRules,
-    Observation,
-    first_difference,
-    layer_of,
-    worst_layers,
-)
+from octavo.guard import alarms, diagnosis
+from octavo.guard.alarms import Alarm, AlarmRules, Observation
 from octavo.guard.config import GuardConfig
-from octavo.guard.diagnosis import (
-    Cause,
-    Evidence,
-    IsWell,
-    Probe,
-    diagnose,
-    lasting_cause,
-    loss_gap,
-    new_level_of,
-    wellness,
-)
+from octavo.guard.diagnosis import Cause, Evidence, IsWell, Probe
 from octavo.guard.guarded import Guarded, GuardEvent, Snapshot
 from octavo.guard.ladder import EVERYTHING, Ladder
 from octavo.guard.parameters import is_same
@@ -225,7 +202,7 @@ class Guard:
         if not bad:
             self._saved.append(_SavePoint(self._run.snapshot(), self._rules.state_dict()))
             return
-        alarm = Alarm(done, "nonfinite", layer_of(bad), "weight", math.nan, math.inf)
+        alarm = Alarm(done, "nonfinite", alarms.layer_of(bad), "weight", math.nan, math.inf)
         self._raise(alarm, Observation(done, math.nan, math.nan, 0.0))
 
     def _pass_over(self) -> None:
@@ -245,16 +222,17 @@ class Guard:
             source = next((other for other in saved if is_same(saved[other], now[name])), "")
             text = f"{name} is not what the checkpoint was written with" + (f": it is {source}" if source else "")
             advice = "Resume from another checkpoint, or compare how the two runs name their layers."
-            event = GuardEvent(self._run.done + 1, "error", "fingerprint", f"{text}. {advice}", layer=layer_of(name))
-            self._run.emit(event._replace(role="weight", cause="model"))
+            event = GuardEvent(self._run.done + 1, "error", "fingerprint", f"{text}. {advice}", cause="model")
+            self._run.emit(event._replace(layer=alarms.layer_of(name), role="weight"))
 
     # --- alarms and rollbacks ---------------------------------------------------------------------------------------
 
     def _raise(self, alarm: Alarm, step: Observation) -> bool:
-        if not self.acts or not self._saved or self._only_reports(alarm):
+        only_reports = alarm.rule in alarms.REPORTED or alarm.step < self._given_up.get(alarm.rule, 0)
+        if not self.acts or not self._saved or only_reports:  # given up, or a rollback cannot help
             if self._rules.is_news(alarm):
                 level = "error" if alarm.rule in ("nonfinite", "ranks differ") else "warning"
-                self._emit(alarm, str(alarm), level=level, cause=REPORTED.get(alarm.rule, ""))
+                self._emit(alarm, str(alarm), level=level, cause=alarms.REPORTED.get(alarm.rule, ""))
             return False
         incident = self._incident
         if incident is not None and incident.is_probed and alarm.step == incident.alarm.step:
@@ -269,14 +247,11 @@ class Guard:
         self._roll_back(target)
         return True
 
-    def _only_reports(self, alarm: Alarm) -> bool:
-        """Return True for a rule that was given up, or that a rollback cannot help."""
-        return alarm.rule in REPORTED or alarm.step < self._given_up.get(alarm.rule, 0)
-
     def _newest_before(self, alarm: Alarm) -> _SavePoint:
         """Return the newest snapshot from before a fault may have begun, else the oldest."""
-        margin = MARGIN + {"loss drift": RECENT + SHORT, "gap": SHORT, "layer shift": SHORT}.get(alarm.rule, 0)
-        if alarm.rule in OF_UPDATES:
+        seen_after = {"loss drift": alarms.RECENT + alarms.SHORT, "gap": alarms.SHORT, "layer shift": alarms.SHORT}
+        margin = MARGIN + seen_after.get(alarm.rule, 0)
+        if alarm.rule in alarms.OF_UPDATES:
             margin += self.config.parameters_every
         return next((s for s in reversed(self._saved) if s.snapshot.step + margin < alarm.step), self._saved[0])
 
@@ -285,12 +260,12 @@ class Guard:
         record = {each.step: each for each in [*self._record, step] if each.step > since}
         diff = ""
         if alarm.role == "weight":
-            reach = UPDATE * sum(each.lr for each in record.values())
+            reach = alarms.UPDATE * sum(each.lr for each in record.values())
             diff = self._run.weight_diff(alarm.layer, target.snapshot, reach)
-        self._incident = Incident(alarm, since, diff, worst_layers(self._rules.rows, step.values), record)
+        self._incident = Incident(alarm, since, diff, alarms.worst_layers(self._rules.rows, step.values), record)
         self._incident.suspect = self._suspect(step)
         # The batch is not to blame for what only rules on parameters and slow rules see.
-        self._incident.is_probed = alarm.rule in (*OF_UPDATES, *SLOW)
+        self._incident.is_probed = alarm.rule in (*alarms.OF_UPDATES, *alarms.SLOW)
 
     def _suspect(self, step: Observation) -> Alarm | None:
         checked = self._run.parameters
@@ -331,7 +306,7 @@ class Guard:
         if incident.where is not None or before is None or before.values is None or step.values is None:
             return
         if before.values.shape == step.values.shape:
-            incident.where = first_difference(self._rules.rows, before.values, step.values)
+            incident.where = alarms.first_difference(self._rules.rows, before.values, step.values)
 
     # --- diagnosis --------------------------------------------------------------------------------------------------
 
@@ -340,18 +315,18 @@ class Guard:
         incident.is_probed = True
         evidence = self._evidence(incident)
         limits = evidence.loss_limit, evidence.gradient_limit
-        cause = diagnose(evidence)
+        cause = diagnosis.diagnose(evidence)
         if cause is None:
             return
         if bad := self._run.nonfinite_parameter():
-            self._blame_model(incident, f"{bad} is not finite", layer_of(bad))
+            self._blame_model(incident, f"{bad} is not finite", alarms.layer_of(bad))
         elif cause == "precision":
             self._incident = None
             self._refine_until_well(incident.alarm, incident.harmed, lambda probe: not probe.is_bad(*limits))
         elif cause == "optimizer":
             self._blame_optimizer(incident, "an earlier batch is as bad now, in BF16 too")
         elif why := self._is_new_level(incident.alarm, evidence):
-            self._give_up(incident.alarm, why, new_level_of(evidence))
+            self._give_up(incident.alarm, why, diagnosis.new_level_of(evidence))
         else:
             self._blame_data(incident)
 
@@ -359,9 +334,9 @@ class Guard:
         """Return why a bad batch is not passed over: others are like it; empty if it is the only one, or not finite."""
         if alarm.rule == "nonfinite":
             return ""
-        if self._tried.get("data", 0) >= LASTING:
-            return f"the {LASTING} batches passed over were followed by others like them"
-        following = self._run.probe_following(LASTING, fp8=False)
+        if self._tried.get("data", 0) >= alarms.LASTING:
+            return f"the {alarms.LASTING} batches passed over were followed by others like them"
+        following = self._run.probe_following(alarms.LASTING, fp8=False)
         bad = sum(probe.is_bad(evidence.loss_limit, evidence.gradient_limit) for probe in following)
         return f"{bad} of the next {len(following)} batches are as bad" if 2 * bad > len(following) else ""
 
@@ -382,7 +357,7 @@ class Guard:
 
     def _comes_back(self, incident: Incident, alarm: Alarm, step: Observation) -> bool:
         """Act on an alarm that came back although its batch was fine; return True if the run was rolled back."""
-        if alarm.rule not in (*OF_UPDATES, *SLOW):
+        if alarm.rule not in (*alarms.OF_UPDATES, *alarms.SLOW):
             return self._blame_optimizer(incident, "it comes back with the update alone")
         if share := self._newly_over(incident, alarm.layer, step):
             self._incident = None
@@ -393,11 +368,11 @@ class Guard:
         fp8, bf16 = (self._run.probe(fp8=is_fp8) for is_fp8 in (True, False))
         evidence = self._with_earlier(Evidence(fp8, bf16, math.inf, math.inf), alarm.step)
         first = self._rules.rows[0][0] if self._rules.rows else ""
-        cause = lasting_cause(alarm, first, evidence)
+        cause = diagnosis.lasting_cause(alarm, first, evidence)
         if cause == "precision":
             self._incident = None
             self._rules.adopt(alarm)
-            self._refine_until_well(alarm, incident.harmed, wellness(alarm.rule, fp8, bf16))
+            self._refine_until_well(alarm, incident.harmed, diagnosis.wellness(alarm.rule, fp8, bf16))
             return False
         if cause == "optimizer" and alarm.rule != "no update" and self._has_risen(incident):
             return self._blame_optimizer(incident, "it comes back")
@@ -451,7 +426,7 @@ class Guard:
         alarm, oldest = incident.alarm, self._saved[0]
         self._incident = None
         self._tried["optimizer"] = self._tried.get("optimizer", 0) + 1
-        if self._tried["optimizer"] > LASTING:
+        if self._tried["optimizer"] > alarms.LASTING:
             self._give_up(alarm, why, "optimizer")
             return False
         rates = [each.lr for each in (*incident.first_run.values(), *self._record)]
@@ -559,7 +534,7 @@ class Guard:
     def _compare_with_shadow(self) -> None:
         """Compare the next batch in FP8 and BF16, and those after it if it is harmed; in mode `act`, refine layers."""
         fp8, bf16 = (self._run.probe(fp8=is_fp8, backward=False) for is_fp8 in (True, False))
-        gap, limit = loss_gap(fp8, bf16), self.config.shadow_gap
+        gap, limit = diagnosis.loss_gap(fp8, bf16), self.config.shadow_gap
         is_harm = gap > limit and self._gap_of_following() > limit
         text = f"the loss of a batch in FP8 is {abs(gap):.3f} % {'above' if gap >= 0 else 'below'} that in BF16"
         text += "; guardrails that only watch leave it so" if is_harm and not self.acts else ""
@@ -567,12 +542,12 @@ class Guard:
         self._run.emit(GuardEvent(self._run.done, level, "shadow", text, value=gap, limit=limit))
         if is_harm and self.acts:
             alarm = Alarm(self._run.done, "shadow", "", "", gap, limit)
-            self._refine_until_well(alarm, [], lambda probe: loss_gap(probe, bf16) <= limit)
+            self._refine_until_well(alarm, [], lambda probe: diagnosis.loss_gap(probe, bf16) <= limit)
 
     def _gap_of_following(self) -> float:
         """Return the mean gap of the batches after the next one: a small batch alone may have any."""
-        both = (self._run.probe_following(LASTING, fp8=is_fp8, backward=False) for is_fp8 in (True, False))
-        gaps = [loss_gap(fp8, bf16) for fp8, bf16 in zip(*both, strict=True)]
+        both = (self._run.probe_following(alarms.LASTING, fp8=is_fp8, backward=False) for is_fp8 in (True, False))
+        gaps = [diagnosis.loss_gap(fp8, bf16) for fp8, bf16 in zip(*both, strict=True)]
         return fmean(gaps) if gaps else 0.0
 
     def _emit(

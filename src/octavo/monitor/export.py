@@ -111,8 +111,9 @@ def write_csv(run: RunReader, folder: Path) -> list[Path]:
         with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(table.columns)
-            for row in _rows(table):
-                writer.writerow("" if isinstance(cell, float) and math.isnan(cell) else cell for cell in row)
+            for batch in table.batches():
+                for row in zip(*(batch[key] for key in table.columns), strict=True):
+                    writer.writerow("" if isinstance(cell, float) and math.isnan(cell) else cell for cell in row)
         written.append(path)
     return written
 
@@ -148,11 +149,6 @@ def _kind(arrow: Any, key: str, table: str) -> Any:
     if key in _WHOLE:
         return arrow.int64()
     return arrow.float32() if table == "telemetry" else arrow.float64()
-
-
-def _rows(table: ExportTable) -> Iterator[tuple[Any, ...]]:
-    for batch in table.batches():
-        yield from zip(*(batch[key] for key in table.columns), strict=True)
 
 
 def write_tensorboard(run: RunReader, folder: Path) -> list[Path]:

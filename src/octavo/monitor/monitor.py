@@ -172,7 +172,8 @@ class Monitor:
         if self._recorder is None:
             return
         self._pending.append(AsyncScalars(number, scalars))
-        self._write_arrived()
+        while self._pending and self._pending[0].has_arrived():
+            self._write(self._recorder, self._pending.popleft())
         self._write_tensors(self._recorder)
 
     def event(self, text: str, *, rule: str = "user", **details: Any) -> None:
@@ -212,10 +213,6 @@ class Monitor:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(error)
-
-    def _write_arrived(self) -> None:
-        while self._recorder is not None and self._pending and self._pending[0].has_arrived():
-            self._write(self._recorder, self._pending.popleft())
 
     def _write(self, recorder: Recorder, scalars: AsyncScalars) -> None:
         values = scalars.read()

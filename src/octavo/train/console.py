@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -145,12 +144,8 @@ def _cells(event: events.Logged) -> list[str]:
         *([] if gap is None else [f"{gap:+z.2f}"]),
         f"{event.tokens_per_second:,.0f}",
         f"{event.lr:.1e}",
-        f"{_first(event.gradient_norm):.3f}",
+        f"{next(iter(event.gradient_norm.values())):.3f}",
     ]
-
-
-def _first(values: Mapping[str, float]) -> float:
-    return next(iter(values.values()))
 
 
 def _count(number: int) -> str:

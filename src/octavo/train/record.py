@@ -19,7 +19,7 @@ from octavo.monitor.store import RunReader
 from octavo.monitor.store.writer import outcome_of
 from octavo.monitor.system import environment
 from octavo.train import events
-from octavo.train.config import LoopConfig, RunConfig
+from octavo.train.config import RunConfig
 from octavo.train.parallel import Launch
 
 
@@ -41,13 +41,14 @@ class StoreReporter:
         self._has_finished = False
         self._path = Path(run.out) / "run.sqlite"
         self._is_removed = False
+        tracker = f"{run.tracker}:{run.tracker_tensors}" if run.tracker_tensors else run.tracker
         self._recorder = Recorder(
             Path(run.out),
             keep_until=done or None,
             keep_events=events,
             overwrite=not done,
             gpu=(device.index or 0) if device.type == "cuda" else None,
-            trackers=() if run.tracker == "none" else (_tracker(run),),
+            trackers=() if run.tracker == "none" else (tracker,),
             config=config_reader.to_dict(config),
         )
 
@@ -117,10 +118,6 @@ class StoreReporter:
         self._recorder.guard_event(event)
         if event.rule == "shadow" and event.value is not None:
             self._recorder.step(event.step, {"shadow_gap_percent": event.value})
-
-
-def _tracker(run: LoopConfig) -> str:
-    return f"{run.tracker}:{run.tracker_tensors}" if run.tracker_tensors else run.tracker
 
 
 def changed(config: Any, prefix: str = "") -> list[str]:

@@ -71,18 +71,14 @@ def _lane(
     steps, milliseconds = series.points()
     _put(found, f"milliseconds_{lane}", steps, milliseconds)
     typical = facts[f"milliseconds_{lane}"] = _typical(series)
-    if not per_step:
-        return
-    _put(found, f"tokens_per_second_{lane}", steps, 1e3 * per_step / milliseconds)
-    facts[f"tokens_per_second_{lane}"] = 1e3 * per_step / typical
-    if not per_token:
-        return
-    tera = per_token * per_step * 1e-9  # FLOPs per step; divided by milliseconds, TFLOP/s
-    _put(found, f"tflops_{lane}", steps, tera / milliseconds)
-    facts[f"tflops_{lane}"] = tera / typical
-    for name, peak in peaks.items():
-        _put(found, f"utilisation_{lane}_of_{name}", steps, 100 * tera / milliseconds / peak)
-        facts[f"utilisation_{lane}_of_{name}"] = 100 * tera / typical / peak
+    derived = {f"tokens_per_second_{lane}": 1e3 * per_step} if per_step else {}
+    if per_step and per_token:
+        tera = per_token * per_step * 1e-9  # FLOPs per step; divided by milliseconds, TFLOP/s
+        derived |= {f"tflops_{lane}": tera}
+        derived |= {f"utilisation_{lane}_of_{name}": 100 * tera / peak for name, peak in peaks.items()}
+    for name, work in derived.items():
+        _put(found, name, steps, work / milliseconds)
+        facts[name] = work / typical
 
 
 def _operations(run: RunReader) -> tuple[float | None, str]:
