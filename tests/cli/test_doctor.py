@@ -90,7 +90,6 @@ def test_this_machine_is_well(capsys: pytest.CaptureFixture[str]) -> None:
     "given",
     [
         {"output": OutputFlags(report=True, json=True)},
-        {"subject": SubjectFlags(preset="tiny", model="mine:build")},
         {"target": Path("x.toml"), "subject": SubjectFlags(preset="tiny")},
         {"subject": SubjectFlags(device="tpu")},
     ],

@@ -43,10 +43,8 @@ class SubjectFlags:
 
     preset: str | None = None
     """Preset of `octavo train`, in place of a run file."""
-    model: str | None = None
-    """Your MODULE:FUNCTION that returns (model, loss function of one batch)."""
     recipe: str | None = None
-    """Recipe, in place of the run's; with --model, by default folded."""
+    """Recipe, in place of the run's; of a Python file or a Hugging Face config by default folded."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:INDEX."""
 
@@ -67,7 +65,8 @@ def doctor(
 
     Without TARGET, checks the machine. On a GPU, the first time compiles every kernel, which can take minutes.
 
-    With a run file, a preset or --model, runs a few steps of the model, which leave its weights unchanged.
+    With a run file, a preset, a Python file or a Hugging Face config, runs a few steps of the model, which leave its
+    weights unchanged.
 
     With the directory of a run, uses the weights of its newest checkpoint, and checks its record as well.
 
@@ -78,13 +77,13 @@ def doctor(
         octavo doctor
         octavo doctor my.toml --trace traces
         octavo doctor runs/demo
-        octavo doctor --model mine:build --recipe block
+        octavo doctor mine.py --recipe block
         octavo doctor --report > report.md
 
     Parameters
     ----------
     target
-        Run file, .toml or .json, or directory of a run.
+        Run file, directory of a run, Python file with build() and batches(), or Hugging Face config.json.
     only
         Name of a check to run, such as 'triton kernels'; repeatable.
     trace
@@ -92,8 +91,8 @@ def doctor(
     """
     if output.report and output.json:
         raise ConfigError("--report and --json exclude each other.")
-    if sum(given is not None for given in (target, subject.preset, subject.model)) > 1:
-        raise ConfigError("give only one of a run file or run, --preset and --model.")
+    if target is not None and subject.preset is not None:
+        raise ConfigError("give only one of TARGET and --preset.")
     from octavo.doctor.examination import examination
 
     found = examination(target, **asdict(subject), only=only or (), trace=trace)

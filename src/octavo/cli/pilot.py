@@ -69,7 +69,7 @@ def pilot(
     from octavo.pilot import Settings, load_workload, run_pilot
     from octavo.pilot.report import to_dict, to_html, to_text
     from octavo.pilot.run import RECIPES
-    from octavo.pilot.workload import Shape
+    from octavo.train.workload import Shape
 
     shape = Shape(sizes.batch, sizes.sequence, sizes.data)
     workload = load_workload(model, shape)

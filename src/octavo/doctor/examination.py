@@ -22,6 +22,7 @@ from octavo.monitor.store import FILE, RunReader
 from octavo.monitor.system import PREFIXES
 from octavo.train import device as devices
 from octavo.train.config import assemble, load_file, load_preset
+from octavo.train.workload import is_run_file
 
 CHECKS: dict[str, tuple[Check[Any], ...]] = {
     "machine": (
@@ -79,7 +80,7 @@ class Examination:
                 raise ConfigError(f"--only: unknown check '{name}'.{did_you_mean(name, known)}")
         asked = [check for kind in self.subjects for check in self._checks(kind)]
         if not asked:
-            raise ConfigError(f"--only: {', '.join(self.only)}: name a run file, a run or a --model to check.")
+            raise ConfigError(f"--only: {', '.join(self.only)}: name a run file, a run or a Python file to check.")
 
     def begin(self) -> Iterator[tuple[Kind, Check[Any], Callable[[], Result]]]:
         """Yield each check with a function that runs it and keeps its result."""
@@ -151,33 +152,31 @@ def examination(
     target: Path | None = None,
     *,
     preset: str | None = None,
-    model: str | None = None,
     recipe: str | None = None,
     device: str = "auto",
     only: Sequence[str] = (),
     trace: Path | None = None,
 ) -> Examination:
-    """Return the examination of a run file, a run's directory, a preset or a function; without any, of the machine.
+    """Return the examination of a run file, a run, a preset or a user's model; without any, of the machine.
 
     Args:
-        target: a run file, or the directory of a run.
-        model: `MODULE:FUNCTION`, see `subjects.trial_of_function`.
-        recipe: replaces the run's.
+        target: a run file, the directory of a run, a Python file or a Hugging Face config (`load_workload`).
+        recipe: replaces the run's; of a Python file or a Hugging Face config by default `folded`.
         only: names of the checks to run.
         trace: directory for a trace of a few steps.
 
     Raises:
-        ConfigError: there is no such file, preset, function, device, recipe or check.
+        ConfigError: there is no such file, preset, device, recipe or check.
     """
     where = devices.resolve(device)
-    if model is not None:
-        made = partial(subjects.trial_of_function, model, recipe=recipe or "folded", device=where, trace=trace)
-        return Examination({"model": made}, only)
     if target is not None and target.is_dir():
         return Examination(_of_run(target, _flags(recipe, str(where)), trace), only)
+    if target is not None and not is_run_file(target):
+        made = partial(subjects.trial_of_workload, target, recipe=recipe or "folded", device=where, trace=trace)
+        return Examination({"model": made}, only)
     if target is None and preset is None:
         if recipe is not None or trace is not None:
-            raise ConfigError("--recipe and --trace need a model: name a run, a run file, --preset or --model.")
+            raise ConfigError("--recipe and --trace need a model: name a run, a run file, a Python file or --preset.")
         return Examination({"machine": partial(Machine, where, Path("runs"))}, only)
     layer = load_file(target) if target is not None else load_preset(str(preset), cuda=where.type == "cuda")
     config = assemble(layer, _flags(recipe, str(where)))

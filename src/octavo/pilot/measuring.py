@@ -23,9 +23,9 @@ from octavo.monitor.system import SystemProbe
 from octavo.nn import Linear, reuse_weight_codes
 from octavo.nn.fp8_weights import values
 from octavo.nn.hooks import hooked
-from octavo.pilot.workload import Workload, one_of, to_device
 from octavo.train.profile import profile
 from octavo.train.timing import Stopwatch, milliseconds, synchronize, warm_up
+from octavo.train.workload import Workload, one_of, to_device
 
 PRECISIONS: dict[str, torch.dtype | None] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 """Autocast dtype of the precisions that are no recipe; a recipe computes the rest in BF16."""

@@ -1,4 +1,4 @@
-"""The workload of a pilot, from a Hugging Face config, a Python file or a run file: a model, its batches, its loss."""
+"""A user's workload, from a Hugging Face config, a Python file or a run file: a model, its batches, its loss."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from octavo._util.rng import untouched_generators
 from octavo.data.loader import Loader
 from octavo.errors import ConfigError, DataError, UnsupportedError
 from octavo.models import build
-from octavo.sensitivity.loss import Loss
 from octavo.train.config import RunConfig, assemble, load_file
 from octavo.train.setup import token_files, tokenizer_of
 
 Step = Callable[[], Any]
+Loss = Callable[[nn.Module, Any], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is trained in a pilot."""
+    """What a pilot trains, and the doctor examines."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -79,6 +79,11 @@ def load_workload(model: Path, shape: Shape | None = None) -> Workload:
     if file.suffix == ".json" and "model_type" in read_file(file):
         return _of_hugging_face(file, shape or Shape())
     return _of_run(assemble(load_file(file)), file.stem)
+
+
+def is_run_file(file: Path) -> bool:
+    """Return whether a file is of the form of a run file, not a Python file or a Hugging Face config."""
+    return file.suffix != ".py" and (file.suffix != ".json" or "model_type" not in read_file(file))
 
 
 def call_model(model: nn.Module, batch: Any) -> Tensor:
