@@ -129,6 +129,7 @@ class RunWriter:
             raise TypeError(f"write_event: unknown details {', '.join(sorted(unknown))}.")
         if row["level"] not in ("info", "warning", "error"):
             raise StoreError(f"{self.path}: an event's level is info, warning or error, not '{row['level']}'.")
+        row |= {key: float(row[key]) for key in ("value", "limit") if row.get(key) is not None}
         names, places = ", ".join(f'"{name}"' for name in row), ", ".join("?" * len(row))
         with self.batch():
             self._execute(f"INSERT INTO events ({names}) VALUES ({places})", [*row.values()])
