@@ -9,11 +9,13 @@ import json
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from octavo.monitor.dashboard import page
 from octavo.pilot import Settings, load_workload, run_pilot
 from octavo.pilot.judging import ALIKE, Pilot
 from octavo.pilot.report import to_dict, to_html
@@ -45,10 +47,10 @@ NOISE = 1.03
 """Speeds within this ratio are not told apart by the full measurement."""
 
 
-def check(name: str, directory: Path, steps: int) -> Row:
+def check(name: str, directory: Path, steps: int, html: bool = False) -> Row:
     """Return the figures of a model: the recommendation of a pilot of 8 steps, and whether a full measurement agrees.
 
-    Its report is written to a folder of `directory`.
+    The pilot's report is written to a folder of `directory`, as JSON and, where asked for, as a page.
     """
     config, shape = MODELS[name]
     folder = directory / name.partition(",")[0]
@@ -59,13 +61,15 @@ def check(name: str, directory: Path, steps: int) -> Row:
     small = run_pilot(workload, Settings(steps=8, precisions=("bf16",)))
     seconds = time.perf_counter() - start
     (folder / "report.json").write_text(json.dumps(to_dict(small)), encoding="utf-8")
-    to_html(small, folder / "report.html")
+    if html:
+        to_html(small, folder / "report.html")
     full = run_pilot(replace(workload, decode=None), Settings(steps=steps, precisions=("bf16",)))
     row: Row = {"seconds": round(seconds, 1), "adopts": small.adopts, "recipe": small.best or "none"}
     if small.best:
         row["speedup"] = round(small.speedup(small.best), 3)
+    timed = [each for each in full.plans if full.plans[each].fp8_layers and full.trains(each)]
     return row | {
-        "full": {each: round(full.speedup(each), 3) for each in full.plans if full.trains(each)},
+        "full": {each: round(full.speedup(each), 3) for each in timed},
         "right": is_right(small, full),
     }
 
@@ -101,17 +105,19 @@ def command(
     reports
         Directory for the report of each pilot.
     """
+    if reports is not None:
+        page.plotly()
     chosen = [known("--only", name, list(MODELS), "model") for name in only] or list(MODELS)
     report, rows = output.lines(lambda row: f"{row['model']:<30}", _figures), list[Row]()
     with tempfile.TemporaryDirectory() as scratch:
         for name in chosen:
-            measure = lambda name=name: check(name, reports or Path(scratch), positive("--steps", steps))  # noqa: E731
+            measure = partial(check, name, reports or Path(scratch), positive("--steps", steps), reports is not None)
             rows.append(attempt({"model": name}, measure))
             report(rows[-1])
     return output.finish("pilot", rows, command_line("octavo bench pilot", only=only, steps=steps))
 
 
 def _figures(row: Row) -> str:
-    full = ", ".join(f"{name} {speed:.2f}" for name, speed in row["full"].items())
+    full = ", ".join(f"{name} {speed:.2f}" for name, speed in row["full"].items()) or "no layer in FP8"
     said = f"{'adopt' if row['adopts'] else 'not yet'} {row['recipe']} {row.get('speedup', 0):.2f}"
     return f"{row['seconds']:.0f} s: {said}; full: {full}; {'right' if row['right'] else 'WRONG'}"

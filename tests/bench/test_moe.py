@@ -16,6 +16,14 @@ def test_rows_of_a_layer(monkeypatch):
     assert "Grouped GEMMs have a scale per row" in wrong["error"]
 
 
+def test_ratios_are_to_the_fastest_bf16(monkeypatch):
+    times = iter([{"ms": 4.0}, {"ms": 2.0}, {"ms": 1.0}])
+    monkeypatch.setattr(moe, "WAYS", (moe.Way(moe.RIVAL), moe.Way(f"{moe.RIVAL}, compiled"), moe.Way("octavo")))
+    monkeypatch.setattr(moe, "_measure", lambda *given: next(times))
+    rows = moe.bench_layers(moe.SMALL, "cpu", 1, lambda row: None)
+    assert [row["ratio_to_bf16"] for row in rows] == [0.5, 1.0, 2.0]
+
+
 def test_activations_as_large_as_a_weight_are_no_codes_of_it():
     shape = moe.Shape(64, 32, 4, 2, 128)  # 2 x 128 rows of 32: as many codes of gate as down has
     module = moe.Mixture(shape, "cpu")

@@ -66,11 +66,14 @@ def pilot(
         File to write a report with plots to.
     """
     sizes = batches or BatchFlags()
+    from octavo.monitor.dashboard import page
     from octavo.pilot import Settings, load_workload, run_pilot
     from octavo.pilot.report import to_dict, to_html, to_text
     from octavo.pilot.run import RECIPES
     from octavo.train.workload import Shape
 
+    if html is not None:
+        page.plotly()  # a package that is missing is named before minutes of measuring, not after
     shape = Shape(sizes.batch, sizes.sequence, sizes.data)
     workload = load_workload(model, shape)
     settings = Settings(recipes=tuple(recipes or RECIPES), steps=steps, compile=compile, gpu=gpu)

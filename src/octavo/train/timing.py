@@ -107,7 +107,8 @@ def kernels_of(step: Callable[[], Any], steps: int, trace: Path | None = None) -
     """
     os.environ.setdefault("TEARDOWN_CUPTI", "1")  # else each launch of what is timed later takes a third longer
     host = [] if trace is None else [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=[*host, torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    kinds = [*host, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds, acc_events=True) as profiler:  # without it, 2.11 warns
         for _ in range(steps):
             step()
         torch.cuda.synchronize()
