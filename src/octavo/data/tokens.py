@@ -15,7 +15,6 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from octavo._util import config_reader
 from octavo._util.files import os_errors
@@ -112,8 +111,15 @@ def prepare(
                 written = encode_split(corpus, tokenizer, folder, heldout)
             else:
                 written = encode_chat(corpus, tokenizer, folder, heldout, chat)
-            meta = _meta(corpus, tokenizer, written, heldout, listing)
-            meta["suffix"] = ".u32" if chat else suffix_of(tokenizer.vocab)
+            meta = {
+                "source": corpus.source,
+                "tokenizer": tokenizer.name,
+                "vocab": tokenizer.vocab,
+                **dataclasses.asdict(written),
+                "heldout_share": heldout,
+                "listing_sha256": listing,
+                "suffix": ".u32" if chat else suffix_of(tokenizer.vocab),
+            }
             (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
             _publish(folder, directory)
     finally:
@@ -143,15 +149,3 @@ def _publish(folder: Path, directory: Path) -> None:
     except OSError:
         if _found(directory) is None:
             raise
-
-
-def _meta(corpus: Corpus, tokenizer: Tokenizer, written: SplitTotals, heldout: float, listing: str) -> dict[str, Any]:
-    values = dataclasses.asdict(written)
-    return {
-        "source": corpus.source,
-        "tokenizer": tokenizer.name,
-        "vocab": tokenizer.vocab,
-        **values,
-        "heldout_share": heldout,
-        "listing_sha256": listing,
-    }

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -24,43 +25,17 @@ from octavo.train import device as devices
 from octavo.train.config import assemble, load_file, load_preset
 from octavo.train.workload import is_run_file
 
-CHECKS: dict[str, tuple[Check[Any], ...]] = {
-    "machine": (
-        software.software,
-        software.packages,
-        software.driver,
-        hardware.memory_errors,
-        hardware.clocks,
-        hardware.shared_memory,
-        hardware.disk,
-        hardware.open_files,
-        software.variables,
-        kernels.choice,
-        kernels.arithmetic,
-        kernels.accumulation,
-        kernels.triton,
-        kernels.compiler,
-        collectives.collectives,
-    ),
-    "model": (
-        data.data,
-        speed.layers,
-        accuracy.nonfinite,
-        speed.fallback,
-        speed.shapes,
-        accuracy.drift,
-        accuracy.fast_sums,
-        accuracy.serving,
-        speed.launches,
-        speed.syncs,
-    ),
-    "run": (run.state, run.loss, run.tensors, run.events),
-}
-"""All checks in order, by kind of subject: `Machine`, `Trial`, `RunReader`. To add a check, write it in the file of its
-subject and add it here."""
-
-
 Kind = Literal["machine", "model", "run"]
+_MODULES: dict[Kind, tuple[ModuleType, ...]] = {
+    "machine": (software, hardware, kernels, collectives),
+    "model": (data, speed, accuracy),
+    "run": (run,),
+}
+CHECKS: dict[Kind, tuple[Check[Any], ...]] = {
+    kind: tuple(each for module in modules for each in vars(module).values() if isinstance(each, Check))
+    for kind, modules in _MODULES.items()
+}
+"""All checks in order, by kind of subject: `Machine`, `Trial`, `RunReader`. To add one, write it in one of these."""
 
 
 @dataclass

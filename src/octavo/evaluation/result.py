@@ -35,7 +35,7 @@ class Score:
 
     computed: str
     """`FP8` and `high precision`, the same weights; `BF16 baseline`; `BF16` of a run without FP8; `served`."""
-    losses_S: Tensor
+    losses_S: Tensor = field(compare=False, repr=False)
     """Nats per token; float64, on the CPU; not part of the JSON."""
     loss: float | None
     """Mean, nats per token."""

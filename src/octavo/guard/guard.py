@@ -18,16 +18,16 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from octavo.errors import RunError
 from octavo.guard import alarms, diagnosis
-from octavo.guard.alarms import Alarm, AlarmRules, Observation
+from octavo.guard.alarms import Alarm, AlarmRules, GuardEvent, Observation
 from octavo.guard.config import GuardConfig
 from octavo.guard.diagnosis import Cause, Evidence, IsWell, Probe
-from octavo.guard.guarded import Guarded, GuardEvent, Snapshot
+from octavo.guard.guarded import Guarded, Snapshot
 from octavo.guard.ladder import EVERYTHING, Ladder
 from octavo.guard.parameters import is_same
 from octavo.recipes import Recipe
@@ -42,11 +42,6 @@ ALONE = 4
 """Layers probed one at a time, the most harmed first, before groups of them are halved."""
 HOLD = 2.0
 """Factor by which the limit on the learning rate may rise per quiet period."""
-
-
-class _SavePoint(NamedTuple):
-    snapshot: Snapshot
-    rules: dict[str, Any]
 
 
 @dataclass
@@ -83,7 +78,7 @@ class Guard:
         self._run = run
         self._rules = AlarmRules(self.config, run.rows)
         self._ladder = None if recipe is None or not recipe.is_fp8 else Ladder(recipe, self.config.quiet)
-        self._saved: deque[_SavePoint] = deque(maxlen=SNAPSHOTS)
+        self._saved: deque[Snapshot] = deque(maxlen=SNAPSHOTS)
         self._record: deque[Observation] = deque(maxlen=SNAPSHOTS * self.config.snapshot_every)
         self._incident: Incident | None = None
         self._skipped: list[int] = []
@@ -107,7 +102,7 @@ class Guard:
     @property
     def oldest_position(self) -> int:
         """Position of the data at the oldest snapshot; 0 without one."""
-        return self._saved[0].snapshot.position if self._saved else 0
+        return self._saved[0].position if self._saved else 0
 
     def lr(self, scheduled: float) -> float:
         """Return the learning rate of the next step: the scheduled one, or the limit if that is lower."""
@@ -190,7 +185,7 @@ class Guard:
         if self._lr_limit is not None and done - self._lr_limited_at >= self.config.quiet:
             self._lr_limit, self._lr_limited_at = self._lr_limit * HOLD, done
         self._come_down()
-        if self.acts and (not self._saved or done - self._saved[-1].snapshot.step >= self.config.snapshot_every):
+        if self.acts and (not self._saved or done - self._saved[-1].step >= self.config.snapshot_every):
             self._take_snapshot(done)
         every = self.config.shadow_every
         if every and done and done % every == 0:
@@ -200,7 +195,7 @@ class Guard:
         """Take a snapshot, which is good by construction: a parameter that is not finite is an alarm."""
         bad = self._run.nonfinite_parameter()
         if not bad:
-            self._saved.append(_SavePoint(self._run.snapshot(), self._rules.state_dict()))
+            self._saved.append(replace(self._run.snapshot(), rules=self._rules.state_dict()))
             return
         alarm = Alarm(done, "nonfinite", alarms.layer_of(bad), "weight", math.nan, math.inf)
         self._raise(alarm, Observation(done, math.nan, math.nan, 0.0))
@@ -242,26 +237,26 @@ class Guard:
             self._give_up(alarm, f"rolled back {self.config.rollbacks} times without success (guard.rollbacks)")
             return False
         target = self._newest_before(alarm)
-        self._emit(alarm, str(alarm), action=f"back to step {target.snapshot.step}", back_to=target.snapshot.step)
+        self._emit(alarm, str(alarm), action=f"back to step {target.step}", back_to=target.step)
         self._open_incident(alarm, step, target)
         self._roll_back(target)
         return True
 
-    def _newest_before(self, alarm: Alarm) -> _SavePoint:
+    def _newest_before(self, alarm: Alarm) -> Snapshot:
         """Return the newest snapshot from before a fault may have begun, else the oldest."""
         seen_after = {"loss drift": alarms.RECENT + alarms.SHORT, "gap": alarms.SHORT, "layer shift": alarms.SHORT}
         margin = MARGIN + seen_after.get(alarm.rule, 0)
         if alarm.rule in alarms.OF_UPDATES:
             margin += self.config.parameters_every
-        return next((s for s in reversed(self._saved) if s.snapshot.step + margin < alarm.step), self._saved[0])
+        return next((s for s in reversed(self._saved) if s.step + margin < alarm.step), self._saved[0])
 
-    def _open_incident(self, alarm: Alarm, step: Observation, target: _SavePoint) -> None:
-        since = target.snapshot.step
+    def _open_incident(self, alarm: Alarm, step: Observation, target: Snapshot) -> None:
+        since = target.step
         record = {each.step: each for each in [*self._record, step] if each.step > since}
         diff = ""
         if alarm.role == "weight":
             reach = alarms.UPDATE * sum(each.lr for each in record.values())
-            diff = self._run.weight_diff(alarm.layer, target.snapshot, reach)
+            diff = self._run.weight_diff(alarm.layer, target, reach)
         self._incident = Incident(alarm, since, diff, alarms.worst_layers(self._rules.rows, step.values), record)
         self._incident.suspect = self._suspect(step)
         # The batch is not to blame for what only rules on parameters and slow rules see.
@@ -274,12 +269,12 @@ class Guard:
             step = step._replace(parameters=checked.arrived(self._run.done))
         return self._rules.suspect(step)
 
-    def _roll_back(self, target: _SavePoint) -> None:
+    def _roll_back(self, target: Snapshot) -> None:
         while self._saved[-1] is not target:
             self._saved.pop()
-        self._run.restore(target.snapshot)
+        self._run.restore(target)
         self._rules.load_state_dict(target.rules)
-        kept = [each for each in self._record if each.step <= target.snapshot.step]
+        kept = [each for each in self._record if each.step <= target.step]
         self._record.clear()
         self._record.extend(kept)
 
@@ -348,7 +343,7 @@ class Guard:
     def _with_earlier(self, evidence: Evidence, before: int) -> Evidence:
         """Add a probe of a batch that was trained on before a step."""
         record = {each.step: each for each in self._record}
-        for snapshot, _ in reversed(self._saved):
+        for snapshot in reversed(self._saved):
             if snapshot.step + 1 in record and snapshot.step + 1 < before and snapshot.position not in self._skipped:
                 earlier = self._run.probe(fp8=False, earlier=snapshot)
                 then = record[snapshot.step + 1]
@@ -407,10 +402,10 @@ class Guard:
             RunError: there is no older one.
         """
         oldest = self._saved[0]
-        if oldest.snapshot.step >= incident.since:
+        if oldest.step >= incident.since:
             self._give_up(incident.alarm, why, "model")
             return
-        back = oldest.snapshot.step
+        back = oldest.step
         action = f"back to step {back}"
         self._emit(incident.alarm, f"{incident.alarm}: {why}", cause="model", action=action, layer=layer, back_to=back)
         self._incident = None
@@ -431,14 +426,14 @@ class Guard:
             return False
         rates = [each.lr for each in (*incident.first_run.values(), *self._record)]
         worst, has_risen = max(rates), self._has_risen(incident)
-        action, text = f"back to step {oldest.snapshot.step}", f"{alarm}: {why}: the weights are bad, not FP8"
+        action, text = f"back to step {oldest.step}", f"{alarm}: {why}: the weights are bad, not FP8"
         if has_risen or self._tried["optimizer"] > 1:
             self._lr_limit = max((rate for rate in rates if 0 < rate <= worst / HOLD), default=worst / HOLD)
-            self._lr_limited_at = oldest.snapshot.step
+            self._lr_limited_at = oldest.step
             action += f", learning rate at most {self._lr_limit:.3g}"
         if has_risen and self._lr_limit:
             text += f"; the learning rate had risen to {worst:.3g}, {worst / self._lr_limit:.3g} times its limit now"
-        self._emit(alarm, text, cause="optimizer", action=action, back_to=oldest.snapshot.step)
+        self._emit(alarm, text, cause="optimizer", action=action, back_to=oldest.step)
         self._roll_back(oldest)
         return True
 
@@ -550,13 +545,8 @@ class Guard:
         gaps = [diagnosis.loss_gap(fp8, bf16) for fp8, bf16 in zip(*both, strict=True)]
         return fmean(gaps) if gaps else 0.0
 
-    def _emit(
-        self, alarm: Alarm, text: str, *, level: str = "warning", action: str = "", cause: Cause | str = "",
-        layer: str | None = None, role: str | None = None, back_to: int | None = None,
-    ) -> None:  # fmt: skip
-        where = alarm.layer if layer is None else layer, alarm.role if role is None else role
-        numbers = alarm.value, alarm.limit
-        self._run.emit(GuardEvent(alarm.step, level, alarm.rule, text, action, *where, *numbers, cause, back_to))
+    def _emit(self, alarm: Alarm, text: str, **details: Any) -> None:
+        self._run.emit(alarm.event(text, **details))
 
 
 def _name(layer: str) -> str:

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 
 from octavo.conversion import Plan, convert
 from octavo.errors import ConfigError
+from octavo.guard.alarms import GuardEvent
 from octavo.guard.config import GuardConfig
 from octavo.guard.diagnosis import Probe
 from octavo.guard.guard import Guard
-from octavo.guard.guarded import Guarded, GuardEvent
+from octavo.guard.guarded import Guarded
 from octavo.guard.locate import clip
 from octavo.guard.parameters import ParameterCheck
 from octavo.nn.telemetry import Telemetry

@@ -62,7 +62,8 @@ class Graph(fx.Interpreter):
         self._fused = {node for node in nodes if _is_fusible(node)}
         self._fused_away = self._fused - _materialised(nodes, self._fused)
         self._dying = _last_readers(nodes, self._fused_away)
-        self.user_to_last_uses = {node: dead for node, dead in self._dying.items() if node not in self._fused}
+        kept = {*self._fused, nodes[-1]}
+        self.user_to_last_uses = {node: dead for node, dead in self._dying.items() if node not in kept}
 
     def __call__(self, arguments: list[Any]) -> Any:
         """Run the graph and return the tuple of its outputs."""

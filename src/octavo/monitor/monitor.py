@@ -227,8 +227,7 @@ class Monitor:
     def _record_alarm(self, alarm: Alarm) -> None:
         level = "error" if alarm.rule == "nonfinite" else "warning"
         if self._recorder is not None:
-            where = "", alarm.layer, alarm.role, alarm.value, alarm.limit
-            self._recorder.guard_event(GuardEvent(alarm.step, level, alarm.rule, str(alarm), *where))
+            self._recorder.guard_event(alarm.event(str(alarm), level=level))
 
     def _describe(self, model: nn.Module, device: torch.device, plan: Any) -> None:
         if self._recorder is None:

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from octavo import __version__
 from octavo._util import terminal
-from octavo.guard.guarded import GuardEvent
+from octavo.guard.alarms import GuardEvent
 from octavo.train import events
 from octavo.train.final_report import final_report
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.guard.guarded import GuardEvent
+from octavo.guard.alarms import GuardEvent
 from octavo.train.config import RunConfig
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from octavo._util import config_reader
 from octavo._util.files import os_errors, write_text
 from octavo.errors import RunError
-from octavo.guard.guarded import GuardEvent
+from octavo.guard.alarms import GuardEvent
 from octavo.train.events import Evaluated, Event, Logged, Switched
 
 

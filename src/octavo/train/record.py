@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from octavo._util import config_reader
-from octavo.guard.guarded import GuardEvent
+from octavo.guard.alarms import GuardEvent
 from octavo.monitor.recorder import Recorder
 from octavo.monitor.store import RunReader
 from octavo.monitor.store.writer import outcome_of

@@ -35,7 +35,7 @@ from octavo.train import checkpoint, events
 from octavo.train import device as devices
 from octavo.train.batches import BatchDrift, SourceLosses
 from octavo.train.calibrate import recalibration_of
-from octavo.train.config import RunConfig, is_bf16, learning_rate, warm_up_note
+from octavo.train.config import RunConfig, learning_rate, warm_up_note
 from octavo.train.device import gc_frozen
 from octavo.train.directory import RunDirectory, check_directory, rescue_path
 from octavo.train.evaluate import accuracy_by_task, answers_given, heldout_losses
@@ -328,10 +328,7 @@ class Trainer:
 
     def is_bf16(self, step: int) -> bool:
         """Return True if the FP8 model makes `step`, counted from 0, in BF16; False before the first step."""
-        run = self.config.run
-        if step < 0 or self.setup.plan is None:
-            return False
-        return is_bf16(step, steps=run.steps, first=run.bf16_first_steps, last_share=run.bf16_last_share)
+        return step >= 0 and self.setup.plan is not None and self.config.run.is_bf16(step)
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.done % every == 0
