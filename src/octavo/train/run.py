@@ -518,14 +518,13 @@ class Trainer:
             checkpoint.discard(self.checkpoints)
         (self.directory / "summary.json").unlink(missing_ok=True)
         write_json(self.directory / "config.json", config_reader.to_dict(self.config))
-        if self.setup.plan is not None:
-            write_json(self.directory / "plan.json", json.loads(self.setup.plan.to_json()))
-        if (tensor_plan := self.setup.states[0].tensor_plan) is not None:
-            write_json(self.directory / "tensor.json", json.loads(tensor_plan.to_json()))
-        if (pipeline := self.setup.states[0].pipeline) is not None:
-            write_json(self.directory / "pipeline.json", pipeline)
-        if (shard_plan := self.setup.states[0].shard_plan) is not None:
-            write_json(self.directory / "sharding.json", json.loads(shard_plan.to_json()))
+        first = self.setup.states[0]
+        plans = {"plan": self.setup.plan, "tensor": first.tensor_plan, "sharding": first.shard_plan}
+        for name, plan in plans.items():
+            if plan is not None:
+                write_json(self.directory / f"{name}.json", json.loads(plan.to_json()))
+        if first.pipeline is not None:
+            write_json(self.directory / "pipeline.json", first.pipeline)
         kept = {} if self._resumed is None else self._resumed.state.get("recorded", {})
         file = self.directory / "metrics.jsonl"
         metrics = MetricsFile(file, keep_until=self.done, keep_lines=kept.get("metrics"))
