@@ -118,16 +118,12 @@ def _run(examination: Examination, *, quiet: bool, verbose: bool) -> None:
         if kind != shown:
             console.print(f"\n{kind}", style="bold")
             shown = kind
-        _line(console, result)
+        mark, style = MARKS[result.finding.verdict]
+        _row(console, (mark, style), result.check.name, result.finding.seen, dim=style == "dim")
         if verbose:
             _details(console, result)
     if not quiet:
         _summarise(console, examination)
-
-
-def _line(console: Any, result: Result) -> None:
-    mark, style = MARKS[result.finding.verdict]
-    _row(console, (mark, style), result.check.name, result.finding.seen, dim=style == "dim")
 
 
 def _row(console: Any, mark: tuple[str, str], name: str, text: str, *, dim: bool = False) -> None:

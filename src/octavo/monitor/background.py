@@ -7,16 +7,12 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 
 Action = Callable[[], object]
 
 
-@dataclass(frozen=True, slots=True)
-class _Stop:
-    """The end of the queue."""
-
-    last: Action
+def _end() -> None:
+    """Mark the end of the queue."""
 
 
 class Background:
@@ -48,7 +44,7 @@ class Background:
         self._capacity = capacity
         self._on_error = on_error or self._warn_once
         self._idle, self._every = idle, every
-        self._queue: queue.SimpleQueue[Action | _Stop] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Action] = queue.SimpleQueue()
         self._thread: threading.Thread | None = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -77,7 +73,8 @@ class Background:
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        self._queue.put(_Stop(last))
+        self._queue.put(last)
+        self._queue.put(_end)
         thread.join(timeout)
         if thread.is_alive():
             warnings.warn(f"{self.name}: not done after {timeout:.0f} s; the remaining actions are lost.", stacklevel=2)
@@ -86,8 +83,7 @@ class Background:
         due = time.monotonic() + self._every
         while True:
             action = self._next(due)
-            if isinstance(action, _Stop):
-                self._execute(action.last)
+            if action is _end:
                 return
             if action is not None:
                 self._execute(action)
@@ -95,7 +91,7 @@ class Background:
                 due = time.monotonic() + self._every
                 self._execute(self._idle)
 
-    def _next(self, due: float) -> Action | _Stop | None:
+    def _next(self, due: float) -> Action | None:
         """Return the next action, or None if none comes before the idle call is due."""
         try:
             return self._queue.get(timeout=None if self._idle is None else max(due - time.monotonic(), 0.0))
