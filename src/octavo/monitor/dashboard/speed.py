@@ -15,7 +15,6 @@ from octavo.models import ModelConfig, flops_per_token
 from octavo.models.flops import datasheet_tflops
 from octavo.monitor.store import RunReader, Series
 from octavo.monitor.store.reader import JOULES_PER_KWH
-from octavo.monitor.store.series import sampled
 
 Floats = NDArray[np.float64]
 LANES = ("fp8", "bf16")
@@ -125,8 +124,8 @@ def _machine(run: RunReader, points: int) -> dict[str, Floats]:
     found: dict[str, Floats] = {}
     for key in sorted({key for row in rows for key in row} - {"t"}):
         values = np.array([row.get(key, math.nan) for row in rows], dtype=np.float64)
-        series = sampled(np.arange(len(values)), values, points)
-        index, kept = series.points()
+        places = np.arange(len(values))
+        index, kept = Series(places, places, values, values).drawn(points).points()
         _put(found, key, steps[index], kept)
     return found
 
