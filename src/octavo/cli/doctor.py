@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,27 +36,16 @@ class OutputFlags:
     """Print the findings as JSON."""
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class SubjectFlags:
-    """What is checked beside the machine, and where."""
-
-    preset: str | None = None
-    """Preset of `octavo train`, in place of a run file."""
-    recipe: str | None = None
-    """Recipe, in place of the run's; of a Python file or a Hugging Face config by default folded."""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:INDEX."""
-
-
-OUTPUT, SUBJECT = OutputFlags(), SubjectFlags()
+OUTPUT = OutputFlags()
 
 
 def doctor(
     target: Path | None = None,
     /,
     *,
-    subject: SubjectFlags = SUBJECT,
+    preset: str | None = None,
+    recipe: str | None = None,
+    device: str = "auto",
     only: Annotated[list[str] | None, Parameter(negative=())] = None,
     trace: Path | None = None,
     output: OutputFlags = OUTPUT,
@@ -84,6 +73,12 @@ def doctor(
     ----------
     target
         Run file, directory of a run, Python file with build() and batches(), or Hugging Face config.json.
+    preset
+        Preset of `octavo train`, in place of a run file.
+    recipe
+        Recipe, in place of the run's; of a Python file or a Hugging Face config by default folded.
+    device
+        auto, cpu, cuda or cuda:INDEX.
     only
         Name of a check to run, such as 'triton kernels'; repeatable.
     trace
@@ -91,11 +86,11 @@ def doctor(
     """
     if output.report and output.json:
         raise ConfigError("--report and --json exclude each other.")
-    if target is not None and subject.preset is not None:
+    if target is not None and preset is not None:
         raise ConfigError("give only one of TARGET and --preset.")
     from octavo.doctor.examination import examination
 
-    found = examination(target, **asdict(subject), only=only or (), trace=trace)
+    found = examination(target, preset=preset, recipe=recipe, device=device, only=only or (), trace=trace)
     _run(found, quiet=output.report or output.json, verbose=output.verbose)
     if output.json:
         say(json.dumps(found.to_dict(), indent=2))

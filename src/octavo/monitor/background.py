@@ -7,12 +7,16 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 
 Action = Callable[[], object]
 
 
-def _end() -> None:
-    """Mark the end of the queue."""
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    """The end of the queue."""
+
+    last: Action
 
 
 class Background:
@@ -44,7 +48,7 @@ class Background:
         self._capacity = capacity
         self._on_error = on_error or self._warn_once
         self._idle, self._every = idle, every
-        self._queue: queue.SimpleQueue[Action] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Action | _Stop] = queue.SimpleQueue()
         self._thread: threading.Thread | None = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -73,8 +77,7 @@ class Background:
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        self._queue.put(last)
-        self._queue.put(_end)
+        self._queue.put(_Stop(last))
         thread.join(timeout)
         if thread.is_alive():
             warnings.warn(f"{self.name}: not done after {timeout:.0f} s; the remaining actions are lost.", stacklevel=2)
@@ -83,7 +86,8 @@ class Background:
         due = time.monotonic() + self._every
         while True:
             action = self._next(due)
-            if action is _end:
+            if isinstance(action, _Stop):
+                self._execute(action.last)
                 return
             if action is not None:
                 self._execute(action)
@@ -91,7 +95,7 @@ class Background:
                 due = time.monotonic() + self._every
                 self._execute(self._idle)
 
-    def _next(self, due: float) -> Action | None:
+    def _next(self, due: float) -> Action | _Stop | None:
         """Return the next action, or None if none comes before the idle call is due."""
         try:
             return self._queue.get(timeout=None if self._idle is None else max(due - time.monotonic(), 0.0))
