@@ -288,8 +288,7 @@ class Guarded(ABC):
     def weight_diff(self, layer: str, snapshot: Snapshot, reach: float) -> str:
         """Describe the elements of a weight that changed by more than `reach` since a snapshot; empty for none."""
         before = self._saved_weight(snapshot.state, f"{layer}.weight")
-        found = None if before is None else weight_diff(before, self.models[0].get_parameter(f"{layer}.weight"), reach)
-        return "" if found is None else str(found)
+        return "" if before is None else weight_diff(before, self.models[0].get_parameter(f"{layer}.weight"), reach)
 
     def _peek(self, position: int) -> Any:
         """Return the batch at a position, without moving on."""

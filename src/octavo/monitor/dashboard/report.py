@@ -95,9 +95,7 @@ def _answer(known: RunCollection, name: str, parameters: list[tuple[str, str]]) 
     for key, value in parameters:
         values.setdefault(key, []).append(value)
     found = answer(known, name, values)
-    if found.is_json:
-        return {"json": json.loads(found.body)}
-    return {"arrays": base64.b64encode(found.body).decode()}
+    return {"arrays": base64.b64encode(found).decode()} if isinstance(found, bytes) else {"json": found}
 
 
 def _request_key(name: str, parameters: list[tuple[str, str]]) -> str:

@@ -170,7 +170,9 @@ def _answer(known: RunCollection, request: Request) -> Response:
         return _error(str(error), 400)
     except OctavoError as error:
         return _error(str(error), 404)
-    return Response(found.body, media_type="application/json" if found.is_json else "application/octet-stream")
+    if isinstance(found, bytes):
+        return Response(found, media_type="application/octet-stream")
+    return Response(to_json(found), media_type="application/json")
 
 
 def _error(message: str, status: int) -> Response:
