@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -306,16 +306,9 @@ def _sqnr(opened: RunReader, step: int, index: int) -> float:
     return float(values[index, opened.stats.index("sqnr")]) if "sqnr" in opened.stats else float("nan")
 
 
-class FormatRange(NamedTuple):
-    """Range of a format, from OFP8 1.0, table 1."""
-
-    largest: float
-    smallest_normal: float
-    smallest_subnormal: float
-
-
-RANGES = {"e4m3": FormatRange(448.0, 2.0**-6, 2.0**-9), "e5m2": FormatRange(57344.0, 2.0**-14, 2.0**-16)}
-"""The same values as in `octavo.numerics.formats`, which needs torch; a test compares the two."""
+RANGES = {"e4m3": (448.0, 2.0**-6, 2.0**-9), "e5m2": (57344.0, 2.0**-14, 2.0**-16)}
+"""Largest, smallest normal and smallest subnormal value of a format (OFP8 1.0, table 1), as in
+`octavo.numerics.formats`, which needs torch; a test compares the two."""
 
 
 def format_range(operand: str) -> dict[str, Any] | None:
@@ -327,12 +320,12 @@ def format_range(operand: str) -> dict[str, Any] | None:
     name = next((name for name in RANGES if name in operand.lower()), None)
     if name is None:
         return None
-    limits = RANGES[name]
+    largest, normal, subnormal = RANGES[name]
     return {
         "format": name,
-        "lowest": math.log2(limits.smallest_subnormal) - 1,  # larger values round up to the smallest code
-        "normal": math.log2(limits.smallest_normal),
-        "highest": math.log2(limits.largest),
+        "lowest": math.log2(subnormal) - 1,  # larger values round up to the smallest code
+        "normal": math.log2(normal),
+        "highest": math.log2(largest),
     }
 
 
