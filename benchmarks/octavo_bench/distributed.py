@@ -25,11 +25,11 @@ from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, positive
 from octavo_bench.implementations import BF16
 from octavo_bench.ranks import any_rank, process_group, under_torchrun
 from octavo_bench.results import Row, failure
-from octavo_bench.sharded import Implementation, Layout, implementations, lay_out, part_of_batch
+from octavo_bench.sharded import Implementation, Layout, Whole, implementations, lay_out, part_of_batch
 from octavo_bench.traffic import Traffic
 
 WARM_UP = WARM_UP_STEPS
-"""Steps that are not timed: they compile."""
+"""Steps that are not timed: they compile. Two more if a graph is captured after them."""
 PROFILED = 2
 """Steps under the profiler, on a GPU."""
 GIB = 2**30
@@ -159,13 +159,15 @@ def _measure(
         raise ConfigError("a rank alone has no other stages to talk to: measure a pipeline by torchrun.")
     if ranks % (layout.tensor * layout.stages):
         raise ConfigError(f"{ranks} ranks cannot be shared by {layout}.")
-    training = _Training(workload, implementation, layout, device, WARM_UP + 2 * work.steps + PROFILED + 1)
+    warm_up = WARM_UP + (2 if layout.graph else 0)
+    training = _Training(workload, implementation, layout, device, warm_up + 2 * work.steps + PROFILED + 1)
     with _compiled(training.blocks) if workload.compile else contextlib.nullcontext():
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        timed = _time(training, work.steps, device)
+        timed = _time(training, warm_up, work.steps, device)
         peak = _largest(torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0, device)
         profiled = profile(training.step, PROFILED) if device.type == "cuda" else None
+    training.launch()
     return {
         "tokens": workload.model.sequence * workload.sequences * ranks,
         **timed,
@@ -173,7 +175,7 @@ def _measure(
         **({} if profiled is None else profiled.spent(timed["ms"])),
         "peak_gib": peak,
         **({} if work.alone_of else _traffic(training.step, device)),
-        "losses": [_mean_of_ranks(loss, device) for loss in training.losses[: WARM_UP + work.steps]],
+        "losses": [_mean_of_ranks(loss, device) for loss in training.losses[: warm_up + work.steps]],
     }
 
 
@@ -192,6 +194,13 @@ class _Training:
         self.blocks = self._trainer.blocks
         self.losses: list[Tensor | None] = []
         """Loss of each step, on the device; None on ranks without one."""
+        if layout.graph and isinstance(self._trainer, Whole):
+            self._trainer.replay(self._optimizer)
+
+    def launch(self) -> None:
+        """Launch kernels one by one from now on: nothing of a graph outlives the ranks, or hides what is sent."""
+        if isinstance(self._trainer, Whole):
+            self._trainer.launch()
 
     def step(self) -> None:
         """Train on the next batch."""
@@ -202,10 +211,10 @@ class _Training:
             self._after_step(module)
 
 
-def _time(training: _Training, steps: int, device: torch.device) -> Row:
+def _time(training: _Training, warm_up: int, steps: int, device: torch.device) -> Row:
     """Time steps one after another, and steps that are waited for."""
     with gc_frozen(device) as after_step:
-        for _ in range(WARM_UP):
+        for _ in range(warm_up):
             training.step()
             after_step()
         _wait_for_all(device)
@@ -273,7 +282,8 @@ class Flags:
     workload: str = "llama-3-8b"
     """llama-3-8b, llama-8b-blocks (eight blocks of it) or tiny-model."""
     layout: Names = ("data",)
-    """data, tensor=N, pipeline=N or pipeline=N,fp8 (FP8 between stages), or several. A rank alone has no pipeline."""
+    """data, tensor=N, either with ,graph (a CUDA graph), pipeline=N or pipeline=N,fp8 (FP8 between stages), or several.
+    A rank alone has no pipeline."""
     only: Names = ()
     """Implementations beside BF16; all by default."""
     steps: int = 8
@@ -316,11 +326,19 @@ def command(*, flags: Flags = BY_DEFAULT, output: Output = TO_STDOUT) -> int:
             "octavo bench distributed measures the ranks of torchrun: "
             "torchrun --nproc-per-node 4 -m octavo bench distributed"
         )
-    rows = bench_distributed(flags.work(), output.lines(_name, _line))
-    if not rows:  # rank 0 reports
-        return 0
-    line = f"torchrun --nproc-per-node {rows[0]['ranks']} -m octavo bench distributed {flags}"
-    return output.finish("distributed", rows, line, device="cuda" if torch.cuda.is_available() else "cpu")
+    device, show, rows = "cuda" if torch.cuda.is_available() else "cpu", output.lines(_name, _line), list[Row]()
+
+    def report(row: Row) -> None:  # on rank 0
+        show(row)
+        rows.append(row)
+        output.save("distributed", rows, _command(row, flags), device=device)  # a later row may end the process
+
+    bench_distributed(flags.work(), report)
+    return output.finish("distributed", rows, _command(rows[0], flags), device=device) if rows else 0
+
+
+def _command(row: Row, flags: Flags) -> str:
+    return f"torchrun --nproc-per-node {row['ranks']} -m octavo bench distributed {flags}"
 
 
 def rank(
@@ -352,6 +370,8 @@ def rank(
 
 def parse_layout(text: str) -> Layout:
     """Return the layout that a text such as `pipeline=4,fp8` describes."""
+    if text.endswith(",graph") and not text.startswith("pipeline"):
+        return parse_layout(text.removesuffix(",graph"))._replace(graph=True)
     match text.replace("=", ",").split(","):
         case ["data"]:
             return Layout()
@@ -361,7 +381,10 @@ def parse_layout(text: str) -> Layout:
             return Layout(stages=int(stages))
         case ["pipeline", stages, "fp8"] if stages.isdecimal() and int(stages) > 1:
             return Layout(stages=int(stages), sent="fp8")
-    raise ConfigError(f"--layout: '{text}' is none of data, tensor=N, pipeline=N and pipeline=N,fp8, with N from 2.")
+    raise ConfigError(
+        f"--layout: '{text}' is none of data, tensor=N, data,graph, tensor=N,graph, pipeline=N and pipeline=N,fp8, with"
+        " N from 2."
+    )
 
 
 def _name(row: Row) -> str:
@@ -373,4 +396,5 @@ def _line(row: Row) -> str:
         f"{row['ms']:>8.1f} ms  {row['tokens_per_s_per_gpu']:>9,.0f} tokens/s/GPU  {row['ratio_to_bf16']:.2f} of BF16"
     )
     sent = f"  {row['wire_bytes'] / 1e9:.2f} GB sent" if "wire_bytes" in row else ""
+    speed += f"  waited {row['waited_ms']:.1f} ms ({row['waited_ms'] / row['ms'] - 1:+.1%})"
     return f"{speed}  {row['peak_gib']:.1f} GiB{sent}  loss {row['losses'][0]:.4f} to {row['losses'][-1]:.4f}"

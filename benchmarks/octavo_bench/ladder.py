@@ -47,16 +47,33 @@ def _llama(dim: int, layers: int, ffn: int, sequence: int) -> ModelConfig:
     return ModelConfig(vocab=272, dim=dim, layers=layers, heads=max(1, dim // 64), ffn=ffn, sequence=sequence)
 
 
+def _moe(dim: int, layers: int, ffn: int, sequence: int, **changes: int) -> ModelConfig:
+    return replace(_llama(dim, layers, ffn, sequence), architecture="moe", **changes)  # type: ignore[arg-type]
+
+
 SIZES = {
     "tiny": Training(model=_llama(32, 1, 64, 32), batch=8, lr=3e-3, tokens_per_parameter=1.0),
+    "moe-tiny": Training(
+        model=_moe(32, 1, 32, 32, experts=4, experts_per_token=2), batch=8, lr=3e-3, tokens_per_parameter=1.0
+    ),
     "1m": Training(model=_llama(128, 4, 384, 512), batch=32, lr=3e-3),
     "3m": Training(model=_llama(256, 4, 768, 512), batch=64, lr=2e-3),
     "10m": Training(model=_llama(384, 6, 1024, 512), batch=128, lr=1.5e-3),
     "30m": Training(model=_llama(512, 9, 1408, 1024), batch=128, lr=1e-3, together=False),
     "130m": Training(model=_llama(1024, 10, 2816, 1024), batch=128, lr=8e-4, tokens_per_parameter=8.0, together=False),
     "350m": Training(model=_llama(1024, 24, 3328, 1024), batch=64, lr=6e-4, tokens_per_parameter=4.0, together=False),
+    "moe-1m": Training(model=_moe(128, 4, 256, 512), batch=32, lr=3e-3),
+    "moe-3m": Training(model=_moe(256, 4, 384, 512), batch=64, lr=2e-3),
+    "moe-100m": Training(
+        model=_moe(768, 12, 512, 1024, experts=32, experts_per_token=4, shared_experts=1),
+        batch=64,
+        lr=6e-4,
+        tokens_per_parameter=4.0,
+        together=False,
+    ),
 }
-"""The sizes of the ladder by name; `tiny`, which tries the command on a CPU, is none of the evidence."""
+"""The sizes of the ladder by name, mixtures of experts by their active parameters; `tiny` and `moe-tiny`, which try the
+command on a CPU, are none of the evidence."""
 CONDITIONS: Mapping[str, Callable[[Training], Mapping[str, Any]]] = {
     "whole": lambda own: {},
     "half": lambda own: {"branch": 0.5},
@@ -136,6 +153,12 @@ class Gap:
         if low > GATE or high < -GATE:
             return "fails"
         return "a gap, of open size" if low > 0 or high < 0 else "open"
+
+
+def is_settled(rows: Sequence[Row], arms: Sequence[str]) -> bool:
+    """Return whether every recipe of these arms passes or fails in the runs of a study."""
+    found = {gap.arm: gap.verdict for gap in gaps(rows)} if rows else {}
+    return all(found.get(arm, "open").startswith(("passes", "fails")) for arm in arms if arm not in (BF16, NULL))
 
 
 def pairs_for(half_width: float) -> int:
@@ -261,16 +284,30 @@ def _percent(value: float | None, sign: str = "") -> str:
 
 def size_table() -> str:
     """Return the sizes of the ladder and how they are trained."""
-    header = ("size", "parameters", "dim", "layers", "ffn", "sequence", "tokens per parameter", "tokens", "steps")
+    header = (
+        "size",
+        "parameters",
+        "active",
+        "dim",
+        "layers",
+        "ffn",
+        "sequence",
+        "tokens per active parameter",
+        "tokens",
+    )
     body = []
     for name, own in SIZES.items():
-        if name == "tiny":
+        if name.endswith("tiny"):
             continue
-        model, ratio = own.model, f"{own.tokens_per_parameter:g}"
-        shape = (f"{model.dim:,}", str(model.layers), f"{model.ffn_dim:,}", f"{model.sequence:,}")
+        model, ratio, ffn = own.model, f"{own.tokens_per_parameter:g}", f"{own.model.ffn_dim:,}"
+        if model.architecture == "moe":
+            shared = f" + {model.shared_experts}" if model.shared_experts else ""
+            ffn = f"{model.experts_per_token} of {model.experts}{shared} experts of {ffn}"
+        shape = (f"{model.dim:,}", str(model.layers), ffn, f"{model.sequence:,}")
         rest = (f"{own.batch * model.sequence:,}", f"{own.lr:g}")
-        body.append((f"`{name}`", f"{own.parameters:,}", *shape, ratio, f"{own.tokens:,}", f"{own.steps:,}", *rest))
-    return table((*header, "tokens per step", "peak learning rate"), body)
+        counts = (f"{own.parameters:,}", f"{own.active:,}")
+        body.append((f"`{name}`", *counts, *shape, ratio, f"{own.tokens:,}", f"{own.steps:,}", *rest))
+    return table((*header, "steps", "tokens per step", "peak learning rate"), body)
 
 
 def constant_table() -> str:

@@ -24,11 +24,14 @@ from torch import Tensor, nn
 
 from octavo import recipes
 from octavo.conversion import Policy, convert, disabled
+from octavo.conversion.policy import DEFAULTS, SAVED
 from octavo.data.loader import permutation
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, UnsupportedError
 from octavo.models import build, count_parameters
 from octavo.models.config import ModelConfig
+from octavo.models.moe import MoE
 from octavo.recipes import Recipe
+from octavo_bench.cli import known
 from octavo_bench.installed_text import InstalledText
 
 BF16 = "bf16"
@@ -50,6 +53,7 @@ class Training:
     lr: float
     """Peak learning rate: reached after `warmup` of the steps, then linear to 0."""
     tokens_per_parameter: float = 20.0
+    """Per active parameter."""
     warmup: float = 0.05
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.1
@@ -70,9 +74,16 @@ class Training:
             return count_parameters(build(self.model, 0))
 
     @property
+    def active(self) -> int:
+        """Number of parameters that a token meets: all but those of the experts that it is not sent to."""
+        own = self.model
+        idle = own.experts - own.experts_per_token if own.architecture == "moe" else 0
+        return self.parameters - 3 * own.layers * idle * own.dim * own.ffn_dim
+
+    @property
     def steps(self) -> int:
         """Number of steps: the tokens of the ratio, in whole batches."""
-        return max(1, round(self.tokens_per_parameter * self.parameters / (self.batch * self.model.sequence)))
+        return max(1, round(self.tokens_per_parameter * self.active / (self.batch * self.model.sequence)))
 
     @property
     def tokens(self) -> int:
@@ -97,6 +108,7 @@ class Snapshot:
     """A run in BF16 at a step: what every arm of a block goes on from."""
 
     weights: list[Tensor]
+    buffers: dict[str, Tensor]
     moments: list[dict[str, Tensor]]
     losses: Tensor
     at: Tensor
@@ -128,9 +140,9 @@ class Lane:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pool = pool or (torch.cuda.graph_pool_handle() if self.stream else None)
         self.model = build(training.model, 0).to(device)
+        self._buffers = {name: (own, own.clone()) for name, own in self.model.named_buffers()}
         if arm not in (BF16, NULL):
-            recipe = recipe_of(arm)
-            convert(self.model, recipe, policy=Policy(min_gain=0.0), tokens=training.batch * training.model.sequence)
+            convert_by(self.model, arm, training.batch * training.model.sequence)
         self._parameters = dict(self.model.named_parameters())
         self._make_optimizer()
         self._make_buffers(text)
@@ -214,6 +226,8 @@ class Lane:
         loss.backward()
         nn.utils.clip_grad_norm_(self._parameters.values(), self.training.clip, foreach=True)
         self.optimizer.step()
+        if isinstance(self.model, MoE):
+            self.model.balance(lambda counts_X: counts_X)
         self._losses.index_copy_(0, self._at, loss.detach().float().reshape(1))
         self._at += 1
         if self.stream is None:
@@ -249,6 +263,8 @@ class Lane:
     def _reset(self, seed: int) -> None:
         for name, value in initial_weights(self.training.model, seed, self.training.outliers).items():
             self._parameters[name].copy_(value)
+        for buffer, initial in self._buffers.values():
+            buffer.copy_(initial)
         for state in self.optimizer.state.values():
             for tensor in state.values():
                 tensor.zero_()
@@ -257,6 +273,8 @@ class Lane:
 
     def _restore(self, snapshot: Snapshot) -> None:
         torch._foreach_copy_([*self._parameters.values()], snapshot.weights)
+        for name, value in snapshot.buffers.items():
+            self._buffers[name][0].copy_(value)
         for parameter, moments in zip(self._parameters.values(), snapshot.moments, strict=True):
             state = self.optimizer.state[parameter]
             for name, value in moments.items():
@@ -269,6 +287,7 @@ class Lane:
         with self._streamed():
             own = Snapshot(
                 [p.detach().clone() for p in self._parameters.values()],
+                {name: buffer.clone() for name, (buffer, _) in self._buffers.items()},
                 [{k: v.clone() for k, v in self.optimizer.state[p].items()} for p in self._parameters.values()],
                 self._losses.clone(),
                 self._at.clone(),
@@ -293,11 +312,20 @@ class Lane:
         Args:
             name: `heldout` computes as in training, `heldout_bf16` in BF16 with the same weights.
         """
+        self.score(name)
+        return self.scores()
+
+    def score(self, name: str) -> None:
+        """Score the held-out text on the stream of the lane."""
         with self._streamed():
             self._at.zero_()
             with disabled(self.model) if name != "heldout" and self.stream is None else nullcontext():
                 for _ in range(len(self._heldout) // self.training.batch):
                     self._graphs[name]()
+
+    def scores(self) -> dict[str, float]:
+        """Return what was scored last, per language in nats per token; waits for the stream of the lane."""
+        with self._streamed():
             scores = self._scores.double().cpu()
         return mean_by(self._languages, scores.tolist())
 
@@ -355,7 +383,12 @@ def add_outliers(model: nn.Module, factor: float) -> None:
     that read it, the inverse of SmoothQuant (arXiv 2211.10438): inputs of the linear layers get channels that are so
     much larger in every token. Of as many units of a SwiGLU the gate's weights are set to those of `up`, as long
     training with weight decay aligns them (arXiv 2409.12517); its product is then quadratic in the input.
+
+    Raises:
+        ConfigError: a mixture of experts.
     """
+    if isinstance(model, MoE):
+        raise ConfigError("--conditions: 'outliers' are of dense models. Train a mixture of experts under another.")
     for block in model.get_submodule("layers").children():
         attention, mlp = block.get_submodule("attention"), block.get_submodule("feed_forward")
         for norm, readers in (
@@ -374,10 +407,27 @@ def recipe_of(arm: str) -> Recipe:
     Raises:
         ConfigError: there is no such recipe or key, or no kernel could run it.
     """
+    name, changes = _parse(arm)
+    changes.pop("policy", None)
+    return recipes.load({"base": name, "name": arm, **changes} if changes else name, f"--recipes: {arm}")
+
+
+def policy_of(arm: str) -> Policy:
+    """Return the policy of an arm: every layer in FP8, and what differs from it, as in `folded+policy.memory=low`.
+
+    Raises:
+        ConfigError: there is no such option or value.
+    """
+    changes = _parse(arm)[1].get("policy", {})
+    for name in changes:
+        known("--recipes", name, ["memory", *SAVED], "option of what is kept for backward")
+    return Policy(min_gain=0.0, **changes)
+
+
+def _parse(arm: str) -> tuple[str, dict[str, Any]]:
+    """Return the name of an arm's recipe, and a mapping of what differs from it."""
     name, *changes = arm.split("+")
-    if not changes:
-        return recipes.load(name)
-    mapping: dict[str, Any] = {"base": name, "name": arm}
+    mapping: dict[str, Any] = {}
     for change in changes:
         path, equals, value = change.partition("=")
         if not equals:
@@ -387,9 +437,23 @@ def recipe_of(arm: str) -> Recipe:
         for key in outer:
             inner = inner.setdefault(key, {})
         inner[last] = value
-    return recipes.load(mapping, f"--recipes: {arm}")
+    return name, mapping
 
 
+def convert_by(model: nn.Module, arm: str, tokens: int) -> None:
+    """Convert a model as an arm names it.
+
+    Raises:
+        UnsupportedError: a layer would stay in BF16 that is neither a head nor a router, so that the arm would not be
+            what its name says; or an option of the policy does nothing.
+    """
+    plan = convert(model, recipe_of(arm), policy=policy_of(arm), tokens=tokens, strict=True)
+    for layer in plan.layers:
+        if layer.recipe == "bf16" and layer.reason not in DEFAULTS.values():
+            raise UnsupportedError(f"'{arm}' leaves {layer.name} in BF16: {layer.reason}.")
+
+
+@lru_cache(maxsize=1)  # all lanes of a seed read in the same one
 def order(training: Training, windows: int, seed: int) -> Tensor:
     """Return the first token of every window, (steps, B): passes over all windows, each in an order of its own."""
     wanted = training.steps * training.batch
@@ -427,6 +491,18 @@ def run_together(
                 return False
     _wait(lanes)
     return True
+
+
+def score_together(lanes: Sequence[Lane]) -> list[dict[str, dict[str, float]]]:
+    """Return the held-out losses of each lane by evaluation and language, scored beside each other."""
+    found: list[dict[str, dict[str, float]]] = [{} for _ in lanes]
+    for name in ("heldout", "heldout_bf16"):
+        scored = [(lane, own) for lane, own in zip(lanes, found, strict=True) if name in lane.evaluations]
+        for lane, _ in scored:
+            lane.score(name)
+        for lane, own in scored:
+            own[name] = lane.scores()
+    return found
 
 
 def _wait(lanes: Iterable[Lane]) -> None:

@@ -602,13 +602,13 @@ DISTRIBUTED = (
 
 def distributed(result: Result) -> str:
     """Return one line per layout and implementation: speed, memory, bytes on the wire, loss, beside BF16."""
-    return "\n\n".join(_of_workload(rows) for rows in grouped(result.rows, "workload").values())
+    return "\n\n".join(_of_workload(rows) for rows in grouped(result.rows, "workload", "ranks").values())
 
 
 def distributed_summary(result: Result) -> str:
     """Return the same of the workloads that only data parallelism splits."""
-    workloads = grouped(result.rows, "workload").values()
-    whole = [rows for rows in workloads if all(row["layout"] == "data" for row in rows)]
+    workloads = grouped(result.rows, "workload", "ranks").values()
+    whole = [rows for rows in workloads if all(row["layout"].split(",")[0] == "data" for row in rows)]
     return "\n\n".join(_of_workload(rows) for rows in whole)
 
 

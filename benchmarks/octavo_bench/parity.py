@@ -7,11 +7,14 @@ minutes are over, saves after each, and says what is known by then.
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -23,7 +26,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.models.factory import model_name
-from octavo_bench import ladder_plots, results
+from octavo_bench import ladder, ladder_plots, results
 from octavo_bench.cli import TO_STDOUT, Output, command_line, known
 from octavo_bench.installed_text import InstalledText, installed_text
 from octavo_bench.ladder import FIRST_SEED, FRESH, KIND, PROTOCOL, SIZES, read_rows, report, under
@@ -34,8 +37,10 @@ from octavo_bench.lanes import (
     Snapshot,
     Training,
     allow_many_compilations,
+    policy_of,
     recipe_of,
     run_together,
+    score_together,
 )
 from octavo_bench.results import Row
 
@@ -53,6 +58,8 @@ class Session:
     """Wall time, with all preparation; no block is begun that would not end in it."""
     pairs: int = 1000
     """Largest number of blocks per size and condition, with those that are there already."""
+    until_verdict: bool = False
+    """Add no pairs to a study in which every recipe passes or fails: the others get its time."""
     seeds: int = FIRST_SEED
     """First seed. Machines that work at the same time take different ones."""
     device: str = "auto"
@@ -109,18 +116,21 @@ def parity(
         octavo bench parity --minutes 0 --plots docs/pictures
         octavo bench parity --sizes 3m --minutes 8 --write benchmarks/results
         octavo bench parity --sizes 1m --conditions half,half+lr4,half+outliers --recipes folded
-        octavo bench parity --sizes 1m --recipes folded,folded+wgrad.precision=bf16
+        octavo bench parity --sizes 1m --recipes folded,folded+wgrad.precision=bf16,folded+policy.memory=low
+        octavo bench parity --sizes moe-1m --conditions half --recipes folded,rowwise --until-verdict
         octavo bench parity --sizes tiny --minutes 1 --device cpu
 
     Parameters
     ----------
     sizes
-        Sizes, separated by commas; they get equal time, under each condition.
+        Sizes, separated by commas; they get equal time, under each condition. Of mixtures of experts (`moe-1m`) the
+        size is that of the active parameters.
     conditions
         `whole`: recipes from the first step. `half`: from half of the steps on, BF16 before. Harder with `+`: `lr2`,
         `lr4`, `batch4`, `outliers`.
     recipes
-        FP8 recipes, separated by commas, `none` for BF16 alone. What differs from a recipe follows it after `+`.
+        FP8 recipes, separated by commas, `none` for BF16 alone. What differs from a recipe follows it after `+`, with
+        `policy.` what is kept for backward.
     plots
         Directory to draw the pictures of all committed results to, those of `--write` if given; needs matplotlib.
     """
@@ -159,7 +169,8 @@ class Study:
         from octavo.train.device import resolve
 
         self._end = time.monotonic() + 60 * session.minutes
-        self.device, self.arms, self.session, self.found, self._say = resolve(session.device), arms, session, found, say
+        self.device, self.arms, self.session, self._say = resolve(session.device), arms, session, say
+        self.found = [*found]
         self.machine = machine(self.device)
         self.sizes = [_Size(name, how, under(how, SIZES[name]), session.seeds) for name, how in trained]
         self._made: dict[tuple[str, int, str], Lane] = {}
@@ -185,6 +196,7 @@ class Study:
                 if seed is None:
                     self.sizes.remove(size)
                 elif rows := self._block(size, seed, arms, text):
+                    self.found += rows
                     yield rows
 
     def say(self, line: str) -> None:
@@ -195,10 +207,12 @@ class Study:
         """Return the size with the least time spent of those whose next block would end in time."""
         left = self._end - time.monotonic()
         possible = [size for size in self.sizes if (size.block or 0.0) < left]
+        if self.session.until_verdict:
+            possible = [size for size in possible if not ladder.is_settled(self._own(size), self.arms)]
         return min(possible, key=lambda size: size.spent, default=None)
 
     def _own(self, size: _Size) -> list[Row]:
-        """Return the runs of a size under its condition in the result files."""
+        """Return the runs of a size under its condition, of this session and in the result files."""
         study = (size.model, size.training.tokens, size.condition)
         return [row for row in self.found if (row["model"], row["tokens"], row["condition"]) == study]
 
@@ -208,8 +222,12 @@ class Study:
         return sum(by_arm.get(arm, 0.0) for arm in self.arms) or None
 
     def _unmade(self, size: _Size, digest: str) -> tuple[int | None, list[str]]:
-        """Return the next seed that lacks arms, and those; a seed begun with other text or machine is left alone."""
-        own = self._own(size)
+        """Return the next seed that lacks arms, and those; a seed begun with other text or machine is left alone.
+
+        So is one begun from a run in BF16 that this device would not repeat bit for bit: backward of attention adds in
+        any order on a GPU, and by the half of a run such differences are percents.
+        """
+        own, repeats = self._own(size), self.device.type == "cpu" or not size.training.branch
         while size.seeds < self.session.seeds + self.session.pairs:
             seed, size.seeds = size.seeds, size.seeds + 1
             rows = [row for row in own if row["seed"] == seed]
@@ -217,13 +235,19 @@ class Study:
                 return seed, [*self.arms]
             same = all((row["text"], row["machine"]) == (digest, self.machine) for row in rows)
             missing = [arm for arm in self.arms if arm not in [row["recipe"] for row in rows]]
-            if same and missing:
+            if same and missing and repeats:
                 return seed, missing
         return None, []
 
     def _block(self, size: _Size, seed: int, arms: Sequence[str], text: InstalledText) -> list[Row]:
         lanes = self._lanes(size, arms, text)
-        began, rows, finished = time.monotonic(), [], True
+        with turn(self.device):
+            return self._train(size, lanes, seed, text)
+
+    def _train(self, size: _Size, lanes: list[Lane], seed: int, text: InstalledText) -> list[Row]:
+        began, rows, finished = time.monotonic(), list[Row](), True
+        if began + (size.block or 0.0) > self._end:  # the time went by while another session had its turn
+            return []
         snapshot = self._snapshot(size, seed, text)
         began_well = snapshot is not None or not size.training.branch
         before = {BF16: time.monotonic() - began}  # BF16's share of the run that all go on from
@@ -233,11 +257,14 @@ class Study:
             if not finished:
                 self.say(f"{size.title} seed {seed}: stopped at the end of the session")
                 break
+            scores = score_together(group)
             each = (time.monotonic() - start) / len(group)
-            rows += [self._row(size, lane, seed, text, before.get(lane.arm, 0.0) + each) for lane in group]
+            for lane, by_language in zip(group, scores, strict=True):
+                row = self._row(size, lane, seed, text, by_language)
+                rows.append(row if "error" in row else row | {"seconds": round(before.get(lane.arm, 0.0) + each, 2)})
         took = time.monotonic() - began
         size.spent += took
-        size.block = took * len(self.arms) / max(1, len(arms)) if finished else size.block
+        size.block = took * len(self.arms) / max(1, len(lanes)) if finished else size.block
         losses = ", ".join(f"{row['recipe']} {row['heldout_loss']:.5f}" for row in rows if "error" not in row)
         self.say(f"{size.title}, seed {seed}: {took:.1f} s; {losses}")
         return rows
@@ -251,8 +278,9 @@ class Study:
         return source[0].snapshot() if done else None
 
     def _lanes(self, size: _Size, arms: Sequence[str], text: InstalledText) -> list[Lane]:
-        """Return the lanes of arms, made once per session. An arm that cannot be captured is reported and left out.
+        """Return the lanes of arms, made once per session.
 
+        An arm that cannot be captured is reported and left out; the last recipe raises its error.
         Conditions of a size share lanes: they differ in what a lane reads from memory, not in what it captured.
         """
         places = {arm: (size.name, size.training.batch, arm) for arm in arms}
@@ -265,9 +293,10 @@ class Study:
             try:
                 self._made[places[arm]] = Lane(arm, size.training, text, self.device, compiled=compiled, pool=size.pool)
             except Exception as error:
-                if arm == BF16:
+                rest = [other for other in self.arms if other != arm]
+                if arm == BF16 or {*rest} <= {BF16, NULL}:
                     raise
-                self.arms = [other for other in self.arms if other != arm]
+                self.arms = rest
                 self.say(f"{size.name}, {arm}: left out: {results.failure(error)}")
             else:
                 self.say(f"{size.name}, {arm}: ready after {time.monotonic() - began:.1f} s")
@@ -276,7 +305,9 @@ class Study:
             lane.training = size.training
         return lanes
 
-    def _row(self, size: _Size, lane: Lane, seed: int, text: InstalledText, seconds: float) -> Row:
+    def _row(
+        self, size: _Size, lane: Lane, seed: int, text: InstalledText, by_language: Mapping[str, dict[str, float]]
+    ) -> Row:
         row: Row = {
             "protocol": PROTOCOL,
             "model": size.model,
@@ -287,17 +318,15 @@ class Study:
             "text": text.digest,
             "machine": self.machine,
         }
-        began = time.monotonic()
         losses = lane.losses
         if not bool(losses.isfinite().all()):
             return row | {"error": f"the loss was not finite at step {int((~losses.isfinite()).nonzero()[0])}"}
-        by_language = {name: lane.heldout(name) for name in lane.evaluations}
         row |= {f"{name}_loss": fmean(own.values()) for name, own in by_language.items()}
         if size.training.tokens <= len(text.train):  # one pass: no run has seen these windows before
             row["fresh_loss"] = float(losses[-round(FRESH * len(losses)) :].mean())
         row["by_language"] = {language: round(loss, 6) for language, loss in by_language["heldout"].items()}
         row["training_loss"] = curve(losses)
-        return row | {"seconds": round(seconds + time.monotonic() - began, 2)}
+        return row
 
 
 def curve(losses: Tensor) -> list[float]:
@@ -309,6 +338,20 @@ def machine(device: torch.device) -> str:
     """Return device and software of a run: only runs with the same are paired."""
     versions = {name: version for name, version in results.versions().items() if name in ("torch", "triton")}
     return ", ".join([results.hardware(str(device)), *(f"{name} {version}" for name, version in versions.items())])
+
+
+@contextmanager
+def turn(device: torch.device) -> Iterator[None]:
+    """Wait until no other session trains a block on this GPU.
+
+    Sessions beside each other prepare at the same time, and the seconds of a block remain those of a GPU of its own.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    with (Path(tempfile.gettempdir()) / f"octavo-parity-{device.index or 0}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def save(rows: Sequence[Row], directory: Path, command: str, device: str) -> Path:
@@ -356,7 +399,7 @@ def _warm(arm: str, training: Training, device: torch.device, compiled: bool) ->
 def check_recipes(names: Sequence[str]) -> None:
     """Raise `ConfigError` unless all recipes compute in FP8 and keep nothing from step to step."""
     for name in names:
-        recipe = recipe_of(name)
+        recipe, _ = recipe_of(name), policy_of(name)
         if not recipe.is_fp8:
             raise ConfigError(f"--recipes: '{name}' has no FP8 GEMM: BF16 is trained in any case.")
         if recipe.has_stored_scales:

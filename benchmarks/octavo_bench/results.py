@@ -149,6 +149,7 @@ MAY_FAIL = (
 """Kinds whose rows may have `error`, a text, in place of their figures: a failure is a result."""
 SUBJECTS = {
     "clients": ("client",),
+    "distributed": ("workload", "layout", "ranks"),  # each beside BF16 of its own
     "faults": ("fault", "configuration"),
     "ladder": ("protocol", "model", "tokens", "condition", "recipe", "seed", "text", "machine"),
     "robustness": ("class",),
@@ -348,13 +349,16 @@ def history(kind: str, directory: Path) -> list[Result]:
 
 
 def newest(kind: str, directory: Path) -> list[Result]:
-    """Return the newest session of each workload, the newest first: a result has the rows that no newer one has."""
+    """Return the newest session of each workload and number of ranks, the newest first.
+
+    A result has the rows that no newer one has.
+    """
     found: list[Result] = []
-    known: set[str] = set()
+    known: set[tuple[Any, ...]] = set()
     for result in history(kind, directory):
-        if rows := tuple(row for row in result.rows if row["workload"] not in known):
+        if rows := tuple(row for row in result.rows if (row["workload"], row.get("ranks")) not in known):
             found.append(dataclasses.replace(result, rows=rows))
-            known |= {row["workload"] for row in rows}
+            known |= {(row["workload"], row.get("ranks")) for row in rows}
     return found
 
 

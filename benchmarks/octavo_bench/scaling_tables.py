@@ -103,8 +103,8 @@ def check(directory: Path) -> str:
     rows = [] if result is None else _checked(result)
     if result is None or not rows:
         return ""
-    found = results.latest("distributed", directory) if "distributed" in results.KINDS else None
-    points = [row for row in ([] if found is None else found.rows) if (row["workload"], row["layout"]) == CHECKED_BY]
+    found = [row for result in results.newest("distributed", directory) for row in result.rows]
+    points = [row for row in found if (row["workload"], row["layout"], row["ranks"]) == (*CHECKED_BY, CHECK[1])]
     measured = {row["implementation"]: row for row in points if "error" not in row}
     body = []
     for row in rows:

@@ -24,6 +24,7 @@ from octavo.models.config import ModelConfig
 from octavo.models.llama import Llama
 from octavo.models.stages import Stage, stages
 from octavo.tensor import is_distributed
+from octavo.train.replay import Replay
 from octavo_bench.implementations import BF16, HEAD, is_no_head
 
 Sharded = Llama | Stage
@@ -77,11 +78,14 @@ def implementations() -> dict[str, Implementation]:
     found.append(_octavo("folded", ", bf16 gradients, fp8 states", **by_default, optimizer=_fp8_states))
     with_head = partial(_convert, recipe="folded_fast", fp8_head=True)
     found.append(_octavo("folded_fast", ", fp8 head, bf16 gradients", **by_default, convert=with_head))
-    lean: dict[str, Any] = {"convert": partial(_convert, recipe="folded", activation_inputs="fp8", norm_inputs="fp8")}
+    keeps_least: dict[str, Any] = {"activation_inputs": "fp8", "norm_inputs": "fp8"}
+    lean: dict[str, Any] = {"convert": partial(_convert, recipe="folded", **keeps_least)}
     found.append(_octavo("folded", ", bf16 gradients (lean)", **by_default, **lean, optimizer=_fp8_states))
     sends_least: dict[str, Any] = {"shard": _shard_fewest_bytes, "optimizer": _fp8_states}
     found.append(_octavo("folded", ", fp8-block", **sends_least))
     found.append(_octavo("folded", ", fp8-block (lean)", **sends_least, **lean))
+    fastest = {"convert": partial(with_head, **keeps_least)}
+    found.append(_octavo("folded_fast", ", fp8 head, fp8-block (lean)", **sends_least, **fastest))
     return {implementation.name: implementation for implementation in found}
 
 
@@ -144,12 +148,14 @@ class Layout(NamedTuple):
     """Stages of a pipeline (1F1B)."""
     sent: Sent = "bf16"
     """Format of activations between stages."""
+    graph: bool = False
+    """Forward and backward are replayed as a CUDA graph."""
 
     def __str__(self) -> str:
         cut = [f"tensor {self.tensor}"] if self.tensor > 1 else []
         cut += [f"pipeline {self.stages}"] if self.stages > 1 else []
         cut += ["FP8 between stages"] if self.sent == "fp8" else []
-        return ", ".join(cut) or "data"
+        return ", ".join((cut or ["data"]) + (["graph"] if self.graph else []))
 
 
 class Trainer(Protocol):
@@ -206,12 +212,26 @@ class Whole:
         implementation.shard(model, data, **({"reshard_after_forward": False} if self._alone else {}))
         self._device = next(model.parameters()).device
         self.model, self.modules, self.blocks = model, [model], list(model.layers)
+        self._passes: Callable[[Tensor, Tensor], Tensor] = self._run
+        self._graph: Replay | None = None
+
+    def replay(self, optimizer: torch.optim.Optimizer) -> None:
+        """Replay forward and backward as a CUDA graph from now on."""
+        self._passes = self._graph = octavo.graph(self._run, self.model, optimizer)
+
+    def launch(self) -> None:
+        """Launch kernel by kernel from now on."""
+        self._passes = self._run
+        if self._graph is not None:
+            self._graph.forget()
 
     def step(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """One sequence after the other; each one's gradients are reduced, as FSDP2 does it by itself."""
-        losses = []
         tokens_BT = send_tokens(tokens_BT, self._device, self.model, parts=len(tokens_BT))
-        targets_BT = upload(targets_BT, self._device)
+        return self._passes(tokens_BT, upload(targets_BT, self._device))
+
+    def _run(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        losses = []
         for part, (tokens_1T, targets_1T) in enumerate(zip(tokens_BT.split(1), targets_BT.split(1), strict=True), 1):
             if self._alone and isinstance(self.model, FSDPModule):
                 self.model.set_reshard_after_backward(part == len(tokens_BT))

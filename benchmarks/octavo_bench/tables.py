@@ -6,8 +6,8 @@ A page holds a table between two lines, and only the text between them is writte
     <!-- end -->
 
 `octavo bench tables` writes every page; with `--check` it names the pages that are not current and exits with 1. Tables
-of measurements come from `benchmarks/results/latest` (`measured`, `scaling_tables`), those of steps from the newest
-session of each workload, and facts from the code (`facts`).
+of measurements come from `benchmarks/results/latest` (`measured`, `scaling_tables`), those of steps, on one GPU or
+several, from the newest session of each workload, and facts from the code (`facts`).
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def render(name: str, directory: Path) -> str:
         raise ConfigError(f"unknown table '{name}'.{did_you_mean(name, known)} Tables: {', '.join(known)}.")
     kind, show = measured.TABLES[name]
     latest = results.latest(kind, directory)
-    found = results.newest(kind, directory) if kind == "step" else [latest] if latest else []
+    by_workload = kind in ("step", "distributed")
+    found = results.newest(kind, directory) if by_workload else [latest] if latest else []
     return "\n\n".join(f"{show(result)}\n\n{result.origin}" for result in found) or NOT_MEASURED
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from octavo.sensitivity import localize
     from octavo.serving import export
     from octavo.tensor import FP8Tensor
+    from octavo.train.replay import graph
 
 __version__ = "0.1.0"
 
@@ -41,6 +42,7 @@ __all__ = [
     "disabled",
     "distributed",
     "export",
+    "graph",
     "guard",
     "localize",
     "observed",
@@ -65,6 +67,7 @@ _HOMES = {
     "sensitivity": "localize",
     "serving": "export",
     "tensor": "FP8Tensor",
+    "train.replay": "graph",
     **dict.fromkeys(("distributed", "guard", "optim"), ""),
 }
 __getattr__ = lazy(__name__, _HOMES)

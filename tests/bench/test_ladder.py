@@ -114,10 +114,10 @@ def test_the_pilot_is_kept_and_not_pooled(tmp_path: Path) -> None:
 
 
 def test_intervals_at_any_time_hold_at_all_times_together() -> None:
-    """20 looks at each of 2,000 studies without a gap: the share of studies that ever exclude it is at most 5 %."""
+    """2,000 studies without a gap, looked at after every pair: 5 % of them at most ever exclude it."""
     draw = np.random.default_rng(0)
     values = draw.normal(0.0, 1.0, (2000, 200))
-    looks = np.arange(10, 201, 10)
+    looks = np.arange(5, 201)
     sums, squares = values.cumsum(1)[:, looks - 1], (values**2).cumsum(1)[:, looks - 1]
     means = sums / looks
     errors = np.sqrt((squares - looks * means**2) / (looks - 1) / looks)
@@ -125,9 +125,40 @@ def test_intervals_at_any_time_hold_at_all_times_together() -> None:
     once = np.array([student(int(n) - 1) for n in looks])
     assert np.mean((abs(means) > any_time * errors).any(1)) < 0.05
     assert np.mean(abs(means[:, -1]) > (once * errors)[:, -1]) == pytest.approx(0.05, abs=0.015)
-    assert np.mean((abs(means) > once * errors).any(1)) > 0.15  # Student's, looked at 20 times
+    assert np.mean((abs(means) > once * errors).any(1)) > 0.3  # Student's
     first = at_any_time(values[0, :50].tolist())
-    assert first.half_width == pytest.approx(any_time[4] * errors[0, 4]) and first.mean == pytest.approx(means[0, 4])
+    assert first.half_width == pytest.approx(any_time[45] * errors[0, 45])
+    assert first.mean == pytest.approx(means[0, 45])
+
+
+@pytest.mark.parametrize(("gap", "wrong"), [(0.1001, "passes"), (0.0999, "fails")])
+def test_a_session_that_stops_at_a_verdict_is_seldom_wrong(gap: float, wrong: str) -> None:
+    """A gap at the edge of the gate, 300 studies that stop at their first verdict: by chance alone one in forty."""
+    draw = np.random.default_rng(3)
+    studies, stopped = 300, 0
+    for _ in range(studies):
+        values = tuple(draw.normal(gap, 0.06, 40).tolist())
+        verdicts = (ladder.Gap("folded", values[:n], 0).verdict for n in range(5, 41, 4))
+        stopped += next((verdict for verdict in verdicts if verdict in ("passes", "fails")), "") == wrong
+    assert 0 < stopped < 0.025 * studies
+
+
+@pytest.mark.parametrize("kind", ["uniform", "laplace", "standard_t"])
+def test_intervals_at_any_time_hold_for_other_symmetric_gaps(kind: str) -> None:
+    """Heavy tails and none. A strong skew is another matter, as the protocol says: of lognormal gaps 8 % are missed."""
+    shape: dict[str, Any] = {"low": -1.0, "high": 1.0} if kind == "uniform" else {}
+    shape |= {"df": 3} if kind == "standard_t" else {}
+    assert _ever_missed(getattr(np.random.default_rng(0), kind)(size=(2000, 200), **shape)) < 0.05
+    skewed = np.random.default_rng(0).lognormal(0.0, 0.5, (2000, 200)) - math.exp(0.125)
+    assert 0.05 < _ever_missed(skewed) < 0.1
+
+
+def _ever_missed(values: Any) -> float:
+    """Return the share of studies (rows) whose interval misses 0 after any number of pairs from five on."""
+    looks = np.arange(5, values.shape[1] + 1)
+    means = values.cumsum(1)[:, 4:] / looks
+    errors = np.sqrt(((values**2).cumsum(1)[:, 4:] - looks * means**2) / (looks - 1) / looks)
+    return float(np.mean((abs(means) > np.array([errors_at_any_time(int(n)) for n in looks]) * errors).any(1)))
 
 
 def test_the_interval_is_where_the_mixture_of_likelihood_ratios_is_20() -> None:

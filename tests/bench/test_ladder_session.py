@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, UnsupportedError
 from octavo_bench import ladder, parity, results
 from octavo_bench.cli import Output
 from octavo_bench.installed_text import InstalledText
@@ -25,12 +26,15 @@ def session(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     own = InstalledText(ids, {"python": ids[:400], "english": ids[400:700]}, "digest")
     monkeypatch.setattr(parity, "installed_text", lambda limit: own)
     monkeypatch.setattr(parity, "COMMITTED", tmp_path / "none")
-    monkeypatch.setitem(ladder.SIZES, "tiny", replace(ladder.SIZES["tiny"], tokens_per_parameter=0.1))
+    for name in ("tiny", "moe-tiny"):
+        monkeypatch.setitem(ladder.SIZES, name, replace(ladder.SIZES[name], tokens_per_parameter=0.1))
 
-    def run(pairs: int, recipes: str = "folded", conditions: str = "half", seeds: int = 100) -> list[Row]:
-        length = parity.Session(pairs=pairs, device="cpu", seeds=seeds)
+    def run(
+        pairs: int, recipes: str = "folded", conditions: str = "half", sizes: str = "tiny", until_verdict: bool = False
+    ) -> list[Row]:
+        length = parity.Session(pairs=pairs, device="cpu", until_verdict=until_verdict)
         out = Output(write=tmp_path)
-        assert parity.parity(sizes="tiny", conditions=conditions, recipes=recipes, session=length, output=out) == 0
+        assert parity.parity(sizes=sizes, conditions=conditions, recipes=recipes, session=length, output=out) == 0
         return ladder.read_rows(tmp_path)
 
     return run
@@ -69,14 +73,80 @@ def test_another_recipe_or_condition_joins_the_blocks(session: Run) -> None:
     assert whole[2]["fresh_loss"] != first[2]["fresh_loss"]
 
 
+def test_no_arm_joins_a_branch_that_a_gpu_would_not_repeat(session: Run) -> None:
+    """Of a run in BF16 repeated on a GPU the weights half-way differ, and pairs across both would be worth nothing."""
+    rows = session(1, conditions="half,whole")
+    arms, trained = [BF16, NULL, "folded", "block"], [("tiny", "half"), ("tiny", "whole")]
+    study = parity.Study(trained, arms, parity.Session(device="cpu"), rows, print)
+    assert [study._unmade(size, "digest") for size in study.sizes] == [(100, ["block"])] * 2
+    study = parity.Study(trained, arms, parity.Session(device="cpu"), rows, print)
+    study.device = torch.device("cuda")
+    assert [study._unmade(size, "digest") for size in study.sizes] == [(101, arms), (100, ["block"])]
+
+
 def test_bf16_alone_shows_the_spread(session: Run) -> None:
     rows = session(1, "none", "half,half+lr4")
     assert [row["recipe"] for row in rows] == [BF16, NULL] * 2
     assert [gap.arm for gap in ladder.gaps(rows[:2])] == [NULL]
 
 
+def test_experts_are_paired_and_an_arm_that_is_not_what_it_says_is_left_out(
+    session: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = session(1, "folded,rowwise,block", sizes="moe-tiny")
+    assert [row["recipe"] for row in rows] == [BF16, NULL, "folded", "rowwise"]
+    assert len({row["fresh_loss"] for row in rows}) == 4 and {row["model"] for row in rows} == {"moe-34k"}
+    with pytest.raises(UnsupportedError, match=r"leaves layers\.0\.feed_forward\.experts\.gate_up_gemm in BF16"):
+        session(1, "block", sizes="moe-tiny")
+    assert "block: left out: " in (said := capsys.readouterr().out) and "in BF16: its fprop has an operand" in said
+
+
+def test_what_is_kept_for_backward_is_an_arm(session: Run) -> None:
+    rows = session(1, "folded,folded+policy.memory=low")
+    assert len({row["fresh_loss"] for row in rows}) == 4
+
+
+def test_a_settled_study_gives_its_time_to_the_others(session: Run, tmp_path: Path) -> None:
+    first = session(1)
+    losses = {BF16: 1.0, NULL: 1.0, "folded": 1.01}
+    known = [
+        row | {"seed": s, "fresh_loss": losses[row["recipe"]] + s * 1e-6} for s in range(101, 121) for row in first
+    ]
+    assert ladder.is_settled(known, [BF16, NULL, "folded"])
+    assert not ladder.is_settled(known, [BF16, NULL, "folded", "block"]) and not ladder.is_settled([], ["folded"])
+    [file] = tmp_path.glob("*-ladder.json")
+    made = results.load(file)
+    file.unlink()
+    results.write(replace(made, rows=tuple(known)), tmp_path)
+    more = session(1, conditions="half,whole", until_verdict=True)
+    assert [row["condition"] for row in more[len(known) :]] == ["whole"] * 3
+
+
+def test_sessions_on_one_gpu_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parity.tempfile, "gettempdir", lambda: str(tmp_path))
+    order, cuda = [], torch.device("cuda")
+
+    def other() -> None:
+        with parity.turn(cuda):
+            order.append("second")
+
+    beside = threading.Thread(target=other)
+    with parity.turn(cuda):
+        beside.start()
+        beside.join(0.1)
+        assert beside.is_alive()
+        order.append("first")
+    beside.join(10)
+    assert order == ["first", "second"]
+
+
 def test_recipes_that_cannot_be_paired_are_refused() -> None:
     parity.check_recipes(["folded", "tensorwise+dgrad.precision=bf16"])
+    parity.check_recipes(["folded+policy.norm_inputs=output"])
+    with pytest.raises(ConfigError, match="Did you mean 'memory'"):
+        parity.check_recipes(["folded+policy.memroy=low"])
+    with pytest.raises(ConfigError, match="'exact' or 'low'"):
+        parity.check_recipes(["folded+policy.memory=less"])
     with pytest.raises(ConfigError, match="no FP8 GEMM"):
         parity.check_recipes(["bf16"])
     with pytest.raises(ConfigError, match="keeps scales from step to step"):

@@ -87,6 +87,23 @@ def test_bf16_branched_from_itself_is_the_whole_run(lanes: dict[str, Lane]) -> N
         bf16.training = folded.training = TINY
 
 
+@pytest.mark.parametrize("arm", [BF16, "folded"])
+def test_the_balance_of_experts_belongs_to_a_run(arm: str) -> None:
+    own = replace(ladder.SIZES["moe-tiny"], tokens_per_parameter=0.1, branch=0.5)
+    bf16, lane = Lane(BF16, own, text(), CPU), Lane(arm, own, text(), CPU)
+    mixture = lane.model.get_submodule("layers.0.feed_forward")
+    first = finish(lane, 0)
+    assert bool(mixture.get_buffer("bias").any()) and not mixture.get_buffer("counts").any()
+    finish(lane, 1)
+    assert torch.equal(finish(lane, 0), first)
+    assert run_together([bf16], 0, until=own.first)
+    snapshot = bf16.snapshot()
+    branched = finish(lane, 0, snapshot=snapshot)
+    assert torch.equal(branched, first) == (arm == BF16)
+    lane.start(0, snapshot)
+    assert torch.equal(mixture.get_buffer("bias"), snapshot.buffers["layers.0.feed_forward.bias"])
+
+
 def test_a_run_stops_at_the_deadline(lanes: dict[str, Lane]) -> None:
     assert not run_together([lanes[BF16]], 0, deadline=0.0)
 

@@ -65,6 +65,24 @@ def test_each_workload_has_its_newest_session(tmp_path: Path) -> None:
     assert results.newest("hf", tmp_path) == []
 
 
+def test_ranks_and_layouts_are_sessions_of_their_own(tmp_path: Path) -> None:
+    figures = {"implementation": "bf16", "tokens_per_s_per_gpu": 1.0, "ratio_to_bf16": 1.0, "peak_gib": 1.0}
+
+    def session(date: str, ranks: int, *layouts: str) -> None:
+        told = {"workload": "a", "ranks": ranks, "wire_bytes": 1}
+        rows = tuple({**told, "layout": layout, **figures} for layout in layouts)
+        results.write(parity(kind="distributed", date=date, rows=rows), tmp_path)
+
+    session("2026-11-20", 4, "data")
+    session("2026-11-21", 2, "data")
+    session("2026-11-21", 2, "data, graph")
+    found = results.newest("distributed", tmp_path)
+    assert [[(row["ranks"], row["layout"]) for row in result.rows] for result in found] == [
+        [(2, "data"), (2, "data, graph")],
+        [(4, "data")],
+    ]
+
+
 def test_never_measured_is_none(tmp_path: Path) -> None:
     assert results.latest("step", tmp_path) is None
 

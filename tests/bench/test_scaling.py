@@ -171,6 +171,7 @@ def test_the_check_shows_what_was_measured(directory):
     row = {
         "workload": "llama-3-8b",
         "layout": "data",
+        "ranks": 4,
         "implementation": "octavo folded, bf16 gradients, fp8 states",
         "ratio_to_bf16": 1.3,
     }

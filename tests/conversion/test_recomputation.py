@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from octavo.conversion import recomputation
 from octavo.conversion.blocks import choose, unwrap, wrap
 from octavo.conversion.recomputation import RecomputedBlock, price
 from octavo.errors import ConfigError
@@ -102,7 +101,7 @@ def test_another_keep_is_compiled_anew():
     model = Branches().bfloat16()
     octavo.convert(model)
     want, sizes = results(model, x, dy), []
-    for keep in (65, "products"):
+    for keep in ("nothing", 65, "products"):
         done = octavo.recompute(model, keep)
         compiled = torch.compile(model, backend="aot_eager_decomp_partition", fullgraph=True)
         kept: dict[int, Tensor] = {}
@@ -113,7 +112,7 @@ def test_another_keep_is_compiled_anew():
         sizes.append(sum(t.untyped_storage().nbytes() for t in kept.values()))
         assert torch.equal(y, want[0]) and same(results(compiled, x, dy), want)
         done.remove()
-    assert sizes[0] < sizes[1]
+    assert sizes[0] <= x.nbytes + sum(p.nbytes for p in model.parameters()) and sizes[0] <= sizes[1] < sizes[2]
     torch._dynamo.reset()
 
 
@@ -180,20 +179,6 @@ def test_names_stay_and_it_comes_off():
     done.remove()
     assert type(model.layers[0]) is before and "checkpoint_contexts" not in vars(model.layers[0])
     done.remove()  # once more does nothing
-
-
-def test_the_flag_of_dynamo_is_restored_with_the_last_model(monkeypatch):
-    config, name = torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint"
-    monkeypatch.setattr(recomputation, "_flag", recomputation._DynamoFlag())
-    for before in (False, True):
-        with config.patch({name: before}):
-            first, second = octavo.recompute(model_of()), octavo.recompute(model_of())
-            assert getattr(config, name) is True
-            first.remove()
-            first.remove()
-            assert getattr(config, name) is True
-            second.remove()
-            assert getattr(config, name) is before
 
 
 def test_copies_and_files_hold_the_block_as_it_was():

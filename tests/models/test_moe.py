@@ -87,6 +87,17 @@ def test_what_is_refused(changes, message):
         ModelConfig(**{**SIZES, **changes})
 
 
+def test_a_block_compiles_whole_before_it_is_converted():
+    model, compiled = moe(layers=1), moe(layers=1)
+    compiled.layers[0].compile(fullgraph=True, backend="aot_eager")
+    loss, again = (m(*batch()) for m in (model, compiled))
+    loss.backward()
+    again.backward()
+    assert torch.equal(loss, again)
+    for own, other in zip(model.parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
+
+
 @pytest.mark.parametrize("states", ["exact", "fp8-min"])
 def test_it_trains_in_fp8_as_in_bf16(states):
     wide = moe(shared_experts=1, layers=1).bfloat16()

@@ -110,8 +110,9 @@ def test_compiled_code_computes_the_same():
     assert torch.equal(y, compiled) and torch.equal(x.grad, twin_x.grad) and torch.equal(gradient, layer.weight.grad)
 
 
-def test_autocast_gives_its_dtype_and_the_gradients_of_the_parameters():
-    layer, x = GroupedLinear(2, 32, 32), tokens([5, 6], 32)
+@pytest.mark.parametrize("recipe", ["folded", "rowwise"])  # rowwise puts codes of several experts together
+def test_autocast_gives_its_dtype_and_the_gradients_of_the_parameters(recipe):
+    layer, x = GroupedLinear(2, 32, 32, recipe=recipe), tokens([5, 6], 32)
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x, ends_of([5, 6]))
     y.sum().backward()

@@ -141,6 +141,22 @@ def test_states_that_are_whole_on_one_rank_train_as_one_process_and_resume(make:
     assert not (config.run.out / "sharding.json").exists()
 
 
+@pytest.mark.gpu
+def test_a_sharded_run_of_two_gpus_is_replayed(make: Configure) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    found = []
+    for graph in ("off", "on"):
+        run = {"graph": graph, "device": "cuda", "compile": "off", "min_gain": 0.0, "eval_every": 2, "steps": 8}
+        parallel = {"gather": "bf16", "embedding": "whole"}
+        config = make(f"graph {graph}", model={"dim": 128, "ffn": 256}, run=run, parallel=parallel)
+        ended = two_ranks("none", 0, 0, config)
+        assert ended.code == 0, ended.errors
+        assert "kernel by kernel" not in ended.errors
+        found.append(losses(config))
+    assert found[1] == pytest.approx(found[0], rel=ERROR)
+
+
 def copied(two: tuple[RunConfig, Ended], make: Configure, name: str, *, step: int, **sections: Any) -> RunConfig:
     """Return a run whose directory is that of the two ranks after a step."""
     config = make(name, **sections)

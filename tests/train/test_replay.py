@@ -1,26 +1,34 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from ranks import run
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
+import octavo
 from octavo import kernels
 from octavo.conversion import Policy, convert, disabled
-from octavo.errors import ConfigError
+from octavo.distributed import shard, tensor_parallel
+from octavo.errors import ConfigError, UnsupportedError
 from octavo.models import ModelConfig, build
 from octavo.nn.telemetry import Telemetry
-from octavo.train.config import LoopConfig, OptimizerConfig, RunConfig
+from octavo.train.config import LoopConfig, OptimizerConfig, ParallelConfig, RunConfig
 from octavo.train.evaluate import heldout_losses
 from octavo.train.parallel import SINGLE_PROCESS, Launch
-from octavo.train.replay import WARM, Captured, Graphs, _stored
+from octavo.train.replay import WARM, Captured, Graphs, _stored, _WarningGraphs
 from octavo.train.setup import replays
 from octavo.train.train_state import TrainState
+from octavo_bench.ranks import join_alone
 
 CONFIG = ModelConfig(vocab=32, dim=64, layers=1, heads=2, ffn=128, sequence=8)  # large enough for FP8 gradients
+TWO = dataclasses.replace(SINGLE_PROCESS, launch=Launch(ranks=2))
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 on_both = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
@@ -190,7 +198,195 @@ def test_when_a_run_is_replayed(graph: str, device: torch.device, expected: bool
 
 
 def test_asking_for_a_graph_where_there_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"run\.graph: 'on' needs one GPU, but the run is on a CPU"):
+    with pytest.raises(ConfigError, match=r"run\.graph: 'on', but the run is on a CPU"):
         replays(asked("on"), CPU)
-    with pytest.raises(ConfigError, match="2 ranks share the run"):
-        replays(asked("on"), CUDA, dataclasses.replace(SINGLE_PROCESS, launch=Launch(ranks=2)))
+    for settings, reason in (({"pipeline": 2}, "parallel.pipeline"), ({"zero": "greedy"}, "parallel.zero")):
+        parallel = ParallelConfig(**settings)
+        with pytest.raises(ConfigError, match=reason):
+            replays(asked("on"), CUDA, dataclasses.replace(TWO, parallel=parallel))
+
+
+def test_sharded_steps_are_replayed_where_that_is_asked_for() -> None:
+    assert not replays(asked("auto"), CUDA, TWO)
+    assert replays(asked("on"), CUDA, TWO)
+
+
+# --- sharded by FSDP2 ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """One rank of two, whose collectives copy its own data: a CUDA graph of one GPU captures them."""
+    join_alone(2)
+    yield
+    dist.destroy_process_group()
+
+
+def sharded(device: str, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = build(CONFIG, seed=0).to(device)
+    convert(model, "folded", policy=Policy(min_gain=0.0))
+    shard(model, init_device_mesh(device, (dist.get_world_size(),)), **options)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def passes_of(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    def passes(inputs: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(inputs.device.type, torch.bfloat16):
+            loss: Tensor = model(inputs, targets)
+        loss.backward()
+        return loss
+
+    return passes
+
+
+def trained_and_evaluated(
+    passes: Callable[[Tensor, Tensor], Tensor], model: nn.Module, optimizer: torch.optim.Optimizer, device: str
+) -> list[float]:
+    """Losses of steps, each followed by that of held-out text: FSDP2 leaves gathered what an evaluation has read."""
+    losses = []
+    for number in range(WARM + 4):
+        losses.append(float(passes(*batch(number, device=device)).detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad(), torch.autocast(device, torch.bfloat16):
+            losses.append(float(model(*batch(99, device=device))))
+    return losses
+
+
+class NothingGathered(GraphsOnCPU):
+    """A graph has gathers of its own, and FSDP2 must not take what it has gathered for current after a replay."""
+
+    def capture(self, work: Callable[[], Tensor]) -> Captured:
+        model = self._replays[0]._model
+
+        def checked() -> Tensor:
+            assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+            return work()
+
+        return super().capture(checked)
+
+
+@on_both
+@pytest.mark.parametrize(("reduce", "reshard"), [(None, None), ("fp8-block", False)], ids=["gathered twice", "once"])
+def test_replayed_steps_of_a_sharded_model_are_those_that_are_launched(
+    alone: None, reduce: str | None, reshard: bool | None, device: str
+) -> None:
+    found = []
+    for by_graph in (False, True):
+        model, optimizer = sharded(device, reduce=reduce, reshard_after_forward=reshard)
+        passes: Any = passes_of(model)
+        if by_graph and device == "cpu":
+            passes = NothingGathered().replay(passes, model, list(model.parameters()), optimizer)
+        elif by_graph:
+            passes = octavo.graph(passes, model, optimizer)
+        found.append(trained_and_evaluated(passes, model, optimizer, device))
+        assert not by_graph or (passes.held > 0 and not passes.refusal)
+        if by_graph:
+            passes.forget()
+    assert found[0] == found[1]
+
+
+def test_a_sharded_model_that_cannot_be_captured_is_an_error(alone: None) -> None:
+    model, optimizer = sharded("cpu")
+    passes = RefusesToCapture().replay(passes_of(model), model, list(model.parameters()), optimizer)
+    with pytest.raises(UnsupportedError, match="cannot be captured: RuntimeError: operation not permitted when stream"):
+        trained_and_evaluated(passes, model, optimizer, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["by_rows", "fp8-lm"])
+def test_what_differs_from_step_to_step_is_not_captured(alone: None, case: str) -> None:
+    model = build(CONFIG, seed=0).to("cuda")
+    mesh = init_device_mesh("cuda", (2,))
+    shard(model, mesh, **({"reduce": case} if case == "fp8-lm" else {"by_rows": [model.tok_embeddings]}))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(UnsupportedError, match=r"fp8-lm|by_rows"):
+        trained_and_evaluated(octavo.graph(passes_of(model), model, optimizer), model, optimizer, "cuda")
+
+
+def on_two_ranks(rank: int, ranks: int, layout: str, device: str) -> list[list[float]]:
+    """Losses launched kernel by kernel, and by graph."""
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    mesh = DeviceMesh.from_group(dist.new_group(backend="nccl" if device == "cuda" else "gloo"), device)
+    found = []
+    for by_graph in (False, True):
+        model = build(CONFIG, seed=0).to(device)
+        convert(model, "folded", policy=Policy(min_gain=0.0))
+        if layout == "data":
+            shard(model, mesh, reduce="bf16")
+        else:
+            tensor_parallel(model, mesh)
+        for block in model.get_submodule("layers").children() if device == "cuda" else ():
+            block.compile(fullgraph=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        passes: Any = passes_of(model)
+        if by_graph and device == "cpu":
+            passes = GraphsOnCPU().replay(passes, model, list(model.parameters()), optimizer)
+        elif by_graph:
+            passes = octavo.graph(passes, model, optimizer)
+        found.append(trained_and_evaluated(passes, model, optimizer, device))
+        if by_graph:
+            assert passes.held > 0
+            passes.forget()
+    return found
+
+
+on_two_gpus = [pytest.param(layout, "cuda", marks=pytest.mark.gpu) for layout in ("data", "tensor")]
+
+
+@pytest.mark.parametrize(("layout", "device"), [("tensor", "cpu"), *on_two_gpus])
+def test_two_ranks_replay_what_they_would_launch(layout: str, device: str) -> None:
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for launched, replayed in run(on_two_ranks, 2, layout, device):
+        assert launched == replayed
+
+
+# --- for a user ------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_on_a_cpu_has_no_graph() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(UnsupportedError, match="the model is not on one"):
+        octavo.graph(lambda x: model(x).sum(), model, torch.optim.SGD(model.parameters()))
+
+
+def test_gradients_that_a_replay_would_overwrite_are_an_error() -> None:
+    own = lane(GraphsOnCPU())
+    assert own.replay is not None
+    own.replay(*batch(0), 1)
+    with pytest.raises(ConfigError, match=r"optimizer.zero_grad\(\) after each step"):
+        own.replay(*batch(1), 1)
+
+
+def test_a_user_is_warned_where_nothing_is_captured() -> None:
+    class Refuses(_WarningGraphs, RefusesToCapture):
+        pass
+
+    own = lane(Refuses())
+    with pytest.warns(UserWarning, match="launched one by one.*not permitted") as seen:
+        trained(own, WARM + 1)
+    assert len(seen) == 1
+
+
+@pytest.mark.gpu
+def test_a_user_replays_a_function_of_any_arguments() -> None:
+    found = []
+    for by_graph in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def passes(x: Tensor, factor: float, model: nn.Module = model) -> Tensor:
+            loss = (model(x) * factor).square().mean()
+            loss.backward()
+            return loss
+
+        step = octavo.graph(passes, model, optimizer) if by_graph else passes
+        for number in range(2 * WARM + 4):
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(number)).cuda()
+            found.append(float(step(x, 1.0 if number < WARM + 2 else 2.0).detach()))  # captured twice
+            optimizer.step()
+            optimizer.zero_grad()
+    assert found[: len(found) // 2] == found[len(found) // 2 :]

@@ -29,37 +29,10 @@ Keep = Literal["products", "nothing"] | float
 per byte; `nothing`: only the inputs of the block."""
 
 
-class _DynamoFlag:
-    """Sets `skip_fwd_side_effects_in_bwd_under_checkpoint` while any `Recompute` is active.
-
-    Layers that share an input hand results to each other while a block runs. Dynamo takes this for a side effect and
-    refuses to compile the block, unless the flag is set; nothing of it outlives the forward.
-    """
-
-    def __init__(self) -> None:
-        self._users, self._before = 0, False
-
-    def acquire(self) -> None:
-        config = torch._dynamo.config
-        if self._users == 0:
-            self._before = config.skip_fwd_side_effects_in_bwd_under_checkpoint
-            config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-        self._users += 1
-
-    def release(self) -> None:
-        self._users -= 1
-        if self._users == 0:
-            torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = self._before
-
-
-_flag = _DynamoFlag()
-
-
 def recompute(model: nn.Module, keep: Keep = "products", *, blocks: str | Sequence[str] | None = None) -> Recompute:
     """Recompute activations of a model's blocks in backward, in place. The returned object undoes it.
 
-    Convert the model first. Compile afterwards, each block or the whole model. Sets
-    `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint`, which compiled blocks need, until `remove()`.
+    Convert the model first. Compile afterwards, each block or the whole model.
 
     Args:
         keep: `products`, `nothing`, or a number of FLOPs per byte. With 5000, a Llama of width 4096 recomputes the
@@ -72,7 +45,6 @@ def recompute(model: nn.Module, keep: Keep = "products", *, blocks: str | Sequen
     contexts, names = _contexts(_lowest_price(keep)), choose(model, blocks)
     for name in names:
         wrap(model.get_submodule(name), RecomputedBlock, recompute_keeps=str(keep), checkpoint_contexts=contexts)
-    _flag.acquire()
     return Recompute(model, names, keep)
 
 
@@ -100,14 +72,11 @@ class Recompute:
     keep: Keep
 
     def remove(self) -> None:
-        """Let the blocks save all activations again, and restore Dynamo's flag once no other model needs it."""
-        wrapped = [
-            block for name in self.blocks if isinstance(block := self.model.get_submodule(name), RecomputedBlock)
-        ]
-        for block in wrapped:
-            unwrap(block, RecomputedBlock)
-        if wrapped:
-            _flag.release()
+        """Let the blocks save all activations again."""
+        for name in self.blocks:
+            block = self.model.get_submodule(name)
+            if isinstance(block, RecomputedBlock):
+                unwrap(block, RecomputedBlock)
 
     def costs(self, forward: Callable[[], object], others: Sequence[Keep] = ("products", "nothing")) -> list[Cost]:
         """Return the costs of the first block: without recomputation, with it, and with other choices of `keep`.
@@ -140,11 +109,18 @@ class RecomputedBlock(Wrapped):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the block's result."""
-        if not torch.is_grad_enabled():
+        if not (torch.is_grad_enabled() and self.recompute_keeps):  # read here, so that Dynamo guards on it
             return super().forward(*args, **kwargs)
-        if self.recompute_keeps == "nothing":
-            return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
-        return checkpoint(super().forward, *args, use_reentrant=False, context_fn=self.checkpoint_contexts, **kwargs)
+        # With "nothing", too: without contexts, PyTorch 2.11 compiles a checkpoint that saves all autograd.Functions do.
+        return checkpoint(self._on_views, args, kwargs, use_reentrant=False, context_fn=self.checkpoint_contexts)
+
+    def _on_views(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the block's result from views of its inputs.
+
+        Layers that share an input leave results on it, which the compiler allows for tensors made in the checkpoint.
+        """
+        args, kwargs = tree_map_only(Tensor, lambda x: x.view_as(x), (args, kwargs))
+        return super().forward(*args, **kwargs)
 
 
 def _contexts(lowest: float) -> Callable[[], Any]:

@@ -30,6 +30,9 @@ from octavo.nn.weight_codes import quantize_matrix, quantize_weights
 from octavo.numerics import Quantized
 from octavo.recipes import Operand, Recipe, RecipeLike, load, reused_from
 
+_BF16 = load("bf16")
+"""Made once, outside of what Dynamo traces: it cannot follow the making of a recipe."""
+
 
 class GroupedLinear(nn.Module):
     """One linear layer an expert, computed by a recipe for all experts at once. It has no bias."""
@@ -87,7 +90,7 @@ class GroupedLinear(nn.Module):
                 f"{ends.dtype} {tuple(ends.shape)}."
             )
         check_dtypes(x, self.weight)
-        recipe = self.recipe if self.enabled else load("bf16")
+        recipe = self.recipe if self.enabled else _BF16
         return grouped_linear(x, self.weight, ends, recipe, stats_buffer_of([self]))
 
     def extra_repr(self) -> str:
@@ -98,7 +101,7 @@ class GroupedLinear(nn.Module):
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, ends: Tensor, recipe: RecipeLike = "bf16", stats: Tensor | None = None
+    x: Tensor, weight: Tensor, ends: Tensor, recipe: RecipeLike = _BF16, stats: Tensor | None = None
 ) -> Tensor:
     """Return y (T, N) for sorted rows x (T, K) and weights (E, N, K): see `GroupedLinear`.
 

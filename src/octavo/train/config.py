@@ -161,7 +161,7 @@ class LoopConfig:
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile per block; `auto`: on with CUDA, off on the CPU."""
     graph: Literal["auto", "on", "off"] = "auto"
-    """Replay forward and backward as a CUDA graph; `auto`: on a single GPU."""
+    """Replay forward and backward as a CUDA graph; `auto`: on a single GPU; `on`: sharded by FSDP2 as well."""
     log_every: int = 10
     """Steps between lines of the log."""
     telemetry_every: int = 1

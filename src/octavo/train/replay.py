@@ -7,29 +7,34 @@ launched kernel by kernel until the next capture. The optimizer step is not capt
 is still busy.
 
 A graph keeps the memory of its activations between replays. Evaluations and probes call `make_room` first.
+
+A model sharded by FSDP2 is captured with its collectives. All ranks capture and replay the same ones in the same order,
+so one rank may replay while another launches kernel by kernel. Graphs that hold collectives must be dropped
+(`Graphs.give_up`) before the process group is destroyed, which waits for them.
 """
 
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from octavo.errors import OctavoError
+from octavo.errors import ConfigError, OctavoError, UnsupportedError
 from octavo.kernels import ledger
 from octavo.optim import Optimizer
-from octavo.tensor import FP8Tensor
+from octavo.tensor import FP8Tensor, local
 
 WARM = 3
 """Uncaptured steps before a capture, which compile and autotune."""
 _DECIDING = ("recipe", "mlp_recipes", "target", "enabled", "shared", "watch", "scaling_slot")
 """Module attributes that decide what is computed, or where."""
 
-Run = Callable[[Tensor, Tensor, int], Tensor]
-"""(inputs, targets, parts) -> loss; leaves gradients in the parameters."""
+Run = Callable[..., Tensor]
+"""(*arguments) -> loss; leaves gradients in the parameters."""
 Work = Callable[[], Tensor]
 
 
@@ -96,13 +101,15 @@ class _Passes(NamedTuple):
     """A captured forward and backward pass with its buffers."""
 
     graph: Captured
-    inputs_BT: Tensor
-    targets_BT: Tensor
+    arguments: Sequence[Any]
+    """Those of the capture; each replay copies its tensors into them."""
     gradients: Sequence[tuple[Tensor, Tensor]]
     """Parameters and their gradients, overwritten by each replay."""
     stored: Mapping[int, Any]
     """Gradients that the optimizer stores in FP8."""
     counted: ledger.Ledger
+    sharded: Sequence[Any]
+    """FSDP2's modules."""
 
 
 class Replay:
@@ -146,34 +153,53 @@ class Replay:
         self._known: list[Any] = []
         self._calls = 0
 
-    def __call__(self, inputs_BT: Tensor, targets_BT: Tensor, parts: int) -> Tensor:
-        """Run forward and backward on a batch; return its loss, FP32, shape ()."""
-        found = [inputs_BT.shape, parts, *map(_address, self._parameters), *_computed_as(self._model)]
+    def __call__(self, *arguments: Any) -> Tensor:
+        """Run forward and backward; return the loss.
+
+        Raises:
+            ConfigError: a parameter has a gradient already, which a replay would overwrite.
+            UnsupportedError: the passes of a sharded model cannot be captured.
+        """
+        if any(parameter.grad is not None for parameter in self._parameters):
+            raise ConfigError(
+                "graph: a parameter has a gradient already, which a replay overwrites. Call optimizer.zero_grad() after"
+                " each step, and run all micro-batches of a step within the captured function."
+            )
+        found = [*map(_described, arguments), *map(_address, self._parameters), *_computed_as(self._model)]
         if found != self._known:
             self.forget()
         if self._passes is None and self._calls >= WARM and not self.refusal:
-            self._capture(inputs_BT, targets_BT, parts)
+            self._capture(arguments)
         if self._passes is None:
             self._graphs.make_room()
             self._known, self._calls = found, self._calls + 1
-            return self._run(inputs_BT, targets_BT, parts)
-        return self._replay(self._passes, inputs_BT, targets_BT)
+            return self._run(*arguments).detach()
+        return self._replay(self._passes, arguments)
 
-    def _capture(self, inputs_BT: Tensor, targets_BT: Tensor, parts: int) -> None:
-        inputs, targets = inputs_BT.clone(), targets_BT.clone()
+    def _capture(self, arguments: Sequence[Any]) -> None:
+        own = [each.detach().clone() if isinstance(each, Tensor) else each for each in arguments]
+        sharded = _sharded(self._model)
+        _reshard(sharded)
         try:
             with ledger.apart() as counted:
-                graph = self._graphs.capture(lambda: self._run(inputs, targets, parts))
+                graph = self._graphs.capture(lambda: self._run(*own).detach())
         except (OctavoError, RuntimeError) as error:  # RuntimeError includes out of memory
-            self._graphs.give_up(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            if sharded:  # FSDP2 is in the middle of a pass: streams would not wait for each other in the next one
+                raise UnsupportedError(
+                    f"graph: the passes of this sharded model cannot be captured: {reason}. Run without a graph."
+                ) from error
+            self._graphs.give_up(reason)
         else:
             gradients = [(p, p.grad) for p in self._parameters if p.grad is not None]
-            self._passes = _Passes(graph, inputs, targets, gradients, _stored(self._optimizer), counted)
+            self._passes = _Passes(graph, own, gradients, _stored(self._optimizer), counted, sharded)
         self._optimizer.zero_grad(set_to_none=True)
 
-    def _replay(self, passes: _Passes, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        passes.inputs_BT.copy_(inputs_BT)
-        passes.targets_BT.copy_(targets_BT)
+    def _replay(self, passes: _Passes, arguments: Sequence[Any]) -> Tensor:
+        for own, given in zip(passes.arguments, arguments, strict=True):
+            if isinstance(own, Tensor):
+                own.copy_(given)
+        _reshard(passes.sharded)
         passes.graph.replay()
         for parameter, gradient in passes.gradients:
             parameter.grad = gradient
@@ -183,12 +209,75 @@ class Replay:
         return passes.graph.result.clone()
 
 
+def graph(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> Replay:
+    """Return forward and backward of a model as one CUDA graph: captured in the fourth call, replayed from then on.
+
+        passes = octavo.graph(forward_and_backward, model, optimizer)
+        for tokens, targets in batches:
+            loss = passes(tokens, targets)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    The model may be sharded by FSDP2, its blocks compiled, its layers in FP8 or not. If shapes, parameters or recipes
+    change, it is captured again. Where capturing fails, kernels are launched one by one, with a warning.
+
+    Args:
+        run: `run(*arguments)` returns the loss, shape (), and leaves gradients in the parameters. It must not
+            synchronise with the GPU, and what it reads besides tensors among its arguments, parameters and buffers
+            is as it was in the capture. With several micro-batches it runs all of them.
+        model: on a GPU.
+        optimizer: steps the parameters of `model`; `zero_grad` follows each step.
+
+    Returns:
+        A callable with the arguments of `run`. Gradients are overwritten by its next call, its result is not. Call
+        `forget()` before the process group is destroyed.
+
+    Raises:
+        UnsupportedError: the model is not on a GPU.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters or not parameters[0].is_cuda:
+        raise UnsupportedError("graph: only a GPU replays CUDA graphs, and the model is not on one. Call the function.")
+    return _WarningGraphs().replay(run, model, parameters, optimizer)
+
+
+class _WarningGraphs(Graphs):
+    """Graphs whose refusal is a warning."""
+
+    def give_up(self, reason: str) -> None:
+        """Drop all graphs, capture no more, and say why."""
+        super().give_up(reason)
+        warnings.warn(f"octavo.graph: kernels are launched one by one, capturing failed: {reason}", stacklevel=4)
+
+
 def _stored(optimizer: torch.optim.Optimizer) -> Mapping[int, Any]:
     return optimizer.stored_gradients if isinstance(optimizer, Optimizer) else {}
 
 
+def _described(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return argument.shape, argument.dtype, argument.device
+    return argument
+
+
 def _address(parameter: Tensor) -> int:
-    return (parameter.codes if isinstance(parameter, FP8Tensor) else parameter).data_ptr()
+    own = local(parameter)
+    return (own.codes if isinstance(own, FP8Tensor) else own).data_ptr()
+
+
+def _sharded(model: nn.Module) -> list[Any]:
+    """Return the modules that FSDP2 gathers."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _reshard(sharded: Sequence[Any]) -> None:
+    """Drop weights that an evaluation has left gathered: FSDP2, unaware of replays, would read them after the step."""
+    for module in sharded:
+        module.reshard()
 
 
 def _computed_as(model: nn.Module) -> list[Any]:

@@ -197,6 +197,8 @@ class Trainer:
                     while self.done < self.config.run.steps or self._guarded.check_all():
                         self._step()
                         after_step()
+                for state in self.setup.states:
+                    state.drop_graph()
                 heldout = self._evaluate()
             summary = self._summarise(heldout)
             if self.ranks.is_first:

@@ -199,8 +199,14 @@ def replays(config: RunConfig, device: torch.device, ranks: Ranks = SINGLE_PROCE
     Raises:
         ConfigError: `run.graph` is `on`, but they cannot be.
     """
-    against = f"{ranks.count} ranks share the run" if ranks.count > 1 else ""
-    against = against if device.type == "cuda" else f"the run is on a {device.type.upper()}"
+    parallel, several = ranks.parallel, ranks.count > 1
+    against = ""
+    if device.type != "cuda":
+        against = f"the run is on a {device.type.upper()}"
+    elif several and parallel.pipeline > 1:
+        against = "the schedule of parallel.pipeline is Python's"
+    elif ranks.is_greedy:
+        against = "parallel.zero = 'greedy' is not captured"
     if config.run.graph == "on" and against:
-        raise ConfigError(f"run.graph: 'on' needs one GPU, but {against}. Take 'auto' or 'off'.")
-    return config.run.graph != "off" and not against
+        raise ConfigError(f"run.graph: 'on', but {against}. Take 'auto' or 'off'.")
+    return config.run.graph == "on" or (config.run.graph == "auto" and not several and not against)

@@ -145,6 +145,11 @@ class TrainState:
         if self._graphs is not None:
             self._graphs.make_room()
 
+    def drop_graph(self) -> None:
+        """Drop the CUDA graph: a process group that it holds collectives of waits for that before it ends."""
+        if self.replay is not None:
+            self.replay.forget()
+
     def _train(self, inputs_BT: Tensor, targets_BT: Tensor, parts: int) -> Tensor:
         return self._pass(inputs_BT, targets_BT, parts, self.loss_scale.scaled)
 

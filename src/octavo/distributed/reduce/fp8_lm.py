@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from octavo.distributed.reduce.scheme import Scheme, padded, part_length
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.dispatch import architecture
 from octavo.kernels.ledger import fall_back
 from octavo.numerics import E4M3, PER_TENSOR, scale_from_amax, tile_amax, to_codes
@@ -74,6 +74,11 @@ class FP8LM(Scheme):
     def _scales(self, tensors: Sequence[Tensor], names: Sequence[str], group: dist.ProcessGroup) -> Tensor:
         """Return the agreed factors that tensors are multiplied by, FP32 (tensors,), and update mu."""
         device = tensors[0].device
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                "reduction 'fp8-lm' has a new state after each step, and a CUDA graph repeats the one that it was"
+                " captured with. Take 'fp8-block', or run without a graph."
+            )
         for name in names:
             self.mu[name] = self.mu.get(name, torch.tensor(group.size() ** -0.5, dtype=torch.float32)).to(device)
             self.saturated[name] = self.saturated.get(name, torch.tensor(0.0, dtype=torch.float32)).to(device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,8 @@ class UnitCodes:
 
     def __init__(self) -> None:
         self._members: list[_Member] = []
-        self._stacks: dict[Hashable, tuple[Hashable, Stack]] = {}
-        """By kind: where the shards lie, and the stack made of them, whose memory the next one takes."""
+        self._stacks: dict[Hashable, _Stacked] = {}
+        """By kind of shard, what one launch has made; the next one writes into its memory."""
 
     def add(self, module: nn.Module, attribute: str, group: Hashable) -> None:
         """Add the weight of a module. Weights of one group, which a GEMM reads as one, share a per-tensor scale."""
@@ -43,33 +43,50 @@ class UnitCodes:
     def take(self, shard: WeightShard, mesh: DeviceMesh) -> Quantized:
         """Return the codes of a shard, which are made again when they are asked for again."""
         if shard.pending is None:
-            found = [(member, own) for member in self._members if (own := member.find()) is not None]
-            alike = [(member.group, own) for member, own in found if _kind(own) == _kind(shard)]
-            peers = [own for _, own in alike]
-            if not any(own is shard for own in peers):
-                alike, peers = [(None, shard)], [shard]
-            whole = shard.spec.target.tile.rows is None
-            parts = _per_tensor(alike, mesh) if whole else self._by_rows(peers)
-            for own, part in zip(peers, parts, strict=True):
-                own.pending = part
+            self._quantize(shard, mesh)
         made, shard.pending = shard.pending, None
         assert made is not None
         return made
 
+    @torch.no_grad()
+    def _quantize(self, shard: WeightShard, mesh: DeviceMesh) -> None:
+        """Quantise a shard and those that are quantised in the same way."""
+        found = [(member.group, own) for member in self._members if (own := member.find()) is not None]
+        alike = [(group, own) for group, own in found if own.kind == shard.kind]
+        if not any(own is shard for _, own in alike):
+            alike = [(None, shard)]
+        peers = [own for _, own in alike]
+        whole = shard.spec.target.tile.rows is None
+        parts = _per_tensor(alike, mesh) if whole else self._by_rows(peers)
+        for own, part in zip(peers, parts, strict=True):
+            own.pending = part
+
     def _by_rows(self, shards: Sequence[WeightShard]) -> Sequence[Quantized]:
-        values, target = [shard.wrapped for shard in shards], shards[0].spec.target
-        if not has_one_launch(values, target):
+        values, target, kind = [shard.wrapped for shard in shards], shards[0].spec.target, shards[0].kind
+        places = [(held.data_ptr(), held.shape, held.stride()) for held in values]
+        known = self._stacks.get(kind)
+        is_known = known is not None and known.places == places
+        if not (is_known or has_one_launch(values, target)):
             return [kernels.quantize(held, *target) for held in values]
         # Into the memory of the gather before, which FSDP2 has copied: it copies on the stream that this runs on, or
         # on one that this waits for.
-        places = tuple((held.data_ptr(), held.shape, held.stride()) for held in values)
-        kind = _kind(shards[0])
-        before, (into, rows) = self._stacks.get(kind, (None, (None, None)))
-        stack = quantize_stack(values, target, into, rows if before == places else None)
-        self._stacks[kind] = places, stack
-        parts = split_rows(stack.quantized, [len(held) for held in values])
-        assert parts is not None  # row-wise scales are always separable
-        return parts
+        into, rows = (None, None) if known is None else known.stack
+        stack = quantize_stack(values, target, into, rows if is_known else None)
+        if known is None or not is_known:
+            parts = split_rows(stack.quantized, [len(held) for held in values])
+            assert parts is not None  # row-wise scales are always separable
+            known = self._stacks[kind] = _Stacked(places, stack, parts)
+        return known.parts
+
+
+class _Stacked(NamedTuple):
+    """Codes of the shards of one kind, in the memory of one launch."""
+
+    places: list[Any]
+    """Where the shards lie."""
+    stack: Stack
+    parts: Sequence[Quantized]
+    """Views, one per shard."""
 
 
 def _per_tensor(shards: Sequence[tuple[Hashable, WeightShard]], mesh: DeviceMesh) -> Sequence[Quantized]:
@@ -86,14 +103,6 @@ def _with_amax(shard: WeightShard, amax: Tensor) -> Quantized:
     target = shard.spec.target
     scale, inverse = scale_from_amax(amax.reshape(1, 1), target.fmt, target.scaling)
     return Quantized(to_codes(shard.wrapped.float() * inverse, target.fmt), scale, target.tile)
-
-
-def _kind(shard: WeightShard) -> tuple[Any, ...]:
-    """Return the key shared by weights that are quantised together."""
-    inner, target = shard.wrapped, shard.spec.target
-    if target.tile.rows is None:
-        return (target,)
-    return type(inner), inner.shape[1], inner.dtype, inner.device, target
 
 
 @dataclass(eq=False)

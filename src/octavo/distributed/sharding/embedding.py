@@ -85,7 +85,13 @@ class RowGatheredEmbedding(nn.Embedding):
 
         Raises:
             ConfigError: a token id is out of range; the other ranks then wait for this one.
+            UnsupportedError: a CUDA graph is being captured.
         """
+        if input.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                "an embedding sharded by_rows sends other rows for each batch, and a CUDA graph repeats those of one."
+                " Shard it as a whole, or run without a graph."
+            )
         _, known = self.ahead.pop(_token_key(input), (None, None))
         place, sent = _look_up(input, self.layout) if known is None else known
         weight = cast(DTensor, self.weight).to_local()

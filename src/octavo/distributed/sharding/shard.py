@@ -230,7 +230,7 @@ def _prepare(
             module, attribute, count = uses[0].module, uses[0].attribute, local(parameter).shape[0]
             unit = units[owners[module]]
             unit.add(module, attribute, groups.get(module, name))
-            _wrap(parameter, uses, GatherSpec(count, sent, unit))
+            _wrap(parameter, uses, GatherSpec(count, -(-count // ranks), sent, unit))
     return ShardPlan(ranks=ranks, parameters=tuple(rows), in_high_precision=plain)
 
 

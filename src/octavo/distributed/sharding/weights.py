@@ -13,7 +13,7 @@ PyTorch calls `fsdp_pre_all_gather` and `fsdp_post_all_gather` (see torch.distri
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,8 @@ class GatherSpec:
 
     rows: int
     """N, over all ranks."""
+    each: int
+    """Rows that a rank sends, the last ranks with padding."""
     target: QuantSpec
     """Format and scaling of the codes."""
     unit: UnitCodes
@@ -48,6 +50,8 @@ class WeightShard(WrapperTensor):
     """Rows of a weight, with the shape and dtype of `wrapped`. Used only as the local tensor of a DTensor parameter."""
 
     spec: GatherSpec
+    kind: Hashable
+    """Key shared by shards that are quantised in one launch, or with one reduction of scales."""
     pending: Quantized | None
     """Codes made with those of another weight in the gather that is under way, until it asks for them."""
 
@@ -61,8 +65,10 @@ class WeightShard(WrapperTensor):
             dtype=values.dtype,
             device=values.device,
         )
-        shard.wrapped, shard.spec = values, spec
-        shard.pending = None
+        shard.wrapped, shard.spec, shard.pending = values, spec, None
+        is_per_tensor = spec.target.tile.rows is None
+        alike = () if is_per_tensor else (type(values), values.shape[1:], values.dtype, values.device)
+        shard.kind = (spec.target, *alike)
         return shard
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -71,9 +77,8 @@ class WeightShard(WrapperTensor):
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return the tensors that this rank sends, and its scale; a per-tensor scale is known to all and not sent."""
         # FSDP2's longer signature requires equal shapes, and cannot send the scales of an uneven shard.
-        with torch.no_grad():
-            made = self.wrapped.quantized if isinstance(self.wrapped, FP8Tensor) else self.spec.unit.take(self, mesh)
-        made = _padded(made, -(-self.spec.rows // mesh.size()))
+        made = self.wrapped.quantized if isinstance(self.wrapped, FP8Tensor) else self.spec.unit.take(self, mesh)
+        made = _padded(made, self.spec.each)
         return (made.codes,) if made.granularity.rows is None else (made.codes, made.scale), made.scale
 
     def fsdp_post_all_gather(
@@ -85,7 +90,7 @@ class WeightShard(WrapperTensor):
         """
         target, rows = self.spec.target, self.spec.rows
         sent = len(outputs) > 1
-        if scale.is_cuda:
+        if not sent and scale.is_cuda:
             scale.record_stream(torch.cuda.current_stream())  # it was made on the stream that FSDP2 gathers on
         if out is not None:
             out = local(out)  # a DTensor under tensor parallel
@@ -149,6 +154,8 @@ _SHARD_PRESERVING = {
 
 
 def _padded(made: Quantized, rows: int) -> Quantized:
+    if made.codes.shape[0] == rows and made.codes.is_contiguous() and made.scale.is_contiguous():
+        return made
     height = made.granularity.rows
     scale = made.scale if height is None else _padded_rows(made.scale, -(-rows // height))
     return Quantized(_padded_rows(made.codes, rows), scale, made.granularity)

@@ -33,7 +33,8 @@ def quantize_groups(
     if columns is not None:
         folded = x.float() if column_fold is None else x.float() * column_fold
         parts = [quantize(folded[tokens].t(), columns.fmt, PER_ROW, columns.scaling) for tokens in groups]
-        codes = torch.cat([x.new_empty(x.shape[1], 0, dtype=columns.fmt.dtype), *(part.codes for part in parts)], dim=1)
+        empty = x.new_empty(x.shape[1], 0, dtype=torch.uint8)  # bytes: autocast has no torch.cat of FP8
+        codes = torch.cat([empty, *(part.codes.view(torch.uint8) for part in parts)], dim=1).view(columns.fmt.dtype)
         scales = [part.scale.t() for part in parts]
         column = transpose_groups(codes.t(), ends), torch.cat([x.new_empty(0, x.shape[1]).float(), *scales])
     return row, column
